@@ -7,14 +7,16 @@ PYTHON ?= python3
 VENV ?= .venv
 CONSTRAINTS ?= constraints.txt
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
+PIP := $(BIN)/python -m pip -qq --disable-pip-version-check
 
-.PHONY: demo test lint slow clean
+.PHONY: demo test pytest lint slow clean
 
 demo: $(VENV)/.ready
 	$(BIN)/hf-dp demo
 
-test: lint $(VENV)/.ready-for-tests
+test: lint pytest
+
+pytest: $(VENV)/.ready-for-tests
 	$(BIN)/python -m pytest -n 2
 
 slow: $(VENV)/.ready-for-tests

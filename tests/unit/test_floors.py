@@ -1,0 +1,182 @@
+"""The floors of docs/architecture.md, read off the imports: down only, and heavy libraries stay where they belong."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+PACKAGE = Path(__file__).resolve().parents[2] / "hf_dp"
+
+FLOORS = {
+    "errors": 0,
+    "config": 0,
+    "randomness": 0,
+    "accounting": 1,
+    "sampling": 1,
+    "losses": 1,
+    "per_example": 1,
+    "clipping": 1,
+    "noise": 1,
+    "sparse": 1,
+    "re_attention": 1,
+    "aggregate": 2,
+    "plan": 2,
+    "step": 3,
+    "callbacks": 4,
+    "trainer": 4,
+    "hub": 4,
+    "audit": 4,
+    "demo": 5,
+    "cli": 5,
+}
+# (importer, imported) on one floor. Everything else on a floor is a stranger to its neighbours.
+PEERS = {("config", "errors"), ("randomness", "errors"), ("trainer", "callbacks"), ("cli", "demo")}
+# Libraries that a module must not import itself. What it imports through others is seen in test_package.py.
+FORBIDDEN = {
+    "errors": {"torch", "transformers"},
+    "config": {"torch", "transformers"},
+    "accounting": {"torch", "transformers"},
+    "per_example": {"transformers", "accelerate", "peft", "datasets"},
+}
+TRAINER_NAMES = {"Trainer", "Seq2SeqTrainer", "TrainerCallback"}
+MAY_IMPORT_TRAINER = {"trainer", "callbacks", "demo", "cli"}
+
+
+class Import(NamedTuple):
+    """`import module`, or `from module import name`."""
+
+    line: int
+    module: str
+    name: str | None
+
+
+def violations(package: Path) -> list[str]:
+    """Every import under `package` that breaks a floor, one line of text each."""
+    return [
+        f"{path.relative_to(package)}:{found.line}: {problem}"
+        for path in sorted(package.rglob("*.py"))
+        for found in imports_of(path, package)
+        for problem in problems(module_of(path, package), found, package)
+    ] + [
+        f"{path.relative_to(package)}: {module} has no floor; give it one in FLOORS and in docs/architecture.md"
+        for path in sorted(package.rglob("*.py"))
+        if (module := module_of(path, package)) and module not in FLOORS
+    ]
+
+
+def module_of(path: Path, package: Path) -> str:
+    """The first name below the package: "per_example" for per_example/rules.py, "" for the package's own __init__."""
+    first = path.relative_to(package).parts[0].removesuffix(".py")
+    return "" if first == "__init__" else first
+
+
+def imports_of(path: Path, package: Path) -> Iterator[Import]:
+    """All imports of a file, also those inside functions; relative ones and import_module("hf_dp...") made absolute."""
+    here = (package.name, *path.relative_to(package).with_suffix("").parts)
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (Import(node.lineno, alias.name, None) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            parent = ".".join(here[: -node.level]) if node.level else ""
+            module = ".".join(filter(None, (parent, node.module)))
+            yield from (Import(node.lineno, module, alias.name) for alias in node.names)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in {"import_module", "__import__"}:
+            yield from (
+                Import(node.lineno, argument.value, None)
+                for argument in node.args
+                if isinstance(argument, ast.Constant) and isinstance(argument.value, str)
+            )
+        elif isinstance(node, ast.Attribute) and ast.unparse(node.value).split(".")[0] == "transformers":
+            yield Import(node.lineno, ast.unparse(node.value), node.attr)
+
+
+def problems(importer: str, found: Import, package: Path) -> Iterator[str]:
+    library, *inner = found.module.split(".")
+    if library != package.name:
+        yield from library_problems(importer, found, library)
+        return
+    if importer == "":
+        return  # the package's __init__ names what it loads lazily; test_package.py shows that it loads nothing else
+    imported = inner[0] if inner else found.name
+    if imported == "__version__":
+        return
+    if imported is None or not ((package / f"{imported}.py").exists() or (package / imported).is_dir()):
+        yield f"{importer} imports {imported or package.name} from the package itself; import it from its own module"
+    elif importer in FLOORS and imported in FLOORS and importer != imported:
+        above, below = FLOORS[importer], FLOORS[imported]
+        if above < below:
+            yield f"{importer} (F{above}) imports {imported} (F{below}): up"
+        elif above == below and (importer, imported) not in PEERS:
+            yield f"{importer} imports {imported}: both are on F{above}"
+
+
+def library_problems(importer: str, found: Import, library: str) -> Iterator[str]:
+    if library in FORBIDDEN.get(importer, ()):
+        yield f"{importer} imports {library}"
+    if library == "transformers" and importer not in MAY_IMPORT_TRAINER:
+        from_trainer_module = found.module.startswith("transformers.trainer")
+        if found.name in TRAINER_NAMES or (from_trainer_module and not found.module.endswith(("_utils", "_pt_utils"))):
+            yield f"{importer} imports {found.name or found.module}: only {', '.join(sorted(MAY_IMPORT_TRAINER))} may"
+
+
+def test_imports_go_down_the_floors_only() -> None:
+    assert violations(PACKAGE) == []
+
+
+def write_tree(root: Path, **sources: str) -> Path:
+    """A package hf_dp with every known module empty but for `sources`; "__" in a name stands for a folder."""
+    package = root / "hf_dp"
+    for name, source in {**dict.fromkeys(FLOORS, ""), **sources}.items():
+        path = package / (name.replace("__", "/") + ".py")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(source, encoding="utf-8")
+    (package / "__init__.py").write_text("from hf_dp.trainer import DPTrainer\n", encoding="utf-8")
+    return package
+
+
+def test_a_good_tree_has_no_violation(tmp_path: Path) -> None:
+    package = write_tree(
+        tmp_path,
+        config="from hf_dp.errors import HfDpError\n",
+        noise="import torch\nfrom hf_dp.randomness import Entropy\n",
+        losses="from transformers import PreTrainedModel\n",
+        per_example__rules="import torch\nfrom hf_dp.per_example.factors import Outer\nfrom .factors import Dense\n",
+        step="from hf_dp import noise, plan\nimport hf_dp.aggregate\n",
+        trainer="from transformers import Trainer\nfrom hf_dp.callbacks import A\nfrom hf_dp import __version__\n",
+    )
+    (package / "per_example.py").unlink()
+    assert violations(package) == []
+
+
+@pytest.mark.parametrize(
+    ("sources", "message"),
+    [
+        ({"noise": "from hf_dp.step import private_gradient\n"}, "noise.py:1: noise (F1) imports step (F3): up"),
+        ({"config": "def f():\n    import hf_dp.accounting\n"}, "config.py:2: config (F0) imports accounting (F1): up"),
+        ({"plan": "from hf_dp import trainer\n"}, "plan.py:1: plan (F2) imports trainer (F4): up"),
+        ({"plan": "from . import trainer\n"}, "plan.py:1: plan (F2) imports trainer (F4): up"),
+        ({"plan": "import_module('hf_dp.step')\n"}, "plan.py:1: plan (F2) imports step (F3): up"),
+        ({"audit__a": "from ..cli import app\n"}, "audit/a.py:1: audit (F4) imports cli (F5): up"),
+        ({"noise": "from hf_dp.clipping import f\n"}, "noise.py:1: noise imports clipping: both are on F1"),
+        ({"callbacks": "import hf_dp.trainer\n"}, "callbacks.py:1: callbacks imports trainer: both are on F4"),
+        ({"hub": "from hf_dp import DPTrainer\n"}, "hub imports DPTrainer from the package itself"),
+        ({"hub": "import hf_dp\n"}, "hub imports hf_dp from the package itself"),
+        ({"wrapper": ""}, "wrapper.py: wrapper has no floor"),
+        ({"wrapper__x": ""}, "wrapper/x.py: wrapper has no floor"),
+        ({"accounting": "import torch.nn\n"}, "accounting.py:1: accounting imports torch"),
+        ({"config": "from torch import Tensor\n"}, "config.py:1: config imports torch"),
+        ({"per_example__a": "import transformers\n"}, "per_example/a.py:1: per_example imports transformers"),
+        ({"step": "from transformers import Trainer\n"}, "step.py:1: step imports Trainer: only"),
+        ({"hub": "from transformers.trainer import x\n"}, "hub.py:1: hub imports x: only"),
+        ({"hub": "import transformers.trainer\n"}, "hub.py:1: hub imports transformers.trainer: only"),
+        ({"hub": "import transformers\nclass A(transformers.Trainer): pass\n"}, "hub.py:2: hub imports Trainer: only"),
+    ],
+)
+def test_the_checker_can_fail(tmp_path: Path, sources: dict[str, str], message: str) -> None:
+    found = violations(write_tree(tmp_path, **sources))
+    assert len(found) == 1
+    assert message in found[0]

@@ -1,0 +1,52 @@
+"""What importing the package costs, and that its public names are there."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from importlib import resources
+from pathlib import Path
+
+import pytest
+
+import hf_dp
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.parametrize(
+    ("statement", "absent"),
+    [
+        ("import hf_dp", ["torch", "transformers", "dp_accounting"]),
+        ("from hf_dp import PrivacyConfig", ["torch", "transformers"]),
+        ("import hf_dp.accounting", ["torch", "transformers"]),
+        ("import hf_dp.cli", ["torch", "transformers"]),
+        ("import hf_dp.per_example", ["transformers", "accelerate", "peft", "datasets"]),
+    ],
+)
+def test_an_import_brings_only_what_it_needs(statement: str, absent: list[str]) -> None:
+    code = f"import sys\n{statement}\nprint(*sorted(set({absent!r}) & set(sys.modules)))"
+    # In a fresh interpreter: this one has long imported everything.
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.split() == []
+
+
+def test_every_public_name_is_there_and_listed() -> None:
+    for name in hf_dp.__all__:
+        assert getattr(hf_dp, name) is not None
+    assert set(hf_dp.__all__) <= set(dir(hf_dp))
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="module 'hf_dp' has no attribute 'DPTrainr'"):
+        hf_dp.DPTrainr  # noqa: B018
+
+
+def test_the_version_is_a_version() -> None:
+    assert re.fullmatch(r"\d+(\.\d+)*([.+][0-9a-z.]+)?", hf_dp.__version__)
+
+
+def test_type_information_is_shipped() -> None:
+    assert resources.files("hf_dp").joinpath("py.typed").is_file()
