@@ -1,0 +1,158 @@
+"""Per-example losses (B,): no denominator is shared between examples.
+
+Each equals the model's own loss on that one example. Which loss a model uses is read from what Transformers itself
+declares (`loss_type` and the auto classes), not from its class.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hf_dp.errors import ConfigurationError, UnsupportedModelError
+
+_IGNORED = -100
+_SHIFTED = "causal_lm"
+_TOKENWISE = "token"
+
+
+def per_example_losses(model: nn.Module, batch: Mapping[str, Any], label_smoothing: float = 0.0) -> Tensor:
+    """The loss of each example by itself, computed from the model's logits.
+
+    Args:
+        model: a Transformers model, or a PEFT model around one.
+        batch: what the collator returns: model inputs and labels, each (B, ...).
+        label_smoothing: as `TrainingArguments.label_smoothing_factor`.
+
+    Returns:
+        (B,) float32 (float64 for float64 logits): the mean over the example's own labelled positions for token
+        losses, 0 where it has none.
+
+    Raises:
+        ConfigurationError: the batch has no labels.
+        UnsupportedModelError: a head whose per-example loss is not known.
+    """
+    kind = loss_kind(model)
+    if kind == "question_answering":
+        return _question_answering(model, batch)
+    labels = _labels(batch, "labels")
+    inputs = {k: v for k, v in batch.items() if k not in ("labels", "num_items_in_batch")}
+    base = _base(model)
+    if getattr(base.config, "is_encoder_decoder", False) and kind in (_SHIFTED, _TOKENWISE):
+        if "decoder_input_ids" not in inputs:
+            inputs["decoder_input_ids"] = base.prepare_decoder_input_ids_from_labels(labels=labels)  # type: ignore[operator]
+        kind = _TOKENWISE
+    logits = _accurate(model(**inputs).logits)
+    if kind == _SHIFTED:
+        # The last position predicts nothing; shifting the labels spares a copy of the logits.
+        return _token_losses(logits, F.pad(labels, (0, 1), value=_IGNORED)[:, 1:], label_smoothing)
+    if kind == _TOKENWISE:
+        return _token_losses(logits, labels, label_smoothing)
+    return _classification(logits, labels, base.config, label_smoothing)
+
+
+def loss_kind(model: nn.Module) -> str:
+    """Which loss `model` is trained with: "causal_lm", "token", "classification" or "question_answering".
+
+    Raises:
+        UnsupportedModelError: none of them.
+    """
+    from transformers.models.auto import modeling_auto as auto
+
+    base = _base(model)
+    name, declared = type(base).__name__, getattr(base, "loss_type", None)
+    heads = (
+        (_SHIFTED, ("ForCausalLM",), auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES),
+        (_TOKENWISE, ("ForMaskedLM",), auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES),
+        (_TOKENWISE, ("ForTokenClassification",), auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES),
+        ("question_answering", ("ForQuestionAnswering",), auto.MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES),
+        ("classification", ("ForSequenceClassification",), auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES),
+        ("classification", ("ForImageClassification",), auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES),
+        (_TOKENWISE, (), auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES),
+    )
+    for kind, suffixes, mapping in heads:
+        names = {n for v in mapping.values() for n in (v if isinstance(v, (tuple, list)) else (v,))}
+        if name in names or any(name.endswith(s) for s in suffixes):
+            return kind
+    for kind, suffixes, _ in heads:
+        if declared in suffixes:
+            return kind
+    raise UnsupportedModelError(
+        f"{name} (loss_type {declared!r}) has no known per-example loss.",
+        why="the model's own loss is normalised over the batch, so one example would rescale its neighbours.",
+        fix="override DPTrainer.compute_per_example_loss(model, inputs) to return one loss for each example.",
+    )
+
+
+def _base(model: nn.Module) -> Any:
+    unwrap = getattr(model, "get_base_model", None)
+    return unwrap() if callable(unwrap) else model
+
+
+def _labels(batch: Mapping[str, Any], name: str) -> Tensor:
+    labels = batch.get(name)
+    if not isinstance(labels, Tensor):
+        raise ConfigurationError(
+            f"the batch has no {name!r} (it has {', '.join(sorted(map(str, batch)))}).",
+            why="there is no loss without labels.",
+            fix="add the column to the dataset, or use a collator that makes it (for causal language models: "
+            "DataCollatorForLanguageModeling(tokenizer, mlm=False)).",
+        )
+    return labels
+
+
+def _accurate(logits: Tensor) -> Tensor:
+    return logits if logits.dtype == torch.float64 else logits.float()
+
+
+def _token_losses(logits: Tensor, labels: Tensor, label_smoothing: float) -> Tensor:
+    losses = F.cross_entropy(
+        logits.flatten(0, 1),
+        labels.flatten(),
+        ignore_index=_IGNORED,
+        reduction="none",
+        label_smoothing=label_smoothing,
+    ).view_as(labels)
+    counted = labels.ne(_IGNORED)
+    return losses.sum(1) / counted.sum(1).clamp_min(1)
+
+
+def _classification(logits: Tensor, labels: Tensor, config: Any, label_smoothing: float) -> Tensor:
+    problem = config.problem_type
+    if problem is None:
+        if config.num_labels == 1:
+            problem = "regression"
+        elif labels.dtype in (torch.long, torch.int):
+            problem = "single_label_classification"
+        else:
+            problem = "multi_label_classification"
+    if problem == "single_label_classification":
+        return F.cross_entropy(
+            logits.view(-1, config.num_labels), labels.view(-1).long(), reduction="none", label_smoothing=label_smoothing
+        )
+    if label_smoothing:
+        raise ConfigurationError(
+            f"label_smoothing_factor={label_smoothing} with problem type {problem}.",
+            why="smoothing is defined for cross-entropy only.",
+            fix="set label_smoothing_factor=0.",
+        )
+    if problem == "regression":
+        return F.mse_loss(logits.view(len(labels), -1), labels.view(len(labels), -1).to(logits.dtype), reduction="none").mean(1)
+    return F.binary_cross_entropy_with_logits(logits, labels.to(logits.dtype), reduction="none").flatten(1).mean(1)
+
+
+def _question_answering(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
+    ends = [_labels(batch, name) for name in ("start_positions", "end_positions")]
+    output = model(**{k: v for k, v in batch.items() if k not in ("start_positions", "end_positions")})
+    total: Tensor | float = 0.0
+    for logits, positions in zip((output.start_logits, output.end_logits), ends, strict=True):
+        length = logits.shape[1]
+        clamped = positions.view(-1).clamp(0, length)
+        one = F.cross_entropy(_accurate(logits), clamped, ignore_index=length, reduction="none")
+        total = total + one / 2
+    assert isinstance(total, Tensor)
+    return total

@@ -1,0 +1,13 @@
+"""Per-example gradients: `record` in one pass, `loop` as the oracle, `preflight` to hold one against the other."""
+
+from hf_dp.per_example.factors import Dense, Factors, OneHot, Outer, PerExample
+from hf_dp.per_example.oracle import loop
+from hf_dp.per_example.preflight import preflight
+from hf_dp.per_example.record import Certificate, PerExampleGradients, record
+from hf_dp.per_example.rules import RULES
+from hf_dp.per_example.watch import Axis, Bound, Operands, Rule
+
+__all__ = [
+    "RULES", "Axis", "Bound", "Certificate", "Dense", "Factors", "OneHot", "Operands", "Outer", "PerExample",
+    "PerExampleGradients", "Rule", "loop", "preflight", "record",
+]

@@ -1,0 +1,39 @@
+"""What a batch is to the engine: a mapping whose tensors have one row for each example."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_dp.errors import ConfigurationError
+
+Batch = Mapping[str, Any]
+
+
+def batch_size(batch: Batch) -> int:
+    """The number of examples: the first dimension that all tensors of `batch` share.
+
+    Raises:
+        ConfigurationError: no mapping, no tensor, or tensors that disagree.
+    """
+    tensors = {k: v for k, v in batch.items() if isinstance(v, Tensor)} if isinstance(batch, Mapping) else {}
+    rows = {k: int(v.shape[0]) if v.dim() else None for k, v in tensors.items()}
+    if len(set(rows.values())) != 1 or None in rows.values() or 0 in rows.values():
+        found = rows or f"a {type(batch).__name__} without tensors"
+        raise ConfigurationError(
+            f"a batch must be a mapping of tensors with one row for each example; found rows {found}.",
+            why="an example's gradient is known only where its row is known.",
+            fix="let the collator return a dict of tensors (B, ...); drop shared tensors, it is easy to rebuild them.",
+        )
+    return next(iter(rows.values())) or 0
+
+
+def take(batch: Batch, index: Sequence[int]) -> dict[str, Any]:
+    """The examples in `index`, in that order, repeats included; other values are passed through."""
+    return {
+        k: v.index_select(0, torch.tensor(list(index), device=v.device)) if isinstance(v, Tensor) else v
+        for k, v in batch.items()
+    }

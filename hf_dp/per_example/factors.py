@@ -1,0 +1,201 @@
+"""Per-example gradients of one use of one parameter, without instantiating them where that would cost more.
+
+For y = x W^T with x: (B, T, d) and output gradient g: (B, T, p), example i's gradient is the sum over positions of
+outer products g_i[t] x_i[t]^T (Goodfellow 2015, arXiv:1510.01799). An embedding lookup is the same with one-hot rows.
+`Outer` keeps the pair; its inner products need only two T x T Gram matrices (ghost norms; Li et al. 2022,
+arXiv:2110.05679), and those between two *different* uses of one parameter are what makes tied weights exact (phantom
+clipping; Ding et al. 2024, arXiv:2405.18194, is the case of one output position).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+# Rounding of a Gram sum, in units of machine epsilon x (sum over positions of |left| |right|)^2.
+_ROUNDING = 8.0
+
+
+@dataclass(frozen=True)
+class Dense:
+    """One side of an outer product: `values` (B, T, n)."""
+
+    values: Tensor
+
+    @property
+    def size(self) -> int:
+        return int(self.values.shape[2])
+
+
+@dataclass(frozen=True)
+class OneHot:
+    """One side whose row t is the unit vector of `ids`[b, t]; `ids` (B, T), `size` n."""
+
+    ids: Tensor
+    size: int
+
+
+Side = Dense | OneHot
+
+
+@dataclass(frozen=True)
+class Outer:
+    """Example i's gradient: `scale` x sum over t of left_i[t] right_i[t]^T, a (left.size, right.size) matrix."""
+
+    left: Side
+    right: Side
+    scale: float = 1.0
+
+    @property
+    def transposed(self) -> Outer:
+        return Outer(self.right, self.left, self.scale)
+
+    def scaled(self, scale: float) -> Outer:
+        return replace(self, scale=self.scale * scale)
+
+    def instantiated(self) -> PerExample:
+        """The (B, left.size, right.size) gradients themselves."""
+        left, right = self.left, self.right
+        if isinstance(left, Dense) and isinstance(right, Dense):
+            values = torch.bmm(accumulation(left.values).mT, accumulation(right.values))
+            return PerExample(values.mul_(self.scale) if self.scale != 1.0 else values)
+        if isinstance(left, OneHot) and isinstance(right, Dense):
+            rows = accumulation(right.values)
+            values = rows.new_zeros(rows.shape[0], left.size, right.size)
+            values.scatter_add_(1, left.ids.unsqueeze(2).expand_as(rows), rows)
+            return PerExample(values.mul_(self.scale))
+        return self.transposed.instantiated().transposed
+
+    def settled(self) -> Outer | PerExample:
+        """Instantiated where that is smaller than the factors, which is also where it is less arithmetic.
+
+        Gram: T^2 (p + d) multiply-adds and T (p + d) numbers kept; instantiated: T p d and p d numbers.
+        """
+        positions = (self.left.values if isinstance(self.left, Dense) else self.left.ids).shape[1]
+        width = sum(side.size if isinstance(side, Dense) else 1 for side in (self.left, self.right))
+        if self.left.size * self.right.size <= positions * width:
+            return self.instantiated()
+        return self
+
+    def add_weighted_(self, out: Tensor, coefficients: Tensor) -> None:
+        """Adds sum over i of coefficients[i] x (gradient of example i) to `out` in place, in the dtype of `out`."""
+        left, right = self.left, self.right
+        matrix = out.view(left.size, right.size)
+        if isinstance(left, Dense) and isinstance(right, Dense):
+            weights = coefficients.to(out.dtype)[:, None, None]
+            first, second = left.values.to(out.dtype), right.values.to(out.dtype)
+            first, second = (first * weights, second) if left.size <= right.size else (first, second * weights)
+            matrix.addmm_(first.flatten(0, 1).T, second.flatten(0, 1), alpha=self.scale)
+        elif isinstance(left, OneHot) and isinstance(right, Dense):
+            rows = right.values.to(out.dtype) * (coefficients.to(out.dtype) * self.scale)[:, None, None]
+            matrix.index_add_(0, left.ids.flatten(), rows.flatten(0, 1))
+        elif isinstance(left, Dense) and isinstance(right, OneHot):
+            columns = left.values.to(out.dtype) * (coefficients.to(out.dtype) * self.scale)[:, None, None]
+            matrix.index_add_(1, right.ids.flatten(), columns.flatten(0, 1).T)
+        else:
+            raise TypeError("an outer product of two one-hot sides carries no gradient")
+
+    def accumulated_in(self, dtype: torch.dtype) -> Outer:
+        """Itself: an outer product is cast where it is summed."""
+        return self
+
+    def selected(self, index: Tensor) -> Outer:
+        """The examples in `index` alone."""
+        return replace(self, left=_select(self.left, index), right=_select(self.right, index))
+
+
+@dataclass(frozen=True)
+class PerExample:
+    """Instantiated gradients: `values` (B, *shape of the parameter)."""
+
+    values: Tensor
+
+    @property
+    def transposed(self) -> PerExample:
+        return PerExample(self.values.mT)
+
+    def scaled(self, scale: float) -> PerExample:
+        return self if scale == 1.0 else PerExample(self.values * scale)
+
+    def add_weighted_(self, out: Tensor, coefficients: Tensor) -> None:
+        """Adds sum over i of coefficients[i] x values[i] to `out` in place, in the dtype of `out`."""
+        rows = self.values.reshape(self.values.shape[0], -1).to(out.dtype)
+        out.view(-1).addmv_(rows.T, coefficients.to(out.dtype))
+
+    def accumulated_in(self, dtype: torch.dtype) -> PerExample:
+        """The same with values in `dtype`."""
+        return PerExample(self.values.to(dtype))
+
+    def selected(self, index: Tensor) -> PerExample:
+        """The examples in `index` alone."""
+        return PerExample(self.values[index])
+
+
+Factors = Outer | PerExample
+
+
+def squared_norms(uses: list[Factors]) -> tuple[Tensor, Tensor]:
+    """Squared l2 norms of the per-example gradients of one parameter used `len(uses)` times.
+
+    Returns:
+        The squared norms (B,): inner products over all ordered pairs of uses; and a bound (B,) on their rounding
+        error, which matters where large terms cancel.
+    """
+    merged = _merged_if_any_is_instantiated(uses)
+    if isinstance(merged, PerExample):
+        total = torch.linalg.vector_norm(accumulation(merged.values).flatten(1), dim=1).square()
+        return total, torch.zeros_like(total)
+    outers = merged
+    total, magnitude = torch.zeros((), device=_device(outers[0])), torch.zeros((), device=_device(outers[0]))
+    for position, first in enumerate(outers):
+        left, right = _gram(first.left, first.left), _gram(first.right, first.right)
+        size = (left.diagonal(dim1=1, dim2=2) * right.diagonal(dim1=1, dim2=2)).clamp_min(0).sqrt().sum(1)
+        total = total + first.scale**2 * (left * right).sum((1, 2))
+        magnitude = magnitude + abs(first.scale) * size
+        for second in outers[position + 1 :]:
+            crossed = _gram(first.left, second.left) * _gram(first.right, second.right)
+            total = total + 2 * first.scale * second.scale * crossed.sum((1, 2))
+    return total.clamp_min(0), _ROUNDING * torch.finfo(magnitude.dtype).eps * magnitude.square()
+
+
+def sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype that sums are accumulated in: float64 for float64, float32 for everything else."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def accumulation(values: Tensor) -> Tensor:
+    """`values` in the dtype that sums are accumulated in."""
+    return values.to(sum_dtype(values.dtype))
+
+
+def _merged_if_any_is_instantiated(uses: list[Factors]) -> PerExample | list[Outer]:
+    instantiated = [use.values for use in uses if isinstance(use, PerExample)]
+    outers = [use for use in uses if isinstance(use, Outer)]
+    if not instantiated:
+        return outers
+    total = accumulation(instantiated[0])
+    for values in instantiated[1:] + [outer.instantiated().values for outer in outers]:
+        total = total + accumulation(values).reshape_as(total)
+    return PerExample(total)
+
+
+def _gram(first: Side, second: Side) -> Tensor:
+    """Inner products (B, T, S) of the rows of two sides, in at least float32."""
+    if isinstance(first, Dense) and isinstance(second, Dense):
+        return torch.bmm(accumulation(first.values), accumulation(second.values).mT)
+    if isinstance(first, OneHot) and isinstance(second, OneHot):
+        return first.ids.unsqueeze(2).eq(second.ids.unsqueeze(1))
+    if isinstance(first, Dense) and isinstance(second, OneHot):
+        index = second.ids.unsqueeze(1).expand(-1, first.values.shape[1], -1)
+        return accumulation(first.values.gather(2, index))
+    return _gram(second, first).mT
+
+
+def _select(side: Side, index: Tensor) -> Side:
+    return Dense(side.values[index]) if isinstance(side, Dense) else OneHot(side.ids[index], side.size)
+
+
+def _device(outer: Outer) -> torch.device:
+    return outer.left.values.device if isinstance(outer.left, Dense) else outer.left.ids.device

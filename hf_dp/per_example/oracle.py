@@ -1,0 +1,37 @@
+"""The same answer from a loop over single examples: the truth that the engine is held against."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from hf_dp.per_example.batch import Batch, batch_size, take
+from hf_dp.per_example.factors import Factors, PerExample, accumulation
+from hf_dp.per_example.record import LossFunction, PerExampleGradients, check_losses
+
+
+def loop(model: nn.Module, loss_fn: LossFunction, batch: Batch) -> PerExampleGradients:
+    """Per-example gradients by plain autograd, one example at a time; B times the gradient's memory.
+
+    Args and errors as for `record`. Each example is run alone, so nothing can leak between examples.
+    """
+    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    kept = {name: p.grad for name, p in parameters.items()}
+    rows: dict[str, list[torch.Tensor]] = {name: [] for name in parameters}
+    losses = []
+    try:
+        for i in range(batch_size(batch)):
+            for p in parameters.values():
+                p.grad = None
+            with torch.enable_grad():
+                loss = loss_fn(model, take(batch, [i]))
+                check_losses(loss, 1)
+                loss.sum().backward()  # type: ignore[no-untyped-call]
+            losses.append(loss.detach())
+            for name, p in parameters.items():
+                rows[name].append(accumulation(torch.zeros_like(p) if p.grad is None else p.grad).clone())
+    finally:
+        for name, p in parameters.items():
+            p.grad = kept[name]
+    factors: dict[str, list[Factors]] = {name: [PerExample(torch.stack(values))] for name, values in rows.items()}
+    return PerExampleGradients(torch.cat(losses), factors, parameters)

@@ -1,0 +1,171 @@
+"""record(model, loss_fn, batch): one forward, one backward, and the per-example gradients of all parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_dp.errors import ConfigurationError, PreflightError, UnsupportedModelError
+from hf_dp.per_example.batch import Batch, batch_size
+from hf_dp.per_example.factors import Factors, squared_norms, sum_dtype
+from hf_dp.per_example.rules import RULES
+from hf_dp.per_example.watch import Rule, Use, Watch
+
+LossFunction = Callable[[Any, Any], Tensor]
+
+
+class PerExampleGradients:
+    """The gradients of each example's own loss, held as factors.
+
+    Attributes:
+        losses: (B,) detached.
+        factors: for each trainable parameter (tied names collapse to the first) the factors of its uses.
+        uses: which operations used which parameters.
+    """
+
+    def __init__(
+        self,
+        losses: Tensor,
+        factors: dict[str, list[Factors]],
+        parameters: dict[str, nn.Parameter],
+        uses: frozenset[Use] = frozenset(),
+    ) -> None:
+        self.losses, self.factors, self.uses = losses, factors, uses
+        self._parameters = parameters
+        self._norms: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def batch_size(self) -> int:
+        return int(self.losses.shape[0])
+
+    def squared_norms(self) -> Tensor:
+        """(B,): the squared l2 norm of each example's gradient over all trainable parameters."""
+        return self._norms_and_rounding()[0]
+
+    def rounding(self) -> Tensor:
+        """(B,): a bound on the floating-point error of `squared_norms`, for the clipping bound to hold all the same."""
+        return self._norms_and_rounding()[1]
+
+    def weighted_sum(self, coefficients: Tensor) -> dict[str, Tensor]:
+        """sum over i of coefficients[i] x (gradient of example i), for each parameter in its shape.
+
+        Args:
+            coefficients: (B,). An example with coefficient 0 is left out by selection, so that 0 x NaN is 0.
+
+        Returns:
+            float32 (float64 for float64 parameters) gradients, zero for a parameter that was not used.
+        """
+        out = self.zeros()
+        self.add_weighted_sum_(out, coefficients)
+        return out
+
+    def zeros(self) -> dict[str, Tensor]:
+        """A zero gradient for each parameter, in the dtype that sums are accumulated in."""
+        return {
+            name: torch.zeros_like(p, dtype=sum_dtype(p.dtype), requires_grad=False)
+            for name, p in self._parameters.items()
+        }
+
+    def add_weighted_sum_(self, out: dict[str, Tensor], coefficients: Tensor) -> None:
+        """Adds `weighted_sum(coefficients)` to `out` in place."""
+        if coefficients.shape != self.losses.shape:
+            raise ValueError(f"coefficients {tuple(coefficients.shape)} for losses {tuple(self.losses.shape)}")
+        chosen = coefficients.ne(0)
+        index = None if bool(chosen.all()) else chosen.nonzero().squeeze(1)
+        if index is not None:
+            coefficients = coefficients[index]
+            if not len(index):
+                return
+        with torch.no_grad():
+            for name, uses in self.factors.items():
+                for use in uses:
+                    (use if index is None else use.selected(index)).add_weighted_(out[name], coefficients)
+
+    @torch.no_grad()
+    def _norms_and_rounding(self) -> tuple[Tensor, Tensor]:
+        if self._norms is None:
+            pairs = [squared_norms(uses) for uses in self.factors.values() if uses]
+            device = self.losses.device
+            dtype = torch.promote_types(torch.float32, max((p[0].dtype for p in pairs), key=lambda d: d.itemsize))
+            total, rounding = (torch.stack([pair[i].to(device, dtype) for pair in pairs]).sum(0) for i in (0, 1))
+            self._norms = total, rounding
+        return self._norms
+
+
+class Certificate(frozenset[Use]):
+    """The uses that `preflight` has seen and found exact. An unseen use, later, is refused."""
+
+
+def record(
+    model: nn.Module,
+    loss_fn: LossFunction,
+    batch: Batch,
+    *,
+    certificate: Certificate | None = None,
+    rules: Mapping[Any, Rule] = RULES,
+) -> PerExampleGradients:
+    """Per-example gradients of all trainable parameters in one forward and one backward pass.
+
+    Args:
+        model: any module; its parameters are put back as they were, and no `.grad` is touched.
+        loss_fn: `loss_fn(model, batch) -> (B,)`, one loss for each example, depending on that example alone.
+        batch: a mapping whose tensors have one row for each of the B examples.
+        certificate: from `preflight`. Without one, a shape that could be read two ways (a sequence as long as the
+            batch, say) is settled by a small extra forward pass, or refused.
+        rules: the table of operations.
+
+    Raises:
+        UnsupportedModelError: an operation without a rule, an unreadable shape, a use that the certificate lacks.
+        ConfigurationError: a batch or a loss without one row for each example.
+    """
+    from hf_dp.per_example.preflight import check_independence
+
+    size = batch_size(batch)
+    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    watch = Watch(size, rules, _ambiguous_sizes(batch, parameters))
+    with watch.attached(model), torch.enable_grad():
+        losses = loss_fn(model, batch)
+        check_losses(losses, size)
+        losses.sum().backward()  # type: ignore[no-untyped-call]
+    if not any(watch.factors.values()):
+        raise UnsupportedModelError(
+            "no trainable parameter received a gradient from the loss.",
+            why="there is nothing to train, and epsilon would be spent for nothing.",
+            fix="unfreeze some parameters, or check that the loss depends on the model's output.",
+        )
+    if certificate is None and watch.doubts:
+        check_independence(model, loss_fn, batch, rules=rules)
+    if certificate is not None and size > 1 and not watch.uses <= certificate:
+        unseen = sorted(watch.uses - certificate)[0]
+        raise PreflightError(
+            f"{unseen.parameter} is used by {unseen.operation} ({unseen.reading}, {unseen.dimensions} dimensions), "
+            "which preflight did not see.",
+            why="a use that was never compared with the oracle is not known to be exact.",
+            fix="make the model take the same path for every batch, or run preflight on a batch like this one.",
+        )
+    return PerExampleGradients(losses.detach(), watch.factors, parameters, frozenset(watch.uses))
+
+
+def check_losses(losses: Tensor, size: int) -> None:
+    """Refuses anything but one differentiable loss for each of `size` examples."""
+    if not isinstance(losses, Tensor) or losses.shape != (size,) or not losses.is_floating_point():
+        found = tuple(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
+        raise ConfigurationError(
+            f"the loss function returned {found}, not ({size},).",
+            why="clipping needs one loss for each example, depending on that example alone.",
+            fix="return per-example losses, for example hf_dp.losses.per_example_losses(model, batch).",
+        )
+    if torch.is_grad_enabled() and not losses.requires_grad:
+        raise UnsupportedModelError(
+            "the loss does not depend on any trainable parameter.",
+            why="there is nothing to train, and epsilon would be spent for nothing.",
+            fix="unfreeze some parameters (requires_grad_(True)), or add an adapter.",
+        )
+
+
+def _ambiguous_sizes(batch: Batch, parameters: dict[str, nn.Parameter]) -> frozenset[int]:
+    inner = {n for v in batch.values() if isinstance(v, Tensor) for n in v.shape[1:]}
+    return frozenset(inner | {n for p in parameters.values() for n in p.shape})

@@ -1,0 +1,315 @@
+"""One explicit table: torch function -> the factors of each parameter that it uses.
+
+A rule repeats what autograd would do for the input and replaces the weight gradient by its factors. To add one for an
+operation of your own, pass `{**RULES, my_function: Rule(...)}` to `record` and `preflight`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hf_dp.errors import UnsupportedModelError
+from hf_dp.per_example.factors import Dense, Factors, OneHot, Outer, PerExample, accumulation
+from hf_dp.per_example.watch import Axis, Bound, Operands, Rule
+
+_Backward = tuple[Tensor | None, dict[str, Factors | None]]
+_Saved = tuple[Tensor, ...]
+
+
+def _parameter(operands: Operands, role: str) -> Tensor:
+    value = operands.parameters[role]
+    assert value is not None
+    return value
+
+
+def _summed(values: Tensor, axis: Axis) -> PerExample:
+    return PerExample(accumulation(axis.positions(values)).sum(1))
+
+
+# --- y = x W^T + b, and y = x W + b ---------------------------------------------------------------------------------
+
+
+def _bind_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Bound:
+    return Bound(input, {"weight": weight, "bias": bias}, {})
+
+
+def _bind_addmm(input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float = 1, alpha: float = 1) -> Bound:
+    if beta != 1 or alpha != 1:
+        raise _unsupported("addmm", f"beta={beta}, alpha={alpha}", "only beta = alpha = 1 is known")
+    return Bound(mat1, {"weight": mat2, "bias": input}, {"transposed": True})
+
+
+def _bind_matmul(input: Tensor, other: Tensor) -> Bound:
+    if other.dim() != 2 or input.dim() < 2:
+        raise _unsupported(
+            "matmul", f"shapes {tuple(input.shape)} and {tuple(other.shape)}", "only x @ W with a matrix W is known"
+        )
+    return Bound(input, {"weight": other, "bias": None}, {"transposed": True})
+
+
+def _linear(x: Tensor, operands: Operands) -> tuple[Tensor, _Saved]:
+    weight, bias = _parameter(operands, "weight"), operands.parameters["bias"]
+    weight = weight.T if operands.options.get("transposed") else weight
+    return F.linear(x, weight, bias), (x,) if "weight" in operands.watched else ()
+
+
+def _linear_backward(saved: _Saved, operands: Operands, gradient: Tensor, axis: Axis, needs_input: bool) -> _Backward:
+    weight, is_transposed = _parameter(operands, "weight"), operands.options.get("transposed")
+    factors: dict[str, Factors | None] = {}
+    if "weight" in operands.watched:
+        outer = Outer(Dense(axis.positions(gradient)), Dense(axis.positions(saved[0])))
+        factors["weight"] = outer.transposed if is_transposed else outer
+    if "bias" in operands.watched:
+        factors["bias"] = _summed(gradient, axis)
+    if not needs_input:
+        return None, factors
+    weight = weight.to(gradient.dtype)
+    return gradient @ (weight.T if is_transposed else weight), factors
+
+
+# --- embedding lookup -----------------------------------------------------------------------------------------------
+
+
+def _bind_embedding(
+    input: Tensor,
+    weight: Tensor,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Bound:
+    if max_norm is not None or scale_grad_by_freq:
+        raise _unsupported(
+            "embedding",
+            f"max_norm={max_norm}, scale_grad_by_freq={scale_grad_by_freq}",
+            "the first changes weights in the forward pass, the second mixes the counts of all examples",
+        )
+    return Bound(input, {"weight": weight}, {"padding_idx": padding_idx})
+
+
+def _embedding(ids: Tensor, operands: Operands) -> tuple[Tensor, _Saved]:
+    return F.embedding(ids, _parameter(operands, "weight")), (ids,)
+
+
+def _embedding_backward(
+    saved: _Saved, operands: Operands, gradient: Tensor, axis: Axis, needs_input: bool
+) -> _Backward:
+    (ids,), weight = saved, _parameter(operands, "weight")
+    padding = operands.options["padding_idx"]
+    if padding is not None:
+        gradient = gradient.masked_fill(ids.eq(padding % weight.shape[0]).unsqueeze(-1), 0)
+    ids = ids.long().reshape(axis.batch_size, -1)
+    return None, {"weight": Outer(OneHot(ids, weight.shape[0]), Dense(axis.positions(gradient)))}
+
+
+# --- normalisation --------------------------------------------------------------------------------------------------
+
+
+def _bind_layer_norm(
+    input: Tensor,
+    normalized_shape: list[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> Bound:
+    return Bound(input, {"weight": weight, "bias": bias}, {"shape": _last_axis("layer_norm", normalized_shape), "eps": eps})
+
+
+def _layer_norm(x: Tensor, operands: Operands) -> tuple[Tensor, _Saved]:
+    options = operands.options
+    output, mean, rstd = torch.native_layer_norm(
+        x, options["shape"], operands.parameters["weight"], operands.parameters["bias"], options["eps"]
+    )
+    return output, (x, mean, rstd)
+
+
+def _layer_norm_backward(
+    saved: _Saved, operands: Operands, gradient: Tensor, axis: Axis, needs_input: bool
+) -> _Backward:
+    x, mean, rstd = saved
+    weight, bias = operands.parameters["weight"], operands.parameters["bias"]
+    factors: dict[str, Factors | None] = {}
+    if "weight" in operands.watched:
+        normalised = accumulation(x - mean).mul_(rstd)
+        factors["weight"] = _summed(normalised.mul_(gradient), axis)
+    if "bias" in operands.watched:
+        factors["bias"] = _summed(gradient, axis)
+    if not needs_input:
+        return None, factors
+    (input_gradient, _, _) = torch.ops.aten.native_layer_norm_backward(
+        gradient.to(x.dtype), x, operands.options["shape"], mean, rstd, weight, bias, [True, False, False]
+    )
+    return input_gradient, factors
+
+
+def _bind_rms_norm(
+    input: Tensor, normalized_shape: list[int], weight: Tensor | None = None, eps: float | None = None
+) -> Bound:
+    return Bound(input, {"weight": weight}, {"shape": _last_axis("rms_norm", normalized_shape), "eps": eps})
+
+
+def _rms_norm(x: Tensor, operands: Operands) -> tuple[Tensor, _Saved]:
+    options = operands.options
+    return F.rms_norm(x, options["shape"], operands.parameters["weight"], options["eps"]), (x,)
+
+
+def _rms_norm_backward(saved: _Saved, operands: Operands, gradient: Tensor, axis: Axis, needs_input: bool) -> _Backward:
+    (x,), weight, eps = saved, _parameter(operands, "weight"), operands.options["eps"]
+    wide, gradient = accumulation(x), accumulation(gradient)
+    rstd = (wide.square().mean(-1, keepdim=True) + (torch.finfo(x.dtype).eps if eps is None else eps)).rsqrt()
+    normalised = wide * rstd
+    factors: dict[str, Factors | None] = {"weight": _summed(gradient * normalised, axis)}
+    if not needs_input:
+        return None, factors
+    weighted = gradient * weight
+    return rstd * (weighted - normalised * (weighted * normalised).mean(-1, keepdim=True)), factors
+
+
+# --- elementwise ----------------------------------------------------------------------------------------------------
+
+
+def _bind_elementwise(input: Tensor, other: Tensor, *, alpha: float = 1) -> Bound:
+    from hf_dp.per_example.watch import WatchedParameter
+
+    data, weight = (other, input) if isinstance(input, WatchedParameter) else (input, other)
+    if alpha != 1 or not isinstance(data, Tensor):
+        raise _unsupported("an elementwise operation", f"alpha={alpha}", "only x * w and x + w are known")
+    fits = weight.dim() < data.dim() or (weight.dim() == data.dim() and weight.shape[0] == 1)
+    if not fits or torch.broadcast_shapes(data.shape, weight.shape) != data.shape:
+        raise _unsupported(
+            "an elementwise operation",
+            f"shapes {tuple(data.shape)} and {tuple(weight.shape)}",
+            "the parameter must broadcast against the example axis, so that each example's share is known",
+        )
+    return Bound(data, {"weight": weight}, {})
+
+
+def _share(values: Tensor, weight: Tensor, axis: Axis) -> PerExample:
+    rows = accumulation(axis.rows(values)).sum(1)
+    inner = weight.shape[1:] if weight.dim() == values.dim() else weight.shape
+    return PerExample(rows.sum_to_size(rows.shape[0], *[1] * (rows.dim() - 1 - len(inner)), *inner).flatten(1))
+
+
+def _multiply(x: Tensor, operands: Operands) -> tuple[Tensor, _Saved]:
+    return x * _parameter(operands, "weight"), (x,)
+
+
+def _multiply_backward(saved: _Saved, operands: Operands, gradient: Tensor, axis: Axis, needs_input: bool) -> _Backward:
+    weight = _parameter(operands, "weight")
+    return gradient * weight if needs_input else None, {"weight": _share(gradient * saved[0], weight, axis)}
+
+
+def _add(x: Tensor, operands: Operands) -> tuple[Tensor, _Saved]:
+    return x + _parameter(operands, "weight"), ()
+
+
+def _add_backward(saved: _Saved, operands: Operands, gradient: Tensor, axis: Axis, needs_input: bool) -> _Backward:
+    return gradient, {"weight": _share(gradient, _parameter(operands, "weight"), axis)}
+
+
+# --- a parameter repeated for every example (class tokens) ----------------------------------------------------------
+
+
+def _bind_expand(input: Tensor, *sizes: Any) -> Bound:
+    shape = list(sizes[0]) if len(sizes) == 1 and not isinstance(sizes[0], int) else list(sizes)
+    if input.dim() != len(shape) or input.shape[0] != 1 or input.shape[1:] != torch.Size(
+        [n if given == -1 else given for n, given in zip(input.shape[1:], shape[1:], strict=True)]
+    ):
+        raise _unsupported(
+            "expand", f"shape {tuple(input.shape)} to {shape}", "only (1, ...) to one row for each example is known"
+        )
+    return Bound(None, {"weight": input}, {"sizes": shape})
+
+
+def _expand(_: None, operands: Operands) -> tuple[Tensor, _Saved]:
+    return _parameter(operands, "weight").expand(operands.options["sizes"]).clone(), ()
+
+
+def _expand_backward(saved: _Saved, operands: Operands, gradient: Tensor, axis: Axis, needs_input: bool) -> _Backward:
+    return None, {"weight": PerExample(accumulation(gradient).flatten(1))}
+
+
+# --- convolution over patches ---------------------------------------------------------------------------------------
+
+
+def _bind_conv2d(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    dilation: Any = 1,
+    groups: int = 1,
+) -> Bound:
+    if groups != 1 or isinstance(padding, str):
+        raise _unsupported("conv2d", f"groups={groups}, padding={padding!r}", "only one group and numeric padding are known")
+    return Bound(input, {"weight": weight, "bias": bias}, {"stride": stride, "padding": padding, "dilation": dilation})
+
+
+def _conv2d(x: Tensor, operands: Operands) -> tuple[Tensor, _Saved]:
+    return F.conv2d(x, _parameter(operands, "weight"), operands.parameters["bias"], **operands.options), (x,)
+
+
+def _conv2d_backward(saved: _Saved, operands: Operands, gradient: Tensor, axis: Axis, needs_input: bool) -> _Backward:
+    (x,), weight, options = saved, _parameter(operands, "weight"), operands.options
+    per_position = gradient.flatten(2).mT
+    factors: dict[str, Factors | None] = {}
+    if "weight" in operands.watched:
+        patches = F.unfold(accumulation(x), weight.shape[2:], **options).mT
+        factors["weight"] = Outer(Dense(axis.positions(per_position)), Dense(axis.positions(patches)))
+    if "bias" in operands.watched:
+        factors["bias"] = _summed(per_position, axis)
+    if not needs_input:
+        return None, factors
+    return torch.nn.grad.conv2d_input(x.shape, weight.to(gradient.dtype), gradient, **options), factors  # type: ignore[no-untyped-call]
+
+
+def _last_axis(operation: str, normalized_shape: Any) -> list[int]:
+    shape = list(normalized_shape)
+    if len(shape) != 1:
+        raise _unsupported(operation, f"normalized_shape={shape}", "only normalisation over the last axis is known")
+    return shape
+
+
+def _unsupported(operation: str, found: str, why: str) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"{operation} with {found} uses a trainable parameter.",
+        why=f"{why}; a gradient that is not known to be exact would break the clipping bound.",
+        fix="freeze the parameter, train with LoRA, or pass a rule for the operation.",
+    )
+
+
+_LINEAR = Rule("linear", _bind_linear, _linear, _linear_backward)
+_ADDMM = Rule("addmm", _bind_addmm, _linear, _linear_backward)
+_MATMUL = Rule("matmul", _bind_matmul, _linear, _linear_backward)
+_EMBEDDING = Rule("embedding", _bind_embedding, _embedding, _embedding_backward, features=0)
+_LAYER_NORM = Rule("layer_norm", _bind_layer_norm, _layer_norm, _layer_norm_backward)
+_RMS_NORM = Rule("rms_norm", _bind_rms_norm, _rms_norm, _rms_norm_backward)
+_MULTIPLY = Rule("multiply", _bind_elementwise, _multiply, _multiply_backward)
+_ADD = Rule("add", _bind_elementwise, _add, _add_backward)
+_EXPAND = Rule("expand", _bind_expand, _expand, _expand_backward, features=0)
+_CONV2D = Rule("conv2d", _bind_conv2d, _conv2d, _conv2d_backward, features=3)
+
+RULES: Mapping[Any, Rule] = MappingProxyType(
+    {
+        F.linear: _LINEAR,
+        torch.addmm: _ADDMM,
+        torch.matmul: _MATMUL,
+        torch.Tensor.matmul: _MATMUL,
+        torch.Tensor.__matmul__: _MATMUL,
+        F.embedding: _EMBEDDING,
+        F.layer_norm: _LAYER_NORM,
+        F.rms_norm: _RMS_NORM,
+        **dict.fromkeys((torch.mul, torch.Tensor.mul, torch.Tensor.__mul__, torch.Tensor.__rmul__), _MULTIPLY),
+        **dict.fromkeys((torch.add, torch.Tensor.add, torch.Tensor.__add__, torch.Tensor.__radd__), _ADD),
+        torch.Tensor.expand: _EXPAND,
+        F.conv2d: _CONV2D,
+    }
+)
