@@ -1,0 +1,68 @@
+"""The one place where secret randomness comes from."""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from typing import NoReturn
+
+import numpy as np
+
+from hf_dp.errors import HfDpError
+
+
+class Entropy:
+    """Where sampling and noise get their randomness: the operating system, or a seed that gives privacy up.
+
+    A known seed lets anyone redo the draws, subtract the noise and read the private sum. So without a seed the secret
+    is 256 bits from the operating system; it is held in this process's memory only, never printed, and cannot be
+    pickled. Nothing here reads or changes the global states of `torch`, `numpy` or `random`.
+
+    The streams themselves are SFC64: fast, with 192 bits of seed, but not a cryptographic generator.
+
+    Args:
+        seed: None for a secret, or an integer for draws that anyone can repeat (for tests; not private).
+
+    Attributes:
+        reproducible: True with a seed. What such a run releases is not private.
+    """
+
+    __slots__ = ("_key", "reproducible")
+
+    def __init__(self, seed: int | None) -> None:
+        self.reproducible = seed is not None
+        self._key = secrets.token_bytes(32) if seed is None else hashlib.blake2b(str(seed).encode()).digest()
+
+    def generator(self, purpose: str, step: int) -> np.random.Generator:
+        """A stream that depends on (this secret, `purpose`, `step`) only: asking again starts it again.
+
+        Streams of different purposes or steps are independent.
+        """
+        return np.random.Generator(np.random.SFC64(self._keyed(purpose, step)))
+
+    def fresh(self, purpose: str, step: int) -> np.random.SeedSequence:
+        """The start of streams that nobody can ask for again: a new draw from the operating system at every call.
+
+        Only with a seed does it depend on (seed, `purpose`, `step`). It is for noise: a step that is repeated
+        after a resume must not repeat its noise, since the difference of the two releases would then have none.
+        """
+        return self._keyed(purpose, step) if self.reproducible else _sequence(secrets.token_bytes(32))
+
+    def _keyed(self, purpose: str, step: int) -> np.random.SeedSequence:
+        # A keyed cryptographic hash, because SeedSequence's own mixing is not made to hide one key from another.
+        return _sequence(hashlib.blake2b(f"{step}:{purpose}".encode(), key=self._key).digest())
+
+    def __repr__(self) -> str:
+        return f"Entropy({'reproducible: not private' if self.reproducible else 'secret'})"
+
+    def __reduce__(self) -> NoReturn:
+        raise HfDpError(
+            "an attempt to pickle or copy hf_dp's Entropy, the secret behind sampling and noise.",
+            why="whoever reads the copy can redo the draws, and a copied stream would be used twice.",
+            fix="keep samplers and noise out of what is pickled, and make a new Entropy(None) in a new process.",
+        )
+
+
+def _sequence(key: bytes) -> np.random.SeedSequence:
+    # The default pool of 4 words would squeeze the key to 128 bits.
+    return np.random.SeedSequence(int.from_bytes(key, "little"), pool_size=8)

@@ -1,0 +1,238 @@
+"""Poisson sampling: one logical batch per step, possibly empty, in time and memory of the batch, not of the data."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from hf_dp.errors import ConfigurationError
+from hf_dp.randomness import Entropy
+
+
+class PoissonBatchSampler(Sampler[list[int]]):
+    """At every step each of n examples is drawn independently with probability q = expected batch size / n.
+
+    Batches vary in size and may be empty; an empty batch is a step like any other. The draw of a step depends only on
+    (entropy, step), so it is the same whoever asks, in whatever order and however far ahead. Indices ascend.
+
+    Epoch e is the steps e * len(self) to (e + 1) * len(self) - 1. An "epoch" is only a number of steps here: within
+    one, an example may be drawn several times or never. Iterating again without `set_epoch` goes on with the next
+    epoch, since drawing the same batches twice would not be Poisson sampling.
+
+    Args:
+        dataset_size: n, the number of examples.
+        expected_batch_size: the mean size of a batch, between 1 and n.
+        entropy: where the draws come from; on several ranks all need the same.
+        steps_per_epoch: batches per epoch, at least 1. None: ceil(n / expected batch size).
+
+    Raises:
+        ConfigurationError: no examples, fewer examples than the expected batch, or a size that is not positive.
+
+    Source: Bernoulli draws by their geometric gaps (Fan, Muller and Rezucha 1962), exact up to double precision.
+    """
+
+    def __init__(
+        self, dataset_size: int, expected_batch_size: int, entropy: Entropy, steps_per_epoch: int | None = None
+    ) -> None:
+        _check_sizes(dataset_size, expected_batch_size, steps_per_epoch)
+        self.dataset_size = dataset_size
+        self.expected_batch_size = expected_batch_size
+        self._steps = steps_per_epoch or math.ceil(dataset_size / expected_batch_size)
+        self._entropy = entropy
+        self._epoch = 0
+
+    @property
+    def sampling_probability(self) -> float:
+        """q, in (0, 1]: what is drawn with, and so what must be accounted for."""
+        return self.expected_batch_size / self.dataset_size
+
+    def set_epoch(self, epoch: int) -> None:
+        """The next iteration draws epoch `epoch`, counted from 0. An iteration already begun is not affected."""
+        self._epoch = epoch
+
+    def draw(self, step: int) -> list[int]:
+        """The logical batch of `step`, counted from 0 over the whole training: indices, ascending, maybe none."""
+        generator = self._entropy.generator("sampling", step)
+        return _bernoulli(generator, self.dataset_size, self.sampling_probability)
+
+    def __len__(self) -> int:
+        return self._steps
+
+    def __iter__(self) -> Iterator[list[int]]:
+        # This runs at the first draw, not at iter(): a DataLoader with workers makes an iterator that it never uses.
+        first = self._epoch * self._steps
+        self._epoch += 1
+        for step in range(first, first + self._steps):
+            yield self.draw(step)
+
+
+class PoissonDataLoader(DataLoader[Any]):
+    """A `DataLoader` whose every item is one logical batch, collated by `LogicalBatchCollator`.
+
+    Args:
+        dataset: a map-style dataset of the sampler's size. It is never asked for an empty batch.
+        batch_sampler: what draws the batches.
+        collate_fn: what splits and collates them.
+        options: further options of `DataLoader`, such as `num_workers` and `pin_memory`.
+
+    Raises:
+        ConfigurationError: the dataset's size is not the sampler's.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        *,
+        batch_sampler: PoissonBatchSampler,
+        collate_fn: LogicalBatchCollator,
+        **options: Any,
+    ) -> None:
+        if len(dataset) != batch_sampler.dataset_size:
+            raise ConfigurationError(
+                f"a dataset of {len(dataset)} examples with a sampler for {batch_sampler.dataset_size}.",
+                why="the sampling probability that is accounted for would not be the one that examples are drawn with.",
+                fix="make the sampler with dataset_size=len(dataset).",
+            )
+        super().__init__(_NoEmptyReads(dataset), batch_sampler=batch_sampler, collate_fn=collate_fn, **options)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Draws epoch `epoch` next. Trainer calls it before each epoch."""
+        assert isinstance(self.batch_sampler, PoissonBatchSampler)
+        self.batch_sampler.set_epoch(epoch)
+
+
+class LogicalBatchCollator:
+    """Splits a logical batch into micro-batches and collates each with the user's function.
+
+    Picklable if the user's function is.
+
+    Args:
+        micro_batch_size: the most examples in one micro-batch.
+        collate: list of examples (never empty) -> mapping whose tensors have one row per example: (b, ...).
+
+    Raises:
+        ConfigurationError: a micro-batch size below 1, or a collator known to put several examples in one row.
+    """
+
+    def __init__(self, micro_batch_size: int, collate: Callable[[list[Any]], Mapping[str, Any]]) -> None:
+        if micro_batch_size < 1:
+            raise ConfigurationError(
+                f"a micro-batch size of {micro_batch_size!r}.",
+                why="a micro-batch holds at least one example.",
+                fix="set per_device_train_batch_size to 1 or more.",
+            )
+        _refuse_packing(collate)
+        self._micro_batch_size = micro_batch_size
+        self._collate = collate
+
+    def __call__(self, examples: list[Any]) -> dict[str, Any]:
+        """`{"micro_batches": [what the collator returned, ...], "n": number of examples}`; no micro-batch if n is 0.
+
+        Raises:
+            ConfigurationError: the collator did not return a mapping with tensors of one row per example.
+        """
+        size = self._micro_batch_size
+        parts = [examples[start : start + size] for start in range(0, len(examples), size)]
+        return {"micro_batches": [self._checked(part) for part in parts], "n": len(examples)}
+
+    def _checked(self, examples: list[Any]) -> Mapping[str, Any]:
+        batch = self._collate(examples)
+        if not isinstance(batch, Mapping):
+            raise _bad_collator(self._collate, f"returned {type(batch).__name__}, not a mapping of names to tensors")
+        tensors = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}
+        if not tensors:
+            raise _bad_collator(self._collate, f"returned no torch tensor, only {list(batch)}")
+        for name, tensor in tensors.items():
+            if tensor.dim() == 0:
+                raise _bad_collator(self._collate, f"returned the single number {name!r} for {len(examples)} examples")
+            if tensor.shape[0] != len(examples):
+                raise _bad_collator(
+                    self._collate, f"returned {name!r} of shape {tuple(tensor.shape)} for {len(examples)} examples"
+                )
+        return batch
+
+
+class _NoEmptyReads(Dataset[Any]):
+    """Keeps empty batches away from datasets: their transforms, like collators, are not written for them."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.dataset[index]
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        if not indices:
+            return []
+        if hasattr(self.dataset, "__getitems__"):
+            return list(self.dataset.__getitems__(indices))
+        return [self.dataset[index] for index in indices]
+
+
+def _bernoulli(generator: np.random.Generator, n: int, q: float) -> list[int]:
+    """The indices below n that independent coin flips with probability q choose, without flipping each."""
+    chosen: list[int] = []
+    last = -1
+    at_once = math.ceil(n * q + 4 * math.sqrt(n * q)) + 16
+    while last < n:
+        gaps = generator.geometric(q, at_once)
+        # A gap beyond the end is as good as any other beyond the end, and the sum of clipped gaps cannot overflow.
+        indices = last + np.minimum(gaps, n + 1).cumsum(dtype=np.int64)
+        chosen += indices[indices < n].tolist()
+        last = int(indices[-1])
+    return chosen
+
+
+def _check_sizes(dataset_size: int, expected_batch_size: int, steps_per_epoch: int | None) -> None:
+    if dataset_size < 1:
+        raise ConfigurationError(
+            f"a training dataset of {dataset_size} examples.",
+            why="there is nothing to draw from, and no sampling probability.",
+            fix="check the path and the filters of the training dataset.",
+        )
+    if expected_batch_size < 1:
+        raise ConfigurationError(
+            f"an expected batch size of {expected_batch_size!r}.",
+            why="the sampling probability, expected batch size / n, must be positive.",
+            fix="set per_device_train_batch_size and gradient_accumulation_steps to 1 or more.",
+        )
+    if dataset_size < expected_batch_size:
+        raise ConfigurationError(
+            f"an expected batch of {expected_batch_size} from a training dataset of {dataset_size} examples.",
+            why="each example would be drawn with a probability above 1.",
+            fix="lower per_device_train_batch_size x gradient_accumulation_steps x processes to at most "
+            f"{dataset_size} (privacy is better the smaller it is beside the data), or use more data.",
+        )
+    if steps_per_epoch is not None and steps_per_epoch < 1:
+        raise ConfigurationError(
+            f"steps_per_epoch={steps_per_epoch!r}.",
+            why="an epoch has at least one step.",
+            fix="leave it out for ceil(n / expected batch size).",
+        )
+
+
+def _refuse_packing(collate: Any) -> None:
+    while collate is not None:
+        names = [kind.__name__ for kind in type(collate).__mro__]
+        if "DataCollatorWithFlattening" in names or getattr(collate, "padding_free", False):
+            raise _bad_collator(collate, "puts several examples in one row")
+        # Trainer's column remover, among others, holds the user's collator under this name.
+        collate = getattr(collate, "data_collator", None)
+
+
+def _bad_collator(collate: Any, problem: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"the data collator {getattr(collate, '__qualname__', type(collate).__qualname__)} {problem}.",
+        why="each example's gradient is clipped on its own, so each must have its own row; packed or padding-free rows "
+        "and values shared between examples mix them.",
+        fix="use a padding collator (for example transformers.DataCollatorWithPadding) with return_tensors='pt', "
+        "without packing or padding_free, that returns tensors of shape (examples, ...) only.",
+    )

@@ -1,0 +1,99 @@
+"""Where randomness comes from: secret without a seed, repeatable with one."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from hf_dp.errors import HfDpError
+from hf_dp.randomness import Entropy
+
+
+def words(entropy: Entropy, purpose: str = "test", step: int = 0) -> list[int]:
+    return entropy.generator(purpose, step).integers(2**63, size=4).tolist()
+
+
+def fresh(entropy: Entropy, purpose: str = "test", step: int = 0) -> list[int]:
+    return entropy.fresh(purpose, step).generate_state(4).tolist()
+
+
+@pytest.mark.parametrize("draw", [words, fresh])
+def test_a_seed_makes_draws_repeatable_and_keyed_by_seed_purpose_and_step(draw):
+    assert draw(Entropy(7)) == draw(Entropy(7))
+    others = [draw(Entropy(8)), draw(Entropy(7), "other"), draw(Entropy(7), step=1), draw(Entropy(7 + 2**32))]
+    assert draw(Entropy(7)) not in others
+    assert len({tuple(each) for each in others}) == len(others)
+
+
+def test_purpose_and_step_cannot_be_confused():
+    assert words(Entropy(0), "a1", 1) != words(Entropy(0), "a", 11)
+    assert words(Entropy(0), "1a", 1) != words(Entropy(0), "a", 11)
+    assert words(Entropy(0), "1:a", 1) != words(Entropy(0), "a", 11)
+
+
+def test_a_secret_generator_repeats_within_one_entropy_only():
+    secret = Entropy(None)
+    assert words(secret) == words(secret)
+    assert words(secret) != words(Entropy(None))
+
+
+def test_fresh_draws_never_repeat_without_a_seed():
+    secret = Entropy(None)
+    assert fresh(secret) != fresh(secret)
+
+
+@pytest.mark.parametrize("draw", [words, fresh])
+def test_known_seeds_have_no_influence_on_a_secret(draw):
+    seen = []
+    for _ in range(2):
+        torch.manual_seed(42)
+        np.random.seed(42)
+        random.seed(42)
+        seen.append(draw(Entropy(None)))
+    assert seen[0] != seen[1]
+
+
+def test_global_generators_are_left_alone():
+    before = (torch.get_rng_state(), np.random.get_state()[1].copy(), random.getstate())
+    for entropy in (Entropy(None), Entropy(3)):
+        words(entropy)
+        fresh(entropy)
+    assert torch.equal(before[0], torch.get_rng_state())
+    assert np.array_equal(before[1], np.random.get_state()[1])
+    assert before[2] == random.getstate()
+
+
+@pytest.mark.parametrize("seed", [None, 5])
+def test_the_secret_is_not_printed_pickled_or_copied(seed):
+    entropy = Entropy(seed)
+    for text in (repr(entropy), str(entropy), f"{entropy}"):
+        assert text == ("Entropy(secret)" if seed is None else "Entropy(reproducible: not private)")
+    for leak in (pickle.dumps, copy.copy, copy.deepcopy):
+        with pytest.raises(HfDpError, match=r"(?s)pickle or copy.*refused.*What to do"):
+            leak(entropy)
+
+
+def test_only_a_seed_is_reproducible():
+    assert Entropy(0).reproducible
+    assert not Entropy(None).reproducible
+
+
+def test_256_bits_come_from_the_operating_system_and_none_is_lost(monkeypatch):
+    asked = []
+
+    def token_bytes(count: int) -> bytes:
+        asked.append(count)
+        return bytes(count - 1) + bytes([len(asked)])
+
+    monkeypatch.setattr("hf_dp.randomness.secrets.token_bytes", token_bytes)
+    first, second = Entropy(None), Entropy(None)
+    assert asked == [32, 32]
+    assert words(first) != words(second)
+    assert fresh(first) != fresh(second)
+    assert asked == [32] * 4
+    assert first.fresh("test", 0).pool_size * 32 >= 256
