@@ -81,7 +81,7 @@ class PrivacyConfig:
             raise ConfigurationError(
                 f"target_epsilon={budget!r}.",
                 why="a budget is a finite number above 0; epsilon 0 would allow no use of the data at all.",
-                fix="give a positive epsilon (8 is weak, 1 is strong), or noise_multiplier=0 for a run without privacy.",
+                fix="give a positive epsilon (8 is weak, 1 is strong), or noise_multiplier=0 for no privacy.",
             )
         if noise is not None and not (_is_number(noise) and 0 <= noise < math.inf):
             raise ConfigurationError(
@@ -146,7 +146,7 @@ class PrivacyConfig:
             ConfigurationError: text that is not a JSON object, an unknown field, or a value out of range.
         """
         try:
-            values = json.loads(text)
+            values: Any = json.loads(text)
         except json.JSONDecodeError as error:
             values = error
         known = {item.name for item in dataclasses.fields(cls)}
@@ -156,7 +156,8 @@ class PrivacyConfig:
                 why="an unreadable or unknown field would change the promise without notice.",
                 fix=f"use only these fields: {', '.join(sorted(known))}.",
             )
-        return cls(**{k: math.inf if v == "inf" else v for k, v in values.items()})
+        arguments: dict[str, Any] = {k: math.inf if v == "inf" else v for k, v in values.items()}
+        return cls(**arguments)
 
 
 def _is_number(value: object) -> bool:

@@ -44,7 +44,7 @@ def per_example_losses(model: nn.Module, batch: Mapping[str, Any], label_smoothi
     base = _base(model)
     if getattr(base.config, "is_encoder_decoder", False) and kind in (_SHIFTED, _TOKENWISE):
         if "decoder_input_ids" not in inputs:
-            inputs["decoder_input_ids"] = base.prepare_decoder_input_ids_from_labels(labels=labels)  # type: ignore[operator]
+            inputs["decoder_input_ids"] = base.prepare_decoder_input_ids_from_labels(labels=labels)
         kind = _TOKENWISE
     logits = _accurate(model(**inputs).logits)
     if kind == _SHIFTED:
@@ -132,7 +132,10 @@ def _classification(logits: Tensor, labels: Tensor, config: Any, label_smoothing
             problem = "multi_label_classification"
     if problem == "single_label_classification":
         return F.cross_entropy(
-            logits.view(-1, config.num_labels), labels.view(-1).long(), reduction="none", label_smoothing=label_smoothing
+            logits.view(-1, config.num_labels),
+            labels.view(-1).long(),
+            reduction="none",
+            label_smoothing=label_smoothing,
         )
     if label_smoothing:
         raise ConfigurationError(
@@ -141,7 +144,9 @@ def _classification(logits: Tensor, labels: Tensor, config: Any, label_smoothing
             fix="set label_smoothing_factor=0.",
         )
     if problem == "regression":
-        return F.mse_loss(logits.view(len(labels), -1), labels.view(len(labels), -1).to(logits.dtype), reduction="none").mean(1)
+        return F.mse_loss(
+            logits.view(len(labels), -1), labels.view(len(labels), -1).to(logits.dtype), reduction="none"
+        ).mean(1)
     return F.binary_cross_entropy_with_logits(logits, labels.to(logits.dtype), reduction="none").flatten(1).mean(1)
 
 

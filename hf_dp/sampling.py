@@ -138,9 +138,10 @@ class LogicalBatchCollator:
         """
         size = self._micro_batch_size
         parts = [examples[start : start + size] for start in range(0, len(examples), size)]
-        return {"micro_batches": [self._checked(part) for part in parts], "n": len(examples)}
+        return {"micro_batches": [self.collated(part) for part in parts], "n": len(examples)}
 
-    def _checked(self, examples: list[Any]) -> Mapping[str, Any]:
+    def collated(self, examples: list[Any]) -> Mapping[str, Any]:
+        """One micro-batch of `examples` (at least one), checked. Errors as for a call."""
         batch = self._collate(examples)
         if not isinstance(batch, Mapping):
             raise _bad_collator(self._collate, f"returned {type(batch).__name__}, not a mapping of names to tensors")

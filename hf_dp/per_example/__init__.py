@@ -8,6 +8,19 @@ from hf_dp.per_example.rules import RULES
 from hf_dp.per_example.watch import Axis, Bound, Operands, Rule
 
 __all__ = [
-    "RULES", "Axis", "Bound", "Certificate", "Dense", "Factors", "OneHot", "Operands", "Outer", "PerExample",
-    "PerExampleGradients", "Rule", "loop", "preflight", "record",
+    "RULES",
+    "Axis",
+    "Bound",
+    "Certificate",
+    "Dense",
+    "Factors",
+    "OneHot",
+    "Operands",
+    "Outer",
+    "PerExample",
+    "PerExampleGradients",
+    "Rule",
+    "loop",
+    "preflight",
+    "record",
 ]

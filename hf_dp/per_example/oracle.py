@@ -26,7 +26,7 @@ def loop(model: nn.Module, loss_fn: LossFunction, batch: Batch) -> PerExampleGra
             with torch.enable_grad():
                 loss = loss_fn(model, take(batch, [i]))
                 check_losses(loss, 1)
-                loss.sum().backward()  # type: ignore[no-untyped-call]
+                loss.sum().backward()
             losses.append(loss.detach())
             for name, p in parameters.items():
                 rows[name].append(accumulation(torch.zeros_like(p) if p.grad is None else p.grad).clone())

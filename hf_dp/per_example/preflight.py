@@ -8,7 +8,7 @@ a handful of examples in known patterns and comparing rows.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -52,7 +52,7 @@ def preflight(
         check_independence(model, loss_fn, batch, rules=rules)
         size = _coprime_size(batch)
         few = take(batch, [i % batch_size(batch) for i in range(size)])
-        with _eval_mode(model):
+        with _mode(model, training=False):
             engine = record(model, loss_fn, few, certificate=None, rules=rules)
             oracle = loop(model, loss_fn, few)
     _compare(engine, oracle, _dtype(model))
@@ -60,14 +60,20 @@ def preflight(
 
 
 def check_modules(model: nn.Module) -> None:
-    """Refuses by name what mixes examples in training mode, and a model with nothing to train."""
-    for name, module in model.named_modules():
-        if isinstance(module, _BatchNorm) and module.training:
-            raise UnsupportedModelError(
-                f"{name or 'the model'} is batch normalisation ({type(module).__name__}) in training mode.",
-                why="it computes each example's output from the whole batch, so no per-example gradient exists.",
-                fix="replace it by GroupNorm or LayerNorm, or freeze it and keep it in eval mode.",
-            )
+    """Refuses by name what mixes examples in training mode, and a model with nothing to train.
+
+    Raises:
+        UnsupportedModelError: with the module's name.
+    """
+    with _mode(model, training=True):
+        mixing = [(n, m) for n, m in model.named_modules() if isinstance(m, _BatchNorm) and m.training]
+    if mixing:
+        name, module = mixing[0]
+        raise UnsupportedModelError(
+            f"{name or 'the model'} is batch normalisation ({type(module).__name__}) in training mode.",
+            why="it computes each example's output from the whole batch, so no per-example gradient exists.",
+            fix="replace it by GroupNorm or LayerNorm, or override its train() so that it stays in eval mode.",
+        )
     if not any(p.requires_grad for p in model.parameters()):
         raise UnsupportedModelError(
             "the model has no trainable parameter.",
@@ -88,8 +94,9 @@ def check_independence(
     """
     if batch_size(batch) == 1:
         return
+    found: str | None = None
     with _forked_rng(model), torch.no_grad():
-        for context in (_NoDropout(), _eval_mode(model)):
+        for context in (_NoDropout(), _mode(model, training=False)):
             with context:
                 found = _mixing(model, loss_fn, batch, rules)
                 if found is None:
@@ -97,13 +104,44 @@ def check_independence(
                 if not _is_random(model, loss_fn, batch):
                     break
     raise PreflightError(
-        found,
+        str(found),
         why="either the example axis is read wrongly or examples mix, as in batch normalisation, losses normalised "
         "over the batch, packed sequences or capacity-limited experts; then clipping one example does not bound its "
         "influence.",
         fix="make the operation act on each example alone, or freeze the parameter; keep dropout and padding as they "
         "are, they are not the cause.",
     )
+
+
+def check_padding(
+    model: nn.Module, loss_fn: LossFunction, examples: Sequence[Any], collate: Callable[[list[Any]], Batch]
+) -> None:
+    """Checks that an example's loss is the same alone and beside longer examples, which it is padded to.
+
+    A collator that draws at random (masked language modelling) cannot be compared with itself and is left out.
+
+    Args:
+        examples: a few, of different lengths where possible.
+        collate: list of examples -> batch.
+
+    Raises:
+        PreflightError: padding changes an example's loss, so one long example would change all its neighbours.
+    """
+    with _forked_rng(model), _mode(model, training=False), torch.no_grad():
+        once, again = collate(list(examples)), collate(list(examples))
+        if any(isinstance(v, Tensor) and not torch.equal(v, again[k]) for k, v in once.items()):
+            return
+        together = loss_fn(model, once)
+        for i, example in enumerate(examples):
+            alone = loss_fn(model, collate([example]))[0]
+            if not _close(together[i].reshape(1), alone.reshape(1)):
+                raise PreflightError(
+                    f"an example's loss is {float(alone):.6g} by itself and {float(together[i]):.6g} in a batch.",
+                    why="it depends on how far the collator padded it, so one long example would change the gradients "
+                    "of its neighbours, beyond what clipping bounds.",
+                    fix="pad on the right with an attention mask (tokenizer.padding_side = 'right'), or pad every "
+                    "example to one fixed length (padding='max_length').",
+                )
 
 
 def _mixing(model: nn.Module, loss_fn: LossFunction, batch: Batch, rules: Mapping[Any, Rule]) -> str | None:
@@ -160,9 +198,17 @@ def _is_random(model: nn.Module, loss_fn: LossFunction, batch: Batch) -> bool:
 def _compare(engine: PerExampleGradients, oracle: PerExampleGradients, dtype: torch.dtype) -> None:
     tolerance = _EXACTNESS_TOLERANCE.get(dtype, _LOW_PRECISION_TOLERANCE)
     weights = torch.linspace(0.5, 1.5, engine.batch_size, device=engine.losses.device, dtype=torch.float64)
+    # An example whose own gradient is not finite contributes nothing; it must be the same ones for both.
+    found_norms, true_norms = engine.squared_norms().double().sqrt(), oracle.squared_norms().double().sqrt()
+    finite = true_norms.isfinite()
+    weights, found_norms, true_norms = (
+        weights.where(finite, 0),
+        found_norms.where(finite, 0),
+        true_norms.where(finite, 0),
+    )
     ours, truth = engine.weighted_sum(weights), oracle.weighted_sum(weights)
     whole = math.sqrt(sum(float(v.double().square().sum()) for v in truth.values()))
-    checks = [("the norms", engine.squared_norms().sqrt(), oracle.squared_norms().sqrt(), 0.0)]
+    checks = [("the norms", found_norms, true_norms, 0.0)]
     checks += [(name, ours[name], truth[name], 0.1 * whole) for name in truth]
     for name, found, expected, floor in checks:
         error = float((found.double() - expected.double()).norm())
@@ -180,8 +226,6 @@ def _coprime_size(batch: Batch) -> int:
     return next(k for k in (3, 5, 7, 11, 13, 17, 19, 23) if k == 23 or all(n % k for n in inner))
 
 
-
-
 def _dtype(model: nn.Module) -> torch.dtype:
     dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
     if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
@@ -190,14 +234,14 @@ def _dtype(model: nn.Module) -> torch.dtype:
 
 
 @contextmanager
-def _eval_mode(model: nn.Module) -> Iterator[None]:
-    training = [module for module in model.modules() if module.training]
-    model.eval()
+def _mode(model: nn.Module, *, training: bool) -> Iterator[None]:
+    before = [(module, module.training) for module in model.modules()]
+    model.train(training)
     try:
         yield
     finally:
-        for module in training:
-            module.training = True
+        for module, was_training in before:
+            module.training = was_training
 
 
 @contextmanager

@@ -129,7 +129,7 @@ def record(
     with watch.attached(model), torch.enable_grad():
         losses = loss_fn(model, batch)
         check_losses(losses, size)
-        losses.sum().backward()  # type: ignore[no-untyped-call]
+        losses.sum().backward()
     if not any(watch.factors.values()):
         raise UnsupportedModelError(
             "no trainable parameter received a gradient from the loss.",

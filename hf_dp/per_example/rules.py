@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.grad import conv2d_input
 
 from hf_dp.errors import UnsupportedModelError
 from hf_dp.per_example.factors import Dense, Factors, OneHot, Outer, PerExample, accumulation
@@ -119,7 +120,9 @@ def _bind_layer_norm(
     bias: Tensor | None = None,
     eps: float = 1e-5,
 ) -> Bound:
-    return Bound(input, {"weight": weight, "bias": bias}, {"shape": _last_axis("layer_norm", normalized_shape), "eps": eps})
+    return Bound(
+        input, {"weight": weight, "bias": bias}, {"shape": _last_axis("layer_norm", normalized_shape), "eps": eps}
+    )
 
 
 def _layer_norm(x: Tensor, operands: Operands) -> tuple[Tensor, _Saved]:
@@ -219,8 +222,11 @@ def _add_backward(saved: _Saved, operands: Operands, gradient: Tensor, axis: Axi
 
 def _bind_expand(input: Tensor, *sizes: Any) -> Bound:
     shape = list(sizes[0]) if len(sizes) == 1 and not isinstance(sizes[0], int) else list(sizes)
-    if input.dim() != len(shape) or input.shape[0] != 1 or input.shape[1:] != torch.Size(
-        [n if given == -1 else given for n, given in zip(input.shape[1:], shape[1:], strict=True)]
+    if (
+        input.dim() != len(shape)
+        or input.shape[0] != 1
+        or input.shape[1:]
+        != torch.Size([n if given == -1 else given for n, given in zip(input.shape[1:], shape[1:], strict=True)])
     ):
         raise _unsupported(
             "expand", f"shape {tuple(input.shape)} to {shape}", "only (1, ...) to one row for each example is known"
@@ -249,7 +255,9 @@ def _bind_conv2d(
     groups: int = 1,
 ) -> Bound:
     if groups != 1 or isinstance(padding, str):
-        raise _unsupported("conv2d", f"groups={groups}, padding={padding!r}", "only one group and numeric padding are known")
+        raise _unsupported(
+            "conv2d", f"groups={groups}, padding={padding!r}", "only one group and numeric padding are known"
+        )
     return Bound(input, {"weight": weight, "bias": bias}, {"stride": stride, "padding": padding, "dilation": dilation})
 
 
@@ -268,7 +276,7 @@ def _conv2d_backward(saved: _Saved, operands: Operands, gradient: Tensor, axis: 
         factors["bias"] = _summed(per_position, axis)
     if not needs_input:
         return None, factors
-    return torch.nn.grad.conv2d_input(x.shape, weight.to(gradient.dtype), gradient, **options), factors  # type: ignore[no-untyped-call]
+    return conv2d_input(x.shape, weight.to(gradient.dtype), gradient, **options), factors
 
 
 def _last_axis(operation: str, normalized_shape: Any) -> list[int]:

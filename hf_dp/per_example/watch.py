@@ -162,7 +162,9 @@ class Watch:
         anchor = torch.zeros((), requires_grad=True)
         output: Tensor = _RecordedUse.apply(anchor, given, _Call(self, rule, operands, watched, axis))  # type: ignore[no-untyped-call]
         if given is None and output.shape[0] != self.batch_size:
-            raise _refusal(names, f"operation {rule.name} to shape {tuple(output.shape)}", "its rows are not the examples")
+            raise _refusal(
+                names, f"operation {rule.name} to shape {tuple(output.shape)}", "its rows are not the examples"
+            )
         return output
 
     def add(self, parameter: WatchedParameter, factors: Factors) -> None:
@@ -225,7 +227,7 @@ class WatchedParameter(torch.Tensor):
     @staticmethod
     def of(source: Source) -> WatchedParameter:
         """A leaf that requires grad: should a use slip past the rules, its gradient lands here and is seen."""
-        made: WatchedParameter = torch.Tensor._make_subclass(WatchedParameter, source.plain, True)  # type: ignore[assignment]
+        made: WatchedParameter = torch.Tensor._make_subclass(WatchedParameter, source.plain, True)
         made.source = source
         return made
 
@@ -293,7 +295,10 @@ def _getter(name: str) -> Any:
 
 _METADATA = {
     *(_getter(n) for n in ("shape", "dtype", "device", "ndim", "layout", "requires_grad", "is_leaf", "grad")),
-    *(_getter(n) for n in ("is_cuda", "is_cpu", "is_meta", "is_sparse", "is_quantized", "is_mps", "is_xpu", "itemsize")),
+    *(
+        _getter(n)
+        for n in ("is_cuda", "is_cpu", "is_meta", "is_sparse", "is_quantized", "is_mps", "is_xpu", "itemsize")
+    ),
     *(_getter(n) for n in ("nbytes", "grad_fn", "is_nested", "is_mkldnn", "_version")),
     *(getattr(torch.Tensor, n) for n in ("size", "dim", "numel", "nelement", "stride", "is_contiguous", "get_device")),
     *(getattr(torch.Tensor, n) for n in ("is_floating_point", "is_complex", "element_size", "data_ptr", "__len__")),
@@ -303,7 +308,9 @@ _METADATA = {
     torch.numel,
 }
 _DETACHING = {_getter("data"), torch.Tensor.detach, torch.detach}
-_CASTS = {getattr(torch.Tensor, n) for n in ("to", "float", "half", "bfloat16", "double", "type", "type_as", "contiguous")}
+_CASTS = {
+    getattr(torch.Tensor, n) for n in ("to", "float", "half", "bfloat16", "double", "type", "type_as", "contiguous")
+}
 _TRANSPOSES = {_getter("T"), _getter("mT"), torch.Tensor.t, torch.t, torch.Tensor.transpose, torch.transpose}
 _SCALES = {
     **dict.fromkeys((torch.Tensor.add, torch.add, torch.Tensor.__add__, torch.Tensor.__radd__), "add"),
@@ -323,12 +330,16 @@ def _derive(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         target = [a.source.plain if isinstance(a, WatchedParameter) else a for a in args[1:]]
         return parameter.source.derived(func(parameter.source.plain, *target, **kwargs))
     if func in _TRANSPOSES and parameter.source.plain.dim() == 2:
-        return parameter.source.derived(func(parameter.source.plain, *args[1:], **kwargs), transpose=_swaps(args[1:], kwargs))
+        return parameter.source.derived(
+            func(parameter.source.plain, *args[1:], **kwargs), transpose=_swaps(args[1:], kwargs)
+        )
     kind = _SCALES.get(func)
     if kind is None or kwargs or len(watched) != 1:
         return None
     others = [a for a in args if a is not parameter]
-    if not all(isinstance(a, (int, float)) or (isinstance(a, Tensor) and a.dim() == 0 and not a.requires_grad) for a in others):
+    if not all(
+        isinstance(a, (int, float)) or (isinstance(a, Tensor) and a.dim() == 0 and not a.requires_grad) for a in others
+    ):
         return None
     plain = func(*(a.source.plain if isinstance(a, WatchedParameter) else a for a in args))
     constant = float(others[0]) if others else 1.0

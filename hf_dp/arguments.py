@@ -1,0 +1,150 @@
+"""Training arguments and parts of a Trainer that a private run cannot honour, each refused by name."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from torch import nn
+
+from hf_dp.errors import ConfigurationError
+
+_DEFAULT_MAX_GRAD_NORM = 1.0
+
+
+def private_arguments(args: Any) -> Any:
+    """A copy of the user's `TrainingArguments` in which one dataloader item is one step and nothing clips twice.
+
+    Raises:
+        ConfigurationError: an argument that would break the guarantee.
+    """
+    for found, why, fix in _conflicts(args):
+        raise ConfigurationError(found, why=why, fix=fix)
+    private = copy.copy(args)
+    private.gradient_accumulation_steps = 1
+    private.max_grad_norm = 0.0
+    return private
+
+
+def _conflicts(args: Any) -> list[tuple[str, str, str]]:
+    found: list[tuple[str, str, str]] = []
+
+    def refuse(condition: Any, what: str, why: str, fix: str) -> None:
+        if condition:
+            found.append((what, why, fix))
+
+    strategy = getattr(args, "train_sampling_strategy", "random")
+    optimizer = str(getattr(args.optim, "value", args.optim))
+    refuse(
+        args.fp16,
+        "fp16=True.",
+        "its loss scaling divides the noise by the scale and skips steps depending on the data.",
+        "use bf16=True, or float32.",
+    )
+    refuse(
+        args.max_grad_norm not in (0, None, _DEFAULT_MAX_GRAD_NORM),
+        f"max_grad_norm={args.max_grad_norm}.",
+        "it clips the noisy average once more; the clipping that privacy rests on is per example.",
+        "leave max_grad_norm out (hf_dp sets it to 0) and set PrivacyConfig(clipping_norm=...).",
+    )
+    refuse(
+        strategy != "random" or getattr(args, "group_by_length", False),
+        f"train_sampling_strategy={strategy!r}.",
+        "the guarantee holds for Poisson sampling, where every example is drawn independently; this strategy is not.",
+        "leave it at 'random'; hf_dp draws the batches itself.",
+    )
+    refuse(
+        args.auto_find_batch_size,
+        "auto_find_batch_size=True.",
+        "it starts over after steps that were already taken, so they would not be counted.",
+        "set per_device_train_batch_size to what fits; it is only the micro-batch here.",
+    )
+    refuse(
+        args.deepspeed,
+        "DeepSpeed.",
+        "its engine applies gradients inside backward, so there is no place for clipping and noise.",
+        "train in one process.",
+    )
+    refuse(
+        args.n_gpu > 1,
+        f"nn.DataParallel on {args.n_gpu} devices.",
+        "it splits batches and sums gradients behind the clipping.",
+        "make one device visible (CUDA_VISIBLE_DEVICES=0).",
+    )
+    refuse(
+        args.world_size > 1,
+        f"{args.world_size} processes.",
+        "the clipped sums and the noise of several processes are not yet put together.",
+        "train in one process.",
+    )
+    refuse(
+        getattr(args, "use_liger_kernel", False),
+        "use_liger_kernel=True.",
+        "its fused kernels use parameters where no rule sees them.",
+        "leave it out.",
+    )
+    refuse(
+        args.torch_compile,
+        "torch_compile=True.",
+        "compiled graphs use parameters where no rule sees them.",
+        "leave it out.",
+    )
+    refuse(
+        "lomo" in optimizer or "layerwise" in optimizer,
+        f"optim={optimizer!r}.",
+        "it updates parameters during the backward pass, before clipping and noise.",
+        "use an optimizer that steps after backward, such as the default adamw_torch.",
+    )
+    return found
+
+
+def refuse_overrides(trainer: Any, mixin: type, base: type) -> None:
+    """Refuses a Trainer whose own methods would bypass the private step, or whose loss would be ignored.
+
+    Raises:
+        ConfigurationError: with the method and the class that defines it.
+    """
+    for method in ("training_step", "get_train_dataloader"):
+        owner = _owner(trainer, method)
+        if owner is not mixin and not issubclass(mixin, owner):
+            raise ConfigurationError(
+                f"{owner.__name__}.{method} comes before DPTrainerMixin's.",
+                why="it would run instead of the private one, and nothing would be clipped, noised or counted.",
+                fix="put DPTrainerMixin first: class MyTrainer(DPTrainerMixin, MyBaseTrainer), and do not override it.",
+            )
+    owner = _owner(trainer, "_get_train_sampler")
+    if owner is not base:
+        raise ConfigurationError(
+            f"{owner.__name__} chooses its own training sampler.",
+            why="a weighted or ordered sampler draws examples with other probabilities than are accounted for.",
+            fix="leave the sampler to hf_dp; to balance classes, weight the per-example loss.",
+        )
+    has_own_loss = _owner(trainer, "compute_per_example_loss") is not mixin
+    owner = _owner(trainer, "compute_loss")
+    if (owner is not base or trainer.compute_loss_func is not None) and not has_own_loss:
+        name = "compute_loss_func" if owner is base else f"{owner.__name__}.compute_loss"
+        raise ConfigurationError(
+            f"{name} gives one loss for the whole batch.",
+            why="clipping needs each example's own loss; training would silently use another loss than yours.",
+            fix="also override compute_per_example_loss(model, inputs) to return one loss for each example.",
+        )
+
+
+def refuse_parallel_model(trainer: Any, model: nn.Module) -> None:
+    """Refuses models that are spread over devices or wrapped.
+
+    Raises:
+        ConfigurationError: with the wrapper's name.
+    """
+    wrapped = isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel))
+    if wrapped or trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
+        name = type(model).__name__ if wrapped else "FSDP" if trainer.is_fsdp_enabled else "DeepSpeed"
+        raise ConfigurationError(
+            f"the model is under {name}.",
+            why="it reduces gradients before they could be clipped for each example.",
+            fix="pass the plain model and train in one process.",
+        )
+
+
+def _owner(trainer: Any, method: str) -> type:
+    return next(kind for kind in type(trainer).__mro__ if method in vars(kind))

@@ -1,0 +1,47 @@
+"""What happens between steps: the ledger in every checkpoint, epsilon in the progress bar, the budget's end."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+from transformers import TrainerCallback
+from transformers.trainer_callback import ExportableState, TrainerControl, TrainerState
+
+if TYPE_CHECKING:
+    from hf_dp.trainer import DPTrainerMixin
+
+logger = logging.getLogger(__name__)
+
+STATE_KEY = "PrivacyCallback"
+
+
+class PrivacyCallback(TrainerCallback, ExportableState):
+    """Bound to one DPTrainer, which adds it itself."""
+
+    def __init__(self, trainer: DPTrainerMixin | None = None) -> None:
+        self.trainer = trainer
+
+    def state(self) -> dict[str, Any]:
+        """The ledger as of the saved step; it lands in `trainer_state.json`, in the same write as the step count."""
+        ledger = None if self.trainer is None else self.trainer.checkpoint_record()
+        return {"args": {}, "attributes": {"saved_ledger": ledger}}
+
+    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if self.trainer is not None:
+            self.trainer.begin_private_run(state)
+
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if self.trainer is None or self.trainer.budget_is_left():
+            return
+        if not control.should_training_stop and state.global_step < state.max_steps:
+            logger.warning("Training stops: the privacy budget is spent. Another step would exceed the target epsilon.")
+        control.should_training_stop = True
+
+    def on_log(self, args: Any, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any) -> None:
+        if self.trainer is None or not logs or "epsilon" not in logs:
+            return
+        for callback in self.trainer.callback_handler.callbacks:
+            bar = getattr(callback, "training_bar", None)
+            if bar is not None:
+                bar.set_postfix(epsilon=logs["epsilon"])

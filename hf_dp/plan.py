@@ -1,0 +1,90 @@
+"""One config made concrete for one dataset: sampler, clipping, noise and event, so that they cannot disagree."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import dp_accounting
+
+import hf_dp.accounting as accounting
+from hf_dp.clipping import Clipping
+from hf_dp.config import PrivacyConfig
+from hf_dp.noise import GaussianNoise
+from hf_dp.randomness import Entropy
+from hf_dp.sampling import PoissonBatchSampler
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """What a private run does at each step, and what it costs.
+
+    Attributes:
+        config: the promise.
+        sampler: draws each logical batch; the event's sampling probability is its own.
+        steps: how many steps are planned, and, under a target epsilon, the most that the budget pays for.
+        delta: the promised delta.
+        noise_multiplier: given, or calibrated so that `steps` steps cost at most the target epsilon.
+        clipping: each example's contribution to the sum.
+        noise: what is added to the sum, once for each logical batch.
+    """
+
+    config: PrivacyConfig
+    sampler: PoissonBatchSampler
+    steps: int
+    delta: float
+    noise_multiplier: float
+    clipping: Clipping
+    noise: GaussianNoise
+
+    @classmethod
+    def make(cls, config: PrivacyConfig, sampler: PoissonBatchSampler, steps: int, entropy: Entropy) -> Plan:
+        """Calibrates the noise to the config's budget, for `steps` steps of `sampler`.
+
+        Raises:
+            ConfigurationError: delta at or above 1/n, or a budget that no noise can meet.
+        """
+        n = sampler.dataset_size
+        wanted = config.target_delta
+        delta = accounting.check_delta(accounting.default_delta(n) if wanted is None else wanted, n)
+        noise_multiplier = config.noise_multiplier
+        if noise_multiplier is None:
+            assert config.target_epsilon is not None
+            noise_multiplier = accounting.calibrate_noise_multiplier(
+                target_epsilon=config.target_epsilon,
+                target_delta=delta,
+                sampling_probability=sampler.sampling_probability,
+                steps=steps,
+                accountant=config.accountant,
+            )
+        clipping, noise = Clipping(config.clipping_norm), GaussianNoise(entropy)
+        return cls(config, sampler, steps, delta, noise_multiplier, clipping, noise)
+
+    @property
+    def event(self) -> dp_accounting.DpEvent:
+        """What one step costs; derived from the sampler and the noise that run."""
+        return accounting.step_event(self.noise_multiplier, self.sampler.sampling_probability)
+
+    @property
+    def noise_standard_deviation(self) -> float:
+        """Of the noise on the clipped sum: sigma x C. 0 without noise, whatever C."""
+        return self.noise_multiplier * self.clipping.sensitivity if self.noise_multiplier else 0.0
+
+    @property
+    def budgeted_steps(self) -> float:
+        """After how many steps training must stop; infinite if no target epsilon was promised."""
+        return math.inf if self.config.target_epsilon is None else self.steps
+
+    @property
+    def promise(self) -> dict[str, Any]:
+        """What a ledger must share to be continued under this plan."""
+        config = {k: v for k, v in self.config.to_dict().items() if k not in ("seed", "withhold_non_private_logs")}
+        return {
+            **{k: "inf" if v == math.inf else v for k, v in config.items()},
+            "dataset_size": self.sampler.dataset_size,
+            "expected_batch_size": self.sampler.expected_batch_size,
+            "calibrated_noise_multiplier": self.noise_multiplier,
+            "delta": self.delta,
+            "planned_steps": self.steps,
+        }

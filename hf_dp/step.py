@@ -1,0 +1,57 @@
+"""One private gradient: record, clip, sum, charge, add noise, divide. Read this first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import nn
+
+from hf_dp.accounting import Ledger
+from hf_dp.aggregate import ClippedSum
+from hf_dp.errors import BudgetExceededError
+from hf_dp.per_example import PerExampleGradients
+from hf_dp.per_example.batch import Batch
+from hf_dp.plan import Plan
+
+
+def private_gradient(
+    model: nn.Module,
+    record: Callable[[Batch], PerExampleGradients],
+    micro_batches: Iterable[Batch],
+    plan: Plan,
+    ledger: Ledger,
+) -> ClippedSum:
+    """Sets `.grad` of every trainable parameter to the noisy mean gradient of one logical batch (DP-SGD).
+
+    Args:
+        model: whose trainable parameters are updated.
+        record: the per-example gradients of one micro-batch.
+        micro_batches: of one Poisson draw, possibly none: an empty batch is a step like any other.
+        plan: clipping, noise and cost.
+        ledger: charged before the noisy gradient exists.
+
+    Returns:
+        What was summed, now with the noise in it.
+
+    Raises:
+        BudgetExceededError: the plan's budget pays for no further step; nothing was computed or released.
+    """
+    if ledger.steps >= plan.budgeted_steps:
+        raise BudgetExceededError(
+            f"{ledger.steps} private steps were made, as many as were planned for target_epsilon="
+            f"{plan.config.target_epsilon}.",
+            why="one more step would spend more than was promised.",
+            fix="stop here; to train longer, plan more steps from the start (num_train_epochs or max_steps).",
+        )
+    total = ClippedSum(model, plan.clipping)
+    for micro_batch in micro_batches:
+        total.add(record(micro_batch))
+    step = ledger.steps
+    ledger.charge(plan.event)
+    plan.noise.add_(total.gradients.values(), plan.noise_standard_deviation, step)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if p.requires_grad:
+                p.grad = (total.gradients[name] / plan.sampler.expected_batch_size).to(p.dtype)
+    return total

@@ -1,0 +1,395 @@
+"""DPTrainer: Transformers' Trainer with a private training step. Nothing of Trainer's loop is copied."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+from typing import TYPE_CHECKING, Any
+
+import torch
+from datasets import Dataset
+from torch import Tensor, nn
+from torch.utils.data import IterableDataset
+from transformers import Trainer
+from transformers.trainer_callback import TrainerState
+from transformers.trainer_utils import seed_worker
+
+import hf_dp.accounting as accounting
+from hf_dp.aggregate import ClippedSum
+from hf_dp.arguments import private_arguments, refuse_overrides, refuse_parallel_model
+from hf_dp.callbacks import STATE_KEY, PrivacyCallback
+from hf_dp.config import PrivacyConfig
+from hf_dp.errors import BudgetExceededError, ConfigurationError, LedgerError
+from hf_dp.fingerprint import fingerprint, fingerprint_key
+from hf_dp.losses import per_example_losses
+from hf_dp.per_example import Certificate, PerExampleGradients, preflight, record
+from hf_dp.per_example.batch import Batch
+from hf_dp.per_example.preflight import check_modules, check_padding
+from hf_dp.plan import Plan
+from hf_dp.randomness import Entropy
+from hf_dp.sampling import LogicalBatchCollator, PoissonBatchSampler, PoissonDataLoader
+from hf_dp.step import private_gradient
+
+if TYPE_CHECKING:
+    _Base = Trainer
+else:
+    _Base = object
+logger = logging.getLogger(__name__)
+
+_UNKNOWN: Any = object()
+REPORT_FILE = "privacy_report.json"
+_PREFLIGHT_EXAMPLES = 32
+_WITHHELD = ("loss", "train_loss", "clipped_fraction", "non_finite_examples", "num_input_tokens_seen", "total_flos")
+
+
+class DPTrainerMixin(_Base):
+    """Makes any Trainer subclass train with DP-SGD: `class MyTrainer(DPTrainerMixin, MyBaseTrainer)`.
+
+    One dataloader item is one logical batch, Poisson-sampled with expected size `per_device_train_batch_size` x
+    `gradient_accumulation_steps`; `per_device_train_batch_size` is the micro-batch. In the trainer's own copy of the
+    arguments `gradient_accumulation_steps` is 1 and `max_grad_norm` is 0; yours are left alone.
+
+    Args:
+        privacy: the promise. All other arguments are those of the Trainer behind this class.
+
+    Raises:
+        ConfigurationError: arguments, data or overrides that would break the guarantee.
+        UnsupportedModelError: a model that cannot be trained privately.
+    """
+
+    def __init__(self, *args: Any, privacy: PrivacyConfig, **kwargs: Any) -> None:
+        if not isinstance(privacy, PrivacyConfig):
+            raise ConfigurationError(
+                f"privacy={privacy!r}.",
+                why="without a PrivacyConfig there is no promise to keep.",
+                fix="pass privacy=PrivacyConfig(target_epsilon=8.0).",
+            )
+        self.privacy = privacy
+        self.ledger = accounting.Ledger()
+        self._plan: Plan | None = None
+        self._certificate: Certificate | None = None
+        self._fingerprint: str | None = _UNKNOWN
+        self._statistics = {"examples": 0, "clipped": 0, "non_finite": 0}
+        super().__init__(*args, **kwargs)
+        self._privacy_callback = PrivacyCallback(self)
+        self.add_callback(self._privacy_callback)
+
+    # --- before training ------------------------------------------------------------------------------------------
+
+    def _validate_args(self) -> None:
+        super()._validate_args()
+        user_args = self.args
+        self._expected_batch_size = user_args.train_batch_size * user_args.gradient_accumulation_steps
+        self.args = private_arguments(user_args)
+        refuse_overrides(self, DPTrainerMixin, Trainer)
+        refuse_parallel_model(self, self._module)
+        if self.train_dataset is not None:
+            self._check_dataset()
+        check_modules(self._module)
+
+    def _check_dataset(self) -> None:
+        if isinstance(self.train_dataset, IterableDataset) or not hasattr(self.train_dataset, "__len__"):
+            raise ConfigurationError(
+                f"train_dataset is {type(self.train_dataset).__name__}, which can only be iterated.",
+                why="Poisson sampling draws every example independently, so it needs their number and access by index.",
+                fix="use a map-style dataset (for a streamed one: Dataset.from_generator or without streaming=True).",
+            )
+        sampler = self._make_sampler(Entropy(0))
+        n = sampler.dataset_size
+        accounting.check_delta(self.privacy.target_delta or accounting.default_delta(n), n)
+
+    def _make_sampler(self, entropy: Entropy) -> PoissonBatchSampler:
+        dataset: Any = self.train_dataset
+        return PoissonBatchSampler(len(dataset), self._expected_batch_size, entropy)
+
+    def get_total_train_batch_size(self, args: Any) -> int:
+        """The expected logical batch size."""
+        return self._expected_batch_size
+
+    def get_train_dataloader(self) -> PoissonDataLoader:
+        """A loader whose items are logical batches, and the plan that goes with its sampler."""
+        if self.train_dataset is None:
+            raise ConfigurationError(
+                "DPTrainer has no train_dataset.", why="there is nothing to train on.", fix="pass train_dataset=..."
+            )
+        self._check_dataset()
+        entropy = Entropy(self.privacy.seed)
+        sampler = self._make_sampler(entropy)
+        loader = self._make_loader(sampler)
+        steps = self.set_initial_training_values(self.args, loader)[-1]
+        self._plan = Plan.make(self.privacy, sampler, int(steps), entropy)
+        return loader
+
+    def _make_loader(self, sampler: PoissonBatchSampler) -> PoissonDataLoader:
+        dataset: Any = self.train_dataset
+        collate = self.data_collator
+        if isinstance(dataset, Dataset):
+            dataset = self._remove_unused_columns(dataset, description="training")
+        else:
+            collate = self._get_collator_with_removed_columns(collate, description="training")
+        workers = self.args.dataloader_num_workers
+        return PoissonDataLoader(
+            dataset,
+            batch_sampler=sampler,
+            collate_fn=LogicalBatchCollator(self.args.per_device_train_batch_size, collate),
+            num_workers=workers,
+            pin_memory=self.args.dataloader_pin_memory and torch.cuda.is_available(),
+            persistent_workers=self.args.dataloader_persistent_workers,
+            prefetch_factor=self.args.dataloader_prefetch_factor,
+            worker_init_fn=functools.partial(seed_worker, num_workers=workers, rank=self.args.process_index),
+        )
+
+    def _load_callback_state(self) -> None:
+        super()._load_callback_state()
+        # Trainer's option to restore callbacks makes new ones; ours is bound to this trainer.
+        self.remove_callback(PrivacyCallback)
+        self.add_callback(self._privacy_callback)
+
+    def begin_private_run(self, state: TrainerState) -> None:
+        """Continues the ledger of a checkpoint, or begins one; then holds the engine against the oracle.
+
+        Raises:
+            LedgerError: a checkpoint without a ledger, or with one for other data, config or length.
+            BudgetExceededError: the budget was already spent.
+            UnsupportedModelError: per-example gradients of this model are not known to be exact.
+        """
+        plan = self._require_plan()
+        if state.global_step:
+            self._continue_ledger(state, plan)
+        elif self.ledger.steps and self.privacy.target_epsilon is not None:
+            raise BudgetExceededError(
+                f"train() was called again after {self.ledger.steps} private steps.",
+                why=f"the noise is calibrated for one training to spend target_epsilon={self.privacy.target_epsilon}.",
+                fix="plan the whole training at once, or use noise_multiplier, where the ledger adds up what is spent.",
+            )
+        if not self.ledger.promise:
+            self.ledger = accounting.Ledger(promise=plan.promise)
+        self._say_what_is_promised(plan)
+        self._preflight()
+
+    def _continue_ledger(self, state: TrainerState, plan: Plan) -> None:
+        states: Any = state.stateful_callbacks
+        saved = states.get(STATE_KEY) if isinstance(states, dict) else None
+        record_ = saved["attributes"].get("saved_ledger") if isinstance(saved, dict) and "attributes" in saved else None
+        if not isinstance(record_, dict) or "ledger" not in record_:
+            raise LedgerError(
+                f"the checkpoint at step {state.global_step} has no privacy ledger.",
+                why="what was already spent on this data is unknown, so no total epsilon could be promised.",
+                fix="resume from a checkpoint that DPTrainer saved, or start a new run from its weights on new data.",
+            )
+        ledger = accounting.Ledger.from_dict(record_["ledger"])
+        ledger.check_same_promise(plan.promise)
+        if ledger.steps < state.global_step:
+            raise LedgerError(
+                f"the checkpoint's ledger counts {ledger.steps} private steps, its trainer state {state.global_step}.",
+                why="steps that are not in the ledger would be missing from epsilon.",
+                fix="use a checkpoint whose trainer_state.json is as DPTrainer wrote it.",
+            )
+        key = fingerprint_key(self._output_dir, create=False)
+        expected = record_.get("data")
+        if key is None or expected is None:
+            logger.warning("The data could not be compared with the checkpoint's (no fingerprint or no key to it).")
+        elif fingerprint(self.train_dataset, key) not in (expected, None):
+            raise LedgerError(
+                "the training data is not the data that the checkpoint was trained on.",
+                why="the ledger's epsilon is a statement about one dataset.",
+                fix="resume with the same dataset in the same order, or start a new run in a new output_dir.",
+            )
+        # In one process more may have been spent since the checkpoint than it knows.
+        self.ledger = ledger if ledger.steps >= self.ledger.steps else self.ledger
+
+    def checkpoint_record(self) -> dict[str, Any]:
+        """What a checkpoint keeps: the ledger, and a keyed fingerprint of the data."""
+        if self._fingerprint is _UNKNOWN and self.train_dataset is not None:
+            key = fingerprint_key(self._output_dir, create=True)
+            self._fingerprint = fingerprint(self.train_dataset, key) if key else None
+        return {"ledger": self.ledger.to_dict(), "data": self._fingerprint}
+
+    def _say_what_is_promised(self, plan: Plan) -> None:
+        logger.info(
+            "Private training: delta %.3g, noise multiplier %.4g, sampling probability %.4g, %d steps of expected "
+            "batch size %d. max_grad_norm is set to 0: gradients are clipped for each example, to %g.",
+            plan.delta,
+            plan.noise_multiplier,
+            plan.sampler.sampling_probability,
+            plan.steps,
+            plan.sampler.expected_batch_size,
+            plan.clipping.norm,
+        )
+
+    def _preflight(self) -> None:
+        loader: Any = self.callback_handler.train_dataloader
+        dataset, collate = loader.dataset, loader.collate_fn
+        examples = [dataset[i] for i in range(min(_PREFLIGHT_EXAMPLES, len(dataset)))]
+        # Examples of different lengths show whether padding leaks from one into another.
+        examples.sort(key=_length)
+        few = examples[:: max(1, len(examples) // 5)]
+
+        def batch(chosen: list[Any]) -> Batch:
+            prepared: Batch = self._prepare_inputs(collate.collated(chosen))
+            return prepared
+
+        self._module.train()
+        self._certificate = preflight(self._module, self._loss, batch(few))
+        check_padding(self._module, self._loss, few, batch)
+
+    # --- one step -------------------------------------------------------------------------------------------------
+
+    def compute_per_example_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
+        """The loss of each example of one micro-batch by itself. Override it for a loss of your own.
+
+        Args:
+            model: the model, unwrapped.
+            inputs: what the data collator returned, on the model's device: tensors (B, ...).
+
+        Returns:
+            (B,): entry i must depend on example i alone.
+        """
+        return per_example_losses(model, inputs, label_smoothing=self.args.label_smoothing_factor)
+
+    def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
+        """One private gradient from one logical batch; returns the mean loss of its examples (not private)."""
+        if self._privacy_callback not in self.callback_handler.callbacks or self._certificate is None:
+            raise ConfigurationError(
+                "PrivacyCallback was removed, or training_step was called outside train().",
+                why="it keeps the ledger in the checkpoints and stops training at the end of the budget.",
+                fix="leave the callback in place, and train with DPTrainer.train().",
+            )
+        model.train()
+        switch = getattr(self.optimizer, "train", None)
+        if callable(switch):
+            switch()
+        unwrapped = self.accelerator.unwrap_model(model)
+        total = private_gradient(
+            unwrapped,
+            functools.partial(self._record, unwrapped),
+            map(self._prepare_inputs, inputs["micro_batches"]),
+            self._require_plan(),
+            self.ledger,
+        )
+        return self._note(total)
+
+    def _loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        with self.compute_loss_context_manager():
+            return self.compute_per_example_loss(model, dict(batch))
+
+    def _record(self, model: nn.Module, batch: Batch) -> PerExampleGradients:
+        return record(model, self._loss, batch, certificate=self._certificate)
+
+    def _note(self, total: ClippedSum) -> Tensor:
+        for name in self._statistics:
+            self._statistics[name] += getattr(total, name)
+        finite = total.examples - total.non_finite
+        mean = total.loss / finite if finite and not self.privacy.withhold_non_private_logs else 0.0
+        return torch.tensor(mean, device=self.args.device)
+
+    def budget_is_left(self) -> bool:
+        """Whether the promised budget pays for another step."""
+        return self.ledger.steps < self._require_plan().budgeted_steps
+
+    # --- what Trainer would read from a plain batch ----------------------------------------------------------------
+
+    def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> None:
+        # A token count over the batch would let one example's length rescale its neighbours.
+        return None
+
+    def floating_point_ops(self, inputs: dict[str, Any]) -> int:
+        """As Trainer's, summed over the micro-batches."""
+        parts = inputs.get("micro_batches", [inputs])
+        return sum(int(super(DPTrainerMixin, self).floating_point_ops(part)) for part in parts)
+
+    def _track_num_input_tokens(self, inputs: Any) -> None:
+        for part in inputs.get("micro_batches", [inputs]):
+            super()._track_num_input_tokens(part)  # type: ignore[no-untyped-call]
+
+    # --- what comes out -------------------------------------------------------------------------------------------
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """As Trainer's, with epsilon and the clipping statistics beside the training loss."""
+        if self.is_in_train and ("loss" in logs or "train_loss" in logs):
+            plan = self._require_plan()
+            seen = self._statistics
+            logs["epsilon"] = round(self._epsilon(), 4)
+            logs["noise_multiplier"] = plan.noise_multiplier
+            logs["clipped_fraction"] = seen["clipped"] / max(1, seen["examples"])
+            logs["non_finite_examples"] = seen["non_finite"]
+            self._statistics = dict.fromkeys(seen, 0)
+        if self.privacy.withhold_non_private_logs:
+            for name in _WITHHELD:
+                logs.pop(name, None)
+        super().log(logs, start_time)
+
+    def _epsilon(self) -> float:
+        return self.ledger.epsilon(self._require_plan().delta, self.privacy.accountant)
+
+    def privacy_report(self) -> accounting.PrivacyReport:
+        """What was promised and what was spent so far.
+
+        Raises:
+            ConfigurationError: before the first call of `train()`.
+        """
+        plan = self._require_plan()
+        config = self.privacy
+        caveats = accounting.STANDARD_CAVEATS
+        if config.withhold_non_private_logs:
+            caveats = tuple(caveat for caveat in caveats if caveat != accounting.LOGGED_METRICS)
+        return accounting.PrivacyReport(
+            epsilon=self._epsilon(),
+            delta=plan.delta,
+            noise_multiplier=plan.noise_multiplier,
+            clipping_norm=plan.clipping.norm,
+            sampling_probability=plan.sampler.sampling_probability,
+            steps=self.ledger.steps,
+            accountant=config.accountant,
+            dataset_size=plan.sampler.dataset_size,
+            expected_batch_size=plan.sampler.expected_batch_size,
+            target_epsilon=config.target_epsilon,
+            epsilon_rdp=self.ledger.epsilon(plan.delta, "rdp"),
+            reproducible=config.seed is not None,
+            caveats=caveats,
+        )
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """As Trainer's, with `privacy_report.json` beside the weights."""
+        super().save_model(output_dir, _internal_call)
+        if self._plan is not None and self.args.should_save:
+            path = os.path.join(output_dir or self._output_dir, REPORT_FILE)
+            with open(path, "w", encoding="utf-8") as file:
+                file.write(self.privacy_report().to_json() + "\n")
+
+    def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
+        """Refused: every trial spends budget on the same data."""
+        raise ConfigurationError(
+            "hyperparameter_search on private data.",
+            why="every trial is a training of its own, and their epsilons add up; choosing the best one leaks too.",
+            fix="search on public data, or train each candidate with its own budget and add up the ledgers.",
+        )
+
+    @property
+    def _module(self) -> nn.Module:
+        assert self.model is not None
+        return self.model
+
+    @property
+    def _output_dir(self) -> str:
+        assert self.args.output_dir is not None
+        return self.args.output_dir
+
+    def _require_plan(self) -> Plan:
+        if self._plan is None:
+            raise ConfigurationError(
+                "there is no privacy plan yet.",
+                why="it depends on the number of steps, which train() fixes.",
+                fix="call trainer.train() first.",
+            )
+        return self._plan
+
+
+class DPTrainer(DPTrainerMixin, Trainer):
+    """Transformers' `Trainer` with a differential-privacy guarantee; see `DPTrainerMixin`."""
+
+
+def _length(example: Any) -> int:
+    values = example.values() if isinstance(example, dict) else ()
+    return max((len(v) for v in values if hasattr(v, "__len__")), default=0)
