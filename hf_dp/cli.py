@@ -36,13 +36,14 @@ def plan(
 ) -> None:
     """How much noise a budget needs, or what a noise costs, before any training.
 
-    Example: 10 epochs over 10,003 examples in batches of 512, within epsilon 8:
+    Example: 10 epochs over 10,003 examples in batches of 512, epsilon 8:
 
         hf-dp plan --n 10003 --batch-size 512 --epochs 10 --epsilon 8
 
-    Give --epsilon to learn the noise multiplier, or --noise to learn epsilon. The sampling is Poisson with
-    probability batch-size / n, neighbouring datasets differ by one added or removed example. PLD is the tight
-    accountant and the default in training; RDP is a looser cross-check.
+    Give --epsilon to learn the noise multiplier, or --noise to learn epsilon.
+    Sampling is Poisson with probability batch-size / n; neighbouring datasets
+    differ by one added or removed example. PLD is the tight accountant and the
+    default in training; RDP is a looser cross-check.
     """
     try:
         answer = _plan(n, batch_size, epochs, steps, epsilon, noise, delta)

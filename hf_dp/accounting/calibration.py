@@ -1,0 +1,166 @@
+"""The inverse questions: how much noise a budget needs, and how many steps it still allows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import dp_accounting as dp
+from scipy import optimize
+
+from hf_dp.accounting.accountants import epsilon
+from hf_dp.accounting.events import check_sampling_probability, check_steps, check_target_epsilon, step_event
+from hf_dp.config import AccountantName
+from hf_dp.errors import BudgetExceededError, ConfigurationError
+
+_SMALLEST_NOISE, _LARGEST_NOISE = 1e-4, 1e12
+# Relative to epsilon. Epsilon falls at least about as fast as noise grows, so noise is as exact.
+_TOLERANCE = 3e-4
+
+
+def calibrate_noise_multiplier(
+    *,
+    target_epsilon: float,
+    target_delta: float,
+    sampling_probability: float,
+    steps: int,
+    accountant: AccountantName = "pld",
+) -> float:
+    """The smallest noise multiplier with which a whole run stays within its budget.
+
+    The result is never too small: its epsilon was computed and is at most `target_epsilon`. It is at most about
+    0.1 % too large.
+
+    Args:
+        target_epsilon: the budget, finite and above 0, in nats.
+        target_delta: strictly between 0 and 1; see `check_delta` for what is sensible.
+        sampling_probability: of each unit in each step, in (0, 1].
+        steps: optimizer steps of the run.
+        accountant: "pld" or "rdp".
+
+    Returns:
+        The standard deviation of the noise in units of the sensitivity, not below 1e-4: less noise hides nothing.
+
+    Raises:
+        ConfigurationError: a value out of range, or a budget so small that this accountant shows it for no noise.
+    """
+    check_target_epsilon(target_epsilon)
+    check_sampling_probability(sampling_probability)
+    check_steps(steps)
+
+    def cost(noise: float, by: AccountantName) -> float:
+        step = step_event(noise, sampling_probability)
+        return epsilon(dp.SelfComposedDpEvent(step, steps), target_delta, by)
+
+    # The Renyi bound takes milliseconds, and its answer is a good first guess at the tight one.
+    start = 1.0
+    if accountant == "pld":
+        start = _smallest_noise(lambda noise: cost(noise, "rdp"), target_epsilon, start, tolerance=0.1) or start
+    noise = _smallest_noise(lambda noise: cost(noise, accountant), target_epsilon, start, tolerance=_TOLERANCE)
+    if noise is None or not cost(noise, accountant) <= target_epsilon:
+        raise ConfigurationError(
+            f"target_epsilon={target_epsilon!r} at delta={target_delta!r} with {steps} steps.",
+            why=f"no noise multiplier up to {_LARGEST_NOISE:g} is shown to reach it by the {accountant!r} accountant.",
+            fix="raise target_epsilon or delta, take fewer steps, or use accountant='pld'.",
+        )
+    return noise
+
+
+def _smallest_noise(cost: Callable[[float], float], target: float, start: float, *, tolerance: float) -> float | None:
+    """The smallest x with cost(x) <= target, for a falling cost; None if there is none."""
+
+    def excess(x: float) -> float:
+        ratio = cost(x) / target
+        return math.inf if ratio == math.inf else math.log(max(ratio, 1e-9))
+
+    x, stretch = start, 0.6
+    low: tuple[float, float] | None = None
+    high: tuple[float, float] | None = None
+    while low is None or high is None:
+        value = excess(x)
+        # Epsilon is about noise ** -1 where noise is plenty, and falls faster where there is little.
+        move = math.exp(min(max(abs(value) * stretch, 0.01 * stretch), 4.0))
+        if value > 0:
+            low, x = (x, value), x * move
+        else:
+            high, x = (x, value), x / move
+        stretch *= 2
+        if low is None and x < _SMALLEST_NOISE:
+            return _SMALLEST_NOISE if excess(_SMALLEST_NOISE) <= 0 else high[0] if high else None
+        if high is None and x > _LARGEST_NOISE:
+            return None
+    # A little inside the budget, since only a point inside can be returned.
+    root = (
+        optimize.brentq(
+            lambda log_x: min(excess(math.exp(log_x)), 50.0) + tolerance / 3,
+            math.log(low[0]),
+            math.log(high[0]),
+            xtol=tolerance / 6,
+        )
+        if high[1] < -tolerance / 3
+        else math.log(high[0])
+    )
+    x = math.exp(root)
+    while x < high[0] and excess(x) > 0:
+        x *= 1 + tolerance / 3
+    return min(x, high[0])
+
+
+def affordable_steps(
+    event: dp.DpEvent,
+    *,
+    target_epsilon: float,
+    delta: float,
+    at_most: int,
+    spent: dp.DpEvent | None = None,
+    accountant: AccountantName = "pld",
+) -> int:
+    """How many more times `event` may happen after `spent` before epsilon would exceed the budget.
+
+    Args:
+        event: the event of one step.
+        target_epsilon: the budget in nats, above 0.
+        delta: strictly between 0 and 1.
+        at_most: the largest answer of interest, such as the steps still planned; at least 0.
+        spent: what is already charged, for example `Ledger.event`.
+        accountant: "pld" or "rdp".
+
+    Returns:
+        The largest m <= at_most such that `spent` and m events cost at most `target_epsilon`.
+
+    Raises:
+        BudgetExceededError: `spent` alone exceeds the budget.
+        ConfigurationError: a value out of range.
+    """
+    check_target_epsilon(target_epsilon)
+    charged = dp.NoOpDpEvent() if spent is None else spent
+
+    def cost(m: int) -> float:
+        return epsilon(dp.ComposedDpEvent([charged, dp.SelfComposedDpEvent(event, m)]), delta, accountant)
+
+    already = epsilon(charged, delta, accountant)
+    if already > target_epsilon:
+        raise BudgetExceededError(
+            f"epsilon {already:.4g} is spent already, of a budget of {target_epsilon:.4g} at delta {delta:.3g}.",
+            why="every further step would overrun it more.",
+            fix="stop here, or start a new run with a budget that covers what was released before.",
+        )
+    if at_most <= 0:
+        return 0
+    fits, exceeds = (0, already), (at_most, cost(at_most))
+    if exceeds[1] <= target_epsilon:
+        return at_most
+    halve = False
+    while exceeds[0] - fits[0] > 1:
+        gap = exceeds[0] - fits[0]
+        ratio = 0.5
+        if not halve and math.isfinite(exceeds[1]):
+            ratio = (target_epsilon - fits[1]) / (exceeds[1] - fits[1])
+        m = min(max(fits[0] + round(gap * ratio), fits[0] + 1), exceeds[0] - 1)
+        value = cost(m)
+        if value <= target_epsilon:
+            fits = (m, value)
+        else:
+            exceeds = (m, value)
+        halve = exceeds[0] - fits[0] > gap / 2 and not halve
+    return fits[0]

@@ -1,0 +1,203 @@
+"""The record of every private release of a run: charged before the release, saved with every checkpoint."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import dp_accounting as dp
+
+from hf_dp.accounting.accountants import epsilon
+from hf_dp.accounting.events import event_from_dict, event_to_dict, mechanisms
+from hf_dp.config import AccountantName
+from hf_dp.errors import LedgerError
+
+VERSION = 1
+TRAINING_STEP = "training step"
+
+
+class Ledger:
+    """What has been released, as one composed accounting event. Charge it before each release, never after.
+
+    Attributes:
+        promise: what the ledger belongs to, as plain JSON values: config without the seed, dataset size, expected
+            batch size, sampling probability, noise multiplier, planned steps, delta. `check_same_promise` compares
+            it when a run is resumed.
+    """
+
+    def __init__(self, promise: Mapping[str, Any] | None = None) -> None:
+        self.promise: dict[str, Any] = _jsonable(dict(promise or {}))
+        self._entries: list[tuple[dp.DpEvent, int, str]] = []
+        self._epsilons: dict[tuple[float, AccountantName], float] = {}
+
+    def charge(self, event: dp.DpEvent, label: str = TRAINING_STEP, count: int = 1) -> None:
+        """Record that `event` is about to be released `count` times.
+
+        Raises:
+            LedgerError: an event that no accountant here interprets, or a count below 1.
+        """
+        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+            raise LedgerError(
+                f"a charge of {count!r} times {label!r}.",
+                why="a ledger only grows: what was released cannot be taken back.",
+                fix="charge a whole number of at least 1 before each release.",
+            )
+        mechanisms(event)
+        if self._entries and (self._entries[-1][0], self._entries[-1][2]) == (event, label):
+            count += self._entries.pop()[1]
+        self._entries.append((event, count, label))
+        self._epsilons.clear()
+
+    @property
+    def steps(self) -> int:
+        """How many training steps were charged."""
+        return sum(count for _, count, label in self._entries if label == TRAINING_STEP)
+
+    @property
+    def entries(self) -> tuple[tuple[dp.DpEvent, int, str], ...]:
+        """Each charge as (event, count, label), in order, equal neighbours joined."""
+        return tuple(self._entries)
+
+    @property
+    def event(self) -> dp.DpEvent:
+        """Everything charged, as one event; `NoOpDpEvent` if nothing was."""
+        if not self._entries:
+            return dp.NoOpDpEvent()
+        return dp.ComposedDpEvent([dp.SelfComposedDpEvent(event, count) for event, count, _ in self._entries])
+
+    def epsilon(self, delta: float, accountant: AccountantName = "pld") -> float:
+        """Epsilon at `delta` of everything charged, in nats; see `hf_dp.accounting.epsilon`. Remembered until the
+        next charge."""
+        key = (delta, accountant)
+        if key not in self._epsilons:
+            self._epsilons[key] = epsilon(self.event, delta, accountant)
+        return self._epsilons[key]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Ledger) and (self.promise, self._entries) == (other.promise, other._entries)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return f"Ledger(steps={self.steps}, entries={len(self._entries)})"
+
+    def check_same_promise(self, other_promise: Mapping[str, Any]) -> None:
+        """Refuse to continue this ledger under another promise.
+
+        Raises:
+            LedgerError: naming each field that differs, with its value here and there.
+        """
+        other = _jsonable(dict(other_promise))
+        differing = [
+            f"{name}: {self.promise.get(name, 'absent')!r} in the ledger, {other.get(name, 'absent')!r} now"
+            for name in sorted({*self.promise, *other})
+            if name not in self.promise or name not in other or self.promise[name] != other[name]
+        ]
+        if differing:
+            raise LedgerError(
+                "the ledger belongs to another run: " + "; ".join(differing) + ".",
+                why="steps already taken were accounted for other data or other settings; continuing would make the "
+                "final epsilon untrue.",
+                fix="resume with the settings and the dataset of the first run, or start anew elsewhere.",
+            )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for strict JSON; `from_dict` is the inverse."""
+        entries = [{"event": event_to_dict(event), "count": n, "label": label} for event, n, label in self._entries]
+        return {"version": VERSION, "promise": self.promise, "entries": entries}
+
+    @classmethod
+    def from_dict(cls, values: object) -> Ledger:
+        """The ledger that `to_dict` wrote.
+
+        Raises:
+            LedgerError: anything else: another version, a missing field, a count below 1, an unknown event.
+        """
+        if not isinstance(values, dict) or set(values) != {"version", "promise", "entries"}:
+            raise _damaged(f"expected the fields version, promise and entries, found {str(values)[:100]}")
+        if values["version"] != VERSION:
+            raise _damaged(f"version {values['version']!r} was written by another release; this one reads {VERSION}")
+        if not isinstance(values["promise"], dict) or not isinstance(values["entries"], list):
+            raise _damaged("promise is not an object, or entries is not a list")
+        ledger = cls(values["promise"])
+        for entry in values["entries"]:
+            if not isinstance(entry, dict) or set(entry) != {"event", "count", "label"}:
+                raise _damaged(f"entry {str(entry)[:100]} has not the fields event, count and label")
+            if not isinstance(entry["label"], str):
+                raise _damaged(f"label {entry['label']!r} is not text")
+            ledger.charge(event_from_dict(entry["event"]), entry["label"], entry["count"])
+        return ledger
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the ledger as JSON. A crash leaves the old file or the new one, never half of one."""
+        path = Path(path)
+        text = json.dumps(self.to_dict(), indent=2, allow_nan=False)
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+        except BaseException:
+            Path(temporary).unlink(missing_ok=True)
+            raise
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Ledger:
+        """Read what `save` wrote.
+
+        Raises:
+            LedgerError: a file that is missing, truncated or damaged.
+        """
+        try:
+            text = Path(path).read_bytes().decode("utf-8")
+            return cls.from_dict(json.loads(text, parse_constant=_no_constant))
+        except FileNotFoundError as error:
+            raise LedgerError(
+                f"there is no privacy ledger at {str(path)!r}.",
+                why="without it the budget that the earlier steps spent is unknown.",
+                fix="resume from a checkpoint that was written by a private run, or start anew without resuming.",
+            ) from error
+        except (OSError, ValueError, RecursionError) as error:
+            raise _damaged(f"{str(path)!r}: {error}") from error
+        except LedgerError as error:
+            raise LedgerError(f"{str(path)!r}: {error.found}", why=error.why, fix=error.fix) from error
+
+
+def _damaged(what: str) -> LedgerError:
+    return LedgerError(
+        f"this is not a readable privacy ledger: {what}.",
+        why="a ledger that is not whole could hide privacy that was already spent.",
+        fix="resume from an earlier checkpoint whose ledger is whole, or start anew without resuming.",
+    )
+
+
+def _no_constant(name: str) -> float:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _jsonable(promise: dict[str, Any]) -> dict[str, Any]:
+    """The values as JSON gives them back, so that a saved promise equals the one it was saved from."""
+    try:
+        plain: dict[str, Any] = json.loads(json.dumps(_finite(promise), allow_nan=False))
+    except (TypeError, ValueError) as error:
+        raise LedgerError(
+            f"the promise {promise!r} cannot be written as JSON ({error}).",
+            why="a ledger that cannot be saved cannot be resumed or published.",
+            fix="use only numbers, text, booleans, None, lists and dictionaries.",
+        ) from error
+    return plain
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return "inf" if isinstance(value, float) and value == math.inf else value

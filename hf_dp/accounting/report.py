@@ -1,0 +1,179 @@
+"""What is told to others about the privacy of a run: numbers, assumptions and caveats."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import textwrap
+from dataclasses import dataclass, field
+from importlib import metadata
+from typing import Any
+
+from hf_dp.config import AccountantName
+from hf_dp.errors import LedgerError
+
+HYPER_PARAMETER_SEARCH = (
+    "Hyper-parameters chosen by comparing runs on the private data are not covered: each run leaks."
+)
+MODEL_SELECTION = "Early stopping and choosing a checkpoint by a metric on private data are not covered."
+LOGGED_METRICS = (
+    "The logged training loss and clipping statistics are exact functions of the private data and are not covered; "
+    "withhold_non_private_logs keeps them out."
+)
+TOKENIZER = "A tokenizer, vocabulary or preprocessing fitted to the private text is not covered."
+FLOATING_POINT = (
+    "Noise is drawn in floating point and is not hardened against attacks on its rounding (Mironov 2012, "
+    "doi:10.1145/2382196.2382264)."
+)
+REPRODUCIBLE = "A seed was given: whoever knows it can subtract the noise."
+NO_NOISE = "No finite epsilon holds: something was released without noise."
+STANDARD_CAVEATS: tuple[str, ...] = (
+    HYPER_PARAMETER_SEARCH, MODEL_SELECTION, LOGGED_METRICS, TOKENIZER, FLOATING_POINT
+)  # fmt: skip
+
+
+def library_versions() -> dict[str, str]:
+    """The installed versions of what computed epsilon: `hf_dp` and `dp_accounting`."""
+    return {name.replace("-", "_"): _version(name) for name in ("hf-dp", "dp-accounting")}
+
+
+def _version(name: str) -> str:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return "unknown"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrivacyReport:
+    """The privacy that a run gave, with everything needed to judge or recompute it.
+
+    Attributes:
+        epsilon: in nats, at `delta`, of everything released; infinite without noise.
+        delta: probability with which the bound may fail.
+        noise_multiplier: standard deviation of the noise on the sum, in units of the clipping norm.
+        clipping_norm: l2 norm to which each unit's gradient was clipped.
+        sampling_probability: of each unit in each step.
+        steps: training steps charged.
+        accountant: which bound `epsilon` is, "pld" or "rdp".
+        target_epsilon: the budget, or None if the noise was given.
+        epsilon_rdp: the Renyi bound as a cross-check; None if not computed.
+        dataset_size: number of units.
+        expected_batch_size: mean number of units in a step.
+        reproducible: a seed was given, so that the noise is not secret and the run is not private.
+        unit: what one added or removed record is.
+        adjacency: how neighbouring datasets differ.
+        sampling: how each step's batch was drawn.
+        caveats: what the numbers do not cover.
+        versions: of the libraries that computed epsilon.
+    """
+
+    epsilon: float
+    delta: float
+    noise_multiplier: float
+    clipping_norm: float
+    sampling_probability: float
+    steps: int
+    accountant: AccountantName
+    dataset_size: int
+    expected_batch_size: float
+    target_epsilon: float | None = None
+    epsilon_rdp: float | None = None
+    reproducible: bool = False
+    unit: str = "one training example"
+    adjacency: str = "add or remove one"
+    sampling: str = "Poisson"
+    caveats: tuple[str, ...] = STANDARD_CAVEATS
+    versions: dict[str, str] = field(default_factory=library_versions)
+
+    @property
+    def private(self) -> bool:
+        """Epsilon is finite and the randomness was secret."""
+        return math.isfinite(self.epsilon) and not self.reproducible
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for strict JSON, infinities as the string "inf". `private` is included, for readers."""
+        values = {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}
+        values = {name: "inf" if value == math.inf else value for name, value in values.items()}
+        return {**values, "caveats": list(self.caveats), "versions": dict(self.versions), "private": self.private}
+
+    @classmethod
+    def from_dict(cls, values: object) -> PrivacyReport:
+        """The report that `to_dict` wrote.
+
+        Raises:
+            LedgerError: a missing or unknown field, a number that is none, or a `private` that does not follow from
+                the rest.
+        """
+        report = _read(cls, values)
+        if isinstance(report, str):
+            raise LedgerError(
+                f"this is not a privacy report: {report}.",
+                why="a report that is not whole promises nothing.",
+                fix="take the report from the run's output folder again; do not edit it by hand.",
+            )
+        return report
+
+    def to_json(self) -> str:
+        """The report as strict JSON; `from_json` is the inverse."""
+        return json.dumps(self.to_dict(), indent=2, allow_nan=False)
+
+    @classmethod
+    def from_json(cls, text: str) -> PrivacyReport:
+        """The inverse of `to_json`. Raises `LedgerError` for anything else."""
+        try:
+            values = json.loads(text)
+        except json.JSONDecodeError as error:
+            values = f"{error}: {text[:100]}"
+        return cls.from_dict(values)
+
+    def __str__(self) -> str:
+        budget = "" if self.target_epsilon is None else f" of a budget of {self.target_epsilon:g}"
+        lines = [f"Differential privacy: epsilon {self.epsilon:.4g} at delta {self.delta:.3g}{budget}"]
+        if not self.private:
+            reason = NO_NOISE if not math.isfinite(self.epsilon) else REPRODUCIBLE
+            lines = [f"NOT PRIVATE. {reason}", lines[0] + (" (if the noise were secret)" if self.reproducible else "")]
+        rows = {
+            "unit": f"{self.unit} ({self.adjacency})",
+            "sampling": f"{self.sampling}, probability {self.sampling_probability:.4g} a step "
+            f"(on average {self.expected_batch_size:g} of {self.dataset_size})",
+            "noise multiplier": f"{self.noise_multiplier:.4g}",
+            "clipping norm": f"{self.clipping_norm:g}",
+            "steps": f"{self.steps}",
+            "accountant": self.accountant.upper()
+            + ("" if self.epsilon_rdp is None else f" (RDP cross-check: epsilon {self.epsilon_rdp:.4g})"),
+            "versions": ", ".join(f"{name} {version}" for name, version in self.versions.items()),
+        }
+        lines += [f"  {name:<17} {value}" for name, value in rows.items()]
+        lines += ["Not covered:"] * bool(self.caveats)
+        lines += [textwrap.fill(c, 100, initial_indent="  - ", subsequent_indent="    ") for c in self.caveats]
+        return "\n".join(lines)
+
+
+_NUMBERS = ("epsilon", "delta", "noise_multiplier", "clipping_norm", "sampling_probability", "expected_batch_size")
+
+
+def _read(cls: type[PrivacyReport], values: object) -> PrivacyReport | str:
+    if not isinstance(values, dict):
+        return f"found {str(values)[:100]}"
+    fields = {key: value for key, value in values.items() if key != "private"}
+    known = {item.name for item in dataclasses.fields(cls)}
+    if set(fields) != known:
+        return f"missing or unknown fields {sorted(map(str, set(fields) ^ known))}"
+    fields = {key: math.inf if value == "inf" else value for key, value in fields.items()}
+    optional = {name for name in ("target_epsilon", "epsilon_rdp") if fields[name] is not None}
+    for name in (*_NUMBERS, *optional):
+        if isinstance(fields[name], bool) or not isinstance(fields[name], (int, float)) or not fields[name] >= 0:
+            return f"{name} is {fields[name]!r}"
+    for name in ("steps", "dataset_size"):
+        if isinstance(fields[name], bool) or not isinstance(fields[name], int) or fields[name] < 0:
+            return f"{name} is {fields[name]!r}"
+    if not isinstance(fields["reproducible"], bool) or fields["accountant"] not in ("pld", "rdp"):
+        return f"reproducible is {fields['reproducible']!r}, accountant is {fields['accountant']!r}"
+    if not isinstance(fields["caveats"], list) or not isinstance(fields["versions"], dict):
+        return f"caveats is {fields['caveats']!r}, versions is {fields['versions']!r}"
+    report = cls(**{**fields, "caveats": tuple(fields["caveats"])})
+    if values.get("private", report.private) != report.private:
+        return f"it says private={values['private']!r}, which does not follow from its epsilon and its seed"
+    return report
