@@ -3,23 +3,32 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState, TrainerControl, TrainerState
-
-if TYPE_CHECKING:
-    from hf_dp.trainer import DPTrainerMixin
 
 logger = logging.getLogger(__name__)
 
 STATE_KEY = "PrivacyCallback"
 
 
+class PrivateRun(Protocol):
+    """What the callback needs of the trainer that it is bound to."""
+
+    callback_handler: Any
+
+    def begin_private_run(self, state: TrainerState) -> None: ...
+
+    def checkpoint_record(self) -> dict[str, Any]: ...
+
+    def budget_is_left(self) -> bool: ...
+
+
 class PrivacyCallback(TrainerCallback, ExportableState):
     """Bound to one DPTrainer, which adds it itself."""
 
-    def __init__(self, trainer: DPTrainerMixin | None = None) -> None:
+    def __init__(self, trainer: PrivateRun | None = None) -> None:
         self.trainer = trainer
 
     def state(self) -> dict[str, Any]:

@@ -28,6 +28,7 @@ class Plan:
         noise_multiplier: given, or calibrated so that `steps` steps cost at most the target epsilon.
         clipping: each example's contribution to the sum.
         noise: what is added to the sum, once for each logical batch.
+        entropy: where sampling and noise get their randomness.
     """
 
     config: PrivacyConfig
@@ -37,6 +38,7 @@ class Plan:
     noise_multiplier: float
     clipping: Clipping
     noise: GaussianNoise
+    entropy: Entropy
 
     @classmethod
     def make(cls, config: PrivacyConfig, sampler: PoissonBatchSampler, steps: int, entropy: Entropy) -> Plan:
@@ -59,7 +61,7 @@ class Plan:
                 accountant=config.accountant,
             )
         clipping, noise = Clipping(config.clipping_norm), GaussianNoise(entropy)
-        return cls(config, sampler, steps, delta, noise_multiplier, clipping, noise)
+        return cls(config, sampler, steps, delta, noise_multiplier, clipping, noise, entropy)
 
     @property
     def event(self) -> dp_accounting.DpEvent:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import random
 import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NoReturn
 
 import numpy as np
+import torch
 
 from hf_dp.errors import HfDpError
 
@@ -61,6 +65,26 @@ class Entropy:
             why="whoever reads the copy can redo the draws, and a copied stream would be used twice.",
             fix="keep samplers and noise out of what is pickled, and make a new Entropy(None) in a new process.",
         )
+
+
+@contextmanager
+def secret_global_state() -> Iterator[None]:
+    """Inside, the global generators of `torch`, `numpy` and `random` are seeded by the operating system.
+
+    For dropout masks and for collators that mask at random. Under Trainer's public seed one example more or less
+    would shift everyone else's masks in a known way, and the clipped sum would move by more than C. The global states
+    come back as they were.
+    """
+    python_state, numpy_state = random.getstate(), np.random.get_state()  # noqa: NPY002
+    with torch.random.fork_rng(devices=range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []):
+        torch.manual_seed(secrets.randbits(63))
+        np.random.seed(secrets.randbits(32))  # noqa: NPY002
+        random.seed(secrets.randbits(256))
+        try:
+            yield
+        finally:
+            random.setstate(python_state)
+            np.random.set_state(numpy_state)  # noqa: NPY002
 
 
 def _sequence(key: bytes) -> np.random.SeedSequence:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from hf_dp.errors import ConfigurationError
-from hf_dp.randomness import Entropy
+from hf_dp.randomness import Entropy, secret_global_state
 
 
 class PoissonBatchSampler(Sampler[list[int]]):
@@ -114,12 +115,15 @@ class LogicalBatchCollator:
     Args:
         micro_batch_size: the most examples in one micro-batch.
         collate: list of examples (never empty) -> mapping whose tensors have one row per example: (b, ...).
+        reproducible: leave the collator's randomness to the global seeds (not private), as everything under a seed.
 
     Raises:
         ConfigurationError: a micro-batch size below 1, or a collator known to put several examples in one row.
     """
 
-    def __init__(self, micro_batch_size: int, collate: Callable[[list[Any]], Mapping[str, Any]]) -> None:
+    def __init__(
+        self, micro_batch_size: int, collate: Callable[[list[Any]], Mapping[str, Any]], reproducible: bool = False
+    ) -> None:
         if micro_batch_size < 1:
             raise ConfigurationError(
                 f"a micro-batch size of {micro_batch_size!r}.",
@@ -129,6 +133,7 @@ class LogicalBatchCollator:
         _refuse_packing(collate)
         self._micro_batch_size = micro_batch_size
         self._collate = collate
+        self._randomness = nullcontext if reproducible else secret_global_state
 
     def __call__(self, examples: list[Any]) -> dict[str, Any]:
         """`{"micro_batches": [what the collator returned, ...], "n": number of examples}`; no micro-batch if n is 0.
@@ -138,7 +143,8 @@ class LogicalBatchCollator:
         """
         size = self._micro_batch_size
         parts = [examples[start : start + size] for start in range(0, len(examples), size)]
-        return {"micro_batches": [self.collated(part) for part in parts], "n": len(examples)}
+        with self._randomness():
+            return {"micro_batches": [self.collated(part) for part in parts], "n": len(examples)}
 
     def collated(self, examples: list[Any]) -> Mapping[str, Any]:
         """One micro-batch of `examples` (at least one), checked. Errors as for a call."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 
 import torch
 from torch import nn
@@ -13,6 +14,7 @@ from hf_dp.errors import BudgetExceededError
 from hf_dp.per_example import PerExampleGradients
 from hf_dp.per_example.batch import Batch
 from hf_dp.plan import Plan
+from hf_dp.randomness import secret_global_state
 
 
 def private_gradient(
@@ -45,8 +47,9 @@ def private_gradient(
             fix="stop here; to train longer, plan more steps from the start (num_train_epochs or max_steps).",
         )
     total = ClippedSum(model, plan.clipping)
-    for micro_batch in micro_batches:
-        total.add(record(micro_batch))
+    with nullcontext() if plan.entropy.reproducible else secret_global_state():
+        for micro_batch in micro_batches:
+            total.add(record(micro_batch))
     step = ledger.steps
     ledger.charge(plan.event)
     plan.noise.add_(total.gradients.values(), plan.noise_standard_deviation, step)

@@ -132,7 +132,9 @@ class DPTrainerMixin(_Base):
         return PoissonDataLoader(
             dataset,
             batch_sampler=sampler,
-            collate_fn=LogicalBatchCollator(self.args.per_device_train_batch_size, collate),
+            collate_fn=LogicalBatchCollator(
+                self.args.per_device_train_batch_size, collate, reproducible=self.privacy.seed is not None
+            ),
             num_workers=workers,
             pin_memory=self.args.dataloader_pin_memory and torch.cuda.is_available(),
             persistent_workers=self.args.dataloader_persistent_workers,

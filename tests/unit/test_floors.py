@@ -21,6 +21,8 @@ FLOORS = {
     "per_example": 1,
     "clipping": 1,
     "noise": 1,
+    "fingerprint": 1,
+    "arguments": 1,
     "sparse": 1,
     "re_attention": 1,
     "aggregate": 2,

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from hf_dp.errors import HfDpError
-from hf_dp.randomness import Entropy
+from hf_dp.randomness import Entropy, secret_global_state
 
 
 def words(entropy: Entropy, purpose: str = "test", step: int = 0) -> list[int]:
@@ -97,3 +97,23 @@ def test_256_bits_come_from_the_operating_system_and_none_is_lost(monkeypatch):
     assert fresh(first) != fresh(second)
     assert asked == [32] * 4
     assert first.fresh("test", 0).pool_size * 32 >= 256
+
+
+def test_a_secret_global_state_is_fresh_inside_and_leaves_the_public_one_alone() -> None:
+    def draw() -> tuple[float, float, float]:
+        return float(torch.rand(())), float(np.random.rand()), random.random()
+
+    torch.manual_seed(5)
+    np.random.seed(5)
+    random.seed(5)
+    drawn = []
+    for _ in range(2):
+        with secret_global_state():
+            drawn.append(draw())
+    after = draw()
+    torch.manual_seed(5)
+    np.random.seed(5)
+    random.seed(5)
+    assert after == draw(), "the public streams go on as if nothing had happened"
+    assert all(a != b for a, b in zip(*drawn, strict=True))
+    assert all(a != b for inside in drawn for a, b in zip(inside, after, strict=True))
