@@ -25,8 +25,10 @@ RDP_ORDERS: tuple[float, ...] = (1.02, 1.05, *rdp_privacy_accountant.DEFAULT_RDP
 LARGE_RDP_ORDERS: tuple[float, ...] = (2048, 4096, 8192)
 
 # Cells of the loss grid per standard deviation of one step's privacy loss. Rounding to the grid adds variance of
-# about cell**2 / 6 a step, here about 1e-4 of the variance that is there.
-_CELLS_PER_DEVIATION = 40
+# about cell**2 / 6 a step, here 4e-4 of the variance that is there. Few steps with little noise also need a grid that
+# is fine in itself: each step's loss is rounded up by about cell**2 / 12.
+_CELLS_PER_DEVIATION = 20
+_LARGEST_WANTED_CELL = 0.02
 # Time grows with the cells that one step's loss spans (about 5 microseconds each).
 _MAX_STEP_CELLS = 40_000
 _MAX_COMPOSED_CELLS = 8_000_000
@@ -128,6 +130,7 @@ def _pld_epsilon(counts: tuple[tuple[Mechanism, int], ...], delta: float) -> flo
         return math.inf
     scales = {key: _loss_scale(*key) for key, _ in counts}
     cell = min(deviation for deviation, _ in scales.values()) / _CELLS_PER_DEVIATION
+    cell = min(cell, _LARGEST_WANTED_CELL)
     cell = max(cell, max(width for _, width in scales.values()) / _MAX_STEP_CELLS, _MIN_CELL)
     if cell > _MAX_CELL or any(_total_width(*scales[key], n) > _MAX_COMPOSED_CELLS * cell for key, n in counts):
         return math.inf
@@ -163,6 +166,8 @@ def _loss_scale(q: float, noise: float) -> tuple[float, float]:
 
     def loss(x: np.ndarray) -> np.ndarray:
         exponent = (x - 0.5 / noise) / noise
+        if q == 1:
+            return exponent
         small = np.log1p(q * np.expm1(np.minimum(exponent, 30)))
         return np.where(exponent > 30, np.log(q) + exponent, small)
 

@@ -51,7 +51,9 @@ def _count(event: dp.DpEvent, times: int, counts: dict[Mechanism, int]) -> bool:
         case dp.SelfComposedDpEvent(event=inner, count=count) if _is_count(count):
             return _count(inner, times * count, counts)
         case dp.ComposedDpEvent(events=parts):
-            return all([_count(part, times, counts) for part in parts])
+            # Every part is looked at, so that an unknown one is refused wherever it stands.
+            finite = [_count(part, times, counts) for part in parts]
+            return all(finite)
         case dp.GaussianDpEvent(noise_multiplier=noise) if _is_noise(noise):
             key = (1.0, float(noise))
         case dp.PoissonSampledDpEvent(sampling_probability=q, event=dp.GaussianDpEvent(noise_multiplier=noise)) if (

@@ -1,0 +1,163 @@
+"""The ledger: what it counts, what it survives, and every file that it refuses."""
+
+import json
+import math
+import os
+
+import dp_accounting as dp
+import pytest
+
+from hf_dp.accounting import Ledger, epsilon, step_event
+from hf_dp.accounting import ledger as ledger_module
+from hf_dp.errors import LedgerError
+
+STEP = step_event(1.0, 0.1)
+PROMISE = {"dataset_size": 100, "noise_multiplier": 1.0, "clipping_norm": math.inf, "config": {"target_epsilon": None}}
+
+
+@pytest.fixture
+def charged():
+    ledger = Ledger(promise=PROMISE)
+    ledger.charge(dp.GaussianDpEvent(10.0), label="token frequencies")
+    for _ in range(5):
+        ledger.charge(STEP)
+    return ledger
+
+
+def test_steps_are_run_length_encoded_and_other_releases_are_not_steps(charged):
+    assert charged.steps == 5
+    assert charged.entries == ((dp.GaussianDpEvent(10.0), 1, "token frequencies"), (STEP, 5, "training step"))
+    charged.charge(STEP, count=3)
+    charged.charge(STEP, label="probe")
+    assert charged.steps == 8
+    assert len(charged.entries) == 3
+
+
+def test_its_event_is_the_composition_of_all_charges(charged):
+    by_hand = dp.ComposedDpEvent([dp.SelfComposedDpEvent(dp.GaussianDpEvent(10.0), 1), dp.SelfComposedDpEvent(STEP, 5)])
+    assert charged.event == by_hand
+    assert charged.epsilon(1e-5) == epsilon(by_hand, 1e-5) > epsilon(dp.SelfComposedDpEvent(STEP, 5), 1e-5)
+    assert Ledger().event == dp.NoOpDpEvent()
+    assert Ledger().epsilon(1e-5) == 0
+
+
+def test_epsilon_is_computed_once_between_charges(charged, monkeypatch):
+    calls = []
+    monkeypatch.setattr(ledger_module, "epsilon", lambda *args: calls.append(args) or float(len(calls)))
+    assert [charged.epsilon(1e-5) for _ in range(3)] == [1.0] * 3
+    assert charged.epsilon(1e-5, "rdp") == 2.0
+    charged.charge(STEP)
+    assert charged.epsilon(1e-5) == 3.0
+
+
+@pytest.mark.parametrize("count", [0, -1, 1.5, True])
+def test_a_charge_that_is_no_charge_is_refused(charged, count):
+    with pytest.raises(LedgerError, match="only grows"):
+        charged.charge(STEP, count=count)
+    with pytest.raises(LedgerError, match="not known here"):
+        charged.charge(dp.LaplaceDpEvent(1.0))
+    assert charged.steps == 5
+
+
+def test_round_trip_through_a_file(charged, tmp_path):
+    path = tmp_path / "ledger.json"
+    charged.save(path)
+    again = Ledger.load(path)
+    assert again == charged
+    assert again.epsilon(1e-5) == charged.epsilon(1e-5)
+    assert again.promise["clipping_norm"] == "inf"
+    again.check_same_promise(PROMISE)
+    assert os.listdir(tmp_path) == ["ledger.json"]
+
+
+def test_a_crash_while_saving_leaves_the_old_ledger_whole(charged, tmp_path, monkeypatch):
+    path = tmp_path / "ledger.json"
+    charged.save(path)
+    before = path.read_bytes()
+    charged.charge(STEP)
+
+    def crash(*_):
+        raise OSError("killed")
+
+    monkeypatch.setattr(os, "replace", crash)
+    with pytest.raises(OSError, match="killed"):
+        charged.save(path)
+    assert path.read_bytes() == before
+    assert os.listdir(tmp_path) == ["ledger.json"]
+
+
+def damaged(change):
+    ledger = Ledger(promise=PROMISE)
+    ledger.charge(STEP, count=3)
+    values = ledger.to_dict()
+    change(values)
+    return values
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda v: v.update(version=99),
+        lambda v: v.pop("version"),
+        lambda v: v.update(extra=1),
+        lambda v: v.update(promise=None),
+        lambda v: v.update(entries={}),
+        lambda v: v["entries"].append(3),
+        lambda v: v["entries"][0].update(count=-3),
+        lambda v: v["entries"][0].update(count=0),
+        lambda v: v["entries"][0].update(count="3"),
+        lambda v: v["entries"][0].update(label=None),
+        lambda v: v["entries"][0].pop("event"),
+        lambda v: v["entries"][0]["event"].update(type="laplace"),
+        lambda v: v["entries"][0]["event"].update(sampling_probability=2.0),
+        lambda v: v["entries"][0]["event"].update(surprise=2.0),
+        lambda v: v["entries"][0]["event"]["event"].update(noise_multiplier="1.0"),
+        lambda v: v["entries"][0].update(event={"type": "self_composed", "count": -1, "event": {"type": "no_op"}}),
+    ],
+)
+def test_a_ledger_that_was_tampered_with_is_refused(change, tmp_path):
+    path = tmp_path / "ledger.json"
+    path.write_text(json.dumps(damaged(change)))
+    with pytest.raises(LedgerError, match=r"ledger.json[\s\S]*What to do"):
+        Ledger.load(path)
+
+
+@pytest.mark.parametrize("keep", [0, 1, 40, -1])
+def test_a_truncated_file_is_refused(charged, tmp_path, keep):
+    path = tmp_path / "ledger.json"
+    charged.save(path)
+    path.write_bytes(path.read_bytes()[:keep])
+    with pytest.raises(LedgerError, match="not a readable privacy ledger"):
+        Ledger.load(path)
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe\x00", b"[]", b"null", b"[" * 100_000, b'{"version": NaN}'])
+def test_a_file_that_is_something_else_is_refused(content, tmp_path):
+    path = tmp_path / "ledger.json"
+    path.write_bytes(content)
+    with pytest.raises(LedgerError, match="not a readable privacy ledger"):
+        Ledger.load(path)
+
+
+def test_a_missing_file_is_refused_with_a_way_out(tmp_path):
+    with pytest.raises(LedgerError, match=r"no privacy ledger at .*absent.json[\s\S]*start anew"):
+        Ledger.load(tmp_path / "absent.json")
+    with pytest.raises(LedgerError, match="not a readable privacy ledger"):
+        Ledger.load(tmp_path)
+
+
+def test_another_promise_is_refused_and_each_difference_is_named(charged):
+    other = {**PROMISE, "dataset_size": 101, "config": {"target_epsilon": 8.0}, "delta": 1e-5}
+    with pytest.raises(LedgerError) as refusal:
+        charged.check_same_promise(other)
+    assert "dataset_size: 100 in the ledger, 101 now" in refusal.value.found
+    assert "delta: 'absent' in the ledger, 1e-05 now" in refusal.value.found
+    assert "{'target_epsilon': None} in the ledger, {'target_epsilon': 8.0} now" in refusal.value.found
+    assert "noise_multiplier" not in refusal.value.found
+
+
+def test_a_promise_that_json_cannot_hold_is_refused():
+    with pytest.raises(LedgerError, match="cannot be written as JSON"):
+        Ledger(promise={"model": object()})
+    with pytest.raises(LedgerError, match="cannot be written as JSON"):
+        Ledger(promise={"delta": math.nan})
