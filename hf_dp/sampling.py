@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sized
 from contextlib import nullcontext
 from typing import Any
 
@@ -108,7 +108,7 @@ class PoissonDataLoader(DataLoader[Any]):
 
 
 class LogicalBatchCollator:
-    """Splits a logical batch into micro-batches and collates each with the user's function.
+    """Splits a logical batch into micro-batches of similar lengths and collates each with the user's function.
 
     Picklable if the user's function is.
 
@@ -142,6 +142,8 @@ class LogicalBatchCollator:
             ConfigurationError: the collator did not return a mapping with tensors of one row per example.
         """
         size = self._micro_batch_size
+        # Their sum does not depend on who shares a micro-batch, but the padding that is computed does.
+        examples = sorted(examples, key=length)
         parts = [examples[start : start + size] for start in range(0, len(examples), size)]
         with self._randomness():
             return {"micro_batches": [self.collated(part) for part in parts], "n": len(examples)}
@@ -162,6 +164,13 @@ class LogicalBatchCollator:
                     self._collate, f"returned {name!r} of shape {tuple(tensor.shape)} for {len(examples)} examples"
                 )
         return batch
+
+
+def length(example: Any) -> int:
+    """The length of the longest value of an example, 0 where nothing has a length."""
+    values = example.values() if isinstance(example, Mapping) else ()
+    shapes = (getattr(v, "shape", (len(v),) if isinstance(v, Sized) else ()) for v in values)
+    return max((int(shape[0]) for shape in shapes if len(shape)), default=0)
 
 
 class _NoEmptyReads(Dataset[Any]):

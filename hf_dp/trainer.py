@@ -28,7 +28,7 @@ from hf_dp.per_example.batch import Batch
 from hf_dp.per_example.preflight import check_modules, check_padding
 from hf_dp.plan import Plan
 from hf_dp.randomness import Entropy
-from hf_dp.sampling import LogicalBatchCollator, PoissonBatchSampler, PoissonDataLoader
+from hf_dp.sampling import LogicalBatchCollator, PoissonBatchSampler, PoissonDataLoader, length
 from hf_dp.step import private_gradient
 
 if TYPE_CHECKING:
@@ -225,7 +225,7 @@ class DPTrainerMixin(_Base):
         dataset, collate = loader.dataset, loader.collate_fn
         examples = [dataset[i] for i in range(min(_PREFLIGHT_EXAMPLES, len(dataset)))]
         # Examples of different lengths show whether padding leaks from one into another.
-        examples.sort(key=_length)
+        examples.sort(key=length)
         few = examples[:: max(1, len(examples) // 5)]
 
         def batch(chosen: list[Any]) -> Batch:
@@ -390,8 +390,3 @@ class DPTrainerMixin(_Base):
 
 class DPTrainer(DPTrainerMixin, Trainer):
     """Transformers' `Trainer` with a differential-privacy guarantee; see `DPTrainerMixin`."""
-
-
-def _length(example: Any) -> int:
-    values = example.values() if isinstance(example, dict) else ()
-    return max((len(v) for v in values if hasattr(v, "__len__")), default=0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -22,13 +23,8 @@ from hf_dp.step import private_gradient
 def make_plan(seed: int | None = None, steps: int = 5, **config: float) -> Plan:
     entropy = Entropy(seed)
     sampler = PoissonBatchSampler(100, 10, entropy)
-    with pytest.warns(UserWarning, match="not private") if config.get("noise_multiplier") == 0 else _nothing():
+    with pytest.warns(UserWarning, match="not private") if config.get("noise_multiplier") == 0 else nullcontext():
         return Plan.make(PrivacyConfig(seed=seed, **config), sampler, steps, entropy)
-
-
-class _nothing:
-    def __enter__(self) -> None: ...
-    def __exit__(self, *_: object) -> None: ...
 
 
 def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
