@@ -169,8 +169,14 @@ class LogicalBatchCollator:
 def length(example: Any) -> int:
     """The length of the longest value of an example, 0 where nothing has a length."""
     values = example.values() if isinstance(example, Mapping) else ()
-    shapes = (getattr(v, "shape", (len(v),) if isinstance(v, Sized) else ()) for v in values)
-    return max((int(shape[0]) for shape in shapes if len(shape)), default=0)
+    return max((_rows(value) for value in values), default=0)
+
+
+def _rows(value: Any) -> int:
+    shape = getattr(value, "shape", None)
+    if shape is not None:
+        return int(shape[0]) if len(shape) else 0
+    return len(value) if isinstance(value, Sized) else 0
 
 
 class _NoEmptyReads(Dataset[Any]):
