@@ -4,8 +4,8 @@ from hf_dp.per_example.factors import Dense, Factors, OneHot, Outer, PerExample
 from hf_dp.per_example.oracle import loop
 from hf_dp.per_example.preflight import preflight
 from hf_dp.per_example.record import Certificate, PerExampleGradients, record
+from hf_dp.per_example.rule import Axis, Bound, Operands, Rule
 from hf_dp.per_example.rules import RULES
-from hf_dp.per_example.watch import Axis, Bound, Operands, Rule
 
 __all__ = [
     "RULES",

@@ -1,16 +1,17 @@
-"""What a batch is to the engine: a mapping whose tensors have one row for each example."""
+"""What a batch and its losses are to the engine: one row and one loss for each example."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hf_dp.errors import ConfigurationError
+from hf_dp.errors import ConfigurationError, UnsupportedModelError
 
 Batch = Mapping[str, Any]
+LossFunction = Callable[[Any, Any], Tensor]
 
 
 def batch_size(batch: Batch) -> int:
@@ -37,3 +38,20 @@ def take(batch: Batch, index: Sequence[int]) -> dict[str, Any]:
         k: v.index_select(0, torch.tensor(list(index), device=v.device)) if isinstance(v, Tensor) else v
         for k, v in batch.items()
     }
+
+
+def check_losses(losses: Tensor, size: int) -> None:
+    """Refuses anything but one differentiable loss for each of `size` examples."""
+    if not isinstance(losses, Tensor) or losses.shape != (size,) or not losses.is_floating_point():
+        found = tuple(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
+        raise ConfigurationError(
+            f"the loss function returned {found}, not ({size},).",
+            why="clipping needs one loss for each example, depending on that example alone.",
+            fix="return per-example losses, for example hf_dp.losses.per_example_losses(model, batch).",
+        )
+    if torch.is_grad_enabled() and not losses.requires_grad:
+        raise UnsupportedModelError(
+            "the loss does not depend on any trainable parameter.",
+            why="there is nothing to train, and epsilon would be spent for nothing.",
+            fix="unfreeze some parameters (requires_grad_(True)), or add an adapter.",
+        )

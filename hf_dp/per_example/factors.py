@@ -9,6 +9,8 @@ clipping; Ding et al. 2024, arXiv:2405.18194, is the case of one output position
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -143,21 +145,78 @@ def squared_norms(uses: list[Factors]) -> tuple[Tensor, Tensor]:
         The squared norms (B,): inner products over all ordered pairs of uses; and a bound (B,) on their rounding
         error, which matters where large terms cancel.
     """
-    merged = _merged_if_any_is_instantiated(uses)
-    if isinstance(merged, PerExample):
-        total = torch.linalg.vector_norm(accumulation(merged.values).flatten(1), dim=1).square()
+    outers = [use for use in uses if isinstance(use, Outer)]
+    if len(outers) == len(uses):
+        return _gram_norms(outers)
+    total = _squared_norm_of_sum(uses)
+    if len(uses) == 1:
         return total, torch.zeros_like(total)
-    outers = merged
-    total, magnitude = torch.zeros((), device=_device(outers[0])), torch.zeros((), device=_device(outers[0]))
+    # The weighted sum adds the uses one by one: what cancels between them there leaves its rounding behind.
+    return total, _rounding(torch.stack([_magnitude(use) for use in uses]).sum(0))
+
+
+def _gram_norms(outers: list[Outer]) -> tuple[Tensor, Tensor]:
+    total = magnitude = underflow = torch.zeros((), device=_device(outers[0]))
     for position, first in enumerate(outers):
         left, right = _gram(first.left, first.left), _gram(first.right, first.right)
-        size = (left.diagonal(dim1=1, dim2=2) * right.diagonal(dim1=1, dim2=2)).clamp_min(0).sqrt().sum(1)
+        left_rows, right_rows = _row_norms(first.left, left), _row_norms(first.right, right)
         total = total + first.scale**2 * (left * right).sum((1, 2))
-        magnitude = magnitude + abs(first.scale) * size
+        magnitude = magnitude + abs(first.scale) * (left_rows * right_rows).sum(1)
+        # Each entry of a Gram matrix may have lost as much as the smallest normal number in each of its products.
+        lost = _width(first.left) * right_rows.sum(1).square() + _width(first.right) * left_rows.sum(1).square()
+        underflow = underflow + abs(first.scale) * torch.finfo(lost.dtype).tiny ** 0.5 * lost.sqrt()
         for second in outers[position + 1 :]:
             crossed = _gram(first.left, second.left) * _gram(first.right, second.right)
             total = total + 2 * first.scale * second.scale * crossed.sum((1, 2))
-    return total.clamp_min(0), _ROUNDING * torch.finfo(magnitude.dtype).eps * magnitude.square()
+    return total.clamp_min(0), _rounding(magnitude) + underflow.square()
+
+
+def _squared_norm_of_sum(uses: list[Factors]) -> Tensor:
+    values = [use.instantiated().values if isinstance(use, Outer) else use.values for use in uses]
+    rows = [accumulation(v).reshape(v.shape[0], -1) for v in values]
+    norms: Tensor = torch.linalg.vector_norm(sum(rows[1:], start=rows[0]), dim=1)
+    return norms.square()
+
+
+def _magnitude(use: Factors) -> Tensor:
+    """(B,): what the norm could be if nothing cancelled between positions."""
+    if isinstance(use, PerExample):
+        norms: Tensor = torch.linalg.vector_norm(accumulation(use.values).reshape(len(use.values), -1), dim=1)
+        return norms
+    return abs(use.scale) * (_row_norms(use.left) * _row_norms(use.right)).sum(1)
+
+
+def _rounding(magnitude: Tensor) -> Tensor:
+    return _ROUNDING * torch.finfo(magnitude.dtype).eps * magnitude.square()
+
+
+def _row_norms(side: Side, gram: Tensor | None = None) -> Tensor:
+    """(B, T) l2 norms of the rows of a side, read off its Gram matrix where that is at hand."""
+    if isinstance(side, OneHot):
+        return torch.ones_like(side.ids, dtype=torch.float32)
+    if gram is None:
+        norms: Tensor = torch.linalg.vector_norm(accumulation(side.values), dim=2)
+        return norms
+    return gram.diagonal(dim1=1, dim2=2).clamp_min(0).sqrt()
+
+
+def _width(side: Side) -> int:
+    return side.size if isinstance(side, Dense) else 0
+
+
+@contextmanager
+def full_precision(device: torch.device) -> Iterator[None]:
+    """Neither autocast nor TF32: norms and sums must be of the same numbers."""
+    matmuls = [m for m in (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul) if m.fp32_precision != "ieee"]  # type: ignore[attr-defined]
+    before = [m.fp32_precision for m in matmuls]
+    try:
+        for matmul in matmuls:
+            matmul.fp32_precision = "ieee"
+        with torch.autocast(device.type, enabled=False):
+            yield
+    finally:
+        for matmul, precision in zip(matmuls, before, strict=True):
+            matmul.fp32_precision = precision
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -168,17 +227,6 @@ def sum_dtype(dtype: torch.dtype) -> torch.dtype:
 def accumulation(values: Tensor) -> Tensor:
     """`values` in the dtype that sums are accumulated in."""
     return values.to(sum_dtype(values.dtype))
-
-
-def _merged_if_any_is_instantiated(uses: list[Factors]) -> PerExample | list[Outer]:
-    instantiated = [use.values for use in uses if isinstance(use, PerExample)]
-    outers = [use for use in uses if isinstance(use, Outer)]
-    if not instantiated:
-        return outers
-    total = accumulation(instantiated[0])
-    for values in instantiated[1:] + [outer.instantiated().values for outer in outers]:
-        total = total + accumulation(values).reshape_as(total)
-    return PerExample(total)
 
 
 def _gram(first: Side, second: Side) -> Tensor:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from hf_dp.per_example.batch import Batch, batch_size, take
+from hf_dp.per_example.batch import Batch, LossFunction, batch_size, check_losses, take
 from hf_dp.per_example.factors import Factors, PerExample, accumulation
-from hf_dp.per_example.record import LossFunction, PerExampleGradients, check_losses
+from hf_dp.per_example.record import PerExampleGradients
 
 
 def loop(model: nn.Module, loss_fn: LossFunction, batch: Batch) -> PerExampleGradients:

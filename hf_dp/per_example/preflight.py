@@ -1,32 +1,30 @@
-"""Engine against oracle on this model, before the first step; and: does any example see another?
+"""Engine against oracle on this model, before the first step.
 
 Shapes alone cannot tell which axis is the example axis (T5's relative positions are (T, T)), and no per-example
 gradient exists where examples mix (batch norm, a loss normalised over the batch). Both are looked for here by running
-a handful of examples in known patterns and comparing rows.
+a handful of examples and comparing rows.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.overrides import TorchFunctionMode
 
 from hf_dp.errors import PreflightError, UnsupportedModelError
-from hf_dp.per_example.batch import Batch, batch_size, take
+from hf_dp.per_example.batch import Batch, LossFunction, batch_size, take
+from hf_dp.per_example.independence import check_independence, check_shares, close, forked_rng, in_mode
 from hf_dp.per_example.oracle import loop
-from hf_dp.per_example.record import Certificate, LossFunction, PerExampleGradients, check_losses, record
+from hf_dp.per_example.record import Certificate, PerExampleGradients
+from hf_dp.per_example.rule import Rule
 from hf_dp.per_example.rules import RULES
-from hf_dp.per_example.watch import Axis, Rule, Use, Watch
+from hf_dp.per_example.watch import Watch
 
-# Two arrangements of two examples a, b. Rows of one example must agree within an arrangement and between them.
-_FIRST, _SECOND = (0, 1, 1, 0, 0), (0, 0, 0, 0, 1)
-_MIXING_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
 _EXACTNESS_TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3}
 _LOW_PRECISION_TOLERANCE = 5e-2
 
@@ -36,9 +34,14 @@ def preflight(
 ) -> Certificate:
     """Certifies the uses of `model`'s parameters on a few examples of `batch`, before anything is released.
 
-    Two checks: no example's loss or activations move when its neighbours change, with dropout switched off and the
-    model in the mode that it is in; and norms and weighted sums of the engine equal those of a loop over single
-    examples (in eval mode, since dropout masks cannot be repeated there). Random state and `.grad` are left alone.
+    Three checks: no example's loss or activations move when its neighbours change; no example's gradient moves when
+    the loss of another is weighted differently (both in the mode that the model is in); and norms and weighted sums of
+    the engine equal those of a loop over single examples (in eval mode, since dropout masks cannot be repeated there).
+    Parameters that are all zero, as a fresh adapter's, are moved off zero meanwhile: behind them every gradient would
+    be zero, and right. Random state, parameters and `.grad` are left as they were.
+
+    Args:
+        batch: at least two different examples.
 
     Returns:
         The certificate for `record`.
@@ -46,17 +49,22 @@ def preflight(
     Raises:
         UnsupportedModelError: batch normalisation in training mode, or anything that `record` refuses.
         PreflightError: examples mix, or engine and oracle disagree.
+        ConfigurationError: `batch` holds no two different examples.
     """
     check_modules(model)
-    with _forked_rng(model):
+    with forked_rng(model), _off_zero(model):
         check_independence(model, loss_fn, batch, rules=rules)
         size = _coprime_size(batch)
         few = take(batch, [i % batch_size(batch) for i in range(size)])
-        with _mode(model, training=False):
-            engine = record(model, loss_fn, few, certificate=None, rules=rules)
+        check_shares(model, loss_fn, few, rules=rules)
+        with in_mode(model, training=False):
+            watch = Watch(size, rules)
+            losses = watch.run(model, loss_fn, few)
             oracle = loop(model, loss_fn, few)
-    _compare(engine, oracle, _dtype(model))
-    return Certificate(engine.uses)
+    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    uses = frozenset(watch.uses)
+    _compare(PerExampleGradients(losses, watch.factors, parameters, uses), oracle, watch.dtypes)
+    return Certificate(uses)
 
 
 def check_modules(model: nn.Module) -> None:
@@ -65,7 +73,7 @@ def check_modules(model: nn.Module) -> None:
     Raises:
         UnsupportedModelError: with the module's name.
     """
-    with _mode(model, training=True):
+    with in_mode(model, training=True):
         mixing = [(n, m) for n, m in model.named_modules() if isinstance(m, _BatchNorm) and m.training]
     if mixing:
         name, module = mixing[0]
@@ -82,37 +90,6 @@ def check_modules(model: nn.Module) -> None:
         )
 
 
-def check_independence(
-    model: nn.Module, loss_fn: LossFunction, batch: Batch, *, rules: Mapping[Any, Rule] = RULES
-) -> None:
-    """Checks that every input of every use, and every loss, has one row for each example that depends on it alone.
-
-    Two forward passes over five rows made of the first two examples. A batch of one example is in order by itself.
-
-    Raises:
-        PreflightError: a shape was misread, or examples mix.
-    """
-    if batch_size(batch) == 1:
-        return
-    found: str | None = None
-    with _forked_rng(model), torch.no_grad():
-        for context in (_NoDropout(), _mode(model, training=False)):
-            with context:
-                found = _mixing(model, loss_fn, batch, rules)
-                if found is None:
-                    return
-                if not _is_random(model, loss_fn, batch):
-                    break
-    raise PreflightError(
-        str(found),
-        why="either the example axis is read wrongly or examples mix, as in batch normalisation, losses normalised "
-        "over the batch, packed sequences or capacity-limited experts; then clipping one example does not bound its "
-        "influence.",
-        fix="make the operation act on each example alone, or freeze the parameter; keep dropout and padding as they "
-        "are, they are not the cause.",
-    )
-
-
 def check_padding(
     model: nn.Module, loss_fn: LossFunction, examples: Sequence[Any], collate: Callable[[list[Any]], Batch]
 ) -> None:
@@ -127,14 +104,14 @@ def check_padding(
     Raises:
         PreflightError: padding changes an example's loss, so one long example would change all its neighbours.
     """
-    with _forked_rng(model), _mode(model, training=False), torch.no_grad():
+    with forked_rng(model), in_mode(model, training=False), torch.no_grad():
         once, again = collate(list(examples)), collate(list(examples))
         if any(isinstance(v, Tensor) and not torch.equal(v, again[k]) for k, v in once.items()):
             return
         together = loss_fn(model, once)
         for i, example in enumerate(examples):
             alone = loss_fn(model, collate([example]))[0]
-            if not _close(together[i].reshape(1), alone.reshape(1)):
+            if not close(together[i].reshape(1), alone.reshape(1)):
                 raise PreflightError(
                     f"an example's loss is {float(alone):.6g} by itself and {float(together[i]):.6g} in a batch.",
                     why="it depends on how far the collator padded it, so one long example would change the gradients "
@@ -144,59 +121,8 @@ def check_padding(
                 )
 
 
-def _mixing(model: nn.Module, loss_fn: LossFunction, batch: Batch, rules: Mapping[Any, Rule]) -> str | None:
-    first, first_losses = _observe(model, loss_fn, take(batch, _FIRST), rules)
-    second, second_losses = _observe(model, loss_fn, take(batch, _SECOND), rules)
-    if [use for use, _ in first] != [use for use, _ in second]:
-        return "the model used its parameters differently when the examples of the batch were rearranged."
-    for (use, one), (_, two) in zip(first, second, strict=True):
-        if not _rows_agree(one, two):
-            return f"in {use.operation}, used by {use.parameter}, an example's row depends on its neighbours."
-    if not _rows_agree(first_losses, second_losses):
-        return "an example's loss depends on its neighbours in the batch."
-    return None
-
-
-def _observe(
-    model: nn.Module, loss_fn: LossFunction, batch: Batch, rules: Mapping[Any, Rule]
-) -> tuple[list[tuple[Use, Tensor]], Tensor]:
-    seen: list[tuple[Use, Tensor]] = []
-
-    def observe(use: Use, given: Tensor, axis: Axis) -> None:
-        seen.append((use, given.reshape(axis.batch_size, -1).detach().clone()))
-
-    size = batch_size(batch)
-    with Watch(size, rules, observe=observe).attached(model):
-        losses = loss_fn(model, batch)
-    check_losses(losses, size)
-    return seen, losses.reshape(size, 1)
-
-
-def _rows_agree(one: Tensor, two: Tensor) -> bool:
-    """Rows of `one` are a b b a a, rows of `two` are a a a a b."""
-    a, b = one[0], one[1]
-    pairs = [(one[3], a), (one[4], a), (one[2], b), (two[4], b), *((two[i], a) for i in range(4))]
-    return all(_close(x, y) for x, y in pairs)
-
-
-def _close(x: Tensor, y: Tensor) -> bool:
-    if not x.is_floating_point():
-        return bool(x.eq(y).all())
-    tolerance = _MIXING_TOLERANCE.get(x.dtype, _LOW_PRECISION_TOLERANCE)
-    x, y = x.double(), y.double()
-    finite = x.isfinite() & y.isfinite()
-    same_elsewhere = bool(x.isfinite().eq(y.isfinite()).all())
-    x, y = x.where(finite, 0), y.where(finite, 0)
-    return same_elsewhere and bool((x - y).norm() <= tolerance * torch.maximum(x.norm(), y.norm()) + 1e-12)
-
-
-def _is_random(model: nn.Module, loss_fn: LossFunction, batch: Batch) -> bool:
-    few = take(batch, _FIRST)
-    return not _close(loss_fn(model, few).float(), loss_fn(model, few).float())
-
-
-def _compare(engine: PerExampleGradients, oracle: PerExampleGradients, dtype: torch.dtype) -> None:
-    tolerance = _EXACTNESS_TOLERANCE.get(dtype, _LOW_PRECISION_TOLERANCE)
+def _compare(engine: PerExampleGradients, oracle: PerExampleGradients, dtypes: Set[torch.dtype]) -> None:
+    tolerance = max(_EXACTNESS_TOLERANCE.get(dtype, _LOW_PRECISION_TOLERANCE) for dtype in dtypes)
     weights = torch.linspace(0.5, 1.5, engine.batch_size, device=engine.losses.device, dtype=torch.float64)
     # An example whose own gradient is not finite contributes nothing; it must be the same ones for both.
     found_norms, true_norms = engine.squared_norms().double().sqrt(), oracle.squared_norms().double().sqrt()
@@ -226,42 +152,16 @@ def _coprime_size(batch: Batch) -> int:
     return next(k for k in (3, 5, 7, 11, 13, 17, 19, 23) if k == 23 or all(n % k for n in inner))
 
 
-def _dtype(model: nn.Module) -> torch.dtype:
-    dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
-    if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
-        return torch.bfloat16
-    return min(dtypes, key=lambda d: torch.finfo(d).bits)
-
-
 @contextmanager
-def _mode(model: nn.Module, *, training: bool) -> Iterator[None]:
-    before = [(module, module.training) for module in model.modules()]
-    model.train(training)
+def _off_zero(model: nn.Module) -> Iterator[None]:
+    zeros = [p for p in model.parameters() if p.requires_grad and p.is_floating_point() and not bool(p.any())]
+    kept = [p.detach().clone() for p in zeros]
+    with torch.no_grad():
+        for p in zeros:
+            p.normal_(std=0.02)
     try:
         yield
     finally:
-        for module, was_training in before:
-            module.training = was_training
-
-
-@contextmanager
-def _forked_rng(model: nn.Module) -> Iterator[None]:
-    devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
-    with torch.random.fork_rng(devices=sorted(d.index or 0 for d in devices)):
-        yield
-
-
-class _NoDropout(TorchFunctionMode):
-    """Dropout becomes the identity, so that two forward passes can be compared in training mode."""
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = dict(kwargs or {})
-        name = getattr(func, "__name__", "")
-        if "dropout" in name:
-            return args[0] if args else kwargs["input"]
-        if name == "scaled_dot_product_attention":
-            args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
-            kwargs.update({"dropout_p": 0.0} if "dropout_p" in kwargs else {})
-        return func(*args, **kwargs)
+        with torch.no_grad():
+            for p, before in zip(zeros, kept, strict=True):
+                p.copy_(before)

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from hf_dp.errors import ConfigurationError, PreflightError, UnsupportedModelError
-from hf_dp.per_example.batch import Batch, batch_size
-from hf_dp.per_example.factors import Factors, squared_norms, sum_dtype
+from hf_dp.errors import PreflightError, UnsupportedModelError
+from hf_dp.per_example.batch import Batch, LossFunction, batch_size
+from hf_dp.per_example.factors import Factors, full_precision, squared_norms, sum_dtype
+from hf_dp.per_example.independence import check_independence, check_shares
+from hf_dp.per_example.rule import Rule, Use
 from hf_dp.per_example.rules import RULES
-from hf_dp.per_example.watch import Rule, Use, Watch
-
-LossFunction = Callable[[Any, Any], Tensor]
+from hf_dp.per_example.watch import Watch
 
 
 class PerExampleGradients:
@@ -79,15 +79,21 @@ class PerExampleGradients:
             coefficients = coefficients[index]
             if not len(index):
                 return
-        with torch.no_grad():
+        with torch.no_grad(), full_precision(self.losses.device):
             for name, uses in self.factors.items():
+                kept = out[name]
+                # A parameter may be laid out otherwise (channels_last); factors are summed row by row.
+                total = kept if kept.is_contiguous() else torch.zeros(kept.shape, dtype=kept.dtype, device=kept.device)
                 for use in uses:
-                    (use if index is None else use.selected(index)).add_weighted_(out[name], coefficients)
+                    (use if index is None else use.selected(index)).add_weighted_(total, coefficients)
+                if total is not kept:
+                    kept.add_(total)
 
     @torch.no_grad()
     def _norms_and_rounding(self) -> tuple[Tensor, Tensor]:
         if self._norms is None:
-            pairs = [squared_norms(uses) for uses in self.factors.values() if uses]
+            with full_precision(self.losses.device):
+                pairs = [squared_norms(uses) for uses in self.factors.values() if uses]
             device = self.losses.device
             dtype = torch.promote_types(torch.float32, max((p[0].dtype for p in pairs), key=lambda d: d.itemsize))
             total, rounding = (torch.stack([pair[i].to(device, dtype) for pair in pairs]).sum(0) for i in (0, 1))
@@ -114,30 +120,26 @@ def record(
         loss_fn: `loss_fn(model, batch) -> (B,)`, one loss for each example, depending on that example alone.
         batch: a mapping whose tensors have one row for each of the B examples.
         certificate: from `preflight`. Without one, a shape that could be read two ways (a sequence as long as the
-            batch, say) is settled by a small extra forward pass, or refused.
+            batch, say) is settled by extra passes, or refused.
         rules: the table of operations.
 
     Raises:
         UnsupportedModelError: an operation without a rule, an unreadable shape, a use that the certificate lacks.
         ConfigurationError: a batch or a loss without one row for each example.
     """
-    from hf_dp.per_example.preflight import check_independence
-
     size = batch_size(batch)
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    watch = Watch(size, rules, _ambiguous_sizes(batch, parameters))
-    with watch.attached(model), torch.enable_grad():
-        losses = loss_fn(model, batch)
-        check_losses(losses, size)
-        losses.sum().backward()
+    watch = Watch(size, rules, _ambiguous_sizes(batch, parameters) if certificate is None else None)
+    losses = watch.run(model, loss_fn, batch)
     if not any(watch.factors.values()):
         raise UnsupportedModelError(
             "no trainable parameter received a gradient from the loss.",
             why="there is nothing to train, and epsilon would be spent for nothing.",
             fix="unfreeze some parameters, or check that the loss depends on the model's output.",
         )
-    if certificate is None and watch.doubts:
+    if watch.doubts:
         check_independence(model, loss_fn, batch, rules=rules)
+        check_shares(model, loss_fn, batch, rules=rules)
     if certificate is not None and size > 1 and not watch.uses <= certificate:
         unseen = sorted(watch.uses - certificate)[0]
         raise PreflightError(
@@ -146,24 +148,7 @@ def record(
             why="a use that was never compared with the oracle is not known to be exact.",
             fix="make the model take the same path for every batch, or run preflight on a batch like this one.",
         )
-    return PerExampleGradients(losses.detach(), watch.factors, parameters, frozenset(watch.uses))
-
-
-def check_losses(losses: Tensor, size: int) -> None:
-    """Refuses anything but one differentiable loss for each of `size` examples."""
-    if not isinstance(losses, Tensor) or losses.shape != (size,) or not losses.is_floating_point():
-        found = tuple(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
-        raise ConfigurationError(
-            f"the loss function returned {found}, not ({size},).",
-            why="clipping needs one loss for each example, depending on that example alone.",
-            fix="return per-example losses, for example hf_dp.losses.per_example_losses(model, batch).",
-        )
-    if torch.is_grad_enabled() and not losses.requires_grad:
-        raise UnsupportedModelError(
-            "the loss does not depend on any trainable parameter.",
-            why="there is nothing to train, and epsilon would be spent for nothing.",
-            fix="unfreeze some parameters (requires_grad_(True)), or add an adapter.",
-        )
+    return PerExampleGradients(losses, watch.factors, parameters, frozenset(watch.uses))
 
 
 def _ambiguous_sizes(batch: Batch, parameters: dict[str, nn.Parameter]) -> frozenset[int]:

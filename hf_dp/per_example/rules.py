@@ -17,7 +17,8 @@ from torch.nn.grad import conv2d_input
 
 from hf_dp.errors import UnsupportedModelError
 from hf_dp.per_example.factors import Dense, Factors, OneHot, Outer, PerExample, accumulation
-from hf_dp.per_example.watch import Axis, Bound, Operands, Rule
+from hf_dp.per_example.rule import Axis, Bound, Operands, Rule
+from hf_dp.per_example.watched import WatchedParameter
 
 _Backward = tuple[Tensor | None, dict[str, Factors | None]]
 _Saved = tuple[Tensor, ...]
@@ -43,6 +44,8 @@ def _bind_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> B
 def _bind_addmm(input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float = 1, alpha: float = 1) -> Bound:
     if beta != 1 or alpha != 1:
         raise _unsupported("addmm", f"beta={beta}, alpha={alpha}", "only beta = alpha = 1 is known")
+    if input.dim() != 1:
+        raise _unsupported("addmm", f"a summand of shape {tuple(input.shape)}", "only a bias vector is known")
     return Bound(mat1, {"weight": mat2, "bias": input}, {"transposed": True})
 
 
@@ -179,8 +182,6 @@ def _rms_norm_backward(saved: _Saved, operands: Operands, gradient: Tensor, axis
 
 
 def _bind_elementwise(input: Tensor, other: Tensor, *, alpha: float = 1) -> Bound:
-    from hf_dp.per_example.watch import WatchedParameter
-
     data, weight = (other, input) if isinstance(input, WatchedParameter) else (input, other)
     if alpha != 1 or not isinstance(data, Tensor):
         raise _unsupported("an elementwise operation", f"alpha={alpha}", "only x * w and x + w are known")
@@ -197,7 +198,8 @@ def _bind_elementwise(input: Tensor, other: Tensor, *, alpha: float = 1) -> Boun
 def _share(values: Tensor, weight: Tensor, axis: Axis) -> PerExample:
     rows = accumulation(axis.rows(values)).sum(1)
     inner = weight.shape[1:] if weight.dim() == values.dim() else weight.shape
-    return PerExample(rows.sum_to_size(rows.shape[0], *[1] * (rows.dim() - 1 - len(inner)), *inner).flatten(1))
+    rows = rows.sum_to_size(rows.shape[0], *[1] * (rows.dim() - 1 - len(inner)), *inner)
+    return PerExample(rows.reshape(rows.shape[0], *weight.shape))
 
 
 def _multiply(x: Tensor, operands: Operands) -> tuple[Tensor, _Saved]:
@@ -239,7 +241,8 @@ def _expand(_: None, operands: Operands) -> tuple[Tensor, _Saved]:
 
 
 def _expand_backward(saved: _Saved, operands: Operands, gradient: Tensor, axis: Axis, needs_input: bool) -> _Backward:
-    return None, {"weight": PerExample(accumulation(gradient).flatten(1))}
+    weight = _parameter(operands, "weight")
+    return None, {"weight": PerExample(accumulation(gradient).reshape(gradient.shape[0], *weight.shape))}
 
 
 # --- convolution over patches ---------------------------------------------------------------------------------------

@@ -1,0 +1,214 @@
+"""Does any example see another? Looked for by running a few examples in known patterns and comparing rows.
+
+Forward, no row may move when its neighbours change; backward, the factors of an example must grow as the weight of its
+own loss does, and not with the weights of the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from hf_dp.errors import ConfigurationError, PreflightError
+from hf_dp.per_example.batch import Batch, LossFunction, batch_size, check_losses, take
+from hf_dp.per_example.factors import full_precision, squared_norms
+from hf_dp.per_example.rule import Axis, Rule, Use
+from hf_dp.per_example.rules import RULES
+from hf_dp.per_example.watch import Watch
+
+# Two arrangements of two examples a, b. Rows of one example must agree within an arrangement and between them.
+_FIRST, _SECOND = (0, 1, 1, 0, 0), (0, 0, 0, 0, 1)
+_MIXING_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
+_LOW_PRECISION_TOLERANCE = 5e-2
+# Relative to the example's gradient of one parameter, plus a share of its whole gradient, where only rounding is left.
+_SHARE_TOLERANCE, _NEGLIGIBLE = 1e-3, 1e-3
+
+
+def check_independence(
+    model: nn.Module, loss_fn: LossFunction, batch: Batch, *, rules: Mapping[Any, Rule] = RULES
+) -> None:
+    """Checks that every input of every use, and every loss, has one row for each example that depends on it alone.
+
+    Two forward passes over five rows made of two examples, with dropout switched off and the model in the mode that it
+    is in. Where other randomness is left, rows are compared under the same random numbers, and again in eval mode.
+
+    Raises:
+        PreflightError: a shape was misread, or examples mix.
+        ConfigurationError: `batch` holds no two different examples.
+    """
+    batch = take(batch, _different_pair(batch))
+    with forked_rng(model), torch.no_grad():
+        with _NoDropout():
+            found = _mixing(model, loss_fn, batch, rules)
+            is_random = found is not None and _is_random(model, loss_fn, batch)
+        if is_random:
+            found = _mixing(model, loss_fn, batch, rules, in_place=True)
+            with in_mode(model, training=False):
+                found = found or _mixing(model, loss_fn, batch, rules)
+    if found is not None:
+        raise _mixed(found)
+
+
+def check_shares(model: nn.Module, loss_fn: LossFunction, batch: Batch, *, rules: Mapping[Any, Rule] = RULES) -> None:
+    """Checks that an example's gradient is scaled by the weight of its own loss, and by nothing else.
+
+    Two forward and backward passes under the same random numbers. The weights are powers of two, so that rounding is
+    the same in both.
+
+    Raises:
+        PreflightError: a shape was misread, or examples mix.
+    """
+    size = batch_size(batch)
+    if size == 1:
+        return
+    weights = [2.0 ** (i % 7) for i in range(size)]
+    once = _parameter_norms(model, loss_fn, batch, [1.0] * size, rules)
+    weighted = _parameter_norms(model, loss_fn, batch, weights, rules)
+    factor = torch.tensor(weights, dtype=torch.float64)
+    whole = torch.stack(list(once.values())).nan_to_num(0, 0, 0).square().sum(0).sqrt()
+    for name, norms in once.items():
+        expected, found = factor * norms, weighted[name]
+        comparable = expected.isfinite() & found.isfinite()
+        error = (found - expected).abs().where(comparable, 0) / factor
+        if bool((error > _SHARE_TOLERANCE * (norms.where(comparable, 0) + _NEGLIGIBLE * whole)).any()):
+            raise _mixed(f"the gradient of {name} for one example depends on the losses of others.")
+
+
+def _parameter_norms(
+    model: nn.Module, loss_fn: LossFunction, batch: Batch, weights: list[float], rules: Mapping[Any, Rule]
+) -> dict[str, Tensor]:
+    def weighted(model: Any, batch: Any) -> Tensor:
+        losses = loss_fn(model, batch)
+        return losses * torch.tensor(weights, dtype=losses.dtype, device=losses.device)
+
+    watch = Watch(len(weights), rules)
+    with forked_rng(model):
+        losses = watch.run(model, weighted, batch)
+    with torch.no_grad(), full_precision(losses.device):
+        return {name: squared_norms(uses)[0].double().sqrt().cpu() for name, uses in watch.factors.items() if uses}
+
+
+def _mixed(found: str) -> PreflightError:
+    return PreflightError(
+        found,
+        why="either the example axis is read wrongly or examples mix, as in batch normalisation, losses normalised "
+        "over the batch, packed sequences or capacity-limited experts; then clipping one example does not bound its "
+        "influence.",
+        fix="make the operation act on each example alone, or freeze the parameter; keep dropout and padding as they "
+        "are, they are not the cause.",
+    )
+
+
+def _different_pair(batch: Batch) -> tuple[int, int]:
+    tensors = [v for v in batch.values() if isinstance(v, Tensor)]
+    for i in range(1, batch_size(batch)):
+        if any(not torch.equal(v[0], v[i]) for v in tensors):
+            return 0, i
+    raise ConfigurationError(
+        f"all {batch_size(batch)} examples of the batch are the same.",
+        why="whether one example sees another can only be checked with two that differ.",
+        fix="give at least two different examples; shuffle the dataset if its first rows repeat.",
+    )
+
+
+def _mixing(
+    model: nn.Module, loss_fn: LossFunction, batch: Batch, rules: Mapping[Any, Rule], in_place: bool = False
+) -> str | None:
+    with forked_rng(model):
+        first, first_losses = _observe(model, loss_fn, take(batch, _FIRST), rules)
+    with forked_rng(model):
+        second, second_losses = _observe(model, loss_fn, take(batch, _SECOND), rules)
+    if [use for use, _ in first] != [use for use, _ in second]:
+        return "the model used its parameters differently when the examples of the batch were rearranged."
+    agree = _same_places_agree if in_place else _rows_agree
+    for (use, one), (_, two) in zip(first, second, strict=True):
+        if not agree(one, two):
+            return f"in {use.operation}, used by {use.parameter}, an example's row depends on its neighbours."
+    if not agree(first_losses, second_losses):
+        return "an example's loss depends on its neighbours in the batch."
+    return None
+
+
+def _observe(
+    model: nn.Module, loss_fn: LossFunction, batch: Batch, rules: Mapping[Any, Rule]
+) -> tuple[list[tuple[Use, Tensor]], Tensor]:
+    seen: list[tuple[Use, Tensor]] = []
+
+    def observe(use: Use, given: Tensor, axis: Axis) -> None:
+        seen.append((use, given.reshape(axis.batch_size, -1).detach().clone()))
+
+    size = batch_size(batch)
+    with Watch(size, rules, observe=observe).attached(model):
+        losses = loss_fn(model, batch)
+    check_losses(losses, size)
+    return seen, losses.reshape(size, 1)
+
+
+def _rows_agree(one: Tensor, two: Tensor) -> bool:
+    """Rows of `one` are a b b a a, rows of `two` are a a a a b."""
+    a, b = one[0], one[1]
+    pairs = [(one[3], a), (one[4], a), (one[2], b), (two[4], b), *((two[i], a) for i in range(4))]
+    return all(close(x, y) for x, y in pairs)
+
+
+def _same_places_agree(one: Tensor, two: Tensor) -> bool:
+    """Rows 0 and 3 hold a in both arrangements, beside different neighbours."""
+    return all(close(one[i], two[i]) for i in (0, 3))
+
+
+def close(x: Tensor, y: Tensor) -> bool:
+    """Whether two tensors are equal but for rounding."""
+    if not x.is_floating_point():
+        return bool(x.eq(y).all())
+    tolerance = _MIXING_TOLERANCE.get(x.dtype, _LOW_PRECISION_TOLERANCE)
+    x, y = x.double(), y.double()
+    finite = x.isfinite() & y.isfinite()
+    same_elsewhere = bool(x.isfinite().eq(y.isfinite()).all())
+    x, y = x.where(finite, 0), y.where(finite, 0)
+    return same_elsewhere and bool((x - y).norm() <= tolerance * torch.maximum(x.norm(), y.norm()) + 1e-12)
+
+
+def _is_random(model: nn.Module, loss_fn: LossFunction, batch: Batch) -> bool:
+    few = take(batch, _FIRST)
+    return not close(loss_fn(model, few).float(), loss_fn(model, few).float())
+
+
+@contextmanager
+def in_mode(model: nn.Module, *, training: bool) -> Iterator[None]:
+    """`model` in training or eval mode, each module put back at the end."""
+    before = [(module, module.training) for module in model.modules()]
+    model.train(training)
+    try:
+        yield
+    finally:
+        for module, was_training in before:
+            module.training = was_training
+
+
+@contextmanager
+def forked_rng(model: nn.Module) -> Iterator[None]:
+    """Random state is put back at the end."""
+    devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
+    with torch.random.fork_rng(devices=sorted(d.index or 0 for d in devices)):
+        yield
+
+
+class _NoDropout(TorchFunctionMode):
+    """Dropout becomes the identity, so that two forward passes can be compared in training mode."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        name = getattr(func, "__name__", "")
+        if "dropout" in name:
+            return args[0] if args else kwargs["input"]
+        if name == "scaled_dot_product_attention":
+            args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
+            kwargs.update({"dropout_p": 0.0} if "dropout_p" in kwargs else {})
+        return func(*args, **kwargs)

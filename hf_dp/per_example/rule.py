@@ -1,0 +1,74 @@
+"""What a rule is: how one torch function uses its parameters, and how the example axis of its input is read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from hf_dp.per_example.factors import Factors
+
+
+class Bound(NamedTuple):
+    """The arguments of one call, sorted: the example-led input, the parameters by role, everything else."""
+
+    input: Tensor | None
+    parameters: dict[str, Tensor | None]
+    options: dict[str, Any]
+
+
+class Operands(NamedTuple):
+    """What a rule computes with: plain tensors by role, and which roles are watched."""
+
+    parameters: dict[str, Tensor | None]
+    watched: frozenset[str]
+    options: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Axis:
+    """How the example axis of an input is read: "batch" (B, ...), "folded" (B*k, ...) or "broadcast" (1, ...)."""
+
+    batch_size: int
+    reading: str
+
+    def positions(self, tensor: Tensor) -> Tensor:
+        """(B, T, n) from a tensor laid out like the input, features last."""
+        return tensor.reshape(self.batch_size, -1, tensor.shape[-1])
+
+    def rows(self, tensor: Tensor) -> Tensor:
+        """(B, k, ...) from a tensor laid out like the input."""
+        return tensor.reshape(self.batch_size, -1, *tensor.shape[1:])
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How one torch function uses its parameters.
+
+    Attributes:
+        name: the operation's name in messages and certificates.
+        bind: takes the function's own arguments and sorts them into a `Bound`.
+        forward: `(input, operands) -> (output, tensors to save)`.
+        backward: `(saved, operands, grad_output, axis, needs_input_gradient) -> (input gradient or None,
+            {role: Factors})`. Example i's factor must depend on row i of the saved tensors and of `grad_output` alone.
+        features: number of trailing axes of the input that are not example or position axes.
+    """
+
+    name: str
+    bind: Callable[..., Bound]
+    forward: Callable[[Any, Operands], tuple[Tensor, tuple[Tensor, ...]]]
+    backward: Callable[
+        [tuple[Tensor, ...], Operands, Tensor, Axis, bool], tuple[Tensor | None, dict[str, Factors | None]]
+    ]
+    features: int = 1
+
+
+class Use(NamedTuple):
+    """The signature of a use, which preflight certifies: the same for every batch size and length."""
+
+    operation: str
+    parameter: str
+    reading: str
+    dimensions: int
