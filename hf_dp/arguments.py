@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
+import inspect
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
+from torch.utils.data import IterableDataset
 
 from hf_dp.errors import ConfigurationError
 
@@ -95,7 +98,59 @@ def _conflicts(args: Any) -> list[tuple[str, str, str]]:
         "it updates parameters during the backward pass, before clipping and noise.",
         "use an optimizer that steps after backward, such as the default adamw_torch.",
     )
+    refuse(
+        args.neftune_noise_alpha is not None,
+        f"neftune_noise_alpha={args.neftune_noise_alpha}.",
+        "its noise on the embeddings is scaled by the padded length, so one long example changes its neighbours.",
+        "leave it out; the noise of private training regularises as well.",
+    )
     return found
+
+
+def refuse_dataset(dataset: Any) -> None:
+    """Refuses training data that cannot be drawn from example by example.
+
+    Raises:
+        ConfigurationError: with its type.
+    """
+    kind = type(dataset).__name__
+    if isinstance(dataset, Mapping):
+        raise ConfigurationError(
+            f"train_dataset is {kind} with the keys {', '.join(map(str, dataset))}.",
+            why="its length is the number of its parts, not of its examples.",
+            fix="pass one of its parts, for example train_dataset=data['train'].",
+        )
+    if isinstance(dataset, IterableDataset) or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+        raise ConfigurationError(
+            f"train_dataset is {kind}, which can only be iterated.",
+            why="Poisson sampling draws every example independently, so it needs their number and access by index.",
+            fix="use a map-style dataset (for a streamed one: Dataset.from_generator or without streaming=True).",
+        )
+
+
+def refuse_optimizer(optimizer: Any, model: nn.Module) -> None:
+    """Refuses optimizers that ask for the gradient again, or that would train nothing. None is in order.
+
+    Raises:
+        ConfigurationError: with its name.
+    """
+    if optimizer is None:
+        return
+    optimizer = getattr(optimizer, "optimizer", optimizer)  # accelerate's wrapper
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise ConfigurationError(
+            f"{type(optimizer).__name__} evaluates the gradient several times in one step.",
+            why="each evaluation would be one more release, and none of them would have noise.",
+            fix="use an optimizer that takes one gradient for each step, such as the default adamw_torch.",
+        )
+    trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    if not any(id(p) in trained for p in model.parameters() if p.requires_grad):
+        raise ConfigurationError(
+            f"{type(optimizer).__name__} holds none of the model's trainable parameters.",
+            why="nothing would be trained, and epsilon would be spent for nothing.",
+            fix="make the optimizer when the model is complete (after adding adapters, say), or leave it out.",
+        )
 
 
 def refuse_overrides(trainer: Any, mixin: type, base: type) -> None:

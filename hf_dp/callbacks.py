@@ -10,8 +10,6 @@ from transformers.trainer_callback import ExportableState, TrainerControl, Train
 
 logger = logging.getLogger(__name__)
 
-STATE_KEY = "PrivacyCallback"
-
 
 class PrivateRun(Protocol):
     """What the callback needs of the trainer that it is bound to."""

@@ -90,3 +90,31 @@ class Plan:
             "delta": self.delta,
             "planned_steps": self.steps,
         }
+
+    def report(self, ledger: accounting.Ledger) -> accounting.PrivacyReport:
+        """What is promised, and what `ledger` says was spent so far."""
+        config, caveats = self.config, accounting.STANDARD_CAVEATS
+        if config.withhold_non_private_logs:
+            caveats = tuple(caveat for caveat in caveats if caveat != accounting.LOGGED_METRICS)
+        return accounting.PrivacyReport(
+            epsilon=ledger.epsilon(self.delta, config.accountant),
+            delta=self.delta,
+            noise_multiplier=self.noise_multiplier,
+            clipping_norm=self.clipping.norm,
+            sampling_probability=self.sampler.sampling_probability,
+            steps=ledger.steps,
+            accountant=config.accountant,
+            dataset_size=self.sampler.dataset_size,
+            expected_batch_size=self.sampler.expected_batch_size,
+            target_epsilon=config.target_epsilon,
+            epsilon_rdp=ledger.epsilon(self.delta, "rdp"),
+            reproducible=config.seed is not None,
+            caveats=caveats,
+        )
+
+    def __str__(self) -> str:
+        return (
+            f"delta {self.delta:.3g}, noise multiplier {self.noise_multiplier:.4g}, clipping norm "
+            f"{self.clipping.norm:g}, sampling probability {self.sampler.sampling_probability:.4g}, {self.steps} steps "
+            f"of expected batch size {self.sampler.expected_batch_size}"
+        )

@@ -10,25 +10,32 @@ from typing import TYPE_CHECKING, Any
 import torch
 from datasets import Dataset
 from torch import Tensor, nn
-from torch.utils.data import IterableDataset
 from transformers import Trainer
 from transformers.trainer_callback import TrainerState
 from transformers.trainer_utils import seed_worker
 
 import hf_dp.accounting as accounting
 from hf_dp.aggregate import ClippedSum
-from hf_dp.arguments import private_arguments, refuse_overrides, refuse_parallel_model
-from hf_dp.callbacks import STATE_KEY, PrivacyCallback
+from hf_dp.arguments import (
+    private_arguments,
+    refuse_dataset,
+    refuse_optimizer,
+    refuse_overrides,
+    refuse_parallel_model,
+)
+from hf_dp.callbacks import PrivacyCallback
 from hf_dp.config import PrivacyConfig
-from hf_dp.errors import BudgetExceededError, ConfigurationError, LedgerError
+from hf_dp.errors import BudgetExceededError, ConfigurationError
 from hf_dp.fingerprint import fingerprint, fingerprint_key
 from hf_dp.losses import per_example_losses
 from hf_dp.per_example import Certificate, PerExampleGradients, preflight, record
 from hf_dp.per_example.batch import Batch
 from hf_dp.per_example.preflight import check_modules, check_padding
 from hf_dp.plan import Plan
+from hf_dp.probe import telling_rows
 from hf_dp.randomness import Entropy
-from hf_dp.sampling import LogicalBatchCollator, PoissonBatchSampler, PoissonDataLoader, length
+from hf_dp.resume import SavedRun
+from hf_dp.sampling import LogicalBatchCollator, PoissonBatchSampler, PoissonDataLoader
 from hf_dp.step import private_gradient
 
 if TYPE_CHECKING:
@@ -39,7 +46,6 @@ logger = logging.getLogger(__name__)
 
 _UNKNOWN: Any = object()
 REPORT_FILE = "privacy_report.json"
-_PREFLIGHT_EXAMPLES = 32
 _WITHHELD = ("loss", "train_loss", "clipped_fraction", "non_finite_examples", "num_input_tokens_seen", "total_flos")
 
 
@@ -69,6 +75,7 @@ class DPTrainerMixin(_Base):
         self.ledger = accounting.Ledger()
         self._plan: Plan | None = None
         self._certificate: Certificate | None = None
+        self._saved_run: SavedRun | None = None
         self._fingerprint: str | None = _UNKNOWN
         self._statistics = {"examples": 0, "clipped": 0, "non_finite": 0}
         super().__init__(*args, **kwargs)
@@ -78,7 +85,6 @@ class DPTrainerMixin(_Base):
     # --- before training ------------------------------------------------------------------------------------------
 
     def _validate_args(self) -> None:
-        super()._validate_args()
         user_args = self.args
         self._expected_batch_size = user_args.train_batch_size * user_args.gradient_accumulation_steps
         self.args = private_arguments(user_args)
@@ -86,17 +92,13 @@ class DPTrainerMixin(_Base):
         refuse_parallel_model(self, self._module)
         if self.train_dataset is not None:
             self._check_dataset()
-        check_modules(self._module)
+            check_modules(self._module)
+            refuse_optimizer(self.optimizer, self._module)
+        super()._validate_args()
 
     def _check_dataset(self) -> None:
-        if isinstance(self.train_dataset, IterableDataset) or not hasattr(self.train_dataset, "__len__"):
-            raise ConfigurationError(
-                f"train_dataset is {type(self.train_dataset).__name__}, which can only be iterated.",
-                why="Poisson sampling draws every example independently, so it needs their number and access by index.",
-                fix="use a map-style dataset (for a streamed one: Dataset.from_generator or without streaming=True).",
-            )
-        sampler = self._make_sampler(Entropy(0))
-        n = sampler.dataset_size
+        refuse_dataset(self.train_dataset)
+        n = self._make_sampler(Entropy(0)).dataset_size
         accounting.check_delta(self.privacy.target_delta or accounting.default_delta(n), n)
 
     def _make_sampler(self, entropy: Entropy) -> PoissonBatchSampler:
@@ -148,85 +150,47 @@ class DPTrainerMixin(_Base):
         self.remove_callback(PrivacyCallback)
         self.add_callback(self._privacy_callback)
 
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        # A checkpoint without a ledger is refused before its weights are read.
+        self._saved_run = SavedRun.read(resume_from_checkpoint)
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
+
     def begin_private_run(self, state: TrainerState) -> None:
         """Continues the ledger of a checkpoint, or begins one; then holds the engine against the oracle.
 
         Raises:
-            LedgerError: a checkpoint without a ledger, or with one for other data, config or length.
+            LedgerError: a checkpoint with a ledger for other data, config or length.
             BudgetExceededError: the budget was already spent.
             UnsupportedModelError: per-example gradients of this model are not known to be exact.
         """
         plan = self._require_plan()
         if state.global_step:
-            self._continue_ledger(state, plan)
+            saved = self._saved_run
+            assert saved is not None, "steps were taken before, but no checkpoint was read"
+            saved.check(plan.promise, self.train_dataset)
+            # In one process more may have been spent since the checkpoint than it knows.
+            self.ledger = max(saved.ledger, self.ledger, key=lambda ledger: ledger.steps)
         elif self.ledger.steps and self.privacy.target_epsilon is not None:
             raise BudgetExceededError(
                 f"train() was called again after {self.ledger.steps} private steps.",
                 why=f"the noise is calibrated for one training to spend target_epsilon={self.privacy.target_epsilon}.",
                 fix="plan the whole training at once, or use noise_multiplier, where the ledger adds up what is spent.",
             )
-        if not self.ledger.promise:
-            self.ledger = accounting.Ledger(promise=plan.promise)
-        self._say_what_is_promised(plan)
+        self.ledger.promise = plan.promise
+        refuse_optimizer(self.optimizer, self._module)
+        logger.info("Private training: %s. max_grad_norm is set to 0: gradients are clipped for each example.", plan)
         self._preflight()
-
-    def _continue_ledger(self, state: TrainerState, plan: Plan) -> None:
-        states: Any = state.stateful_callbacks
-        saved = states.get(STATE_KEY) if isinstance(states, dict) else None
-        record_ = saved["attributes"].get("saved_ledger") if isinstance(saved, dict) and "attributes" in saved else None
-        if not isinstance(record_, dict) or "ledger" not in record_:
-            raise LedgerError(
-                f"the checkpoint at step {state.global_step} has no privacy ledger.",
-                why="what was already spent on this data is unknown, so no total epsilon could be promised.",
-                fix="resume from a checkpoint that DPTrainer saved, or start a new run from its weights on new data.",
-            )
-        ledger = accounting.Ledger.from_dict(record_["ledger"])
-        ledger.check_same_promise(plan.promise)
-        if ledger.steps < state.global_step:
-            raise LedgerError(
-                f"the checkpoint's ledger counts {ledger.steps} private steps, its trainer state {state.global_step}.",
-                why="steps that are not in the ledger would be missing from epsilon.",
-                fix="use a checkpoint whose trainer_state.json is as DPTrainer wrote it.",
-            )
-        key = fingerprint_key(self._output_dir, create=False)
-        expected = record_.get("data")
-        if key is None or expected is None:
-            logger.warning("The data could not be compared with the checkpoint's (no fingerprint or no key to it).")
-        elif fingerprint(self.train_dataset, key) not in (expected, None):
-            raise LedgerError(
-                "the training data is not the data that the checkpoint was trained on.",
-                why="the ledger's epsilon is a statement about one dataset.",
-                fix="resume with the same dataset in the same order, or start a new run in a new output_dir.",
-            )
-        # In one process more may have been spent since the checkpoint than it knows.
-        self.ledger = ledger if ledger.steps >= self.ledger.steps else self.ledger
 
     def checkpoint_record(self) -> dict[str, Any]:
         """What a checkpoint keeps: the ledger, and a keyed fingerprint of the data."""
         if self._fingerprint is _UNKNOWN and self.train_dataset is not None:
             key = fingerprint_key(self._output_dir, create=True)
             self._fingerprint = fingerprint(self.train_dataset, key) if key else None
-        return {"ledger": self.ledger.to_dict(), "data": self._fingerprint}
-
-    def _say_what_is_promised(self, plan: Plan) -> None:
-        logger.info(
-            "Private training: delta %.3g, noise multiplier %.4g, sampling probability %.4g, %d steps of expected "
-            "batch size %d. max_grad_norm is set to 0: gradients are clipped for each example, to %g.",
-            plan.delta,
-            plan.noise_multiplier,
-            plan.sampler.sampling_probability,
-            plan.steps,
-            plan.sampler.expected_batch_size,
-            plan.clipping.norm,
-        )
+        return SavedRun.record(self.ledger, self._fingerprint)
 
     def _preflight(self) -> None:
         loader: Any = self.callback_handler.train_dataloader
-        dataset, collate = loader.dataset, loader.collate_fn
-        examples = [dataset[i] for i in range(min(_PREFLIGHT_EXAMPLES, len(dataset)))]
-        # Examples of different lengths show whether padding leaks from one into another.
-        examples.sort(key=length)
-        few = examples[:: max(1, len(examples) // 5)]
+        few, collate = telling_rows(loader.dataset), loader.collate_fn
 
         def batch(chosen: list[Any]) -> Batch:
             prepared: Batch = self._prepare_inputs(collate.collated(chosen))
@@ -299,10 +263,12 @@ class DPTrainerMixin(_Base):
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
         """As Trainer's, summed over the micro-batches."""
         parts = inputs.get("micro_batches", [inputs])
+        if self.privacy.withhold_non_private_logs:
+            return 0  # It grows with the drawn batch and its lengths, and is saved in trainer_state.json.
         return sum(int(super(DPTrainerMixin, self).floating_point_ops(part)) for part in parts)
 
     def _track_num_input_tokens(self, inputs: Any) -> None:
-        for part in inputs.get("micro_batches", [inputs]):
+        for part in [] if self.privacy.withhold_non_private_logs else inputs.get("micro_batches", [inputs]):
             super()._track_num_input_tokens(part)  # type: ignore[no-untyped-call]
 
     # --- what comes out -------------------------------------------------------------------------------------------
@@ -311,9 +277,10 @@ class DPTrainerMixin(_Base):
         """As Trainer's, with epsilon and the clipping statistics beside the training loss."""
         if self.is_in_train and ("loss" in logs or "train_loss" in logs):
             plan = self._require_plan()
-            seen = self._statistics
             logs["epsilon"] = round(self._epsilon(), 4)
             logs["noise_multiplier"] = plan.noise_multiplier
+        if self.is_in_train and "loss" in logs:
+            seen = self._statistics
             logs["clipped_fraction"] = seen["clipped"] / max(1, seen["examples"])
             logs["non_finite_examples"] = seen["non_finite"]
             self._statistics = dict.fromkeys(seen, 0)
@@ -331,26 +298,7 @@ class DPTrainerMixin(_Base):
         Raises:
             ConfigurationError: before the first call of `train()`.
         """
-        plan = self._require_plan()
-        config = self.privacy
-        caveats = accounting.STANDARD_CAVEATS
-        if config.withhold_non_private_logs:
-            caveats = tuple(caveat for caveat in caveats if caveat != accounting.LOGGED_METRICS)
-        return accounting.PrivacyReport(
-            epsilon=self._epsilon(),
-            delta=plan.delta,
-            noise_multiplier=plan.noise_multiplier,
-            clipping_norm=plan.clipping.norm,
-            sampling_probability=plan.sampler.sampling_probability,
-            steps=self.ledger.steps,
-            accountant=config.accountant,
-            dataset_size=plan.sampler.dataset_size,
-            expected_batch_size=plan.sampler.expected_batch_size,
-            target_epsilon=config.target_epsilon,
-            epsilon_rdp=self.ledger.epsilon(plan.delta, "rdp"),
-            reproducible=config.seed is not None,
-            caveats=caveats,
-        )
+        return self._require_plan().report(self.ledger)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """As Trainer's, with `privacy_report.json` beside the weights."""

@@ -27,6 +27,8 @@ FLOORS = {
     "re_attention": 1,
     "aggregate": 2,
     "plan": 2,
+    "probe": 2,
+    "resume": 2,
     "step": 3,
     "callbacks": 4,
     "trainer": 4,

@@ -1,0 +1,90 @@
+"""Continuing a private run: what a checkpoint must hold for the total epsilon to stay true."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hf_dp.accounting import Ledger
+from hf_dp.errors import LedgerError
+from hf_dp.fingerprint import fingerprint, fingerprint_key
+
+logger = logging.getLogger(__name__)
+
+# Trainer saves the state of a callback under the name of its class.
+STATE_KEY = "PrivacyCallback"
+_PATH = ("stateful_callbacks", STATE_KEY, "attributes", "saved_ledger")
+
+
+@dataclass(frozen=True)
+class SavedRun:
+    """What a checkpoint knows of the private run that wrote it.
+
+    Attributes:
+        ledger: everything released up to the checkpoint, perhaps more than its global step.
+        data: the keyed fingerprint of the training data; None if there was none.
+        key: the key of `data`, from the directory that the checkpoint lies in; None if it is gone.
+    """
+
+    ledger: Ledger
+    data: str | None
+    key: bytes | None
+
+    @staticmethod
+    def record(ledger: Ledger, data: str | None) -> dict[str, Any]:
+        """What the callback saves, for `read` to find."""
+        return {"ledger": ledger.to_dict(), "data": data}
+
+    @classmethod
+    def read(cls, checkpoint: str | Path) -> SavedRun:
+        """Reads `trainer_state.json` of a checkpoint.
+
+        Raises:
+            LedgerError: it is missing or damaged, has no ledger, or counts steps that the ledger does not.
+        """
+        path = Path(checkpoint) / "trainer_state.json"
+        try:
+            found: Any = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise _no_ledger(f"{str(path)!r} cannot be read ({error})") from error
+        step = found.get("global_step") if isinstance(found, dict) else None
+        for name in _PATH:
+            found = found.get(name) if isinstance(found, Mapping) else None
+        if not isinstance(found, Mapping) or "ledger" not in found or not isinstance(step, int):
+            raise _no_ledger(f"{str(path)!r} has no privacy ledger")
+        ledger = Ledger.from_dict(found["ledger"])
+        if ledger.steps < step:
+            raise LedgerError(
+                f"the checkpoint's ledger counts {ledger.steps} private steps, its trainer state {step}.",
+                why="steps that are not in the ledger would be missing from epsilon.",
+                fix="use a checkpoint whose trainer_state.json is as DPTrainer wrote it.",
+            )
+        return cls(ledger, found.get("data"), fingerprint_key(Path(checkpoint).absolute().parent, create=False))
+
+    def check(self, promise: Mapping[str, Any], dataset: Any) -> None:
+        """Refuses to continue under another promise or on other data.
+
+        Raises:
+            LedgerError: with what differs.
+        """
+        self.ledger.check_same_promise(promise)
+        if self.key is None or self.data is None:
+            logger.warning("The data could not be compared with the checkpoint's (no fingerprint or no key to it).")
+        elif fingerprint(dataset, self.key) not in (self.data, None):
+            raise LedgerError(
+                "the training data is not the data that the checkpoint was trained on.",
+                why="the ledger's epsilon is a statement about one dataset.",
+                fix="resume with the same dataset in the same order, or start a new run in a new output_dir.",
+            )
+
+
+def _no_ledger(what: str) -> LedgerError:
+    return LedgerError(
+        f"{what}.",
+        why="what was already spent on this data is unknown, so no total epsilon could be promised.",
+        fix="resume from a checkpoint that DPTrainer saved, or start a new run from its weights on new data.",
+    )
