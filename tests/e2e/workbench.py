@@ -1,0 +1,125 @@
+"""Small trainings for the tests of DPTrainer: rows, a collator, arguments, and the parameters after each step."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import TrainerCallback, TrainingArguments
+
+from hf_dp import DPTrainer, PrivacyConfig
+from hf_dp.randomness import Entropy
+from hf_dp.sampling import PoissonBatchSampler
+from tests.zoo import VOCABULARY, tiny
+
+ROWS, MICRO, EXPECTED, STEPS = 48, 4, 8, 4
+Rows = list[dict[str, Any]]
+
+
+def rows(n: int = ROWS, seed: int = 0, low: int = 2, high: int = 9) -> Rows:
+    """Random sequences of `low` to `high` tokens; the label is one of three, readable from the first token."""
+    draw = random.Random(seed)
+    out = []
+    for _ in range(n):
+        ids = [draw.randrange(3, VOCABULARY) for _ in range(draw.randint(low, high))]
+        out.append({"input_ids": ids, "labels": ids[0] % 3})
+    return out
+
+
+def pad(examples: Rows, side: str = "right") -> dict[str, Tensor]:
+    """A padding collator; labels that are lists are padded with -100."""
+    longest = max(len(e["input_ids"]) for e in examples)
+
+    def row(values: list[int], filler: int) -> list[int]:
+        fill = [filler] * (longest - len(values))
+        return [*fill, *values] if side == "left" else [*values, *fill]
+
+    batch = {
+        "input_ids": torch.tensor([row(e["input_ids"], 0) for e in examples]),
+        "attention_mask": torch.tensor([row([1] * len(e["input_ids"]), 0) for e in examples]),
+    }
+    if "labels" in examples[0]:
+        labels = [e["labels"] for e in examples]
+        batch["labels"] = torch.tensor(labels if isinstance(labels[0], int) else [row(v, -100) for v in labels])
+    return batch
+
+
+def pad_for_language(examples: Rows, side: str = "right") -> dict[str, Tensor]:
+    """As `pad`, with the tokens themselves as labels."""
+    return pad([{"input_ids": e["input_ids"], "labels": e["input_ids"]} for e in examples], side)
+
+
+def classifier(dtype: torch.dtype = torch.float32, **changes: Any) -> nn.Module:
+    return tiny("distilbert", "sequence", dtype, **changes)
+
+
+def arguments(path: Path | str, **changes: Any) -> TrainingArguments:
+    values: dict[str, Any] = {
+        "per_device_train_batch_size": MICRO, "gradient_accumulation_steps": EXPECTED // MICRO, "max_steps": STEPS,
+        "optim": "sgd", "learning_rate": 0.1, "lr_scheduler_type": "constant", "weight_decay": 0.0,
+        "logging_steps": 1, "save_strategy": "no", "report_to": "none", "disable_tqdm": True, "use_cpu": True,
+    }  # fmt: skip
+    return TrainingArguments(str(path), **{**values, **changes})
+
+
+def private(**changes: Any) -> PrivacyConfig:
+    """Reproducible, moderate noise; nothing to calibrate."""
+    values = {"noise_multiplier": 1.0, "seed": 7, **changes}
+    return PrivacyConfig(**values)
+
+
+def exact(**changes: Any) -> PrivacyConfig:
+    """No noise, no clipping: plain SGD on Poisson batches."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        return private(noise_multiplier=0, clipping_norm=float("inf"), **changes)
+
+
+def make(
+    path: Path | str,
+    model: nn.Module | None = None,
+    privacy: PrivacyConfig | None = None,
+    kind: type[Any] = DPTrainer,
+    parts: dict[str, Any] | None = None,
+    **changes: Any,
+) -> Any:
+    """A trainer of `kind`; `parts` are arguments of the trainer, `changes` those of `TrainingArguments`."""
+    given = {"train_dataset": rows(), "data_collator": pad, **(parts or {})}
+    if "model_init" not in given:
+        given["model"] = classifier() if model is None else model
+    return kind(args=arguments(path, **changes), privacy=privacy or private(), **given)
+
+
+def parameters(model: nn.Module) -> dict[str, Tensor]:
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def same(one: dict[str, Tensor], two: dict[str, Tensor]) -> bool:
+    return one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
+
+
+def distance(one: dict[str, Tensor], two: dict[str, Tensor]) -> float:
+    return max(float((one[name] - two[name]).abs().max()) for name in one)
+
+
+class Trajectory(TrainerCallback):
+    """The parameters at the beginning and after each step."""
+
+    def __init__(self) -> None:
+        self.points: list[dict[str, Tensor]] = []
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        self.points.append(parameters(model))
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        self.points.append(parameters(model))
+
+
+def draws(seed: int, steps: int = STEPS, n: int = ROWS, expected: int = EXPECTED) -> list[list[int]]:
+    """The logical batches of a seeded run."""
+    sampler = PoissonBatchSampler(n, expected, Entropy(seed))
+    return [sampler.draw(step) for step in range(steps)]
