@@ -1,0 +1,156 @@
+"""LoRA through PEFT: only the adapter trains and is saved, in whatever order model, dtype and trainer come."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
+from torch import nn
+
+from hf_dp.errors import ConfigurationError, UnsupportedModelError
+from tests.e2e.workbench import classifier, make, pad, pad_for_language, parameters, rows, same
+from tests.zoo import tiny
+
+
+def adapted(model: nn.Module, **changes: Any) -> Any:
+    names = ["c_attn"] if "GPT2" in type(model).__name__ else ["q_lin", "v_lin"]
+    task = "CAUSAL_LM" if "GPT2" in type(model).__name__ else "SEQ_CLS"
+    values = {"r": 2, "lora_alpha": 4, "lora_dropout": 0.0, "target_modules": names, "task_type": task, **changes}
+    return get_peft_model(model, LoraConfig(**values))
+
+
+@torch.no_grad()
+def delta(model: Any) -> float:
+    """The size of B A, over all adapted layers."""
+    total = 0.0
+    for module in model.modules():
+        if hasattr(module, "lora_A") and "default" in module.lora_A:
+            total += float((module.lora_B["default"].weight @ module.lora_A["default"].weight).float().norm())
+    return total
+
+
+def test_only_the_adapter_is_trained_and_saved_and_it_loads_again(tmp_path: Path) -> None:
+    model = adapted(classifier())
+    frozen = {name for name, p in model.named_parameters() if not p.requires_grad}
+    before = parameters(model)
+    trainer = make(tmp_path, model, save_strategy="steps", save_steps=2)
+    trainer.train()
+    after = parameters(model)
+    assert trainer.model is model
+    for name in before:
+        assert torch.equal(before[name], after[name]) == (name in frozen), name
+    trainer.save_model(str(tmp_path / "adapter"))
+    for folder in (tmp_path / "adapter", tmp_path / "checkpoint-2"):
+        saved = load_file(folder / "adapter_model.safetensors")
+        assert saved
+        assert all("lora_" in name or "classifier" in name for name in saved)
+        assert not (folder / "model.safetensors").exists()
+        assert (folder / "privacy_report.json").exists()
+    again = PeftModel.from_pretrained(classifier(), tmp_path / "adapter")
+    batch = pad(rows(4))
+    model.eval()
+    again.eval()
+    with torch.no_grad():
+        assert torch.allclose(model(**batch).logits, again(**batch).logits, atol=1e-6)
+
+
+def moved(model: Any) -> Any:
+    """As `.to(device)` may do: every parameter becomes a new object with new memory."""
+    torch.__future__.set_overwrite_module_params_on_conversion(True)
+    try:
+        return model._apply(torch.clone)
+    finally:
+        torch.__future__.set_overwrite_module_params_on_conversion(False)
+
+
+ORDERS = {
+    "wrap, train": lambda m: adapted(m),
+    "cast, wrap": lambda m: adapted(m.to(torch.bfloat16)),
+    "wrap, cast": lambda m: adapted(m).to(torch.bfloat16),
+    "wrap, cast there and back": lambda m: adapted(m).to(torch.float64).to(torch.float32),
+    "wrap, move": lambda m: moved(adapted(m)),
+    "move, wrap": lambda m: adapted(moved(m)),
+}
+
+
+@pytest.mark.parametrize("name", ["gpt2", "distilbert"])
+@pytest.mark.parametrize("order", ORDERS)
+def test_failure_18_the_adapter_moves_in_any_order_of_wrapping_and_casting(
+    tmp_path: Path, name: str, order: str
+) -> None:
+    head = "causal_lm" if name == "gpt2" else "sequence"
+    model = ORDERS[order](tiny(name, head, torch.float32))
+    collate = pad_for_language if name == "gpt2" else pad
+    assert delta(model) == 0
+    make(tmp_path, model, max_steps=1, parts={"data_collator": collate}).train()
+    assert delta(model) > 0
+
+
+@pytest.mark.parametrize("change", [lambda m: m.to(torch.bfloat16), lambda m: m.to(torch.float64), moved])
+def test_failure_18_the_adapter_moves_though_the_model_is_cast_or_moved_after_the_trainer_was_made(
+    tmp_path: Path, change: Callable[[Any], Any]
+) -> None:
+    model = adapted(classifier())
+    trainer = make(tmp_path, model, max_steps=1)
+    change(model)
+    trainer.train()
+    assert delta(model) > 0
+    assert trainer.ledger.steps == 1
+
+
+def test_failure_18_an_optimizer_made_before_the_adapter_is_refused(tmp_path: Path) -> None:
+    model = classifier()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    wrapped = adapted(model, task_type=None)
+    with pytest.raises(ConfigurationError, match=r"SGD holds none[\s\S]*adding adapters"):
+        make(tmp_path, wrapped, parts={"optimizers": (optimizer, None)})
+
+
+def test_failure_18_a_model_wrapped_behind_the_trainers_back_is_not_trained_in_silence(tmp_path: Path) -> None:
+    """PEFT changes the model in place: the trainer, made before, must train what is there now."""
+    model = classifier()
+    trainer = make(tmp_path, model, max_steps=1)
+    wrapped = adapted(model)
+    trainer.train()
+    assert delta(wrapped) > 0
+
+
+def test_modules_to_save_are_trained_saved_and_loaded(tmp_path: Path) -> None:
+    model = adapted(classifier(), modules_to_save=["pre_classifier", "classifier"])
+    before = parameters(model)
+    trainer = make(tmp_path, model)
+    trainer.train()
+    trainer.save_model(str(tmp_path / "adapter"))
+    changed = {name for name, p in parameters(model).items() if not torch.equal(p, before[name])}
+    assert {name for name in changed if "pre_classifier" in name and "modules_to_save" in name}
+    assert changed == {name for name, p in model.named_parameters() if p.requires_grad}
+    again = PeftModel.from_pretrained(classifier(), tmp_path / "adapter")
+    batch = pad(rows(4))
+    model.eval()
+    again.eval()
+    with torch.no_grad():
+        assert torch.allclose(model(**batch).logits, again(**batch).logits, atol=1e-6)
+
+
+def test_an_adapter_resumes(tmp_path: Path) -> None:
+    def run(path: Path) -> Any:
+        return make(path, adapted(classifier()), save_strategy="steps", save_steps=2)
+
+    torch.manual_seed(0)
+    whole = run(tmp_path)
+    whole.train()
+    again = run(tmp_path)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert same(parameters(whole.model), parameters(again.model))
+    assert again.privacy_report() == whole.privacy_report()
+
+
+def test_an_adapter_that_is_frozen_is_refused(tmp_path: Path) -> None:
+    model = adapted(classifier()).requires_grad_(False)
+    with pytest.raises(UnsupportedModelError, match="no trainable parameter"):
+        make(tmp_path, model)

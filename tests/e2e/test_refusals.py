@@ -1,0 +1,473 @@
+"""Bad input is refused by name, with a way out, before anything is spent and before any parameter changes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import DataCollatorWithFlattening, DefaultDataCollator, Trainer, TrainerCallback
+
+from hf_dp import DPTrainer, PrivacyConfig
+from hf_dp.arguments import private_arguments
+from hf_dp.errors import ConfigurationError, HfDpError, PreflightError, UnsupportedModelError
+from hf_dp.trainer import DPTrainerMixin
+from tests.e2e.workbench import (
+    ROWS,
+    arguments,
+    classifier,
+    make,
+    pad,
+    pad_for_language,
+    parameters,
+    private,
+    rows,
+    same,
+)
+from tests.zoo import tiny
+
+
+def refused(
+    path: Path,
+    error: type[HfDpError],
+    words: str,
+    model: nn.Module | None = None,
+    *,
+    at_once: bool = True,
+    **given: Any,
+) -> HfDpError:
+    """Makes and trains; asserts that it was refused, at the trainer's construction where that is promised."""
+    model = classifier() if model is None else model
+    before = parameters(model)
+    trainer: Any = None
+    with pytest.raises(error) as caught:  # noqa: PT012
+        trainer = make(path, model, **given)
+        trainer.train()
+    assert re.search(words, caught.value.found), caught.value.found
+    assert caught.value.why
+    assert caught.value.fix
+    assert (trainer is None) == at_once
+    if trainer is not None:
+        assert trainer.ledger.steps == 0
+        assert trainer.ledger.entries == ()
+    assert same(before, parameters(model))
+    return caught.value
+
+
+def test_the_helper_notices_what_is_not_refused(tmp_path: Path) -> None:
+    with pytest.raises(pytest.fail.Exception, match="DID NOT RAISE"):
+        refused(tmp_path, ConfigurationError, "anything")
+
+
+# --- the promise ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({}, "target_epsilon=None and noise_multiplier=None"),
+        ({"target_epsilon": 1.0, "noise_multiplier": 1.0}, "target_epsilon=1.0 and noise_multiplier=1.0"),
+        ({"target_epsilon": 0}, "target_epsilon=0"),
+        ({"target_epsilon": -1.0}, "target_epsilon=-1.0"),
+        ({"target_epsilon": float("inf")}, "target_epsilon=inf"),
+        ({"target_epsilon": float("nan")}, "target_epsilon=nan"),
+        ({"noise_multiplier": -0.1}, "noise_multiplier=-0.1"),
+        ({"target_epsilon": 1.0, "target_delta": 0.0}, "target_delta=0.0"),
+        ({"target_epsilon": 1.0, "target_delta": 1.5}, "target_delta=1.5"),
+        ({"target_epsilon": 1.0, "clipping_norm": 0.0}, "clipping_norm=0.0"),
+        ({"target_epsilon": 1.0, "clipping_norm": float("inf")}, "clipping_norm=inf together with noise"),
+    ],
+)
+def test_a_promise_that_is_none(values: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigurationError, match=re.escape(words)) as caught:
+        PrivacyConfig(**values)
+    assert caught.value.fix
+
+
+@pytest.mark.parametrize("privacy", [None, {"target_epsilon": 8.0}, 8.0])
+def test_something_else_in_place_of_a_promise(tmp_path: Path, privacy: Any) -> None:
+    with pytest.raises(ConfigurationError, match=r"PrivacyConfig\(target_epsilon=8.0\)"):
+        DPTrainer(model=classifier(), args=arguments(tmp_path), train_dataset=rows(), privacy=privacy)
+
+
+@pytest.mark.parametrize("delta", [1 / ROWS, 0.5])
+def test_a_delta_of_1_over_n_or_more(tmp_path: Path, delta: float) -> None:
+    refused(tmp_path, ConfigurationError, f"delta={delta}", privacy=private(target_delta=delta))
+
+
+def test_a_delta_that_only_the_number_of_rows_shows_to_be_bad(tmp_path: Path) -> None:
+    config = PrivacyConfig(target_epsilon=8.0, target_delta=1 / ROWS)
+    refused(tmp_path, ConfigurationError, "delta=", privacy=config)
+
+
+# --- the data ---------------------------------------------------------------------------------------------------------
+
+
+class Streamed(torch.utils.data.IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        return iter(rows())
+
+
+BAD_DATA: dict[str, tuple[Callable[[], Any], str]] = {
+    "none of it": (list, "0 examples"),
+    "fewer than the expected batch": (lambda: rows(7), "an expected batch of 8 from a training dataset of 7"),
+    "one example": (lambda: rows(1), "1 examples"),
+    "an iterable dataset of torch": (Streamed, "Streamed, which can only be iterated"),
+    "a streamed dataset": (lambda: datasets.Dataset.from_list(rows()).to_iterable_dataset(), "IterableDataset"),
+    "a generator": (lambda: iter(rows()), "which can only be iterated"),
+    "a set": (lambda: {1, 2, 3}, "which can only be iterated"),
+    "all splits at once": (
+        lambda: datasets.DatasetDict(train=datasets.Dataset.from_list(rows())),
+        "DatasetDict with the keys train",
+    ),
+}
+
+
+@pytest.mark.parametrize("steps", [4, -1])
+@pytest.mark.parametrize("name", BAD_DATA)
+def test_bad_training_data(tmp_path: Path, name: str, steps: int) -> None:
+    data, words = BAD_DATA[name]
+    refused(tmp_path, ConfigurationError, words, parts={"train_dataset": data()}, max_steps=steps)
+
+
+def test_a_single_row_of_its_own(tmp_path: Path) -> None:
+    one = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 1, "parts": {"train_dataset": rows(1)}}
+    refused(tmp_path, ConfigurationError, "n=1 ", **one)
+
+
+def test_rows_without_labels(tmp_path: Path) -> None:
+    data = [{"input_ids": row["input_ids"]} for row in rows()]
+    refused(tmp_path, ConfigurationError, "no 'labels'", parts={"train_dataset": data}, at_once=False)
+
+
+# --- collators --------------------------------------------------------------------------------------------------------
+
+
+class PaddingFree(DefaultDataCollator):
+    padding_free = True
+
+
+def mean_length(examples: list[dict[str, Any]]) -> dict[str, Tensor]:
+    return {**pad(examples), "mean": torch.tensor(1.0)}
+
+
+def shared_row(examples: list[dict[str, Any]]) -> dict[str, Tensor]:
+    return {**pad(examples), "position_ids": torch.arange(9)[None]}
+
+
+def flattened(examples: list[dict[str, Any]]) -> dict[str, Tensor]:
+    return {"input_ids": torch.tensor([[i for e in examples for i in e["input_ids"]]])}
+
+
+def left(examples: list[dict[str, Any]]) -> dict[str, Tensor]:
+    return pad_for_language(examples, side="left")
+
+
+def without_mask(examples: list[dict[str, Any]]) -> dict[str, Tensor]:
+    return {name: value for name, value in pad(examples).items() if name != "attention_mask"}
+
+
+@pytest.mark.parametrize(
+    ("collate", "words"),
+    [
+        (DataCollatorWithFlattening(), "DataCollatorWithFlattening puts several examples in one row"),
+        (PaddingFree(), "PaddingFree puts several examples in one row"),
+        (flattened, r"flattened returned 'input_ids' of shape \(1, "),
+        (mean_length, "single number 'mean'"),
+        (shared_row, r"'position_ids' of shape \(1, 9\)"),
+        (lambda examples: list(examples), "list, not a mapping"),
+        (lambda examples: {"text": ["a"] * len(examples)}, "no torch tensor"),
+    ],
+)
+def test_failure_22_collators_that_mix_examples(tmp_path: Path, collate: Any, words: str) -> None:
+    refused(
+        tmp_path,
+        ConfigurationError,
+        words,
+        at_once=False,
+        parts={"data_collator": collate},
+        remove_unused_columns=False,
+    )
+
+
+def test_padding_that_changes_an_example(tmp_path: Path) -> None:
+    refused(tmp_path, PreflightError, "in a batch", at_once=False, parts={"data_collator": without_mask})
+    gpt2 = tiny("gpt2", "causal_lm", torch.float32)
+    refused(tmp_path, PreflightError, "in a batch", gpt2, at_once=False, parts={"data_collator": left})
+
+
+@pytest.mark.parametrize("where", ["begin", "end", "middle"])
+def test_padding_that_changes_an_example_though_most_are_of_one_length(tmp_path: Path, where: str) -> None:
+    equal, others = rows(600, low=6, high=6), rows(30, seed=1)
+    data = {"begin": equal + others, "end": others + equal, "middle": equal[:300] + others + equal[300:]}[where]
+    model = tiny("gpt2", "causal_lm", torch.float32)
+    parts = {"data_collator": left, "train_dataset": data}
+    refused(tmp_path, PreflightError, "in a batch", model, at_once=False, parts=parts)
+
+
+def test_left_padding_to_one_length_is_in_order(tmp_path: Path) -> None:
+    model = tiny("gpt2", "causal_lm", torch.float32)
+    parts = {"data_collator": left, "train_dataset": rows(low=6, high=6)}
+    trainer = make(tmp_path, model, parts=parts)
+    trainer.train()
+    assert trainer.ledger.steps == 4
+
+
+# --- the model --------------------------------------------------------------------------------------------------------
+
+
+def with_head(*layers: nn.Module) -> nn.Module:
+    model: Any = classifier()
+    model.pre_classifier = nn.Sequential(model.pre_classifier, *layers)
+    return model
+
+
+class Cube(nn.Module):
+    """A use of a parameter for which there is no rule."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(24))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.logcumsumexp(self.scale, 0)
+
+
+class BatchMean(nn.Module):
+    """Examples that mix, without any parameter."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x - x.mean(0)
+
+
+def test_nothing_to_train(tmp_path: Path) -> None:
+    model = classifier().requires_grad_(False)
+    refused(tmp_path, UnsupportedModelError, "no trainable parameter", model)
+
+
+@pytest.mark.parametrize("kind", [nn.BatchNorm1d, nn.SyncBatchNorm])
+def test_batch_normalisation(tmp_path: Path, kind: type[nn.Module]) -> None:
+    refused(tmp_path, UnsupportedModelError, f"pre_classifier.1 is batch normalisation .{kind.__name__}",
+            with_head(kind(24)))  # fmt: skip
+
+
+def test_a_parameter_without_a_rule(tmp_path: Path) -> None:
+    error = refused(tmp_path, UnsupportedModelError, "pre_classifier.1.scale", with_head(Cube()), at_once=False)
+    assert "freeze" in error.fix
+
+
+def test_examples_that_mix(tmp_path: Path) -> None:
+    refused(tmp_path, PreflightError, "neighbours", with_head(BatchMean()), at_once=False)
+
+
+def test_a_model_in_dataparallel(tmp_path: Path) -> None:
+    model = classifier()
+    wrapped = nn.DataParallel(model)
+    wrapped.config = model.config  # type: ignore[assignment]
+    refused(tmp_path, ConfigurationError, "DataParallel", wrapped)
+
+
+def test_several_devices_would_be_dataparallel(tmp_path: Path) -> None:
+    args = arguments(tmp_path)
+    args._n_gpu = 2
+    with pytest.raises(ConfigurationError, match=r"DataParallel on 2 devices[\s\S]*CUDA_VISIBLE_DEVICES"):
+        DPTrainer(model=classifier(), args=args, train_dataset=rows(), data_collator=pad, privacy=private())
+
+
+# --- arguments --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"max_grad_norm": 0.5}, "max_grad_norm=0.5"),
+        ({"train_sampling_strategy": "group_by_length"}, "train_sampling_strategy='group_by_length'"),
+        ({"train_sampling_strategy": "sequential"}, "train_sampling_strategy='sequential'"),
+        ({"auto_find_batch_size": True}, "auto_find_batch_size=True"),
+        ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha=5.0"),
+        ({"torch_compile": True}, "torch_compile=True"),
+        ({"optim": "lomo"}, "optim='lomo'"),
+        ({"optim": "galore_adamw_layerwise", "optim_target_modules": "all-linear"}, "layerwise"),
+    ],
+)
+def test_failure_22_and_23_arguments_that_would_break_the_promise(
+    tmp_path: Path, changes: dict[str, Any], words: str
+) -> None:
+    refused(tmp_path, ConfigurationError, words, **changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"fp16": True}, "fp16=True"),
+        ({"deepspeed": {"zero_optimization": {"stage": 2}}}, "DeepSpeed"),
+        ({"use_liger_kernel": True}, "use_liger_kernel=True"),
+    ],
+)
+def test_failure_23_arguments_that_not_every_machine_lets_be_made(
+    tmp_path: Path, changes: dict[str, Any], words: str
+) -> None:
+    args = arguments(tmp_path)
+    for name, value in changes.items():
+        setattr(args, name, value)
+    with pytest.raises(ConfigurationError, match=words) as caught:
+        private_arguments(args)
+    assert caught.value.fix
+
+
+@pytest.mark.parametrize("value", [0, 0.0, 1.0])
+def test_max_grad_norm_may_be_0_or_the_default(tmp_path: Path, value: float) -> None:
+    assert make(tmp_path, max_grad_norm=value).args.max_grad_norm == 0
+
+
+def test_label_smoothing_where_it_is_not_defined(tmp_path: Path) -> None:
+    def multi(examples: list[dict[str, Any]]) -> dict[str, Tensor]:
+        return {**pad(examples), "labels": torch.eye(3)[[e["labels"] for e in examples]]}
+
+    for problem in ("multi_label_classification", "regression"):
+        model: Any = classifier()
+        model.config.problem_type = problem
+        refused(
+            tmp_path, ConfigurationError, "label_smoothing_factor=0.1", model, at_once=False,
+            parts={"data_collator": multi}, label_smoothing_factor=0.1,
+        )  # fmt: skip
+
+
+def test_no_steps(tmp_path: Path) -> None:
+    config = PrivacyConfig(target_epsilon=8.0)
+    refused(
+        tmp_path, ConfigurationError, "steps=0", at_once=False, privacy=config, max_steps=-1, num_train_epochs=0
+    )  # fmt: skip
+
+
+def test_failure_12_an_optimizer_that_asks_for_the_gradient_again(tmp_path: Path) -> None:
+    model = classifier()
+    optimizer = torch.optim.LBFGS(model.parameters())
+    refused(tmp_path, ConfigurationError, "LBFGS", model, parts={"optimizers": (optimizer, None)})
+
+
+def test_an_optimizer_of_another_model(tmp_path: Path) -> None:
+    other = torch.optim.SGD(classifier().parameters(), lr=0.1)
+    refused(tmp_path, ConfigurationError, "SGD holds none", parts={"optimizers": (other, None)})
+
+
+def test_failure_12_an_optimizer_that_the_trainer_makes_is_looked_at_as_well(tmp_path: Path) -> None:
+    class Own(DPTrainer):
+        def create_optimizer(self, model: Any = None) -> Any:
+            self.optimizer = torch.optim.LBFGS(self.model.parameters())
+            return self.optimizer
+
+    refused(tmp_path, ConfigurationError, "LBFGS", kind=Own, at_once=False)
+
+
+# --- subclasses -------------------------------------------------------------------------------------------------------
+
+
+class OwnStep(DPTrainer):
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        return super().training_step(*args, **kwargs)
+
+
+class OwnLoader(DPTrainer):
+    def get_train_dataloader(self) -> Any:
+        return super().get_train_dataloader()
+
+
+class WeightedSampler(DPTrainer):
+    def _get_train_sampler(self, *args: Any) -> Any:
+        return torch.utils.data.WeightedRandomSampler([1.0] * ROWS, ROWS)
+
+
+class Behind(Trainer):
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        return super().training_step(*args, **kwargs)
+
+
+class MixinLast(Behind, DPTrainerMixin):  # type: ignore[misc]
+    pass
+
+
+class OwnLoss(DPTrainer):
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        return super().compute_loss(*args, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        (OwnStep, "OwnStep.training_step"),
+        (OwnLoader, "OwnLoader.get_train_dataloader"),
+        (WeightedSampler, "WeightedSampler chooses its own training sampler"),
+        (OwnLoss, "OwnLoss.compute_loss gives one loss for the whole batch"),
+    ],
+)
+def test_failure_22_subclasses_that_would_bypass_the_private_step(tmp_path: Path, kind: Any, words: str) -> None:
+    refused(tmp_path, ConfigurationError, words, kind=kind)
+
+
+def test_the_mixin_behind_the_trainer_does_not_train_unnoticed(tmp_path: Path) -> None:
+    with pytest.raises((TypeError, ConfigurationError)):
+        make(tmp_path, kind=MixinLast)
+
+
+def test_a_loss_function_for_the_whole_batch(tmp_path: Path) -> None:
+    def mean(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
+        return nn.functional.cross_entropy(outputs.logits, labels)
+
+    refused(tmp_path, ConfigurationError, "compute_loss_func", parts={"compute_loss_func": mean})
+
+
+class MeanLoss(DPTrainer):
+    def compute_per_example_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
+        return super().compute_per_example_loss(model, inputs).mean()
+
+
+class SharedDenominator(DPTrainer):
+    """Failure 3 by the user's own hand: normalised over the batch."""
+
+    def compute_per_example_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
+        losses = super().compute_per_example_loss(model, inputs)
+        return losses / inputs["attention_mask"].sum()
+
+
+class ConstantLoss(DPTrainer):
+    def compute_per_example_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
+        return torch.zeros(len(inputs["input_ids"]))
+
+
+@pytest.mark.parametrize(
+    ("kind", "error", "words"),
+    [
+        (MeanLoss, ConfigurationError, r"returned \(\), not"),
+        (SharedDenominator, PreflightError, "neighbours|in a batch"),
+        (ConstantLoss, UnsupportedModelError, "does not depend on any trainable parameter"),
+    ],
+)
+def test_losses_that_are_not_one_for_each_example(tmp_path: Path, kind: Any, error: Any, words: str) -> None:
+    refused(tmp_path, error, words, kind=kind, at_once=False)
+
+
+def test_hyperparameter_search(tmp_path: Path) -> None:
+    trainer = make(tmp_path)
+    with pytest.raises(ConfigurationError, match=r"hyperparameter_search[\s\S]*public data"):
+        trainer.hyperparameter_search(n_trials=2)
+    assert trainer.ledger.steps == 0
+
+
+def test_unfreezing_in_the_middle_is_refused_before_the_step_is_paid(tmp_path: Path) -> None:
+    class Unfreeze(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+            if state.global_step == 2:
+                model.requires_grad_(True)
+
+    model: Any = classifier()
+    model.distilbert.requires_grad_(False)
+    trainer = make(tmp_path, model, parts={"callbacks": [Unfreeze()]})
+    with pytest.raises(PreflightError, match="preflight did not see"):
+        trainer.train()
+    assert trainer.ledger.steps == trainer.state.global_step == 2
