@@ -211,9 +211,9 @@ class _RecordedUse(torch.autograd.Function):
             )
         call.watch.check_broadcast(call, gradients[0])
         needs_input = bool(ctx.needs_input_grad[1])
-        input_gradient, factors = call.rule.backward(
-            ctx.saved_tensors, call.operands, gradients[0], call.axis, needs_input
-        )
+        # Detached: factors that held on to the graph would be held by it in turn, and never be freed.
+        saved = tuple(tensor.detach() for tensor in ctx.saved_tensors)
+        input_gradient, factors = call.rule.backward(saved, call.operands, gradients[0], call.axis, needs_input)
         for role, parameter in call.watched.items():
             found = factors[role]
             if found is not None:
