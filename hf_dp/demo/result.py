@@ -1,0 +1,105 @@
+"""What the demo measured, whether that is the contrast it set out to show, and the table."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from rich.table import Table
+from scipy import stats
+
+from hf_dp.demo.exposure import CANDIDATES, MEAN_EXPOSURE_BY_CHANCE, MOST_EXPOSURE
+
+_LEAST_LEAK = 3.0
+_FALSE_ALARM = 1e-3
+
+
+@dataclass(frozen=True)
+class Row:
+    """One model and what was measured of it.
+
+    Attributes:
+        name: of the model.
+        epsilon: of the planted messages: 0 for a model that never saw them, infinite without privacy.
+        delta: with epsilon; None where epsilon is infinite.
+        evaluation_loss: nats a token.
+        planted: exposure of each planted secret, in bits.
+        unplanted: exposure of each secret that was never planted, in bits.
+        extracted: how many planted secrets the model says outright.
+    """
+
+    name: str
+    epsilon: float
+    delta: float | None
+    evaluation_loss: float
+    planted: list[float]
+    unplanted: list[float]
+    extracted: int
+
+
+@dataclass(frozen=True)
+class Result:
+    """The three models of the demo."""
+
+    before: Row
+    ordinary: Row
+    private: Row
+
+    @property
+    def rows(self) -> tuple[Row, Row, Row]:
+        """In the order of the story."""
+        return self.before, self.ordinary, self.private
+
+    def shortcomings(self) -> list[str]:
+        """What the demo claims but did not show this time; empty if it showed everything."""
+        leak, kept = mean(self.ordinary.planted), mean(self.private.planted)
+        claims = {
+            f"the ordinary model exposes its secrets {_LEAST_LEAK:g} bits more than secrets that it never saw": leak
+            >= mean(self.ordinary.unplanted) + _LEAST_LEAK,
+            f"the ordinary model exposes its secrets {_LEAST_LEAK:g} bits more than the private one": leak
+            >= kept + _LEAST_LEAK,
+            "the private model exposes its secrets no more than chance would": kept
+            <= most_by_chance(len(self.private.planted)),
+            "the private model has learnt from the private data": self.private.evaluation_loss
+            < self.before.evaluation_loss,
+        }
+        return [claim for claim, shown in claims.items() if not shown]
+
+    def table(self) -> Table:
+        """One row for each model."""
+        secrets = len(self.private.planted)
+        table = Table(
+            title="The same model, the same messages",
+            caption=f"Exposure: how far up a secret ranks among all {CANDIDATES:,} PINs, in bits; {secrets} secrets, "
+            "each in one message. Control: secrets never planted. "
+            f"Chance: {MEAN_EXPOSURE_BY_CHANCE:.1f} on average. Fully known: {MOST_EXPOSURE:.1f}.",
+        )
+        for title in ("", "epsilon", "delta", "eval. loss", "exposure: mean", "max", "control: mean"):
+            table.add_column(title, justify="right" if title else "left")
+        table.add_column("PINs it says", justify="right")
+        for row in self.rows:
+            table.add_row(
+                row.name,
+                "inf" if math.isinf(row.epsilon) else f"{row.epsilon:.3g}",
+                "-" if row.delta is None else f"{row.delta:.1e}" if row.delta else "0",
+                f"{row.evaluation_loss:.2f}",
+                f"{mean(row.planted):.1f}",
+                f"{max(row.planted):.1f}",
+                f"{mean(row.unplanted):.1f}",
+                f"{row.extracted} of {secrets}",
+            )
+        return table
+
+
+def mean(values: list[float]) -> float:
+    """Their arithmetic mean."""
+    return sum(values) / len(values)
+
+
+def most_by_chance(n: int) -> float:
+    """Mean exposure of n secrets that a model which knows none of them exceeds once in 1000 times.
+
+    The rank of an unknown secret is uniform, so its exposure in nats is exponential and the sum of n has a gamma
+    distribution.
+    """
+    return float(stats.gamma.isf(_FALSE_ALARM, n)) / n * MEAN_EXPOSURE_BY_CHANCE

@@ -1,0 +1,179 @@
+"""The story: one public past, two fine-tunings, what each gives away."""
+
+from __future__ import annotations
+
+import copy
+import math
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import datasets
+import transformers
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from transformers import GPT2LMHeadModel, PreTrainedTokenizerFast
+
+from hf_dp.config import PrivacyConfig
+from hf_dp.demo.exposure import exposures, extracted
+from hf_dp.demo.figure import draw
+from hf_dp.demo.messages import Messages, generate
+from hf_dp.demo.model import new_model, train_tokenizer
+from hf_dp.demo.result import Result, Row
+from hf_dp.demo.training import Schedule, Workshop, evaluation_loss
+
+FIGURE_FILE = "demo.png"
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How large the demo is. What it tells apart is tuned for these numbers."""
+
+    public: int
+    private: int
+    evaluation: int
+    canaries: int
+    width: int
+    layers: int
+    pretraining: Schedule
+    ordinary_training: Schedule
+    private_training: Schedule
+    clipping_norm: float = 1.0
+
+
+FULL = Scale(
+    public=4000,
+    private=3000,
+    evaluation=400,
+    canaries=16,
+    width=96,
+    layers=2,
+    pretraining=Schedule(epochs=2, learning_rate=1e-3, micro_batch=16),
+    ordinary_training=Schedule(epochs=30, learning_rate=5e-3, micro_batch=16),
+    private_training=Schedule(epochs=30, learning_rate=2e-3, micro_batch=64, accumulation=16),
+)
+QUICK = Scale(
+    public=1000,
+    private=600,
+    evaluation=100,
+    canaries=8,
+    width=64,
+    layers=2,
+    pretraining=Schedule(epochs=3, learning_rate=2e-3, micro_batch=16),
+    ordinary_training=Schedule(epochs=30, learning_rate=8e-3, micro_batch=16),
+    private_training=Schedule(epochs=8, learning_rate=3e-3, micro_batch=64, accumulation=3),
+)
+
+
+def run(output_dir: Path, scale: Scale, data_seed: int, console: Console) -> bool:
+    """Trains, measures, prints the table, and writes the private model and the figure.
+
+    Args:
+        output_dir: for the private model with its tokenizer and report, and for the figure.
+        scale: how large.
+        data_seed: of messages, secrets, initial weights and the order of ordinary training. The private run's
+            sampling and noise do not depend on it: they come from the operating system.
+        console: where to print.
+
+    Returns:
+        Whether the contrast showed.
+    """
+    # Before minutes of training, not after.
+    output_dir.mkdir(parents=True, exist_ok=True)
+    console.print(
+        f"{scale.canaries} secret card codes, each in one of {scale.private:,} private messages. A small GPT-2 that "
+        "knows public messages only is fine-tuned on them twice: ordinarily, and with differential privacy."
+    )
+    with _quiet(), tempfile.TemporaryDirectory() as scratch, _progress(console) as progress:
+        result = _train_and_measure(output_dir, scale, data_seed, Path(scratch), progress)
+        draw(result, output_dir / FIGURE_FILE)
+    console.print(result.table())
+    console.print(f"Private model, its report and the figure ({FIGURE_FILE}) are in {output_dir}", soft_wrap=True)
+    console.print(
+        f"Load it: transformers.AutoModelForCausalLM.from_pretrained({str(output_dir)!r})", soft_wrap=True, markup=False
+    )
+    shortcomings = result.shortcomings()
+    if shortcomings:
+        console.print("\n[bold]This run did not show what the demo is for.[/bold] Not shown:")
+    for shortcoming in shortcomings:
+        console.print(f"  - {shortcoming}")
+    return not shortcomings
+
+
+def _train_and_measure(output_dir: Path, scale: Scale, data_seed: int, scratch: Path, progress: Progress) -> Result:
+    messages = generate(
+        public=scale.public,
+        private=scale.private,
+        evaluation=scale.evaluation,
+        canaries=scale.canaries,
+        seed=data_seed,
+    )
+    tokenizer = train_tokenizer(messages.public)
+    workshop = Workshop(tokenizer, messages.evaluation, scratch, data_seed, progress)
+    transformers.set_seed(data_seed)
+    public = new_model(tokenizer, width=scale.width, layers=scale.layers)
+
+    trainer = workshop.ordinary(public, messages.public, scale.pretraining, "Pretraining on public messages")
+    before = _row("before", 0.0, 0.0, evaluation_loss(trainer), public, tokenizer, messages)
+
+    ordinary, private = copy.deepcopy(public), copy.deepcopy(public)
+    trainer = workshop.ordinary(ordinary, messages.private, scale.ordinary_training, "Fine-tuning, ordinary")
+    leaky = _row("ordinary", math.inf, None, evaluation_loss(trainer), ordinary, tokenizer, messages)
+
+    privacy = PrivacyConfig(target_epsilon=8.0, clipping_norm=scale.clipping_norm)
+    private_trainer = workshop.private(
+        private, messages.private, scale.private_training, privacy, "Fine-tuning, private"
+    )
+    report = private_trainer.privacy_report()
+    loss = evaluation_loss(private_trainer)
+    tight = _row("private", report.epsilon, report.delta, loss, private, tokenizer, messages)
+    private_trainer.save_model(str(output_dir))
+    return Result(before, leaky, tight)
+
+
+def _row(
+    name: str,
+    epsilon: float,
+    delta: float | None,
+    loss: float,
+    model: GPT2LMHeadModel,
+    tokenizer: PreTrainedTokenizerFast,
+    messages: Messages,
+) -> Row:
+    return Row(
+        name=name,
+        epsilon=epsilon,
+        delta=delta,
+        evaluation_loss=loss,
+        planted=exposures(model, tokenizer, messages.planted),
+        unplanted=exposures(model, tokenizer, messages.unplanted),
+        extracted=extracted(model, tokenizer, messages.planted),
+    )
+
+
+def _progress(console: Console) -> Progress:
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f}%"))
+    return Progress(*columns, TimeElapsedColumn(), console=console)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keeps the libraries' own messages and bars out of the story, and restores their settings."""
+    library_logs = (transformers.logging, datasets.logging)
+    levels = [logs.get_verbosity() for logs in library_logs]
+    bars = transformers.logging.is_progress_bar_enabled(), datasets.are_progress_bars_disabled()
+    for logs in library_logs:
+        logs.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    datasets.disable_progress_bars()
+    try:
+        yield
+    finally:
+        for logs, level in zip(library_logs, levels, strict=True):
+            logs.set_verbosity(level)
+        if bars[0]:
+            transformers.logging.enable_progress_bar()
+        if not bars[1]:
+            datasets.enable_progress_bars()

@@ -1,0 +1,142 @@
+"""hf-dp demo: its measure against brute force, its data, and a quick run as a user would start it."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoTokenizer, GPT2LMHeadModel
+
+from hf_dp.demo.exposure import MEAN_EXPOSURE_BY_CHANCE, exposure, exposures, extracted, pin_losses
+from hf_dp.demo.messages import Canary, Messages, generate
+from hf_dp.demo.model import new_model, train_tokenizer
+from hf_dp.demo.result import Result, Row, mean, most_by_chance
+
+
+@pytest.fixture(scope="module")
+def messages() -> Messages:
+    return generate(public=600, private=300, evaluation=100, canaries=10, seed=3)
+
+
+def test_exposure_of_known_ranks() -> None:
+    losses = torch.arange(1024, dtype=torch.float64)
+    assert [exposure(losses, secret) for secret in (0, 1, 511, 1023)] == [10, 9, 1, 0]
+
+
+def test_exposure_of_a_model_that_tells_no_candidate_from_another_is_none() -> None:
+    assert exposure(torch.zeros(1000), 7) == pytest.approx(1.0, abs=0.01)  # the middle rank: a bit below chance's mean
+
+
+def test_exposure_by_chance() -> None:
+    """A uniform rank, here every rank once, has the stated mean; the stated limit is exceeded about once in 1000."""
+    ranks = torch.arange(10_000, dtype=torch.float64)
+    chance = math.log2(10_000) - torch.log2(ranks + 1)
+    assert chance.mean().item() == pytest.approx(MEAN_EXPOSURE_BY_CHANCE, abs=0.01)
+    draws = chance[torch.randint(10_000, (200_000, 16), generator=torch.Generator().manual_seed(0))].mean(1)
+    assert (draws > most_by_chance(16)).double().mean().item() == pytest.approx(0.001, abs=0.0005)
+
+
+def test_pin_losses_equal_brute_force(messages: Messages) -> None:
+    """Whole messages, one at a time, against the shared prefix and shared digits. 3 digits: all 1000 of them."""
+    tokenizer = train_tokenizer(messages.public)
+    torch.manual_seed(0)
+    model = new_model(tokenizer, width=32, layers=2)
+    prefix = messages.planted[0].prefix
+    fast = pin_losses(model, tokenizer, prefix, digits=3)
+    start = len(tokenizer(prefix)["input_ids"])
+    for pin in (0, 7, 42, 370, 999):
+        ids = torch.tensor([tokenizer(f"{prefix}{pin:03d}")["input_ids"]])
+        assert ids.shape[1] == start + 3
+        with torch.no_grad():
+            logs = model(ids).logits.double().log_softmax(-1)[0]
+        brute = -sum(logs[i - 1, ids[0, i]].item() for i in range(start, start + 3))
+        assert fast[pin].item() == pytest.approx(brute, rel=1e-5)
+
+
+def test_a_model_that_knows_a_pin_is_seen_to(messages: Messages) -> None:
+    tokenizer = train_tokenizer(messages.public)
+    torch.manual_seed(0)
+    model = new_model(tokenizer, width=32, layers=1)
+    secret, other = messages.planted[:2]
+    ids = torch.tensor([tokenizer(secret.text)["input_ids"]])
+    optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+    for _ in range(60):
+        optimizer.zero_grad()
+        model(ids, labels=ids).loss.backward()
+        optimizer.step()
+    assert exposures(model, tokenizer, [secret]) == [math.log2(10_000)]
+    assert extracted(model, tokenizer, [secret, replace(other, pin=secret.pin[::-1])]) == 1
+
+
+def test_each_secret_is_planted_exactly_once_and_is_nowhere_else(messages: Messages) -> None:
+    assert len(messages.planted) == len(messages.unplanted) == 10
+    assert (len(messages.public), len(messages.private), len(messages.evaluation)) == (600, 300, 100)
+    for canary in messages.planted:
+        assert messages.private.count(canary.text) == 1
+        assert sum(canary.prefix in text for text in messages.private) == 1
+        assert not any(canary.prefix in text for text in messages.public + messages.evaluation)
+    for canary in messages.unplanted:
+        assert not any(canary.prefix in text for text in messages.public + messages.private + messages.evaluation)
+
+
+def test_evaluation_messages_are_not_trained_on(messages: Messages) -> None:
+    assert len(set(messages.private)) == len(messages.private)
+    assert not set(messages.private) & set(messages.evaluation)
+
+
+def test_messages_follow_from_the_seed(messages: Messages) -> None:
+    arguments = {"public": 600, "private": 300, "evaluation": 100, "canaries": 10}
+    assert generate(**arguments, seed=3) == messages
+    assert generate(**arguments, seed=4).planted != messages.planted
+
+
+def test_every_digit_is_a_token(messages: Messages) -> None:
+    tokenizer = train_tokenizer(messages.public)
+    for canary in messages.planted:
+        prefix, whole = (tokenizer(text)["input_ids"] for text in (canary.prefix, canary.text))
+        assert whole == prefix + tokenizer.convert_tokens_to_ids(list(canary.pin))
+        assert tokenizer.decode(whole) == canary.text
+
+
+def test_it_does_not_claim_what_it_did_not_show() -> None:
+    chance, leak = [1.4] * 16, [9.0] * 16
+    before = Row("before", 0.0, 0.0, 3.0, chance, chance, 0)
+    ordinary = Row("ordinary", math.inf, None, 1.0, leak, chance, 9)
+    private = Row("private", 8.0, 1e-5, 2.0, chance, chance, 0)
+    assert Result(before, ordinary, private).shortcomings() == []
+    for broken, words in (
+        (Result(before, replace(ordinary, planted=chance), private), "than secrets that it never saw"),
+        (Result(before, ordinary, replace(private, planted=[6.5] * 16)), "than the private one"),
+        (Result(before, ordinary, replace(private, planted=[4.0] * 16)), "no more than chance"),
+        (Result(before, ordinary, replace(private, evaluation_loss=3.1)), "has learnt"),
+    ):
+        assert any(words in shortcoming for shortcoming in broken.shortcomings())
+
+
+@pytest.mark.slow
+def test_quick_demo_end_to_end(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", "from hf_dp.cli import app; app()", "demo", "--quick", "--output-dir", "out"]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    finished = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path, env=environment)
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    assert "ordinary" in finished.stdout
+    assert finished.stderr == ""
+    output = tmp_path / "out"
+    report = json.loads((output / "privacy_report.json").read_text(encoding="utf-8"))
+    assert 0 < report["epsilon"] <= 8
+    assert report["private"] is True
+    assert (output / "demo.png").read_bytes().startswith(b"\x89PNG")
+    tokenizer = AutoTokenizer.from_pretrained(output)
+    model, loading = GPT2LMHeadModel.from_pretrained(output, output_loading_info=True)
+    assert not loading["missing_keys"]
+    assert not loading["unexpected_keys"]
+    assert model.lm_head.weight is model.transformer.wte.weight
+    canary = Canary("Hello, this is Ada Abbott, the secret code of my card is ", "0000")
+    assert mean(exposures(model, tokenizer, [canary])) >= 0
