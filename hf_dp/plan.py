@@ -89,6 +89,8 @@ class Plan:
             "calibrated_noise_multiplier": self.noise_multiplier,
             "delta": self.delta,
             "planned_steps": self.steps,
+            # Steps whose noise anyone can repeat stay steps that are not private.
+            "reproducible": self.config.seed is not None,
         }
 
     def report(self, ledger: accounting.Ledger) -> accounting.PrivacyReport:

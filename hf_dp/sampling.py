@@ -99,7 +99,7 @@ class PoissonDataLoader(DataLoader[Any]):
                 why="the sampling probability that is accounted for would not be the one that examples are drawn with.",
                 fix="make the sampler with dataset_size=len(dataset).",
             )
-        super().__init__(_NoEmptyReads(dataset), batch_sampler=batch_sampler, collate_fn=collate_fn, **options)
+        super().__init__(_OwnReads(dataset), batch_sampler=batch_sampler, collate_fn=collate_fn, **options)
 
     def set_epoch(self, epoch: int) -> None:
         """Draws epoch `epoch` next. Trainer calls it before each epoch."""
@@ -179,8 +179,12 @@ def _rows(value: Any) -> int:
     return len(value) if isinstance(value, Sized) else 0
 
 
-class _NoEmptyReads(Dataset[Any]):
-    """Keeps empty batches away from datasets: their transforms, like collators, are not written for them."""
+class _OwnReads(Dataset[Any]):
+    """Reads no empty batches, which transforms are not written for, and reads each example by itself.
+
+    A transform that is given several (`with_transform` of datasets) can pad or mix them, and nothing could check it.
+    Only a Hugging Face dataset with a format that cannot is read in batches, which is faster.
+    """
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
@@ -194,7 +198,8 @@ class _NoEmptyReads(Dataset[Any]):
     def __getitems__(self, indices: list[int]) -> list[Any]:
         if not indices:
             return []
-        if hasattr(self.dataset, "__getitems__"):
+        layout = getattr(self.dataset, "format", None)
+        if isinstance(layout, Mapping) and layout.get("type") != "custom" and hasattr(self.dataset, "__getitems__"):
             return list(self.dataset.__getitems__(indices))
         return [self.dataset[index] for index in indices]
 

@@ -32,7 +32,7 @@ from hf_dp.per_example import Certificate, PerExampleGradients, preflight, recor
 from hf_dp.per_example.batch import Batch
 from hf_dp.per_example.preflight import check_modules, check_padding
 from hf_dp.plan import Plan
-from hf_dp.probe import telling_rows
+from hf_dp.probe import telling_rows, unchanged_buffers
 from hf_dp.randomness import Entropy
 from hf_dp.resume import SavedRun
 from hf_dp.sampling import LogicalBatchCollator, PoissonBatchSampler, PoissonDataLoader
@@ -197,8 +197,9 @@ class DPTrainerMixin(_Base):
             return prepared
 
         self._module.train()
-        self._certificate = preflight(self._module, self._loss, batch(few))
-        check_padding(self._module, self._loss, few, batch)
+        with unchanged_buffers(self._module):
+            self._certificate = preflight(self._module, self._loss, batch(few))
+            check_padding(self._module, self._loss, few, batch)
 
     # --- one step -------------------------------------------------------------------------------------------------
 

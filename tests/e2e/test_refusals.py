@@ -265,6 +265,25 @@ def test_examples_that_mix(tmp_path: Path) -> None:
     refused(tmp_path, PreflightError, "neighbours", with_head(BatchMean()), at_once=False)
 
 
+class Remembering(nn.Module):
+    """Each example by itself, but a running average of them goes into the saved model, without noise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(24))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+        return x
+
+
+def test_buffers_that_remember_the_data(tmp_path: Path) -> None:
+    model: Any = with_head(Remembering())
+    refused(tmp_path, UnsupportedModelError, "buffer 'pre_classifier.1.mean' changes", model, at_once=False)
+    assert not model.pre_classifier[1].mean.any(), "put back as it was"
+
+
 def test_a_model_in_dataparallel(tmp_path: Path) -> None:
     model = classifier()
     wrapped = nn.DataParallel(model)

@@ -297,6 +297,13 @@ def test_failure_21_a_checkpoint_of_another_run_is_refused(
     assert run.ledger.steps == 0
 
 
+def test_a_seeded_run_cannot_be_continued_as_a_private_one(checkpointed: Path, tmp_path: Path) -> None:
+    """Its first steps stay repeatable, so the report must go on saying that it is not private."""
+    run = trainer(copied(checkpointed, tmp_path), seed=None)
+    with pytest.raises(LedgerError, match="reproducible: True in the ledger, False now"):
+        run.train(resume_from_checkpoint=True)
+
+
 def test_a_lost_key_is_said_aloud(checkpointed: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = copied(checkpointed, tmp_path)
     (path / KEY_FILE).unlink()

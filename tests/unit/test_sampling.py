@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from accelerate import skip_first_batches
-from torch.utils.data import TensorDataset, default_collate
+from torch.utils.data import ConcatDataset, Subset, TensorDataset, default_collate
 
 from hf_dp.errors import ConfigurationError
 from hf_dp.randomness import Entropy
@@ -195,6 +195,18 @@ class TestLoader:
             items = list(loader_of(sampler, dataset, collate=lambda examples: rows([each["x"] for each in examples])))
             assert [indices_of(item) for item in items] == [sampler.draw(step) for step in range(30)]
             assert any(item["n"] == 0 for item in items)
+
+    def test_a_transform_sees_each_example_by_itself(self):
+        datasets = pytest.importorskip("datasets")
+
+        def mixing(batch: dict[str, list[int]]) -> dict[str, list[int]]:
+            return {"x": [max(batch["x"])] * len(batch["x"])}
+
+        mixed = datasets.Dataset.from_dict({"x": list(range(10))}).with_transform(mixing)
+        for dataset in (mixed, Subset(mixed, range(10)), ConcatDataset([Subset(mixed, range(10))])):
+            sampler = PoissonBatchSampler(10, 5, Entropy(0))
+            items = list(loader_of(sampler, dataset, collate=lambda examples: rows([each["x"] for each in examples])))
+            assert [indices_of(item) for item in items] == [sampler.draw(0), sampler.draw(1)]
 
     def test_datasets_without_batched_reads(self):
         sampler = PoissonBatchSampler(10, 5, Entropy(0))
