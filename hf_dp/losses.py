@@ -18,6 +18,8 @@ from hf_dp.errors import ConfigurationError, UnsupportedModelError
 _IGNORED = -100
 _SHIFTED = "causal_lm"
 _TOKENWISE = "token"
+# How far the model's own loss may be off, in its own precision.
+_SAME = 1e-2
 
 
 def per_example_losses(model: nn.Module, batch: Mapping[str, Any], label_smoothing: float = 0.0) -> Tensor:
@@ -53,6 +55,36 @@ def per_example_losses(model: nn.Module, batch: Mapping[str, Any], label_smoothi
     if kind == _TOKENWISE:
         return _token_losses(logits, labels, label_smoothing)
     return _classification(logits, labels, base.config, label_smoothing)
+
+
+def check_own_loss(model: nn.Module, batch: Mapping[str, Any]) -> None:
+    """Checks, on each example of a small batch by itself, that `per_example_losses` equals the loss the model returns.
+
+    Some models shift labels where others of the same family do not, or add a loss for their router. An own loss that is
+    absent or not finite (an example without labels) is not compared.
+
+    Raises:
+        UnsupportedModelError: they differ.
+    """
+    rows = next(len(v) for v in batch.values() if isinstance(v, Tensor))
+    devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
+    for i in range(rows):
+        one = {k: v[i : i + 1] if isinstance(v, Tensor) else v for k, v in batch.items() if k != "num_items_in_batch"}
+        with torch.no_grad():
+            with torch.random.fork_rng(devices=devices):
+                ours = float(per_example_losses(model, one))
+            with torch.random.fork_rng(devices=devices):
+                own = getattr(model(**one), "loss", None)
+        if own is None or not bool(own.isfinite()):
+            continue
+        if abs(ours - float(own)) > _SAME * max(1.0, abs(float(own))):
+            raise UnsupportedModelError(
+                f"{type(_base(model)).__name__} returns {float(own):.6g} as its loss of one example; "
+                f"the per-example loss of its kind ({loss_kind(model)}) is {ours:.6g}.",
+                why="it would be trained for something else than what it was made for.",
+                fix="switch off auxiliary losses (output_router_logits=False), or override "
+                "DPTrainer.compute_per_example_loss(model, inputs).",
+            )
 
 
 def loss_kind(model: nn.Module) -> str:
@@ -110,6 +142,12 @@ def _accurate(logits: Tensor) -> Tensor:
 
 
 def _token_losses(logits: Tensor, labels: Tensor, label_smoothing: float) -> Tensor:
+    if logits.shape[:-1] != labels.shape:
+        raise UnsupportedModelError(
+            f"logits {tuple(logits.shape)} for labels {tuple(labels.shape)}.",
+            why="one label for each position is needed (prompt tuning, for one, puts positions in front).",
+            fix="override DPTrainer.compute_per_example_loss(model, inputs), or train with LoRA.",
+        )
     losses = F.cross_entropy(
         logits.flatten(0, 1),
         labels.flatten(),
@@ -153,6 +191,12 @@ def _classification(logits: Tensor, labels: Tensor, config: Any, label_smoothing
 def _question_answering(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
     ends = [_labels(batch, name) for name in ("start_positions", "end_positions")]
     output = model(**{k: v for k, v in batch.items() if k not in ("start_positions", "end_positions")})
+    if getattr(output, "start_logits", None) is None or output.start_logits.dim() != 2:
+        raise UnsupportedModelError(
+            f"{type(_base(model)).__name__} returns no start_logits (B, T).",
+            why="its question answering head is of another kind.",
+            fix="override DPTrainer.compute_per_example_loss(model, inputs).",
+        )
     total: Tensor | float = 0.0
     for logits, positions in zip((output.start_logits, output.end_logits), ends, strict=True):
         length = logits.shape[1]

@@ -172,14 +172,14 @@ class Watch:
 
 
 def _is_plainly_folded(given: Tensor, batch_size: int) -> bool:
-    """Whether `given` is a plain reshaping of a tensor (B, ...)."""
+    """Whether `given` is a plain view of a tensor (B, ...) whose examples lie one after another in memory."""
     base = given._base
     return (
         base is not None
         and base.shape[:1] == (batch_size,)
-        and base.is_contiguous()
+        and base.stride(0) * batch_size == base.numel() == given.numel()
+        and base.storage_offset() == given.storage_offset()
         and given.is_contiguous()
-        and base.numel() == given.numel()
     )
 
 

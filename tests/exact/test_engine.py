@@ -1,0 +1,394 @@
+"""Engine against oracle: norms and weighted sums of real architectures, to 1e-10 in float64."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from torch import Tensor, nn
+from transformers import (
+    DataCollatorForLanguageModeling,
+    DataCollatorWithPadding,
+    PreTrainedTokenizerFast,
+)
+
+from hf_dp.errors import UnsupportedModelError
+from hf_dp.losses import per_example_losses
+from hf_dp.per_example import PerExampleGradients, loop, preflight, record
+from tests.zoo import text_batch, tiny
+
+DECODERS = ("gpt2", "llama", "llama_tied", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi3", "opt", "gpt_neox")
+ENCODERS = ("bert", "roberta", "distilbert")
+NO_HEAD = {
+    *((name, "qa") for name in ("gemma2", "gemma3", "phi3")),
+    *((name, "token") for name in ("gemma3", "opt")),
+}
+CASES = [
+    *((name, head) for name in DECODERS for head in ("causal_lm", "sequence", "token", "qa")),
+    *((name, head) for name in ENCODERS for head in ("masked_lm", "sequence", "token", "qa")),
+    ("vit", "image"),
+]
+
+
+def errors(found: PerExampleGradients, truth: PerExampleGradients) -> tuple[float, float, float]:
+    """The worst relative errors: a norm, the weighted sum of one parameter, the whole weighted sum."""
+    weights = torch.linspace(0.3, 1.7, truth.batch_size, dtype=torch.float64)
+    norms, true_norms = (g.squared_norms().double().sqrt() for g in (found, truth))
+    ours, sums = found.weighted_sum(weights), truth.weighted_sum(weights)
+    assert list(ours) == list(sums)
+    difference = {name: float((ours[name].double() - sums[name].double()).norm()) for name in sums}
+    size = {name: float(sums[name].double().norm()) for name in sums}
+    whole = sum(s**2 for s in size.values()) ** 0.5
+    # A key's bias has no gradient but rounding: 1e-6 of the whole stands for zero.
+    each = max(difference[name] / max(size[name], 1e-6 * whole) for name in sums)
+    total = sum(d**2 for d in difference.values()) ** 0.5 / whole
+    return float(((norms - true_norms) / true_norms).abs().max()), each, total
+
+
+def assert_exact(model: nn.Module, batch: dict[str, Any], tolerance: float = 1e-10, **options: Any) -> None:
+    found = record(model, per_example_losses, batch, **options)
+    truth = loop(model, per_example_losses, batch)
+    assert float(truth.squared_norms().min()) > 1e-8, "a vanishing gradient would show nothing"
+    assert torch.allclose(found.losses, truth.losses, rtol=1e-9)
+    assert max(errors(found, truth)) <= tolerance
+
+
+@pytest.mark.parametrize(("name", "head"), [case for case in CASES if case not in NO_HEAD])
+def test_every_head_is_exact(name: str, head: str) -> None:
+    assert_exact(tiny(name, head), text_batch(head))
+
+
+def test_gpt2_is_tied_and_llama_is_either() -> None:
+    tied, untied = tiny("llama_tied", "causal_lm"), tiny("llama", "causal_lm")
+    assert tied.lm_head.weight is tied.model.embed_tokens.weight
+    assert untied.lm_head.weight is not untied.model.embed_tokens.weight
+    found = record(tiny("gpt2", "causal_lm"), per_example_losses, text_batch("causal_lm"))
+    assert len(found.factors["transformer.wte.weight"]) == 2
+    assert "lm_head.weight" not in found.factors
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama_tied", "bert", "vit"])
+@pytest.mark.parametrize("kind", ["non-reentrant", "reentrant"])
+def test_gradient_checkpointing_changes_nothing(name: str, kind: str) -> None:
+    head = {"bert": "masked_lm", "vit": "image"}.get(name, "causal_lm")
+    model, batch = tiny(name, head), text_batch(head)
+    plain = record(model, per_example_losses, batch)
+    model.gradient_checkpointing_enable({"use_reentrant": kind == "reentrant"})
+    assert_exact(model, batch)
+    assert max(errors(record(model, per_example_losses, batch), plain)) <= 1e-12
+
+
+@pytest.mark.parametrize("size", [1, 7])
+@pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "roberta", "opt", "gemma2"])
+def test_one_example_and_as_many_examples_as_positions(name: str, size: int) -> None:
+    head = "sequence" if name in ENCODERS else "causal_lm"
+    model = tiny(name, head)
+    assert_exact(model, text_batch(head, size=size, length=7))
+
+
+@pytest.mark.parametrize("size", [4, 6, 24])
+def test_as_many_examples_as_heads_features_or_a_head_has(size: int) -> None:
+    model = tiny("qwen3", "causal_lm")
+    assert_exact(model, text_batch("causal_lm", size=size, length=5))
+
+
+def test_a_certificate_covers_other_sizes_and_lengths() -> None:
+    model = tiny("gpt2", "causal_lm")
+    certificate = preflight(model, per_example_losses, text_batch("causal_lm", size=3, length=6))
+    for size, length in ((1, 4), (4, 4), (5, 9), (8, 5)):
+        assert_exact(model, text_batch("causal_lm", size=size, length=length), certificate=certificate)
+
+
+@pytest.mark.parametrize("frozen", ["transformer.wte", "transformer.h.0", "transformer.ln_f", "transformer.h.1.mlp"])
+def test_partly_frozen(frozen: str) -> None:
+    model = tiny("gpt2", "causal_lm")
+    model.get_submodule(frozen).requires_grad_(False)
+    assert_exact(model, text_batch("causal_lm"))
+
+
+def test_frozen_weights_beside_trainable_biases() -> None:
+    model = tiny("bert", "sequence")
+    for name, p in model.named_parameters():
+        p.requires_grad_(name.endswith("bias"))
+    assert_exact(model, text_batch("sequence"))
+
+
+# --- precision ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "gemma2", "bert"])
+def test_float32(name: str) -> None:
+    head = "masked_lm" if name == "bert" else "causal_lm"
+    batch = text_batch(head)
+    model = tiny(name, head)
+    truth = loop(model, per_example_losses, batch)
+    found = record(model.float(), per_example_losses, batch)
+    norms, each, whole = errors(found, truth)
+    assert norms <= 1e-4
+    assert whole <= 1e-4
+    assert each <= 1e-3
+    assert found.squared_norms().dtype == torch.float32
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "bert"])
+@pytest.mark.parametrize("how", ["autocast", "weights"])
+def test_bf16_norms_are_within_two_percent(name: str, how: str) -> None:
+    head = "masked_lm" if name == "bert" else "causal_lm"
+    batch = text_batch(head, size=5, length=16)
+    model = tiny(name, head, torch.float32)
+
+    def autocast(model: Any, batch: Any) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return per_example_losses(model, batch)
+
+    if how == "weights":
+        model = model.bfloat16()
+        found = record(model, per_example_losses, batch)
+        truth = loop(model.float(), per_example_losses, batch)
+    else:
+        found = record(model, autocast, batch, certificate=preflight(model, autocast, batch))
+        truth = loop(model, per_example_losses, batch)
+    norms, _, whole = errors(found, truth)
+    assert norms <= 0.02
+    assert whole <= 0.04
+    assert all(total.dtype == torch.float32 for total in found.weighted_sum(torch.ones(5)).values())
+
+
+@pytest.mark.parametrize("tf32", [False, True])
+def test_norms_and_sums_do_not_know_autocast_or_tf32(tf32: bool) -> None:
+    model, batch = tiny("gpt2", "causal_lm", torch.float32), text_batch("causal_lm")
+    plain = record(model, per_example_losses, batch)
+    found = record(model, per_example_losses, batch)
+    before = torch.get_float32_matmul_precision()
+    try:
+        if tf32:
+            torch.set_float32_matmul_precision("medium")
+            norms, sums = found.squared_norms(), found.weighted_sum(torch.ones(3))
+            assert torch.get_float32_matmul_precision() == "medium"
+        else:
+            with torch.autocast("cpu", torch.bfloat16):
+                norms, sums = found.squared_norms(), found.weighted_sum(torch.ones(3))
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert torch.equal(norms, plain.squared_norms())
+    assert all(torch.equal(sums[name], v) for name, v in plain.weighted_sum(torch.ones(3)).items())
+
+
+# --- PEFT -----------------------------------------------------------------------------------------------------------
+
+
+def adapted(name: str, head: str, **options: Any) -> nn.Module:
+    torch.manual_seed(0)
+    config = peft.LoraConfig(r=3, lora_alpha=6, lora_dropout=0.0, **options)
+    model = peft.get_peft_model(tiny(name, head, torch.float32), config).double().train()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    return model
+
+
+@pytest.mark.parametrize(
+    ("name", "head", "options"),
+    [
+        ("gpt2", "causal_lm", {"target_modules": ["c_attn", "c_proj", "c_fc"], "fan_in_fan_out": True}),
+        ("bert", "sequence", {"target_modules": ["query", "value", "dense"], "task_type": "SEQ_CLS"}),
+        ("llama", "causal_lm", {"target_modules": "all-linear"}),
+        ("llama", "causal_lm", {"target_modules": ["q_proj"], "bias": "all", "use_rslora": True}),
+        ("bert", "sequence", {"target_modules": ["query"], "bias": "lora_only"}),
+        ("llama", "causal_lm", {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}),
+        ("llama", "causal_lm", {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens", "lm_head"]}),
+    ],
+    ids=["gpt2", "bert", "llama", "bias", "lora_only", "modules_to_save", "modules_to_save_embeddings"],
+)
+def test_lora_is_exact(name: str, head: str, options: dict[str, Any]) -> None:
+    model, batch = adapted(name, head, **options), text_batch(head)
+    certificate = preflight(model, per_example_losses, batch)
+    assert_exact(model, batch)
+    assert_exact(model, text_batch(head, size=7, length=7), certificate=certificate)
+
+
+def test_a_fresh_adapter_is_certified_off_zero_and_stays_at_zero() -> None:
+    config = peft.LoraConfig(r=3, target_modules=["c_attn"], fan_in_fan_out=True)
+    model = peft.get_peft_model(tiny("gpt2", "causal_lm"), config).train()
+    preflight(model, per_example_losses, text_batch("causal_lm"))
+    fresh = [p for name, p in model.named_parameters() if "lora_B" in name]
+    assert fresh
+    assert not any(bool(p.any()) for p in fresh)
+
+
+@pytest.mark.parametrize(
+    "options", [{"target_modules": ["wte"]}, {"target_modules": ["c_attn"], "use_dora": True, "fan_in_fan_out": True}]
+)
+def test_other_adapters_are_exact_or_refused_by_name(options: dict[str, Any]) -> None:
+    model, batch = adapted("gpt2", "causal_lm", **options), text_batch("causal_lm")
+    try:
+        assert_exact(model, batch)
+    except UnsupportedModelError as refusal:
+        assert "lora_" in str(refusal)  # noqa: PT017
+
+
+# --- stock collators ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    text = "[PAD] [BOS] [EOS] [MASK] [UNK] the cat sat on a mat and then it ran away from his dog"
+    words = {word: i for i, word in enumerate(text.split())}
+    core = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
+    core.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=core, pad_token="[PAD]", bos_token="[BOS]", eos_token="[EOS]", mask_token="[MASK]"
+    )
+
+
+TEXTS = ["the cat sat on a mat", "it ran", "and then it ran away from his dog", "a dog sat"]
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "opt"])
+def test_stock_collator_for_causal_language_models(name: str, tokenizer: PreTrainedTokenizerFast) -> None:
+    collate = DataCollatorForLanguageModeling(tokenizer, mlm=False)
+    batch = collate([tokenizer(text) for text in TEXTS])
+    model = tiny(name, "causal_lm")
+    assert_exact(model, dict(batch), certificate=preflight(model, per_example_losses, dict(batch)))
+
+
+def test_stock_collator_for_masked_language_models(tokenizer: PreTrainedTokenizerFast) -> None:
+    torch.manual_seed(0)
+    collate = DataCollatorForLanguageModeling(tokenizer, mlm=True, mlm_probability=0.5)
+    batch = collate([tokenizer(text) for text in TEXTS])
+    assert_exact(tiny("bert", "masked_lm"), dict(batch))
+
+
+@pytest.mark.parametrize("name", ["bert", "roberta", "distilbert", "gpt2"])
+def test_stock_collator_for_classification(name: str, tokenizer: PreTrainedTokenizerFast) -> None:
+    collate = DataCollatorWithPadding(tokenizer)
+    batch = dict(collate([{**tokenizer(text), "label": i % 3} for i, text in enumerate(TEXTS)]))
+    if name in ("distilbert", "gpt2"):
+        batch.pop("token_type_ids", None)
+    model = tiny(name, "sequence")
+    assert_exact(model, batch, certificate=preflight(model, per_example_losses, batch))
+
+
+# --- what one recording costs and leaves behind ----------------------------------------------------------------------
+
+
+def test_one_forward_and_one_backward_and_nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, batch = tiny("gpt2", "causal_lm"), text_batch("causal_lm")
+    certificate = preflight(model, per_example_losses, batch)
+    calls = {"forward": 0, "backward": 0}
+    model.transformer.h[0].register_forward_hook(lambda *_: calls.update(forward=calls["forward"] + 1))
+    run = torch.autograd.backward
+
+    def counted(*args: Any, **options: Any) -> None:
+        calls["backward"] += 1
+        run(*args, **options)
+
+    monkeypatch.setattr(torch.autograd, "backward", counted)
+    parameters = dict(model.named_parameters())
+    for p in parameters.values():
+        p.grad = torch.full_like(p, 3.0)
+    before = {name: (p, p.detach().clone()) for name, p in parameters.items()}
+    for options in ({}, {"certificate": certificate}):
+        calls.update(forward=0, backward=0)
+        found = record(model, per_example_losses, batch, **options)
+        found.squared_norms(), found.weighted_sum(torch.ones(3))
+        assert calls == {"forward": 1, "backward": 1}
+    assert dict(model.named_parameters()).keys() == before.keys()
+    for name, p in model.named_parameters():
+        assert p is before[name][0]
+        assert torch.equal(p, before[name][1])
+        assert p.grad.eq(3.0).all()
+        assert type(p) is nn.Parameter
+
+
+@pytest.mark.parametrize("where", ["forward", "loss"])
+def test_an_exception_leaves_the_model_as_it_was(where: str) -> None:
+    model, batch = tiny("gpt2", "causal_lm"), text_batch("causal_lm")
+    before = dict(model.named_parameters())
+    for p in before.values():
+        p.grad = torch.ones_like(p)
+
+    def fail(model: Any, batch: Any) -> Tensor:
+        if where == "loss":
+            per_example_losses(model, batch)
+        raise KeyError("stop")
+
+    with pytest.raises(KeyError):
+        record(model, fail, batch)
+    assert all(p is before[name] for name, p in model.named_parameters())
+    assert all(p.grad is not None and bool(p.grad.eq(1).all()) for p in before.values())
+    assert model.lm_head.weight is model.transformer.wte.weight
+
+
+def test_preflight_leaves_random_state_modes_and_parameters_alone() -> None:
+    model, batch = tiny("gpt2", "causal_lm", resid_pdrop=0.2, embd_pdrop=0.2, attn_pdrop=0.2), text_batch("causal_lm")
+    model.transformer.h[0].eval()
+    state, values = torch.get_rng_state(), {k: v.clone() for k, v in model.state_dict().items()}
+    modes = [m.training for m in model.modules()]
+    preflight(model, per_example_losses, batch)
+    assert torch.equal(state, torch.get_rng_state())
+    assert modes == [m.training for m in model.modules()]
+    assert all(torch.equal(v, values[k]) for k, v in model.state_dict().items())
+    assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize("checkpointing", [None, True, False])
+def test_norm_and_sum_come_from_the_same_dropout_mask(checkpointing: bool | None) -> None:
+    model, batch = tiny("gpt2", "causal_lm", resid_pdrop=0.3, embd_pdrop=0.3, attn_pdrop=0.3), text_batch("causal_lm")
+    if checkpointing is not None:
+        model.gradient_checkpointing_enable({"use_reentrant": checkpointing})
+    torch.manual_seed(5)
+    found = record(model, per_example_losses, batch)
+    torch.manual_seed(5)
+    per_example_losses(model, batch).sum().backward()
+    sums = found.weighted_sum(torch.ones(3))
+    assert all(torch.allclose(sums[name], p.grad, rtol=1e-10, atol=1e-13) for name, p in model.named_parameters())
+    one = [found.weighted_sum(torch.eye(3, dtype=torch.float64)[i]) for i in range(3)]
+    norms = torch.stack([sum(v.square().sum() for v in g.values()) for g in one])
+    assert torch.allclose(norms, found.squared_norms(), rtol=1e-10)
+
+
+def test_nothing_accumulates_over_recordings() -> None:
+    import gc
+
+    model, batch = tiny("llama_tied", "causal_lm"), text_batch("causal_lm")
+
+    def tensors() -> int:
+        return sum(isinstance(o, Tensor) for o in gc.get_objects())
+
+    record(model, per_example_losses, batch).squared_norms()
+    gc.collect()
+    before = tensors()
+    gc.disable()
+    try:
+        for _ in range(20):
+            record(model, per_example_losses, batch).squared_norms()
+        assert tensors() <= before + 5, "reference cycles hold on to activations"
+    finally:
+        gc.enable()
+
+
+def test_the_model_may_be_run_twice_in_one_loss() -> None:
+    model, batch = tiny("llama_tied", "causal_lm"), text_batch("causal_lm")
+
+    def contrast(model: Any, batch: Any) -> Tensor:
+        return per_example_losses(model, batch) - 0.5 * per_example_losses(
+            model, {**batch, "input_ids": batch["input_ids"].flip(1)}
+        )
+
+    found, truth = (method(model, contrast, batch) for method in (record, loop))
+    assert max(errors(found, truth)) <= 1e-10
+
+
+def test_saving_and_loading_within_training_is_not_disturbed(tmp_path: Path) -> None:
+    model, batch = tiny("gpt2", "causal_lm"), text_batch("causal_lm")
+    record(model, per_example_losses, batch)
+    model.save_pretrained(tmp_path)
+    again = type(model).from_pretrained(tmp_path, dtype=torch.float64)
+    assert torch.equal(again.transformer.wte.weight, model.transformer.wte.weight)
+    assert again.lm_head.weight is again.transformer.wte.weight
