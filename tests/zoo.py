@@ -12,6 +12,7 @@ from transformers import (
     AutoModelForImageClassification,
     AutoModelForMaskedLM,
     AutoModelForQuestionAnswering,
+    AutoModelForSeq2SeqLM,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
 )
@@ -24,6 +25,7 @@ _AUTO = {
     "token": AutoModelForTokenClassification,
     "qa": AutoModelForQuestionAnswering,
     "image": AutoModelForImageClassification,
+    "seq2seq": AutoModelForSeq2SeqLM,
 }
 _LLAMA_LIKE: dict[str, Any] = {
     "vocab_size": VOCABULARY, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2,
@@ -53,6 +55,38 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "roberta": ("roberta", {**_BERT_LIKE, "bos_token_id": 1, "eos_token_id": 2}),
     "distilbert": ("distilbert", {"vocab_size": VOCABULARY, "dim": 24, "hidden_dim": 40, "n_layers": 2, "n_heads": 4,
                                   "max_position_embeddings": 40, "pad_token_id": 0}),
+    "gpt_neo": ("gpt_neo", {"vocab_size": VOCABULARY, "hidden_size": 24, "num_layers": 2, "num_heads": 4,
+                            "attention_types": [[["global", "local"], 1]], "max_position_embeddings": 40,
+                            "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}),
+    "gptj": ("gptj", {"vocab_size": VOCABULARY, "n_embd": 24, "n_layer": 2, "n_head": 4, "n_positions": 40,
+                      "rotary_dim": 4, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}),
+    "bloom": ("bloom", {"vocab_size": VOCABULARY, "hidden_size": 24, "n_layer": 2, "n_head": 4, "pad_token_id": 0,
+                        "bos_token_id": 1, "eos_token_id": 2}),
+    "falcon": ("falcon", {**_LLAMA_LIKE, "new_decoder_architecture": False, "multi_query": True}),
+    "gemma": ("gemma", {**_LLAMA_LIKE, "head_dim": 6}),
+    "phi": ("phi", {**_LLAMA_LIKE, "hidden_size": 32}),
+    "olmo2": ("olmo2", _LLAMA_LIKE),
+    "smollm3": ("smollm3", _LLAMA_LIKE),
+    "granite": ("granite", _LLAMA_LIKE),
+    "stablelm": ("stablelm", {**_LLAMA_LIKE, "hidden_size": 32, "partial_rotary_factor": 0.5}),
+    "cohere": ("cohere", _LLAMA_LIKE),
+    "mixtral": ("mixtral", {**_LLAMA_LIKE, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "qwen3_moe": ("qwen3_moe", {**_LLAMA_LIKE, "head_dim": 6, "num_experts": 4, "num_experts_per_tok": 2,
+                                "moe_intermediate_size": 16}),
+    "xlm-roberta": ("xlm-roberta", {**_BERT_LIKE, "bos_token_id": 1, "eos_token_id": 2}),
+    "albert": ("albert", {**_BERT_LIKE, "embedding_size": 12}),
+    "electra": ("electra", {**_BERT_LIKE, "embedding_size": 12}),
+    "deberta-v2": ("deberta-v2", {**_BERT_LIKE, "relative_attention": True, "pos_att_type": ["p2c", "c2p"],
+                                  "position_biased_input": False}),
+    "modernbert": ("modernbert", {**_BERT_LIKE, "cls_token_id": 1, "sep_token_id": 2, "bos_token_id": 1,
+                                  "eos_token_id": 2}),
+    "mpnet": ("mpnet", {**_BERT_LIKE, "bos_token_id": 1, "eos_token_id": 2}),
+    "t5": ("t5", {"vocab_size": VOCABULARY, "d_model": 24, "d_ff": 40, "d_kv": 6, "num_layers": 2, "num_heads": 4,
+                  "pad_token_id": 0, "eos_token_id": 2, "decoder_start_token_id": 0}),
+    "bart": ("bart", {"vocab_size": VOCABULARY, "d_model": 24, "encoder_layers": 2, "decoder_layers": 2,
+                      "encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 40,
+                      "decoder_ffn_dim": 40, "max_position_embeddings": 40, "pad_token_id": 0, "bos_token_id": 1,
+                      "eos_token_id": 2, "decoder_start_token_id": 2, "forced_eos_token_id": None}),
     "vit": ("vit", {"hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 4,
                     "image_size": 12, "patch_size": 4, "num_channels": 3}),
 }  # fmt: skip
@@ -93,7 +127,7 @@ def text_batch(head: str, size: int = 3, length: int = 7, dtype: torch.dtype = t
         kept = length - (i % 3)
         ids[i, kept:], mask[i, kept:] = 0, 0
     batch = {"input_ids": ids, "attention_mask": mask}
-    if head == "causal_lm":
+    if head in ("causal_lm", "seq2seq"):
         return {**batch, "labels": ids.masked_fill(mask.eq(0), -100)}
     if head == "masked_lm":
         return {**batch, "labels": ids.masked_fill(draw(0, 2, size, length).eq(0) | mask.eq(0), -100)}
