@@ -310,7 +310,7 @@ def test_failure_10_noise_for_the_sum_and_the_expected_batch_size_below_it(tmp_p
 
 
 def test_failure_11_trainers_own_clipping_is_off(tmp_path: Path) -> None:
-    trainer = make(tmp_path, privacy=private(noise_multiplier=50.0))
+    trainer = make(tmp_path, privacy=private(noise_multiplier=50.0), logging_steps=1)
     noisy = gradients_of(trainer)
     assert trainer.args.max_grad_norm == 0
     assert all(float(flat(g).norm()) > 100 for g in noisy)
@@ -325,7 +325,7 @@ def test_failure_12_a_sigma_of_1000_wrecks_accuracy(tmp_path: Path) -> None:
                 "train_dataset": rows(200), "eval_dataset": rows(200),
                 "compute_metrics": lambda p: {"accuracy": float((p.predictions.argmax(-1) == p.label_ids).mean())},
             },
-            per_device_train_batch_size=40, gradient_accumulation_steps=1, logging_steps=1000,
+            per_device_train_batch_size=40, gradient_accumulation_steps=1,
         )  # fmt: skip
         trainer.train()
         return float(trainer.evaluate()["eval_accuracy"])
@@ -416,6 +416,7 @@ def with_one_bad_row() -> list[dict[str, Any]]:
 @pytest.mark.parametrize("withhold", [False, True])
 def test_failure_14_an_example_without_a_finite_loss_contributes_nothing(tmp_path: Path, withhold: bool) -> None:
     bad, everything = with_one_bad_row(), {"per_device_train_batch_size": ROWS // 4, "gradient_accumulation_steps": 4}
+    everything["logging_steps"] = 1
     model = classifier()
     config = private(withhold_non_private_logs=withhold)
     trainer = make(tmp_path, model, config, OneLossIsNan, {"train_dataset": bad}, max_steps=2, **everything)
@@ -448,7 +449,7 @@ def test_failure_14_a_nan_pixel_ruins_one_example_only(tmp_path: Path) -> None:
     images[5]["pixel_values"][0, 0, 0] = math.nan
     model = tiny("vit", "image", torch.float32)
     trainer = make(
-        tmp_path, model, parts={"train_dataset": images, "data_collator": None}, max_steps=2,
+        tmp_path, model, parts={"train_dataset": images, "data_collator": None}, max_steps=2, logging_steps=1,
         per_device_train_batch_size=6, gradient_accumulation_steps=2,
     )  # fmt: skip
     trainer.train()
@@ -464,7 +465,7 @@ def test_callbacks_schedulers_evaluation_best_model_and_early_stopping(tmp_path:
     trainer = make(
         tmp_path, max_steps=12, eval_strategy="steps", eval_steps=2, save_strategy="steps", save_steps=2,
         lr_scheduler_type="linear", load_best_model_at_end=True, metric_for_best_model="accuracy",
-        greater_is_better=True, warmup_steps=2, eval_on_start=True,
+        greater_is_better=True, warmup_steps=2, eval_on_start=True, logging_steps=1,
         parts={
             "eval_dataset": rows(20, seed=1),
             "compute_metrics": lambda p: {"accuracy": 0.5},
@@ -656,10 +657,10 @@ def test_the_mixin_in_front_of_a_trainer_of_ones_own(tmp_path: Path) -> None:
         def compute_per_example_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
             return 2 * super().compute_per_example_loss(model, inputs)
 
-    trainer = make(tmp_path, kind=Private)
+    trainer = make(tmp_path, kind=Private, logging_steps=1)
     trainer.train()
     assert trainer.logged == STEPS + 1
-    doubled, single = last_log(trainer, "loss"), last_log(_trained(tmp_path), "loss")
+    doubled, single = last_log(trainer, "loss"), last_log(_trained(tmp_path, logging_steps=1), "loss")
     assert doubled > 1.5 * single
 
 
@@ -705,7 +706,7 @@ def test_epsilon_and_noise_are_logged_and_shown_in_the_progress_bar(tmp_path: Pa
     class WithBar(TrainerCallback):
         training_bar = Bar()
 
-    trainer = _trained(tmp_path, parts={"callbacks": [WithBar()]})
+    trainer = _trained(tmp_path, parts={"callbacks": [WithBar()]}, logging_steps=1)
     entries = [entry for entry in trainer.state.log_history if "loss" in entry]
     assert [entry["epsilon"] for entry in entries] == sorted({entry["epsilon"] for entry in entries})
     assert len(entries) == STEPS
@@ -723,7 +724,7 @@ def test_withheld_logs_leave_no_function_of_the_data_behind(tmp_path: Path) -> N
 
     trainer = make(
         tmp_path, privacy=private(withhold_non_private_logs=True), parts={"callbacks": [Listener()]},
-        save_strategy="steps", save_steps=2, include_num_input_tokens_seen="all",
+        save_strategy="steps", save_steps=2, include_num_input_tokens_seen="all", logging_steps=1,
     )  # fmt: skip
     out = trainer.train()
     states = [json.loads(p.read_text()) for p in tmp_path.glob("checkpoint-*/trainer_state.json")]

@@ -61,7 +61,7 @@ def arguments(path: Path | str, **changes: Any) -> TrainingArguments:
     values: dict[str, Any] = {
         "per_device_train_batch_size": MICRO, "gradient_accumulation_steps": EXPECTED // MICRO, "max_steps": STEPS,
         "optim": "sgd", "learning_rate": 0.1, "lr_scheduler_type": "constant", "weight_decay": 0.0,
-        "logging_steps": 1, "save_strategy": "no", "report_to": "none", "disable_tqdm": True, "use_cpu": True,
+        "logging_steps": 1000, "save_strategy": "no", "report_to": "none", "disable_tqdm": True, "use_cpu": True,
     }  # fmt: skip
     return TrainingArguments(str(path), **{**values, **changes})
 
