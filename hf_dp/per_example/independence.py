@@ -21,8 +21,8 @@ from hf_dp.per_example.rule import Axis, Rule, Use
 from hf_dp.per_example.rules import RULES
 from hf_dp.per_example.watch import Watch
 
-# Two arrangements of two examples a, b. Rows of one example must agree within an arrangement and between them.
-_FIRST, _SECOND = (0, 1, 1, 0, 0), (0, 0, 0, 0, 1)
+# Three arrangements of two examples: each beside the other, and each beside itself alone.
+_MIXED, _ONLY_FIRST, _ONLY_SECOND = (0, 1, 1, 0, 0), (0,) * 5, (1,) * 5
 _MIXING_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
 _LOW_PRECISION_TOLERANCE = 5e-2
 # Relative to the example's gradient of one parameter, plus a share of its whole gradient, where only rounding is left.
@@ -34,8 +34,8 @@ def check_independence(
 ) -> None:
     """Checks that every input of every use, and every loss, has one row for each example that depends on it alone.
 
-    Two forward passes over five rows made of two examples, with dropout switched off and the model in the mode that it
-    is in. Where other randomness is left, rows are compared under the same random numbers, and again in eval mode.
+    Three forward passes over five rows made of two examples, with dropout off and the model in the mode that it is in.
+    Where other randomness is left, rows are compared under the same random numbers, and again in eval mode.
 
     Raises:
         PreflightError: a shape was misread, or examples mix.
@@ -119,17 +119,17 @@ def _different_pair(batch: Batch) -> tuple[int, int]:
 def _mixing(
     model: nn.Module, loss_fn: LossFunction, batch: Batch, rules: Mapping[Any, Rule], in_place: bool = False
 ) -> str | None:
-    with forked_rng(model):
-        first, first_losses = _observe(model, loss_fn, take(batch, _FIRST), rules)
-    with forked_rng(model):
-        second, second_losses = _observe(model, loss_fn, take(batch, _SECOND), rules)
-    if [use for use, _ in first] != [use for use, _ in second]:
-        return "the model used its parameters differently when the examples of the batch were rearranged."
-    agree = _same_places_agree if in_place else _rows_agree
-    for (use, one), (_, two) in zip(first, second, strict=True):
-        if not agree(one, two):
+    runs = []
+    for pattern in (_MIXED, _ONLY_FIRST, _ONLY_SECOND):
+        with forked_rng(model):
+            runs.append(_observe(model, loss_fn, take(batch, pattern), rules))
+    if any([use for use, _ in seen] != [use for use, _ in runs[0][0]] for seen, _ in runs):
+        return "the model used its parameters differently when the examples of the batch were exchanged."
+    for observed in zip(*(seen for seen, _ in runs), strict=True):
+        if not _rows_agree(*(rows for _, rows in observed), in_place=in_place):
+            use = observed[0][0]
             return f"in {use.operation}, used by {use.parameter}, an example's row depends on its neighbours."
-    if not agree(first_losses, second_losses):
+    if not _rows_agree(*(losses for _, losses in runs), in_place=in_place):
         return "an example's loss depends on its neighbours in the batch."
     return None
 
@@ -149,16 +149,13 @@ def _observe(
     return seen, losses.reshape(size, 1)
 
 
-def _rows_agree(one: Tensor, two: Tensor) -> bool:
-    """Rows of `one` are a b b a a, rows of `two` are a a a a b."""
-    a, b = one[0], one[1]
-    pairs = [(one[3], a), (one[4], a), (one[2], b), (two[4], b), *((two[i], a) for i in range(4))]
+def _rows_agree(mixed: Tensor, only_first: Tensor, only_second: Tensor, *, in_place: bool) -> bool:
+    """Whether an example has the same row beside the other as beside itself, and (unless `in_place`) in every place."""
+    alone = (only_first, only_second)
+    pairs = [(mixed[i], alone[example][i]) for i, example in enumerate(_MIXED)]
+    if not in_place:
+        pairs += [(rows[i], rows[0]) for rows in alone for i in range(1, len(_MIXED))]
     return all(close(x, y) for x, y in pairs)
-
-
-def _same_places_agree(one: Tensor, two: Tensor) -> bool:
-    """Rows 0 and 3 hold a in both arrangements, beside different neighbours."""
-    return all(close(one[i], two[i]) for i in (0, 3))
 
 
 def close(x: Tensor, y: Tensor) -> bool:
@@ -174,7 +171,7 @@ def close(x: Tensor, y: Tensor) -> bool:
 
 
 def _is_random(model: nn.Module, loss_fn: LossFunction, batch: Batch) -> bool:
-    few = take(batch, _FIRST)
+    few = take(batch, _MIXED)
     return not close(loss_fn(model, few).float(), loss_fn(model, few).float())
 
 
