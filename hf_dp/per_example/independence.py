@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from hf_dp.errors import ConfigurationError, PreflightError
+from hf_dp.errors import PreflightError
 from hf_dp.per_example.batch import Batch, LossFunction, batch_size, check_losses, take
 from hf_dp.per_example.factors import full_precision, squared_norms
 from hf_dp.per_example.rule import Axis, Rule, Use
@@ -37,11 +37,15 @@ def check_independence(
     Three forward passes over five rows made of two examples, with dropout off and the model in the mode that it is in.
     Where other randomness is left, rows are compared under the same random numbers, and again in eval mode.
 
+    Nothing can be seen, and nothing is checked, where all examples are the same.
+
     Raises:
         PreflightError: a shape was misread, or examples mix.
-        ConfigurationError: `batch` holds no two different examples.
     """
-    batch = take(batch, _different_pair(batch))
+    pair = different_pair(batch)
+    if pair is None:
+        return
+    batch = take(batch, pair)
     with forked_rng(model), torch.no_grad():
         with _NoDropout():
             found = _mixing(model, loss_fn, batch, rules)
@@ -104,16 +108,11 @@ def _mixed(found: str) -> PreflightError:
     )
 
 
-def _different_pair(batch: Batch) -> tuple[int, int]:
+def different_pair(batch: Batch) -> tuple[int, int] | None:
+    """The first example and the first that differs from it, if any does."""
     tensors = [v for v in batch.values() if isinstance(v, Tensor)]
-    for i in range(1, batch_size(batch)):
-        if any(not torch.equal(v[0], v[i]) for v in tensors):
-            return 0, i
-    raise ConfigurationError(
-        f"all {batch_size(batch)} examples of the batch are the same.",
-        why="whether one example sees another can only be checked with two that differ.",
-        fix="give at least two different examples; shuffle the dataset if its first rows repeat.",
-    )
+    later = range(1, batch_size(batch))
+    return next(((0, i) for i in later if any(not torch.equal(v[0], v[i]) for v in tensors)), None)
 
 
 def _mixing(

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from hf_dp.errors import PreflightError, UnsupportedModelError
+from hf_dp.errors import ConfigurationError, PreflightError, UnsupportedModelError
 from hf_dp.per_example.batch import Batch, LossFunction, batch_size, take
-from hf_dp.per_example.independence import check_independence, check_shares, close, forked_rng, in_mode
+from hf_dp.per_example.independence import check_independence, check_shares, close, different_pair, forked_rng, in_mode
 from hf_dp.per_example.oracle import loop
 from hf_dp.per_example.record import Certificate, PerExampleGradients
 from hf_dp.per_example.rule import Rule
@@ -52,6 +52,12 @@ def preflight(
         ConfigurationError: `batch` holds no two different examples.
     """
     check_modules(model)
+    if different_pair(batch) is None:
+        raise ConfigurationError(
+            f"preflight was given {batch_size(batch)} example(s), with no two that differ.",
+            why="whether one example sees another can only be checked with two that differ.",
+            fix="give at least two different examples; shuffle the dataset if its first rows repeat.",
+        )
     with forked_rng(model), _off_zero(model):
         check_independence(model, loss_fn, batch, rules=rules)
         size = _coprime_size(batch)

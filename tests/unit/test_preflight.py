@@ -221,8 +221,15 @@ def test_shares_leaves_correct_models_alone_under_dropout() -> None:
 @pytest.mark.parametrize("data", [{"x": torch.ones(3, 5, 4).double()}, batch(1, 5, 4)])
 def test_two_different_examples_are_needed(data: dict[str, Tensor]) -> None:
     model = Small(lambda m, x: m.linear(x).cos(), linear=nn.Linear(4, 4))
-    with pytest.raises(ConfigurationError, match="are the same"):
+    with pytest.raises(ConfigurationError, match="no two that differ"):
         preflight(model, square, data)
+
+
+def test_a_batch_of_one_example_repeated_is_recorded_all_the_same() -> None:
+    model, data = tiny("gpt2", "causal_lm"), text_batch("causal_lm", size=1, length=4)
+    repeated = {k: v.expand(4, -1).clone() for k, v in data.items()}
+    found, truth = (method(model, per_example_losses, repeated) for method in (record, loop))
+    assert torch.allclose(found.squared_norms(), truth.squared_norms(), rtol=1e-10)
 
 
 def test_a_path_taken_for_some_batches_only_is_refused_when_it_is_taken() -> None:
