@@ -10,7 +10,7 @@ import math
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import GPT2LMHeadModel, PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_dp.demo.messages import PIN_DIGITS, Canary
 
@@ -72,13 +72,14 @@ def exposures(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, canari
     return [exposure(pin_losses(model, tokenizer, c.prefix, len(c.pin)), int(c.pin)) for c in canaries]
 
 
-def extracted(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, canaries: list[Canary]) -> int:
+def extracted(model: GPT2LMHeadModel, tokenizer: PreTrainedTokenizerBase, canaries: list[Canary]) -> int:
     """How many PINs the model says outright, decoding greedily after the canary's prefix."""
     return sum(_continuation(model, tokenizer, c) == c.pin for c in canaries)
 
 
-def _continuation(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, canary: Canary) -> str:
+def _continuation(model: GPT2LMHeadModel, tokenizer: PreTrainedTokenizerBase, canary: Canary) -> str:
     prompt = tokenizer(canary.prefix, return_tensors="pt").to(model.device)
-    generate = getattr(model.eval(), "generate")  # noqa: B009
-    output = generate(**prompt, max_new_tokens=len(canary.pin), do_sample=False, pad_token_id=tokenizer.pad_token_id)
+    output = model.eval().generate(
+        **prompt, max_new_tokens=len(canary.pin), do_sample=False, pad_token_id=tokenizer.pad_token_id
+    )
     return str(tokenizer.decode(output[0, prompt["input_ids"].shape[1] :]))

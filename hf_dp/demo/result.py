@@ -71,12 +71,14 @@ class Result:
         table = Table(
             title="The same model, the same messages",
             caption=f"Exposure: how far up a secret ranks among all {CANDIDATES:,} PINs, in bits; {secrets} secrets, "
-            "each in one message. Control: secrets never planted. "
+            "each in one message. Control: secrets never planted. Said: greedily, when asked. "
             f"Chance: {MEAN_EXPOSURE_BY_CHANCE:.1f} on average. Fully known: {MOST_EXPOSURE:.1f}.",
         )
-        for title in ("", "epsilon", "delta", "eval. loss", "exposure: mean", "max", "control: mean"):
-            table.add_column(title, justify="right" if title else "left")
-        table.add_column("PINs it says", justify="right")
+        # Two-line titles: the table fits a terminal of 80 columns.
+        titles = ("epsilon", "delta", "eval.\nloss", "exposure\nmean", "exposure\nmax", "control\nmean", "PINs\nsaid")
+        table.add_column("")
+        for title in titles:
+            table.add_column(title, justify="right", no_wrap=True)
         for row in self.rows:
             table.add_row(
                 row.name,
@@ -86,7 +88,7 @@ class Result:
                 f"{mean(row.planted):.1f}",
                 f"{max(row.planted):.1f}",
                 f"{mean(row.unplanted):.1f}",
-                f"{row.extracted} of {secrets}",
+                f"{row.extracted}/{secrets}",
             )
         return table
 

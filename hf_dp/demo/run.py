@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import datasets
+import torch
 import transformers
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
@@ -22,7 +23,7 @@ from hf_dp.demo.figure import draw
 from hf_dp.demo.messages import Messages, generate
 from hf_dp.demo.model import new_model, train_tokenizer
 from hf_dp.demo.result import Result, Row
-from hf_dp.demo.training import Schedule, Workshop, evaluation_loss
+from hf_dp.demo.training import Schedule, TrainingSetup, evaluation_loss
 
 FIGURE_FILE = "demo.png"
 
@@ -48,11 +49,11 @@ FULL = Scale(
     private=3000,
     evaluation=400,
     canaries=16,
-    width=96,
+    width=64,
     layers=2,
     pretraining=Schedule(epochs=2, learning_rate=1e-3, micro_batch=16),
-    ordinary_training=Schedule(epochs=30, learning_rate=5e-3, micro_batch=16),
-    private_training=Schedule(epochs=30, learning_rate=2e-3, micro_batch=64, accumulation=16),
+    ordinary_training=Schedule(epochs=30, learning_rate=8e-3, micro_batch=16),
+    private_training=Schedule(epochs=30, learning_rate=3e-3, micro_batch=64, accumulation=16),
 )
 QUICK = Scale(
     public=1000,
@@ -86,7 +87,7 @@ def run(output_dir: Path, scale: Scale, data_seed: int, console: Console) -> boo
         f"{scale.canaries} secret card codes, each in one of {scale.private:,} private messages. A small GPT-2 that "
         "knows public messages only is fine-tuned on them twice: ordinarily, and with differential privacy."
     )
-    with _quiet(), tempfile.TemporaryDirectory() as scratch, _progress(console) as progress:
+    with _quiet(), _one_thread(), tempfile.TemporaryDirectory() as scratch, _progress(console) as progress:
         result = _train_and_measure(output_dir, scale, data_seed, Path(scratch), progress)
         draw(result, output_dir / FIGURE_FILE)
     console.print(result.table())
@@ -111,26 +112,24 @@ def _train_and_measure(output_dir: Path, scale: Scale, data_seed: int, scratch: 
         seed=data_seed,
     )
     tokenizer = train_tokenizer(messages.public)
-    workshop = Workshop(tokenizer, messages.evaluation, scratch, data_seed, progress)
+    setup = TrainingSetup(tokenizer, messages.evaluation, scratch, data_seed, progress)
     transformers.set_seed(data_seed)
     public = new_model(tokenizer, width=scale.width, layers=scale.layers)
 
-    trainer = workshop.ordinary(public, messages.public, scale.pretraining, "Pretraining on public messages")
+    trainer = setup.ordinary(public, messages.public, scale.pretraining, "Pretraining on public messages")
     before = _row("before", 0.0, 0.0, evaluation_loss(trainer), public, tokenizer, messages)
 
     ordinary, private = copy.deepcopy(public), copy.deepcopy(public)
-    trainer = workshop.ordinary(ordinary, messages.private, scale.ordinary_training, "Fine-tuning, ordinary")
-    leaky = _row("ordinary", math.inf, None, evaluation_loss(trainer), ordinary, tokenizer, messages)
+    trainer = setup.ordinary(ordinary, messages.private, scale.ordinary_training, "Fine-tuning, ordinary")
+    ordinary_row = _row("ordinary", math.inf, None, evaluation_loss(trainer), ordinary, tokenizer, messages)
 
     privacy = PrivacyConfig(target_epsilon=8.0, clipping_norm=scale.clipping_norm)
-    private_trainer = workshop.private(
-        private, messages.private, scale.private_training, privacy, "Fine-tuning, private"
-    )
+    private_trainer = setup.private(private, messages.private, scale.private_training, privacy, "Fine-tuning, private")
     report = private_trainer.privacy_report()
     loss = evaluation_loss(private_trainer)
-    tight = _row("private", report.epsilon, report.delta, loss, private, tokenizer, messages)
+    private_row = _row("private", report.epsilon, report.delta, loss, private, tokenizer, messages)
     private_trainer.save_model(str(output_dir))
-    return Result(before, leaky, tight)
+    return Result(before, ordinary_row, private_row)
 
 
 def _row(
@@ -160,7 +159,7 @@ def _progress(console: Console) -> Progress:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keeps the libraries' own messages and bars out of the story, and restores their settings."""
+    """Keeps the libraries' own messages and bars out of the story; all settings are restored."""
     library_logs = (transformers.logging, datasets.logging)
     levels = [logs.get_verbosity() for logs in library_logs]
     bars = transformers.logging.is_progress_bar_enabled(), datasets.are_progress_bars_disabled()
@@ -177,3 +176,14 @@ def _quiet() -> Iterator[None]:
             transformers.logging.enable_progress_bar()
         if not bars[1]:
             datasets.enable_progress_bars()
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Matrices this small gain little from a second thread, and lose much when it has to share its core."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)

@@ -43,7 +43,7 @@ class Schedule:
 
 
 @dataclass(frozen=True)
-class Workshop:
+class TrainingSetup:
     """What all trainings share: tokenizer, evaluation data, a scratch folder, a seed and a place to show progress."""
 
     tokenizer: PreTrainedTokenizerFast
