@@ -27,7 +27,7 @@ from hf_dp.callbacks import PrivacyCallback
 from hf_dp.config import PrivacyConfig
 from hf_dp.errors import BudgetExceededError, ConfigurationError
 from hf_dp.fingerprint import fingerprint, fingerprint_key
-from hf_dp.losses import per_example_losses
+from hf_dp.losses import check_own_loss, per_example_losses
 from hf_dp.per_example import Certificate, PerExampleGradients, preflight, record
 from hf_dp.per_example.batch import Batch
 from hf_dp.per_example.preflight import check_modules, check_padding
@@ -200,6 +200,8 @@ class DPTrainerMixin(_Base):
         with unchanged_buffers(self._module):
             self._certificate = preflight(self._module, self._loss, batch(few))
             check_padding(self._module, self._loss, few, batch)
+            if type(self).compute_per_example_loss is DPTrainerMixin.compute_per_example_loss:
+                check_own_loss(self._module, batch(few))
 
     # --- one step -------------------------------------------------------------------------------------------------
 

@@ -11,7 +11,13 @@ import datasets
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import DataCollatorWithFlattening, DefaultDataCollator, Trainer, TrainerCallback
+from transformers import (
+    DataCollatorWithFlattening,
+    DefaultDataCollator,
+    DistilBertForSequenceClassification,
+    Trainer,
+    TrainerCallback,
+)
 
 from hf_dp import DPTrainer, PrivacyConfig
 from hf_dp.arguments import private_arguments
@@ -501,3 +507,16 @@ def test_unfreezing_in_the_middle_is_refused_before_the_step_is_paid(tmp_path: P
     with pytest.raises(PreflightError, match="preflight did not see"):
         trainer.train()
     assert trainer.ledger.steps == trainer.state.global_step == 2
+
+
+class DoubledForSequenceClassification(DistilBertForSequenceClassification):
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().forward(*args, **kwargs)
+        if output.loss is not None:
+            output.loss = 2 * output.loss
+        return output
+
+
+def test_a_model_whose_own_loss_is_another_is_refused(tmp_path: Path) -> None:
+    model = DoubledForSequenceClassification(classifier().config)
+    refused(tmp_path, UnsupportedModelError, "as its loss of one example", model, at_once=False)
