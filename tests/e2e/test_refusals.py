@@ -510,8 +510,8 @@ def test_unfreezing_in_the_middle_is_refused_before_the_step_is_paid(tmp_path: P
 
 
 class DoubledForSequenceClassification(DistilBertForSequenceClassification):
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        output = super().forward(*args, **kwargs)
+    def forward(self, input_ids: Any = None, attention_mask: Any = None, labels: Any = None, **kwargs: Any) -> Any:
+        output = super().forward(input_ids, attention_mask, labels=labels, **kwargs)
         if output.loss is not None:
             output.loss = 2 * output.loss
         return output
