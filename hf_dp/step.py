@@ -34,7 +34,7 @@ def private_gradient(
         ledger: charged before the noisy gradient exists.
 
     Returns:
-        What was summed, now with the noise in it.
+        The sum; its gradients are now the noisy mean.
 
     Raises:
         BudgetExceededError: the plan's budget pays for no further step; nothing was computed or released.
@@ -56,5 +56,6 @@ def private_gradient(
     with torch.no_grad():
         for name, p in model.named_parameters():
             if p.requires_grad:
-                p.grad = (total.gradients[name] / plan.sampler.expected_batch_size).to(p.dtype)
+                # In place: a second copy of all gradients would be the peak of memory.
+                p.grad = total.gradients[name].div_(plan.sampler.expected_batch_size).to(p.dtype)
     return total
