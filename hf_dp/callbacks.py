@@ -51,4 +51,4 @@ class PrivacyCallback(TrainerCallback, ExportableState):
         for callback in self.trainer.callback_handler.callbacks:
             bar = getattr(callback, "training_bar", None)
             if bar is not None:
-                bar.set_postfix(epsilon=logs["epsilon"])
+                bar.set_postfix(epsilon=logs["epsilon"], noise=round(logs["noise_multiplier"], 3))

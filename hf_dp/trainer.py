@@ -178,7 +178,8 @@ class DPTrainerMixin(_Base):
             )
         self.ledger.promise = plan.promise
         refuse_optimizer(self.optimizer, self._module)
-        logger.info("Private training: %s. max_grad_norm is set to 0: gradients are clipped for each example.", plan)
+        # A warning, so that it is seen: the default delta, and an argument that is not what the user left it at.
+        logger.warning("Private training: %s. max_grad_norm is set to 0: gradients are clipped for each example.", plan)
         self._preflight()
 
     def checkpoint_record(self) -> dict[str, Any]:
