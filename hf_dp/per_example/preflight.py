@@ -101,7 +101,8 @@ def check_padding(
 ) -> None:
     """Checks that an example's loss is the same alone and beside longer examples, which it is padded to.
 
-    A collator that draws at random (masked language modelling) cannot be compared with itself and is left out.
+    What a collator draws at random (masked language modelling) cannot be drawn again for the example alone; there its
+    row of the batch is cut to the length that it has alone, on one side or the other.
 
     Args:
         examples: a few, of different lengths where possible.
@@ -112,19 +113,31 @@ def check_padding(
     """
     with forked_rng(model), in_mode(model, training=False), torch.no_grad():
         once, again = collate(list(examples)), collate(list(examples))
-        if any(isinstance(v, Tensor) and not torch.equal(v, again[k]) for k, v in once.items()):
-            return
+        is_random = any(isinstance(v, Tensor) and not torch.equal(v, again[k]) for k, v in once.items())
         together = loss_fn(model, once)
         for i, example in enumerate(examples):
-            alone = loss_fn(model, collate([example]))[0]
-            if not close(together[i].reshape(1), alone.reshape(1)):
+            single = collate([example])
+            versions = [_cut(once, i, single, left) for left in (False, True)] if is_random else [single]
+            alone = [loss_fn(model, version) for version in versions]
+            if not any(close(together[i].reshape(1), loss) for loss in alone):
                 raise PreflightError(
-                    f"an example's loss is {float(alone):.6g} by itself and {float(together[i]):.6g} in a batch.",
+                    f"an example's loss is {float(alone[0]):.6g} by itself and {float(together[i]):.6g} in a batch.",
                     why="it depends on how far the collator padded it, so one long example would change the gradients "
                     "of its neighbours, beyond what clipping bounds.",
                     fix="pad on the right with an attention mask (tokenizer.padding_side = 'right'), or pad every "
                     "example to one fixed length (padding='max_length').",
                 )
+
+
+def _cut(batch: Batch, i: int, single: Batch, left: bool) -> dict[str, Any]:
+    """Row i of `batch`, each tensor as long as it is in `single`; padding goes from the left or from the right."""
+    row = {}
+    for name, values in take(batch, [i]).items():
+        if isinstance(values, Tensor) and values.dim() > 1:
+            extra = values.shape[1] - single[name].shape[1]
+            values = values.narrow(1, extra if left else 0, values.shape[1] - extra)
+        row[name] = values
+    return row
 
 
 def _compare(engine: PerExampleGradients, oracle: PerExampleGradients, dtypes: Set[torch.dtype]) -> None:
