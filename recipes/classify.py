@@ -42,6 +42,10 @@ class RecipeArguments:
     lora_rank: int = 8
     head_learning_rate: float = field(default=1e-2, metadata={"help": "The head's; learning_rate is the encoder's."})
     temperature: float = field(default=0.05, metadata={"help": "Logits are cosine similarities over this."})
+    head_scale: float = field(
+        default=1.0,
+        metadata={"help": "Gradients of the head count this much more in the clipping norm, beside the encoder's."},
+    )
     max_length: int = 64
 
 
@@ -50,21 +54,21 @@ class MeanPoolingForSequenceClassification(PreTrainedModel):
 
     _supports_sdpa = True
 
-    def __init__(self, encoder: PreTrainedModel, label_embeddings: torch.Tensor, temperature: float) -> None:
+    def __init__(self, encoder: PreTrainedModel, label_embeddings: torch.Tensor, recipe: RecipeArguments) -> None:
         encoder.config.num_labels = len(label_embeddings)
         encoder.config.problem_type = "single_label_classification"
         super().__init__(encoder.config)
         self.encoder = encoder
         self.classifier = torch.nn.Linear(label_embeddings.shape[1], len(label_embeddings), bias=False)
-        self.classifier.weight.data.copy_(label_embeddings)
-        self.temperature = temperature
+        self.classifier.weight.data.copy_(label_embeddings / recipe.head_scale)
+        self.scale = recipe.head_scale / recipe.temperature
 
     def forward(
         self, input_ids: torch.Tensor, attention_mask: torch.Tensor, labels: torch.Tensor | None = None, **_: Any
     ) -> SequenceClassifierOutput:
         """(B, T) ids to (B, labels) logits."""
         pooled = mean_pooled(self.encoder, input_ids, attention_mask)
-        logits = self.classifier(pooled) / self.temperature
+        logits = self.classifier(pooled) * self.scale
         loss = None if labels is None else F.cross_entropy(logits, labels)
         return SequenceClassifierOutput(loss=loss, logits=logits)
 
@@ -92,7 +96,7 @@ def build(recipe: RecipeArguments, tokenizer: Any, names: list[str]) -> torch.nn
         embeddings = mean_pooled(encoder, batch["input_ids"], batch["attention_mask"])
     if getattr(encoder, "pooler", None) is not None:
         encoder.pooler = None  # unused here; it would only collect noise
-    model = MeanPoolingForSequenceClassification(encoder, embeddings, recipe.temperature)
+    model = MeanPoolingForSequenceClassification(encoder, embeddings, recipe)
     if recipe.method == "full":
         return model
     lora = LoraConfig(
@@ -114,7 +118,10 @@ def main() -> None:
     head = [p for n, p in model.named_parameters() if p.requires_grad and "classifier" in n]
     body = [p for n, p in model.named_parameters() if p.requires_grad and "classifier" not in n]
     optimizer = torch.optim.Adam(
-        [{"params": body, "lr": arguments.learning_rate}, {"params": head, "lr": recipe.head_learning_rate}]
+        [
+            {"params": body, "lr": arguments.learning_rate},
+            {"params": head, "lr": recipe.head_learning_rate / recipe.head_scale},
+        ]
     )
     trainer = DPTrainer(
         model=model,
