@@ -102,14 +102,13 @@ def markdown(results: dict[str, dict[str, str]]) -> str:
     for name, row in results.items():
         cells = [row.get(head, "-").split(":")[0] for head in heads]
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
-    refused = {
-        f"{name} ({head}): {text[9:]}"
+    reasons = [
+        f"- {name}: {next(text for text in row.values() if text.startswith('refused'))[9:]}"
         for name, row in results.items()
-        for head, text in row.items()
-        if text.startswith("refused")
-    }
+        if any(text.startswith("refused") for text in row.values())
+    ]
     return "\n".join(
-        [*lines, *(["", "Refused, each with its reason:", ""] + [f"- {r}" for r in sorted(refused)] if refused else [])]
+        [*lines, "", "Refused with all parameters trainable (freeze the named one, or use LoRA):", "", *reasons]
     )
 
 
