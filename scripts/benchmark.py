@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import platform
-import resource
 import statistics
 import subprocess
 import sys
@@ -30,7 +29,7 @@ from rich.table import Table
 from torch import Tensor, nn
 
 MICRO_BATCHES = 4
-app = typer.Typer(add_completion=False)
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
 @dataclass(frozen=True)
@@ -220,6 +219,12 @@ def measure_times(case: Case, names: list[str], repeats: int, device: torch.devi
     return {**{name: statistics.median(values) for name, values in seconds.items()}, **failed}
 
 
+def _peak_mib() -> float:
+    # Not getrusage: what that reports survives exec, so a child begins with its parent's peak.
+    status = Path("/proc/self/status").read_text(encoding="utf-8")
+    return int(status.split("VmHWM:")[1].split()[0]) / 1024
+
+
 @app.command(hidden=True)
 def memory(case_name: str, variant: str) -> None:
     """Prints the peak memory in MiB of one variant of one case, in this process."""
@@ -229,12 +234,11 @@ def memory(case_name: str, variant: str) -> None:
     import transformers.models.auto.modeling_auto  # noqa: F401 - not part of what is measured
 
     del peft
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    before = _peak_mib()
     step = VARIANTS[variant](build(case, device), batches(case, device))
     for _ in range(3):
         step()
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024 - before
-    print(torch.cuda.max_memory_allocated() / 2**20 if device.type == "cuda" else peak)
+    print(torch.cuda.max_memory_allocated() / 2**20 if device.type == "cuda" else _peak_mib() - before)
 
 
 def measure_memory(case_name: str, variant: str) -> float | str:
