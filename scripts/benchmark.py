@@ -1,8 +1,8 @@
 """Time and peak memory of a private step as ratios to an ordinary one, measured in one run.
 
-    python scripts/benchmark.py --output out/benchmark.json
-    python scripts/benchmark.py --case tied --repeats 9
-    python scripts/benchmark.py --opacus
+    python scripts/benchmark.py run --output out/benchmark.json
+    python scripts/benchmark.py run --case tied --repeats 9
+    python scripts/benchmark.py run --opacus
 
 A step is one logical batch of four micro-batches of B with fused AdamW; the private one also clips each example, adds
 noise and charges the ledger. Variants of a case take turns, and the median of the repeats counts. Peak memory is that

@@ -1,0 +1,55 @@
+"""The recipes on a little of the real data, as their first lines say to run them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def run(recipe: str, *flags: str) -> str:
+    """What a recipe prints, run with its own YAML file and flags that win over it."""
+    name = recipe.removesuffix("_full")
+    command = [sys.executable, f"recipes/{name}.py", f"recipes/{recipe}.yaml", *flags, "--use_cpu", "True"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout
+
+
+def head(source: Path, target: Path, lines: int) -> str:
+    with source.open(encoding="utf-8") as file:
+        target.write_text("".join(next(file) for _ in range(lines)), encoding="utf-8")
+    return str(target)
+
+
+@pytest.mark.data
+@pytest.mark.parametrize("recipe", ["classify", "classify_full"])
+def test_classification_of_bank_questions(recipe, data_directory, minilm_directory, tmp_path):
+    data = data_directory / "banking77"
+    printed = run(
+        recipe,
+        *("--encoder", str(minilm_directory), "--labels_file", str(data / "categories.json")),
+        *("--train_file", head(data / "train.csv", tmp_path / "train.csv", 121)),
+        *("--test_file", head(data / "test.csv", tmp_path / "test.csv", 41)),
+        *("--max_steps", "2", "--per_device_train_batch_size", "10", "--gradient_accumulation_steps", "3"),
+        *("--output_dir", str(tmp_path / "out")),
+    )
+    assert "accuracy after:" in printed
+    assert "Differential privacy: epsilon 7.99" in printed
+    assert (tmp_path / "out" / "privacy_report.json").exists()
+
+
+@pytest.mark.data
+def test_a_language_model_of_plays(data_directory, tmp_path):
+    printed = run(
+        "causal_lm",
+        *("--text_file", head(data_directory / "tinyshakespeare" / "input.txt", tmp_path / "plays.txt", 1500)),
+        *("--max_steps", "20", "--per_device_train_batch_size", "32", "--gradient_accumulation_steps", "2"),
+        *("--output_dir", str(tmp_path / "out")),
+    )
+    before, after = (float(printed.split(f"evaluation loss {when}: ")[1].split()[0]) for when in ("before", "after"))
+    assert after < before - 0.5
