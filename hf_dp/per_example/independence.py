@@ -142,7 +142,8 @@ def _observe(
         seen.append((use, given.reshape(axis.batch_size, -1).detach().clone()))
 
     size = batch_size(batch)
-    with Watch(size, rules, observe=observe).attached(model):
+    watch = Watch(size, rules, observe=observe)
+    with watch.blaming_copies(model, loss_fn, batch), watch.attached(model):
         losses = loss_fn(model, batch)
     check_losses(losses, size)
     return seen, losses.reshape(size, 1)

@@ -42,12 +42,35 @@ class Watch:
 
     def run(self, model: nn.Module, loss_fn: LossFunction, batch: Batch) -> Tensor:
         """One forward and one backward pass; the losses (B,), detached. The factors are then in `factors`."""
-        with self.attached(model), torch.enable_grad():
+        with self.blaming_copies(model, loss_fn, batch), self.attached(model), torch.enable_grad():
             losses = loss_fn(model, batch)
             check_losses(losses, self.batch_size)
             self.is_final = True
             losses.sum().backward()
         return losses.detach()
+
+    @contextmanager
+    def blaming_copies(self, model: nn.Module, loss_fn: LossFunction, batch: Batch) -> Iterator[None]:
+        """Refuses by name a model that fails only because a row for all examples was copied for each of them.
+
+        Raises:
+            UnsupportedModelError: with the parameter; a model that fails by itself fails as it does.
+        """
+        try:
+            yield
+        except RuntimeError as error:
+            copied = sorted({use.parameter for use in self.uses if use.reading == "broadcast"})
+            if not copied or isinstance(error, torch.OutOfMemoryError):
+                raise
+            with torch.no_grad():
+                loss_fn(model, batch)
+            raise UnsupportedModelError(
+                f"the model fails ({str(error).splitlines()[0]}) when {', '.join(copied)} is watched.",
+                why="what it computes once for all examples is copied for each, so that each one's share is known, and "
+                "the model then repeats or indexes it by itself, as prompt tuning does.",
+                fix="give the model one row for each example (position ids of shape (B, T), say), freeze the "
+                "parameter, or train with LoRA.",
+            ) from error
 
     @contextmanager
     def attached(self, model: nn.Module) -> Iterator[None]:

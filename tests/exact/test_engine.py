@@ -392,3 +392,28 @@ def test_saving_and_loading_within_training_is_not_disturbed(tmp_path: Path) -> 
     again = type(model).from_pretrained(tmp_path, dtype=torch.float64)
     assert torch.equal(again.transformer.wte.weight, model.transformer.wte.weight)
     assert again.lm_head.weight is again.transformer.wte.weight
+
+
+def test_prompt_tuning_is_refused_by_name():
+    model = tiny("gpt2", "causal_lm", torch.float32)
+    tuned = peft.get_peft_model(model, peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
+    batch = text_batch("causal_lm")
+
+    def loss(model: Any, batch: Any) -> Tensor:
+        logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+        return logits[:, -1].logsumexp(1)
+
+    with pytest.raises(UnsupportedModelError, match="prompt_encoder"):
+        record(tuned, loss, batch)
+    with pytest.raises(UnsupportedModelError, match="prompt_encoder"):
+        preflight(tuned, loss, batch)
+
+
+def test_a_model_that_fails_by_itself_fails_as_it_does():
+    model = tiny("gpt2", "causal_lm", torch.float32)
+
+    def loss(model: Any, batch: Any) -> Tensor:
+        return model(input_ids=batch["input_ids"]).logits @ torch.zeros(5, 5)
+
+    with pytest.raises(RuntimeError, match="mat"):
+        record(model, loss, text_batch("causal_lm"))
