@@ -71,9 +71,9 @@ class Entropy:
 def secret_global_state() -> Iterator[None]:
     """Inside, the global generators of `torch`, `numpy` and `random` are seeded by the operating system.
 
-    For dropout masks and for collators that mask at random. Under Trainer's public seed one example more or less
-    would shift everyone else's masks in a known way, and the clipped sum would move by more than C. The global states
-    come back as they were.
+    For dropout masks, rows that are augmented at random and collators that mask at random. Under Trainer's public seed
+    one example more or less would shift everyone else's in a known way, and the clipped sum would move by more than C.
+    The global states come back as they were.
     """
     python_state, numpy_state = random.getstate(), np.random.get_state()  # noqa: NPY002
     with torch.random.fork_rng(devices=range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []):

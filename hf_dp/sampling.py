@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sized
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,8 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from hf_dp.errors import ConfigurationError
 from hf_dp.randomness import Entropy, secret_global_state
+
+Randomness = Callable[[], AbstractContextManager[None]]
 
 
 class PoissonBatchSampler(Sampler[list[int]]):
@@ -99,7 +101,9 @@ class PoissonDataLoader(DataLoader[Any]):
                 why="the sampling probability that is accounted for would not be the one that examples are drawn with.",
                 fix="make the sampler with dataset_size=len(dataset).",
             )
-        super().__init__(_OwnReads(dataset), batch_sampler=batch_sampler, collate_fn=collate_fn, **options)
+        super().__init__(
+            _OwnReads(dataset, collate_fn.randomness), batch_sampler=batch_sampler, collate_fn=collate_fn, **options
+        )
 
     def set_epoch(self, epoch: int) -> None:
         """Draws epoch `epoch` next. Trainer calls it before each epoch."""
@@ -115,7 +119,7 @@ class LogicalBatchCollator:
     Args:
         micro_batch_size: the most examples in one micro-batch.
         collate: list of examples (never empty) -> mapping whose tensors have one row per example: (b, ...).
-        reproducible: leave the collator's randomness to the global seeds (not private), as everything under a seed.
+        reproducible: leave the randomness of collating, and of reading rows for it, to the global seeds (not private).
 
     Raises:
         ConfigurationError: a micro-batch size below 1, or a collator known to put several examples in one row.
@@ -133,7 +137,7 @@ class LogicalBatchCollator:
         _refuse_packing(collate)
         self._micro_batch_size = micro_batch_size
         self._collate = collate
-        self._randomness = nullcontext if reproducible else secret_global_state
+        self.randomness: Randomness = nullcontext if reproducible else secret_global_state
 
     def __call__(self, examples: list[Any]) -> dict[str, Any]:
         """`{"micro_batches": [what the collator returned, ...], "n": number of examples}`; no micro-batch if n is 0.
@@ -145,7 +149,7 @@ class LogicalBatchCollator:
         # Their sum does not depend on who shares a micro-batch, but the padding that is computed does.
         examples = sorted(examples, key=length)
         parts = [examples[start : start + size] for start in range(0, len(examples), size)]
-        with self._randomness():
+        with self.randomness():
             return {"micro_batches": [self.collated(part) for part in parts], "n": len(examples)}
 
     def collated(self, examples: list[Any]) -> Mapping[str, Any]:
@@ -186,8 +190,9 @@ class _OwnReads(Dataset[Any]):
     Only a Hugging Face dataset with a format that cannot is read in batches, which is faster.
     """
 
-    def __init__(self, dataset: Any) -> None:
+    def __init__(self, dataset: Any, randomness: Randomness) -> None:
         self.dataset = dataset
+        self._randomness = randomness
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -198,6 +203,10 @@ class _OwnReads(Dataset[Any]):
     def __getitems__(self, indices: list[int]) -> list[Any]:
         if not indices:
             return []
+        with self._randomness():
+            return self._read(indices)
+
+    def _read(self, indices: list[int]) -> list[Any]:
         layout = getattr(self.dataset, "format", None)
         if isinstance(layout, Mapping) and layout.get("type") != "custom" and hasattr(self.dataset, "__getitems__"):
             return list(self.dataset.__getitems__(indices))

@@ -285,3 +285,27 @@ class TestCollator:
     def test_a_micro_batch_holds_something(self):
         with pytest.raises(ConfigurationError, match="per_device_train_batch_size"):
             LogicalBatchCollator(0, rows)
+
+
+class Augmented:
+    """A dataset that changes its rows at random, as image augmentation does."""
+
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"x": torch.rand(2), "labels": torch.tensor(index)}
+
+
+@pytest.mark.parametrize("reproducible", [False, True])
+def test_random_transforms_of_the_data_follow_the_public_seed_only_under_a_privacy_seed(reproducible):
+    def rows() -> torch.Tensor:
+        torch.manual_seed(1)
+        loader = PoissonDataLoader(
+            Augmented(),
+            batch_sampler=PoissonBatchSampler(6, 6, Entropy(0)),
+            collate_fn=LogicalBatchCollator(6, torch.utils.data.default_collate, reproducible=reproducible),
+        )
+        return next(iter(loader))["micro_batches"][0]["x"]
+
+    assert torch.equal(rows(), rows()) == reproducible
