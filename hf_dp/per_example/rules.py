@@ -7,6 +7,7 @@ operation of your own, pass `{**RULES, my_function: Rule(...)}` to `record` and 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -245,10 +246,11 @@ def _expand_backward(saved: _Saved, operands: Operands, gradient: Tensor, axis: 
     return None, {"weight": PerExample(accumulation(gradient).reshape(gradient.shape[0], *weight.shape))}
 
 
-# --- convolution over patches ---------------------------------------------------------------------------------------
+# --- convolution over patches, and over time ------------------------------------------------------------------------
 
 
-def _bind_conv2d(
+def _bind_convolution(
+    operation: str,
     input: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
@@ -259,7 +261,7 @@ def _bind_conv2d(
 ) -> Bound:
     if groups != 1 or isinstance(padding, str):
         raise _unsupported(
-            "conv2d", f"groups={groups}, padding={padding!r}", "only one group and numeric padding are known"
+            operation, f"groups={groups}, padding={padding!r}", "only one group and numeric padding are known"
         )
     return Bound(input, {"weight": weight, "bias": bias}, {"stride": stride, "padding": padding, "dilation": dilation})
 
@@ -280,6 +282,20 @@ def _conv2d_backward(saved: _Saved, operands: Operands, gradient: Tensor, axis: 
     if not needs_input:
         return None, factors
     return conv2d_input(x.shape, weight.to(gradient.dtype), gradient, **options), factors
+
+
+def _conv1d(x: Tensor, operands: Operands) -> tuple[Tensor, _Saved]:
+    return F.conv1d(x, _parameter(operands, "weight"), operands.parameters["bias"], **operands.options), (x,)
+
+
+def _conv1d_backward(saved: _Saved, operands: Operands, gradient: Tensor, axis: Axis, needs_input: bool) -> _Backward:
+    """As of an image one pixel high."""
+    neutral = {"stride": 1, "padding": 0, "dilation": 1}
+    options = {k: (neutral[k], v if isinstance(v, int) else v[0]) for k, v in operands.options.items()}
+    parameters = {**operands.parameters, "weight": _parameter(operands, "weight").unsqueeze(2)}
+    image = Operands(parameters, operands.watched, options)
+    found, factors = _conv2d_backward((saved[0].unsqueeze(2),), image, gradient.unsqueeze(2), axis, needs_input)
+    return None if found is None else found.squeeze(2), factors
 
 
 def _last_axis(operation: str, normalized_shape: Any) -> list[int]:
@@ -306,7 +322,8 @@ _RMS_NORM = Rule("rms_norm", _bind_rms_norm, _rms_norm, _rms_norm_backward)
 _MULTIPLY = Rule("multiply", _bind_elementwise, _multiply, _multiply_backward)
 _ADD = Rule("add", _bind_elementwise, _add, _add_backward)
 _EXPAND = Rule("expand", _bind_expand, _expand, _expand_backward, features=0)
-_CONV2D = Rule("conv2d", _bind_conv2d, _conv2d, _conv2d_backward, features=3)
+_CONV1D = Rule("conv1d", partial(_bind_convolution, "conv1d"), _conv1d, _conv1d_backward, features=2)
+_CONV2D = Rule("conv2d", partial(_bind_convolution, "conv2d"), _conv2d, _conv2d_backward, features=3)
 
 RULES: Mapping[Any, Rule] = MappingProxyType(
     {
@@ -321,6 +338,7 @@ RULES: Mapping[Any, Rule] = MappingProxyType(
         **dict.fromkeys((torch.mul, torch.Tensor.mul, torch.Tensor.__mul__, torch.Tensor.__rmul__), _MULTIPLY),
         **dict.fromkeys((torch.add, torch.Tensor.add, torch.Tensor.__add__, torch.Tensor.__radd__), _ADD),
         torch.Tensor.expand: _EXPAND,
+        F.conv1d: _CONV1D,
         F.conv2d: _CONV2D,
     }
 )
