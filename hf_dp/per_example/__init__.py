@@ -3,8 +3,8 @@
 from hf_dp.per_example.factors import Dense, Factors, OneHot, Outer, PerExample
 from hf_dp.per_example.oracle import loop
 from hf_dp.per_example.preflight import preflight
-from hf_dp.per_example.record import Certificate, PerExampleGradients, record
-from hf_dp.per_example.rule import Axis, Bound, Operands, Rule
+from hf_dp.per_example.record import PerExampleGradients, record
+from hf_dp.per_example.rule import Axis, Bound, Certificate, Operands, Rule
 from hf_dp.per_example.rules import RULES
 
 __all__ = [

@@ -53,11 +53,23 @@ class Outer:
     scale: float = 1.0
 
     @property
+    def device(self) -> torch.device:
+        return (self.left.values if isinstance(self.left, Dense) else self.left.ids).device
+
+    @property
     def transposed(self) -> Outer:
         return Outer(self.right, self.left, self.scale)
 
     def scaled(self, scale: float) -> Outer:
         return replace(self, scale=self.scale * scale)
+
+    def rows(self, index: Tensor) -> Outer:
+        """The rows `index` (k,) of each gradient."""
+        if isinstance(self.left, Dense):
+            return replace(self, left=Dense(self.left.values[..., index]))
+        chosen = self.left.ids.unsqueeze(2).eq(index)
+        dtype = self.right.values.dtype if isinstance(self.right, Dense) else torch.float32
+        return replace(self, left=Dense(chosen.to(dtype)))
 
     def instantiated(self) -> PerExample:
         """The (B, left.size, right.size) gradients themselves."""
@@ -120,6 +132,10 @@ class PerExample:
     def transposed(self) -> PerExample:
         return PerExample(self.values.mT)
 
+    def rows(self, index: Tensor) -> PerExample:
+        """The rows `index` (k,) of each gradient."""
+        return PerExample(self.values[:, index])
+
     def scaled(self, scale: float) -> PerExample:
         return self if scale == 1.0 else PerExample(self.values * scale)
 
@@ -158,7 +174,7 @@ def squared_norms(uses: list[Factors]) -> tuple[Tensor, Tensor]:
 
 
 def _gram_norms(outers: list[Outer]) -> tuple[Tensor, Tensor]:
-    total = magnitude = underflow = torch.zeros((), device=_device(outers[0]))
+    total = magnitude = underflow = torch.zeros((), device=outers[0].device)
     for position, first in enumerate(outers):
         left, right = _gram(first.left, first.left), _gram(first.right, first.right)
         left_rows, right_rows = _row_norms(first.left, left), _row_norms(first.right, right)
@@ -259,7 +275,3 @@ def _gram(first: Side, second: Side) -> Tensor:
 
 def _select(side: Side, index: Tensor) -> Side:
     return Dense(side.values[index]) if isinstance(side, Dense) else OneHot(side.ids[index], side.size)
-
-
-def _device(outer: Outer) -> torch.device:
-    return outer.left.values.device if isinstance(outer.left, Dense) else outer.left.ids.device

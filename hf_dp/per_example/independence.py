@@ -6,8 +6,10 @@ own loss does, and not with the weights of the others.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -17,10 +19,11 @@ from torch.overrides import TorchFunctionMode
 from hf_dp.errors import PreflightError
 from hf_dp.per_example.batch import Batch, LossFunction, batch_size, check_losses, take
 from hf_dp.per_example.factors import full_precision, squared_norms
-from hf_dp.per_example.rule import Axis, Rule, Use
+from hf_dp.per_example.rule import Axis, Certificate, Readings, Rule, Use
 from hf_dp.per_example.rules import RULES
 from hf_dp.per_example.watch import Watch
 
+_NONE: Readings = MappingProxyType({})
 # Three arrangements of two examples: each beside the other, and each beside itself alone.
 _MIXED, _ONLY_FIRST, _ONLY_SECOND = (0, 1, 1, 0, 0), (0,) * 5, (1,) * 5
 _MIXING_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
@@ -29,10 +32,39 @@ _LOW_PRECISION_TOLERANCE = 5e-2
 _SHARE_TOLERANCE, _NEGLIGIBLE = 1e-3, 1e-3
 
 
+def survey(model: nn.Module, loss_fn: LossFunction, batch: Batch, *, rules: Mapping[Any, Rule] = RULES) -> Certificate:
+    """The uses in one forward pass over so many examples that no other axis could be taken for theirs."""
+    size = telling_size(model, batch)
+    few = take(batch, [i % batch_size(batch) for i in range(size)])
+    watch = Watch(size, rules)
+    with forked_rng(model), watch.attached(model), torch.enable_grad():
+        check_losses(loss_fn(model, few), size)
+    return Certificate(watch.uses)
+
+
+def telling_size(model: nn.Module, batch: Batch) -> int:
+    """The smallest number of examples above 2 that divides no other axis of the batch or of a parameter."""
+    others = ambiguous_sizes(model, batch)
+    return next(k for k in (3, 5, 7, 11, 13, 17, 19, 23) if k == 23 or all(n % k for n in others))
+
+
+def ambiguous_sizes(model: nn.Module, batch: Batch) -> frozenset[int]:
+    """The lengths of all axes, but for the first of the batch, that could be taken for the number of examples."""
+    inner = {n for v in batch.values() if isinstance(v, Tensor) for n in v.shape[1:]}
+    return frozenset(inner | {n for p in model.parameters() if p.requires_grad for n in p.shape}) - {0, 1}
+
+
 def check_independence(
-    model: nn.Module, loss_fn: LossFunction, batch: Batch, *, rules: Mapping[Any, Rule] = RULES
+    model: nn.Module,
+    loss_fn: LossFunction,
+    batch: Batch,
+    *,
+    rules: Mapping[Any, Rule] = RULES,
+    readings: Readings = _NONE,
 ) -> None:
     """Checks that every input of every use, and every loss, has one row for each example that depends on it alone.
+
+    What is read as constant must not move at all.
 
     Three forward passes over five rows made of two examples, with dropout off and the model in the mode that it is in.
     Where other randomness is left, rows are compared under the same random numbers, and again in eval mode.
@@ -46,19 +78,27 @@ def check_independence(
     if pair is None:
         return
     batch = take(batch, pair)
-    with forked_rng(model), torch.no_grad():
+    mixing = functools.partial(_mixing, model, loss_fn, batch, functools.partial(Watch, rules=rules, readings=readings))
+    with forked_rng(model):
         with _NoDropout():
-            found = _mixing(model, loss_fn, batch, rules)
+            found = mixing()
             is_random = found is not None and _is_random(model, loss_fn, batch)
         if is_random:
-            found = _mixing(model, loss_fn, batch, rules, in_place=True)
+            found = mixing(in_place=True)
             with in_mode(model, training=False):
-                found = found or _mixing(model, loss_fn, batch, rules)
+                found = found or mixing()
     if found is not None:
         raise _mixed(found)
 
 
-def check_shares(model: nn.Module, loss_fn: LossFunction, batch: Batch, *, rules: Mapping[Any, Rule] = RULES) -> None:
+def check_shares(
+    model: nn.Module,
+    loss_fn: LossFunction,
+    batch: Batch,
+    *,
+    rules: Mapping[Any, Rule] = RULES,
+    readings: Readings = _NONE,
+) -> None:
     """Checks that an example's gradient is scaled by the weight of its own loss, and by nothing else.
 
     Two forward and backward passes under the same random numbers. The weights are powers of two, so that rounding is
@@ -71,8 +111,8 @@ def check_shares(model: nn.Module, loss_fn: LossFunction, batch: Batch, *, rules
     if size == 1:
         return
     weights = [2.0 ** (i % 7) for i in range(size)]
-    once = _parameter_norms(model, loss_fn, batch, [1.0] * size, rules)
-    weighted = _parameter_norms(model, loss_fn, batch, weights, rules)
+    once = _parameter_norms(model, loss_fn, batch, [1.0] * size, Watch(size, rules, readings=readings))
+    weighted = _parameter_norms(model, loss_fn, batch, weights, Watch(size, rules, readings=readings))
     factor = torch.tensor(weights, dtype=torch.float64)
     whole = torch.stack(list(once.values())).nan_to_num(0, 0, 0).square().sum(0).sqrt()
     for name, norms in once.items():
@@ -84,13 +124,12 @@ def check_shares(model: nn.Module, loss_fn: LossFunction, batch: Batch, *, rules
 
 
 def _parameter_norms(
-    model: nn.Module, loss_fn: LossFunction, batch: Batch, weights: list[float], rules: Mapping[Any, Rule]
+    model: nn.Module, loss_fn: LossFunction, batch: Batch, weights: list[float], watch: Watch
 ) -> dict[str, Tensor]:
     def weighted(model: Any, batch: Any) -> Tensor:
         losses = loss_fn(model, batch)
         return losses * torch.tensor(weights, dtype=losses.dtype, device=losses.device)
 
-    watch = Watch(len(weights), rules)
     with forked_rng(model):
         losses = watch.run(model, weighted, batch)
     with torch.no_grad(), full_precision(losses.device):
@@ -116,12 +155,12 @@ def different_pair(batch: Batch) -> tuple[int, int] | None:
 
 
 def _mixing(
-    model: nn.Module, loss_fn: LossFunction, batch: Batch, rules: Mapping[Any, Rule], in_place: bool = False
+    model: nn.Module, loss_fn: LossFunction, batch: Batch, watch: Callable[..., Watch], in_place: bool = False
 ) -> str | None:
     runs = []
     for pattern in (_MIXED, _ONLY_FIRST, _ONLY_SECOND):
         with forked_rng(model):
-            runs.append(_observe(model, loss_fn, take(batch, pattern), rules))
+            runs.append(_observe(model, loss_fn, take(batch, pattern), watch))
     if any([use for use, _ in seen] != [use for use, _ in runs[0][0]] for seen, _ in runs):
         return "the model used its parameters differently when the examples of the batch were exchanged."
     for observed in zip(*(seen for seen, _ in runs), strict=True):
@@ -134,24 +173,27 @@ def _mixing(
 
 
 def _observe(
-    model: nn.Module, loss_fn: LossFunction, batch: Batch, rules: Mapping[Any, Rule]
+    model: nn.Module, loss_fn: LossFunction, batch: Batch, watch: Callable[..., Watch]
 ) -> tuple[list[tuple[Use, Tensor]], Tensor]:
     seen: list[tuple[Use, Tensor]] = []
+    size = batch_size(batch)
 
     def observe(use: Use, given: Tensor, axis: Axis) -> None:
-        seen.append((use, given.reshape(axis.batch_size, -1).detach().clone()))
+        rows = given.detach().clone()
+        rows = rows.reshape(1, -1).expand(size, -1) if axis.reading == "constant" else rows.reshape(size, -1)
+        seen.append((use, rows))
 
-    size = batch_size(batch)
-    watch = Watch(size, rules, observe=observe)
-    with watch.blaming_copies(model, loss_fn, batch), watch.attached(model):
+    with watch(size, observe=observe).attached(model), torch.enable_grad():
         losses = loss_fn(model, batch)
-    check_losses(losses, size)
-    return seen, losses.reshape(size, 1)
+        check_losses(losses, size)
+    return seen, losses.detach().reshape(size, 1)
 
 
 def _rows_agree(mixed: Tensor, only_first: Tensor, only_second: Tensor, *, in_place: bool) -> bool:
     """Whether an example has the same row beside the other as beside itself, and (unless `in_place`) in every place."""
     alone = (only_first, only_second)
+    if any(rows.shape != mixed.shape for rows in alone):
+        return False
     pairs = [(mixed[i], alone[example][i]) for i, example in enumerate(_MIXED)]
     if not in_place:
         pairs += [(rows[i], rows[0]) for rows in alone for i in range(1, len(_MIXED))]
@@ -170,6 +212,7 @@ def close(x: Tensor, y: Tensor) -> bool:
     return same_elsewhere and bool((x - y).norm() <= tolerance * torch.maximum(x.norm(), y.norm()) + 1e-12)
 
 
+@torch.no_grad()
 def _is_random(model: nn.Module, loss_fn: LossFunction, batch: Batch) -> bool:
     few = take(batch, _MIXED)
     return not close(loss_fn(model, few).float(), loss_fn(model, few).float())

@@ -18,10 +18,19 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from hf_dp.errors import ConfigurationError, PreflightError, UnsupportedModelError
 from hf_dp.per_example.batch import Batch, LossFunction, batch_size, take
-from hf_dp.per_example.independence import check_independence, check_shares, close, different_pair, forked_rng, in_mode
+from hf_dp.per_example.independence import (
+    check_independence,
+    check_shares,
+    close,
+    different_pair,
+    forked_rng,
+    in_mode,
+    survey,
+    telling_size,
+)
 from hf_dp.per_example.oracle import loop
-from hf_dp.per_example.record import Certificate, PerExampleGradients
-from hf_dp.per_example.rule import Rule
+from hf_dp.per_example.record import PerExampleGradients
+from hf_dp.per_example.rule import Certificate, Rule
 from hf_dp.per_example.rules import RULES
 from hf_dp.per_example.watch import Watch
 
@@ -59,10 +68,11 @@ def preflight(
             fix="give at least two different examples; shuffle the dataset if its first rows repeat.",
         )
     with forked_rng(model), _off_zero(model):
-        check_independence(model, loss_fn, batch, rules=rules)
-        size = _coprime_size(batch)
+        readings = survey(model, loss_fn, batch, rules=rules).readings
+        check_independence(model, loss_fn, batch, rules=rules, readings=readings)
+        size = telling_size(model, batch)
         few = take(batch, [i % batch_size(batch) for i in range(size)])
-        check_shares(model, loss_fn, few, rules=rules)
+        check_shares(model, loss_fn, few, rules=rules, readings=readings)
         with in_mode(model, training=False):
             watch = Watch(size, rules)
             losses = watch.run(model, loss_fn, few)
@@ -164,11 +174,6 @@ def _compare(engine: PerExampleGradients, oracle: PerExampleGradients, dtypes: S
                 why="clipping would act on wrong norms, so the noise would not cover an example's influence.",
                 fix="freeze this parameter or train with LoRA, and please report the model: a rule is wrong.",
             )
-
-
-def _coprime_size(batch: Batch) -> int:
-    inner = {n for v in batch.values() if isinstance(v, Tensor) for n in v.shape[1:]} | {1}
-    return next(k for k in (3, 5, 7, 11, 13, 17, 19, 23) if k == 23 or all(n % k for n in inner))
 
 
 @contextmanager

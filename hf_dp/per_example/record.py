@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from hf_dp.errors import PreflightError, UnsupportedModelError
 from hf_dp.per_example.batch import Batch, LossFunction, batch_size
 from hf_dp.per_example.factors import Factors, full_precision, squared_norms, sum_dtype
-from hf_dp.per_example.independence import check_independence, check_shares
-from hf_dp.per_example.rule import Rule, Use
+from hf_dp.per_example.independence import ambiguous_sizes, check_independence, check_shares, survey
+from hf_dp.per_example.rule import Certificate, Rule, Use
 from hf_dp.per_example.rules import RULES
 from hf_dp.per_example.watch import Watch
 
@@ -101,10 +101,6 @@ class PerExampleGradients:
         return self._norms
 
 
-class Certificate(frozenset[Use]):
-    """The uses that `preflight` has seen and found exact. An unseen use, later, is refused."""
-
-
 def record(
     model: nn.Module,
     loss_fn: LossFunction,
@@ -129,7 +125,12 @@ def record(
     """
     size = batch_size(batch)
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    watch = Watch(size, rules, _ambiguous_sizes(batch, parameters) if certificate is None else None)
+    seen, ambiguous = certificate, None
+    if seen is None:
+        ambiguous = ambiguous_sizes(model, batch)
+        can_be_misread = size > 1 and any(n % size == 0 for n in ambiguous)
+        seen = survey(model, loss_fn, batch, rules=rules) if can_be_misread else Certificate()
+    watch = Watch(size, rules, ambiguous, readings=seen.readings)
     losses = watch.run(model, loss_fn, batch)
     if not any(watch.factors.values()):
         raise UnsupportedModelError(
@@ -138,8 +139,8 @@ def record(
             fix="unfreeze some parameters, or check that the loss depends on the model's output.",
         )
     if watch.doubts:
-        check_independence(model, loss_fn, batch, rules=rules)
-        check_shares(model, loss_fn, batch, rules=rules)
+        check_independence(model, loss_fn, batch, rules=rules, readings=seen.readings)
+        check_shares(model, loss_fn, batch, rules=rules, readings=seen.readings)
     if certificate is not None and size > 1 and not watch.uses <= certificate:
         unseen = sorted(watch.uses - certificate)[0]
         raise PreflightError(
@@ -149,8 +150,3 @@ def record(
             fix="make the model take the same path for every batch, or run preflight on a batch like this one.",
         )
     return PerExampleGradients(losses, watch.factors, parameters, frozenset(watch.uses))
-
-
-def _ambiguous_sizes(batch: Batch, parameters: dict[str, nn.Parameter]) -> frozenset[int]:
-    inner = {n for v in batch.values() if isinstance(v, Tensor) for n in v.shape[1:]}
-    return frozenset(inner | {n for p in parameters.values() for n in p.shape})

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from hf_dp.errors import UnsupportedModelError
 from hf_dp.per_example.factors import Factors
 
 
@@ -29,7 +31,7 @@ class Operands(NamedTuple):
 
 @dataclass(frozen=True)
 class Axis:
-    """How the example axis of an input is read: "batch" (B, ...), "folded" (B*k, ...) or "broadcast" (1, ...)."""
+    """How the example axis of an input is read: "batch" (B, ...), "folded" (B*k, ...), or "constant": in none."""
 
     batch_size: int
     reading: str
@@ -72,3 +74,26 @@ class Use(NamedTuple):
     parameter: str
     reading: str
     dimensions: int
+
+
+Readings = Mapping[tuple[str, str, int], str]
+
+
+class Certificate(frozenset[Use]):
+    """The uses that `preflight` has seen and found exact. An unseen use, later, is refused."""
+
+    @cached_property
+    def readings(self) -> Readings:
+        """How the first axis is read where no other reading was seen: by (operation, parameter, dimensions)."""
+        found: dict[tuple[str, str, int], set[str]] = {}
+        for use in self:
+            found.setdefault((use.operation, use.parameter, use.dimensions), set()).add(use.reading)
+        return {key: next(iter(readings)) for key, readings in found.items() if len(readings) == 1}
+
+
+def refusal(names: list[str], what: str, reason: str) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"parameter {', '.join(names)} is used by {what}.",
+        why=f"{reason}, and a gradient that is not known to be exact would break the clipping bound.",
+        fix="freeze this parameter (requires_grad_(False)), train with LoRA, or pass a rule for the operation.",
+    )

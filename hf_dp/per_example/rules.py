@@ -187,7 +187,8 @@ def _bind_elementwise(input: Tensor, other: Tensor, *, alpha: float = 1) -> Boun
     if alpha != 1 or not isinstance(data, Tensor):
         raise _unsupported("an elementwise operation", f"alpha={alpha}", "only x * w and x + w are known")
     fits = weight.dim() < data.dim() or (weight.dim() == data.dim() and weight.shape[0] == 1)
-    if not fits or torch.broadcast_shapes(data.shape, weight.shape) != data.shape:
+    # Data may be the narrower one in all axes but the first (T5's mask and bias).
+    if not fits or torch.broadcast_shapes(data.shape, weight.shape)[0] != data.shape[0]:
         raise _unsupported(
             "an elementwise operation",
             f"shapes {tuple(data.shape)} and {tuple(weight.shape)}",
@@ -208,16 +209,41 @@ def _multiply(x: Tensor, operands: Operands) -> tuple[Tensor, _Saved]:
 
 
 def _multiply_backward(saved: _Saved, operands: Operands, gradient: Tensor, axis: Axis, needs_input: bool) -> _Backward:
-    weight = _parameter(operands, "weight")
-    return gradient * weight if needs_input else None, {"weight": _share(gradient * saved[0], weight, axis)}
+    (x,), weight = saved, _parameter(operands, "weight")
+    factors: dict[str, Factors | None] = {"weight": _share(gradient * x, weight, axis)}
+    return (gradient * weight).sum_to_size(x.shape) if needs_input else None, factors
 
 
 def _add(x: Tensor, operands: Operands) -> tuple[Tensor, _Saved]:
-    return x + _parameter(operands, "weight"), ()
+    return x + _parameter(operands, "weight"), (x.new_empty(0).expand(*x.shape, 0),)
 
 
 def _add_backward(saved: _Saved, operands: Operands, gradient: Tensor, axis: Axis, needs_input: bool) -> _Backward:
-    return gradient, {"weight": _share(gradient, _parameter(operands, "weight"), axis)}
+    shape = saved[0].shape[:-1]
+    factors: dict[str, Factors | None] = {"weight": _share(gradient, _parameter(operands, "weight"), axis)}
+    return gradient.sum_to_size(shape) if needs_input else None, factors
+
+
+# --- rows chosen from a parameter (experts) -------------------------------------------------------------------------
+
+
+def _bind_getitem(input: Tensor, index: Any) -> Bound:
+    if not isinstance(index, Tensor) or index.is_floating_point() or index.dtype == torch.bool or not index.dim():
+        raise _unsupported(
+            "getitem", f"an index of type {type(index).__name__}", "only a tensor of row numbers is known"
+        )
+    return Bound(index, {"weight": input}, {})
+
+
+def _getitem(index: Tensor, operands: Operands) -> tuple[Tensor, _Saved]:
+    return _parameter(operands, "weight")[index], (index,)
+
+
+def _getitem_backward(saved: _Saved, operands: Operands, gradient: Tensor, axis: Axis, needs_input: bool) -> _Backward:
+    (index,), weight = saved, _parameter(operands, "weight")
+    ids = index.long().remainder(weight.shape[0]).reshape(axis.batch_size, -1)
+    rows = gradient.reshape(axis.batch_size, ids.shape[1], -1)
+    return None, {"weight": Outer(OneHot(ids, weight.shape[0]), Dense(rows))}
 
 
 # --- a parameter repeated for every example (class tokens) ----------------------------------------------------------
@@ -225,25 +251,30 @@ def _add_backward(saved: _Saved, operands: Operands, gradient: Tensor, axis: Axi
 
 def _bind_expand(input: Tensor, *sizes: Any) -> Bound:
     shape = list(sizes[0]) if len(sizes) == 1 and not isinstance(sizes[0], int) else list(sizes)
-    if (
-        input.dim() != len(shape)
-        or input.shape[0] != 1
-        or input.shape[1:]
-        != torch.Size([n if given == -1 else given for n, given in zip(input.shape[1:], shape[1:], strict=True)])
-    ):
+    kept = [n if given == -1 else given for n, given in zip(input.shape[1:], shape[1:], strict=False)]
+    if input.dim() != len(shape) or input.shape[0] != 1 or input.shape[1:] != torch.Size(kept):
         raise _unsupported(
             "expand", f"shape {tuple(input.shape)} to {shape}", "only (1, ...) to one row for each example is known"
         )
-    return Bound(None, {"weight": input}, {"sizes": shape})
+    return Bound(None, {"weight": input}, {"rows": shape[0], "sizes": [shape[0], *[1] * (len(shape) - 1)]})
 
 
-def _expand(_: None, operands: Operands) -> tuple[Tensor, _Saved]:
-    return _parameter(operands, "weight").expand(operands.options["sizes"]).clone(), ()
+def _bind_repeat(input: Tensor, *sizes: Any) -> Bound:
+    times = list(sizes[0]) if len(sizes) == 1 and not isinstance(sizes[0], int) else list(sizes)
+    if len(times) not in (input.dim(), input.dim() + 1) or any(n != 1 for n in times[1:]):
+        raise _unsupported(
+            "repeat", f"shape {tuple(input.shape)} by {times}", "only one copy for each example, put in front, is known"
+        )
+    return Bound(None, {"weight": input}, {"rows": times[0], "sizes": times})
 
 
-def _expand_backward(saved: _Saved, operands: Operands, gradient: Tensor, axis: Axis, needs_input: bool) -> _Backward:
-    weight = _parameter(operands, "weight")
-    return None, {"weight": PerExample(accumulation(gradient).reshape(gradient.shape[0], *weight.shape))}
+def _repeat(_: None, operands: Operands) -> tuple[Tensor, _Saved]:
+    return _parameter(operands, "weight").repeat(operands.options["sizes"]), ()
+
+
+def _repeat_backward(saved: _Saved, operands: Operands, gradient: Tensor, axis: Axis, needs_input: bool) -> _Backward:
+    shape = _parameter(operands, "weight").shape
+    return None, {"weight": PerExample(accumulation(gradient).reshape(axis.batch_size, -1, *shape).sum(1))}
 
 
 # --- convolution over patches, and over time ------------------------------------------------------------------------
@@ -321,7 +352,9 @@ _LAYER_NORM = Rule("layer_norm", _bind_layer_norm, _layer_norm, _layer_norm_back
 _RMS_NORM = Rule("rms_norm", _bind_rms_norm, _rms_norm, _rms_norm_backward)
 _MULTIPLY = Rule("multiply", _bind_elementwise, _multiply, _multiply_backward)
 _ADD = Rule("add", _bind_elementwise, _add, _add_backward)
-_EXPAND = Rule("expand", _bind_expand, _expand, _expand_backward, features=0)
+_GETITEM = Rule("getitem", _bind_getitem, _getitem, _getitem_backward, features=0)
+_EXPAND = Rule("expand", _bind_expand, _repeat, _repeat_backward, features=0)
+_REPEAT = Rule("repeat", _bind_repeat, _repeat, _repeat_backward, features=0)
 _CONV1D = Rule("conv1d", partial(_bind_convolution, "conv1d"), _conv1d, _conv1d_backward, features=2)
 _CONV2D = Rule("conv2d", partial(_bind_convolution, "conv2d"), _conv2d, _conv2d_backward, features=3)
 
@@ -337,7 +370,9 @@ RULES: Mapping[Any, Rule] = MappingProxyType(
         F.rms_norm: _RMS_NORM,
         **dict.fromkeys((torch.mul, torch.Tensor.mul, torch.Tensor.__mul__, torch.Tensor.__rmul__), _MULTIPLY),
         **dict.fromkeys((torch.add, torch.Tensor.add, torch.Tensor.__add__, torch.Tensor.__radd__), _ADD),
+        torch.Tensor.__getitem__: _GETITEM,
         torch.Tensor.expand: _EXPAND,
+        torch.Tensor.repeat: _REPEAT,
         F.conv1d: _CONV1D,
         F.conv2d: _CONV2D,
     }

@@ -9,6 +9,8 @@ forms weight gradients; what backward needs goes through `save_for_backward`, so
 
 from __future__ import annotations
 
+import functools
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,9 +21,27 @@ from torch import Tensor, nn
 
 from hf_dp.errors import UnsupportedModelError
 from hf_dp.per_example.batch import Batch, LossFunction, check_losses
+from hf_dp.per_example.constants import Constant, by_autograd, by_rule
 from hf_dp.per_example.factors import Factors, Outer, full_precision, sum_dtype
-from hf_dp.per_example.rule import Axis, Operands, Rule, Use
-from hf_dp.per_example.watched import Source, WatchedParameter, flatten
+from hf_dp.per_example.rule import Axis, Bound, Operands, Readings, Rule, Use, refusal
+from hf_dp.per_example.watched import Source, WatchedParameter, flatten, mapped
+
+# Joins the names of the parameters behind one constant.
+_AND = ", "
+# What gives example i the same, whether an operand has one row for all examples or a copy for each.
+_BROADCASTING = {
+    *(getattr(torch.Tensor, name) for name in ("__iadd__", "add_", "__isub__", "sub_", "__imul__", "mul_")),
+    *(getattr(torch.Tensor, name) for name in ("sub", "__sub__", "__rsub__", "div", "__truediv__", "__rtruediv__")),
+    *(getattr(module, name) for name in ("where", "masked_fill") for module in (torch, torch.Tensor)),
+    *(torch.sub, torch.div, torch.nn.functional.scaled_dot_product_attention),
+}
+# What sorts the tokens of all examples by expert loses sight of whose they are.
+_REASONS = {
+    "grouped_mm": "it mixes the tokens of all examples (Transformers' experts keep them in order after "
+    "model.set_experts_implementation('batched_mm'), and are exact then)"
+}
+# Methods that change a tensor, or what becomes of it.
+_CHANGING = re.compile(r"[^_]_$|hook$|backward$")
 
 
 @dataclass(eq=False)
@@ -32,6 +52,8 @@ class Watch:
     rules: Mapping[Any, Rule]
     ambiguous_sizes: frozenset[int] | None = None
     observe: Callable[[Use, Tensor, Axis], None] | None = None
+    readings: Readings = field(default_factory=dict)
+    constants: list[Constant] = field(default_factory=list)
     factors: dict[str, list[Factors]] = field(default_factory=dict)
     sum_dtypes: dict[str, torch.dtype] = field(default_factory=dict)
     uses: set[Use] = field(default_factory=set)
@@ -42,35 +64,25 @@ class Watch:
 
     def run(self, model: nn.Module, loss_fn: LossFunction, batch: Batch) -> Tensor:
         """One forward and one backward pass; the losses (B,), detached. The factors are then in `factors`."""
-        with self.blaming_copies(model, loss_fn, batch), self.attached(model), torch.enable_grad():
+        with self.attached(model), torch.enable_grad():
             losses = loss_fn(model, batch)
+            self._refuse_constant(losses)
             check_losses(losses, self.batch_size)
             self.is_final = True
             losses.sum().backward()
+            with torch.no_grad(), full_precision(losses.device):
+                for constant in reversed(self.constants):
+                    constant.settle()
         return losses.detach()
 
-    @contextmanager
-    def blaming_copies(self, model: nn.Module, loss_fn: LossFunction, batch: Batch) -> Iterator[None]:
-        """Refuses by name a model that fails only because a row for all examples was copied for each of them.
-
-        Raises:
-            UnsupportedModelError: with the parameter; a model that fails by itself fails as it does.
-        """
-        try:
-            yield
-        except RuntimeError as error:
-            copied = sorted({use.parameter for use in self.uses if use.reading == "broadcast"})
-            if not copied or isinstance(error, torch.OutOfMemoryError):
-                raise
-            with torch.no_grad():
-                loss_fn(model, batch)
-            raise UnsupportedModelError(
-                f"the model fails ({str(error).splitlines()[0]}) when {', '.join(copied)} is watched.",
-                why="what it computes once for all examples is copied for each, so that each one's share is known, and "
-                "the model then repeats or indexes it by itself, as prompt tuning does.",
-                fix="give the model one row for each example (position ids of shape (B, T), say), freeze the "
-                "parameter, or train with LoRA.",
-            ) from error
+    def _refuse_constant(self, losses: Tensor) -> None:
+        if isinstance(losses, WatchedParameter):
+            uses = [use for use in self.uses if use.reading == "constant"]
+            raise refusal(
+                sorted({use.parameter for use in uses}),
+                f"operation {', '.join(sorted({use.operation for use in uses}))}",
+                f"no axis of its operands can be read as {self.batch_size} examples",
+            )
 
     @contextmanager
     def attached(self, model: nn.Module) -> Iterator[None]:
@@ -81,7 +93,10 @@ class Watch:
         """
         _refuse_compiled(model)
         originals = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        watched = {id(p): WatchedParameter.of(Source(name, self, p.detach())) for name, p in originals.items()}
+        watched = {
+            id(p): WatchedParameter.of(Source(name, self, p.detach(), functools.partial(self._keep, name)))
+            for name, p in originals.items()
+        }
         kept_gradients = {name: p.grad for name, p in originals.items()}
         places = [
             (module._parameters, key, p)
@@ -110,67 +125,130 @@ class Watch:
             for name, p in originals.items():
                 p.grad = kept_gradients[name]
 
-    def call(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        """Runs one operation that involves a watched parameter by its rule."""
+    def call(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs one operation that involves a watched tensor: a use, by its rule, or one on constants alone."""
         rule = self.rules.get(function)
-        names = sorted({a.source.parameter for a in flatten((args, kwargs)) if isinstance(a, WatchedParameter)})
-        if rule is None:
-            raise _refusal(names, f"operation {_name(function)}", "it has no rule for exact per-example gradients")
-        try:
-            bound = rule.bind(*args, **kwargs)
-        except TypeError as error:
-            raise _refusal(names, f"operation {rule.name}", f"its arguments are not known ({error})") from None
+        name = rule.name if rule else _name(function)
+        watched = [a for a in flatten((args, kwargs)) if isinstance(a, WatchedParameter)]
+        parameters = sorted({name for w in watched for name in w.source.parameter.split(_AND)})
+        bound = _bound(rule, name, parameters, args, kwargs)
+        if rule is not None and isinstance(bound, Bound):
+            return self._use(rule, bound, parameters, function, args, kwargs)
+        assert isinstance(bound, UnsupportedModelError)
+        if function in _BROADCASTING:
+            copies = self._copies(args, kwargs)
+            if copies is not None:
+                return function(*copies[0], **copies[1])
+        if _CHANGING.search(name) or not self._are_constant(name, parameters, args, kwargs):
+            raise bound
+        return self._on_constants(function, args, kwargs, parameters, bound)
+
+    def _use(self, rule: Rule, bound: Bound, parameters: list[str], function: Any, args: Any, kwargs: Any) -> Any:
         watched = {r: p for r, p in bound.parameters.items() if isinstance(p, WatchedParameter)}
-        strays = [a for a in flatten((bound.input, bound.options)) if isinstance(a, WatchedParameter)]
-        if strays or len({id(p) for p in watched.values()}) != len(watched):
-            raise _refusal(names, f"operation {rule.name}", "parameters are combined with one another there")
         plain = {r: p.source.plain if isinstance(p, WatchedParameter) else p for r, p in bound.parameters.items()}
-        if any(isinstance(a, Tensor) and a.requires_grad for a in flatten((plain, bound.options))):
-            raise _refusal(names, f"operation {rule.name}", "another of its operands needs a gradient too")
         operands = Operands(plain, frozenset(watched), bound.options)
         given = bound.input
-        if given is not None and given.dim() > rule.features and given.shape[0] == 1 and self.batch_size > 1:
-            axis = Axis(self.batch_size, "broadcast")
-            given = given.expand(self.batch_size, *given.shape[1:])
-        else:
-            axis = self._read(rule, given, names)
-        is_doubtful = self._is_doubtful(rule, bound.input, axis)
-        for parameter in watched.values():
-            use = Use(rule.name, parameter.source.parameter, axis.reading, 0 if given is None else given.dim())
-            self.uses.add(use)
-            self.doubts |= {use} if is_doubtful else set()
-            if self.observe is not None and given is not None:
-                self.observe(use, given, axis)
+        axis = Axis(self.batch_size, self._read(rule, bound, parameters))
+        self._note(rule.name, parameters, given, axis, self._is_doubtful(rule, given, axis))
+        if axis.reading == "constant":
+            if given is None or rule.features > 1:
+                refused = refusal(parameters, f"operation {rule.name}", "its rows are not the examples")
+                return self._on_constants(function, args, kwargs, parameters, refused)
+            if not torch.is_grad_enabled():
+                return rule.forward(given, operands)[0]
+            return self._constant(parameters, *by_rule(rule, given, operands, watched))
         anchor = torch.zeros((), requires_grad=True)
         output: Tensor = _RecordedUse.apply(anchor, given, _Call(self, rule, operands, watched, axis))  # type: ignore[no-untyped-call]
         self.dtypes.add(output.dtype)
-        if given is None and output.shape[0] != self.batch_size:
-            raise _refusal(
-                names, f"operation {rule.name} to shape {tuple(output.shape)}", "its rows are not the examples"
-            )
         return output
 
-    def add(self, parameter: WatchedParameter, factors: Factors) -> None:
-        """Records one use's factors, pulled back from the derived weight to the parameter itself."""
-        source = parameter.source
-        factors = factors.scaled(source.scale)
-        factors = factors.transposed if source.is_transposed else factors
+    def _on_constants(
+        self, function: Any, args: Any, kwargs: Any, parameters: list[str], refused: UnsupportedModelError
+    ) -> Any:
+        if not torch.is_grad_enabled():
+            return function(*mapped(_plain, args), **mapped(_plain, kwargs))
+        try:
+            return by_autograd(function, args, kwargs, functools.partial(self._constant, parameters))
+        except RuntimeError as error:
+            raise refused from error
+
+    def _constant(self, parameters: list[str], value: Tensor, hand_on: Callable[[Tensor], None]) -> WatchedParameter:
+        constant = Constant(hand_on)
+        self.constants.append(constant)
+        self.dtypes.add(value.dtype)
+        return WatchedParameter.of(Source(_AND.join(parameters), self, value.detach(), constant.gather))
+
+    def _are_constant(self, name: str, parameters: list[str], args: Any, kwargs: Any) -> bool:
+        """Whether no example is in any operand of an operation without a rule."""
+        others = [a for a in flatten((args, kwargs)) if isinstance(a, Tensor) and not isinstance(a, WatchedParameter)]
+        for other in others:
+            # Of a single example's data as of a constant, the gradient is exact.
+            may_be_data = other.dim() > 0 and (other.shape[0] == 1 or self.batch_size > 1)
+            known = self._known(name, parameters, other.dim())
+            reading = known or (self._example_axis(other.shape[0]) if may_be_data else None)
+            if other.requires_grad or reading not in ("constant", None):
+                return False
+        axis, doubtful = Axis(self.batch_size, "constant"), bool(others) and self.ambiguous_sizes is not None
+        for given in others or (None,):
+            self._note(name, parameters, given, axis, doubtful)
+        return True
+
+    def _copies(self, args: Any, kwargs: Any) -> Any:
+        """The operands of an elementwise operation with a row for each row of the data, where parameters have one."""
+        tensors = [a for a in flatten((args, kwargs)) if isinstance(a, Tensor)]
+        dimensions = max(t.dim() for t in tensors)
+        data = [t for t in tensors if t.dim() == dimensions and not isinstance(t, WatchedParameter)]
+        rows = {len(t) for t in data if t.requires_grad or self._example_axis(len(t))} - {1}
+        watched = [t for t in tensors if isinstance(t, WatchedParameter)]
+        if len(rows) > 1 or not data or any(t.dim() == dimensions and len(t) > 1 for t in watched):
+            return None
+
+        def copied(value: Any) -> Any:
+            if not isinstance(value, WatchedParameter):
+                return value
+            one: Any = value.reshape(*[1] * (dimensions - value.dim()), *value.shape)
+            return one.expand(next(iter(rows), 1), *[-1] * (dimensions - 1))
+
+        return mapped(copied, (args, kwargs)) if rows or self.batch_size == 1 else None
+
+    def _note(self, operation: str, parameters: list[str], given: Tensor | None, axis: Axis, doubtful: bool) -> None:
+        for parameter in parameters:
+            use = Use(operation, parameter, axis.reading, 0 if given is None else given.dim())
+            self.uses.add(use)
+            self.doubts |= {use} if doubtful else set()
+            if self.observe is not None and given is not None:
+                self.observe(use, given, axis)
+
+    def _keep(self, name: str, factors: Factors) -> None:
         if isinstance(factors, Outer):
-            with full_precision(parameter.source.plain.device):
+            with full_precision(factors.device):
                 factors = factors.settled()
         # A float64 parameter may be used through a float32 derivative (Gemma's norms); its sums stay float64.
-        self.factors[source.parameter].append(factors.accumulated_in(self.sum_dtypes[source.parameter]))
+        self.factors[name].append(factors.accumulated_in(self.sum_dtypes[name]))
 
-    def _read(self, rule: Rule, given: Tensor | None, names: list[str]) -> Axis:
-        if given is None or (given.dim() > rule.features and given.shape[0] == self.batch_size):
-            return Axis(self.batch_size, "batch")
-        if rule.features and given.dim() > rule.features and given.shape[0] % self.batch_size == 0:
-            return Axis(self.batch_size, "folded")
-        raise _refusal(
-            names,
-            f"operation {rule.name} on an input of shape {tuple(given.shape)}",
-            f"no axis of that shape can be read as {self.batch_size} examples",
-        )
+    def _known(self, operation: str, parameters: list[str], dimensions: int) -> str | None:
+        return self.readings.get((operation, parameters[0], dimensions))
+
+    def _example_axis(self, rows: int) -> str | None:
+        if rows == self.batch_size:
+            return "batch"
+        return "folded" if rows % self.batch_size == 0 else None
+
+    def _read(self, rule: Rule, bound: Bound, parameters: list[str]) -> str:
+        given = bound.input
+        known = self._known(rule.name, parameters, 0 if given is None else given.dim())
+        if given is None:
+            return known or self._example_axis(bound.options["rows"]) or "constant"
+        found = self._example_axis(given.shape[0]) if given.dim() > rule.features else None
+        if given.requires_grad or known in ("batch", "folded"):
+            if found is None:
+                raise refusal(
+                    parameters,
+                    f"operation {rule.name} on an input of shape {tuple(given.shape)}",
+                    f"no axis of that shape can be read as {self.batch_size} examples",
+                )
+            return found
+        return known or found or "constant"
 
     def _is_doubtful(self, rule: Rule, given: Tensor | None, axis: Axis) -> bool:
         """Whether the shape of an input could be read in another way, or might not be led by examples at all."""
@@ -178,20 +256,45 @@ class Watch:
             return False
         if given is None or self.batch_size in self.ambiguous_sizes or self.batch_size in given.shape[1:]:
             return True
-        if axis.reading == "broadcast":
-            are_position_ids = given.dim() == 2 and not given.is_floating_point()
+        if axis.reading == "constant":
+            are_position_ids = given.dim() == 2 and len(given) == 1 and not given.is_floating_point()
             return not are_position_ids
         if axis.reading == "folded":
             return not _is_plainly_folded(given, self.batch_size)
         is_single_position = given.shape[1 : given.dim() - rule.features].numel() == 1
         return is_single_position and not given.requires_grad
 
-    def check_broadcast(self, call: _Call, gradient: Tensor) -> None:
-        """Doubts a broadcast whose rows were not used by one example each: all alike, or all but the first unused."""
-        if self.ambiguous_sizes is not None and call.axis.reading == "broadcast":
-            rows = gradient[1:]
-            if bool(rows.eq(gradient[:1]).all()) or not bool(rows.any()):
-                self.doubts.add(Use(call.rule.name, next(iter(call.watched.values())).source.parameter, "broadcast", 0))
+
+def _bound(
+    rule: Rule | None, name: str, parameters: list[str], args: Any, kwargs: Any
+) -> Bound | UnsupportedModelError:
+    """The operands of a use, sorted, or why they cannot be."""
+    if rule is None:
+        reasons = (reason for part, reason in _REASONS.items() if part in name)
+        reason: str | None = next(reasons, "it has no rule for exact per-example gradients")
+    else:
+        try:
+            bound = rule.bind(*args, **kwargs)
+            reason = _entangled(bound)
+            if reason is None:
+                return bound
+        except TypeError as error:
+            reason = f"its arguments are not known ({error})"
+        except UnsupportedModelError as error:
+            return error
+    return refusal(parameters, f"operation {name}", reason)
+
+
+def _entangled(bound: Bound) -> str | None:
+    """Why the operands of a use are no input and parameters, if they are not."""
+    watched = [p for p in bound.parameters.values() if isinstance(p, WatchedParameter)]
+    strays = [a for a in flatten((bound.input, bound.options)) if isinstance(a, WatchedParameter)]
+    if strays or len({id(p) for p in watched}) != len(watched):
+        return "parameters are combined with one another there"
+    plain = [p for p in bound.parameters.values() if not isinstance(p, WatchedParameter)]
+    if any(isinstance(a, Tensor) and a.requires_grad for a in flatten((plain, bound.options))):
+        return "another of its operands needs a gradient too"
+    return None
 
 
 def _is_plainly_folded(given: Tensor, batch_size: int) -> bool:
@@ -206,6 +309,10 @@ def _is_plainly_folded(given: Tensor, batch_size: int) -> bool:
     )
 
 
+def _plain(value: Any) -> Any:
+    return value.source.plain if isinstance(value, WatchedParameter) else value
+
+
 class _Call(NamedTuple):
     watch: Watch
     rule: Rule
@@ -218,6 +325,9 @@ class _RecordedUse(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, given: Tensor | None, call: _Call) -> Tensor:
         output, saved = call.rule.forward(given, call.operands)
+        if output._is_view():
+            # Autograd would let nobody change it in place.
+            output = torch.ops.aten._unsafe_view(output, output.shape)
         ctx.save_for_backward(*saved)
         ctx.call = call
         ctx.input_dtype = None if given is None else given.dtype
@@ -227,12 +337,11 @@ class _RecordedUse(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[None, Tensor | None, None]:
         call: _Call = ctx.call
         if not call.watch.is_final:
-            raise _refusal(
+            raise refusal(
                 sorted({w.source.parameter for w in call.watched.values()}),
                 f"operation {call.rule.name}",
                 "the loss function differentiates it by itself, as gradient penalties do",
             )
-        call.watch.check_broadcast(call, gradients[0])
         needs_input = bool(ctx.needs_input_grad[1])
         # Detached: factors that held on to the graph would be held by it in turn, and never be freed.
         saved = tuple(tensor.detach() for tensor in ctx.saved_tensors)
@@ -240,7 +349,7 @@ class _RecordedUse(torch.autograd.Function):
         for role, parameter in call.watched.items():
             found = factors[role]
             if found is not None:
-                call.watch.add(parameter, found)
+                parameter.source.pull(found)
         if not needs_input or input_gradient is None:
             return None, None, None
         return None, input_gradient.to(ctx.input_dtype), None
@@ -255,14 +364,6 @@ def _refuse_compiled(model: nn.Module) -> None:
                 why="the uses of a parameter cannot be seen inside a compiled graph.",
                 fix="train the module uncompiled (compile it again for inference), or freeze its parameters.",
             )
-
-
-def _refusal(names: list[str], what: str, reason: str) -> UnsupportedModelError:
-    return UnsupportedModelError(
-        f"parameter {', '.join(names)} is used by {what}.",
-        why=f"{reason}, and a gradient that is not known to be exact would break the clipping bound.",
-        fix="freeze this parameter (requires_grad_(False)), train with LoRA, or pass a rule for the operation.",
-    )
 
 
 def _name(function: Any) -> str:

@@ -1,39 +1,43 @@
 """The tensor that stands for a trainable parameter during a recording, and weights derived from one.
 
-A weight that is a cast, a transposition or a scalar-affine image of one parameter (Gemma's `1 + w.float()`) is watched
-in its place, and its factors are pulled back. Everything else that is done to a parameter is a use, and needs a rule.
+A weight that is a cast, a transposition, a scalar-affine image (Gemma's `1 + w.float()`) of one parameter, or a frozen
+matrix with some of its rows replaced, is watched in its place, and its factors are pulled back as they are. Whatever
+else is computed from parameters is a constant (`constants.py`) or a use, which needs a rule.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from hf_dp.per_example.factors import Factors
 
 if TYPE_CHECKING:
     from hf_dp.per_example.watch import Watch
 
 
 class Source(NamedTuple):
-    """What a watched tensor is: `scale` x parameter + constant, cast and transposed, with its plain value."""
+    """What a watched tensor is: its plain value, the parameters behind it, and where its gradients go.
+
+    Attributes:
+        pull: takes the per-example gradients of this tensor's use and hands them on to what it was derived from.
+    """
 
     parameter: str
     watch: Watch
     plain: Tensor
-    scale: float = 1.0
-    is_transposed: bool = False
+    pull: Callable[[Factors], None]
 
-    def derived(self, plain: Tensor, scale: float = 1.0, transpose: bool = False) -> WatchedParameter:
+    def derived(self, plain: Tensor, pull: Callable[[Factors], None]) -> WatchedParameter:
         """The weight `plain`, computed from this one."""
-        return WatchedParameter.of(
-            self._replace(plain=plain.detach(), scale=self.scale * scale, is_transposed=self.is_transposed ^ transpose)
-        )
+        return WatchedParameter.of(self._replace(plain=plain.detach(), pull=pull))
 
 
 class WatchedParameter(torch.Tensor):
-    """Stands for a trainable parameter, or a weight derived from one, during a recording."""
+    """Stands for a trainable parameter, or a value computed from parameters alone, during a recording."""
 
     source: Source
 
@@ -98,37 +102,53 @@ _SCALES = {
 
 
 def _derive(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A weight derived from one watched parameter alone, if `func` is a cast, a transposition or scalar-affine."""
+    """A weight derived from one watched tensor alone, if its factors can be pulled back as they are."""
     watched = [a for a in flatten((args, kwargs)) if isinstance(a, WatchedParameter)]
-    parameter = watched[0]
-    if func in _CASTS and parameter is args[0]:
-        target = [a.source.plain if isinstance(a, WatchedParameter) else a for a in args[1:]]
-        return parameter.source.derived(func(parameter.source.plain, *target, **kwargs))
-    if func in _TRANSPOSES and parameter.source.plain.dim() == 2:
-        return parameter.source.derived(
-            func(parameter.source.plain, *args[1:], **kwargs), transpose=_swaps(args[1:], kwargs)
-        )
-    kind = _SCALES.get(func)
-    if kind is None or kwargs or len(watched) != 1:
+    if len(watched) != 1:
         return None
-    others = [a for a in args if a is not parameter]
-    if not all(
+    source = watched[0].source
+    plain = tuple(source.plain if a is watched[0] else a for a in args)
+    if func in _CASTS and args[0] is watched[0]:
+        return source.derived(func(*plain, **kwargs), source.pull)
+    if func in _TRANSPOSES and source.plain.dim() == 2:
+        swapped = _swaps(args[1:], kwargs)
+        return source.derived(func(*plain, **kwargs), (lambda f: source.pull(f.transposed)) if swapped else source.pull)
+    if func in (torch.Tensor.index_copy, torch.index_copy):
+        given = {k: source.plain if a is watched[0] else a for k, a in kwargs.items()}
+        return _rows_replaced(source, *plain, **given)
+    scale = None if kwargs else _scale(_SCALES.get(func), [a for a in args if a is not watched[0]], args[0], watched[0])
+    if scale is None:
+        return None
+    return source.derived(func(*plain), lambda f: source.pull(f.scaled(scale)))
+
+
+def _scale(kind: str | None, others: list[Any], first: Any, parameter: Any) -> float | None:
+    """How much the image grows with the parameter, if the operation is scalar-affine."""
+    if kind is None or not all(
         isinstance(a, (int, float)) or (isinstance(a, Tensor) and a.dim() == 0 and not a.requires_grad) for a in others
     ):
         return None
-    plain = func(*(a.source.plain if isinstance(a, WatchedParameter) else a for a in args))
-    constant = float(others[0]) if others else 1.0
-    is_first = args[0] is parameter
-    if kind == "div" and not is_first:
-        return None
+    constant, is_first = float(others[0]) if others else 1.0, first is parameter
+    if kind == "div":
+        return 1.0 / constant if is_first else None
     scales = {"add": 1.0, "sub": 1.0 if is_first else -1.0, "rsub": -1.0 if is_first else 1.0, "neg": -1.0}
-    scale = constant if kind == "mul" else 1.0 / constant if kind == "div" else scales[kind]
-    return parameter.source.derived(plain, scale)
+    return constant if kind == "mul" else scales[kind]
 
 
 def _swaps(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     axes = [*args, *kwargs.values()]
     return not axes or axes[0] % 2 != axes[1] % 2
+
+
+def _rows_replaced(
+    new: Source, input: Any = None, dim: Any = 0, index: Any = None, source: Any = None
+) -> WatchedParameter | None:
+    """`input.index_copy(0, index, source)`, where the rows `source` alone are trained (PEFT's trainable tokens)."""
+    if source is not new.plain or dim != 0 or input.dim() != 2 or input.requires_grad:
+        return None
+    if len(index.unique()) != len(index):
+        return None
+    return new.derived(input.index_copy(0, index, source), lambda f: new.pull(f.rows(index)))
 
 
 def flatten(value: Any) -> Iterator[Any]:
@@ -137,5 +157,19 @@ def flatten(value: Any) -> Iterator[Any]:
             yield from flatten(item)
     elif isinstance(value, dict):
         yield from flatten(tuple(value.values()))
+    elif isinstance(value, slice):
+        yield from (value.start, value.stop, value.step)
     else:
         yield value
+
+
+def mapped(function: Callable[[Any], Any], value: Any) -> Any:
+    """`value` with `function` applied to what `flatten` yields."""
+    if isinstance(value, (tuple, list)):
+        items = [mapped(function, item) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if isinstance(value, dict):
+        return {key: mapped(function, item) for key, item in value.items()}
+    if isinstance(value, slice):
+        return slice(function(value.start), function(value.stop), function(value.step))
+    return function(value)

@@ -53,15 +53,13 @@ def exact_or_refused(model: nn.Module, data: dict[str, Tensor]) -> str:
 
 
 @pytest.mark.parametrize("size", [2, 3, 7])
-def test_t5_is_exact_or_refused_also_with_as_many_examples_as_positions(size: int) -> None:
+def test_t5_is_exact_also_with_as_many_examples_as_positions(size: int) -> None:
     """Its relative positions are (T, T): a first axis as long as the batch, and nobody's."""
-    found = exact_or_refused(architecture("t5"), text_batch("causal_lm", size=size, length=7))
-    assert found == "exact" or "relative_attention_bias.weight" in found
-
-
-def test_t5_is_not_certified() -> None:
-    with pytest.raises(UnsupportedModelError, match="relative_attention_bias"):
-        preflight(architecture("t5"), per_example_losses, text_batch("causal_lm"))
+    model, data = architecture("t5"), text_batch("causal_lm", size=size, length=7)
+    assert exact_or_refused(model, data) == "exact"
+    certificate = preflight(model, per_example_losses, data)
+    found = record(model, per_example_losses, data, certificate=certificate)
+    assert relative_error(found, loop(model, per_example_losses, data)) <= 1e-12
 
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
@@ -72,6 +70,18 @@ def test_experts_are_refused_by_name_and_exact_when_frozen(name: str) -> None:
     for key, p in model.named_parameters():
         p.requires_grad_(".mlp." not in key and "block_sparse_moe" not in key)
     assert exact_or_refused(model, text_batch("causal_lm")) == "exact"
+
+
+@pytest.mark.parametrize("size", [1, 3, 7, 14])
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
+def test_experts_in_the_order_of_the_tokens_are_exact(name: str, size: int) -> None:
+    """Transformers' batched implementation keeps each token's rows where the token is."""
+    model = architecture(name)
+    model.set_experts_implementation("batched_mm")
+    certificate = preflight(model, per_example_losses, text_batch("causal_lm"))
+    data = text_batch("causal_lm", size)
+    found = record(model, per_example_losses, data, certificate=certificate)
+    assert relative_error(found, loop(model, per_example_losses, data)) <= 1e-12
 
 
 @pytest.mark.parametrize("size", [1, 3, 7])
@@ -194,13 +204,14 @@ def test_a_zero_gate_hides_nothing() -> None:
 
 
 @pytest.mark.parametrize("positions", [3, 5, 6, 10, 15])
-def test_token_types_of_all_positions_are_refused_or_seen_through(positions: int) -> None:
-    """zeros(T) looks the same in every row; only the gradient shows whose row it is."""
+def test_token_types_of_all_positions_are_seen_through(positions: int) -> None:
+    """zeros(T) looks the same in every row, also where there are as many positions as examples."""
     model = Small(
         lambda m, x: torch.tanh(x + m.table(torch.zeros(x.shape[1], dtype=torch.long))), table=nn.Embedding(2, 4)
     )
-    with pytest.raises(UnsupportedModelError, match="table.weight"):
-        preflight(model, square, batch(3, positions, 4))
+    data = batch(3, positions, 4)
+    found = record(model, square, data, certificate=preflight(model, square, data))
+    assert relative_error(found, loop(model, square, data)) <= 1e-12
 
 
 def test_shares_sees_a_misread_axis_that_rows_do_not_show() -> None:

@@ -20,6 +20,14 @@ def positions(x: Tensor) -> Tensor:
     return torch.arange(x.shape[1])
 
 
+def near(x: Tensor) -> Tensor:
+    return (positions(x)[:, None] - positions(x)[None]).clamp(-4, 4) + 4
+
+
+def ids(x: Tensor) -> Tensor:
+    return (9 * x[..., 0].abs()).long().clamp(max=8)
+
+
 def time_major(model: Any, x: Tensor) -> Tensor:
     return model.second(torch.tanh(model.first(x)).transpose(0, 1)).transpose(0, 1)
 
@@ -70,6 +78,80 @@ EXACT: dict[str, Small] = {
     "a shared layer in a loop": Small(
         lambda m, x: [x := torch.tanh(m.linear(x)) for _ in range(3)][-1], linear=nn.Linear(4, 4)
     ),
+    "positions (T,)": Small(lambda m, x: torch.tanh(x + m.table(positions(x))), table=nn.Embedding(12, 4)),
+    "token types zeros(T)": Small(lambda m, x: torch.tanh(x + m.table(0 * positions(x))), table=nn.Embedding(12, 4)),
+    "constant (T, d)": Small(
+        lambda m, x: torch.tanh(x + m.linear(torch.ones(x.shape[1], 2).double())), linear=nn.Linear(2, 4)
+    ),
+    "a row of (1, T)": Small(lambda m, x: torch.tanh(x + m.table(positions(x)[None])[0]), table=nn.Embedding(12, 4)),
+    "a mean over (1, T)": Small(
+        lambda m, x: torch.tanh(x + m.table(positions(x)[None]).mean(0)), table=nn.Embedding(12, 4)
+    ),
+    "expanded to positions": Small(lambda m, x: torch.tanh(x + m.w.expand(x.shape[1], -1)), w=parameter(1, 4)),
+    "weight norm": Small(lambda m, x: m.linear(x), linear=nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))),
+    "tanh(w)": Small(lambda m, x: F.linear(x, torch.tanh(m.w)), w=parameter(4, 4)),
+    "exp(w)": Small(lambda m, x: x * m.w.exp(), w=parameter(4)),
+    "w * w": Small(lambda m, x: x * (m.w * m.w), w=parameter(4)),
+    "w * max|w|": Small(lambda m, x: F.linear(x, m.w * m.w.abs().max()), w=parameter(4, 4)),
+    "a slice": Small(lambda m, x: x + m.w[: x.shape[1]], w=parameter(9, 4)),
+    "in place between two layers": Small(
+        lambda m, x: m.second(m.linear(x).add_(x).mul_(2)), linear=nn.Linear(4, 4), second=nn.Linear(4, 4)
+    ),
+    "a table of relative positions, (T, T)": Small(
+        lambda m, x: torch.einsum("bts,bsd->btd", torch.tanh(x @ x.mT + m.table(near(x)).permute(2, 0, 1)), x),
+        table=nn.Embedding(9, 1),
+    ),
+    "a table of relative positions, indexed": Small(
+        lambda m, x: torch.einsum("bts,bsd->btd", (x @ x.mT + m.w[near(x)]).softmax(-1), x), w=parameter(9)
+    ),
+    "a table of relative positions, added in place": Small(
+        lambda m, x: torch.einsum("bts,bsd->btd", m.linear(x).matmul(x.mT).add_(m.w[near(x)][None]).tanh(), x),
+        linear=nn.Linear(4, 4),
+        w=parameter(9),
+    ),
+    "a constant through layers that data takes too": Small(
+        lambda m, x: m.norm(m.linear(x)) @ m.norm(m.linear(m.w)).mT.repeat(len(x), 1, 1),
+        linear=nn.Linear(4, 4),
+        norm=nn.LayerNorm(4),
+        w=parameter(6, 4),
+    ),
+    "heads of a constant, repeated": Small(
+        lambda m, x: torch.bmm(
+            x.repeat_interleave(2, 0), m.linear(m.w).view(6, 2, 4).transpose(0, 1).mT.repeat(len(x), 1, 1)
+        ).view(len(x), -1),
+        linear=nn.Linear(4, 8),
+        w=parameter(6, 4),
+    ),
+    "some rows of a table": Small(
+        lambda m, x: (
+            F.embedding(ids(x), m.table.index_copy(0, torch.tensor([7, 2]), m.w))
+            @ m.table.index_copy(0, torch.tensor([7, 2]), m.w).T
+        ),
+        table=parameter(9, 4).requires_grad_(False),
+        w=parameter(2, 4),
+    ),
+    "rows chosen by each example": Small(
+        lambda m, x: torch.einsum("btde,btd->bte", m.w[ids(x)], x).tanh(), w=parameter(9, 4, 3)
+    ),
+    "rows chosen by each example, folded": Small(
+        lambda m, x: torch.bmm(m.w[ids(x).flatten()], x.reshape(-1, 4, 1)).view(len(x), -1).tanh(), w=parameter(9, 3, 4)
+    ),
+    "split, concatenated and normalised": Small(
+        lambda m, x: F.linear(x, F.normalize(torch.cat(m.w.split(2)[::-1]), dim=0)), w=parameter(4, 4)
+    ),
+    "a parameter in the loss itself": Small(
+        lambda m, x: m.linear(x) * m.w.square().mean(), linear=nn.Linear(4, 4), w=parameter(3)
+    ),
+    "a bias of attention": Small(
+        lambda m, x: F.scaled_dot_product_attention(x[:, None], x[:, None], x[:, None], m.w[near(x)][None, None]),
+        w=parameter(9),
+    ),
+    "a bias of attention under a mask": Small(
+        lambda m, x: torch.where(x[..., :1] > 0, m.w[near(x)], -1.0).softmax(-1) @ x, w=parameter(9)
+    ),
+    "differences and ratios": Small(lambda m, x: (m.w - x) / (m.w.exp() + 2) - m.w, w=parameter(4)),
+    "x += w": Small(in_place, linear=nn.Linear(4, 4), w=parameter(4)),
+    "x.mul_(w)": Small(lambda m, x: m.linear(x).mul_(m.w), linear=nn.Linear(4, 4), w=parameter(4)),
 }
 
 
@@ -174,27 +256,6 @@ REFUSED: dict[str, tuple[Small, str]] = {
         ),
         "linear",
     ),
-    "positions (T,)": (
-        Small(lambda m, x: torch.tanh(x + m.table(positions(x))), table=nn.Embedding(12, 4)),
-        "table.weight",
-    ),
-    "token types zeros(T)": (
-        Small(lambda m, x: torch.tanh(x + m.table(0 * positions(x))), table=nn.Embedding(12, 4)),
-        "table.weight",
-    ),
-    "constant (T, d)": (
-        Small(lambda m, x: torch.tanh(x + m.linear(torch.ones(x.shape[1], 2).double())), linear=nn.Linear(2, 4)),
-        "linear",
-    ),
-    "a row of (1, T)": (
-        Small(lambda m, x: torch.tanh(x + m.table(positions(x)[None])[0]), table=nn.Embedding(12, 4)),
-        "table.weight",
-    ),
-    "a mean over (1, T)": (
-        Small(lambda m, x: torch.tanh(x + m.table(positions(x)[None]).mean(0)), table=nn.Embedding(12, 4)),
-        "table.weight",
-    ),
-    "expanded to positions": (Small(lambda m, x: torch.tanh(x + m.w.expand(x.shape[1], -1)), w=parameter(1, 4)), " w "),
     "chosen and rejected in one batch": (
         Small(lambda m, x: torch.mul(*torch.tanh(m.linear(torch.cat([x, 2 * x]))).chunk(2)), linear=nn.Linear(4, 4)),
         "linear",
@@ -211,17 +272,7 @@ REFUSED: dict[str, tuple[Small, str]] = {
         Small(lambda m, x: F.linear(x, m.linear(x).mean((0, 1)).diag(), m.b), linear=nn.Linear(4, 4), b=parameter(4)),
         "another of its operands needs a gradient",
     ),
-    "tanh(w)": (Small(lambda m, x: F.linear(x, torch.tanh(m.w)), w=parameter(4, 4)), "parameter w is used by .*tanh"),
-    "exp(w)": (Small(lambda m, x: x * m.w.exp(), w=parameter(4)), "parameter w is used by .*exp"),
-    "w * w": (Small(lambda m, x: x * (m.w * m.w), w=parameter(4)), "elementwise"),
-    "w * max|w|": (
-        Small(lambda m, x: F.linear(x, m.w * m.w.abs().max()), w=parameter(4, 4)),
-        "parameter w is used by .*abs",
-    ),
-    "a slice": (Small(lambda m, x: x + m.w[: x.shape[1]], w=parameter(9, 4)), "parameter w is used by .*getitem"),
     "einsum": (Small(lambda m, x: torch.einsum("btd,de->bte", x, m.w), w=parameter(4, 4)), "parameter w .*einsum"),
-    "x += w": (Small(in_place, linear=nn.Linear(4, 4), w=parameter(4)), "parameter w is used by .*add_"),
-    "x.mul_(w)": (Small(lambda m, x: m.linear(x).mul_(m.w), linear=nn.Linear(4, 4), w=parameter(4)), " w .*mul_"),
     "out=": (
         Small(lambda m, x: torch.matmul(x, m.w, out=torch.empty_like(x)), w=parameter(4, 4)),
         "parameter w is used by operation matmul",
@@ -232,7 +283,10 @@ REFUSED: dict[str, tuple[Small, str]] = {
         "max_norm",
     ),
     "scale_grad_by_freq": (
-        Small(lambda m, x: m.table(positions(x)[None]) + x, table=nn.Embedding(12, 4, scale_grad_by_freq=True)),
+        Small(
+            lambda m, x: m.table((9 * x[..., 0].abs()).long().clamp(max=11)),
+            table=nn.Embedding(12, 4, scale_grad_by_freq=True),
+        ),
         "mixes the counts",
     ),
     "a closure": (
@@ -272,10 +326,6 @@ REFUSED: dict[str, tuple[Small, str]] = {
     "padding='same'": (
         Small(lambda m, x: m.conv(x.view(-1, 2, 5, 2)), conv=nn.Conv2d(2, 2, 2, padding="same")),
         "'same'",
-    ),
-    "weight norm": (
-        Small(lambda m, x: m.linear(x), linear=nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))),
-        "parametrizations.weight.original",
     ),
     "a compiled module": (
         Small(

@@ -1,0 +1,111 @@
+"""Values computed from parameters alone: position embeddings, T5's relative positions, DoRA's scales, a soft prompt.
+
+No example is in them, so they have no example axis, and an operation on constants gives another constant. Where one
+meets data, a rule finds each example's gradient of it, as of a parameter. When the backward pass is over, these are
+handed on, from the last constant to the first, until they reach the parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_dp.per_example.factors import Factors, Outer, PerExample
+from hf_dp.per_example.rule import Axis, Operands, Rule
+from hf_dp.per_example.watched import WatchedParameter, flatten, mapped
+
+
+@dataclass(eq=False)
+class Constant:
+    """Gathers the per-example gradients of one constant over all its uses.
+
+    Attributes:
+        hand_on: takes them (B, *shape of the constant) to what the constant was computed from.
+    """
+
+    hand_on: Callable[[Tensor], None]
+    gathered: Tensor | None = None
+
+    def gather(self, factors: Factors) -> None:
+        """Adds the gradients of one use."""
+        values = factors.instantiated().values if isinstance(factors, Outer) else factors.values
+        self.gathered = values if self.gathered is None else self.gathered + values
+
+    def settle(self) -> None:
+        """Hands on what was gathered."""
+        if self.gathered is not None:
+            gathered, self.gathered = self.gathered, None
+            self.hand_on(gathered)
+
+
+def by_rule(
+    rule: Rule, given: Tensor, operands: Operands, watched: dict[str, WatchedParameter]
+) -> tuple[Tensor, Callable[[Tensor], None]]:
+    """The value of an operation on a constant input, and what hands its gradients on: the rule's own backward."""
+    output, saved = rule.forward(given, operands)
+
+    def hand_on(gradients: Tensor) -> None:
+        axis = Axis(len(gradients), "constant")
+        rows = tuple(t.detach().expand(len(gradients), *t.shape) for t in saved)
+        _, factors = rule.backward(rows, operands, gradients.to(output.dtype), axis, False)
+        for role, parameter in watched.items():
+            found = factors[role]
+            if found is not None:
+                parameter.source.pull(found)
+
+    return output, hand_on
+
+
+def by_autograd(
+    function: Any, args: Any, kwargs: Any, make: Callable[[Tensor, Callable[[Tensor], None]], WatchedParameter]
+) -> Any:
+    """What any operation on constants returns, with constants for tensors.
+
+    Their gradients are handed on by one vector-Jacobian product for each example.
+
+    Args:
+        make: makes a constant of a value and of what hands its gradients on.
+
+    Raises:
+        RuntimeError: the operation changes one of its arguments.
+    """
+    leaves: dict[int, tuple[WatchedParameter, Tensor]] = {}
+
+    def leaf(value: Any) -> Any:
+        if not isinstance(value, WatchedParameter):
+            return value
+        if id(value) not in leaves:
+            leaves[id(value)] = value, value.source.plain.detach().requires_grad_()
+        return leaves[id(value)][1]
+
+    tensors = [
+        a.source.plain if isinstance(a, WatchedParameter) else a
+        for a in flatten((args, kwargs))
+        if isinstance(a, Tensor)
+    ]
+    versions = [t._version for t in tensors]
+    with torch.enable_grad(), torch._C.DisableTorchFunctionSubclass():
+        output = function(*mapped(leaf, args), **mapped(leaf, kwargs))
+    if versions != [t._version for t in tensors]:
+        raise RuntimeError("an operation in place")
+    parents, inputs = [p for p, _ in leaves.values()], [x for _, x in leaves.values()]
+
+    def constant(value: Any) -> Any:
+        if not isinstance(value, Tensor) or not value.requires_grad:
+            return value
+
+        def hand_on(gradients: Tensor) -> None:
+            found = torch.autograd.grad(
+                value, inputs, gradients.to(value.dtype), retain_graph=True, allow_unused=True, is_grads_batched=True
+            )
+            for parent, gradient in zip(parents, found, strict=True):
+                if gradient is not None:
+                    parent.source.pull(PerExample(gradient))
+
+        return make(value.detach(), hand_on)
+
+    return mapped(constant, output)
