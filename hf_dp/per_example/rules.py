@@ -251,12 +251,15 @@ def _getitem_backward(saved: _Saved, operands: Operands, gradient: Tensor, axis:
 
 def _bind_expand(input: Tensor, *sizes: Any) -> Bound:
     shape = list(sizes[0]) if len(sizes) == 1 and not isinstance(sizes[0], int) else list(sizes)
-    kept = [n if given == -1 else given for n, given in zip(input.shape[1:], shape[1:], strict=False)]
-    if input.dim() != len(shape) or input.shape[0] != 1 or input.shape[1:] != torch.Size(kept):
+    # The axis of the copies is new, or is there with one entry.
+    inner = input.shape if len(shape) > input.dim() else input.shape[1:]
+    new = len(shape) - len(inner)
+    kept = [n if given == -1 else given for n, given in zip(inner, shape[new:], strict=False)]
+    if new < 1 or (len(inner) < input.dim() and input.shape[0] != 1) or inner != torch.Size(kept):
         raise _unsupported(
-            "expand", f"shape {tuple(input.shape)} to {shape}", "only (1, ...) to one row for each example is known"
+            "expand", f"shape {tuple(input.shape)} to {shape}", "only copies of a whole parameter are known"
         )
-    return Bound(None, {"weight": input}, {"rows": shape[0], "sizes": [shape[0], *[1] * (len(shape) - 1)]})
+    return Bound(None, {"weight": input}, {"rows": shape[0], "sizes": [*shape[:new], *[1] * len(inner)]})
 
 
 def _bind_repeat(input: Tensor, *sizes: Any) -> Bound:
@@ -290,6 +293,7 @@ def _bind_convolution(
     dilation: Any = 1,
     groups: int = 1,
 ) -> Bound:
+    padding = 0 if padding == "valid" else padding
     if groups != 1 or isinstance(padding, str):
         raise _unsupported(
             operation, f"groups={groups}, padding={padding!r}", "only one group and numeric padding are known"

@@ -71,6 +71,9 @@ EXACT: dict[str, Small] = {
     "a class token": Small(
         lambda m, x: torch.tanh(torch.cat([m.token.expand(len(x), -1, -1), x], 1)), token=parameter(1, 1, 4)
     ),
+    "a class token that is a vector": Small(
+        lambda m, x: torch.tanh(torch.cat([m.token.expand(len(x), 2, -1), x], 1)), token=parameter(4)
+    ),
     "x @ w": Small(lambda m, x: torch.tanh(x) @ m.w, w=parameter(4, 6)),
     "addmm": Small(
         lambda m, x: torch.addmm(m.b, x.flatten(0, 1), m.w).view(*x.shape[:2], 6), w=parameter(4, 6), b=parameter(6)
@@ -169,7 +172,7 @@ def test_exact_without_a_certificate(name: str, size: int) -> None:
         {"stride": (2, 1), "padding": (1, 0), "dilation": (1, 2)},
         {"stride": 2, "padding": 1},
         {"bias": False},
-        {"dilation": 2},
+        {"dilation": 2, "padding": "valid"},
     ],
 )
 def test_convolutions_are_exact(options: dict[str, Any]) -> None:
