@@ -44,12 +44,11 @@ def per_example_losses(model: nn.Module, batch: Mapping[str, Any], label_smoothi
     labels = _labels(batch, "labels")
     inputs = {k: v for k, v in batch.items() if k not in ("labels", "num_items_in_batch")}
     base = _base(model)
-    if getattr(base.config, "is_encoder_decoder", False) and kind in (_SHIFTED, _TOKENWISE):
-        if "decoder_input_ids" not in inputs:
-            inputs["decoder_input_ids"] = base.prepare_decoder_input_ids_from_labels(labels=labels)
-        kind = _TOKENWISE
+    if kind == _TOKENWISE and getattr(base.config, "is_encoder_decoder", False):
+        inputs |= _decoder_inputs(base, batch, labels)
     logits = _accurate(model(**inputs).logits)
     if kind == _SHIFTED:
+        labels = _past_the_prompt(model, labels, logits.shape[1])
         # The last position predicts nothing; shifting the labels spares a copy of the logits.
         return _token_losses(logits, F.pad(labels, (0, 1), value=_IGNORED)[:, 1:], label_smoothing)
     if kind == _TOKENWISE:
@@ -105,14 +104,15 @@ def loss_kind(model: nn.Module) -> str:
         ("classification", ("ForSequenceClassification",), auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES),
         ("classification", ("ForImageClassification",), auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES),
         (_TOKENWISE, (), auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES),
+        (_SHIFTED, (), auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES),
     )
     for kind, suffixes, mapping in heads:
         names = {n for v in mapping.values() for n in (v if isinstance(v, (tuple, list)) else (v,))}
         if name in names or any(name.endswith(s) for s in suffixes):
-            return kind
+            return _of_decoder(base, kind)
     for kind, suffixes, _ in heads:
         if declared in suffixes:
-            return kind
+            return _of_decoder(base, kind)
     raise UnsupportedModelError(
         f"{name} (loss_type {declared!r}) has no known per-example loss.",
         why="the model's own loss is normalised over the batch, so one example would rescale its neighbours.",
@@ -120,9 +120,31 @@ def loss_kind(model: nn.Module) -> str:
     )
 
 
+def _of_decoder(base: Any, kind: str) -> str:
+    """An encoder-decoder feeds its decoder shifted labels, so that each position predicts its own."""
+    return _TOKENWISE if kind == _SHIFTED and getattr(base.config, "is_encoder_decoder", False) else kind
+
+
 def _base(model: nn.Module) -> Any:
     unwrap = getattr(model, "get_base_model", None)
     return unwrap() if callable(unwrap) else model
+
+
+def _decoder_inputs(base: Any, batch: Mapping[str, Any], labels: Tensor) -> dict[str, Tensor]:
+    """What the decoder is fed, where the batch does not say: the labels, moved right by one."""
+    if "decoder_input_ids" in batch or "decoder_inputs_embeds" in batch:
+        return {}
+    prepare = getattr(base, "prepare_decoder_input_ids_from_labels", None)
+    # A model without that method (Whisper) moves them itself; the loss that it returns too is not used.
+    return {"labels": labels} if prepare is None else {"decoder_input_ids": prepare(labels=labels)}
+
+
+def _past_the_prompt(model: nn.Module, labels: Tensor, positions: int) -> Tensor:
+    """`labels` with none for the positions that a soft prompt of PEFT puts in front, the last of which predicts."""
+    extra = positions - labels.shape[1]
+    if extra and extra == getattr(getattr(model, "active_peft_config", None), "num_virtual_tokens", None):
+        return F.pad(labels, (extra, 0), value=_IGNORED)
+    return labels
 
 
 def _labels(batch: Mapping[str, Any], name: str) -> Tensor:
@@ -145,7 +167,7 @@ def _token_losses(logits: Tensor, labels: Tensor, label_smoothing: float) -> Ten
     if logits.shape[:-1] != labels.shape:
         raise UnsupportedModelError(
             f"logits {tuple(logits.shape)} for labels {tuple(labels.shape)}.",
-            why="one label for each position is needed (prompt tuning, for one, puts positions in front).",
+            why="one label for each position is needed.",
             fix="override DPTrainer.compute_per_example_loss(model, inputs), or train with LoRA.",
         )
     losses = F.cross_entropy(

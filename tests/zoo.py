@@ -1,4 +1,4 @@
-"""Tiny random models of every architecture under test, and batches for them."""
+"""Tiny random models of every architecture, head and adapter under test, and batches for them."""
 
 from __future__ import annotations
 
@@ -8,24 +8,31 @@ import torch
 from torch import Tensor, nn
 from transformers import (
     AutoConfig,
+    AutoModel,
     AutoModelForCausalLM,
     AutoModelForImageClassification,
     AutoModelForMaskedLM,
     AutoModelForQuestionAnswering,
     AutoModelForSeq2SeqLM,
     AutoModelForSequenceClassification,
+    AutoModelForSpeechSeq2Seq,
     AutoModelForTokenClassification,
 )
+
+from hf_dp.losses import per_example_losses
+from hf_dp.per_example.batch import LossFunction
 
 VOCABULARY = 37
 _AUTO = {
     "causal_lm": AutoModelForCausalLM,
     "masked_lm": AutoModelForMaskedLM,
-    "sequence": AutoModelForSequenceClassification,
+    **dict.fromkeys(("sequence", "multi_label", "regression"), AutoModelForSequenceClassification),
     "token": AutoModelForTokenClassification,
     "qa": AutoModelForQuestionAnswering,
     "image": AutoModelForImageClassification,
     "seq2seq": AutoModelForSeq2SeqLM,
+    "speech": AutoModelForSpeechSeq2Seq,
+    "text": AutoModel,
 }
 _LLAMA_LIKE: dict[str, Any] = {
     "vocab_size": VOCABULARY, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2,
@@ -35,6 +42,19 @@ _LLAMA_LIKE: dict[str, Any] = {
 _BERT_LIKE: dict[str, Any] = {
     "vocab_size": VOCABULARY, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2,
     "num_attention_heads": 4, "max_position_embeddings": 40, "type_vocab_size": 2, "pad_token_id": 0,
+}  # fmt: skip
+_T5: dict[str, Any] = {
+    "vocab_size": VOCABULARY, "d_model": 24, "d_ff": 40, "d_kv": 6, "num_layers": 2, "num_heads": 4, "pad_token_id": 0,
+    "eos_token_id": 2, "decoder_start_token_id": 0,
+}  # fmt: skip
+_TOWER: dict[str, Any] = {
+    "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 4,
+}  # fmt: skip
+_TWO_TOWERS: dict[str, Any] = {
+    "projection_dim": 12,
+    "text_config": {**_TOWER, "vocab_size": VOCABULARY, "max_position_embeddings": 40, "pad_token_id": 0,
+                    "bos_token_id": 1, "eos_token_id": 2},
+    "vision_config": {**_TOWER, "image_size": 12, "patch_size": 4, "num_channels": 3},
 }  # fmt: skip
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("gpt2", {"vocab_size": VOCABULARY, "n_embd": 24, "n_layer": 2, "n_head": 4, "n_positions": 40,
@@ -64,11 +84,11 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
                         "bos_token_id": 1, "eos_token_id": 2}),
     "falcon": ("falcon", {**_LLAMA_LIKE, "new_decoder_architecture": False, "multi_query": True}),
     "gemma": ("gemma", {**_LLAMA_LIKE, "head_dim": 6}),
-    "phi": ("phi", {**_LLAMA_LIKE, "hidden_size": 32}),
+    "phi": ("phi", {**_LLAMA_LIKE, "partial_rotary_factor": 0.67}),
     "olmo2": ("olmo2", _LLAMA_LIKE),
     "smollm3": ("smollm3", _LLAMA_LIKE),
     "granite": ("granite", _LLAMA_LIKE),
-    "stablelm": ("stablelm", {**_LLAMA_LIKE, "hidden_size": 32, "partial_rotary_factor": 0.5}),
+    "stablelm": ("stablelm", {**_LLAMA_LIKE, "partial_rotary_factor": 0.67}),
     "cohere": ("cohere", _LLAMA_LIKE),
     "mixtral": ("mixtral", {**_LLAMA_LIKE, "num_local_experts": 4, "num_experts_per_tok": 2}),
     "qwen3_moe": ("qwen3_moe", {**_LLAMA_LIKE, "head_dim": 6, "num_experts": 4, "num_experts_per_tok": 2,
@@ -81,27 +101,83 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "modernbert": ("modernbert", {**_BERT_LIKE, "cls_token_id": 1, "sep_token_id": 2, "bos_token_id": 1,
                                   "eos_token_id": 2}),
     "mpnet": ("mpnet", {**_BERT_LIKE, "bos_token_id": 1, "eos_token_id": 2}),
-    "t5": ("t5", {"vocab_size": VOCABULARY, "d_model": 24, "d_ff": 40, "d_kv": 6, "num_layers": 2, "num_heads": 4,
-                  "pad_token_id": 0, "eos_token_id": 2, "decoder_start_token_id": 0}),
+    "t5": ("t5", _T5),
+    "flan-t5": ("t5", {**_T5, "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}),
     "bart": ("bart", {"vocab_size": VOCABULARY, "d_model": 24, "encoder_layers": 2, "decoder_layers": 2,
                       "encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 40,
                       "decoder_ffn_dim": 40, "max_position_embeddings": 40, "pad_token_id": 0, "bos_token_id": 1,
                       "eos_token_id": 2, "decoder_start_token_id": 2, "forced_eos_token_id": None}),
     "vit": ("vit", {"hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 4,
                     "image_size": 12, "patch_size": 4, "num_channels": 3}),
+    "whisper": ("whisper", {"vocab_size": VOCABULARY, "d_model": 24, "encoder_layers": 2, "decoder_layers": 2,
+                            "encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 40,
+                            "decoder_ffn_dim": 40, "num_mel_bins": 8, "max_source_positions": 6,
+                            "max_target_positions": 40, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+                            "decoder_start_token_id": 1}),
+    "clip": ("clip", _TWO_TOWERS),
+    "siglip": ("siglip", _TWO_TOWERS),
 }  # fmt: skip
+for _name in ("mixtral", "qwen3_moe"):
+    CONFIGS |= dict.fromkeys((f"{_name}, experts batched", f"{_name}, experts and router frozen"), CONFIGS[_name])
+CONFIGS["siglip, pooling head frozen"] = CONFIGS["siglip"]
+# Transformers sorts tokens by expert unless told otherwise, and then only in float32 and below.
+_EXPERTS = {name: "batched_mm" for name in CONFIGS if name.endswith("batched")}
+_EXPERTS |= {name: "eager" for name in CONFIGS if name.endswith("router frozen")}
+_FROZEN = {name: ".head." if "siglip" in name else ".mlp." for name in CONFIGS if name.endswith("frozen")}
+# Its config cannot say so; a checkpoint with weights of its own for the head does.
+_UNTIED = ("flan-t5",)
+
+_CLASSIFIER = ("sequence", "multi_label", "regression")
+_DECODER, _ENCODER = ("causal_lm", *_CLASSIFIER, "token", "qa"), ("masked_lm", *_CLASSIFIER, "token", "qa")
+HEADS: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(CONFIGS, _DECODER),
+    **dict.fromkeys(
+        ("bert", "roberta", "distilbert", "xlm-roberta", "albert", "electra", "deberta-v2", "modernbert", "mpnet"),
+        _ENCODER,
+    ),
+    **dict.fromkeys(("t5", "flan-t5"), ("seq2seq", *_CLASSIFIER, "token", "qa")),
+    "bart": ("seq2seq", "causal_lm", *_CLASSIFIER, "qa"),
+    "whisper": ("speech",),
+    "vit": ("image",),
+    "clip": ("image", "text"),
+    "siglip": ("image", "text"),
+    "siglip, pooling head frozen": ("image",),
+}
+
+
+def pooled_losses(model: Any, batch: Any) -> Tensor:
+    """A loss of one's own: how far each text's embedding is from a number."""
+    pooled = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).pooler_output
+    return (pooled - batch["labels"][:, None]).square().mean(1)
+
+
+def loss_of(head: str) -> LossFunction:
+    return pooled_losses if head == "text" else per_example_losses
+
+
+_LABELS: dict[str, dict[str, Any]] = {
+    **{head: {"num_labels": 3} for head in ("sequence", "token", "image")},
+    "multi_label": {"num_labels": 3, "problem_type": "multi_label_classification"},
+    "regression": {"num_labels": 1, "problem_type": "regression"},
+}
 
 
 def tiny(name: str, head: str, dtype: torch.dtype = torch.float64, **changes: Any) -> nn.Module:
     """A random model in training mode, dropout off, biases and norm weights moved off their initial values."""
     torch.manual_seed(0)
     kind, values = CONFIGS[name]
-    labels = {"num_labels": 3} if head in ("sequence", "token", "image") else {}
-    config = AutoConfig.for_model(kind, **{**values, **labels, **changes})
+    config = AutoConfig.for_model(kind, **{**values, **_LABELS.get(head, {}), **changes})
     for key in vars(config):
         if "drop" in key and isinstance(getattr(config, key), float) and key not in changes:
             setattr(config, key, 0.0)
     model = _AUTO[head].from_config(config)
+    if name in _EXPERTS:
+        model.set_experts_implementation(_EXPERTS[name])
+    model = model.text_model if head == "text" else model
+    if name in _UNTIED and (output := model.get_output_embeddings()) is not None:
+        output.weight = nn.Parameter(output.weight.detach().clone())
+    for key, p in model.named_parameters():
+        p.requires_grad_(name not in _FROZEN or _FROZEN[name] not in key)
     for module in model.modules():
         if isinstance(module, nn.Dropout) and not changes:
             module.p = 0.0
@@ -126,13 +202,23 @@ def text_batch(head: str, size: int = 3, length: int = 7, dtype: torch.dtype = t
     for i in range(size):
         kept = length - (i % 3)
         ids[i, kept:], mask[i, kept:] = 0, 0
+        if head in _CLASSIFIER:
+            # Encoder-decoders classify what stands at the one end of text that each example must have.
+            ids[i, kept - 1] = 2
     batch = {"input_ids": ids, "attention_mask": mask}
+    labels = ids.masked_fill(mask.eq(0), -100)
+    if head == "speech":
+        return {"input_features": torch.randn(size, 8, 12, generator=generator).to(dtype), "labels": labels}
     if head in ("causal_lm", "seq2seq"):
-        return {**batch, "labels": ids.masked_fill(mask.eq(0), -100)}
+        return {**batch, "labels": labels}
     if head == "masked_lm":
         return {**batch, "labels": ids.masked_fill(draw(0, 2, size, length).eq(0) | mask.eq(0), -100)}
     if head == "token":
         return {**batch, "labels": draw(0, 3, size, length).masked_fill(mask.eq(0), -100)}
     if head == "qa":
         return {**batch, "start_positions": draw(0, 3, size), "end_positions": draw(2, 4, size)}
+    if head == "multi_label":
+        return {**batch, "labels": draw(0, 2, size, 3).to(dtype)}
+    if head in ("regression", "text"):
+        return {**batch, "labels": torch.randn(size, generator=generator).to(dtype)}
     return {**batch, "labels": draw(0, 3, size)}

@@ -2,35 +2,25 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 from torch import Tensor, nn
 from transformers import (
-    AutoConfig,
     AutoModelForImageClassification,
-    AutoModelForSeq2SeqLM,
     AutoModelForSequenceClassification,
-    AutoModelForSpeechSeq2Seq,
-    BartForCausalLM,
     GPT2DoubleHeadsModel,
+    Trainer,
+    TrainingArguments,
 )
-from transformers.trainer_pt_utils import LabelSmoother
 
 from hf_dp.errors import ConfigurationError, UnsupportedModelError
 from hf_dp.losses import check_own_loss, loss_kind, per_example_losses
 from hf_dp.per_example.batch import take
-from tests.zoo import VOCABULARY, text_batch, tiny
-
-TINY_SEQ2SEQ: dict[str, dict[str, Any]] = {
-    "t5": {"vocab_size": VOCABULARY, "d_model": 16, "d_kv": 4, "d_ff": 20, "num_layers": 1, "num_heads": 2,
-           "dropout_rate": 0.0, "decoder_start_token_id": 0},
-    "bart": {"vocab_size": VOCABULARY, "d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "pad_token_id": 0,
-             "encoder_attention_heads": 2, "decoder_attention_heads": 2, "encoder_ffn_dim": 20, "decoder_ffn_dim": 20,
-             "max_position_embeddings": 40, "dropout": 0.0, "decoder_start_token_id": 2, "bos_token_id": 1,
-             "eos_token_id": 2},
-}  # fmt: skip
+from tests.zoo import text_batch, tiny
 
 
 def assert_own(model: nn.Module, batch: dict[str, Tensor], size: int = 3) -> None:
@@ -49,7 +39,11 @@ def assert_own(model: nn.Module, batch: dict[str, Tensor], size: int = 3) -> Non
         *((name, head) for name in ("gpt2", "bert", "llama") for head in ("sequence", "token", "qa")),
         ("distilbert", "sequence"),
         ("opt", "sequence"),
-        ("vit", "image"),
+        *(("bart", head) for head in ("seq2seq", "sequence", "qa")),
+        *(("t5", head) for head in ("seq2seq", "sequence", "token", "qa")),
+        *((name, head) for name in ("gpt2", "bert") for head in ("multi_label", "regression")),
+        *((name, "image") for name in ("vit", "clip", "siglip")),
+        ("whisper", "speech"),
     ],
 )
 def test_equals_the_models_own_loss(name: str, head: str) -> None:
@@ -78,9 +72,7 @@ def test_three_problem_types(name: str, problem: str | None, labels: Tensor, cou
 
 @pytest.mark.parametrize("name", ["t5", "bart"])
 def test_encoder_decoder(name: str) -> None:
-    torch.manual_seed(0)
-    model = AutoModelForSeq2SeqLM.from_config(AutoConfig.for_model(name, **TINY_SEQ2SEQ[name])).eval()
-    batch = text_batch("causal_lm")
+    model, batch = tiny(name, "seq2seq"), text_batch("seq2seq")
     batch["labels"] = batch["labels"][:, 1:6].clone()
     assert_own(model, batch)
     prepared = model.prepare_decoder_input_ids_from_labels(labels=batch["labels"])
@@ -88,16 +80,59 @@ def test_encoder_decoder(name: str) -> None:
     assert torch.equal(with_inputs, per_example_losses(model, batch))
 
 
-@pytest.mark.parametrize(("name", "head"), [("gpt2", "causal_lm"), ("bert", "masked_lm"), ("bert", "token")])
-def test_label_smoothing_is_the_trainers(name: str, head: str) -> None:
+@pytest.mark.parametrize(("name", "head"), [("bart", "seq2seq"), ("whisper", "speech")])
+def test_decoder_inputs_of_ones_own_are_used(name: str, head: str) -> None:
     model, batch = tiny(name, head), text_batch(head)
+    moved = torch.cat([torch.full((3, 1), model.config.decoder_start_token_id), batch["labels"][:, :-1]], 1)
+    moved = moved.masked_fill(moved.eq(-100), model.config.pad_token_id)
+    same = per_example_losses(model, {**batch, "decoder_input_ids": moved})
+    assert torch.allclose(same, per_example_losses(model, batch), rtol=1e-12)
+    assert not torch.allclose(same, per_example_losses(model, {**batch, "decoder_input_ids": moved.flip(1)}))
+
+
+def test_labels_of_a_speech_encoder_decoder_are_not_shifted() -> None:
+    model, batch = tiny("whisper", "speech"), text_batch("speech")
+    assert loss_kind(model) == "token"
+    losses = per_example_losses(model, batch)
+    batch["labels"][:, 1:] = -100
+    first = per_example_losses(model, batch)
+    assert bool(first.gt(0).all())
+    assert not torch.equal(first, losses)
+
+
+@pytest.mark.parametrize(
+    ("name", "head"),
+    [
+        *(("gpt2", head) for head in ("causal_lm", "token", "sequence")),
+        *(("bert", head) for head in ("masked_lm", "token", "sequence")),
+        *((name, "seq2seq") for name in ("bart", "t5")),
+        ("llama", "causal_lm"),
+        ("whisper", "speech"),
+        ("vit", "image"),
+    ],
+)
+def test_label_smoothing_is_the_trainers(name: str, head: str, tmp_path: Path) -> None:
+    """Trainer shifts the labels of causal models, and those alone; it needs the decoder's inputs in the batch."""
+    model, batch = tiny(name, head), text_batch(head)
+    trainer = Trainer(model, TrainingArguments(tmp_path, label_smoothing_factor=0.1, report_to="none", use_cpu=True))
     ours = per_example_losses(model, batch, label_smoothing=0.1)
-    smoother = LabelSmoother(epsilon=0.1)
+    assert not torch.allclose(ours, per_example_losses(model, batch), rtol=1e-3)
     for i in range(3):
         one = take(batch, [i])
-        labels = one.pop("labels")
-        theirs = smoother(model(**one), labels, shift_labels=head == "causal_lm")
+        if head in ("seq2seq", "speech"):
+            start = torch.tensor([[model.config.decoder_start_token_id]])
+            moved = torch.cat([start, one["labels"][:, :-1]], 1)
+            one["decoder_input_ids"] = moved.masked_fill(moved.eq(-100), model.config.pad_token_id)
+        theirs = trainer.compute_loss(model, one)
         assert torch.allclose(ours[i], theirs, rtol=1e-6)
+
+
+def test_label_smoothing_leaves_question_answering_alone(tmp_path: Path) -> None:
+    """As in Trainer, which smooths a column "labels"."""
+    model, batch = tiny("bert", "qa"), text_batch("qa")
+    trainer = Trainer(model, TrainingArguments(tmp_path, label_smoothing_factor=0.1, report_to="none", use_cpu=True))
+    ours = per_example_losses(model, batch, label_smoothing=0.1)
+    assert torch.allclose(ours[0], trainer.compute_loss(model, take(batch, [0])), rtol=1e-9)
 
 
 @pytest.mark.parametrize(("name", "head"), [("gpt2", "causal_lm"), ("bert", "masked_lm"), ("bert", "token")])
@@ -158,15 +193,6 @@ def test_an_unknown_head_is_refused_by_name(make: Any) -> None:
         loss_kind(model)
 
 
-def test_speech_is_refused_by_name() -> None:
-    config = AutoConfig.for_model("whisper", vocab_size=VOCABULARY, d_model=8, encoder_layers=1, decoder_layers=1,
-                                  encoder_attention_heads=2, decoder_attention_heads=2, encoder_ffn_dim=8,
-                                  decoder_ffn_dim=8, pad_token_id=0, bos_token_id=1, eos_token_id=2,
-                                  decoder_start_token_id=1)  # fmt: skip
-    with pytest.raises(UnsupportedModelError, match="WhisperForConditionalGeneration"):
-        loss_kind(AutoModelForSpeechSeq2Seq.from_config(config))
-
-
 def test_smoothing_is_refused_where_it_is_not_defined() -> None:
     model = tiny("bert", "sequence", problem_type="regression", num_labels=1)
     with pytest.raises(ConfigurationError, match=r"label_smoothing_factor=0\.1"):
@@ -179,10 +205,20 @@ def test_logits_at_other_positions_than_labels_are_refused() -> None:
         per_example_losses(model, {**batch, "labels": batch["labels"][:, :5]})
 
 
+def test_a_soft_prompt_has_no_labels_and_its_last_position_predicts() -> None:
+    config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
+    model = peft.get_peft_model(tiny("gpt2", "causal_lm"), config).double()
+    batch = text_batch("causal_lm")
+    assert_own(model, batch)
+    batch["labels"][:, 1:] = -100
+    assert bool(per_example_losses(model, batch).gt(0).all())
+    with pytest.raises(UnsupportedModelError, match=r"logits \(3, 11, 37\) for labels \(3, 5\)"):
+        per_example_losses(model, {**batch, "labels": batch["labels"][:, :5]})
+
+
 def test_a_model_whose_own_loss_is_another_is_refused() -> None:
     """BartForCausalLM does not shift its labels."""
-    torch.manual_seed(0)
-    model = BartForCausalLM(AutoConfig.for_model("bart", **TINY_SEQ2SEQ["bart"]))
+    model = tiny("bart", "causal_lm")
     with pytest.raises(UnsupportedModelError, match="BartForCausalLM returns .* as its loss of one example"):
         check_own_loss(model, text_batch("causal_lm"))
 
