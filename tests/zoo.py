@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import peft
 import torch
 from torch import Tensor, nn
 from transformers import (
@@ -120,9 +121,6 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
 for _name in ("mixtral", "qwen3_moe"):
     CONFIGS |= dict.fromkeys((f"{_name}, experts batched", f"{_name}, experts and router frozen"), CONFIGS[_name])
 CONFIGS["siglip, pooling head frozen"] = CONFIGS["siglip"]
-# Transformers sorts tokens by expert unless told otherwise, and then only in float32 and below.
-_EXPERTS = {name: "batched_mm" for name in CONFIGS if name.endswith("batched")}
-_EXPERTS |= {name: "eager" for name in CONFIGS if name.endswith("router frozen")}
 _FROZEN = {name: ".head." if "siglip" in name else ".mlp." for name in CONFIGS if name.endswith("frozen")}
 # Its config cannot say so; a checkpoint with weights of its own for the head does.
 _UNTIED = ("flan-t5",)
@@ -171,8 +169,11 @@ def tiny(name: str, head: str, dtype: torch.dtype = torch.float64, **changes: An
         if "drop" in key and isinstance(getattr(config, key), float) and key not in changes:
             setattr(config, key, 0.0)
     model = _AUTO[head].from_config(config)
-    if name in _EXPERTS:
-        model.set_experts_implementation(_EXPERTS[name])
+    # Transformers sorts tokens by expert unless told otherwise, and then not in float64.
+    if name.endswith("batched"):
+        model.set_experts_implementation("batched_mm")
+    elif name.endswith("router frozen") and dtype == torch.float64:
+        model.set_experts_implementation("eager")
     model = model.text_model if head == "text" else model
     if name in _UNTIED and (output := model.get_output_embeddings()) is not None:
         output.weight = nn.Parameter(output.weight.detach().clone())
@@ -222,3 +223,103 @@ def text_batch(head: str, size: int = 3, length: int = 7, dtype: torch.dtype = t
     if head in ("regression", "text"):
         return {**batch, "labels": torch.randn(size, generator=generator).to(dtype)}
     return {**batch, "labels": draw(0, 3, size)}
+
+
+# --- PEFT -----------------------------------------------------------------------------------------------------------
+
+_LORA: dict[str, Any] = {"r": 3, "lora_alpha": 6, "lora_dropout": 0.0}
+_ALL = {**_LORA, "target_modules": "all-linear"}
+_QUERY = {**_LORA, "target_modules": ["q_proj"]}
+_PROMPT: dict[str, Any] = {"task_type": "CAUSAL_LM", "num_virtual_tokens": 5}
+# Each method: architecture, kind of PEFT config, its settings.
+ADAPTERS: dict[str, tuple[str, type[peft.PeftConfig], dict[str, Any]]] = {
+    "LoRA": ("llama", peft.LoraConfig, _ALL),
+    "LoRA on Conv1D": ("gpt2", peft.LoraConfig, {**_LORA, "target_modules": ["c_attn", "c_proj", "c_fc"],
+                                                 "fan_in_fan_out": True}),
+    "LoRA on an embedding": ("llama", peft.LoraConfig, {**_LORA, "target_modules": ["embed_tokens", "q_proj"]}),
+    "LoRA on a tied embedding": ("gpt2", peft.LoraConfig, {**_LORA, "target_modules": ["wte"]}),
+    "LoRA on attention beside experts (mixtral)": (
+        "mixtral, experts and router frozen", peft.LoraConfig, {**_LORA, "target_modules": ["q_proj", "v_proj"]}),
+    "LoRA on attention beside experts (qwen3_moe)": (
+        "qwen3_moe, experts and router frozen", peft.LoraConfig, {**_LORA, "target_modules": ["q_proj", "v_proj"]}),
+    "LoRA over a bf16 base": ("llama", peft.LoraConfig, _ALL),
+    "LoRA on Conv1D over a bf16 base": (
+        "gpt2", peft.LoraConfig, {**_LORA, "target_modules": ["c_attn", "c_fc"], "fan_in_fan_out": True}),
+    "LoRA, bias='lora_only'": ("bert", peft.LoraConfig, {**_LORA, "target_modules": ["query", "value"],
+                                                         "bias": "lora_only"}),
+    "rsLoRA": ("llama", peft.LoraConfig, {**_ALL, "use_rslora": True}),
+    "DoRA": ("llama", peft.LoraConfig, {**_ALL, "use_dora": True}),
+    "DoRA on Conv1D": ("gpt2", peft.LoraConfig, {**_LORA, "target_modules": ["c_attn", "c_proj"], "use_dora": True,
+                                                 "fan_in_fan_out": True}),
+    "DoRA on an embedding": ("llama", peft.LoraConfig, {**_LORA, "target_modules": ["embed_tokens"],
+                                                        "use_dora": True}),
+    "modules_to_save, untied head": ("llama", peft.LoraConfig, {**_QUERY, "modules_to_save": ["lm_head"]}),
+    "modules_to_save, embedding and untied head": (
+        "llama", peft.LoraConfig, {**_QUERY, "modules_to_save": ["embed_tokens", "lm_head"]}),
+    "modules_to_save, tied": ("llama_tied", peft.LoraConfig, {**_QUERY, "modules_to_save": ["embed_tokens"],
+                                                              "ensure_weight_tying": True}),
+    "trainable_token_indices, untied": ("llama", peft.LoraConfig, {**_QUERY, "trainable_token_indices": [3, 4, 9]}),
+    "trainable_token_indices, tied": ("llama_tied", peft.LoraConfig, {**_QUERY, "trainable_token_indices": [3, 4, 9]}),
+    "trainable tokens": ("llama_tied", peft.TrainableTokensConfig, {"token_indices": [3, 4, 9]}),
+    "IA3": ("llama", peft.IA3Config, {"target_modules": ["k_proj", "v_proj", "down_proj"],
+                                      "feedforward_modules": ["down_proj"]}),
+    "AdaLoRA": ("llama", peft.AdaLoraConfig, {"init_r": 3, "target_r": 2, "lora_alpha": 6, "total_step": 10,
+                                              "target_modules": ["q_proj", "v_proj"]}),
+    "LoHa": ("llama", peft.LoHaConfig, {"r": 3, "alpha": 6, "target_modules": ["q_proj", "v_proj"]}),
+    "LoKr": ("llama", peft.LoKrConfig, {"r": 3, "alpha": 6, "target_modules": ["q_proj", "v_proj"]}),
+    "OFT": ("llama", peft.OFTConfig, {"oft_block_size": 4, "target_modules": ["q_proj", "v_proj"]}),
+    "VeRA": ("llama", peft.VeraConfig, {"r": 3, "target_modules": ["q_proj", "o_proj"]}),
+    "LN tuning": ("llama", peft.LNTuningConfig, {}),
+    "prompt tuning": ("gpt2", peft.PromptTuningConfig, _PROMPT),
+    "prefix tuning": ("gpt2", peft.PrefixTuningConfig, _PROMPT),
+    "prefix tuning, projected": ("llama", peft.PrefixTuningConfig, {**_PROMPT, "prefix_projection": True,
+                                                                  "encoder_hidden_size": 12}),
+    "p-tuning": ("gpt2", peft.PromptEncoderConfig, {**_PROMPT, "encoder_hidden_size": 12}),
+    "p-tuning, LSTM": ("gpt2", peft.PromptEncoderConfig, {**_PROMPT, "encoder_hidden_size": 12,
+                                                          "encoder_reparameterization_type": "LSTM"}),
+}  # fmt: skip
+
+
+def adapter_head(method: str) -> str:
+    return "masked_lm" if ADAPTERS[method][0] == "bert" else "causal_lm"
+
+
+def has_bf16_base(method: str) -> bool:
+    return "bf16" in method
+
+
+def adapted(method: str, dtype: torch.dtype = torch.float64) -> nn.Module:
+    """A tiny model with an adapter that is off its initial values, dropout off.
+
+    Args:
+        dtype: of everything; where the base is meant to be in bf16, of the adapter alone.
+    """
+    name, kind, options = ADAPTERS[method]
+    base = tiny(name, adapter_head(method), torch.bfloat16 if has_bf16_base(method) else dtype)
+    model: nn.Module = peft.get_peft_model(base, kind(**options))
+    for p in model.parameters():
+        if p.requires_grad or not has_bf16_base(method):
+            p.data = p.data.to(dtype)
+        if p.requires_grad:
+            p.data.add_(0.1 * torch.randn_like(p))
+    return model.train()
+
+
+# --- settings -------------------------------------------------------------------------------------------------------
+
+
+def with_dropout(model: nn.Module, probability: float = 0.3) -> nn.Module:
+    """`model` with dropout wherever it has a place for it."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = probability
+        if isinstance(getattr(module, "attention_dropout", None), float):
+            module.attention_dropout = probability
+    return model
+
+
+def margin_losses(model: Any, batch: Any) -> Tensor:
+    """A loss of one's own for language models: how far the likeliest token is above the next."""
+    best = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits.topk(2).values
+    margins = torch.tanh(best[..., 0] - best[..., 1]) * batch["attention_mask"]
+    return margins.sum(1) / batch["attention_mask"].sum(1)

@@ -1,0 +1,93 @@
+"""How the coverage tables are written down; what is in them is judged in tests/exact/test_coverage.py."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from scripts import coverage
+
+RESULTS = {
+    "Architectures": {
+        "gpt2": {"causal_lm": "exact 2e-16", "qa": "exact 3e-16"},
+        "opt": {"causal_lm": "exact 1e-16", "qa": "-"},
+        "bart": {"seq2seq": "exact 2e-16", "causal_lm": "refused: its loss is another."},
+        "mixtral": dict.fromkeys(("causal_lm", "qa"), "refused: parameter a.b, a.c, a.d is used by operation bmm."),
+    },
+    "PEFT": {"LoRA": {"causal_lm": "exact 0e+00"}, "bad": {"causal_lm": "WRONG by 0.1"}},
+    "Settings": {"bf16": {"gpt2": "within 0.3 %"}},
+}
+
+
+def test_the_page_has_a_table_for_each_part_and_the_reasons_once() -> None:
+    lines = coverage.markdown(RESULTS).splitlines()
+    assert lines[0] == "# Coverage"
+    start = lines.index("## Architectures")
+    assert lines[start + 2 : start + 12] == [
+        "| | causal_lm | qa | seq2seq |",
+        "| --- | --- | --- | --- |",
+        "| gpt2 | exact 2e-16 | exact 3e-16 | - |",
+        "| opt | exact 1e-16 | - | - |",
+        "| bart | refused | - | exact 2e-16 |",
+        "| mixtral | refused | refused | - |",
+        "",
+        "- bart (causal_lm): its loss is another.",
+        "- mixtral (causal_lm, qa): parameter a.b and others is used by operation bmm.",
+        "",
+    ]
+    assert "| bad | WRONG by 0.1 |" in lines
+    assert "| bf16 | within 0.3 % |" in lines
+
+
+def test_the_summary_has_one_row_for_each_part() -> None:
+    assert coverage.summary(RESULTS).splitlines() == [
+        "| | exact | refused by name |",
+        "| --- | --- | --- |",
+        "| Architectures | gpt2; opt; bart | bart (causal_lm); mixtral |",
+        "| PEFT | LoRA | bad |",
+        "| Settings | bf16 | - |",
+        "",
+        "Each head with the largest error found, and why something is refused: [docs/coverage.md](docs/coverage.md).",
+    ]
+
+
+def test_only_what_is_between_the_marks_is_replaced() -> None:
+    old = r"before <!-- coverage begins: by hand -->old\1<!-- coverage ends --> after <!-- coverage ends -->"
+    new = coverage.between_marks(old, r"new\1")
+    assert new == f"before {coverage.MARKS[0]}\n\nnew\\1\n\n{coverage.MARKS[1]} after <!-- coverage ends -->"
+    assert coverage.between_marks(new, "new\\1") == new
+    with pytest.raises(ValueError, match="no <!-- coverage begins"):
+        coverage.between_marks("no marks", "new")
+
+
+def test_the_readme_has_the_marks() -> None:
+    assert "x y z" in coverage.between_marks((coverage.ROOT / "README.md").read_text(encoding="utf-8"), "x y z")
+
+
+def written(root: Path, monkeypatch: pytest.MonkeyPatch, results: object, *arguments: str) -> int:
+    (root / "docs").mkdir()
+    (root / "README.md").write_text(f"{coverage.MARKS[0]}{coverage.MARKS[1]}", encoding="utf-8")
+    monkeypatch.setattr(coverage, "ROOT", root)
+    monkeypatch.setattr(coverage, "judge_all", lambda _: results)
+    return CliRunner().invoke(coverage.app, arguments).exit_code
+
+
+def test_writing_puts_the_page_and_the_summary_where_they_belong(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    good = {"PEFT": {"LoRA": {"causal_lm": "exact 0e+00"}}}
+    assert written(tmp_path, monkeypatch, good, "--write") == 0
+    assert coverage.summary(good) in (tmp_path / "README.md").read_text(encoding="utf-8")
+    assert (tmp_path / "docs/coverage.md").read_text(encoding="utf-8") == coverage.markdown(good)
+
+
+def test_anything_wrong_makes_the_script_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert written(tmp_path, monkeypatch, RESULTS) == 1
+    assert not (tmp_path / "docs/coverage.md").exists()
+
+
+def test_some_rows_are_not_written_in_place_of_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert written(tmp_path, monkeypatch, RESULTS, "--write", "--only", "LoRA") == 2
+    assert not (tmp_path / "docs/coverage.md").exists()
