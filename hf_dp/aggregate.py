@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_dp.clipping import Clipping
-from hf_dp.per_example.factors import sum_dtype
+from hf_dp.per_example.precision import sum_dtype
 from hf_dp.per_example.record import PerExampleGradients
 
 

@@ -20,6 +20,12 @@ _SHIFTED = "causal_lm"
 _TOKENWISE = "token"
 # How far the model's own loss may be off, in its own precision.
 _SAME = 1e-2
+_DOES_NOT_KEEP_ITS_OUTPUT = (
+    "_RecordedUseBackward", "ToCopyBackward0", "UnsafeViewBackward0", "AddmmBackward0", "MmBackward0", "MulBackward0",
+    "DivBackward0", "AddBackward0",
+)  # fmt: skip
+# How many logits are worked on at a time: a few MiB, which stay in the cache.
+_CHUNK = 1 << 19
 
 
 def per_example_losses(model: nn.Module, batch: Mapping[str, Any], label_smoothing: float = 0.0) -> Tensor:
@@ -170,15 +176,47 @@ def _token_losses(logits: Tensor, labels: Tensor, label_smoothing: float) -> Ten
             why="one label for each position is needed.",
             fix="override DPTrainer.compute_per_example_loss(model, inputs), or train with LoRA.",
         )
-    losses = F.cross_entropy(
-        logits.flatten(0, 1),
-        labels.flatten(),
-        ignore_index=_IGNORED,
-        reduction="none",
-        label_smoothing=label_smoothing,
-    ).view_as(labels)
+    may_overwrite = type(logits.grad_fn).__name__ in _DOES_NOT_KEEP_ITS_OUTPUT
+    losses: Tensor = _CrossEntropy.apply(logits.flatten(0, 1), labels.flatten(), label_smoothing, may_overwrite)  # type: ignore[no-untyped-call]
     counted = labels.ne(_IGNORED)
-    return losses.sum(1) / counted.sum(1).clamp_min(1)
+    return losses.view_as(labels).sum(1) / counted.sum(1).clamp_min(1)
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """F.cross_entropy without reduction, on logits (N, V) that are large: no probabilities (N, V) are kept.
+
+    Args:
+        may_overwrite: the gradient takes the place of the logits, which nobody else has kept for the backward pass.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, label_smoothing: float, may_overwrite: bool) -> Tensor:
+        rows = max(1, _CHUNK // logits.shape[1])
+        normaliser = torch.cat([part.logsumexp(1) for part in logits.split(rows)])
+        counted = labels.ne(_IGNORED)
+        labels = labels.where(counted, 0)
+        right = logits.gather(1, labels[:, None]).squeeze(1)
+        losses = normaliser - right
+        if label_smoothing:
+            losses = (1 - label_smoothing) * losses + label_smoothing * (normaliser - logits.mean(1))
+        ctx.save_for_backward(logits, labels, normaliser, counted)
+        ctx.rows, ctx.label_smoothing, ctx.may_overwrite = rows, label_smoothing, may_overwrite
+        return losses.where(counted, 0.0)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, weights: Tensor) -> tuple[Tensor, None, None, None]:
+        logits, labels, normaliser, counted = ctx.saved_tensors
+        weights = weights.where(counted, 0.0)[:, None]
+        gradient = logits.detach() if ctx.may_overwrite else torch.empty_like(logits)
+        parts = (values.split(ctx.rows) for values in (logits.detach(), normaliser[:, None], weights, gradient))
+        for part, shift, weight, out in zip(*parts, strict=True):
+            torch.sub(part, shift, out=out).exp_()
+            if ctx.label_smoothing:
+                out.sub_(ctx.label_smoothing / logits.shape[1])
+            out.mul_(weight)
+        gradient.scatter_add_(1, labels[:, None], weights * (ctx.label_smoothing - 1))
+        return gradient, None, None, None
 
 
 def _classification(logits: Tensor, labels: Tensor, config: Any, label_smoothing: float) -> Tensor:

@@ -1,6 +1,7 @@
 """Per-example gradients: `record` in one pass, `loop` as the oracle, `preflight` to hold one against the other."""
 
-from hf_dp.per_example.factors import Dense, Factors, OneHot, Outer, PerExample
+from hf_dp.per_example.factors import Factors, Outer, PerExample
+from hf_dp.per_example.gram import Dense, OneHot
 from hf_dp.per_example.oracle import loop
 from hf_dp.per_example.preflight import preflight
 from hf_dp.per_example.record import PerExampleGradients, record

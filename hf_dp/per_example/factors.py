@@ -9,39 +9,18 @@ clipping; Ding et al. 2024, arXiv:2405.18194, is the case of one output position
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from hf_dp.per_example.gram import BLOCK, Dense, OneHot, SelfGrams, Side, gram
+from hf_dp.per_example.precision import accumulation
+
 # Rounding of a squared norm, in units of machine epsilon x (sum over positions of |left| |right|)^2.
 _ROUNDING = 8.0
-# The longest sums that are left to one matmul and to one reduction: rounding grows with their length.
-_GRAM_BLOCK, _NORM_BLOCK = 4096, 512
-
-
-@dataclass(frozen=True)
-class Dense:
-    """One side of an outer product: `values` (B, T, n)."""
-
-    values: Tensor
-
-    @property
-    def size(self) -> int:
-        return int(self.values.shape[2])
-
-
-@dataclass(frozen=True)
-class OneHot:
-    """One side whose row t is the unit vector of `ids`[b, t]; `ids` (B, T), `size` n."""
-
-    ids: Tensor
-    size: int
-
-
-Side = Dense | OneHot
+# The longest sums that are left to one reduction: rounding grows with their length.
+_NORM_BLOCK = 512
 
 
 @dataclass(frozen=True)
@@ -54,7 +33,7 @@ class Outer:
 
     @property
     def device(self) -> torch.device:
-        return (self.left.values if isinstance(self.left, Dense) else self.left.ids).device
+        return self.left.tensor.device
 
     @property
     def transposed(self) -> Outer:
@@ -89,7 +68,7 @@ class Outer:
 
         Gram: T^2 (p + d) multiply-adds and T (p + d) numbers kept; instantiated: T p d and p d numbers.
         """
-        positions = (self.left.values if isinstance(self.left, Dense) else self.left.ids).shape[1]
+        positions = self.left.tensor.shape[1]
         width = sum(side.size if isinstance(side, Dense) else 1 for side in (self.left, self.right))
         if self.left.size * self.right.size <= positions * width:
             return self.instantiated()
@@ -119,7 +98,7 @@ class Outer:
 
     def selected(self, index: Tensor) -> Outer:
         """The examples in `index` alone."""
-        return replace(self, left=_select(self.left, index), right=_select(self.right, index))
+        return replace(self, left=self.left.of(self.left.tensor[index]), right=self.right.of(self.right.tensor[index]))
 
 
 @dataclass(frozen=True)
@@ -156,8 +135,12 @@ class PerExample:
 Factors = Outer | PerExample
 
 
-def squared_norms(uses: list[Factors]) -> tuple[Tensor, Tensor]:
+def squared_norms(uses: list[Factors], grams: SelfGrams | None = None) -> tuple[Tensor, Tensor]:
     """Squared l2 norms of the per-example gradients of one parameter used `len(uses)` times.
+
+    Args:
+        uses: the factors of its uses.
+        grams: what is known from other parameters of the same recording.
 
     Returns:
         The squared norms (B,): inner products over all ordered pairs of uses; and a bound (B,) on their rounding
@@ -165,7 +148,7 @@ def squared_norms(uses: list[Factors]) -> tuple[Tensor, Tensor]:
     """
     outers = [use for use in uses if isinstance(use, Outer)]
     if len(outers) == len(uses):
-        return _gram_norms(outers)
+        return _gram_norms(outers, grams or SelfGrams())
     total = _squared_norm_of_sum(uses)
     if len(uses) == 1:
         return total, _rounding(total.sqrt())
@@ -173,19 +156,18 @@ def squared_norms(uses: list[Factors]) -> tuple[Tensor, Tensor]:
     return total, _rounding(torch.stack([_magnitude(use) for use in uses]).sum(0))
 
 
-def _gram_norms(outers: list[Outer]) -> tuple[Tensor, Tensor]:
+def _gram_norms(outers: list[Outer], grams: SelfGrams) -> tuple[Tensor, Tensor]:
     total = magnitude = underflow = torch.zeros((), device=outers[0].device)
     for position, first in enumerate(outers):
-        left, right = _gram(first.left, first.left), _gram(first.right, first.right)
-        left_rows, right_rows = _row_norms(first.left, left), _row_norms(first.right, right)
-        total = total + first.scale**2 * (left * right).sum((1, 2))
-        length = max(_width(first.left), _width(first.right)) / _GRAM_BLOCK
-        magnitude = magnitude + (1 + length) ** 0.5 * abs(first.scale) * (left_rows * right_rows).sum(1)
+        left, right = grams.of(first.left), grams.of(first.right)
+        total = total + first.scale**2 * left.inner(right)
+        length = max(first.left.width, first.right.width) / BLOCK
+        magnitude = magnitude + (1 + length) ** 0.5 * abs(first.scale) * (left.row_norms * right.row_norms).sum(1)
         # Each entry of a Gram matrix may have lost as much as the smallest normal number in each of its products.
-        lost = _width(first.left) * right_rows.sum(1).square() + _width(first.right) * left_rows.sum(1).square()
+        lost = first.left.width * right.row_norms.sum(1).square() + first.right.width * left.row_norms.sum(1).square()
         underflow = underflow + abs(first.scale) * torch.finfo(lost.dtype).tiny ** 0.5 * lost.sqrt()
         for second in outers[position + 1 :]:
-            crossed = _gram(first.left, second.left) * _gram(first.right, second.right)
+            crossed = gram(first.left, second.left) * gram(first.right, second.right)
             total = total + 2 * first.scale * second.scale * crossed.sum((1, 2))
     return total.clamp_min(0), _rounding(magnitude) + underflow.square()
 
@@ -200,7 +182,7 @@ def _magnitude(use: Factors) -> Tensor:
     """(B,): what the norm could be if nothing cancelled between positions."""
     if isinstance(use, PerExample):
         return _norms(accumulation(use.values).reshape(use.values.shape[0], -1))
-    return abs(use.scale) * (_row_norms(use.left) * _row_norms(use.right)).sum(1)
+    return abs(use.scale) * (use.left.row_norms() * use.right.row_norms()).sum(1)
 
 
 def _norms(rows: Tensor) -> Tensor:
@@ -215,63 +197,3 @@ def _norms(rows: Tensor) -> Tensor:
 
 def _rounding(magnitude: Tensor) -> Tensor:
     return _ROUNDING * torch.finfo(magnitude.dtype).eps * magnitude.square()
-
-
-def _row_norms(side: Side, gram: Tensor | None = None) -> Tensor:
-    """(B, T) l2 norms of the rows of a side, read off its Gram matrix where that is at hand."""
-    if isinstance(side, OneHot):
-        return torch.ones_like(side.ids, dtype=torch.float32)
-    if gram is None:
-        norms: Tensor = torch.linalg.vector_norm(accumulation(side.values), dim=2)
-        return norms
-    return gram.diagonal(dim1=1, dim2=2).clamp_min(0).sqrt()
-
-
-def _width(side: Side) -> int:
-    return side.size if isinstance(side, Dense) else 0
-
-
-@contextmanager
-def full_precision(device: torch.device) -> Iterator[None]:
-    """Neither autocast nor TF32: norms and sums must be of the same numbers."""
-    matmuls = [m for m in (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul) if m.fp32_precision != "ieee"]  # type: ignore[attr-defined]
-    before = [m.fp32_precision for m in matmuls]
-    try:
-        for matmul in matmuls:
-            matmul.fp32_precision = "ieee"
-        with torch.autocast(device.type, enabled=False):
-            yield
-    finally:
-        for matmul, precision in zip(matmuls, before, strict=True):
-            matmul.fp32_precision = precision
-
-
-def sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype that sums are accumulated in: float64 for float64, float32 for everything else."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def accumulation(values: Tensor) -> Tensor:
-    """`values` in the dtype that sums are accumulated in."""
-    return values.to(sum_dtype(values.dtype))
-
-
-def _gram(first: Side, second: Side) -> Tensor:
-    """Inner products (B, T, S) of the rows of two sides, in at least float32."""
-    if isinstance(first, Dense) and isinstance(second, Dense):
-        pairs = zip(first.values.split(_GRAM_BLOCK, 2), second.values.split(_GRAM_BLOCK, 2), strict=True)
-        left, right = next(pairs)
-        total = torch.bmm(accumulation(left), accumulation(right).mT)
-        for left, right in pairs:
-            total.baddbmm_(accumulation(left), accumulation(right).mT)
-        return total
-    if isinstance(first, OneHot) and isinstance(second, OneHot):
-        return first.ids.unsqueeze(2).eq(second.ids.unsqueeze(1))
-    if isinstance(first, Dense) and isinstance(second, OneHot):
-        index = second.ids.unsqueeze(1).expand(-1, first.values.shape[1], -1)
-        return accumulation(first.values.gather(2, index))
-    return _gram(second, first).mT
-
-
-def _select(side: Side, index: Tensor) -> Side:
-    return Dense(side.values[index]) if isinstance(side, Dense) else OneHot(side.ids[index], side.size)

@@ -18,7 +18,8 @@ from torch.overrides import TorchFunctionMode
 
 from hf_dp.errors import PreflightError
 from hf_dp.per_example.batch import Batch, LossFunction, batch_size, check_losses, take
-from hf_dp.per_example.factors import full_precision, squared_norms
+from hf_dp.per_example.factors import squared_norms
+from hf_dp.per_example.precision import full_precision
 from hf_dp.per_example.rule import Axis, Certificate, Readings, Rule, Use
 from hf_dp.per_example.rules import RULES
 from hf_dp.per_example.watch import Watch

@@ -6,7 +6,8 @@ import torch
 from torch import nn
 
 from hf_dp.per_example.batch import Batch, LossFunction, batch_size, check_losses, take
-from hf_dp.per_example.factors import Factors, PerExample, accumulation
+from hf_dp.per_example.factors import Factors, PerExample
+from hf_dp.per_example.precision import accumulation
 from hf_dp.per_example.record import PerExampleGradients
 
 

@@ -10,8 +10,10 @@ from torch import Tensor, nn
 
 from hf_dp.errors import PreflightError, UnsupportedModelError
 from hf_dp.per_example.batch import Batch, LossFunction, batch_size
-from hf_dp.per_example.factors import Factors, full_precision, squared_norms, sum_dtype
+from hf_dp.per_example.factors import Factors, squared_norms
+from hf_dp.per_example.gram import SelfGrams
 from hf_dp.per_example.independence import ambiguous_sizes, check_independence, check_shares, survey
+from hf_dp.per_example.precision import full_precision, sum_dtype
 from hf_dp.per_example.rule import Certificate, Rule, Use
 from hf_dp.per_example.rules import RULES
 from hf_dp.per_example.watch import Watch
@@ -93,7 +95,8 @@ class PerExampleGradients:
     def _norms_and_rounding(self) -> tuple[Tensor, Tensor]:
         if self._norms is None:
             with full_precision(self.losses.device):
-                pairs = [squared_norms(uses) for uses in self.factors.values() if uses]
+                grams = SelfGrams()
+                pairs = [squared_norms(uses, grams) for uses in self.factors.values() if uses]
             device = self.losses.device
             dtype = torch.promote_types(torch.float32, max((p[0].dtype for p in pairs), key=lambda d: d.itemsize))
             total, rounding = (torch.stack([pair[i].to(device, dtype) for pair in pairs]).sum(0) for i in (0, 1))

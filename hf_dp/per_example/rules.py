@@ -17,7 +17,9 @@ from torch import Tensor
 from torch.nn.grad import conv2d_input
 
 from hf_dp.errors import UnsupportedModelError
-from hf_dp.per_example.factors import Dense, Factors, OneHot, Outer, PerExample, accumulation
+from hf_dp.per_example.factors import Factors, Outer, PerExample
+from hf_dp.per_example.gram import Dense, OneHot
+from hf_dp.per_example.precision import accumulation
 from hf_dp.per_example.rule import Axis, Bound, Operands, Rule
 from hf_dp.per_example.watched import WatchedParameter
 

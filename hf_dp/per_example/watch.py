@@ -22,7 +22,8 @@ from torch import Tensor, nn
 from hf_dp.errors import UnsupportedModelError
 from hf_dp.per_example.batch import Batch, LossFunction, check_losses
 from hf_dp.per_example.constants import Constant, by_autograd, by_rule
-from hf_dp.per_example.factors import Factors, Outer, full_precision, sum_dtype
+from hf_dp.per_example.factors import Factors, Outer
+from hf_dp.per_example.precision import full_precision, sum_dtype
 from hf_dp.per_example.rule import Axis, Bound, Operands, Readings, Rule, Use, refusal
 from hf_dp.per_example.watched import Source, WatchedParameter, flatten, mapped
 
@@ -271,18 +272,15 @@ def _bound(
     """The operands of a use, sorted, or why they cannot be."""
     if rule is None:
         reasons = (reason for part, reason in _REASONS.items() if part in name)
-        reason: str | None = next(reasons, "it has no rule for exact per-example gradients")
-    else:
-        try:
-            bound = rule.bind(*args, **kwargs)
-            reason = _entangled(bound)
-            if reason is None:
-                return bound
-        except TypeError as error:
-            reason = f"its arguments are not known ({error})"
-        except UnsupportedModelError as error:
-            return error
-    return refusal(parameters, f"operation {name}", reason)
+        return refusal(parameters, f"operation {name}", next(reasons, "it has no rule for exact per-example gradients"))
+    try:
+        bound = rule.bind(*args, **kwargs)
+    except TypeError as error:
+        return refusal(parameters, f"operation {name}", f"its arguments are not known ({error})")
+    except UnsupportedModelError as error:
+        return error
+    reason = _entangled(bound)
+    return bound if reason is None else refusal(parameters, f"operation {name}", reason)
 
 
 def _entangled(bound: Bound) -> str | None:

@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_dp.per_example.factors import Dense, Factors, OneHot, Outer, PerExample, full_precision, squared_norms
+from hf_dp.per_example.factors import Factors, Outer, PerExample, squared_norms
+from hf_dp.per_example.gram import Dense, OneHot
+from hf_dp.per_example.precision import full_precision
 
 B, T, P, D = 3, 5, 4, 6
 

@@ -1,0 +1,148 @@
+"""The two sides of an outer product, and the inner products between the rows of sides (Gram matrices)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hf_dp.per_example.precision import accumulation
+
+# The longest sums that are left to one matmul: rounding grows with their length.
+BLOCK = 4096
+# Gram matrices are split, to compute half of what is symmetric, down to so many positions.
+_SMALLEST_BLOCK = 48
+
+
+@dataclass(frozen=True)
+class Dense:
+    """One side of an outer product: `values` (B, T, n)."""
+
+    values: Tensor
+
+    @property
+    def size(self) -> int:
+        return int(self.values.shape[2])
+
+    @property
+    def tensor(self) -> Tensor:
+        """What is kept of it."""
+        return self.values
+
+    @property
+    def width(self) -> int:
+        """Numbers added up in an inner product of two rows."""
+        return self.size
+
+    def of(self, values: Tensor) -> Dense:
+        """The same with other rows."""
+        return Dense(values)
+
+    def padded(self, positions: int) -> Tensor:
+        """`values` with so many more positions that add nothing."""
+        return F.pad(self.values, (0, 0, 0, positions)) if positions else self.values
+
+    def row_norms(self) -> Tensor:
+        """(B, T) l2 norms of the rows."""
+        norms: Tensor = torch.linalg.vector_norm(accumulation(self.values), dim=2)
+        return norms
+
+
+@dataclass(frozen=True)
+class OneHot:
+    """One side whose row t is the unit vector of `ids`[b, t]; `ids` (B, T), `size` n."""
+
+    ids: Tensor
+    size: int
+
+    @property
+    def tensor(self) -> Tensor:
+        """What is kept of it."""
+        return self.ids
+
+    @property
+    def width(self) -> int:
+        """Numbers added up in an inner product of two rows: none, ids are compared."""
+        return 0
+
+    def of(self, ids: Tensor) -> OneHot:
+        """The same with other rows."""
+        return OneHot(ids, self.size)
+
+    def padded(self, positions: int) -> Tensor:
+        """`ids` with so many more positions that add nothing beside a dense side."""
+        return F.pad(self.ids, (0, positions), value=-1) if positions else self.ids
+
+    def row_norms(self) -> Tensor:
+        """(B, T) l2 norms of the rows."""
+        return self.ids.ge(0).float()
+
+
+Side = Dense | OneHot
+
+
+@dataclass(frozen=True)
+class SelfGram:
+    """The Gram matrix (B, T, T) of the rows of one side, of which only one triangle of blocks is computed.
+
+    Attributes:
+        blocks: each (k B, m, m'), the k blocks of an example one after another; those on the diagonal come first.
+        row_norms: (B, T), the square roots of the diagonal.
+    """
+
+    blocks: tuple[Tensor, ...]
+    row_norms: Tensor
+
+    def inner(self, other: SelfGram) -> Tensor:
+        """(B,): the sum over all pairs of positions of the products of two such matrices' entries."""
+        batch = len(self.row_norms)
+        diagonal, *rest = ((x * y).reshape(batch, -1).sum(1) for x, y in zip(self.blocks, other.blocks, strict=True))
+        return diagonal + 2 * sum(rest)
+
+
+class SelfGrams:
+    """The Gram matrices of one recording; layers that read the same input share its matrix."""
+
+    def __init__(self) -> None:
+        self._known: dict[Any, tuple[Side, SelfGram]] = {}
+
+    def of(self, side: Side) -> SelfGram:
+        """The Gram matrix of `side`."""
+        tensor = side.tensor
+        # The side is kept, so that its memory cannot become another tensor's.
+        key = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+        if key not in self._known:
+            self._known[key] = side, _self_gram(side)
+        return self._known[key][1]
+
+
+def gram(first: Side, second: Side) -> Tensor:
+    """Inner products (B, T, S) of the rows of two sides, in at least float32."""
+    if isinstance(first, Dense) and isinstance(second, Dense):
+        pairs = zip(first.values.split(BLOCK, 2), second.values.split(BLOCK, 2), strict=True)
+        left, right = next(pairs)
+        total = torch.bmm(accumulation(left), accumulation(right).mT)
+        for left, right in pairs:
+            total.baddbmm_(accumulation(left), accumulation(right).mT)
+        return total
+    if isinstance(first, OneHot) and isinstance(second, OneHot):
+        return first.ids.unsqueeze(2).eq(second.ids.unsqueeze(1))
+    if isinstance(first, Dense) and isinstance(second, OneHot):
+        index = second.ids.unsqueeze(1).expand(-1, first.values.shape[1], -1)
+        return accumulation(first.values.gather(2, index))
+    return gram(second, first).mT
+
+
+def _self_gram(side: Side) -> SelfGram:
+    batch, length = side.tensor.shape[:2]
+    part, rest = side, []
+    while length >= 2 * _SMALLEST_BLOCK:
+        halves = part.padded(length % 2).unflatten(1, (2, -1))
+        rest.append(gram(part.of(halves[:, 0]), part.of(halves[:, 1])))
+        part, length = part.of(halves.flatten(0, 1)), (length + 1) // 2
+    diagonal = gram(part, part)
+    row_norms = diagonal.diagonal(dim1=1, dim2=2).clamp_min(0).sqrt() if part.width else part.row_norms()
+    return SelfGram((diagonal, *rest), row_norms.reshape(batch, -1))

@@ -1,0 +1,61 @@
+"""Gram matrices: one triangle of blocks says as much as the whole."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hf_dp.per_example.factors import Outer, squared_norms
+from hf_dp.per_example.gram import Dense, OneHot, SelfGrams, Side, gram
+
+
+def sides(length: int) -> dict[str, Side]:
+    torch.manual_seed(0)
+    return {
+        "dense": Dense(torch.randn(3, length, 5, dtype=torch.float64)),
+        "one-hot": OneHot(torch.randint(0, 4, (3, length)), 4),
+        "not contiguous": Dense(torch.randn(length, 3, 5, dtype=torch.float64).transpose(0, 1)),
+    }
+
+
+@pytest.mark.parametrize("length", [1, 2, 95, 96, 97, 191, 193, 400])
+@pytest.mark.parametrize("name", ["dense", "one-hot", "not contiguous"])
+def test_blocks_of_one_triangle_are_enough(name: str, length: int) -> None:
+    side, other = sides(length)[name], sides(length)["dense"]
+    whole, against = gram(side, side).double(), gram(other, other)
+    grams = SelfGrams()
+    found = grams.of(side).inner(grams.of(other))
+    assert torch.allclose(found, (whole * against).sum((1, 2)), rtol=1e-12)
+    squares = grams.of(side).row_norms.double().square().sum(1)
+    assert torch.allclose(squares, whole.diagonal(dim1=1, dim2=2).sum(1), rtol=1e-12)
+
+
+@pytest.mark.parametrize("length", [64, 128, 130, 255])
+def test_half_of_the_products_or_less_are_left_out(length: int) -> None:
+    blocks = SelfGrams().of(sides(length)["dense"])
+    entries = sum(block.numel() for block in blocks.blocks) / 3
+    assert entries <= length**2 * (1 if length < 96 else 0.76)
+
+
+def test_norms_of_long_sequences() -> None:
+    uses = [
+        Outer(sides(133)["one-hot"], sides(133)["dense"]),
+        Outer(Dense(torch.randn(3, 99, 4).double()), Dense(torch.randn(3, 99, 5).double())),
+    ]
+    expected = sum((use.instantiated().values for use in uses), start=torch.zeros(3, 4, 5).double())
+    norms, _ = squared_norms(uses)
+    assert torch.allclose(norms, expected.square().sum((1, 2)), rtol=1e-12)
+
+
+def test_an_input_that_two_layers_share_is_multiplied_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    products: list[int] = []
+    bmm = torch.bmm
+    monkeypatch.setattr(torch, "bmm", lambda *pair: products.append(1) or bmm(*pair))
+    x, grams = torch.randn(3, 7, 50), SelfGrams()
+    uses = [Outer(Dense(torch.randn(3, 7, 60)), Dense(x.detach())) for _ in range(2)]
+    norms = [squared_norms([use], grams)[0] for use in uses]
+    assert len(products) == 3
+    assert all(
+        torch.allclose(n, u.instantiated().values.square().sum((1, 2)), rtol=1e-4)
+        for n, u in zip(norms, uses, strict=True)
+    )
