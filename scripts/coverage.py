@@ -16,6 +16,7 @@ from __future__ import annotations
 import functools
 import re
 import sys
+import textwrap
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from importlib.metadata import version
@@ -290,14 +291,13 @@ def judge_all(only: list[str] | None = None) -> dict[str, dict[str, dict[str, st
 def markdown(results: Results) -> str:
     """The whole page: a table for each part, and below it why something is refused."""
     versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "peft"))
-    lines = [
-        "# Coverage",
-        "",
+    about = (
         f'Written by `{COMMAND}` ({versions}), which explains how each case is judged. "exact" is followed by the '
         'largest relative error of norms and sums in float64 against a loop over single examples, "within" by that of '
         "bf16 norms against a loop in float32. What is refused is refused by name before anything is released; its "
-        "reasons are below each table. \"Experts batched\" is `model.set_experts_implementation('batched_mm')`.",
-    ]
+        "reasons are below each table. \"Experts batched\" is `model.set_experts_implementation('batched_mm')`."
+    )
+    lines = ["# Coverage", "", *textwrap.wrap(about, 120, break_on_hyphens=False)]
     for title, rows in results.items():
         columns = list(dict.fromkeys(column for row in rows.values() for column in row))
         lines += ["", f"## {title}", "", f"| | {' | '.join(columns)} |", "| --- |" + " --- |" * len(columns)]
