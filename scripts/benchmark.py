@@ -1,8 +1,11 @@
 """Time and peak memory of a private step as ratios to an ordinary one, measured in one run.
 
-    python scripts/benchmark.py run --output out/benchmark.json
-    python scripts/benchmark.py run --case tied --repeats 9
-    python scripts/benchmark.py run --opacus
+    python scripts/benchmark.py run --output out/benchmark.json --figure out/benchmark.png
+    python scripts/benchmark.py run --case untied --opacus --repeats 9
+    python scripts/benchmark.py run --dtype bfloat16 --attention flash_attention_2     (on a GPU)
+    python scripts/benchmark.py scaling --figure docs/figures/scaling.png
+    python scripts/benchmark.py noise
+    python scripts/benchmark.py trainer
 
 A step is one logical batch of four micro-batches of B with fused AdamW; the private one also clips each example, adds
 noise and charges the ledger. Variants of a case take turns, and the median of the repeats counts. Peak memory is that
@@ -11,14 +14,16 @@ of a process of its own for each variant, less what the process held before the 
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import platform
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -26,170 +31,16 @@ import torch
 import typer
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor, nn
+from workloads import CASES, VARIANTS, Case, Setting, batches, build
 
-MICRO_BATCHES = 4
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+_Figure = Annotated[Path | None, typer.Option(help="Where to draw it.")]
+_Dtype = Annotated[str, typer.Option(help="Of the weights: float32 or bfloat16.")]
+_Attention = Annotated[str, typer.Option(help="As attn_implementation.")]
 
 
-@dataclass(frozen=True)
-class Case:
-    """A model and the shape of its micro-batches."""
-
-    family: str
-    batch: int
-    length: int
-    config: dict[str, Any] = field(default_factory=dict)
-    lora: bool = False
-
-
-def _gpt2(vocabulary: int, width: int, layers: int, tied: bool = True) -> dict[str, Any]:
-    return {
-        "vocab_size": vocabulary, "n_embd": width, "n_layer": layers, "n_head": width // 64, "n_positions": 1024,
-        "tie_word_embeddings": tied,
-    }  # fmt: skip
-
-
-_LLAMA = {
-    "vocab_size": 16384, "hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 4,
-    "num_attention_heads": 8, "num_key_value_heads": 8,
-}  # fmt: skip
-_BERT = {
-    "vocab_size": 16384, "hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 4,
-    "num_attention_heads": 8, "num_labels": 10,
-}  # fmt: skip
-CASES = {
-    "tied": Case("gpt2", 8, 128, _gpt2(16384, 512, 4)),
-    "untied": Case("gpt2", 8, 128, _gpt2(16384, 512, 4, tied=False)),
-    "tied long": Case("gpt2", 4, 512, _gpt2(16384, 512, 4)),
-    "tied short": Case("gpt2", 64, 32, _gpt2(16384, 512, 4)),
-    "llama lora": Case("llama", 8, 256, _LLAMA, lora=True),
-    "bert": Case("bert", 8, 128, _BERT),
-    "large vocabulary": Case("gpt2", 4, 256, _gpt2(151936, 896, 1)),
-}
-
-
-def build(case: Case, device: torch.device) -> nn.Module:
-    """A random model in training mode."""
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
-
-    torch.manual_seed(0)
-    config = AutoConfig.for_model(case.family, **case.config)
-    auto = AutoModelForSequenceClassification if case.family == "bert" else AutoModelForCausalLM
-    model: nn.Module = auto.from_config(config)
-    if case.lora:
-        from peft import LoraConfig, get_peft_model
-
-        model = get_peft_model(model, LoraConfig(r=8, target_modules="all-linear"))
-    return model.to(device).train()
-
-
-def batches(case: Case, device: torch.device) -> list[dict[str, Tensor]]:
-    """One logical batch."""
-    made = []
-    for _ in range(MICRO_BATCHES):
-        ids = torch.randint(0, case.config["vocab_size"], (case.batch, case.length), device=device)
-        labels = torch.randint(0, 10, (case.batch,), device=device) if case.family == "bert" else ids
-        made.append({"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels})
-    return made
-
-
-def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
-    """Fused AdamW over what is trained."""
-    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4, fused=True)
-
-
-def ordinary(model: nn.Module, data: list[dict[str, Tensor]]) -> Callable[[], None]:
-    """Forward, backward and AdamW over all micro-batches."""
-    optimizer = optimizer_of(model)
-
-    def step() -> None:
-        for batch in data:
-            (model(**batch).loss / MICRO_BATCHES).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return step
-
-
-def private(model: nn.Module, data: list[dict[str, Tensor]]) -> Callable[[], None]:
-    """The library's own step, noise and ledger included."""
-    from hf_dp import PrivacyConfig
-    from hf_dp.accounting import Ledger
-    from hf_dp.losses import per_example_losses
-    from hf_dp.per_example import preflight, record
-    from hf_dp.plan import Plan
-    from hf_dp.randomness import Entropy
-    from hf_dp.sampling import PoissonBatchSampler
-    from hf_dp.step import private_gradient
-
-    size, entropy, ledger = MICRO_BATCHES * len(data[0]["input_ids"]), Entropy(None), Ledger()
-    sampler = PoissonBatchSampler(1000 * size, size, entropy)
-    plan = Plan.make(PrivacyConfig(noise_multiplier=1.0), sampler, 10**6, entropy)
-    optimizer = optimizer_of(model)
-    few = {name: value[:3, :17] if value.dim() > 1 else value[:3] for name, value in data[0].items()}
-    certificate = preflight(model, per_example_losses, few)
-
-    def step() -> None:
-        private_gradient(
-            model, lambda b: record(model, per_example_losses, b, certificate=certificate), data, plan, ledger
-        )
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return step
-
-
-def _opacus(mode: str) -> Callable[[nn.Module, list[dict[str, Tensor]]], Callable[[], None]]:
-    def make(model: nn.Module, data: list[dict[str, Tensor]]) -> Callable[[], None]:
-        from opacus import GradSampleModule
-        from opacus.grad_sample import GradSampleModuleFastGradientClipping
-        from opacus.optimizers import DPOptimizer, DPOptimizerFastGradientClipping
-
-        from hf_dp.losses import per_example_losses
-
-        config = {
-            "noise_multiplier": 1.0,
-            "max_grad_norm": 1.0,
-            "expected_batch_size": len(data) * len(data[0]["labels"]),
-        }
-        if mode == "hooks":
-            wrapped: Any = GradSampleModule(model)
-            optimizer: Any = DPOptimizer(optimizer_of(model), **config)
-        else:
-            wrapped = GradSampleModuleFastGradientClipping(model, max_grad_norm=1.0, use_ghost_clipping=True)
-            optimizer = DPOptimizerFastGradientClipping(optimizer_of(model), **config)
-
-        def step() -> None:
-            for i, batch in enumerate(data):
-                last = i == len(data) - 1
-                ids = batch["input_ids"]
-                positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
-                losses = per_example_losses(wrapped, {**batch, "position_ids": positions})
-                optimizer.signal_skip_step(do_skip=not last)
-                if mode == "hooks":
-                    losses.sum().backward()
-                else:
-                    losses.mean().backward(retain_graph=True)
-                    optimizer.zero_grad(True)
-                    coefficients = wrapped.get_clipping_coef()
-                    wrapped.disable_hooks()
-                    (coefficients * losses).sum().backward()
-                    wrapped.enable_hooks()
-                optimizer.step()
-                optimizer.zero_grad()
-
-        return step
-
-    return make
-
-
-VARIANTS: dict[str, Callable[[nn.Module, list[dict[str, Tensor]]], Callable[[], None]]] = {
-    "ordinary": ordinary,
-    "hf_dp": private,
-    "opacus ghost": _opacus("ghost"),
-    "opacus hooks": _opacus("hooks"),
-}
+def _setting(dtype: str, attention: str) -> Setting:
+    return Setting(torch.device("cuda" if torch.cuda.is_available() else "cpu"), getattr(torch, dtype), attention)
 
 
 def _synchronize(device: torch.device) -> None:
@@ -197,13 +48,13 @@ def _synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def measure_times(case: Case, names: list[str], repeats: int, device: torch.device) -> dict[str, float | str]:
-    """The median seconds of each variant's step; the variants take turns."""
+def measure_times(case: Case, names: list[str], repeats: int, setting: Setting) -> dict[str, Any]:
+    """The seconds of each variant's steps; the variants take turns."""
     steps: dict[str, Callable[[], None]] = {}
-    failed: dict[str, float | str] = {}
+    failed: dict[str, Any] = {}
     for name in names:
         try:
-            steps[name] = VARIANTS[name](build(case, device), batches(case, device))
+            steps[name] = VARIANTS[name](case, build(case, setting), batches(case, setting.device))
             steps[name]()
         except Exception as error:  # noqa: BLE001 - a peer that cannot run a case is a result
             steps.pop(name, None)
@@ -211,12 +62,12 @@ def measure_times(case: Case, names: list[str], repeats: int, device: torch.devi
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     for _ in range(repeats):
         for name, step in steps.items():
-            _synchronize(device)
+            _synchronize(setting.device)
             start = time.perf_counter()
             step()
-            _synchronize(device)
+            _synchronize(setting.device)
             seconds[name].append(time.perf_counter() - start)
-    return {**{name: statistics.median(values) for name, values in seconds.items()}, **failed}
+    return {**seconds, **failed}
 
 
 def _peak_mib() -> float:
@@ -226,26 +77,34 @@ def _peak_mib() -> float:
 
 
 @app.command(hidden=True)
-def memory(case_name: str, variant: str) -> None:
+def memory(case_name: str, variant: str, dtype: str, attention: str) -> None:
     """Prints the peak memory in MiB of one variant of one case, in this process."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    setting = _setting(dtype, attention)
     case = CASES[case_name]
     import peft
     import transformers.models.auto.modeling_auto  # noqa: F401 - not part of what is measured
 
     del peft
     before = _peak_mib()
-    step = VARIANTS[variant](build(case, device), batches(case, device))
+    step = VARIANTS[variant](case, build(case, setting), batches(case, setting.device))
     for _ in range(3):
         step()
-    print(torch.cuda.max_memory_allocated() / 2**20 if device.type == "cuda" else _peak_mib() - before)
+    print(torch.cuda.max_memory_allocated() / 2**20 if setting.device.type == "cuda" else _peak_mib() - before)
 
 
-def measure_memory(case_name: str, variant: str) -> float | str:
+def measure_memory(case_name: str, variant: str, *setting: str) -> float | str:
     """Peak MiB in a process of its own."""
-    command = [sys.executable, __file__, "memory", case_name, variant]
+    command = [sys.executable, __file__, "memory", case_name, variant, *setting]
     done = subprocess.run(command, capture_output=True, text=True)
     return float(done.stdout.split()[-1]) if done.returncode == 0 else "failed"
+
+
+def _ratio(value: Any, base: Any) -> float | str:
+    return value if isinstance(value, str) else base if isinstance(base, str) else value / base
+
+
+def _median(values: Any) -> Any:
+    return statistics.median(values) if isinstance(values, list) else values
 
 
 @app.command()
@@ -254,28 +113,193 @@ def run(
     repeats: Annotated[int, typer.Option(help="Timed steps of each variant.")] = 5,
     opacus: Annotated[bool, typer.Option(help="Beside it Opacus, ghost and hooks.")] = False,
     skip_memory: Annotated[bool, typer.Option(help="Time only.")] = False,
+    dtype: _Dtype = "float32",
+    attention: _Attention = "sdpa",
     output: Annotated[Path | None, typer.Option(help="Where to write JSON.")] = None,
+    figure: _Figure = None,
 ) -> None:
     """Measures each case and prints ratios to the ordinary step."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    setting = _setting(dtype, attention)
     names = ["ordinary", "hf_dp"] + (["opacus ghost", "opacus hooks"] if opacus else [])
     table = Table("case", *[f"{n} {what}" for n in names[1:] for what in ("time", "memory")], "ordinary step")
     results: dict[str, Any] = {}
     for case_name in case or list(CASES):
-        times = measure_times(CASES[case_name], names, repeats, device)
-        sizes = {n: "-" if skip_memory else measure_memory(case_name, n) for n in names}
-        results[case_name] = {"case": asdict(CASES[case_name]), "seconds": times, "peak_mib": sizes}
-        cells = [
-            str(v) if isinstance(v, str) or isinstance(base, str) else f"{v / base:.2f}"
+        seconds = measure_times(CASES[case_name], names, repeats, setting)
+        sizes = {n: "-" if skip_memory else measure_memory(case_name, n, dtype, attention) for n in names}
+        times = {n: _median(values) for n, values in seconds.items()}
+        ratios = {
+            n: {"time": _ratio(times[n], times["ordinary"]), "memory": _ratio(sizes[n], sizes["ordinary"])}
             for n in names[1:]
-            for v, base in ((times[n], times["ordinary"]), (sizes[n], sizes["ordinary"]))
-        ]
+        }
+        results[case_name] = {
+            "case": dataclasses.asdict(CASES[case_name]), "seconds": seconds, "peak_mib": sizes, "ratios": ratios
+        }  # fmt: skip
+        cells = [v if isinstance(v, str) else f"{v:.2f}" for n in names[1:] for v in ratios[n].values()]
         table.add_row(case_name, *cells, f"{times['ordinary']:.3f} s")
-    Console().print(table)
+    Console(width=140).print(table)
     if output is not None:
         output.parent.mkdir(parents=True, exist_ok=True)
-        machine = {"torch": torch.__version__, "threads": torch.get_num_threads(), "cpu": platform.processor()}
-        output.write_text(json.dumps({"machine": machine, "results": results}, indent=2) + "\n", encoding="utf-8")
+        packages = {name: version(name) for name in ("torch", "transformers", "peft")}
+        machine = {"threads": torch.get_num_threads(), "cpu": platform.processor(), "device": str(setting.device)}
+        shown = {"machine": machine, "versions": packages, "dtype": dtype, "attention": attention, "results": results}
+        output.write_text(json.dumps(shown, indent=2) + "\n", encoding="utf-8")
+    if figure is not None:
+        _draw_ratios(results, figure)
+
+
+def _axes(width: float, panels: int) -> Any:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    return plt.subplots(1, panels, figsize=(width, 3.2), layout="constrained")
+
+
+def _save(figure: Any, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+
+
+def _draw_ratios(results: dict[str, Any], path: Path) -> None:
+    figure, panels = _axes(10, 2)
+    for axes, what in zip(panels, ("time", "memory"), strict=True):
+        names = list(next(iter(results.values()))["ratios"])
+        for offset, name in enumerate(names):
+            values = [r["ratios"][name][what] for r in results.values()]
+            heights = [v if isinstance(v, float) else 0.0 for v in values]
+            axes.barh(
+                [i - 0.8 * offset / len(names) for i in range(len(values))], heights, 0.7 / len(names), label=name
+            )
+        axes.set_yticks(range(len(results)), results if what == "time" else [""] * len(results))
+        axes.axvline(1, color="black", linewidth=0.8)
+        axes.set_xlabel(f"{what}, ratio to an ordinary step")
+    panels[1].legend()
+    _save(figure, path)
+
+
+@app.command()
+def scaling(
+    repeats: Annotated[int, typer.Option(help="Timed steps of each variant.")] = 5,
+    figure: _Figure = None,
+    dtype: _Dtype = "float32",
+    attention: _Attention = "sdpa",
+) -> None:
+    """Time of a step over the micro-batch, the length and the number of examples in the dataset."""
+    setting, names = _setting(dtype, attention), ["ordinary", "hf_dp"]
+    base = dataclasses.replace(CASES["tied"], batch=8, length=128)
+    sweeps = {
+        "B, at T = 128": [dataclasses.replace(base, batch=b) for b in (2, 4, 8, 16)],
+        "T, at B = 4": [dataclasses.replace(base, batch=4, length=t) for t in (64, 128, 256, 512)],
+        "n": [dataclasses.replace(base, batch=2, dataset_size=n) for n in (10**3, 10**5, 10**7)],
+    }
+    drawing, panels = _axes(11, len(sweeps)) if figure else (None, [None] * len(sweeps))
+    table = Table("over", "value", *(f"{n} ms" for n in names), "ratio")
+    for axes, (over, cases) in zip(panels, sweeps.items(), strict=True):
+        values = [c.dataset_size if over == "n" else c.length if over[0] == "T" else c.batch for c in cases]
+        times = [{n: _median(v) for n, v in measure_times(c, names, repeats, setting).items()} for c in cases]
+        for value, seconds in zip(values, times, strict=True):
+            shown = [f"{1000 * seconds[n]:.0f}" for n in names]
+            table.add_row(over, str(value), *shown, f"{seconds['hf_dp'] / seconds['ordinary']:.2f}")
+        if axes is not None:
+            for name in names:
+                axes.plot(values, [seconds[name] for seconds in times], marker="o", label=name)
+            axes.set(xlabel=over, ylim=(0, None), xscale="log" if over == "n" else "linear")
+    Console().print(table)
+    if drawing is not None and figure is not None:
+        panels[0].set_ylabel("seconds of a step of four micro-batches")
+        panels[0].legend()
+        _save(drawing, figure)
+
+
+@app.command()
+def noise(
+    size: Annotated[int, typer.Option(help="Numbers.")] = 2 * 10**7,
+    repeats: Annotated[int, typer.Option(help="Timed calls.")] = 9,
+) -> None:
+    """Numbers a second of the private noise, added to a sum, beside torch.randn."""
+    from hf_dp.noise import GaussianNoise
+    from hf_dp.randomness import Entropy
+
+    device = _setting("float32", "sdpa").device
+    private, total, plain = (
+        GaussianNoise(Entropy(None)),
+        torch.zeros(size, device=device),
+        torch.empty(size, device=device),
+    )
+    calls = {"hf_dp, drawn, scaled and added": lambda: private.add_([total], 1.0, 0), "torch, drawn": plain.normal_}
+    for name, call in calls.items():
+        seconds = []
+        for _ in range(repeats + 1):
+            _synchronize(device)
+            start = time.perf_counter()
+            call()
+            _synchronize(device)
+            seconds.append(time.perf_counter() - start)
+        print(f"{name}: {size / statistics.median(seconds[1:]) / 1e6:.0f} million a second")
+
+
+class _Virtual(torch.utils.data.Dataset):
+    """As many examples as wanted, made when they are asked for."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        ids = torch.tensor([index % 97, index % 89, index % 83, index % 79])
+        return {"input_ids": ids, "labels": ids}
+
+
+@app.command()
+def trainer(
+    steps: Annotated[int, typer.Option(help="Training steps.")] = 200,
+    size: Annotated[int, typer.Option(help="Examples in the dataset.")] = 10**7,
+    logging_steps: Annotated[int, typer.Option(help="As in TrainingArguments.")] = 500,
+) -> None:
+    """What a step of DPTrainer takes beyond the engine: sampling, ledger, logging, Trainer's own loop."""
+    from transformers import GPT2Config, GPT2LMHeadModel, TrainingArguments, default_data_collator
+
+    import hf_dp.trainer as module
+
+    inside: list[float] = []
+    engine = module.private_gradient
+
+    def timed(*args: Any) -> Any:
+        start = time.perf_counter()
+        result = engine(*args)
+        inside.append(time.perf_counter() - start)
+        return result
+
+    config = GPT2Config(vocab_size=100, n_positions=8, n_embd=32, n_layer=1, n_head=2, bos_token_id=1, eos_token_id=1)
+    with tempfile.TemporaryDirectory() as folder:
+        private = module.DPTrainer(
+            GPT2LMHeadModel(config),
+            TrainingArguments(
+                folder,
+                max_steps=steps,
+                per_device_train_batch_size=8,
+                logging_steps=logging_steps,
+                save_strategy="no",
+                report_to=[],
+                disable_tqdm=True,
+            ),
+            train_dataset=_Virtual(size),
+            data_collator=default_data_collator,
+            privacy=module.PrivacyConfig(noise_multiplier=1.0),
+        )
+        starts: list[float] = []
+        step = private.training_step
+        private.training_step = lambda *args: starts.append(time.perf_counter()) or step(*args)  # type: ignore[method-assign]
+        module.private_gradient = timed  # type: ignore[assignment]
+        private.train()
+        module.private_gradient = engine
+    whole = (starts[-1] - starts[10]) / (len(starts) - 11)
+    engine_alone = sum(inside[10:-1]) / len(inside[10:-1])
+    print(f"a step: {1000 * whole:.2f} ms, of it the engine {1000 * engine_alone:.2f} ms, everything else "
+          f"{1000 * (whole - engine_alone):.2f} ms (n = {size}, optimizer and data collation included)")  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -79,7 +79,9 @@ def preflight(
             oracle = loop(model, loss_fn, few)
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     uses = frozenset(watch.uses)
-    _compare(PerExampleGradients(losses, watch.factors, parameters, uses), oracle, watch.dtypes)
+    # A frozen base in bf16 rounds what reaches an adapter in float32.
+    dtypes = watch.dtypes | {p.dtype for p in model.parameters() if p.is_floating_point()}
+    _compare(PerExampleGradients(losses, watch.factors, parameters, uses), oracle, dtypes)
     return Certificate(uses)
 
 

@@ -14,7 +14,6 @@ QUICK = ((3, 7), (7, 7))
 REFUSED = {"mixtral", "qwen3_moe", "siglip"}
 REFUSED_ADAPTERS = {"LoHa", "OFT"}
 # Held against a tolerance for float32, which the base's rounding exceeds.
-TOO_STRICT = pytest.mark.xfail(reason="preflight does not know that the frozen base is in bf16", strict=False)
 
 
 def assert_as_expected(result: str, refused: bool) -> None:
@@ -39,9 +38,7 @@ def test_heads(name: str, head: str) -> None:
     assert_as_expected(coverage.judge_head(name, head, QUICK), (name, head) == ("bart", "causal_lm"))
 
 
-@pytest.mark.parametrize(
-    "method", [pytest.param(m, marks=[TOO_STRICT] if zoo.has_bf16_base(m) else []) for m in zoo.ADAPTERS]
-)
+@pytest.mark.parametrize("method", zoo.ADAPTERS)
 def test_adapters(method: str) -> None:
     assert_as_expected(coverage.judge_adapter(method, QUICK), method in REFUSED_ADAPTERS)
 

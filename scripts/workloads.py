@@ -1,0 +1,188 @@
+"""What the benchmark runs: models, logical batches, and one training step of each kind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+MICRO_BATCHES = 4
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model and the shape of its micro-batches."""
+
+    family: str
+    batch: int
+    length: int
+    config: dict[str, Any] = field(default_factory=dict)
+    lora: bool = False
+    dataset_size: int | None = None
+
+
+def _gpt2(vocabulary: int, width: int, layers: int, tied: bool = True) -> dict[str, Any]:
+    return {
+        "vocab_size": vocabulary, "n_embd": width, "n_layer": layers, "n_head": width // 64, "n_positions": 1024,
+        "tie_word_embeddings": tied,
+    }  # fmt: skip
+
+
+_LLAMA = {
+    "vocab_size": 16384, "hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 4,
+    "num_attention_heads": 8, "num_key_value_heads": 8,
+}  # fmt: skip
+_BERT = {
+    "vocab_size": 16384, "hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 4,
+    "num_attention_heads": 8, "num_labels": 10,
+}  # fmt: skip
+CASES = {
+    "tied": Case("gpt2", 8, 128, _gpt2(16384, 512, 4)),
+    "untied": Case("gpt2", 8, 128, _gpt2(16384, 512, 4, tied=False)),
+    "tied long": Case("gpt2", 4, 512, _gpt2(16384, 512, 4)),
+    "tied short": Case("gpt2", 64, 32, _gpt2(16384, 512, 4)),
+    "llama lora": Case("llama", 8, 256, _LLAMA, lora=True),
+    "bert": Case("bert", 8, 128, _BERT),
+    "large vocabulary": Case("gpt2", 4, 256, _gpt2(151936, 896, 1)),
+}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What all models of one run share."""
+
+    device: torch.device
+    dtype: torch.dtype = torch.float32
+    attention: str = "sdpa"
+
+
+def build(case: Case, setting: Setting) -> nn.Module:
+    """A random model in training mode."""
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(case.family, **case.config)
+    auto = AutoModelForSequenceClassification if case.family == "bert" else AutoModelForCausalLM
+    model: nn.Module = auto.from_config(config, attn_implementation=setting.attention)
+    if case.lora:
+        from peft import LoraConfig, get_peft_model
+
+        model = get_peft_model(model, LoraConfig(r=8, target_modules="all-linear"))
+    return model.to(setting.device, setting.dtype).train()
+
+
+def batches(case: Case, device: torch.device) -> list[dict[str, Tensor]]:
+    """One logical batch."""
+    made = []
+    for _ in range(MICRO_BATCHES):
+        ids = torch.randint(0, case.config["vocab_size"], (case.batch, case.length), device=device)
+        labels = torch.randint(0, 10, (case.batch,), device=device) if case.family == "bert" else ids
+        made.append({"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels})
+    return made
+
+
+Variant = Callable[[Case, nn.Module, list[dict[str, Tensor]]], Callable[[], None]]
+
+
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+    """Fused AdamW over what is trained."""
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4, fused=True)
+
+
+def ordinary(case: Case, model: nn.Module, data: list[dict[str, Tensor]]) -> Callable[[], None]:
+    """Forward, backward and AdamW over all micro-batches."""
+    optimizer = optimizer_of(model)
+
+    def step() -> None:
+        for batch in data:
+            (model(**batch).loss / MICRO_BATCHES).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def private(case: Case, model: nn.Module, data: list[dict[str, Tensor]]) -> Callable[[], None]:
+    """The library's own step; draw, noise and ledger included."""
+    from hf_dp import PrivacyConfig
+    from hf_dp.accounting import Ledger
+    from hf_dp.losses import per_example_losses
+    from hf_dp.per_example import preflight, record
+    from hf_dp.plan import Plan
+    from hf_dp.randomness import Entropy
+    from hf_dp.sampling import PoissonBatchSampler
+    from hf_dp.step import private_gradient
+
+    size, entropy, ledger = MICRO_BATCHES * len(data[0]["input_ids"]), Entropy(None), Ledger()
+    sampler = PoissonBatchSampler(case.dataset_size or 1000 * size, size, entropy)
+    plan = Plan.make(PrivacyConfig(noise_multiplier=1.0), sampler, 10**6, entropy)
+    optimizer = optimizer_of(model)
+    few = {name: value[:3, :17] if value.dim() > 1 else value[:3] for name, value in data[0].items()}
+    certificate = preflight(model, per_example_losses, few)
+
+    draws = iter(sampler)
+
+    def step() -> None:
+        next(draws)
+        private_gradient(
+            model, lambda b: record(model, per_example_losses, b, certificate=certificate), data, plan, ledger
+        )
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def _opacus(mode: str) -> Variant:
+    def make(case: Case, model: nn.Module, data: list[dict[str, Tensor]]) -> Callable[[], None]:
+        from opacus import GradSampleModule
+        from opacus.grad_sample import GradSampleModuleFastGradientClipping
+        from opacus.optimizers import DPOptimizer, DPOptimizerFastGradientClipping
+
+        from hf_dp.losses import per_example_losses
+
+        config = {
+            "noise_multiplier": 1.0,
+            "max_grad_norm": 1.0,
+            "expected_batch_size": len(data) * len(data[0]["labels"]),
+        }
+        if mode == "hooks":
+            wrapped: Any = GradSampleModule(model)
+            optimizer: Any = DPOptimizer(optimizer_of(model), **config)
+        else:
+            wrapped = GradSampleModuleFastGradientClipping(model, max_grad_norm=1.0, use_ghost_clipping=True)
+            optimizer = DPOptimizerFastGradientClipping(optimizer_of(model), **config)
+
+        def step() -> None:
+            for i, batch in enumerate(data):
+                last = i == len(data) - 1
+                ids = batch["input_ids"]
+                positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+                losses = per_example_losses(wrapped, {**batch, "position_ids": positions})
+                optimizer.signal_skip_step(do_skip=not last)
+                if mode == "hooks":
+                    losses.sum().backward()
+                else:
+                    losses.mean().backward(retain_graph=True)
+                    optimizer.zero_grad(True)
+                    coefficients = wrapped.get_clipping_coef()
+                    wrapped.disable_hooks()
+                    (coefficients * losses).sum().backward()
+                    wrapped.enable_hooks()
+                optimizer.step()
+                optimizer.zero_grad()
+
+        return step
+
+    return make
+
+
+VARIANTS: dict[str, Variant] = {
+    "ordinary": ordinary,
+    "hf_dp": private,
+    "opacus ghost": _opacus("ghost"),
+    "opacus hooks": _opacus("hooks"),
+}
