@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,7 +29,7 @@ from hf_dp.config import PrivacyConfig
 from hf_dp.errors import BudgetExceededError, ConfigurationError
 from hf_dp.fingerprint import fingerprint, fingerprint_key
 from hf_dp.losses import check_own_loss, per_example_losses
-from hf_dp.per_example import Certificate, PerExampleGradients, preflight, record
+from hf_dp.per_example import RULES, Certificate, PerExampleGradients, Rule, preflight, record
 from hf_dp.per_example.batch import Batch
 from hf_dp.per_example.preflight import check_modules, check_padding
 from hf_dp.plan import Plan
@@ -63,6 +64,9 @@ class DPTrainerMixin(_Base):
         ConfigurationError: arguments, data or overrides that would break the guarantee.
         UnsupportedModelError: a model that cannot be trained privately.
     """
+
+    #: How operations use their parameters. Extend it for operations of your own; see docs/rules.md.
+    per_example_rules: Mapping[Any, Rule] = RULES
 
     def __init__(self, *args: Any, privacy: PrivacyConfig, **kwargs: Any) -> None:
         if not isinstance(privacy, PrivacyConfig):
@@ -199,7 +203,7 @@ class DPTrainerMixin(_Base):
 
         self._module.train()
         with unchanged_buffers(self._module):
-            self._certificate = preflight(self._module, self._loss, batch(few))
+            self._certificate = preflight(self._module, self._loss, batch(few), rules=self.per_example_rules)
             check_padding(self._module, self._loss, few, batch)
             if type(self).compute_per_example_loss is DPTrainerMixin.compute_per_example_loss:
                 check_own_loss(self._module, batch(few))
@@ -245,7 +249,7 @@ class DPTrainerMixin(_Base):
             return self.compute_per_example_loss(model, dict(batch))
 
     def _record(self, model: nn.Module, batch: Batch) -> PerExampleGradients:
-        return record(model, self._loss, batch, certificate=self._certificate)
+        return record(model, self._loss, batch, certificate=self._certificate, rules=self.per_example_rules)
 
     def _note(self, total: ClippedSum) -> Tensor:
         for name in self._statistics:

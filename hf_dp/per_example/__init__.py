@@ -2,6 +2,7 @@
 
 from hf_dp.per_example.factors import Factors, Outer, PerExample
 from hf_dp.per_example.gram import Dense, OneHot
+from hf_dp.per_example.instantiate import instantiating
 from hf_dp.per_example.oracle import loop
 from hf_dp.per_example.preflight import preflight
 from hf_dp.per_example.record import PerExampleGradients, record
@@ -21,6 +22,7 @@ __all__ = [
     "PerExample",
     "PerExampleGradients",
     "Rule",
+    "instantiating",
     "loop",
     "preflight",
     "record",

@@ -95,5 +95,6 @@ def refusal(names: list[str], what: str, reason: str) -> UnsupportedModelError:
     return UnsupportedModelError(
         f"parameter {', '.join(names)} is used by {what}.",
         why=f"{reason}, and a gradient that is not known to be exact would break the clipping bound.",
-        fix="freeze this parameter (requires_grad_(False)), train with LoRA, or pass a rule for the operation.",
+        fix="freeze this parameter (requires_grad_(False)), train with LoRA, or pass a rule for the operation "
+        "(docs/rules.md).",
     )

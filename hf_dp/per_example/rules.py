@@ -7,7 +7,7 @@ operation of your own, pass `{**RULES, my_function: Rule(...)}` to `record` and 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch.nn.grad import conv2d_input
 from hf_dp.errors import UnsupportedModelError
 from hf_dp.per_example.factors import Factors, Outer, PerExample
 from hf_dp.per_example.gram import Dense, OneHot
+from hf_dp.per_example.instantiate import instantiating
 from hf_dp.per_example.precision import accumulation
 from hf_dp.per_example.rule import Axis, Bound, Operands, Rule
 from hf_dp.per_example.watched import WatchedParameter
@@ -286,7 +287,6 @@ def _repeat_backward(saved: _Saved, operands: Operands, gradient: Tensor, axis: 
 
 
 def _bind_convolution(
-    operation: str,
     input: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
@@ -296,19 +296,19 @@ def _bind_convolution(
     groups: int = 1,
 ) -> Bound:
     padding = 0 if padding == "valid" else padding
-    if groups != 1 or isinstance(padding, str):
-        raise _unsupported(
-            operation, f"groups={groups}, padding={padding!r}", "only one group and numeric padding are known"
-        )
-    return Bound(input, {"weight": weight, "bias": bias}, {"stride": stride, "padding": padding, "dilation": dilation})
+    options = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
+    return Bound(input, {"weight": weight, "bias": bias}, options)
 
 
-def _conv2d(x: Tensor, operands: Operands) -> tuple[Tensor, _Saved]:
-    return F.conv2d(x, _parameter(operands, "weight"), operands.parameters["bias"], **operands.options), (x,)
+def _convolved(operation: Any) -> Any:
+    return lambda x, parameters, options: operation(x, parameters["weight"], parameters["bias"], **options)
 
 
 def _conv2d_backward(saved: _Saved, operands: Operands, gradient: Tensor, axis: Axis, needs_input: bool) -> _Backward:
-    (x,), weight, options = saved, _parameter(operands, "weight"), operands.options
+    options = dict(operands.options)
+    if options.pop("groups") != 1 or isinstance(options["padding"], str):
+        return _ANY_CONV2D.backward(saved, operands, gradient, axis, needs_input)
+    (x,), weight = saved, _parameter(operands, "weight")
     per_position = gradient.flatten(2).mT
     factors: dict[str, Factors | None] = {}
     if "weight" in operands.watched:
@@ -321,18 +321,22 @@ def _conv2d_backward(saved: _Saved, operands: Operands, gradient: Tensor, axis: 
     return conv2d_input(x.shape, weight.to(gradient.dtype), gradient, **options), factors
 
 
-def _conv1d(x: Tensor, operands: Operands) -> tuple[Tensor, _Saved]:
-    return F.conv1d(x, _parameter(operands, "weight"), operands.parameters["bias"], **operands.options), (x,)
-
-
 def _conv1d_backward(saved: _Saved, operands: Operands, gradient: Tensor, axis: Axis, needs_input: bool) -> _Backward:
-    """As of an image one pixel high."""
+    if operands.options["groups"] != 1 or isinstance(operands.options["padding"], str):
+        return _ANY_CONV1D.backward(saved, operands, gradient, axis, needs_input)
+    # As of an image one pixel high.
     neutral = {"stride": 1, "padding": 0, "dilation": 1}
-    options = {k: (neutral[k], v if isinstance(v, int) else v[0]) for k, v in operands.options.items()}
+    options = {k: (neutral[k], v if isinstance(v, int) else v[0]) for k, v in operands.options.items() if k in neutral}
     parameters = {**operands.parameters, "weight": _parameter(operands, "weight").unsqueeze(2)}
-    image = Operands(parameters, operands.watched, options)
+    image = Operands(parameters, operands.watched, {**options, "groups": 1})
     found, factors = _conv2d_backward((saved[0].unsqueeze(2),), image, gradient.unsqueeze(2), axis, needs_input)
     return None if found is None else found.squeeze(2), factors
+
+
+def _bind_group_norm(
+    input: Tensor, num_groups: int, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
+) -> Bound:
+    return Bound(input, {"weight": weight, "bias": bias}, {"num_groups": num_groups, "eps": eps})
 
 
 def _last_axis(operation: str, normalized_shape: Any) -> list[int]:
@@ -346,7 +350,7 @@ def _unsupported(operation: str, found: str, why: str) -> UnsupportedModelError:
     return UnsupportedModelError(
         f"{operation} with {found} uses a trainable parameter.",
         why=f"{why}; a gradient that is not known to be exact would break the clipping bound.",
-        fix="freeze the parameter, train with LoRA, or pass a rule for the operation.",
+        fix="freeze the parameter, train with LoRA, or pass a rule for the operation (docs/rules.md).",
     )
 
 
@@ -361,8 +365,13 @@ _ADD = Rule("add", _bind_elementwise, _add, _add_backward)
 _GETITEM = Rule("getitem", _bind_getitem, _getitem, _getitem_backward, features=0)
 _EXPAND = Rule("expand", _bind_expand, _repeat, _repeat_backward, features=0)
 _REPEAT = Rule("repeat", _bind_repeat, _repeat, _repeat_backward, features=0)
-_CONV1D = Rule("conv1d", partial(_bind_convolution, "conv1d"), _conv1d, _conv1d_backward, features=2)
-_CONV2D = Rule("conv2d", partial(_bind_convolution, "conv2d"), _conv2d, _conv2d_backward, features=3)
+_ANY_CONV1D = instantiating("conv1d", _bind_convolution, _convolved(F.conv1d), features=2)
+_ANY_CONV2D = instantiating("conv2d", _bind_convolution, _convolved(F.conv2d), features=3)
+_CONV1D = replace(_ANY_CONV1D, backward=_conv1d_backward)
+_CONV2D = replace(_ANY_CONV2D, backward=_conv2d_backward)
+_GROUP_NORM = instantiating(
+    "group_norm", _bind_group_norm, lambda x, p, o: F.group_norm(x, weight=p["weight"], bias=p["bias"], **o), features=2
+)
 
 RULES: Mapping[Any, Rule] = MappingProxyType(
     {
@@ -374,6 +383,7 @@ RULES: Mapping[Any, Rule] = MappingProxyType(
         F.embedding: _EMBEDDING,
         F.layer_norm: _LAYER_NORM,
         F.rms_norm: _RMS_NORM,
+        F.group_norm: _GROUP_NORM,
         **dict.fromkeys((torch.mul, torch.Tensor.mul, torch.Tensor.__mul__, torch.Tensor.__rmul__), _MULTIPLY),
         **dict.fromkeys((torch.add, torch.Tensor.add, torch.Tensor.__add__, torch.Tensor.__radd__), _ADD),
         torch.Tensor.__getitem__: _GETITEM,

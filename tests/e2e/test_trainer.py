@@ -9,7 +9,7 @@ import json
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import datasets
 import dp_accounting
@@ -34,7 +34,8 @@ from transformers import (
 )
 
 from hf_dp import DPTrainer, PrivacyConfig, PrivacyReport
-from hf_dp.errors import BudgetExceededError, ConfigurationError
+from hf_dp.errors import BudgetExceededError, ConfigurationError, UnsupportedModelError
+from hf_dp.per_example import RULES, Bound, instantiating
 from hf_dp.trainer import DPTrainerMixin
 from tests.e2e.workbench import (
     EXPECTED,
@@ -55,7 +56,7 @@ from tests.e2e.workbench import (
     rows,
     same,
 )
-from tests.zoo import tiny
+from tests.zoo import VOCABULARY, tiny
 
 
 def a_tokenizer(words: set[str]) -> PreTrainedTokenizerFast:
@@ -805,3 +806,45 @@ def test_any_clipping_norm_bounds_the_step(tmp_path: Path, norm: float) -> None:
     gradients = gradients_of(make(tmp_path, privacy=config, learning_rate=0.0))
     for gradient, batch in zip(gradients, draws(7), strict=True):
         assert float(flat(gradient).double().norm()) <= norm * len(batch) / EXPECTED * (1 + 1e-6)
+
+
+class _Mixing(torch.nn.Module):
+    """A classifier whose head is an einsum, for which there is no rule."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = torch.nn.Embedding(VOCABULARY, 6)
+        self.mixer = torch.nn.Parameter(torch.randn(6, 3))
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor | None = None) -> Any:
+        words = self.table(input_ids) * attention_mask[..., None]
+        logits = torch.einsum("btd,de->bte", words, self.mixer).sum(1)
+        return {"loss": torch.nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+
+class _MixingTrainer(DPTrainer):
+    def compute_per_example_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
+        logits = model(**inputs)["logits"]
+        return torch.nn.functional.cross_entropy(logits, inputs["labels"], reduction="none")
+
+
+class _WithARule(_MixingTrainer):
+    per_example_rules: ClassVar = {
+        **RULES,
+        torch.einsum: instantiating(
+            "einsum",
+            lambda equation, x, w: Bound(x, {"weight": w}, {"equation": equation}),
+            lambda x, parameters, options: torch.einsum(options["equation"], x, parameters["weight"]),
+        ),
+    }
+
+
+def test_a_rule_of_ones_own_trains_what_is_refused_without_it(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModelError, match=r"mixer is used by operation torch.functional.einsum"):
+        make(tmp_path, model=_Mixing(), kind=_MixingTrainer).train()
+    model = _Mixing()
+    before = model.mixer.detach().clone()
+    trainer = make(tmp_path, model=model, kind=_WithARule)
+    trainer.train()
+    assert trainer.ledger.steps == STEPS
+    assert not torch.equal(model.mixer, before)

@@ -317,19 +317,6 @@ REFUSED: dict[str, tuple[Small, str]] = {
         Small(lambda m, x: m.attention(x, x, x)[0], attention=nn.MultiheadAttention(4, 2, batch_first=True)),
         "attention.in_proj_weight.*multi_head_attention",
     ),
-    "group norm": (Small(lambda m, x: m.norm(x.mT), norm=nn.GroupNorm(2, 4)), "norm.weight.*group_norm"),
-    "grouped convolution": (
-        Small(lambda m, x: m.conv(x.view(-1, 2, 5, 2)), conv=nn.Conv2d(2, 2, 2, groups=2)),
-        "groups=2",
-    ),
-    "grouped convolution over time": (
-        Small(lambda m, x: m.conv(x.mT), conv=nn.Conv1d(4, 4, 2, groups=4)),
-        "conv1d with groups=4",
-    ),
-    "padding='same'": (
-        Small(lambda m, x: m.conv(x.view(-1, 2, 5, 2)), conv=nn.Conv2d(2, 2, 2, padding="same")),
-        "'same'",
-    ),
     "a compiled module": (
         Small(
             lambda m, x: m.inner(m.linear(x)),

@@ -1,0 +1,49 @@
+"""A rule for any operation, from the function alone: each example's gradient is formed by vmap."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_dp.per_example.factors import Factors, PerExample
+from hf_dp.per_example.rule import Axis, Bound, Operands, Rule
+
+Function = Callable[[Any, Mapping[str, Any], Mapping[str, Any]], Tensor]
+
+
+def instantiating(name: str, bind: Callable[..., Bound], function: Function, *, features: int = 1) -> Rule:
+    """A rule that forms each example's gradient: B times the memory of the parameters, where `Outer` needs far less.
+
+    Args:
+        name: the operation's name in messages and certificates.
+        bind: takes the operation's own arguments and sorts them into a `Bound`.
+        function: `function(input, parameters by role, options) -> output`, differentiable and not random. Rows of the
+            output depend on the same rows of the input alone.
+        features: number of trailing axes of the input that are not example or position axes.
+    """
+
+    def forward(given: Tensor, operands: Operands) -> tuple[Tensor, tuple[Tensor, ...]]:
+        return function(given, operands.parameters, operands.options), (given,)
+
+    def backward(
+        saved: tuple[Tensor, ...], operands: Operands, gradient: Tensor, axis: Axis, needs_input: bool
+    ) -> tuple[Tensor | None, dict[str, Factors | None]]:
+        roles = sorted(operands.watched)
+
+        def one(given: Tensor, gradient: Tensor) -> tuple[Tensor, ...]:
+            def with_parameters(parameters: dict[str, Tensor], given: Tensor = given) -> Tensor:
+                return function(given, {**operands.parameters, **parameters}, operands.options)
+
+            watched = {role: operands.parameters[role] for role in roles}
+            primals = (watched, given) if needs_input else (watched,)
+            found = torch.func.vjp(with_parameters, *primals)[1](gradient)
+            return *(found[0][role] for role in roles), *found[1:]
+
+        found = torch.func.vmap(one)(axis.rows(saved[0]), axis.rows(gradient))
+        factors: dict[str, Factors | None] = {r: PerExample(g) for r, g in zip(roles, found, strict=False)}
+        return found[-1].reshape(saved[0].shape) if needs_input else None, factors
+
+    return Rule(name, bind, forward, backward, features)

@@ -1,0 +1,79 @@
+"""Rules made of a function alone; and the code of docs/rules.md, which is run as it stands there."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from hf_dp.errors import PreflightError, UnsupportedModelError
+from hf_dp.per_example import RULES, Bound, instantiating, loop, preflight, record
+from tests.unit.small import Small, batch, parameter, relative_error, square
+
+MODELS: dict[str, Small] = {
+    "group norm": Small(
+        lambda m, x: m.second(m.norm(m.first(x).mT).mT).cos(),
+        first=nn.Linear(4, 6),
+        norm=nn.GroupNorm(3, 6),
+        second=nn.Linear(6, 4),
+    ),
+    "group norm on data, bias frozen": Small(lambda m, x: m.norm(x.mT).cos(), norm=nn.GroupNorm(2, 4)),
+    "grouped and depthwise convolutions over time": Small(
+        lambda m, x: m.two(torch.tanh(m.one(x.mT))),
+        one=nn.Conv1d(4, 8, 3, groups=4, padding=1),
+        two=nn.Conv1d(8, 4, 2, groups=2, stride=2),
+    ),
+    "padding='same'": Small(lambda m, x: m.conv(x.mT).cos(), conv=nn.Conv1d(4, 4, 3, padding="same")),
+    "grouped convolutions of images": Small(
+        lambda m, x: m.two(torch.tanh(m.one(x.view(len(x), 2, 5, 2)))),
+        one=nn.Conv2d(2, 4, 2, groups=2, padding="same"),
+        two=nn.Conv2d(4, 4, (2, 1), groups=4, bias=False),
+    ),
+}  # fmt: skip
+MODELS["group norm on data, bias frozen"].norm.bias.requires_grad_(False)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 10])
+@pytest.mark.parametrize("name", MODELS)
+def test_exact(name: str, size: int) -> None:
+    model, data = MODELS[name], batch(size, 5 if "images" in name else 10, 4)
+    assert relative_error(record(model, square, data), loop(model, square, data)) <= 1e-12
+
+
+def code_of_the_tutorial() -> dict[str, Any]:
+    text = (Path(__file__).resolve().parents[2] / "docs" / "rules.md").read_text(encoding="utf-8")
+    names: dict[str, Any] = {}
+    for block in re.findall(r"```python\n(.*?)```", text, re.S):
+        exec(block, names)
+    return names
+
+
+@pytest.mark.parametrize("name", ["einsum", "cheaper"])
+def test_the_tutorial_is_right(name: str) -> None:
+    model = Small(
+        lambda m, x: torch.einsum("btd,de->bte", m.linear(x), m.mixer), mixer=parameter(4, 6), linear=nn.Linear(4, 4)
+    )
+    data = batch(3, 5, 4)
+    with pytest.raises(UnsupportedModelError, match="parameter mixer is used by operation torch.functional.einsum"):
+        record(model, square, data)
+    names = code_of_the_tutorial()
+    rules = {**names["MyTrainer"].per_example_rules, torch.einsum: names[name]}
+    certificate = preflight(model, square, data, rules=rules)
+    found = record(model, square, data, certificate=certificate, rules=rules)
+    assert relative_error(found, loop(model, square, data)) <= 1e-12
+
+
+def test_a_function_that_mixes_rows_is_found() -> None:
+    centred = instantiating(
+        "linear",
+        lambda input, weight, bias=None: Bound(input, {"weight": weight, "bias": bias}, {}),
+        lambda x, parameters, options: F.linear(x - x.mean(0), parameters["weight"], parameters["bias"]),
+    )
+    model = Small(lambda m, x: m.linear(x), linear=nn.Linear(4, 4))
+    with pytest.raises(PreflightError, match="neighbours"):
+        preflight(model, square, batch(3, 5, 4), rules={**RULES, F.linear: centred})
