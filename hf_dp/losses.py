@@ -109,6 +109,7 @@ def loss_kind(model: nn.Module) -> str:
         ("question_answering", ("ForQuestionAnswering",), auto.MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES),
         ("classification", ("ForSequenceClassification",), auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES),
         ("classification", ("ForImageClassification",), auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES),
+        ("classification", ("ForAudioClassification",), auto.MODEL_FOR_AUDIO_CLASSIFICATION_MAPPING_NAMES),
         (_TOKENWISE, (), auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES),
         (_SHIFTED, (), auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES),
     )

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from hf_dp.errors import PreflightError
-from hf_dp.per_example.batch import Batch, LossFunction, batch_size, check_losses, take
+from hf_dp.per_example.batch import Batch, LossFunction, batch_size, take
 from hf_dp.per_example.factors import squared_norms
 from hf_dp.per_example.precision import full_precision
 from hf_dp.per_example.rule import Axis, Certificate, Readings, Rule, Use
@@ -34,19 +34,28 @@ _SHARE_TOLERANCE, _NEGLIGIBLE = 1e-3, 1e-3
 
 
 def survey(model: nn.Module, loss_fn: LossFunction, batch: Batch, *, rules: Mapping[Any, Rule] = RULES) -> Certificate:
-    """The uses in one forward pass over so many examples that no other axis could be taken for theirs."""
-    size = telling_size(model, batch)
-    few = take(batch, [i % batch_size(batch) for i in range(size)])
-    watch = Watch(size, rules)
-    with forked_rng(model), watch.attached(model), torch.enable_grad():
-        check_losses(loss_fn(model, few), size)
-    return Certificate(watch.uses)
+    """The uses in two forward passes, over two numbers of examples for which no other axis could be taken.
+
+    What all examples share has the same shape in both, so at least one of them shows that it is not theirs.
+    """
+    uses: set[Use] = set()
+    for size in _telling_sizes(model, batch)[:2]:
+        few = take(batch, [i % batch_size(batch) for i in range(size)])
+        watch = Watch(size, rules)
+        with forked_rng(model), watch.attached(model):
+            watch.forward(model, loss_fn, few)
+        uses |= watch.uses
+    return Certificate(uses)
 
 
 def telling_size(model: nn.Module, batch: Batch) -> int:
     """The smallest number of examples above 2 that divides no other axis of the batch or of a parameter."""
+    return _telling_sizes(model, batch)[0]
+
+
+def _telling_sizes(model: nn.Module, batch: Batch) -> list[int]:
     others = ambiguous_sizes(model, batch)
-    return next(k for k in (3, 5, 7, 11, 13, 17, 19, 23) if k == 23 or all(n % k for n in others))
+    return [k for k in (3, 5, 7, 11, 13, 17, 19) if all(n % k for n in others)] + [23, 29]
 
 
 def ambiguous_sizes(model: nn.Module, batch: Batch) -> frozenset[int]:
@@ -184,9 +193,9 @@ def _observe(
         rows = rows.reshape(1, -1).expand(size, -1) if axis.reading == "constant" else rows.reshape(size, -1)
         seen.append((use, rows))
 
-    with watch(size, observe=observe).attached(model), torch.enable_grad():
-        losses = loss_fn(model, batch)
-        check_losses(losses, size)
+    watching = watch(size, observe=observe)
+    with watching.attached(model):
+        losses = watching.forward(model, loss_fn, batch)
     return seen, losses.detach().reshape(size, 1)
 
 

@@ -112,14 +112,14 @@ def record(
     certificate: Certificate | None = None,
     rules: Mapping[Any, Rule] = RULES,
 ) -> PerExampleGradients:
-    """Per-example gradients of all trainable parameters in one forward and one backward pass.
+    """Per-example gradients of all trainable parameters; with a certificate, in one forward and one backward pass.
 
     Args:
         model: any module; its parameters are put back as they were, and no `.grad` is touched.
         loss_fn: `loss_fn(model, batch) -> (B,)`, one loss for each example, depending on that example alone.
         batch: a mapping whose tensors have one row for each of the B examples.
-        certificate: from `preflight`. Without one, a shape that could be read two ways (a sequence as long as the
-            batch, say) is settled by extra passes, or refused.
+        certificate: from `preflight`. Without one there are two more forward passes, which show how shapes are to be
+            read, and a shape that could be read two ways is settled by more of them, or refused.
         rules: the table of operations.
 
     Raises:
@@ -131,8 +131,7 @@ def record(
     seen, ambiguous = certificate, None
     if seen is None:
         ambiguous = ambiguous_sizes(model, batch)
-        can_be_misread = size > 1 and any(n % size == 0 for n in ambiguous)
-        seen = survey(model, loss_fn, batch, rules=rules) if can_be_misread else Certificate()
+        seen = survey(model, loss_fn, batch, rules=rules) if size > 1 else Certificate()
     watch = Watch(size, rules, ambiguous, readings=seen.readings)
     losses = watch.run(model, loss_fn, batch)
     if not any(watch.factors.values()):

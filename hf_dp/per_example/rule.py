@@ -84,11 +84,14 @@ class Certificate(frozenset[Use]):
 
     @cached_property
     def readings(self) -> Readings:
-        """How the first axis is read where no other reading was seen: by (operation, parameter, dimensions)."""
-        found: dict[tuple[str, str, int], set[str]] = {}
+        """How first axes were read, by (operation, parameter, dimensions); "either" where both ways were seen."""
+        found: dict[tuple[str, str, int], str] = {}
         for use in self:
-            found.setdefault((use.operation, use.parameter, use.dimensions), set()).add(use.reading)
-        return {key: next(iter(readings)) for key, readings in found.items() if len(readings) == 1}
+            key = use.operation, use.parameter, use.dimensions
+            # Which of "batch" and "folded" it is shows in the shape.
+            reading = "constant" if use.reading == "constant" else "data"
+            found[key] = reading if found.get(key, reading) == reading else "either"
+        return found
 
 
 def refusal(names: list[str], what: str, reason: str) -> UnsupportedModelError:

@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -54,6 +54,7 @@ class Watch:
     ambiguous_sizes: frozenset[int] | None = None
     observe: Callable[[Use, Tensor, Axis], None] | None = None
     readings: Readings = field(default_factory=dict)
+    batch_storages: set[int] = field(default_factory=set)
     constants: list[Constant] = field(default_factory=list)
     factors: dict[str, list[Factors]] = field(default_factory=dict)
     sum_dtypes: dict[str, torch.dtype] = field(default_factory=dict)
@@ -65,16 +66,23 @@ class Watch:
 
     def run(self, model: nn.Module, loss_fn: LossFunction, batch: Batch) -> Tensor:
         """One forward and one backward pass; the losses (B,), detached. The factors are then in `factors`."""
-        with self.attached(model), torch.enable_grad():
-            losses = loss_fn(model, batch)
-            self._refuse_constant(losses)
-            check_losses(losses, self.batch_size)
+        with self.attached(model):
+            losses = self.forward(model, loss_fn, batch)
             self.is_final = True
             losses.sum().backward()
             with torch.no_grad(), full_precision(losses.device):
                 for constant in reversed(self.constants):
                     constant.settle()
         return losses.detach()
+
+    def forward(self, model: nn.Module, loss_fn: LossFunction, batch: Batch) -> Tensor:
+        """One forward pass of an attached model: the losses (B,), with their graph."""
+        self.batch_storages = {_storage(v) for v in batch.values() if isinstance(v, Tensor)}
+        with torch.enable_grad():
+            losses = loss_fn(model, batch)
+        self._refuse_constant(losses)
+        check_losses(losses, self.batch_size)
+        return losses
 
     def _refuse_constant(self, losses: Tensor) -> None:
         if isinstance(losses, WatchedParameter):
@@ -239,17 +247,21 @@ class Watch:
         given = bound.input
         known = self._known(rule.name, parameters, 0 if given is None else given.dim())
         if given is None:
-            return known or self._example_axis(bound.options["rows"]) or "constant"
+            found = self._example_axis(bound.options["rows"])
+            return found if found and known != "constant" else "constant"
         found = self._example_axis(given.shape[0]) if given.dim() > rule.features else None
-        if given.requires_grad or known in ("batch", "folded"):
-            if found is None:
-                raise refusal(
-                    parameters,
-                    f"operation {rule.name} on an input of shape {tuple(given.shape)}",
-                    f"no axis of that shape can be read as {self.batch_size} examples",
-                )
-            return found
-        return known or found or "constant"
+        if given.requires_grad or known == "data":
+            return found or self._unreadable(rule, given, parameters, "no axis of that shape can be read as")
+        if found and known == "either" and _storage(given) not in self.batch_storages:
+            self._unreadable(rule, given, parameters, "it may be what all examples share, or rows of")
+        return found if found and known != "constant" else "constant"
+
+    def _unreadable(self, rule: Rule, given: Tensor, parameters: list[str], reason: str) -> NoReturn:
+        raise refusal(
+            parameters,
+            f"operation {rule.name} on an input of shape {tuple(given.shape)}",
+            f"{reason} {self.batch_size} examples",
+        )
 
     def _is_doubtful(self, rule: Rule, given: Tensor | None, axis: Axis) -> bool:
         """Whether the shape of an input could be read in another way, or might not be led by examples at all."""
@@ -305,6 +317,10 @@ def _is_plainly_folded(given: Tensor, batch_size: int) -> bool:
         and base.storage_offset() == given.storage_offset()
         and given.is_contiguous()
     )
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 def _plain(value: Any) -> Any:

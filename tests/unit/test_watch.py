@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from hf_dp.errors import UnsupportedModelError
-from hf_dp.per_example import RULES, Certificate, Dense, Outer, Rule, loop, record
+from hf_dp.per_example import RULES, Certificate, Dense, Outer, Rule, loop, preflight, record
 from hf_dp.per_example.rule import Bound
 from tests.unit.small import Small, batch, parameter, relative_error, square
 
@@ -407,3 +407,43 @@ def test_a_rule_of_ones_own() -> None:
     model, data = REFUSED["einsum"][0], batch(3, 5, 4)
     found = record(model, square, data, rules={**RULES, torch.functional.einsum: rule})
     assert relative_error(found, loop(model, square, data)) <= 1e-12
+
+
+class Labelled(nn.Module):
+    """Scores each example against the embeddings of six label names, from the table of its own tokens."""
+
+    def __init__(self, clamp: bool) -> None:
+        super().__init__()
+        self.table, self.clamp = nn.Embedding(9, 4).double(), clamp
+        self.register_buffer("names", torch.arange(12).view(6, 2) % 9)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        tokens = tokens.clamp(min=0) if self.clamp else tokens
+        return self.table(tokens).mean(1).tanh() @ self.table(self.names).mean(1).T
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 5, 6, 7])
+@pytest.mark.parametrize("clamp", [False, True])
+def test_one_table_for_what_examples_have_and_what_they_share(clamp: bool, size: int) -> None:
+    """Six labels are six rows, as of six, of three or of two examples: never read as theirs."""
+    model, generator = Labelled(clamp), torch.Generator().manual_seed(0)
+    data = {"tokens": torch.randint(0, 9, (size, 5), generator=generator)}
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        return model(batch["tokens"]).logsumexp(1)
+
+    five = {"tokens": torch.randint(0, 9, (7, 5), generator=generator)}
+    certificates: list[Certificate | None] = [None]
+    try:
+        certificates.append(preflight(model, loss, five))
+    except UnsupportedModelError:
+        assert clamp
+    truth = loop(model, loss, data)
+    for certificate in certificates:
+        try:
+            found = record(model, loss, data, certificate=certificate)
+        except UnsupportedModelError as refused:
+            assert "table.weight" in str(refused)  # noqa: PT017
+            assert 6 % size == 0 or certificate is None
+        else:
+            assert relative_error(found, truth) <= 1e-12
