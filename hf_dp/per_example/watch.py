@@ -129,6 +129,8 @@ class Watch:
                     fix="freeze these parameters (requires_grad_(False)) or train with LoRA instead.",
                 )
         finally:
+            # They know this watch: a cycle would keep the memory of the whole pass.
+            self.constants.clear()
             for holder, key, p in places:
                 holder[key] = p
             for name, p in originals.items():
@@ -290,7 +292,8 @@ def _bound(
     except TypeError as error:
         return refusal(parameters, f"operation {name}", f"its arguments are not known ({error})")
     except UnsupportedModelError as error:
-        return error
+        # Its frames would keep the memory of the whole pass.
+        return error.with_traceback(None)
     reason = _entangled(bound)
     return bound if reason is None else refusal(parameters, f"operation {name}", reason)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -447,3 +449,19 @@ def test_one_table_for_what_examples_have_and_what_they_share(clamp: bool, size:
             assert 6 % size == 0 or certificate is None
         else:
             assert relative_error(found, truth) <= 1e-12
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_memory_is_freed_without_the_garbage_collector(name: str) -> None:
+    """Factors are as large as the activations; a cycle would keep those of several batches."""
+    model, data = EXACT[name], batch(3, 5, 4)
+    certificate = Certificate(record(model, square, data).uses)
+    gc.collect()
+    gc.disable()
+    try:
+        found = record(model, square, data, certificate=certificate)
+        kept = [weakref.ref(factors) for uses in found.factors.values() for factors in uses]
+        del found
+        assert not any(reference() for reference in kept)
+    finally:
+        gc.enable()
