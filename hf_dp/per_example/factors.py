@@ -9,18 +9,21 @@ clipping; Ding et al. 2024, arXiv:2405.18194, is the case of one output position
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from hf_dp.per_example.gram import BLOCK, Dense, OneHot, SelfGrams, Side, gram
-from hf_dp.per_example.precision import accumulation
+from hf_dp.per_example.precision import accumulation, full_precision
 
 # Rounding of a squared norm, in units of machine epsilon x (sum over positions of |left| |right|)^2.
 _ROUNDING = 8.0
 # The longest sums that are left to one reduction: rounding grows with their length.
 _NORM_BLOCK = 512
+# Biases and norms: what takes longer to start than to compute.
+_SMALL = 1 << 14
 
 
 @dataclass(frozen=True)
@@ -54,7 +57,8 @@ class Outer:
         """The (B, left.size, right.size) gradients themselves."""
         left, right = self.left, self.right
         if isinstance(left, Dense) and isinstance(right, Dense):
-            values = torch.bmm(accumulation(left.values).mT, accumulation(right.values))
+            with full_precision(self.device):
+                values = torch.bmm(accumulation(left.values).mT, accumulation(right.values))
             return PerExample(values.mul_(self.scale) if self.scale != 1.0 else values)
         if isinstance(left, OneHot) and isinstance(right, Dense):
             rows = accumulation(right.values)
@@ -133,6 +137,21 @@ class PerExample:
 
 
 Factors = Outer | PerExample
+
+
+def joined(factors: Iterable[list[Factors]]) -> Iterator[list[Factors]]:
+    """The uses of each parameter, with small parameters that are used once joined to one: their norms add up."""
+    small: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for uses in factors:
+        values = uses[0].values if len(uses) == 1 and isinstance(uses[0], PerExample) else None
+        if values is not None and values[0].numel() <= _SMALL:
+            small.setdefault((values.dtype, values.device), []).append(
+                values.flatten(1) if values.dim() > 1 else values[:, None]
+            )
+        elif uses:
+            yield uses
+    for rows in small.values():
+        yield [PerExample(torch.cat(rows, dim=1))]
 
 
 def squared_norms(uses: list[Factors], grams: SelfGrams | None = None) -> tuple[Tensor, Tensor]:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from hf_dp.errors import PreflightError, UnsupportedModelError
 from hf_dp.per_example.batch import Batch, LossFunction, batch_size
-from hf_dp.per_example.factors import Factors, squared_norms
+from hf_dp.per_example.factors import Factors, joined, squared_norms
 from hf_dp.per_example.gram import SelfGrams
 from hf_dp.per_example.independence import ambiguous_sizes, check_independence, check_shares, survey
 from hf_dp.per_example.precision import full_precision, sum_dtype
@@ -96,7 +96,7 @@ class PerExampleGradients:
         if self._norms is None:
             with full_precision(self.losses.device):
                 grams = SelfGrams()
-                pairs = [squared_norms(uses, grams) for uses in self.factors.values() if uses]
+                pairs = [squared_norms(uses, grams) for uses in joined(self.factors.values())]
             device = self.losses.device
             dtype = torch.promote_types(torch.float32, max((p[0].dtype for p in pairs), key=lambda d: d.itemsize))
             total, rounding = (torch.stack([pair[i].to(device, dtype) for pair in pairs]).sum(0) for i in (0, 1))

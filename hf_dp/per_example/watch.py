@@ -232,8 +232,7 @@ class Watch:
 
     def _keep(self, name: str, factors: Factors) -> None:
         if isinstance(factors, Outer):
-            with full_precision(factors.device):
-                factors = factors.settled()
+            factors = factors.settled()
         # A float64 parameter may be used through a float32 derivative (Gemma's norms); its sums stay float64.
         self.factors[name].append(factors.accumulated_in(self.sum_dtypes[name]))
 
