@@ -13,7 +13,6 @@ QUICK = ((3, 7), (7, 7))
 # Those with experts in the order that Transformers sorts them into, and those with what no rule knows.
 REFUSED = {"mixtral", "qwen3_moe", "siglip"}
 REFUSED_ADAPTERS = {"LoHa", "OFT"}
-# Held against a tolerance for float32, which the base's rounding exceeds.
 
 
 def assert_as_expected(result: str, refused: bool) -> None:
