@@ -30,9 +30,14 @@ def loop(model: nn.Module, loss_fn: LossFunction, batch: Batch) -> PerExampleGra
                 loss.sum().backward()
             losses.append(loss.detach())
             for name, p in parameters.items():
-                rows[name].append(accumulation(torch.zeros_like(p) if p.grad is None else p.grad).clone())
+                rows[name].append(accumulation(torch.zeros_like(p) if p.grad is None else p.grad))
+                p.grad = None
     finally:
         for name, p in parameters.items():
             p.grad = kept[name]
-    factors: dict[str, list[Factors]] = {name: [PerExample(torch.stack(values))] for name, values in rows.items()}
+    # One example's gradients are not copied: preflight goes through examples one by one, for the memory.
+    factors: dict[str, list[Factors]] = {
+        name: [PerExample(values[0][None] if len(values) == 1 else torch.stack(values))]
+        for name, values in rows.items()
+    }
     return PerExampleGradients(torch.cat(losses), factors, parameters)

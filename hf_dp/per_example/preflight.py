@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -76,13 +76,14 @@ def preflight(
         with in_mode(model, training=False):
             watch = Watch(size, rules)
             losses = watch.run(model, loss_fn, few)
-            oracle = loop(model, loss_fn, few)
-    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    uses = frozenset(watch.uses)
+            parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+            found = PerExampleGradients(losses, watch.factors, parameters, frozenset(watch.uses))
+            weights = torch.linspace(0.5, 1.5, size, device=losses.device, dtype=torch.float64)
+            truth = _Truth.of(model, loss_fn, few, weights)
     # A frozen base in bf16 rounds what reaches an adapter in float32.
     dtypes = watch.dtypes | {p.dtype for p in model.parameters() if p.is_floating_point()}
-    _compare(PerExampleGradients(losses, watch.factors, parameters, uses), oracle, dtypes)
-    return Certificate(uses)
+    _compare(found, truth, weights, dtypes)
+    return Certificate(watch.uses)
 
 
 def check_modules(model: nn.Module) -> None:
@@ -152,18 +153,28 @@ def _cut(batch: Batch, i: int, single: Batch, left: bool) -> dict[str, Any]:
     return row
 
 
-def _compare(engine: PerExampleGradients, oracle: PerExampleGradients, dtypes: Set[torch.dtype]) -> None:
+class _Truth(NamedTuple):
+    norms: Tensor
+    sums: dict[str, Tensor]
+
+    @staticmethod
+    def of(model: nn.Module, loss_fn: LossFunction, batch: Batch, weights: Tensor) -> _Truth:
+        """The oracle's norms (B,), and its weighted sums of the examples whose norm is finite."""
+        norms, sums = [], None
+        for i in range(len(weights)):
+            one = loop(model, loss_fn, take(batch, [i]))
+            sums = one.zeros() if sums is None else sums
+            norms.append(one.squared_norms().double().sqrt())
+            one.add_weighted_sum_(sums, weights[i : i + 1].where(norms[-1].isfinite(), 0))
+        return _Truth(torch.cat(norms), sums or {})
+
+
+def _compare(engine: PerExampleGradients, oracle: _Truth, weights: Tensor, dtypes: Set[torch.dtype]) -> None:
     tolerance = max(_EXACTNESS_TOLERANCE.get(dtype, _LOW_PRECISION_TOLERANCE) for dtype in dtypes)
-    weights = torch.linspace(0.5, 1.5, engine.batch_size, device=engine.losses.device, dtype=torch.float64)
     # An example whose own gradient is not finite contributes nothing; it must be the same ones for both.
-    found_norms, true_norms = engine.squared_norms().double().sqrt(), oracle.squared_norms().double().sqrt()
-    finite = true_norms.isfinite()
-    weights, found_norms, true_norms = (
-        weights.where(finite, 0),
-        found_norms.where(finite, 0),
-        true_norms.where(finite, 0),
-    )
-    ours, truth = engine.weighted_sum(weights), oracle.weighted_sum(weights)
+    finite = oracle.norms.isfinite()
+    found_norms, true_norms = (n.where(finite, 0) for n in (engine.squared_norms().double().sqrt(), oracle.norms))
+    ours, truth = engine.weighted_sum(weights.where(finite, 0)), oracle.sums
     whole = math.sqrt(sum(float(v.double().square().sum()) for v in truth.values()))
     checks = [("the norms", found_norms, true_norms, 0.0)]
     checks += [(name, ours[name], truth[name], 0.1 * whole) for name in truth]

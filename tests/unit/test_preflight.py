@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
@@ -322,3 +323,16 @@ def test_failure_16_extra_padding_leaves_norms_unchanged() -> None:
 def test_relative_error_would_see_an_error() -> None:
     model, data = Small(lambda m, x: m.linear(x).cos(), linear=nn.Linear(4, 4)), batch(3, 5, 4)
     assert relative_error(loop(model, square, data), loop(model, square, batch(3, 4, 4))) > 0.01
+
+
+def test_the_oracle_goes_through_examples_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All at once its gradients would take more memory than the training."""
+    sizes: list[int] = []
+
+    def spied(model: nn.Module, loss_fn: Any, data: Any) -> Any:
+        sizes.append(len(data["x"]))
+        return loop(model, loss_fn, data)
+
+    monkeypatch.setattr(sys.modules[preflight.__module__], "loop", spied)
+    preflight(Small(lambda m, x: m.linear(x).cos(), linear=nn.Linear(4, 4)), square, batch(3, 5, 4))
+    assert sizes == [1] * 3
