@@ -142,8 +142,6 @@ def _opacus(mode: str) -> Variant:
         from opacus.grad_sample import GradSampleModuleFastGradientClipping
         from opacus.optimizers import DPOptimizer, DPOptimizerFastGradientClipping
 
-        from hf_dp.losses import per_example_losses
-
         config = {
             "noise_multiplier": 1.0,
             "max_grad_norm": 1.0,
@@ -161,7 +159,10 @@ def _opacus(mode: str) -> Variant:
                 last = i == len(data) - 1
                 ids = batch["input_ids"]
                 positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
-                losses = per_example_losses(wrapped, {**batch, "position_ids": positions})
+                logits = wrapped(input_ids=ids, attention_mask=batch["attention_mask"], position_ids=positions).logits
+                labels = nn.functional.pad(batch["labels"], (0, 1), value=-100)[:, 1:]
+                losses = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
+                losses = losses.view_as(labels).mean(1)
                 optimizer.signal_skip_step(do_skip=not last)
                 if mode == "hooks":
                     losses.sum().backward()
