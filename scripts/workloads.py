@@ -158,7 +158,7 @@ def _opacus(mode: str) -> Variant:
             for i, batch in enumerate(data):
                 last = i == len(data) - 1
                 ids = batch["input_ids"]
-                positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+                positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids).contiguous()
                 logits = wrapped(input_ids=ids, attention_mask=batch["attention_mask"], position_ids=positions).logits
                 labels = nn.functional.pad(batch["labels"], (0, 1), value=-100)[:, 1:]
                 losses = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
