@@ -4,7 +4,6 @@
     python scripts/benchmark.py run --case untied --opacus --repeats 9
     python scripts/benchmark.py run --dtype bfloat16 --attention flash_attention_2     (on a GPU)
     python scripts/benchmark.py scaling --figure docs/figures/scaling.png
-    python scripts/benchmark.py count
     python scripts/benchmark.py noise
     python scripts/benchmark.py trainer
 
@@ -17,7 +16,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import platform
 import statistics
 import subprocess
@@ -212,33 +210,6 @@ def scaling(
         panels[0].set_ylabel("seconds of a step of four micro-batches")
         panels[0].legend()
         _save(drawing, figure)
-
-
-def _in_place(_: Any, left: Any, right: Any, *__: Any, **___: Any) -> int:
-    return 2 * math.prod(left) * right[-1]
-
-
-@app.command()
-def count(
-    case: Annotated[list[str] | None, typer.Option(help="Cases to count; all but the largest by default.")] = None,
-) -> None:
-    """Multiply-adds of the matrix products of a step, and the numbers of noise: what no implementation can avoid."""
-    from torch.utils.flop_counter import FlopCounterMode
-
-    setting = _setting("float32", "sdpa")
-    table = Table("case", "ordinary, 10^9", "hf_dp, 10^9", "ratio", "numbers of noise, 10^6")
-    for name in case or [name for name in CASES if name != "large vocabulary"]:
-        totals, trained = [], 0
-        for variant in ("ordinary", "hf_dp"):
-            model = build(CASES[name], setting)
-            trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-            step = VARIANTS[variant](CASES[name], model, batches(CASES[name], setting.device))
-            in_place = {torch.ops.aten.addmm_: _in_place, torch.ops.aten.baddbmm_: _in_place}
-            with FlopCounterMode(display=False, custom_mapping=in_place) as counter:
-                step()
-            totals.append(counter.get_total_flops() / 2e9)
-        table.add_row(name, *(f"{t:.1f}" for t in totals), f"{totals[1] / totals[0]:.3f}", f"{trained / 1e6:.1f}")
-    Console().print(table)
 
 
 @app.command()
