@@ -177,10 +177,16 @@ def _token_losses(logits: Tensor, labels: Tensor, label_smoothing: float) -> Ten
             why="one label for each position is needed.",
             fix="override DPTrainer.compute_per_example_loss(model, inputs), or train with LoRA.",
         )
-    may_overwrite = type(logits.grad_fn).__name__ in _DOES_NOT_KEEP_ITS_OUTPUT
+    may_overwrite = type(logits.grad_fn).__name__ in _DOES_NOT_KEEP_ITS_OUTPUT and not _is_kept(logits)
     losses: Tensor = _CrossEntropy.apply(logits.flatten(0, 1), labels.flatten(), label_smoothing, may_overwrite)  # type: ignore[no-untyped-call]
     counted = labels.ne(_IGNORED)
     return losses.view_as(labels).sum(1) / counted.sum(1).clamp_min(1)
+
+
+def _is_kept(logits: Tensor) -> bool:
+    """Whether another operation has kept the logits for its backward pass (a penalty on them, say)."""
+    uses = getattr(logits, "_use_count", None)
+    return uses is None or uses() > 1
 
 
 class _CrossEntropy(torch.autograd.Function):

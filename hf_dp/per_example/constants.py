@@ -28,11 +28,13 @@ class Constant:
     """
 
     hand_on: Callable[[Tensor], None]
+    shape: torch.Size
     gathered: Tensor | None = None
 
     def gather(self, factors: Factors) -> None:
         """Adds the gradients of one use."""
         values = factors.instantiated().values if isinstance(factors, Outer) else factors.values
+        values = values.reshape(len(values), *self.shape)
         self.gathered = values if self.gathered is None else self.gathered + values
 
     def settle(self) -> None:
@@ -88,7 +90,9 @@ def by_autograd(
         if isinstance(a, Tensor)
     ]
     versions = [t._version for t in tensors]
-    with torch.enable_grad(), torch._C.DisableTorchFunctionSubclass():
+    # Gradient checkpointing must not compute again, under vmap, what is kept here.
+    kept = torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)
+    with torch.enable_grad(), kept, torch._C.DisableTorchFunctionSubclass():
         output = function(*mapped(leaf, args), **mapped(leaf, kwargs))
     if versions != [t._version for t in tensors]:
         raise RuntimeError("an operation in place")

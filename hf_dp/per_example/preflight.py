@@ -78,7 +78,7 @@ def preflight(
             watch = Watch(size, rules)
             losses = watch.run(model, loss_fn, few)
             parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-            found = PerExampleGradients(losses, watch.factors, parameters, frozenset(watch.uses))
+            found = PerExampleGradients(losses, watch.factors, parameters, frozenset(watch.uses), watch.versions)
             weights = torch.linspace(0.5, 1.5, size, device=losses.device, dtype=torch.float64)
             truth = _Truth.of(model, loss_fn, few, weights)
     # A frozen base in bf16 rounds what reaches an adapter in float32.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -34,7 +34,9 @@ class PerExampleGradients:
         factors: dict[str, list[Factors]],
         parameters: dict[str, nn.Parameter],
         uses: frozenset[Use] = frozenset(),
+        versions: Sequence[tuple[Tensor, int]] = (),
     ) -> None:
+        self._versions = versions
         self.losses, self.factors, self.uses = losses, factors, uses
         self._parameters = parameters
         self._norms: tuple[Tensor, Tensor] | None = None
@@ -81,6 +83,7 @@ class PerExampleGradients:
             coefficients = coefficients[index]
             if not len(index):
                 return
+        self._check_untouched()
         with torch.no_grad(), full_precision(self.losses.device):
             for name, uses in self.factors.items():
                 kept = out[name]
@@ -94,6 +97,7 @@ class PerExampleGradients:
     @torch.no_grad()
     def _norms_and_rounding(self) -> tuple[Tensor, Tensor]:
         if self._norms is None:
+            self._check_untouched()
             with full_precision(self.losses.device):
                 grams = SelfGrams()
                 pairs = [squared_norms(uses, grams) for uses in joined(self.factors.values())]
@@ -102,6 +106,15 @@ class PerExampleGradients:
             total, rounding = (torch.stack([pair[i].to(device, dtype) for pair in pairs]).sum(0) for i in (0, 1))
             self._norms = total, rounding
         return self._norms
+
+    def _check_untouched(self) -> None:
+        if any(tensor._version != version for tensor, version in self._versions):
+            raise UnsupportedModelError(
+                "activations or their gradients were changed in place after they were recorded.",
+                why="norms and sums would be of other numbers than the gradients.",
+                fix="do not change tensors of the batch, the activations or the gradients in place; let a loss of your "
+                "own use a copy of the logits (logits.clone()).",
+            )
 
 
 def record(
@@ -143,7 +156,7 @@ def record(
     if watch.doubts:
         check_independence(model, loss_fn, batch, rules=rules, readings=seen.readings)
         check_shares(model, loss_fn, batch, rules=rules, readings=seen.readings)
-    if certificate is not None and size > 1 and not watch.uses <= certificate:
+    if certificate is not None and size > 1 and not certificate.covers(watch.uses):
         unseen = sorted(watch.uses - certificate)[0]
         raise PreflightError(
             f"{unseen.parameter} is used by {unseen.operation} ({unseen.reading}, {unseen.dimensions} dimensions), "
@@ -151,4 +164,4 @@ def record(
             why="a use that was never compared with the oracle is not known to be exact.",
             fix="make the model take the same path for every batch, or run preflight on a batch like this one.",
         )
-    return PerExampleGradients(losses, watch.factors, parameters, frozenset(watch.uses))
+    return PerExampleGradients(losses, watch.factors, parameters, frozenset(watch.uses), watch.versions)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -81,6 +81,11 @@ Readings = Mapping[tuple[str, str, int], str]
 
 class Certificate(frozenset[Use]):
     """The uses that `preflight` has seen and found exact. An unseen use, later, is refused."""
+
+    def covers(self, uses: Iterable[Use]) -> bool:
+        """Whether all `uses` were seen; folded with one row for each example is the same as not folded."""
+        same = {"batch": "folded", "folded": "batch"}
+        return all(u in self or u._replace(reading=same.get(u.reading, u.reading)) in self for u in uses)
 
     @cached_property
     def readings(self) -> Readings:

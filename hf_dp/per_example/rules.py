@@ -20,7 +20,7 @@ from hf_dp.errors import UnsupportedModelError
 from hf_dp.per_example.factors import Factors, Outer, PerExample
 from hf_dp.per_example.gram import Dense, OneHot
 from hf_dp.per_example.instantiate import instantiating
-from hf_dp.per_example.precision import accumulation
+from hf_dp.per_example.precision import accumulation, sum_dtype
 from hf_dp.per_example.rule import Axis, Bound, Operands, Rule
 from hf_dp.per_example.watched import WatchedParameter
 
@@ -162,6 +162,8 @@ def _layer_norm_backward(
 def _bind_rms_norm(
     input: Tensor, normalized_shape: list[int], weight: Tensor | None = None, eps: float | None = None
 ) -> Bound:
+    # Torch's default, which is that of the type it computes in and not of the input's.
+    eps = torch.finfo(sum_dtype(input.dtype)).eps if eps is None else eps
     return Bound(input, {"weight": weight}, {"shape": _last_axis("rms_norm", normalized_shape), "eps": eps})
 
 
@@ -173,7 +175,7 @@ def _rms_norm(x: Tensor, operands: Operands) -> tuple[Tensor, _Saved]:
 def _rms_norm_backward(saved: _Saved, operands: Operands, gradient: Tensor, axis: Axis, needs_input: bool) -> _Backward:
     (x,), weight, eps = saved, _parameter(operands, "weight"), operands.options["eps"]
     wide, gradient = accumulation(x), accumulation(gradient)
-    rstd = (wide.square().mean(-1, keepdim=True) + (torch.finfo(x.dtype).eps if eps is None else eps)).rsqrt()
+    rstd = (wide.square().mean(-1, keepdim=True) + eps).rsqrt()
     normalised = wide * rstd
     factors: dict[str, Factors | None] = {"weight": _summed(gradient * normalised, axis)}
     if not needs_input:
@@ -189,7 +191,7 @@ def _bind_elementwise(input: Tensor, other: Tensor, *, alpha: float = 1) -> Boun
     data, weight = (other, input) if isinstance(input, WatchedParameter) else (input, other)
     if alpha != 1 or not isinstance(data, Tensor):
         raise _unsupported("an elementwise operation", f"alpha={alpha}", "only x * w and x + w are known")
-    fits = weight.dim() < data.dim() or (weight.dim() == data.dim() and weight.shape[0] == 1)
+    fits = weight.dim() < data.dim() or (weight.dim() == data.dim() > 0 and weight.shape[0] == 1)
     # Data may be the narrower one in all axes but the first (T5's mask and bias).
     if not fits or torch.broadcast_shapes(data.shape, weight.shape)[0] != data.shape[0]:
         raise _unsupported(
@@ -231,7 +233,12 @@ def _add_backward(saved: _Saved, operands: Operands, gradient: Tensor, axis: Axi
 
 
 def _bind_getitem(input: Tensor, index: Any) -> Bound:
-    if not isinstance(index, Tensor) or index.is_floating_point() or index.dtype == torch.bool or not index.dim():
+    if (
+        not isinstance(index, Tensor)
+        or index.is_floating_point()
+        or index.dtype in (torch.bool, torch.uint8)
+        or not index.dim()
+    ):
         raise _unsupported(
             "getitem", f"an index of type {type(index).__name__}", "only a tensor of row numbers is known"
         )
@@ -360,8 +367,8 @@ _MATMUL = Rule("matmul", _bind_matmul, _linear, _linear_backward)
 _EMBEDDING = Rule("embedding", _bind_embedding, _embedding, _embedding_backward, features=0)
 _LAYER_NORM = Rule("layer_norm", _bind_layer_norm, _layer_norm, _layer_norm_backward)
 _RMS_NORM = Rule("rms_norm", _bind_rms_norm, _rms_norm, _rms_norm_backward)
-_MULTIPLY = Rule("multiply", _bind_elementwise, _multiply, _multiply_backward)
-_ADD = Rule("add", _bind_elementwise, _add, _add_backward)
+_MULTIPLY = Rule("multiply", _bind_elementwise, _multiply, _multiply_backward, features=0)
+_ADD = Rule("add", _bind_elementwise, _add, _add_backward, features=0)
 _GETITEM = Rule("getitem", _bind_getitem, _getitem, _getitem_backward, features=0)
 _EXPAND = Rule("expand", _bind_expand, _repeat, _repeat_backward, features=0)
 _REPEAT = Rule("repeat", _bind_repeat, _repeat, _repeat_backward, features=0)

@@ -63,6 +63,9 @@ class Watch:
     leaked: set[str] = field(default_factory=set)
     dtypes: set[torch.dtype] = field(default_factory=set)
     is_final: bool = False
+    is_closed: bool = False
+    lengths: set[int] = field(default_factory=set)
+    versions: list[tuple[Tensor, int]] = field(default_factory=list)
 
     def run(self, model: nn.Module, loss_fn: LossFunction, batch: Batch) -> Tensor:
         """One forward and one backward pass; the losses (B,), detached. The factors are then in `factors`."""
@@ -77,7 +80,9 @@ class Watch:
 
     def forward(self, model: nn.Module, loss_fn: LossFunction, batch: Batch) -> Tensor:
         """One forward pass of an attached model: the losses (B,), with their graph."""
-        self.batch_storages = {_storage(v) for v in batch.values() if isinstance(v, Tensor)}
+        tensors = [v for v in batch.values() if isinstance(v, Tensor)]
+        self.batch_storages = {_storage(v) for v in tensors}
+        self.lengths = {v.shape[1] for v in tensors if v.dim() > 1} - {0, 1}
         with torch.enable_grad():
             losses = loss_fn(model, batch)
         self._refuse_constant(losses)
@@ -102,6 +107,13 @@ class Watch:
         """
         _refuse_compiled(model)
         originals = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        hooked = sorted(n for n, p in originals.items() if p._backward_hooks or p._post_accumulate_grad_hooks)
+        if hooked:
+            raise UnsupportedModelError(
+                f"{', '.join(hooked)} has a hook on its gradient.",
+                why="the hook would not see the gradient of each example, and what it changes would be left out.",
+                fix="remove the hook (the handle's remove()), or change the loss instead.",
+            )
         watched = {
             id(p): WatchedParameter.of(Source(name, self, p.detach(), functools.partial(self._keep, name)))
             for name, p in originals.items()
@@ -131,6 +143,7 @@ class Watch:
         finally:
             # They know this watch: a cycle would keep the memory of the whole pass.
             self.constants.clear()
+            self.is_closed = True
             for holder, key, p in places:
                 holder[key] = p
             for name, p in originals.items():
@@ -142,12 +155,15 @@ class Watch:
         name = rule.name if rule else _name(function)
         watched = [a for a in flatten((args, kwargs)) if isinstance(a, WatchedParameter)]
         parameters = sorted({name for w in watched for name in w.source.parameter.split(_AND)})
+        if self.is_closed or any(w.source.watch is not self for w in watched):
+            reason = "it works on a value that was computed from the parameter in an earlier pass and kept"
+            raise refusal(parameters, f"operation {name}", reason)
         bound = _bound(rule, name, parameters, args, kwargs)
         if rule is not None and isinstance(bound, Bound):
             return self._use(rule, bound, parameters, function, args, kwargs)
         assert isinstance(bound, UnsupportedModelError)
         if function in _BROADCASTING:
-            copies = self._copies(args, kwargs)
+            copies = self._copies(name, parameters, args, kwargs)
             if copies is not None:
                 return function(*copies[0], **copies[1])
         if _CHANGING.search(name) or not self._are_constant(name, parameters, args, kwargs):
@@ -184,7 +200,7 @@ class Watch:
             raise refused from error
 
     def _constant(self, parameters: list[str], value: Tensor, hand_on: Callable[[Tensor], None]) -> WatchedParameter:
-        constant = Constant(hand_on)
+        constant = Constant(hand_on, value.shape)
         self.constants.append(constant)
         self.dtypes.add(value.dtype)
         return WatchedParameter.of(Source(_AND.join(parameters), self, value.detach(), constant.gather))
@@ -204,15 +220,18 @@ class Watch:
             self._note(name, parameters, given, axis, doubtful)
         return True
 
-    def _copies(self, args: Any, kwargs: Any) -> Any:
+    def _copies(self, name: str, parameters: list[str], args: Any, kwargs: Any) -> Any:
         """The operands of an elementwise operation with a row for each row of the data, where parameters have one."""
         tensors = [a for a in flatten((args, kwargs)) if isinstance(a, Tensor)]
         dimensions = max(t.dim() for t in tensors)
         data = [t for t in tensors if t.dim() == dimensions and not isinstance(t, WatchedParameter)]
-        rows = {len(t) for t in data if t.requires_grad or self._example_axis(len(t))} - {1}
+        rows = {len(t) for t in data if self._may_be_data(name, parameters, t)} - {1}
         watched = [t for t in tensors if isinstance(t, WatchedParameter)]
         if len(rows) > 1 or not data or any(t.dim() == dimensions and len(t) > 1 for t in watched):
             return None
+
+        for given in data if rows else ():
+            self._note(name, parameters, given, Axis(self.batch_size, "batch"), False)
 
         def copied(value: Any) -> Any:
             if not isinstance(value, WatchedParameter):
@@ -221,6 +240,11 @@ class Watch:
             return one.expand(next(iter(rows), 1), *[-1] * (dimensions - 1))
 
         return mapped(copied, (args, kwargs)) if rows or self.batch_size == 1 else None
+
+    def _may_be_data(self, name: str, parameters: list[str], given: Tensor) -> bool:
+        known = self._known(name, parameters, given.dim())
+        is_clear = known == "data" or (known is None) or _storage(given) in self.batch_storages
+        return given.requires_grad or (is_clear and self._example_axis(len(given)) is not None)
 
     def _note(self, operation: str, parameters: list[str], given: Tensor | None, axis: Axis, doubtful: bool) -> None:
         for parameter in parameters:
@@ -233,6 +257,8 @@ class Watch:
     def _keep(self, name: str, factors: Factors) -> None:
         if isinstance(factors, Outer):
             factors = factors.settled()
+        kept = (factors.left.tensor, factors.right.tensor) if isinstance(factors, Outer) else (factors.values,)
+        self.versions += [(tensor, tensor._version) for tensor in kept if not tensor.is_inference()]
         # A float64 parameter may be used through a float32 derivative (Gemma's norms); its sums stay float64.
         self.factors[name].append(factors.accumulated_in(self.sum_dtypes[name]))
 
@@ -249,13 +275,25 @@ class Watch:
         known = self._known(rule.name, parameters, 0 if given is None else given.dim())
         if given is None:
             found = self._example_axis(bound.options["rows"])
+            if found and known == "either" and self.batch_size > 1:
+                raise refusal(parameters, f"operation {rule.name}", "it may make copies for examples, or for positions")
             return found if found and known != "constant" else "constant"
         found = self._example_axis(given.shape[0]) if given.dim() > rule.features else None
+        if found == "folded" and known != "constant":
+            self._check_folded(rule, given, parameters)
         if given.requires_grad or known == "data":
             return found or self._unreadable(rule, given, parameters, "no axis of that shape can be read as")
-        if found and known == "either" and _storage(given) not in self.batch_storages:
+        if found and known == "either" and self.batch_size > 1 and _storage(given) not in self.batch_storages:
             self._unreadable(rule, given, parameters, "it may be what all examples share, or rows of")
         return found if found and known != "constant" else "constant"
+
+    def _check_folded(self, rule: Rule, given: Tensor, parameters: list[str]) -> None:
+        """Refuses rows that may be packed: so many in all, but not the same number of each example."""
+        each = given.shape[0] // self.batch_size
+        if _is_plainly_folded(given, self.batch_size):
+            self.lengths.add(each)
+        elif self.batch_size > 1 and given.numel() and all(each % length for length in self.lengths):
+            self._unreadable(rule, given, parameters, "it may be packed, with other numbers of rows for each of")
 
     def _unreadable(self, rule: Rule, given: Tensor, parameters: list[str], reason: str) -> NoReturn:
         raise refusal(

@@ -1,0 +1,203 @@
+"""Models that tempt the engine to misread them: exact, or refused; never a number that is not true."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations, parametrize
+from torch.utils.checkpoint import checkpoint
+
+from hf_dp.errors import UnsupportedModelError
+from hf_dp.losses import per_example_losses
+from hf_dp.per_example import loop, preflight, record
+from tests.unit.small import Small, batch, parameter, relative_error, square
+from tests.zoo import text_batch, tiny
+
+
+class Packed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(1, 1).double()
+
+
+def packed_loss(model: Any, data: Any) -> Tensor:
+    mask = data["mask"].bool()
+    kept = model.linear(data["x"][mask]) * data["x"][mask]
+    return torch.zeros_like(data["x"]).masked_scatter(mask[..., None], kept).sum((1, 2))
+
+
+def packed(*lengths: int) -> dict[str, Tensor]:
+    mask = torch.zeros(len(lengths), 6, dtype=torch.long)
+    for i, length in enumerate(lengths):
+        mask[i, :length] = 1
+    return {"x": batch(len(lengths), 6, 1)["x"], "mask": mask}
+
+
+@pytest.mark.parametrize("lengths", [(1, 6, 6, 6, 6), (4, 5, 6), (2, 6, 4)])
+def test_packed_rows_are_not_cut_evenly(lengths: tuple[int, ...]) -> None:
+    """Certified on examples of one length; later totals divide by the batch all the same."""
+    model = Packed()
+    certificate = preflight(model, packed_loss, packed(6, 6, 6))
+    with pytest.raises(UnsupportedModelError, match="packed"):
+        record(model, packed_loss, packed(*lengths), certificate=certificate)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda m, x: torch.tanh(torch.cat([m.w.expand(len(x), 1, 4), x + m.w.expand(x.shape[1], 4)], 1)),
+        lambda m, x: torch.tanh(torch.cat([m.w.repeat(len(x), 1, 1), x + m.w.repeat(x.shape[1], 1)], 1)),
+        lambda m, x: (x - m.w) + (torch.ones(x.shape[1], 4).double() - m.w).cos(),
+    ],
+)
+@pytest.mark.parametrize("size", [1, 5, 7, 14])
+def test_copies_for_examples_and_for_positions(function: Callable[[Any, Tensor], Tensor], size: int) -> None:
+    model = Small(function, w=parameter(4))
+    data = batch(size, 14, 4)
+    try:
+        certificate = preflight(model, square, batch(3, 14, 4))
+        found = record(model, square, data, certificate=certificate)
+    except UnsupportedModelError as refused:
+        assert " w " in str(refused)  # noqa: PT017
+    else:
+        assert relative_error(found, loop(model, square, data)) <= 1e-12
+
+
+def test_logits_that_another_layer_has_read_are_not_overwritten_unseen() -> None:
+    model = tiny("llama", "causal_lm")
+    model.calibration = nn.Linear(37, 20).double()
+
+    def loss(model: Any, data: Any) -> Tensor:
+        got: dict[str, Tensor] = {}
+        handle = model.get_output_embeddings().register_forward_hook(lambda _, i, o: got.update(logits=o))
+        try:
+            losses = per_example_losses(model, data)
+        finally:
+            handle.remove()
+        return losses + model.calibration(got["logits"]).cos().flatten(1).mean(1)
+
+    data = text_batch("causal_lm", 3, 4)
+    with pytest.raises(UnsupportedModelError, match="in place"):
+        record(model, loss, data).squared_norms()
+
+
+def test_a_penalty_on_the_logits_inside_the_model() -> None:
+    model = tiny("llama", "causal_lm")
+
+    def loss(model: Any, data: Any) -> Tensor:
+        got: dict[str, Tensor] = {}
+        head = model.get_output_embeddings()
+        handle = head.register_forward_hook(lambda _, i, o: got.update(z=o.logsumexp(-1).square().mean(1)))
+        try:
+            losses = per_example_losses(model, data)
+        finally:
+            handle.remove()
+        return losses + got["z"]
+
+    data = text_batch("causal_lm")
+    assert relative_error(record(model, loss, data), loop(model, loss, data)) <= 1e-10
+
+
+class InPlace(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient.mul_(2)
+
+
+def test_gradients_changed_in_place_after_they_were_recorded() -> None:
+    model = Small(
+        lambda m, x: (lambda y: torch.add(InPlace.apply(y.cos()), m.second(y)))(m.first(x)),
+        first=nn.Linear(40, 40),
+        second=nn.Linear(40, 40),
+    )
+    with pytest.raises(UnsupportedModelError, match="in place"):
+        record(model, square, batch(3, 5, 40)).squared_norms()
+
+
+def test_a_batch_changed_before_its_norms_are_known() -> None:
+    model, data = Small(lambda m, x: m.linear(x).cos(), linear=nn.Linear(40, 40)), batch(3, 5, 40)
+    found = record(model, square, data)
+    data["x"].zero_()
+    with pytest.raises(UnsupportedModelError, match="in place"):
+        found.squared_norms()
+
+
+def test_a_weight_kept_from_an_earlier_pass() -> None:
+    model = Small(
+        lambda m, x: m.one(x) + m.two(x), one=parametrizations.weight_norm(nn.Linear(4, 4)), two=nn.Linear(4, 4)
+    )
+    data = batch(3, 5, 4)
+    certificate = preflight(model, square, data)
+    with parametrize.cached():
+        record(model, square, data, certificate=certificate)
+        with pytest.raises(UnsupportedModelError, match="earlier pass"):
+            record(model, square, data, certificate=certificate)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("scale", [1.0, 0.1, 0.01])
+def test_the_default_epsilon_of_rms_norm_is_torchs(dtype: torch.dtype, scale: float) -> None:
+    norm = nn.RMSNorm(4).to(dtype)
+    model = Small(lambda m, x: m.norm(scale * x), norm=norm)
+    model.to(dtype)
+    data = {"x": batch(3, 5, 4)["x"].to(dtype)}
+    found, truth = record(model, square, data), loop(model, square, data)
+    assert torch.allclose(found.squared_norms(), truth.squared_norms(), rtol=0.05)
+
+
+def test_hooks_on_gradients_are_refused() -> None:
+    model = Small(lambda m, x: m.linear(x), linear=nn.Linear(4, 4))
+    handle = model.linear.weight.register_hook(lambda g: 0.1 * g)
+    with pytest.raises(UnsupportedModelError, match=r"linear.weight has a hook"):
+        record(model, square, batch(3, 5, 4))
+    handle.remove()
+    record(model, square, batch(3, 5, 4))
+
+
+EXACT: dict[str, Small] = {
+    "weight norm of a convolution": Small(
+        lambda m, x: m.conv(x.mT).cos(), conv=parametrizations.weight_norm(nn.Conv1d(4, 3, 2))
+    ),
+    "an image's": Small(
+        lambda m, x: m.conv(x[:, None]).cos(), conv=parametrizations.weight_norm(nn.Conv2d(1, 3, 2))
+    ),
+    "a vector of constants, indexed": Small(lambda m, x: x * m.w.exp()[(x > 0).long()], w=parameter(3)),
+    "two scalars": Small(lambda m, x: x * (m.a + m.b) * (m.a * m.b), a=parameter(), b=parameter()),
+    "a penalty on two parameters": Small(
+        lambda m, x: (x * m.a).cos() * (m.a.square().sum() + m.b.square().sum()), a=parameter(4), b=parameter(4)
+    ),
+    "a vector of examples, scaled": Small(
+        lambda m, x: (m.linear(x).mean((1, 2)) * m.s + m.s)[:, None], linear=nn.Linear(4, 2), s=parameter()
+    ),
+    "checkpointed constants and dropout": Small(
+        lambda m, x: checkpoint(lambda y: F.dropout(m.a(F.dropout(y, 0.0)), 0.0), m.z(x), use_reentrant=False),
+        a=parametrizations.weight_norm(nn.Linear(4, 4)),
+        z=nn.Linear(4, 4),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("size", [1, 3, 5])
+@pytest.mark.parametrize("name", EXACT)
+def test_exact(name: str, size: int) -> None:
+    model, data = EXACT[name], batch(size, 5, 4)
+    assert relative_error(record(model, square, data), loop(model, square, data)) <= 1e-12
+
+
+@pytest.mark.parametrize("name", ["gpt2", "opt"])
+def test_one_position_after_longer_ones(name: str) -> None:
+    model = tiny(name, "sequence")
+    certificate = preflight(model, per_example_losses, text_batch("sequence", 3, 7))
+    data = {"input_ids": torch.tensor([[3], [4], [5]]), "labels": torch.tensor([0, 1, 2])}
+    data["attention_mask"] = torch.ones_like(data["input_ids"])
+    found = record(model, per_example_losses, data, certificate=certificate)
+    assert relative_error(found, loop(model, per_example_losses, data)) <= 1e-12
