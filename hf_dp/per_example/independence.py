@@ -44,7 +44,7 @@ def survey(model: nn.Module, loss_fn: LossFunction, batch: Batch, *, rules: Mapp
         watch = Watch(size, rules)
         with forked_rng(model), watch.attached(model):
             watch.forward(model, loss_fn, few)
-        uses |= watch.uses
+        uses |= watch.uses | watch.copied
     return Certificate(uses)
 
 

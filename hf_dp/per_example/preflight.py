@@ -84,7 +84,7 @@ def preflight(
     # A frozen base in bf16 rounds what reaches an adapter in float32.
     dtypes = watch.dtypes | {p.dtype for p in model.parameters() if p.is_floating_point()}
     _compare(found, truth, weights, dtypes)
-    return Certificate(watch.uses)
+    return Certificate(watch.uses | watch.copied)
 
 
 def check_modules(model: nn.Module) -> None:

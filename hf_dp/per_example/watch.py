@@ -60,6 +60,8 @@ class Watch:
     sum_dtypes: dict[str, torch.dtype] = field(default_factory=dict)
     uses: set[Use] = field(default_factory=set)
     doubts: set[Use] = field(default_factory=set)
+    # Known to meet data, for the reading of shapes; a path without them is no unseen use.
+    copied: set[Use] = field(default_factory=set)
     leaked: set[str] = field(default_factory=set)
     dtypes: set[torch.dtype] = field(default_factory=set)
     is_final: bool = False
@@ -230,8 +232,8 @@ class Watch:
         if len(rows) > 1 or not data or any(t.dim() == dimensions and len(t) > 1 for t in watched):
             return None
 
-        for given in data if rows else ():
-            self._note(name, parameters, given, Axis(self.batch_size, "batch"), False)
+        if rows:
+            self.copied |= {Use(name, parameter, "batch", dimensions) for parameter in parameters}
 
         def copied(value: Any) -> Any:
             if not isinstance(value, WatchedParameter):
