@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from hf_dp.per_example.factors import Factors, Outer, PerExample
-from hf_dp.per_example.rule import Axis, Operands, Rule
+from hf_dp.per_example.rule import Axis, Operands, Rule, refuse_changed
 from hf_dp.per_example.watched import WatchedParameter, flatten, mapped
 
 
@@ -49,8 +49,10 @@ def by_rule(
 ) -> tuple[Tensor, Callable[[Tensor], None]]:
     """The value of an operation on a constant input, and what hands its gradients on: the rule's own backward."""
     output, saved = rule.forward(given, operands)
+    check = _untouched([*saved, output])
 
     def hand_on(gradients: Tensor) -> None:
+        check()
         axis = Axis(len(gradients), "constant")
         rows = tuple(t.detach().expand(len(gradients), *t.shape) for t in saved)
         _, factors = rule.backward(rows, operands, gradients.to(output.dtype), axis, False)
@@ -96,6 +98,7 @@ def by_autograd(
         output = function(*mapped(leaf, args), **mapped(leaf, kwargs))
     if versions != [t._version for t in tensors]:
         raise RuntimeError("an operation in place")
+    check = _untouched([*tensors, *(o.detach() for o in flatten(output) if isinstance(o, Tensor))])
     parents, inputs = [p for p, _ in leaves.values()], [x for _, x in leaves.values()]
 
     def constant(value: Any) -> Any:
@@ -103,6 +106,7 @@ def by_autograd(
             return value
 
         def hand_on(gradients: Tensor) -> None:
+            check()
             found = torch.autograd.grad(
                 value, inputs, gradients.to(value.dtype), retain_graph=True, allow_unused=True, is_grads_batched=True
             )
@@ -113,3 +117,9 @@ def by_autograd(
         return make(value.detach(), hand_on)
 
     return mapped(constant, output)
+
+
+def _untouched(tensors: list[Tensor]) -> Callable[[], None]:
+    """Refuses, when it is called, what was changed in place since: autograd does not look at what is kept here."""
+    versions = [(t, t._version) for t in tensors if not t.is_inference()]
+    return lambda: refuse_changed(versions)

@@ -14,7 +14,7 @@ from hf_dp.per_example.factors import Factors, joined, squared_norms
 from hf_dp.per_example.gram import SelfGrams
 from hf_dp.per_example.independence import ambiguous_sizes, check_independence, check_shares, survey
 from hf_dp.per_example.precision import full_precision, sum_dtype
-from hf_dp.per_example.rule import Certificate, Rule, Use
+from hf_dp.per_example.rule import Certificate, Rule, Use, refuse_changed
 from hf_dp.per_example.rules import RULES
 from hf_dp.per_example.watch import Watch
 
@@ -83,7 +83,7 @@ class PerExampleGradients:
             coefficients = coefficients[index]
             if not len(index):
                 return
-        self._check_untouched()
+        refuse_changed(self._versions)
         with torch.no_grad(), full_precision(self.losses.device):
             for name, uses in self.factors.items():
                 kept = out[name]
@@ -97,7 +97,7 @@ class PerExampleGradients:
     @torch.no_grad()
     def _norms_and_rounding(self) -> tuple[Tensor, Tensor]:
         if self._norms is None:
-            self._check_untouched()
+            refuse_changed(self._versions)
             with full_precision(self.losses.device):
                 grams = SelfGrams()
                 pairs = [squared_norms(uses, grams) for uses in joined(self.factors.values())]
@@ -106,15 +106,6 @@ class PerExampleGradients:
             total, rounding = (torch.stack([pair[i].to(device, dtype) for pair in pairs]).sum(0) for i in (0, 1))
             self._norms = total, rounding
         return self._norms
-
-    def _check_untouched(self) -> None:
-        if any(tensor._version != version for tensor, version in self._versions):
-            raise UnsupportedModelError(
-                "activations or their gradients were changed in place after they were recorded.",
-                why="norms and sums would be of other numbers than the gradients.",
-                fix="do not change tensors of the batch, the activations or the gradients in place; let a loss of your "
-                "own use a copy of the logits (logits.clone()).",
-            )
 
 
 def record(

@@ -89,14 +89,20 @@ class Certificate(frozenset[Use]):
 
     @cached_property
     def readings(self) -> Readings:
-        """How first axes were read, by (operation, parameter, dimensions); "either" where both ways were seen."""
-        found: dict[tuple[str, str, int], str] = {}
+        """How first axes were read, by (operation, parameter, dimensions).
+
+        "batch", "folded", "data" for both of these, "constant", or "either" for constant and another.
+        """
+        found: dict[tuple[str, str, int], set[str]] = {}
         for use in self:
-            key = use.operation, use.parameter, use.dimensions
-            # Which of "batch" and "folded" it is shows in the shape.
-            reading = "constant" if use.reading == "constant" else "data"
-            found[key] = reading if found.get(key, reading) == reading else "either"
-        return found
+            found.setdefault((use.operation, use.parameter, use.dimensions), set()).add(use.reading)
+        return {key: _joined(seen) for key, seen in found.items()}
+
+
+def _joined(readings: set[str]) -> str:
+    if len(readings) == 1:
+        return next(iter(readings))
+    return "either" if "constant" in readings else "data"
 
 
 def refusal(names: list[str], what: str, reason: str) -> UnsupportedModelError:
@@ -106,3 +112,18 @@ def refusal(names: list[str], what: str, reason: str) -> UnsupportedModelError:
         fix="freeze this parameter (requires_grad_(False)), train with LoRA, or pass a rule for the operation "
         "(docs/rules.md).",
     )
+
+
+def refuse_changed(versions: Iterable[tuple[Tensor, int]]) -> None:
+    """Refuses tensors whose version is no longer what it was when they were recorded.
+
+    Raises:
+        UnsupportedModelError: one was changed in place.
+    """
+    if any(tensor._version != version for tensor, version in versions):
+        raise UnsupportedModelError(
+            "activations or their gradients were changed in place after they were recorded.",
+            why="norms and sums would be of other numbers than the gradients.",
+            fix="do not change tensors of the batch, the activations or the gradients in place; let a loss of your "
+            "own use a copy of the logits (logits.clone()).",
+        )

@@ -66,7 +66,9 @@ class Watch:
     dtypes: set[torch.dtype] = field(default_factory=set)
     is_final: bool = False
     is_closed: bool = False
-    lengths: set[int] = field(default_factory=set)
+    # Positions of each example: of the ids in the batch, and of the longest plain view.
+    length: int = 0
+    folded_length: int = 0
     versions: list[tuple[Tensor, int]] = field(default_factory=list)
 
     def run(self, model: nn.Module, loss_fn: LossFunction, batch: Batch) -> Tensor:
@@ -84,7 +86,8 @@ class Watch:
         """One forward pass of an attached model: the losses (B,), with their graph."""
         tensors = [v for v in batch.values() if isinstance(v, Tensor)]
         self.batch_storages = {_storage(v) for v in tensors}
-        self.lengths = {v.shape[1] for v in tensors if v.dim() > 1} - {0, 1}
+        ids = [v for v in tensors if v.dim() == 2 and not v.is_floating_point()]
+        self.length = max((v.shape[1] for v in ids or [v for v in tensors if v.dim() > 2]), default=0)
         with torch.enable_grad():
             losses = loss_fn(model, batch)
         self._refuse_constant(losses)
@@ -198,6 +201,8 @@ class Watch:
             return function(*mapped(_plain, args), **mapped(_plain, kwargs))
         try:
             return by_autograd(function, args, kwargs, functools.partial(self._constant, parameters))
+        except torch.OutOfMemoryError:
+            raise
         except RuntimeError as error:
             raise refused from error
 
@@ -245,7 +250,7 @@ class Watch:
 
     def _may_be_data(self, name: str, parameters: list[str], given: Tensor) -> bool:
         known = self._known(name, parameters, given.dim())
-        is_clear = known == "data" or (known is None) or _storage(given) in self.batch_storages
+        is_clear = known not in ("constant", "either") or _storage(given) in self.batch_storages
         return given.requires_grad or (is_clear and self._example_axis(len(given)) is not None)
 
     def _note(self, operation: str, parameters: list[str], given: Tensor | None, axis: Axis, doubtful: bool) -> None:
@@ -281,9 +286,9 @@ class Watch:
                 raise refusal(parameters, f"operation {rule.name}", "it may make copies for examples, or for positions")
             return found if found and known != "constant" else "constant"
         found = self._example_axis(given.shape[0]) if given.dim() > rule.features else None
-        if found == "folded" and known != "constant":
+        if known != "constant" and (found == "folded" or (found == "batch" and known == "folded")):
             self._check_folded(rule, given, parameters)
-        if given.requires_grad or known == "data":
+        if given.requires_grad or known in ("batch", "folded", "data"):
             return found or self._unreadable(rule, given, parameters, "no axis of that shape can be read as")
         if found and known == "either" and self.batch_size > 1 and _storage(given) not in self.batch_storages:
             self._unreadable(rule, given, parameters, "it may be what all examples share, or rows of")
@@ -293,8 +298,11 @@ class Watch:
         """Refuses rows that may be packed: so many in all, but not the same number of each example."""
         each = given.shape[0] // self.batch_size
         if _is_plainly_folded(given, self.batch_size):
-            self.lengths.add(each)
-        elif self.batch_size > 1 and given.numel() and all(each % length for length in self.lengths):
+            self.folded_length = max(self.folded_length, each)
+            return
+        # A choice among n positions of each example gives n for each only where it takes them all.
+        whole = [n for n in (self.length, self.folded_length) if n and n >= self.length]
+        if self.batch_size > 1 and given.numel() and all(each % n for n in whole):
             self._unreadable(rule, given, parameters, "it may be packed, with other numbers of rows for each of")
 
     def _unreadable(self, rule: Rule, given: Tensor, parameters: list[str], reason: str) -> NoReturn:

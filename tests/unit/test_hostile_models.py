@@ -201,3 +201,37 @@ def test_one_position_after_longer_ones(name: str) -> None:
     data["attention_mask"] = torch.ones_like(data["input_ids"])
     found = record(model, per_example_losses, data, certificate=certificate)
     assert relative_error(found, loop(model, per_example_losses, data)) <= 1e-12
+
+
+def test_packed_rows_are_not_told_by_another_axis_of_the_batch() -> None:
+    """Two labels for each example do not make an even number of rows theirs."""
+    model = Packed()
+    certificate = preflight(model, packed_loss, {**packed(6, 6, 6), "pair": torch.zeros(3, 2, dtype=torch.long)})
+    data = {**packed(1, 5, 6), "pair": torch.zeros(3, 2, dtype=torch.long)}
+    with pytest.raises(UnsupportedModelError, match="packed"):
+        record(model, packed_loss, data, certificate=certificate)
+
+
+def test_packed_rows_as_many_as_examples_are_not_one_for_each() -> None:
+    model = Packed()
+    certificate = preflight(model, packed_loss, packed(6, 6, 6))
+    with pytest.raises(UnsupportedModelError, match="packed"):
+        record(model, packed_loss, packed(2, 0, 1, 1, 1), certificate=certificate)
+
+
+@pytest.mark.parametrize("by", ["a rule", "autograd"])
+def test_what_a_constant_was_computed_with_is_changed_in_place(by: str) -> None:
+    def function(m: Any, x: Tensor) -> Tensor:
+        where = torch.arange(5)
+        if by == "a rule":
+            y = x + m.table(where)
+            where.zero_()
+        else:
+            scale = where.double()[:, None]
+            y = x + m.table.weight.cos() * scale
+            scale.zero_()
+        return y.cos()
+
+    model = Small(function, table=nn.Embedding(5, 4))
+    with pytest.raises(UnsupportedModelError, match="in place"):
+        record(model, square, batch(3, 5, 4))
