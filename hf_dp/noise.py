@@ -13,7 +13,8 @@ import torch
 from hf_dp.errors import ConfigurationError, HfDpError
 from hf_dp.randomness import Entropy
 
-# Each block has its own stream, so that the result does not depend on the number of threads.
+# Each block, of one large tensor or of many small ones, has its own stream, so that the result does not depend on the
+# number of threads.
 _BLOCK = 1 << 20
 _CHUNK = 1 << 16
 _DEVICE_CHUNK = 1 << 24
@@ -63,24 +64,31 @@ class GaussianNoise:
 
 
 def _add_by_numpy(tensors: list[torch.Tensor], standard_deviation: float, seed: np.random.SeedSequence) -> None:
-    blocks: list[np.ndarray[Any, Any]] = []
+    blocks: list[list[np.ndarray[Any, Any]]] = []
+    room = -1
     detours: list[tuple[torch.Tensor, torch.Tensor]] = []
     for tensor in tensors:
         plain = tensor
         if tensor.device.type != "cpu" or not tensor.is_contiguous():
             plain = torch.zeros(tensor.shape, dtype=tensor.dtype)
             detours.append((tensor, plain))
-        blocks.extend(block.numpy() for block in plain.view(-1).split(_BLOCK))
+        for part in plain.view(-1).split(_BLOCK):
+            if part.numel() > room:
+                blocks.append([])
+                room = _BLOCK
+            blocks[-1].append(part.numpy())
+            room -= part.numel()
 
-    def add(block: np.ndarray[Any, Any], seed: np.random.SeedSequence) -> None:
+    def add(block: list[np.ndarray[Any, Any]], seed: np.random.SeedSequence) -> None:
         generator = np.random.Generator(np.random.SFC64(seed))
-        buffer = np.empty(min(_CHUNK, block.size), block.dtype)
-        for start in range(0, block.size, _CHUNK):
-            part = block[start : start + _CHUNK]
-            noise = buffer[: part.size]
-            generator.standard_normal(dtype=block.dtype, out=noise)
-            noise *= standard_deviation
-            part += noise
+        for values in block:
+            buffer = np.empty(min(_CHUNK, values.size), values.dtype)
+            for start in range(0, values.size, _CHUNK):
+                part = values[start : start + _CHUNK]
+                noise = buffer[: part.size]
+                generator.standard_normal(dtype=values.dtype, out=noise)
+                noise *= standard_deviation
+                part += noise
 
     with ThreadPoolExecutor(min(4, torch.get_num_threads())) as threads:
         for _ in threads.map(add, blocks, seed.spawn(len(blocks))):

@@ -77,7 +77,9 @@ def secret_global_state() -> Iterator[None]:
     """
     python_state, numpy_state = random.getstate(), np.random.get_state()  # noqa: NPY002
     with torch.random.fork_rng(devices=range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []):
-        torch.manual_seed(secrets.randbits(63))
+        # Without an accelerator `torch.manual_seed` keeps a stack trace of every call for one that never comes.
+        seed = torch.manual_seed if torch.accelerator.is_available() else torch.default_generator.manual_seed
+        seed(secrets.randbits(63))
         np.random.seed(secrets.randbits(32))  # noqa: NPY002
         random.seed(secrets.randbits(256))
         try:

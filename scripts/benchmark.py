@@ -9,7 +9,9 @@
 
 A step is one logical batch of four micro-batches of B with fused AdamW; the private one also clips each example, adds
 noise and charges the ledger. Variants of a case take turns, and the median of the repeats counts. Peak memory is that
-of a process of its own for each variant, less what the process held before the model was built.
+of a process of its own for each variant, less what the process held before the model was built. Operations are those of
+matrix products and attention, counted; the limit is their ratio and the time of the noise, measured alone: what a
+private step would take if it did these operations as fast as an ordinary one, and nothing else.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ import torch
 import typer
 from rich.console import Console
 from rich.table import Table
-from workloads import CASES, VARIANTS, Case, Setting, batches, build
+from workloads import CASES, VARIANTS, Case, Counting, Setting, batches, build
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 _Figure = Annotated[Path | None, typer.Option(help="Where to draw it.")]
@@ -62,12 +64,41 @@ def measure_times(case: Case, names: list[str], repeats: int, setting: Setting) 
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     for _ in range(repeats):
         for name, step in steps.items():
-            _synchronize(setting.device)
-            start = time.perf_counter()
-            step()
-            _synchronize(setting.device)
-            seconds[name].append(time.perf_counter() - start)
+            seconds[name].append(_timed(step, setting.device))
     return {**seconds, **failed}
+
+
+def count_operations(case: Case, names: list[str], setting: Setting) -> dict[str, int | str]:
+    """Floating-point operations of one step of each variant."""
+    counts: dict[str, int | str] = {}
+    for name in names:
+        try:
+            step = VARIANTS[name](case, build(case, setting), batches(case, setting.device))
+            step()
+            with Counting() as counting:
+                step()
+            counts[name] = counting.operations
+        except Exception as error:  # noqa: BLE001 - as above
+            counts[name] = type(error).__name__
+    return counts
+
+
+def measure_noise(case: Case, setting: Setting, repeats: int) -> float:
+    """Seconds of the noise of one step."""
+    from hf_dp.noise import GaussianNoise
+    from hf_dp.randomness import Entropy
+
+    trained = [p for p in build(case, setting).parameters() if p.requires_grad]
+    sums, source = [torch.zeros_like(p, dtype=torch.float32) for p in trained], GaussianNoise(Entropy(None))
+    return statistics.median(_timed(lambda: source.add_(sums, 1.0, 0), setting.device) for _ in range(repeats + 1))
+
+
+def _timed(call: Callable[[], object], device: torch.device) -> float:
+    _synchronize(device)
+    start = time.perf_counter()
+    call()
+    _synchronize(device)
+    return time.perf_counter() - start
 
 
 def _peak_mib() -> float:
@@ -121,21 +152,23 @@ def run(
     """Measures each case and prints ratios to the ordinary step."""
     setting = _setting(dtype, attention)
     names = ["ordinary", "hf_dp"] + (["opacus ghost", "opacus hooks"] if opacus else [])
-    table = Table("case", *[f"{n} {what}" for n in names[1:] for what in ("time", "memory")], "ordinary step")
+    columns = [f"{n} {what}" for n in names[1:] for what in ("time", "memory", "operations")]
+    table = Table("case", *columns, "limit", "ordinary step")
     results: dict[str, Any] = {}
     for case_name in case or list(CASES):
         seconds = measure_times(CASES[case_name], names, repeats, setting)
         sizes = {n: "-" if skip_memory else measure_memory(case_name, n, dtype, attention) for n in names}
         times = {n: _median(values) for n, values in seconds.items()}
-        ratios = {
-            n: {"time": _ratio(times[n], times["ordinary"]), "memory": _ratio(sizes[n], sizes["ordinary"])}
-            for n in names[1:]
-        }
+        counts = count_operations(CASES[case_name], names, setting)
+        measured = {"time": times, "memory": sizes, "operations": counts}
+        ratios = {n: {w: _ratio(found[n], found["ordinary"]) for w, found in measured.items()} for n in names[1:]}
+        limit = ratios["hf_dp"]["operations"] + measure_noise(CASES[case_name], setting, repeats) / times["ordinary"]
         results[case_name] = {
-            "case": dataclasses.asdict(CASES[case_name]), "seconds": seconds, "peak_mib": sizes, "ratios": ratios
+            "case": dataclasses.asdict(CASES[case_name]), "seconds": seconds, "peak_mib": sizes, "operations": counts,
+            "ratios": ratios, "limit": limit,
         }  # fmt: skip
         cells = [v if isinstance(v, str) else f"{v:.2f}" for n in names[1:] for v in ratios[n].values()]
-        table.add_row(case_name, *cells, f"{times['ordinary']:.3f} s")
+        table.add_row(case_name, *cells, f"{limit:.2f}", f"{times['ordinary']:.3f} s")
     Console(width=140).print(table)
     if output is not None:
         output.parent.mkdir(parents=True, exist_ok=True)
@@ -229,13 +262,7 @@ def noise(
     )
     calls = {"hf_dp, drawn, scaled and added": lambda: private.add_([total], 1.0, 0), "torch, drawn": plain.normal_}
     for name, call in calls.items():
-        seconds = []
-        for _ in range(repeats + 1):
-            _synchronize(device)
-            start = time.perf_counter()
-            call()
-            _synchronize(device)
-            seconds.append(time.perf_counter() - start)
+        seconds = [_timed(call, device) for _ in range(repeats + 1)]
         print(f"{name}: {size / statistics.median(seconds[1:]) / 1e6:.0f} million a second")
 
 

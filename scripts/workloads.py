@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
 
 MICRO_BATCHES = 4
 
@@ -82,6 +84,23 @@ def batches(case: Case, device: torch.device) -> list[dict[str, Tensor]]:
         labels = torch.randint(0, 10, (case.batch,), device=device) if case.family == "bert" else ids
         made.append({"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels})
     return made
+
+
+class Counting(TorchDispatchMode):
+    """Floating-point operations of matrix products, attention and convolutions, by torch's own formulas."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        # An operation in place, or the CPU's kernel of attention, does the same work.
+        name = func.overloadpacket.__name__.replace("_for_cpu", "").removesuffix("_")
+        formula = flop_registry.get(getattr(torch.ops.aten, name, None))
+        if formula is not None:
+            self.operations += formula(*args, **(kwargs or {}), out_val=result)
+        return result
 
 
 Variant = Callable[[Case, nn.Module, list[dict[str, Tensor]]], Callable[[], None]]

@@ -35,6 +35,19 @@ def test_noise_is_added_in_place_whatever_the_layout():
     assert (column[:, untouched] == 100).all()
 
 
+def test_small_tensors_that_share_a_stream_do_not_share_their_noise():
+    tensors = [
+        torch.empty(0),
+        *(torch.zeros(5) for _ in range(20)),
+        torch.zeros(3, noise_module._BLOCK),
+        torch.zeros(7),
+    ]
+    GaussianNoise(Entropy(1)).add_(tensors, 1.0, 0)
+    drawn = torch.cat([tensor.flatten() for tensor in tensors])
+    assert len(drawn.unique()) > 0.9 * len(drawn)  # float32 normals repeat now and then
+    assert torch.stack(tensors[1:21]).unique().numel() == 100
+
+
 def test_parameters_that_require_grad_can_be_given():
     parameter = torch.nn.Parameter(torch.zeros(10))
     GaussianNoise(Entropy(1)).add_([parameter], 1.0, 0)

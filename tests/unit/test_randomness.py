@@ -117,3 +117,12 @@ def test_a_secret_global_state_is_fresh_inside_and_leaves_the_public_one_alone()
     assert after == draw(), "the public streams go on as if nothing had happened"
     assert all(a != b for a, b in zip(*drawn, strict=True))
     assert all(a != b for inside in drawn for a, b in zip(inside, after, strict=True))
+
+
+def test_a_secret_global_state_leaves_nothing_behind_for_an_accelerator_that_is_not_there() -> None:
+    if torch.accelerator.is_available():
+        pytest.skip("an accelerator is there")
+    before = len(torch.cuda._queued_calls)
+    with secret_global_state():
+        pass
+    assert len(torch.cuda._queued_calls) == before
