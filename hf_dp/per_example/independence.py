@@ -20,10 +20,12 @@ from hf_dp.errors import PreflightError
 from hf_dp.per_example.batch import Batch, LossFunction, batch_size, take
 from hf_dp.per_example.factors import squared_norms
 from hf_dp.per_example.precision import full_precision
+from hf_dp.per_example.reading import Reader
 from hf_dp.per_example.rule import Axis, Certificate, Readings, Rule, Use
 from hf_dp.per_example.rules import RULES
-from hf_dp.per_example.watch import Watch
+from hf_dp.per_example.watch import Observer, Watch
 
+_Watching = Callable[[int, Observer], Watch]
 _NONE: Readings = MappingProxyType({})
 # Three arrangements of two examples: each beside the other, and each beside itself alone.
 _MIXED, _ONLY_FIRST, _ONLY_SECOND = (0, 1, 1, 0, 0), (0,) * 5, (1,) * 5
@@ -41,7 +43,7 @@ def survey(model: nn.Module, loss_fn: LossFunction, batch: Batch, *, rules: Mapp
     uses: set[Use] = set()
     for size in _telling_sizes(model, batch)[:2]:
         few = take(batch, [i % batch_size(batch) for i in range(size)])
-        watch = Watch(size, rules)
+        watch = Watch(Reader(size), rules)
         with forked_rng(model), watch.attached(model):
             watch.forward(model, loss_fn, few)
         uses |= watch.uses | watch.copied
@@ -88,7 +90,11 @@ def check_independence(
     if pair is None:
         return
     batch = take(batch, pair)
-    mixing = functools.partial(_mixing, model, loss_fn, batch, functools.partial(Watch, rules=rules, readings=readings))
+
+    def watch(size: int, observe: Observer) -> Watch:
+        return Watch(Reader(size, readings=readings), rules, observe)
+
+    mixing = functools.partial(_mixing, model, loss_fn, batch, watch)
     with forked_rng(model):
         with _NoDropout():
             found = mixing()
@@ -121,8 +127,8 @@ def check_shares(
     if size == 1:
         return
     weights = [2.0 ** (i % 7) for i in range(size)]
-    once = _parameter_norms(model, loss_fn, batch, [1.0] * size, Watch(size, rules, readings=readings))
-    weighted = _parameter_norms(model, loss_fn, batch, weights, Watch(size, rules, readings=readings))
+    once = _parameter_norms(model, loss_fn, batch, [1.0] * size, Watch(Reader(size, readings=readings), rules))
+    weighted = _parameter_norms(model, loss_fn, batch, weights, Watch(Reader(size, readings=readings), rules))
     factor = torch.tensor(weights, dtype=torch.float64)
     whole = torch.stack(list(once.values())).nan_to_num(0, 0, 0).square().sum(0).sqrt()
     for name, norms in once.items():
@@ -165,7 +171,11 @@ def different_pair(batch: Batch) -> tuple[int, int] | None:
 
 
 def _mixing(
-    model: nn.Module, loss_fn: LossFunction, batch: Batch, watch: Callable[..., Watch], in_place: bool = False
+    model: nn.Module,
+    loss_fn: LossFunction,
+    batch: Batch,
+    watch: _Watching,
+    in_place: bool = False,
 ) -> str | None:
     runs = []
     for pattern in (_MIXED, _ONLY_FIRST, _ONLY_SECOND):
@@ -183,7 +193,7 @@ def _mixing(
 
 
 def _observe(
-    model: nn.Module, loss_fn: LossFunction, batch: Batch, watch: Callable[..., Watch]
+    model: nn.Module, loss_fn: LossFunction, batch: Batch, watch: _Watching
 ) -> tuple[list[tuple[Use, Tensor]], Tensor]:
     seen: list[tuple[Use, Tensor]] = []
     size = batch_size(batch)
@@ -193,7 +203,7 @@ def _observe(
         rows = rows.reshape(1, -1).expand(size, -1) if axis.reading == "constant" else rows.reshape(size, -1)
         seen.append((use, rows))
 
-    watching = watch(size, observe=observe)
+    watching = watch(size, observe)
     with watching.attached(model):
         losses = watching.forward(model, loss_fn, batch)
     return seen, losses.detach().reshape(size, 1)

@@ -29,6 +29,7 @@ from hf_dp.per_example.independence import (
     telling_size,
 )
 from hf_dp.per_example.oracle import loop
+from hf_dp.per_example.reading import Reader
 from hf_dp.per_example.record import PerExampleGradients
 from hf_dp.per_example.rule import Certificate, Rule
 from hf_dp.per_example.rules import RULES
@@ -75,7 +76,7 @@ def preflight(
         few = take(batch, [i % batch_size(batch) for i in range(size)])
         check_shares(model, loss_fn, few, rules=rules, readings=readings)
         with in_mode(model, training=False):
-            watch = Watch(size, rules)
+            watch = Watch(Reader(size), rules)
             losses = watch.run(model, loss_fn, few)
             parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
             found = PerExampleGradients(losses, watch.factors, parameters, frozenset(watch.uses), watch.versions)

@@ -14,6 +14,7 @@ from hf_dp.per_example.factors import Factors, joined, squared_norms
 from hf_dp.per_example.gram import SelfGrams
 from hf_dp.per_example.independence import ambiguous_sizes, check_independence, check_shares, survey
 from hf_dp.per_example.precision import full_precision, sum_dtype
+from hf_dp.per_example.reading import Reader
 from hf_dp.per_example.rule import Certificate, Rule, Use, refuse_changed
 from hf_dp.per_example.rules import RULES
 from hf_dp.per_example.watch import Watch
@@ -136,7 +137,7 @@ def record(
     if seen is None:
         ambiguous = ambiguous_sizes(model, batch)
         seen = survey(model, loss_fn, batch, rules=rules) if size > 1 else Certificate()
-    watch = Watch(size, rules, ambiguous, readings=seen.readings)
+    watch = Watch(Reader(size, ambiguous, seen.readings), rules)
     losses = watch.run(model, loss_fn, batch)
     if not any(watch.factors.values()):
         raise UnsupportedModelError(

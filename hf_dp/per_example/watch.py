@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,8 @@ from hf_dp.per_example.batch import Batch, LossFunction, check_losses
 from hf_dp.per_example.constants import Constant, by_autograd, by_rule
 from hf_dp.per_example.factors import Factors, Outer
 from hf_dp.per_example.precision import full_precision, sum_dtype
-from hf_dp.per_example.rule import Axis, Bound, Operands, Readings, Rule, Use, refusal
+from hf_dp.per_example.reading import Reader
+from hf_dp.per_example.rule import Axis, Bound, Operands, Rule, Use, refusal
 from hf_dp.per_example.watched import Source, WatchedParameter, flatten, mapped
 
 # Joins the names of the parameters behind one constant.
@@ -44,17 +45,16 @@ _REASONS = {
 # Methods that change a tensor, or what becomes of it.
 _CHANGING = re.compile(r"[^_]_$|hook$|backward$")
 
+Observer = Callable[[Use, Tensor, Axis], None]
+
 
 @dataclass(eq=False)
 class Watch:
     """What one recording of one micro-batch shares between its uses."""
 
-    batch_size: int
+    reader: Reader
     rules: Mapping[Any, Rule]
-    ambiguous_sizes: frozenset[int] | None = None
-    observe: Callable[[Use, Tensor, Axis], None] | None = None
-    readings: Readings = field(default_factory=dict)
-    batch_storages: set[int] = field(default_factory=set)
+    observe: Observer | None = None
     constants: list[Constant] = field(default_factory=list)
     factors: dict[str, list[Factors]] = field(default_factory=dict)
     sum_dtypes: dict[str, torch.dtype] = field(default_factory=dict)
@@ -66,10 +66,12 @@ class Watch:
     dtypes: set[torch.dtype] = field(default_factory=set)
     is_final: bool = False
     is_closed: bool = False
-    # Positions of each example: of the ids in the batch, and of the longest plain view.
-    length: int = 0
-    folded_length: int = 0
     versions: list[tuple[Tensor, int]] = field(default_factory=list)
+
+    @property
+    def batch_size(self) -> int:
+        """B."""
+        return self.reader.batch_size
 
     def run(self, model: nn.Module, loss_fn: LossFunction, batch: Batch) -> Tensor:
         """One forward and one backward pass; the losses (B,), detached. The factors are then in `factors`."""
@@ -84,10 +86,7 @@ class Watch:
 
     def forward(self, model: nn.Module, loss_fn: LossFunction, batch: Batch) -> Tensor:
         """One forward pass of an attached model: the losses (B,), with their graph."""
-        tensors = [v for v in batch.values() if isinstance(v, Tensor)]
-        self.batch_storages = {_storage(v) for v in tensors}
-        ids = [v for v in tensors if v.dim() == 2 and not v.is_floating_point()]
-        self.length = max((v.shape[1] for v in ids or [v for v in tensors if v.dim() > 2]), default=0)
+        self.reader.begin(v for v in batch.values() if isinstance(v, Tensor))
         with torch.enable_grad():
             losses = loss_fn(model, batch)
         self._refuse_constant(losses)
@@ -180,8 +179,8 @@ class Watch:
         plain = {r: p.source.plain if isinstance(p, WatchedParameter) else p for r, p in bound.parameters.items()}
         operands = Operands(plain, frozenset(watched), bound.options)
         given = bound.input
-        axis = Axis(self.batch_size, self._read(rule, bound, parameters))
-        self._note(rule.name, parameters, given, axis, self._is_doubtful(rule, given, axis))
+        axis = Axis(self.batch_size, self.reader.read(rule, bound, parameters))
+        self._note(rule.name, parameters, given, axis, self.reader.is_doubtful(rule, given, axis))
         if axis.reading == "constant":
             if given is None or rule.features > 1:
                 refused = refusal(parameters, f"operation {rule.name}", "its rows are not the examples")
@@ -218,11 +217,11 @@ class Watch:
         for other in others:
             # Of a single example's data as of a constant, the gradient is exact.
             may_be_data = other.dim() > 0 and (other.shape[0] == 1 or self.batch_size > 1)
-            known = self._known(name, parameters, other.dim())
-            reading = known or (self._example_axis(other.shape[0]) if may_be_data else None)
+            known = self.reader.known(name, parameters, other.dim())
+            reading = known or (self.reader.example_axis(other.shape[0]) if may_be_data else None)
             if other.requires_grad or reading not in ("constant", None):
                 return False
-        axis, doubtful = Axis(self.batch_size, "constant"), bool(others) and self.ambiguous_sizes is not None
+        axis, doubtful = Axis(self.batch_size, "constant"), bool(others) and self.reader.ambiguous_sizes is not None
         for given in others or (None,):
             self._note(name, parameters, given, axis, doubtful)
         return True
@@ -232,7 +231,7 @@ class Watch:
         tensors = [a for a in flatten((args, kwargs)) if isinstance(a, Tensor)]
         dimensions = max(t.dim() for t in tensors)
         data = [t for t in tensors if t.dim() == dimensions and not isinstance(t, WatchedParameter)]
-        rows = {len(t) for t in data if self._may_be_data(name, parameters, t)} - {1}
+        rows = {len(t) for t in data if self.reader.may_be_data(name, parameters, t)} - {1}
         watched = [t for t in tensors if isinstance(t, WatchedParameter)]
         if len(rows) > 1 or not data or any(t.dim() == dimensions and len(t) > 1 for t in watched):
             return None
@@ -247,11 +246,6 @@ class Watch:
             return one.expand(next(iter(rows), 1), *[-1] * (dimensions - 1))
 
         return mapped(copied, (args, kwargs)) if rows or self.batch_size == 1 else None
-
-    def _may_be_data(self, name: str, parameters: list[str], given: Tensor) -> bool:
-        known = self._known(name, parameters, given.dim())
-        is_clear = known not in ("constant", "either") or _storage(given) in self.batch_storages
-        return given.requires_grad or (is_clear and self._example_axis(len(given)) is not None)
 
     def _note(self, operation: str, parameters: list[str], given: Tensor | None, axis: Axis, doubtful: bool) -> None:
         for parameter in parameters:
@@ -268,63 +262,6 @@ class Watch:
         self.versions += [(tensor, tensor._version) for tensor in kept if not tensor.is_inference()]
         # A float64 parameter may be used through a float32 derivative (Gemma's norms); its sums stay float64.
         self.factors[name].append(factors.accumulated_in(self.sum_dtypes[name]))
-
-    def _known(self, operation: str, parameters: list[str], dimensions: int) -> str | None:
-        return self.readings.get((operation, parameters[0], dimensions))
-
-    def _example_axis(self, rows: int) -> str | None:
-        if rows == self.batch_size:
-            return "batch"
-        return "folded" if rows % self.batch_size == 0 else None
-
-    def _read(self, rule: Rule, bound: Bound, parameters: list[str]) -> str:
-        given = bound.input
-        known = self._known(rule.name, parameters, 0 if given is None else given.dim())
-        if given is None:
-            found = self._example_axis(bound.options["rows"])
-            if found and known == "either" and self.batch_size > 1:
-                raise refusal(parameters, f"operation {rule.name}", "it may make copies for examples, or for positions")
-            return found if found and known != "constant" else "constant"
-        found = self._example_axis(given.shape[0]) if given.dim() > rule.features else None
-        if known != "constant" and (found == "folded" or (found == "batch" and known == "folded")):
-            self._check_folded(rule, given, parameters)
-        if given.requires_grad or known in ("batch", "folded", "data"):
-            return found or self._unreadable(rule, given, parameters, "no axis of that shape can be read as")
-        if found and known == "either" and self.batch_size > 1 and _storage(given) not in self.batch_storages:
-            self._unreadable(rule, given, parameters, "it may be what all examples share, or rows of")
-        return found if found and known != "constant" else "constant"
-
-    def _check_folded(self, rule: Rule, given: Tensor, parameters: list[str]) -> None:
-        """Refuses rows that may be packed: so many in all, but not the same number of each example."""
-        each = given.shape[0] // self.batch_size
-        if _is_plainly_folded(given, self.batch_size):
-            self.folded_length = max(self.folded_length, each)
-            return
-        # A choice among n positions of each example gives n for each only where it takes them all.
-        whole = [n for n in (self.length, self.folded_length) if n and n >= self.length]
-        if self.batch_size > 1 and given.numel() and all(each % n for n in whole):
-            self._unreadable(rule, given, parameters, "it may be packed, with other numbers of rows for each of")
-
-    def _unreadable(self, rule: Rule, given: Tensor, parameters: list[str], reason: str) -> NoReturn:
-        raise refusal(
-            parameters,
-            f"operation {rule.name} on an input of shape {tuple(given.shape)}",
-            f"{reason} {self.batch_size} examples",
-        )
-
-    def _is_doubtful(self, rule: Rule, given: Tensor | None, axis: Axis) -> bool:
-        """Whether the shape of an input could be read in another way, or might not be led by examples at all."""
-        if self.ambiguous_sizes is None or self.batch_size == 1:
-            return False
-        if given is None or self.batch_size in self.ambiguous_sizes or self.batch_size in given.shape[1:]:
-            return True
-        if axis.reading == "constant":
-            are_position_ids = given.dim() == 2 and len(given) == 1 and not given.is_floating_point()
-            return not are_position_ids
-        if axis.reading == "folded":
-            return not _is_plainly_folded(given, self.batch_size)
-        is_single_position = given.shape[1 : given.dim() - rule.features].numel() == 1
-        return is_single_position and not given.requires_grad
 
 
 def _bound(
@@ -355,22 +292,6 @@ def _entangled(bound: Bound) -> str | None:
     if any(isinstance(a, Tensor) and a.requires_grad for a in flatten((plain, bound.options))):
         return "another of its operands needs a gradient too"
     return None
-
-
-def _is_plainly_folded(given: Tensor, batch_size: int) -> bool:
-    """Whether `given` is a plain view of a tensor (B, ...) whose examples lie one after another in memory."""
-    base = given._base
-    return (
-        base is not None
-        and base.shape[:1] == (batch_size,)
-        and base.stride(0) * batch_size == base.numel() == given.numel()
-        and base.storage_offset() == given.storage_offset()
-        and given.is_contiguous()
-    )
-
-
-def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
 
 
 def _plain(value: Any) -> Any:

@@ -1,0 +1,128 @@
+"""Which axis of an operation's input leads through the examples.
+
+Of a shape alone it cannot be known: as many positions as examples look like examples, and packed rows like whole ones.
+What preflight certified decides, where there is a certificate; what is left in doubt is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import NoReturn
+
+from torch import Tensor
+
+from hf_dp.per_example.rule import Axis, Bound, Readings, Rule, refusal
+
+
+@dataclass(eq=False)
+class Reader:
+    """Reads the axes of the inputs of one recording of one micro-batch.
+
+    Attributes:
+        batch_size: B.
+        ambiguous_sizes: sizes that other axes have too, or None where readings are certified.
+        readings: what is known of them.
+        length: positions of each example in the ids of the batch.
+        folded_length: positions of each example in the longest plain view.
+    """
+
+    batch_size: int
+    ambiguous_sizes: frozenset[int] | None = None
+    readings: Readings = field(default_factory=dict)
+    length: int = 0
+    folded_length: int = 0
+    _storages: set[int] = field(default_factory=set)
+
+    def begin(self, tensors: Iterable[Tensor]) -> None:
+        """Takes note of the tensors of the micro-batch."""
+        given = list(tensors)
+        self._storages = {_storage(v) for v in given}
+        ids = [v for v in given if v.dim() == 2 and not v.is_floating_point()]
+        self.length = max((v.shape[1] for v in ids or [v for v in given if v.dim() > 2]), default=0)
+
+    def known(self, operation: str, parameters: list[str], dimensions: int) -> str | None:
+        """How preflight saw such a use read, if it did."""
+        return self.readings.get((operation, parameters[0], dimensions))
+
+    def example_axis(self, rows: int) -> str | None:
+        """As what so many rows can be read."""
+        if rows == self.batch_size:
+            return "batch"
+        return "folded" if rows % self.batch_size == 0 else None
+
+    def read(self, rule: Rule, bound: Bound, parameters: list[str]) -> str:
+        """The reading of a use: "batch", "folded" or "constant".
+
+        Raises:
+            UnsupportedModelError: the shape has no reading, or may have another.
+        """
+        given = bound.input
+        known = self.known(rule.name, parameters, 0 if given is None else given.dim())
+        if given is None:
+            found = self.example_axis(bound.options["rows"])
+            if found and known == "either" and self.batch_size > 1:
+                raise refusal(parameters, f"operation {rule.name}", "it may make copies for examples, or for positions")
+            return found if found and known != "constant" else "constant"
+        found = self.example_axis(given.shape[0]) if given.dim() > rule.features else None
+        if known != "constant" and (found == "folded" or (found == "batch" and known == "folded")):
+            self._check_folded(rule, given, parameters)
+        if given.requires_grad or known in ("batch", "folded", "data"):
+            return found or self._unreadable(rule, given, parameters, "no axis of that shape can be read as")
+        if found and known == "either" and self.batch_size > 1 and _storage(given) not in self._storages:
+            self._unreadable(rule, given, parameters, "it may be what all examples share, or rows of")
+        return found if found and known != "constant" else "constant"
+
+    def is_doubtful(self, rule: Rule, given: Tensor | None, axis: Axis) -> bool:
+        """Whether the shape of an input could be read in another way, or might not be led by examples at all."""
+        if self.ambiguous_sizes is None or self.batch_size == 1:
+            return False
+        if given is None or self.batch_size in self.ambiguous_sizes or self.batch_size in given.shape[1:]:
+            return True
+        if axis.reading == "constant":
+            are_position_ids = given.dim() == 2 and len(given) == 1 and not given.is_floating_point()
+            return not are_position_ids
+        if axis.reading == "folded":
+            return not _is_plainly_folded(given, self.batch_size)
+        is_single_position = given.shape[1 : given.dim() - rule.features].numel() == 1
+        return is_single_position and not given.requires_grad
+
+    def may_be_data(self, operation: str, parameters: list[str], given: Tensor) -> bool:
+        """Whether an operand may have a row for each example."""
+        known = self.known(operation, parameters, given.dim())
+        is_clear = known not in ("constant", "either") or _storage(given) in self._storages
+        return given.requires_grad or (is_clear and self.example_axis(len(given)) is not None)
+
+    def _check_folded(self, rule: Rule, given: Tensor, parameters: list[str]) -> None:
+        """Refuses rows that may be packed: so many in all, but not the same number of each example."""
+        each = given.shape[0] // self.batch_size
+        if _is_plainly_folded(given, self.batch_size):
+            self.folded_length = max(self.folded_length, each)
+            return
+        # A choice among n positions of each example gives n for each only where it takes them all.
+        whole = [n for n in (self.length, self.folded_length) if n and n >= self.length]
+        if self.batch_size > 1 and given.numel() and all(each % n for n in whole):
+            self._unreadable(rule, given, parameters, "it may be packed, with other numbers of rows for each of")
+
+    def _unreadable(self, rule: Rule, given: Tensor, parameters: list[str], reason: str) -> NoReturn:
+        raise refusal(
+            parameters,
+            f"operation {rule.name} on an input of shape {tuple(given.shape)}",
+            f"{reason} {self.batch_size} examples",
+        )
+
+
+def _is_plainly_folded(given: Tensor, batch_size: int) -> bool:
+    """Whether `given` is a plain view of a tensor (B, ...) whose examples lie one after another in memory."""
+    base = given._base
+    return (
+        base is not None
+        and base.shape[:1] == (batch_size,)
+        and base.stride(0) * batch_size == base.numel() == given.numel()
+        and base.storage_offset() == given.storage_offset()
+        and given.is_contiguous()
+    )
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
