@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from hf_dp import accounting, losses, per_example
     from hf_dp.accounting import PrivacyReport
-    from hf_dp.config import PrivacyConfig
+    from hf_dp.config import PrivacyConfig, ReAttentionConfig
+    from hf_dp.re_attention import load_re_attention, remove_re_attention
     from hf_dp.trainer import DPTrainer, DPTrainerMixin
 
     __version__: str
@@ -23,10 +24,13 @@ __all__ = [
     "DPTrainerMixin",
     "PrivacyConfig",
     "PrivacyReport",
+    "ReAttentionConfig",
     "__version__",
     "accounting",
+    "load_re_attention",
     "losses",
     "per_example",
+    "remove_re_attention",
 ]
 
 _HOME = {
@@ -34,6 +38,9 @@ _HOME = {
     "DPTrainerMixin": "hf_dp.trainer",
     "PrivacyConfig": "hf_dp.config",
     "PrivacyReport": "hf_dp.accounting",
+    "ReAttentionConfig": "hf_dp.config",
+    "load_re_attention": "hf_dp.re_attention",
+    "remove_re_attention": "hf_dp.re_attention",
 }
 _MODULES = {"accounting", "losses", "per_example"}
 

@@ -22,6 +22,8 @@ class PrivateRun(Protocol):
 
     def budget_is_left(self) -> bool: ...
 
+    def after_optimizer_step(self) -> None: ...
+
 
 class PrivacyCallback(TrainerCallback, ExportableState):
     """Bound to one DPTrainer, which adds it itself."""
@@ -37,6 +39,10 @@ class PrivacyCallback(TrainerCallback, ExportableState):
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if self.trainer is not None:
             self.trainer.begin_private_run(state)
+
+    def on_optimizer_step(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if self.trainer is not None:
+            self.trainer.after_optimizer_step()
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if self.trainer is None or self.trainer.budget_is_left():

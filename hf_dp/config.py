@@ -14,6 +14,85 @@ from hf_dp.errors import ConfigurationError
 AccountantName = Literal["pld", "rdp"]
 
 
+@dataclass(frozen=True)
+class ReAttentionConfig:
+    """Attention corrected for the noise in keys (Ding et al. 2024, arXiv:2405.18194).
+
+    Attributes:
+        error: "paper", the noise of one step on the mean gradient, or "accumulated", that of all steps so far with
+            learning rate and Adam's preconditioner.
+        fidelity: "isotropic", one variance for each token, or "per_feature", one for each feature of it: slower.
+        token_frequencies: how often rows of the token embedding are touched: "released" from the private data with
+            noise, paid for with `budget_share` of the target epsilon; "public", read from `public_frequencies`;
+            "uniform", the same for all.
+        budget_share: of the target epsilon, for the release; in (0, 1).
+        public_frequencies: a JSON file with one number in [0, 1] for each token id: the share of examples that have it.
+        presence_clipping_norm: l2 norm to which each example's 0/1 vector of tokens is clipped for the release; the
+            square root of the number of different tokens that an example may count in full.
+        scale: of the standard deviations, above 0.
+
+    Raises:
+        ConfigurationError: a value outside these.
+    """
+
+    error: Literal["paper", "accumulated"] = "paper"
+    fidelity: Literal["isotropic", "per_feature"] = "isotropic"
+    token_frequencies: Literal["released", "public", "uniform"] = "released"
+    budget_share: float = 0.05
+    public_frequencies: str | None = None
+    presence_clipping_norm: float = 8.0
+    scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        choices = {
+            "error": ("paper", "accumulated"),
+            "fidelity": ("isotropic", "per_feature"),
+            "token_frequencies": ("released", "public", "uniform"),
+        }
+        for name, known in choices.items():
+            if getattr(self, name) not in known:
+                raise ConfigurationError(
+                    f"ReAttentionConfig got {name}={getattr(self, name)!r}.",
+                    why="the correction follows from it.",
+                    fix=f"use one of {', '.join(map(repr, known))}.",
+                )
+        for name, limit in (("budget_share", 1.0), ("presence_clipping_norm", math.inf), ("scale", math.inf)):
+            value = getattr(self, name)
+            if not (_is_number(value) and 0 < value < limit):
+                raise ConfigurationError(
+                    f"ReAttentionConfig got {name}={value!r}.",
+                    why="it must be above 0 and finite" + (" and below 1." if limit == 1 else "."),
+                    fix="leave it out for the default.",
+                )
+        if (self.public_frequencies is None) == (self.token_frequencies == "public"):
+            raise ConfigurationError(
+                f"ReAttentionConfig got token_frequencies={self.token_frequencies!r} and public_frequencies="
+                f"{self.public_frequencies!r}.",
+                why="public frequencies are read from that file, and others are not.",
+                fix="give both token_frequencies='public' and the file, or neither.",
+            )
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields as plain values; `ReAttentionConfig(**config.to_dict()) == config`."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> ReAttentionConfig:
+        """The inverse of `to_dict`.
+
+        Raises:
+            ConfigurationError: an unknown field, or a value out of range.
+        """
+        known = {item.name for item in dataclasses.fields(cls)}
+        if not set(values) <= known:
+            raise ConfigurationError(
+                f"ReAttentionConfig got {', '.join(sorted(set(values) - known))}.",
+                why="an unknown field would change the correction without notice.",
+                fix=f"use only these: {', '.join(sorted(known))}.",
+            )
+        return cls(**values)
+
+
 @dataclass(frozen=True, init=False)
 class PrivacyConfig:
     """The promise of a private training run.
@@ -35,6 +114,7 @@ class PrivacyConfig:
         seed: None draws sampling and noise from the operating system's entropy. An integer makes both
             reproducible, for tests, and marks the report as not private. It is not a command-line argument:
             beside `TrainingArguments`, whose `seed` is public, one flag would set both.
+        re_attention: None for plain attention, or a `ReAttentionConfig`.
 
     Raises:
         ConfigurationError: a value outside the ranges above, or both or neither of epsilon and noise.
@@ -53,6 +133,7 @@ class PrivacyConfig:
         default=False, metadata={"help": "Keep training loss and clipping statistics out of the logs."}
     )
     seed: int | None = field(default=None, init=False)
+    re_attention: ReAttentionConfig | None = field(default=None, init=False)
 
     def __init__(
         self,
@@ -63,8 +144,11 @@ class PrivacyConfig:
         accountant: AccountantName = "pld",
         withhold_non_private_logs: bool = False,
         seed: int | None = None,
+        re_attention: ReAttentionConfig | None = None,
     ) -> None:
         values = dict(locals())
+        if isinstance(re_attention, dict):
+            values["re_attention"] = ReAttentionConfig.from_dict(re_attention)
         for item in dataclasses.fields(self):
             object.__setattr__(self, item.name, values[item.name])
         self._check()
@@ -119,6 +203,18 @@ class PrivacyConfig:
                 why="it must be None (secret randomness) or a non-negative integer (reproducible, not private).",
                 fix="leave it out for a private run.",
             )
+        if self.re_attention is not None and not isinstance(self.re_attention, ReAttentionConfig):
+            raise ConfigurationError(
+                f"re_attention={self.re_attention!r}.",
+                why="the correction needs its settings.",
+                fix="give re_attention=ReAttentionConfig().",
+            )
+        if budget is None and self.re_attention is not None and self.re_attention.token_frequencies == "released":
+            raise ConfigurationError(
+                "re_attention with released token frequencies, and noise_multiplier in place of target_epsilon.",
+                why="the release is paid for with a share of the target epsilon.",
+                fix="give target_epsilon, or ReAttentionConfig(token_frequencies='uniform' or 'public').",
+            )
         if noise == 0:
             warnings.warn(
                 "noise_multiplier=0: this run adds no noise and is not private; its epsilon is infinite.",
@@ -131,7 +227,8 @@ class PrivacyConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """The fields as plain values; `PrivacyConfig(**config.to_dict()) == config`."""
-        return {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}
+        values = {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}
+        return {**values, "re_attention": self.re_attention and self.re_attention.to_dict()}
 
     def to_json(self) -> str:
         """The config as strict JSON; an infinite clipping norm is written as the string "inf"."""

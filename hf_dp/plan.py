@@ -25,10 +25,12 @@ class Plan:
         sampler: draws each logical batch; the event's sampling probability is its own.
         steps: how many steps are planned, and, under a target epsilon, the most that the budget pays for.
         delta: the promised delta.
-        noise_multiplier: given, or calibrated so that `steps` steps cost at most the target epsilon.
+        noise_multiplier: given, or calibrated so that `steps` steps, and the release of token frequencies if there is
+            one, cost at most the target epsilon.
         clipping: each example's contribution to the sum.
         noise: what is added to the sum, once for each logical batch.
         entropy: where sampling and noise get their randomness.
+        frequency_noise_multiplier: of the release of token frequencies; None if nothing is released.
     """
 
     config: PrivacyConfig
@@ -39,6 +41,7 @@ class Plan:
     clipping: Clipping
     noise: GaussianNoise
     entropy: Entropy
+    frequency_noise_multiplier: float | None = None
 
     @classmethod
     def make(cls, config: PrivacyConfig, sampler: PoissonBatchSampler, steps: int, entropy: Entropy) -> Plan:
@@ -50,7 +53,17 @@ class Plan:
         n = sampler.dataset_size
         wanted = config.target_delta
         delta = accounting.check_delta(accounting.default_delta(n) if wanted is None else wanted, n)
-        noise_multiplier = config.noise_multiplier
+        noise_multiplier, frequency_noise = config.noise_multiplier, None
+        attention = config.re_attention
+        if attention is not None and attention.token_frequencies == "released":
+            assert config.target_epsilon is not None
+            frequency_noise = accounting.calibrate_noise_multiplier(
+                target_epsilon=attention.budget_share * config.target_epsilon,
+                target_delta=delta,
+                sampling_probability=1.0,
+                steps=1,
+                accountant=config.accountant,
+            )
         if noise_multiplier is None:
             assert config.target_epsilon is not None
             noise_multiplier = accounting.calibrate_noise_multiplier(
@@ -59,9 +72,16 @@ class Plan:
                 sampling_probability=sampler.sampling_probability,
                 steps=steps,
                 accountant=config.accountant,
+                spent=None if frequency_noise is None else accounting.step_event(frequency_noise, 1.0),
             )
         clipping, noise = Clipping(config.clipping_norm), GaussianNoise(entropy)
-        return cls(config, sampler, steps, delta, noise_multiplier, clipping, noise, entropy)
+        return cls(config, sampler, steps, delta, noise_multiplier, clipping, noise, entropy, frequency_noise)
+
+    @property
+    def frequency_event(self) -> dp_accounting.DpEvent | None:
+        """What the release of token frequencies costs; None if nothing is released."""
+        noise = self.frequency_noise_multiplier
+        return None if noise is None else accounting.step_event(noise, 1.0)
 
     @property
     def event(self) -> dp_accounting.DpEvent:
@@ -82,6 +102,8 @@ class Plan:
     def promise(self) -> dict[str, Any]:
         """What a ledger must share to be continued under this plan."""
         config = {k: v for k, v in self.config.to_dict().items() if k not in ("seed", "withhold_non_private_logs")}
+        if config["re_attention"] is None:
+            del config["re_attention"]
         return {
             **{k: "inf" if v == math.inf else v for k, v in config.items()},
             "dataset_size": self.sampler.dataset_size,

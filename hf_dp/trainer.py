@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,6 +25,7 @@ from hf_dp.arguments import (
     refuse_overrides,
     refuse_parallel_model,
 )
+from hf_dp.attention_noise import AttentionNoise
 from hf_dp.callbacks import PrivacyCallback
 from hf_dp.config import PrivacyConfig
 from hf_dp.errors import BudgetExceededError, ConfigurationError
@@ -48,6 +50,8 @@ logger = logging.getLogger(__name__)
 _UNKNOWN: Any = object()
 REPORT_FILE = "privacy_report.json"
 _WITHHELD = ("loss", "train_loss", "clipped_fraction", "non_finite_examples", "num_input_tokens_seen", "total_flos")
+
+_CORRECTION = "re_attention/"
 
 
 class DPTrainerMixin(_Base):
@@ -80,6 +84,8 @@ class DPTrainerMixin(_Base):
         self._plan: Plan | None = None
         self._certificate: Certificate | None = None
         self._saved_run: SavedRun | None = None
+        self._checkpoint: Path | None = None
+        self._attention_noise: AttentionNoise | None = None
         self._fingerprint: str | None = _UNKNOWN
         self._statistics = {"examples": 0, "clipped": 0, "non_finite": 0}
         super().__init__(*args, **kwargs)
@@ -156,7 +162,7 @@ class DPTrainerMixin(_Base):
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         # A checkpoint without a ledger is refused before its weights are read.
-        self._saved_run = SavedRun.read(resume_from_checkpoint)
+        self._saved_run, self._checkpoint = SavedRun.read(resume_from_checkpoint), Path(resume_from_checkpoint)
         super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def begin_private_run(self, state: TrainerState) -> None:
@@ -184,7 +190,36 @@ class DPTrainerMixin(_Base):
         refuse_optimizer(self.optimizer, self._module)
         # A warning, so that it is seen: the default delta, and an argument that is not what the user left it at.
         logger.warning("Private training: %s. max_grad_norm is set to 0: gradients are clipped for each example.", plan)
+        if self.privacy.re_attention is not None:
+            self._attention_noise = AttentionNoise(
+                self._module,
+                self.privacy.re_attention,
+                plan,
+                self.ledger,
+                self._token_ids(),
+                self._checkpoint if state.global_step else None,
+            )
         self._preflight()
+
+    def after_optimizer_step(self) -> None:
+        """Keeps Re-Attention in step with the noise."""
+        if self._attention_noise is not None and self.optimizer is not None:
+            self._attention_noise.after_optimizer_step(self.optimizer)
+
+    def _token_ids(self) -> Iterator[Tensor]:
+        """The token ids of each training example, without padding."""
+        loader: Any = self.callback_handler.train_dataloader
+        for index in range(len(loader.dataset)):
+            batch = loader.collate_fn.collated([loader.dataset[index]])
+            ids = batch.get("input_ids")
+            if not isinstance(ids, Tensor):
+                raise ConfigurationError(
+                    "Re-Attention with released token frequencies, and no input_ids in the batches.",
+                    why="there are no tokens to count.",
+                    fix="use ReAttentionConfig(token_frequencies='uniform').",
+                )
+            mask = batch.get("attention_mask")
+            yield ids if mask is None or mask.shape != ids.shape else ids[mask.bool()]
 
     def checkpoint_record(self) -> dict[str, Any]:
         """What a checkpoint keeps: the ledger, and a keyed fingerprint of the data."""
@@ -291,10 +326,13 @@ class DPTrainerMixin(_Base):
             seen = self._statistics
             logs["clipped_fraction"] = seen["clipped"] / max(1, seen["examples"])
             logs["non_finite_examples"] = seen["non_finite"]
+            if self._attention_noise is not None:
+                corrections = self._attention_noise.attention.take_corrections()
+                logs.update({f"{_CORRECTION}{name}": value for name, value in corrections.items()})
             self._statistics = dict.fromkeys(seen, 0)
         if self.privacy.withhold_non_private_logs:
-            for name in _WITHHELD:
-                logs.pop(name, None)
+            for name in [name for name in logs if name in _WITHHELD or name.startswith(_CORRECTION)]:
+                del logs[name]
         super().log(logs, start_time)
 
     def _epsilon(self) -> float:
@@ -315,6 +353,8 @@ class DPTrainerMixin(_Base):
             path = os.path.join(output_dir or self._output_dir, REPORT_FILE)
             with open(path, "w", encoding="utf-8") as file:
                 file.write(self.privacy_report().to_json() + "\n")
+            if self._attention_noise is not None:
+                self._attention_noise.save(output_dir or self._output_dir)
 
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
         """Refused: every trial spends budget on the same data."""

@@ -6,6 +6,7 @@
     python scripts/benchmark.py scaling --figure docs/figures/scaling.png
     python scripts/benchmark.py noise
     python scripts/benchmark.py trainer
+    python scripts/benchmark.py re-attention
 
 A step is one logical batch of four micro-batches of B with fused AdamW; the private one also clips each example, adds
 noise and charges the ledger. Variants of a case take turns, and the median of the repeats counts. Peak memory is that
@@ -17,6 +18,7 @@ private step would take if it did these operations as fast as an ordinary one, a
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import platform
 import statistics
@@ -264,6 +266,37 @@ def noise(
     for name, call in calls.items():
         seconds = [_timed(call, device) for _ in range(repeats + 1)]
         print(f"{name}: {size / statistics.median(seconds[1:]) / 1e6:.0f} million a second")
+
+
+@app.command()
+def re_attention(
+    repeats: Annotated[int, typer.Option(help="Timed forward passes.")] = 9,
+    length: Annotated[int, typer.Option(help="Positions of each example.")] = 512,
+    dtype: _Dtype = "float32",
+) -> None:
+    """Time of a forward pass with Re-Attention as a ratio to plain sdpa, both fidelities."""
+    from hf_dp import ReAttentionConfig
+    from hf_dp.re_attention import ReAttention
+    from hf_dp.re_attention.errors import one_step, relative_counts
+
+    setting = _setting(dtype, "sdpa")
+    for name in ("tied long", "llama lora"):
+        case = dataclasses.replace(CASES[name], batch=4, length=length, lora=False)
+        ids = batches(case, setting.device)[0]["input_ids"]
+        models = {fidelity: build(case, setting).eval() for fidelity in ("plain", "isotropic", "per_feature")}
+        for fidelity in ("isotropic", "per_feature"):
+            config = ReAttentionConfig(fidelity=fidelity, token_frequencies="uniform")  # type: ignore[arg-type]
+            attention = ReAttention(models[fidelity], config)
+            shares = torch.linspace(0.01, 1, case.config["vocab_size"])
+            attention.errors = one_step(relative_counts(models[fidelity], 64.0, shares), 1e-3)
+        seconds: dict[str, list[float]] = {fidelity: [] for fidelity in models}
+        with torch.no_grad():
+            for _ in range(repeats + 1):
+                for fidelity, model in models.items():
+                    seconds[fidelity].append(_timed(functools.partial(model, ids), setting.device))
+        plain, *others = (statistics.median(values[1:]) for values in seconds.values())
+        ratios = ", ".join(f"{f} {t / plain:.2f}" for f, t in zip(list(models)[1:], others, strict=True))
+        print(f"{case.family}, B 4, T {length}: plain {1000 * plain:.0f} ms, {ratios} times that")
 
 
 class _Virtual(torch.utils.data.Dataset):

@@ -25,6 +25,7 @@ def calibrate_noise_multiplier(
     sampling_probability: float,
     steps: int,
     accountant: AccountantName = "pld",
+    spent: dp.DpEvent | None = None,
 ) -> float:
     """The smallest noise multiplier with which a whole run stays within its budget.
 
@@ -37,6 +38,7 @@ def calibrate_noise_multiplier(
         sampling_probability: of each unit in each step, in (0, 1].
         steps: optimizer steps of the run.
         accountant: "pld" or "rdp".
+        spent: what is released besides, and paid for with the same budget.
 
     Returns:
         The standard deviation of the noise in units of the sensitivity, not below 1e-4: less noise hides nothing.
@@ -49,8 +51,8 @@ def calibrate_noise_multiplier(
     check_steps(steps)
 
     def cost(noise: float, by: AccountantName) -> float:
-        step = step_event(noise, sampling_probability)
-        return epsilon(dp.SelfComposedDpEvent(step, steps), target_delta, by)
+        run = dp.SelfComposedDpEvent(step_event(noise, sampling_probability), steps)
+        return epsilon(run if spent is None else dp.ComposedDpEvent([spent, run]), target_delta, by)
 
     # The Renyi bound takes milliseconds, and its answer is a good first guess at the tight one.
     start = 1.0

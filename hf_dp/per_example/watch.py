@@ -164,12 +164,22 @@ class Watch:
             raise refusal(parameters, f"operation {name}", reason)
         bound = _bound(rule, name, parameters, args, kwargs)
         if rule is not None and isinstance(bound, Bound):
-            return self._use(rule, bound, parameters, function, args, kwargs)
+            try:
+                return self._use(rule, bound, parameters, function, args, kwargs)
+            except torch.OutOfMemoryError:
+                raise
+            except (RuntimeError, TypeError, ValueError, IndexError) as error:
+                # What fails without a rule too is the model's own error.
+                function(*mapped(_plain, args), **mapped(_plain, kwargs))
+                raise refusal(parameters, f"operation {name}", f"its rule cannot read it ({error})") from error
         assert isinstance(bound, UnsupportedModelError)
         if function in _BROADCASTING:
             copies = self._copies(name, parameters, args, kwargs)
             if copies is not None:
-                return function(*copies[0], **copies[1])
+                try:
+                    return function(*copies[0], **copies[1])
+                except RuntimeError as error:  # masked_fill takes no rows
+                    raise bound from error
         if _CHANGING.search(name) or not self._are_constant(name, parameters, args, kwargs):
             raise bound
         return self._on_constants(function, args, kwargs, parameters, bound)
@@ -330,7 +340,13 @@ class _RecordedUse(torch.autograd.Function):
         needs_input = bool(ctx.needs_input_grad[1])
         # Detached: factors that held on to the graph would be held by it in turn, and never be freed.
         saved = tuple(tensor.detach() for tensor in ctx.saved_tensors)
-        input_gradient, factors = call.rule.backward(saved, call.operands, gradients[0], call.axis, needs_input)
+        try:
+            input_gradient, factors = call.rule.backward(saved, call.operands, gradients[0], call.axis, needs_input)
+        except torch.OutOfMemoryError:
+            raise
+        except (RuntimeError, TypeError, ValueError, IndexError) as error:
+            names = sorted({w.source.parameter for w in call.watched.values()})
+            raise refusal(names, f"operation {call.rule.name}", f"its rule cannot read it ({error})") from error
         for role, parameter in call.watched.items():
             found = factors[role]
             if found is not None:

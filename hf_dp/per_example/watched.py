@@ -109,7 +109,10 @@ def _derive(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     source = watched[0].source
     plain = tuple(source.plain if a is watched[0] else a for a in args)
     if func in _CASTS and args[0] is watched[0]:
-        return source.derived(func(*plain, **kwargs), source.pull)
+        cast = func(*plain, **kwargs)
+        # The name of a type, or whole numbers: no gradient comes back from these.
+        is_weight = isinstance(cast, Tensor) and cast.is_floating_point()
+        return source.derived(cast, source.pull) if is_weight else cast
     if func in _TRANSPOSES and source.plain.dim() == 2:
         swapped = _swaps(args[1:], kwargs)
         return source.derived(func(*plain, **kwargs), (lambda f: source.pull(f.transposed)) if swapped else source.pull)

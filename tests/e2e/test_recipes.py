@@ -53,3 +53,21 @@ def test_a_language_model_of_plays(data_directory, tmp_path):
     )
     before, after = (float(printed.split(f"evaluation loss {when}: ")[1].split()[0]) for when in ("before", "after"))
     assert after < before - 0.5
+
+
+def test_sequential_recommendation_with_its_controls(tmp_path):
+    interactions = tmp_path / "interactions.txt"
+    interactions.write_text(
+        "".join(f"u{user} i{(user * step) % 23}\n" for user in range(60) for step in range(1, 6)), encoding="utf-8"
+    )
+    printed = run(
+        "sequential_recommendation",
+        *("--interactions_file", str(interactions), "--arms", "off,on,shuffled,constant", "--epsilons", "8,inf"),
+        *("--max_steps", "2", "--per_device_train_batch_size", "8", "--gradient_accumulation_steps", "2"),
+        *("--output_dir", str(tmp_path / "out")),
+    )
+    for arm in ("off", "on", "shuffled", "constant"):
+        assert f"epsilon 8, {arm}: NDCG@10" in printed
+        assert f"epsilon inf, {arm}: NDCG@10" in printed
+    assert "popularity: NDCG@10" in printed
+    assert (tmp_path / "out" / "results.json").exists()

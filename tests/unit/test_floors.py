@@ -29,6 +29,8 @@ FLOORS = {
     "plan": 2,
     "probe": 2,
     "resume": 2,
+    "frequencies": 3,
+    "attention_noise": 4,
     "step": 3,
     "callbacks": 4,
     "trainer": 4,
@@ -38,7 +40,10 @@ FLOORS = {
     "cli": 5,
 }
 # (importer, imported) on one floor. Everything else on a floor is a stranger to its neighbours.
-PEERS = {("config", "errors"), ("randomness", "errors"), ("trainer", "callbacks"), ("cli", "demo")}
+PEERS = {
+    ("config", "errors"), ("randomness", "errors"), ("trainer", "callbacks"), ("trainer", "attention_noise"),
+    ("cli", "demo"),
+}  # fmt: skip
 # Libraries that a module must not import itself. What it imports through others is seen in test_package.py.
 FORBIDDEN = {
     "errors": {"torch", "transformers"},

@@ -235,3 +235,26 @@ def test_what_a_constant_was_computed_with_is_changed_in_place(by: str) -> None:
     model = Small(function, table=nn.Embedding(5, 4))
     with pytest.raises(UnsupportedModelError, match="in place"):
         record(model, square, batch(3, 5, 4))
+
+
+@pytest.mark.parametrize(
+    ("function", "members"),
+    [
+        (lambda m, x: x.masked_fill(x > 0, m.scalar), {"scalar": parameter()}),
+        (lambda m, x: x + m.table[torch.zeros(0, dtype=torch.long)].sum(), {"table": parameter(4, 4)}),
+        (lambda m, x: torch.func.vmap(m.linear)(x), {"linear": nn.Linear(4, 4)}),
+    ],
+)
+def test_what_a_rule_cannot_read_is_refused_by_name(function: Any, members: dict[str, Any]) -> None:
+    with pytest.raises(UnsupportedModelError):
+        record(Small(function, **members), square, batch(3, 5, 4))
+
+
+def test_an_error_of_the_models_own_stays_its_own() -> None:
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        record(Small(lambda m, x: m.linear(x), linear=nn.Linear(3, 4)), square, batch(3, 5, 4))
+
+
+def test_the_type_of_a_weight_may_be_asked_for() -> None:
+    model = Small(lambda m, x: x @ m.weight if "Double" in m.weight.type() else x, weight=parameter(4, 4))
+    assert relative_error(record(model, square, batch(3, 5, 4)), loop(model, square, batch(3, 5, 4))) <= 1e-12

@@ -1,0 +1,24 @@
+"""Re-Attention: attention corrected for the noise that DP training puts into keys (arXiv:2405.18194)."""
+
+from hf_dp.re_attention.inspect import AttentionByFrequency, inspect_attention
+from hf_dp.re_attention.installed import (
+    FILE,
+    FREQUENCIES,
+    ReAttention,
+    installed,
+    load_re_attention,
+    read,
+    remove_re_attention,
+)
+
+__all__ = [
+    "FILE",
+    "FREQUENCIES",
+    "AttentionByFrequency",
+    "ReAttention",
+    "inspect_attention",
+    "installed",
+    "load_re_attention",
+    "read",
+    "remove_re_attention",
+]

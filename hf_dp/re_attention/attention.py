@@ -1,0 +1,218 @@
+"""The attention function: each score less half the variance that noise in the key gives it.
+
+A noisy key K_j = k_j + e_j makes E[exp(s q K_j)] = exp(s q k_j) exp(v_j / 2) with v_j = s^2 sum_d q_d^2 Var(K_jd), so
+noisier keys draw attention that is not theirs (Ding et al. 2024, arXiv:2405.18194). -v_j / 2 is linear in q^2: with
+q^2 appended to the query and -(s / 2) Var(K_j) to the key, any kernel computes it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from hf_dp.re_attention.moments import wide
+
+NAME = "re_attention"
+# Where features share a variance, the attention of so many queries is computed again; of more, that of 1, 2, 4, 8, ...
+_QUERIES = 64
+
+
+@dataclass(frozen=True)
+class KeyNoise:
+    """Variances of the keys (B, H, S, d), and of the values (B, H, S, d') where outputs are followed; the last axis is
+    1 where features share one."""
+
+    keys: Tensor
+    values: Tensor | None
+
+
+# Told the attention (B, H, T, S) of each layer without the correction, and with it.
+Listener = Callable[[Tensor, Tensor], None]
+
+
+class Owner(Protocol):
+    """What knows the noise of an attention module's keys."""
+
+    def key_noise(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor) -> KeyNoise | None: ...
+
+    def note_correction(self, module: nn.Module, mean: Tensor) -> None: ...
+
+    def note_output(self, output: Tensor, noise: Tensor) -> None: ...
+
+    def unfollowed(self) -> Any: ...
+
+    @property
+    def listener(self) -> Listener | None: ...
+
+
+OWNERS: WeakKeyDictionary[nn.Module, Owner] = WeakKeyDictionary()
+
+
+def register() -> None:
+    """Makes the implementation known to Transformers, for attention and for masks."""
+    AttentionInterface.register(NAME, re_attention_forward)
+    AttentionMaskInterface.register(NAME, sdpa_mask)
+
+
+def re_attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """As Transformers' sdpa attention (eager where scores are capped), with corrected scores.
+
+    Args:
+        module: whose owner knows the noise; without one, or without noise, this is ordinary attention.
+        query: (B, H, T, d).
+        key: (B, H or fewer, S, d).
+        value: (B, H or fewer, S, d').
+        attention_mask: as sdpa takes it, or None.
+        dropout: of the attention weights.
+        scaling: s; by default d ** -0.5.
+        **kwargs: of the model family, handed on.
+
+    Returns:
+        (B, T, H, d'), and the weights where the kernel gives them.
+    """
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    forward: Any = sdpa_attention_forward
+    if kwargs.get("softcap") is not None:
+        forward = sys.modules[type(module).__module__].eager_attention_forward
+        attention_mask = _additive(attention_mask, query, key)
+    owner = OWNERS.get(module)
+    noise = None if owner is None else owner.key_noise(module, query, key, value)
+    plain = _Scores(module, query.detach(), key.detach(), attention_mask, scale, kwargs)
+    if owner is None or noise is None:
+        if owner is not None and owner.listener is not None:
+            owner.listener(plain.all_attention(), plain.all_attention())
+        return forward(module, query, key, value, attention_mask, dropout=dropout, scaling=scale, **kwargs)  # type: ignore[no-any-return]
+    with owner.unfollowed():
+        squares = query.square()
+        squares = squares.sum(-1, keepdim=True) if noise.keys.shape[-1] == 1 else squares
+        owner.note_correction(module, _mean_correction(squares.detach(), noise.keys, scale))
+        longer_query = torch.cat([query, squares], -1)
+        longer_key = torch.cat([key, (-scale / 2 * noise.keys).to(key.dtype)], -1)
+        has_mean = noise.values is not None and noise.values.shape[-1] == 1
+        # The mean of the values' noise comes for nothing, as one more feature; kernels want one width for all three.
+        wide = torch.cat([value, noise.values.to(value.dtype)], -1) if has_mean and noise.values is not None else value
+        wide = F.pad(wide, (0, max(0, longer_key.shape[-1] - wide.shape[-1])))
+        output, weights = forward(
+            module, longer_query, longer_key, wide, attention_mask, dropout=dropout, scaling=scale, **kwargs
+        )
+        width = value.shape[-1]
+        result = output[..., :width]
+        scores = _Scores(module, longer_query.detach(), longer_key.detach(), attention_mask, scale, kwargs)
+        if owner.listener is not None:
+            owner.listener(plain.all_attention(), scores.all_attention())
+        if noise.values is not None:
+            with torch.no_grad():
+                mean = output.detach()[..., width] if has_mean else None
+                owner.note_output(result, _output_noise(scores, noise.values, mean))
+    return result, weights
+
+
+def _additive(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
+    """The mask that eager attention adds; sdpa's None means causal, and scores are capped in decoders only."""
+    if mask is None:
+        mask = _causal(query.shape[2], key.shape[2], query.device)[None, None]
+    if mask.dtype != torch.bool:
+        return mask
+    return torch.zeros(mask.shape, dtype=query.dtype, device=query.device).masked_fill(
+        ~mask, torch.finfo(query.dtype).min
+    )
+
+
+def _causal(queries: int, keys: int, device: torch.device) -> Tensor:
+    return torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
+
+
+@torch.no_grad()
+def _mean_correction(squares: Tensor, noise: Tensor, scale: float) -> Tensor:
+    """(): the mean of v_j / 2 over examples, heads and all pairs of positions."""
+    grouped = wide(squares).mean(2).unflatten(1, (noise.shape[1], -1)).mean(2)
+    mean: Tensor = scale**2 / 2 * (grouped * noise.mean(2)).sum(-1).mean()
+    return mean
+
+
+@dataclass(frozen=True)
+class _Scores:
+    module: nn.Module
+    query: Tensor
+    key: Tensor
+    mask: Tensor | None
+    scale: float
+    options: dict[str, Any]
+
+    @property
+    def is_causal(self) -> bool:
+        given = self.options.get("is_causal")
+        causal = getattr(self.module, "is_causal", True) if given is None else given
+        return bool(causal) and self.mask is None and self.query.shape[2] > 1
+
+    def visible(self) -> Tensor:
+        """(B or 1, H or 1, T): how many keys each query sees."""
+        queries, keys = self.query.shape[2], self.key.shape[2]
+        if self.mask is None:
+            first = keys - queries + 1 if self.is_causal else keys
+            step = 1 if self.is_causal else 0
+            return (first + step * torch.arange(queries, device=self.query.device)).expand(1, 1, -1)
+        mask = self.mask if self.mask.dtype == torch.bool else self.mask > torch.finfo(self.mask.dtype).min / 2
+        return mask.sum(-1).clamp_min(1)
+
+    @torch.no_grad()
+    def all_attention(self) -> Tensor:
+        """(B, H, T, S)."""
+        return self.attention(torch.arange(self.query.shape[2], device=self.query.device))
+
+    def attention(self, rows: Tensor) -> Tensor:
+        """(B, H, len(rows), S): the attention of some queries."""
+        groups = self.query.shape[1] // self.key.shape[1]
+        key = self.key.repeat_interleave(groups, 1) if groups > 1 else self.key
+        scores = wide(self.query[:, :, rows] @ key.mT) * self.scale
+        cap, bias = self.options.get("softcap"), self.options.get("position_bias")
+        if cap is not None:
+            scores = torch.tanh(scores / cap) * cap
+        if bias is not None:
+            scores = scores + bias.detach()[:, :, rows if bias.shape[2] > 1 else slice(None)]
+        mask = self.mask
+        if mask is None and self.is_causal:
+            mask = _causal(self.query.shape[2], key.shape[2], key.device).expand(1, 1, -1, -1)
+        if mask is not None:
+            mask = mask[:, :, rows if mask.shape[2] > 1 else slice(None)]
+            scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
+        return scores.softmax(-1).nan_to_num(0.0)
+
+
+def _output_noise(scores: _Scores, values: Tensor, mean: Tensor | None) -> Tensor:
+    """Of sum_j a_j V_j: sum_j a_j^2 Var(V_j), (B, T, H, d'), or (B, T, 1, 1) where features share one.
+
+    There the sum of squares is taken as the mean of Var(V_j) over the effective number of keys: that of the last one of
+    a few queries, in proportion to the keys that each query sees. Nothing depends on a later position.
+    """
+    queries = scores.query.shape[2]
+    if mean is None:
+        groups = scores.query.shape[1] // values.shape[1]
+        squares = scores.all_attention().square()
+        return (squares @ values.repeat_interleave(groups, 1)).transpose(1, 2)
+    positions = torch.arange(queries, device=values.device)
+    rows = positions if queries <= _QUERIES else positions[(positions + 1).log2().frac().eq(0)]
+    visible = scores.visible().to(mean.dtype)
+    concentration = scores.attention(rows).square().sum(-1) * (visible[:, :, rows] if visible.shape[2] > 1 else visible)
+    last = torch.searchsorted(rows, positions, right=True) - 1
+    over_heads: Tensor = (mean.transpose(1, 2) * concentration[:, :, last] / visible).mean(1)
+    return over_heads[..., None, None]

@@ -1,0 +1,281 @@
+"""Re-Attention on a model: patched, followed, logged, saved, loaded and removed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from hf_dp.config import ReAttentionConfig
+from hf_dp.errors import ConfigurationError, UnsupportedModelError
+from hf_dp.re_attention.attention import NAME, OWNERS, KeyNoise, Listener, register
+from hf_dp.re_attention.moments import Moments, Tracked
+from hf_dp.re_attention.rules import RULES
+
+FILE = "re_attention.safetensors"
+# Beside the errors in a checkpoint, so that a resumed run releases nothing anew.
+FREQUENCIES = "token_frequencies"
+_FORMAT = "1"
+_INSTALLED: WeakKeyDictionary[nn.Module, ReAttention] = WeakKeyDictionary()
+
+
+class ReAttention:
+    """The correction on one model.
+
+    Args:
+        model: a Transformers model whose attention goes through the attention interface, or a PEFT model around one.
+        config: fidelity and scale.
+
+    Attributes:
+        errors: the standard deviation of the noise in each trainable parameter, by name: (), or (rows, 1). Empty: plain
+            attention.
+
+    Raises:
+        UnsupportedModelError: an attention that does not go through the interface, or is none.
+    """
+
+    def __init__(self, model: nn.Module, config: ReAttentionConfig) -> None:
+        if model in _INSTALLED:
+            remove_re_attention(model)
+        self.config = config
+        self.errors: dict[str, Tensor] = {}
+        self.listener: Listener | None = None
+        self._moments: Moments | None = None
+        self._depth = 0
+        self._kept: dict[nn.Module, list[Tensor]] = {}
+        self._fired: set[nn.Module] = set()
+        self._corrections: dict[str, tuple[Tensor, int]] = {}
+        self._names = {module: name for name, module in model.named_modules() if _is_attention(module)}
+        self._bases = [m for m in model.modules() if isinstance(m, PreTrainedModel)]
+        if not self._bases or not self._names:
+            raise UnsupportedModelError(
+                f"{type(model).__name__} has no attention that Transformers' attention interface reaches.",
+                why="Re-Attention is an attention implementation of that interface.",
+                fix="leave re_attention out of PrivacyConfig.",
+            )
+        self._before = self._bases[0].config._attn_implementation
+        self._parameters = dict(model.named_parameters())
+        register()
+        self._bases[0].set_attn_implementation(NAME)
+        self._handles = [
+            handle
+            for base in self._bases
+            for handle in (
+                base.register_forward_pre_hook(self._enter),
+                base.register_forward_hook(self._leave, always_call=True),
+            )
+        ]
+        for module in self._names:
+            OWNERS[module] = self
+        _INSTALLED[model] = self
+
+    def remove(self) -> None:
+        """Plain attention again."""
+        for handle in self._handles:
+            handle.remove()
+        for module in self._names:
+            OWNERS.pop(module, None)
+        self._bases[0].set_attn_implementation(self._before)
+
+    # --- one forward pass ---------------------------------------------------------------------------------------------
+
+    @property
+    def layers(self) -> dict[nn.Module, str]:
+        """The attention modules, with their names."""
+        return self._names
+
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        self._depth += 1
+        if self._depth > 1 or not self.errors:
+            return
+        scale = self.config.scale
+        errors = {}
+        for name, error in self.errors.items():
+            p = self._parameters[name]
+            errors[p.data_ptr()] = (scale * error).square().to(torch.promote_types(p.dtype, torch.float32))
+        self._kept.clear()
+        self._fired.clear()
+        if self._moments is None:
+            self._moments = Moments(errors, self.config.fidelity == "isotropic", RULES)
+        self._moments.begin(errors)
+        self._moments.__enter__()  # type: ignore[no-untyped-call]
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._depth -= 1
+        if self._depth or not self.errors or self._moments is None:
+            return
+        self._moments.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        self._moments.end()
+        if module is self._bases[0] and output is not None:
+            self._check_fired()
+
+    def _check_fired(self) -> None:
+        missed = sorted(name for module, name in self._names.items() if module not in self._fired)
+        if missed:
+            raise UnsupportedModelError(
+                f"attention of {type(self._bases[0]).__name__} that does not use the attention interface: "
+                f"{', '.join(missed[:3])}{', ...' if len(missed) > 3 else ''}.",
+                why="its scores would not be corrected, while the model says that they are.",
+                fix="leave re_attention out of PrivacyConfig for this model family.",
+            )
+
+    # --- what the attention function asks and tells -------------------------------------------------------------------
+
+    def key_noise(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor) -> KeyNoise | None:
+        """The variances of keys and values, or None if there is no noise."""
+        if not self.errors:
+            return None
+        moments = self._moments
+        if not self._depth or moments is None:
+            # Checkpointing runs the layer again in the backward pass: last in, first out.
+            kept = self._kept.get(module)
+            noise = kept.pop() if kept else None
+            return None if noise is None or not noise.numel() else KeyNoise(noise, None)
+        if module in self._fired:
+            raise UnsupportedModelError(
+                f"{self._names[module]} attends twice in one pass (its layer is shared).",
+                why="the noise of its keys would have to be kept for each use.",
+                fix="leave re_attention out of PrivacyConfig for this model family.",
+            )
+        self._fired.add(module)
+        keys, values = moments.variance(key), moments.variance(value)
+        if moments.lost:
+            raise UnsupportedModelError(
+                f"{self._names[module]}: the noise of the keys was lost in {', '.join(sorted(moments.lost))}.",
+                why="the correction would leave out noise that the keys have.",
+                fix="leave re_attention out of PrivacyConfig for this model family.",
+            )
+        if keys is not None and key.shape[2] > query.shape[2] and bool(keys[..., 0].eq(0).any()):
+            raise UnsupportedModelError(
+                "cached keys of which the noise is not known (beam search reorders the cache outside the model).",
+                why="the correction would leave out noise that the keys have.",
+                fix="generate with num_beams=1 or use_cache=False, or call hf_dp.remove_re_attention(model) first.",
+            )
+        if keys is not None and self.config.fidelity == "isotropic":
+            keys = moments.over_features(keys)
+            values = None if values is None else moments.over_features(values)
+        self._kept.setdefault(module, []).append(torch.empty(0) if keys is None else keys)
+        if len(self._fired) == len(self._names):
+            moments.finish()
+            values = None
+        return None if keys is None else KeyNoise(keys, values)
+
+    def note_correction(self, module: nn.Module, mean: Tensor) -> None:
+        """Adds to the mean correction of a layer."""
+        name = self._names[module]
+        total, count = self._corrections.get(name, (torch.zeros_like(mean), 0))
+        self._corrections[name] = total + mean, count + 1
+
+    def note_output(self, output: Tensor, noise: Tensor) -> None:
+        """Follows the noise of an attention output."""
+        assert self._moments is not None
+        self._moments.put(output, Tracked(noise.expand(output.shape)))
+
+    @contextmanager
+    def unfollowed(self) -> Iterator[None]:
+        """Inside, operations are not followed."""
+        if self._moments is None or not self._depth:
+            yield
+            return
+        with self._moments.paused():
+            yield
+
+    def take_corrections(self) -> dict[str, float]:
+        """The mean of v_j / 2 for each layer since the last call, by module name."""
+        found = {name: float(total) / count for name, (total, count) in self._corrections.items()}
+        self._corrections.clear()
+        return found
+
+    # --- what is saved ------------------------------------------------------------------------------------------------
+
+    def save(self, directory: str | Path, besides: Mapping[str, Tensor] = MappingProxyType({})) -> None:
+        """Writes `re_attention.safetensors`: the errors, what is kept besides, and the config in its metadata."""
+        kept = {**self.errors, **besides}
+        tensors = {name: error.detach().cpu().float().contiguous() for name, error in kept.items()}
+        metadata = {"format": _FORMAT, "config": json.dumps(self.config.to_dict())}
+        save_file(tensors, Path(directory) / FILE, metadata=metadata)
+
+
+def _is_attention(module: nn.Module) -> bool:
+    def named(one: nn.Module) -> bool:
+        return type(one).__name__.endswith("Attention")
+
+    return named(module) and not any(named(child) for child in module.modules() if child is not module)
+
+
+def installed(model: nn.Module) -> ReAttention | None:
+    """The Re-Attention of a model, if it has one."""
+    return _INSTALLED.get(model)
+
+
+def remove_re_attention(model: nn.Module) -> None:
+    """Gives a model its plain attention back; one without Re-Attention is left as it is."""
+    found = _INSTALLED.pop(model, None)
+    if found is not None:
+        found.remove()
+
+
+def load_re_attention(model: nn.Module, directory_or_repo: str | Path) -> ReAttention:
+    """Puts a saved Re-Attention on a loaded model.
+
+    Args:
+        model: with the architecture and parameter names that it was saved from.
+        directory_or_repo: a directory, or a repository on the hub, with `re_attention.safetensors`.
+
+    Raises:
+        ConfigurationError: no such file, a damaged one, or one for other parameters.
+    """
+    path = Path(directory_or_repo) / FILE
+    if not Path(directory_or_repo).is_dir():
+        from huggingface_hub import hf_hub_download
+
+        path = Path(hf_hub_download(str(directory_or_repo), FILE))
+    config, errors = read(path)
+    errors.pop(FREQUENCIES, None)
+    shapes = {name: p.shape for name, p in model.named_parameters()}
+    strangers = [n for n, e in errors.items() if n not in shapes or (e.dim() and e.shape[0] != shapes[n][0])]
+    if strangers:
+        raise ConfigurationError(
+            f"{str(path)!r} knows parameters that {type(model).__name__} has not, or of another size: "
+            f"{', '.join(sorted(strangers)[:3])}.",
+            why="the noise of a parameter belongs to that parameter.",
+            fix="load the model that the file was saved with.",
+        )
+    made = ReAttention(model, config)
+    devices = {name: p.device for name, p in model.named_parameters()}
+    made.errors = {name: error.to(devices[name]) for name, error in errors.items()}
+    return made
+
+
+def read(path: Path) -> tuple[ReAttentionConfig, dict[str, Tensor]]:
+    """What `ReAttention.save` wrote.
+
+    Raises:
+        ConfigurationError: no such file, a damaged one, or one of another format.
+    """
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata: Mapping[str, str] = file.metadata() or {}
+            errors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dictionary
+        if metadata.get("format") != _FORMAT:
+            raise ValueError(f"format {metadata.get('format')!r}, not {_FORMAT!r}")
+        config = ReAttentionConfig(**json.loads(metadata["config"]))
+        if any(not bool(((e >= 0) & e.isfinite()).all()) for e in errors.values()):
+            raise ValueError("a standard deviation that is negative or not finite")
+    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+        raise ConfigurationError(
+            f"{str(path)!r} is no saved Re-Attention ({error}).",
+            why="without it the attention would not be the one that was trained.",
+            fix="use a directory that DPTrainer saved with re_attention, or leave it at plain attention.",
+        ) from error
+    return config, errors

@@ -1,0 +1,180 @@
+"""Variances that noisy parameters give to activations, followed through a forward pass by operation.
+
+A `Moments` is active during a forward pass and sees every torch function. Each activation that noise reaches has a
+variance beside it, in a table of weak references: linear maps add up (Wang et al. 2016, natural-parameter networks,
+arXiv:1611.00448), elementwise functions are linearised, normalisations divide by what noise adds to the length too.
+Terms of a sum are taken as independent. No model is known here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakIdKeyDictionary
+
+# Means over features are taken over so many of them at least, evenly spaced.
+_SAMPLED = 256
+
+Slope = Callable[[], Tensor]
+
+
+@dataclass(frozen=True)
+class Tracked:
+    """What is known of the noise of one tensor.
+
+    Attributes:
+        variance: of `base`, with the shape of the tensor, in at least float32; expanded where features share one.
+        slope: the derivative of the tensor by its base, elementwise, over `Moments.sampled` features; None for 1.
+        growth: E[t] / t of a tensor t that is a mean of squares, or a function of one; None for other tensors.
+        is_square: whether the tensor is the square of its base.
+    """
+
+    variance: Tensor
+    slope: Slope | None = None
+    growth: Tensor | None = None
+    is_square: bool = False
+
+
+class Moments(TorchFunctionMode):
+    """Follows variances through the operations of one forward pass.
+
+    Args:
+        errors: the variance of each noisy parameter, by its address: a scalar, or (rows, 1).
+        isotropic: one variance for all features of a token, or else one for each.
+        rules: function -> what becomes of variances there.
+    """
+
+    def __init__(self, errors: Mapping[int, Tensor], isotropic: bool, rules: Mapping[Any, Rule]) -> None:
+        super().__init__()
+        self.errors, self.isotropic = errors, isotropic
+        self._rules = rules
+        self._table: Any = WeakIdKeyDictionary()
+        self._energies: Any = WeakIdKeyDictionary()
+        self._is_paused = False
+        self.lost: set[str] = set()
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        output = func(*args, **kwargs)
+        if self._is_paused or not (isinstance(output, (Tensor, tuple, list)) or func is torch.Tensor.__setitem__):
+            return output
+        rule = self._rules.get(func)
+        with torch.no_grad():
+            if rule is not None:
+                rule(self, func, output, args, kwargs)
+            elif _is_unknown(func, output) and any(self.of(a) is not None for a in tensors((args, kwargs))):
+                self.lost.add(getattr(func, "__name__", str(func)))
+        return output
+
+    def begin(self, errors: Mapping[int, Tensor]) -> None:
+        """A new forward pass; what caches of earlier ones keep stays known."""
+        self.errors, self._is_paused = errors, False
+        self.lost.clear()
+
+    def end(self) -> None:
+        """The forward pass is over."""
+        self._energies.clear()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Inside, nothing is followed."""
+        before, self._is_paused = self._is_paused, True
+        try:
+            yield
+        finally:
+            self._is_paused = before
+
+    def finish(self) -> None:
+        """Nothing is followed from here on."""
+        self._is_paused = True
+
+    def of(self, tensor: Any) -> Tracked | None:
+        """What is known of the noise of a tensor."""
+        if not isinstance(tensor, Tensor):
+            return None
+        found: Tracked | None = self._table.get(tensor)
+        if found is None and tensor.requires_grad and tensor.is_leaf:
+            error = self.errors.get(tensor.data_ptr())
+            if error is not None and (error.dim() == 0 or error.shape[0] == tensor.shape[0]):
+                found = Tracked(error.expand(tensor.shape))
+        return found
+
+    def put(self, tensor: Tensor, tracked: Tracked | None) -> None:
+        """Notes the noise of a tensor."""
+        if tracked is not None:
+            self._table[tensor] = tracked
+        else:
+            self._table.pop(tensor, None)
+
+    def variance(self, tensor: Tensor) -> Tensor | None:
+        """Of the tensor itself, in its shape; None without noise."""
+        tracked = self.of(tensor)
+        if tracked is None:
+            return None
+        if tracked.slope is None:
+            return tracked.variance
+        squares = wide(tracked.slope()).square()
+        variance = self.over_features(tracked.variance) * self.over_features(squares)
+        variance = variance.expand(tensor.shape)
+        self.put(tensor, Tracked(variance))
+        return variance
+
+    def over_features(self, values: Tensor) -> Tensor:
+        """The mean over the last axis, kept as an axis, where features share one variance; else the values."""
+        if not self.isotropic or values.dim() == 0 or values.shape[-1] == 1:
+            return values
+        return values[..., :1] if values.stride(-1) == 0 else values.mean(-1, keepdim=True)
+
+    def sampled(self, values: Tensor) -> Tensor:
+        """Features to take a mean over, evenly spaced; all where each feature has its own variance."""
+        step = values.shape[-1] // _SAMPLED if self.isotropic and values.dim() > 1 else 1
+        return values[..., ::step] if step > 1 else values
+
+    def energy(self, tensor: Tensor) -> Tensor:
+        """The squared length over the last axis, kept as an axis."""
+        found: Tensor | None = self._energies.get(tensor)
+        if found is None:
+            found = torch.linalg.vector_norm(wide(tensor.detach()), dim=-1, keepdim=True).square()
+            self._energies[tensor] = found
+        return found
+
+    def variances(self, *given: Any) -> list[Tensor | None]:
+        """Of each of some operands."""
+        return [self.variance(t) if isinstance(t, Tensor) else None for t in given]
+
+
+Rule = Callable[[Moments, Any, Any, tuple[Any, ...], dict[str, Any]], None]
+
+
+def wide(values: Tensor) -> Tensor:
+    """In at least float32."""
+    return values if values.dtype == torch.float64 else values.float()
+
+
+def tensors(value: Any) -> Iterator[Tensor]:
+    """All tensors in nested arguments."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from tensors(item)
+    elif isinstance(value, dict):
+        yield from tensors(tuple(value.values()))
+
+
+def _is_unknown(func: Any, output: Any) -> bool:
+    # Attributes of tensors are functions too; noise in indices and truth values is not followed.
+    return getattr(func, "__name__", "") != "__get__" and any(t.is_floating_point() for t in tensors(output))
+
+
+def with_slope(tracked: Tracked, slope: Slope) -> Tracked:
+    """The noise of a function of the same base."""
+    return replace(tracked, slope=slope, growth=None, is_square=False)

@@ -1,0 +1,401 @@
+"""What becomes of variances in each operation."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable
+from types import MappingProxyType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from hf_dp.re_attention.moments import Moments, Rule, Tracked, tensors, wide, with_slope
+
+_Args = tuple[Any, ...]
+_Kwargs = dict[str, Any]
+
+
+# --- linear maps: Var(W x + b) = Var(x) W^2 + (x^2 + Var(x)) Var(W) + Var(b) ------------------------------------
+
+
+def _linear(m: Moments, func: Any, output: Tensor, args: _Args, kwargs: _Kwargs) -> None:
+    x, weight, bias = _named(args, kwargs, "input", "weight", "bias")
+    _mapped(m, output, x, weight.detach(), m.variance(weight), bias)
+
+
+def _addmm(m: Moments, func: Any, output: Tensor, args: _Args, kwargs: _Kwargs) -> None:
+    bias, x, weight = _named(args, kwargs, "input", "mat1", "mat2")
+    _transposed(m, output, x, weight, bias)
+
+
+def _matmul(m: Moments, func: Any, output: Tensor, args: _Args, kwargs: _Kwargs) -> None:
+    x, other = args[:2]
+    if other.dim() == 2 and x.dim() >= 2:
+        _transposed(m, output, x, other, None)
+    elif m.of(x) is not None or m.of(other) is not None:
+        # Rotary frequencies are products without noise; attention outside the interface is not followed.
+        m.lost.add("matmul")
+
+
+def _transposed(m: Moments, output: Tensor, x: Tensor, weight: Tensor, bias: Any) -> None:
+    error = m.variance(weight)
+    _mapped(m, output, x, weight.detach().T, None if error is None else error.T, bias)
+
+
+def _mapped(m: Moments, output: Tensor, x: Tensor, weight: Tensor, error: Tensor | None, bias: Any) -> None:
+    """Noise of x W^T + b: x (..., d), W (p, d)."""
+    noise, shift = m.variances(x, bias)
+    total: Any = 0.0
+    if m.isotropic:
+        outputs, inputs = weight.shape
+        if noise is not None:
+            noise = m.over_features(noise)
+            total = noise * (torch.linalg.vector_norm(wide(weight)).square() / outputs)
+        if error is not None:
+            energy = m.energy(x) if noise is None else m.energy(x) + inputs * noise
+            total = total + energy * error.mean()
+        if shift is not None:
+            total = total + shift.mean()
+    else:
+        squares = wide(weight).square()
+        if noise is not None:
+            total = noise @ squares.T
+        if error is not None:
+            second = wide(x.detach()).square()
+            second = second if noise is None else second + noise
+            is_shared = error.stride(1) == 0
+            total = total + (second.sum(-1, keepdim=True) * error[:, 0] if is_shared else second @ error.T)
+        if shift is not None:
+            total = total + shift
+    _put(m, output, total)
+
+
+def _embedding(m: Moments, func: Any, output: Tensor, args: _Args, kwargs: _Kwargs) -> None:
+    ids, weight = _named(args, kwargs, "input", "weight")
+    error = m.variance(weight)
+    if error is not None:
+        _put(m, output, F.embedding(ids, error[:, :1].contiguous()))
+
+
+def _convolution(m: Moments, func: Any, output: Tensor, args: _Args, kwargs: _Kwargs) -> None:
+    x, weight, bias, *rest = _named(args, kwargs, "input", "weight", "bias", "stride", "padding", "dilation", "groups")
+    noise, error, shift = m.variances(x, weight, bias)
+    options = [default if value is None else value for value, default in zip(rest, (1, 0, 1, 1), strict=True)]
+    total: Any = 0.0
+    if noise is not None:
+        total = F.conv2d(noise, wide(weight.detach()).square(), None, *options)
+    if error is not None:
+        second = wide(x.detach()).square() + (0.0 if noise is None else noise)
+        total = total + F.conv2d(second, error.contiguous(), None, *options)
+    if shift is not None:
+        total = total + shift[:, None, None]
+    if isinstance(total, Tensor):
+        total = total.mean(1, keepdim=True) if m.isotropic else total
+        _put(m, output, total)
+
+
+# --- normalisation --------------------------------------------------------------------------------------------
+
+
+def _layer_norm(m: Moments, func: Any, output: Tensor, args: _Args, kwargs: _Kwargs) -> None:
+    x, _, weight, bias, eps = _named(args, kwargs, "input", "normalized_shape", "weight", "bias", "eps")
+    power = wide(x.detach()).var(-1, correction=0, keepdim=True) + (1e-5 if eps is None else eps)
+    _normalized(m, output, x, weight, bias, power, wide(x.detach()).mean(-1, keepdim=True))
+
+
+def _rms_norm(m: Moments, func: Any, output: Tensor, args: _Args, kwargs: _Kwargs) -> None:
+    x, _, weight, eps = _named(args, kwargs, "input", "normalized_shape", "weight", "eps")
+    power = m.energy(x) / x.shape[-1] + (torch.finfo(x.dtype).eps if eps is None else eps)
+    _normalized(m, output, x, weight, None, power, 0.0)
+
+
+def _normalized(m: Moments, output: Tensor, x: Tensor, weight: Any, bias: Any, power: Tensor, mean: Any) -> None:
+    """Noise of w (x - mean) / sqrt(power) + b. What is normalised has the length of the noise in it too."""
+    noise, error, shift = m.variances(x, weight, bias)
+    total: Any = 0.0
+    if noise is not None:
+        power = power + noise.mean(-1, keepdim=True)
+        total = m.over_features(noise) / power
+        if weight is not None:
+            total = total * m.over_features(wide(weight.detach()).square())
+    if error is not None:
+        normal = 1.0 if m.isotropic else (wide(x.detach()) - mean).square() / power
+        total = total + normal * m.over_features(error)
+    if shift is not None:
+        total = total + m.over_features(shift)
+    _put(m, output, total)
+
+
+# --- elementwise functions, linearised ----------------------------------------------------------------------------
+
+
+def _unary(m: Moments, func: Any, output: Tensor, args: _Args, kwargs: _Kwargs) -> None:
+    x, rest = args[0], args[1:]
+    tracked = m.of(x)
+    if tracked is None:
+        return
+    value, before = m.sampled(x.detach()), tracked.slope
+
+    def slope() -> Tensor:
+        # Checkpointing's own hooks would take this for part of the layer, and run it again.
+        with torch.enable_grad(), saved_tensors_hooks(_itself, _itself):
+            leaf = wide(value).requires_grad_()
+            made = func(leaf, *rest, **{k: v for k, v in kwargs.items() if k not in ("inplace", "input")})
+            (own,) = torch.autograd.grad(made.sum(), leaf)
+        return own if before is None else own * before()
+
+    made = with_slope(tracked, slope)
+    if func in _SQUARES and (func in (torch.square, torch.Tensor.square) or rest[0] == 2) and before is None:
+        made = Tracked(tracked.variance, slope, is_square=True)
+    m.put(output, made)
+
+
+def _itself(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _mean(m: Moments, func: Any, output: Tensor, args: _Args, kwargs: _Kwargs) -> None:
+    tracked = m.of(args[0])
+    axis = kwargs.get("dim", args[1] if len(args) > 1 else None)
+    if tracked is not None and tracked.is_square and axis in (-1, (-1,), [-1]):
+        noise = tracked.variance.mean(-1, keepdim=True)
+        growth = 1 + noise / wide(output.detach()).reshape(noise.shape).clamp_min(torch.finfo(torch.float32).tiny)
+        m.put(output, Tracked(torch.zeros_like(noise), None, growth))
+
+
+def _root(m: Moments, func: Any, output: Tensor, args: _Args, kwargs: _Kwargs) -> None:
+    tracked = m.of(args[0])
+    if tracked is None:
+        return
+    if tracked.growth is None:
+        _unary(m, func, output, args, kwargs)
+        return
+    exponent = 0.5 if "rsqrt" not in func.__name__ else -0.5
+    if func in _SQUARES:
+        exponent = args[1]
+    m.put(output, Tracked(tracked.variance, None, tracked.growth**exponent))
+
+
+def _sum(sign: float) -> Rule:
+    def rule(m: Moments, func: Any, output: Tensor, args: _Args, kwargs: _Kwargs) -> None:
+        x, y = _pair(args)
+        factor = float(kwargs.get("alpha", 1.0)) * sign
+        first, second = m.of(x), m.of(y)
+        if first is not None and second is not None and first.variance is second.variance:
+            one, two = _slope(first, x), _slope(second, y)
+            m.put(output, with_slope(first, lambda: one() + factor * two()))
+        elif first is not None and second is not None:
+            noises = [v for v in m.variances(x, y) if v is not None]
+            _put(m, output, noises[0] + factor**2 * noises[1])
+        elif first is not None:
+            _shifted(m, output, first)
+        elif second is not None:
+            before = _slope(second, y)
+            _shifted(m, output, second if factor == 1 else with_slope(second, lambda: factor * before()))
+
+    return rule
+
+
+def _shifted(m: Moments, output: Tensor, tracked: Tracked) -> None:
+    if tracked.variance.shape == output.shape:
+        m.put(output, tracked if not tracked.is_square else with_slope(tracked, _known(tracked)))
+    elif tracked.slope is None:
+        _put(m, output, tracked.variance)
+    else:
+        _put(m, output, m.over_features(tracked.variance) * m.over_features(wide(tracked.slope()).square()))
+
+
+def _product(m: Moments, func: Any, output: Tensor, args: _Args, kwargs: _Kwargs) -> None:
+    x, y = _pair(args)
+    first, second = m.of(x), m.of(y)
+    if first is None and second is None:
+        return
+    if first is None or (first.growth is not None and second is not None):
+        x, y, first, second = y, x, second, first
+    assert first is not None
+    if second is None or second.growth is not None:
+        factor = y.detach() if isinstance(y, Tensor) else torch.tensor(float(y))
+        growth = None if second is None else second.growth
+        factor = wide(factor) if growth is None else wide(factor) * growth
+        _scaled(m, output, x, first, factor)
+    elif first.variance is second.variance:
+        one, two = _slope(first, x), _slope(second, y)
+        value, other = m.sampled(x.detach()), m.sampled(y.detach())
+        m.put(output, with_slope(first, lambda: one() * other + two() * value))
+    else:
+        noises = [m.over_features(v) for v in m.variances(x, y) if v is not None]
+        squares = [m.over_features(wide(m.sampled(t.detach())).square()) for t in (x, y)]
+        _put(m, output, noises[0] * squares[1] + noises[1] * squares[0] + noises[0] * noises[1])
+
+
+def _quotient(m: Moments, func: Any, output: Tensor, args: _Args, kwargs: _Kwargs) -> None:
+    x, y = _pair(args)
+    if m.of(x) is not None and m.of(y) is None:
+        factor = 1 / (wide(y.detach()) if isinstance(y, Tensor) else torch.tensor(float(y)))
+        _scaled(m, output, x, m.of(x), factor)  # type: ignore[arg-type]
+    elif m.of(x) is not None or m.of(y) is not None:
+        m.lost.add("div")
+
+
+def _scaled(m: Moments, output: Tensor, x: Tensor, tracked: Tracked, factor: Tensor) -> None:
+    factor = factor.to(tracked.variance.device)
+    if tracked.variance.shape == output.shape:
+        part, before = (m.sampled(factor) if factor.dim() and factor.shape[-1] > 1 else factor), tracked.slope
+        m.put(output, with_slope(tracked, lambda: part if before is None else part * before()))
+    else:
+        noise = m.variance(x)
+        assert noise is not None
+        _put(m, output, m.over_features(noise) * m.over_features(factor.square()))
+
+
+def _slope(tracked: Tracked, tensor: Tensor) -> Callable[[], Tensor]:
+    return tracked.slope or (lambda: torch.ones((), device=tensor.device))
+
+
+def _known(tracked: Tracked) -> Callable[[], Tensor]:
+    assert tracked.slope is not None
+    return tracked.slope
+
+
+# --- what moves numbers and changes none --------------------------------------------------------------------------
+
+
+def _same(m: Moments, func: Any, output: Tensor, args: _Args, kwargs: _Kwargs) -> None:
+    m.put(output, m.of(args[0] if args else kwargs["input"]))
+
+
+def _moved(m: Moments, func: Any, output: Any, args: _Args, kwargs: _Kwargs) -> None:
+    x, *rest = args
+    tracked = m.of(x)
+    if tracked is None:
+        return
+    if tracked.growth is not None:
+        m.put(output, Tracked(func(tracked.variance, *rest, **kwargs), None, func(tracked.growth, *rest, **kwargs)))
+        return
+    # Features that share a variance are no copy of it; a view of them would not always be possible.
+    noise: Any = m.variance(x)
+    made = (torch.Tensor.reshape if func is torch.Tensor.view else func)(noise, *rest, **kwargs)
+    for one, variance in zip([output] if isinstance(output, Tensor) else output, tensors(made), strict=True):
+        m.put(one, Tracked(variance))
+
+
+def _joined(m: Moments, func: Any, output: Tensor, args: _Args, kwargs: _Kwargs) -> None:
+    parts = args[0] if args else kwargs["tensors"]
+    if any(m.of(part) is not None for part in parts):
+        noises = [m.variance(part) for part in parts]
+        made = [torch.zeros(p.shape, device=p.device) if v is None else v for p, v in zip(parts, noises, strict=True)]
+        m.put(output, Tracked(func(made, *args[1:], **{k: v for k, v in kwargs.items() if k != "tensors"})))
+
+
+def _chosen(m: Moments, func: Any, output: Tensor, args: _Args, kwargs: _Kwargs) -> None:
+    where, x, y = args
+    noises = [torch.zeros(()) if v is None else v for v in m.variances(x, y)]
+    if m.of(x) is not None or m.of(y) is not None:
+        _put(m, output, torch.where(where, *noises))
+
+
+def _masked(m: Moments, func: Any, output: Tensor, args: _Args, kwargs: _Kwargs) -> None:
+    noise = m.variance(args[0])
+    if noise is not None:
+        _put(m, output, noise.masked_fill(args[1], 0.0))
+
+
+def _assigned(m: Moments, func: Any, output: Any, args: _Args, kwargs: _Kwargs) -> None:
+    target, index, source = args
+    if m.of(target) is None and m.of(source) is None:
+        return
+    before, noise = m.variances(target, source)
+    made = torch.zeros(target.shape, device=target.device) if before is None else before.clone()
+    made[index] = 0.0 if noise is None else noise
+    m.put(target, Tracked(made))
+
+
+def _copied(m: Moments, func: Any, output: Tensor, args: _Args, kwargs: _Kwargs) -> None:
+    """index_copy_(dim, index, source), as static caches do."""
+    target, axis, index, source = args
+    before, noise = m.variances(target, source)
+    if before is not None or noise is not None:
+        made = torch.zeros(target.shape, device=target.device) if before is None else before.clone()
+        filled = torch.zeros(source.shape, device=source.device) if noise is None else noise
+        m.put(output, Tracked(made.index_copy(axis, index, filled.contiguous())))
+
+
+def _nothing(m: Moments, func: Any, output: Any, args: _Args, kwargs: _Kwargs) -> None:
+    """Statistics, scores and choices, whose own noise is not followed."""
+
+
+# --- the table ----------------------------------------------------------------------------------------------------
+
+
+def _put(m: Moments, output: Tensor, total: Any) -> None:
+    if isinstance(total, Tensor):
+        m.put(output, Tracked(total.expand(output.shape)))
+
+
+def _pair(args: _Args) -> tuple[Any, Any]:
+    return args[0], args[1]
+
+
+def _named(args: _Args, kwargs: _Kwargs, *names: str) -> list[Any]:
+    return [args[i] if i < len(args) else kwargs.get(name) for i, name in enumerate(names)]
+
+
+def _both(*names: str) -> list[Any]:
+    """The function and the method of each name."""
+    found = [getattr(place, name, None) for place in (torch, torch.Tensor, F) for name in names]
+    return [f for f in found if f is not None]
+
+
+def _all(rule: Rule, functions: Iterable[Any]) -> dict[Any, Rule]:
+    return dict.fromkeys(functions, rule)
+
+
+_SQUARES = {*_both("pow", "square"), torch.Tensor.__pow__}
+_METHODS = operator.attrgetter(*(f"__{n}__" for n in ("add", "radd", "iadd", "sub", "isub", "mul", "rmul", "imul")))
+_add, _radd, _iadd, _sub, _isub, _mul, _rmul, _imul = _METHODS(torch.Tensor)
+
+RULES = MappingProxyType(
+    {
+        F.linear: _linear,
+        torch.addmm: _addmm,
+        **_all(_matmul, [torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.mm, torch.bmm]),
+        F.embedding: _embedding,
+        torch.conv2d: _convolution,
+        F.layer_norm: _layer_norm,
+        F.rms_norm: _rms_norm,
+        **_all(_unary, _both("gelu", "silu", "relu", "tanh", "sigmoid", "neg", "erf", "exp", "softplus", "mish")),
+        **_all(_unary, [*_SQUARES, torch.Tensor.__neg__, F.leaky_relu, F.elu, F.hardtanh, F.hardswish]),
+        **_all(_root, _both("rsqrt", "sqrt")),
+        **_all(_mean, _both("mean")),
+        **_all(_sum(1.0), [*_both("add", "add_"), _add, _radd, _iadd]),
+        **_all(_sum(-1.0), [*_both("sub", "sub_"), _sub, _isub]),
+        **_all(_product, [*_both("mul", "mul_"), _mul, _rmul, _imul]),
+        **_all(_quotient, [*_both("div", "div_"), torch.Tensor.__truediv__]),
+        **_all(_same, _both("dropout", "contiguous", "clone", "detach", "alpha_dropout")),
+        torch.Tensor.data.__get__: _same,  # type: ignore[attr-defined]
+        **_all(
+            _same,
+            [
+                getattr(torch.Tensor, n)
+                for n in ("to", "float", "half", "bfloat16", "double", "type_as", "requires_grad_")
+            ],
+        ),
+        **_all(_moved, _both("reshape", "transpose", "permute", "unsqueeze", "squeeze", "split", "chunk", "flatten")),
+        **_all(_moved, _both("unflatten", "narrow", "select", "swapaxes", "repeat_interleave", "index_select", "roll")),
+        **_all(_moved, _both("unbind", "t", "tile", "movedim", "masked_select")),
+        **_all(_moved, [getattr(torch.Tensor, n) for n in ("view", "expand", "repeat", "__getitem__", "expand_as")]),
+        **_all(_moved, [torch.Tensor.T.__get__, torch.Tensor.mT.__get__]),  # type: ignore[attr-defined]
+        **_all(_joined, [torch.cat, torch.concat, torch.stack]),
+        torch.where: _chosen,
+        **_all(_masked, _both("masked_fill", "masked_fill_")),
+        torch.Tensor.__setitem__: _assigned,
+        torch.Tensor.index_copy_: _copied,
+        **_all(_nothing, _both("var", "std", "sum", "softmax", "log_softmax", "norm", "amax", "amin", "max", "topk")),
+        **_all(_nothing, _both("zeros_like", "ones_like", "empty_like", "full_like", "argmax", "logsumexp", "gather")),
+        **_all(_nothing, [torch.Tensor.new_zeros, torch.Tensor.new_ones, torch.Tensor.new_full, torch.cumsum]),
+        **_all(_nothing, [F.cross_entropy, F.nll_loss, F.mse_loss, F.binary_cross_entropy_with_logits, F.one_hot]),
+    }
+)

@@ -1,0 +1,145 @@
+"""Re-Attention in a private training: paid for from one budget, logged, saved, resumed, refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hf_dp import DPTrainer, ReAttentionConfig, accounting, load_re_attention
+from hf_dp.accounting import Ledger
+from hf_dp.errors import ConfigurationError
+from hf_dp.frequencies import LABEL
+from hf_dp.re_attention import FILE, FREQUENCIES, installed, read
+from tests.e2e.workbench import EXPECTED, ROWS, classifier, make, private, rows
+from tests.zoo import VOCABULARY, tiny
+
+
+def budgeted(path: Path, attention: ReAttentionConfig | None = None, model: Any = None, **changes: Any) -> DPTrainer:
+    privacy = private(noise_multiplier=None, target_epsilon=3.0, re_attention=attention or ReAttentionConfig(), seed=7)
+    made: DPTrainer = make(path, model, privacy, **changes)
+    return made
+
+
+def test_the_release_is_paid_for_from_the_same_budget(tmp_path: Path) -> None:
+    plain = make(tmp_path / "a", privacy=private(noise_multiplier=None, target_epsilon=3.0))
+    plain.train()
+    trainer = budgeted(tmp_path / "b")
+    trainer.train()
+    labels = [label for _, _, label in trainer.ledger.entries]
+    assert labels == [LABEL, accounting.TRAINING_STEP]
+    assert trainer.ledger.steps == plain.ledger.steps
+    report = trainer.privacy_report()
+    assert 2.9 < report.epsilon <= 3.0
+    assert report.noise_multiplier > plain.privacy_report().noise_multiplier
+    alone = Ledger()
+    alone.charge(*trainer.ledger.entries[0][:1])
+    assert alone.epsilon(report.delta) == pytest.approx(0.05 * 3.0, rel=1e-2)
+
+
+def test_what_it_corrects_is_logged_and_saved_and_comes_back(tmp_path: Path) -> None:
+    trainer = budgeted(tmp_path, save_strategy="steps", save_steps=2, logging_steps=2)
+    trainer.train()
+    logged = [entry for entry in trainer.state.log_history if "loss" in entry]
+    corrections = [value for name, value in logged[-1].items() if name.startswith("re_attention/")]
+    assert len(corrections) == 2  # layers
+    assert all(value > 0 for value in corrections)
+    trainer.save_model()
+    for folder in (tmp_path, tmp_path / "checkpoint-2"):
+        config, kept = read(folder / FILE)
+        assert config == trainer.privacy.re_attention
+        shares = kept[FREQUENCIES]
+        assert shares.shape == (VOCABULARY,)
+        assert float(shares.min()) >= 1 / ROWS - 1e-6
+    batch = {"input_ids": torch.arange(8).view(1, 8), "attention_mask": torch.ones(1, 8, dtype=torch.long)}
+    model = trainer.model.eval()
+    loaded = type(model).from_pretrained(tmp_path)
+    load_re_attention(loaded, tmp_path)
+    torch.testing.assert_close(loaded.eval()(**batch).logits, model(**batch).logits)
+
+
+def test_withheld_logs_hold_no_corrections(tmp_path: Path) -> None:
+    privacy = private(
+        noise_multiplier=None, target_epsilon=3.0, re_attention=ReAttentionConfig(), withhold_non_private_logs=True
+    )
+    trainer = make(tmp_path, privacy=privacy, logging_steps=1)
+    trainer.train()
+    assert not [name for entry in trainer.state.log_history for name in entry if name.startswith("re_attention")]
+
+
+@pytest.mark.parametrize("error", ["paper", "accumulated"])
+def test_resumed_it_releases_nothing_anew(tmp_path: Path, error: Any) -> None:
+    attention = ReAttentionConfig(error=error)
+    options = {"save_strategy": "steps", "save_steps": 2, "optim": "adamw_torch", "learning_rate": 1e-2}
+    whole = budgeted(tmp_path, attention, **options)
+    whole.train()
+    again = budgeted(tmp_path, attention, **options)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert [label for _, _, label in again.ledger.entries].count(LABEL) == 1
+    assert again.ledger == whole.ledger
+    one, two = installed(whole.model), installed(again.model)
+    assert one is not None
+    assert two is not None
+    for name, value in one.errors.items():
+        torch.testing.assert_close(two.errors[name], value)
+    (tmp_path / "checkpoint-2" / FILE).unlink()
+    with pytest.raises(ConfigurationError, match="no saved Re-Attention"):
+        budgeted(tmp_path, attention, **options).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+
+
+def test_paper_errors_are_sigma_over_what_touches_a_parameter(tmp_path: Path) -> None:
+    attention = ReAttentionConfig(token_frequencies="public", public_frequencies=str(tmp_path / "shares.json"))
+    shares = torch.linspace(0, 1, VOCABULARY)
+    (tmp_path / "shares.json").write_text(json.dumps(shares.tolist()), encoding="utf-8")
+    trainer = make(tmp_path, privacy=private(re_attention=attention, clipping_norm=0.5))
+    trainer.train()
+    attention_of = installed(trainer.model)
+    assert attention_of is not None
+    errors = dict(attention_of.errors)
+    rows_of = errors.pop("distilbert.embeddings.word_embeddings.weight")
+    expected = 0.5 / (EXPECTED * shares).clamp_min(1.0)
+    torch.testing.assert_close(rows_of[:, 0], expected)
+    assert all(float(value) == pytest.approx(0.5 / EXPECTED) for value in errors.values())
+    (tmp_path / "shares.json").write_text("[0.5]", encoding="utf-8")
+    with pytest.raises(ConfigurationError, match="public_frequencies"):
+        make(tmp_path, privacy=private(re_attention=attention)).train()
+
+
+def test_accumulated_errors_grow_with_rate_and_steps(tmp_path: Path) -> None:
+    attention = ReAttentionConfig(error="accumulated", token_frequencies="uniform")
+    found = {}
+    for steps, rate in ((2, 0.1), (4, 0.1), (4, 0.2)):
+        trainer = make(tmp_path, privacy=private(re_attention=attention), max_steps=steps, learning_rate=rate)
+        trainer.train()
+        attention_of = installed(trainer.model)
+        assert attention_of is not None
+        found[steps, rate] = [float(value) for value in attention_of.errors.values()]
+    for (steps, rate), values in found.items():
+        assert values == pytest.approx([rate * steps**0.5 / EXPECTED] * len(values), rel=1e-5)
+
+
+def test_it_does_not_go_with_a_given_noise_multiplier_and_a_release(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="target_epsilon"):
+        private(re_attention=ReAttentionConfig())
+
+
+def test_a_model_without_tokens_or_without_the_interface_is_refused_before_a_step(tmp_path: Path) -> None:
+    trainer = budgeted(tmp_path, model=tiny("deberta-v2", "sequence", torch.float32))
+    with pytest.raises(Exception, match="attention interface"):
+        trainer.train()
+    assert trainer.ledger.steps == 0
+
+
+def test_without_noise_it_is_plain_attention(tmp_path: Path) -> None:
+    attention = ReAttentionConfig(token_frequencies="uniform")
+    results = []
+    for chosen in (None, attention):
+        with pytest.warns(UserWarning, match="not private"):
+            privacy = private(noise_multiplier=0, re_attention=chosen)
+        trainer = make(tmp_path, classifier(), privacy, parts={"train_dataset": rows()})
+        trainer.train()
+        results.append(trainer.model.state_dict())
+    assert all(torch.equal(results[0][name], results[1][name]) for name in results[0])

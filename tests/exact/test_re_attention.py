@@ -1,0 +1,181 @@
+"""Re-Attention on every family: off, it is plain attention; on, per-example gradients stay exact."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
+
+from hf_dp import ReAttentionConfig, load_re_attention, remove_re_attention
+from hf_dp.errors import ConfigurationError, UnsupportedModelError
+from hf_dp.losses import per_example_losses
+from hf_dp.per_example import preflight, record
+from hf_dp.per_example.oracle import loop
+from hf_dp.re_attention import FILE, ReAttention, inspect_attention
+from hf_dp.re_attention.errors import one_step, relative_counts
+from tests.zoo import VOCABULARY, text_batch, tiny, with_dropout
+
+FAMILIES = {
+    **dict.fromkeys(("gpt2", "gpt_neox", "opt", "llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3"), "causal_lm"),
+    **dict.fromkeys(("phi3", "llama_tied"), "causal_lm"),
+    **dict.fromkeys(("bert", "roberta", "distilbert", "modernbert"), "sequence"),
+    "t5": "seq2seq",
+    "vit": "image",
+}
+FIDELITIES = ("isotropic", "per_feature")
+
+
+def config(fidelity: Any = "isotropic", scale: float = 1.0) -> ReAttentionConfig:
+    return ReAttentionConfig(fidelity=fidelity, token_frequencies="uniform", scale=scale)
+
+
+def noisy(model: nn.Module, fidelity: str = "isotropic", deviation: float = 0.05) -> ReAttention:
+    """Re-Attention with more noise in rare tokens."""
+    attention = ReAttention(model, config(fidelity))
+    counts = relative_counts(model, 8.0, torch.linspace(0.01, 1.0, VOCABULARY))
+    attention.errors = one_step(counts, deviation)
+    return attention
+
+
+def off_by(found: Any, truth: Any) -> float:
+    """Norms relative to themselves, and the sum relative to its length over all parameters."""
+    ones = torch.ones(truth.batch_size, dtype=torch.float64)
+    ours, sums = found.weighted_sum(ones), truth.weighted_sum(ones)
+    whole = sum(float(v.square().sum()) for v in sums.values()) ** 0.5
+    norms = (found.squared_norms() - truth.squared_norms()).abs() / truth.squared_norms()
+    return max(float(norms.max()), *(float((ours[k] - v).norm()) / whole for k, v in sums.items()))
+
+
+@pytest.mark.parametrize("fidelity", FIDELITIES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_off_it_is_plain_attention_and_on_it_is_exact(family: str, fidelity: str) -> None:
+    model, data = tiny(family, FAMILIES[family]), text_batch(FAMILIES[family])
+    plain = model(**data).logits
+    attention = ReAttention(model, config(fidelity))
+    assert torch.equal(model(**data).logits, plain)
+    attention = noisy(model, fidelity)
+    assert not torch.allclose(model(**data).logits, plain, rtol=1e-9, atol=0)
+    corrections = attention.take_corrections()
+    assert set(corrections) == set(attention.layers.values())
+    assert all(value > 0 for value in corrections.values())
+    certificate = preflight(model, per_example_losses, data)
+    found = record(model, per_example_losses, data, certificate=certificate)
+    assert off_by(found, loop(model, per_example_losses, data)) <= 1e-12
+    remove_re_attention(model)
+    assert torch.equal(model(**data).logits, plain)
+
+
+@pytest.mark.parametrize("family", ["bloom", "gptj", "falcon", "gpt_neo", "deberta-v2", "albert"])
+def test_a_family_that_does_not_dispatch_is_refused(family: str) -> None:
+    head = "sequence" if family in ("deberta-v2", "albert") else "causal_lm"
+    model, data = tiny(family, head), text_batch(head)
+    noisy(model)
+    with pytest.raises(UnsupportedModelError, match=r"attention interface|attends twice"):
+        model(**data)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("fidelity", FIDELITIES)
+def test_gradient_checkpointing_attends_the_same_again(fidelity: str, reentrant: bool) -> None:
+    model, data = tiny("llama", "causal_lm"), text_batch("causal_lm")
+    noisy(model, fidelity)
+    plain = record(model, per_example_losses, data)
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    model.train()
+    assert off_by(record(model, per_example_losses, data), plain) <= 1e-12
+
+
+def test_dropout_draws_the_same_masks_in_norm_and_sum() -> None:
+    model, data = with_dropout(tiny("gpt2", "causal_lm")), text_batch("causal_lm")
+    noisy(model)
+    torch.manual_seed(3)
+    found = record(model, per_example_losses, data)
+    total = found.weighted_sum(torch.tensor([0.0, 1.0, 0.0], dtype=torch.float64))
+    norm = sum(float(v.square().sum()) for v in total.values())
+    assert norm == pytest.approx(float(found.squared_norms()[1]), rel=1e-12)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama", "mistral"])
+def test_a_cache_keeps_the_noise_of_its_keys(family: str) -> None:
+    model, ids = tiny(family, "causal_lm").eval(), text_batch("causal_lm")["input_ids"]
+    noisy(model)
+    whole = model(input_ids=ids).logits
+    first = model(input_ids=ids[:, :4], use_cache=True)
+    rest = model(input_ids=ids[:, 4:], past_key_values=first.past_key_values).logits
+    torch.testing.assert_close(rest, whole[:, 4:], rtol=1e-3, atol=1e-6)
+    options = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    cached = model.generate(ids, use_cache=True, **options)
+    assert torch.equal(cached, model.generate(ids, use_cache=False, **options))
+
+
+def test_a_reordered_cache_is_refused() -> None:
+    model, ids = tiny("llama", "causal_lm").eval(), text_batch("causal_lm")["input_ids"]
+    noisy(model)
+    with pytest.raises(UnsupportedModelError, match="beam search"):
+        model.generate(ids, num_beams=2, max_new_tokens=4, do_sample=False, pad_token_id=0, eos_token_id=None)
+
+
+def test_lora_carries_noise_in_its_own_matrices_only() -> None:
+    model = get_peft_model(tiny("llama", "causal_lm"), LoraConfig(r=2, target_modules="all-linear"))
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if "lora_B" in name:
+                p.normal_(std=0.1)
+    attention = noisy(model)
+    assert attention.errors
+    assert all("lora_" in name for name in attention.errors)
+    data = text_batch("causal_lm")
+    assert off_by(record(model, per_example_losses, data), loop(model, per_example_losses, data)) <= 1e-12
+    assert all(value > 0 for value in attention.take_corrections().values())
+
+
+def test_saved_and_loaded_it_attends_the_same(tmp_path: Path) -> None:
+    model, data = tiny("gpt2", "causal_lm"), text_batch("causal_lm")
+    attention = noisy(model)
+    expected: Tensor = model(**data).logits
+    model.save_pretrained(tmp_path)
+    attention.save(tmp_path)
+    assert "re_attention" not in (tmp_path / "config.json").read_text(encoding="utf-8")
+    loaded = type(model).from_pretrained(tmp_path, dtype=torch.float64)
+    assert not torch.equal(loaded(**data).logits, expected)
+    load_re_attention(loaded, tmp_path)
+    torch.testing.assert_close(loaded(**data).logits, expected, rtol=1e-6, atol=1e-9)
+    with pytest.raises(ConfigurationError, match="another size|has not"):
+        load_re_attention(tiny("bert", "sequence"), tmp_path)
+    (tmp_path / FILE).write_bytes(b"damaged")
+    with pytest.raises(ConfigurationError, match="no saved Re-Attention"):
+        load_re_attention(loaded, tmp_path)
+    with pytest.raises(ConfigurationError, match="no saved Re-Attention"):
+        load_re_attention(loaded, tmp_path.parent)
+
+
+@pytest.mark.parametrize("fidelity", FIDELITIES)
+def test_bf16_is_close_to_float32(fidelity: str) -> None:
+    data = text_batch("causal_lm")
+    logits = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        model = tiny("llama", "causal_lm", dtype)
+        noisy(model, fidelity)
+        logits[dtype] = model(**data).logits.float()
+    assert float((logits[torch.bfloat16] - logits[torch.float32]).norm() / logits[torch.float32].norm()) < 0.03
+
+
+def test_attention_by_frequency_shows_the_correction(tmp_path: Path) -> None:
+    model, reference = tiny("gpt2", "causal_lm").eval(), tiny("gpt2", "causal_lm").eval()
+    shares = torch.linspace(0.01, 1.0, VOCABULARY)
+    batches = [{"input_ids": torch.randint(0, VOCABULARY, (4, 12))} for _ in range(3)]
+    with pytest.raises(ConfigurationError, match="without Re-Attention"):
+        inspect_attention(model, batches, shares)
+    noisy(model, deviation=0.05)
+    found = inspect_attention(model, batches, shares, reference, bins=4)
+    assert found.noise_free is not None
+    assert all(len(values) == 4 for values in (found.frequencies, found.plain, found.corrected, found.noise_free))
+    assert found.frequencies == sorted(found.frequencies)
+    assert found.corrected[0] < found.plain[0]  # rare tokens get less
+    assert found.corrected[-1] > found.plain[-1]
+    found.draw(tmp_path / "figure.png")
+    assert (tmp_path / "figure.png").stat().st_size > 1000

@@ -1,0 +1,191 @@
+"""Variances: tracked ones agree with drawn ones, and the correction undoes what noise does to attention."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, AutoModelForCausalLM
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from hf_dp import ReAttentionConfig, remove_re_attention
+from hf_dp.accounting import Ledger
+from hf_dp.config import PrivacyConfig
+from hf_dp.errors import ConfigurationError
+from hf_dp.frequencies import LABEL, release_token_frequencies
+from hf_dp.plan import Plan
+from hf_dp.randomness import Entropy
+from hf_dp.re_attention import ReAttention
+from hf_dp.re_attention.errors import one_step, relative_counts
+from hf_dp.sampling import PoissonBatchSampler
+
+DRAWS, VOCABULARY = 400, 100
+MODELS: dict[str, dict[str, int]] = {
+    "gpt2": {"n_embd": 64, "n_layer": 4, "n_head": 2, "vocab_size": VOCABULARY, "bos_token_id": 0, "eos_token_id": 0},
+    "llama": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 2,
+              "num_key_value_heads": 1, "vocab_size": VOCABULARY},
+}  # fmt: skip
+
+
+def frequencies() -> Tensor:
+    """A long tail."""
+    return 1 / (torch.arange(VOCABULARY) + 2.0)
+
+
+def tracked_and_drawn(family: str, fidelity: Any, deviation: float, draws: int = DRAWS) -> list[tuple[Tensor, Tensor]]:
+    """For each layer the variances of the keys, tracked and over draws of the noisy parameters."""
+    torch.manual_seed(0)
+    model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **MODELS[family])).eval()
+    ids = torch.randint(0, VOCABULARY, (2, 16))
+    errors = one_step(relative_counts(model, 64, frequencies()), deviation)
+    attention = ReAttention(model, ReAttentionConfig(fidelity=fidelity, token_frequencies="uniform"))
+    attention.errors = errors
+    tracked: list[Tensor] = []
+    ask = attention.key_noise
+
+    def listen(*args: Any) -> Any:
+        noise = ask(*args)
+        assert noise is not None
+        tracked.append(noise.keys)
+        return noise
+
+    attention.key_noise = listen  # type: ignore[method-assign]
+    with torch.no_grad():
+        model(ids)
+    remove_re_attention(model)
+    drawn = drawn_keys(model, ids, errors, draws)
+    variances = [torch.stack(keys).double().var(0) for keys in drawn]
+    variances = [v if fidelity == "per_feature" else v.mean(-1, keepdim=True) for v in variances]
+    return list(zip([t.double() for t in tracked], variances, strict=True))
+
+
+def drawn_keys(model: Any, ids: Tensor, errors: dict[str, Tensor], draws: int) -> list[list[Tensor]]:
+    seen: list[Tensor] = []
+
+    def spy(module: nn.Module, query: Tensor, key: Tensor, *args: Any, **kwargs: Any) -> Any:
+        seen.append(key.detach().clone())
+        return sdpa_attention_forward(module, query, key, *args, **kwargs)
+
+    AttentionInterface.register("spy", spy)
+    AttentionMaskInterface.register("spy", sdpa_mask)
+    model.set_attn_implementation("spy")
+    means = {name: p.detach().clone() for name, p in model.named_parameters()}
+    layers: list[list[Tensor]] = []
+    for _ in range(draws):
+        with torch.no_grad():
+            for name, p in model.named_parameters():
+                p.copy_(means[name] + torch.randn_like(p) * errors[name])
+            seen.clear()
+            model(ids)
+        layers = layers or [[] for _ in seen]
+        for layer, key in zip(layers, seen, strict=True):
+            layer.append(key)
+    return layers
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_tracked_variances_agree_with_drawn_ones(family: str) -> None:
+    layers = tracked_and_drawn(family, "per_feature", 1e-3)
+    ratios = [float(tracked.sum() / drawn.sum()) for tracked, drawn in layers]
+    assert ratios[0] == pytest.approx(1, abs=0.1)
+    assert ratios[3] == pytest.approx(1, abs=0.3)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_one_variance_for_each_token_is_within_a_factor_of_two_in_the_right_order(family: str) -> None:
+    for tracked, drawn in tracked_and_drawn(family, "isotropic", 1e-3):
+        ratios = (tracked / drawn).flatten()
+        assert float(ratios.min()) > 0.5
+        assert float(ratios.max()) < 2
+        ranks = torch.stack([values.flatten().argsort().argsort().double() for values in (tracked, drawn)])
+        assert float(torch.corrcoef(ranks)[0, 1]) > 0.85
+
+
+def test_variances_that_are_two_thirds_are_noticed() -> None:
+    """The negative control of the two tests above."""
+    tracked, drawn = tracked_and_drawn("gpt2", "per_feature", 1e-3)[0]
+    assert abs(float((2 / 3) ** 2 * tracked.sum() / drawn.sum()) - 1) > 0.3
+
+
+def test_the_correction_brings_noisy_attention_closer_to_the_noise_free() -> None:
+    """KL of the mean attention over draws, to that without noise, halves at least on long-tailed tokens."""
+    torch.manual_seed(0)
+    queries, keys, width = 8, 200, 16
+    q, k = torch.randn(queries, width), torch.randn(keys, width)
+    deviation = 1 / (1 + torch.arange(keys).float().flip(0) / 10)  # a few keys are noisy
+    truth = (q @ k.T / width**0.5).softmax(-1)
+    correction = q.square().sum(-1, keepdim=True) * deviation.square() / width / 2
+    plain, corrected = torch.zeros_like(truth), torch.zeros_like(truth)
+    for _ in range(2000):
+        scores = q @ (k + deviation[:, None] * torch.randn(keys, width)).T / width**0.5
+        plain += scores.softmax(-1) / 2000
+        corrected += (scores - correction).softmax(-1) / 2000
+
+    def divergence(found: Tensor) -> float:
+        return float((truth * (truth / found).log()).sum(-1).mean())
+
+    assert divergence(corrected) < 0.5 * divergence(plain)
+
+
+def plan(target: float = 3.0, n: int = 1000) -> Plan:
+    config = PrivacyConfig(target_epsilon=target, re_attention=ReAttentionConfig(), seed=3)
+    entropy = Entropy(3)
+    return Plan.make(config, PoissonBatchSampler(n, 50, entropy), 20, entropy)
+
+
+def test_released_frequencies_are_noisy_shares_and_are_charged() -> None:
+    made, ledger = plan(), Ledger()
+    examples = [torch.tensor([[0, 0, 1, -100]]) for _ in range(1000)]
+    found = release_token_frequencies(examples, 50, 4.0, made, ledger)
+    assert [(label, count) for _, count, label in ledger.entries] == [(LABEL, 1)]
+    deviation = made.frequency_noise_multiplier * 4.0 / 1000
+    assert float((found[:2] - 1).abs().max()) < 5 * deviation
+    noise = found[2:] - 1 / 1000
+    assert 0 < float(noise.std()) < 2 * deviation
+    assert float(found.min()) >= 1 / 1000
+
+
+def test_one_example_moves_the_histogram_by_the_clipping_norm_at_most(monkeypatch: Any) -> None:
+    made = plan()
+    monkeypatch.setattr(type(made.noise), "add_", lambda *_: None)
+    examples = [torch.randint(0, 40, (1, 60)) for _ in range(1000)]
+    sums = [release_token_frequencies(rows, 2000, 2.0, made, Ledger()) * 1000 for rows in (examples, examples[1:])]
+    moved = float((sums[0] - sums[1]).norm())
+    assert 0 < moved <= 2.0 + 1e-3
+    everything = [torch.arange(2000)[None]]
+    huge = release_token_frequencies([*examples[1:], *everything], 2000, 2.0, made, Ledger()) * 1000
+    assert float((huge - sums[1]).norm()) <= 2.0 + 1e-3
+
+
+def test_an_id_beyond_the_embedding_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="token id 60"):
+        release_token_frequencies([torch.tensor([60])], 50, 2.0, plan(), Ledger())
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"error": "other"},
+        {"fidelity": 1},
+        {"token_frequencies": "raw"},
+        {"budget_share": 0.0},
+        {"budget_share": 1.0},
+        {"presence_clipping_norm": -1.0},
+        {"scale": float("inf")},
+        {"token_frequencies": "public"},
+        {"public_frequencies": "file.json"},
+    ],
+)
+def test_values_out_of_range_are_refused(values: dict[str, Any]) -> None:
+    with pytest.raises(ConfigurationError):
+        ReAttentionConfig(**values)
+
+
+def test_the_config_goes_to_json_and_back() -> None:
+    config = PrivacyConfig(target_epsilon=3.0, re_attention=ReAttentionConfig(scale=0.5, error="accumulated"))
+    assert PrivacyConfig.from_json(config.to_json()) == config
+    with pytest.raises(ConfigurationError, match="unknown"):
+        PrivacyConfig.from_json('{"target_epsilon": 1, "re_attention": {"unknown": 1}}')
