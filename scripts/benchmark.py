@@ -209,7 +209,7 @@ def _draw_ratios(results: dict[str, Any], path: Path) -> None:
         axes.set_yticks(range(len(results)), results if what == "time" else [""] * len(results))
         axes.axvline(1, color="black", linewidth=0.8)
         axes.set_xlabel(f"{what}, ratio to an ordinary step")
-    panels[1].legend()
+    panels[0].legend(loc="lower left")
     _save(figure, path)
 
 
@@ -242,7 +242,7 @@ def scaling(
             axes.set(xlabel=over, ylim=(0, None), xscale="log" if over == "n" else "linear")
     Console().print(table)
     if drawing is not None and figure is not None:
-        panels[0].set_ylabel("seconds of a step of four micro-batches")
+        panels[0].set_ylabel("seconds a step")
         panels[0].legend()
         _save(drawing, figure)
 
