@@ -14,6 +14,8 @@ from hf_dp.plan import Plan
 LABEL = "token presence"
 # Seeded noise differs from that of every training step.
 _STEP = -1
+# In standard deviations of the noise.
+_STANDS_OUT = 3.0
 
 
 def release_token_frequencies(
@@ -32,7 +34,7 @@ def release_token_frequencies(
         ledger: charged before the data is looked at.
 
     Returns:
-        (V,) float32 in [1/n, 1]: a token that nobody has counts as one example's.
+        (V,) float32 in [1/n, 1]. Tokens that do not stand out from the noise share their mean.
 
     Raises:
         ConfigurationError: an id that is not below `vocabulary_size`.
@@ -52,5 +54,9 @@ def release_token_frequencies(
                 fix="resize the embeddings, or use the tokenizer that belongs to the model.",
             )
         total[present] += min(1.0, clipping_norm / max(1, len(present)) ** 0.5)
-    plan.noise.add_([total], plan.frequency_noise_multiplier * clipping_norm, _STEP)
-    return (total / n).clamp(1 / n, 1.0).float()
+    deviation = plan.frequency_noise_multiplier * clipping_norm
+    plan.noise.add_([total], deviation, _STEP)
+    # Of tokens that do not stand out from the noise, the mean is known far better than each.
+    in_doubt = total <= _STANDS_OUT * deviation
+    shares = torch.where(in_doubt, total[in_doubt].mean() if bool(in_doubt.any()) else 0.0, total) / n
+    return shares.clamp(1 / n, 1.0).float()

@@ -43,6 +43,10 @@ class RecipeArguments:
     error: str = "paper"
     fidelity: str = "isotropic"
     token_frequencies: str = "released"
+    public_frequencies: str | None = None
+    write_frequencies: str | None = field(
+        default=None, metadata={"help": "Where to write the true shares, which are not private; to study their effect."}
+    )
     scale: float = 1.0
     presence_clipping_norm: float = 4.0
     test_users: int = 6000
@@ -176,6 +180,9 @@ def main() -> None:
     train, test = (rows(sequences, recipe.longest, target) for target in (2, 1))
     test = test[: recipe.test_users]
     print("popularity:", shown(popularity(train, test, items)))
+    if recipe.write_frequencies is not None:
+        counts = np.bincount([item for row in train for item in set(row["input_ids"])], minlength=items + 1)
+        Path(recipe.write_frequencies).write_text(json.dumps((counts / len(train)).tolist()), encoding="utf-8")
     results: dict[str, list[tuple[float, float]]] = {}
     runs = itertools.product(recipe.epsilons.split(","), recipe.seeds.split(","), recipe.arms.split(","))
     for epsilon, seed, arm in runs:
@@ -214,6 +221,7 @@ def promise(privacy: PrivacyConfig, epsilon: float, arm: str, recipe: RecipeArgu
             error=recipe.error,  # type: ignore[arg-type]
             fidelity=recipe.fidelity,  # type: ignore[arg-type]
             token_frequencies=recipe.token_frequencies,  # type: ignore[arg-type]
+            public_frequencies=recipe.public_frequencies,
             scale=recipe.scale,
             presence_clipping_norm=recipe.presence_clipping_norm,
         )

@@ -72,7 +72,7 @@ class ReAttention:
             for base in self._bases
             for handle in (
                 base.register_forward_pre_hook(self._enter),
-                base.register_forward_hook(self._leave, always_call=True),
+                base.register_forward_hook(self._leave, with_kwargs=True, always_call=True),
             )
         ]
         for module in self._names:
@@ -110,13 +110,14 @@ class ReAttention:
         self._moments.begin(errors)
         self._moments.__enter__()  # type: ignore[no-untyped-call]
 
-    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _leave(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         self._depth -= 1
         if self._depth or not self.errors or self._moments is None:
             return
         self._moments.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         self._moments.end()
-        if module is self._bases[0] and output is not None:
+        # A decoder that generates is given what its encoder said before.
+        if module is self._bases[0] and output is not None and kwargs.get("encoder_outputs") is None:
             self._check_fired()
 
     def _check_fired(self) -> None:

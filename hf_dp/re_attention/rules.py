@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Iterable
 from types import MappingProxyType
@@ -165,6 +166,22 @@ def _mean(m: Moments, func: Any, output: Tensor, args: _Args, kwargs: _Kwargs) -
         growth = 1 + noise / wide(output.detach()).reshape(noise.shape).clamp_min(torch.finfo(torch.float32).tiny)
         m.put(output, Tracked(torch.zeros_like(noise), None, growth))
 
+    elif tracked is not None:
+        _added_up(m, output, args[0], axis, kwargs, mean=True)
+
+
+def _sum_over(m: Moments, func: Any, output: Tensor, args: _Args, kwargs: _Kwargs) -> None:
+    _added_up(m, output, args[0], kwargs.get("dim", args[1] if len(args) > 1 else None), kwargs, mean=False)
+
+
+def _added_up(m: Moments, output: Tensor, x: Tensor, axis: Any, kwargs: _Kwargs, *, mean: bool) -> None:
+    """Of sums over positions or experts. One over features is a statistic, whose own noise is not followed."""
+    axes = [] if axis is None else [a % x.dim() for a in ([axis] if isinstance(axis, int) else axis)]
+    noise = m.variance(x)
+    if noise is not None and axes and x.dim() - 1 not in axes:
+        total = noise.sum(axes).reshape(output.shape)
+        _put(m, output, total / math.prod(x.shape[a] for a in axes) ** 2 if mean else total)
+
 
 def _root(m: Moments, func: Any, output: Tensor, args: _Args, kwargs: _Kwargs) -> None:
     tracked = m.of(args[0])
@@ -197,6 +214,10 @@ def _sum(sign: float) -> Rule:
             _shifted(m, output, second if factor == 1 else with_slope(second, lambda: factor * before()))
 
     return rule
+
+
+def _reversed(rule: Rule) -> Rule:
+    return lambda m, func, output, args, kwargs: rule(m, func, output, args[::-1], kwargs)
 
 
 def _shifted(m: Moments, output: Tensor, tracked: Tracked) -> None:
@@ -370,7 +391,9 @@ RULES = MappingProxyType(
         **_all(_unary, [*_SQUARES, torch.Tensor.__neg__, F.leaky_relu, F.elu, F.hardtanh, F.hardswish]),
         **_all(_root, _both("rsqrt", "sqrt")),
         **_all(_mean, _both("mean")),
+        **_all(_sum_over, _both("sum")),
         **_all(_sum(1.0), [*_both("add", "add_"), _add, _radd, _iadd]),
+        **_all(_reversed(_sum(-1.0)), [torch.rsub, torch.Tensor.__rsub__]),
         **_all(_sum(-1.0), [*_both("sub", "sub_"), _sub, _isub]),
         **_all(_product, [*_both("mul", "mul_"), _mul, _rmul, _imul]),
         **_all(_quotient, [*_both("div", "div_"), torch.Tensor.__truediv__]),
@@ -385,7 +408,7 @@ RULES = MappingProxyType(
         ),
         **_all(_moved, _both("reshape", "transpose", "permute", "unsqueeze", "squeeze", "split", "chunk", "flatten")),
         **_all(_moved, _both("unflatten", "narrow", "select", "swapaxes", "repeat_interleave", "index_select", "roll")),
-        **_all(_moved, _both("unbind", "t", "tile", "movedim", "masked_select")),
+        **_all(_moved, _both("unbind", "t", "tile", "movedim")),
         **_all(_moved, [getattr(torch.Tensor, n) for n in ("view", "expand", "repeat", "__getitem__", "expand_as")]),
         **_all(_moved, [torch.Tensor.T.__get__, torch.Tensor.mT.__get__]),  # type: ignore[attr-defined]
         **_all(_joined, [torch.cat, torch.concat, torch.stack]),
@@ -393,9 +416,9 @@ RULES = MappingProxyType(
         **_all(_masked, _both("masked_fill", "masked_fill_")),
         torch.Tensor.__setitem__: _assigned,
         torch.Tensor.index_copy_: _copied,
-        **_all(_nothing, _both("var", "std", "sum", "softmax", "log_softmax", "norm", "amax", "amin", "max", "topk")),
-        **_all(_nothing, _both("zeros_like", "ones_like", "empty_like", "full_like", "argmax", "logsumexp", "gather")),
-        **_all(_nothing, [torch.Tensor.new_zeros, torch.Tensor.new_ones, torch.Tensor.new_full, torch.cumsum]),
+        **_all(_nothing, _both("var", "std", "softmax", "log_softmax", "norm", "amax", "amin", "max")),
+        **_all(_nothing, _both("zeros_like", "ones_like", "empty_like", "full_like", "argmax", "logsumexp")),
+        **_all(_nothing, [torch.Tensor.new_zeros, torch.Tensor.new_ones, torch.Tensor.new_full]),
         **_all(_nothing, [F.cross_entropy, F.nll_loss, F.mse_loss, F.binary_cross_entropy_with_logits, F.one_hot]),
     }
 )

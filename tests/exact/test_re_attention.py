@@ -112,6 +112,15 @@ def test_a_cache_keeps_the_noise_of_its_keys(family: str) -> None:
     assert torch.equal(cached, model.generate(ids, use_cache=False, **options))
 
 
+def test_a_decoder_generates_from_what_its_encoder_said() -> None:
+    model, data = tiny("t5", "seq2seq").eval(), text_batch("seq2seq")
+    noisy(model)
+    options = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None}
+    inputs = {name: data[name] for name in ("input_ids", "attention_mask")}
+    cached = model.generate(**inputs, use_cache=True, **options)
+    assert torch.equal(cached, model.generate(**inputs, use_cache=False, **options))
+
+
 def test_a_reordered_cache_is_refused() -> None:
     model, ids = tiny("llama", "causal_lm").eval(), text_batch("causal_lm")["input_ids"]
     noisy(model)
