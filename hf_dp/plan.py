@@ -132,6 +132,7 @@ class Plan:
             expected_batch_size=self.sampler.expected_batch_size,
             target_epsilon=config.target_epsilon,
             epsilon_rdp=ledger.epsilon(self.delta, "rdp"),
+            frequency_noise_multiplier=self.frequency_noise_multiplier,
             reproducible=config.seed is not None,
             caveats=caveats,
         )

@@ -59,6 +59,7 @@ class PrivacyReport:
         accountant: which bound `epsilon` is, "pld" or "rdp".
         target_epsilon: the budget, or None if the noise was given.
         epsilon_rdp: the Renyi bound as a cross-check; None if not computed.
+        frequency_noise_multiplier: of the one release of token frequencies from all units; None if there was none.
         dataset_size: number of units.
         expected_batch_size: mean number of units in a step.
         reproducible: a seed was given, so that the noise is not secret and the run is not private.
@@ -80,6 +81,7 @@ class PrivacyReport:
     expected_batch_size: float
     target_epsilon: float | None = None
     epsilon_rdp: float | None = None
+    frequency_noise_multiplier: float | None = None
     reproducible: bool = False
     unit: str = "one training example"
     adjacency: str = "add or remove one"
@@ -143,6 +145,11 @@ class PrivacyReport:
             "steps": f"{self.steps}",
             "accountant": self.accountant.upper()
             + ("" if self.epsilon_rdp is None else f" (RDP cross-check: epsilon {self.epsilon_rdp:.4g})"),
+            **(
+                {}
+                if self.frequency_noise_multiplier is None
+                else {"token frequencies": f"released once, noise multiplier {self.frequency_noise_multiplier:.4g}"}
+            ),
             "versions": ", ".join(f"{name} {version}" for name, version in self.versions.items()),
         }
         lines += [f"  {name:<17} {value}" for name, value in rows.items()]
@@ -162,7 +169,7 @@ def _read(cls: type[PrivacyReport], values: object) -> PrivacyReport | str:
     if set(fields) != known:
         return f"missing or unknown fields {sorted(map(str, set(fields) ^ known))}"
     fields = {key: math.inf if value == "inf" else value for key, value in fields.items()}
-    optional = {name for name in ("target_epsilon", "epsilon_rdp") if fields[name] is not None}
+    optional = {n for n in ("target_epsilon", "epsilon_rdp", "frequency_noise_multiplier") if fields[n] is not None}
     for name in (*_NUMBERS, *optional):
         if isinstance(fields[name], bool) or not isinstance(fields[name], (int, float)) or not fields[name] >= 0:
             return f"{name} is {fields[name]!r}"

@@ -35,6 +35,14 @@ def test_the_release_is_paid_for_from_the_same_budget(tmp_path: Path) -> None:
     report = trainer.privacy_report()
     assert 2.9 < report.epsilon <= 3.0
     assert report.noise_multiplier > plain.privacy_report().noise_multiplier
+    # The report alone is enough to compute epsilon again.
+    again = Ledger()
+    assert report.frequency_noise_multiplier is not None
+    again.charge(accounting.step_event(report.frequency_noise_multiplier, 1.0), LABEL)
+    again.charge(accounting.step_event(report.noise_multiplier, report.sampling_probability), count=report.steps)
+    assert again.epsilon(report.delta) == report.epsilon
+    assert "token frequencies" in str(report)
+    assert type(report).from_json(report.to_json()) == report
     alone = Ledger()
     alone.charge(*trainer.ledger.entries[0][:1])
     assert alone.epsilon(report.delta) == pytest.approx(0.05 * 3.0, rel=1e-2)
