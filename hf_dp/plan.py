@@ -120,6 +120,7 @@ class Plan:
         config, caveats = self.config, accounting.STANDARD_CAVEATS
         if config.withhold_non_private_logs:
             caveats = tuple(caveat for caveat in caveats if caveat != accounting.LOGGED_METRICS)
+        released = any(event == self.frequency_event for event, _, _ in ledger.entries)
         return accounting.PrivacyReport(
             epsilon=ledger.epsilon(self.delta, config.accountant),
             delta=self.delta,
@@ -132,7 +133,7 @@ class Plan:
             expected_batch_size=self.sampler.expected_batch_size,
             target_epsilon=config.target_epsilon,
             epsilon_rdp=ledger.epsilon(self.delta, "rdp"),
-            frequency_noise_multiplier=self.frequency_noise_multiplier,
+            frequency_noise_multiplier=self.frequency_noise_multiplier if released else None,
             reproducible=config.seed is not None,
             caveats=caveats,
         )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -64,7 +66,7 @@ class ReAttention:
                 fix="leave re_attention out of PrivacyConfig.",
             )
         self._before = self._bases[0].config._attn_implementation
-        self._parameters = dict(model.named_parameters())
+        self._model = weakref.ref(model)
         register()
         self._bases[0].set_attn_implementation(NAME)
         self._handles = [
@@ -87,6 +89,20 @@ class ReAttention:
             OWNERS.pop(module, None)
         self._bases[0].set_attn_implementation(self._before)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> ReAttention:
+        """For a model that is copied as a whole: the copy has its own."""
+        made = object.__new__(ReAttention)
+        memo[id(self)] = made
+        apart = {"_model": self._model, "_moments": None}
+        made.__dict__.update(copy.deepcopy({k: v for k, v in self.__dict__.items() if k not in apart}, memo) | apart)
+        model = memo.get(id(self._model()))
+        if model is not None:
+            made._model = weakref.ref(model)
+            _INSTALLED[model] = made
+        for module in made._names:
+            OWNERS[module] = made
+        return made
+
     # --- one forward pass ---------------------------------------------------------------------------------------------
 
     @property
@@ -95,20 +111,33 @@ class ReAttention:
         return self._names
 
     def _enter(self, module: nn.Module, args: Any) -> None:
+        errors = self._by_address() if not self._depth else {}
         self._depth += 1
         if self._depth > 1 or not self.errors:
             return
-        scale = self.config.scale
-        errors = {}
-        for name, error in self.errors.items():
-            p = self._parameters[name]
-            errors[p.data_ptr()] = (scale * error).square().to(torch.promote_types(p.dtype, torch.float32))
         self._kept.clear()
         self._fired.clear()
         if self._moments is None:
             self._moments = Moments(errors, self.config.fidelity == "isotropic", RULES)
         self._moments.begin(errors)
         self._moments.__enter__()  # type: ignore[no-untyped-call]
+
+    def _by_address(self) -> dict[int, Tensor]:
+        """The variance of each noisy parameter as it is now: models are moved, cast and resized."""
+        model = self._model()
+        parameters = {} if model is None else dict(model.named_parameters())
+        found = {}
+        for name, error in self.errors.items():
+            p = parameters.get(name)
+            if p is None or (error.dim() and error.shape[0] != p.shape[0]):
+                raise ConfigurationError(
+                    f"{name} is not the parameter that its noise was recorded for: it is gone, or of another size.",
+                    why="the correction would leave out noise that the keys have.",
+                    fix="change the model before Re-Attention is put on it, or call hf_dp.remove_re_attention(model).",
+                )
+            dtype = torch.promote_types(p.dtype, torch.float32)
+            found[p.data_ptr()] = (self.config.scale * error).square().to(p.device, dtype)
+        return found
 
     def _leave(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         self._depth -= 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -160,6 +161,40 @@ def test_saved_and_loaded_it_attends_the_same(tmp_path: Path) -> None:
         load_re_attention(loaded, tmp_path)
     with pytest.raises(ConfigurationError, match="no saved Re-Attention"):
         load_re_attention(loaded, tmp_path.parent)
+
+
+def test_a_model_that_was_cast_keeps_its_noise_and_one_that_was_resized_is_refused() -> None:
+    model, data = tiny("gpt2", "causal_lm", torch.float32), text_batch("causal_lm")
+    noisy(model)
+    expected = model(**data).logits.detach()
+    torch.testing.assert_close(model.double()(**data).logits.float(), expected, rtol=1e-3, atol=1e-4)
+    model.resize_token_embeddings(VOCABULARY + 5)
+    with pytest.raises(ConfigurationError, match="another size"):
+        model(**data)
+
+
+def test_a_copied_model_has_its_own() -> None:
+    model, data = tiny("llama", "causal_lm"), text_batch("causal_lm")
+    plain = model(**data).logits
+    noisy(model)
+    expected = model(**data).logits
+    other = copy.deepcopy(model)
+    remove_re_attention(model)
+    assert torch.equal(other(**data).logits, expected)
+    assert torch.equal(model(**data).logits, plain)
+    remove_re_attention(other)
+    assert torch.equal(other(**data).logits, plain)
+
+
+def test_an_error_in_the_forward_pass_leaves_nothing_behind() -> None:
+    model, data = tiny("gpt2", "causal_lm"), text_batch("causal_lm")
+    attention = noisy(model)
+    expected = model(**data).logits
+    with pytest.raises(IndexError):
+        model(input_ids=data["input_ids"] + VOCABULARY)
+    assert torch.overrides._get_current_function_mode() is None
+    assert torch.equal(model(**data).logits, expected)
+    assert attention.take_corrections()
 
 
 @pytest.mark.parametrize("fidelity", FIDELITIES)
