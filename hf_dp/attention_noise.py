@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,46 +15,78 @@ from hf_dp.errors import ConfigurationError
 from hf_dp.frequencies import release_token_frequencies
 from hf_dp.plan import Plan
 from hf_dp.re_attention import FILE, FREQUENCIES, ReAttention, read
-from hf_dp.re_attention.errors import accumulate_, one_step, relative_counts, zeros
+from hf_dp.re_attention.errors import accumulate_, one_step, relative_counts, token_tables, zeros
+
+_KNOWN = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
 
 
 class AttentionNoise:
     """Keeps the Re-Attention of one model in step with its private training.
 
+    From the beginning the attention is corrected, for noise that is the same in all rows; `begin` gives it its own.
+
     Args:
         model: gets the corrected attention.
         config: what the user chose.
         plan: of the run.
-        ledger: charged for token frequencies where they are released.
-        examples: the token ids of each training example, read only for a release.
-        checkpoint: a directory to continue from.
+        optimizer: of the run.
 
     Raises:
-        ConfigurationError: unreadable public frequencies, or a checkpoint without Re-Attention.
+        ConfigurationError: an optimizer whose noise is not known.
         UnsupportedModelError: a model whose attention cannot be corrected.
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        config: ReAttentionConfig,
-        plan: Plan,
-        ledger: Ledger,
-        examples: Iterable[Tensor],
-        checkpoint: Path | None = None,
+        self, model: nn.Module, config: ReAttentionConfig, plan: Plan, optimizer: torch.optim.Optimizer | None
     ) -> None:
         self._model, self._config, self._plan = model, config, plan
-        self.attention = ReAttention(model, config)
-        saved = None if checkpoint is None else read(checkpoint / FILE)[1]
-        self.frequencies = None if saved is None else saved.pop(FREQUENCIES, None)
-        if saved is None and config.token_frequencies != "uniform":
-            self.frequencies = self._public() if config.public_frequencies else self._released(ledger, examples)
-        self._counts = relative_counts(model, plan.sampler.expected_batch_size, self.frequencies)
+        self.frequencies: Tensor | None = None
         self._deviation = plan.noise_standard_deviation / plan.sampler.expected_batch_size
+        inner = getattr(optimizer, "optimizer", optimizer)
+        if config.error == "accumulated" and not isinstance(inner, _KNOWN):
+            raise ConfigurationError(
+                f"Re-Attention with error='accumulated' and the optimizer {type(inner).__name__}.",
+                why="how much noise its steps put into the parameters is not known.",
+                fix="use AdamW or SGD (optim='adamw_torch'), or ReAttentionConfig(error='paper').",
+            )
+        self.attention = ReAttention(model, config)
+        self._counts = self._counted()
+        self.attention.errors = one_step(self._counts, self._deviation) if self._deviation else {}
+
+    def begin(
+        self, ledger: Ledger, examples: Iterable[Tensor], checkpoint: Path | None, earlier: AttentionNoise | None
+    ) -> None:
+        """Gives each parameter its own noise, from token frequencies.
+
+        Args:
+            ledger: charged for the frequencies where they are released now.
+            examples: the token ids of each training example, read only for a release.
+            checkpoint: a directory to continue from.
+            earlier: of a training of this model before: what was released is not released again, and noise adds up.
+
+        Raises:
+            ConfigurationError: unreadable public frequencies, or a checkpoint without Re-Attention.
+        """
+        config = self._config
+        saved = None if checkpoint is None else read(checkpoint / FILE)[1]
+        if saved is not None:
+            self.frequencies = saved.pop(FREQUENCIES, None)
+        elif config.token_frequencies == "public":
+            self.frequencies = self._public()
+        elif config.token_frequencies == "released":
+            known = None if earlier is None else earlier.frequencies
+            self.frequencies = self._released(ledger, examples) if known is None else known
+        self._counts = self._counted()
         start = zeros(self._counts) if config.error == "accumulated" else one_step(self._counts, self._deviation)
+        if saved is None and earlier is not None and config.error == "accumulated":
+            saved = earlier.attention.errors
         if saved is not None:
             start = {name: saved[name].to(error.device) if name in saved else error for name, error in start.items()}
         self.attention.errors = start if self._deviation else {}
+        self.attention.take_corrections()
+
+    def _counted(self) -> dict[str, Tensor]:
+        return relative_counts(self._model, self._plan.sampler.expected_batch_size, self.frequencies)
 
     def after_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Adds the noise of the step that was taken."""
@@ -85,14 +116,11 @@ class AttentionNoise:
         return shares
 
     def _vocabulary_size(self) -> int:
-        base: Any = self._model
-        if callable(unwrap := getattr(self._model, "get_base_model", None)):
-            base = unwrap()
-        try:
-            return int(base.get_input_embeddings().weight.shape[0])
-        except (AttributeError, NotImplementedError) as error:
+        sizes = {len(table) for table in token_tables(self._model)}
+        if len(sizes) != 1:
             raise ConfigurationError(
-                f"{type(base).__name__} has no token embedding.",
-                why="there are no token frequencies to release or to read.",
+                f"trained token embeddings of {sorted(sizes) or 'no'} rows.",
+                why="one table of token frequencies is needed for all of them.",
                 fix="use ReAttentionConfig(token_frequencies='uniform').",
-            ) from error
+            )
+        return sizes.pop()

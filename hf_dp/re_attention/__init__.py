@@ -1,5 +1,6 @@
 """Re-Attention: attention corrected for the noise that DP training puts into keys (arXiv:2405.18194)."""
 
+from hf_dp.re_attention.errors import token_tables
 from hf_dp.re_attention.inspect import AttentionByFrequency, inspect_attention
 from hf_dp.re_attention.installed import (
     FILE,
@@ -21,4 +22,5 @@ __all__ = [
     "load_re_attention",
     "read",
     "remove_re_attention",
+    "token_tables",
 ]

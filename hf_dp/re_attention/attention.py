@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
@@ -20,6 +21,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from hf_dp.errors import UnsupportedModelError
 from hf_dp.re_attention.moments import wide
 
 NAME = "re_attention"
@@ -89,18 +91,25 @@ def re_attention_forward(
     Returns:
         (B, T, H, d'), and the weights where the kernel gives them.
     """
+    if kwargs.get("s_aux") is not None:
+        raise UnsupportedModelError(
+            f"{type(module).__name__} has attention sinks.",
+            why="Re-Attention's kernels would leave them out.",
+            fix="leave re_attention out of PrivacyConfig for this model family.",
+        )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     forward: Any = sdpa_attention_forward
     if kwargs.get("softcap") is not None:
         forward = sys.modules[type(module).__module__].eager_attention_forward
-        attention_mask = _additive(attention_mask, query, key)
+        attention_mask = _additive(module, attention_mask, query, key, kwargs)
     owner = OWNERS.get(module)
     noise = None if owner is None else owner.key_noise(module, query, key, value)
     plain = _Scores(module, query.detach(), key.detach(), attention_mask, scale, kwargs)
     if owner is None or noise is None:
         if owner is not None and owner.listener is not None:
             owner.listener(plain.all_attention(), plain.all_attention())
-        return forward(module, query, key, value, attention_mask, dropout=dropout, scaling=scale, **kwargs)  # type: ignore[no-any-return]
+        with nullcontext() if owner is None else owner.unfollowed():
+            return forward(module, query, key, value, attention_mask, dropout=dropout, scaling=scale, **kwargs)  # type: ignore[no-any-return]
     with owner.unfollowed():
         squares = query.square()
         squares = squares.sum(-1, keepdim=True) if noise.keys.shape[-1] == 1 else squares
@@ -126,9 +135,20 @@ def re_attention_forward(
     return result, weights
 
 
-def _additive(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
-    """The mask that eager attention adds; sdpa's None means causal, and scores are capped in decoders only."""
+def _is_causal(module: nn.Module, mask: Tensor | None, query: Tensor, options: dict[str, Any]) -> bool:
+    """Whether sdpa hides later keys without a mask."""
+    given = options.get("is_causal")
+    causal = getattr(module, "is_causal", True) if given is None else given
+    return bool(causal) and mask is None and query.shape[2] > 1
+
+
+def _additive(
+    module: nn.Module, mask: Tensor | None, query: Tensor, key: Tensor, options: dict[str, Any]
+) -> Tensor | None:
+    """The mask that eager attention adds."""
     if mask is None:
+        if not _is_causal(module, mask, query, options):
+            return None
         mask = _causal(query.shape[2], key.shape[2], query.device)[None, None]
     if mask.dtype != torch.bool:
         return mask
@@ -160,9 +180,7 @@ class _Scores:
 
     @property
     def is_causal(self) -> bool:
-        given = self.options.get("is_causal")
-        causal = getattr(self.module, "is_causal", True) if given is None else given
-        return bool(causal) and self.mask is None and self.query.shape[2] > 1
+        return _is_causal(self.module, self.mask, self.query, self.options)
 
     def visible(self) -> Tensor:
         """(B or 1, H or 1, T): how many keys each query sees."""

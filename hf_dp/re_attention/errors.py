@@ -22,25 +22,29 @@ def relative_counts(model: nn.Module, expected_batch_size: float, frequencies: T
         1 for dense parameters; for row i of a token embedding 1 / p_i, (V, 1), with at least one example in a batch:
         a row that is not touched is not taught anything wrong. Frozen parameters are left out.
     """
-    tables = {id(t.weight) for base in model.modules() if (t := _input_embeddings(base)) is not None}
+    tables = {id(p) for p in token_tables(model)}
     counts: dict[str, Tensor] = {}
     for name, p in model.named_parameters():
         if p.requires_grad:
             counts[name] = torch.ones((), device=p.device)
             if id(p) in tables and frequencies is not None:
-                share = frequencies[: len(p)].to(p.device).clamp_min(1 / expected_batch_size)
+                share = frequencies.to(p.device).clamp_min(1 / expected_batch_size)
                 counts[name] = (1 / share).clamp_max(expected_batch_size)[:, None].float()
     return counts
 
 
-def _input_embeddings(module: nn.Module) -> nn.Embedding | None:
-    if not isinstance(module, PreTrainedModel):
-        return None
-    try:
-        found = module.get_input_embeddings()
-    except NotImplementedError:
-        return None
-    return found if isinstance(found, nn.Embedding) else None
+def token_tables(model: nn.Module) -> list[Tensor]:
+    """The trained token embeddings: what Transformers calls input embeddings, also where PEFT wraps them."""
+    found: dict[int, Tensor] = {}
+    for base in model.modules():
+        if isinstance(base, PreTrainedModel):
+            try:
+                embedding = base.get_input_embeddings()
+            except NotImplementedError:
+                continue
+            inner = embedding.modules() if isinstance(embedding, nn.Module) else ()
+            found |= {id(e.weight): e.weight for e in inner if isinstance(e, nn.Embedding) and e.weight.requires_grad}
+    return list(found.values())
 
 
 def one_step(counts: Mapping[str, Tensor], standard_deviation: float) -> dict[str, Tensor]:
@@ -57,7 +61,8 @@ def accumulate_(
 ) -> None:
     """Adds to `errors` what one optimizer step has put into each parameter: rate x noise, divided as Adam divides it.
 
-    Momentum spreads a step's noise over later ones and leaves its sum; weight decay, which forgets noise, is left out.
+    Momentum m spreads a step's noise over later ones: 1 / (1 - m) of it in all with SGD, all of it with Adam, whose
+    preconditioner is taken of the mean second moment. Weight decay, which forgets noise, is left out.
     """
     names = {id(p): name for name, p in model.named_parameters()}
     for group in optimizer.param_groups:
@@ -70,14 +75,14 @@ def accumulate_(
 
 
 def _gain(state: Mapping[str, Any], group: Mapping[str, Any], error: Tensor) -> Tensor:
-    """The root mean square of Adam's 1 / (sqrt(v) + eps), over all elements or over each row; 1 for SGD."""
+    """Adam's 1 / (sqrt(mean v) + eps), over all elements or over each row; 1 / (1 - momentum) for SGD."""
     second = state.get("exp_avg_sq")
     if second is None:
-        return torch.ones_like(error)
+        return torch.ones_like(error) / (1 - float(group.get("momentum", 0.0)))
     corrected = second.float() / (1 - group["betas"][1] ** float(state["step"]))
-    gain = (corrected.sqrt() + group["eps"]).reciprocal().square()
-    mean: Tensor = gain.mean(-1, keepdim=True) if error.dim() else gain.mean()
-    return mean.sqrt()
+    mean: Tensor = corrected.mean(-1, keepdim=True) if error.dim() else corrected.mean()
+    gain: Tensor = (mean.sqrt() + group["eps"]).reciprocal()
+    return gain
 
 
 def zeros(counts: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -10,17 +10,19 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.overrides import _get_current_function_mode_stack
 from transformers import PreTrainedModel
 
 from hf_dp.config import ReAttentionConfig
 from hf_dp.errors import ConfigurationError, UnsupportedModelError
 from hf_dp.re_attention.attention import NAME, OWNERS, KeyNoise, Listener, register
+from hf_dp.re_attention.errors import token_tables
 from hf_dp.re_attention.moments import Moments, Tracked
 from hf_dp.re_attention.rules import RULES
 
@@ -28,7 +30,6 @@ FILE = "re_attention.safetensors"
 # Beside the errors in a checkpoint, so that a resumed run releases nothing anew.
 FREQUENCIES = "token_frequencies"
 _FORMAT = "1"
-_INSTALLED: WeakKeyDictionary[nn.Module, ReAttention] = WeakKeyDictionary()
 
 
 class ReAttention:
@@ -47,58 +48,59 @@ class ReAttention:
     """
 
     def __init__(self, model: nn.Module, config: ReAttentionConfig) -> None:
-        if model in _INSTALLED:
-            remove_re_attention(model)
+        remove_re_attention(model)
         self.config = config
         self.errors: dict[str, Tensor] = {}
         self.listener: Listener | None = None
         self._moments: Moments | None = None
-        self._depth = 0
-        self._kept: dict[nn.Module, list[Tensor]] = {}
-        self._fired: set[nn.Module] = set()
+        self._within: list[int] = []
+        # None of these may keep a model alive.
+        self._kept: WeakKeyDictionary[nn.Module, list[Tensor]] = WeakKeyDictionary()
+        self._fired: WeakSet[nn.Module] = WeakSet()
         self._corrections: dict[str, tuple[Tensor, int]] = {}
-        self._names = {module: name for name, module in model.named_modules() if _is_attention(module)}
-        self._bases = [m for m in model.modules() if isinstance(m, PreTrainedModel)]
-        if not self._bases or not self._names:
+        self._names = WeakKeyDictionary({m: name for name, m in model.named_modules() if _is_attention(m)})
+        bases = [m for m in model.modules() if isinstance(m, PreTrainedModel)]
+        if not bases or not self._names:
             raise UnsupportedModelError(
                 f"{type(model).__name__} has no attention that Transformers' attention interface reaches.",
                 why="Re-Attention is an attention implementation of that interface.",
                 fix="leave re_attention out of PrivacyConfig.",
             )
-        self._before = self._bases[0].config._attn_implementation
-        self._model = weakref.ref(model)
+        self._before = bases[0].config._attn_implementation
+        self._model, self._base = weakref.ref(model), weakref.ref(bases[0])
         register()
-        self._bases[0].set_attn_implementation(NAME)
+        bases[0].set_attn_implementation(NAME)
+        # What lies around a Transformers model, as PEFT's prompts do, may add noise too.
         self._handles = [
             handle
-            for base in self._bases
+            for module in ([] if model in bases else [model]) + bases
             for handle in (
-                base.register_forward_pre_hook(self._enter),
-                base.register_forward_hook(self._leave, with_kwargs=True, always_call=True),
+                module.register_forward_pre_hook(self._enter, with_kwargs=True),
+                module.register_forward_hook(self._leave, with_kwargs=True, always_call=True),
             )
         ]
         for module in self._names:
             OWNERS[module] = self
-        _INSTALLED[model] = self
 
     def remove(self) -> None:
         """Plain attention again."""
         for handle in self._handles:
             handle.remove()
-        for module in self._names:
+        for module in list(self._names):
             OWNERS.pop(module, None)
-        self._bases[0].set_attn_implementation(self._before)
+        base = self._base()
+        if base is not None:
+            base.set_attn_implementation(self._before)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ReAttention:
         """For a model that is copied as a whole: the copy has its own."""
         made = object.__new__(ReAttention)
         memo[id(self)] = made
-        apart = {"_model": self._model, "_moments": None}
+        apart: dict[str, Any] = {"_moments": None, "_within": [], "_kept": WeakKeyDictionary(), "_fired": WeakSet()}
+        known = {name: memo.get(id(ref())) for name, ref in (("_model", self._model), ("_base", self._base))}
+        apart |= {name: getattr(self, name) if m is None else weakref.ref(m) for name, m in known.items()}
+        apart["_names"] = WeakKeyDictionary({copy.deepcopy(m, memo): name for m, name in self._names.items()})
         made.__dict__.update(copy.deepcopy({k: v for k, v in self.__dict__.items() if k not in apart}, memo) | apart)
-        model = memo.get(id(self._model()))
-        if model is not None:
-            made._model = weakref.ref(model)
-            _INSTALLED[model] = made
         for module in made._names:
             OWNERS[module] = made
         return made
@@ -108,13 +110,18 @@ class ReAttention:
     @property
     def layers(self) -> dict[nn.Module, str]:
         """The attention modules, with their names."""
-        return self._names
+        return dict(self._names)
 
-    def _enter(self, module: nn.Module, args: Any) -> None:
-        errors = self._by_address() if not self._depth else {}
-        self._depth += 1
-        if self._depth > 1 or not self.errors:
+    def _enter(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        if self._within[:1] == [id(module)]:
+            # An interrupt, for which no hook is called, ended the last pass: no model calls itself.
+            self._end()
+        if self._within or not self.errors:
+            self._within += [id(module)] if self._within else []
             return
+        errors = self._by_address()
+        self._refuse_embedded(module, kwargs)
+        self._within = [id(module)]
         self._kept.clear()
         self._fired.clear()
         if self._moments is None:
@@ -140,20 +147,41 @@ class ReAttention:
         return found
 
     def _leave(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-        self._depth -= 1
-        if self._depth or not self.errors or self._moments is None:
+        if self._within[-1:] != [id(module)]:
             return
-        self._moments.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-        self._moments.end()
+        if len(self._within) > 1:
+            self._within.pop()
+            return
+        self._end()
         # A decoder that generates is given what its encoder said before.
-        if module is self._bases[0] and output is not None and kwargs.get("encoder_outputs") is None:
+        if module is self._model() and output is not None and kwargs.get("encoder_outputs") is None:
             self._check_fired()
+
+    def _end(self) -> None:
+        self._within = []
+        if self._moments is not None:
+            while self._moments in _get_current_function_mode_stack():
+                self._moments.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            self._moments.end()
+
+    def _refuse_embedded(self, module: nn.Module, kwargs: dict[str, Any]) -> None:
+        given, base = kwargs.get("inputs_embeds"), self._base()
+        known = self._moments is not None and self._moments.of(given) is not None
+        if given is None or known or base is None or module is not self._model():
+            return
+        noisy = {id(p) for name, p in module.named_parameters() if name in self.errors}
+        if any(id(p) in noisy for p in token_tables(module)):
+            raise UnsupportedModelError(
+                "inputs_embeds from outside the model, whose token embedding is noisy.",
+                why="the correction would leave out the noise of the embeddings.",
+                fix="give input_ids, or call hf_dp.remove_re_attention(model) first.",
+            )
 
     def _check_fired(self) -> None:
         missed = sorted(name for module, name in self._names.items() if module not in self._fired)
         if missed:
             raise UnsupportedModelError(
-                f"attention of {type(self._bases[0]).__name__} that does not use the attention interface: "
+                f"attention of {type(self._base()).__name__} that does not use the attention interface: "
                 f"{', '.join(missed[:3])}{', ...' if len(missed) > 3 else ''}.",
                 why="its scores would not be corrected, while the model says that they are.",
                 fix="leave re_attention out of PrivacyConfig for this model family.",
@@ -166,7 +194,7 @@ class ReAttention:
         if not self.errors:
             return None
         moments = self._moments
-        if not self._depth or moments is None:
+        if not self._within or moments is None:
             # Checkpointing runs the layer again in the backward pass: last in, first out.
             kept = self._kept.get(module)
             noise = kept.pop() if kept else None
@@ -191,6 +219,9 @@ class ReAttention:
                 why="the correction would leave out noise that the keys have.",
                 fix="generate with num_beams=1 or use_cache=False, or call hf_dp.remove_re_attention(model) first.",
             )
+        if keys is None and values is not None:
+            # LoRA on queries and values alone: nothing to correct here, and noise to follow.
+            keys = torch.zeros((), dtype=values.dtype, device=key.device).expand(key.shape)
         if keys is not None and self.config.fidelity == "isotropic":
             keys = moments.over_features(keys)
             values = None if values is None else moments.over_features(values)
@@ -214,7 +245,7 @@ class ReAttention:
     @contextmanager
     def unfollowed(self) -> Iterator[None]:
         """Inside, operations are not followed."""
-        if self._moments is None or not self._depth:
+        if self._moments is None or not self._within:
             yield
             return
         with self._moments.paused():
@@ -244,14 +275,13 @@ def _is_attention(module: nn.Module) -> bool:
 
 
 def installed(model: nn.Module) -> ReAttention | None:
-    """The Re-Attention of a model, if it has one."""
-    return _INSTALLED.get(model)
+    """The Re-Attention of a model, or of a part of it, if it has one."""
+    return next((owner for m in model.modules() if isinstance(owner := OWNERS.get(m), ReAttention)), None)
 
 
 def remove_re_attention(model: nn.Module) -> None:
     """Gives a model its plain attention back; one without Re-Attention is left as it is."""
-    found = _INSTALLED.pop(model, None)
-    if found is not None:
+    while (found := installed(model)) is not None:
         found.remove()
 
 

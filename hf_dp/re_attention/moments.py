@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -101,7 +101,8 @@ class Moments(TorchFunctionMode):
         if not isinstance(tensor, Tensor):
             return None
         found: Tracked | None = self._table.get(tensor)
-        if found is None and tensor.requires_grad and tensor.is_leaf:
+        # A watched parameter is a leaf; a frozen one, of a model that is only evaluated, is a Parameter.
+        if found is None and tensor.is_leaf and (tensor.requires_grad or isinstance(tensor, nn.Parameter)):
             error = self.errors.get(tensor.data_ptr())
             if error is not None and (error.dim() == 0 or error.shape[0] == tensor.shape[0]):
                 found = Tracked(error.expand(tensor.shape))

@@ -316,6 +316,8 @@ def _joined(m: Moments, func: Any, output: Tensor, args: _Args, kwargs: _Kwargs)
 
 
 def _chosen(m: Moments, func: Any, output: Tensor, args: _Args, kwargs: _Kwargs) -> None:
+    if len(args) < 3:
+        return  # the places where a condition holds
     where, x, y = args
     noises = [torch.zeros(()) if v is None else v for v in m.variances(x, y)]
     if m.of(x) is not None or m.of(y) is not None:

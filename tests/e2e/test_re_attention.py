@@ -8,13 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 
-from hf_dp import DPTrainer, ReAttentionConfig, accounting, load_re_attention
+from hf_dp import DPTrainer, PrivacyConfig, ReAttentionConfig, accounting, load_re_attention
 from hf_dp.accounting import Ledger
 from hf_dp.errors import ConfigurationError
 from hf_dp.frequencies import LABEL
+from hf_dp.noise import GaussianNoise
 from hf_dp.re_attention import FILE, FREQUENCIES, installed, read
-from tests.e2e.workbench import EXPECTED, ROWS, classifier, make, private, rows
+from tests.e2e.workbench import EXPECTED, ROWS, classifier, make, pad_for_language, private, rows
 from tests.zoo import VOCABULARY, tiny
 
 
@@ -127,6 +129,88 @@ def test_accumulated_errors_grow_with_rate_and_steps(tmp_path: Path) -> None:
         found[steps, rate] = [float(value) for value in attention_of.errors.values()]
     for (steps, rate), values in found.items():
         assert values == pytest.approx([rate * steps**0.5 / EXPECTED] * len(values), rel=1e-5)
+
+
+def test_noise_adds_up_over_trainings_of_one_model(tmp_path: Path) -> None:
+    attention = ReAttentionConfig(error="accumulated", token_frequencies="uniform")
+    trainer = make(tmp_path, privacy=private(re_attention=attention), max_steps=2)
+    for times in (1, 2):
+        trainer.train()
+        attention_of = installed(trainer.model)
+        assert attention_of is not None
+        values = [float(value) for value in attention_of.errors.values()]
+        assert values == pytest.approx([0.1 * (2 * times) ** 0.5 / EXPECTED] * len(values), rel=1e-5)
+
+
+def test_an_optimizer_whose_noise_is_not_known_is_refused(tmp_path: Path) -> None:
+    attention = ReAttentionConfig(error="accumulated", token_frequencies="uniform")
+    trainer = make(tmp_path, privacy=private(re_attention=attention), optim="adafactor")
+    with pytest.raises(ConfigurationError, match="Adafactor"):
+        trainer.train()
+    assert not trainer.ledger.entries
+
+
+def masked(examples: Any) -> dict[str, torch.Tensor]:
+    """A collator that hides tokens at random."""
+    batch = pad_for_language(examples)
+    hidden = torch.rand(batch["input_ids"].shape) < 0.5
+    return {**batch, "input_ids": batch["input_ids"].masked_fill(hidden, 1)}
+
+
+def test_random_masks_are_secret_in_the_release(tmp_path: Path, monkeypatch: Any) -> None:
+    """Under a public seed one example more would shift the masks of all others."""
+    sums = []
+    monkeypatch.setattr(GaussianNoise, "add_", lambda _, tensors, deviation, step: sums.append(next(iter(tensors))))
+    for _ in range(2):
+        privacy = PrivacyConfig(target_epsilon=3.0, re_attention=ReAttentionConfig())
+        trainer = make(tmp_path, tiny("bert", "masked_lm", torch.float32), privacy, parts={"data_collator": masked})
+        trainer.args.max_steps = 1
+        torch.manual_seed(0)
+        trainer.train()
+    assert not torch.equal(sums[0], sums[2])
+
+
+def test_a_failed_check_spends_nothing_and_leaves_plain_attention(tmp_path: Path, monkeypatch: Any) -> None:
+    trainer = budgeted(tmp_path)
+    check = DPTrainer._preflight
+    monkeypatch.setattr(DPTrainer, "_preflight", lambda self: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        trainer.train()
+    assert not trainer.ledger.entries
+    assert installed(trainer.model) is None
+    monkeypatch.setattr(DPTrainer, "_preflight", check)
+    trainer.train()
+    assert [label for _, _, label in trainer.ledger.entries].count(LABEL) == 1
+    assert trainer.privacy_report().epsilon <= 3.0
+
+
+def test_a_failure_after_the_release_does_not_release_again(tmp_path: Path, monkeypatch: Any) -> None:
+    trainer = budgeted(tmp_path)
+    step = DPTrainer.training_step
+    monkeypatch.setattr(DPTrainer, "training_step", lambda *_, **__: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        trainer.train()
+    assert [label for _, _, label in trainer.ledger.entries] == [LABEL]
+    monkeypatch.setattr(DPTrainer, "training_step", step)
+    trainer.train()
+    assert [label for _, _, label in trainer.ledger.entries].count(LABEL) == 1
+    assert trainer.privacy_report().epsilon <= 3.0
+
+
+def test_nothing_is_released_where_no_embedding_is_trained(tmp_path: Path) -> None:
+    model = get_peft_model(classifier(), LoraConfig(r=2, target_modules=["q_lin", "v_lin"]))
+    trainer = budgeted(tmp_path, model=model)
+    trainer.train()
+    assert [label for _, _, label in trainer.ledger.entries] == [accounting.TRAINING_STEP]
+    assert trainer.privacy_report().frequency_noise_multiplier is None
+
+
+def test_without_it_a_model_that_had_it_trains_plainly(tmp_path: Path) -> None:
+    trainer = budgeted(tmp_path)
+    trainer.train()
+    assert installed(trainer.model) is not None
+    make(tmp_path, trainer.model).train()
+    assert installed(trainer.model) is None
 
 
 def test_it_does_not_go_with_a_given_noise_multiplier_and_a_release(tmp_path: Path) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
 from torch import Tensor, nn
 
 from hf_dp import ReAttentionConfig, load_re_attention, remove_re_attention
@@ -141,6 +143,85 @@ def test_lora_carries_noise_in_its_own_matrices_only() -> None:
     data = text_batch("causal_lm")
     assert off_by(record(model, per_example_losses, data), loop(model, per_example_losses, data)) <= 1e-12
     assert all(value > 0 for value in attention.take_corrections().values())
+
+
+@pytest.mark.parametrize("targets", [["q_proj", "v_proj"], ["q_proj"], ["k_proj"]])
+def test_lora_on_some_projections(targets: list[str]) -> None:
+    model = get_peft_model(tiny("llama", "causal_lm"), LoraConfig(r=2, target_modules=targets))
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if "lora_B" in name:
+                p.normal_(std=0.1)
+    attention, data = noisy(model), text_batch("causal_lm")
+    assert off_by(record(model, per_example_losses, data), loop(model, per_example_losses, data)) <= 1e-12
+    values = list(attention.take_corrections().values())
+    # Noise in queries alone is in no key, and what it does to attention is not followed.
+    assert all(value > 0 for value in values[-1:])
+    assert bool(values) == (targets != ["q_proj"])
+
+
+def test_an_adapter_that_is_only_evaluated_is_corrected(tmp_path: Path) -> None:
+    model, data = get_peft_model(tiny("llama", "causal_lm"), LoraConfig(r=2, target_modules=["k_proj"])), {}
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if "lora_B" in name:
+                p.normal_(std=0.1)
+    data = text_batch("causal_lm")
+    attention = noisy(model.eval())
+    expected = model(**data).logits
+    model.save_pretrained(tmp_path)
+    attention.save(tmp_path)
+    loaded = PeftModel.from_pretrained(tiny("llama", "causal_lm"), tmp_path).eval().double()
+    plain = loaded(**data).logits
+    load_re_attention(loaded, tmp_path)
+    torch.testing.assert_close(loaded(**data).logits, expected, rtol=1e-6, atol=1e-9)
+    assert float((plain - expected).norm()) > 10 * float((loaded(**data).logits - expected).norm())
+
+
+def test_prompts_of_peft_carry_their_noise_or_are_refused() -> None:
+    config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    model, data = get_peft_model(tiny("llama", "causal_lm"), config), text_batch("causal_lm")
+    attention = noisy(model)
+    model(**data)
+    assert all(value > 0 for value in attention.take_corrections().values())
+
+
+def test_embeddings_from_outside_are_refused() -> None:
+    model, data = tiny("gpt2", "causal_lm"), text_batch("causal_lm")
+    noisy(model)
+    with pytest.raises(UnsupportedModelError, match="inputs_embeds"):
+        model(inputs_embeds=model.get_input_embeddings()(data["input_ids"]))
+
+
+def test_an_interrupt_leaves_nothing_behind() -> None:
+    model, data = tiny("gpt2", "causal_lm"), text_batch("causal_lm")
+    noisy(model)
+    expected = model(**data).logits
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    handle = model.transformer.h[1].mlp.register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        model(**data)
+    handle.remove()
+    assert torch.equal(model(**data).logits, expected)
+    assert torch.overrides._get_current_function_mode() is None
+
+
+def test_models_are_freed_and_merged_ones_are_plain() -> None:
+    model = get_peft_model(tiny("llama", "causal_lm"), LoraConfig(r=2))
+    noisy(model)
+    merged = model.merge_and_unload()
+    remove_re_attention(merged)
+    merged(**text_batch("causal_lm"))
+    other = tiny("gpt2", "causal_lm")
+    noisy(other)
+    other(**text_batch("causal_lm"))
+    seen = weakref.ref(other)
+    del other
+    gc.collect()
+    assert seen() is None
 
 
 def test_saved_and_loaded_it_attends_the_same(tmp_path: Path) -> None:
