@@ -54,6 +54,9 @@ class Owner(Protocol):
     def unfollowed(self) -> Any: ...
 
     @property
+    def before(self) -> str: ...
+
+    @property
     def listener(self) -> Listener | None: ...
 
 
@@ -99,10 +102,11 @@ def re_attention_forward(
         )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     forward: Any = sdpa_attention_forward
-    if kwargs.get("softcap") is not None:
+    owner = OWNERS.get(module)
+    # Some versions of Transformers cap scores in eager attention alone; off, it must be the attention it was.
+    if kwargs.get("softcap") is not None and (owner is None or owner.before == "eager"):
         forward = sys.modules[type(module).__module__].eager_attention_forward
         attention_mask = _additive(module, attention_mask, query, key, kwargs)
-    owner = OWNERS.get(module)
     noise = None if owner is None else owner.key_noise(module, query, key, value)
     plain = _Scores(module, query.detach(), key.detach(), attention_mask, scale, kwargs)
     if owner is None or noise is None:

@@ -66,10 +66,11 @@ class ReAttention:
                 why="Re-Attention is an attention implementation of that interface.",
                 fix="leave re_attention out of PrivacyConfig.",
             )
-        self._before = bases[0].config._attn_implementation
+        self.before = str(bases[0].config._attn_implementation)
         self._model, self._base = weakref.ref(model), weakref.ref(bases[0])
         register()
-        bases[0].set_attn_implementation(NAME)
+        for base in bases:
+            base.set_attn_implementation(NAME)
         # What lies around a Transformers model, as PEFT's prompts do, may add noise too.
         self._handles = [
             handle
@@ -89,8 +90,9 @@ class ReAttention:
         for module in list(self._names):
             OWNERS.pop(module, None)
         base = self._base()
-        if base is not None:
-            base.set_attn_implementation(self._before)
+        for part in [] if base is None else base.modules():
+            if isinstance(part, PreTrainedModel):
+                part.set_attn_implementation(self.before)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ReAttention:
         """For a model that is copied as a whole: the copy has its own."""
