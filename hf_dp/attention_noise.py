@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+import logging
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from hf_dp.accounting import Ledger
-from hf_dp.config import ReAttentionConfig
+from hf_dp.config import PrivacyConfig, ReAttentionConfig
 from hf_dp.errors import ConfigurationError
 from hf_dp.frequencies import release_token_frequencies
 from hf_dp.plan import Plan
 from hf_dp.re_attention import FILE, FREQUENCIES, ReAttention, read
 from hf_dp.re_attention.errors import accumulate_, one_step, relative_counts, token_tables, zeros
 
+logger = logging.getLogger(__name__)
 _KNOWN = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
 
 
@@ -124,3 +127,41 @@ class AttentionNoise:
                 fix="use ReAttentionConfig(token_frequencies='uniform').",
             )
         return sizes.pop()
+
+
+def token_ids(loader: Any, model: nn.Module) -> Iterator[Tensor]:
+    """The token ids of each training example, without padding; what a decoder reads too.
+
+    Args:
+        loader: the training loader, with its dataset and its `LogicalBatchCollator`.
+        model: whose config says whether there is a decoder.
+
+    Raises:
+        ConfigurationError: batches without `input_ids`.
+    """
+    has_decoder = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
+    for index in range(len(loader.dataset)):
+        # Under a public seed one example more would change the random masks of all that follow.
+        with loader.collate_fn.randomness():
+            batch = loader.collate_fn.collated([loader.dataset[index]])
+        ids = batch.get("input_ids")
+        if not isinstance(ids, Tensor):
+            raise ConfigurationError(
+                "Re-Attention with released token frequencies, and no input_ids in the batches.",
+                why="there are no tokens to count.",
+                fix="use ReAttentionConfig(token_frequencies='uniform').",
+            )
+        mask = batch.get("attention_mask")
+        read = [ids if mask is None or mask.shape != ids.shape else ids[mask.bool()]]
+        if has_decoder:
+            read += [v for name in ("labels", "decoder_input_ids") if isinstance(v := batch.get(name), Tensor)]
+        yield torch.cat([part.flatten() for part in read])
+
+
+def without_idle_release(privacy: PrivacyConfig, model: nn.Module) -> PrivacyConfig:
+    """The promise, without a release of token frequencies that nothing would use."""
+    attention = privacy.re_attention
+    if attention is None or attention.token_frequencies != "released" or token_tables(model):
+        return privacy
+    logger.warning("No token embedding is trained: token frequencies are not released, and cost nothing.")
+    return privacy.replace(re_attention={**attention.to_dict(), "token_frequencies": "uniform"})

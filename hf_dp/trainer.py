@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +25,7 @@ from hf_dp.arguments import (
     refuse_overrides,
     refuse_parallel_model,
 )
-from hf_dp.attention_noise import AttentionNoise
+from hf_dp.attention_noise import AttentionNoise, token_ids, without_idle_release
 from hf_dp.callbacks import PrivacyCallback
 from hf_dp.config import PrivacyConfig
 from hf_dp.errors import BudgetExceededError, ConfigurationError
@@ -37,7 +37,7 @@ from hf_dp.per_example.preflight import check_modules, check_padding
 from hf_dp.plan import Plan
 from hf_dp.probe import telling_rows, unchanged_buffers
 from hf_dp.randomness import Entropy
-from hf_dp.re_attention import remove_re_attention, token_tables
+from hf_dp.re_attention import remove_re_attention
 from hf_dp.resume import SavedRun
 from hf_dp.sampling import LogicalBatchCollator, PoissonBatchSampler, PoissonDataLoader
 from hf_dp.step import private_gradient
@@ -131,16 +131,8 @@ class DPTrainerMixin(_Base):
         sampler = self._make_sampler(entropy)
         loader = self._make_loader(sampler)
         steps = self.set_initial_training_values(self.args, loader)[-1]
-        self._plan = Plan.make(self._without_idle_release(), sampler, int(steps), entropy)
+        self._plan = Plan.make(without_idle_release(self.privacy, self._module), sampler, int(steps), entropy)
         return loader
-
-    def _without_idle_release(self) -> PrivacyConfig:
-        """The promise, without a release of token frequencies that nothing would use."""
-        attention = self.privacy.re_attention
-        if attention is None or attention.token_frequencies != "released" or token_tables(self._module):
-            return self.privacy
-        logger.warning("No token embedding is trained: token frequencies are not released, and cost nothing.")
-        return self.privacy.replace(re_attention={**attention.to_dict(), "token_frequencies": "uniform"})
 
     def _make_loader(self, sampler: PoissonBatchSampler) -> PoissonDataLoader:
         dataset: Any = self.train_dataset
@@ -207,7 +199,9 @@ class DPTrainerMixin(_Base):
             self._preflight()
             if self._attention_noise is not None:
                 checkpoint = self._checkpoint if state.global_step else None
-                self._attention_noise.begin(self.ledger, self._token_ids(), checkpoint, earlier)
+                self._attention_noise.begin(
+                    self.ledger, token_ids(self.callback_handler.train_dataloader, self._module), checkpoint, earlier
+                )
         except BaseException:
             remove_re_attention(self._module)
             raise
@@ -216,27 +210,6 @@ class DPTrainerMixin(_Base):
         """Keeps Re-Attention in step with the noise."""
         if self._attention_noise is not None and self.optimizer is not None:
             self._attention_noise.after_optimizer_step(self.optimizer)
-
-    def _token_ids(self) -> Iterator[Tensor]:
-        """The token ids of each training example, without padding; what a decoder reads too."""
-        loader: Any = self.callback_handler.train_dataloader
-        has_decoder = getattr(getattr(self._module, "config", None), "is_encoder_decoder", False)
-        for index in range(len(loader.dataset)):
-            # Under a public seed one example more would change the random masks of all that follow.
-            with loader.collate_fn.randomness():
-                batch = loader.collate_fn.collated([loader.dataset[index]])
-            ids = batch.get("input_ids")
-            if not isinstance(ids, Tensor):
-                raise ConfigurationError(
-                    "Re-Attention with released token frequencies, and no input_ids in the batches.",
-                    why="there are no tokens to count.",
-                    fix="use ReAttentionConfig(token_frequencies='uniform').",
-                )
-            mask = batch.get("attention_mask")
-            read = [ids if mask is None or mask.shape != ids.shape else ids[mask.bool()]]
-            if has_decoder:
-                read += [v for name in ("labels", "decoder_input_ids") if isinstance(v := batch.get(name), Tensor)]
-            yield torch.cat([part.flatten() for part in read])
 
     def checkpoint_record(self) -> dict[str, Any]:
         """What a checkpoint keeps: the ledger, and a keyed fingerprint of the data."""
