@@ -152,10 +152,10 @@ def token_ids(loader: Any, model: nn.Module) -> Iterator[Tensor]:
                 fix="use ReAttentionConfig(token_frequencies='uniform').",
             )
         mask = batch.get("attention_mask")
-        read = [ids if mask is None or mask.shape != ids.shape else ids[mask.bool()]]
+        seen = [ids if mask is None or mask.shape != ids.shape else ids[mask.bool()]]
         if has_decoder:
-            read += [v for name in ("labels", "decoder_input_ids") if isinstance(v := batch.get(name), Tensor)]
-        yield torch.cat([part.flatten() for part in read])
+            seen += [v for name in ("labels", "decoder_input_ids") if isinstance(v := batch.get(name), Tensor)]
+        yield torch.cat([part.flatten() for part in seen])
 
 
 def without_idle_release(privacy: PrivacyConfig, model: nn.Module) -> PrivacyConfig:
