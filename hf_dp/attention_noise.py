@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from hf_dp.accounting import Ledger
 from hf_dp.config import PrivacyConfig, ReAttentionConfig
-from hf_dp.errors import ConfigurationError
+from hf_dp.errors import ConfigurationError, LedgerError
 from hf_dp.frequencies import release_token_frequencies
 from hf_dp.plan import Plan
 from hf_dp.re_attention import FILE, FREQUENCIES, ReAttention, read
@@ -68,12 +68,14 @@ class AttentionNoise:
             earlier: of a training of this model before: what was released is not released again, and noise adds up.
 
         Raises:
-            ConfigurationError: unreadable public frequencies, or a checkpoint without Re-Attention.
+            ConfigurationError: unreadable public frequencies, or a checkpoint without the Re-Attention of this model.
+            LedgerError: a checkpoint with another release than this process has made.
         """
         config = self._config
         saved = None if checkpoint is None else read(checkpoint / FILE)[1]
         if saved is not None:
             self.frequencies = saved.pop(FREQUENCIES, None)
+            self._refuse_second_release(earlier)
         elif config.token_frequencies == "public":
             self.frequencies = self._public()
         elif config.token_frequencies == "released":
@@ -81,12 +83,26 @@ class AttentionNoise:
             self.frequencies = self._released(ledger, examples) if known is None else known
         self._counts = self._counted()
         start = zeros(self._counts) if config.error == "accumulated" else one_step(self._counts, self._deviation)
+        start = start if self._deviation else {}
+        if saved is not None and {n: e.shape for n, e in saved.items()} != {n: e.shape for n, e in start.items()}:
+            raise ConfigurationError(
+                f"{str(checkpoint)!r} has the noise of other parameters than the {len(start)} that are trained.",
+                why="the correction would leave out noise that the keys have.",
+                fix="resume with the same model and the same parameters trained, or from another checkpoint.",
+            )
         if saved is None and earlier is not None and config.error == "accumulated":
-            saved = earlier.attention.errors
-        if saved is not None:
-            start = {name: saved[name].to(error.device) if name in saved else error for name, error in start.items()}
-        self.attention.errors = start if self._deviation else {}
+            saved = {**start, **earlier.attention.errors}
+        self.attention.errors = {n: e if saved is None else saved[n].to(e.device) for n, e in start.items()}
         self.attention.take_corrections()
+
+    def _refuse_second_release(self, earlier: AttentionNoise | None) -> None:
+        known = None if earlier is None else earlier.frequencies
+        if known is not None and (self.frequencies is None or not torch.equal(known, self.frequencies)):
+            raise LedgerError(
+                "the checkpoint holds other token frequencies than were released in this process.",
+                why="its ledger does not count that release.",
+                fix="resume from a checkpoint of this run, or in a new process if nothing of this one was seen.",
+            )
 
     def _counted(self) -> dict[str, Tensor]:
         return relative_counts(self._model, self._plan.sampler.expected_batch_size, self.frequencies)

@@ -31,7 +31,7 @@ def release_token_frequencies(
         vocabulary_size: V.
         clipping_norm: the sensitivity of the sum.
         plan: what the release costs, and its noise.
-        ledger: charged before the data is looked at.
+        ledger: charged before the noisy counts exist; a refusal charges nothing.
 
     Returns:
         (V,) float32 in [1/n, 1]. Tokens that do not stand out from the noise share their mean.
@@ -41,7 +41,6 @@ def release_token_frequencies(
     """
     assert plan.frequency_event is not None
     assert plan.frequency_noise_multiplier is not None
-    ledger.charge(plan.frequency_event, LABEL)
     n = plan.sampler.dataset_size
     total = torch.zeros(vocabulary_size, dtype=torch.float64)
     for ids in examples:
@@ -55,6 +54,7 @@ def release_token_frequencies(
             )
         total[present] += min(1.0, clipping_norm / max(1, len(present)) ** 0.5)
     deviation = plan.frequency_noise_multiplier * clipping_norm
+    ledger.charge(plan.frequency_event, LABEL)
     plan.noise.add_([total], deviation, _STEP)
     # Of tokens that do not stand out from the noise, the mean is known far better than each.
     in_doubt = total <= _STANDS_OUT * deviation

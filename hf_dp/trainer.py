@@ -191,20 +191,21 @@ class DPTrainerMixin(_Base):
         refuse_optimizer(self.optimizer, self._module)
         # A warning, so that it is seen: the default delta, and an argument that is not what the user left it at.
         logger.warning("Private training: %s. max_grad_norm is set to 0: gradients are clipped for each example.", plan)
-        earlier = self._attention_noise
+        noise = None
         remove_re_attention(self._module)
         try:
             if plan.config.re_attention is not None:
-                self._attention_noise = AttentionNoise(self._module, plan.config.re_attention, plan, self.optimizer)
+                noise = AttentionNoise(self._module, plan.config.re_attention, plan, self.optimizer)
             self._preflight()
-            if self._attention_noise is not None:
+            if noise is not None:
                 checkpoint = self._checkpoint if state.global_step else None
-                self._attention_noise.begin(
-                    self.ledger, token_ids(self.callback_handler.train_dataloader, self._module), checkpoint, earlier
-                )
+                examples = token_ids(self.callback_handler.train_dataloader, self._module)
+                noise.begin(self.ledger, examples, checkpoint, self._attention_noise)
         except BaseException:
             remove_re_attention(self._module)
             raise
+        # Not before: what an earlier attempt released must not be forgotten by one that fails.
+        self._attention_noise = noise
 
     def after_optimizer_step(self) -> None:
         """Keeps Re-Attention in step with the noise."""

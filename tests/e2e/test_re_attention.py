@@ -12,7 +12,7 @@ from peft import LoraConfig, get_peft_model
 
 from hf_dp import DPTrainer, PrivacyConfig, ReAttentionConfig, accounting, load_re_attention
 from hf_dp.accounting import Ledger
-from hf_dp.errors import ConfigurationError
+from hf_dp.errors import ConfigurationError, LedgerError
 from hf_dp.frequencies import LABEL
 from hf_dp.noise import GaussianNoise
 from hf_dp.re_attention import FILE, FREQUENCIES, installed, read
@@ -195,6 +195,46 @@ def test_a_failure_after_the_release_does_not_release_again(tmp_path: Path, monk
     trainer.train()
     assert [label for _, _, label in trainer.ledger.entries].count(LABEL) == 1
     assert trainer.privacy_report().epsilon <= 3.0
+
+
+def test_what_was_released_outlives_a_failed_check(tmp_path: Path, monkeypatch: Any) -> None:
+    trainer = budgeted(tmp_path)
+    kept = {name: getattr(DPTrainer, name) for name in ("training_step", "_preflight")}
+    for name in kept:
+        monkeypatch.setattr(DPTrainer, name, lambda *_, **__: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            trainer.train()
+        monkeypatch.setattr(DPTrainer, name, kept[name])
+    trainer.train()
+    assert [label for _, _, label in trainer.ledger.entries].count(LABEL) == 1
+    assert trainer.privacy_report().epsilon <= 3.0
+
+
+def test_a_checkpoint_of_another_release_is_refused(tmp_path: Path, monkeypatch: Any) -> None:
+    options = {"save_strategy": "steps", "save_steps": 2}
+    budgeted(tmp_path, **options).train()
+    other = budgeted(tmp_path, **options)
+    step = DPTrainer.training_step
+    monkeypatch.setattr(DPTrainer, "training_step", lambda *_, **__: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        other.train()
+    monkeypatch.setattr(DPTrainer, "training_step", step)
+    assert other._attention_noise is not None
+    other._attention_noise.frequencies = torch.full((VOCABULARY,), 0.5)
+    with pytest.raises(LedgerError, match="other token frequencies"):
+        other.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+
+
+def test_a_checkpoint_without_the_noise_of_a_parameter_is_refused(tmp_path: Path) -> None:
+    options = {"save_strategy": "steps", "save_steps": 2}
+    trainer = budgeted(tmp_path, **options)
+    trainer.train()
+    of_model = installed(trainer.model)
+    assert of_model is not None
+    of_model.errors.popitem()
+    trainer._attention_noise.save(tmp_path / "checkpoint-2")
+    with pytest.raises(ConfigurationError, match="other parameters"):
+        budgeted(tmp_path, **options).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
 
 
 def test_nothing_is_released_where_no_embedding_is_trained(tmp_path: Path) -> None:

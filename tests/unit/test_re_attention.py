@@ -168,9 +168,11 @@ def test_one_example_moves_the_histogram_by_the_clipping_norm_at_most(monkeypatc
     assert float((huge - without).norm()) == pytest.approx(2.0)
 
 
-def test_an_id_beyond_the_embedding_is_refused() -> None:
+def test_an_id_beyond_the_embedding_is_refused_and_charges_nothing() -> None:
+    ledger = Ledger()
     with pytest.raises(ConfigurationError, match="token id 60"):
-        release_token_frequencies([torch.tensor([60])], 50, 2.0, plan(), Ledger())
+        release_token_frequencies([torch.tensor([60])], 50, 2.0, plan(), ledger)
+    assert not ledger.entries
 
 
 @pytest.mark.parametrize(
