@@ -4,6 +4,7 @@
     python scripts/benchmark.py run --case untied --opacus --repeats 9
     python scripts/benchmark.py run --dtype bfloat16 --attention flash_attention_2     (on a GPU)
     python scripts/benchmark.py scaling --figure docs/figures/scaling.png
+    python scripts/benchmark.py operations --case bert
     python scripts/benchmark.py noise
     python scripts/benchmark.py trainer
     python scripts/benchmark.py re-attention
@@ -70,16 +71,16 @@ def measure_times(case: Case, names: list[str], repeats: int, setting: Setting) 
     return {**seconds, **failed}
 
 
-def count_operations(case: Case, names: list[str], setting: Setting) -> dict[str, int | str]:
-    """Floating-point operations of one step of each variant."""
-    counts: dict[str, int | str] = {}
+def count(case: Case, names: list[str], setting: Setting) -> dict[str, Counting | str]:
+    """What one step of each variant computes, and moves."""
+    counts: dict[str, Counting | str] = {}
     for name in names:
         try:
             step = VARIANTS[name](case, build(case, setting), batches(case, setting.device))
             step()
             with Counting() as counting:
                 step()
-            counts[name] = counting.operations
+            counts[name] = counting
         except Exception as error:  # noqa: BLE001 - as above
             counts[name] = type(error).__name__
     return counts
@@ -161,7 +162,8 @@ def run(
         seconds = measure_times(CASES[case_name], names, repeats, setting)
         sizes = {n: "-" if skip_memory else measure_memory(case_name, n, dtype, attention) for n in names}
         times = {n: _median(values) for n, values in seconds.items()}
-        counts = count_operations(CASES[case_name], names, setting)
+        counted = count(CASES[case_name], names, setting).items()
+        counts = {name: c if isinstance(c, str) else c.operations for name, c in counted}
         measured = {"time": times, "memory": sizes, "operations": counts}
         ratios = {n: {w: _ratio(found[n], found["ordinary"]) for w, found in measured.items()} for n in names[1:]}
         limit = ratios["hf_dp"]["operations"] + measure_noise(CASES[case_name], setting, repeats) / times["ordinary"]
@@ -211,6 +213,24 @@ def _draw_ratios(results: dict[str, Any], path: Path) -> None:
         axes.set_xlabel(f"{what}, ratio to an ordinary step")
     panels[0].legend(loc="lower left")
     _save(figure, path)
+
+
+@app.command()
+def operations(
+    case: Annotated[list[str] | None, typer.Option(help="Cases to count; all by default.")] = None,
+    opacus: Annotated[bool, typer.Option(help="Beside it Opacus, ghost and hooks.")] = False,
+) -> None:
+    """Counts operations, and bytes read and written, as ratios to the ordinary step; nothing is timed."""
+    names = ["ordinary", "hf_dp"] + (["opacus ghost", "opacus hooks"] if opacus else [])
+    for case_name in case or list(CASES):
+        counts = count(CASES[case_name], names, _setting("float32", "sdpa"))
+        base = counts.pop("ordinary")
+        for name, found in counts.items():
+            if isinstance(found, str) or isinstance(base, str):
+                print(f"{case_name}, {name}: {found}")
+            else:
+                ratios = found.operations / base.operations, found.bytes / base.bytes
+                print(f"{case_name}, {name}: operations {ratios[0]:.2f}, bytes {ratios[1]:.2f}")
 
 
 @app.command()

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 MICRO_BATCHES = 4
@@ -87,14 +88,22 @@ def batches(case: Case, device: torch.device) -> list[dict[str, Tensor]]:
 
 
 class Counting(TorchDispatchMode):
-    """Floating-point operations of matrix products, attention and convolutions, by torch's own formulas."""
+    """Floating-point operations of matrix products, attention and convolutions, by torch's own formulas.
+
+    Attributes:
+        operations: how many.
+        bytes: of all tensors that an operation reads or writes, views left out.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.operations = 0
+        self.operations = self.bytes = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
+        if not func.is_view:
+            touched = [t for t in tree_leaves((args, kwargs, result)) if isinstance(t, Tensor)]
+            self.bytes += sum(t.numel() * t.element_size() for t in touched)
         # An operation in place, or the CPU's kernel of attention, does the same work.
         name = func.overloadpacket.__name__.replace("_for_cpu", "").removesuffix("_")
         formula = flop_registry.get(getattr(torch.ops.aten, name, None))
