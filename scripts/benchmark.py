@@ -5,6 +5,7 @@
     python scripts/benchmark.py run --dtype bfloat16 --attention flash_attention_2     (on a GPU)
     python scripts/benchmark.py scaling --figure docs/figures/scaling.png
     python scripts/benchmark.py operations --case bert
+    python scripts/benchmark.py forms
     python scripts/benchmark.py noise
     python scripts/benchmark.py trainer
     python scripts/benchmark.py re-attention
@@ -231,6 +232,33 @@ def operations(
             else:
                 ratios = found.operations / base.operations, found.bytes / base.bytes
                 print(f"{case_name}, {name}: operations {ratios[0]:.2f}, bytes {ratios[1]:.2f}")
+
+
+@app.command()
+def forms(
+    batch: Annotated[int, typer.Option(help="Examples.")] = 8,
+    length: Annotated[int, typer.Option(help="Positions of each example.")] = 128,
+    repeats: Annotated[int, typer.Option(help="Timed calls.")] = 31,
+) -> None:
+    """Norms and weighted sum of one weight's gradients: from Gram matrices, or from instantiated gradients kept."""
+    from hf_dp.per_example.factors import Factors, Outer, squared_norms
+    from hf_dp.per_example.gram import Dense
+
+    def step(form: Callable[[], Factors], total: torch.Tensor, coefficients: torch.Tensor) -> None:
+        use = form()
+        squared_norms([use])
+        use.add_weighted_(total, coefficients)
+
+    device = _setting("float32", "sdpa").device
+    for left, right in ((512, 512), (512, 1536), (512, 2048)):
+        sides = (Dense(torch.randn(batch, length, size, device=device)) for size in (left, right))
+        outer, total = Outer(*sides), torch.zeros(left, right, device=device)
+        coefficients, seconds = torch.rand(batch, device=device), {"Gram": [0.0], "instantiated": [0.0]}
+        for _ in range(repeats):
+            for name, form in (("Gram", lambda use=outer: use), ("instantiated", outer.instantiated)):
+                seconds[name].append(_timed(functools.partial(step, form, total, coefficients), device))
+        shown = ", ".join(f"{name} {1000 * statistics.median(values[1:]):.1f} ms" for name, values in seconds.items())
+        print(f"{left} x {right}, B {batch}, T {length}: {shown}")
 
 
 @app.command()
