@@ -38,7 +38,7 @@ class ReAttentionConfig:
     error: Literal["paper", "accumulated"] = "paper"
     fidelity: Literal["isotropic", "per_feature"] = "isotropic"
     token_frequencies: Literal["released", "public", "uniform"] = "released"
-    budget_share: float = 0.05
+    budget_share: float = 0.2
     public_frequencies: str | None = None
     presence_clipping_norm: float = 8.0
     scale: float = 1.0

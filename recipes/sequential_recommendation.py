@@ -42,14 +42,19 @@ class RecipeArguments:
     seeds: str = field(default="0", metadata={"help": "Of the model's first weights, with commas between."})
     error: str = "paper"
     fidelity: str = "isotropic"
-    token_frequencies: str = "released"
-    public_frequencies: str | None = None
-    write_frequencies: str | None = field(
-        default=None, metadata={"help": "Where to write the true shares, which are not private; to study their effect."}
+    token_frequencies: str = field(
+        default="released",
+        metadata={"help": "Of released, uniform and true (not private, to study their effect), with commas between."},
     )
-    scale: float = 1.0
+    budget_share: float = 0.2
     presence_clipping_norm: float = 4.0
+    scales: str = field(default="1", metadata={"help": "Of the noise's standard deviations, with commas between."})
+    paired: bool = field(
+        default=False,
+        metadata={"help": "Batches and noise from the seed, the same for all arms: to compare them. Not private."},
+    )
     test_users: int = 6000
+    figure: str | None = field(default=None, metadata={"help": "Where to draw NDCG@10 over scales."})
 
 
 def generated(users: int, items: int, genres: int = 40) -> list[list[int]]:
@@ -93,6 +98,26 @@ def rows(sequences: list[list[int]], longest: int, target: int) -> list[dict[str
         mask = [1] * len(items) + [0] * (longest - len(items))
         made.append({"input_ids": padded, "attention_mask": mask, "labels": sequence[-target]})
     return made
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to train."""
+
+    arm: str
+    token_frequencies: str
+    scale: float
+
+    def __str__(self) -> str:
+        return self.arm if self.arm == "off" else f"{self.arm}, {self.token_frequencies}, scale {self.scale:g}"
+
+
+def variants(recipe: RecipeArguments) -> list[Variant]:
+    """What is compared; plain attention only once."""
+    given = itertools.product(
+        recipe.arms.split(","), recipe.token_frequencies.split(","), map(float, recipe.scales.split(","))
+    )
+    return list(dict.fromkeys(Variant("off", "", 0.0) if arm == "off" else Variant(arm, *rest) for arm, *rest in given))
 
 
 class NextItem(GPT2PreTrainedModel):
@@ -180,52 +205,83 @@ def main() -> None:
     train, test = (rows(sequences, recipe.longest, target) for target in (2, 1))
     test = test[: recipe.test_users]
     print("popularity:", shown(popularity(train, test, items)))
-    if recipe.write_frequencies is not None:
-        counts = np.bincount([item for row in train for item in set(row["input_ids"])], minlength=items + 1)
-        Path(recipe.write_frequencies).write_text(json.dumps((counts / len(train)).tolist()), encoding="utf-8")
+    true_shares = Path(str(arguments.output_dir)) / "true_shares.json"
+    true_shares.parent.mkdir(parents=True, exist_ok=True)
+    counts = np.bincount([item for row in train for item in set(row["input_ids"])], minlength=items + 1)
+    true_shares.write_text(json.dumps((counts / len(train)).tolist()), encoding="utf-8")
     results: dict[str, list[tuple[float, float]]] = {}
-    runs = itertools.product(recipe.epsilons.split(","), recipe.seeds.split(","), recipe.arms.split(","))
-    for epsilon, seed, arm in runs:
+    runs = itertools.product(recipe.epsilons.split(","), recipe.seeds.split(","), variants(recipe))
+    for epsilon, seed, variant in runs:
         set_seed(int(seed))
         config = GPT2Config(
             vocab_size=items + 1, n_positions=recipe.longest, n_embd=recipe.width, n_layer=1,
             n_head=recipe.width // 32, initializer_range=0.05, bos_token_id=None, eos_token_id=None,
             pad_token_id=PADDING, embd_pdrop=0.0, attn_pdrop=0.0, resid_pdrop=0.0,
         )  # fmt: skip
+        made = privacy.replace(seed=int(seed)) if recipe.paired else privacy
         trainer = Recommender(
             model=NextItem(config),
             args=replace(arguments, remove_unused_columns=False),
             train_dataset=train,  # type: ignore[arg-type]
             data_collator=collate,
-            privacy=promise(privacy, float(epsilon), arm, recipe, len(train)),
+            privacy=promise(made, float(epsilon), variant, recipe, true_shares, len(train)),
         )
-        trainer.add_callback(Control(arm))
+        trainer.add_callback(Control(variant.arm))
         trainer.train()
         found = quality(trainer.model, test)
-        results.setdefault(f"epsilon {epsilon}, {arm}", []).append(found)
-        print(f"epsilon {epsilon}, seed {seed}, Re-Attention {arm}: {shown(found)}", flush=True)
+        results.setdefault(f"epsilon {epsilon}, {variant}", []).append(found)
+        print(f"epsilon {epsilon}, seed {seed}, Re-Attention {variant}: {shown(found)}", flush=True)
         trainer.save_model()
     for name, values in results.items():
         gains, hits = (np.array(column) for column in zip(*values, strict=True))
         print(f"{name}: NDCG@10 {gains.mean():.2f} +- {gains.std():.2f}, HIT@10 {hits.mean():.2f} +- {hits.std():.2f}")
     (Path(str(arguments.output_dir)) / "results.json").write_text(json.dumps(results, indent=2), encoding="utf-8")
+    if recipe.figure is not None:
+        draw(results, recipe.figure)
 
 
-def promise(privacy: PrivacyConfig, epsilon: float, arm: str, recipe: RecipeArguments, n: int) -> PrivacyConfig:
+def promise(
+    privacy: PrivacyConfig, epsilon: float, variant: Variant, recipe: RecipeArguments, true_shares: Path, n: int
+) -> PrivacyConfig:
     """What one run promises; without privacy there is no noise."""
     if math.isinf(epsilon):
         return PrivacyConfig(noise_multiplier=0.0, clipping_norm=privacy.clipping_norm)
     attention = None
-    if arm != "off":
+    if variant.arm != "off":
+        is_true = variant.token_frequencies == "true"
         attention = ReAttentionConfig(
             error=recipe.error,  # type: ignore[arg-type]
             fidelity=recipe.fidelity,  # type: ignore[arg-type]
-            token_frequencies=recipe.token_frequencies,  # type: ignore[arg-type]
-            public_frequencies=recipe.public_frequencies,
-            scale=recipe.scale,
+            token_frequencies="public" if is_true else variant.token_frequencies,  # type: ignore[arg-type]
+            public_frequencies=str(true_shares) if is_true else None,
+            budget_share=recipe.budget_share,
             presence_clipping_norm=recipe.presence_clipping_norm,
+            scale=variant.scale,
         )
     return privacy.replace(target_epsilon=epsilon, target_delta=1 / (2 * n), re_attention=attention)
+
+
+def draw(results: dict[str, list[tuple[float, float]]], path: str) -> None:
+    """Mean NDCG@10 over scales, one line for each source of frequencies; plain attention as a level."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(6, 3.6), layout="constrained")
+    lines: dict[str, list[tuple[float, float, float]]] = {}
+    for name, values in results.items():
+        gains = np.array(values)[:, 0]
+        label, _, scale = name.partition(", scale ")
+        if scale:
+            lines.setdefault(label, []).append((float(scale), gains.mean(), gains.std()))
+        else:
+            axes.axhline(gains.mean(), color="black", linewidth=0.8, label=label)
+    for label, points in lines.items():
+        axes.errorbar(*np.array(sorted(points)).T, marker="o", capsize=3, label=label)
+    axes.set(xscale="log", xlabel="scale", ylabel="NDCG@10, %")
+    axes.legend(fontsize=8)
+    figure.savefig(path, dpi=150)
 
 
 if __name__ == "__main__":

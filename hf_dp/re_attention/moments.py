@@ -2,7 +2,7 @@
 
 A `Moments` is active during a forward pass and sees every torch function. Each activation that noise reaches has a
 variance beside it, in a table of weak references: linear maps add up (Wang et al. 2016, natural-parameter networks,
-arXiv:1611.00448), elementwise functions are linearised, normalisations divide by what noise adds to the length too.
+arXiv:1611.00448), elementwise functions and normalisations are linearised at the numbers of the pass.
 Terms of a sum are taken as independent. No model is known here.
 """
 
@@ -31,14 +31,10 @@ class Tracked:
     Attributes:
         variance: of `base`, with the shape of the tensor, in at least float32; expanded where features share one.
         slope: the derivative of the tensor by its base, elementwise, over `Moments.sampled` features; None for 1.
-        growth: E[t] / t of a tensor t that is a mean of squares, or a function of one; None for other tensors.
-        is_square: whether the tensor is the square of its base.
     """
 
     variance: Tensor
     slope: Slope | None = None
-    growth: Tensor | None = None
-    is_square: bool = False
 
 
 class Moments(TorchFunctionMode):
@@ -178,4 +174,4 @@ def _is_unknown(func: Any, output: Any) -> bool:
 
 def with_slope(tracked: Tracked, slope: Slope) -> Tracked:
     """The noise of a function of the same base."""
-    return replace(tracked, slope=slope, growth=None, is_square=False)
+    return replace(tracked, slope=slope)

@@ -118,11 +118,10 @@ def _rms_norm(m: Moments, func: Any, output: Tensor, args: _Args, kwargs: _Kwarg
 
 
 def _normalized(m: Moments, output: Tensor, x: Tensor, weight: Any, bias: Any, power: Tensor, mean: Any) -> None:
-    """Noise of w (x - mean) / sqrt(power) + b. What is normalised has the length of the noise in it too."""
+    """Noise of w (x - mean) / sqrt(power) + b."""
     noise, error, shift = m.variances(x, weight, bias)
     total: Any = 0.0
     if noise is not None:
-        power = power + noise.mean(-1, keepdim=True)
         total = m.over_features(noise) / power
         if weight is not None:
             total = total * m.over_features(wide(weight.detach()).square())
@@ -152,10 +151,7 @@ def _unary(m: Moments, func: Any, output: Tensor, args: _Args, kwargs: _Kwargs) 
             (own,) = torch.autograd.grad(made.sum(), leaf)
         return own if before is None else own * before()
 
-    made = with_slope(tracked, slope)
-    if func in _SQUARES and (func in (torch.square, torch.Tensor.square) or rest[0] == 2) and before is None:
-        made = Tracked(tracked.variance, slope, is_square=True)
-    m.put(output, made)
+    m.put(output, with_slope(tracked, slope))
 
 
 def _itself(tensor: Tensor) -> Tensor:
@@ -163,15 +159,7 @@ def _itself(tensor: Tensor) -> Tensor:
 
 
 def _mean(m: Moments, func: Any, output: Tensor, args: _Args, kwargs: _Kwargs) -> None:
-    tracked = m.of(args[0])
-    axis = kwargs.get("dim", args[1] if len(args) > 1 else None)
-    if tracked is not None and tracked.is_square and axis in (-1, (-1,), [-1]):
-        noise = tracked.variance.mean(-1, keepdim=True)
-        growth = 1 + noise / wide(output.detach()).reshape(noise.shape).clamp_min(torch.finfo(torch.float32).tiny)
-        m.put(output, Tracked(torch.zeros_like(noise), None, growth))
-
-    elif tracked is not None:
-        _added_up(m, output, args[0], axis, kwargs, mean=True)
+    _added_up(m, output, args[0], kwargs.get("dim", args[1] if len(args) > 1 else None), kwargs, mean=True)
 
 
 def _sum_over(m: Moments, func: Any, output: Tensor, args: _Args, kwargs: _Kwargs) -> None:
@@ -185,19 +173,6 @@ def _added_up(m: Moments, output: Tensor, x: Tensor, axis: Any, kwargs: _Kwargs,
     if noise is not None and axes and x.dim() - 1 not in axes:
         total = noise.sum(axes).reshape(output.shape)
         _put(m, output, total / math.prod(x.shape[a] for a in axes) ** 2 if mean else total)
-
-
-def _root(m: Moments, func: Any, output: Tensor, args: _Args, kwargs: _Kwargs) -> None:
-    tracked = m.of(args[0])
-    if tracked is None:
-        return
-    if tracked.growth is None:
-        _unary(m, func, output, args, kwargs)
-        return
-    exponent = 0.5 if "rsqrt" not in func.__name__ else -0.5
-    if func in _SQUARES:
-        exponent = args[1]
-    m.put(output, Tracked(tracked.variance, None, tracked.growth**exponent))
 
 
 def _sum(sign: float) -> Rule:
@@ -226,7 +201,7 @@ def _reversed(rule: Rule) -> Rule:
 
 def _shifted(m: Moments, output: Tensor, tracked: Tracked) -> None:
     if tracked.variance.shape == output.shape:
-        m.put(output, tracked if not tracked.is_square else with_slope(tracked, _known(tracked)))
+        m.put(output, tracked)
     elif tracked.slope is None:
         _put(m, output, tracked.variance)
     else:
@@ -238,14 +213,11 @@ def _product(m: Moments, func: Any, output: Tensor, args: _Args, kwargs: _Kwargs
     first, second = m.of(x), m.of(y)
     if first is None and second is None:
         return
-    if first is None or (first.growth is not None and second is not None):
+    if first is None:
         x, y, first, second = y, x, second, first
     assert first is not None
-    if second is None or second.growth is not None:
-        factor = y.detach() if isinstance(y, Tensor) else torch.tensor(float(y))
-        growth = None if second is None else second.growth
-        factor = wide(factor) if growth is None else wide(factor) * growth
-        _scaled(m, output, x, first, factor)
+    if second is None:
+        _scaled(m, output, x, first, wide(y.detach()) if isinstance(y, Tensor) else torch.tensor(float(y)))
     elif first.variance is second.variance:
         one, two = _slope(first, x), _slope(second, y)
         value, other = m.sampled(x.detach()), m.sampled(y.detach())
@@ -280,11 +252,6 @@ def _slope(tracked: Tracked, tensor: Tensor) -> Callable[[], Tensor]:
     return tracked.slope or (lambda: torch.ones((), device=tensor.device))
 
 
-def _known(tracked: Tracked) -> Callable[[], Tensor]:
-    assert tracked.slope is not None
-    return tracked.slope
-
-
 # --- what moves numbers and changes none --------------------------------------------------------------------------
 
 
@@ -296,9 +263,6 @@ def _moved(m: Moments, func: Any, output: Any, args: _Args, kwargs: _Kwargs) -> 
     x, *rest = args
     tracked = m.of(x)
     if tracked is None:
-        return
-    if tracked.growth is not None:
-        m.put(output, Tracked(func(tracked.variance, *rest, **kwargs), None, func(tracked.growth, *rest, **kwargs)))
         return
     # Features that share a variance are no copy of it; a view of them would not always be possible.
     noise: Any = m.variance(x)
@@ -394,8 +358,8 @@ RULES = MappingProxyType(
         F.layer_norm: _layer_norm,
         F.rms_norm: _rms_norm,
         **_all(_unary, _both("gelu", "silu", "relu", "tanh", "sigmoid", "neg", "erf", "exp", "softplus", "mish")),
+        **_all(_unary, _both("rsqrt", "sqrt")),
         **_all(_unary, [*_SQUARES, torch.Tensor.__neg__, F.leaky_relu, F.elu, F.hardtanh, F.hardswish]),
-        **_all(_root, _both("rsqrt", "sqrt")),
         **_all(_mean, _both("mean")),
         **_all(_sum_over, _both("sum")),
         **_all(_sum(1.0), [*_both("add", "add_"), _add, _radd, _iadd]),

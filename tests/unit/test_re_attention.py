@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, AutoModelForCausalLM
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from hf_dp import ReAttentionConfig, remove_re_attention
+from hf_dp import ReAttentionConfig
 from hf_dp.accounting import Ledger
 from hf_dp.config import PrivacyConfig
 from hf_dp.errors import ConfigurationError
@@ -19,6 +19,7 @@ from hf_dp.frequencies import LABEL, release_token_frequencies
 from hf_dp.plan import Plan
 from hf_dp.randomness import Entropy
 from hf_dp.re_attention import ReAttention
+from hf_dp.re_attention.attention import OWNERS, KeyNoise, re_attention_forward
 from hf_dp.re_attention.errors import one_step, relative_counts
 from hf_dp.sampling import PoissonBatchSampler
 
@@ -36,54 +37,54 @@ def frequencies() -> Tensor:
 
 
 def tracked_and_drawn(family: str, fidelity: Any, deviation: float, draws: int = DRAWS) -> list[tuple[Tensor, Tensor]]:
-    """For each layer the variances of the keys, tracked and over draws of the noisy parameters."""
+    """For each layer the variances of the keys over draws of the noisy parameters, and the mean of the tracked ones.
+
+    They are tracked where training tracks them: in passes whose parameters have the noise in them.
+    """
     torch.manual_seed(0)
     model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **MODELS[family])).eval()
     ids = torch.randint(0, VOCABULARY, (2, 16))
-    errors = one_step(relative_counts(model, 64, frequencies()), deviation)
-    attention = ReAttention(model, ReAttentionConfig(fidelity=fidelity, token_frequencies="uniform"))
-    attention.errors = errors
-    tracked: list[Tensor] = []
+    attention = noisy_attention(model, fidelity, deviation)
+    seen: list[tuple[Tensor, Tensor]] = []
     ask = attention.key_noise
 
-    def listen(*args: Any) -> Any:
-        noise = ask(*args)
+    def listen(module: nn.Module, query: Tensor, key: Tensor, value: Tensor) -> Any:
+        noise = ask(module, query, key, value)
         assert noise is not None
-        tracked.append(noise.keys)
+        seen.append((noise.keys.double(), key.detach().double()))
         return noise
 
     attention.key_noise = listen  # type: ignore[method-assign]
-    with torch.no_grad():
+    layers: list[list[tuple[Tensor, Tensor]]] = [[] for _ in range(4)]
+    for _ in drawn(model, attention.errors, draws):
+        seen.clear()
         model(ids)
-    remove_re_attention(model)
-    drawn = drawn_keys(model, ids, errors, draws)
-    variances = [torch.stack(keys).double().var(0) for keys in drawn]
-    variances = [v if fidelity == "per_feature" else v.mean(-1, keepdim=True) for v in variances]
-    return list(zip([t.double() for t in tracked], variances, strict=True))
+        for layer, pair in zip(layers, seen, strict=True):
+            layer.append(pair)
+    found = []
+    for layer in layers:
+        tracked, variance = (
+            torch.stack([noise for noise, _ in layer]).mean(0),
+            torch.stack([k for _, k in layer]).var(0),
+        )
+        found.append((tracked, variance if fidelity == "per_feature" else variance.mean(-1, keepdim=True)))
+    return found
 
 
-def drawn_keys(model: Any, ids: Tensor, errors: dict[str, Tensor], draws: int) -> list[list[Tensor]]:
-    seen: list[Tensor] = []
+def noisy_attention(model: Any, fidelity: Any, deviation: float) -> ReAttention:
+    attention = ReAttention(model, ReAttentionConfig(fidelity=fidelity, token_frequencies="uniform"))
+    attention.errors = one_step(relative_counts(model, 64, frequencies()), deviation)
+    return attention
 
-    def spy(module: nn.Module, query: Tensor, key: Tensor, *args: Any, **kwargs: Any) -> Any:
-        seen.append(key.detach().clone())
-        return sdpa_attention_forward(module, query, key, *args, **kwargs)
 
-    AttentionInterface.register("spy", spy)
-    AttentionMaskInterface.register("spy", sdpa_mask)
-    model.set_attn_implementation("spy")
+def drawn(model: Any, errors: dict[str, Tensor], draws: int) -> Iterator[None]:
+    """The model with other noise in its parameters each time."""
     means = {name: p.detach().clone() for name, p in model.named_parameters()}
-    layers: list[list[Tensor]] = []
     for _ in range(draws):
         with torch.no_grad():
             for name, p in model.named_parameters():
                 p.copy_(means[name] + torch.randn_like(p) * errors[name])
-            seen.clear()
-            model(ids)
-        layers = layers or [[] for _ in seen]
-        for layer, key in zip(layers, seen, strict=True):
-            layer.append(key)
-    return layers
+            yield
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
@@ -110,24 +111,44 @@ def test_variances_that_are_two_thirds_are_noticed() -> None:
     assert abs(float((2 / 3) ** 2 * tracked.sum() / drawn.sum()) - 1) > 0.3
 
 
+class Known:
+    """An owner that knows the noise of the keys beforehand."""
+
+    before, listener = "sdpa", None
+
+    def __init__(self, variance: Tensor) -> None:
+        self.noise = KeyNoise(variance[None, None, :, None], None)
+
+    def key_noise(self, *args: Any) -> KeyNoise:
+        return self.noise
+
+    def note_correction(self, *args: Any) -> None: ...
+
+    def unfollowed(self) -> Any:
+        return nullcontext()
+
+
 def test_the_correction_brings_noisy_attention_closer_to_the_noise_free() -> None:
     """KL of the mean attention over draws, to that without noise, halves at least on long-tailed tokens."""
     torch.manual_seed(0)
     queries, keys, width = 8, 200, 16
-    q, k = torch.randn(queries, width), torch.randn(keys, width)
+    q, k = torch.randn(1, 1, queries, width), torch.randn(1, 1, keys, width)
     deviation = 1 / (1 + torch.arange(keys).float().flip(0) / 10)  # a few keys are noisy
-    truth = (q @ k.T / width**0.5).softmax(-1)
-    correction = q.square().sum(-1, keepdim=True) * deviation.square() / width / 2
-    plain, corrected = torch.zeros_like(truth), torch.zeros_like(truth)
+    one_hot, everything = torch.eye(keys)[None, None], torch.ones(1, 1, queries, keys, dtype=torch.bool)
+
+    def attention(module: nn.Module, key: Tensor) -> Tensor:
+        return re_attention_forward(module, q, key, one_hot, everything)[0][0, :, 0]
+
+    plain, corrected = nn.Identity(), nn.Identity()
+    OWNERS[corrected] = Known(deviation.square())
+    truth = attention(plain, k)
+    means = {plain: torch.zeros_like(truth), corrected: torch.zeros_like(truth)}
     for _ in range(2000):
-        scores = q @ (k + deviation[:, None] * torch.randn(keys, width)).T / width**0.5
-        plain += scores.softmax(-1) / 2000
-        corrected += (scores - correction).softmax(-1) / 2000
-
-    def divergence(found: Tensor) -> float:
-        return float((truth * (truth / found).log()).sum(-1).mean())
-
-    assert divergence(corrected) < 0.5 * divergence(plain)
+        noisy = k + deviation[:, None] * torch.randn(keys, width)
+        for module, mean in means.items():
+            mean += attention(module, noisy) / 2000
+    divergences = [float((truth * (truth / mean).log()).sum(-1).mean()) for mean in means.values()]
+    assert divergences[1] < 0.5 * divergences[0]
 
 
 def plan(target: float = 3.0, n: int = 1000) -> Plan:
