@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from arguments import parse
 from datasets import Dataset
-from transformers import GPT2Config, GPT2LMHeadModel, default_data_collator
+from transformers import GPT2Config, GPT2LMHeadModel, default_data_collator, set_seed
 
 from hf_dp import DPTrainer
 
@@ -46,6 +46,7 @@ def main() -> None:
         vocab_size=len(ALPHABET), n_positions=recipe.passage_length, n_embd=recipe.width, n_layer=recipe.layers,
         n_head=recipe.width // 32, bos_token_id=0, eos_token_id=0, embd_pdrop=0.0, attn_pdrop=0.0, resid_pdrop=0.0,
     )  # fmt: skip
+    set_seed(arguments.seed)
     model = GPT2LMHeadModel(config)
     trainer = DPTrainer(
         model=model,

@@ -47,7 +47,7 @@ def test_the_release_is_paid_for_from_the_same_budget(tmp_path: Path) -> None:
     assert type(report).from_json(report.to_json()) == report
     alone = Ledger()
     alone.charge(*trainer.ledger.entries[0][:1])
-    assert alone.epsilon(report.delta) == pytest.approx(0.05 * 3.0, rel=1e-2)
+    assert alone.epsilon(report.delta) == pytest.approx(0.2 * 3.0, rel=1e-2)
 
 
 def test_what_it_corrects_is_logged_and_saved_and_comes_back(tmp_path: Path) -> None:
