@@ -39,16 +39,23 @@ class RowWiseAdam(torch.optim.Optimizer):
                     self._move(p, p.grad, group)
         return loss
 
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch's, which would round the state of tables in 16 bits to theirs."""
+        super().load_state_dict(state_dict)
+        numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+        held = [p for group in self.param_groups for p in group["params"]]
+        for number, p in zip(numbers, held, strict=True):
+            saved = state_dict["state"].get(number, {})
+            self.state[p] = {name: value.to(p.device, copy=True) for name, value in saved.items()}
+
     def _move(self, p: torch.Tensor, gradient: torch.Tensor, group: Mapping[str, Any]) -> None:
         if not gradient.is_sparse:
             raise RuntimeError("RowWiseAdam moves rows of sparse gradients; this one is dense")
         gradient = gradient.coalesce()
         rows, values = gradient.indices()[0], gradient.values().float()
         state = self.state[p]
-        for name in ("step", "exp_avg_sq"):
-            # Loading a checkpoint casts state to the dtype of its parameter.
-            kept = state.get(name)
-            state[name] = torch.zeros(len(p), device=p.device) if kept is None else kept.float()
+        if not state:
+            state["step"], state["exp_avg_sq"] = torch.zeros(2, len(p), device=p.device)
         beta2 = group["beta2"]
         steps = state["step"][rows] + 1
         second = state["exp_avg_sq"][rows] * beta2 + values.square().mean(1) * (1 - beta2)
