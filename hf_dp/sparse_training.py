@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -26,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 FILE = "sparse_embeddings.safetensors"
 LABEL = "embedding rows"
-_ROWS, _CHOICE = "rows", "choice"
+_ROWS, _CHOICE = "rows/", "choice"
 
 Recorder = Callable[[Batch], PerExampleGradients]
 Pass = Callable[[], Iterable[Batch]]
@@ -139,10 +140,11 @@ class SparseTraining:
         path = checkpoint / FILE
         try:
             saved = load_file(path)
-            kept, choice = saved[_ROWS], int(saved[_CHOICE])
-            if kept.dim() != 1 or len(kept) != self._config.kept_rows or int(kept.max()) >= self.tables.rows:
-                raise ValueError(f"{tuple(kept.shape)} rows, up to {int(kept.max())}")
-        except (OSError, ValueError, KeyError) as error:
+            choice = int(saved.pop(_CHOICE))
+            kept = self._numbered({name.removeprefix(_ROWS): rows for name, rows in saved.items()})
+            if len(kept) != self._config.kept_rows:
+                raise ValueError(f"{len(kept)} rows")
+        except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
             raise ConfigurationError(
                 f"{str(path)!r} holds no chosen rows of this run ({error}).",
                 why="the rows that were trained so far are not known, and another choice is not paid for.",
@@ -157,20 +159,14 @@ class SparseTraining:
         self.kept, self._choice = kept, choice
 
     def _public(self) -> Tensor:
-        path, starts = Path(str(self._config.public_rows)), self.tables.offsets
+        path = Path(str(self._config.public_rows))
         try:
             given: Any = json.loads(path.read_text(encoding="utf-8"))
             if isinstance(given, list):
                 if len(self.tables.sizes) > 1:
                     raise ValueError("one list for several tables")
                 given = {next(iter(self.tables.sizes)): given}
-            parts = []
-            for name, rows in given.items():
-                numbers = torch.tensor(rows, dtype=torch.int64)
-                if numbers.dim() != 1 or bool(((numbers < 0) | (numbers >= self.tables.sizes[name])).any()):
-                    raise ValueError(f"rows of {name} outside 0 to {self.tables.sizes[name] - 1}")
-                parts.append(numbers + starts[name])
-            kept: Tensor = torch.cat(parts).unique()
+            kept = self._numbered({name: torch.tensor(rows, dtype=torch.int64) for name, rows in given.items()})
             if not len(kept):
                 raise ValueError("no rows")
         except (OSError, ValueError, TypeError, KeyError, AttributeError, RuntimeError) as error:
@@ -180,6 +176,16 @@ class SparseTraining:
                 fix="give a JSON file with a list of row numbers, or {name of a table: list} for "
                 f"{', '.join(self.tables.sizes)}.",
             ) from error
+        return kept
+
+    def _numbered(self, rows: Mapping[str, Tensor]) -> Tensor:
+        """Rows of each table as ascending numbers over all of them; `KeyError`, `ValueError` for rows of none."""
+        parts = []
+        for name, numbers in rows.items():
+            if numbers.dim() != 1 or bool(((numbers < 0) | (numbers >= self.tables.sizes[name])).any()):
+                raise ValueError(f"rows of {name} outside 0 to {self.tables.sizes[name] - 1}")
+            parts.append(numbers + self.tables.offsets[name])
+        kept: Tensor = torch.cat(parts).unique()
         return kept
 
     # --- what is told ----------------------------------------------------------------------------------------------
@@ -209,5 +215,5 @@ class SparseTraining:
     def save(self, directory: str | Path) -> None:
         """Writes the chosen rows beside the weights; they are a release that is in the ledger."""
         if self._config.releases_rows and self.kept is not None:
-            kept = {_ROWS: self.kept.contiguous(), _CHOICE: torch.tensor(self._choice)}
-            save_file(kept, Path(directory) / FILE)
+            kept = {f"{_ROWS}{name}": rows.clone() for name, rows in self.tables.split(self.kept).items()}
+            save_file({**kept, _CHOICE: torch.tensor(self._choice)}, Path(directory) / FILE)

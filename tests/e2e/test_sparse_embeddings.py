@@ -154,7 +154,7 @@ def test_a_checkpoint_without_the_rows_or_under_another_promise_is_refused(tmp_p
     options = {"save_strategy": "steps", "save_steps": 2}
     sparse(tmp_path, sparse=FEST, **options).train()
     checkpoint = tmp_path / "checkpoint-2"
-    assert sorted(load_file(checkpoint / FILE)["rows"].tolist()) == load_file(checkpoint / FILE)["rows"].tolist()
+    assert len(load_file(checkpoint / FILE)[f"rows/{WORDS}"]) == 9
     with pytest.raises(LedgerError, match="sparse_embeddings"):
         sparse(tmp_path, sparse={**FEST, "kept_rows": 8}).train(resume_from_checkpoint=str(checkpoint))
     (checkpoint / FILE).unlink()
