@@ -41,8 +41,8 @@ class RecipeArguments:
     thresholds: str = field(default="", metadata={"help": "Of AdaFEST, with commas between; empty for the default."})
     noise_ratios: str = field(default="5", metadata={"help": "sigma1 / sigma2 of AdaFEST, with commas between."})
     contribution_norm: float = 1.0
-    kept_rows: int = field(default=2000, metadata={"help": "Of FEST."})
-    budget_share: float = field(default=0.05, metadata={"help": "Of epsilon, for FEST's choice."})
+    kept_rows: int = field(default=100, metadata={"help": "Of FEST."})
+    budget_share: float = field(default=0.2, metadata={"help": "Of epsilon, for FEST's choice."})
     table_learning_rate: float | None = field(default=None, metadata={"help": "Of sparse rows; else that of the rest."})
     examples: int = field(default=20000, metadata={"help": "Generated, in each period."})
     periods: int = 4
@@ -67,6 +67,7 @@ class Task:
         collate: rows to a batch.
         logits: of a model for a batch.
         tables: the embedding tables' names.
+        has_label_head: its head is made of the labels' names, and has a learning rate of its own.
     """
 
     model: Callable[[], nn.Module]
@@ -74,6 +75,7 @@ class Task:
     collate: Callable[[list[Any]], dict[str, Tensor]]
     logits: Callable[[nn.Module, dict[str, Tensor]], Tensor]
     tables: tuple[str, ...]
+    has_label_head: bool = False
 
 
 # --- the tasks ------------------------------------------------------------------------------------------------------
@@ -99,6 +101,7 @@ def banking77(recipe: RecipeArguments) -> Task:
         DataCollatorWithPadding(tokenizer),
         logits,
         ("encoder.embeddings.word_embeddings.weight",),
+        has_label_head=True,
     )
 
 
@@ -219,6 +222,21 @@ def sparse(
     return SparseEmbeddingConfig(method="fest" if arm == "renewed" else arm, **settings)  # type: ignore[arg-type]
 
 
+def groups(
+    model: nn.Module, tables: list[nn.Parameter], is_dense: bool, task: Task, recipe: RecipeArguments, rate: float
+) -> list[dict[str, Any]]:
+    """Parameters and their learning rates; sparse tables are left to their lazy optimizer."""
+    held = {id(p) for p in tables}
+    others = [(n, p) for n, p in model.named_parameters() if p.requires_grad and id(p) not in held]
+    heads = [p for n, p in others if task.has_label_head and n.startswith("classifier")]
+    found = [
+        {"params": [p for _, p in others if not any(p is head for head in heads)], "lr": rate},
+        {"params": heads, "lr": recipe.head_learning_rate / _HEAD_SCALE},
+        {"params": [p for p in tables if is_dense and p.requires_grad], "lr": recipe.table_learning_rate or rate},
+    ]
+    return [group for group in found if group["params"]]
+
+
 def run(
     arm: str,
     task: Task,
@@ -236,19 +254,7 @@ def run(
         for parameter in tables:
             parameter.requires_grad_(arm != "frozen")
         config = sparse(arm, recipe, ratio, tau, chosen)
-        held = {id(p) for p in tables} if config is not None else set()
-        trained = [(n, p) for n, p in model.named_parameters() if p.requires_grad and id(p) not in held]
-        rates = {True: recipe.head_learning_rate / _HEAD_SCALE, False: arguments.learning_rate}
-        groups = [
-            {
-                "params": [
-                    p for n, p in trained if (n.startswith("classifier") and recipe.task == "banking77") == head
-                ],
-                "lr": lr,
-            }
-            for head, lr in rates.items()
-        ]
-        optimizer = torch.optim.Adam([group for group in reversed(groups) if group["params"]])
+        optimizer = torch.optim.Adam(groups(model, tables, config is None, task, recipe, arguments.learning_rate))
         trainer = Comparison(
             model=model,
             args=replace(arguments, remove_unused_columns=False),
