@@ -50,7 +50,7 @@ class SparseTraining:
         self.tables, self._config, self._plan = Tables.of(tables), config, plan
         self.rows: TableRows | None = None
         self.kept: Tensor | None = None
-        self._choice = -1
+        self._choices: dict[int, Tensor] = {}
         self._seen: dict[str, list[float]] = {}
         if config.kept_rows is not None and config.kept_rows >= self.tables.rows:
             raise ConfigurationError(
@@ -70,7 +70,7 @@ class SparseTraining:
         """
         if self._config.releases_rows:
             if earlier is not None:
-                self.kept, self._choice = earlier.kept, earlier._choice
+                self._choices = dict(earlier._choices)
             if checkpoint is not None:
                 self._resume(checkpoint)
         elif self._config.keeps_rows:
@@ -78,7 +78,7 @@ class SparseTraining:
         self._set_rows()
 
     def before_step(self, step: int, ledger: Ledger, record: Recorder, examples: Pass) -> None:
-        """Chooses rows anew where it is time to. A choice is charged, and made once for each period.
+        """Takes the rows of this step's period, and chooses them where that was not done. A choice is charged.
 
         Args:
             step: which logical batch comes next.
@@ -89,9 +89,16 @@ class SparseTraining:
         Raises:
             BudgetExceededError: more choices than the budget pays for.
         """
-        due = 0 if self._config.renew_every is None else step // self._config.renew_every
-        if not self._config.releases_rows or due <= self._choice:
+        if not self._config.releases_rows:
             return
+        due = 0 if self._config.renew_every is None else step // self._config.renew_every
+        if due not in self._choices:
+            self._choices[due] = self._chosen(due, ledger, record, examples)
+        if self.kept is not self._choices[due]:
+            self.kept = self._choices[due]
+            self._set_rows()
+
+    def _chosen(self, due: int, ledger: Ledger, record: Recorder, examples: Pass) -> Tensor:
         event, noise, k = self._plan.row_choice_event, self._plan.row_choice_noise_multiplier, self._config.kept_rows
         assert event is not None
         assert noise is not None
@@ -109,9 +116,7 @@ class SparseTraining:
                 _, rows = self.tables.touched(record(batch).factors)
                 counts += rows.cpu().bincount(minlength=self.tables.rows)
         ledger.charge(event, LABEL)
-        self.kept = noisy_top_k(counts, k, gumbel_scale(noise, k), self._plan.entropy, due)
-        self._choice = due
-        self._set_rows()
+        return noisy_top_k(counts, k, gumbel_scale(noise, k), self._plan.entropy, due)
 
     def _set_rows(self) -> None:
         config, deviation = self._config, self._plan.contribution_noise_multiplier
@@ -150,13 +155,14 @@ class SparseTraining:
                 why="the rows that were trained so far are not known, and another choice is not paid for.",
                 fix="resume from a checkpoint as DPTrainer wrote it, with the same model and tables.",
             ) from error
-        if self._choice == choice and self.kept is not None and not torch.equal(kept, self.kept):
+        known = self._choices.get(choice)
+        if known is not None and not torch.equal(kept, known):
             raise LedgerError(
                 "the checkpoint holds other embedding rows than were chosen in this process.",
                 why="its ledger does not count that choice.",
                 fix="resume from a later checkpoint of this run, or in a new process if nothing of this one was seen.",
             )
-        self.kept, self._choice = kept, choice
+        self._choices[choice] = self.kept = kept
 
     def _public(self) -> Tensor:
         path = Path(str(self._config.public_rows))
@@ -216,4 +222,5 @@ class SparseTraining:
         """Writes the chosen rows beside the weights; they are a release that is in the ledger."""
         if self._config.releases_rows and self.kept is not None:
             kept = {f"{_ROWS}{name}": rows.clone() for name, rows in self.tables.split(self.kept).items()}
-            save_file({**kept, _CHOICE: torch.tensor(self._choice)}, Path(directory) / FILE)
+            latest = next(number for number, rows in self._choices.items() if rows is self.kept)
+            save_file({**kept, _CHOICE: torch.tensor(latest)}, Path(directory) / FILE)

@@ -214,7 +214,7 @@ class DPTrainerMixin(_Base):
             assert saved is not None, "steps were taken before, but no checkpoint was read"
             saved.check(plan.promise, self.train_dataset)
             # In one process more may have been spent since the checkpoint than it knows.
-            self.ledger = max(saved.ledger, self.ledger, key=lambda ledger: ledger.steps)
+            self.ledger = max(saved.ledger, self.ledger, key=lambda ledger: (ledger.steps, ledger.charges))
         elif self.ledger.steps and self.privacy.target_epsilon is not None:
             raise BudgetExceededError(
                 f"train() was called again after {self.ledger.steps} private steps.",

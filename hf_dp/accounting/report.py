@@ -173,11 +173,12 @@ class PrivacyReport:
             rows["DP-FEST"] = (
                 f"rows chosen {self.row_choices} times, noise multiplier {self.row_choice_noise_multiplier:.4g}"
             )
-        if self.contribution_noise_multiplier is not None:
-            share = (self.noise_multiplier / self.contribution_noise_multiplier) ** 2 if self.noise_multiplier else 0.0
+        counts, both = self.contribution_noise_multiplier, self.noise_multiplier
+        if counts is not None:
+            share = (both / counts) ** 2 if both else 0.0
             rows["DP-AdaFEST"] = (
-                f"rows chosen in each step, noise multiplier {self.contribution_noise_multiplier:.4g}: "
-                f"{share:.1%} of the precision that a step's noise leaves"
+                f"rows chosen in each step, noise multiplier {counts:.4g}, gradient {both * (1 - share) ** -0.5:.4g}: "
+                f"the choice is {share:.1%} of a step's precision"
             )
         return rows
 

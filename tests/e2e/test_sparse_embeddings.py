@@ -12,6 +12,8 @@ import torch.nn.functional as F
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from hf_dp import DPTrainer, PrivacyConfig, SparseEmbeddingConfig, accounting
 from hf_dp.errors import BudgetExceededError, ConfigurationError, LedgerError, UnsupportedModelError
@@ -185,6 +187,67 @@ def test_a_choice_that_was_made_is_not_made_again(tmp_path: Path) -> None:
     assert trainer.privacy_report().epsilon <= 3.0
     with pytest.raises(BudgetExceededError):
         trainer.train()
+
+
+def test_a_renewal_that_was_made_before_a_failure_is_charged_once_and_kept(tmp_path: Path) -> None:
+    class Failing(DPTrainer):
+        fails = True
+
+        def _record(self, *args: Any) -> Any:
+            if self.fails and self.ledger.steps == 2:
+                raise RuntimeError("once")
+            return super()._record(*args)
+
+    settings = {**FEST, "renew_every": 2}
+    trainer = sparse(tmp_path, sparse=settings, kind=Failing, save_strategy="steps", save_steps=2)
+    with pytest.raises(RuntimeError, match="once"):
+        trainer.train()
+    assert [label for _, _, label in trainer.ledger.entries] == [LABEL, accounting.TRAINING_STEP, LABEL]
+    chosen = trainer._sparse.kept
+    trainer.fails = False
+    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert torch.equal(trainer._sparse.kept, chosen)
+    assert [label for _, _, label in trainer.ledger.entries].count(LABEL) == 2
+    assert trainer.privacy_report().row_choices == 2
+    assert trainer.privacy_report().epsilon <= 3.0
+
+
+class NoWholeTable(TorchDispatchMode):
+    """Remembers operations that make a dense tensor as large as a table, other than the table itself."""
+
+    def __init__(self, table: Tensor) -> None:
+        super().__init__()
+        self.table, self.found = table, set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for made in tree_leaves(result):
+            is_dense = isinstance(made, Tensor) and not made.is_sparse and made.numel() >= self.table.numel()
+            if is_dense and made.untyped_storage().data_ptr() != self.table.untyped_storage().data_ptr():
+                self.found.add(str(func))
+        return result
+
+
+@pytest.mark.parametrize("settings", [{"threshold": 2.0}, FEST])
+def test_nothing_as_large_as_the_table_is_made(tmp_path: Path, settings: dict[str, Any]) -> None:
+    """Neither in the check before the first step, nor in a step, nor in the optimizer."""
+    parts = {"train_dataset": clicks(), "data_collator": stack}
+    model = Recommender()
+    model.items = nn.Embedding(30_000, 4)
+    trainer = sparse(
+        tmp_path, model, kind=Clicks, sparse=settings, parts=parts, remove_unused_columns=False, max_steps=2
+    )
+    with NoWholeTable(model.items.weight) as watching:
+        trainer.train()
+    assert not watching.found
+    assert trainer.ledger.steps == 2
+    # Negative control: dense noise makes several.
+    model = Recommender()
+    model.items = nn.Embedding(30_000, 4)
+    dense = make(tmp_path, model, private(), kind=Clicks, parts=parts, remove_unused_columns=False, max_steps=1)
+    with NoWholeTable(model.items.weight) as watching:
+        dense.train()
+    assert watching.found
 
 
 def test_public_rows_cost_nothing(tmp_path: Path) -> None:
