@@ -110,7 +110,7 @@ class Plan:
         """sigma2, on the clipped sum, in units of the clipping norm.
 
         The two releases of a DP-AdaFEST step are of one Poisson batch: one Gaussian mechanism with noise multiplier
-        (sigma1^-2 + sigma2^-2)^(-1/2) (Ghazi et al. 2023, arXiv:2311.08357, section 3.2). Without counts it is all.
+        (sigma1^-2 + sigma2^-2)^(-1/2) (Ghazi et al. 2023, arXiv:2311.08357). Without counts it is all.
         """
         counts = self.contribution_noise_multiplier
         if counts is None or self.config.sparse_embeddings is None:

@@ -17,7 +17,7 @@ class RowWiseAdam(torch.optim.Optimizer):
 
     A row is moved, and its moment decays, only in steps in which it has a gradient. Noise makes the squares of a row's
     coordinates alike, so their mean says as much as each of them, and a table of V rows needs 2 V numbers of state.
-    (Row-wise moments as in Adagrad for embedding tables, Mudigere et al. 2022, arXiv:2104.05158, section 4.1.)
+    (Row-wise moments as in Adagrad for embedding tables, Mudigere et al. 2022, arXiv:2104.05158.)
 
     Args:
         params: (V, d) tables, or groups of them.

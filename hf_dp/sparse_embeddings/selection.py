@@ -30,7 +30,7 @@ class Survivors:
 
 
 class AdaptiveSelection:
-    """DP-AdaFEST: rows whose noisy count reaches a threshold (algorithm 1, lines 5 to 7).
+    """DP-AdaFEST: rows whose noisy count reaches a threshold (algorithm 1).
 
     The count of a row that no example touches is noise alone, so it survives with probability
     p = P[N(0, sd^2) >= threshold], independently of all others. Such rows are drawn by the gaps between them: the

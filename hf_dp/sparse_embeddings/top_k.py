@@ -16,9 +16,9 @@ def gumbel_scale(noise_multiplier: float, k: int) -> float:
     """The scale of Gumbel noise with which a top-k is dominated by a Gaussian mechanism with that noise multiplier.
 
     The k largest of counts with Gumbel noise of scale 1 / lambda are k exponential mechanisms in a row (Durfee and
-    Rogers 2019, arXiv:1905.04273, lemma 4.2). One example more raises each count by 0 or 1, so the privacy loss of
+    Rogers 2019, arXiv:1905.04273). One example more raises each count by 0 or 1, so the privacy loss of
     each mechanism lies in an interval of length lambda. The worst such mechanism has two outcomes (Dong, Durfee and
-    Rogers 2020, arXiv:1909.13830, lemma 3.2), and of these the one with losses +-lambda / 2 is the hardest to
+    Rogers 2020, arXiv:1909.13830), and of these the one with losses +-lambda / 2 is the hardest to
     dominate: Phi^-1 of its two probabilities differs by mu = 2 Phi^-1(1 / (1 + exp(-lambda / 2))), and a trade-off
     function with one corner lies above that of mu-Gaussian differential privacy if the corner does. k of them are
     sqrt(k) mu-Gaussian, and a Gaussian mechanism with noise multiplier z is 1 / z-Gaussian: mu = 1 / (z sqrt(k)).
