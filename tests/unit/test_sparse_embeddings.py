@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import copy
 import math
+from dataclasses import replace
 from typing import Any
 
 import dp_accounting as dp
 import pytest
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from hf_dp import accounting
 from hf_dp.config import PrivacyConfig, ReAttentionConfig, SparseEmbeddingConfig
-from hf_dp.errors import ConfigurationError, UnsupportedModelError
-from hf_dp.per_example import Dense, OneHot, Outer, PerExample, RowSum, Tables
+from hf_dp.errors import ConfigurationError, PreflightError, UnsupportedModelError
+from hf_dp.per_example import RULES, Dense, OneHot, Outer, PerExample, RowSum, Tables, loop, preflight
+from hf_dp.per_example.batch import Batch
 from hf_dp.per_example.rule import Use
 from hf_dp.plan import Plan
 from hf_dp.randomness import Entropy
@@ -308,3 +311,54 @@ def test_an_optimizer_that_would_move_all_rows_is_refused() -> None:
     assert with_lazy_rows(plain, {"t": table}, config) is plain
     several = with_lazy_rows(torch.optim.SGD([rest], lr=0.3), {"t": table}, config)
     assert [group["lr"] for group in several.param_groups] == [0.3, 0.3]
+
+
+# --- the check before the first step --------------------------------------------------------------------------------
+
+
+class Lookup(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.words, self.head = nn.Embedding(50, 4), nn.Linear(4, 2)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.words(ids).tanh().mean(1))  # type: ignore[no-any-return]
+
+
+def square(model: nn.Module, batch: Batch) -> Tensor:
+    return model(batch["ids"]).square().sum(1)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("spoil", ["values", "ids"])
+def test_preflight_compares_tables_by_their_rows(spoil: str) -> None:
+    batch = {"ids": torch.randint(0, 49, (4, 5), generator=torch.Generator().manual_seed(0))}
+    names = ["words.weight"]
+    assert preflight(Lookup(), square, batch, tables=names)
+    rule = RULES[F.embedding]
+
+    def wrong(*arguments: Any) -> Any:
+        found, factors = rule.backward(*arguments)
+        outer: Any = factors["weight"]
+        ids, values = outer.left.ids, outer.right.values
+        spoilt = (
+            Outer(OneHot(ids, 50), Dense(values * 1.1))
+            if spoil == "values"
+            else Outer(OneHot(ids + 1, 50), Dense(values))
+        )
+        return found, {"weight": spoilt}
+
+    rules = {**RULES, F.embedding: replace(rule, backward=wrong)}
+    with pytest.raises(PreflightError, match="are off by"):
+        preflight(Lookup(), square, batch, tables=names, rules=rules)
+
+
+def test_the_oracle_gives_the_same_with_and_without_tables() -> None:
+    model, batch = Lookup(), {"ids": torch.tensor([[3, 3, 7]])}
+    sums, whole = RowSum("words.weight", model.words.weight), loop(model, square, batch)
+    rows = loop(model, square, batch, tables=["words.weight"])
+    out = rows.zeros(besides=["words.weight"])
+    rows.add_weighted_sum_(out, torch.ones(1), {"words.weight": sums})
+    assert sums.coalesced()[0].tolist() == [3, 7]
+    torch.testing.assert_close(sums.of(torch.arange(50)), whole.weighted_sum(torch.ones(1))["words.weight"])
+    torch.testing.assert_close(rows.squared_norms(), whole.squared_norms())
