@@ -125,7 +125,7 @@ class SparseEmbeddingConfig:
     tables: tuple[str, ...] | None = None
     contribution_norm: float = 1.0
     threshold: float | None = None
-    noise_ratio: float = 5.0
+    noise_ratio: float = 2.0
     kept_rows: int | None = None
     row_choice: Literal["released", "public"] = "released"
     public_rows: str | None = None

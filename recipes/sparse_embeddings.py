@@ -39,7 +39,7 @@ class RecipeArguments:
     task: str = field(default="stream", metadata={"help": "banking77, table or stream."})
     arms: str = field(default="adafest", metadata={"help": "With commas between; see above."})
     thresholds: str = field(default="", metadata={"help": "Of AdaFEST, with commas between; empty for the default."})
-    noise_ratios: str = field(default="5", metadata={"help": "sigma1 / sigma2 of AdaFEST, with commas between."})
+    noise_ratios: str = field(default="2", metadata={"help": "sigma1 / sigma2 of AdaFEST, with commas between."})
     contribution_norm: float = 1.0
     kept_rows: int = field(default=100, metadata={"help": "Of FEST."})
     budget_share: float = field(default=0.2, metadata={"help": "Of epsilon, for FEST's choice."})

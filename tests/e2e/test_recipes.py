@@ -97,4 +97,4 @@ def test_sparse_word_embeddings_of_bank_questions(data_directory, minilm_directo
         *("--train_file", str(data / "train.csv"), "--test_file", str(data / "test.csv")),
         *("--smoke", "True", "--arms", "adafest", "--output_dir", str(tmp_path / "out")),
     )
-    assert "adafest, ratio 1, tau default: accuracy" in printed
+    assert "adafest, ratio 2, tau default: accuracy" in printed
