@@ -61,7 +61,7 @@ def test_a_config_comes_back_from_json(values: dict[str, Any]) -> None:
         {"noise_ratio": 0}, {"noise_ratio": 5000.0}, {"noise_ratio": math.nan}, {"contribution_norm": 0.0},
         {"contribution_norm": math.inf}, {"optimizer": "adamw"}, {"learning_rate": -1.0}, {"tables": ()},
         {"kept_rows": 5}, {"budget_share": 0.1}, {"renew_every": 3}, {**FEST, "threshold": 1.0},
-        {**FEST, "noise_ratio": 2.0}, {"method": "fest"}, {**FEST, "kept_rows": 0}, {**FEST, "kept_rows": 1.5},
+        {**FEST, "noise_ratio": 3.0}, {"method": "fest"}, {**FEST, "kept_rows": 0}, {**FEST, "kept_rows": 1.5},
         {**FEST, "kept_rows": True}, {**FEST, "budget_share": 1.0}, {**FEST, "public_rows": "x"},
         {"method": "fest", "row_choice": "public"}, {**FEST, "row_choice": "public", "public_rows": "x"},
         {"method": "fest", "row_choice": "public", "public_rows": "x", "renew_every": 2}, {**FEST, "renew_every": 0},
