@@ -69,7 +69,7 @@ def text(rows: int, batch: int, length: int) -> dict[str, Tensor]:
 def make_step(name: str, model: nn.Module, batch: dict[str, Tensor]) -> Callable[[], dict[str, float]]:
     """One private step of a variant; it tells how many coordinates of the table's gradient are not zero."""
     size, entropy = len(batch["labels"]), Entropy(None)
-    sparse = SparseEmbeddingConfig() if name == "adafest" else None
+    sparse = SparseEmbeddingConfig(noise_ratio=5.0) if name == "adafest" else None
     plan = Plan.make(
         PrivacyConfig(target_epsilon=8.0, sparse_embeddings=sparse),
         PoissonBatchSampler(DATASET, size, entropy),
