@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from hf_dp import accounting, losses, per_example
     from hf_dp.accounting import PrivacyReport
-    from hf_dp.config import PrivacyConfig, ReAttentionConfig
+    from hf_dp.config import PrivacyConfig, ReAttentionConfig, SparseEmbeddingConfig
     from hf_dp.re_attention import load_re_attention, remove_re_attention
     from hf_dp.trainer import DPTrainer, DPTrainerMixin
 
@@ -25,6 +25,7 @@ __all__ = [
     "PrivacyConfig",
     "PrivacyReport",
     "ReAttentionConfig",
+    "SparseEmbeddingConfig",
     "__version__",
     "accounting",
     "load_re_attention",
@@ -39,6 +40,7 @@ _HOME = {
     "PrivacyConfig": "hf_dp.config",
     "PrivacyReport": "hf_dp.accounting",
     "ReAttentionConfig": "hf_dp.config",
+    "SparseEmbeddingConfig": "hf_dp.config",
     "load_re_attention": "hf_dp.re_attention",
     "remove_re_attention": "hf_dp.re_attention",
 }

@@ -153,6 +153,21 @@ def refuse_optimizer(optimizer: Any, model: nn.Module) -> None:
         )
 
 
+def refuse_weight_decay(trainer: Any, tables: Mapping[str, Any]) -> None:
+    """Refuses weight decay that Trainer's own optimizer would put on embedding tables with sparse gradients.
+
+    Raises:
+        ConfigurationError: with the table's name.
+    """
+    if trainer.optimizer is None and trainer.args.weight_decay:
+        raise ConfigurationError(
+            f"weight_decay={trainer.args.weight_decay} with sparse gradients of {', '.join(tables)}.",
+            why="weight decay moves all rows of a table in every step, so nothing about it would stay sparse.",
+            fix="set weight_decay=0, or pass an optimizer of your own for the other parameters: "
+            "optimizers=(AdamW([...], weight_decay=...), None).",
+        )
+
+
 def refuse_overrides(trainer: Any, mixin: type, base: type) -> None:
     """Refuses a Trainer whose own methods would bypass the private step, or whose loss would be ignored.
 

@@ -93,6 +93,142 @@ class ReAttentionConfig:
         return cls(**values)
 
 
+@dataclass(frozen=True)
+class SparseEmbeddingConfig:
+    """Embedding tables whose private gradient is a few rows (Ghazi et al. 2023, arXiv:2311.08357).
+
+    Attributes:
+        method: "adafest", rows chosen anew in each step by how many examples of the batch touch them; "fest", the
+            `kept_rows` most frequent rows for the whole run; "adafest+", the first inside the second.
+        tables: names of the embedding parameters; None for the model's input embeddings, or, where the model is not
+            Transformers', all tables of at least 1000 rows that are only looked up.
+        contribution_norm: C1, the l2 norm to which each example's 0/1 vector of touched rows is clipped. AdaFEST.
+        threshold: tau, in (clipped) examples: a row survives a step if its noisy count is at least that. None: so high
+            that a row that no example touched survives with probability 1e-4. AdaFEST.
+        noise_ratio: sigma1 / sigma2, the noise on the counts over that on the gradient, each in units of its clipping
+            norm; between 0.001 and 1000. AdaFEST.
+        kept_rows: k, how many rows FEST keeps, over all tables together.
+        row_choice: how FEST chooses: "released", a DP top-k of how many training examples touch each row, paid for
+            with `budget_share` of the target epsilon; "public", read from `public_rows`.
+        public_rows: a JSON file with a list of row numbers, or, for several tables, one for each by its name.
+        budget_share: of the target epsilon, for all of FEST's choices together; in (0, 1).
+        renew_every: steps after which FEST chooses again, and pays again; None for one choice.
+        optimizer: of the tables' rows; all move only rows that have a gradient. "row_wise_adam" keeps two numbers for
+            each row, "sparse_adam" is torch's, with two tables of state, "sgd" keeps nothing.
+        learning_rate: of the tables' rows; None for that of the other parameters.
+
+    Raises:
+        ConfigurationError: a value outside these, or one that the method does not use.
+    """
+
+    method: Literal["adafest", "fest", "adafest+"] = "adafest"
+    tables: tuple[str, ...] | None = None
+    contribution_norm: float = 1.0
+    threshold: float | None = None
+    noise_ratio: float = 2.0
+    kept_rows: int | None = None
+    row_choice: Literal["released", "public"] = "released"
+    public_rows: str | None = None
+    budget_share: float = 0.05
+    renew_every: int | None = None
+    optimizer: Literal["row_wise_adam", "sparse_adam", "sgd"] = "row_wise_adam"
+    learning_rate: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.tables is not None:
+            object.__setattr__(self, "tables", tuple(self.tables))
+        choices = {
+            "method": ("adafest", "fest", "adafest+"),
+            "row_choice": ("released", "public"),
+            "optimizer": ("row_wise_adam", "sparse_adam", "sgd"),
+        }
+        for name, known in choices.items():
+            if getattr(self, name) not in known:
+                self._refuse(name, f"it is one of {', '.join(map(repr, known))}")
+        ranges = {
+            "contribution_norm": (0.0, math.inf),
+            "threshold": (0.0, math.inf),
+            "noise_ratio": (0.001, 1000.0),
+            "budget_share": (0.0, 1.0),
+            "learning_rate": (0.0, math.inf),
+        }
+        for name, (low, high) in ranges.items():
+            value = getattr(self, name)
+            if value is not None and not (_is_number(value) and low < value < high):
+                self._refuse(name, f"it is a number above {low:g} and below {high:g}")
+        for name in ("kept_rows", "renew_every"):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                self._refuse(name, "it is a whole number of at least 1")
+        if self.tables is not None and not (self.tables and all(isinstance(name, str) for name in self.tables)):
+            self._refuse("tables", "it is one or more names of parameters, or None")
+        self._check_use()
+
+    def _check_use(self) -> None:
+        if not self.adapts:
+            unused = [name for name in ("contribution_norm", "threshold", "noise_ratio") if self._is_set(name)]
+        elif not self.keeps_rows:
+            names = ("kept_rows", "row_choice", "public_rows", "budget_share", "renew_every")
+            unused = [name for name in names if self._is_set(name)]
+        else:
+            unused = []
+        if unused:
+            self._refuse(unused[0], f"method={self.method!r} does not use it")
+        if not self.keeps_rows:
+            return
+        if (self.public_rows is None) == (self.row_choice == "public"):
+            self._refuse("public_rows", "the file goes with row_choice='public', and with nothing else")
+        if (self.kept_rows is None) == self.releases_rows:
+            self._refuse("kept_rows", "the DP top-k needs to know how many, and public rows are counted in their file")
+        if self.renew_every is not None and not self.releases_rows:
+            self._refuse("renew_every", "public rows do not change")
+
+    def _is_set(self, name: str) -> bool:
+        return bool(getattr(self, name) != type(self).__dataclass_fields__[name].default)
+
+    def _refuse(self, name: str, rule: str) -> None:
+        raise ConfigurationError(
+            f"SparseEmbeddingConfig got {name}={getattr(self, name)!r} with method={self.method!r}.",
+            why=f"{rule}.",
+            fix=f"correct it, or leave {name} out for the default.",
+        )
+
+    @property
+    def adapts(self) -> bool:
+        """Rows are chosen in each step."""
+        return self.method in ("adafest", "adafest+")
+
+    @property
+    def keeps_rows(self) -> bool:
+        """Rows are chosen for many steps."""
+        return self.method in ("fest", "adafest+")
+
+    @property
+    def releases_rows(self) -> bool:
+        """Rows are chosen from the private data, by a release of its own."""
+        return self.keeps_rows and self.row_choice == "released"
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields as plain values for JSON."""
+        return {**dataclasses.asdict(self), "tables": None if self.tables is None else list(self.tables)}
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> SparseEmbeddingConfig:
+        """The inverse of `to_dict`.
+
+        Raises:
+            ConfigurationError: an unknown field, or a value out of range.
+        """
+        known = {item.name for item in dataclasses.fields(cls)}
+        if not set(values) <= known:
+            raise ConfigurationError(
+                f"SparseEmbeddingConfig got {', '.join(sorted(set(values) - known))}.",
+                why="an unknown field would change what is trained without notice.",
+                fix=f"use only these: {', '.join(sorted(known))}.",
+            )
+        return cls(**values)
+
+
 @dataclass(frozen=True, init=False)
 class PrivacyConfig:
     """The promise of a private training run.
@@ -115,6 +251,8 @@ class PrivacyConfig:
             reproducible, for tests, and marks the report as not private. It is not a command-line argument:
             beside `TrainingArguments`, whose `seed` is public, one flag would set both.
         re_attention: None for plain attention, or a `ReAttentionConfig`.
+        sparse_embeddings: None for dense noise on all rows, or a `SparseEmbeddingConfig`. With AdaFEST
+            `noise_multiplier` is that of both releases of a step together.
 
     Raises:
         ConfigurationError: a value outside the ranges above, or both or neither of epsilon and noise.
@@ -134,6 +272,7 @@ class PrivacyConfig:
     )
     seed: int | None = field(default=None, init=False)
     re_attention: ReAttentionConfig | None = field(default=None, init=False)
+    sparse_embeddings: SparseEmbeddingConfig | None = field(default=None, init=False)
 
     def __init__(
         self,
@@ -145,10 +284,13 @@ class PrivacyConfig:
         withhold_non_private_logs: bool = False,
         seed: int | None = None,
         re_attention: ReAttentionConfig | None = None,
+        sparse_embeddings: SparseEmbeddingConfig | None = None,
     ) -> None:
         values = dict(locals())
         if isinstance(re_attention, dict):
             values["re_attention"] = ReAttentionConfig.from_dict(re_attention)
+        if isinstance(sparse_embeddings, dict):
+            values["sparse_embeddings"] = SparseEmbeddingConfig.from_dict(sparse_embeddings)
         for item in dataclasses.fields(self):
             object.__setattr__(self, item.name, values[item.name])
         self._check()
@@ -215,10 +357,34 @@ class PrivacyConfig:
                 why="the release is paid for with a share of the target epsilon.",
                 fix="give target_epsilon, or ReAttentionConfig(token_frequencies='uniform' or 'public').",
             )
+        self._check_sparse_embeddings()
         if noise == 0:
             warnings.warn(
                 "noise_multiplier=0: this run adds no noise and is not private; its epsilon is infinite.",
                 stacklevel=3,
+            )
+
+    def _check_sparse_embeddings(self) -> None:
+        sparse = self.sparse_embeddings
+        if sparse is None:
+            return
+        if not isinstance(sparse, SparseEmbeddingConfig):
+            raise ConfigurationError(
+                f"sparse_embeddings={sparse!r}.",
+                why="which rows get a gradient follows from its settings.",
+                fix="give sparse_embeddings=SparseEmbeddingConfig().",
+            )
+        if self.re_attention is not None:
+            raise ConfigurationError(
+                "re_attention together with sparse_embeddings.",
+                why="Re-Attention corrects for noise in all rows of the embedding, and here only a few have any.",
+                fix="use one of the two.",
+            )
+        if self.target_epsilon is None and sparse.releases_rows:
+            raise ConfigurationError(
+                "sparse_embeddings with a DP top-k of rows, and noise_multiplier in place of target_epsilon.",
+                why="the choice is paid for with a share of the target epsilon.",
+                fix="give target_epsilon, or SparseEmbeddingConfig(row_choice='public', ...), or method='adafest'.",
             )
 
     def replace(self, **changes: Any) -> PrivacyConfig:
@@ -228,7 +394,8 @@ class PrivacyConfig:
     def to_dict(self) -> dict[str, Any]:
         """The fields as plain values; `PrivacyConfig(**config.to_dict()) == config`."""
         values = {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}
-        return {**values, "re_attention": self.re_attention and self.re_attention.to_dict()}
+        parts = ("re_attention", "sparse_embeddings")
+        return {**values, **{name: values[name] and values[name].to_dict() for name in parts}}
 
     def to_json(self) -> str:
         """The config as strict JSON; an infinite clipping norm is written as the string "inf"."""

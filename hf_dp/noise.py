@@ -33,10 +33,11 @@ class GaussianNoise:
 
     Args:
         entropy: where the randomness comes from. Without a seed each call draws anew from the operating system.
+        purpose: under a seed, noise for different purposes is independent.
     """
 
-    def __init__(self, entropy: Entropy) -> None:
-        self._entropy = entropy
+    def __init__(self, entropy: Entropy, purpose: str = "noise") -> None:
+        self._entropy, self._purpose = entropy, purpose
 
     def add_(self, tensors: Iterable[torch.Tensor], standard_deviation: float, step: int) -> None:
         """Adds N(0, `standard_deviation` ** 2) in place to every element, independently. A refusal changes nothing.
@@ -57,7 +58,7 @@ class GaussianNoise:
             return
         on_cuda = [tensor for tensor in targets if tensor.device.type == "cuda"]
         elsewhere = [tensor for tensor in targets if tensor.device.type != "cuda"]
-        cpu, *devices = self._entropy.fresh("noise", step).spawn(1 + len(on_cuda))
+        cpu, *devices = self._entropy.fresh(self._purpose, step).spawn(1 + len(on_cuda))
         _add_by_numpy(elsewhere, standard_deviation, cpu)
         for tensor, seed in zip(on_cuda, devices, strict=True):
             _add_by_torch(tensor, standard_deviation, seed)

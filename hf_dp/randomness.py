@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import random
 import secrets
 from collections.abc import Iterator
@@ -87,6 +88,26 @@ def secret_global_state() -> Iterator[None]:
         finally:
             random.setstate(python_state)
             np.random.set_state(numpy_state)  # noqa: NPY002
+
+
+def bernoulli(generator: np.random.Generator, n: int, q: float) -> list[int]:
+    """The indices below n, ascending, that independent coin flips with probability q choose, without flipping each.
+
+    Source: Bernoulli draws by their geometric gaps (Fan, Muller and Rezucha 1962), exact up to double precision.
+
+    Args:
+        q: in (0, 1].
+    """
+    chosen: list[int] = []
+    last = -1
+    at_once = math.ceil(n * q + 4 * math.sqrt(n * q)) + 16
+    while last < n:
+        gaps = generator.geometric(q, at_once)
+        # A gap beyond the end is as good as any other beyond the end, and the sum of clipped gaps cannot overflow.
+        indices = last + np.minimum(gaps, n + 1).cumsum(dtype=np.int64)
+        chosen += indices[indices < n].tolist()
+        last = int(indices[-1])
+    return chosen
 
 
 def _sequence(key: bytes) -> np.random.SeedSequence:

@@ -7,12 +7,11 @@ from collections.abc import Callable, Iterator, Mapping, Sized
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from hf_dp.errors import ConfigurationError
-from hf_dp.randomness import Entropy, secret_global_state
+from hf_dp.randomness import Entropy, bernoulli, secret_global_state
 
 Randomness = Callable[[], AbstractContextManager[None]]
 
@@ -36,7 +35,7 @@ class PoissonBatchSampler(Sampler[list[int]]):
     Raises:
         ConfigurationError: no examples, fewer examples than the expected batch, or a size that is not positive.
 
-    Source: Bernoulli draws by their geometric gaps (Fan, Muller and Rezucha 1962), exact up to double precision.
+    Source: see `hf_dp.randomness.bernoulli`.
     """
 
     def __init__(
@@ -61,7 +60,7 @@ class PoissonBatchSampler(Sampler[list[int]]):
     def draw(self, step: int) -> list[int]:
         """The logical batch of `step`, counted from 0 over the whole training: indices, ascending, maybe none."""
         generator = self._entropy.generator("sampling", step)
-        return _bernoulli(generator, self.dataset_size, self.sampling_probability)
+        return bernoulli(generator, self.dataset_size, self.sampling_probability)
 
     def __len__(self) -> int:
         return self._steps
@@ -211,20 +210,6 @@ class _OwnReads(Dataset[Any]):
         if isinstance(layout, Mapping) and layout.get("type") != "custom" and hasattr(self.dataset, "__getitems__"):
             return list(self.dataset.__getitems__(indices))
         return [self.dataset[index] for index in indices]
-
-
-def _bernoulli(generator: np.random.Generator, n: int, q: float) -> list[int]:
-    """The indices below n that independent coin flips with probability q choose, without flipping each."""
-    chosen: list[int] = []
-    last = -1
-    at_once = math.ceil(n * q + 4 * math.sqrt(n * q)) + 16
-    while last < n:
-        gaps = generator.geometric(q, at_once)
-        # A gap beyond the end is as good as any other beyond the end, and the sum of clipped gaps cannot overflow.
-        indices = last + np.minimum(gaps, n + 1).cumsum(dtype=np.int64)
-        chosen += indices[indices < n].tolist()
-        last = int(indices[-1])
-    return chosen
 
 
 def _check_sizes(dataset_size: int, expected_batch_size: int, steps_per_epoch: int | None) -> None:

@@ -15,6 +15,7 @@ from hf_dp.per_example import PerExampleGradients
 from hf_dp.per_example.batch import Batch
 from hf_dp.plan import Plan
 from hf_dp.randomness import secret_global_state
+from hf_dp.sparse_embeddings import TableRows, sparse_gradient
 
 
 def private_gradient(
@@ -23,8 +24,11 @@ def private_gradient(
     micro_batches: Iterable[Batch],
     plan: Plan,
     ledger: Ledger,
+    tables: TableRows | None = None,
 ) -> ClippedSum:
     """Sets `.grad` of every trainable parameter to the noisy mean gradient of one logical batch (DP-SGD).
+
+    That of an embedding table among `tables` is sparse: it has noise, and is not zero, in the chosen rows alone.
 
     Args:
         model: whose trainable parameters are updated.
@@ -32,6 +36,7 @@ def private_gradient(
         micro_batches: of one Poisson draw, possibly none: an empty batch is a step like any other.
         plan: clipping, noise and cost.
         ledger: charged before the noisy gradient exists.
+        tables: embedding tables with sparse gradients, and what chooses their rows.
 
     Returns:
         The sum; its gradients are now the noisy mean.
@@ -46,16 +51,18 @@ def private_gradient(
             why="one more step would spend more than was promised.",
             fix="stop here; to train longer, plan more steps from the start (num_train_epochs or max_steps).",
         )
-    total = ClippedSum(model, plan.clipping)
+    total = ClippedSum(model, plan.clipping) if tables is None else tables.begin(model, plan.clipping)
     with nullcontext() if plan.entropy.reproducible else secret_global_state():
         for micro_batch in micro_batches:
             total.add(record(micro_batch))
     step = ledger.steps
     ledger.charge(plan.event)
+    chosen = {} if tables is None else tables.choose(total, step)
     plan.noise.add_(total.gradients.values(), plan.noise_standard_deviation, step)
     with torch.no_grad():
         for name, p in model.named_parameters():
             if p.requires_grad:
                 # In place: a second copy of all gradients would be the peak of memory.
-                p.grad = total.gradients[name].div_(plan.sampler.expected_batch_size).to(p.dtype)
+                mean = total.gradients[name].div_(plan.sampler.expected_batch_size).to(p.dtype)
+                p.grad = sparse_gradient(chosen[name], mean, p) if name in chosen else mean
     return total

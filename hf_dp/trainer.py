@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,7 @@ from hf_dp.arguments import (
     refuse_optimizer,
     refuse_overrides,
     refuse_parallel_model,
+    refuse_weight_decay,
 )
 from hf_dp.attention_noise import AttentionNoise, token_ids, without_idle_release
 from hf_dp.callbacks import PrivacyCallback
@@ -33,6 +34,7 @@ from hf_dp.fingerprint import fingerprint, fingerprint_key
 from hf_dp.losses import check_own_loss, per_example_losses
 from hf_dp.per_example import RULES, Certificate, PerExampleGradients, Rule, preflight, record
 from hf_dp.per_example.batch import Batch
+from hf_dp.per_example.independence import forked_rng, survey
 from hf_dp.per_example.preflight import check_modules, check_padding
 from hf_dp.plan import Plan
 from hf_dp.probe import telling_rows, unchanged_buffers
@@ -40,6 +42,8 @@ from hf_dp.randomness import Entropy
 from hf_dp.re_attention import remove_re_attention
 from hf_dp.resume import SavedRun
 from hf_dp.sampling import LogicalBatchCollator, PoissonBatchSampler, PoissonDataLoader
+from hf_dp.sparse_embeddings import TableRows, find_tables, with_lazy_rows
+from hf_dp.sparse_training import SparseTraining
 from hf_dp.step import private_gradient
 
 if TYPE_CHECKING:
@@ -50,9 +54,11 @@ logger = logging.getLogger(__name__)
 
 _UNKNOWN: Any = object()
 REPORT_FILE = "privacy_report.json"
-_WITHHELD = ("loss", "train_loss", "clipped_fraction", "non_finite_examples", "num_input_tokens_seen", "total_flos")
-
-_CORRECTION = "re_attention/"
+_CORRECTION, _SPARSE = "re_attention/", "sparse_embeddings/"
+_WITHHELD = (
+    *("loss", "train_loss", "clipped_fraction", "non_finite_examples", "num_input_tokens_seen", "total_flos"),
+    f"{_SPARSE}false_positives",
+)
 
 
 class DPTrainerMixin(_Base):
@@ -87,6 +93,8 @@ class DPTrainerMixin(_Base):
         self._saved_run: SavedRun | None = None
         self._checkpoint: Path | None = None
         self._attention_noise: AttentionNoise | None = None
+        self._tables: dict[str, nn.Parameter] = {}
+        self._sparse: SparseTraining | None = None
         self._fingerprint: str | None = _UNKNOWN
         self._statistics = {"examples": 0, "clipped": 0, "non_finite": 0}
         super().__init__(*args, **kwargs)
@@ -155,6 +163,32 @@ class DPTrainerMixin(_Base):
             worker_init_fn=functools.partial(seed_worker, num_workers=workers, rank=self.args.process_index),
         )
 
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        """As Trainer's; embedding tables with sparse gradients get a lazy optimizer beside it."""
+        config = self.privacy.sparse_embeddings
+        if config is None or (self.optimizer is not None and self._tables):
+            return super().create_optimizer(model)
+        loader: Any = self._make_loader(self._require_plan().sampler)
+        self._module.train()
+        with forked_rng(self._module), unchanged_buffers(self._module):
+            few: Batch = self._prepare_inputs(loader.collate_fn.collated(telling_rows(loader.dataset)))
+            uses = survey(self._module, self._loss, few, rules=self.per_example_rules)
+        tables = find_tables(self._module, uses, config.tables)
+        refuse_weight_decay(self, tables)
+        if self.optimizer is None:
+            # Trainer leaves out what is frozen.
+            for table in tables.values():
+                table.requires_grad_(False)
+            try:
+                super().create_optimizer(model)
+            finally:
+                for table in tables.values():
+                    table.requires_grad_(True)
+        assert self.optimizer is not None
+        self.optimizer = with_lazy_rows(self.optimizer, tables, config)
+        self._tables = tables
+        return self.optimizer
+
     def _load_callback_state(self) -> None:
         super()._load_callback_state()
         # Trainer's option to restore callbacks makes new ones; ours is bound to this trainer.
@@ -180,7 +214,7 @@ class DPTrainerMixin(_Base):
             assert saved is not None, "steps were taken before, but no checkpoint was read"
             saved.check(plan.promise, self.train_dataset)
             # In one process more may have been spent since the checkpoint than it knows.
-            self.ledger = max(saved.ledger, self.ledger, key=lambda ledger: ledger.steps)
+            self.ledger = max(saved.ledger, self.ledger, key=lambda ledger: (ledger.steps, ledger.charges))
         elif self.ledger.steps and self.privacy.target_epsilon is not None:
             raise BudgetExceededError(
                 f"train() was called again after {self.ledger.steps} private steps.",
@@ -191,21 +225,23 @@ class DPTrainerMixin(_Base):
         refuse_optimizer(self.optimizer, self._module)
         # A warning, so that it is seen: the default delta, and an argument that is not what the user left it at.
         logger.warning("Private training: %s. max_grad_norm is set to 0: gradients are clipped for each example.", plan)
-        noise = None
+        noise, sparse, checkpoint = None, None, self._checkpoint if state.global_step else None
         remove_re_attention(self._module)
         try:
             if plan.config.re_attention is not None:
                 noise = AttentionNoise(self._module, plan.config.re_attention, plan, self.optimizer)
             self._preflight()
+            if plan.config.sparse_embeddings is not None:
+                sparse = SparseTraining(self._tables, plan.config.sparse_embeddings, plan)
+                sparse.begin(checkpoint, self._sparse)
             if noise is not None:
-                checkpoint = self._checkpoint if state.global_step else None
                 examples = token_ids(self.callback_handler.train_dataloader, self._module)
                 noise.begin(self.ledger, examples, checkpoint, self._attention_noise)
         except BaseException:
             remove_re_attention(self._module)
             raise
         # Not before: what an earlier attempt released must not be forgotten by one that fails.
-        self._attention_noise = noise
+        self._attention_noise, self._sparse = noise, sparse
 
     def after_optimizer_step(self) -> None:
         """Keeps Re-Attention in step with the noise."""
@@ -229,7 +265,9 @@ class DPTrainerMixin(_Base):
 
         self._module.train()
         with unchanged_buffers(self._module):
-            self._certificate = preflight(self._module, self._loss, batch(few), rules=self.per_example_rules)
+            self._certificate = preflight(
+                self._module, self._loss, batch(few), rules=self.per_example_rules, tables=self._tables
+            )
             check_padding(self._module, self._loss, few, batch)
             if type(self).compute_per_example_loss is DPTrainerMixin.compute_per_example_loss:
                 check_own_loss(self._module, batch(few))
@@ -261,21 +299,45 @@ class DPTrainerMixin(_Base):
         if callable(switch):
             switch()
         unwrapped = self.accelerator.unwrap_model(model)
+        rows = None if self._sparse is None else self._chosen_rows(self._sparse, unwrapped)
         total = private_gradient(
             unwrapped,
             functools.partial(self._record, unwrapped),
             map(self._prepare_inputs, inputs["micro_batches"]),
             self._require_plan(),
             self.ledger,
+            rows,
         )
+        if self._sparse is not None:
+            self._sparse.note()
         return self._note(total)
+
+    def _chosen_rows(self, sparse: SparseTraining, model: nn.Module) -> TableRows | None:
+        """The embedding tables of the next step; DP-FEST's rows are chosen where it is time to."""
+        loader: Any = self.callback_handler.train_dataloader
+
+        def examples() -> Iterator[Batch]:
+            for start in range(0, len(loader.dataset), self._expected_batch_size):
+                rows = range(start, min(start + self._expected_batch_size, len(loader.dataset)))
+                parts = loader.collate_fn(loader.dataset.__getitems__(list(rows)))["micro_batches"]
+                yield from map(self._prepare_inputs, parts)
+
+        if self.budget_is_left():
+            sparse.before_step(self.ledger.steps, self.ledger, functools.partial(self._whole, model), examples)
+        return sparse.rows
 
     def _loss(self, model: nn.Module, batch: Batch) -> Tensor:
         with self.compute_loss_context_manager():
             return self.compute_per_example_loss(model, dict(batch))
 
     def _record(self, model: nn.Module, batch: Batch) -> PerExampleGradients:
-        return record(model, self._loss, batch, certificate=self._certificate, rules=self.per_example_rules)
+        gradients = self._whole(model, batch)
+        rows = None if self._sparse is None else self._sparse.rows
+        return gradients if rows is None else rows.restricted(gradients)
+
+    def _whole(self, model: nn.Module, batch: Batch) -> PerExampleGradients:
+        certificate, rules = self._certificate, self.per_example_rules
+        return record(model, self._loss, batch, certificate=certificate, rules=rules, tables=self._tables)
 
     def _note(self, total: ClippedSum) -> Tensor:
         for name in self._statistics:
@@ -287,6 +349,14 @@ class DPTrainerMixin(_Base):
     def budget_is_left(self) -> bool:
         """Whether the promised budget pays for another step."""
         return self.ledger.steps < self._require_plan().budgeted_steps
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        # Torch has no norm of a sparse tensor.
+        if not self._tables:
+            return super()._get_grad_norm(model, grad_norm)  # type: ignore[no-untyped-call]
+        found = [p.grad for p in model.parameters() if p.grad is not None]
+        values = [gradient._values() if gradient.is_sparse else gradient for gradient in found]
+        return torch.nn.utils.get_total_norm(values)
 
     # --- what Trainer would read from a plain batch ----------------------------------------------------------------
 
@@ -320,6 +390,8 @@ class DPTrainerMixin(_Base):
             if self._attention_noise is not None:
                 corrections = self._attention_noise.attention.take_corrections()
                 logs.update({f"{_CORRECTION}{name}": value for name, value in corrections.items()})
+            if self._sparse is not None:
+                logs.update({f"{_SPARSE}{name}": value for name, value in self._sparse.take_logs().items()})
             self._statistics = dict.fromkeys(seen, 0)
         if self.privacy.withhold_non_private_logs:
             for name in [name for name in logs if name in _WITHHELD or name.startswith(_CORRECTION)]:
@@ -346,6 +418,8 @@ class DPTrainerMixin(_Base):
                 file.write(self.privacy_report().to_json() + "\n")
             if self._attention_noise is not None:
                 self._attention_noise.save(output_dir or self._output_dir)
+            if self._sparse is not None:
+                self._sparse.save(output_dir or self._output_dir)
 
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
         """Refused: every trial spends budget on the same data."""

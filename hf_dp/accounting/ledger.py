@@ -59,6 +59,11 @@ class Ledger:
         return sum(count for _, count, label in self._entries if label == TRAINING_STEP)
 
     @property
+    def charges(self) -> int:
+        """How many releases of any kind were charged."""
+        return sum(count for _, count, _ in self._entries)
+
+    @property
     def entries(self) -> tuple[tuple[dp.DpEvent, int, str], ...]:
         """Each charge as (event, count, label), in order, equal neighbours joined."""
         return tuple(self._entries)

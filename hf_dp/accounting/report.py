@@ -60,6 +60,11 @@ class PrivacyReport:
         target_epsilon: the budget, or None if the noise was given.
         epsilon_rdp: the Renyi bound as a cross-check; None if not computed.
         frequency_noise_multiplier: of the one release of token frequencies from all units; None if there was none.
+        row_choice_noise_multiplier: of each DP top-k of embedding rows from all units (DP-FEST), as the Gaussian
+            mechanism that dominates it; None if there was none.
+        row_choices: how many of these were made.
+        contribution_noise_multiplier: of the counts by which DP-AdaFEST chooses rows in each step, in units of their
+            clipping norm. `noise_multiplier` is that of counts and gradient together. None without counts.
         dataset_size: number of units.
         expected_batch_size: mean number of units in a step.
         reproducible: a seed was given, so that the noise is not secret and the run is not private.
@@ -82,6 +87,9 @@ class PrivacyReport:
     target_epsilon: float | None = None
     epsilon_rdp: float | None = None
     frequency_noise_multiplier: float | None = None
+    row_choice_noise_multiplier: float | None = None
+    row_choices: int = 0
+    contribution_noise_multiplier: float | None = None
     reproducible: bool = False
     unit: str = "one training example"
     adjacency: str = "add or remove one"
@@ -150,6 +158,7 @@ class PrivacyReport:
                 if self.frequency_noise_multiplier is None
                 else {"token frequencies": f"released once, noise multiplier {self.frequency_noise_multiplier:.4g}"}
             ),
+            **self._sparse_rows(),
             "versions": ", ".join(f"{name} {version}" for name, version in self.versions.items()),
         }
         lines += [f"  {name:<17} {value}" for name, value in rows.items()]
@@ -157,7 +166,27 @@ class PrivacyReport:
         lines += [textwrap.fill(c, 100, initial_indent="  - ", subsequent_indent="    ") for c in self.caveats]
         return "\n".join(lines)
 
+    def _sparse_rows(self) -> dict[str, str]:
+        """What the choice of embedding rows took of the budget, for reading."""
+        rows = {}
+        if self.row_choice_noise_multiplier is not None:
+            rows["DP-FEST"] = (
+                f"rows chosen {self.row_choices} times, noise multiplier {self.row_choice_noise_multiplier:.4g}"
+            )
+        counts, both = self.contribution_noise_multiplier, self.noise_multiplier
+        if counts is not None:
+            share = (both / counts) ** 2 if both else 0.0
+            rows["DP-AdaFEST"] = (
+                f"rows chosen in each step, noise multiplier {counts:.4g}, gradient {both * (1 - share) ** -0.5:.4g}: "
+                f"the choice is {share:.1%} of a step's precision"
+            )
+        return rows
 
+
+_OPTIONAL = (
+    "target_epsilon", "epsilon_rdp", "frequency_noise_multiplier", "row_choice_noise_multiplier",
+    "contribution_noise_multiplier",
+)  # fmt: skip
 _NUMBERS = ("epsilon", "delta", "noise_multiplier", "clipping_norm", "sampling_probability", "expected_batch_size")
 
 
@@ -169,11 +198,11 @@ def _read(cls: type[PrivacyReport], values: object) -> PrivacyReport | str:
     if set(fields) != known:
         return f"missing or unknown fields {sorted(map(str, set(fields) ^ known))}"
     fields = {key: math.inf if value == "inf" else value for key, value in fields.items()}
-    optional = {n for n in ("target_epsilon", "epsilon_rdp", "frequency_noise_multiplier") if fields[n] is not None}
+    optional = {n for n in _OPTIONAL if fields[n] is not None}
     for name in (*_NUMBERS, *optional):
         if isinstance(fields[name], bool) or not isinstance(fields[name], (int, float)) or not fields[name] >= 0:
             return f"{name} is {fields[name]!r}"
-    for name in ("steps", "dataset_size"):
+    for name in ("steps", "dataset_size", "row_choices"):
         if isinstance(fields[name], bool) or not isinstance(fields[name], int) or fields[name] < 0:
             return f"{name} is {fields[name]!r}"
     if not isinstance(fields["reproducible"], bool) or fields["accountant"] not in ("pld", "rdp"):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
 from torch import nn
 
@@ -9,35 +11,41 @@ from hf_dp.per_example.batch import Batch, LossFunction, batch_size, check_losse
 from hf_dp.per_example.factors import Factors, PerExample
 from hf_dp.per_example.precision import accumulation
 from hf_dp.per_example.record import PerExampleGradients
+from hf_dp.per_example.rows import SparseLookups, row_factors
 
 
-def loop(model: nn.Module, loss_fn: LossFunction, batch: Batch) -> PerExampleGradients:
+def loop(model: nn.Module, loss_fn: LossFunction, batch: Batch, *, tables: Collection[str] = ()) -> PerExampleGradients:
     """Per-example gradients by plain autograd, one example at a time; B times the gradient's memory.
 
-    Args and errors as for `record`. Each example is run alone, so nothing can leak between examples.
+    Args and errors as for `record`. Each example is run alone, so nothing can leak between examples. With `tables`,
+    whose gradients are kept as rows, the batch is a single example.
     """
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     kept = {name: p.grad for name, p in parameters.items()}
     rows: dict[str, list[torch.Tensor]] = {name: [] for name in parameters}
     losses = []
+    factors: dict[str, list[Factors]] = {}
     try:
         for i in range(batch_size(batch)):
             for p in parameters.values():
                 p.grad = None
-            with torch.enable_grad():
+            with torch.enable_grad(), SparseLookups([parameters[name] for name in tables]):
                 loss = loss_fn(model, take(batch, [i]))
                 check_losses(loss, 1)
                 loss.sum().backward()
             losses.append(loss.detach())
             for name, p in parameters.items():
-                rows[name].append(accumulation(torch.zeros_like(p) if p.grad is None else p.grad))
+                if name in tables:
+                    factors[name] = [] if p.grad is None else [row_factors(p.grad)]
+                else:
+                    gradient = torch.zeros_like(p) if p.grad is None else p.grad
+                    rows[name].append(accumulation(gradient.to_dense() if gradient.is_sparse else gradient))
                 p.grad = None
     finally:
         for name, p in parameters.items():
             p.grad = kept[name]
     # One example's gradients are not copied: preflight goes through examples one by one, for the memory.
-    factors: dict[str, list[Factors]] = {
-        name: [PerExample(values[0][None] if len(values) == 1 else torch.stack(values))]
-        for name, values in rows.items()
-    }
+    for name, values in rows.items():
+        if values:
+            factors[name] = [PerExample(values[0][None] if len(values) == 1 else torch.stack(values))]
     return PerExampleGradients(torch.cat(losses), factors, parameters)

@@ -8,7 +8,7 @@ a handful of examples and comparing rows.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -31,6 +31,7 @@ from hf_dp.per_example.independence import (
 from hf_dp.per_example.oracle import loop
 from hf_dp.per_example.reading import Reader
 from hf_dp.per_example.record import PerExampleGradients
+from hf_dp.per_example.rows import RowSum
 from hf_dp.per_example.rule import Certificate, Rule
 from hf_dp.per_example.rules import RULES
 from hf_dp.per_example.watch import Watch
@@ -41,7 +42,12 @@ _CHUNK = 1 << 20
 
 
 def preflight(
-    model: nn.Module, loss_fn: LossFunction, batch: Batch, *, rules: Mapping[Any, Rule] = RULES
+    model: nn.Module,
+    loss_fn: LossFunction,
+    batch: Batch,
+    *,
+    rules: Mapping[Any, Rule] = RULES,
+    tables: Collection[str] = (),
 ) -> Certificate:
     """Certifies the uses of `model`'s parameters on a few examples of `batch`, before anything is released.
 
@@ -53,6 +59,7 @@ def preflight(
 
     Args:
         batch: at least two different examples.
+        tables: parameters that are only looked up in; their gradients are compared by the rows that were.
 
     Returns:
         The certificate for `record`.
@@ -76,15 +83,15 @@ def preflight(
         few = take(batch, [i % batch_size(batch) for i in range(size)])
         check_shares(model, loss_fn, few, rules=rules, readings=readings)
         with in_mode(model, training=False):
-            watch = Watch(Reader(size), rules)
+            watch = Watch(Reader(size), rules, tables=frozenset(tables))
             losses = watch.run(model, loss_fn, few)
             parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
             found = PerExampleGradients(losses, watch.factors, parameters, frozenset(watch.uses), watch.versions)
             weights = torch.linspace(0.5, 1.5, size, device=losses.device, dtype=torch.float64)
-            truth = _Truth.of(model, loss_fn, few, weights)
+            truth = _Truth.of(model, loss_fn, few, weights, tables)
     # A frozen base in bf16 rounds what reaches an adapter in float32.
     dtypes = watch.dtypes | {p.dtype for p in model.parameters() if p.is_floating_point()}
-    _compare(found, truth, weights, dtypes)
+    _compare(model, found, truth, weights, dtypes)
     return Certificate(watch.uses | watch.copied)
 
 
@@ -158,31 +165,43 @@ def _cut(batch: Batch, i: int, single: Batch, left: bool) -> dict[str, Any]:
 class _Truth(NamedTuple):
     norms: Tensor
     sums: dict[str, Tensor]
+    rows: dict[str, RowSum]
 
     @staticmethod
-    def of(model: nn.Module, loss_fn: LossFunction, batch: Batch, weights: Tensor) -> _Truth:
+    def of(model: nn.Module, loss_fn: LossFunction, batch: Batch, weights: Tensor, tables: Collection[str]) -> _Truth:
         """The oracle's norms (B,), and its weighted sums of the examples whose norm is finite."""
-        norms, sums = [], None
+        norms, sums, rows = [], None, _row_sums(model, tables)
         for i in range(len(weights)):
-            one = loop(model, loss_fn, take(batch, [i]))
-            sums = one.zeros() if sums is None else sums
+            one = loop(model, loss_fn, take(batch, [i]), tables=tables)
+            sums = one.zeros(besides=tables) if sums is None else sums
             norms.append(one.squared_norms().double().sqrt())
-            one.add_weighted_sum_(sums, weights[i : i + 1].where(norms[-1].isfinite(), 0))
-        return _Truth(torch.cat(norms), sums or {})
+            one.add_weighted_sum_(sums, weights[i : i + 1].where(norms[-1].isfinite(), 0), rows)
+        return _Truth(torch.cat(norms), sums or {}, rows)
 
 
-def _compare(engine: PerExampleGradients, oracle: _Truth, weights: Tensor, dtypes: Set[torch.dtype]) -> None:
+def _row_sums(model: nn.Module, tables: Collection[str]) -> dict[str, RowSum]:
+    parameters = dict(model.named_parameters())
+    return {name: RowSum(name, parameters[name]) for name in tables}
+
+
+def _compare(
+    model: nn.Module, engine: PerExampleGradients, oracle: _Truth, weights: Tensor, dtypes: Set[torch.dtype]
+) -> None:
     tolerance = max(_EXACTNESS_TOLERANCE.get(dtype, _LOW_PRECISION_TOLERANCE) for dtype in dtypes)
     # An example whose own gradient is not finite contributes nothing; it must be the same ones for both.
     finite = oracle.norms.isfinite()
     found_norms, true_norms = (n.where(finite, 0) for n in (engine.squared_norms().double().sqrt(), oracle.norms))
-    ours, truth = engine.weighted_sum(weights.where(finite, 0)), oracle.sums
+    ours, rows = engine.zeros(besides=oracle.rows), _row_sums(model, oracle.rows)
+    engine.add_weighted_sum_(ours, weights.where(finite, 0), rows)
+    truth = {**oracle.sums, **{name: sums.coalesced()[1] for name, sums in oracle.rows.items()}}
     whole = math.hypot(*(_norm(v) for v in truth.values()))
-    checks = [("the norms", found_norms, true_norms, 0.0)]
-    checks += [(name, ours[name], truth[name], 0.1 * whole) for name in truth]
-    for name, found, expected, floor in checks:
-        scale = max(_norm(expected), floor)
-        error = _norm(found.sub_(expected))
+    checks = [("the norms", _norm(found_norms.sub_(true_norms)), _norm(true_norms))]
+    for name, expected in truth.items():
+        scale = max(_norm(expected), 0.1 * whole)
+        if name in rows:
+            rows[name].sub_(oracle.rows[name])
+        checks.append((name, _norm(rows[name].coalesced()[1] if name in rows else ours[name].sub_(expected)), scale))
+    for name, error, scale in checks:
         if not error <= tolerance * scale + 1e-12:
             raise PreflightError(
                 f"per-example gradients of {name} are off by {error:.2g} where the oracle's have norm {scale:.2g}.",

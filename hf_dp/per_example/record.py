@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -15,9 +16,12 @@ from hf_dp.per_example.gram import SelfGrams
 from hf_dp.per_example.independence import ambiguous_sizes, check_independence, check_shares, survey
 from hf_dp.per_example.precision import full_precision, sum_dtype
 from hf_dp.per_example.reading import Reader
+from hf_dp.per_example.rows import RowSum, restricted
 from hf_dp.per_example.rule import Certificate, Rule, Use, refuse_changed
 from hf_dp.per_example.rules import RULES
 from hf_dp.per_example.watch import Watch
+
+_NO_TABLES: Mapping[str, RowSum] = MappingProxyType({})
 
 
 class PerExampleGradients:
@@ -67,15 +71,30 @@ class PerExampleGradients:
         self.add_weighted_sum_(out, coefficients)
         return out
 
-    def zeros(self) -> dict[str, Tensor]:
-        """A zero gradient for each parameter, in the dtype that sums are accumulated in."""
+    def zeros(self, besides: Collection[str] = ()) -> dict[str, Tensor]:
+        """A zero gradient for each parameter but those `besides`, in the dtype that sums are accumulated in."""
         return {
             name: torch.zeros_like(p, dtype=sum_dtype(p.dtype), requires_grad=False)
             for name, p in self._parameters.items()
+            if name not in besides
         }
 
-    def add_weighted_sum_(self, out: dict[str, Tensor], coefficients: Tensor) -> None:
-        """Adds `weighted_sum(coefficients)` to `out` in place."""
+    def restricted(self, kept: Mapping[str, Tensor]) -> PerExampleGradients:
+        """The gradients with all but some rows of tables frozen.
+
+        Args:
+            kept: for each table the mask (V,) of the rows that are trained.
+
+        Raises:
+            UnsupportedModelError: a table that is used for more than looking up rows.
+        """
+        factors = {n: restricted(uses, kept[n]) if n in kept else uses for n, uses in self.factors.items()}
+        return PerExampleGradients(self.losses, factors, self._parameters, self.uses, self._versions)
+
+    def add_weighted_sum_(
+        self, out: dict[str, Tensor], coefficients: Tensor, rows: Mapping[str, RowSum] = _NO_TABLES
+    ) -> None:
+        """Adds `weighted_sum(coefficients)` in place: to `rows` for the tables there, to `out` for the rest."""
         if coefficients.shape != self.losses.shape:
             raise ValueError(f"coefficients {tuple(coefficients.shape)} for losses {tuple(self.losses.shape)}")
         chosen = coefficients.ne(0)
@@ -87,11 +106,16 @@ class PerExampleGradients:
         refuse_changed(self._versions)
         with torch.no_grad(), full_precision(self.losses.device):
             for name, uses in self.factors.items():
+                chosen_uses = uses if index is None else [use.selected(index) for use in uses]
+                if name in rows:
+                    for use in chosen_uses:
+                        rows[name].add_(use, coefficients)
+                    continue
                 kept = out[name]
                 # A parameter may be laid out otherwise (channels_last); factors are summed row by row.
                 total = kept if kept.is_contiguous() else torch.zeros(kept.shape, dtype=kept.dtype, device=kept.device)
-                for use in uses:
-                    (use if index is None else use.selected(index)).add_weighted_(total, coefficients)
+                for use in chosen_uses:
+                    use.add_weighted_(total, coefficients)
                 if total is not kept:
                     kept.add_(total)
 
@@ -116,6 +140,7 @@ def record(
     *,
     certificate: Certificate | None = None,
     rules: Mapping[Any, Rule] = RULES,
+    tables: Collection[str] = (),
 ) -> PerExampleGradients:
     """Per-example gradients of all trainable parameters; with a certificate, in one forward and one backward pass.
 
@@ -126,6 +151,7 @@ def record(
         certificate: from `preflight`. Without one there are two more forward passes, which show how shapes are to be
             read, and a shape that could be read two ways is settled by more of them, or refused.
         rules: the table of operations.
+        tables: parameters whose factors keep the ids of the rows that were looked up.
 
     Raises:
         UnsupportedModelError: an operation without a rule, an unreadable shape, a use that the certificate lacks.
@@ -137,7 +163,7 @@ def record(
     if seen is None:
         ambiguous = ambiguous_sizes(model, batch)
         seen = survey(model, loss_fn, batch, rules=rules) if size > 1 else Certificate()
-    watch = Watch(Reader(size, ambiguous, seen.readings), rules)
+    watch = Watch(Reader(size, ambiguous, seen.readings), rules, tables=frozenset(tables))
     losses = watch.run(model, loss_fn, batch)
     if not any(watch.factors.values()):
         raise UnsupportedModelError(

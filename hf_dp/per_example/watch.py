@@ -55,6 +55,8 @@ class Watch:
     reader: Reader
     rules: Mapping[Any, Rule]
     observe: Observer | None = None
+    # Parameters whose factors must keep their ids.
+    tables: frozenset[str] = frozenset()
     constants: list[Constant] = field(default_factory=list)
     factors: dict[str, list[Factors]] = field(default_factory=dict)
     sum_dtypes: dict[str, torch.dtype] = field(default_factory=dict)
@@ -266,7 +268,7 @@ class Watch:
                 self.observe(use, given, axis)
 
     def _keep(self, name: str, factors: Factors) -> None:
-        if isinstance(factors, Outer):
+        if isinstance(factors, Outer) and name not in self.tables:
             factors = factors.settled()
         kept = (factors.left.tensor, factors.right.tensor) if isinstance(factors, Outer) else (factors.values,)
         self.versions += [(tensor, tensor._version) for tensor in kept if not tensor.is_inference()]

@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def run(recipe: str, *flags: str) -> str:
     """What a recipe prints, run with its own YAML file and flags that win over it."""
-    name = recipe.removesuffix("_full")
+    name = recipe.removesuffix("_full").removesuffix("_banking77")
     command = [sys.executable, f"recipes/{name}.py", f"recipes/{recipe}.yaml", *flags, "--use_cpu", "True"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
@@ -71,3 +71,30 @@ def test_sequential_recommendation_with_its_controls(tmp_path):
         assert f"epsilon inf, {arm}" in printed
     assert "popularity: NDCG@10" in printed
     assert (tmp_path / "out" / "results.json").exists()
+
+
+@pytest.mark.parametrize("task", ["stream", "table"])
+def test_sparse_embeddings_beside_dense_ones(task, tmp_path):
+    printed = run(
+        "sparse_embeddings",
+        *("--task", task, "--smoke", "True", "--arms", "frozen,dense,fest,renewed,adafest,adafest+"),
+        *("--noise_ratios", "1,5", "--figure", str(tmp_path / "out" / "figure.png")),
+        *("--output_dir", str(tmp_path / "out")),
+    )
+    for arm in ("frozen", "dense", "fest", "renewed", "adafest, ratio 5", "adafest+, ratio 1"):
+        assert f"{arm}" in printed
+    assert "reduction 1, epsilon 4.000" in printed
+    assert (tmp_path / "out" / "figure.png").exists()
+    assert (tmp_path / "out" / "privacy_report.json").exists()
+
+
+@pytest.mark.data
+def test_sparse_word_embeddings_of_bank_questions(data_directory, minilm_directory, tmp_path):
+    data = data_directory / "banking77"
+    printed = run(
+        "sparse_embeddings_banking77",
+        *("--encoder", str(minilm_directory), "--labels_file", str(data / "categories.json")),
+        *("--train_file", str(data / "train.csv"), "--test_file", str(data / "test.csv")),
+        *("--smoke", "True", "--arms", "adafest", "--output_dir", str(tmp_path / "out")),
+    )
+    assert "adafest, ratio 2, tau default: accuracy" in printed

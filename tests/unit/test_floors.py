@@ -23,14 +23,15 @@ FLOORS = {
     "noise": 1,
     "fingerprint": 1,
     "arguments": 1,
-    "sparse": 1,
     "re_attention": 1,
     "aggregate": 2,
     "plan": 2,
     "probe": 2,
     "resume": 2,
+    "sparse_embeddings": 2,
     "frequencies": 3,
     "attention_noise": 4,
+    "sparse_training": 4,
     "step": 3,
     "callbacks": 4,
     "trainer": 4,
@@ -42,7 +43,7 @@ FLOORS = {
 # (importer, imported) on one floor. Everything else on a floor is a stranger to its neighbours.
 PEERS = {
     ("config", "errors"), ("randomness", "errors"), ("trainer", "callbacks"), ("trainer", "attention_noise"),
-    ("cli", "demo"),
+    ("trainer", "sparse_training"), ("sparse_embeddings", "aggregate"), ("cli", "demo"),
 }  # fmt: skip
 # Libraries that a module must not import itself. What it imports through others is seen in test_package.py.
 FORBIDDEN = {

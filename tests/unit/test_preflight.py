@@ -329,9 +329,9 @@ def test_the_oracle_goes_through_examples_one_by_one(monkeypatch: pytest.MonkeyP
     """All at once its gradients would take more memory than the training."""
     sizes: list[int] = []
 
-    def spied(model: nn.Module, loss_fn: Any, data: Any) -> Any:
+    def spied(model: nn.Module, loss_fn: Any, data: Any, **options: Any) -> Any:
         sizes.append(len(data["x"]))
-        return loop(model, loss_fn, data)
+        return loop(model, loss_fn, data, **options)
 
     monkeypatch.setattr(sys.modules[preflight.__module__], "loop", spied)
     preflight(Small(lambda m, x: m.linear(x).cos(), linear=nn.Linear(4, 4)), square, batch(3, 5, 4))

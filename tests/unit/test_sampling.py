@@ -14,8 +14,8 @@ from accelerate import skip_first_batches
 from torch.utils.data import ConcatDataset, Subset, TensorDataset, default_collate
 
 from hf_dp.errors import ConfigurationError
-from hf_dp.randomness import Entropy
-from hf_dp.sampling import LogicalBatchCollator, PoissonBatchSampler, PoissonDataLoader, _bernoulli
+from hf_dp.randomness import Entropy, bernoulli
+from hf_dp.sampling import LogicalBatchCollator, PoissonBatchSampler, PoissonDataLoader
 
 
 def rows(examples: list[Any]) -> dict[str, torch.Tensor]:
@@ -87,7 +87,7 @@ class TestSampler:
 
     @pytest.mark.parametrize(("n", "q"), [(100_000_000, 1e-5), (2**40, 1e-10), (2**50, 1e-12), (10, 1e-300)])
     def test_a_tiny_probability_does_not_overflow(self, n, q):
-        batch = _bernoulli(Entropy(0).generator("test", 0), n, q)
+        batch = bernoulli(Entropy(0).generator("test", 0), n, q)
         assert all(0 <= index < n for index in batch)
         assert batch == sorted(set(batch))
         assert abs(len(batch) - n * q) <= 6 * (n * q) ** 0.5
@@ -97,7 +97,7 @@ class TestSampler:
             def geometric(self, q: float, size: int) -> np.ndarray:
                 return np.ones(size, dtype=np.int64)
 
-        assert _bernoulli(Ones(), 1000, 0.01) == list(range(1000))  # type: ignore[arg-type]
+        assert bernoulli(Ones(), 1000, 0.01) == list(range(1000))  # type: ignore[arg-type]
 
     def test_a_hundred_million_examples_take_the_memory_of_a_batch(self):
         sampler = PoissonBatchSampler(100_000_000, 1024, Entropy(0))

@@ -1,0 +1,181 @@
+"""Gradients of embedding tables by the rows that were looked up: nothing of a table's size is made."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from hf_dp.errors import UnsupportedModelError
+from hf_dp.per_example.factors import Factors, Outer
+from hf_dp.per_example.gram import Dense, OneHot
+from hf_dp.per_example.precision import accumulation, sum_dtype
+
+
+@dataclass(frozen=True)
+class Tables:
+    """Embedding tables whose rows are numbered through: row r of the second is V_1 + r.
+
+    Attributes:
+        sizes: the number of rows V of each, by the name of its parameter.
+        widths: their numbers of columns d.
+    """
+
+    sizes: Mapping[str, int]
+    widths: Mapping[str, int]
+
+    @classmethod
+    def of(cls, parameters: Mapping[str, Tensor]) -> Tables:
+        """The tables with these (V, d) parameters."""
+        return cls({n: len(p) for n, p in parameters.items()}, {n: p.shape[1] for n, p in parameters.items()})
+
+    @property
+    def rows(self) -> int:
+        """Of all tables together."""
+        return sum(self.sizes.values())
+
+    @property
+    def coordinates(self) -> int:
+        """V x d of all tables together."""
+        return sum(size * self.widths[name] for name, size in self.sizes.items())
+
+    @property
+    def offsets(self) -> dict[str, int]:
+        """The number of each table's first row."""
+        return dict(zip(self.sizes, accumulate(self.sizes.values(), initial=0), strict=False))
+
+    def split(self, rows: Tensor) -> dict[str, Tensor]:
+        """Ascending numbers (k,) of rows to those in each table, counted there."""
+        edges = torch.tensor([*self.offsets.values(), self.rows], device=rows.device)
+        cuts = torch.searchsorted(rows, edges).tolist()
+        starts = self.offsets
+        return {
+            name: rows[low:high] - starts[name] for name, low, high in zip(self.sizes, cuts, cuts[1:], strict=False)
+        }
+
+    def touched(self, factors: Mapping[str, Sequence[Factors]]) -> tuple[Tensor, Tensor]:
+        """Which rows each example touches: pairs (example, row), each once, in order.
+
+        A row counts where its gradient is not zero, so padding and masked positions, whose number depends on the
+        neighbours in the batch, never do.
+        """
+        offsets, keys = self.offsets, [torch.empty(0, dtype=torch.int64)]
+        for name in self.sizes:
+            for use in factors[name]:
+                ids, values = _lookup(name, use)
+                examples, positions = values.ne(0).any(2).nonzero(as_tuple=True)
+                keys.append(examples * self.rows + ids[examples, positions] + offsets[name])
+        pairs = torch.cat([part.to(keys[-1].device) for part in keys]).unique()
+        return pairs.div(self.rows, rounding_mode="floor"), pairs.remainder(self.rows)
+
+
+class RowSum:
+    """A weighted sum of per-example gradients of one (V, d) table, as the rows that were looked up."""
+
+    def __init__(self, name: str, table: Tensor) -> None:
+        self._name, self._width, self._dtype = name, table.shape[1], sum_dtype(table.dtype)
+        self._ids = [torch.empty(0, dtype=torch.int64, device=table.device)]
+        self._values = [torch.empty(0, self._width, dtype=self._dtype, device=table.device)]
+
+    @property
+    def device(self) -> torch.device:
+        return self._values[0].device
+
+    def add_(self, use: Factors, coefficients: Tensor) -> None:
+        """Adds sum over i of coefficients[i] x (gradient of example i).
+
+        Raises:
+            UnsupportedModelError: the use is no plain lookup of rows.
+        """
+        ids, values = _lookup(self._name, use)
+        weighted = values.to(self._dtype) * coefficients.to(self._dtype)[:, None, None]
+        self._append(ids.flatten(), weighted.flatten(0, 1))
+
+    def _append(self, ids: Tensor, values: Tensor) -> None:
+        found, inverse = ids.unique(return_inverse=True)
+        self._ids.append(found)
+        self._values.append(values.new_zeros(len(found), self._width).index_add_(0, inverse, values))
+
+    def sub_(self, other: RowSum) -> None:
+        """Subtracts another sum over the same table."""
+        ids, values = other.coalesced()
+        self._append(ids, -values)
+
+    def coalesced(self) -> tuple[Tensor, Tensor]:
+        """The rows (k,), ascending, and their sums (k, d)."""
+        if len(self._ids) > 2:
+            ids, values = torch.cat(self._ids), torch.cat(self._values)
+            self._ids, self._values = self._ids[:1], self._values[:1]
+            self._append(ids, values)
+        return self._ids[-1], self._values[-1]
+
+    def of(self, rows: Tensor) -> Tensor:
+        """The sums (k, d) of `rows` (k,); zero where nothing was added."""
+        ids, values = self.coalesced()
+        out = values.new_zeros(len(rows), self._width)
+        if len(ids):
+            places = torch.searchsorted(ids, rows).clamp_max(len(ids) - 1)
+            known = ids[places] == rows
+            out[known] = values[places[known]]
+        return out
+
+
+def restricted(uses: Sequence[Factors], kept: Tensor) -> list[Factors]:
+    """The gradients of one table with all rows but those in the mask `kept` (V,) frozen."""
+    found: list[Factors] = []
+    for use in uses:
+        if isinstance(use, Outer) and isinstance(use.left, OneHot) and isinstance(use.right, Dense):
+            masked = use.right.values.masked_fill(~kept[use.left.ids].unsqueeze(2), 0)
+            found.append(replace(use, right=Dense(masked)))
+        else:
+            raise _no_lookup("an embedding table")
+    return found
+
+
+def _lookup(name: str, use: Factors) -> tuple[Tensor, Tensor]:
+    """The ids (B, T) of a lookup, and the gradients (B, T, d) of what was looked up."""
+    if isinstance(use, Outer) and isinstance(use.left, OneHot) and isinstance(use.right, Dense):
+        values = use.right.values
+        return use.left.ids, values if use.scale == 1.0 else values * use.scale
+    raise _no_lookup(name)
+
+
+def _no_lookup(name: str) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"{name} has a sparse private gradient, and is used for more than looking up rows.",
+        why="such a use has a gradient in every row, so noise on a few rows would not hide it.",
+        fix="untie the output embedding, leave the table out of SparseEmbeddingConfig(tables=...), or freeze it.",
+    )
+
+
+def row_factors(gradient: Tensor) -> Factors:
+    """One example's gradient (V, d), sparse or dense, as a lookup of its rows that are not zero."""
+    if gradient.is_sparse:
+        gradient = gradient.coalesce()
+        ids, values = gradient.indices()[0], gradient.values()
+    else:
+        ids = gradient.ne(0).any(1).nonzero().squeeze(1)
+        values = gradient[ids]
+    return Outer(OneHot(ids[None], gradient.shape[0]), Dense(accumulation(values)[None]))
+
+
+class SparseLookups(TorchFunctionMode):
+    """Inside, autograd's gradient of a lookup in one of `tables` is sparse."""
+
+    def __init__(self, tables: Sequence[nn.Parameter]) -> None:
+        super().__init__()
+        self._tables = {id(table) for table in tables}
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is F.embedding and id(args[1] if len(args) > 1 else kwargs.get("weight")) in self._tables:
+            args, kwargs = args[:6], {**kwargs, "sparse": True}
+        return func(*args, **kwargs)

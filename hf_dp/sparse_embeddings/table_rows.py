@@ -1,0 +1,81 @@
+"""The embedding tables of a private step: which of their rows get a gradient and noise."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from hf_dp.aggregate import ClippedSum, ContributionSum
+from hf_dp.clipping import Clipping
+from hf_dp.per_example import PerExampleGradients, Tables
+from hf_dp.sparse_embeddings.selection import AdaptiveSelection, Survivors
+
+
+class TableRows:
+    """Chooses rows for a step: those that are kept for many steps, those that survive in this one, or both.
+
+    Args:
+        tables: the embedding tables.
+        kept: (k,) ascending numbers of the rows that are trained at all (DP-FEST); None for all.
+        selection: chooses among them in each step (DP-AdaFEST); None for all of them.
+        contribution_norm: C1, for `selection`.
+
+    Attributes:
+        last: what was chosen in the latest step.
+    """
+
+    def __init__(
+        self,
+        tables: Tables,
+        kept: Tensor | None = None,
+        selection: AdaptiveSelection | None = None,
+        contribution_norm: float = 1.0,
+    ) -> None:
+        if kept is None and selection is None:
+            raise ValueError("nothing chooses rows: all of them would get noise")
+        self.tables, self.selection = tables, selection
+        self._kept, self._norm = kept, contribution_norm
+        self._masks: dict[str, Tensor] = {}
+        if kept is not None:
+            mask = torch.zeros(tables.rows, dtype=torch.bool)
+            mask[kept] = True
+            starts = tables.offsets
+            self._masks = {name: mask[starts[name] : starts[name] + size] for name, size in tables.sizes.items()}
+        self.last: Survivors | None = None
+
+    def restricted(self, gradients: PerExampleGradients) -> PerExampleGradients:
+        """The gradients without rows that are not kept, which are frozen: they take no share of the clipping norm."""
+        if self._kept is None:
+            return gradients
+        self._masks = {name: mask.to(gradients.losses.device) for name, mask in self._masks.items()}
+        return gradients.restricted(self._masks)
+
+    def begin(self, model: nn.Module, clipping: Clipping) -> ClippedSum:
+        """An empty sum for one logical batch."""
+        counted = None if self.selection is None else ContributionSum(self.tables, self._norm)
+        return ClippedSum(model, clipping, self.tables, counted)
+
+    def choose(self, total: ClippedSum, step: int) -> dict[str, Tensor]:
+        """Moves the sums of the rows of this step to `total.gradients`; all others are zero, and get no noise.
+
+        The caller has charged the step.
+
+        Returns:
+            The rows (k,) of each table, ascending.
+        """
+        if self.selection is None:
+            assert self._kept is not None
+            self.last = Survivors(self._kept, 0)
+        else:
+            assert total.contributions is not None
+            self.last = self.selection.survivors(*total.contributions.touched(), step)
+        chosen = {}
+        for name, rows in self.tables.split(self.last.rows).items():
+            chosen[name] = rows.to(total.rows[name].device)
+            total.gradients[name] = total.rows[name].of(chosen[name])
+        return chosen
+
+
+def sparse_gradient(rows: Tensor, values: Tensor, table: Tensor) -> Tensor:
+    """A (V, d) sparse tensor with `values` (k, d) in the ascending `rows` (k,)."""
+    return torch.sparse_coo_tensor(rows[None], values, table.shape, is_coalesced=True, check_invariants=False)
