@@ -10,7 +10,7 @@ from typing import Any
 import dp_accounting as dp
 from huggingface_hub import ModelCard, ModelCardData
 from huggingface_hub.errors import HFValidationError
-from huggingface_hub.utils._validators import validate_repo_id
+from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
 from hf_dp.accounting import NO_NOISE, REPRODUCIBLE, Ledger, PrivacyReport
 from hf_dp.config import AccountantName

@@ -120,11 +120,8 @@ def verify(
 def _claim(record: PrivacyRecord, found: dict[AccountantName, float]) -> Iterator[Check]:
     report, ledger = record.report, record.ledger
     versions = f" (claimed with dp_accounting {report.versions.get('dp_accounting', 'unknown')})"
-    claims: list[tuple[AccountantName, float | None]] = [
-        (report.accountant, report.epsilon),
-        ("rdp", report.epsilon_rdp),
-    ]
-    for name, claimed in claims:
+    claims: dict[AccountantName, float | None] = {"rdp": report.epsilon_rdp, report.accountant: report.epsilon}
+    for name, claimed in claims.items():
         if claimed is not None:
             agrees = _same(claimed, found[name])
             said = f"claimed {claimed:.6g}, recomputed {found[name]:.6g}"
