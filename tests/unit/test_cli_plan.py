@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from hf_dp.accounting import candidate, default_delta, epsilon, step_event
-from hf_dp.cli import app
+from hf_dp.cli import app, plot
 
 BASE = ["plan", "--n", "10003", "--batch-size", "512"]
 
@@ -128,7 +128,8 @@ def test_examples_are_steps_times_batch():
 
 
 @pytest.mark.parametrize("asked", [["--epsilon", "3"], ["--noise", "1"]])
-def test_the_plan_is_drawn(tmp_path, asked):
+def test_the_plan_is_drawn(tmp_path, asked, monkeypatch):
+    monkeypatch.setattr(plot, "_POINTS", 5)  # each takes a second
     path = tmp_path / "plan.png"
     result = invoke("plan", "--n", "400", "--batch-size", "40", "--steps", "30", *asked, "--plot", str(path))
     assert result.exit_code == 0, result.output
@@ -156,7 +157,7 @@ def test_every_command_has_help(command):
 
 def test_plan_answers_without_torch():
     code = (
-        "import sys; from hf_dp.cli import app\n"
+        "import sys; from hf_dp.cli import app, plot\n"
         f"app({[*BASE, '--epochs', '2', '--noise', '1']!r}, standalone_mode=False)\n"
         "assert 'dp_accounting' in sys.modules\n"
         "assert not {'torch', 'transformers'} & set(sys.modules)"
