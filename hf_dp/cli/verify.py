@@ -70,7 +70,7 @@ def verify(
         else:
             verdict = "[bold green]Verified" if found.private else "[bold red]Consistent, and not private"
             console.print(
-                f"\n{verdict}[/]: epsilon {pld:.4g} (PLD), {rdp:.4g} (RDP) at delta {found.report.delta:.3g}."
+                f"\n{verdict}[/]: epsilon {pld:.5g} (PLD), {rdp:.5g} (RDP) at delta {found.report.delta:.3g}."
             )
             console.print("Proven:")
             for line in PROVEN:

@@ -68,8 +68,8 @@ def _promise(report: PrivacyReport, found: dict[AccountantName, float]) -> list[
 def _rows(report: PrivacyReport, found: dict[AccountantName, float]) -> dict[str, str]:
     budget = "" if report.target_epsilon is None else f" (budget {report.target_epsilon:g})"
     return {
-        "epsilon, PLD accountant (tight)": f"{found['pld']:.4g}{budget}",
-        "epsilon, RDP accountant (looser)": f"{found['rdp']:.4g}",
+        "epsilon, PLD accountant (tight)": f"{found['pld']:.5g}{budget}",
+        "epsilon, RDP accountant (looser)": f"{found['rdp']:.5g}",
         "delta": f"{report.delta:.4g}",
         "privacy unit": report.unit,
         "neighbouring datasets": report.adjacency,
@@ -140,9 +140,12 @@ def write_card(directory: str | os.PathLike[str], name: str | None = None) -> No
     card.text = _with_section(card.text, privacy_section(record.report, record.ledger))
     data = card.data
     tags = [tag for tag in data.get("tags") or [] if tag not in (*TAGS, "hf_dp")]
+    if not _is_on_the_hub(data.get("base_model")):
+        # A path on this machine is no model on the hub, which refuses such metadata.
+        data.pop("base_model", None)
+        tags = [tag for tag in tags if not tag.startswith("base_model:")]
     data["tags"] = [*tags, *(TAGS if record.report.private else ()), "hf_dp"]
     data[METADATA_KEY] = metadata(record, sha256(directory / RECORD_FILE))
-    _drop_local_base_model(data)
     card.save(path)
 
 
@@ -155,13 +158,11 @@ def _with_section(text: str, section: str) -> str:
     return f"{before.rstrip()}\n\n{section}\n" + (f"\n## {rest}" if heading else "")
 
 
-def _drop_local_base_model(data: Any) -> None:
-    # A path on this machine is no model on the hub, which refuses such metadata.
-    base = data.get("base_model")
+def _is_on_the_hub(base_model: str | list[str] | None) -> bool:
+    names = [base_model] if isinstance(base_model, str) else base_model or []
     try:
-        for name in [base] if isinstance(base, str) else base or []:
+        for name in names:
             validate_repo_id(name)
-            if os.path.exists(name) or not name:
-                raise HFValidationError(name)
     except HFValidationError:
-        data.pop("base_model")
+        return False
+    return bool(names) and not any(not name or os.path.exists(name) for name in names)

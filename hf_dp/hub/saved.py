@@ -31,8 +31,7 @@ def may_be_published(name: str) -> bool:
 class SavedFiles:
     """Notices what is written into a directory: `with SavedFiles(directory) as saved: ...`, then `saved.names`.
 
-    A run's output directory may hold anything; what belongs to the model is what saving it wrote. Files that an earlier
-    record names stay the model's, should they be rewritten so fast that no clock shows it.
+    A run's output directory may hold anything; what belongs to the model is what saving it wrote.
 
     Attributes:
         names: POSIX paths of the files that belong to the model and may be published.
@@ -43,21 +42,25 @@ class SavedFiles:
         self.names: list[str] = []
 
     def __enter__(self) -> SavedFiles:
+        self._make_old()
         self._before = _signatures(self._directory)
+        return self
+
+    def _make_old(self) -> None:
+        """Gives the files of an earlier save an old time, so that the coarsest clock shows that one is rewritten."""
         try:
             earlier = PrivacyRecord.from_json((self._directory / RECORD_FILE).read_bytes())
         except (OSError, LedgerError):
-            self._earlier: set[str] = set()
-        else:
-            self._earlier = set(earlier.files)
-        return self
+            return
+        for path in (self._directory / name for name in earlier.files if may_be_published(name)):
+            if path.is_file():
+                os.utime(path, (0, 0))
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         after = _signatures(self._directory)
-        written = {name for name, signature in after.items() if self._before.get(name) != signature}
-        self.names = sorted(written | (self._earlier & set(after)))
+        self.names = sorted(name for name, signature in after.items() if self._before.get(name) != signature)
 
 
 def _signatures(directory: Path) -> dict[str, tuple[int, ...]]:
@@ -68,5 +71,5 @@ def _signatures(directory: Path) -> dict[str, tuple[int, ...]]:
         for name in files:
             if may_be_published((path := here / name).as_posix()):
                 stat = (directory / path).stat()
-                found[path.as_posix()] = (stat.st_mtime_ns, stat.st_ctime_ns, stat.st_size, stat.st_ino)
+                found[path.as_posix()] = (stat.st_mtime_ns, stat.st_size, stat.st_ino)
     return found

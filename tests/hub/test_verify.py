@@ -104,7 +104,7 @@ def test_what_was_saved_verifies_and_so_do_its_checkpoints(saved: Path) -> None:
 def test_the_command_says_what_is_proven_and_what_is_not(saved: Path) -> None:
     said = invoke("verify", str(saved))
     assert said.exit_code == 0
-    for words in ("Verified: epsilon 3 (PLD), 4.477 (RDP)", "Proven:", "Not proven", "A publisher who lies"):
+    for words in ("Verified: epsilon 2.9996 (PLD), 4.4773 (RDP)", "Proven:", "Not proven", "A publisher who lies"):
         assert words in said.stdout
     values = json.loads(invoke("verify", str(saved), "--json").stdout)
     assert values["private"] is True
@@ -346,6 +346,13 @@ def test_only_what_was_written_belongs_to_the_model(tmp_path: Path) -> None:
         (tmp_path / "runs").mkdir()
         (tmp_path / "runs" / "log.txt").write_bytes(b"1")
     assert files.names == ["model.safetensors", "sub/adapter_model.safetensors"]
+
+
+def test_a_file_of_an_earlier_save_is_the_model_s_only_if_it_is_written_again(copy: Path) -> None:
+    content = (copy / "model.safetensors").read_bytes()
+    with SavedFiles(copy) as files:
+        (copy / "model.safetensors").write_bytes(content)
+    assert files.names == ["model.safetensors"], "config.json was not written"
 
 
 @pytest.mark.parametrize(
