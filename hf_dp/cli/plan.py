@@ -55,7 +55,7 @@ def plan(
     differ by one added or removed example. PLD is the tight accountant and the
     default in training; RDP is a looser cross-check.
     """
-    with refusals():
+    with refusals(), Console(stderr=True).status("Computing"):
         _exactly_one({"--epsilon": epsilon, "--noise": noise})
         _exactly_one({"--epochs": epochs, "--steps": steps, "--examples": examples})
         if not 0 < clipping_norm < math.inf:

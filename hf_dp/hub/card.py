@@ -33,7 +33,7 @@ def epsilons(report: PrivacyReport, ledger: Ledger) -> dict[AccountantName, floa
 def privacy_section(report: PrivacyReport, ledger: Ledger) -> str:
     """The section as Markdown, between its two markers."""
     found = epsilons(report, ledger)
-    lines = [BEGIN, "## Privacy", "", *_promise(report, found), "", "| | |", "| --- | --- |"]
+    lines = [BEGIN, "## Privacy", "", *_promise(report, found), "", "| quantity | value |", "| --- | --- |"]
     lines += [f"| {name} | {value} |" for name, value in _rows(report, found).items()]
     lines += ["", "Everything that was released of the training data:", "", "| release | times | mechanism |"]
     lines += ["| --- | --- | --- |"]
