@@ -40,13 +40,12 @@ class PublishingMixin(_Base):
         """As Trainer's, with `privacy.json` and a model card beside the weights."""
         directory = Path(output_dir or str(self.args.output_dir))
         with SavedFiles(directory) as saved:
+            if self.args.should_save:
+                # Of weights that are about to be written over: better none than a false one.
+                (directory / RECORD_FILE).unlink(missing_ok=True)
             super().save_model(output_dir, _internal_call)
             self._save_beside(directory)
-        if not self.args.should_save:
-            return
-        if self._plan is None:
-            # A record of weights that were just written over would be a false one.
-            (directory / RECORD_FILE).unlink(missing_ok=True)
+        if self._plan is None or not self.args.should_save:
             return
         report = self._plan.report(self.ledger)
         card = sha256_of_text(privacy_section(report, self.ledger))

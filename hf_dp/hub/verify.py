@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import re
@@ -35,8 +36,8 @@ PROVEN = (
     "The weights are the files that the record was written for, and the card says what the record says.",
 )
 NOT_PROVEN = (
-    "That the training happened as the ledger says, on that many examples, with secret noise. A publisher who lies in "
-    "all files alike is believed; ask for the code, or for an audit.",
+    "That the training happened as the ledger says, on that many units of that kind, with secret noise. A publisher who "
+    "lies in all files alike is believed; ask for the code, or for an audit.",
     "That nothing else computed from the same data was published: other runs add up with this one.",
     "Anything that the card lists as not covered.",
 )
@@ -130,6 +131,15 @@ def _claim(record: PrivacyRecord, found: dict[AccountantName, float]) -> Iterato
         kept = found[report.accountant] <= report.target_epsilon * (1 + _TOLERANCE)
         yield Check("budget", kept, f"spent {found[report.accountant]:.6g} of {report.target_epsilon:g}")
     yield Check("steps", report.steps == ledger.steps, f"claimed {report.steps}, in the ledger {ledger.steps}")
+    # The accountants here know no other; under another one the same events would cost more.
+    known = (report.adjacency, report.sampling) == (PrivacyReport.adjacency, PrivacyReport.sampling)
+    yield Check("adjacency and sampling", known, f"{report.adjacency}; {report.sampling}")
+    noise = report.frequency_noise_multiplier
+    if noise is not None:
+        there = any(event == dp.GaussianDpEvent(noise) for event, _, _ in ledger.entries)
+        yield Check(
+            "token frequencies", there, f"noise multiplier {noise:g} " + ("in" if there else "not in") + " the ledger"
+        )
     try:
         check_delta(report.delta, report.dataset_size)
     except ConfigurationError as error:
@@ -150,27 +160,27 @@ def _claim(record: PrivacyRecord, found: dict[AccountantName, float]) -> Iterato
 def _promise(record: PrivacyRecord) -> Iterator[Check]:
     """The claim and the config against what the ledger was opened for: three places that say the same."""
     report, promise = record.report, record.ledger.promise
-    config = {name: value for name, value in record.config.to_dict().items() if value is not None}
-    claimed: dict[str, Any] = {
-        **{name: config[name] for name in ("clipping_norm", "accountant", "target_epsilon") if name in config},
+    config = json.loads(record.config.to_json())
+    # As in Plan.promise: not these, and no plain attention.
+    left_out = {"seed", "withhold_non_private_logs"} | ({"re_attention"} if config["re_attention"] is None else set())
+    wanted = {
+        **{name: value for name, value in config.items() if name not in left_out},
         "dataset_size": report.dataset_size,
         "expected_batch_size": report.expected_batch_size,
         "calibrated_noise_multiplier": report.noise_multiplier,
         "delta": report.delta,
         "reproducible": report.reproducible,
     }
-    claimed = {name: "inf" if value == math.inf else value for name, value in claimed.items()}
     differing = [
         f"{name}: {value!r} claimed, {promise.get(name, 'absent')!r} in the ledger's promise"
-        for name, value in claimed.items()
-        if promise.get(name, "absent") != value
+        for name, value in wanted.items()
+        if not _same(promise.get(name, "absent"), value)
     ]
-    same_config = (report.clipping_norm, report.accountant, report.target_epsilon) == (
-        record.config.clipping_norm,
-        record.config.accountant,
-        record.config.target_epsilon,
-    )
-    differing += [] if same_config else ["clipping norm, accountant or target epsilon differ between report and config"]
+    differing += [
+        f"{name}: {getattr(report, name)!r} in the report, {getattr(record.config, name)!r} in the config"
+        for name in ("clipping_norm", "accountant", "target_epsilon")
+        if not _same(getattr(report, name), getattr(record.config, name))
+    ]
     yield Check("claim, config and ledger's promise", not differing, "; ".join(differing) or "they agree")
 
 

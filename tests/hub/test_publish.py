@@ -154,8 +154,9 @@ def test_save_model_with_push_to_hub_pushes(hub: Hub, tmp_path: Path) -> None:
     run.train()
     run.save_model(str(tmp_path / "elsewhere"))
     assert hub.repositories[NAME].commits[-1][1] == "Model save"
-    assert verify(tmp_path / "elsewhere").private
-    assert verify(NAME).private
+    run.save_model()
+    for place in (tmp_path / "elsewhere", tmp_path / "out", NAME):
+        assert verify(place).private, verify(place).checks
 
 
 def test_a_private_repository_needs_its_token(hub: Hub, trained: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import re
@@ -19,7 +20,7 @@ import hf_dp.hub.card
 from hf_dp import PrivacyConfig, load_report
 from hf_dp.accounting import Ledger, step_event
 from hf_dp.cli import app
-from hf_dp.errors import HubError, LedgerError
+from hf_dp.errors import HfDpError, HubError, LedgerError
 from hf_dp.hub import verify, write_card
 from hf_dp.hub.record import PrivacyRecord, sha256
 from hf_dp.hub.saved import SavedFiles, may_be_published
@@ -160,6 +161,7 @@ TAMPERED: dict[str, tuple[list[Callable[[Path], None]], str]] = {
     "the seed": ([in_record("ledger", "promise", "reproducible", to=True), seal], "reproducible: False claimed"),
     "clipping norm": ([in_record("report", "clipping_norm", to=0.1), seal], "claim, config and ledger's promise"),
     "config": ([in_record("config", "target_epsilon", to=1.0), seal], "target_epsilon"),
+    "adjacency": ([in_record("report", "adjacency", to="replace one"), seal], "adjacency and sampling: replace one"),
     "unit": ([in_record("report", "unit", to="one person")], "card, metadata: unit 'one training example'"),
     "caveats": ([in_record("report", "caveats", to=[])], "card, metadata: record_sha256"),
     "card, text": ([in_card(r"\| delta \| 0.01415", "| delta | 1e-9")], "card, text: the privacy section is changed"),
@@ -372,3 +374,58 @@ def test_a_record_goes_to_json_and_back(saved: Path) -> None:
     assert record.weights == ["model.safetensors"]
     assert record.ledger.entries[0][0] == step_event(record.report.noise_multiplier, 8 / 48)
     assert '"seed"' not in text
+
+
+def leaves(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    if isinstance(value, dict) and value:
+        return [leaf for name, item in value.items() for leaf in leaves(item, (*path, name))]
+    if isinstance(value, list) and value:
+        return [leaf for i, item in enumerate(value) for leaf in leaves(item, (*path, i))]
+    return [path]
+
+
+def other_than(value: Any) -> list[Any]:
+    """A plausible value, and some of other types."""
+    text = "f" * 64 if len(str(value)) == 64 else "something else"
+    plausible = {bool: not value, int: 5, float: 0.75, str: text, type(None): 2}
+    others = (plausible[type(value)], "inf", -1, [], {}, None, True)
+    return [other for other in others if (type(other), other) != (type(value), value)]
+
+
+def test_any_value_of_the_record_that_is_changed_is_noticed(copy: Path) -> None:
+    text = (copy / "privacy.json").read_text()
+    for path in leaves(json.loads(text)):
+        value = json.loads(text)
+        for name in path:
+            value = value[name]
+        for other in other_than(value):
+            (copy / "privacy.json").write_text(text)
+            in_record(*path, to=lambda _, other=other: other)(copy)
+            with contextlib.suppress(HfDpError):
+                assert not verify(copy).consistent, (path, other)
+
+
+def test_what_a_forger_can_change_who_writes_the_card_anew(copy: Path) -> None:
+    """Words, and what describes the run without entering epsilon. No number that epsilon follows from."""
+    text, card = (copy / "privacy.json").read_text(), (copy / "README.md").read_text()
+    believed = set()
+    for path in leaves(json.loads(text)):
+        value = json.loads(text)
+        for name in path:
+            value = value[name]
+        if path == ("card_sha256",):
+            continue
+        for other in other_than(value):
+            (copy / "privacy.json").write_text(text)
+            (copy / "README.md").write_text(card)
+            in_record(*path, to=lambda _, other=other: other)(copy)
+            with contextlib.suppress(HfDpError, TypeError, AttributeError):  # a card cannot be written from everything
+                seal(copy)
+            with contextlib.suppress(HfDpError):
+                if verify(copy).consistent:
+                    believed.add(".".join(str(name) for name in path if isinstance(name, str)))
+    assert believed == {
+        "report.unit", "report.caveats", "report.versions.hf_dp", "report.versions.dp_accounting",
+        "report.epsilon_rdp",  # left out: it is on the card all the same
+        "config.withhold_non_private_logs", "ledger.promise.planned_steps",
+    }  # fmt: skip
