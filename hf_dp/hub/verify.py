@@ -16,6 +16,7 @@ import yaml
 from huggingface_hub import ModelCard
 
 from hf_dp.accounting import TRAINING_STEP, PrivacyReport, check_delta
+from hf_dp.accounting.events import mechanisms
 from hf_dp.config import AccountantName
 from hf_dp.errors import ConfigurationError
 from hf_dp.hub.card import BEGIN, END, METADATA_KEY, epsilons, metadata
@@ -36,8 +37,8 @@ PROVEN = (
     "The weights are the files that the record was written for, and the card says what the record says.",
 )
 NOT_PROVEN = (
-    "That the training happened as the ledger says, on that many units of that kind, with secret noise. A publisher who "
-    "lies in all files alike is believed; ask for the code, or for an audit.",
+    "That the training happened as the ledger says, on that many units of that kind, with secret noise. "
+    "A publisher who lies in all files alike is believed; ask for the code, or for an audit.",
     "That nothing else computed from the same data was published: other runs add up with this one.",
     "Anything that the card lists as not covered.",
 )
@@ -136,7 +137,7 @@ def _claim(record: PrivacyRecord, found: dict[AccountantName, float]) -> Iterato
     yield Check("adjacency and sampling", known, f"{report.adjacency}; {report.sampling}")
     noise = report.frequency_noise_multiplier
     if noise is not None:
-        there = any(event == dp.GaussianDpEvent(noise) for event, _, _ in ledger.entries)
+        there = any(mechanisms(event) == {(1.0, noise): 1} for event, _, _ in ledger.entries)
         yield Check(
             "token frequencies", there, f"noise multiplier {noise:g} " + ("in" if there else "not in") + " the ledger"
         )
