@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import shutil
 from concurrent.futures import Future
@@ -134,6 +135,8 @@ class PublishingMixin(_Base):
         running = self.push_in_progress is not None and not self.push_in_progress.is_done()
         if running and not self.args.hub_always_push:
             return
+        if strategy != "every_save":
+            _say_once(f"hub_strategy={strategy!r}: the models of checkpoints go up, not what resuming them needs.")
         self._finish_current_push()
         self._announce_push()
         # Not from the checkpoint itself: Trainer deletes old ones, perhaps while they are being sent.
@@ -166,6 +169,11 @@ class PublishingMixin(_Base):
         except Exception as error:
             error.add_note(f"Nothing is lost: the model, its card and {RECORD_FILE} are in {directory!r}. Push again.")
             raise
+
+
+@functools.cache
+def _say_once(message: str) -> None:
+    logger.warning(message)
 
 
 def _copy_model(source: Path, target: Path) -> None:

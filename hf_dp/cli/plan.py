@@ -68,7 +68,9 @@ def plan(
         answer = _plan(n, batch_size, epochs, steps, examples, epsilon, noise, delta)
         answer["proposed"] = proposed
         answer["examples_processed"] = answer["expected_batch_size"] * answer["steps"]
-        answer["noise_per_coordinate"] = answer["pld"]["noise_multiplier"] * clipping_norm / batch_size
+        answer["clipping_norm"] = clipping_norm
+        for name in _ACCOUNTANTS:
+            answer[name]["noise_per_coordinate"] = answer[name]["noise_multiplier"] * clipping_norm / batch_size
         if plot is not None:
             from hf_dp.cli.plot import draw_plan
 
@@ -197,6 +199,8 @@ def _table(answer: dict[str, Any]) -> Table:
     table.add_column("PLD", justify="right")
     table.add_column("RDP", justify="right")
     table.add_row("noise multiplier", *(f"{answer[name]['noise_multiplier']:.4f}" for name in _ACCOUNTANTS))
+    per_coordinate = (f"{answer[name]['noise_per_coordinate']:.3g}" for name in _ACCOUNTANTS)
+    table.add_row(f"noise per coordinate (C = {answer['clipping_norm']:g})", *per_coordinate)
     table.add_row("epsilon", *(f"{answer[name]['epsilon']:.4g}" for name in _ACCOUNTANTS))
     table.add_section()
     for label, value in {

@@ -130,7 +130,9 @@ def test_a_pushed_adapter_loads_with_peft(hub: Hub, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["end", "every_save", "checkpoint", "all_checkpoints"])
-def test_nothing_private_goes_up_whatever_the_hub_strategy(hub: Hub, tmp_path: Path, strategy: str) -> None:
+def test_nothing_private_goes_up_whatever_the_hub_strategy(
+    hub: Hub, tmp_path: Path, strategy: str, caplog: pytest.LogCaptureFixture
+) -> None:
     changes = {"push_to_hub": True, "hub_strategy": strategy, "hub_token": "hf_writer", "hub_always_push": True}
     run = trainer(tmp_path / "out", save_strategy="steps", save_steps=2, save_total_limit=1, **changes)
     run.train()
@@ -140,6 +142,7 @@ def test_nothing_private_goes_up_whatever_the_hub_strategy(hub: Hub, tmp_path: P
     assert len(during) == {"end": 0, "every_save": 2}.get(strategy, 4)
     for folder in folders.get(strategy, ["checkpoint-2", "checkpoint-4"]):
         assert {f"{folder}/{name}" for name in (MODEL | TOKENIZER) - {".gitattributes"}} <= set(repository.files)
+    assert ("not what resuming them needs" in caplog.text) == ("checkpoint" in strategy)
     if strategy != "end":
         assert verify(NAME).private, "the model of a checkpoint has its own record, and they fit together"
         assert load_report(NAME).steps == 4

@@ -106,7 +106,9 @@ def test_a_batch_is_proposed_for_compute_and_privacy():
     assert plan["steps"] == int(60018 / plan["expected_batch_size"]) >= 50
     assert plan["examples_processed"] <= 60018
     assert 0.99 < plan["pld"]["epsilon"] <= 1
-    assert plan["noise_per_coordinate"] == plan["pld"]["noise_multiplier"] / plan["expected_batch_size"]
+    for accountant in ("pld", "rdp"):
+        noise = plan[accountant]["noise_multiplier"]
+        assert plan[accountant]["noise_per_coordinate"] == noise / plan["expected_batch_size"]
     chosen, best, smaller = (
         candidate(size, **given).noise_of_the_run()
         for size in (plan["expected_batch_size"], 1200, int(plan["expected_batch_size"] * 0.9))
