@@ -10,15 +10,16 @@ from hf_dp.cli.report import report
 from hf_dp.cli.train import train
 from hf_dp.cli.verify import verify
 
-app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode="markdown")
+app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
 
 
 @app.callback()
 def main() -> None:
     """Differentially private fine-tuning of Hugging Face models.
 
-    New here? `hf-dp demo` shows what it is for; `hf-dp plan` what a budget costs. Exit codes: 0 for yes, 1 for no (the
-    demo did not show it, a claim does not hold), 2 for a question that could not be answered.
+    New here? `hf-dp demo` shows what it is for; `hf-dp plan` what a budget
+    costs. Exit codes: 0 for yes, 1 for no (the demo did not show it, a claim
+    does not hold), 2 for a question that could not be answered.
     """
 
 

@@ -24,8 +24,9 @@ def demo(
 ) -> None:
     """A model that leaks planted secrets, and one that does not: offline, on a CPU, in a few minutes.
 
-    Pretrains a small GPT-2 on generated public messages, then fine-tunes it on private ones with secret codes among
-    them, once ordinarily and once with differential privacy (epsilon 8). Exits with 1 if the contrast did not show.
+    Pretrains a small GPT-2 on generated public messages, then fine-tunes it on
+    private ones with secret codes among them, once ordinarily and once with
+    differential privacy (epsilon 8). Exits with 1 if the contrast did not show.
     """
     # torch and transformers take seconds to import; the other commands should not wait for them.
     from hf_dp.demo.run import FULL, QUICK, run

@@ -19,7 +19,11 @@ def report(
 ) -> None:
     """What was promised, what was spent, and on what: read from privacy.json.
 
-    Example: `hf-dp report out/classify`. In the output folder of a run that was interrupted, the newest checkpoint
+    Example:
+
+        hf-dp report out/classify
+
+    In the output folder of a run that was interrupted, the newest checkpoint
     speaks. The claim is printed as it stands; `hf-dp verify` checks it.
     """
     from hf_dp.hub import RECORD_FILE, open_source

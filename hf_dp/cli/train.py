@@ -25,12 +25,14 @@ def train(
 ) -> None:
     """Run a recipe: the script that lies beside its YAML file, with the settings in it.
 
-    Example: `hf-dp train recipes/classify.yaml --target_epsilon 3 --output_dir out/three`.
-    Flags after the file win over it; `hf-dp train RECIPE.yaml --help` is about this command, and
-    `python RECIPE.py --help` lists a recipe's flags.
+    Example:
 
-    NAME.yaml runs NAME.py in the same folder; several files can share one script by naming it, `recipe: NAME.py`.
-    On several devices start the script itself, for example with `accelerate launch`.
+        hf-dp train recipes/classify.yaml --target_epsilon 3
+
+    Flags after the file win over it; `python recipes/classify.py --help` lists
+    those of a recipe. NAME.yaml runs NAME.py in the same folder; several files
+    can share one script by naming it, `recipe: NAME.py`. On several devices
+    start the script itself, for example with `accelerate launch`.
     """
     with refusals():
         script = recipe_script(recipe)

@@ -25,11 +25,17 @@ def verify(
 ) -> None:
     """Recompute epsilon from the ledger alone, and hold the claim, the card and the weights against it.
 
-    Example: `hf-dp verify someone/private-model`, or `hf-dp verify out/classify`.
-    No model is loaded and no code of the repository is run; its files are downloaded to be hashed.
+    Examples:
 
-    Exit codes: 0, everything agrees and the model is private; 1, something does not agree, or it says itself that it
-    is not private; 2, it could not be checked: no privacy.json, one of a future version, no access.
+        hf-dp verify someone/private-model
+        hf-dp verify out/classify --json
+
+    No model is loaded and no code of the repository is run; its files are
+    downloaded to be hashed.
+
+    Exit codes: 0, everything agrees and the model is private; 1, something
+    does not agree, or it says itself that it is not private; 2, it could not
+    be checked: no privacy.json, one of a future version, no access.
     """
     from hf_dp.hub.verify import NOT_PROVEN, PROVEN
     from hf_dp.hub.verify import verify as check
