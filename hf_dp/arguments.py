@@ -26,6 +26,9 @@ def private_arguments(args: Any) -> Any:
     private = copy.copy(args)
     private.gradient_accumulation_steps = 1
     private.max_grad_norm = 0.0
+    if getattr(args, "trackio_static_space_id", False) is None:
+        # Unless a space was named, Trackio would publish the logged losses with every push.
+        private.trackio_static_space_id = False
     return private
 
 

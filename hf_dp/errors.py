@@ -42,3 +42,7 @@ class BudgetExceededError(HfDpError):
 
 class LedgerError(HfDpError):
     """A privacy ledger that is missing, damaged, or belongs to another run."""
+
+
+class HubError(HfDpError):
+    """A repository on the hub that cannot be read: no such name, no access, no network."""

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import functools
 import logging
-import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from datasets import Dataset
@@ -38,6 +37,7 @@ from hf_dp.per_example.independence import forked_rng, survey
 from hf_dp.per_example.preflight import check_modules, check_padding
 from hf_dp.plan import Plan
 from hf_dp.probe import telling_rows, unchanged_buffers
+from hf_dp.publishing import PublishingMixin
 from hf_dp.randomness import Entropy
 from hf_dp.re_attention import remove_re_attention
 from hf_dp.resume import SavedRun
@@ -46,14 +46,9 @@ from hf_dp.sparse_embeddings import TableRows, find_tables, with_lazy_rows
 from hf_dp.sparse_training import SparseTraining
 from hf_dp.step import private_gradient
 
-if TYPE_CHECKING:
-    _Base = Trainer
-else:
-    _Base = object
 logger = logging.getLogger(__name__)
 
 _UNKNOWN: Any = object()
-REPORT_FILE = "privacy_report.json"
 _CORRECTION, _SPARSE = "re_attention/", "sparse_embeddings/"
 _WITHHELD = (
     *("loss", "train_loss", "clipped_fraction", "non_finite_examples", "num_input_tokens_seen", "total_flos"),
@@ -61,7 +56,7 @@ _WITHHELD = (
 )
 
 
-class DPTrainerMixin(_Base):
+class DPTrainerMixin(PublishingMixin):
     """Makes any Trainer subclass train with DP-SGD: `class MyTrainer(DPTrainerMixin, MyBaseTrainer)`.
 
     One dataloader item is one logical batch, Poisson-sampled with expected size `per_device_train_batch_size` x
@@ -409,17 +404,11 @@ class DPTrainerMixin(_Base):
         """
         return self._require_plan().report(self.ledger)
 
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """As Trainer's, with `privacy_report.json` beside the weights."""
-        super().save_model(output_dir, _internal_call)
+    def _save_beside(self, directory: Path) -> None:
         if self._plan is not None and self.args.should_save:
-            path = os.path.join(output_dir or self._output_dir, REPORT_FILE)
-            with open(path, "w", encoding="utf-8") as file:
-                file.write(self.privacy_report().to_json() + "\n")
-            if self._attention_noise is not None:
-                self._attention_noise.save(output_dir or self._output_dir)
-            if self._sparse is not None:
-                self._sparse.save(output_dir or self._output_dir)
+            for part in (self._attention_noise, self._sparse):
+                if part is not None:
+                    part.save(directory)
 
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
         """Refused: every trial spends budget on the same data."""

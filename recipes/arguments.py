@@ -33,6 +33,7 @@ def parse(recipe: type) -> tuple[Any, TrainingArguments, PrivacyConfig]:
     arguments = sys.argv[1:]
     if arguments and arguments[0].endswith((".yaml", ".yml")):
         values = yaml.safe_load(Path(arguments[0]).read_text(encoding="utf-8"))
+        values.pop("recipe", None)  # which script this is, for hf-dp train
         given = {name: json.dumps(value) if isinstance(value, dict) else str(value) for name, value in values.items()}
         arguments = [part for name, value in given.items() for part in (f"--{name}", value)] + arguments[1:]
     parser = HfArgumentParser((recipe, TrainingArguments, PrivacyConfig, PromiseArguments))

@@ -12,6 +12,7 @@ from hf_dp.accounting.events import (
     step_event,
 )
 from hf_dp.accounting.ledger import TRAINING_STEP, Ledger
+from hf_dp.accounting.proposal import Candidate, candidate, propose
 from hf_dp.accounting.report import (
     FLOATING_POINT,
     HYPER_PARAMETER_SEARCH,
@@ -35,10 +36,12 @@ __all__ = [
     "STANDARD_CAVEATS",
     "TOKENIZER",
     "TRAINING_STEP",
+    "Candidate",
     "Ledger",
     "PrivacyReport",
     "affordable_steps",
     "calibrate_noise_multiplier",
+    "candidate",
     "check_delta",
     "check_steps",
     "check_target_epsilon",
@@ -47,5 +50,6 @@ __all__ = [
     "event_from_dict",
     "event_to_dict",
     "library_versions",
+    "propose",
     "step_event",
 ]

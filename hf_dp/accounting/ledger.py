@@ -125,7 +125,7 @@ class Ledger:
         """
         if not isinstance(values, dict) or set(values) != {"version", "promise", "entries"}:
             raise _damaged(f"expected the fields version, promise and entries, found {str(values)[:100]}")
-        if values["version"] != VERSION:
+        if values["version"] != VERSION or isinstance(values["version"], bool):
             raise _damaged(f"version {values['version']!r} was written by another release; this one reads {VERSION}")
         if not isinstance(values["promise"], dict) or not isinstance(values["entries"], list):
             raise _damaged("promise is not an object, or entries is not a list")

@@ -129,7 +129,7 @@ def test_quick_demo_end_to_end(tmp_path: Path) -> None:
     assert "ordinary" in finished.stdout
     assert finished.stderr == ""
     output = tmp_path / "out"
-    report = json.loads((output / "privacy_report.json").read_text(encoding="utf-8"))
+    report = json.loads((output / "privacy.json").read_text(encoding="utf-8"))["report"]
     assert 0 < report["epsilon"] <= 8
     assert report["private"] is True
     assert (output / "demo.png").read_bytes().startswith(b"\x89PNG")

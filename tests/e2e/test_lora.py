@@ -50,7 +50,7 @@ def test_only_the_adapter_is_trained_and_saved_and_it_loads_again(tmp_path: Path
         assert saved
         assert all("lora_" in name or "classifier" in name for name in saved)
         assert not (folder / "model.safetensors").exists()
-        assert (folder / "privacy_report.json").exists()
+        assert (folder / "privacy.json").exists()
     again = PeftModel.from_pretrained(classifier(), tmp_path / "adapter")
     batch = pad(rows(4))
     model.eval()

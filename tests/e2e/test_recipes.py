@@ -40,7 +40,7 @@ def test_classification_of_bank_questions(recipe, data_directory, minilm_directo
     )
     assert "accuracy after:" in printed
     assert "Differential privacy: epsilon 7.99" in printed
-    assert (tmp_path / "out" / "privacy_report.json").exists()
+    assert (tmp_path / "out" / "privacy.json").exists()
 
 
 @pytest.mark.data

@@ -33,7 +33,7 @@ from transformers import (
     TrainingArguments,
 )
 
-from hf_dp import DPTrainer, PrivacyConfig, PrivacyReport
+from hf_dp import DPTrainer, PrivacyConfig, load_report
 from hf_dp.errors import BudgetExceededError, ConfigurationError, UnsupportedModelError
 from hf_dp.per_example import RULES, Bound, instantiating
 from hf_dp.trainer import DPTrainerMixin
@@ -109,7 +109,7 @@ def test_text_from_a_csv_is_fine_tuned_within_the_budget(tmp_path: Path) -> None
     assert report.private
     assert (report.steps, report.dataset_size, report.expected_batch_size) == (30, 120, 12)
     assert report.delta == pytest.approx(120**-1.1)
-    saved = PrivacyReport.from_json((tmp_path / "private-model" / "privacy_report.json").read_text())
+    saved = load_report(tmp_path / "private-model")
     assert saved == report
     again = AutoModelForSequenceClassification.from_pretrained(tmp_path / "private-model")
     assert same(parameters(again), parameters(model))

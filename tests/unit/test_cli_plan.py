@@ -9,8 +9,8 @@ import dp_accounting as dp
 import pytest
 from typer.testing import CliRunner
 
-from hf_dp.accounting import default_delta, epsilon, step_event
-from hf_dp.cli import app
+from hf_dp.accounting import candidate, default_delta, epsilon, step_event
+from hf_dp.cli import app, plot
 
 BASE = ["plan", "--n", "10003", "--batch-size", "512"]
 
@@ -57,7 +57,16 @@ def test_no_noise_is_printed_as_infinite_epsilon():
     [
         ([*BASE, "--epochs", "10"], "neither of --epsilon and --noise"),
         ([*BASE, "--epochs", "10", "--epsilon", "8", "--noise", "1"], "both --epsilon and --noise"),
-        ([*BASE, "--epsilon", "8"], "neither of --epochs and --steps"),
+        ([*BASE, "--epsilon", "8"], "neither of --epochs and --steps and --examples"),
+        ([*BASE, "--epsilon", "8", "--steps", "3", "--examples", "10"], "both --steps and --examples"),
+        (["plan", "--n", "1000", "--noise", "1", "--epochs", "3"], "no --batch-size, with --noise"),
+        (["plan", "--n", "1000", "--epsilon", "1", "--steps", "3"], "no --batch-size, with --steps"),
+        (["plan", "--n", "1000", "--epsilon", "1", "--examples", "20"], "20 examples for at least 50 steps"),
+        (["plan", "--n", "1000", "--epsilon", "1", "--epochs", "inf"], "--epochs inf"),
+        ([*BASE, "--steps", "1", "--noise", "1", "--clipping-norm", "0"], "--clipping-norm 0"),
+        ([*BASE, "--steps", "1", "--noise", "0", "--plot", "x.png"], "--plot of a plan without noise"),
+        ([*BASE, "--steps", "1", "--noise", "1", "--plot", "/nowhere/x.png"], "--plot '/nowhere/x.png'"),
+        ([*BASE, "--steps", "1", "--noise", "1", "--plot", "x.nonsense"], "--plot 'x.nonsense'"),
         ([*BASE, "--epochs", "10", "--epsilon", "0"], "target_epsilon=0"),
         ([*BASE, "--epochs", "10", "--epsilon", "-1"], "target_epsilon=-1"),
         ([*BASE, "--epochs", "10", "--noise", "-1"], "noise_multiplier=-1"),
@@ -89,9 +98,68 @@ def test_help_teaches_with_an_example_that_runs():
     assert invoke(*example[1].split()).exit_code == 0
 
 
+def test_a_batch_is_proposed_for_compute_and_privacy():
+    """The knee: as many steps as there can be for hardly more noise than the largest batch would give."""
+    given = {"dataset_size": 10003, "examples": 60018, "target_epsilon": 1.0, "target_delta": default_delta(10003)}
+    plan = json.loads(invoke("plan", "--n", "10003", "--epochs", "6", "--epsilon", "1", "--json").stdout)
+    assert plan["proposed"] is True
+    assert plan["steps"] == int(60018 / plan["expected_batch_size"]) >= 50
+    assert plan["examples_processed"] <= 60018
+    assert 0.99 < plan["pld"]["epsilon"] <= 1
+    for accountant in ("pld", "rdp"):
+        noise = plan[accountant]["noise_multiplier"]
+        assert plan[accountant]["noise_per_coordinate"] == noise / plan["expected_batch_size"]
+    chosen, best, smaller = (
+        candidate(size, **given).noise_of_the_run()
+        for size in (plan["expected_batch_size"], 1200, int(plan["expected_batch_size"] * 0.9))
+    )
+    assert chosen <= 1.1 * best < smaller
+
+
+def test_fewer_steps_are_not_proposed():
+    plan = json.loads(
+        invoke("plan", "--n", "900", "--examples", "900", "--epsilon", "8", "--min-steps", "30", "--json").stdout
+    )
+    assert plan["steps"] >= 30
+
+
+def test_examples_are_steps_times_batch():
+    plan = json.loads(invoke(*BASE, "--examples", "5120", "--noise", "1", "--json").stdout)
+    assert plan["steps"] == 10
+    assert plan["proposed"] is False
+
+
+@pytest.mark.parametrize("asked", [["--epsilon", "3"], ["--noise", "1"]])
+def test_the_plan_is_drawn(tmp_path, asked, monkeypatch):
+    monkeypatch.setattr(plot, "_POINTS", 5)  # each takes a second
+    path = tmp_path / "plan.png"
+    result = invoke("plan", "--n", "400", "--batch-size", "40", "--steps", "30", *asked, "--plot", str(path))
+    assert result.exit_code == 0, result.output
+    assert path.read_bytes().startswith(b"\x89PNG")
+    assert f"Figure: {path}" in result.stdout
+
+
+def test_completion_is_offered():
+    assert "--install-completion" in invoke("--help").stdout
+    completed = CliRunner().invoke(
+        app,
+        [],
+        env={"_HF_DP_COMPLETE": "complete_bash", "COMP_WORDS": "hf-dp ver", "COMP_CWORD": "1"},
+        prog_name="hf-dp",
+    )
+    assert "verify" in completed.stdout
+
+
+@pytest.mark.parametrize("command", ["demo", "plan", "train", "report", "verify"])
+def test_every_command_has_help(command):
+    result = invoke(command, "--help")
+    assert result.exit_code == 0
+    assert command in result.stdout
+
+
 def test_plan_answers_without_torch():
     code = (
-        "import sys; from hf_dp.cli import app\n"
+        "import sys; from hf_dp.cli import app, plot\n"
         f"app({[*BASE, '--epochs', '2', '--noise', '1']!r}, standalone_mode=False)\n"
         "assert 'dp_accounting' in sys.modules\n"
         "assert not {'torch', 'transformers'} & set(sys.modules)"

@@ -21,7 +21,9 @@ ROOT = Path(__file__).resolve().parents[2]
         ("import hf_dp", ["torch", "transformers", "dp_accounting"]),
         ("from hf_dp import PrivacyConfig", ["torch", "transformers"]),
         ("import hf_dp.accounting", ["torch", "transformers"]),
-        ("import hf_dp.cli", ["torch", "transformers"]),
+        ("import hf_dp.cli", ["torch", "transformers", "dp_accounting", "huggingface_hub", "matplotlib"]),
+        ("import hf_dp.hub", ["torch", "transformers", "peft"]),
+        ("from hf_dp import load_report", ["torch", "transformers", "peft"]),
         ("import hf_dp.per_example", ["transformers", "accelerate", "peft", "datasets"]),
     ],
 )

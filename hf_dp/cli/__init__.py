@@ -1,0 +1,30 @@
+"""The command `hf-dp`. Imports no torch: a plan is answered, and a claim verified, before there is a model."""
+
+from __future__ import annotations
+
+import typer
+
+from hf_dp.cli.demo import demo
+from hf_dp.cli.plan import plan
+from hf_dp.cli.report import report
+from hf_dp.cli.train import train
+from hf_dp.cli.verify import verify
+
+app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
+
+
+@app.callback()
+def main() -> None:
+    """Differentially private fine-tuning of Hugging Face models.
+
+    New here? `hf-dp demo` shows what it is for; `hf-dp plan` what a budget
+    costs. Exit codes: 0 for yes, 1 for no (the demo did not show it, a claim
+    does not hold), 2 for a question that could not be answered.
+    """
+
+
+app.command()(demo)
+app.command()(plan)
+app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(train)
+app.command()(report)
+app.command()(verify)

@@ -1,0 +1,214 @@
+"""`hf-dp plan`: what a budget costs, before there is a model."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from hf_dp.cli.common import print_json, refusals
+from hf_dp.config import AccountantName
+from hf_dp.errors import ConfigurationError
+
+_ACCOUNTANTS: tuple[AccountantName, ...] = ("pld", "rdp")
+
+
+def plan(
+    n: Annotated[int, typer.Option("--n", help="Number of training examples.")],
+    batch_size: Annotated[
+        float | None,
+        typer.Option(
+            help="Expected logical batch: per-device batch size x accumulation steps x number of devices. "
+            "Leave it out to have one proposed."
+        ),
+    ] = None,
+    epochs: Annotated[float | None, typer.Option(help="Passes over the data; or --steps or --examples.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Optimizer steps of the whole run.")] = None,
+    examples: Annotated[float | None, typer.Option(help="Compute: examples to process, batch size x steps.")] = None,
+    epsilon: Annotated[float | None, typer.Option(help="The budget to calibrate the noise to.")] = None,
+    noise: Annotated[float | None, typer.Option(help="A noise multiplier, to ask for its epsilon.")] = None,
+    delta: Annotated[float | None, typer.Option(help="Probability of failure, below 1/n. Default: n ** -1.1.")] = None,
+    min_steps: Annotated[int, typer.Option(min=1, help="The fewest steps that a proposal may take.")] = 50,
+    clipping_norm: Annotated[float, typer.Option(help="For the noise per coordinate in the plot.")] = 1.0,
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw epsilon over steps, and noise over batch size (PNG, SVG or PDF).")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print strict JSON and nothing else.")] = False,
+) -> None:
+    """How much noise a budget needs, what a noise costs, or how best to spend compute, before any training.
+
+    Example: 10 epochs over 10,003 examples in batches of 512, epsilon 8:
+
+        hf-dp plan --n 10003 --batch-size 512 --epochs 10 --epsilon 8
+
+    Give --epsilon to learn the noise multiplier, or --noise to learn epsilon.
+    Leave out --batch-size to have batch, steps and noise proposed for the
+    compute of --epochs or --examples:
+
+        hf-dp plan --n 10003 --epochs 6 --epsilon 8 --plot plan.png
+
+    Sampling is Poisson with probability batch-size / n; neighbouring datasets
+    differ by one added or removed example. PLD is the tight accountant and the
+    default in training; RDP is a looser cross-check.
+    """
+    with refusals(), Console(stderr=True).status("Computing"):
+        _exactly_one({"--epsilon": epsilon, "--noise": noise})
+        _exactly_one({"--epochs": epochs, "--steps": steps, "--examples": examples})
+        if not 0 < clipping_norm < math.inf:
+            raise ConfigurationError(
+                f"--clipping-norm {clipping_norm:g}.", why="noise is a multiple of it.", fix="give a positive number."
+            )
+        proposed = batch_size is None
+        if batch_size is None:
+            batch_size, steps = _propose(n, epochs, steps, examples, epsilon, delta, min_steps)
+        answer = _plan(n, batch_size, epochs, steps, examples, epsilon, noise, delta)
+        answer["proposed"] = proposed
+        answer["examples_processed"] = answer["expected_batch_size"] * answer["steps"]
+        answer["clipping_norm"] = clipping_norm
+        for name in _ACCOUNTANTS:
+            answer[name]["noise_per_coordinate"] = answer[name]["noise_multiplier"] * clipping_norm / batch_size
+        if plot is not None:
+            from hf_dp.cli.plot import draw_plan
+
+            draw_plan(answer, clipping_norm, plot)
+    if as_json:
+        print_json(answer)
+        return
+    console = Console()
+    console.print(_table(answer))
+    if proposed:
+        console.print(
+            f"Proposed: the most steps (at least {min_steps}) whose noise over the whole run is within 10 % of that of "
+            "the largest batch. It knows nothing of learning: compare two or three batch sizes on public data.",
+        )
+    if plot is not None:
+        console.print(f"Figure: {plot}", soft_wrap=True)
+
+
+def _propose(
+    n: int,
+    epochs: float | None,
+    steps: int | None,
+    examples: float | None,
+    epsilon: float | None,
+    delta: float | None,
+    min_steps: int,
+) -> tuple[float, int]:
+    if epsilon is None or steps is not None:
+        raise ConfigurationError(
+            "no --batch-size, with " + ("--noise." if epsilon is None else "--steps."),
+            why="a batch is proposed for a privacy budget and a compute budget (batch size x steps).",
+            fix="give --batch-size; or --epsilon, and --epochs or --examples, for a proposal.",
+        )
+    from hf_dp import accounting
+
+    delta = accounting.default_delta(n) if delta is None else accounting.check_delta(delta, n)
+    if examples is None:
+        examples = n * _positive("--epochs", epochs)
+    chosen = accounting.propose(
+        dataset_size=n,
+        examples=_positive("--examples", examples),
+        target_epsilon=epsilon,
+        target_delta=delta,
+        min_steps=min_steps,
+    )
+    return chosen.batch_size, chosen.steps
+
+
+def _plan(
+    n: int,
+    batch_size: float,
+    epochs: float | None,
+    steps: int | None,
+    examples: float | None,
+    target_epsilon: float | None,
+    noise: float | None,
+    delta: float | None,
+) -> dict[str, Any]:
+    # dp_accounting and scipy take most of a second to import; --help should not wait for them.
+    import dp_accounting as dp
+
+    from hf_dp import accounting
+
+    delta = accounting.default_delta(n) if delta is None else accounting.check_delta(delta, n)
+    if not 1 <= batch_size <= n:
+        raise ConfigurationError(
+            f"--batch-size {batch_size:g} for a dataset of {n} examples.",
+            why="each example enters a batch with probability batch-size / n, which must be at most 1.",
+            fix=f"give the expected number of examples in a logical batch: between 1 and {n}.",
+        )
+    if steps is None:
+        # Trainer counts epochs in whole batches.
+        steps = (
+            math.ceil(_positive("--epochs", epochs) * math.ceil(n / batch_size))
+            if examples is None
+            else max(1, int(_positive("--examples", examples) / batch_size))
+        )
+    accounting.check_steps(steps)
+    q = batch_size / n
+    plans: dict[str, Any] = {}
+    for accountant in _ACCOUNTANTS:
+        multiplier = noise
+        if target_epsilon is not None:
+            multiplier = accounting.calibrate_noise_multiplier(
+                target_epsilon=target_epsilon,
+                target_delta=delta,
+                sampling_probability=q,
+                steps=steps,
+                accountant=accountant,
+            )
+        assert multiplier is not None
+        event = dp.SelfComposedDpEvent(accounting.step_event(multiplier, q), steps)
+        cost = accounting.epsilon(event, delta, accountant)
+        plans[accountant] = {"noise_multiplier": multiplier, "epsilon": cost}
+    common = {"dataset_size": n, "expected_batch_size": batch_size, "sampling_probability": q, "steps": steps}
+    return {**common, "delta": delta, "target_epsilon": target_epsilon, **plans}
+
+
+def _exactly_one(options: dict[str, object]) -> None:
+    given = [name for name, value in options.items() if value is not None]
+    if len(given) != 1:
+        names = list(options)
+        either = " or ".join(names)
+        raise ConfigurationError(
+            f"{'both ' if given else 'neither of '}{' and '.join(given or names)}.",
+            why="one of them determines the other.",
+            fix=f"give exactly one, {either}; `hf-dp plan --help` has an example.",
+        )
+
+
+def _positive(option: str, value: float | None) -> float:
+    if value is None or not 0 < value < math.inf:
+        raise ConfigurationError(
+            f"{option} {value!r}.",
+            why="the cost of a run is the cost of its steps, and there would be none, or no end.",
+            fix="give a positive number such as 10, or --steps.",
+        )
+    return value
+
+
+def _table(answer: dict[str, Any]) -> Table:
+    wanted = answer["target_epsilon"]
+    title = "What this noise costs" if wanted is None else f"Noise for epsilon {wanted:g}"
+    table = Table(title=title, caption="PLD is tight and the default in training; RDP is a looser cross-check.")
+    table.add_column("")
+    table.add_column("PLD", justify="right")
+    table.add_column("RDP", justify="right")
+    table.add_row("noise multiplier", *(f"{answer[name]['noise_multiplier']:.4f}" for name in _ACCOUNTANTS))
+    per_coordinate = (f"{answer[name]['noise_per_coordinate']:.3g}" for name in _ACCOUNTANTS)
+    table.add_row(f"noise per coordinate (C = {answer['clipping_norm']:g})", *per_coordinate)
+    table.add_row("epsilon", *(f"{answer[name]['epsilon']:.4g}" for name in _ACCOUNTANTS))
+    table.add_section()
+    for label, value in {
+        "delta": f"{answer['delta']:.3g}",
+        "expected batch size": f"{answer['expected_batch_size']:g}" + (" (proposed)" if answer["proposed"] else ""),
+        "steps": str(answer["steps"]),
+        "sampling probability": f"{answer['sampling_probability']:.4g}",
+        "examples processed": f"{answer['examples_processed']:,.0f}",
+    }.items():
+        table.add_row(label, value, value)
+    return table

@@ -1,0 +1,87 @@
+"""The figure of `hf-dp plan --plot`."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import dp_accounting as dp
+
+from hf_dp import accounting
+from hf_dp.errors import ConfigurationError
+
+_BLUE, _ORANGE, _GREY = "#0072b2", "#d55e00", "#7f7f7f"
+_POINTS = 13
+
+
+def draw_plan(answer: dict[str, Any], clipping_norm: float, path: Path) -> None:
+    """Epsilon over steps at the plan's noise, and noise per coordinate over batch size at the plan's compute.
+
+    Args:
+        answer: of `hf-dp plan`.
+        clipping_norm: C.
+        path: whose ending says in which format.
+
+    Raises:
+        ConfigurationError: a plan without noise, an ending that Matplotlib does not know, or a place that cannot be
+            written to.
+    """
+    # Not through pyplot, whose global state belongs to the caller.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    spent = answer["pld"]["epsilon"]
+    if not 0 < spent < math.inf:
+        raise ConfigurationError(
+            "--plot of a plan without noise.", why="its epsilon is infinite at every step.", fix="give --epsilon."
+        )
+    figure = Figure(figsize=(10, 4.2), layout="constrained")
+    FigureCanvasAgg(figure)
+    left, right = figure.subplots(1, 2)
+    _epsilon_over_steps(left, answer)
+    _noise_over_batch(right, answer, clipping_norm)
+    try:
+        figure.savefig(path, dpi=150)
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(
+            f"--plot {str(path)!r}: {error}.",
+            why="the figure cannot be written there.",
+            fix="give a path like plan.png.",
+        ) from error
+
+
+def _epsilon_over_steps(axes: Any, answer: dict[str, Any]) -> None:
+    event = accounting.step_event(answer["pld"]["noise_multiplier"], answer["sampling_probability"])
+    last = answer["steps"]
+    steps = sorted({max(1, round(last * i / (_POINTS - 1))) for i in range(_POINTS)})
+    runs = [dp.SelfComposedDpEvent(event, count) for count in steps]
+    axes.plot(steps, [accounting.epsilon(run, answer["delta"]) for run in runs], color=_BLUE, marker=".", label="PLD")
+    rdp = [accounting.epsilon(run, answer["delta"], "rdp") for run in runs]
+    axes.plot(steps, rdp, color=_GREY, linestyle="--", label="RDP")
+    if answer["target_epsilon"] is not None:
+        axes.axhline(answer["target_epsilon"], color=_ORANGE, linewidth=1, label="budget")
+    multiplier = answer["pld"]["noise_multiplier"]
+    axes.set(title=f"Spent, with noise multiplier {multiplier:.3g}", xlabel="steps", ylabel="epsilon", ylim=(0, None))
+    axes.legend()
+
+
+def _noise_over_batch(axes: Any, answer: dict[str, Any], clipping_norm: float) -> None:
+    n, examples = answer["dataset_size"], answer["examples_processed"]
+    budget = answer["target_epsilon"] or answer["pld"]["epsilon"]
+    largest = min(n, int(examples))
+    sizes = sorted({max(1, round(largest ** (i / (_POINTS - 1)))) for i in range(_POINTS // 4, _POINTS)})
+    found = [
+        accounting.candidate(
+            size, dataset_size=n, examples=examples, target_epsilon=budget, target_delta=answer["delta"]
+        )
+        for size in sizes
+    ]
+    of_step = [plan.noise_of_a_step(clipping_norm) for plan in found]
+    of_run = [plan.noise_of_the_run(clipping_norm) for plan in found]
+    axes.loglog(sizes, of_step, color=_BLUE, marker=".", label="of one step's mean gradient")
+    axes.loglog(sizes, of_run, color=_GREY, marker=".", label="averaged over all steps")
+    axes.axvline(answer["expected_batch_size"], color=_ORANGE, linewidth=1, label="this plan")
+    title = f"Noise per coordinate, epsilon {budget:.3g}, {examples:,.0f} examples"
+    axes.set(title=title, xlabel="expected batch size", ylabel=f"standard deviation (C = {clipping_norm:g})")
+    axes.legend()

@@ -1,0 +1,133 @@
+"""`privacy.json`: the one file that says what a saved model promises, and what that follows from."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from hf_dp.accounting import Ledger, PrivacyReport
+from hf_dp.config import PrivacyConfig
+from hf_dp.errors import ConfigurationError, LedgerError
+
+RECORD_FILE = "privacy.json"
+CARD_FILE = "README.md"
+FORMAT = "hf_dp privacy record"
+VERSION = 1
+_FIELDS = {"format", "version", "report", "config", "ledger", "files", "card_sha256"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrivacyRecord:
+    """A claim, the ledger that it follows from, and the files that it is about.
+
+    Attributes:
+        report: the claim: epsilon, delta, n, unit, adjacency, sampling, caveats, versions.
+        config: the promise of the run. Never with a seed: that one was used stands in `report.reproducible`.
+        ledger: every release, as accounting events.
+        files: SHA-256 (hexadecimal) of each file that belongs to the model, by its POSIX path beside the record.
+        card_sha256: of the privacy section of the model card; see `hf_dp.hub.card`.
+    """
+
+    report: PrivacyReport
+    config: PrivacyConfig
+    ledger: Ledger
+    files: Mapping[str, str]
+    card_sha256: str
+
+    @property
+    def weights(self) -> list[str]:
+        """The files that hold parameters."""
+        return sorted(name for name in self.files if name.endswith(".safetensors"))
+
+    def to_json(self) -> str:
+        """Strict JSON; `from_json` is the inverse, but for the seed."""
+        config = json.loads(self.config.to_json())
+        del config["seed"]
+        values = {
+            "format": FORMAT,
+            "version": VERSION,
+            "report": self.report.to_dict(),
+            "config": config,
+            "ledger": self.ledger.to_dict(),
+            "files": dict(sorted(self.files.items())),
+            "card_sha256": self.card_sha256,
+        }
+        return json.dumps(values, indent=2, allow_nan=False) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> PrivacyRecord:
+        """The record that `to_json` wrote.
+
+        Raises:
+            LedgerError: anything else: another version, a missing or unknown field, an unknown event, a number that
+                is none.
+        """
+        try:
+            values = json.loads(text, parse_constant=_no_constant)
+        except (ValueError, RecursionError) as error:
+            raise _damaged(f"it is not strict JSON ({error})") from error
+        if not isinstance(values, dict) or values.get("format") != FORMAT:
+            raise _damaged(f"it does not begin with the format {FORMAT!r}")
+        if values.get("version") != VERSION or isinstance(values["version"], bool):
+            raise LedgerError(
+                f"this {RECORD_FILE} has version {values.get('version')!r}; this release reads version {VERSION}.",
+                why="fields that are not known here could change what is promised; guessing at them proves nothing.",
+                fix="upgrade with `pip install -U hf-dp`, and try again.",
+            )
+        if set(values) != _FIELDS:
+            raise _damaged(f"missing or unknown fields {sorted(set(values) ^ _FIELDS)}")
+        if not isinstance(values["config"], dict) or "seed" in values["config"]:
+            raise _damaged("config is not an object, or it holds a seed")
+        try:
+            config = PrivacyConfig.from_json(json.dumps(values["config"]))
+        except (ConfigurationError, TypeError) as error:
+            raise _damaged(f"config is not a promise: {error}") from error
+        files = values["files"]
+        if not isinstance(files, dict) or not all(_is_digest(digest) for digest in files.values()):
+            raise _damaged("files does not give a SHA-256 for each name")
+        if not _is_digest(values["card_sha256"]):
+            raise _damaged(f"card_sha256 is {str(values['card_sha256'])[:100]!r}")
+        return cls(
+            report=PrivacyReport.from_dict(values["report"]),
+            config=config,
+            ledger=Ledger.from_dict(values["ledger"]),
+            files=files,
+            card_sha256=values["card_sha256"],
+        )
+
+    def with_files(self, directory: str | os.PathLike[str], names: list[str]) -> PrivacyRecord:
+        """This record, about these files below `directory` as they are now."""
+        return dataclasses.replace(self, files={name: sha256(Path(directory) / name) for name in names})
+
+
+def sha256(path: str | os.PathLike[str]) -> str:
+    """Of a file's content, in hexadecimal."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def sha256_of_text(text: str) -> str:
+    """Of UTF-8 text, in hexadecimal; line ends and blanks around it do not count."""
+    lines = (line.rstrip() for line in text.strip().splitlines())
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def _is_digest(value: object) -> bool:
+    return isinstance(value, str) and len(value) == 64 and set(value) <= set("0123456789abcdef")
+
+
+def _damaged(what: str) -> LedgerError:
+    return LedgerError(
+        f"this is not a readable {RECORD_FILE}: {what}.",
+        why="a record that is not whole promises nothing.",
+        fix="take the file again from the folder that the private run saved; do not edit it by hand.",
+    )
+
+
+def _no_constant(name: str) -> float:
+    raise ValueError(f"{name} is not JSON")

@@ -1,0 +1,75 @@
+"""Which files belong to a saved model. What privacy.json does not name is never published."""
+
+from __future__ import annotations
+
+import fnmatch
+import os
+from pathlib import Path, PurePosixPath
+from types import TracebackType
+
+from hf_dp.errors import LedgerError
+from hf_dp.hub.record import CARD_FILE, RECORD_FILE, PrivacyRecord
+
+# Pickles hold arguments, optimizer and generator states; the others hold losses, or belong to this machine.
+_NEVER = (
+    "*.bin", "*.pt", "*.pth", "*.pkl", "*.ckpt", "trainer_state.json", "events.out.tfevents.*", "_*", ".*",
+)  # fmt: skip
+_NEVER_INSIDE = ("checkpoint-*", "last-checkpoint", "runs", "_*", ".*")
+
+
+def may_be_published(name: str) -> bool:
+    """Whether a file of this name (a POSIX path) may be part of a published model."""
+    *folders, last = PurePosixPath(name).parts
+    return not (
+        PurePosixPath(name).is_absolute()
+        or any(fnmatch.fnmatch(folder, pattern) for folder in folders for pattern in _NEVER_INSIDE)
+        or any(fnmatch.fnmatch(last, pattern) for pattern in _NEVER)
+        or last in (CARD_FILE, RECORD_FILE)
+    )
+
+
+class SavedFiles:
+    """Notices what is written into a directory: `with SavedFiles(directory) as saved: ...`, then `saved.names`.
+
+    A run's output directory may hold anything; what belongs to the model is what saving it wrote.
+
+    Attributes:
+        names: POSIX paths of the files that belong to the model and may be published.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str]) -> None:
+        self._directory = Path(directory)
+        self.names: list[str] = []
+
+    def __enter__(self) -> SavedFiles:
+        self._make_old()
+        self._before = _signatures(self._directory)
+        return self
+
+    def _make_old(self) -> None:
+        """Gives the files of an earlier save an old time, so that the coarsest clock shows that one is rewritten."""
+        try:
+            earlier = PrivacyRecord.from_json((self._directory / RECORD_FILE).read_bytes())
+        except (OSError, LedgerError):
+            return
+        for path in (self._directory / name for name in earlier.files if may_be_published(name)):
+            if path.is_file():
+                os.utime(path, (0, 0))
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        after = _signatures(self._directory)
+        self.names = sorted(name for name, signature in after.items() if self._before.get(name) != signature)
+
+
+def _signatures(directory: Path) -> dict[str, tuple[int, ...]]:
+    found: dict[str, tuple[int, ...]] = {}
+    for folder, folders, files in os.walk(directory):
+        here = Path(folder).relative_to(directory)
+        folders[:] = [name for name in folders if may_be_published((here / name / "file").as_posix())]
+        for name in files:
+            if may_be_published((path := here / name).as_posix()):
+                stat = (directory / path).stat()
+                found[path.as_posix()] = (stat.st_mtime_ns, stat.st_size, stat.st_ino)
+    return found

@@ -1,0 +1,119 @@
+"""A saved model to be read: a directory, or one commit of a repository on the hub."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import huggingface_hub
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HfHubHTTPError,
+    HFValidationError,
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+
+from hf_dp.accounting import library_versions
+from hf_dp.errors import HubError, LedgerError
+from hf_dp.hub.record import RECORD_FILE, PrivacyRecord
+
+# The HTTP library's error (httpx in version 1, httpx2 in version 2) and OSError.
+_NETWORK = cast(tuple[type[Exception], ...], HfHubHTTPError.__bases__)
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where the files of one saved model come from.
+
+    Attributes:
+        title: the directory, or the repository with the commit.
+        names: POSIX paths of all files, relative to the model's folder.
+    """
+
+    title: str
+    names: frozenset[str]
+    _directory: Path | None = None
+    _remote: dict[str, Any] = field(default_factory=dict)
+
+    def path(self, name: str) -> Path:
+        """A local copy of one of `names`; downloaded where needed.
+
+        Raises:
+            LedgerError: there is no such file.
+            HubError: it cannot be fetched.
+        """
+        if name not in self.names:
+            raise LedgerError(
+                f"there is no {name} in {self.title}.",
+                why="without it nothing is known about the privacy of these weights.",
+                fix="name a folder or repository that DPTrainer saved or pushed (newer checkpoints have one, too).",
+            )
+        if self._directory is not None:
+            return self._directory / name
+        with _refusals(self.title):
+            return Path(huggingface_hub.hf_hub_download(filename=name, **self._remote))
+
+    def record(self) -> PrivacyRecord:
+        """The model's `privacy.json`.
+
+        Raises:
+            LedgerError: it is missing, damaged or of another version.
+            HubError: it cannot be fetched.
+        """
+        return PrivacyRecord.from_json(self.path(RECORD_FILE).read_bytes())
+
+
+def open_source(
+    repo_or_directory: str | os.PathLike[str], *, revision: str | None = None, token: str | None = None
+) -> Source:
+    """A directory, if there is one of this name; otherwise a model repository on the hub, at one commit.
+
+    Args:
+        repo_or_directory: a path, or "owner/name".
+        revision: a branch, tag or commit of the repository; None for its default.
+        token: to read a private repository; None for the one that is logged in.
+
+    Raises:
+        HubError: neither, or no access.
+    """
+    directory = Path(repo_or_directory)
+    if directory.is_dir():
+        found = (path.relative_to(directory) for path in directory.rglob("*") if path.is_file())
+        return Source(str(directory), frozenset(path.as_posix() for path in found), directory)
+    repo_id = str(repo_or_directory)
+    api = huggingface_hub.HfApi(library_name="hf_dp", library_version=library_versions()["hf_dp"], token=token)
+    with _refusals(repo_id):
+        info = api.model_info(repo_id, revision=revision)
+    names = frozenset(sibling.rfilename for sibling in info.siblings or ())
+    return Source(f"{repo_id} at {info.sha}", names, None, {"repo_id": repo_id, "revision": info.sha, "token": token})
+
+
+@contextmanager
+def _refusals(what: str) -> Iterator[None]:
+    """Turns what the hub answers into refusals."""
+    try:
+        yield
+    except (RepositoryNotFoundError, GatedRepoError) as error:
+        raise _refusal(f"{what!r} is no directory, and no repository that this token may read") from error
+    except RevisionNotFoundError as error:
+        raise _refusal(f"{what!r} has no such revision") from error
+    except HFValidationError as error:
+        raise _refusal(f"{what!r} is no directory, and no name of a repository") from error
+    except OfflineModeIsEnabled as error:
+        raise _refusal(f"{what!r} is no directory, and the hub is switched off (HF_HUB_OFFLINE=1)") from error
+    except _NETWORK as error:
+        raise _refusal(f"{what!r} could not be read from the hub ({type(error).__name__}: {error})") from error
+
+
+def _refusal(found: str) -> HubError:
+    return HubError(
+        f"{found}.",
+        why="what cannot be read cannot be checked.",
+        fix="check the name, the network and the token (`hf auth login` for a private repository), and try again.",
+    )

@@ -1,0 +1,87 @@
+"""The one way out: a commit of the files that privacy.json names, of privacy.json and of the card."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import CommitInfo, CommitOperationAdd, HfApi
+
+from hf_dp.accounting import library_versions
+from hf_dp.errors import LedgerError
+from hf_dp.hub.record import CARD_FILE, RECORD_FILE, PrivacyRecord, sha256
+from hf_dp.hub.saved import may_be_published
+
+
+def upload(
+    directory: str | Path,
+    repo_id: str,
+    *,
+    message: str,
+    path_in_repo: str = "",
+    token: str | None = None,
+    revision: str | None = None,
+    run_as_future: bool = False,
+) -> CommitInfo | Future[CommitInfo]:
+    """Publish a saved model in one commit: all of it, or nothing.
+
+    Args:
+        directory: with `privacy.json` and what it names. Nothing else in it goes up.
+        repo_id: of a model repository that exists.
+        message: of the commit.
+        path_in_repo: a folder in the repository; by default its root.
+        token: with write permission; None for the one that is logged in.
+        revision: a branch; None for "main".
+        run_as_future: return at once. The files must stay as they are until the future is done.
+
+    Raises:
+        LedgerError: no record, one that names no weights or a file that never goes up, or files that are no longer
+            those that it names.
+        huggingface_hub.errors.HfHubHTTPError: the hub refused. Nothing of this commit is visible then.
+    """
+    directory = Path(directory)
+    prefix = f"{path_in_repo.strip('/')}/" if path_in_repo else ""
+    names = [RECORD_FILE, CARD_FILE, *checked_files(directory)]
+    commit: Callable[..., Any] = _api().create_commit
+    result: CommitInfo | Future[CommitInfo] = commit(
+        repo_id,
+        [CommitOperationAdd(prefix + name, directory / name) for name in names],
+        commit_message=message,
+        token=token,
+        revision=revision,
+        run_as_future=run_as_future,
+    )
+    return result
+
+
+@functools.cache
+def _api() -> HfApi:
+    # One for all, so that commits in the background follow one another.
+    return HfApi(library_name="hf_dp", library_version=library_versions()["hf_dp"])
+
+
+def checked_files(directory: Path) -> list[str]:
+    """The files that belong to the model saved in `directory`, each as its record says."""
+    try:
+        record = PrivacyRecord.from_json((directory / RECORD_FILE).read_bytes())
+    except FileNotFoundError as error:
+        raise _unpublishable(f"there is no {RECORD_FILE} in {str(directory)!r}") from error
+    if not record.weights:
+        raise _unpublishable(f"{RECORD_FILE} in {str(directory)!r} names no safetensors weights")
+    for name, digest in record.files.items():
+        if not may_be_published(name):
+            raise _unpublishable(f"{RECORD_FILE} names {name!r}, which never goes up")
+        if not (directory / name).is_file() or sha256(directory / name) != digest:
+            raise _unpublishable(f"{name!r} is not the file that {RECORD_FILE} names")
+    return sorted(record.files)
+
+
+def _unpublishable(what: str) -> LedgerError:
+    return LedgerError(
+        f"{what}.",
+        why="a published model without its true record would promise what nobody can check.",
+        fix="save the model again with DPTrainer.save_model() or push_to_hub() after training.",
+    )

@@ -1,0 +1,188 @@
+"""Saving and publishing: a private model carries its record and its card, and nothing else goes up."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import shutil
+from concurrent.futures import Future
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from transformers.utils.hub import PushInProgress
+
+from hf_dp.accounting import Ledger
+from hf_dp.config import PrivacyConfig
+from hf_dp.errors import ConfigurationError
+from hf_dp.hub import CARD_FILE, RECORD_FILE, PrivacyRecord, SavedFiles, upload, write_card
+from hf_dp.hub.card import privacy_section
+from hf_dp.hub.record import sha256_of_text
+from hf_dp.plan import Plan
+
+if TYPE_CHECKING:
+    from transformers import Trainer
+
+    _Base = Trainer
+else:
+    _Base = object
+logger = logging.getLogger(__name__)
+
+_RESULTS = "*The results in this card were computed without noise, and are not covered by epsilon.*"
+
+
+class PublishingMixin(_Base):
+    """The part of DPTrainerMixin that saves and publishes. All that leaves goes through `hf_dp.hub.upload`."""
+
+    privacy: PrivacyConfig
+    ledger: Ledger
+    _plan: Plan | None
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """As Trainer's, with `privacy.json` and a model card beside the weights."""
+        directory = Path(output_dir or str(self.args.output_dir))
+        with SavedFiles(directory) as saved:
+            if self.args.should_save:
+                # Of weights that are about to be written over: better none than a false one.
+                (directory / RECORD_FILE).unlink(missing_ok=True)
+            super().save_model(output_dir, _internal_call)
+            self._save_beside(directory)
+        if self._plan is None or not self.args.should_save:
+            return
+        report = self._plan.report(self.ledger)
+        card = sha256_of_text(privacy_section(report, self.ledger))
+        record = PrivacyRecord(report=report, config=self.privacy, ledger=self.ledger, files={}, card_sha256=card)
+        text = record.with_files(directory, saved.names).to_json()
+        (directory / RECORD_FILE).write_text(text, encoding="utf-8")
+        write_card(directory)
+
+    def _save_beside(self, directory: Path) -> None:
+        """What belongs to the model and is not in its weights."""
+
+    def create_model_card(self, *args: Any, results: bool = False, **kwargs: Any) -> None:
+        """As Trainer's, with a privacy section, and without seeds.
+
+        Args:
+            args, kwargs: as Trainer's.
+            results: whether to publish the training losses and evaluation metrics that Trainer logged. They are exact
+                functions of the data: epsilon does not cover them.
+        """
+        logged = self.state.log_history
+        try:
+            self.state.log_history = logged if results else []
+            super().create_model_card(*args, **kwargs)
+        finally:
+            self.state.log_history = logged
+        path = Path(str(self.args.output_dir)) / CARD_FILE
+        if not self.is_world_process_zero() or not path.exists():
+            return
+        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = [line for line in lines if not line.startswith("- seed:")]
+        path.write_text("\n".join([*lines, "", _RESULTS] if results else lines) + "\n", encoding="utf-8")
+        if (path.parent / RECORD_FILE).exists():
+            write_card(path.parent)
+
+    def push_to_hub(
+        self,
+        commit_message: str | None = "End of training",
+        blocking: bool = True,
+        token: str | None = None,
+        revision: str | None = None,
+        private: bool | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Publish the model, its tokenizer, `privacy.json` and the card, in one commit.
+
+        Nothing else in the output directory goes up: no logs, arguments, optimizer or generator states, checkpoints.
+
+        Args:
+            commit_message, blocking, token, revision: as Trainer's.
+            private: whether a new repository is; None for `args.hub_private_repo`.
+            kwargs: arguments of `create_model_card`.
+
+        Returns:
+            The commit, or its future if not `blocking`; None on all processes but the first.
+
+        Raises:
+            ConfigurationError: before the first call of `train()`.
+            huggingface_hub.errors.HfHubHTTPError: the hub refused. The saved model is whole; call again.
+        """
+        if self._plan is None:
+            raise ConfigurationError(
+                "push_to_hub before train().",
+                why="there is no ledger, so nothing is known about the privacy of these weights.",
+                fix="train first, or publish without a claim: trainer.model.push_to_hub(...).",
+            )
+        self._finish_current_push()  # it reads the files that are about to be written
+        self._announce_push()
+        if self.hub_model_id is None:
+            # Older versions of Transformers take it from the arguments only.
+            self.init_hf_repo(token=token, **({} if private is None else {"private": private}))
+        self.save_model(_internal_call=True)
+        if not self.is_world_process_zero():
+            return None
+        tags = kwargs.pop("tags", None) or []
+        tags = [tags] if isinstance(tags, str) else list(tags)
+        tags += [tag for tag in getattr(self.model, "model_tags", None) or [] if tag not in tags]
+        name = kwargs.pop("model_name", None) or str(self.hub_model_id).split("/")[-1]
+        self.create_model_card(model_name=name, tags=tags, **kwargs)
+        message = commit_message or "End of training"
+        return self._upload(message, token=token, revision=revision, run_as_future=not blocking)
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        strategy = str(getattr(self.args.hub_strategy, "value", self.args.hub_strategy))
+        if not self.is_world_process_zero() or strategy == "end":
+            return
+        running = self.push_in_progress is not None and not self.push_in_progress.is_done()
+        if running and not self.args.hub_always_push:
+            return
+        if strategy != "every_save":
+            _say_once(f"hub_strategy={strategy!r}: the models of checkpoints go up, not what resuming them needs.")
+        self._finish_current_push()
+        self._announce_push()
+        # Not from the checkpoint itself: Trainer deletes old ones, perhaps while they are being sent.
+        _copy_model(Path(checkpoint_folder), Path(str(self.args.output_dir)))
+        message = f"Training in progress, step {self.state.global_step}"
+        folders = [""]
+        if strategy == "checkpoint":
+            folders.append("last-checkpoint")
+        elif strategy == "all_checkpoints":
+            folders.append(Path(checkpoint_folder).name)
+        jobs = [self._upload(message, path_in_repo=folder, run_as_future=True) for folder in folders]
+        for job in jobs:
+            job.add_done_callback(_say_if_failed)
+        self.push_in_progress = PushInProgress(jobs)  # type: ignore[arg-type, assignment]
+
+    def _announce_push(self) -> None:
+        self.callback_handler.on_push_begin(self.args, self.state, self.control)
+
+    def _upload(self, message: str, token: str | None = None, revision: str | None = None, **options: Any) -> Any:
+        directory = str(self.args.output_dir)
+        try:
+            return upload(
+                directory,
+                str(self.hub_model_id),
+                message=message,
+                token=token if token is not None else self.args.hub_token,
+                revision=revision if revision is not None else self.args.hub_revision,
+                **options,
+            )
+        except Exception as error:
+            error.add_note(f"Nothing is lost: the model, its card and {RECORD_FILE} are in {directory!r}. Push again.")
+            raise
+
+
+@functools.cache
+def _say_once(message: str) -> None:
+    logger.warning(message)
+
+
+def _copy_model(source: Path, target: Path) -> None:
+    record = PrivacyRecord.from_json((source / RECORD_FILE).read_bytes())
+    for name in [*record.files, CARD_FILE, RECORD_FILE]:
+        (target / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(source / name, target / name)
+
+
+def _say_if_failed(job: Future[Any]) -> None:
+    if not job.cancelled() and (error := job.exception()) is not None:
+        logger.warning("A push during training failed (%s). Training goes on; push again when it has ended.", error)

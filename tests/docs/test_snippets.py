@@ -1,0 +1,132 @@
+"""Every snippet of the README and the docs is executed, page by page, as a reader would.
+
+A page's Python and shell blocks run in their order, in one namespace and one folder. What pages take for granted (a
+model, data, a tokenizer) is in `given`. A block is left out only under a comment `<!-- not run: reason -->`.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from hf_dp.cli import app
+from tests.e2e.test_trainer import a_tokenizer
+from tests.e2e.workbench import classifier, pad, rows
+from tests.hub.conftest import hub  # noqa: F401 - a fixture
+from tests.hub.server import Hub
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+BLOCK = re.compile(r"(?:<!-- not run: (?P<reason>[^>]*?) -->\n)?^```(?P<kind>\w*)\n(?P<text>.*?)^```$", re.M | re.S)
+SHOWN_ONLY = {"", "text", "yaml", "json"}
+
+
+class Snippet(NamedTuple):
+    kind: str
+    text: str
+    reason: str | None
+    line: int
+
+
+def snippets(page: Path) -> Iterator[Snippet]:
+    text = page.read_text(encoding="utf-8")
+    for found in BLOCK.finditer(text):
+        yield Snippet(found["kind"], found["text"], found["reason"], text[: found.start("text")].count("\n"))
+
+
+def given() -> dict[str, Any]:
+    torch.manual_seed(0)
+    return {
+        "model": classifier(),
+        "train": rows(600),
+        "test": rows(20, seed=1),
+        "tokenizer": a_tokenizer({"a", "b"}),
+        "collator": pad,
+    }
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_the_snippets_of_a_page_run(
+    page: Path,
+    hub: Hub,  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    # Classes that snippets define look for their module.
+    namespace: dict[str, Any] = {"__name__": "snippet", **given()}
+    monkeypatch.setitem(sys.modules, "snippet", type(sys)("snippet"))
+    for snippet in snippets(page):
+        if snippet.reason is not None:
+            assert snippet.reason.strip(), f"{page.name}:{snippet.line}: say why it is not run"
+        elif snippet.kind == "python":
+            source = "\n" * snippet.line + snippet.text  # so that tracebacks show the page's own lines
+            exec(compile(source, str(page), "exec"), namespace)
+        elif snippet.kind == "bash":
+            for line in filter(None, snippet.text.splitlines()):
+                run(line, f"{page.name}:{snippet.line}")
+        else:
+            assert snippet.kind in SHOWN_ONLY, f"{page.name}:{snippet.line}: how is {snippet.kind!r} to be run?"
+
+
+def run(line: str, where: str) -> None:
+    program, *arguments = shlex.split(line, comments=True)
+    assert program == "hf-dp", f"{where}: {line!r} is neither hf-dp nor marked as not run"
+    done = CliRunner().invoke(app, arguments)
+    assert done.exit_code == 0, f"{where}: {line}\n{done.output}"
+
+
+def test_few_snippets_are_not_run() -> None:
+    left_out = [(page.name, s.reason) for page in PAGES for s in snippets(page) if s.reason is not None]
+    assert len(left_out) <= 4, left_out
+    assert sum(s.kind in ("python", "bash") for page in PAGES for s in snippets(page)) >= 8
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_commands_that_a_page_names_exist(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    targets = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.M)
+    for target in re.findall(r"^make ([a-z]+)|`make ([a-z]+)[^`]*`", text, re.M):
+        assert "".join(target) in targets, target
+    for file in re.findall(r"\b((?:recipes|scripts|tests)/[\w/]+\.(?:py|yaml))", text):
+        assert (ROOT / file).exists(), file
+    commands = {command.name or command.callback.__name__ for command in app.registered_commands if command.callback}
+    for command in re.findall(r"\bhf-dp ([a-z][a-z-]*)", text):
+        assert command in commands, command
+
+
+def test_the_headings_of_the_faq_are_said_by_the_library() -> None:
+    source = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "hf_dp").rglob("*.py"))
+    quoted = re.findall(r"^## `(.*)`$", (ROOT / "docs" / "faq.md").read_text(encoding="utf-8"), re.M)
+    assert len(quoted) > 10
+    for words in quoted:
+        assert words in source, words
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("```python\n1 / 0\n```\n", "division by zero"),
+        ("```bash\nrm -r x\n```\n", "neither hf-dp nor marked"),
+        ("```bash\nhf-dp plan --n 1\n```\n", "hf-dp plan --n 1"),
+        ("```fish\nls\n```\n", "how is 'fish' to be run"),
+    ],
+)
+def test_a_page_with_a_wrong_snippet_fails(
+    text: str,
+    words: str,
+    hub: Hub,  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (tmp_path / "page.md").write_text(text)
+    with pytest.raises((AssertionError, ZeroDivisionError), match=words):
+        test_the_snippets_of_a_page_run(tmp_path / "page.md", hub, tmp_path, monkeypatch)

@@ -1,0 +1,431 @@
+"""Every way in which a published claim can be untrue to its files, and what is said to that."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+from typer.testing import CliRunner
+
+import hf_dp.hub.card
+from hf_dp import PrivacyConfig, load_report
+from hf_dp.accounting import Ledger, step_event
+from hf_dp.cli import app
+from hf_dp.errors import HfDpError, HubError, LedgerError
+from hf_dp.hub import verify, write_card
+from hf_dp.hub.record import PrivacyRecord, sha256
+from hf_dp.hub.saved import SavedFiles, may_be_published
+from hf_dp.re_attention import load_re_attention
+from tests.e2e.workbench import make
+from tests.hub.server import Hub
+from tests.zoo import tiny
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that was trained and saved; to be copied and spoilt."""
+    path = tmp_path_factory.mktemp("saved") / "out"
+    run = make(path, privacy=PrivacyConfig(target_epsilon=3.0), save_strategy="steps", save_steps=2)
+    run.train()
+    run.save_model()
+    return path
+
+
+@pytest.fixture
+def copy(saved: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(saved, tmp_path / "copy"))
+
+
+def invoke(*args: str) -> Any:
+    return CliRunner().invoke(app, list(args), env={"COLUMNS": "120", "NO_COLOR": "1", "TERM": "dumb"})
+
+
+def in_record(*path: Any, to: Any) -> Callable[[Path], None]:
+    """Changes a value of privacy.json; `to` may be a function of the old one."""
+
+    def change(directory: Path) -> None:
+        file = directory / "privacy.json"
+        values = json.loads(file.read_text())
+        place = values
+        for name in path[:-1]:
+            place = place[name]
+        place[path[-1]] = to(place[path[-1]]) if callable(to) else to
+        file.write_text(json.dumps(values, indent=2))
+
+    return change
+
+
+def seal(directory: Path) -> None:
+    """What a careful forger does next: a card that fits privacy.json again."""
+    write_card(directory)
+    text = (directory / "README.md").read_text()
+    section = text[text.index(hf_dp.hub.card.BEGIN) : text.index(hf_dp.hub.card.END) + len(hf_dp.hub.card.END)]
+    in_record("card_sha256", to=hf_dp.hub.record.sha256_of_text(section))(directory)
+    write_card(directory)
+
+
+def in_card(old: str, new: str) -> Callable[[Path], None]:
+    def change(directory: Path) -> None:
+        text = (directory / "README.md").read_text()
+        assert re.search(old, text)
+        (directory / "README.md").write_text(re.sub(old, new, text, count=1))
+
+    return change
+
+
+def in_weights(directory: Path) -> None:
+    tensors = load_file(directory / "model.safetensors")
+    name = next(iter(tensors))
+    tensors[name] = np.nextafter(tensors[name], np.float32(1))
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+
+
+def failed(directory: Path) -> str:
+    return " | ".join(f"{check.name}: {check.found}" for check in verify(directory).checks if not check.passed)
+
+
+def test_what_was_saved_verifies_and_so_do_its_checkpoints(saved: Path) -> None:
+    for directory in (saved, saved / "checkpoint-2", saved / "checkpoint-4"):
+        found = verify(directory)
+        assert found.private, found.checks
+        assert found.epsilons["pld"] == pytest.approx(found.report.epsilon)
+    assert load_report(saved / "checkpoint-2").steps == 2
+    assert load_report(str(saved)) == load_report(saved)
+
+
+def test_the_command_says_what_is_proven_and_what_is_not(saved: Path) -> None:
+    said = invoke("verify", str(saved))
+    assert said.exit_code == 0
+    for words in ("Verified: epsilon 2.9996 (PLD), 4.4773 (RDP)", "Proven:", "Not proven", "secret noise"):
+        assert words in said.stdout
+    values = json.loads(invoke("verify", str(saved), "--json").stdout)
+    assert values["private"] is True
+    assert values["claimed_epsilon"] == pytest.approx(values["recomputed_epsilon"]["pld"])
+    assert all(check["passed"] for check in values["checks"])
+
+
+# Each changes one thing, or several so that they fit each other; what must be noticed stands beside it.
+TAMPERED: dict[str, tuple[list[Callable[[Path], None]], str]] = {
+    "weights": ([in_weights], "model.safetensors: SHA-256"),
+    "weights gone": ([lambda d: (d / "model.safetensors").unlink()], "model.safetensors: named in the record"),
+    "weights, with digest": (
+        [in_weights, lambda d: in_record("files", "model.safetensors", to=sha256(d / "model.safetensors"))(d)],
+        "card, metadata: record_sha256",
+    ),
+    "config.json": ([lambda d: (d / "config.json").write_text("{}")], "config.json: SHA-256"),
+    "other weights beside": (
+        [lambda d: shutil.copy(d / "model.safetensors", d / "model-00001-of-00002.safetensors")],
+        "other files: not named in the record: model-00001-of-00002.safetensors",
+    ),
+    "a pickle beside": ([lambda d: (d / "pytorch_model.bin").write_bytes(b"")], "pytorch_model.bin"),
+    "an adapter beside": ([lambda d: (d / "adapter_config.json").write_text("{}")], "adapter_config.json"),
+    "code beside": ([lambda d: (d / "modeling.py").write_text("")], "modeling.py"),
+    "claimed epsilon": ([in_record("report", "epsilon", to=1.0), seal], "epsilon (PLD): claimed 1, recomputed 2.99"),
+    "claimed epsilon, RDP": ([in_record("report", "epsilon_rdp", to=1.0), seal], "epsilon (RDP)"),
+    "claimed epsilon, a little": ([in_record("report", "epsilon", to=lambda e: e * 0.9999), seal], "epsilon (PLD)"),
+    "delta": ([in_record("report", "delta", to=1e-2), seal], "delta: 0.01 claimed"),
+    "delta, everywhere": (
+        [in_record("report", "delta", to=0.02), in_record("ledger", "promise", "delta", to=0.02), seal],
+        "epsilon (PLD)",
+    ),
+    "delta above 1/n": ([in_record("report", "delta", to=0.5), seal], "delta: delta=0.5"),
+    "n": ([in_record("report", "dataset_size", to=4800), seal], "sampling probability"),
+    "n, everywhere": (
+        [
+            in_record("report", "dataset_size", to=4800),
+            in_record("ledger", "promise", "dataset_size", to=4800),
+            in_record("report", "sampling_probability", to=8 / 4800),
+            seal,
+        ],
+        "sampling probability: expected batch 8 of n = 4800, charged with 0.166667",
+    ),
+    "a step less": ([in_record("ledger", "entries", 0, "count", to=3), seal], "steps: claimed 4, in the ledger 3"),
+    "more noise in the ledger": (
+        [in_record("ledger", "entries", 0, "event", "event", "noise_multiplier", to=2.0), seal],
+        "epsilon (PLD): claimed 2.99",
+    ),
+    "a release left out": ([in_record("ledger", "entries", to=[]), seal], "epsilon (PLD)"),
+    "a release added": (
+        [in_record("ledger", "entries", to=lambda e: [*e, {**e[0], "label": "token presence", "count": 1}]), seal],
+        "budget",
+    ),
+    "the seed": ([in_record("ledger", "promise", "reproducible", to=True), seal], "reproducible: False claimed"),
+    "clipping norm": ([in_record("report", "clipping_norm", to=0.1), seal], "claim, config and ledger's promise"),
+    "config": ([in_record("config", "target_epsilon", to=1.0), seal], "target_epsilon"),
+    "adjacency": ([in_record("report", "adjacency", to="replace one"), seal], "adjacency and sampling: replace one"),
+    "unit": ([in_record("report", "unit", to="one person")], "card, metadata: unit 'one training example'"),
+    "caveats": ([in_record("report", "caveats", to=[])], "card, metadata: record_sha256"),
+    "card, text": ([in_card(r"\| delta \| 0.01415", "| delta | 1e-9")], "card, text: the privacy section is changed"),
+    "card, text gone": (
+        [in_card(r"(?s)<!-- hf_dp privacy begins.*privacy ends -->", "")],
+        "card, text: the privacy section is changed or missing",
+    ),
+    "card, a second section": (
+        [lambda d: (d / "README.md").write_text((d / "README.md").read_text() * 2)], "card, text"
+    ),
+    "card, epsilon": ([in_card(r"epsilon_pld: \S+", "epsilon_pld: 0.5")], "card, metadata: epsilon_pld 0.5, not 2.99"),
+    "card, epsilon RDP": ([in_card(r"epsilon_rdp: \S+", "epsilon_rdp: 0.5")], "card, metadata: epsilon_rdp"),
+    "card, metadata gone": ([in_card("differential_privacy:", "privacy:")], "card, metadata: differential_privacy is"),
+    "card, broken YAML": ([in_card("tags:", "tags: [")], "card, metadata"),
+    "no card": ([lambda d: (d / "README.md").unlink()], "card: there is no README.md"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", TAMPERED)
+def test_tampering_is_noticed(copy: Path, case: str) -> None:
+    changes, noticed = TAMPERED[case]
+    for change in changes:
+        change(copy)
+    assert noticed in failed(copy)
+    said = invoke("verify", str(copy))
+    assert said.exit_code == 1
+    assert "Not verified." in said.stdout
+    assert "Proven:" not in said.stdout
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (in_record("version", to=2), "version 2; this release reads version 1"),
+        (in_record("ledger", "version", to=2), "version 2 was written by another release"),
+        (in_record("ledger", "entries", 0, "event", "type", to="quantum"), "unknown event type"),
+        (in_record("report", "accountant", to="gdp"), "not a privacy report"),
+        (in_record("files", to={"model.safetensors": "abc"}), "SHA-256"),
+        (in_record("config", to={"seed": 1}), "holds a seed"),
+        (in_record("config", to={"future": 1}), "config is not a promise"),
+        (in_record("format", to="something else"), "does not begin"),
+        (lambda d: (d / "privacy.json").write_text("{"), "not strict JSON"),
+        (lambda d: (d / "privacy.json").unlink(), "there is no privacy.json"),
+    ],
+)
+def test_what_is_not_known_is_refused_and_not_guessed(copy: Path, change: Callable[[Path], None], words: str) -> None:
+    change(copy)
+    with pytest.raises(LedgerError, match=words):
+        load_report(copy)
+    said = invoke("verify", str(copy))
+    assert said.exit_code == 2
+    assert words in said.stderr
+    assert "What to do:" in said.stderr
+    assert not said.stdout
+
+
+def test_names_in_a_record_do_not_lead_out_of_the_folder(copy: Path, tmp_path: Path) -> None:
+    (tmp_path / "outside.safetensors").write_bytes(b"")
+    in_record("files", to={"../outside.safetensors": sha256(tmp_path / "outside.safetensors")})(copy)
+    assert "../outside.safetensors: named in the record, but not there" in failed(copy)
+
+
+def test_a_text_around_the_section_may_be_written(copy: Path) -> None:
+    card = copy / "README.md"
+    card.write_text(card.read_text().replace("# out", "# My model\n\nIt sorts mail.").replace("\n", "\r\n"), newline="")
+    assert verify(copy).private
+
+
+def test_the_card_is_the_same_when_it_is_written_twice(copy: Path) -> None:
+    once = (copy / "README.md").read_text()
+    write_card(copy)
+    assert (copy / "README.md").read_text() == once
+
+
+def test_a_path_is_not_published_as_the_base_model(copy: Path) -> None:
+    for base, kept in ((str(copy), False), ("some/where/deep", False), ("someone/model", True)):
+        card = copy / "README.md"
+        card.write_text(re.sub(r"(base_model: .*\n)?tags:", f"base_model: {base}\ntags:", card.read_text(), count=1))
+        write_card(copy)
+        assert (f"base_model: {base}" in card.read_text()) == kept, base
+
+
+def test_every_release_is_on_the_card_and_in_the_ledger(tmp_path: Path) -> None:
+    from hf_dp import ReAttentionConfig
+
+    privacy = PrivacyConfig(target_epsilon=3.0, re_attention=ReAttentionConfig())
+    run = make(tmp_path / "out", tiny("gpt2", "sequence"), privacy)
+    run.train()
+    run.save_model()
+    found = verify(tmp_path / "out")
+    assert found.private, found.checks
+    assert "| token presence | 1 | Gaussian noise" in (tmp_path / "out" / "README.md").read_text()
+    assert "re_attention.safetensors" in [check.name for check in found.checks]
+    load_re_attention(tiny("gpt2", "sequence"), tmp_path / "out")
+    in_record("ledger", "entries", to=lambda entries: entries[1:])(tmp_path / "out")
+    assert "epsilon (PLD)" in failed(tmp_path / "out")
+
+
+def test_without_noise_it_is_consistent_and_not_private(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="adds no noise"):
+        run = make(tmp_path / "out", privacy=PrivacyConfig(noise_multiplier=0))
+    run.train()
+    run.save_model()
+    found = verify(tmp_path / "out")
+    assert found.consistent, found.checks
+    assert not found.private
+    assert found.epsilons["pld"] == math.inf
+    said = invoke("verify", str(tmp_path / "out"))
+    assert said.exit_code == 1
+    assert "Consistent, and not private" in said.stdout
+    assert json.loads(invoke("verify", str(tmp_path / "out"), "--json").stdout)["claimed_epsilon"] == "inf"
+
+
+def test_a_sharded_model_is_checked_shard_by_shard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import PreTrainedModel
+
+    whole = PreTrainedModel.save_pretrained
+
+    def in_shards(self: Any, *args: Any, **options: Any) -> Any:
+        return whole(self, *args, **{**options, "max_shard_size": "20KB"})
+
+    monkeypatch.setattr(PreTrainedModel, "save_pretrained", in_shards)
+    run = make(tmp_path / "out")
+    run.privacy = PrivacyConfig(target_epsilon=3.0)
+    run.train()
+    run.save_model()
+    names = {check.name for check in verify(tmp_path / "out").checks}
+    shards = {path.name for path in (tmp_path / "out").glob("model-*.safetensors")}
+    assert len(shards) > 1
+    assert {*shards, "model.safetensors.index.json"} <= names
+    assert verify(tmp_path / "out").private
+    sorted((tmp_path / "out").glob("model-*.safetensors"))[0].write_bytes(b"")
+    assert "safetensors: SHA-256" in failed(tmp_path / "out")
+
+
+def test_what_is_no_place_is_refused(hub: Hub) -> None:
+    with pytest.raises(HubError, match="no repository that this token may read"):
+        load_report("someone/nothing")
+    with pytest.raises(HubError, match="no name of a repository"):
+        load_report("not/a/name/at/all")
+    hub.fail = lambda method, path: "drop"
+    with pytest.raises(HubError, match="could not be read from the hub"):
+        load_report("someone/nothing")
+
+
+def test_offline_is_said(tmp_path: Path) -> None:
+    said = invoke("verify", "someone/nothing")
+    assert said.exit_code == 2
+    assert "HF_HUB_OFFLINE" in said.stderr
+
+
+# --- report -----------------------------------------------------------------------------------------------------------
+
+
+def test_report_reads_a_folder_a_checkpoint_and_an_interrupted_run(saved: Path, copy: Path) -> None:
+    said = invoke("report", str(saved))
+    assert said.exit_code == 0
+    for words in ("epsilon 3 at delta", "one training example", "training step", "Poisson sample"):
+        assert words in said.stdout
+    (copy / "privacy.json").unlink()
+    values = json.loads(invoke("report", str(copy), "--json").stdout)
+    assert values["source"].endswith("checkpoint-4")
+    assert values["report"] == load_report(saved / "checkpoint-4").to_dict()
+    assert Ledger.from_dict(values["ledger"]).steps == 4
+
+
+def test_report_of_a_folder_without_a_record_is_refused(tmp_path: Path) -> None:
+    said = invoke("report", str(tmp_path))
+    assert said.exit_code == 2
+    assert "there is no privacy.json" in said.stderr
+    assert "Traceback" not in said.output
+
+
+# --- what is saved, and the record ------------------------------------------------------------------------------------
+
+
+def test_only_what_was_written_belongs_to_the_model(tmp_path: Path) -> None:
+    (tmp_path / "customers.csv").write_text("private")
+    with SavedFiles(tmp_path) as files:
+        (tmp_path / "model.safetensors").write_bytes(b"1")
+        (tmp_path / "training_args.bin").write_bytes(b"1")
+        (tmp_path / "sub").mkdir()
+        (tmp_path / "sub" / "adapter_model.safetensors").write_bytes(b"1")
+        (tmp_path / "runs").mkdir()
+        (tmp_path / "runs" / "log.txt").write_bytes(b"1")
+    assert files.names == ["model.safetensors", "sub/adapter_model.safetensors"]
+
+
+def test_a_file_of_an_earlier_save_is_the_model_s_only_if_it_is_written_again(copy: Path) -> None:
+    content = (copy / "model.safetensors").read_bytes()
+    with SavedFiles(copy) as files:
+        (copy / "model.safetensors").write_bytes(content)
+    assert files.names == ["model.safetensors"], "config.json was not written"
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["optimizer.pt", "rng_state.pth", "rng_state_0.pth", "scheduler.pt", "training_args.bin", "trainer_state.json",
+     "runs/x/events", "events.out.tfevents.1", "checkpoint-3/model.safetensors", "_hf_dp_fingerprint_key", ".env",
+     "../model.safetensors", "/etc/passwd", "README.md", "privacy.json", ".cache/x.json"],
+)  # fmt: skip
+def test_what_never_goes_up(name: str) -> None:
+    assert not may_be_published(name)
+
+
+def test_a_record_goes_to_json_and_back(saved: Path) -> None:
+    text = (saved / "privacy.json").read_text()
+    record = PrivacyRecord.from_json(text)
+    assert record.to_json() == text
+    assert record.weights == ["model.safetensors"]
+    assert record.ledger.entries[0][0] == step_event(record.report.noise_multiplier, 8 / 48)
+    assert '"seed"' not in text
+
+
+def leaves(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    if isinstance(value, dict) and value:
+        return [leaf for name, item in value.items() for leaf in leaves(item, (*path, name))]
+    if isinstance(value, list) and value:
+        return [leaf for i, item in enumerate(value) for leaf in leaves(item, (*path, i))]
+    return [path]
+
+
+def other_than(value: Any) -> list[Any]:
+    """A plausible value, and some of other types."""
+    text = "f" * 64 if len(str(value)) == 64 else "something else"
+    plausible = {bool: not value, int: 5, float: 0.75, str: text, type(None): 2}
+    others = (plausible[type(value)], "inf", -1, [], {}, None, True)
+    return [other for other in others if (type(other), other) != (type(value), value)]
+
+
+def test_any_value_of_the_record_that_is_changed_is_noticed(copy: Path) -> None:
+    text = (copy / "privacy.json").read_text()
+    for path in leaves(json.loads(text)):
+        value = json.loads(text)
+        for name in path:
+            value = value[name]
+        for other in other_than(value):
+            (copy / "privacy.json").write_text(text)
+            in_record(*path, to=lambda _, other=other: other)(copy)
+            with contextlib.suppress(HfDpError):
+                assert not verify(copy).consistent, (path, other)
+
+
+def test_what_a_forger_can_change_who_writes_the_card_anew(copy: Path) -> None:
+    """Words, and what describes the run without entering epsilon. No number that epsilon follows from."""
+    text, card = (copy / "privacy.json").read_text(), (copy / "README.md").read_text()
+    believed = set()
+    for path in leaves(json.loads(text)):
+        value = json.loads(text)
+        for name in path:
+            value = value[name]
+        if path == ("card_sha256",):
+            continue
+        for other in other_than(value):
+            (copy / "privacy.json").write_text(text)
+            (copy / "README.md").write_text(card)
+            in_record(*path, to=lambda _, other=other: other)(copy)
+            with contextlib.suppress(HfDpError, TypeError, AttributeError):  # a card cannot be written from everything
+                seal(copy)
+            with contextlib.suppress(HfDpError):
+                if verify(copy).consistent:
+                    believed.add(".".join(str(name) for name in path if isinstance(name, str)))
+    assert believed == {
+        "report.unit", "report.caveats", "report.versions.hf_dp", "report.versions.dp_accounting",
+        "report.epsilon_rdp",  # left out: it is on the card all the same
+        "config.withhold_non_private_logs", "ledger.promise.planned_steps",
+    }  # fmt: skip
