@@ -139,10 +139,10 @@ def _claim(record: PrivacyRecord, found: dict[AccountantName, float]) -> Iterato
         "token frequencies": (report.frequency_noise_multiplier, 1),
         "choices of rows": (report.row_choice_noise_multiplier, report.row_choices),
     }
-    for name, (noise, times) in releases.items():
+    for release, (noise, times) in releases.items():
         if noise is not None:
             there = sum(count for event, count, _ in ledger.entries if mechanisms(event) == {(1.0, noise): 1})
-            yield Check(name, there == times, f"noise multiplier {noise:g}: {times} claimed, in the ledger {there}")
+            yield Check(release, there == times, f"noise multiplier {noise:g}: {times} claimed, in the ledger {there}")
     try:
         check_delta(report.delta, report.dataset_size)
     except ConfigurationError as error:
