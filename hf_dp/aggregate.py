@@ -1,17 +1,24 @@
-"""The clipped sum of one logical batch over its micro-batches."""
+"""The clipped sum of one logical batch over its micro-batches, and over the ranks."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
 
+import hf_dp.ranks as ranks
 from hf_dp.clipping import Clipping
+from hf_dp.errors import HfDpError
 from hf_dp.per_example.precision import sum_dtype
 from hf_dp.per_example.record import PerExampleGradients
+
+# Numbers between the beginnings of two gradients in one buffer: 128 bytes of float32.
+_ALIGNMENT = 32
 
 
 class ClippedSum:
     """A sum over examples of clipped gradients, and the sensitivity that it is known to have.
+
+    On several ranks each adds its own examples; `meet` and `reduce` make it the sum over all.
 
     Attributes:
         gradients: the sum for each trainable parameter, float32 (float64 for float64 parameters).
@@ -23,11 +30,8 @@ class ClippedSum:
 
     def __init__(self, model: nn.Module, clipping: Clipping) -> None:
         self._clipping = clipping
-        self.gradients: dict[str, Tensor] = {
-            name: torch.zeros_like(p, dtype=sum_dtype(p.dtype), requires_grad=False)
-            for name, p in model.named_parameters()
-            if p.requires_grad
-        }
+        parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self.gradients, self._buffers = _in_buffers(parameters)
         self.examples = self.clipped = self.non_finite = 0
         self.loss = 0.0
 
@@ -47,3 +51,53 @@ class ClippedSum:
         self.non_finite += int((~used).sum())
         self.clipped += int((used & coefficients.lt(1)).sum())
         self.loss += float(gradients.losses.double().where(used, 0.0).sum())
+
+    def add_nothing(self, gradients: PerExampleGradients) -> None:
+        """Takes part in a micro-batch of the other ranks; none of its examples counts."""
+        gradients.add_weighted_sum_(self.gradients, torch.zeros_like(gradients.losses))
+
+    def meet(self, step: int) -> None:
+        """Waits for the other ranks, and makes the counts and the loss those of all. One small all-gather.
+
+        Args:
+            step: which logical batch this is, for this rank.
+
+        Raises:
+            HfDpError: another rank is at another step.
+        """
+        table = ranks.gathered([step, self.examples, self.clipped, self.non_finite, self.loss])
+        steps = [int(value) for value in table[:, 0]]
+        if len(set(steps)) > 1:
+            raise HfDpError(
+                f"the ranks are at different steps: {steps}.",
+                why="they would add up different logical batches, and no ledger would count the right releases.",
+                fix="let every rank take the same callbacks and stopping decisions; resume from the last checkpoint.",
+            )
+        self.examples, self.clipped, self.non_finite = (int(value) for value in table.sum(0)[1:4])
+        self.loss = float(table[:, 4].sum())
+
+    @property
+    def own(self) -> list[Tensor]:
+        """The tensors that this rank adds the noise to before `reduce`: over all ranks each element is in one once."""
+        return list(self.gradients.values()) if ranks.rank() == 0 else []
+
+    def reduce(self) -> None:
+        """The sum over all ranks, in place: one all-reduce for each dtype and device of the gradients, mostly one."""
+        for buffer in self._buffers:
+            ranks.sum_(buffer)
+
+
+def _in_buffers(parameters: dict[str, nn.Parameter]) -> tuple[dict[str, Tensor], list[Tensor]]:
+    """A zero gradient for each parameter, laid out as it is; and the few buffers that they are views of."""
+    sizes: dict[tuple[torch.dtype, torch.device], int] = {}
+    places: dict[str, int] = {}
+    for name, p in parameters.items():
+        key = sum_dtype(p.dtype), p.device
+        places[name] = sizes.get(key, 0)
+        sizes[key] = places[name] + -(-p.numel() // _ALIGNMENT) * _ALIGNMENT
+    buffers = {key: torch.zeros(size, dtype=key[0], device=key[1]) for key, size in sizes.items()}
+    gradients = {}
+    for name, p in parameters.items():
+        strides = torch.empty_like(p, device="meta").stride()
+        gradients[name] = buffers[sum_dtype(p.dtype), p.device].as_strided(p.shape, strides, places[name])
+    return gradients, list(buffers.values())

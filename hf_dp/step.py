@@ -23,8 +23,11 @@ def private_gradient(
     micro_batches: Iterable[Batch],
     plan: Plan,
     ledger: Ledger,
+    dummies: Iterable[Batch] = (),
 ) -> ClippedSum:
     """Sets `.grad` of every trainable parameter to the noisy mean gradient of one logical batch (DP-SGD).
+
+    On several ranks all call it together, each with its share of the batch, and all get the same gradient.
 
     Args:
         model: whose trainable parameters are updated.
@@ -32,6 +35,7 @@ def private_gradient(
         micro_batches: of one Poisson draw, possibly none: an empty batch is a step like any other.
         plan: clipping, noise and cost.
         ledger: charged before the noisy gradient exists.
+        dummies: micro-batches that are computed and weighted with zero, where other ranks have more.
 
     Returns:
         The sum; its gradients are now the noisy mean.
@@ -50,9 +54,14 @@ def private_gradient(
     with nullcontext() if plan.entropy.reproducible else secret_global_state():
         for micro_batch in micro_batches:
             total.add(record(micro_batch))
+        for dummy in dummies:
+            total.add_nothing(record(dummy))
     step = ledger.steps
+    total.meet(step)
     ledger.charge(plan.event)
-    plan.noise.add_(total.gradients.values(), plan.noise_standard_deviation, step)
+    # Each element gets its noise from one rank, before anyone has the sum.
+    plan.noise.add_(total.own, plan.noise_standard_deviation, step)
+    total.reduce()
     with torch.no_grad():
         for name, p in model.named_parameters():
             if p.requires_grad:

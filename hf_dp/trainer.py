@@ -17,7 +17,9 @@ from transformers.trainer_callback import TrainerState
 from transformers.trainer_utils import seed_worker
 
 import hf_dp.accounting as accounting
+import hf_dp.ranks as ranks
 from hf_dp.aggregate import ClippedSum
+from hf_dp.agreement import agree, described_arguments, described_data, described_model, described_values
 from hf_dp.arguments import (
     private_arguments,
     refuse_dataset,
@@ -39,7 +41,7 @@ from hf_dp.probe import telling_rows, unchanged_buffers
 from hf_dp.randomness import Entropy
 from hf_dp.re_attention import remove_re_attention
 from hf_dp.resume import SavedRun
-from hf_dp.sampling import LogicalBatchCollator, PoissonBatchSampler, PoissonDataLoader
+from hf_dp.sampling import LogicalBatchCollator, PoissonBatchSampler, PoissonDataLoader, RankSampler
 from hf_dp.step import private_gradient
 
 if TYPE_CHECKING:
@@ -59,8 +61,8 @@ class DPTrainerMixin(_Base):
     """Makes any Trainer subclass train with DP-SGD: `class MyTrainer(DPTrainerMixin, MyBaseTrainer)`.
 
     One dataloader item is one logical batch, Poisson-sampled with expected size `per_device_train_batch_size` x
-    `gradient_accumulation_steps`; `per_device_train_batch_size` is the micro-batch. In the trainer's own copy of the
-    arguments `gradient_accumulation_steps` is 1 and `max_grad_norm` is 0; yours are left alone.
+    `gradient_accumulation_steps` x processes; `per_device_train_batch_size` is the micro-batch. In the trainer's own
+    copy of the arguments `gradient_accumulation_steps` is 1 and `max_grad_norm` is 0; yours are left alone.
 
     Args:
         privacy: the promise. All other arguments are those of the Trainer behind this class.
@@ -97,7 +99,9 @@ class DPTrainerMixin(_Base):
 
     def _validate_args(self) -> None:
         user_args = self.args
-        self._expected_batch_size = user_args.train_batch_size * user_args.gradient_accumulation_steps
+        self._expected_batch_size = (
+            user_args.train_batch_size * user_args.gradient_accumulation_steps * ranks.world_size()
+        )
         self.args = private_arguments(user_args)
         refuse_overrides(self, DPTrainerMixin, Trainer)
         refuse_parallel_model(self, self._module)
@@ -111,6 +115,10 @@ class DPTrainerMixin(_Base):
         refuse_dataset(self.train_dataset)
         n = self._make_sampler(Entropy(0)).dataset_size
         accounting.check_delta(self.privacy.target_delta or accounting.default_delta(n), n)
+
+    def _described_run(self) -> dict[str, Any]:
+        data = described_data(self.train_dataset)
+        return {"PrivacyConfig": self.privacy.to_dict(), **described_arguments(self.args), **data}
 
     def _make_sampler(self, entropy: Entropy) -> PoissonBatchSampler:
         dataset: Any = self.train_dataset
@@ -127,7 +135,9 @@ class DPTrainerMixin(_Base):
                 "DPTrainer has no train_dataset.", why="there is nothing to train on.", fix="pass train_dataset=..."
             )
         self._check_dataset()
-        entropy = Entropy(self.privacy.seed)
+        # Before the model is wrapped, which may overwrite what differs.
+        agree({**self._described_run(), **described_model(self._module)})
+        entropy = Entropy.of_all_ranks(self.privacy.seed)
         sampler = self._make_sampler(entropy)
         loader = self._make_loader(sampler)
         steps = self.set_initial_training_values(self.args, loader)[-1]
@@ -141,13 +151,11 @@ class DPTrainerMixin(_Base):
             dataset = self._remove_unused_columns(dataset, description="training")
         else:
             collate = self._get_collator_with_removed_columns(collate, description="training")
-        workers = self.args.dataloader_num_workers
+        workers, size = self.args.dataloader_num_workers, self.args.per_device_train_batch_size
         return PoissonDataLoader(
             dataset,
-            batch_sampler=sampler,
-            collate_fn=LogicalBatchCollator(
-                self.args.per_device_train_batch_size, collate, reproducible=self.privacy.seed is not None
-            ),
+            batch_sampler=RankSampler(sampler, ranks.rank(), ranks.world_size(), size),
+            collate_fn=LogicalBatchCollator(size, collate, reproducible=self.privacy.seed is not None),
             num_workers=workers,
             pin_memory=self.args.dataloader_pin_memory and torch.cuda.is_available(),
             persistent_workers=self.args.dataloader_persistent_workers,
@@ -188,6 +196,14 @@ class DPTrainerMixin(_Base):
                 fix="plan the whole training at once, or use noise_multiplier, where the ledger adds up what is spent.",
             )
         self.ledger.promise = plan.promise
+        agree(
+            {
+                "the promise": plan.promise,
+                "the step to begin at": state.global_step,
+                "the ledger": self.ledger.to_dict(),
+                **described_values(self._module),
+            }
+        )
         refuse_optimizer(self.optimizer, self._module)
         # A warning, so that it is seen: the default delta, and an argument that is not what the user left it at.
         logger.warning("Private training: %s. max_grad_norm is set to 0: gradients are clipped for each example.", plan)
@@ -267,6 +283,7 @@ class DPTrainerMixin(_Base):
             map(self._prepare_inputs, inputs["micro_batches"]),
             self._require_plan(),
             self.ledger,
+            map(self._prepare_inputs, inputs["dummies"]),
         )
         return self._note(total)
 
@@ -302,7 +319,11 @@ class DPTrainerMixin(_Base):
         return sum(int(super(DPTrainerMixin, self).floating_point_ops(part)) for part in parts)
 
     def _track_num_input_tokens(self, inputs: Any) -> None:
-        for part in [] if self.privacy.withhold_non_private_logs else inputs.get("micro_batches", [inputs]):
+        if self.privacy.withhold_non_private_logs:
+            return
+        # Every call adds up over the ranks, so all must make as many; of a dummy there is nothing to count.
+        nothing = [{name: value[:0] for name, value in part.items()} for part in inputs.get("dummies", [])]
+        for part in [*inputs.get("micro_batches", [inputs]), *nothing]:
             super()._track_num_input_tokens(part)  # type: ignore[no-untyped-call]
 
     # --- what comes out -------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ PACKAGE = Path(__file__).resolve().parents[2] / "hf_dp"
 FLOORS = {
     "errors": 0,
     "config": 0,
+    "ranks": 0,
     "randomness": 0,
     "accounting": 1,
     "sampling": 1,
@@ -29,6 +30,7 @@ FLOORS = {
     "plan": 2,
     "probe": 2,
     "resume": 2,
+    "agreement": 2,
     "frequencies": 3,
     "attention_noise": 4,
     "step": 3,
@@ -41,8 +43,8 @@ FLOORS = {
 }
 # (importer, imported) on one floor. Everything else on a floor is a stranger to its neighbours.
 PEERS = {
-    ("config", "errors"), ("randomness", "errors"), ("trainer", "callbacks"), ("trainer", "attention_noise"),
-    ("cli", "demo"),
+    ("config", "errors"), ("randomness", "errors"), ("randomness", "ranks"), ("trainer", "callbacks"),
+    ("trainer", "attention_noise"), ("cli", "demo"),
 }  # fmt: skip
 # Libraries that a module must not import itself. What it imports through others is seen in test_package.py.
 FORBIDDEN = {

@@ -181,7 +181,7 @@ class TestLoader:
         assert len(items) == 100
         empty = [item for item in items if item["n"] == 0]
         assert 20 < len(empty) < 55
-        assert all(item == {"micro_batches": [], "n": 0} for item in empty)
+        assert all(item == {"micro_batches": [], "dummies": [], "n": 0} for item in empty)
 
     def test_failure_5_empty_batches_reach_no_transform_of_a_hugging_face_dataset(self):
         datasets = pytest.importorskip("datasets")
