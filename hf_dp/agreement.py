@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 import hf_dp.ranks as ranks
 from hf_dp.errors import ConfigurationError
@@ -84,10 +85,11 @@ def described_model(model: nn.Module) -> dict[str, Any]:
 
 
 def described_values(model: nn.Module) -> dict[str, Any]:
-    """A checksum of all parameters; the same on every device."""
+    """A checksum of what every rank holds whole; the same on every device."""
     if ranks.world_size() == 1:
         return {}
-    return {"the model's weights": [checksum(p.detach()) for p in model.parameters()]}
+    wholes = [p.detach() for p in model.parameters() if not isinstance(p, DTensor)]
+    return {"the model's weights": [checksum(p) for p in wholes]}
 
 
 def checksum(values: Tensor) -> list[int]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 
-import torch
 from torch import nn
 
 from hf_dp.accounting import Ledger
@@ -59,12 +58,6 @@ def private_gradient(
     step = ledger.steps
     total.meet(step)
     ledger.charge(plan.event)
-    # Each element gets its noise from one rank, before anyone has the sum.
-    plan.noise.add_(total.own, plan.noise_standard_deviation, step)
-    total.reduce()
-    with torch.no_grad():
-        for name, p in model.named_parameters():
-            if p.requires_grad:
-                # In place: a second copy of all gradients would be the peak of memory.
-                p.grad = total.gradients[name].div_(plan.sampler.expected_batch_size).to(p.dtype)
+    total.release(plan.noise, plan.noise_standard_deviation, step)
+    total.set_gradients(plan.sampler.expected_batch_size)
     return total

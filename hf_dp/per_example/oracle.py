@@ -9,14 +9,16 @@ from hf_dp.per_example.batch import Batch, LossFunction, batch_size, check_losse
 from hf_dp.per_example.factors import Factors, PerExample
 from hf_dp.per_example.precision import accumulation
 from hf_dp.per_example.record import PerExampleGradients
+from hf_dp.per_example.sharding import local, trainable
 
 
 def loop(model: nn.Module, loss_fn: LossFunction, batch: Batch) -> PerExampleGradients:
     """Per-example gradients by plain autograd, one example at a time; B times the gradient's memory.
 
-    Args and errors as for `record`. Each example is run alone, so nothing can leak between examples.
+    Args and errors as for `record`. Each example is run alone, so nothing can leak between examples. Of a parameter that
+    FSDP2 shards the rows are this rank's part; all ranks call it together, with the same batch.
     """
-    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    parameters = trainable(model)
     kept = {name: p.grad for name, p in parameters.items()}
     rows: dict[str, list[torch.Tensor]] = {name: [] for name in parameters}
     losses = []
@@ -30,7 +32,7 @@ def loop(model: nn.Module, loss_fn: LossFunction, batch: Batch) -> PerExampleGra
                 loss.sum().backward()
             losses.append(loss.detach())
             for name, p in parameters.items():
-                rows[name].append(accumulation(torch.zeros_like(p) if p.grad is None else p.grad))
+                rows[name].append(accumulation(torch.zeros_like(local(p)) if p.grad is None else local(p.grad)))
                 p.grad = None
     finally:
         for name, p in parameters.items():

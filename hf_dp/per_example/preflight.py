@@ -14,10 +14,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
+import hf_dp.ranks as ranks
 from hf_dp.errors import ConfigurationError, PreflightError, UnsupportedModelError
 from hf_dp.per_example.batch import Batch, LossFunction, batch_size, take
+from hf_dp.per_example.factors import squared_norms
 from hf_dp.per_example.independence import (
     check_independence,
     check_shares,
@@ -29,10 +32,12 @@ from hf_dp.per_example.independence import (
     telling_size,
 )
 from hf_dp.per_example.oracle import loop
+from hf_dp.per_example.precision import full_precision
 from hf_dp.per_example.reading import Reader
 from hf_dp.per_example.record import PerExampleGradients
 from hf_dp.per_example.rule import Certificate, Rule
 from hf_dp.per_example.rules import RULES
+from hf_dp.per_example.sharding import local, summed_over_shards, trainable
 from hf_dp.per_example.watch import Watch
 
 _EXACTNESS_TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3}
@@ -78,13 +83,13 @@ def preflight(
         with in_mode(model, training=False):
             watch = Watch(Reader(size), rules)
             losses = watch.run(model, loss_fn, few)
-            parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+            parameters = trainable(model)
             found = PerExampleGradients(losses, watch.factors, parameters, frozenset(watch.uses), watch.versions)
             weights = torch.linspace(0.5, 1.5, size, device=losses.device, dtype=torch.float64)
             truth = _Truth.of(model, loss_fn, few, weights)
     # A frozen base in bf16 rounds what reaches an adapter in float32.
     dtypes = watch.dtypes | {p.dtype for p in model.parameters() if p.is_floating_point()}
-    _compare(found, truth, weights, dtypes)
+    _compare(found, truth, weights, dtypes, parameters)
     return Certificate(watch.uses | watch.copied)
 
 
@@ -162,27 +167,37 @@ class _Truth(NamedTuple):
     @staticmethod
     def of(model: nn.Module, loss_fn: LossFunction, batch: Batch, weights: Tensor) -> _Truth:
         """The oracle's norms (B,), and its weighted sums of the examples whose norm is finite."""
-        norms, sums = [], None
+        norms, sums, parameters = [], None, trainable(model)
         for i in range(len(weights)):
             one = loop(model, loss_fn, take(batch, [i]))
             sums = one.zeros() if sums is None else sums
-            norms.append(one.squared_norms().double().sqrt())
+            with full_precision(one.losses.device):
+                squares = [(parameters[name], squared_norms(uses)[0]) for name, uses in one.factors.items()]
+            norms.append(summed_over_shards(squares, one.losses.device).sqrt())
             one.add_weighted_sum_(sums, weights[i : i + 1].where(norms[-1].isfinite(), 0))
         return _Truth(torch.cat(norms), sums or {})
 
 
-def _compare(engine: PerExampleGradients, oracle: _Truth, weights: Tensor, dtypes: Set[torch.dtype]) -> None:
+def _compare(
+    engine: PerExampleGradients,
+    oracle: _Truth,
+    weights: Tensor,
+    dtypes: Set[torch.dtype],
+    parameters: Mapping[str, Tensor],
+) -> None:
     tolerance = max(_EXACTNESS_TOLERANCE.get(dtype, _LOW_PRECISION_TOLERANCE) for dtype in dtypes)
     # An example whose own gradient is not finite contributes nothing; it must be the same ones for both.
     finite = oracle.norms.isfinite()
     found_norms, true_norms = (n.where(finite, 0) for n in (engine.squared_norms().double().sqrt(), oracle.norms))
     ours, truth = engine.weighted_sum(weights.where(finite, 0)), oracle.sums
-    whole = math.hypot(*(_norm(v) for v in truth.values()))
-    checks = [("the norms", found_norms, true_norms, 0.0)]
-    checks += [(name, ours[name], truth[name], 0.1 * whole) for name in truth]
-    for name, found, expected, floor in checks:
-        scale = max(_norm(expected), floor)
-        error = _norm(found.sub_(expected))
+    for name in ours:
+        # All ranks gave the same examples.
+        ours[name] /= ranks.world_size() if isinstance(parameters[name], DTensor) else 1
+    sizes = {name: _norm(truth[name], parameters[name]) for name in truth}
+    checks = [("the norms", found_norms, true_norms, _norm(true_norms))]
+    checks += [(name, ours[name], truth[name], max(sizes[name], 0.1 * math.hypot(*sizes.values()))) for name in truth]
+    for name, found, expected, scale in checks:
+        error = _norm(found.sub_(expected), parameters.get(name))
         if not error <= tolerance * scale + 1e-12:
             raise PreflightError(
                 f"per-example gradients of {name} are off by {error:.2g} where the oracle's have norm {scale:.2g}.",
@@ -191,15 +206,19 @@ def _compare(engine: PerExampleGradients, oracle: _Truth, weights: Tensor, dtype
             )
 
 
-def _norm(values: Tensor) -> float:
-    """In float64, without a copy of all values."""
-    return math.sqrt(sum(float(part.double().square().sum()) for part in values.reshape(-1).split(_CHUNK)))
+def _norm(values: Tensor, parameter: Tensor | None = None) -> float:
+    """In float64, without a copy of all values; over all shards, if the parameter has shards."""
+    square = sum(float(part.double().square().sum()) for part in values.reshape(-1).split(_CHUNK))
+    return math.sqrt(float(ranks.gathered([square]).sum()) if isinstance(parameter, DTensor) else square)
 
 
 @contextmanager
 def _off_zero(model: nn.Module) -> Iterator[None]:
-    zeros = [p for p in model.parameters() if p.requires_grad and p.is_floating_point() and not bool(p.any())]
-    kept = [p.detach().clone() for p in zeros]
+    parameters = [p for p in trainable(model).values() if p.is_floating_point()]
+    # A shard may be empty, or all zero by chance.
+    touched = ranks.gathered([float(local(p).any()) for p in parameters]).sum(0)
+    zeros = [local(p.detach()) for p, elements in zip(parameters, touched, strict=True) if not elements]
+    kept = [p.clone() for p in zeros]
     with torch.no_grad():
         for p in zeros:
             p.normal_(std=0.02)

@@ -1,0 +1,87 @@
+"""Private steps by hand, on models that `fully_shard` splits: without Trainer, so that every part can be chosen."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+import hf_dp.ranks as ranks
+from hf_dp.accounting import Ledger
+from hf_dp.losses import per_example_losses
+from hf_dp.per_example import preflight, record
+from hf_dp.plan import Plan
+from hf_dp.randomness import Entropy
+from hf_dp.sampling import LogicalBatchCollator, PoissonBatchSampler, RankSampler, _OwnReads
+from hf_dp.step import private_gradient
+from tests.distributed.tasks import MICRO, MODELS, STEPS, built, promise
+from tests.e2e.workbench import pad, pad_for_language, rows
+
+
+def shard(model: nn.Module, units: str = "blocks") -> nn.Module:
+    """`fully_shard` on every block and on the whole; or on the whole alone."""
+    if units == "blocks":
+        for module in list(model.modules()):
+            if isinstance(module, nn.ModuleList):
+                for block in module:
+                    fully_shard(block)
+    return fully_shard(model)
+
+
+def gathered(model: nn.Module) -> dict[str, Tensor]:
+    """All parameters, whole."""
+    return {
+        name: (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone()
+        for name, p in model.named_parameters()
+    }
+
+
+def stepped(
+    name: str,
+    sharding: str | None = None,
+    expected: int = 8,
+    checkpointing: bool = False,
+    optimizer: str = "SGD",
+    privacy: dict[str, Any] | None = None,
+    steps: int = STEPS,
+) -> dict[str, Any]:
+    """`steps` private steps; `sharding` is None for a model that every process holds whole."""
+    model = built(name)
+    if checkpointing:
+        model.gradient_checkpointing_enable()
+    if sharding:
+        shard(model, sharding)
+    config = promise(**(privacy or {}))
+    data, collate = rows(), pad if MODELS[name][1] == "sequence" else pad_for_language
+    entropy = Entropy.of_all_ranks(config.seed)
+    sampler = PoissonBatchSampler(len(data), expected, entropy)
+    plan, ledger = Plan.make(config, sampler, steps, entropy), Ledger()
+    certificate = preflight(model, per_example_losses, collate(data[:5]))
+    share = RankSampler(sampler, ranks.rank(), ranks.world_size(), MICRO)
+    collator, reads = LogicalBatchCollator(MICRO, collate, reproducible=True), _OwnReads(data, collate_nothing)
+    update = getattr(torch.optim, optimizer)(model.parameters(), lr=0.1 if optimizer == "SGD" else 1e-3)
+    sizes = []
+    for step in range(steps):
+        item = collator(reads.__getitems__(share.share(sampler.draw(step))))
+        sizes.append(item["n"])
+        total = private_gradient(
+            model,
+            functools.partial(record, model, per_example_losses, certificate=certificate),
+            item["micro_batches"],
+            plan,
+            ledger,
+            item["dummies"],
+        )
+        update.step()
+        update.zero_grad()
+    return {"parameters": gathered(model), "sizes": sizes, "loss": total.loss, "examples": total.examples}
+
+
+def collate_nothing() -> Any:
+    from contextlib import nullcontext
+
+    return nullcontext()
