@@ -15,8 +15,8 @@ from hf_dp.per_example.sharding import local, trainable
 def loop(model: nn.Module, loss_fn: LossFunction, batch: Batch) -> PerExampleGradients:
     """Per-example gradients by plain autograd, one example at a time; B times the gradient's memory.
 
-    Args and errors as for `record`. Each example is run alone, so nothing can leak between examples. Of a parameter that
-    FSDP2 shards the rows are this rank's part; all ranks call it together, with the same batch.
+    Args and errors as for `record`. Each example is run alone, so nothing can leak between examples. Of a parameter
+    that FSDP2 shards the rows are this rank's part; all ranks call it together, with the same batch.
     """
     parameters = trainable(model)
     kept = {name: p.grad for name, p in parameters.items()}

@@ -77,7 +77,7 @@ class PerExampleGradients:
         }
 
     def add_weighted_sum_(self, out: Mapping[str, Tensor | Shard], coefficients: Tensor) -> None:
-        """Adds `weighted_sum(coefficients)` to `out` in place; into a `Shard`, that of all ranks, which do it together."""
+        """Adds `weighted_sum(coefficients)` to `out` in place; to a `Shard` that of all ranks, called together."""
         if coefficients.shape != self.losses.shape:
             raise ValueError(f"coefficients {tuple(coefficients.shape)} for losses {tuple(self.losses.shape)}")
         chosen = coefficients.ne(0)
@@ -90,7 +90,7 @@ class PerExampleGradients:
                 kept = out[name]
                 # A parameter may be laid out otherwise (channels_last); factors are summed row by row.
                 in_place = isinstance(kept, Tensor) and kept.is_contiguous()
-                total = kept if in_place else self._whole_zeros(name, kept)
+                total: Any = kept if in_place else self._whole_zeros(name, kept)
                 for use in uses if len(coefficients) else ():
                     (use if index is None else use.selected(index)).add_weighted_(total, coefficients)
                 if not in_place:

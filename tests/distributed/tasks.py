@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate.utils import DistributedType
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from hf_dp import PrivacyConfig
-from tests.e2e.workbench import make, pad, pad_for_language, parameters, rows
+from tests.e2e.workbench import make, pad, pad_for_language, rows
 from tests.zoo import adapted, tiny
 
 STEPS, EXPECTED, MICRO = 5, 8, 2
+SHARDS = {"auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "state_dict_type": "FULL_STATE_DICT"}
 MODELS = {
     "tied gpt2": ("gpt2", "causal_lm"),
     "llama": ("llama", "causal_lm"),
@@ -57,7 +62,7 @@ def trained(path: str, name: str, world: int, privacy: dict[str, Any] | None = N
     run = trainer(path, name, world, privacy, logging_steps=1, **changes)
     run.train()
     return {
-        "parameters": parameters(run.model),
+        "parameters": gathered(run.model),
         "steps": run.ledger.steps,
         "report": run.privacy_report().to_dict() if hasattr(run.privacy_report(), "to_dict") else None,
         "losses": [entry["loss"] for entry in run.state.log_history if "loss" in entry],
@@ -65,10 +70,42 @@ def trained(path: str, name: str, world: int, privacy: dict[str, Any] | None = N
     }
 
 
+def trained_in_shards(path: str, name: str, world: int, *rest: Any, **changes: Any) -> dict[str, Any]:
+    """As `trained`, under FSDP2 as accelerate sets it up."""
+    # accelerate splits BERT's embeddings and then what is in them, which torch refuses; so only the layers are named.
+    layers = {"transformer_layer_cls_to_wrap": ["BertLayer"]} if name == "bert" else {}
+    with fsdp2_on_cpu():
+        config = {"version": 2, **SHARDS, **layers}
+        return trained(path, name, world, *rest, fsdp=True, fsdp_config=config, **changes)
+
+
+@contextmanager
+def fsdp2_on_cpu() -> Iterator[None]:
+    """accelerate takes no plugin for FSDP on a CPU, and would use DDP without a word; here it takes it."""
+    original = AcceleratorState.__init__
+
+    def init(self: Any, *args: Any, fsdp_plugin: Any = None, **kwargs: Any) -> None:
+        original(self, *args, fsdp_plugin=fsdp_plugin, **kwargs)
+        if fsdp_plugin is not None:
+            self.distributed_type, self.fsdp_plugin = DistributedType.FSDP, fsdp_plugin
+
+    AcceleratorState.__init__ = init
+    try:
+        yield
+    finally:
+        AcceleratorState.__init__ = original
+
+
 def fresh_accelerator() -> None:
     """As at the start of a process; the process group stays."""
     for state in (AcceleratorState, GradientState, PartialState):
         state._reset_state()
+
+
+def gathered(model: nn.Module) -> dict[str, Tensor]:
+    """All parameters, whole."""
+    wholes = {n: p.full_tensor() if isinstance(p, DTensor) else p for n, p in model.named_parameters()}
+    return {name: whole.detach().clone() for name, whole in wholes.items()}
 
 
 def farthest(one: dict[str, Tensor], two: dict[str, Tensor]) -> float:
