@@ -204,6 +204,20 @@ def refuse_parallel_model(trainer: Any, model: nn.Module) -> None:
         )
 
 
+def refuse_sharded_re_attention(trainer: Any, config: Any) -> None:
+    """Refuses Re-Attention with FSDP2.
+
+    Raises:
+        ConfigurationError: both are asked for.
+    """
+    if config is not None and trainer.is_fsdp_enabled:
+        raise ConfigurationError(
+            "Re-Attention with FSDP2.",
+            why="the noise of each row of a parameter is followed through the whole parameter, which is in shards.",
+            fix="train under DDP, or without re_attention.",
+        )
+
+
 def _unknown_parallelism(trainer: Any, model: nn.Module) -> str | None:
     if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
         return type(model).__name__

@@ -19,13 +19,14 @@ from transformers.trainer_utils import seed_worker
 import hf_dp.accounting as accounting
 import hf_dp.ranks as ranks
 from hf_dp.aggregate import ClippedSum
-from hf_dp.agreement import agree, described_arguments, described_data, described_model, described_values
+from hf_dp.agreement import agree, described_arguments, described_data, described_model, described_values, difference
 from hf_dp.arguments import (
     private_arguments,
     refuse_dataset,
     refuse_optimizer,
     refuse_overrides,
     refuse_parallel_model,
+    refuse_sharded_re_attention,
 )
 from hf_dp.attention_noise import AttentionNoise, token_ids, without_idle_release
 from hf_dp.callbacks import PrivacyCallback
@@ -105,6 +106,7 @@ class DPTrainerMixin(_Base):
         self.args = private_arguments(user_args)
         refuse_overrides(self, DPTrainerMixin, Trainer)
         refuse_parallel_model(self, self._module)
+        refuse_sharded_re_attention(self, self.privacy.re_attention)
         if self.train_dataset is not None:
             self._check_dataset()
             check_modules(self._module)
@@ -116,9 +118,15 @@ class DPTrainerMixin(_Base):
         n = self._make_sampler(Entropy(0)).dataset_size
         accounting.check_delta(self.privacy.target_delta or accounting.default_delta(n), n)
 
-    def _described_run(self) -> dict[str, Any]:
-        data = described_data(self.train_dataset)
-        return {"PrivacyConfig": self.privacy.to_dict(), **described_arguments(self.args), **data}
+    def _check_ranks(self) -> None:
+        """Refuses ranks that differ, before the model is wrapped, which may overwrite what differs."""
+        data, model = described_data(self.train_dataset), described_model(self._module)
+        agree({"PrivacyConfig": self.privacy.to_dict(), **described_arguments(self.args), **data, **model})
+        plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
+        if plugin is not None and not plugin.cpu_ram_efficient_loading:
+            agree(described_values(self._module))
+        elif plugin is None and (found := difference(described_values(self._module))) is not None:
+            logger.warning("%s; DDP replaces them by rank 0's.", found)
 
     def _make_sampler(self, entropy: Entropy) -> PoissonBatchSampler:
         dataset: Any = self.train_dataset
@@ -135,8 +143,7 @@ class DPTrainerMixin(_Base):
                 "DPTrainer has no train_dataset.", why="there is nothing to train on.", fix="pass train_dataset=..."
             )
         self._check_dataset()
-        # Before the model is wrapped, which may overwrite what differs.
-        agree({**self._described_run(), **described_model(self._module)})
+        self._check_ranks()
         entropy = Entropy.of_all_ranks(self.privacy.seed)
         sampler = self._make_sampler(entropy)
         loader = self._make_loader(sampler)

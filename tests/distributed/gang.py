@@ -12,7 +12,7 @@ from typing import Any
 import torch.multiprocessing as mp
 from torch.multiprocessing import Queue
 
-_PATIENCE = 300
+_PATIENCE = 60
 
 
 class Gang:

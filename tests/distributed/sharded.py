@@ -17,8 +17,8 @@ from hf_dp.plan import Plan
 from hf_dp.randomness import Entropy
 from hf_dp.sampling import LogicalBatchCollator, PoissonBatchSampler, RankSampler, _OwnReads
 from hf_dp.step import private_gradient
-from tests.distributed.tasks import MICRO, MODELS, STEPS, built, gathered, promise
-from tests.e2e.workbench import pad, pad_for_language, rows
+from tests.distributed.tasks import MICRO, STEPS, built, collator_of, gathered, promise
+from tests.e2e.workbench import rows
 
 
 def shard(model: nn.Module, units: str = "blocks") -> nn.Module:
@@ -47,7 +47,7 @@ def stepped(
     if sharding:
         shard(model, sharding)
     config = promise(**(privacy or {}))
-    data, collate = rows(), pad if MODELS[name][1] == "sequence" else pad_for_language
+    data, collate = rows(), collator_of(name)
     entropy = Entropy.of_all_ranks(config.seed)
     sampler = PoissonBatchSampler(len(data), expected, entropy)
     plan, ledger = Plan.make(config, sampler, steps, entropy), Ledger()

@@ -241,7 +241,7 @@ class PaddingFree:
 
 class TestCollator:
     def test_empty_is_never_shown_to_the_users_collator(self):
-        assert LogicalBatchCollator(2, rows)([]) == {"micro_batches": [], "n": 0}
+        assert LogicalBatchCollator(2, rows)([]) == {"micro_batches": [], "dummies": [], "n": 0}
 
     def test_is_picklable(self):
         collator = pickle.loads(pickle.dumps(LogicalBatchCollator(2, rows)))
