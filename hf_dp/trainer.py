@@ -238,7 +238,8 @@ class DPTrainerMixin(_Base):
     def checkpoint_record(self) -> dict[str, Any]:
         """What a checkpoint keeps: the ledger, and a keyed fingerprint of the data."""
         if self._fingerprint is _UNKNOWN and self.train_dataset is not None:
-            key = fingerprint_key(self._output_dir, create=True)
+            # Every rank is asked, and one writes.
+            key = fingerprint_key(self._output_dir, create=True) if ranks.rank() == 0 else None
             self._fingerprint = fingerprint(self.train_dataset, key) if key else None
         return SavedRun.record(self.ledger, self._fingerprint)
 

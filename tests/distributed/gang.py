@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import faulthandler
 import importlib
 import os
 import socket
 import traceback
 from collections.abc import Callable
+from queue import Empty
 from typing import Any
 
 import torch.multiprocessing as mp
 from torch.multiprocessing import Queue
 
-_PATIENCE = 60
+_PATIENCE = 30
 
 
 class Gang:
@@ -39,7 +41,7 @@ class Gang:
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         """What `function(*args)` returns in each process; an exception in one is raised here."""
         found = self.attempt(function, *args)
-        for i, (kind, value) in enumerate(found):
+        for i, (kind, value) in sorted(enumerate(found), key=lambda pair: pair[1][1] is None):
             if kind == "error":
                 raise AssertionError(f"in process {i}:\n{value}")
         return [value for _, value in found]
@@ -48,7 +50,14 @@ class Gang:
         """("value", what it returned) or ("error", the traceback) of each process."""
         for task in self._tasks:
             task.put((function.__module__, function.__qualname__, args))
-        return [answer.get(timeout=_PATIENCE) for answer in self._answers]
+        found: list[tuple[str, Any]] = []
+        for answer in self._answers:
+            try:
+                found.append(answer.get(timeout=5 if ("error", None) in found else _PATIENCE))
+            except Empty:
+                # It waits for one that failed; the error of that one tells more.
+                found.append(("error", None))
+        return found
 
     def dismiss(self) -> None:
         """Ends the processes."""
@@ -71,8 +80,12 @@ def _work(rank: int, size: int, port: int, tasks: Queue[Any], answers: Queue[Any
     torch.distributed.init_process_group("gloo", rank=rank, world_size=size)
     while (task := tasks.get()) is not None:
         module, name, args = task
+        # Who waits for whom, should they wait for each other.
+        faulthandler.dump_traceback_later(_PATIENCE - 5)
         try:
             answers.put(("value", getattr(importlib.import_module(module), name)(*args)))
         except BaseException:  # noqa: BLE001
             answers.put(("error", traceback.format_exc()))
+        finally:
+            faulthandler.cancel_dump_traceback_later()
     torch.distributed.destroy_process_group()

@@ -106,9 +106,10 @@ def fsdp2_on_cpu(version: int = 2) -> Iterator[None]:
 
     def init(self: Any, *args: Any, fsdp_plugin: Any = None, **kwargs: Any) -> None:
         original(self, *args, fsdp_plugin=fsdp_plugin, **kwargs)
-        if fsdp_plugin is not None:
-            self.distributed_type, self.fsdp_plugin = DistributedType.FSDP, fsdp_plugin
-            fsdp_plugin.fsdp_version = version
+        plugin = fsdp_plugin or vars(self).get("fsdp_plugin")
+        if plugin is not None:
+            self.distributed_type, self.fsdp_plugin = DistributedType.FSDP, plugin
+            plugin.fsdp_version = version
 
     AcceleratorState.__init__ = init
     try:
@@ -275,7 +276,8 @@ def refusal(path: str, what: str) -> str:
 
 def saved_and_resumed(path: str, name: str, world: int, shards: bool, resume: bool, **changes: Any) -> dict[str, Any]:
     """`trained`, with a checkpoint after two steps: stopping there, or going on from it."""
-    values = {"save_strategy": "steps", "save_steps": 2, "save_total_limit": 3, "optim": "adamw_torch", **changes}
+    values = {"save_strategy": "steps", "save_steps": 2, "optim": "adamw_torch", "adam_epsilon": 1e-2,
+              "learning_rate": 1e-2, **changes}  # fmt: skip
     kept = {"fsdp": True, "fsdp_config": {"version": 2, **SHARDS}} if shards else {}
     with fsdp2_on_cpu() if shards else nullcontext():
         run = trainer(path, name, world, {"noise_multiplier": 0}, **values, **kept)
