@@ -367,8 +367,11 @@ class DPTrainerMixin(_Base):
         return self._require_plan().report(self.ledger)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """As Trainer's, with `privacy_report.json` beside the weights."""
+        """As Trainer's, with `privacy_report.json` beside the weights; whole also where checkpoints are in shards."""
         super().save_model(output_dir, _internal_call)
+        plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
+        if plugin is not None and not _internal_call and "FULL" not in str(plugin.state_dict_type):
+            self._save(output_dir, state_dict=self.accelerator.get_state_dict(self.model))
         if self._plan is not None and self.args.should_save:
             path = os.path.join(output_dir or self._output_dir, REPORT_FILE)
             with open(path, "w", encoding="utf-8") as file:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import hf_dp.ranks as ranks
 from hf_dp.accounting import Ledger
@@ -22,13 +22,15 @@ from tests.e2e.workbench import rows
 
 
 def shard(model: nn.Module, units: str = "blocks") -> nn.Module:
-    """`fully_shard` on every block and on the whole; or on the whole alone."""
-    if units == "blocks":
+    """`fully_shard` on every block and on the whole; or on the whole alone; or with blocks in bfloat16."""
+    bf16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16, output_dtype=torch.float32)
+    policy = bf16 if units == "bf16" else MixedPrecisionPolicy()
+    if units != "whole":
         for module in list(model.modules()):
             if isinstance(module, nn.ModuleList):
                 for block in module:
-                    fully_shard(block)
-    return fully_shard(model)
+                    fully_shard(block, mp_policy=policy)
+    return fully_shard(model, mp_policy=policy)
 
 
 def stepped(

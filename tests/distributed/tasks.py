@@ -90,13 +90,20 @@ def trained(path: str, name: str, world: int, privacy: dict[str, Any] | None = N
     }
 
 
-def trained_in_shards(path: str, name: str, world: int, *rest: Any, **changes: Any) -> dict[str, Any]:
+def trained_with_its_checkpointing(path: str, name: str) -> dict[str, Any]:
+    """As `trained_in_shards` on two ranks, with the checkpointing that accelerate wraps layers in."""
+    return trained_in_shards(path, name, 2, None, {"activation_checkpointing": True})
+
+
+def trained_in_shards(
+    path: str, name: str, world: int, privacy: dict[str, Any] | None = None, sharding: dict[str, Any] | None = None
+) -> dict[str, Any]:
     """As `trained`, under FSDP2 as accelerate sets it up."""
     # accelerate splits BERT's embeddings and then what is in them, which torch refuses; so only the layers are named.
     layers = {"transformer_layer_cls_to_wrap": ["BertLayer"]} if name == "bert" else {}
     with fsdp2_on_cpu():
-        config = {"version": 2, **SHARDS, **layers}
-        return trained(path, name, world, *rest, fsdp=True, fsdp_config=config, **changes)
+        config = {"version": 2, **SHARDS, **layers, **(sharding or {})}
+        return trained(path, name, world, privacy, fsdp=True, fsdp_config=config)
 
 
 @contextmanager
@@ -137,11 +144,12 @@ def farthest(one: dict[str, Tensor], two: dict[str, Tensor]) -> float:
 
 
 class Collectives(TorchDispatchMode):
-    """Counts what is sent, by name, with the number of elements of each."""
+    """Counts what is sent, by name, with the number of elements of each and their dtype."""
 
     def __init__(self) -> None:
         super().__init__()
         self.sent: list[tuple[str, int]] = []
+        self.dtypes: dict[str, set[str]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace in ("c10d", "_c10d_functional"):
@@ -149,6 +157,8 @@ class Collectives(TorchDispatchMode):
             name = func.overloadpacket.__name__.strip("_")
             if "wait" not in name:
                 self.sent.append((name, elements))
+                dtypes = {str(t.dtype) for t in tree_leaves(args) if isinstance(t, Tensor)}
+                self.dtypes.setdefault(name, set()).update(dtypes)
         return func(*args, **(kwargs or {}))
 
 
@@ -170,6 +180,7 @@ def sent_in_one_step(name: str, sharding: str | None, micro_batches: int) -> dic
     found: dict[str, list[int]] = {}
     for kind, elements in counted.sent:
         found.setdefault(kind, []).append(elements)
+    assert counted.dtypes.get("reduce_scatter_tensor", {"torch.float32"}) == {"torch.float32"}
     return found
 
 
@@ -203,6 +214,17 @@ def refused_by(path: str, what: str, shards: bool = False) -> str:
             assert run.ledger.steps == 0
             return f"{type(error).__name__}: {error}"
     return "no error"
+
+
+def secrets_in_files(path: str) -> list[str]:
+    """The files of a run with checkpoints that hold the secret of its draws."""
+    run = trainer(path, "bert", 2, {"noise_multiplier": 1.0, "seed": None}, save_strategy="steps", save_steps=2)
+    run.train()
+    run.save_model(f"{path}/final")
+    key = run._plan.entropy._key
+    files = [p for p in Path(path).rglob("*") if p.is_file()]
+    assert len(files) > 10
+    return [str(p) for p in files if any(k in p.read_bytes() for k in (key, key.hex().encode()))]
 
 
 def draws_of_all() -> dict[str, Any]:

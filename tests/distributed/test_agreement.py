@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.distributed.gang import Gang
-from tests.distributed.tasks import draws_of_all, drifted, refused_by
+from tests.distributed.tasks import draws_of_all, drifted, refused_by, secrets_in_files
 
 DIFFERENCES = {
     "fewer rows": "the length of train_dataset",
@@ -46,3 +46,7 @@ def test_all_ranks_make_one_draw_and_each_its_own_noise(pair: Gang) -> None:
 def test_ranks_at_different_steps(pair: Gang) -> None:
     for found in pair.run(drifted):
         assert "the ranks are at different steps: [0, 1]" in found
+
+
+def test_no_file_holds_the_secret(tmp_path: Path, pair: Gang) -> None:
+    assert pair.run(secrets_in_files, str(tmp_path)) == [[], []]

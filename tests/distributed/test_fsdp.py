@@ -8,7 +8,15 @@ import pytest
 
 from tests.distributed.gang import Gang
 from tests.distributed.sharded import stepped
-from tests.distributed.tasks import MODELS, STEPS, farthest, trained, trained_in_shards
+from tests.distributed.tasks import (
+    MODELS,
+    STEPS,
+    farthest,
+    sent_in_one_step,
+    trained,
+    trained_in_shards,
+    trained_with_its_checkpointing,
+)
 
 TOLERANCE = 1e-6
 
@@ -48,3 +56,16 @@ def test_through_trainer(tmp_path: Path, pair: Gang, name: str) -> None:
         assert farthest(found["parameters"], alone["parameters"]) < TOLERANCE
         assert found["losses"] == pytest.approx(alone["losses"], abs=1e-4)
         assert (found["steps"], found["report"]) == (STEPS, alone["report"])
+
+
+def test_checkpointing_of_accelerate(tmp_path: Path, pair: Gang) -> None:
+    alone = trained(str(tmp_path / "one"), "llama", 1)
+    for found in pair.run(trained_with_its_checkpointing, str(tmp_path / "two"), "llama"):
+        assert farthest(found["parameters"], alone["parameters"]) < TOLERANCE
+
+
+def test_in_bfloat16_sums_are_reduced_in_float32(pair: Gang) -> None:
+    pair.run(sent_in_one_step, "llama", "bf16", 2)
+    alone = stepped("llama")
+    for found in pair.run(stepped, "llama", "bf16"):
+        assert 1e-6 < farthest(found["parameters"], alone["parameters"]) < 1e-2
