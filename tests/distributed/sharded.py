@@ -23,7 +23,7 @@ from tests.e2e.workbench import rows
 
 def shard(model: nn.Module, units: str = "blocks") -> nn.Module:
     """`fully_shard` on every block and on the whole; or on the whole alone; or with blocks in bfloat16."""
-    bf16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16, output_dtype=torch.float32)
+    bf16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
     policy = bf16 if units == "bf16" else MixedPrecisionPolicy()
     if units != "whole":
         for module in list(model.modules()):

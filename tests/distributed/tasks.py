@@ -134,7 +134,7 @@ def fresh_accelerator() -> None:
 def gathered(model: nn.Module) -> dict[str, Tensor]:
     """All parameters, whole."""
     wholes = {n: p.full_tensor() if isinstance(p, DTensor) else p for n, p in model.named_parameters()}
-    return {name: whole.detach().clone() for name, whole in wholes.items()}
+    return {n.replace("_checkpoint_wrapped_module.", ""): whole.detach().clone() for n, whole in wholes.items()}
 
 
 def farthest(one: dict[str, Tensor], two: dict[str, Tensor]) -> float:
