@@ -33,6 +33,13 @@ def plan(
     epsilon: Annotated[float | None, typer.Option(help="The budget to calibrate the noise to.")] = None,
     noise: Annotated[float | None, typer.Option(help="A noise multiplier, to ask for its epsilon.")] = None,
     delta: Annotated[float | None, typer.Option(help="Probability of failure, below 1/n. Default: n ** -1.1.")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="A model's name or directory, to estimate memory and communication.")
+    ] = None,
+    world_size: Annotated[int, typer.Option(help="Ranks to estimate for, with --model.")] = 1,
+    lora_rank: Annotated[int | None, typer.Option(min=1, help="LoRA on every matrix of the blocks.")] = None,
+    length: Annotated[int, typer.Option(help="Positions of each example, with --model.")] = 512,
+    micro_batch: Annotated[int, typer.Option(help="Examples at a time on each rank, with --model.")] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="Print strict JSON and nothing else.")] = False,
 ) -> None:
     """How much noise a budget needs, or what a noise costs, before any training.
@@ -44,17 +51,19 @@ def plan(
     Give --epsilon to learn the noise multiplier, or --noise to learn epsilon.
     Sampling is Poisson with probability batch-size / n; neighbouring datasets
     differ by one added or removed example. PLD is the tight accountant and the
-    default in training; RDP is a looser cross-check.
+    default in training; RDP is a looser cross-check. With --model, also how much
+    memory each of --world-size ranks needs and what it sends (docs/scaling.md).
     """
     try:
         answer = _plan(n, batch_size, epochs, steps, epsilon, noise, delta)
+        sizes = {} if model is None else _sizes(model, lora_rank, world_size, length, micro_batch, batch_size)
     except HfDpError as error:
         typer.echo(f"Refused: {error}", err=True)
         raise typer.Exit(2) from None
     if as_json:
-        typer.echo(json.dumps(_strict(answer), indent=2, allow_nan=False))
+        typer.echo(json.dumps(_strict({**answer, **sizes}), indent=2, allow_nan=False))
     else:
-        Console().print(_table(answer))
+        Console().print(_table(answer), *([_size_table(sizes["per_rank"], world_size)] if sizes else []))
 
 
 @app.command()
@@ -164,6 +173,42 @@ def _table(answer: dict[str, Any]) -> Table:
         "sampling probability": f"{answer['sampling_probability']:.4g}",
     }.items():
         table.add_row(label, value, value)
+    return table
+
+
+def _sizes(
+    model: str, lora_rank: int | None, world_size: int, length: int, micro_batch: int, batch_size: float
+) -> dict[str, Any]:
+    """Bytes on each rank for both strategies."""
+    # torch and transformers take seconds to import.
+    from hf_dp import scaling
+
+    size = scaling.model_size(model, lora_rank)
+    parts = max(1, math.ceil(batch_size / max(1, world_size) / max(1, micro_batch)))
+    found = {}
+    for strategy in ("DDP", "FSDP2"):
+        one = scaling.estimate(size, strategy, world_size, length=length, micro_batch=micro_batch, micro_batches=parts)
+        found[strategy] = {
+            "memory": {**one.memory, "in all": one.total_memory},
+            "sent in one step": {**one.sent, "in all": one.total_sent},
+        }
+    return {"parameters": size.total, "trained": size.trained, "per_rank": found}
+
+
+def _size_table(sizes: dict[str, Any], world_size: int) -> Table:
+    table = Table(
+        title=f"Each of {world_size} ranks, GB",
+        caption="Weights, gradients and factors; the activations of ordinary training come on top.",
+    )
+    table.add_column("")
+    for strategy in sizes:
+        table.add_column(strategy, justify="right")
+    for part in ("memory", "sent in one step"):
+        rows = dict.fromkeys(row for one in sizes.values() for row in one[part] if row != "in all")
+        for row, label in {**dict.fromkeys(rows), "in all": f"{part}, in all"}.items():
+            values = [one[part].get(row) for one in sizes.values()]
+            table.add_row(label or row, *("-" if v is None else f"{v / 1e9:.2f}" for v in values))
+        table.add_section()
     return table
 
 

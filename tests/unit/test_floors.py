@@ -23,6 +23,7 @@ FLOORS = {
     "clipping": 1,
     "noise": 1,
     "fingerprint": 1,
+    "scaling": 1,
     "arguments": 1,
     "sparse": 1,
     "re_attention": 1,
