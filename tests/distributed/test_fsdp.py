@@ -37,7 +37,7 @@ def test_with_adam_and_every_parameter_in_one_unit(pair: Gang, name: str) -> Non
         assert farthest(found["parameters"], alone["parameters"]) < TOLERANCE
 
 
-def test_batches_that_are_empty_on_some_ranks_or_all(pair: Gang) -> None:
+def test_failure_06_batches_that_are_empty_on_some_ranks_or_all(pair: Gang) -> None:
     alone = stepped("tied gpt2", None, 1)
     found = pair.run(stepped, "tied gpt2", "blocks", 1)
     sizes = [sum(each) for each in zip(*(f["sizes"] for f in found), strict=True)]
