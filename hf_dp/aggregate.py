@@ -1,22 +1,37 @@
-"""The clipped sum of one logical batch over its micro-batches."""
+"""The clipped sum of one logical batch over its micro-batches, and over the ranks."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
+
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
+import hf_dp.ranks as ranks
 from hf_dp.clipping import Clipping
-from hf_dp.per_example import RowSum, Tables
+from hf_dp.errors import HfDpError
+from hf_dp.noise import GaussianNoise
+from hf_dp.per_example import RowSum, Tables, sparse_gradient
 from hf_dp.per_example.precision import sum_dtype
 from hf_dp.per_example.record import PerExampleGradients
+from hf_dp.per_example.sharding import as_sums, like, local, trainable
+
+# Numbers between the beginnings of two gradients in one buffer: 128 bytes of float32.
+_ALIGNMENT = 32
+_NO_ROWS: Mapping[str, Tensor] = MappingProxyType({})
 
 
 class ClippedSum:
     """A sum over examples of clipped gradients, and the sensitivity that it is known to have.
 
+    On several ranks each adds its own examples; `meet` and `release` make it the sum over all.
+
     Attributes:
-        gradients: the sum for each trainable parameter but tables, float32 (float64 for float64 parameters).
-        rows: the sum for each embedding table whose gradient is sparse.
+        gradients: the sum for each trainable parameter but tables, float32 (float64 for float64 parameters); of a
+            parameter that FSDP2 shards, this rank's part.
+        rows: the sum for each embedding table whose gradient is sparse; on one rank only.
         contributions: how many examples touch each row of the tables; None if they are not counted.
         examples: how many examples were added.
         clipped: how many of them were scaled down.
@@ -32,14 +47,19 @@ class ClippedSum:
         contributions: ContributionSum | None = None,
     ) -> None:
         self._clipping = clipping
-        names = () if tables is None else tables.sizes
-        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        self.gradients: dict[str, Tensor] = {
-            name: torch.zeros_like(p, dtype=sum_dtype(p.dtype), requires_grad=False)
-            for name, p in trained.items()
-            if name not in names
-        }
-        self.rows = {name: RowSum(name, trained[name]) for name in names}
+        self._parameters = trainable(model)
+        tables_of = () if tables is None else tables.sizes
+        dense = {name: p for name, p in self._parameters.items() if name not in tables_of}
+        plain = {name: p for name, p in dense.items() if not isinstance(p, DTensor)}
+        sharded = {name: p for name, p in dense.items() if isinstance(p, DTensor)}
+        replicated, self._buffers = _in_buffers(plain)
+        shards = {name: torch.zeros_like(local(p), dtype=sum_dtype(p.dtype)) for name, p in sharded.items()}
+        self.gradients = {name: {**replicated, **shards}[name] for name in dense}
+        self._sums = as_sums(self.gradients, self._parameters)
+        # Shards are summed over the ranks once, if until then all whole gradients are no larger than one parameter.
+        is_little = sum(p.numel() for p in sharded.values()) <= max(p.numel() for p in model.parameters())
+        self._whole = {name: _whole_zeros(p) for name, p in sharded.items()} if is_little else {}
+        self.rows = {name: RowSum(name, self._parameters[name]) for name in tables_of}
         self.contributions = contributions
         self.examples = self.clipped = self.non_finite = 0
         self.loss = 0.0
@@ -54,7 +74,7 @@ class ClippedSum:
         coefficients = self._clipping.coefficients(gradients.squared_norms(), gradients.rounding())
         # A finite gradient of an infinite loss is no gradient of anything.
         coefficients = coefficients.where(gradients.losses.isfinite(), 0.0)
-        gradients.add_weighted_sum_(self.gradients, coefficients, self.rows)
+        gradients.add_weighted_sum_({**self._sums, **self._whole}, coefficients, self.rows)
         used = coefficients.ne(0)
         if self.contributions is not None:
             self.contributions.add(gradients, used)
@@ -62,6 +82,85 @@ class ClippedSum:
         self.non_finite += int((~used).sum())
         self.clipped += int((used & coefficients.lt(1)).sum())
         self.loss += float(gradients.losses.double().where(used, 0.0).sum())
+
+    def add_nothing(self, gradients: PerExampleGradients) -> None:
+        """Takes part in a micro-batch of the other ranks; none of its examples counts."""
+        gradients.add_weighted_sum_({**self._sums, **self._whole}, torch.zeros_like(gradients.losses), self.rows)
+
+    def meet(self, step: int) -> None:
+        """Waits for the other ranks, and makes the counts and the loss those of all. One small all-gather.
+
+        Args:
+            step: which logical batch this is, for this rank.
+
+        Raises:
+            HfDpError: another rank is at another step.
+        """
+        table = ranks.gathered([step, self.examples, self.clipped, self.non_finite, self.loss])
+        steps = [int(value) for value in table[:, 0]]
+        if len(set(steps)) > 1:
+            raise HfDpError(
+                f"the ranks are at different steps: {steps}.",
+                why="they would add up different logical batches, and no ledger would count the right releases.",
+                fix="let every rank take the same callbacks and stopping decisions; resume from the last checkpoint.",
+            )
+        self.examples, self.clipped, self.non_finite = (int(value) for value in table.sum(0)[1:4])
+        self.loss = float(table[:, 4].sum())
+
+    def release(self, noise: GaussianNoise, standard_deviation: float, step: int) -> None:
+        """Makes `gradients` the sum over all ranks with noise, added to each element by one rank only.
+
+        A shard gets it from the rank that holds it, which first has the sum of it. What every rank holds whole gets it
+        from rank 0, before the all-reduce that gives every rank the same bits: one for each dtype, so mostly one.
+
+        Args:
+            noise: of this rank; what it gives the next rank is independent of it.
+            standard_deviation: of the noise on each element.
+            step: which logical batch this is.
+        """
+        for name, whole in self._whole.items():
+            self._sums[name].add_(whole)
+        rank = ranks.rank()
+        own = [g for name, g in self.gradients.items() if rank == 0 or isinstance(self._parameters[name], DTensor)]
+        noise.add_(own, standard_deviation, step, stream=f"noise of rank {rank}" if rank else "noise")
+        for buffer in self._buffers:
+            ranks.sum_(buffer)
+
+    def set_gradients(self, divisor: float, chosen: Mapping[str, Tensor] = _NO_ROWS) -> None:
+        """Divides the sum in place, and makes it `.grad` of the parameters.
+
+        Args:
+            divisor: the expected number of examples.
+            chosen: for each table the rows (k,) whose sums `gradients` holds; its gradient is sparse.
+        """
+        with torch.no_grad():
+            for name, p in self._parameters.items():
+                # In place: a second copy of all gradients would be the peak of memory.
+                mean = self.gradients[name].div_(divisor).to(p.dtype)
+                p.grad = sparse_gradient(chosen[name], mean, p) if name in chosen else like(mean, p)
+
+
+def _in_buffers(parameters: dict[str, nn.Parameter]) -> tuple[dict[str, Tensor], list[Tensor]]:
+    """A zero gradient for each parameter, laid out as it is; and the few buffers that they are views of."""
+    sizes: dict[tuple[torch.dtype, torch.device], int] = {}
+    places: dict[str, int] = {}
+    for name, p in parameters.items():
+        key = sum_dtype(p.dtype), p.device
+        places[name] = sizes.get(key, 0)
+        sizes[key] = places[name] + -(-p.numel() // _ALIGNMENT) * _ALIGNMENT
+    buffers = {key: torch.zeros(size, dtype=key[0], device=key[1]) for key, size in sizes.items()}
+    gradients: dict[str, Tensor] = {}
+    for name, p in parameters.items():
+        strides = torch.empty_like(p, device="meta").stride()
+        gradients[name] = buffers[sum_dtype(p.dtype), p.device].as_strided(p.shape, strides, places[name])
+    return gradients, list(buffers.values())
+
+
+def _whole_zeros(parameter: DTensor) -> Tensor:
+    # Not where the shard lies, which may be offloaded.
+    return torch.zeros(
+        parameter.shape, dtype=sum_dtype(parameter.dtype), device=torch.device(parameter.device_mesh.device_type)
+    )
 
 
 class ContributionSum:

@@ -13,6 +13,14 @@ from torch.utils.data import IterableDataset
 from hf_dp.errors import ConfigurationError
 
 _DEFAULT_MAX_GRAD_NORM = 1.0
+# Sizes in accelerate's ParallelismConfig.
+_PARALLELISMS = {
+    "tp": "tensor parallelism",
+    "cp": "context parallelism",
+    "sp": "sequence parallelism",
+    "dp_replicate": "HSDP (replicas of sharded models)",
+}
+_KNOWN_TYPES = {"NO", "MULTI_CPU", "MULTI_GPU", "FSDP"}
 
 
 def private_arguments(args: Any) -> Any:
@@ -69,19 +77,13 @@ def _conflicts(args: Any) -> list[tuple[str, str, str]]:
         args.deepspeed,
         "DeepSpeed.",
         "its engine applies gradients inside backward, so there is no place for clipping and noise.",
-        "train in one process.",
+        "use FSDP2 (fsdp_version: 2 in accelerate's config), which shards as much.",
     )
     refuse(
         args.n_gpu > 1,
         f"nn.DataParallel on {args.n_gpu} devices.",
         "it splits batches and sums gradients behind the clipping.",
-        "make one device visible (CUDA_VISIBLE_DEVICES=0).",
-    )
-    refuse(
-        args.world_size > 1,
-        f"{args.world_size} processes.",
-        "the clipped sums and the noise of several processes are not yet put together.",
-        "train in one process.",
+        "start one process for each device (torchrun or accelerate launch), or make one visible.",
     )
     refuse(
         getattr(args, "use_liger_kernel", False),
@@ -204,19 +206,67 @@ def refuse_overrides(trainer: Any, mixin: type, base: type) -> None:
 
 
 def refuse_parallel_model(trainer: Any, model: nn.Module) -> None:
-    """Refuses models that are spread over devices or wrapped.
+    """Refuses what spreads a model or a batch in another way than DDP and FSDP2.
 
     Raises:
-        ConfigurationError: with the wrapper's name.
+        ConfigurationError: with its name.
     """
-    wrapped = isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel))
-    if wrapped or trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
-        name = type(model).__name__ if wrapped else "FSDP" if trainer.is_fsdp_enabled else "DeepSpeed"
+    name = _unknown_parallelism(trainer, model)
+    if name is not None:
         raise ConfigurationError(
             f"the model is under {name}.",
-            why="it reduces gradients before they could be clipped for each example.",
-            fix="pass the plain model and train in one process.",
+            why="where it splits examples or reduces gradients, nothing is known to clip each example's and to add "
+            "the noise once.",
+            fix="pass the plain model; start it with torchrun or accelerate launch, which use DDP, or choose FSDP2 "
+            "(fsdp_version: 2 in accelerate's config).",
         )
+
+
+def refuse_sharded_re_attention(trainer: Any, config: Any) -> None:
+    """Refuses Re-Attention with FSDP2.
+
+    Raises:
+        ConfigurationError: both are asked for.
+    """
+    if config is not None and trainer.is_fsdp_enabled:
+        raise ConfigurationError(
+            "Re-Attention with FSDP2.",
+            why="the noise of each row of a parameter is followed through the whole parameter, which is in shards.",
+            fix="train under DDP, or without re_attention.",
+        )
+
+
+def refuse_sparse_ranks(config: Any, world_size: int) -> None:
+    """Refuses sparse embeddings on several ranks.
+
+    Raises:
+        ConfigurationError: both are asked for.
+    """
+    if config is not None and world_size > 1:
+        raise ConfigurationError(
+            f"sparse embeddings on {world_size} processes.",
+            why="each would choose rows from its own share of the batch, and the noise would be on different ones.",
+            fix="train in one process, or without sparse_embeddings.",
+        )
+
+
+def _unknown_parallelism(trainer: Any, model: nn.Module) -> str | None:
+    if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+        return type(model).__name__
+    if trainer.is_deepspeed_enabled:
+        return "DeepSpeed"
+    if getattr(trainer, "is_distributed_loading_by_transformers", False):
+        return "Transformers' own sharding (from_pretrained with a distributed_config)"
+    accelerator = trainer.accelerator
+    config = getattr(accelerator, "parallelism_config", None)
+    for kind, words in _PARALLELISMS.items():
+        if (getattr(config, f"{kind}_size", None) or 1) > 1:
+            return words
+    if (trainer.args.fsdp or trainer.is_fsdp_enabled) and not getattr(accelerator, "is_fsdp2", False):
+        version = getattr(getattr(accelerator.state, "fsdp_plugin", None), "fsdp_version", None)
+        return "FSDP1" if version == 1 else f"{accelerator.distributed_type}, where FSDP was asked for"
+    kind = str(getattr(accelerator.distributed_type, "value", accelerator.distributed_type))
+    return None if kind in _KNOWN_TYPES or accelerator.num_processes == 1 else kind
 
 
 def _owner(trainer: Any, method: str) -> type:

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+import hf_dp.ranks as ranks
 from hf_dp.accounting import Ledger
 from hf_dp.errors import ConfigurationError
 from hf_dp.plan import Plan
@@ -55,7 +56,10 @@ def release_token_frequencies(
         total[present] += min(1.0, clipping_norm / max(1, len(present)) ** 0.5)
     deviation = plan.frequency_noise_multiplier * clipping_norm
     ledger.charge(plan.frequency_event, LABEL)
-    plan.noise.add_([total], deviation, _STEP)
+    if ranks.rank() == 0:
+        plan.noise.add_([total], deviation, _STEP)
+    # One release: every rank counted the same, and only rank 0's noise is ever seen.
+    ranks.from_first_(total)
     # Of tokens that do not stand out from the noise, the mean is known far better than each.
     in_doubt = total <= _STANDS_OUT * deviation
     shares = torch.where(in_doubt, total[in_doubt].mean() if bool(in_doubt.any()) else 0.0, total) / n

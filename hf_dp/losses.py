@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from hf_dp.errors import ConfigurationError, UnsupportedModelError
 
@@ -101,7 +102,9 @@ def loss_kind(model: nn.Module) -> str:
     from transformers.models.auto import modeling_auto as auto
 
     base = _base(model)
-    name, declared = type(base).__name__, getattr(base, "loss_type", None)
+    # fully_shard makes a class of its own of the model's.
+    name = next(kind.__name__ for kind in type(base).__mro__ if not issubclass(kind, FSDPModule))
+    declared = getattr(base, "loss_type", None)
     heads = (
         (_SHIFTED, ("ForCausalLM",), auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES),
         (_TOKENWISE, ("ForMaskedLM",), auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES),

@@ -39,13 +39,16 @@ class GaussianNoise:
     def __init__(self, entropy: Entropy, purpose: str = "noise") -> None:
         self._entropy, self._purpose = entropy, purpose
 
-    def add_(self, tensors: Iterable[torch.Tensor], standard_deviation: float, step: int) -> None:
+    def add_(
+        self, tensors: Iterable[torch.Tensor], standard_deviation: float, step: int, stream: str | None = None
+    ) -> None:
         """Adds N(0, `standard_deviation` ** 2) in place to every element, independently. A refusal changes nothing.
 
         Args:
             tensors: of any shapes, float32 or float64, each only once; not expanded views.
             standard_deviation: in the tensors' units; for a sum, noise multiplier x sensitivity. 0 adds nothing.
             step: which logical batch this is. With seeded entropy the same step gets the same noise.
+            stream: which part of the noise of that step this is; with seeded entropy each needs a name of its own.
 
         Raises:
             ConfigurationError: a standard deviation that is negative, not finite, or not representable in the
@@ -58,7 +61,7 @@ class GaussianNoise:
             return
         on_cuda = [tensor for tensor in targets if tensor.device.type == "cuda"]
         elsewhere = [tensor for tensor in targets if tensor.device.type != "cuda"]
-        cpu, *devices = self._entropy.fresh(self._purpose, step).spawn(1 + len(on_cuda))
+        cpu, *devices = self._entropy.fresh(stream or self._purpose, step).spawn(1 + len(on_cuda))
         _add_by_numpy(elsewhere, standard_deviation, cpu)
         for tensor, seed in zip(on_cuda, devices, strict=True):
             _add_by_torch(tensor, standard_deviation, seed)

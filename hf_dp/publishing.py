@@ -38,13 +38,17 @@ class PublishingMixin(_Base):
     _plan: Plan | None
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """As Trainer's, with `privacy.json` and a model card beside the weights."""
+        """As Trainer's, with `privacy.json` and a model card beside the weights; whole also where checkpoints are in
+        shards."""
         directory = Path(output_dir or str(self.args.output_dir))
         with SavedFiles(directory) as saved:
             if self.args.should_save:
                 # Of weights that are about to be written over: better none than a false one.
                 (directory / RECORD_FILE).unlink(missing_ok=True)
             super().save_model(output_dir, _internal_call)
+            plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
+            if plugin is not None and not _internal_call and "FULL" not in str(plugin.state_dict_type):
+                self._save(output_dir, state_dict=self.accelerator.get_state_dict(self.model))
             self._save_beside(directory)
         if self._plan is None or not self.args.should_save:
             return

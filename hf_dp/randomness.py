@@ -13,6 +13,7 @@ from typing import NoReturn
 import numpy as np
 import torch
 
+import hf_dp.ranks as ranks
 from hf_dp.errors import HfDpError
 
 
@@ -37,6 +38,17 @@ class Entropy:
     def __init__(self, seed: int | None) -> None:
         self.reproducible = seed is not None
         self._key = secrets.token_bytes(32) if seed is None else hashlib.blake2b(str(seed).encode()).digest()
+
+    @classmethod
+    def of_all_ranks(cls, seed: int | None) -> Entropy:
+        """The same on every rank: rank 0's secret, sent from memory to memory. All ranks must call it together.
+
+        What is `fresh` still differs between ranks, unless there is a seed.
+        """
+        entropy = cls(seed)
+        if not entropy.reproducible:
+            entropy._key = ranks.secret_from_first(entropy._key)
+        return entropy
 
     def generator(self, purpose: str, step: int) -> np.random.Generator:
         """A stream that depends on (this secret, `purpose`, `step`) only: asking again starts it again.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sized
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
@@ -14,6 +14,9 @@ from hf_dp.errors import ConfigurationError
 from hf_dp.randomness import Entropy, bernoulli, secret_global_state
 
 Randomness = Callable[[], AbstractContextManager[None]]
+
+# In place of an index: a micro-batch that is computed, so that all ranks compute as many, and weighted with zero.
+DUMMY = -1
 
 
 class PoissonBatchSampler(Sampler[list[int]]):
@@ -73,12 +76,46 @@ class PoissonBatchSampler(Sampler[list[int]]):
             yield self.draw(step)
 
 
+class RankSampler(Sampler[list[int]]):
+    """One rank's share of each logical batch: every `world_size`-th example of the one draw that all ranks make.
+
+    All ranks take the same number of micro-batches, ceil(ceil(n / ranks) / micro-batch size) for n examples drawn;
+    where a share has fewer, `DUMMY` stands in its place, once for each that is missing. With one rank this is the draw.
+
+    Args:
+        sampler: draws the logical batches, from entropy that all ranks have.
+        rank: of this process, from 0.
+        world_size: how many there are.
+        micro_batch_size: the most examples in one micro-batch.
+    """
+
+    def __init__(self, sampler: PoissonBatchSampler, rank: int, world_size: int, micro_batch_size: int) -> None:
+        self.sampler = sampler
+        self._rank, self._world_size, self._micro_batch_size = rank, world_size, micro_batch_size
+
+    def set_epoch(self, epoch: int) -> None:
+        """As the whole sampler's."""
+        self.sampler.set_epoch(epoch)
+
+    def share(self, drawn: list[int]) -> list[int]:
+        """This rank's part of a logical batch, and a `DUMMY` for each micro-batch that it is short of."""
+        size = self._micro_batch_size
+        most, mine = math.ceil(len(drawn) / self._world_size), drawn[self._rank :: self._world_size]
+        return mine + [DUMMY] * (math.ceil(most / size) - math.ceil(len(mine) / size))
+
+    def __len__(self) -> int:
+        return len(self.sampler)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return map(self.share, self.sampler)
+
+
 class PoissonDataLoader(DataLoader[Any]):
     """A `DataLoader` whose every item is one logical batch, collated by `LogicalBatchCollator`.
 
     Args:
         dataset: a map-style dataset of the sampler's size. It is never asked for an empty batch.
-        batch_sampler: what draws the batches.
+        batch_sampler: what draws this rank's part of the batches.
         collate_fn: what splits and collates them.
         options: further options of `DataLoader`, such as `num_workers` and `pin_memory`.
 
@@ -90,13 +127,14 @@ class PoissonDataLoader(DataLoader[Any]):
         self,
         dataset: Any,
         *,
-        batch_sampler: PoissonBatchSampler,
+        batch_sampler: PoissonBatchSampler | RankSampler,
         collate_fn: LogicalBatchCollator,
         **options: Any,
     ) -> None:
-        if len(dataset) != batch_sampler.dataset_size:
+        whole = batch_sampler.sampler if isinstance(batch_sampler, RankSampler) else batch_sampler
+        if len(dataset) != whole.dataset_size:
             raise ConfigurationError(
-                f"a dataset of {len(dataset)} examples with a sampler for {batch_sampler.dataset_size}.",
+                f"a dataset of {len(dataset)} examples with a sampler for {whole.dataset_size}.",
                 why="the sampling probability that is accounted for would not be the one that examples are drawn with.",
                 fix="make the sampler with dataset_size=len(dataset).",
             )
@@ -106,7 +144,7 @@ class PoissonDataLoader(DataLoader[Any]):
 
     def set_epoch(self, epoch: int) -> None:
         """Draws epoch `epoch` next. Trainer calls it before each epoch."""
-        assert isinstance(self.batch_sampler, PoissonBatchSampler)
+        assert isinstance(self.batch_sampler, (PoissonBatchSampler, RankSampler))
         self.batch_sampler.set_epoch(epoch)
 
 
@@ -141,15 +179,23 @@ class LogicalBatchCollator:
     def __call__(self, examples: list[Any]) -> dict[str, Any]:
         """`{"micro_batches": [what the collator returned, ...], "n": number of examples}`; no micro-batch if n is 0.
 
+        Where there are `DUMMY` rows, their micro-batches of one example each are under "dummies".
+
         Raises:
             ConfigurationError: the collator did not return a mapping with tensors of one row per example.
         """
         size = self._micro_batch_size
+        dummies = [example.row for example in examples if isinstance(example, _Dummy)]
+        examples = [example for example in examples if not isinstance(example, _Dummy)]
         # Their sum does not depend on who shares a micro-batch, but the padding that is computed does.
         examples = sorted(examples, key=length)
         parts = [examples[start : start + size] for start in range(0, len(examples), size)]
         with self.randomness():
-            return {"micro_batches": [self.collated(part) for part in parts], "n": len(examples)}
+            return {
+                "micro_batches": [self.collated(part) for part in parts],
+                "dummies": [self.collated([row]) for row in dummies],
+                "n": len(examples),
+            }
 
     def collated(self, examples: list[Any]) -> Mapping[str, Any]:
         """One micro-batch of `examples` (at least one), checked. Errors as for a call."""
@@ -182,6 +228,12 @@ def _rows(value: Any) -> int:
     return len(value) if isinstance(value, Sized) else 0
 
 
+class _Dummy(NamedTuple):
+    """A row that is computed with and adds nothing."""
+
+    row: Any
+
+
 class _OwnReads(Dataset[Any]):
     """Reads no empty batches, which transforms are not written for, and reads each example by itself.
 
@@ -200,10 +252,11 @@ class _OwnReads(Dataset[Any]):
         return self.dataset[index]
 
     def __getitems__(self, indices: list[int]) -> list[Any]:
-        if not indices:
-            return []
+        dummies = indices.count(DUMMY)
+        indices = [index for index in indices if index != DUMMY]
         with self._randomness():
-            return self._read(indices)
+            read = self._read(indices) if indices else []
+            return read + [_Dummy(row) for row in (self._read([0]) * dummies if dummies else [])]
 
     def _read(self, indices: list[int]) -> list[Any]:
         layout = getattr(self.dataset, "format", None)

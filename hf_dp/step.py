@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 
-import torch
 from torch import nn
 
 from hf_dp.accounting import Ledger
@@ -15,7 +14,7 @@ from hf_dp.per_example import PerExampleGradients
 from hf_dp.per_example.batch import Batch
 from hf_dp.plan import Plan
 from hf_dp.randomness import secret_global_state
-from hf_dp.sparse_embeddings import TableRows, sparse_gradient
+from hf_dp.sparse_embeddings import TableRows
 
 
 def private_gradient(
@@ -25,10 +24,12 @@ def private_gradient(
     plan: Plan,
     ledger: Ledger,
     tables: TableRows | None = None,
+    dummies: Iterable[Batch] = (),
 ) -> ClippedSum:
     """Sets `.grad` of every trainable parameter to the noisy mean gradient of one logical batch (DP-SGD).
 
     That of an embedding table among `tables` is sparse: it has noise, and is not zero, in the chosen rows alone.
+    On several ranks all call it together, each with its share of the batch, and all get the same gradient.
 
     Args:
         model: whose trainable parameters are updated.
@@ -36,7 +37,8 @@ def private_gradient(
         micro_batches: of one Poisson draw, possibly none: an empty batch is a step like any other.
         plan: clipping, noise and cost.
         ledger: charged before the noisy gradient exists.
-        tables: embedding tables with sparse gradients, and what chooses their rows.
+        tables: embedding tables with sparse gradients, and what chooses their rows; on one rank.
+        dummies: micro-batches that are computed and weighted with zero, where other ranks have more.
 
     Returns:
         The sum; its gradients are now the noisy mean.
@@ -55,14 +57,12 @@ def private_gradient(
     with nullcontext() if plan.entropy.reproducible else secret_global_state():
         for micro_batch in micro_batches:
             total.add(record(micro_batch))
+        for dummy in dummies:
+            total.add_nothing(record(dummy))
     step = ledger.steps
+    total.meet(step)
     ledger.charge(plan.event)
     chosen = {} if tables is None else tables.choose(total, step)
-    plan.noise.add_(total.gradients.values(), plan.noise_standard_deviation, step)
-    with torch.no_grad():
-        for name, p in model.named_parameters():
-            if p.requires_grad:
-                # In place: a second copy of all gradients would be the peak of memory.
-                mean = total.gradients[name].div_(plan.sampler.expected_batch_size).to(p.dtype)
-                p.grad = sparse_gradient(chosen[name], mean, p) if name in chosen else mean
+    total.release(plan.noise, plan.noise_standard_deviation, step)
+    total.set_gradients(plan.sampler.expected_batch_size, chosen)
     return total

@@ -16,13 +16,17 @@ from transformers.trainer_callback import TrainerState
 from transformers.trainer_utils import seed_worker
 
 import hf_dp.accounting as accounting
+import hf_dp.ranks as ranks
 from hf_dp.aggregate import ClippedSum
+from hf_dp.agreement import agree, described_arguments, described_data, described_model, described_values, difference
 from hf_dp.arguments import (
     private_arguments,
     refuse_dataset,
     refuse_optimizer,
     refuse_overrides,
     refuse_parallel_model,
+    refuse_sharded_re_attention,
+    refuse_sparse_ranks,
     refuse_weight_decay,
 )
 from hf_dp.attention_noise import AttentionNoise, token_ids, without_idle_release
@@ -41,7 +45,7 @@ from hf_dp.publishing import PublishingMixin
 from hf_dp.randomness import Entropy
 from hf_dp.re_attention import remove_re_attention
 from hf_dp.resume import SavedRun
-from hf_dp.sampling import LogicalBatchCollator, PoissonBatchSampler, PoissonDataLoader
+from hf_dp.sampling import LogicalBatchCollator, PoissonBatchSampler, PoissonDataLoader, RankSampler
 from hf_dp.sparse_embeddings import TableRows, find_tables, with_lazy_rows
 from hf_dp.sparse_training import SparseTraining
 from hf_dp.step import private_gradient
@@ -60,8 +64,8 @@ class DPTrainerMixin(PublishingMixin):
     """Makes any Trainer subclass train with DP-SGD: `class MyTrainer(DPTrainerMixin, MyBaseTrainer)`.
 
     One dataloader item is one logical batch, Poisson-sampled with expected size `per_device_train_batch_size` x
-    `gradient_accumulation_steps`; `per_device_train_batch_size` is the micro-batch. In the trainer's own copy of the
-    arguments `gradient_accumulation_steps` is 1 and `max_grad_norm` is 0; yours are left alone.
+    `gradient_accumulation_steps` x processes; `per_device_train_batch_size` is the micro-batch. In the trainer's own
+    copy of the arguments `gradient_accumulation_steps` is 1 and `max_grad_norm` is 0; yours are left alone.
 
     Args:
         privacy: the promise. All other arguments are those of the Trainer behind this class.
@@ -100,10 +104,14 @@ class DPTrainerMixin(PublishingMixin):
 
     def _validate_args(self) -> None:
         user_args = self.args
-        self._expected_batch_size = user_args.train_batch_size * user_args.gradient_accumulation_steps
+        self._expected_batch_size = (
+            user_args.train_batch_size * user_args.gradient_accumulation_steps * ranks.world_size()
+        )
         self.args = private_arguments(user_args)
         refuse_overrides(self, DPTrainerMixin, Trainer)
         refuse_parallel_model(self, self._module)
+        refuse_sharded_re_attention(self, self.privacy.re_attention)
+        refuse_sparse_ranks(self.privacy.sparse_embeddings, ranks.world_size())
         if self.train_dataset is not None:
             self._check_dataset()
             check_modules(self._module)
@@ -114,6 +122,16 @@ class DPTrainerMixin(PublishingMixin):
         refuse_dataset(self.train_dataset)
         n = self._make_sampler(Entropy(0)).dataset_size
         accounting.check_delta(self.privacy.target_delta or accounting.default_delta(n), n)
+
+    def _check_ranks(self) -> None:
+        """Refuses ranks that differ, before the model is wrapped, which may overwrite what differs."""
+        data, model = described_data(self.train_dataset), described_model(self._module)
+        agree({"PrivacyConfig": self.privacy.to_dict(), **described_arguments(self.args), **data, **model})
+        plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
+        if plugin is not None and not plugin.cpu_ram_efficient_loading:
+            agree(described_values(self._module))
+        elif plugin is None and (found := difference(described_values(self._module))) is not None:
+            logger.warning("%s; DDP replaces them by rank 0's.", found)
 
     def _make_sampler(self, entropy: Entropy) -> PoissonBatchSampler:
         dataset: Any = self.train_dataset
@@ -130,7 +148,8 @@ class DPTrainerMixin(PublishingMixin):
                 "DPTrainer has no train_dataset.", why="there is nothing to train on.", fix="pass train_dataset=..."
             )
         self._check_dataset()
-        entropy = Entropy(self.privacy.seed)
+        self._check_ranks()
+        entropy = Entropy.of_all_ranks(self.privacy.seed)
         sampler = self._make_sampler(entropy)
         loader = self._make_loader(sampler)
         steps = self.set_initial_training_values(self.args, loader)[-1]
@@ -144,13 +163,11 @@ class DPTrainerMixin(PublishingMixin):
             dataset = self._remove_unused_columns(dataset, description="training")
         else:
             collate = self._get_collator_with_removed_columns(collate, description="training")
-        workers = self.args.dataloader_num_workers
+        workers, size = self.args.dataloader_num_workers, self.args.per_device_train_batch_size
         return PoissonDataLoader(
             dataset,
-            batch_sampler=sampler,
-            collate_fn=LogicalBatchCollator(
-                self.args.per_device_train_batch_size, collate, reproducible=self.privacy.seed is not None
-            ),
+            batch_sampler=RankSampler(sampler, ranks.rank(), ranks.world_size(), size),
+            collate_fn=LogicalBatchCollator(size, collate, reproducible=self.privacy.seed is not None),
             num_workers=workers,
             pin_memory=self.args.dataloader_pin_memory and torch.cuda.is_available(),
             persistent_workers=self.args.dataloader_persistent_workers,
@@ -217,6 +234,14 @@ class DPTrainerMixin(PublishingMixin):
                 fix="plan the whole training at once, or use noise_multiplier, where the ledger adds up what is spent.",
             )
         self.ledger.promise = plan.promise
+        agree(
+            {
+                "the promise": plan.promise,
+                "the step to begin at": state.global_step,
+                "the ledger": self.ledger.to_dict(),
+                **described_values(self._module),
+            }
+        )
         refuse_optimizer(self.optimizer, self._module)
         # A warning, so that it is seen: the default delta, and an argument that is not what the user left it at.
         logger.warning("Private training: %s. max_grad_norm is set to 0: gradients are clipped for each example.", plan)
@@ -246,7 +271,8 @@ class DPTrainerMixin(PublishingMixin):
     def checkpoint_record(self) -> dict[str, Any]:
         """What a checkpoint keeps: the ledger, and a keyed fingerprint of the data."""
         if self._fingerprint is _UNKNOWN and self.train_dataset is not None:
-            key = fingerprint_key(self._output_dir, create=True)
+            # Every rank is asked, and one writes.
+            key = fingerprint_key(self._output_dir, create=True) if ranks.rank() == 0 else None
             self._fingerprint = fingerprint(self.train_dataset, key) if key else None
         return SavedRun.record(self.ledger, self._fingerprint)
 
@@ -302,6 +328,7 @@ class DPTrainerMixin(PublishingMixin):
             self._require_plan(),
             self.ledger,
             rows,
+            map(self._prepare_inputs, inputs["dummies"]),
         )
         if self._sparse is not None:
             self._sparse.note()
@@ -367,7 +394,11 @@ class DPTrainerMixin(PublishingMixin):
         return sum(int(super(DPTrainerMixin, self).floating_point_ops(part)) for part in parts)
 
     def _track_num_input_tokens(self, inputs: Any) -> None:
-        for part in [] if self.privacy.withhold_non_private_logs else inputs.get("micro_batches", [inputs]):
+        if self.privacy.withhold_non_private_logs:
+            return
+        # Every call adds up over the ranks, so all must make as many; of a dummy there is nothing to count.
+        nothing = [{name: value[:0] for name, value in part.items()} for part in inputs.get("dummies", [])]
+        for part in [*inputs.get("micro_batches", [inputs]), *nothing]:
             super()._track_num_input_tokens(part)  # type: ignore[no-untyped-call]
 
     # --- what comes out -------------------------------------------------------------------------------------------

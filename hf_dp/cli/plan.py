@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from hf_dp.cli.common import print_json, refusals
+from hf_dp.cli.sizes import size_table, sizes
 from hf_dp.config import AccountantName
 from hf_dp.errors import ConfigurationError
 
@@ -37,6 +38,13 @@ def plan(
     plot: Annotated[
         Path | None, typer.Option(help="Draw epsilon over steps, and noise over batch size (PNG, SVG or PDF).")
     ] = None,
+    model: Annotated[
+        str | None, typer.Option(help="A model's name or directory, to estimate memory and communication.")
+    ] = None,
+    world_size: Annotated[int, typer.Option(help="Ranks to estimate for, with --model.")] = 1,
+    lora_rank: Annotated[int | None, typer.Option(min=1, help="LoRA on every matrix of the blocks.")] = None,
+    length: Annotated[int, typer.Option(help="Positions of each example, with --model.")] = 512,
+    micro_batch: Annotated[int, typer.Option(help="Examples at a time on each rank, with --model.")] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="Print strict JSON and nothing else.")] = False,
 ) -> None:
     """How much noise a budget needs, what a noise costs, or how best to spend compute, before any training.
@@ -53,7 +61,8 @@ def plan(
 
     Sampling is Poisson with probability batch-size / n; neighbouring datasets
     differ by one added or removed example. PLD is the tight accountant and the
-    default in training; RDP is a looser cross-check.
+    default in training; RDP is a looser cross-check. With --model, also how much
+    memory each of --world-size ranks needs and what it sends (docs/scaling.md).
     """
     with refusals(), Console(stderr=True).status("Computing"):
         _exactly_one({"--epsilon": epsilon, "--noise": noise})
@@ -71,6 +80,8 @@ def plan(
         answer["clipping_norm"] = clipping_norm
         for name in _ACCOUNTANTS:
             answer[name]["noise_per_coordinate"] = answer[name]["noise_multiplier"] * clipping_norm / batch_size
+        if model is not None:
+            answer |= sizes(model, lora_rank, world_size, length, micro_batch, batch_size)
         if plot is not None:
             from hf_dp.cli.plot import draw_plan
 
@@ -80,6 +91,8 @@ def plan(
         return
     console = Console()
     console.print(_table(answer))
+    if model is not None:
+        console.print(size_table(answer["per_rank"], world_size))
     if proposed:
         console.print(
             f"Proposed: the most steps (at least {min_steps}) whose noise over the whole run is within 10 % of that of "

@@ -6,7 +6,7 @@ from hf_dp.per_example.instantiate import instantiating
 from hf_dp.per_example.oracle import loop
 from hf_dp.per_example.preflight import preflight
 from hf_dp.per_example.record import PerExampleGradients, record
-from hf_dp.per_example.rows import RowSum, Tables
+from hf_dp.per_example.rows import RowSum, Tables, sparse_gradient
 from hf_dp.per_example.rule import Axis, Bound, Certificate, Operands, Rule
 from hf_dp.per_example.rules import RULES
 
@@ -29,4 +29,5 @@ __all__ = [
     "loop",
     "preflight",
     "record",
+    "sparse_gradient",
 ]

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_dp.errors import UnsupportedModelError
 from hf_dp.per_example.factors import Factors, Outer, PerExample
 from hf_dp.per_example.rule import Axis, Operands, Rule, refuse_changed
 from hf_dp.per_example.watched import WatchedParameter, flatten, mapped
@@ -122,4 +123,15 @@ def by_autograd(
 def _untouched(tensors: list[Tensor]) -> Callable[[], None]:
     """Refuses, when it is called, what was changed in place since: autograd does not look at what is kept here."""
     versions = [(t, t._version) for t in tensors if not t.is_inference()]
-    return lambda: refuse_changed(versions)
+
+    def check() -> None:
+        refuse_changed(versions)
+        # FSDP2 frees the memory of whole parameters when their module's backward pass is over.
+        if any(t.numel() and not t.untyped_storage().nbytes() for t, _ in versions):
+            raise UnsupportedModelError(
+                "a value is computed from parameters alone, some of which FSDP2 shards.",
+                why="its gradient needs them whole after the backward pass, when they are no longer.",
+                fix="use DDP, or LoRA without DoRA and the like, or freeze these parameters.",
+            )
+
+    return check

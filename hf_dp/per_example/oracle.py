@@ -12,15 +12,17 @@ from hf_dp.per_example.factors import Factors, PerExample
 from hf_dp.per_example.precision import accumulation
 from hf_dp.per_example.record import PerExampleGradients
 from hf_dp.per_example.rows import SparseLookups, row_factors
+from hf_dp.per_example.sharding import local, trainable
 
 
 def loop(model: nn.Module, loss_fn: LossFunction, batch: Batch, *, tables: Collection[str] = ()) -> PerExampleGradients:
     """Per-example gradients by plain autograd, one example at a time; B times the gradient's memory.
 
     Args and errors as for `record`. Each example is run alone, so nothing can leak between examples. With `tables`,
-    whose gradients are kept as rows, the batch is a single example.
+    whose gradients are kept as rows, the batch is a single example. Of a parameter that FSDP2 shards the rows are this
+    rank's part; all ranks call it together, with the same batch.
     """
-    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    parameters = trainable(model)
     kept = {name: p.grad for name, p in parameters.items()}
     rows: dict[str, list[torch.Tensor]] = {name: [] for name in parameters}
     losses = []
@@ -38,7 +40,7 @@ def loop(model: nn.Module, loss_fn: LossFunction, batch: Batch, *, tables: Colle
                 if name in tables:
                     factors[name] = [] if p.grad is None else [row_factors(p.grad)]
                 else:
-                    gradient = torch.zeros_like(p) if p.grad is None else p.grad
+                    gradient = torch.zeros_like(local(p)) if p.grad is None else local(p.grad)
                     rows[name].append(accumulation(gradient.to_dense() if gradient.is_sparse else gradient))
                 p.grad = None
     finally:

@@ -14,10 +14,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
+import hf_dp.ranks as ranks
 from hf_dp.errors import ConfigurationError, PreflightError, UnsupportedModelError
 from hf_dp.per_example.batch import Batch, LossFunction, batch_size, take
+from hf_dp.per_example.factors import squared_norms
 from hf_dp.per_example.independence import (
     check_independence,
     check_shares,
@@ -29,11 +32,13 @@ from hf_dp.per_example.independence import (
     telling_size,
 )
 from hf_dp.per_example.oracle import loop
+from hf_dp.per_example.precision import full_precision
 from hf_dp.per_example.reading import Reader
 from hf_dp.per_example.record import PerExampleGradients
 from hf_dp.per_example.rows import RowSum
 from hf_dp.per_example.rule import Certificate, Rule
 from hf_dp.per_example.rules import RULES
+from hf_dp.per_example.sharding import as_sums, local, summed_over_shards, trainable
 from hf_dp.per_example.watch import Watch
 
 _EXACTNESS_TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3}
@@ -85,13 +90,13 @@ def preflight(
         with in_mode(model, training=False):
             watch = Watch(Reader(size), rules, tables=frozenset(tables))
             losses = watch.run(model, loss_fn, few)
-            parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+            parameters = trainable(model)
             found = PerExampleGradients(losses, watch.factors, parameters, frozenset(watch.uses), watch.versions)
             weights = torch.linspace(0.5, 1.5, size, device=losses.device, dtype=torch.float64)
             truth = _Truth.of(model, loss_fn, few, weights, tables)
     # A frozen base in bf16 rounds what reaches an adapter in float32.
     dtypes = watch.dtypes | {p.dtype for p in model.parameters() if p.is_floating_point()}
-    _compare(model, found, truth, weights, dtypes)
+    _compare(found, truth, weights, dtypes, parameters)
     return Certificate(watch.uses | watch.copied)
 
 
@@ -170,37 +175,44 @@ class _Truth(NamedTuple):
     @staticmethod
     def of(model: nn.Module, loss_fn: LossFunction, batch: Batch, weights: Tensor, tables: Collection[str]) -> _Truth:
         """The oracle's norms (B,), and its weighted sums of the examples whose norm is finite."""
-        norms, sums, rows = [], None, _row_sums(model, tables)
+        norms, sums, parameters = [], None, trainable(model)
+        rows = {name: RowSum(name, parameters[name]) for name in tables}
         for i in range(len(weights)):
             one = loop(model, loss_fn, take(batch, [i]), tables=tables)
             sums = one.zeros(besides=tables) if sums is None else sums
-            norms.append(one.squared_norms().double().sqrt())
+            with full_precision(one.losses.device):
+                squares = [(parameters[name], squared_norms(uses)[0]) for name, uses in one.factors.items() if uses]
+            norms.append(summed_over_shards(squares, one.losses.device).sqrt())
             one.add_weighted_sum_(sums, weights[i : i + 1].where(norms[-1].isfinite(), 0), rows)
         return _Truth(torch.cat(norms), sums or {}, rows)
 
 
-def _row_sums(model: nn.Module, tables: Collection[str]) -> dict[str, RowSum]:
-    parameters = dict(model.named_parameters())
-    return {name: RowSum(name, parameters[name]) for name in tables}
-
-
 def _compare(
-    model: nn.Module, engine: PerExampleGradients, oracle: _Truth, weights: Tensor, dtypes: Set[torch.dtype]
+    engine: PerExampleGradients,
+    oracle: _Truth,
+    weights: Tensor,
+    dtypes: Set[torch.dtype],
+    parameters: Mapping[str, Tensor],
 ) -> None:
     tolerance = max(_EXACTNESS_TOLERANCE.get(dtype, _LOW_PRECISION_TOLERANCE) for dtype in dtypes)
     # An example whose own gradient is not finite contributes nothing; it must be the same ones for both.
     finite = oracle.norms.isfinite()
     found_norms, true_norms = (n.where(finite, 0) for n in (engine.squared_norms().double().sqrt(), oracle.norms))
-    ours, rows = engine.zeros(besides=oracle.rows), _row_sums(model, oracle.rows)
-    engine.add_weighted_sum_(ours, weights.where(finite, 0), rows)
+    ours, rows = engine.zeros(besides=oracle.rows), {name: RowSum(name, parameters[name]) for name in oracle.rows}
+    engine.add_weighted_sum_(as_sums(ours, parameters), weights.where(finite, 0), rows)
     truth = {**oracle.sums, **{name: sums.coalesced()[1] for name, sums in oracle.rows.items()}}
-    whole = math.hypot(*(_norm(v) for v in truth.values()))
+    sizes = {name: _norm(expected, parameters[name]) for name, expected in truth.items()}
+    whole = math.hypot(*sizes.values())
     checks = [("the norms", _norm(found_norms.sub_(true_norms)), _norm(true_norms))]
     for name, expected in truth.items():
-        scale = max(_norm(expected), 0.1 * whole)
         if name in rows:
             rows[name].sub_(oracle.rows[name])
-        checks.append((name, _norm(rows[name].coalesced()[1] if name in rows else ours[name].sub_(expected)), scale))
+            difference = rows[name].coalesced()[1]
+        else:
+            # All ranks gave the same examples.
+            ours[name] /= ranks.world_size() if isinstance(parameters[name], DTensor) else 1
+            difference = ours[name].sub_(expected)
+        checks.append((name, _norm(difference, parameters[name]), max(sizes[name], 0.1 * whole)))
     for name, error, scale in checks:
         if not error <= tolerance * scale + 1e-12:
             raise PreflightError(
@@ -210,15 +222,19 @@ def _compare(
             )
 
 
-def _norm(values: Tensor) -> float:
-    """In float64, without a copy of all values."""
-    return math.sqrt(sum(float(part.double().square().sum()) for part in values.reshape(-1).split(_CHUNK)))
+def _norm(values: Tensor, parameter: Tensor | None = None) -> float:
+    """In float64, without a copy of all values; over all shards, if the parameter has shards."""
+    square = sum(float(part.double().square().sum()) for part in values.reshape(-1).split(_CHUNK))
+    return math.sqrt(float(ranks.gathered([square]).sum()) if isinstance(parameter, DTensor) else square)
 
 
 @contextmanager
 def _off_zero(model: nn.Module) -> Iterator[None]:
-    zeros = [p for p in model.parameters() if p.requires_grad and p.is_floating_point() and not bool(p.any())]
-    kept = [p.detach().clone() for p in zeros]
+    parameters = [p for p in trainable(model).values() if p.is_floating_point()]
+    # A shard may be empty, or all zero by chance.
+    touched = ranks.gathered([float(local(p).any()) for p in parameters]).sum(0)
+    zeros = [local(p.detach()) for p, elements in zip(parameters, touched, strict=True) if not elements]
+    kept = [p.clone() for p in zeros]
     with torch.no_grad():
         for p in zeros:
             p.normal_(std=0.02)

@@ -19,6 +19,7 @@ from hf_dp.per_example.reading import Reader
 from hf_dp.per_example.rows import RowSum, restricted
 from hf_dp.per_example.rule import Certificate, Rule, Use, refuse_changed
 from hf_dp.per_example.rules import RULES
+from hf_dp.per_example.sharding import Shard, as_sums, local, trainable
 from hf_dp.per_example.watch import Watch
 
 _NO_TABLES: Mapping[str, RowSum] = MappingProxyType({})
@@ -65,16 +66,18 @@ class PerExampleGradients:
             coefficients: (B,). An example with coefficient 0 is left out by selection, so that 0 x NaN is 0.
 
         Returns:
-            float32 (float64 for float64 parameters) gradients, zero for a parameter that was not used.
+            float32 (float64 for float64 parameters) gradients, zero for a parameter that was not used. Of a parameter
+            that FSDP2 shards it is this rank's part of the sum over all ranks, which must call it together.
         """
         out = self.zeros()
-        self.add_weighted_sum_(out, coefficients)
+        self.add_weighted_sum_(as_sums(out, self._parameters), coefficients)
         return out
 
     def zeros(self, besides: Collection[str] = ()) -> dict[str, Tensor]:
-        """A zero gradient for each parameter but those `besides`, in the dtype that sums are accumulated in."""
+        """A zero gradient for each parameter but those `besides`, this rank's part if it is sharded, in the dtype of
+        sums."""
         return {
-            name: torch.zeros_like(p, dtype=sum_dtype(p.dtype), requires_grad=False)
+            name: torch.zeros_like(local(p), dtype=sum_dtype(p.dtype), requires_grad=False)
             for name, p in self._parameters.items()
             if name not in besides
         }
@@ -92,32 +95,39 @@ class PerExampleGradients:
         return PerExampleGradients(self.losses, factors, self._parameters, self.uses, self._versions)
 
     def add_weighted_sum_(
-        self, out: dict[str, Tensor], coefficients: Tensor, rows: Mapping[str, RowSum] = _NO_TABLES
+        self, out: Mapping[str, Tensor | Shard], coefficients: Tensor, rows: Mapping[str, RowSum] = _NO_TABLES
     ) -> None:
-        """Adds `weighted_sum(coefficients)` in place: to `rows` for the tables there, to `out` for the rest."""
+        """Adds `weighted_sum(coefficients)` in place: to `rows` for the tables there, to `out` for the rest.
+
+        To a `Shard` it adds that of all ranks, which call it together.
+        """
         if coefficients.shape != self.losses.shape:
             raise ValueError(f"coefficients {tuple(coefficients.shape)} for losses {tuple(self.losses.shape)}")
         chosen = coefficients.ne(0)
         index = None if bool(chosen.all()) else chosen.nonzero().squeeze(1)
         if index is not None:
             coefficients = coefficients[index]
-            if not len(index):
-                return
         refuse_changed(self._versions)
         with torch.no_grad(), full_precision(self.losses.device):
             for name, uses in self.factors.items():
-                chosen_uses = uses if index is None else [use.selected(index) for use in uses]
+                chosen_uses = uses if index is None else [use.selected(index) for use in uses if len(index)]
                 if name in rows:
                     for use in chosen_uses:
                         rows[name].add_(use, coefficients)
                     continue
                 kept = out[name]
                 # A parameter may be laid out otherwise (channels_last); factors are summed row by row.
-                total = kept if kept.is_contiguous() else torch.zeros(kept.shape, dtype=kept.dtype, device=kept.device)
+                in_place = isinstance(kept, Tensor) and kept.is_contiguous()
+                total: Any = kept if in_place else self._whole_zeros(name, kept)
                 for use in chosen_uses:
                     use.add_weighted_(total, coefficients)
-                if total is not kept:
+                if not in_place:
                     kept.add_(total)
+
+    def _whole_zeros(self, name: str, kept: Tensor | Shard) -> Tensor:
+        p = self._parameters[name]
+        device = kept.device if isinstance(kept, Tensor) else self.losses.device
+        return torch.zeros(p.shape, dtype=sum_dtype(p.dtype), device=device)
 
     @torch.no_grad()
     def _norms_and_rounding(self) -> tuple[Tensor, Tensor]:
@@ -158,7 +168,7 @@ def record(
         ConfigurationError: a batch or a loss without one row for each example.
     """
     size = batch_size(batch)
-    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    parameters = trainable(model)
     seen, ambiguous = certificate, None
     if seen is None:
         ambiguous = ambiguous_sizes(model, batch)

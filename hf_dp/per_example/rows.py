@@ -154,6 +154,11 @@ def _no_lookup(name: str) -> UnsupportedModelError:
     )
 
 
+def sparse_gradient(rows: Tensor, values: Tensor, table: Tensor) -> Tensor:
+    """A (V, d) sparse tensor with `values` (k, d) in the ascending `rows` (k,)."""
+    return torch.sparse_coo_tensor(rows[None], values, table.shape, is_coalesced=True, check_invariants=False)
+
+
 def row_factors(gradient: Tensor) -> Factors:
     """One example's gradient (V, d), sparse or dense, as a lookup of its rows that are not zero."""
     if gradient.is_sparse:

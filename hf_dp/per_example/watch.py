@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from hf_dp.errors import UnsupportedModelError
 from hf_dp.per_example.batch import Batch, LossFunction, check_losses
@@ -26,6 +27,7 @@ from hf_dp.per_example.factors import Factors, Outer
 from hf_dp.per_example.precision import full_precision, sum_dtype
 from hf_dp.per_example.reading import Reader
 from hf_dp.per_example.rule import Axis, Bound, Operands, Rule, Use, refusal
+from hf_dp.per_example.sharding import refuse_unknown_shards, trainable, watched_when_whole
 from hf_dp.per_example.watched import Source, WatchedParameter, flatten, mapped
 
 # Joins the names of the parameters behind one constant.
@@ -112,7 +114,8 @@ class Watch:
             UnsupportedModelError: a compiled module, or a gradient reached a parameter behind the watch's back.
         """
         _refuse_compiled(model)
-        originals = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        refuse_unknown_shards(model)
+        originals = trainable(model)
         hooked = sorted(n for n, p in originals.items() if p._backward_hooks or p._post_accumulate_grad_hooks)
         if hooked:
             raise UnsupportedModelError(
@@ -120,10 +123,12 @@ class Watch:
                 why="the hook would not see the gradient of each example, and what it changes would be left out.",
                 fix="remove the hook (the handle's remove()), or change the loss instead.",
             )
-        watched = {
-            id(p): WatchedParameter.of(Source(name, self, p.detach(), functools.partial(self._keep, name)))
-            for name, p in originals.items()
-        }
+
+        def watch(name: str, whole: Tensor) -> WatchedParameter:
+            return WatchedParameter.of(Source(name, self, whole.detach(), functools.partial(self._keep, name)))
+
+        sharded = {id(p): name for name, p in originals.items() if isinstance(p, DTensor)}
+        watched = {id(p): watch(name, p) for name, p in originals.items() if id(p) not in sharded}
         kept_gradients = {name: p.grad for name, p in originals.items()}
         places = [
             (module._parameters, key, p)
@@ -138,7 +143,8 @@ class Watch:
                 holder[key] = watched[id(p)]  # type: ignore[assignment]
             for p in originals.values():
                 p.grad = None
-            yield
+            with watched_when_whole(model, sharded, watch):
+                yield
             leaked = self.leaked | {name for name, p in originals.items() if p.grad is not None}
             if leaked:
                 raise UnsupportedModelError(

@@ -2,7 +2,7 @@
 
 from hf_dp.sparse_embeddings.optimizer import LazyRows, RowWiseAdam, with_lazy_rows
 from hf_dp.sparse_embeddings.selection import AdaptiveSelection, Survivors
-from hf_dp.sparse_embeddings.table_rows import TableRows, sparse_gradient
+from hf_dp.sparse_embeddings.table_rows import TableRows
 from hf_dp.sparse_embeddings.tables import find_tables
 from hf_dp.sparse_embeddings.top_k import gumbel_scale, noisy_top_k
 
@@ -15,6 +15,5 @@ __all__ = [
     "find_tables",
     "gumbel_scale",
     "noisy_top_k",
-    "sparse_gradient",
     "with_lazy_rows",
 ]

@@ -74,8 +74,3 @@ class TableRows:
             chosen[name] = rows.to(total.rows[name].device)
             total.gradients[name] = total.rows[name].of(chosen[name])
         return chosen
-
-
-def sparse_gradient(rows: Tensor, values: Tensor, table: Tensor) -> Tensor:
-    """A (V, d) sparse tensor with `values` (k, d) in the ascending `rows` (k,)."""
-    return torch.sparse_coo_tensor(rows[None], values, table.shape, is_coalesced=True, check_invariants=False)

@@ -14,6 +14,7 @@ PACKAGE = Path(__file__).resolve().parents[2] / "hf_dp"
 FLOORS = {
     "errors": 0,
     "config": 0,
+    "ranks": 0,
     "randomness": 0,
     "accounting": 1,
     "sampling": 1,
@@ -22,6 +23,7 @@ FLOORS = {
     "clipping": 1,
     "noise": 1,
     "fingerprint": 1,
+    "scaling": 1,
     "arguments": 1,
     "re_attention": 1,
     "aggregate": 2,
@@ -29,6 +31,7 @@ FLOORS = {
     "probe": 2,
     "resume": 2,
     "sparse_embeddings": 2,
+    "agreement": 2,
     "frequencies": 3,
     "attention_noise": 4,
     "sparse_training": 4,
@@ -43,8 +46,9 @@ FLOORS = {
 }
 # (importer, imported) on one floor. Everything else on a floor is a stranger to its neighbours.
 PEERS = {
-    ("config", "errors"), ("randomness", "errors"), ("trainer", "callbacks"), ("trainer", "attention_noise"),
-    ("trainer", "sparse_training"), ("sparse_embeddings", "aggregate"), ("cli", "demo"), ("trainer", "publishing"),
+    ("config", "errors"), ("randomness", "errors"), ("randomness", "ranks"), ("trainer", "callbacks"),
+    ("trainer", "attention_noise"), ("trainer", "sparse_training"), ("sparse_embeddings", "aggregate"), ("cli", "demo"),
+    ("trainer", "publishing"),
 }  # fmt: skip
 # Libraries that a module must not import itself. What it imports through others is seen in test_package.py.
 FORBIDDEN = {

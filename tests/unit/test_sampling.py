@@ -15,7 +15,7 @@ from torch.utils.data import ConcatDataset, Subset, TensorDataset, default_colla
 
 from hf_dp.errors import ConfigurationError
 from hf_dp.randomness import Entropy, bernoulli
-from hf_dp.sampling import LogicalBatchCollator, PoissonBatchSampler, PoissonDataLoader
+from hf_dp.sampling import DUMMY, LogicalBatchCollator, PoissonBatchSampler, PoissonDataLoader, RankSampler
 
 
 def rows(examples: list[Any]) -> dict[str, torch.Tensor]:
@@ -181,7 +181,7 @@ class TestLoader:
         assert len(items) == 100
         empty = [item for item in items if item["n"] == 0]
         assert 20 < len(empty) < 55
-        assert all(item == {"micro_batches": [], "n": 0} for item in empty)
+        assert all(item == {"micro_batches": [], "dummies": [], "n": 0} for item in empty)
 
     def test_failure_5_empty_batches_reach_no_transform_of_a_hugging_face_dataset(self):
         datasets = pytest.importorskip("datasets")
@@ -241,7 +241,7 @@ class PaddingFree:
 
 class TestCollator:
     def test_empty_is_never_shown_to_the_users_collator(self):
-        assert LogicalBatchCollator(2, rows)([]) == {"micro_batches": [], "n": 0}
+        assert LogicalBatchCollator(2, rows)([]) == {"micro_batches": [], "dummies": [], "n": 0}
 
     def test_is_picklable(self):
         collator = pickle.loads(pickle.dumps(LogicalBatchCollator(2, rows)))
@@ -309,3 +309,39 @@ def test_random_transforms_of_the_data_follow_the_public_seed_only_under_a_priva
         return next(iter(loader))["micro_batches"][0]["x"]
 
     assert torch.equal(rows(), rows()) == reproducible
+
+
+class TestRanks:
+    @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+    @pytest.mark.parametrize("micro_batch_size", [1, 2, 5])
+    def test_failure_7_every_example_is_on_one_rank_and_all_make_as_many_micro_batches(
+        self, world_size, micro_batch_size
+    ):
+        whole = PoissonBatchSampler(60, 6, Entropy(1))
+        ranks = [RankSampler(whole, rank, world_size, micro_batch_size) for rank in range(world_size)]
+        for step in range(30):
+            drawn = whole.draw(step)
+            shares = [rank.share(drawn) for rank in ranks]
+            assert sorted(i for share in shares for i in share if i != DUMMY) == drawn
+            sizes = [len([i for i in share if i != DUMMY]) for share in shares]
+            assert max(sizes) - min(sizes) <= 1
+            parts = [-(-size // micro_batch_size) + s.count(DUMMY) for size, s in zip(sizes, shares, strict=True)]
+            assert len(set(parts)) == 1
+            assert world_size > 1 or shares == [drawn]
+
+    def test_a_dummy_is_a_row_by_itself_and_counts_for_nothing(self):
+        class Uneven(RankSampler):
+            def share(self, drawn):
+                return [3, DUMMY, DUMMY]
+
+        sampler = Uneven(PoissonBatchSampler(10, 2, Entropy(0), steps_per_epoch=2), 1, 2, 2)
+        items = list(
+            PoissonDataLoader(
+                [{"x": [i]} for i in range(10)],
+                batch_sampler=sampler,
+                collate_fn=LogicalBatchCollator(2, lambda few: {"x": torch.tensor([row["x"] for row in few])}),
+            )
+        )
+        assert [item["n"] for item in items] == [1, 1]
+        assert [part["x"].tolist() for part in items[0]["micro_batches"]] == [[[3]]]
+        assert [part["x"].tolist() for part in items[0]["dummies"]] == [[[0]], [[0]]]

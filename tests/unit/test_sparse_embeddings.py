@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from hf_dp import accounting
 from hf_dp.config import PrivacyConfig, ReAttentionConfig, SparseEmbeddingConfig
 from hf_dp.errors import ConfigurationError, PreflightError, UnsupportedModelError
-from hf_dp.per_example import RULES, Dense, OneHot, Outer, PerExample, RowSum, Tables, loop, preflight
+from hf_dp.per_example import RULES, Dense, OneHot, Outer, PerExample, RowSum, Tables, loop, preflight, sparse_gradient
 from hf_dp.per_example.batch import Batch
 from hf_dp.per_example.rule import Use
 from hf_dp.plan import Plan
@@ -28,7 +28,6 @@ from hf_dp.sparse_embeddings import (
     RowWiseAdam,
     TableRows,
     find_tables,
-    sparse_gradient,
     with_lazy_rows,
 )
 

@@ -1,0 +1,109 @@
+"""Do all ranks train the same model on the same data with the same promise? Asked before the first step."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import secrets
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+import hf_dp.ranks as ranks
+from hf_dp.errors import ConfigurationError
+from hf_dp.fingerprint import fingerprint
+
+# What may differ from rank to rank: who it is, and where it writes.
+_OWN = {"local_rank", "output_dir", "logging_dir", "run_name", "hub_token", "push_to_hub_token", "log_level_replica"}
+# A float64 holds so many bits of a digest exactly.
+_BITS = 48
+_CHUNK = 1 << 22
+
+
+def agree(facts: Mapping[str, Any]) -> None:
+    """Refuses ranks that differ in `facts`. All call it together, and it is raised on all.
+
+    Args:
+        facts: by the name that the error gives them; values of plain types.
+
+    Raises:
+        ConfigurationError: with the names of what differs, and the ranks that differ from rank 0.
+    """
+    found = difference(facts)
+    if found is not None:
+        raise ConfigurationError(
+            f"{found}.",
+            why="the ranks would add up gradients of different models or data, and epsilon would hold for none.",
+            fix="start every rank with the same script, arguments, data (in the same order) and weights.",
+        )
+
+
+def difference(facts: Mapping[str, Any]) -> str | None:
+    """What differs between the ranks and on which, or None. Two small all-gathers; only digests are sent."""
+    if ranks.world_size() == 1:
+        return None
+    # Keyed with a secret of this call: a digest of private rows could be tested against guesses.
+    key = ranks.secret_from_first(secrets.token_bytes(32))
+    names = sorted(facts)
+    table = ranks.gathered([_digest(names, key), _digest(dict(facts), key)])
+    different = []
+    if bool((table[:, 0] == table[0, 0]).all()):
+        # The same questions, so that answers can be compared one by one.
+        table = ranks.gathered([_digest(facts[name], key) for name in names])
+        different = [name for name, column in zip(names, table.T, strict=True) if len(set(column.tolist())) > 1]
+    odd = [str(i) for i, row in enumerate(table) if not torch.equal(row, table[0])]
+    if not odd:
+        return None
+    return f"rank {', '.join(odd)} has not the same as rank 0: {', '.join(different) or 'which settings there are'}"
+
+
+def described_data(dataset: Any) -> dict[str, Any]:
+    """Size and content of the training data, for `agree`; the content only where reading a row twice gives the same."""
+    if ranks.world_size() == 1:
+        return {}
+    key = ranks.secret_from_first(secrets.token_bytes(32))
+    return {"the length of train_dataset": len(dataset), "the content of train_dataset": fingerprint(dataset, key)}
+
+
+def described_arguments(args: Any) -> dict[str, Any]:
+    """The plain values of `TrainingArguments`, but for what each rank has of its own."""
+    plain = {k: v for k, v in vars(args).items() if v is None or isinstance(v, (bool, int, float, str))}
+    return {f"TrainingArguments.{k}": v for k, v in plain.items() if k not in _OWN and not k.startswith("_")}
+
+
+def described_model(model: nn.Module) -> dict[str, Any]:
+    """Names, shapes, dtypes, ties and what is trained."""
+    return {
+        "the model's parameters": [
+            (name, list(p.shape), str(p.dtype), p.requires_grad)
+            for name, p in model.named_parameters(remove_duplicate=False)
+        ]
+    }
+
+
+def described_values(model: nn.Module) -> dict[str, Any]:
+    """A checksum of what every rank holds whole; the same on every device."""
+    if ranks.world_size() == 1:
+        return {}
+    wholes = [p.detach() for p in model.parameters() if not isinstance(p, DTensor)]
+    return {"the model's weights": [checksum(p) for p in wholes]}
+
+
+def checksum(values: Tensor) -> list[int]:
+    """Of the bits: their sum, and their sum weighted by place, in wrapping 64-bit integers."""
+    plain = weighted = 0
+    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[values.element_size()]
+    for start, part in enumerate(values.contiguous().view(-1).view(integers).split(_CHUNK)):
+        bits = part.long()
+        places = torch.arange(1, len(bits) + 1, device=bits.device)
+        plain += int(bits.sum())
+        weighted += (start + 1) * int((bits * places).sum())
+    return [plain, weighted]
+
+
+def _digest(value: Any, key: bytes) -> int:
+    text = json.dumps(value, sort_keys=True, default=repr)
+    return int.from_bytes(hashlib.blake2b(text.encode(), key=key, digest_size=_BITS // 8).digest(), "little")

@@ -1,0 +1,44 @@
+"""What of `hf-dp plan` is about a model: memory and communication of each rank."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from rich.table import Table
+
+
+def sizes(
+    model: str, lora_rank: int | None, world_size: int, length: int, micro_batch: int, batch_size: float
+) -> dict[str, Any]:
+    """Bytes on each rank for both strategies."""
+    # torch and transformers take seconds to import.
+    from hf_dp import scaling
+
+    size = scaling.model_size(model, lora_rank)
+    parts = max(1, math.ceil(batch_size / max(1, world_size) / max(1, micro_batch)))
+    found = {}
+    for strategy in ("DDP", "FSDP2"):
+        one = scaling.estimate(size, strategy, world_size, length=length, micro_batch=micro_batch, micro_batches=parts)
+        found[strategy] = {
+            "memory": {**one.memory, "in all": one.total_memory},
+            "sent in one step": {**one.sent, "in all": one.total_sent},
+        }
+    return {"parameters": size.total, "trained": size.trained, "per_rank": found}
+
+
+def size_table(sizes: dict[str, Any], world_size: int) -> Table:
+    table = Table(
+        title=f"Each of {world_size} ranks, GB",
+        caption="Weights, gradients and factors; the activations of ordinary training come on top.",
+    )
+    table.add_column("")
+    for strategy in sizes:
+        table.add_column(strategy, justify="right")
+    for part in ("memory", "sent in one step"):
+        rows = dict.fromkeys(row for one in sizes.values() for row in one[part] if row != "in all")
+        for row, label in {**dict.fromkeys(rows), "in all": f"{part}, in all"}.items():
+            values = [one[part].get(row) for one in sizes.values()]
+            table.add_row(label or row, *("-" if v is None else f"{v / 1e9:.2f}" for v in values))
+        table.add_section()
+    return table

@@ -1,0 +1,184 @@
+"""Parameters that FSDP2 keeps in shards: watched while they are whole, summed and noised where they lie.
+
+`fully_shard` leaves a DTensor in a module's table of parameters and puts the whole parameter in its place while the
+module runs, forward and backward. Whatever puts it there, it goes through the table: so for a recording the table
+itself watches. Norms need no parameter, and of the sums no more than one is whole at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Partial
+from torch.distributed.tensor import Shard as Sharded
+
+import hf_dp.ranks as ranks
+from hf_dp.errors import UnsupportedModelError
+
+
+def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The trainable parameters, those that FSDP2 shards as shards; tied names collapse to the first."""
+    # A forward pass without a backward pass leaves the root's parameters whole.
+    reshard(model)
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+
+def local(tensor: Tensor) -> Tensor:
+    """What of `tensor` this rank holds: its shard, or all of it; the same memory."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    with torch.no_grad():
+        held: Tensor = tensor.to_local()
+    return held
+
+
+def refuse_unknown_shards(model: nn.Module) -> None:
+    """Refuses shards that are not FSDP2's over all ranks.
+
+    Raises:
+        UnsupportedModelError: with the parameter's name and how it is laid out.
+    """
+    managed = {id(p) for m in model.modules() if isinstance(m, FSDPModule) for p in m.parameters()}
+    for name, p in model.named_parameters():
+        if not isinstance(p, DTensor):
+            continue
+        mesh, placements = p.device_mesh, p.placements
+        is_known = mesh.ndim == 1 and mesh.size() == ranks.world_size() and isinstance(placements[0], Sharded)
+        if not is_known or id(p) not in managed:
+            kind = "HSDP" if mesh.ndim == 2 and id(p) in managed else "tensor parallelism or another DTensor layout"
+            raise UnsupportedModelError(
+                f"{name} is laid out as {placements} over {mesh} ({kind}).",
+                why="its gradient is known to be summed, and its noise to be added once, only where fully_shard splits "
+                "it over all ranks.",
+                fix="use FSDP2 (fully_shard) over one mesh of all ranks, without replicas.",
+            )
+
+
+@dataclass(frozen=True)
+class Shard:
+    """This rank's shard of a sum.
+
+    Attributes:
+        values: of the shape of the parameter's local part.
+        parameter: of which it is the gradient.
+    """
+
+    values: Tensor
+    parameter: DTensor
+
+    def add_(self, whole: Tensor) -> None:
+        """Adds this rank's part of the sum of `whole` over all ranks: one reduce-scatter, in the dtype of `whole`."""
+        self.values.add_(scattered(whole, self.parameter).to(self.values.device))
+
+
+def as_sums(values: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> dict[str, Tensor | Shard]:
+    """What this rank holds of each sum, so that whole gradients can be added to it."""
+    return {
+        name: Shard(held, p) if isinstance(p := parameters[name], DTensor) else held for name, held in values.items()
+    }
+
+
+def scattered(whole: Tensor, parameter: DTensor) -> Tensor:
+    """The sum of `whole` over all ranks, of which each gets the shard that it has of `parameter`."""
+    partial = DTensor.from_local(whole, parameter.device_mesh, [Partial()], run_check=False)
+    return local(partial.redistribute(placements=parameter.placements))
+
+
+def like(values: Tensor, parameter: Tensor) -> Tensor:
+    """A gradient for `parameter` made of what this rank holds of it."""
+    if not isinstance(parameter, DTensor):
+        return values
+    made: Tensor = DTensor.from_local(
+        values,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+    return made
+
+
+class _Table(dict[str, Any]):
+    """A module's parameters, of which some are replaced as soon as they are whole."""
+
+    def __init__(self, parameters: Mapping[str, Any], replacements: Mapping[str, Callable[[Tensor], Tensor]]) -> None:
+        super().__init__(parameters)
+        self._replacements = replacements
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        replacement = self._replacements.get(key)
+        is_whole = isinstance(value, Tensor) and not isinstance(value, DTensor)
+        super().__setitem__(key, replacement(value) if replacement is not None and is_whole else value)
+
+
+@contextmanager
+def watched_when_whole(
+    model: nn.Module, names: Mapping[int, str], make: Callable[[str, Tensor], Tensor]
+) -> Iterator[None]:
+    """Inside, each sharded parameter is replaced by `make(name, whole parameter)` wherever FSDP2 puts it whole.
+
+    Args:
+        model: with shards or without.
+        names: of the parameters to replace, by id of the sharded parameter.
+        make: called once for each whole parameter.
+    """
+    made: dict[str, tuple[Tensor, Tensor]] = {}
+
+    def replacement(name: str) -> Callable[[Tensor], Tensor]:
+        def replace(whole: Tensor) -> Tensor:
+            # The same object from pass to pass and in every module that it is tied in.
+            if name not in made or made[name][0] is not whole:
+                made[name] = whole, make(name, whole)
+            return made[name][1]
+
+        return replace
+
+    tables = []
+    for module in model.modules():
+        chosen = {key: names[id(p)] for key, p in module._parameters.items() if id(p) in names}
+        if chosen:
+            tables.append((module, module._parameters))
+            module._parameters = _Table(module._parameters, {key: replacement(name) for key, name in chosen.items()})
+    try:
+        yield
+    finally:
+        reshard(model)
+        for module, table in tables:
+            module._parameters = table
+        made.clear()
+
+
+def reshard(model: nn.Module) -> None:
+    """Leaves every module of FSDP2 with its shards."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def summed_over_shards(values: Iterable[tuple[Tensor, Tensor]], device: torch.device) -> Tensor:
+    """The sum of numbers, of which those found from shards are added up over all ranks too.
+
+    Args:
+        values: pairs of a parameter and a tensor of numbers found from what this rank holds of it, all of one shape.
+        device: of the sum.
+
+    Returns:
+        float64, of that shape.
+    """
+    pairs = [(isinstance(parameter, DTensor), found.to(device, torch.float64)) for parameter, found in values]
+    of_shards, of_wholes = ([found for is_shard, found in pairs if is_shard is kind] for kind in (True, False))
+    total = torch.zeros_like(pairs[0][1])
+    for found in of_shards:
+        total += found
+    if of_shards:
+        ranks.sum_(total)
+    for found in of_wholes:
+        total += found
+    return total

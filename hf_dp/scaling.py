@@ -1,0 +1,233 @@
+"""How much memory a private step takes on each rank, and how much it sends: the arithmetic of docs/scaling.md."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from hf_dp.errors import ConfigurationError
+
+Strategy = Literal["DDP", "FSDP2"]
+# Bytes of a number of the sum, of Adam's two moments, and of a trained weight.
+_SUM, _TRAINED = 4, 4
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One parameter.
+
+    Attributes:
+        shape: of it.
+        trained: whether it gets a gradient.
+        unit: the block of FSDP2 that it belongs to; "" for the root.
+        is_embedding: whether it is looked up in.
+        uses: in how many operations it is used (a tied embedding: 2).
+    """
+
+    shape: tuple[int, ...]
+    trained: bool
+    unit: str
+    is_embedding: bool = False
+    uses: int = 1
+
+    @property
+    def numel(self) -> int:
+        """How many numbers it has."""
+        return int(torch.Size(self.shape).numel())
+
+    def factor_numbers(self, length: int) -> tuple[int, int]:
+        """What is kept of one example's gradient until its norm is known: float32 numbers, and computed ones.
+
+        A weight (p, d) used at L positions keeps L (p + d) numbers, or its p d in float32 where they are fewer.
+        """
+        if not self.trained:
+            return 0, 0
+        if len(self.shape) < 2:
+            return self.numel, 0
+        p, d = self.shape[0], self.numel // self.shape[0]
+        lookup = length * d if self.is_embedding else 0
+        if self.is_embedding and self.uses == 1:
+            return 0, lookup
+        return (p * d, lookup) if p * d <= length * (p + d) else (0, length * (p + d) + lookup)
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    """All parameters of a model."""
+
+    parameters: tuple[Parameter, ...]
+
+    @property
+    def total(self) -> int:
+        """N, how many numbers."""
+        return sum(p.numel for p in self.parameters)
+
+    @property
+    def trained(self) -> int:
+        """T, how many of them are trained."""
+        return sum(p.numel for p in self.parameters if p.trained)
+
+    @property
+    def largest(self) -> int:
+        """P, the largest parameter."""
+        return max(p.numel for p in self.parameters)
+
+    @property
+    def largest_trained(self) -> int:
+        """The largest parameter that is trained."""
+        return max(p.numel for p in self.parameters if p.trained)
+
+    @property
+    def units(self) -> dict[str, int]:
+        """How many numbers each unit of FSDP2 has; "" is the root."""
+        sizes: dict[str, int] = {"": 0}
+        for p in self.parameters:
+            sizes[p.unit] = sizes.get(p.unit, 0) + p.numel
+        return sizes
+
+    @classmethod
+    def of(cls, model: nn.Module, lora_rank: int | None = None) -> ModelSize:
+        """Of a model, which may lie on the meta device.
+
+        Args:
+            model: a Transformers model; its `_no_split_modules` are the units, as accelerate chooses them.
+            lora_rank: None to train what `requires_grad` says; or LoRA of that rank on every matrix in the units.
+        """
+        blocks = set(getattr(model, "_no_split_modules", None) or ())
+        unit_of = {
+            name: name for name, module in model.named_modules() if type(module).__name__.removeprefix("FSDP") in blocks
+        }
+        looked_up = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+        names: dict[int, int] = {}
+        for _, p in model.named_parameters(remove_duplicate=False):
+            names[id(p)] = names.get(id(p), 0) + 1
+        found = []
+        for name, p in model.named_parameters():
+            unit = next((u for u in unit_of if name.startswith(f"{u}.")), "")
+            trained = p.requires_grad if lora_rank is None else False
+            found.append(Parameter(tuple(p.shape), trained, unit, id(p) in looked_up, names[id(p)]))
+            if lora_rank is not None and unit and p.dim() == 2:
+                found.append(Parameter((lora_rank, p.shape[1]), True, unit))
+                found.append(Parameter((p.shape[0], lora_rank), True, unit))
+        return cls(tuple(found))
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What one private step needs on each rank.
+
+    Attributes:
+        strategy: "DDP" or "FSDP2".
+        memory: bytes by what they are for, without the activations that ordinary training would keep too.
+        sent: bytes that each rank sends in one step, by collective, on a ring.
+    """
+
+    strategy: Strategy
+    memory: dict[str, int]
+    sent: dict[str, int]
+
+    @property
+    def total_memory(self) -> int:
+        """Bytes on each rank."""
+        return sum(self.memory.values())
+
+    @property
+    def total_sent(self) -> int:
+        """Bytes sent by each rank in one step."""
+        return sum(self.sent.values())
+
+
+def estimate(
+    model: ModelSize,
+    strategy: Strategy,
+    world_size: int,
+    *,
+    length: int,
+    micro_batch: int,
+    micro_batches: int = 1,
+    bytes_computed: int = 2,
+) -> Estimate:
+    """The bytes of one private step with AdamW, where trained weights and sums are float32.
+
+    Args:
+        model: what is trained.
+        strategy: "DDP" or "FSDP2".
+        world_size: W, the number of ranks.
+        length: L, positions of each example.
+        micro_batch: examples in one micro-batch.
+        micro_batches: of each rank in one logical batch.
+        bytes_computed: of each number of the frozen weights, and of what is computed with (bfloat16: 2).
+
+    Raises:
+        ConfigurationError: a number below 1.
+    """
+    for name, value in {"--world-size": world_size, "--length": length, "--micro-batch": micro_batch}.items():
+        if value < 1:
+            raise ConfigurationError(f"{name} {value}.", why="there is nothing to estimate.", fix="give 1 or more.")
+    n, t, w = model.total, model.trained, world_size
+    weights = _TRAINED * t + bytes_computed * (n - t)
+    kept = [p.factor_numbers(length) for p in model.parameters]
+    factors = micro_batch * sum(_SUM * whole + bytes_computed * computed for whole, computed in kept)
+    is_little = t <= model.largest
+    if strategy == "DDP":
+        # A cast weight lives for one operation only.
+        memory = {
+            "weights": weights,
+            "sum of gradients": _SUM * t,
+            "Adam": 2 * _SUM * t,
+            "DDP's buckets": _TRAINED * t if w > 1 else 0,
+        }
+        sent = {"all-reduce of the sum": _ring(2 * _SUM * t, w)}
+    else:
+        largest = max((size for unit, size in model.units.items() if unit), default=0)
+        memory = {
+            "weights": weights // w,
+            "sum of gradients": _SUM * t // w,
+            "Adam": 2 * _SUM * t // w,
+            # The root stays whole; and a block, with the buffer that the next is gathered in.
+            "whole weights": bytes_computed * (model.units[""] + 2 * largest),
+            # Before it is scattered, and as it is laid out for that.
+            "whole gradients": 2 * _SUM * model.largest_trained + (_SUM * t if is_little else 0),
+        }
+        gathered = bytes_computed * (2 * n - model.units[""])
+        sent = {
+            "all-gather of the weights": micro_batches * _ring(gathered, w),
+            "reduce-scatter of the sum": (1 if is_little else micro_batches) * _ring(_SUM * t, w),
+        }
+    return Estimate(strategy, {**memory, "factors": factors}, sent)
+
+
+def model_size(name_or_directory: str, lora_rank: int | None = None) -> ModelSize:
+    """Of a model by its configuration alone: no weights are read or made.
+
+    Raises:
+        ConfigurationError: no configuration there.
+    """
+    from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+
+    try:
+        config: Any = AutoConfig.from_pretrained(name_or_directory)
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(
+            f"no configuration of a model at {name_or_directory!r} ({str(error).splitlines()[0]}).",
+            why="the sizes of its parameters are read from it.",
+            fix="give the name of a model on the hub, or a directory with its config.json.",
+        ) from error
+    with torch.device("meta"):
+        for kind in _kinds(config, AutoModelForCausalLM, AutoModel):
+            return ModelSize.of(kind.from_config(config), lora_rank)
+    raise AssertionError("AutoModel knows every configuration that AutoConfig reads")
+
+
+def _kinds(config: Any, *kinds: Any) -> Iterator[Any]:
+    """Those that have a model for `config`."""
+    return (kind for kind in kinds if type(config) in kind._model_mapping)
+
+
+def _ring(numbers_in_bytes: int, world_size: int) -> int:
+    """What each rank sends of a tensor of so many bytes when it is gathered or scattered on a ring."""
+    return numbers_in_bytes * (world_size - 1) // world_size

@@ -1,0 +1,82 @@
+"""Private steps by hand, on models that `fully_shard` splits: without Trainer, so that every part can be chosen."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+import hf_dp.ranks as ranks
+from hf_dp.accounting import Ledger
+from hf_dp.losses import per_example_losses
+from hf_dp.per_example import preflight, record
+from hf_dp.plan import Plan
+from hf_dp.randomness import Entropy
+from hf_dp.sampling import LogicalBatchCollator, PoissonBatchSampler, RankSampler, _OwnReads
+from hf_dp.step import private_gradient
+from tests.distributed.tasks import MICRO, STEPS, built, collator_of, gathered, promise
+from tests.e2e.workbench import rows
+
+
+def shard(model: nn.Module, units: str = "blocks") -> nn.Module:
+    """`fully_shard` on every block and on the whole; or on the whole alone; or with blocks in bfloat16."""
+    bf16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+    policy = bf16 if units == "bf16" else MixedPrecisionPolicy()
+    if units != "whole":
+        for module in list(model.modules()):
+            if isinstance(module, nn.ModuleList):
+                for block in module:
+                    fully_shard(block, mp_policy=policy)
+    return fully_shard(model, mp_policy=policy)
+
+
+def stepped(
+    name: str,
+    sharding: str | None = None,
+    expected: int = 8,
+    checkpointing: bool = False,
+    optimizer: str = "SGD",
+    privacy: dict[str, Any] | None = None,
+    steps: int = STEPS,
+) -> dict[str, Any]:
+    """`steps` private steps; `sharding` is None for a model that every process holds whole."""
+    model = built(name)
+    if checkpointing:
+        model.gradient_checkpointing_enable()
+    if sharding:
+        shard(model, sharding)
+    config = promise(**(privacy or {}))
+    data, collate = rows(), collator_of(name)
+    entropy = Entropy.of_all_ranks(config.seed)
+    sampler = PoissonBatchSampler(len(data), expected, entropy)
+    plan, ledger = Plan.make(config, sampler, steps, entropy), Ledger()
+    certificate = preflight(model, per_example_losses, collate(data[:5]))
+    share = RankSampler(sampler, ranks.rank(), ranks.world_size(), MICRO)
+    collator, reads = LogicalBatchCollator(MICRO, collate, reproducible=True), _OwnReads(data, collate_nothing)
+    # Where a gradient is zero but for rounding (a key's bias), Adam would take whole steps without such an epsilon.
+    settings = {"lr": 0.1} if optimizer == "SGD" else {"lr": 1e-2, "eps": 1e-3}
+    update = getattr(torch.optim, optimizer)(model.parameters(), **settings)
+    sizes = []
+    for step in range(steps):
+        item = collator(reads.__getitems__(share.share(sampler.draw(step))))
+        sizes.append(item["n"])
+        total = private_gradient(
+            model,
+            functools.partial(record, model, per_example_losses, certificate=certificate),
+            item["micro_batches"],
+            plan,
+            ledger,
+            item["dummies"],
+        )
+        update.step()
+        update.zero_grad()
+    return {"parameters": gathered(model), "sizes": sizes, "loss": total.loss, "examples": total.examples}
+
+
+def collate_nothing() -> Any:
+    from contextlib import nullcontext
+
+    return nullcontext()

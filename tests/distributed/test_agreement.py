@@ -1,0 +1,52 @@
+"""Ranks that differ are found before the first step; ranks that drift, at the next; secrets stay in memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.gang import Gang
+from tests.distributed.tasks import draws_of_all, drifted, refused_by, secrets_in_files
+
+DIFFERENCES = {
+    "fewer rows": "the length of train_dataset",
+    "another row": "the content of train_dataset",
+    "another learning rate": "TrainingArguments.learning_rate",
+    "another clipping norm": "PrivacyConfig",
+    "another frozen layer": "the model's parameters",
+}
+
+
+@pytest.mark.parametrize("what", DIFFERENCES)
+def test_a_rank_that_differs(tmp_path: Path, pair: Gang, what: str) -> None:
+    for found in pair.run(refused_by, str(tmp_path), what):
+        assert "ConfigurationError: rank 1 has not the same as rank 0" in found
+        assert DIFFERENCES[what] in found
+
+
+def test_other_weights_are_replaced_under_ddp_and_refused_under_fsdp(tmp_path: Path, pair: Gang) -> None:
+    assert pair.run(refused_by, str(tmp_path), "other weights") == ["no error"] * 2
+    for found in pair.run(refused_by, str(tmp_path), "other weights", True):
+        assert "the model's weights" in found
+
+
+def test_nothing_is_refused_where_nothing_differs(tmp_path: Path, pair: Gang) -> None:
+    assert pair.run(refused_by, str(tmp_path), "nothing") == ["no error"] * 2
+
+
+def test_all_ranks_make_one_draw_and_each_its_own_noise(pair: Gang) -> None:
+    first, second = pair.run(draws_of_all)
+    assert first["draws"] == second["draws"]
+    assert first["key"] == second["key"]
+    assert first["noise"] != second["noise"]
+    assert pair.run(draws_of_all)[0]["draws"] != first["draws"]
+
+
+def test_ranks_at_different_steps(pair: Gang) -> None:
+    for found in pair.run(drifted):
+        assert "the ranks are at different steps: [0, 1]" in found
+
+
+def test_no_file_holds_the_secret(tmp_path: Path, pair: Gang) -> None:
+    assert pair.run(secrets_in_files, str(tmp_path)) == [[], []]

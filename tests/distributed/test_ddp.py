@@ -1,0 +1,41 @@
+"""Several processes under DDP train the model that one process trains."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.gang import Gang
+from tests.distributed.sharded import stepped
+from tests.distributed.tasks import MODELS, STEPS, farthest, trained
+
+TOLERANCE = 1e-6
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_without_noise_two_processes_agree_with_one(tmp_path: Path, pair: Gang, name: str) -> None:
+    alone = trained(str(tmp_path / "one"), name, 1)
+    for found in pair.run(trained, str(tmp_path / "two"), name, 2):
+        assert found["wrapped"] == "DistributedDataParallel"
+        assert farthest(found["parameters"], alone["parameters"]) < TOLERANCE
+        assert found["losses"] == pytest.approx(alone["losses"], abs=1e-4)
+        assert found["steps"] == STEPS
+        assert found["report"] == alone["report"]
+
+
+def test_batches_that_are_empty_on_some_ranks_or_all(pair: Gang) -> None:
+    alone = stepped("bert", None, 1)
+    found = pair.run(stepped, "bert", None, 1)
+    assert [sum(each) for each in zip(*(f["sizes"] for f in found), strict=True)] == alone["sizes"]
+    assert 0 in alone["sizes"]
+    for each in found:
+        assert farthest(each["parameters"], alone["parameters"]) < TOLERANCE
+        assert (each["examples"], each["loss"]) == (alone["examples"], pytest.approx(alone["loss"]))
+
+
+def test_the_seeded_noise_is_that_of_one_process(tmp_path: Path, pair: Gang) -> None:
+    noisy = {"noise_multiplier": 1.0}
+    alone = trained(str(tmp_path / "one"), "bert", 1, noisy)
+    for found in pair.run(trained, str(tmp_path / "two"), "bert", 2, noisy):
+        assert farthest(found["parameters"], alone["parameters"]) < TOLERANCE

@@ -1,0 +1,33 @@
+"""What is not known to be right on several ranks is refused by name; Re-Attention under DDP is right."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.distributed.gang import Gang
+from tests.distributed.tasks import farthest, re_attended, refusal
+
+REFUSED = {
+    "FSDP on a CPU": "MULTI_CPU, where FSDP was asked for",
+    "FSDP1": "the model is under FSDP1",
+    "Re-Attention in shards": "Re-Attention with FSDP2",
+    "HSDP by hand": "HSDP",
+    "a DTensor by hand": "tensor parallelism or another DTensor layout",
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_by_name(tmp_path: Path, pair: Gang, what: str) -> None:
+    for found in pair.run(refusal, str(tmp_path), what):
+        assert REFUSED[what] in found
+
+
+def test_re_attention_with_one_release_of_frequencies(tmp_path: Path, pair: Gang) -> None:
+    alone = re_attended(str(tmp_path / "one"), 1)
+    for found in pair.run(re_attended, str(tmp_path / "two"), 2):
+        assert torch.equal(found["frequencies"], alone["frequencies"])
+        assert farthest(found["parameters"], alone["parameters"]) < 1e-5
+        assert found["ledger"] == alone["ledger"]

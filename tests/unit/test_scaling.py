@@ -1,0 +1,85 @@
+"""The arithmetic of docs/scaling.md; scripts/scaling.py holds it against what small runs take and send."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+from typer.testing import CliRunner
+
+from hf_dp.cli import app
+from hf_dp.errors import ConfigurationError
+from hf_dp.scaling import ModelSize, Parameter, estimate, model_size
+
+SHAPE = {"vocab_size": 100, "hidden_size": 8, "intermediate_size": 24, "num_hidden_layers": 3, "num_attention_heads": 2}
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    AutoConfig.for_model("llama", **SHAPE).save_pretrained(tmp_path)
+    return tmp_path
+
+
+def test_sizes_are_those_of_the_model(directory: Path) -> None:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **SHAPE))
+    size = model_size(str(directory))
+    assert size.total == size.trained == sum(p.numel() for p in model.parameters())
+    assert size.largest == 800
+    assert size.units[""] == 800 + 800 + 8
+    assert len(size.units) == 4
+    lora = model_size(str(directory), lora_rank=2)
+    assert lora.trained == 3 * 2 * (4 * (8 + 8) + 3 * (8 + 24))
+    assert lora.total == size.total + lora.trained
+
+
+@pytest.mark.parametrize(
+    ("parameter", "length", "numbers"),
+    [
+        (Parameter((6, 10), True, ""), 2, (0, 32)),
+        (Parameter((6, 10), True, ""), 4, (60, 0)),
+        (Parameter((6, 10), False, ""), 4, (0, 0)),
+        (Parameter((6,), True, ""), 4, (6, 0)),
+        (Parameter((90, 10), True, "", is_embedding=True), 4, (0, 40)),
+        (Parameter((90, 10), True, "", is_embedding=True, uses=2), 4, (0, 440)),
+    ],
+)
+def test_what_is_kept_of_an_example(parameter: Parameter, length: int, numbers: tuple[int, int]) -> None:
+    assert parameter.factor_numbers(length) == numbers
+
+
+def test_bytes_are_shared_out_by_fsdp_and_not_by_ddp(directory: Path) -> None:
+    size = model_size(str(directory))
+    whole, shared = (estimate(size, kind, 4, length=16, micro_batch=2, micro_batches=3) for kind in ("DDP", "FSDP2"))
+    for part in ("weights", "sum of gradients", "Adam"):
+        assert shared.memory[part] == whole.memory[part] // 4
+    assert whole.sent == {"all-reduce of the sum": 2 * 4 * size.total * 3 // 4}
+    assert shared.sent["reduce-scatter of the sum"] == 3 * (4 * size.total * 3 // 4)
+    alone = estimate(size, "DDP", 1, length=16, micro_batch=2)
+    assert alone.total_sent == 0
+    with pytest.raises(ConfigurationError, match="--length 0"):
+        estimate(size, "DDP", 1, length=0, micro_batch=2)
+
+
+def test_little_is_reduced_once() -> None:
+    size = ModelSize((Parameter((1000, 10), False, ""), Parameter((10, 10), True, "block")))
+    one, three = (estimate(size, "FSDP2", 2, length=8, micro_batch=1, micro_batches=k) for k in (1, 3))
+    assert one.sent["reduce-scatter of the sum"] == three.sent["reduce-scatter of the sum"] == 200
+
+
+def test_the_command(directory: Path) -> None:
+    base = ["plan", "--n", "1000", "--batch-size", "64", "--steps", "2", "--noise", "1", "--world-size", "4"]
+    found = CliRunner().invoke(app, [*base, "--model", str(directory), "--json"])
+    assert found.exit_code == 0, found.output
+    sizes = json.loads(found.stdout)
+    memory = sizes["per_rank"]["FSDP2"]["memory"]
+    assert memory["in all"] == sum(v for k, v in memory.items() if k != "in all")
+    shown = CliRunner().invoke(app, [*base, "--model", str(directory)], env={"COLUMNS": "120", "TERM": "dumb"})
+    assert "Each of 4 ranks" in shown.stdout
+    assert "reduce-scatter of the sum" in shown.stdout
+    refused = CliRunner().invoke(app, [*base, "--model", str(directory / "nothing")])
+    assert refused.exit_code == 2
+    assert "no configuration of a model" in refused.output
