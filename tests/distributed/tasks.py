@@ -287,6 +287,8 @@ def refusal(path: str, what: str) -> str:
         model, batch = built("llama"), pad_for_language(rows()[:4])
         if what == "HSDP by hand":
             fully_shard(model, mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard")))
+        elif what == "DoRA in shards":
+            model = fully_shard(adapted("DoRA", torch.float32))
         elif what == "a DTensor by hand":
             head = model.lm_head
             head.weight = nn.Parameter(distribute_tensor(head.weight, init_device_mesh("cpu", (2,)), [Shard(0)]))
