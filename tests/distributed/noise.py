@@ -27,7 +27,7 @@ LEVEL = 1e-7
 
 
 def drawn(kind: str, wrong: str | None = None) -> dict[str, Tensor]:
-    """The noise on each parameter (REPEATS, ...) of a model with rows that do not divide evenly, and rank 0's scalar.
+    """The noise on each parameter (REPEATS, ...) of a model whose rows do not divide evenly.
 
     Args:
         kind: "ddp", "fsdp", or "mixed", where FSDP2 is told to leave a parameter alone.
