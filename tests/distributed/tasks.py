@@ -73,7 +73,11 @@ def trainer(
         "per_device_train_batch_size": MICRO, "gradient_accumulation_steps": accumulation, "max_steps": STEPS,
         **({"ddp_backend": "gloo"} if world > 1 else {}), **changes,
     }  # fmt: skip
-    parts = {"train_dataset": rows() if data is None else data, "data_collator": collator_of(name)}
+    parts = {
+        "train_dataset": rows() if data is None else data,
+        "eval_dataset": rows(8),
+        "data_collator": collator_of(name),
+    }
     return make(Path(path), built(name), promise(**(privacy or {})), parts=parts, **values)
 
 
@@ -88,6 +92,17 @@ def trained(path: str, name: str, world: int, privacy: dict[str, Any] | None = N
         "losses": [entry["loss"] for entry in run.state.log_history if "loss" in entry],
         "wrapped": type(run.model_wrapped).__name__,
     }
+
+
+def evaluated_in_shards(path: str, name: str) -> dict[str, Any]:
+    """As `trained_in_shards` on two ranks, with an evaluation after every second step."""
+    with fsdp2_on_cpu():
+        run = trainer(
+            path, name, 2, eval_strategy="steps", eval_steps=2, fsdp=True, fsdp_config={"version": 2, **SHARDS}
+        )
+        run.train()
+        losses = [entry["eval_loss"] for entry in run.state.log_history if "eval_loss" in entry]
+        return {"parameters": gathered(run.model), "losses": losses}
 
 
 def trained_with_its_checkpointing(path: str, name: str) -> dict[str, Any]:
@@ -287,6 +302,8 @@ def refusal(path: str, what: str) -> str:
         model, batch = built("llama"), pad_for_language(rows()[:4])
         if what == "HSDP by hand":
             fully_shard(model, mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard")))
+        elif what == "DoRA in shards":
+            model = fully_shard(adapted("DoRA", torch.float32))
         elif what == "a DTensor by hand":
             head = model.lm_head
             head.weight = nn.Parameter(distribute_tensor(head.weight, init_device_mesh("cpu", (2,)), [Shard(0)]))

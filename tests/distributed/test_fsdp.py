@@ -11,6 +11,7 @@ from tests.distributed.sharded import stepped
 from tests.distributed.tasks import (
     MODELS,
     STEPS,
+    evaluated_in_shards,
     farthest,
     sent_in_one_step,
     trained,
@@ -69,3 +70,10 @@ def test_in_bfloat16_sums_are_reduced_in_float32(pair: Gang) -> None:
     alone = stepped("llama")
     for found in pair.run(stepped, "llama", "bf16"):
         assert 1e-6 < farthest(found["parameters"], alone["parameters"]) < 1e-2
+
+
+def test_evaluation_between_steps(tmp_path: Path, pair: Gang) -> None:
+    alone = trained(str(tmp_path / "one"), "tied gpt2", 1)
+    for found in pair.run(evaluated_in_shards, str(tmp_path / "two"), "tied gpt2"):
+        assert len(found["losses"]) >= 2
+        assert farthest(found["parameters"], alone["parameters"]) < TOLERANCE

@@ -15,6 +15,7 @@ REFUSED = {
     "FSDP1": "the model is under FSDP1",
     "Re-Attention in shards": "Re-Attention with FSDP2",
     "HSDP by hand": "HSDP",
+    "DoRA in shards": "computed from parameters alone, some of which FSDP2 shards",
     "a DTensor by hand": "tensor parallelism or another DTensor layout",
 }
 
