@@ -23,6 +23,7 @@ def private_gradient(
     micro_batches: Iterable[Batch],
     plan: Plan,
     ledger: Ledger,
+    *,
     tables: TableRows | None = None,
     dummies: Iterable[Batch] = (),
 ) -> ClippedSum:

@@ -327,8 +327,8 @@ class DPTrainerMixin(PublishingMixin):
             map(self._prepare_inputs, inputs["micro_batches"]),
             self._require_plan(),
             self.ledger,
-            rows,
-            map(self._prepare_inputs, inputs["dummies"]),
+            tables=rows,
+            dummies=map(self._prepare_inputs, inputs["dummies"]),
         )
         if self._sparse is not None:
             self._sparse.note()

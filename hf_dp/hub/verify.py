@@ -135,14 +135,20 @@ def _claim(record: PrivacyRecord, found: dict[AccountantName, float]) -> Iterato
     # The accountants here know no other; under another one the same events would cost more.
     known = (report.adjacency, report.sampling) == (PrivacyReport.adjacency, PrivacyReport.sampling)
     yield Check("adjacency and sampling", known, f"{report.adjacency}; {report.sampling}")
+    released = 0 if report.frequency_noise_multiplier is None else 1
     releases = {
-        "token frequencies": (report.frequency_noise_multiplier, 1),
+        "token frequencies": (report.frequency_noise_multiplier, released),
         "choices of rows": (report.row_choice_noise_multiplier, report.row_choices),
     }
     for release, (noise, times) in releases.items():
-        if noise is not None:
-            there = sum(count for event, count, _ in ledger.entries if mechanisms(event) == {(1.0, noise): 1})
-            yield Check(release, there == times, f"noise multiplier {noise:g}: {times} claimed, in the ledger {there}")
+        there = sum(count for event, count, _ in ledger.entries if mechanisms(event) == {(1.0, noise): 1})
+        if noise is not None or times:
+            said = f"{times} with noise multiplier {noise} claimed, in the ledger {there}"
+            yield Check(release, noise is not None and there == times > 0, said)
+    sparse, counts = record.config.sparse_embeddings, report.contribution_noise_multiplier
+    wanted = report.noise_multiplier * math.hypot(1, sparse.noise_ratio) if sparse and sparse.adapts else None
+    if counts is not None or wanted is not None:
+        yield Check("counts of rows", _same(counts, wanted), f"noise multiplier {counts} claimed, {wanted} follows")
     try:
         check_delta(report.delta, report.dataset_size)
     except ConfigurationError as error:

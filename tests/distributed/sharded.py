@@ -69,7 +69,7 @@ def stepped(
             item["micro_batches"],
             plan,
             ledger,
-            item["dummies"],
+            dummies=item["dummies"],
         )
         update.step()
         update.zero_grad()

@@ -18,7 +18,7 @@ def loads(path: Path, parameters: dict[str, torch.Tensor]) -> None:
     model = AutoModelForCausalLM.from_pretrained(path / "final")
     assert farthest(gathered(model), parameters) == 0
     assert (path / "final" / "model.safetensors").exists()
-    assert (path / "final" / "privacy_report.json").exists()
+    assert (path / "final" / "privacy.json").exists()
 
 
 def test_saved_by_two_and_resumed_by_one(tmp_path: Path, pair: Gang) -> None:

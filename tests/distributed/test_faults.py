@@ -37,7 +37,7 @@ def test_a_killed_rank_and_what_comes_after(tmp_path: Path) -> None:
     assert not (tmp_path / "final").exists()
     went_on = launch(str(tmp_path))
     assert went_on.returncode == 0, went_on.stderr[-3000:]
-    report = json.loads((tmp_path / "final" / "privacy_report.json").read_text())
+    report = json.loads((tmp_path / "final" / "privacy.json").read_text())["report"]
     entropy = Entropy(0)
     plan = Plan.make(PrivacyConfig(target_epsilon=8.0), PoissonBatchSampler(ROWS, EXPECTED, entropy), STEPS, entropy)
     assert report["steps"] == STEPS

@@ -85,7 +85,7 @@ def test_sparse_embeddings_beside_dense_ones(task, tmp_path):
         assert f"{arm}" in printed
     assert "reduction 1, epsilon 4.000" in printed
     assert (tmp_path / "out" / "figure.png").exists()
-    assert (tmp_path / "out" / "privacy_report.json").exists()
+    assert (tmp_path / "out" / "privacy.json").exists()
 
 
 @pytest.mark.data
