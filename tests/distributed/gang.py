@@ -14,7 +14,7 @@ from typing import Any
 import torch.multiprocessing as mp
 from torch.multiprocessing import Queue
 
-_PATIENCE = 120
+_PATIENCE = 300
 
 
 class Gang:

@@ -21,13 +21,13 @@ from hf_dp.sampling import PoissonBatchSampler
 from hf_dp.step import private_gradient
 from tests.distributed.tasks import promise
 
-SIGMA, CLIPPING, EXPECTED, REPEATS = 1.5, 0.5, 10, 200
+SIGMA, CLIPPING, REPEATS = 1.5, 0.5, 400
 # How often an honest noise may be found wrong. The mistakes below are off by ten standard deviations and more.
 LEVEL = 1e-7
 
 
 def drawn(kind: str, wrong: str | None = None) -> dict[str, Tensor]:
-    """The noise on each parameter (REPEATS, ...) of a model whose rows do not divide evenly.
+    """The noise on each parameter (REPEATS, ...) of a model with rows that do not divide evenly, and rank 0's scalar.
 
     Args:
         kind: "ddp", "fsdp", or "mixed", where FSDP2 is told to leave a parameter alone.
@@ -43,20 +43,16 @@ def drawn(kind: str, wrong: str | None = None) -> dict[str, Tensor]:
     rows: dict[str, list[Tensor]] = {name: [] for name, _ in model.named_parameters()}
     with mistake(wrong):
         for repeat in range(REPEATS):
-            if repeat == 0 or wrong == "the same noise on two shards":
-                plan = planned(repeat if wrong == "the same noise on two shards" else None)
+            seed = repeat if wrong == "the same noise on two shards" else None
+            sampler = PoissonBatchSampler(100, 10, Entropy(0))
+            plan = Plan.make(
+                promise(noise_multiplier=SIGMA, clipping_norm=CLIPPING, seed=seed), sampler, 1, Entropy(seed)
+            )
             private_gradient(model, None, [], plan, Ledger())  # type: ignore[arg-type]
             for name, p in model.named_parameters():
                 whole = p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
-                rows[name].append(whole.clone() * EXPECTED)
+                rows[name].append(whole.clone() * sampler.expected_batch_size)
     return {name: torch.stack(values) for name, values in rows.items()}
-
-
-def planned(seed: int | None) -> Plan:
-    """A plan for steps with this noise; private without a seed."""
-    sampler = PoissonBatchSampler(100, EXPECTED, Entropy(0))
-    config = promise(noise_multiplier=SIGMA, clipping_norm=CLIPPING, seed=seed)
-    return Plan.make(config, sampler, 1, Entropy(seed))
 
 
 def mistake(wrong: str | None) -> Any:
