@@ -28,7 +28,7 @@ def test_four_processes(four: Gang, kind: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "wrong", "words"),
     [
-        ("ddp", "noise on every rank", "variance of elements [0, 1, 2"),
+        ("ddp", "noise on every rank", "variance of elements [0"),
         ("mixed", "noise on every rank", "variance of elements"),
         ("ddp", "noise missing on the first rank", "total variance 0.000"),
         ("fsdp", "noise missing on the first rank", "variance of elements"),
