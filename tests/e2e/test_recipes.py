@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def run(recipe: str, *flags: str) -> str:
     """What a recipe prints, run with its own YAML file and flags that win over it."""
-    name = recipe.removesuffix("_full").removesuffix("_banking77")
+    name = recipe.removesuffix("_full").removesuffix("_lora").removesuffix("_banking77")
     command = [sys.executable, f"recipes/{name}.py", f"recipes/{recipe}.yaml", *flags, "--use_cpu", "True"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
@@ -27,7 +27,7 @@ def head(source: Path, target: Path, lines: int) -> str:
 
 
 @pytest.mark.data
-@pytest.mark.parametrize("recipe", ["classify", "classify_full"])
+@pytest.mark.parametrize("recipe", ["classify", "classify_lora", "classify_full"])
 def test_classification_of_bank_questions(recipe, data_directory, minilm_directory, tmp_path):
     data = data_directory / "banking77"
     printed = run(
