@@ -56,7 +56,7 @@ class RecipeArguments:
         default=0.2, metadata={"help": "With head: how far the noise may move a weight of it, which sets the rate."}
     )
     average: float = field(
-        default=0.0, metadata={"help": "Decay of the moving average of weights that training ends with; 0: the last."}
+        default=0.0, metadata={"help": "Decay of the moving average of weights that training ends with; 0: none."}
     )
     center: bool = field(
         default=False, metadata={"help": "Measure angles from the mean embedding of the label names, which is public."}
@@ -161,13 +161,13 @@ def build(recipe: RecipeArguments, tokenizer: Any, names: list[str]) -> torch.nn
 def features(model: MeanPoolingForSequenceClassification, texts: Dataset, collate: Any, batch_size: int) -> Dataset:
     """The texts as rows of features and label, from the encoder as it is."""
     model.eval()
-    order = sorted(range(len(texts)), key=lambda row: len(texts["input_ids"][row]))
+    rows = sorted(texts, key=lambda row: len(row["input_ids"]))
     found = []
-    for start in tqdm(range(0, len(order), batch_size), desc="features"):
-        batch = collate([texts[row] for row in order[start : start + batch_size]]).to(model.device)
+    for start in tqdm(range(0, len(rows), batch_size), desc="features"):
+        batch = collate(rows[start : start + batch_size]).to(model.device)
         found.append(mean_pooled(model.encoder, batch["input_ids"], batch["attention_mask"]).cpu())
-    rows = {"features": torch.cat(found).numpy(), "labels": [texts["labels"][row] for row in order]}
-    return Dataset.from_dict(rows).with_format("torch")
+    made = {"features": torch.cat(found).numpy(), "labels": [row["labels"] for row in rows]}
+    return Dataset.from_dict(made).with_format("torch")
 
 
 def make_optimizer(
@@ -219,7 +219,7 @@ def main() -> None:
         data_collator=lambda rows: (default_data_collator if "features" in rows[0] else padded)(rows),
         compute_metrics=lambda p: {"accuracy": float((p.predictions.argmax(-1) == p.label_ids).mean())},
         optimizers=(optimizer, None),
-        callbacks=[MovingAverage(recipe.average)],
+        callbacks=[MovingAverage(recipe.average)] if recipe.average else [],
         privacy=privacy,
     )
     print("accuracy before:", trainer.evaluate()["eval_accuracy"])
