@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -41,6 +43,29 @@ def test_classification_of_bank_questions(recipe, data_directory, minilm_directo
     assert "accuracy after:" in printed
     assert "Differential privacy: epsilon 7.99" in printed
     assert (tmp_path / "out" / "privacy.json").exists()
+
+
+@pytest.mark.data
+def test_a_head_trained_on_features_is_saved_with_its_encoder_and_scored_on_texts(
+    data_directory, minilm_directory, tmp_path
+):
+    data = data_directory / "banking77"
+    questions = head(data / "train.csv", tmp_path / "questions.csv", 121)
+    printed = run(
+        "classify",
+        *("--encoder", str(minilm_directory), "--labels_file", str(data / "categories.json")),
+        *("--train_file", questions, "--test_file", questions),
+        *("--max_steps", "20", "--per_device_train_batch_size", "20", "--output_dir", str(tmp_path / "out")),
+    )
+    before, after = (float(printed.split(f"accuracy {when}: ")[1].split()[0]) for when in ("before", "after"))
+    assert after > before + 0.2
+    saved, encoder = (
+        load_file(tmp_path / "out" / "model.safetensors"),
+        load_file(minilm_directory / "model.safetensors"),
+    )
+    kept = {name.removeprefix("encoder."): weight for name, weight in saved.items() if name.startswith("encoder.")}
+    assert len(kept) > 50
+    assert all(torch.equal(weight, encoder[name]) for name, weight in kept.items())
 
 
 @pytest.mark.data
