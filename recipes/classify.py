@@ -135,6 +135,12 @@ def read(path: str, recipe: RecipeArguments, tokenizer: Any, names: list[str]) -
     return Dataset.from_dict({**encoded, "labels": [names.index(row[recipe.label_column]) for row in rows]})
 
 
+def by_length(texts: Dataset) -> Dataset:
+    """The shortest first: batches in order then hold little padding."""
+    lengths = [len(ids) for ids in texts["input_ids"]]
+    return texts.select(sorted(range(len(texts)), key=lengths.__getitem__))
+
+
 def build(recipe: RecipeArguments, tokenizer: Any, names: list[str]) -> torch.nn.Module:
     """The model, its head made of the label names' embeddings."""
     encoder = AutoModel.from_pretrained(recipe.encoder).eval()
@@ -161,8 +167,7 @@ def build(recipe: RecipeArguments, tokenizer: Any, names: list[str]) -> torch.nn
 def features(model: MeanPoolingForSequenceClassification, texts: Dataset, collate: Any, batch_size: int) -> Dataset:
     """The texts as rows of features and label, from the encoder as it is."""
     model.eval()
-    rows = sorted(texts, key=lambda row: len(row["input_ids"]))
-    found = []
+    rows, found = list(texts), []
     for start in tqdm(range(0, len(rows), batch_size), desc="features"):
         batch = collate(rows[start : start + batch_size]).to(model.device)
         found.append(mean_pooled(model.encoder, batch["input_ids"], batch["attention_mask"]).cpu())
@@ -205,7 +210,7 @@ def main() -> None:
     recipe, arguments, privacy = parse(RecipeArguments)
     tokenizer = AutoTokenizer.from_pretrained(recipe.encoder)
     names = json.loads(Path(recipe.labels_file).read_text(encoding="utf-8"))
-    train, test = (read(path, recipe, tokenizer, names) for path in (recipe.train_file, recipe.test_file))
+    train, test = (by_length(read(path, recipe, tokenizer, names)) for path in (recipe.train_file, recipe.test_file))
     model = build(recipe, tokenizer, names)
     optimizer = make_optimizer(model, recipe, arguments, privacy, len(train))
     padded = DataCollatorWithPadding(tokenizer)
