@@ -101,7 +101,7 @@ class MeanPoolingForSequenceClassification(PreTrainedModel):
 
 
 class MovingAverage(TrainerCallback):
-    """Ends training with an exponential moving average of the weights, which are private already; resumed, it restarts."""
+    """Ends training with an exponential moving average of the weights, which are private; resumed, it restarts."""
 
     def __init__(self, decay: float) -> None:
         self.decay = decay
