@@ -1,31 +1,40 @@
 """Private text classification: an encoder with mean pooling and a head that starts from the labels' own names.
 
 The head's rows start as the embeddings of the label names, which are public, so that the first private step improves
-on a classifier that already works. `method: lora` trains adapters and the head, `method: full` everything.
+on a classifier that already works. `method: head` trains the head alone, on features that the frozen encoder computes
+once (each from its own text, so that costs no privacy); `lora` trains adapters and the head, `full` everything.
+
+The head's learning rate follows from the noise: over the whole training the noise alone would move each of the head's
+weights by `head_noise` (standard deviation), whatever epsilon, the batch and the number of steps.
 """
 
 from __future__ import annotations
 
 import csv
 import json
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from arguments import parse
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
+from tqdm.auto import tqdm
 from transformers import (
     AutoModel,
     AutoTokenizer,
     DataCollatorWithPadding,
     PreTrainedModel,
+    TrainerCallback,
+    TrainingArguments,
+    default_data_collator,
 )
 from transformers.modeling_outputs import SequenceClassifierOutput
 
-from hf_dp import DPTrainer
+from hf_dp import DPTrainer, PrivacyConfig, accounting
 
 
 @dataclass
@@ -38,9 +47,20 @@ class RecipeArguments:
     labels_file: str = field(metadata={"help": "JSON list of all label names; they are public."})
     text_column: str = "text"
     label_column: str = "category"
-    method: str = field(default="lora", metadata={"help": "lora or full."})
+    method: Literal["head", "lora", "full"] = field(default="head", metadata={"help": "What is trained."})
     lora_rank: int = 8
-    head_learning_rate: float = field(default=1e-2, metadata={"help": "The head's; learning_rate is the encoder's."})
+    head_learning_rate: float = field(
+        default=1e-2, metadata={"help": "The head's with lora and full; learning_rate is the encoder's."}
+    )
+    head_noise: float = field(
+        default=0.2, metadata={"help": "With head: how far the noise may move a weight of it, which sets the rate."}
+    )
+    average: float = field(
+        default=0.0, metadata={"help": "Decay of the moving average of weights that training ends with; 0: none."}
+    )
+    center: bool = field(
+        default=False, metadata={"help": "Measure angles from the mean embedding of the label names, which is public."}
+    )
     temperature: float = field(default=0.05, metadata={"help": "Logits are cosine similarities over this."})
     head_scale: float = field(
         default=1.0,
@@ -50,7 +70,7 @@ class RecipeArguments:
 
 
 class MeanPoolingForSequenceClassification(PreTrainedModel):
-    """Logits from the normalised mean of the last hidden states."""
+    """Logits from the normalised mean of the last hidden states, seen from an origin among the embeddings."""
 
     _supports_sdpa = True
 
@@ -60,17 +80,44 @@ class MeanPoolingForSequenceClassification(PreTrainedModel):
         super().__init__(encoder.config)
         self.encoder = encoder
         self.classifier = torch.nn.Linear(label_embeddings.shape[1], len(label_embeddings), bias=False)
-        self.classifier.weight.data.copy_(label_embeddings / recipe.head_scale)
+        self.register_buffer("origin", label_embeddings.mean(0) * recipe.center)
+        self.classifier.weight.data.copy_(F.normalize(label_embeddings - self.origin, dim=1) / recipe.head_scale)
         self.scale = recipe.head_scale / recipe.temperature
 
     def forward(
-        self, input_ids: torch.Tensor, attention_mask: torch.Tensor, labels: torch.Tensor | None = None, **_: Any
+        self,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        features: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
+        **_: Any,
     ) -> SequenceClassifierOutput:
-        """(B, T) ids to (B, labels) logits."""
-        pooled = mean_pooled(self.encoder, input_ids, attention_mask)
-        logits = self.classifier(pooled) * self.scale
+        """(B, T) ids, or (B, d) features computed from them before, to (B, labels) logits."""
+        if features is None:
+            features = mean_pooled(self.encoder, input_ids, attention_mask)
+        logits = self.classifier(F.normalize(features - self.origin, dim=1)) * self.scale
         loss = None if labels is None else F.cross_entropy(logits, labels)
         return SequenceClassifierOutput(loss=loss, logits=logits)
+
+
+class MovingAverage(TrainerCallback):
+    """Ends training with an exponential moving average of the weights, which are private; resumed, it restarts."""
+
+    def __init__(self, decay: float) -> None:
+        self.decay = decay
+
+    def on_train_begin(self, *_: Any, model: torch.nn.Module, **__: Any) -> None:
+        self.averages = [(p, p.detach().clone()) for p in model.parameters() if p.requires_grad]
+
+    @torch.no_grad()
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        for weight, average in self.averages:
+            average.lerp_(weight, 1 - self.decay)
+
+    @torch.no_grad()
+    def on_train_end(self, *_: Any, **__: Any) -> None:
+        for weight, average in self.averages:
+            weight.copy_(average)
 
 
 def mean_pooled(encoder: torch.nn.Module, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
@@ -88,6 +135,12 @@ def read(path: str, recipe: RecipeArguments, tokenizer: Any, names: list[str]) -
     return Dataset.from_dict({**encoded, "labels": [names.index(row[recipe.label_column]) for row in rows]})
 
 
+def by_length(texts: Dataset) -> Dataset:
+    """The shortest first: batches in order then hold little padding."""
+    lengths = [len(ids) for ids in texts["input_ids"]]
+    return texts.select(sorted(range(len(texts)), key=lengths.__getitem__))
+
+
 def build(recipe: RecipeArguments, tokenizer: Any, names: list[str]) -> torch.nn.Module:
     """The model, its head made of the label names' embeddings."""
     encoder = AutoModel.from_pretrained(recipe.encoder).eval()
@@ -97,7 +150,9 @@ def build(recipe: RecipeArguments, tokenizer: Any, names: list[str]) -> torch.nn
     if getattr(encoder, "pooler", None) is not None:
         encoder.pooler = None  # unused here; it would only collect noise
     model = MeanPoolingForSequenceClassification(encoder, embeddings, recipe)
-    if recipe.method == "full":
+    if recipe.method == "head":
+        model.encoder.requires_grad_(False)
+    if recipe.method != "lora":
         return model
     lora = LoraConfig(
         r=recipe.lora_rank,
@@ -108,29 +163,68 @@ def build(recipe: RecipeArguments, tokenizer: Any, names: list[str]) -> torch.nn
     return get_peft_model(model, lora)
 
 
-def main() -> None:
-    """Trains, then prints test accuracy and the privacy report."""
-    recipe, arguments, privacy = parse(RecipeArguments)
-    tokenizer = AutoTokenizer.from_pretrained(recipe.encoder)
-    names = json.loads(Path(recipe.labels_file).read_text(encoding="utf-8"))
-    train, test = (read(path, recipe, tokenizer, names) for path in (recipe.train_file, recipe.test_file))
-    model = build(recipe, tokenizer, names)
-    head = [p for n, p in model.named_parameters() if p.requires_grad and "classifier" in n]
-    body = [p for n, p in model.named_parameters() if p.requires_grad and "classifier" not in n]
-    optimizer = torch.optim.Adam(
+@torch.no_grad()
+def features(model: MeanPoolingForSequenceClassification, texts: Dataset, collate: Any, batch_size: int) -> Dataset:
+    """The texts as rows of features and label, from the encoder as it is."""
+    model.eval()
+    rows, found = list(texts), []
+    for start in tqdm(range(0, len(rows), batch_size), desc="features"):
+        batch = collate(rows[start : start + batch_size]).to(model.device)
+        found.append(mean_pooled(model.encoder, batch["input_ids"], batch["attention_mask"]).cpu())
+    made = {"features": torch.cat(found).numpy(), "labels": [row["labels"] for row in rows]}
+    return Dataset.from_dict(made).with_format("torch")
+
+
+def make_optimizer(
+    model: torch.nn.Module, recipe: RecipeArguments, arguments: TrainingArguments, privacy: PrivacyConfig, n: int
+) -> torch.optim.Optimizer:
+    """SGD for the head alone, at the rate that its noise allows; Adam for an encoder and its head."""
+    head = [p for name, p in model.named_parameters() if p.requires_grad and "classifier" in name]
+    body = [p for name, p in model.named_parameters() if p.requires_grad and "classifier" not in name]
+    if recipe.method == "head":
+        batch_size = arguments.per_device_train_batch_size * arguments.gradient_accumulation_steps
+        accounting.check_steps(arguments.max_steps)
+        noise_multiplier = privacy.noise_multiplier
+        if noise_multiplier is None:
+            noise_multiplier = accounting.calibrate_noise_multiplier(
+                target_epsilon=privacy.target_epsilon,
+                target_delta=privacy.target_delta or accounting.default_delta(n),
+                sampling_probability=min(1.0, batch_size / n),
+                steps=arguments.max_steps,
+                accountant=privacy.accountant,
+            )
+        noise = noise_multiplier * privacy.clipping_norm / batch_size * math.sqrt(arguments.max_steps)
+        rate = min(arguments.learning_rate, recipe.head_noise / max(noise, 1e-9))
+        print(f"learning rate of the head: {rate:.3g}")
+        return torch.optim.SGD(head, lr=rate)
+    return torch.optim.Adam(
         [
             {"params": body, "lr": arguments.learning_rate},
             {"params": head, "lr": recipe.head_learning_rate / recipe.head_scale},
         ]
     )
+
+
+def main() -> None:
+    """Trains, then prints test accuracy and the privacy report."""
+    recipe, arguments, privacy = parse(RecipeArguments)
+    tokenizer = AutoTokenizer.from_pretrained(recipe.encoder)
+    names = json.loads(Path(recipe.labels_file).read_text(encoding="utf-8"))
+    train, test = (by_length(read(path, recipe, tokenizer, names)) for path in (recipe.train_file, recipe.test_file))
+    model = build(recipe, tokenizer, names)
+    optimizer = make_optimizer(model, recipe, arguments, privacy, len(train))
+    padded = DataCollatorWithPadding(tokenizer)
+    if recipe.method == "head":
+        train = features(model, train, padded, arguments.per_device_eval_batch_size)
     trainer = DPTrainer(
         model=model,
         args=arguments,
         train_dataset=train,
         eval_dataset=test,
-        data_collator=DataCollatorWithPadding(tokenizer),
+        data_collator=lambda rows: (default_data_collator if "features" in rows[0] else padded)(rows),
         compute_metrics=lambda p: {"accuracy": float((p.predictions.argmax(-1) == p.label_ids).mean())},
         optimizers=(optimizer, None),
+        callbacks=[MovingAverage(recipe.average)] if recipe.average else [],
         privacy=privacy,
     )
     print("accuracy before:", trainer.evaluate()["eval_accuracy"])

@@ -7,13 +7,15 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def run(recipe: str, *flags: str) -> str:
     """What a recipe prints, run with its own YAML file and flags that win over it."""
-    name = recipe.removesuffix("_full").removesuffix("_banking77")
+    name = recipe.removesuffix("_full").removesuffix("_lora").removesuffix("_banking77")
     command = [sys.executable, f"recipes/{name}.py", f"recipes/{recipe}.yaml", *flags, "--use_cpu", "True"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
@@ -27,7 +29,7 @@ def head(source: Path, target: Path, lines: int) -> str:
 
 
 @pytest.mark.data
-@pytest.mark.parametrize("recipe", ["classify", "classify_full"])
+@pytest.mark.parametrize("recipe", ["classify", "classify_lora", "classify_full"])
 def test_classification_of_bank_questions(recipe, data_directory, minilm_directory, tmp_path):
     data = data_directory / "banking77"
     printed = run(
@@ -41,6 +43,29 @@ def test_classification_of_bank_questions(recipe, data_directory, minilm_directo
     assert "accuracy after:" in printed
     assert "Differential privacy: epsilon 7.99" in printed
     assert (tmp_path / "out" / "privacy.json").exists()
+
+
+@pytest.mark.data
+def test_a_head_trained_on_features_is_saved_with_its_encoder_and_scored_on_texts(
+    data_directory, minilm_directory, tmp_path
+):
+    data = data_directory / "banking77"
+    questions = head(data / "train.csv", tmp_path / "questions.csv", 121)
+    printed = run(
+        "classify",
+        *("--encoder", str(minilm_directory), "--labels_file", str(data / "categories.json")),
+        *("--train_file", questions, "--test_file", questions),
+        *("--max_steps", "20", "--per_device_train_batch_size", "20", "--output_dir", str(tmp_path / "out")),
+    )
+    before, after = (float(printed.split(f"accuracy {when}: ")[1].split()[0]) for when in ("before", "after"))
+    assert after > before + 0.2
+    saved, encoder = (
+        load_file(tmp_path / "out" / "model.safetensors"),
+        load_file(minilm_directory / "model.safetensors"),
+    )
+    kept = {name.removeprefix("encoder."): weight for name, weight in saved.items() if name.startswith("encoder.")}
+    assert len(kept) > 50
+    assert all(torch.equal(weight, encoder[name]) for name, weight in kept.items())
 
 
 @pytest.mark.data
