@@ -197,7 +197,7 @@ def shown(found: tuple[float, float]) -> str:
 
 
 def main() -> None:
-    """Trains each arm at each epsilon from each seed, and prints a table."""
+    """Trains each arm at each epsilon from each seed, and prints a table. Runs in `results.json` are not repeated."""
     recipe, arguments, privacy = parse(RecipeArguments)
     made = recipe.interactions_file is None
     sequences = generated(recipe.users, recipe.items) if made else read(recipe.interactions_file)
@@ -209,9 +209,15 @@ def main() -> None:
     true_shares.parent.mkdir(parents=True, exist_ok=True)
     counts = np.bincount([item for row in train for item in set(row["input_ids"])], minlength=items + 1)
     true_shares.write_text(json.dumps((counts / len(train)).tolist()), encoding="utf-8")
+    kept = Path(str(arguments.output_dir)) / "results.json"
+    known: dict[str, tuple[float, float]] = json.loads(kept.read_text(encoding="utf-8")) if kept.exists() else {}
     results: dict[str, list[tuple[float, float]]] = {}
     runs = itertools.product(recipe.epsilons.split(","), recipe.seeds.split(","), variants(recipe))
     for epsilon, seed, variant in runs:
+        name = f"epsilon {epsilon}, {variant}"
+        if f"{name}, seed {seed}" in known:
+            results.setdefault(name, []).append(known[f"{name}, seed {seed}"])
+            continue
         set_seed(int(seed))
         config = GPT2Config(
             vocab_size=items + 1, n_positions=recipe.longest, n_embd=recipe.width, n_layer=1,
@@ -228,14 +234,14 @@ def main() -> None:
         )
         trainer.add_callback(Control(variant.arm))
         trainer.train()
-        found = quality(trainer.model, test)
-        results.setdefault(f"epsilon {epsilon}, {variant}", []).append(found)
+        found = known[f"{name}, seed {seed}"] = quality(trainer.model, test)
+        kept.write_text(json.dumps(known, indent=2), encoding="utf-8")
+        results.setdefault(name, []).append(found)
         print(f"epsilon {epsilon}, seed {seed}, Re-Attention {variant}: {shown(found)}", flush=True)
         trainer.save_model()
     for name, values in results.items():
         gains, hits = (np.array(column) for column in zip(*values, strict=True))
         print(f"{name}: NDCG@10 {gains.mean():.2f} +- {gains.std():.2f}, HIT@10 {hits.mean():.2f} +- {hits.std():.2f}")
-    (Path(str(arguments.output_dir)) / "results.json").write_text(json.dumps(results, indent=2), encoding="utf-8")
     if recipe.figure is not None:
         draw(results, recipe.figure)
 
