@@ -54,7 +54,8 @@ class ClippedSum:
         sharded = {name: p for name, p in dense.items() if isinstance(p, DTensor)}
         replicated, self._buffers = _in_buffers(plain)
         shards = {name: torch.zeros_like(local(p), dtype=sum_dtype(p.dtype)) for name, p in sharded.items()}
-        self.gradients = {name: {**replicated, **shards}[name] for name in dense}
+        held = {**replicated, **shards}
+        self.gradients = {name: held[name] for name in dense}
         self._sums = as_sums(self.gradients, self._parameters)
         # Shards are summed over the ranks once, if until then all whole gradients are no larger than one parameter.
         is_little = sum(p.numel() for p in sharded.values()) <= max(p.numel() for p in model.parameters())

@@ -236,15 +236,15 @@ def refuse_sharded_re_attention(trainer: Any, config: Any) -> None:
         )
 
 
-def refuse_sparse_ranks(config: Any, world_size: int) -> None:
-    """Refuses sparse embeddings on several ranks.
+def refuse_sparse_ranks(trainer: Any, config: Any) -> None:
+    """Refuses sparse embeddings on several ranks, or with FSDP2 on one.
 
     Raises:
         ConfigurationError: both are asked for.
     """
-    if config is not None and world_size > 1:
+    if config is not None and (trainer.args.world_size > 1 or trainer.is_fsdp_enabled):
         raise ConfigurationError(
-            f"sparse embeddings on {world_size} processes.",
+            f"sparse embeddings on {trainer.args.world_size} process(es)" + (" with FSDP2." * trainer.is_fsdp_enabled),
             why="each would choose rows from its own share of the batch, and the noise would be on different ones.",
             fix="train in one process, or without sparse_embeddings.",
         )

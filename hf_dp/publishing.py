@@ -54,7 +54,7 @@ class PublishingMixin(_Base):
             return
         report = self._plan.report(self.ledger)
         card = sha256_of_text(privacy_section(report, self.ledger))
-        record = PrivacyRecord(report=report, config=self.privacy, ledger=self.ledger, files={}, card_sha256=card)
+        record = PrivacyRecord(report=report, config=self._plan.config, ledger=self.ledger, files={}, card_sha256=card)
         text = record.with_files(directory, saved.names).to_json()
         (directory / RECORD_FILE).write_text(text, encoding="utf-8")
         write_card(directory)

@@ -52,6 +52,12 @@ class SparseTraining:
         self.kept: Tensor | None = None
         self._choices: dict[int, Tensor] = {}
         self._seen: dict[str, list[float]] = {}
+        if not tables:
+            raise ConfigurationError(
+                "sparse embeddings, and an optimizer that was made without looking for their tables.",
+                why="create_optimizer was overridden, so all gradients would be dense.",
+                fix="call super().create_optimizer() in yours, or pass optimizers=(...) to the trainer.",
+            )
         if config.kept_rows is not None and config.kept_rows >= self.tables.rows:
             raise ConfigurationError(
                 f"kept_rows={config.kept_rows} of {self.tables.rows} rows in {', '.join(self.tables.sizes)}.",

@@ -88,6 +88,7 @@ class DPTrainerMixin(PublishingMixin):
         self.privacy = privacy
         self.ledger = accounting.Ledger()
         self._plan: Plan | None = None
+        self._next_plan: Plan | None = None
         self._certificate: Certificate | None = None
         self._saved_run: SavedRun | None = None
         self._checkpoint: Path | None = None
@@ -111,7 +112,7 @@ class DPTrainerMixin(PublishingMixin):
         refuse_overrides(self, DPTrainerMixin, Trainer)
         refuse_parallel_model(self, self._module)
         refuse_sharded_re_attention(self, self.privacy.re_attention)
-        refuse_sparse_ranks(self.privacy.sparse_embeddings, ranks.world_size())
+        refuse_sparse_ranks(self, self.privacy.sparse_embeddings)
         if self.train_dataset is not None:
             self._check_dataset()
             check_modules(self._module)
@@ -153,7 +154,7 @@ class DPTrainerMixin(PublishingMixin):
         sampler = self._make_sampler(entropy)
         loader = self._make_loader(sampler)
         steps = self.set_initial_training_values(self.args, loader)[-1]
-        self._plan = Plan.make(without_idle_release(self.privacy, self._module), sampler, int(steps), entropy)
+        self._next_plan = Plan.make(without_idle_release(self.privacy, self._module), sampler, int(steps), entropy)
         return loader
 
     def _make_loader(self, sampler: PoissonBatchSampler) -> PoissonDataLoader:
@@ -262,6 +263,8 @@ class DPTrainerMixin(PublishingMixin):
             raise
         # Not before: what an earlier attempt released must not be forgotten by one that fails.
         self._attention_noise, self._sparse = noise, sparse
+        # Nor must what was trained be reported under a plan that was refused.
+        self._plan, self._next_plan = plan, None
 
     def after_optimizer_step(self) -> None:
         """Keeps Re-Attention in step with the noise."""
@@ -425,7 +428,7 @@ class DPTrainerMixin(PublishingMixin):
         super().log(logs, start_time)
 
     def _epsilon(self) -> float:
-        return self.ledger.epsilon(self._require_plan().delta, self.privacy.accountant)
+        return self.ledger.epsilon(self._accounted_plan().delta, self.privacy.accountant)
 
     def privacy_report(self) -> accounting.PrivacyReport:
         """What was promised and what was spent so far.
@@ -433,7 +436,7 @@ class DPTrainerMixin(PublishingMixin):
         Raises:
             ConfigurationError: before the first call of `train()`.
         """
-        return self._require_plan().report(self.ledger)
+        return self._accounted_plan().report(self.ledger)
 
     def _save_beside(self, directory: Path) -> None:
         if self._plan is not None and self.args.should_save:
@@ -459,14 +462,19 @@ class DPTrainerMixin(PublishingMixin):
         assert self.args.output_dir is not None
         return self.args.output_dir
 
+    def _accounted_plan(self) -> Plan:
+        """Of the latest training that began: a refused one has released nothing."""
+        return self._plan if self._plan is not None else self._require_plan()
+
     def _require_plan(self) -> Plan:
-        if self._plan is None:
+        plan = self._next_plan or self._plan
+        if plan is None:
             raise ConfigurationError(
                 "there is no privacy plan yet.",
                 why="it depends on the number of steps, which train() fixes.",
                 fix="call trainer.train() first.",
             )
-        return self._plan
+        return plan
 
 
 class DPTrainer(DPTrainerMixin, Trainer):

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import fnmatch
 import hashlib
 import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from hf_dp.accounting import Ledger, PrivacyReport
 from hf_dp.config import PrivacyConfig
@@ -18,6 +19,8 @@ RECORD_FILE = "privacy.json"
 CARD_FILE = "README.md"
 FORMAT = "hf_dp privacy record"
 VERSION = 1
+# As Transformers and PEFT name them; other tensors beside them are not the model.
+_WEIGHTS = ("model*.safetensors", "adapter_model*.safetensors")
 _FIELDS = {"format", "version", "report", "config", "ledger", "files", "card_sha256"}
 
 
@@ -42,7 +45,8 @@ class PrivacyRecord:
     @property
     def weights(self) -> list[str]:
         """The files that hold parameters."""
-        return sorted(name for name in self.files if name.endswith(".safetensors"))
+        names = {name: PurePosixPath(name).name for name in self.files}
+        return sorted(n for n, last in names.items() if any(fnmatch.fnmatch(last, pattern) for pattern in _WEIGHTS))
 
     def to_json(self) -> str:
         """Strict JSON; `from_json` is the inverse, but for the seed."""

@@ -15,7 +15,7 @@ import dp_accounting as dp
 import yaml
 from huggingface_hub import ModelCard
 
-from hf_dp.accounting import TRAINING_STEP, PrivacyReport, check_delta
+from hf_dp.accounting import TRAINING_STEP, PrivacyReport, check_delta, step_event
 from hf_dp.accounting.events import mechanisms
 from hf_dp.config import AccountantName
 from hf_dp.errors import ConfigurationError
@@ -133,11 +133,13 @@ def _claim(record: PrivacyRecord, found: dict[AccountantName, float]) -> Iterato
         yield Check("budget", kept, f"spent {found[report.accountant]:.6g} of {report.target_epsilon:g}")
     yield Check("steps", report.steps == ledger.steps, f"claimed {report.steps}, in the ledger {ledger.steps}")
     # The accountants here know no other; under another one the same events would cost more.
-    known = (report.adjacency, report.sampling) == (PrivacyReport.adjacency, PrivacyReport.sampling)
-    yield Check("adjacency and sampling", known, f"{report.adjacency}; {report.sampling}")
-    released = 0 if report.frequency_noise_multiplier is None else 1
+    known = all(getattr(report, name) == getattr(PrivacyReport, name) for name in ("unit", "adjacency", "sampling"))
+    yield Check("unit, adjacency and sampling", known, f"{report.unit}; {report.adjacency}; {report.sampling}")
+    attention, sparse = record.config.re_attention, record.config.sparse_embeddings
+    renewals = 1 if sparse is None or sparse.renew_every is None else math.ceil(ledger.steps / sparse.renew_every)
+    has_steps, is_released = ledger.steps > 0, attention is not None and attention.token_frequencies == "released"
     releases = {
-        "token frequencies": (report.frequency_noise_multiplier, released),
+        "token frequencies": (report.frequency_noise_multiplier, int(is_released and has_steps)),
         "choices of rows": (report.row_choice_noise_multiplier, report.row_choices),
     }
     for release, (noise, times) in releases.items():
@@ -145,7 +147,10 @@ def _claim(record: PrivacyRecord, found: dict[AccountantName, float]) -> Iterato
         if noise is not None or times:
             said = f"{times} with noise multiplier {noise} claimed, in the ledger {there}"
             yield Check(release, noise is not None and there == times > 0, said)
-    sparse, counts = record.config.sparse_embeddings, report.contribution_noise_multiplier
+    if sparse is not None and sparse.releases_rows and has_steps:
+        said = f"{report.row_choices} claimed, {renewals} needed for {ledger.steps} steps"
+        yield Check("enough choices of rows", report.row_choices >= renewals, said)
+    counts = report.contribution_noise_multiplier
     wanted = report.noise_multiplier * math.hypot(1, sparse.noise_ratio) if sparse and sparse.adapts else None
     if counts is not None or wanted is not None:
         yield Check("counts of rows", _same(counts, wanted), f"noise multiplier {counts} claimed, {wanted} follows")
@@ -162,6 +167,12 @@ def _claim(record: PrivacyRecord, found: dict[AccountantName, float]) -> Iterato
     if steps and isinstance(steps[-1], dp.GaussianDpEvent):
         charged = 1.0
     agrees = _same(q, report.sampling_probability) and _same(q, charged)
+    # Under a budget there is one stage, and all its steps are alike; otherwise the claim is about the last.
+    judged = steps if report.target_epsilon is not None else steps[-1:]
+    alike = all(event == step_event(report.noise_multiplier, report.sampling_probability) for event in judged)
+    alike = alike and all(getattr(event, "sampling_probability", 1.0) > 0 for event in steps)
+    said_noise = f"noise multiplier {report.noise_multiplier:g} " + ("is" if alike else "is not") + " that of the steps"
+    yield Check("noise of the steps", alike, said_noise)
     said = f"expected batch {report.expected_batch_size:g} of n = {report.dataset_size}, charged with {charged:.6g}"
     yield Check("sampling probability", agrees, said)
 
@@ -211,6 +222,8 @@ def _files(source: Source, record: PrivacyRecord) -> Iterator[Check]:
 
 def _would_be_loaded(name: str) -> bool:
     path = PurePosixPath(name)
+    if path.suffix == ".py" and may_be_published(name):
+        return True  # code of the model, in a folder of its own too
     if len(path.parts) > 1 or path.name in _LOCAL or path.name.startswith(("_", ".", "rng_state")):
         return False
     return path.suffix in _LOADED or path.name in _STEERING or path.name.endswith(".index.json")

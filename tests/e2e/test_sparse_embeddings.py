@@ -453,3 +453,15 @@ def test_the_promise_of_a_run_without_noise_on_rows_is_infinite(tmp_path: Path) 
     trainer.train()
     assert trainer.privacy_report().epsilon == float("inf")
     assert trainer._plan.sampler.dataset_size == ROWS
+
+
+def test_an_optimizer_that_was_made_without_looking_for_tables_is_refused_before_a_step(tmp_path: Path) -> None:
+    class Own(DPTrainer):
+        def create_optimizer(self, model: Any = None) -> Any:
+            self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+            return self.optimizer
+
+    trainer = sparse(tmp_path, kind=Own)
+    with pytest.raises(ConfigurationError, match="without looking for their tables"):
+        trainer.train()
+    assert trainer.ledger.charges == 0

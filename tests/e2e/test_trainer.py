@@ -848,3 +848,13 @@ def test_a_rule_of_ones_own_trains_what_is_refused_without_it(tmp_path: Path) ->
     trainer.train()
     assert trainer.ledger.steps == STEPS
     assert not torch.equal(model.mixer, before)
+
+
+def test_a_training_that_is_refused_changes_nothing_in_the_report_of_the_one_before(tmp_path):
+    trainer = make(tmp_path, privacy=private(noise_multiplier=None, target_epsilon=3.0))
+    trainer.train()
+    report = trainer.privacy_report()
+    trainer.train_dataset = rows(12)
+    with pytest.raises(BudgetExceededError):
+        trainer.train()
+    assert trainer.privacy_report() == report

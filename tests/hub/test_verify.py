@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import math
 import re
@@ -11,13 +12,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import dp_accounting as dp
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 from typer.testing import CliRunner
 
 import hf_dp.hub.card
-from hf_dp import PrivacyConfig, load_report
+from hf_dp import PrivacyConfig, ReAttentionConfig, load_report
 from hf_dp.accounting import Ledger, step_event
 from hf_dp.cli import app
 from hf_dp.errors import HfDpError, HubError, LedgerError
@@ -161,7 +163,7 @@ TAMPERED: dict[str, tuple[list[Callable[[Path], None]], str]] = {
     "the seed": ([in_record("ledger", "promise", "reproducible", to=True), seal], "reproducible: False claimed"),
     "clipping norm": ([in_record("report", "clipping_norm", to=0.1), seal], "claim, config and ledger's promise"),
     "config": ([in_record("config", "target_epsilon", to=1.0), seal], "target_epsilon"),
-    "adjacency": ([in_record("report", "adjacency", to="replace one"), seal], "adjacency and sampling: replace one"),
+    "adjacency": ([in_record("report", "adjacency", to="replace one"), seal], "one training example; replace one"),
     "unit": ([in_record("report", "unit", to="one person")], "card, metadata: unit 'one training example'"),
     "caveats": ([in_record("report", "caveats", to=[])], "card, metadata: record_sha256"),
     "card, text": ([in_card(r"\| delta \| 0.01415", "| delta | 1e-9")], "card, text: the privacy section is changed"),
@@ -376,6 +378,63 @@ def test_a_record_goes_to_json_and_back(saved: Path) -> None:
     assert '"seed"' not in text
 
 
+def forged(directory: Path, steps: list[tuple[Any, int]], **report: Any) -> None:
+    """A record with another ledger, and with everything that follows from it."""
+    file = directory / "privacy.json"
+    record = PrivacyRecord.from_json(file.read_text())
+    ledger = Ledger()
+    ledger.promise = record.ledger.promise
+    for event, count in steps:
+        ledger.charge(event, count=count)
+    epsilons = {
+        "epsilon": ledger.epsilon(record.report.delta),
+        "epsilon_rdp": ledger.epsilon(record.report.delta, "rdp"),
+    }
+    changed = dataclasses.replace(record.report, **epsilons, **report)
+    file.write_text(dataclasses.replace(record, report=changed, ledger=ledger).to_json())
+    seal(directory)
+
+
+def test_steps_with_other_noise_or_without_sampling_are_no_basis_of_the_claim(copy: Path) -> None:
+    report, untouched = load_report(copy), (copy / "privacy.json").read_text()
+    true = step_event(report.noise_multiplier, report.sampling_probability)
+    forged(copy, [(true, report.steps)])
+    assert verify(copy).consistent
+    for cheap in (
+        dp.GaussianDpEvent(100.0),
+        dp.PoissonSampledDpEvent(0.0, dp.GaussianDpEvent(report.noise_multiplier)),
+    ):
+        for steps in ([(cheap, report.steps)], [(cheap, report.steps - 1), (true, 1)]):
+            (copy / "privacy.json").write_text(untouched)
+            forged(copy, steps)
+            assert "noise of the steps" in {check.name for check in verify(copy).checks if not check.passed}
+
+
+def test_a_release_that_was_promised_is_in_the_ledger(tmp_path: Path) -> None:
+    run = make(tmp_path, privacy=PrivacyConfig(target_epsilon=3.0, re_attention=ReAttentionConfig()))
+    run.train()
+    run.save_model()
+    assert verify(tmp_path).consistent
+    report = load_report(tmp_path)
+    steps = [(step_event(report.noise_multiplier, report.sampling_probability), report.steps)]
+    forged(tmp_path, steps, frequency_noise_multiplier=None)
+    assert "token frequencies" in {check.name for check in verify(tmp_path).checks if not check.passed}
+
+
+def test_a_record_without_the_models_own_weights_is_no_record_of_a_model(copy: Path) -> None:
+    shutil.copy(copy / "model.safetensors", copy / "re_attention.safetensors")
+    digest = sha256(copy / "re_attention.safetensors")
+    in_record("files", to={"re_attention.safetensors": digest})(copy)
+    seal(copy)
+    assert "weights" in {check.name for check in verify(copy).checks if not check.passed}
+
+
+def test_code_in_a_folder_of_its_own_is_noticed(copy: Path) -> None:
+    (copy / "custom_generate").mkdir()
+    (copy / "custom_generate" / "generate.py").write_text("")
+    assert "other files" in {check.name for check in verify(copy).checks if not check.passed}
+
+
 def leaves(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     if isinstance(value, dict) and value:
         return [leaf for name, item in value.items() for leaf in leaves(item, (*path, name))]
@@ -425,7 +484,7 @@ def test_what_a_forger_can_change_who_writes_the_card_anew(copy: Path) -> None:
                 if verify(copy).consistent:
                     believed.add(".".join(str(name) for name in path if isinstance(name, str)))
     assert believed == {
-        "report.unit", "report.caveats", "report.versions.hf_dp", "report.versions.dp_accounting",
+        "report.caveats", "report.versions.hf_dp", "report.versions.dp_accounting",
         "report.epsilon_rdp",  # left out: it is on the card all the same
         "config.withhold_non_private_logs", "ledger.promise.planned_steps",
     }  # fmt: skip
