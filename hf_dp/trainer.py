@@ -32,7 +32,7 @@ from hf_dp.arguments import (
 from hf_dp.attention_noise import AttentionNoise, token_ids, without_idle_release
 from hf_dp.callbacks import PrivacyCallback
 from hf_dp.config import PrivacyConfig
-from hf_dp.errors import BudgetExceededError, ConfigurationError
+from hf_dp.errors import BudgetExceededError, ConfigurationError, LedgerError
 from hf_dp.fingerprint import fingerprint, fingerprint_key
 from hf_dp.losses import check_own_loss, per_example_losses
 from hf_dp.per_example import RULES, Certificate, PerExampleGradients, Rule, preflight, record
@@ -233,6 +233,14 @@ class DPTrainerMixin(PublishingMixin):
                 f"train() was called again after {self.ledger.steps} private steps.",
                 why=f"the noise is calibrated for one training to spend target_epsilon={self.privacy.target_epsilon}.",
                 fix="plan the whole training at once, or use noise_multiplier, where the ledger adds up what is spent.",
+            )
+        elif self.ledger.steps and any(self.ledger.promise[k] != plan.promise[k] for k in ("dataset_size", "delta")):
+            raise LedgerError(
+                f"train() was called again with {plan.promise['dataset_size']} examples and delta {plan.delta:.3g}, "
+                f"after {self.ledger.steps} private steps on {self.ledger.promise['dataset_size']} with delta "
+                f"{self.ledger.promise['delta']:.3g}.",
+                why="one epsilon for both would be stated at a delta that is too large for one of them.",
+                fix="use a new trainer, whose ledger is its own; or the same data and target_delta.",
             )
         self.ledger.promise = plan.promise
         agree(

@@ -34,7 +34,7 @@ from transformers import (
 )
 
 from hf_dp import DPTrainer, PrivacyConfig, load_report
-from hf_dp.errors import BudgetExceededError, ConfigurationError, UnsupportedModelError
+from hf_dp.errors import BudgetExceededError, ConfigurationError, LedgerError, UnsupportedModelError
 from hf_dp.per_example import RULES, Bound, instantiating
 from hf_dp.trainer import DPTrainerMixin
 from tests.e2e.workbench import (
@@ -858,3 +858,11 @@ def test_a_training_that_is_refused_changes_nothing_in_the_report_of_the_one_bef
     with pytest.raises(BudgetExceededError):
         trainer.train()
     assert trainer.privacy_report() == report
+
+
+def test_one_ledger_is_not_continued_on_data_of_another_size(tmp_path):
+    trainer = make(tmp_path, privacy=private())
+    trainer.train()
+    trainer.train_dataset = rows(12)
+    with pytest.raises(LedgerError, match="train\\(\\) was called again with 12 examples"):
+        trainer.train()
