@@ -7,15 +7,35 @@ import json
 import math
 import warnings
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from hf_dp.errors import ConfigurationError
 
 AccountantName = Literal["pld", "rdp"]
 
 
+class _Part:
+    """A part of the promise with a dataclass of its own."""
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Self:
+        """The inverse of `to_dict`.
+
+        Raises:
+            ConfigurationError: an unknown field, or a value out of range.
+        """
+        known = {item.name for item in dataclasses.fields(cls)}  # type: ignore[arg-type]
+        if not set(values) <= known:
+            raise ConfigurationError(
+                f"{cls.__name__} got {', '.join(sorted(set(values) - known))}.",
+                why="an unknown field would change what is trained without notice.",
+                fix=f"use only these: {', '.join(sorted(known))}.",
+            )
+        return cls(**values)
+
+
 @dataclass(frozen=True)
-class ReAttentionConfig:
+class ReAttentionConfig(_Part):
     """Attention corrected for the noise in keys (Ding et al. 2024, arXiv:2405.18194).
 
     Attributes:
@@ -76,25 +96,9 @@ class ReAttentionConfig:
         """The fields as plain values; `ReAttentionConfig(**config.to_dict()) == config`."""
         return dataclasses.asdict(self)
 
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> ReAttentionConfig:
-        """The inverse of `to_dict`.
-
-        Raises:
-            ConfigurationError: an unknown field, or a value out of range.
-        """
-        known = {item.name for item in dataclasses.fields(cls)}
-        if not set(values) <= known:
-            raise ConfigurationError(
-                f"ReAttentionConfig got {', '.join(sorted(set(values) - known))}.",
-                why="an unknown field would change the correction without notice.",
-                fix=f"use only these: {', '.join(sorted(known))}.",
-            )
-        return cls(**values)
-
 
 @dataclass(frozen=True)
-class SparseEmbeddingConfig:
+class SparseEmbeddingConfig(_Part):
     """Embedding tables whose private gradient is a few rows (Ghazi et al. 2023, arXiv:2311.08357).
 
     Attributes:
@@ -211,22 +215,6 @@ class SparseEmbeddingConfig:
     def to_dict(self) -> dict[str, Any]:
         """The fields as plain values for JSON."""
         return {**dataclasses.asdict(self), "tables": None if self.tables is None else list(self.tables)}
-
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> SparseEmbeddingConfig:
-        """The inverse of `to_dict`.
-
-        Raises:
-            ConfigurationError: an unknown field, or a value out of range.
-        """
-        known = {item.name for item in dataclasses.fields(cls)}
-        if not set(values) <= known:
-            raise ConfigurationError(
-                f"SparseEmbeddingConfig got {', '.join(sorted(set(values) - known))}.",
-                why="an unknown field would change what is trained without notice.",
-                fix=f"use only these: {', '.join(sorted(known))}.",
-            )
-        return cls(**values)
 
 
 @dataclass(frozen=True, init=False)
