@@ -243,8 +243,9 @@ def refuse_sparse_ranks(trainer: Any, config: Any) -> None:
         ConfigurationError: both are asked for.
     """
     if config is not None and (trainer.args.world_size > 1 or trainer.is_fsdp_enabled):
+        kind = "FSDP2" if trainer.is_fsdp_enabled else f"{trainer.args.world_size} processes"
         raise ConfigurationError(
-            f"sparse embeddings on {trainer.args.world_size} process(es)" + (" with FSDP2." * trainer.is_fsdp_enabled),
+            f"sparse embeddings with {kind}.",
             why="each would choose rows from its own share of the batch, and the noise would be on different ones.",
             fix="train in one process, or without sparse_embeddings.",
         )

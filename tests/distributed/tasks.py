@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from hf_dp import PrivacyConfig, ReAttentionConfig
+from hf_dp import PrivacyConfig, ReAttentionConfig, SparseEmbeddingConfig
 from hf_dp.accounting import Ledger
 from hf_dp.errors import HfDpError
 from hf_dp.losses import per_example_losses
@@ -294,7 +294,12 @@ def refusal(path: str, what: str) -> str:
     elif what == "Re-Attention in shards":
         changes = {"fsdp": True, "fsdp_config": {"version": 2, **SHARDS}}
         privacy = {"re_attention": ReAttentionConfig(token_frequencies="uniform")}
+    elif what == "sparse embeddings":
+        privacy = {"sparse_embeddings": SparseEmbeddingConfig()}
     try:
+        if privacy and not changes:
+            trainer(path, "llama", dist.get_world_size(), privacy)
+            return "no error"
         if changes:
             with nullcontext() if what == "FSDP on a CPU" else fsdp2_on_cpu(1 if what == "FSDP1" else 2):
                 trainer(path, "tied gpt2", dist.get_world_size(), privacy, **changes)
