@@ -11,7 +11,8 @@
     python scripts/benchmark.py re-attention
 
 A step is one logical batch of four micro-batches of B with fused AdamW; the private one also clips each example, adds
-noise and charges the ledger. Variants of a case take turns, and the median of the repeats counts. Peak memory is that
+noise and charges the ledger. Variants of a case take turns, and the median of the repeats counts; of a ratio of times,
+the median of those of steps that ran one after the other: a machine that slows down slows both. Peak memory is that
 of a process of its own for each variant, less what the process held before the model was built. Operations are those of
 matrix products and attention, counted; the limit is their ratio and the time of the noise, measured alone: what a
 private step would take if it did these operations as fast as an ordinary one, and nothing else.
@@ -66,9 +67,9 @@ def measure_times(case: Case, names: list[str], repeats: int, setting: Setting) 
             steps.pop(name, None)
             failed[name] = f"{type(error).__name__}: {str(error).splitlines()[0][:80]}"
     seconds: dict[str, list[float]] = {name: [] for name in steps}
-    for _ in range(repeats):
-        for name, step in steps.items():
-            seconds[name].append(_timed(step, setting.device))
+    for repeat in range(repeats):
+        for name in list(steps)[:: -1 if repeat % 2 else 1]:
+            seconds[name].append(_timed(steps[name], setting.device))
     return {**seconds, **failed}
 
 
@@ -135,6 +136,8 @@ def measure_memory(case_name: str, variant: str, *setting: str) -> float | str:
 
 
 def _ratio(value: Any, base: Any) -> float | str:
+    if isinstance(value, list) and isinstance(base, list):
+        return statistics.median(a / b for a, b in zip(value, base, strict=True))
     return value if isinstance(value, str) else base if isinstance(base, str) else value / base
 
 
@@ -162,18 +165,18 @@ def run(
     for case_name in case or list(CASES):
         seconds = measure_times(CASES[case_name], names, repeats, setting)
         sizes = {n: "-" if skip_memory else measure_memory(case_name, n, dtype, attention) for n in names}
-        times = {n: _median(values) for n, values in seconds.items()}
+        ordinary = _median(seconds["ordinary"])
         counted = count(CASES[case_name], names, setting).items()
         counts = {name: c if isinstance(c, str) else c.operations for name, c in counted}
-        measured = {"time": times, "memory": sizes, "operations": counts}
+        measured = {"time": seconds, "memory": sizes, "operations": counts}
         ratios = {n: {w: _ratio(found[n], found["ordinary"]) for w, found in measured.items()} for n in names[1:]}
-        limit = ratios["hf_dp"]["operations"] + measure_noise(CASES[case_name], setting, repeats) / times["ordinary"]
+        limit = ratios["hf_dp"]["operations"] + measure_noise(CASES[case_name], setting, repeats) / ordinary
         results[case_name] = {
             "case": dataclasses.asdict(CASES[case_name]), "seconds": seconds, "peak_mib": sizes, "operations": counts,
             "ratios": ratios, "limit": limit,
         }  # fmt: skip
         cells = [v if isinstance(v, str) else f"{v:.2f}" for n in names[1:] for v in ratios[n].values()]
-        table.add_row(case_name, *cells, f"{limit:.2f}", f"{times['ordinary']:.3f} s")
+        table.add_row(case_name, *cells, f"{limit:.2f}", f"{ordinary:.3f} s")
     Console(width=140).print(table)
     if output is not None:
         output.parent.mkdir(parents=True, exist_ok=True)
@@ -280,13 +283,13 @@ def scaling(
     table = Table("over", "value", *(f"{n} ms" for n in names), "ratio")
     for axes, (over, cases) in zip(panels, sweeps.items(), strict=True):
         values = [c.dataset_size if over == "n" else c.length if over[0] == "T" else c.batch for c in cases]
-        times = [{n: _median(v) for n, v in measure_times(c, names, repeats, setting).items()} for c in cases]
+        times = [measure_times(c, names, repeats, setting) for c in cases]
         for value, seconds in zip(values, times, strict=True):
-            shown = [f"{1000 * seconds[n]:.0f}" for n in names]
-            table.add_row(over, str(value), *shown, f"{seconds['hf_dp'] / seconds['ordinary']:.2f}")
+            shown = [f"{1000 * _median(seconds[n]):.0f}" for n in names]
+            table.add_row(over, str(value), *shown, f"{_ratio(seconds['hf_dp'], seconds['ordinary']):.2f}")
         if axes is not None:
             for name in names:
-                axes.plot(values, [seconds[name] for seconds in times], marker="o", label=name)
+                axes.plot(values, [_median(seconds[name]) for seconds in times], marker="o", label=name)
             axes.set(xlabel=over, ylim=(0, None), xscale="log" if over == "n" else "linear")
     Console().print(table)
     if drawing is not None and figure is not None:
