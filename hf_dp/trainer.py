@@ -18,7 +18,16 @@ from transformers.trainer_utils import seed_worker
 import hf_dp.accounting as accounting
 import hf_dp.ranks as ranks
 from hf_dp.aggregate import ClippedSum
-from hf_dp.agreement import agree, described_arguments, described_data, described_model, described_values, difference
+from hf_dp.agreement import (
+    agree,
+    described_arguments,
+    described_data,
+    described_model,
+    described_optimizer,
+    described_setup,
+    described_values,
+    difference,
+)
 from hf_dp.arguments import (
     private_arguments,
     refuse_dataset,
@@ -127,7 +136,9 @@ class DPTrainerMixin(PublishingMixin):
     def _check_ranks(self) -> None:
         """Refuses ranks that differ, before the model is wrapped, which may overwrite what differs."""
         data, model = described_data(self.train_dataset), described_model(self._module)
-        agree({"PrivacyConfig": self.privacy.to_dict(), **described_arguments(self.args), **data, **model})
+        # Of its factors, `self.args` no longer has the user's gradient_accumulation_steps.
+        batch = {"the expected batch size": self._expected_batch_size, "PrivacyConfig": self.privacy.to_dict()}
+        agree({**batch, **described_arguments(self.args), **described_setup(self.accelerator), **data, **model})
         plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
         if plugin is not None and not plugin.cpu_ram_efficient_loading:
             agree(described_values(self._module))
@@ -248,6 +259,7 @@ class DPTrainerMixin(PublishingMixin):
                 "the promise": plan.promise,
                 "the step to begin at": state.global_step,
                 "the ledger": self.ledger.to_dict(),
+                **described_optimizer(self.optimizer),
                 **described_values(self._module),
             }
         )

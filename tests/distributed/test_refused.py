@@ -28,7 +28,7 @@ def test_by_name(tmp_path: Path, pair: Gang, what: str) -> None:
 
 
 def test_re_attention_with_one_release_of_frequencies(tmp_path: Path, pair: Gang) -> None:
-    alone = re_attended(str(tmp_path / "one"), 1)
+    alone = pair.alone(re_attended, str(tmp_path / "one"), 1)
     for found in pair.run(re_attended, str(tmp_path / "two"), 2):
         assert torch.equal(found["frequencies"], alone["frequencies"])
         assert farthest(found["parameters"], alone["parameters"]) < 1e-5
