@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-import hf_dp
 import hf_dp.ranks as ranks
+from hf_dp import __version__
 from hf_dp.errors import ConfigurationError
 from hf_dp.fingerprint import fingerprint
 
@@ -90,7 +90,7 @@ def described_setup(accelerator: Any) -> dict[str, Any]:
     return {
         "the versions of the libraries": {
             "python": platform.python_version(),
-            "hf_dp": hf_dp.__version__,
+            "hf_dp": __version__,
             **{name: version(name) for name in _LIBRARIES},
         },
         "torch's settings": [
