@@ -48,6 +48,7 @@ from hf_dp.per_example import RULES, Certificate, PerExampleGradients, Rule, pre
 from hf_dp.per_example.batch import Batch
 from hf_dp.per_example.independence import forked_rng, survey
 from hf_dp.per_example.preflight import check_modules, check_padding
+from hf_dp.per_example.sharding import refuse_broken_ties, tied
 from hf_dp.plan import Plan
 from hf_dp.probe import telling_rows, unchanged_buffers
 from hf_dp.publishing import PublishingMixin
@@ -102,6 +103,7 @@ class DPTrainerMixin(PublishingMixin):
         self._saved_run: SavedRun | None = None
         self._checkpoint: Path | None = None
         self._attention_noise: AttentionNoise | None = None
+        self._ties: set[frozenset[str]] = set()
         self._tables: dict[str, nn.Parameter] = {}
         self._sparse: SparseTraining | None = None
         self._fingerprint: str | None = _UNKNOWN
@@ -135,6 +137,7 @@ class DPTrainerMixin(PublishingMixin):
 
     def _check_ranks(self) -> None:
         """Refuses ranks that differ, before the model is wrapped, which may overwrite what differs."""
+        self._ties = tied(self._module)
         data, model = described_data(self.train_dataset), described_model(self._module)
         # Of its factors, `self.args` no longer has the user's gradient_accumulation_steps.
         batch = {"the expected batch size": self._expected_batch_size, "PrivacyConfig": self.privacy.to_dict()}
@@ -263,6 +266,7 @@ class DPTrainerMixin(PublishingMixin):
                 **described_values(self._module),
             }
         )
+        refuse_broken_ties(self._ties, self._module)
         refuse_optimizer(self.optimizer, self._module)
         # A warning, so that it is seen: the default delta, and an argument that is not what the user left it at.
         logger.warning("Private training: %s. max_grad_norm is set to 0: gradients are clipped for each example.", plan)

@@ -28,7 +28,7 @@ class Gang:
     """
 
     def __init__(self, size: int, backend: str = "gloo") -> None:
-        self._backend = backend
+        self.backend = backend
         self._single: Gang | None = None
         context = mp.get_context("spawn")
         with socket.socket() as free:
@@ -53,9 +53,9 @@ class Gang:
 
     def alone(self, function: Callable[..., Any], *args: Any) -> Any:
         """What it returns in one process without a group, on the same kind of device."""
-        if self._backend == "gloo":
+        if self.backend == "gloo":
             return function(*args)
-        self._single = self._single or Gang(1, self._backend)
+        self._single = self._single or Gang(1, self.backend)
         return self._single.run(function, *args)[0]
 
     def attempt(self, function: Callable[..., Any], *args: Any) -> list[tuple[str, Any]]:

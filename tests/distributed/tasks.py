@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.parallelism_config import ParallelismConfig
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import DistributedType
 from torch import Tensor, nn
@@ -197,7 +198,7 @@ def re_attended(path: str, world: int) -> dict[str, Any]:
     run = trainer(path, "bert", world, privacy)
     run.train()
     assert run._attention_noise is not None
-    frequencies = run._attention_noise.frequencies
+    frequencies = run._attention_noise.frequencies.cpu()
     return {"parameters": gathered(run.model), "frequencies": frequencies, "ledger": run.ledger.to_dict()}
 
 
@@ -212,6 +213,9 @@ def refusal(path: str, what: str) -> str:
     privacy: dict[str, Any] = {}
     if what in ("FSDP on a CPU", "FSDP1"):
         changes = {"fsdp": True, "fsdp_config": {"version": 2, **SHARDS}}
+    elif what == "HSDP of accelerate":
+        changes = {"parallelism_config": ParallelismConfig(dp_replicate_size=2), "fsdp": True,
+                   "fsdp_config": {"version": 2, **SHARDS}}  # fmt: skip
     elif what == "Re-Attention in shards":
         changes = {"fsdp": True, "fsdp_config": {"version": 2, **SHARDS}}
         privacy = {"re_attention": ReAttentionConfig(token_frequencies="uniform")}

@@ -95,4 +95,4 @@ def test_workers_that_read_ahead(tmp_path: Path) -> None:
     assert went_well.returncode == 0, went_well.stderr[-3000:]
     model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "two" / "final")
     alone = trained(str(tmp_path / "one"), "bert", 1)
-    assert farthest(gathered(model), alone["parameters"]) < 1e-6
+    assert farthest(gathered(model), alone["parameters"]) < 1e-5
