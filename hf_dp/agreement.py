@@ -151,7 +151,7 @@ def _plain(value: Any) -> Any:
         return value
     if isinstance(value, (enum.Enum, torch.dtype)):
         return str(value)
-    if dataclasses.is_dataclass(value):
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}

@@ -176,9 +176,6 @@ def measure(case: str, strategy: str) -> dict[str, int]:
 def weak() -> None:
     """Seconds for a step, median of turns: rank 0 alone, all without sending, and all with."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    if not torch.cuda.is_available():
-        torch.set_num_threads(1)
-        os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[rank]})
     runs = {strategy: Run("large", strategy) for strategy in ("DDP", "FSDP2")}
     turns = {"one process": "DDP", "at the same time, apart": "DDP", "DDP": "DDP", "FSDP2": "FSDP2"}
     seconds: dict[str, list[float]] = {name: [] for name in turns}
@@ -252,6 +249,10 @@ def main() -> int:
     if options.large:
         large()
         return 0
+    if options.weak and not torch.cuda.is_available():
+        # Before there are any other threads.
+        torch.set_num_threads(1)
+        os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[int(os.environ["LOCAL_RANK"])]})
     dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
     if torch.cuda.is_available():
         torch.cuda.set_device(dist.get_rank())

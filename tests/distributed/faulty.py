@@ -45,7 +45,7 @@ def happens(fault: str, run: Any) -> None:
     elif fault == "collator":
         collate, micro_batches = run.data_collator, iter(range(10**9))
         # Those of the checks before the first step, and some more.
-        run.data_collator = lambda rows: raises() if next(micro_batches) > 20 else collate(rows)
+        run.data_collator = lambda rows: raises() if next(micro_batches) > 12 else collate(rows)
     elif fault in ("meet", "release"):
         honest = getattr(ClippedSum, fault)
 
