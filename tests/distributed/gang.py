@@ -65,7 +65,7 @@ class Gang:
         found: list[tuple[str, Any]] = []
         for answer in self._answers:
             try:
-                found.append(answer.get(timeout=5 if ("error", None) in found else _PATIENCE))
+                found.append(answer.get(timeout=20 if any(kind == "error" for kind, _ in found) else _PATIENCE))
             except Empty:
                 # It waits for one that failed; the error of that one tells more.
                 found.append(("error", None))

@@ -259,4 +259,6 @@ def saved_and_resumed(
         run = trainer(path, name, world, {"noise_multiplier": 0}, **values, **kept)
         run.train(resume_from_checkpoint=f"{path}/checkpoint-2" if resume else None)
         run.save_model(f"{path}/final")
+        # As before a push.
+        run.save_model(_internal_call=True)
         return {"parameters": gathered(run.model), "ledger": run.ledger.to_dict(), "steps": run.ledger.steps}

@@ -28,6 +28,7 @@ def loads(path: Path, parameters: dict[str, torch.Tensor]) -> None:
         assert (path / "final" / "model.safetensors").exists()
         assert farthest(gathered(AutoModelForCausalLM.from_pretrained(path / "final")), parameters) == 0
     assert (path / "final" / "privacy.json").exists()
+    assert [p.name for p in path.glob("*.safetensors")] == [p.name for p in (path / "final").glob("*.safetensors")]
 
 
 def test_saved_by_two_and_resumed_by_one(tmp_path: Path, pair: Gang) -> None:
