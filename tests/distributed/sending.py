@@ -3,11 +3,6 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
-
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from hf_dp.accounting import Ledger
 from hf_dp.losses import per_example_losses
@@ -17,26 +12,7 @@ from hf_dp.randomness import Entropy
 from hf_dp.sampling import PoissonBatchSampler
 from hf_dp.step import private_gradient
 from tests.distributed.sharded import shard
-from tests.distributed.tasks import MICRO, built, collator_of, device, prepared, promise, rows_of
-
-
-class Collectives(TorchDispatchMode):
-    """Counts what is sent, by name, with the number of elements of each and their dtype."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.sent: list[tuple[str, int]] = []
-        self.dtypes: dict[str, set[str]] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace in ("c10d", "_c10d_functional"):
-            elements = sum(t.numel() for t in tree_leaves(args) if isinstance(t, Tensor))
-            name = func.overloadpacket.__name__.strip("_")
-            if "wait" not in name:
-                self.sent.append((name, elements))
-                dtypes = {str(t.dtype) for t in tree_leaves(args) if isinstance(t, Tensor)}
-                self.dtypes.setdefault(name, set()).update(dtypes)
-        return func(*args, **(kwargs or {}))
+from tests.distributed.tasks import MICRO, Collectives, built, collator_of, device, prepared, promise, rows_of
 
 
 def sent_in_one_step(name: str, sharding: str | None, micro_batches: int) -> dict[str, list[int]]:

@@ -15,6 +15,8 @@ from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import DistributedType
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from hf_dp import PrivacyConfig, ReAttentionConfig, SparseEmbeddingConfig
 from hf_dp.errors import HfDpError
@@ -189,6 +191,25 @@ def farthest(one: dict[str, Tensor], two: dict[str, Tensor]) -> float:
     """The largest difference of any element."""
     assert one.keys() == two.keys()
     return max(float((one[name] - two[name]).abs().max()) for name in one)
+
+
+class Collectives(TorchDispatchMode):
+    """Counts what is sent, by name, with the number of elements of each and their dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sent: list[tuple[str, int]] = []
+        self.dtypes: dict[str, set[str]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace in ("c10d", "_c10d_functional"):
+            elements = sum(t.numel() for t in tree_leaves(args) if isinstance(t, Tensor))
+            name = func.overloadpacket.__name__.strip("_")
+            if "wait" not in name:
+                self.sent.append((name, elements))
+                dtypes = {str(t.dtype) for t in tree_leaves(args) if isinstance(t, Tensor)}
+                self.dtypes.setdefault(name, set()).update(dtypes)
+        return func(*args, **(kwargs or {}))
 
 
 def re_attended(path: str, world: int) -> dict[str, Any]:
