@@ -34,7 +34,7 @@ MODELS = {
     "llama lora": ("LoRA", "causal_lm"),
     "bert": ("bert", "sequence"),
 }
-# One layer that runs several times, a bias that is no linear layer's, images, and adapters beside trained modules.
+# One layer that runs several times, images, adapters beside trained modules, an encoder with a decoder.
 FURTHER = {
     "albert": ("albert", "sequence"),
     "vit": ("vit", "image"),
@@ -50,13 +50,16 @@ def kind_of(name: str) -> tuple[str, str]:
 
 
 def built(name: str, seed: int = 0) -> nn.Module:
-    """One of the models, in float32; the same everywhere. Of "..., norms alone" nothing else is trained."""
+    """One of the models, in float32; the same everywhere. Of "..., norms alone" nothing else is trained, of
+    "..., positions frozen" everything but the relative ones."""
     torch.manual_seed(seed)
     kind, head = kind_of(name)
     model = adapted(kind, torch.float32) if kind in ADAPTERS else tiny(kind, head, torch.float32)
     for key, p in model.named_parameters():
         if name.endswith(", norms alone"):
             p.requires_grad_("norm" in key)
+        elif name.endswith(", positions frozen"):
+            p.requires_grad_("relative" not in key)
     return model
 
 
@@ -230,12 +233,14 @@ def refusal(path: str, what: str) -> str:
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import Shard, distribute_tensor
 
+    from tests.distributed.sharded import shard
+
     changes: dict[str, Any] = {}
     privacy: dict[str, Any] = {}
     if what in ("FSDP on a CPU", "FSDP1"):
         changes = {"fsdp": True, "fsdp_config": {"version": 2, **SHARDS}}
     elif what == "HSDP of accelerate":
-        changes = {"parallelism_config": ParallelismConfig(dp_replicate_size=2), "fsdp": True,
+        changes = {"parallelism_config": ParallelismConfig(dp_replicate_size=2, dp_shard_size=2), "fsdp": True,
                    "fsdp_config": {"version": 2, **SHARDS}}  # fmt: skip
     elif what == "Re-Attention in shards":
         changes = {"fsdp": True, "fsdp_config": {"version": 2, **SHARDS}}
@@ -254,6 +259,8 @@ def refusal(path: str, what: str) -> str:
         kind = device().type
         if what == "HSDP by hand":
             fully_shard(model, mesh=init_device_mesh(kind, (2, 1), mesh_dim_names=("replicate", "shard")))
+        elif what == "relative positions in shards":
+            model = shard(built("t5").to(device()))
         elif what == "DoRA in shards":
             model = fully_shard(adapted("DoRA", torch.float32).to(device()), mesh=init_device_mesh(kind, (2,)))
         elif what == "a DTensor by hand":

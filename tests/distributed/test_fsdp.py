@@ -60,12 +60,13 @@ def test_through_trainer(tmp_path: Path, pair: Gang, name: str) -> None:
         assert (found["steps"], found["report"]) == (STEPS, alone["report"])
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("name", FURTHER)
-def test_further_models(pair: Gang, name: str, checkpointing: bool) -> None:
+@pytest.mark.parametrize("name", [*(name for name in FURTHER if name != "t5"), "t5, positions frozen"])
+def test_further_models(pair: Gang, name: str) -> None:
     alone = pair.alone(stepped, name)
-    for found in pair.run(stepped, name, "blocks", 8, checkpointing):
-        assert farthest(found["parameters"], alone["parameters"]) < TOLERANCE
+    # ALBERT knows no checkpointing.
+    for checkpointing in (False, True) if name != "albert" else (False,):
+        for found in pair.run(stepped, name, "blocks", 8, checkpointing):
+            assert farthest(found["parameters"], alone["parameters"]) < TOLERANCE
 
 
 @pytest.mark.parametrize("name", [name for name in FURTHER if name != "t5"])

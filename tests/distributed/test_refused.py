@@ -16,7 +16,7 @@ REFUSED = {
     "Re-Attention in shards": "Re-Attention with FSDP2",
     "sparse embeddings": "sparse embeddings with 2 processes.",
     "HSDP by hand": "HSDP",
-    "HSDP of accelerate": "HSDP (replicas of sharded models)",
+    "relative positions in shards": "SelfAttention.relative_attention_bias.weight is used by operation",
     "DoRA in shards": "computed from parameters alone, some of which FSDP2 shards",
     "a DTensor by hand": "tensor parallelism or another DTensor layout",
 }
@@ -28,6 +28,12 @@ def test_by_name(tmp_path: Path, pair: Gang, what: str) -> None:
         pytest.skip("accelerate does FSDP on GPUs")
     for found in pair.run(refusal, str(tmp_path), what):
         assert REFUSED[what] in found
+
+
+@pytest.mark.slow
+def test_replicas_of_shards(tmp_path: Path, four: Gang) -> None:
+    for found in four.run(refusal, str(tmp_path), "HSDP of accelerate"):
+        assert "the model is under HSDP (replicas of sharded models)" in found
 
 
 def test_re_attention_with_one_release_of_frequencies(tmp_path: Path, pair: Gang) -> None:
