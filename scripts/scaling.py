@@ -137,11 +137,9 @@ class Run:
         self.optimizer = torch.optim.AdamW([p for p in self.model.parameters() if p.requires_grad])
         self.factors = 0
 
-    def step(self) -> ClippedSum:
-        """One private step."""
-        total = private_gradient(self.model, self._record, self._batches, self._plan, Ledger())
-        self.optimizer.step()
-        return total
+    def gradient(self) -> ClippedSum:
+        """That of one private step."""
+        return private_gradient(self.model, self._record, self._batches, self._plan, Ledger())
 
     def _record(self, batch: Any) -> PerExampleGradients:
         gradients = record(self.model, per_example_losses, batch, certificate=self._certificate)
@@ -153,7 +151,8 @@ def measure(case: str, strategy: str) -> dict[str, int]:
     """Bytes by the names that `Estimate` gives them."""
     run = Run(case, strategy)
     with Watcher(run.model) as watcher:
-        total = run.step()
+        total = run.gradient()
+    run.optimizer.step()
     shards = [g for n, g in total.gradients.items() if isinstance(total._parameters[n], DTensor)]
     found = {
         "factors": run.factors,
@@ -186,7 +185,8 @@ def weak() -> None:
             began = time.perf_counter()
             if rank == 0 or name != "one process":
                 with mock.patch.multiple(ranks, world_size=lambda: 1, rank=lambda: 0) if apart else nullcontext():
-                    runs[strategy].step()
+                    runs[strategy].gradient()
+                runs[strategy].optimizer.step()
                 if torch.cuda.is_available():
                     torch.cuda.synchronize()
             dist.barrier()
