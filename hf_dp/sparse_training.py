@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+import hf_dp.ranks as ranks
 from hf_dp.accounting import Ledger
+from hf_dp.agreement import agree
 from hf_dp.config import SparseEmbeddingConfig
 from hf_dp.errors import BudgetExceededError, ConfigurationError, LedgerError
 from hf_dp.per_example import PerExampleGradients, Tables
@@ -30,7 +32,7 @@ LABEL = "embedding rows"
 _ROWS, _CHOICE = "rows/", "choice"
 
 Recorder = Callable[[Batch], PerExampleGradients]
-Pass = Callable[[], Iterable[Batch]]
+Pass = Callable[[Sequence[int]], Iterable[Batch]]
 
 
 class SparseTraining:
@@ -71,7 +73,8 @@ class SparseTraining:
         """Takes over what was chosen before, by a checkpoint or by an earlier training in this process.
 
         Raises:
-            ConfigurationError: unreadable public rows, or a checkpoint without the rows of this run.
+            ConfigurationError: unreadable public rows, a checkpoint without the rows of this run, or ranks that differ
+                in either.
             LedgerError: a checkpoint that knows of fewer choices than this process has made.
         """
         if self._config.releases_rows:
@@ -81,6 +84,15 @@ class SparseTraining:
                 self._resume(checkpoint)
         elif self._config.keeps_rows:
             self.kept = self._public()
+        agree(
+            {
+                "the embedding tables": dict(self.tables.sizes),
+                "the embedding rows that are trained": None if self.kept is None else self.kept.tolist(),
+                "the embedding rows chosen before": [
+                    (due, rows.tolist()) for due, rows in sorted(self._choices.items())
+                ],
+            }
+        )
         self._set_rows()
 
     def before_step(self, step: int, ledger: Ledger, record: Recorder, examples: Pass) -> None:
@@ -90,7 +102,7 @@ class SparseTraining:
             step: which logical batch comes next.
             ledger: charged before the noisy choice exists.
             record: per-example gradients of a micro-batch.
-            examples: a pass over all training examples, in micro-batches.
+            examples: the training examples of these indices, in micro-batches.
 
         Raises:
             BudgetExceededError: more choices than the budget pays for.
@@ -116,13 +128,16 @@ class SparseTraining:
                 fix="resume from the latest checkpoint, which holds the latest choice.",
             )
         counts = torch.zeros(self.tables.rows, dtype=torch.float64)
+        # Each example is counted by one rank; the sum of whole numbers is exact.
+        mine = range(ranks.rank(), self._plan.sampler.dataset_size, ranks.world_size())
         # Dropout that zeroes a whole row must not be known, nor shift when an example is added.
         with nullcontext() if self._plan.entropy.reproducible else secret_global_state():
-            for batch in examples():
+            for batch in examples(mine):
                 _, rows = self.tables.touched(record(batch).factors)
                 counts += rows.cpu().bincount(minlength=self.tables.rows)
+        ranks.sum_(counts)
         ledger.charge(event, LABEL)
-        return noisy_top_k(counts, k, gumbel_scale(noise, k), self._plan.entropy, due)
+        return ranks.drawn_by_first(lambda: noisy_top_k(counts, k, gumbel_scale(noise, k), self._plan.entropy, due))
 
     def _set_rows(self) -> None:
         config, deviation = self._config, self._plan.contribution_noise_multiplier

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +25,7 @@ from hf_dp.arguments import (
     refuse_optimizer,
     refuse_overrides,
     refuse_parallel_model,
-    refuse_sharded_re_attention,
-    refuse_sparse_ranks,
+    refuse_sharded_parts,
     refuse_weight_decay,
 )
 from hf_dp.attention_noise import AttentionNoise, token_ids, without_idle_release
@@ -111,8 +110,7 @@ class DPTrainerMixin(PublishingMixin):
         self.args = private_arguments(user_args)
         refuse_overrides(self, DPTrainerMixin, Trainer)
         refuse_parallel_model(self, self._module)
-        refuse_sharded_re_attention(self, self.privacy.re_attention)
-        refuse_sparse_ranks(self, self.privacy.sparse_embeddings)
+        refuse_sharded_parts(self, self._module, self.privacy)
         if self.train_dataset is not None:
             self._check_dataset()
             check_modules(self._module)
@@ -349,11 +347,12 @@ class DPTrainerMixin(PublishingMixin):
         """The embedding tables of the next step; DP-FEST's rows are chosen where it is time to."""
         loader: Any = self.callback_handler.train_dataloader
 
-        def examples() -> Iterator[Batch]:
-            for start in range(0, len(loader.dataset), self._expected_batch_size):
-                rows = range(start, min(start + self._expected_batch_size, len(loader.dataset)))
-                parts = loader.collate_fn(loader.dataset.__getitems__(list(rows)))["micro_batches"]
-                yield from map(self._prepare_inputs, parts)
+        def examples(rows: Sequence[int]) -> Iterator[Batch]:
+            for start in range(0, len(rows), self._expected_batch_size):
+                few = list(rows[start : start + self._expected_batch_size])
+                yield from map(
+                    self._prepare_inputs, loader.collate_fn(loader.dataset.__getitems__(few))["micro_batches"]
+                )
 
         if self.budget_is_left():
             sparse.before_step(self.ledger.steps, self.ledger, functools.partial(self._whole, model), examples)
