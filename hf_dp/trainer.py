@@ -46,7 +46,7 @@ from hf_dp.re_attention import remove_re_attention
 from hf_dp.resume import SavedRun
 from hf_dp.sampling import LogicalBatchCollator, PoissonBatchSampler, PoissonDataLoader, RankSampler
 from hf_dp.sparse_embeddings import TableRows, find_tables, with_lazy_rows
-from hf_dp.sparse_training import SparseTraining
+from hf_dp.sparse_training import SparseTraining, hide_from_wrapper, show_to_wrapper
 from hf_dp.step import private_gradient
 
 logger = logging.getLogger(__name__)
@@ -198,6 +198,7 @@ class DPTrainerMixin(PublishingMixin):
         assert self.optimizer is not None
         self.optimizer = with_lazy_rows(self.optimizer, tables, config)
         self._tables = tables
+        hide_from_wrapper(self._module, tables)
         return self.optimizer
 
     def _load_callback_state(self) -> None:
@@ -219,6 +220,7 @@ class DPTrainerMixin(PublishingMixin):
             BudgetExceededError: the budget was already spent.
             UnsupportedModelError: per-example gradients of this model are not known to be exact.
         """
+        show_to_wrapper(self._module)
         plan = self._require_plan()
         if state.global_step:
             saved = self._saved_run
