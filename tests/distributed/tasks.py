@@ -294,12 +294,10 @@ def refusal(path: str, what: str) -> str:
     elif what == "Re-Attention in shards":
         changes = {"fsdp": True, "fsdp_config": {"version": 2, **SHARDS}}
         privacy = {"re_attention": ReAttentionConfig(token_frequencies="uniform")}
-    elif what == "sparse embeddings":
+    elif what == "sparse embeddings in shards":
+        changes = {"fsdp": True, "fsdp_config": {"version": 2, **SHARDS}}
         privacy = {"sparse_embeddings": SparseEmbeddingConfig()}
     try:
-        if privacy and not changes:
-            trainer(path, "llama", dist.get_world_size(), privacy)
-            return "no error"
         if changes:
             with nullcontext() if what == "FSDP on a CPU" else fsdp2_on_cpu(1 if what == "FSDP1" else 2):
                 trainer(path, "tied gpt2", dist.get_world_size(), privacy, **changes)

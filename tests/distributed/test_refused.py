@@ -14,7 +14,7 @@ REFUSED = {
     "FSDP on a CPU": "MULTI_CPU, where FSDP was asked for",
     "FSDP1": "the model is under FSDP1",
     "Re-Attention in shards": "Re-Attention with FSDP2",
-    "sparse embeddings": "sparse embeddings with 2 processes.",
+    "sparse embeddings in shards": "sparse embeddings with FSDP2",
     "HSDP by hand": "HSDP",
     "DoRA in shards": "computed from parameters alone, some of which FSDP2 shards",
     "a DTensor by hand": "tensor parallelism or another DTensor layout",
