@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.utils.data import IterableDataset
 
 from hf_dp.config import PrivacyConfig
@@ -224,21 +223,19 @@ def refuse_parallel_model(trainer: Any, model: nn.Module) -> None:
         )
 
 
-def refuse_sharded_parts(trainer: Any, model: nn.Module, privacy: PrivacyConfig) -> None:
-    """Refuses Re-Attention and sparse embeddings of a model in shards.
+def refuse_sharded_parts(trainer: Any, privacy: PrivacyConfig) -> None:
+    """Refuses Re-Attention and sparse embeddings with FSDP2.
 
     Raises:
         ConfigurationError: with which of them.
     """
-    if not trainer.is_fsdp_enabled and not any(isinstance(p, DTensor) for p in model.parameters()):
-        return
-    if privacy.re_attention is not None:
+    if trainer.is_fsdp_enabled and privacy.re_attention is not None:
         raise ConfigurationError(
             "Re-Attention with FSDP2.",
             why="the noise of each row of a parameter is followed through the whole parameter, which is in shards.",
             fix="train under DDP, or without re_attention.",
         )
-    if privacy.sparse_embeddings is not None:
+    if trainer.is_fsdp_enabled and privacy.sparse_embeddings is not None:
         raise ConfigurationError(
             "sparse embeddings with FSDP2.",
             why="a table would be in shards, and rows are looked up, chosen and moved in whole tables.",

@@ -110,7 +110,7 @@ class DPTrainerMixin(PublishingMixin):
         self.args = private_arguments(user_args)
         refuse_overrides(self, DPTrainerMixin, Trainer)
         refuse_parallel_model(self, self._module)
-        refuse_sharded_parts(self, self._module, self.privacy)
+        refuse_sharded_parts(self, self.privacy)
         if self.train_dataset is not None:
             self._check_dataset()
             check_modules(self._module)

@@ -22,7 +22,7 @@ from hf_dp import PrivacyConfig, ReAttentionConfig, SparseEmbeddingConfig
 from hf_dp.accounting import Ledger
 from hf_dp.errors import HfDpError
 from hf_dp.losses import per_example_losses
-from hf_dp.per_example import preflight, record
+from hf_dp.per_example import Tables, preflight, record
 from hf_dp.plan import Plan
 from hf_dp.randomness import Entropy
 from hf_dp.sampling import PoissonBatchSampler
@@ -305,6 +305,8 @@ def refusal(path: str, what: str) -> str:
         model, batch = built("llama"), pad_for_language(rows()[:4])
         if what == "HSDP by hand":
             fully_shard(model, mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard")))
+        elif what == "a sparse table in shards by hand":
+            Tables.of({"table": fully_shard(model).model.embed_tokens.weight})
         elif what == "DoRA in shards":
             model = fully_shard(adapted("DoRA", torch.float32))
         elif what == "a DTensor by hand":

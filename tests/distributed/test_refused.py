@@ -15,6 +15,7 @@ REFUSED = {
     "FSDP1": "the model is under FSDP1",
     "Re-Attention in shards": "Re-Attention with FSDP2",
     "sparse embeddings in shards": "sparse embeddings with FSDP2",
+    "a sparse table in shards by hand": "table is to have a sparse private gradient, and is in shards",
     "HSDP by hand": "HSDP",
     "DoRA in shards": "computed from parameters alone, some of which FSDP2 shards",
     "a DTensor by hand": "tensor parallelism or another DTensor layout",

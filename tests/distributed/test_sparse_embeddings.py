@@ -144,7 +144,7 @@ def test_what_a_step_sends(tmp_path: Path, pair: Gang, method: str, accumulation
         assert 0 <= dense - (7 * 2 + 9 * 2 + 2) < 3 * 32
         assert 0 <= rows - (4 * items + 3 * users) < 2 * 32
         assert sent.get("broadcast", []) == ([1, items + users] if method == "adafest" else [])
-        assert sent["allgather"] == [3 * 5] or len(sent["allgather"]) == 1
+        assert len(sent["allgather"]) == 1
         assert set(sent) <= {"allreduce", "allgather", "broadcast", "released"}
 
 
