@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,18 @@ _IGNORED = "_ddp_params_and_buffers_to_ignore"
 
 Recorder = Callable[[Batch], PerExampleGradients]
 Pass = Callable[[Sequence[int]], Iterable[Batch]]
+
+
+@contextmanager
+def frozen(tables: Collection[nn.Parameter]) -> Iterator[None]:
+    """Inside, the tables are not trained."""
+    for table in tables:
+        table.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for table in tables:
+            table.requires_grad_(True)
 
 
 def hide_from_wrapper(model: nn.Module, tables: Mapping[str, nn.Parameter]) -> None:

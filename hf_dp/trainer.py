@@ -46,7 +46,7 @@ from hf_dp.re_attention import remove_re_attention
 from hf_dp.resume import SavedRun
 from hf_dp.sampling import LogicalBatchCollator, PoissonBatchSampler, PoissonDataLoader, RankSampler
 from hf_dp.sparse_embeddings import TableRows, find_tables, with_lazy_rows
-from hf_dp.sparse_training import SparseTraining, hide_from_wrapper, show_to_wrapper
+from hf_dp.sparse_training import SparseTraining, frozen, hide_from_wrapper, show_to_wrapper
 from hf_dp.step import private_gradient
 
 logger = logging.getLogger(__name__)
@@ -188,13 +188,8 @@ class DPTrainerMixin(PublishingMixin):
         refuse_weight_decay(self, tables)
         if self.optimizer is None:
             # Trainer leaves out what is frozen.
-            for table in tables.values():
-                table.requires_grad_(False)
-            try:
+            with frozen(tables.values()):
                 super().create_optimizer(model)
-            finally:
-                for table in tables.values():
-                    table.requires_grad_(True)
         assert self.optimizer is not None
         self.optimizer = with_lazy_rows(self.optimizer, tables, config)
         self._tables = tables

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -125,13 +126,18 @@ class LargeRecommender(Recommender):
         self.items = nn.Embedding(1_200_000, 4)
 
 
-def whole_tables_made(path: str, settings: dict[str, Any]) -> set[str]:
+def whole_tables_made(path: str, settings: dict[str, Any], hidden: bool = True) -> set[str]:
     """The operations that made a dense tensor as large as the large table, wrapping and training in two processes."""
     model = LargeRecommender()
     run = trainer(path, "several tables", 2, settings, {"noise_multiplier": 1.0}, model=model, max_steps=2)
-    with NoWholeTable(model.items.weight) as watching:
+    with (
+        NoWholeTable(model.items.weight) as watching,
+        nullcontext() if hidden else mock.patch("hf_dp.trainer.hide_from_wrapper"),
+    ):
         run.train()
     assert type(run.model_wrapped).__name__ == "DistributedDataParallel"
+    # A later training of the model without this one finds nothing hidden.
+    assert not any("ddp" in name for name in vars(model))
     return watching.found
 
 

@@ -152,6 +152,8 @@ def test_what_a_step_sends(tmp_path: Path, pair: Gang, method: str, accumulation
 def test_nothing_as_large_as_a_table_is_made(tmp_path: Path, pair: Gang, method: str) -> None:
     """Neither by the wrapper, nor in the comparison of the ranks, nor in a step."""
     assert pair.run(whole_tables_made, str(tmp_path / "run"), METHODS[method]) == [set(), set()]
+    # Negative control: the wrapper that is told nothing makes one.
+    assert all(pair.run(whole_tables_made, str(tmp_path / "run"), METHODS[method], False))
 
 
 def test_ranks_with_other_public_rows(tmp_path: Path, pair: Gang) -> None:
