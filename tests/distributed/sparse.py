@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import torch
 from torch import Tensor, nn
 
 import hf_dp.ranks as ranks
@@ -139,6 +140,15 @@ def whole_tables_made(path: str, settings: dict[str, Any], hidden: bool = True) 
     # A later training of the model without this one finds nothing hidden.
     assert not any("ddp" in name for name in vars(model))
     return watching.found
+
+
+def trained_from_other_tables(path: str) -> dict[str, Tensor]:
+    """The parameters after a training by two processes, of which the last one began with another table."""
+    run = trainer(path, "several tables", 2, METHODS["adafest"])
+    with torch.no_grad():
+        run.model.items.weight += ranks.rank()
+    run.train()
+    return gathered(run.model)
 
 
 def refused_rows(path: str, one_differs: bool) -> str:

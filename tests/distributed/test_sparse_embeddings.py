@@ -16,6 +16,7 @@ from tests.distributed.sparse import (
     refused_rows,
     sent_in_each_step,
     trained,
+    trained_from_other_tables,
     whole_tables_made,
 )
 from tests.distributed.tasks import farthest
@@ -154,6 +155,12 @@ def test_nothing_as_large_as_a_table_is_made(tmp_path: Path, pair: Gang, method:
     assert pair.run(whole_tables_made, str(tmp_path / "run"), METHODS[method]) == [set(), set()]
     # Negative control: the wrapper that is told nothing makes one.
     assert all(pair.run(whole_tables_made, str(tmp_path / "run"), METHODS[method], False))
+
+
+def test_a_table_that_differs_is_replaced_by_that_of_the_first_rank(tmp_path: Path, pair: Gang) -> None:
+    alone = trained(str(tmp_path / "one"), "several tables", 1, METHODS["adafest"])
+    for found in pair.run(trained_from_other_tables, str(tmp_path / "two")):
+        assert farthest(found, alone["parameters"]) < TOLERANCE
 
 
 def test_ranks_with_other_public_rows(tmp_path: Path, pair: Gang) -> None:
