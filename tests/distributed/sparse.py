@@ -47,10 +47,10 @@ def trainer(
     """A trainer of one of `MODELS` whose expected batch is `expected` on any number of processes."""
     fresh_accelerator()
     if settings.get("row_choice") == "public" and "public_rows" not in settings:
-        file = Path(path).with_suffix(f".{ranks.rank()}.json")
+        # Of one name for all numbers of processes, since it is in the promise.
+        file = Path(path).parent / f"{ranks.rank()}.json"
         file.write_text(json.dumps(MODELS[name]), encoding="utf-8")
-        settings = {**settings, "public_rows": str(Path(path).with_suffix(".json"))}
-        file.replace(settings["public_rows"])
+        settings = {**settings, "public_rows": str(file.replace(file.with_name("rows.json")))}
     config = promise(sparse_embeddings=SparseEmbeddingConfig(**settings), **(privacy or {}))
     micro = min(MICRO, expected // world)
     values = {
@@ -60,7 +60,7 @@ def trainer(
     if name == "one table":
         parts = {"train_dataset": rows(), "data_collator": pad}
         return make(Path(path), model or built("bert"), config, parts=parts, **values)
-    parts = {"train_dataset": clicks(), "data_collator": stack}
+    parts = {"train_dataset": clicks(59), "data_collator": stack}
     values["remove_unused_columns"] = False
     return make(Path(path), model or Recommender(), config, kind=Clicks, parts=parts, **values)
 
@@ -86,7 +86,11 @@ def trained(
     return {
         "parameters": gathered(run.model),
         "moved": moved,
-        "optimizer": [v for state in run.optimizer.optimizer.rows.state.values() for _, v in sorted(state.items())],
+        "optimizer": [
+            torch.as_tensor(value)
+            for state in run.optimizer.optimizer.rows.state.values()
+            for _, value in sorted(state.items())
+        ],
         "last": run._sparse.rows.last.rows,
         "kept": run._sparse.kept,
         "ledger": run.ledger.to_dict(),
@@ -134,6 +138,8 @@ def whole_tables_made(path: str, settings: dict[str, Any], hidden: bool = True) 
     with (
         NoWholeTable(model.items.weight) as watching,
         nullcontext() if hidden else mock.patch("hf_dp.trainer.hide_from_wrapper"),
+        # accelerate moves the model to "cpu:0", for which torch copies what is there already.
+        mock.patch.object(nn.Module, "to", lambda self, *args, **kwargs: self),
     ):
         run.train()
     assert type(run.model_wrapped).__name__ == "DistributedDataParallel"
