@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +34,7 @@ from hf_dp.arguments import (
     refuse_optimizer,
     refuse_overrides,
     refuse_parallel_model,
-    refuse_sharded_re_attention,
-    refuse_sparse_ranks,
+    refuse_sharded_parts,
     refuse_weight_decay,
 )
 from hf_dp.attention_noise import AttentionNoise, token_ids, without_idle_release
@@ -57,7 +56,7 @@ from hf_dp.re_attention import remove_re_attention
 from hf_dp.resume import SavedRun
 from hf_dp.sampling import LogicalBatchCollator, PoissonBatchSampler, PoissonDataLoader, RankSampler
 from hf_dp.sparse_embeddings import TableRows, find_tables, with_lazy_rows
-from hf_dp.sparse_training import SparseTraining
+from hf_dp.sparse_training import SparseTraining, frozen, hide_from_wrapper, show_to_wrapper
 from hf_dp.step import private_gradient
 
 logger = logging.getLogger(__name__)
@@ -122,8 +121,7 @@ class DPTrainerMixin(PublishingMixin):
         self.args = private_arguments(user_args)
         refuse_overrides(self, DPTrainerMixin, Trainer)
         refuse_parallel_model(self, self._module)
-        refuse_sharded_re_attention(self, self.privacy.re_attention)
-        refuse_sparse_ranks(self, self.privacy.sparse_embeddings)
+        refuse_sharded_parts(self, self.privacy)
         if self.train_dataset is not None:
             self._check_dataset()
             check_modules(self._module)
@@ -204,16 +202,12 @@ class DPTrainerMixin(PublishingMixin):
         refuse_weight_decay(self, tables)
         if self.optimizer is None:
             # Trainer leaves out what is frozen.
-            for table in tables.values():
-                table.requires_grad_(False)
-            try:
+            with frozen(tables.values()):
                 super().create_optimizer(model)
-            finally:
-                for table in tables.values():
-                    table.requires_grad_(True)
         assert self.optimizer is not None
         self.optimizer = with_lazy_rows(self.optimizer, tables, config)
         self._tables = tables
+        hide_from_wrapper(self._module, tables)
         return self.optimizer
 
     def _load_callback_state(self) -> None:
@@ -235,6 +229,7 @@ class DPTrainerMixin(PublishingMixin):
             BudgetExceededError: the budget was already spent.
             UnsupportedModelError: per-example gradients of this model are not known to be exact.
         """
+        show_to_wrapper(self._module)
         plan = self._require_plan()
         if state.global_step:
             saved = self._saved_run
@@ -365,11 +360,12 @@ class DPTrainerMixin(PublishingMixin):
         """The embedding tables of the next step; DP-FEST's rows are chosen where it is time to."""
         loader: Any = self.callback_handler.train_dataloader
 
-        def examples() -> Iterator[Batch]:
-            for start in range(0, len(loader.dataset), self._expected_batch_size):
-                rows = range(start, min(start + self._expected_batch_size, len(loader.dataset)))
-                parts = loader.collate_fn(loader.dataset.__getitems__(list(rows)))["micro_batches"]
-                yield from map(self._prepare_inputs, parts)
+        def examples(rows: Sequence[int]) -> Iterator[Batch]:
+            for start in range(0, len(rows), self._expected_batch_size):
+                few = list(rows[start : start + self._expected_batch_size])
+                yield from map(
+                    self._prepare_inputs, loader.collate_fn(loader.dataset.__getitems__(few))["micro_batches"]
+                )
 
         if self.budget_is_left():
             sparse.before_step(self.ledger.steps, self.ledger, functools.partial(self._whole, model), examples)

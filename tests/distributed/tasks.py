@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from hf_dp import PrivacyConfig, ReAttentionConfig, SparseEmbeddingConfig
 from hf_dp.errors import HfDpError
 from hf_dp.losses import per_example_losses
-from hf_dp.per_example import record
+from hf_dp.per_example import Tables, record
 from tests.distributed.gang import ON_GPU
 from tests.e2e.workbench import ROWS, Rows, make, pad, pad_for_language, rows
 from tests.zoo import ADAPTERS, adapted, tiny
@@ -245,12 +245,10 @@ def refusal(path: str, what: str) -> str:
     elif what == "Re-Attention in shards":
         changes = {"fsdp": True, "fsdp_config": {"version": 2, **SHARDS}}
         privacy = {"re_attention": ReAttentionConfig(token_frequencies="uniform")}
-    elif what == "sparse embeddings":
+    elif what == "sparse embeddings in shards":
+        changes = {"fsdp": True, "fsdp_config": {"version": 2, **SHARDS}}
         privacy = {"sparse_embeddings": SparseEmbeddingConfig()}
     try:
-        if privacy and not changes:
-            trainer(path, "llama", dist.get_world_size(), privacy)
-            return "no error"
         if changes:
             with nullcontext() if what == "FSDP on a CPU" else fsdp2_on_cpu(1 if what == "FSDP1" else 2):
                 trainer(path, "tied gpt2", dist.get_world_size(), privacy, **changes)
@@ -261,6 +259,8 @@ def refusal(path: str, what: str) -> str:
             fully_shard(model, mesh=init_device_mesh(kind, (2, 1), mesh_dim_names=("replicate", "shard")))
         elif what == "relative positions in shards":
             model = shard(built("t5").to(device()))
+        elif what == "a sparse table in shards by hand":
+            Tables.of({"table": shard(model, "whole").model.embed_tokens.weight})
         elif what == "DoRA in shards":
             model = fully_shard(adapted("DoRA", torch.float32).to(device()), mesh=init_device_mesh(kind, (2,)))
         elif what == "a DTensor by hand":
