@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +19,6 @@ from hf_dp.per_example.sharding import as_sums, like, local, trainable
 
 # Numbers between the beginnings of two gradients in one buffer: 128 bytes of float32.
 _ALIGNMENT = 32
-_NO_ROWS: Mapping[str, Tensor] = MappingProxyType({})
 
 
 class ClippedSum:
@@ -31,7 +29,7 @@ class ClippedSum:
     Attributes:
         gradients: the sum for each trainable parameter but tables, float32 (float64 for float64 parameters); of a
             parameter that FSDP2 shards, this rank's part.
-        rows: the sum for each embedding table whose gradient is sparse; on one rank only.
+        rows: the sum for each embedding table whose gradient is sparse, over this rank's examples.
         contributions: how many examples touch each row of the tables; None if they are not counted.
         examples: how many examples were added.
         clipped: how many of them were scaled down.
@@ -61,6 +59,7 @@ class ClippedSum:
         is_little = sum(p.numel() for p in sharded.values()) <= max(p.numel() for p in model.parameters())
         self._whole = {name: _whole_zeros(p) for name, p in sharded.items()} if is_little else {}
         self.rows = {name: RowSum(name, self._parameters[name]) for name in tables_of}
+        self._chosen: Mapping[str, Tensor] = {}
         self.contributions = contributions
         self.examples = self.clipped = self.non_finite = 0
         self.loss = 0.0
@@ -108,11 +107,27 @@ class ClippedSum:
         self.examples, self.clipped, self.non_finite = (int(value) for value in table.sum(0)[1:4])
         self.loss = float(table[:, 4].sum())
 
+    def choose_rows(self, chosen: Mapping[str, Tensor]) -> None:
+        """Moves this rank's sums of some rows of the tables to `gradients`; all other rows are zero, and get no noise.
+
+        Args:
+            chosen: for each table the rows (k,), ascending; the same on all ranks.
+        """
+        self._chosen = {name: rows.to(self.rows[name].device) for name, rows in chosen.items()}
+        # The first k rows of a table have the shape and dtype of any k.
+        alike = {name: self._parameters[name].detach()[: len(rows)] for name, rows in chosen.items()}
+        sums, buffers = _in_buffers(alike)
+        for name, rows in self._chosen.items():
+            sums[name].copy_(self.rows[name].of(rows))
+        self.gradients.update(sums)
+        self._buffers += buffers
+
     def release(self, noise: GaussianNoise, standard_deviation: float, step: int) -> None:
         """Makes `gradients` the sum over all ranks with noise, added to each element by one rank only.
 
         A shard gets it from the rank that holds it, which first has the sum of it. What every rank holds whole gets it
-        from rank 0, before the all-reduce that gives every rank the same bits: one for each dtype, so mostly one.
+        from rank 0, before the all-reduce that gives every rank the same bits: one for each dtype, so mostly one, and
+        one more for the chosen rows of tables.
 
         Args:
             noise: of this rank; what it gives the next rank is independent of it.
@@ -127,21 +142,20 @@ class ClippedSum:
         for buffer in self._buffers:
             ranks.sum_(buffer)
 
-    def set_gradients(self, divisor: float, chosen: Mapping[str, Tensor] = _NO_ROWS) -> None:
-        """Divides the sum in place, and makes it `.grad` of the parameters.
+    def set_gradients(self, divisor: float) -> None:
+        """Divides the sum in place, and makes it `.grad` of the parameters; of tables it is sparse.
 
         Args:
             divisor: the expected number of examples.
-            chosen: for each table the rows (k,) whose sums `gradients` holds; its gradient is sparse.
         """
         with torch.no_grad():
             for name, p in self._parameters.items():
                 # In place: a second copy of all gradients would be the peak of memory.
                 mean = self.gradients[name].div_(divisor).to(p.dtype)
-                p.grad = sparse_gradient(chosen[name], mean, p) if name in chosen else like(mean, p)
+                p.grad = sparse_gradient(self._chosen[name], mean, p) if name in self._chosen else like(mean, p)
 
 
-def _in_buffers(parameters: dict[str, nn.Parameter]) -> tuple[dict[str, Tensor], list[Tensor]]:
+def _in_buffers(parameters: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[Tensor]]:
     """A zero gradient for each parameter, laid out as it is; and the few buffers that they are views of."""
     sizes: dict[tuple[torch.dtype, torch.device], int] = {}
     places: dict[str, int] = {}
@@ -167,7 +181,8 @@ def _whole_zeros(parameter: DTensor) -> Tensor:
 class ContributionSum:
     """How many examples touch each row of the tables; each example's 0/1 vector is clipped to l2 norm `norm`.
 
-    DP-AdaFEST's contribution map (Ghazi et al. 2023, arXiv:2311.08357, algorithm 1) before its noise.
+    DP-AdaFEST's contribution map (Ghazi et al. 2023, arXiv:2311.08357, algorithm 1) before its noise. On several ranks
+    each adds its own examples.
 
     Args:
         tables: whose rows are counted, all together.
@@ -198,5 +213,15 @@ class ContributionSum:
         self._rows, self._counts = found, weights.new_zeros(len(found)).index_add_(0, inverse, weights)
 
     def touched(self) -> tuple[Tensor, Tensor]:
-        """The rows (k,) that any example touches, ascending, and their counts (k,), float64."""
-        return self._rows, self._counts.clone()
+        """The rows (k,) that any example of any rank touches, ascending, and their counts (k,), float64.
+
+        On several ranks all call it together: one all-reduce of one number for each row of the tables.
+        """
+        if ranks.world_size() == 1:
+            return self._rows, self._counts
+        counts = torch.zeros(self._tables.rows, dtype=torch.float64)
+        counts[self._rows] = self._counts
+        ranks.sum_(counts)
+        # Every example adds more than zero to a row that it touches.
+        rows = counts.nonzero().squeeze(1)
+        return rows, counts[rows]

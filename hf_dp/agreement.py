@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+import enum
 import hashlib
 import json
+import platform
 import secrets
 from collections.abc import Mapping
+from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -13,11 +17,14 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import hf_dp.ranks as ranks
+from hf_dp import __version__
 from hf_dp.errors import ConfigurationError
 from hf_dp.fingerprint import fingerprint
 
 # What may differ from rank to rank: who it is, and where it writes.
 _OWN = {"local_rank", "output_dir", "logging_dir", "run_name", "hub_token", "push_to_hub_token", "log_level_replica"}
+# What computes the draws, the gradients and the epsilon.
+_LIBRARIES = ("accelerate", "dp-accounting", "numpy", "peft", "torch", "transformers")
 # A float64 holds so many bits of a digest exactly.
 _BITS = 48
 _CHUNK = 1 << 22
@@ -69,9 +76,43 @@ def described_data(dataset: Any) -> dict[str, Any]:
 
 
 def described_arguments(args: Any) -> dict[str, Any]:
-    """The plain values of `TrainingArguments`, but for what each rank has of its own."""
-    plain = {k: v for k, v in vars(args).items() if v is None or isinstance(v, (bool, int, float, str))}
-    return {f"TrainingArguments.{k}": v for k, v in plain.items() if k not in _OWN and not k.startswith("_")}
+    """`TrainingArguments`, but for what each rank has of its own."""
+    return {
+        f"TrainingArguments.{name}": _plain(value)
+        for name, value in vars(args).items()
+        if name not in _OWN and not name.startswith("_")
+    }
+
+
+def described_setup(accelerator: Any) -> dict[str, Any]:
+    """What computes: the versions, and what of the environment and of accelerate's config changes results."""
+    plugin = getattr(accelerator.state, "fsdp_plugin", None)
+    return {
+        "the versions of the libraries": {
+            "python": platform.python_version(),
+            "hf_dp": __version__,
+            **{name: version(name) for name in _LIBRARIES},
+        },
+        "torch's settings": [
+            str(torch.get_default_dtype()),
+            torch.get_float32_matmul_precision(),
+            torch.are_deterministic_algorithms_enabled(),
+        ],
+        "accelerate's settings": [
+            str(accelerator.distributed_type),
+            str(accelerator.mixed_precision),
+            None if plugin is None else _plain(vars(plugin)),
+        ],
+    }
+
+
+def described_optimizer(optimizer: Any) -> dict[str, Any]:
+    """Its type, and the settings of its groups."""
+    groups = [
+        {"params": len(group["params"]), **{name: _plain(v) for name, v in group.items() if name != "params"}}
+        for group in optimizer.param_groups
+    ]
+    return {"the optimizer": [type(getattr(optimizer, "optimizer", optimizer)).__name__, groups]}
 
 
 def described_model(model: nn.Module) -> dict[str, Any]:
@@ -102,6 +143,23 @@ def checksum(values: Tensor) -> list[int]:
         plain += int(bits.sum())
         weighted += (start + 1) * int((bits * places).sum())
     return [plain, weighted]
+
+
+def _plain(value: Any) -> Any:
+    """What JSON can say of `value`, the same in every process: of an object that it cannot say, the type alone."""
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, (enum.Enum, torch.dtype)):
+        return str(value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if isinstance(value, (set, frozenset)):
+        return sorted(str(_plain(item)) for item in value)
+    return type(value).__name__
 
 
 def _digest(value: Any, key: bytes) -> int:

@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 from torch.utils.data import IterableDataset
 
+from hf_dp.config import PrivacyConfig
 from hf_dp.errors import ConfigurationError
 
 _DEFAULT_MAX_GRAD_NORM = 1.0
@@ -222,32 +223,23 @@ def refuse_parallel_model(trainer: Any, model: nn.Module) -> None:
         )
 
 
-def refuse_sharded_re_attention(trainer: Any, config: Any) -> None:
-    """Refuses Re-Attention with FSDP2.
+def refuse_sharded_parts(trainer: Any, privacy: PrivacyConfig) -> None:
+    """Refuses Re-Attention and sparse embeddings with FSDP2.
 
     Raises:
-        ConfigurationError: both are asked for.
+        ConfigurationError: with which of them.
     """
-    if config is not None and trainer.is_fsdp_enabled:
+    if trainer.is_fsdp_enabled and privacy.re_attention is not None:
         raise ConfigurationError(
             "Re-Attention with FSDP2.",
             why="the noise of each row of a parameter is followed through the whole parameter, which is in shards.",
             fix="train under DDP, or without re_attention.",
         )
-
-
-def refuse_sparse_ranks(trainer: Any, config: Any) -> None:
-    """Refuses sparse embeddings on several ranks, or with FSDP2 on one.
-
-    Raises:
-        ConfigurationError: both are asked for.
-    """
-    if config is not None and (trainer.args.world_size > 1 or trainer.is_fsdp_enabled):
-        kind = "FSDP2" if trainer.is_fsdp_enabled else f"{trainer.args.world_size} processes"
+    if trainer.is_fsdp_enabled and privacy.sparse_embeddings is not None:
         raise ConfigurationError(
-            f"sparse embeddings with {kind}.",
-            why="each would choose rows from its own share of the batch, and the noise would be on different ones.",
-            fix="train in one process, or without sparse_embeddings.",
+            "sparse embeddings with FSDP2.",
+            why="a table would be in shards, and rows are looked up, chosen and moved in whole tables.",
+            fix="train under DDP, or without sparse_embeddings.",
         )
 
 

@@ -6,6 +6,7 @@ import functools
 import logging
 import shutil
 from concurrent.futures import Future
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,18 +40,20 @@ class PublishingMixin(_Base):
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """As Trainer's, with `privacy.json` and a model card beside the weights; whole also where checkpoints are in
-        shards."""
+        shards, which have none of the three."""
         directory = Path(output_dir or str(self.args.output_dir))
-        with SavedFiles(directory) as saved:
+        # Other processes would look at files that this one is writing, and change their times.
+        with SavedFiles(directory) if self.args.should_save else nullcontext() as saved:
             if self.args.should_save:
                 # Of weights that are about to be written over: better none than a false one.
                 (directory / RECORD_FILE).unlink(missing_ok=True)
             super().save_model(output_dir, _internal_call)
             plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
-            if plugin is not None and not _internal_call and "FULL" not in str(plugin.state_dict_type):
+            is_checkpoint = _internal_call and output_dir is not None
+            if plugin is not None and not is_checkpoint and "FULL" not in str(plugin.state_dict_type):
                 self._save(output_dir, state_dict=self.accelerator.get_state_dict(self.model))
             self._save_beside(directory)
-        if self._plan is None or not self.args.should_save:
+        if self._plan is None or saved is None or not saved.names:
             return
         report = self._plan.report(self.ledger)
         card = sha256_of_text(privacy_section(report, self.ledger))
@@ -138,6 +141,9 @@ class PublishingMixin(_Base):
             return
         running = self.push_in_progress is not None and not self.push_in_progress.is_done()
         if running and not self.args.hub_always_push:
+            return
+        if not (Path(checkpoint_folder) / RECORD_FILE).exists():
+            _say_once("Checkpoints are in shards, of which none goes up; push_to_hub pushes the whole model.")
             return
         if strategy != "every_save":
             _say_once(f"hub_strategy={strategy!r}: the models of checkpoints go up, not what resuming them needs.")

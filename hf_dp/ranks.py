@@ -5,7 +5,7 @@ Without a process group there is one rank, and nothing is sent. What is secret g
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -24,8 +24,11 @@ def rank() -> int:
 
 def sum_(tensor: Tensor) -> None:
     """The sum over all ranks, in place: one all-reduce. Every rank gets the same bits."""
-    if world_size() > 1:
-        dist.all_reduce(tensor)
+    if world_size() > 1 and tensor.numel():
+        carrier = tensor.to(_device()) if tensor.device.type == "cpu" else tensor
+        dist.all_reduce(carrier)
+        if carrier is not tensor:
+            tensor.copy_(carrier)
 
 
 def from_first_(tensor: Tensor) -> None:
@@ -34,6 +37,23 @@ def from_first_(tensor: Tensor) -> None:
         carrier = tensor.to(_device())
         dist.broadcast(carrier, src=0)
         tensor.copy_(carrier)
+
+
+def drawn_by_first(draw: Callable[[], Tensor]) -> Tensor:
+    """The whole numbers (k,) that rank 0 draws, on every rank; the others draw nothing. Two broadcasts.
+
+    Args:
+        draw: called by rank 0 alone; int64, on the CPU. Only the drawing rank knows k.
+    """
+    if world_size() == 1:
+        return draw()
+    drawn = draw() if rank() == 0 else torch.empty(0, dtype=torch.int64)
+    size = torch.tensor(len(drawn))
+    from_first_(size)
+    drawn = drawn if rank() == 0 else torch.empty(int(size), dtype=torch.int64)
+    if len(drawn):
+        from_first_(drawn)
+    return drawn
 
 
 def secret_from_first(secret: bytes) -> bytes:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+import hf_dp.ranks as ranks
 from hf_dp.accounting import Ledger
+from hf_dp.agreement import agree
 from hf_dp.config import SparseEmbeddingConfig
 from hf_dp.errors import BudgetExceededError, ConfigurationError, LedgerError
 from hf_dp.per_example import PerExampleGradients, Tables
@@ -28,9 +30,42 @@ logger = logging.getLogger(__name__)
 FILE = "sparse_embeddings.safetensors"
 LABEL = "embedding rows"
 _ROWS, _CHOICE = "rows/", "choice"
+# What DistributedDataParallel reads off a model that it is to wrap.
+_IGNORED = "_ddp_params_and_buffers_to_ignore"
 
 Recorder = Callable[[Batch], PerExampleGradients]
-Pass = Callable[[], Iterable[Batch]]
+Pass = Callable[[Sequence[int]], Iterable[Batch]]
+
+
+@contextmanager
+def frozen(tables: Collection[nn.Parameter]) -> Iterator[None]:
+    """Inside, the tables are not trained."""
+    for table in tables:
+        table.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for table in tables:
+            table.requires_grad_(True)
+
+
+def hide_from_wrapper(model: nn.Module, tables: Mapping[str, nn.Parameter]) -> None:
+    """Keeps DDP's wrapper, which is not run, from making a dense gradient of each table.
+
+    What it does besides is done here: every rank gets rank 0's values. A model that trains nothing else is not hidden,
+    since DDP wraps no model that has nothing to train.
+    """
+    hidden = {id(table) for table in tables.values()}
+    if ranks.world_size() == 1 or not any(p.requires_grad and id(p) not in hidden for p in model.parameters()):
+        return
+    for table in tables.values():
+        ranks.from_first_(table.detach())
+    vars(model)[_IGNORED] = {name for name, p in model.named_parameters(remove_duplicate=False) if id(p) in hidden}
+
+
+def show_to_wrapper(model: nn.Module) -> None:
+    """Undoes `hide_from_wrapper`, so that a later training without this one gets all gradients reduced."""
+    vars(model).pop(_IGNORED, None)
 
 
 class SparseTraining:
@@ -71,7 +106,8 @@ class SparseTraining:
         """Takes over what was chosen before, by a checkpoint or by an earlier training in this process.
 
         Raises:
-            ConfigurationError: unreadable public rows, or a checkpoint without the rows of this run.
+            ConfigurationError: unreadable public rows, a checkpoint without the rows of this run, or ranks that differ
+                in either.
             LedgerError: a checkpoint that knows of fewer choices than this process has made.
         """
         if self._config.releases_rows:
@@ -81,6 +117,15 @@ class SparseTraining:
                 self._resume(checkpoint)
         elif self._config.keeps_rows:
             self.kept = self._public()
+        agree(
+            {
+                "the embedding tables": dict(self.tables.sizes),
+                "the embedding rows that are trained": None if self.kept is None else self.kept.tolist(),
+                "the embedding rows chosen before": [
+                    (due, rows.tolist()) for due, rows in sorted(self._choices.items())
+                ],
+            }
+        )
         self._set_rows()
 
     def before_step(self, step: int, ledger: Ledger, record: Recorder, examples: Pass) -> None:
@@ -90,7 +135,7 @@ class SparseTraining:
             step: which logical batch comes next.
             ledger: charged before the noisy choice exists.
             record: per-example gradients of a micro-batch.
-            examples: a pass over all training examples, in micro-batches.
+            examples: the training examples of these indices, in micro-batches.
 
         Raises:
             BudgetExceededError: more choices than the budget pays for.
@@ -116,13 +161,16 @@ class SparseTraining:
                 fix="resume from the latest checkpoint, which holds the latest choice.",
             )
         counts = torch.zeros(self.tables.rows, dtype=torch.float64)
+        # Each example is counted by one rank; the sum of whole numbers is exact.
+        mine = range(ranks.rank(), self._plan.sampler.dataset_size, ranks.world_size())
         # Dropout that zeroes a whole row must not be known, nor shift when an example is added.
         with nullcontext() if self._plan.entropy.reproducible else secret_global_state():
-            for batch in examples():
+            for batch in examples(mine):
                 _, rows = self.tables.touched(record(batch).factors)
                 counts += rows.cpu().bincount(minlength=self.tables.rows)
+        ranks.sum_(counts)
         ledger.charge(event, LABEL)
-        return noisy_top_k(counts, k, gumbel_scale(noise, k), self._plan.entropy, due)
+        return ranks.drawn_by_first(lambda: noisy_top_k(counts, k, gumbel_scale(noise, k), self._plan.entropy, due))
 
     def _set_rows(self) -> None:
         config, deviation = self._config, self._plan.contribution_noise_multiplier

@@ -38,7 +38,7 @@ def private_gradient(
         micro_batches: of one Poisson draw, possibly none: an empty batch is a step like any other.
         plan: clipping, noise and cost.
         ledger: charged before the noisy gradient exists.
-        tables: embedding tables with sparse gradients, and what chooses their rows; on one rank.
+        tables: embedding tables with sparse gradients, and what chooses their rows.
         dummies: micro-batches that are computed and weighted with zero, where other ranks have more.
 
     Returns:
@@ -63,7 +63,8 @@ def private_gradient(
     step = ledger.steps
     total.meet(step)
     ledger.charge(plan.event)
-    chosen = {} if tables is None else tables.choose(total, step)
+    if tables is not None:
+        tables.choose(total, step)
     total.release(plan.noise, plan.noise_standard_deviation, step)
-    total.set_gradients(plan.sampler.expected_batch_size, chosen)
+    total.set_gradients(plan.sampler.expected_batch_size)
     return total

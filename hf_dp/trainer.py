@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +18,23 @@ from transformers.trainer_utils import seed_worker
 import hf_dp.accounting as accounting
 import hf_dp.ranks as ranks
 from hf_dp.aggregate import ClippedSum
-from hf_dp.agreement import agree, described_arguments, described_data, described_model, described_values, difference
+from hf_dp.agreement import (
+    agree,
+    described_arguments,
+    described_data,
+    described_model,
+    described_optimizer,
+    described_setup,
+    described_values,
+    difference,
+)
 from hf_dp.arguments import (
     private_arguments,
     refuse_dataset,
     refuse_optimizer,
     refuse_overrides,
     refuse_parallel_model,
-    refuse_sharded_re_attention,
-    refuse_sparse_ranks,
+    refuse_sharded_parts,
     refuse_weight_decay,
 )
 from hf_dp.attention_noise import AttentionNoise, token_ids, without_idle_release
@@ -39,6 +47,7 @@ from hf_dp.per_example import RULES, Certificate, PerExampleGradients, Rule, pre
 from hf_dp.per_example.batch import Batch
 from hf_dp.per_example.independence import forked_rng, survey
 from hf_dp.per_example.preflight import check_modules, check_padding
+from hf_dp.per_example.sharding import refuse_broken_ties, tied
 from hf_dp.plan import Plan
 from hf_dp.probe import telling_rows, unchanged_buffers
 from hf_dp.publishing import PublishingMixin
@@ -47,7 +56,7 @@ from hf_dp.re_attention import remove_re_attention
 from hf_dp.resume import SavedRun
 from hf_dp.sampling import LogicalBatchCollator, PoissonBatchSampler, PoissonDataLoader, RankSampler
 from hf_dp.sparse_embeddings import TableRows, find_tables, with_lazy_rows
-from hf_dp.sparse_training import SparseTraining
+from hf_dp.sparse_training import SparseTraining, frozen, hide_from_wrapper, show_to_wrapper
 from hf_dp.step import private_gradient
 
 logger = logging.getLogger(__name__)
@@ -93,6 +102,7 @@ class DPTrainerMixin(PublishingMixin):
         self._saved_run: SavedRun | None = None
         self._checkpoint: Path | None = None
         self._attention_noise: AttentionNoise | None = None
+        self._ties: set[frozenset[str]] = set()
         self._tables: dict[str, nn.Parameter] = {}
         self._sparse: SparseTraining | None = None
         self._fingerprint: str | None = _UNKNOWN
@@ -111,8 +121,7 @@ class DPTrainerMixin(PublishingMixin):
         self.args = private_arguments(user_args)
         refuse_overrides(self, DPTrainerMixin, Trainer)
         refuse_parallel_model(self, self._module)
-        refuse_sharded_re_attention(self, self.privacy.re_attention)
-        refuse_sparse_ranks(self, self.privacy.sparse_embeddings)
+        refuse_sharded_parts(self, self.privacy)
         if self.train_dataset is not None:
             self._check_dataset()
             check_modules(self._module)
@@ -126,8 +135,11 @@ class DPTrainerMixin(PublishingMixin):
 
     def _check_ranks(self) -> None:
         """Refuses ranks that differ, before the model is wrapped, which may overwrite what differs."""
+        self._ties = tied(self._module)
         data, model = described_data(self.train_dataset), described_model(self._module)
-        agree({"PrivacyConfig": self.privacy.to_dict(), **described_arguments(self.args), **data, **model})
+        # Of its factors, `self.args` no longer has the user's gradient_accumulation_steps.
+        batch = {"the expected batch size": self._expected_batch_size, "PrivacyConfig": self.privacy.to_dict()}
+        agree({**batch, **described_arguments(self.args), **described_setup(self.accelerator), **data, **model})
         plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
         if plugin is not None and not plugin.cpu_ram_efficient_loading:
             agree(described_values(self._module))
@@ -190,16 +202,12 @@ class DPTrainerMixin(PublishingMixin):
         refuse_weight_decay(self, tables)
         if self.optimizer is None:
             # Trainer leaves out what is frozen.
-            for table in tables.values():
-                table.requires_grad_(False)
-            try:
+            with frozen(tables.values()):
                 super().create_optimizer(model)
-            finally:
-                for table in tables.values():
-                    table.requires_grad_(True)
         assert self.optimizer is not None
         self.optimizer = with_lazy_rows(self.optimizer, tables, config)
         self._tables = tables
+        hide_from_wrapper(self._module, tables)
         return self.optimizer
 
     def _load_callback_state(self) -> None:
@@ -221,6 +229,7 @@ class DPTrainerMixin(PublishingMixin):
             BudgetExceededError: the budget was already spent.
             UnsupportedModelError: per-example gradients of this model are not known to be exact.
         """
+        show_to_wrapper(self._module)
         plan = self._require_plan()
         if state.global_step:
             saved = self._saved_run
@@ -248,9 +257,11 @@ class DPTrainerMixin(PublishingMixin):
                 "the promise": plan.promise,
                 "the step to begin at": state.global_step,
                 "the ledger": self.ledger.to_dict(),
+                **described_optimizer(self.optimizer),
                 **described_values(self._module),
             }
         )
+        refuse_broken_ties(self._ties, self._module)
         refuse_optimizer(self.optimizer, self._module)
         # A warning, so that it is seen: the default delta, and an argument that is not what the user left it at.
         logger.warning("Private training: %s. max_grad_norm is set to 0: gradients are clipped for each example.", plan)
@@ -349,11 +360,12 @@ class DPTrainerMixin(PublishingMixin):
         """The embedding tables of the next step; DP-FEST's rows are chosen where it is time to."""
         loader: Any = self.callback_handler.train_dataloader
 
-        def examples() -> Iterator[Batch]:
-            for start in range(0, len(loader.dataset), self._expected_batch_size):
-                rows = range(start, min(start + self._expected_batch_size, len(loader.dataset)))
-                parts = loader.collate_fn(loader.dataset.__getitems__(list(rows)))["micro_batches"]
-                yield from map(self._prepare_inputs, parts)
+        def examples(rows: Sequence[int]) -> Iterator[Batch]:
+            for start in range(0, len(rows), self._expected_batch_size):
+                few = list(rows[start : start + self._expected_batch_size])
+                yield from map(
+                    self._prepare_inputs, loader.collate_fn(loader.dataset.__getitems__(few))["micro_batches"]
+                )
 
         if self.budget_is_left():
             sparse.before_step(self.ledger.steps, self.ledger, functools.partial(self._whole, model), examples)

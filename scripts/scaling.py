@@ -1,20 +1,27 @@
 """What a private step of a small model takes and sends on each rank, beside the arithmetic of docs/scaling.md.
 
-    torchrun --standalone --nproc-per-node 2 scripts/scaling.py [--time]
+    torchrun --standalone --nproc-per-node 2 scripts/scaling.py
+    torchrun --standalone --nproc-per-node 2 scripts/scaling.py --weak
     python scripts/scaling.py --large
 
 The first prints a table and exits with 1 if anything is off by more than 15 %; on a machine with GPUs it uses them and
-NCCL. The second prints the arithmetic for models of 7 and 70 billion parameters.
+NCCL. The second gives each process the same work, and the first alone too: the time of one by the time of all is the
+efficiency of weak scaling. On a CPU each process has a core and a thread of its own. Processes that work at the same
+time and send nothing tell what the machine itself takes away. The third prints the arithmetic for models of 7 and 70
+billion parameters.
 """
 
 from __future__ import annotations
 
 import argparse
-import functools
+import os
+import statistics
 import sys
 import time
 from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -26,7 +33,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM
 
+import hf_dp.ranks as ranks
 from hf_dp.accounting import Ledger
+from hf_dp.aggregate import ClippedSum
 from hf_dp.config import PrivacyConfig
 from hf_dp.losses import per_example_losses
 from hf_dp.per_example import PerExampleGradients, preflight, record
@@ -37,13 +46,17 @@ from hf_dp.sampling import PoissonBatchSampler
 from hf_dp.scaling import Estimate, ModelSize, estimate
 from hf_dp.step import private_gradient
 
-LENGTH, MICRO_BATCH, MICRO_BATCHES, LORA_RANK, TOLERANCE = 64, 4, 2, 4, 0.15
+LENGTH, MICRO_BATCH, MICRO_BATCHES, LORA_RANK, TOLERANCE, TURNS = 64, 4, 2, 4, 0.15, 7
 CASES = ("llama, full", "tied gpt2, full", "llama, LoRA")
 
 
 def build(case: str) -> nn.Module:
-    """About a million parameters in float32."""
+    """About a million parameters in float32; the large one has seven times as many."""
     torch.manual_seed(0)
+    if case == "large":
+        config = AutoConfig.for_model("gpt2", vocab_size=5000, n_embd=288, n_layer=6, n_head=4, n_positions=LENGTH)
+        config.attn_pdrop = config.embd_pdrop = config.resid_pdrop = 0.0
+        return AutoModelForCausalLM.from_config(config)
     if case.startswith("tied gpt2"):
         config = AutoConfig.for_model("gpt2", vocab_size=2000, n_embd=128, n_layer=6, n_head=4, n_positions=LENGTH)
         config.attn_pdrop = config.embd_pdrop = config.resid_pdrop = 0.0
@@ -98,36 +111,55 @@ def factor_tensors(gradients: PerExampleGradients) -> Iterator[Tensor]:
             yield from (use.left.tensor, use.right.tensor) if isinstance(use, Outer) else (use.values,)
 
 
-def measure(case: str, strategy: str, timed: bool) -> tuple[dict[str, int], float]:
-    """Bytes by the names that `Estimate` gives them, and seconds for a step."""
-    device = torch.device("cuda", dist.get_rank()) if torch.cuda.is_available() else torch.device("cpu")
-    model = build(case).to(device)
-    if strategy == "FSDP2":
-        for module in [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == 6]:
-            for block in module:
-                fully_shard(block)
-        fully_shard(model)
-    ids = torch.randint(3, 2000, (MICRO_BATCHES * MICRO_BATCH, LENGTH), device=device)
-    batches = [{"input_ids": part, "labels": part} for part in ids.split(MICRO_BATCH)]
-    entropy = Entropy(None)
-    config = PrivacyConfig(noise_multiplier=1.0)
-    plan = Plan.make(config, PoissonBatchSampler(1000, 16, entropy), 100, entropy)
-    certificate = preflight(model, per_example_losses, {k: v[:3] for k, v in batches[0].items()})
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
-    found: dict[str, int] = {}
+class Run:
+    """A model, its data and its optimizer on this rank; a step is one logical batch.
 
-    def seen(batch: Any) -> PerExampleGradients:
-        gradients = record(model, per_example_losses, batch, certificate=certificate)
-        found["factors"] = storages(factor_tensors(gradients))
+    Args:
+        case: one of `CASES`, or "large" for a model that computes for about a second.
+        strategy: "DDP" or "FSDP2".
+    """
+
+    def __init__(self, case: str, strategy: str) -> None:
+        device = torch.device("cuda", dist.get_rank()) if torch.cuda.is_available() else torch.device("cpu")
+        self.model = build(case).to(device)
+        if strategy == "FSDP2":
+            for module in [m for m in self.model.modules() if isinstance(m, nn.ModuleList) and len(m) == 6]:
+                for block in module:
+                    fully_shard(block)
+            fully_shard(self.model)
+        ids = torch.randint(3, 2000, (MICRO_BATCHES * MICRO_BATCH, LENGTH), device=device)
+        self._batches = [{"input_ids": part, "labels": part} for part in ids.split(MICRO_BATCH)]
+        entropy = Entropy(None)
+        config = PrivacyConfig(noise_multiplier=1.0)
+        self._plan = Plan.make(config, PoissonBatchSampler(1000, 16, entropy), 100, entropy)
+        few = {name: values[:3] for name, values in self._batches[0].items()}
+        self._certificate = preflight(self.model, per_example_losses, few)
+        self.optimizer = torch.optim.AdamW([p for p in self.model.parameters() if p.requires_grad])
+        self.factors = 0
+
+    def gradient(self) -> ClippedSum:
+        """That of one private step."""
+        return private_gradient(self.model, self._record, self._batches, self._plan, Ledger())
+
+    def _record(self, batch: Any) -> PerExampleGradients:
+        gradients = record(self.model, per_example_losses, batch, certificate=self._certificate)
+        self.factors = storages(factor_tensors(gradients))
         return gradients
 
-    with Watcher(model) as watcher:
-        total = private_gradient(model, seen, batches, plan, Ledger())
-    optimizer.step()
+
+def measure(case: str, strategy: str) -> dict[str, int]:
+    """Bytes by the names that `Estimate` gives them."""
+    run = Run(case, strategy)
+    with Watcher(run.model) as watcher:
+        total = run.gradient()
+    run.optimizer.step()
     shards = [g for n, g in total.gradients.items() if isinstance(total._parameters[n], DTensor)]
-    found["weights"] = sum(nbytes(p) for p in model.parameters())
-    found["sum of gradients"] = storages([*total._buffers, *shards])
-    found["Adam"] = sum(nbytes(v) for s in optimizer.state.values() for v in s.values() if v.dim())
+    found = {
+        "factors": run.factors,
+        "weights": sum(nbytes(p) for p in run.model.parameters()),
+        "sum of gradients": storages([*total._buffers, *shards]),
+        "Adam": sum(nbytes(v) for s in run.optimizer.state.values() for v in s.values() if v.dim()),
+    }
     share = (dist.get_world_size() - 1) / dist.get_world_size()
     if strategy == "FSDP2":
         found["whole weights, without the buffer"] = watcher.whole
@@ -137,13 +169,36 @@ def measure(case: str, strategy: str, timed: bool) -> tuple[dict[str, int], floa
         found["reduce-scatter of the sum"] = int(share * watcher.sent.get("reduce_scatter_tensor", 0))
     else:
         found["all-reduce of the sum"] = int(2 * share * watcher.sent.get("allreduce", 0))
-    began = time.perf_counter()
-    for _ in range(5 if timed else 0):
-        one = functools.partial(record, model, per_example_losses, certificate=certificate)
-        private_gradient(model, one, batches, plan, Ledger())
-        optimizer.step()
-        float(next(p.grad for p in model.parameters() if p.grad is not None).sum())
-    return found, (time.perf_counter() - began) / 5
+    return found
+
+
+def weak() -> None:
+    """Seconds for a step, median of turns: rank 0 alone, all without sending, and all with."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    runs = {strategy: Run("large", strategy) for strategy in ("DDP", "FSDP2")}
+    turns = {"one process": "DDP", "at the same time, apart": "DDP", "DDP": "DDP", "FSDP2": "FSDP2"}
+    seconds: dict[str, list[float]] = {name: [] for name in turns}
+    for turn in range(TURNS + 1):
+        for name, strategy in turns.items():
+            dist.barrier()
+            apart = name not in runs
+            began = time.perf_counter()
+            if rank == 0 or name != "one process":
+                with mock.patch.multiple(ranks, world_size=lambda: 1, rank=lambda: 0) if apart else nullcontext():
+                    runs[strategy].gradient()
+                runs[strategy].optimizer.step()
+                if torch.cuda.is_available():
+                    torch.cuda.synchronize()
+            dist.barrier()
+            # The first turn makes the optimizer's state.
+            seconds[name] += [time.perf_counter() - began] if turn else []
+    if rank == 0:
+        alone = statistics.median(seconds["one process"])
+        print(f"{world} ranks, {TURNS} turns\n\n| | seconds for a step | efficiency |\n| --- | --- | --- |")
+        for name, times in seconds.items():
+            spread = f"{min(times):.2f} to {max(times):.2f}"
+            median = statistics.median(times)
+            print(f"| {name} | {median:.2f} ({spread}) | {alone / median:.0%} |")
 
 
 def expected(case: str, strategy: str) -> dict[str, int]:
@@ -188,23 +243,30 @@ def large() -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--time", action="store_true", help="also seconds for a step, mean of 5")
+    parser.add_argument("--weak", action="store_true", help="only the efficiency of weak scaling")
     parser.add_argument("--large", action="store_true", help="only the arithmetic for 7B and 70B")
     options = parser.parse_args()
     if options.large:
         large()
         return 0
-    timed = options.time
+    if options.weak and not torch.cuda.is_available():
+        # Before there are any other threads.
+        torch.set_num_threads(1)
+        os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[int(os.environ["LOCAL_RANK"])]})
     dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
     if torch.cuda.is_available():
         torch.cuda.set_device(dist.get_rank())
+    if options.weak:
+        weak()
+        dist.destroy_process_group()
+        return 0
     worst, first = 0.0, dist.get_rank() == 0
     if first:
         print(f"{dist.get_world_size()} ranks\n\n| model | | of what | measured, kB | estimated, kB | off |")
         print("| --- | --- | --- | --- | --- | --- |")
     for case in CASES:
         for strategy in ("DDP", "FSDP2"):
-            measured, seconds = measure(case, strategy, timed)
+            measured = measure(case, strategy)
             estimated = expected(case, strategy)
             for name, value in measured.items():
                 off = estimated[name] / value - 1 if value else float(bool(estimated[name]))
@@ -212,8 +274,6 @@ def main() -> int:
                 if first:
                     numbers = f"{value / 1e3:.0f} | {estimated[name] / 1e3:.0f} | {off:+.1%}"
                     print(f"| {case} | {strategy} | {name} | {numbers} |")
-            if first and timed:
-                print(f"| {case} | {strategy} | seconds for a step | {seconds:.3f} | | |")
     if first:
         print(f"\nAt most {worst:.1%} off.")
     dist.destroy_process_group()

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from hf_dp.errors import UnsupportedModelError
@@ -32,7 +33,18 @@ class Tables:
 
     @classmethod
     def of(cls, parameters: Mapping[str, Tensor]) -> Tables:
-        """The tables with these (V, d) parameters."""
+        """The tables with these (V, d) parameters.
+
+        Raises:
+            UnsupportedModelError: one of them is in shards.
+        """
+        for name, p in parameters.items():
+            if isinstance(p, DTensor):
+                raise UnsupportedModelError(
+                    f"{name} is to have a sparse private gradient, and is in shards.",
+                    why="rows are looked up, chosen and get their noise in whole tables.",
+                    fix="train under DDP, leave the table out of fully_shard, or leave sparse_embeddings out.",
+                )
         return cls({n: len(p) for n, p in parameters.items()}, {n: p.shape[1] for n, p in parameters.items()})
 
     @property

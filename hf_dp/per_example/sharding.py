@@ -21,6 +21,9 @@ from torch.distributed.tensor import Shard as Sharded
 import hf_dp.ranks as ranks
 from hf_dp.errors import UnsupportedModelError
 
+# What accelerate's activation checkpointing puts into names.
+_CHECKPOINTED = "_checkpoint_wrapped_module."
+
 
 def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
     """The trainable parameters, those that FSDP2 shards as shards; tied names collapse to the first."""
@@ -58,6 +61,32 @@ def refuse_unknown_shards(model: nn.Module) -> None:
                 "it over all ranks.",
                 fix="use FSDP2 (fully_shard) over one mesh of all ranks, without replicas.",
             )
+
+
+def tied(model: nn.Module) -> set[frozenset[str]]:
+    """The names of each parameter that has several."""
+    names: dict[int, list[str]] = {}
+    for name, p in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(p), []).append(name.replace(_CHECKPOINTED, ""))
+    return {frozenset(group) for group in names.values() if len(group) > 1}
+
+
+def refuse_broken_ties(before: set[frozenset[str]], model: nn.Module) -> None:
+    """Refuses a model in which sharding made several parameters of one.
+
+    Args:
+        before: what was `tied` before it.
+
+    Raises:
+        UnsupportedModelError: with the names of the parameter.
+    """
+    broken = before - tied(model)
+    if broken:
+        raise UnsupportedModelError(
+            f"{', '.join(sorted(next(iter(broken))))} were one parameter, and are several since FSDP2 split the model.",
+            why="each would be trained by itself, and the saved model would hold one of them.",
+            fix="train under DDP, or freeze the parameter and train with LoRA under DDP.",
+        )
 
 
 @dataclass(frozen=True)

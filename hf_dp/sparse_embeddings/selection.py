@@ -9,6 +9,7 @@ import torch
 from scipy import special
 from torch import Tensor
 
+import hf_dp.ranks as ranks
 from hf_dp.noise import GaussianNoise
 from hf_dp.randomness import Entropy, bernoulli
 
@@ -71,20 +72,27 @@ class AdaptiveSelection:
     def survivors(self, rows: Tensor, counts: Tensor, step: int) -> Survivors:
         """The rows that survive one step. The caller has charged it.
 
+        On several ranks all call it together; rank 0 draws, and its rows survive on all.
+
         Args:
             rows: (k,) those that any example touches, ascending.
-            counts: (k,) float64, how many do, clipped; noise is added in place.
+            counts: (k,) float64, how many do, clipped; of all ranks.
             step: which logical batch this is.
         """
-        self._noise.add_([counts], self._deviation, step)
-        true = rows[counts >= self.threshold]
+        survivors = ranks.drawn_by_first(lambda: self._drawn(rows, counts, step))
+        return Survivors(survivors, int((~torch.isin(survivors, rows)).sum()))
+
+    def _drawn(self, rows: Tensor, counts: Tensor, step: int) -> Tensor:
+        noisy = counts.clone()
+        self._noise.add_([noisy], self._deviation, step)
+        true = rows[noisy >= self.threshold]
         places = rows if self._among is None else torch.searchsorted(self._among, rows)
         generator = np.random.Generator(np.random.SFC64(self._entropy.fresh("false positives", step)))
         rate = self.false_positive_rate
         drawn = bernoulli(generator, self._size - len(rows), rate) if rate > 0 else []
         false = _skipping(torch.tensor(drawn, dtype=torch.int64), places)
         false = false if self._among is None else self._among[false]
-        return Survivors(torch.cat([true, false]).sort().values, len(false))
+        return torch.cat([true, false]).sort().values
 
 
 def _skipping(indices: Tensor, taken: Tensor) -> Tensor:

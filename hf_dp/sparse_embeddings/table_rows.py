@@ -55,22 +55,12 @@ class TableRows:
         counted = None if self.selection is None else ContributionSum(self.tables, self._norm)
         return ClippedSum(model, clipping, self.tables, counted)
 
-    def choose(self, total: ClippedSum, step: int) -> dict[str, Tensor]:
-        """Moves the sums of the rows of this step to `total.gradients`; all others are zero, and get no noise.
-
-        The caller has charged the step.
-
-        Returns:
-            The rows (k,) of each table, ascending.
-        """
+    def choose(self, total: ClippedSum, step: int) -> None:
+        """Chooses the rows of this step, whose sums `total` releases. The caller has charged the step."""
         if self.selection is None:
             assert self._kept is not None
             self.last = Survivors(self._kept, 0)
         else:
             assert total.contributions is not None
             self.last = self.selection.survivors(*total.contributions.touched(), step)
-        chosen = {}
-        for name, rows in self.tables.split(self.last.rows).items():
-            chosen[name] = rows.to(total.rows[name].device)
-            total.gradients[name] = total.rows[name].of(chosen[name])
-        return chosen
+        total.choose_rows(self.tables.split(self.last.rows))

@@ -14,17 +14,22 @@ from typing import Any
 import torch.multiprocessing as mp
 from torch.multiprocessing import Queue
 
+# Set in processes that have a GPU of their own.
+ON_GPU = "HF_DP_TESTS_ON_GPU"
 _PATIENCE = 300
 
 
 class Gang:
-    """Processes that stay, since starting one takes seconds: each has imported torch and joined a gloo group.
+    """Processes that stay, since starting one takes seconds: each has imported torch and joined a group.
 
     Args:
         size: how many.
+        backend: "gloo" on the CPU, or "nccl" with a GPU for each.
     """
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, backend: str = "gloo") -> None:
+        self.backend = backend
+        self._single: Gang | None = None
         context = mp.get_context("spawn")
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
@@ -32,7 +37,7 @@ class Gang:
         self._tasks: list[Queue[Any]] = [context.Queue() for _ in range(size)]
         self._answers: list[Queue[Any]] = [context.Queue() for _ in range(size)]
         self._members = [
-            context.Process(target=_work, args=(i, size, port, self._tasks[i], self._answers[i]), daemon=True)
+            context.Process(target=_work, args=(i, size, port, backend, self._tasks[i], self._answers[i]), daemon=True)
             for i in range(size)
         ]
         for member in self._members:
@@ -46,6 +51,13 @@ class Gang:
                 raise AssertionError(f"in process {i}:\n{value}")
         return [value for _, value in found]
 
+    def alone(self, function: Callable[..., Any], *args: Any) -> Any:
+        """What it returns in one process without a group, on the same kind of device."""
+        if self.backend == "gloo":
+            return function(*args)
+        self._single = self._single or Gang(1, self.backend)
+        return self._single.run(function, *args)[0]
+
     def attempt(self, function: Callable[..., Any], *args: Any) -> list[tuple[str, Any]]:
         """("value", what it returned) or ("error", the traceback) of each process."""
         for task in self._tasks:
@@ -53,7 +65,7 @@ class Gang:
         found: list[tuple[str, Any]] = []
         for answer in self._answers:
             try:
-                found.append(answer.get(timeout=5 if ("error", None) in found else _PATIENCE))
+                found.append(answer.get(timeout=20 if any(kind == "error" for kind, _ in found) else _PATIENCE))
             except Empty:
                 # It waits for one that failed; the error of that one tells more.
                 found.append(("error", None))
@@ -61,6 +73,8 @@ class Gang:
 
     def dismiss(self) -> None:
         """Ends the processes."""
+        if self._single is not None:
+            self._single.dismiss()
         for task in self._tasks:
             task.put(None)
         for member in self._members:
@@ -69,15 +83,26 @@ class Gang:
                 member.kill()
 
 
-def _work(rank: int, size: int, port: int, tasks: Queue[Any], answers: Queue[Any]) -> None:
-    os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size),
-        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), ACCELERATE_USE_CPU="true", OMP_NUM_THREADS="1",
-    )  # fmt: skip
+def _work(rank: int, size: int, port: int, backend: str, tasks: Queue[Any], answers: Queue[Any]) -> None:
     import torch
 
+    os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", rank=rank, world_size=size)
+    on_gpu = backend == "nccl"
+    os.environ |= {ON_GPU: "yes"} if on_gpu else {"ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": ""}
+    if on_gpu and size == 1:
+        os.environ["CUDA_VISIBLE_DEVICES"] = "0"
+    elif on_gpu:
+        torch.cuda.set_device(rank)
+    if on_gpu:
+        # Of convolutions; matrix products have it off.
+        torch.backends.cudnn.allow_tf32 = False
+    if size > 1:
+        os.environ.update(
+            RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size),
+            MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
+        )  # fmt: skip
+        torch.distributed.init_process_group(backend, rank=rank, world_size=size)
     while (task := tasks.get()) is not None:
         module, name, args = task
         # Who waits for whom, should they wait for each other.
@@ -88,4 +113,5 @@ def _work(rank: int, size: int, port: int, tasks: Queue[Any], answers: Queue[Any
             answers.put(("error", traceback.format_exc()))
         finally:
             faulthandler.cancel_dump_traceback_later()
-    torch.distributed.destroy_process_group()
+    if size > 1:
+        torch.distributed.destroy_process_group()

@@ -8,6 +8,7 @@ from unittest import mock
 import torch
 from scipy import stats
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -19,7 +20,7 @@ from hf_dp.plan import Plan
 from hf_dp.randomness import Entropy
 from hf_dp.sampling import PoissonBatchSampler
 from hf_dp.step import private_gradient
-from tests.distributed.tasks import promise
+from tests.distributed.tasks import device, promise
 
 SIGMA, CLIPPING, REPEATS = 1.5, 0.5, 400
 # How often an honest noise may be found wrong. The mistakes below are off by ten standard deviations and more.
@@ -34,12 +35,13 @@ def drawn(kind: str, wrong: str | None = None) -> dict[str, Tensor]:
         wrong: which mistake to make.
     """
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 1), nn.Linear(1, 3))
+    model = nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 1), nn.Linear(1, 3)).to(device())
     if kind != "ddp":
         ignored = {model[0].weight} if kind == "mixed" else set()
+        mesh = init_device_mesh(device().type, (ranks.world_size(),))
         for layer in model:
-            fully_shard(layer, ignored_params=ignored)
-        fully_shard(model, ignored_params=ignored)
+            fully_shard(layer, mesh=mesh, ignored_params=ignored)
+        fully_shard(model, mesh=mesh, ignored_params=ignored)
     rows: dict[str, list[Tensor]] = {name: [] for name, _ in model.named_parameters()}
     with mistake(wrong):
         for repeat in range(REPEATS):
@@ -51,7 +53,7 @@ def drawn(kind: str, wrong: str | None = None) -> dict[str, Tensor]:
             private_gradient(model, None, [], plan, Ledger())  # type: ignore[arg-type]
             for name, p in model.named_parameters():
                 whole = p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
-                rows[name].append(whole.clone() * sampler.expected_batch_size)
+                rows[name].append(whole.cpu().clone() * sampler.expected_batch_size)
     return {name: torch.stack(values) for name, values in rows.items()}
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import hf_dp.ranks as ranks
@@ -17,20 +18,23 @@ from hf_dp.plan import Plan
 from hf_dp.randomness import Entropy
 from hf_dp.sampling import LogicalBatchCollator, PoissonBatchSampler, RankSampler, _OwnReads
 from hf_dp.step import private_gradient
-from tests.distributed.tasks import MICRO, STEPS, built, collator_of, gathered, promise
-from tests.e2e.workbench import rows
+from tests.distributed.tasks import MICRO, STEPS, built, collator_of, device, gathered, prepared, promise, rows_of
 
 
 def shard(model: nn.Module, units: str = "blocks") -> nn.Module:
     """`fully_shard` on every block and on the whole; or on the whole alone; or with blocks in bfloat16."""
     bf16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
-    policy = bf16 if units == "bf16" else MixedPrecisionPolicy()
+    options: dict[str, Any] = {
+        "mp_policy": bf16 if units == "bf16" else MixedPrecisionPolicy(),
+        "mesh": init_device_mesh(device().type, (ranks.world_size(),)),
+    }
     if units != "whole":
-        for module in list(model.modules()):
-            if isinstance(module, nn.ModuleList):
-                for block in module:
-                    fully_shard(block, mp_policy=policy)
-    return fully_shard(model, mp_policy=policy)
+        lists = {name: module for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
+        for name, blocks in lists.items():
+            if not any(name.startswith(f"{other}.") for other in lists):
+                for block in blocks:
+                    fully_shard(block, **options)
+    return fully_shard(model, **options)
 
 
 def stepped(
@@ -43,13 +47,17 @@ def stepped(
     steps: int = STEPS,
 ) -> dict[str, Any]:
     """`steps` private steps; `sharding` is None for a model that every process holds whole."""
-    model = built(name)
+    model = built(name).to(device())
     if checkpointing:
         model.gradient_checkpointing_enable()
     if sharding:
         shard(model, sharding)
     config = promise(**(privacy or {}))
-    data, collate = rows(), collator_of(name)
+    data, own = rows_of(name), collator_of(name)
+
+    def collate(examples: list[Any]) -> dict[str, Any]:
+        return prepared(own(examples))
+
     entropy = Entropy.of_all_ranks(config.seed)
     sampler = PoissonBatchSampler(len(data), expected, entropy)
     plan, ledger = Plan.make(config, sampler, steps, entropy), Ledger()

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import functools
+import os
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
+from accelerate.parallelism_config import ParallelismConfig
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import DistributedType
 from torch import Tensor, nn
@@ -19,16 +19,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from hf_dp import PrivacyConfig, ReAttentionConfig, SparseEmbeddingConfig
-from hf_dp.accounting import Ledger
 from hf_dp.errors import HfDpError
 from hf_dp.losses import per_example_losses
-from hf_dp.per_example import preflight, record
-from hf_dp.plan import Plan
-from hf_dp.randomness import Entropy
-from hf_dp.sampling import PoissonBatchSampler
-from hf_dp.step import private_gradient
-from tests.e2e.workbench import make, pad, pad_for_language, rows
-from tests.zoo import adapted, tiny
+from hf_dp.per_example import Tables, record
+from tests.distributed.gang import ON_GPU
+from tests.e2e.workbench import ROWS, Rows, make, pad, pad_for_language, rows
+from tests.zoo import ADAPTERS, adapted, tiny
 
 STEPS, EXPECTED, MICRO = 5, 8, 2
 SHARDS = {"auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "state_dict_type": "FULL_STATE_DICT"}
@@ -38,22 +34,61 @@ MODELS = {
     "llama lora": ("LoRA", "causal_lm"),
     "bert": ("bert", "sequence"),
 }
+# One layer that runs several times, images, adapters beside trained modules, an encoder with a decoder.
+FURTHER = {
+    "albert": ("albert", "sequence"),
+    "vit": ("vit", "image"),
+    "llama lora and head": ("modules_to_save, untied head", "causal_lm"),
+    "tied llama lora and embedding": ("modules_to_save, tied", "causal_lm"),
+    "t5": ("t5", "seq2seq"),
+}
+
+
+def kind_of(name: str) -> tuple[str, str]:
+    """Architecture or adapter, and head."""
+    return {**MODELS, **FURTHER}[name.partition(", ")[0]]
 
 
 def built(name: str, seed: int = 0) -> nn.Module:
-    """One of `MODELS`, in float32; the same everywhere. Of "..., norms alone" nothing else is trained."""
+    """One of the models, in float32; the same everywhere. Of "..., norms alone" nothing else is trained, of
+    "..., positions frozen" everything but the relative ones."""
     torch.manual_seed(seed)
-    kind, head = MODELS[name.partition(", ")[0]]
-    model = adapted(kind, torch.float32) if kind == "LoRA" else tiny(kind, head, torch.float32)
+    kind, head = kind_of(name)
+    model = adapted(kind, torch.float32) if kind in ADAPTERS else tiny(kind, head, torch.float32)
     for key, p in model.named_parameters():
         if name.endswith(", norms alone"):
             p.requires_grad_("norm" in key)
+        elif name.endswith(", positions frozen"):
+            p.requires_grad_("relative" not in key)
     return model
 
 
+def rows_of(name: str) -> Rows:
+    """What such a model is trained on."""
+    if kind_of(name)[1] != "image":
+        return rows()
+    draw = torch.Generator().manual_seed(0)
+    return [{"pixel_values": torch.randn(3, 12, 12, generator=draw), "labels": i % 3} for i in range(ROWS)]
+
+
 def collator_of(name: str) -> Any:
-    """What pads the rows for the head of such a model."""
-    return pad if MODELS[name.partition(", ")[0]][1] == "sequence" else pad_for_language
+    """What makes a batch of rows for the head of such a model."""
+    return {"sequence": pad, "image": stack}.get(kind_of(name)[1], pad_for_language)
+
+
+def stack(examples: Rows) -> dict[str, Tensor]:
+    """A collator for images."""
+    return {key: torch.stack([torch.as_tensor(e[key]) for e in examples]) for key in examples[0]}
+
+
+def device() -> torch.device:
+    """This process's own GPU where the gang talks by NCCL, else the CPU."""
+    return torch.device("cuda", torch.cuda.current_device()) if ON_GPU in os.environ else torch.device("cpu")
+
+
+def prepared(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """`batch` on the device."""
+    return {key: values.to(device()) for key, values in batch.items()}
 
 
 def promise(**changes: Any) -> PrivacyConfig:
@@ -71,11 +106,13 @@ def trainer(
     accumulation = EXPECTED // (MICRO * world)
     values = {
         "per_device_train_batch_size": MICRO, "gradient_accumulation_steps": accumulation, "max_steps": STEPS,
-        **({"ddp_backend": "gloo"} if world > 1 else {}), **changes,
+        "use_cpu": device().type == "cpu", **changes,
     }  # fmt: skip
+    if world > 1:
+        values["ddp_backend"] = "gloo" if device().type == "cpu" else "nccl"
     parts = {
-        "train_dataset": rows() if data is None else data,
-        "eval_dataset": rows(8),
+        "train_dataset": rows_of(name) if data is None else data,
+        "eval_dataset": rows_of(name)[:8],
         "data_collator": collator_of(name),
     }
     return make(Path(path), built(name), promise(**(privacy or {})), parts=parts, **values)
@@ -114,8 +151,9 @@ def trained_in_shards(
     path: str, name: str, world: int, privacy: dict[str, Any] | None = None, sharding: dict[str, Any] | None = None
 ) -> dict[str, Any]:
     """As `trained`, under FSDP2 as accelerate sets it up."""
-    # accelerate splits BERT's embeddings and then what is in them, which torch refuses; so only the layers are named.
-    layers = {"transformer_layer_cls_to_wrap": ["BertLayer"]} if name == "bert" else {}
+    # accelerate splits these models' embeddings and then what is in them, which torch refuses.
+    names = {"bert": "BertLayer", "vit": "ViTLayer"}
+    layers = {"transformer_layer_cls_to_wrap": [names[name]]} if name in names else {}
     with fsdp2_on_cpu():
         config = {"version": 2, **SHARDS, **layers, **(sharding or {})}
         return trained(path, name, world, privacy, fsdp=True, fsdp_config=config)
@@ -149,7 +187,7 @@ def fresh_accelerator() -> None:
 def gathered(model: nn.Module) -> dict[str, Tensor]:
     """All parameters, whole."""
     wholes = {n: p.full_tensor() if isinstance(p, DTensor) else p for n, p in model.named_parameters()}
-    return {n.replace("_checkpoint_wrapped_module.", ""): whole.detach().clone() for n, whole in wholes.items()}
+    return {n.replace("_checkpoint_wrapped_module.", ""): whole.detach().cpu().clone() for n, whole in wholes.items()}
 
 
 def farthest(one: dict[str, Tensor], two: dict[str, Tensor]) -> float:
@@ -177,98 +215,6 @@ class Collectives(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def sent_in_one_step(name: str, sharding: str | None, micro_batches: int) -> dict[str, list[int]]:
-    """The elements of each collective of one private step, by the collective's name."""
-    from tests.distributed.sharded import shard
-
-    model = built(name)
-    if sharding:
-        shard(model, sharding)
-    data, collate = rows(), collator_of(name)
-    entropy = Entropy(0)
-    plan = Plan.make(promise(noise_multiplier=1.0), PoissonBatchSampler(len(data), 8, entropy), 9, entropy)
-    certificate = preflight(model, per_example_losses, collate(data[:5]))
-    batches = [collate(data[i * MICRO : (i + 1) * MICRO]) for i in range(micro_batches)]
-    engine = functools.partial(record, model, per_example_losses, certificate=certificate)
-    with Collectives() as counted:
-        private_gradient(model, engine, batches, plan, Ledger())
-    found: dict[str, list[int]] = {}
-    for kind, elements in counted.sent:
-        found.setdefault(kind, []).append(elements)
-    assert counted.dtypes.get("reduce_scatter_tensor", {"torch.float32"}) == {"torch.float32"}
-    return found
-
-
-def facts_of(name: str, sharding: str | None = None) -> dict[str, int]:
-    """Numbers that a count is held against."""
-    model = built(name)
-    trained = [p.numel() for p in model.parameters() if p.requires_grad]
-    return {"parameters": len(trained), "elements": sum(trained), "largest": max(p.numel() for p in model.parameters())}
-
-
-def refused_by(path: str, what: str, shards: bool = False) -> str:
-    """The error of a run in which the last rank differs in `what`."""
-    import torch.distributed as dist
-
-    is_odd, data, changes, privacy = dist.get_rank() == dist.get_world_size() - 1, rows(), {}, {}
-    if is_odd:
-        data = {"fewer rows": rows()[:-1], "another row": [*rows()[:-1], rows(seed=5)[-1]]}.get(what, data)
-        changes = {"another learning rate": {"learning_rate": 0.2}}.get(what, {})
-        privacy = {"another clipping norm": {"clipping_norm": 0.6}}.get(what, {})
-    kept = {"fsdp": True, "fsdp_config": {"version": 2, **SHARDS}} if shards else {}
-    with fsdp2_on_cpu() if shards else nullcontext():
-        run = trainer(path, "tied gpt2", dist.get_world_size(), privacy, data, **changes, **kept)
-        with torch.no_grad():
-            if is_odd and what == "another frozen layer":
-                run.model.transformer.h[0].requires_grad_(False)
-            if is_odd and what == "other weights":
-                run.model.transformer.h[0].mlp.c_fc.weight[0, 0] += 1e-3
-        try:
-            run.train()
-        except HfDpError as error:
-            assert run.ledger.steps == 0
-            return f"{type(error).__name__}: {error}"
-    return "no error"
-
-
-def secrets_in_files(path: str) -> list[str]:
-    """The files of a run with checkpoints that hold the secret of its draws."""
-    run = trainer(path, "bert", 2, {"noise_multiplier": 1.0, "seed": None}, save_strategy="steps", save_steps=2)
-    run.train()
-    run.save_model(f"{path}/final")
-    key = run._plan.entropy._key
-    files = [p for p in Path(path).rglob("*") if p.is_file()]
-    assert len(files) > 10
-    return [str(p) for p in files if any(k in p.read_bytes() for k in (key, key.hex().encode()))]
-
-
-def draws_of_all() -> dict[str, Any]:
-    """What is the same on every rank, and what is not, without a seed."""
-    entropy = Entropy.of_all_ranks(None)
-    return {
-        "draws": [PoissonBatchSampler(100, 10, entropy).draw(step) for step in range(5)],
-        "noise": entropy.fresh("noise", 0).entropy,
-        "key": entropy._key,
-    }
-
-
-def drifted() -> str:
-    """The error of ranks that are at different steps."""
-    import torch.distributed as dist
-
-    model = nn.Linear(2, 2)
-    entropy = Entropy(0)
-    plan = Plan.make(promise(noise_multiplier=1.0), PoissonBatchSampler(100, 10, entropy), 9, entropy)
-    ledger = Ledger()
-    for _ in range(dist.get_rank()):
-        ledger.charge(plan.event)
-    try:
-        private_gradient(model, lambda batch: pytest.fail("recorded"), [], plan, ledger)  # type: ignore[arg-type]
-    except HfDpError as error:
-        return str(error)
-    return "no error"
-
-
 def re_attended(path: str, world: int) -> dict[str, Any]:
     """A seeded run with noise, Re-Attention and a release of token frequencies."""
     attention = ReAttentionConfig(error="accumulated")
@@ -276,7 +222,7 @@ def re_attended(path: str, world: int) -> dict[str, Any]:
     run = trainer(path, "bert", world, privacy)
     run.train()
     assert run._attention_noise is not None
-    frequencies = run._attention_noise.frequencies
+    frequencies = run._attention_noise.frequencies.cpu()
     return {"parameters": gathered(run.model), "frequencies": frequencies, "ledger": run.ledger.to_dict()}
 
 
@@ -287,44 +233,60 @@ def refusal(path: str, what: str) -> str:
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import Shard, distribute_tensor
 
+    from tests.distributed.sharded import shard
+
     changes: dict[str, Any] = {}
     privacy: dict[str, Any] = {}
     if what in ("FSDP on a CPU", "FSDP1"):
         changes = {"fsdp": True, "fsdp_config": {"version": 2, **SHARDS}}
+    elif what == "HSDP of accelerate":
+        changes = {"parallelism_config": ParallelismConfig(dp_replicate_size=2, dp_shard_size=2), "fsdp": True,
+                   "fsdp_config": {"version": 2, **SHARDS}}  # fmt: skip
     elif what == "Re-Attention in shards":
         changes = {"fsdp": True, "fsdp_config": {"version": 2, **SHARDS}}
         privacy = {"re_attention": ReAttentionConfig(token_frequencies="uniform")}
-    elif what == "sparse embeddings":
+    elif what == "sparse embeddings in shards":
+        changes = {"fsdp": True, "fsdp_config": {"version": 2, **SHARDS}}
         privacy = {"sparse_embeddings": SparseEmbeddingConfig()}
     try:
-        if privacy and not changes:
-            trainer(path, "llama", dist.get_world_size(), privacy)
-            return "no error"
         if changes:
             with nullcontext() if what == "FSDP on a CPU" else fsdp2_on_cpu(1 if what == "FSDP1" else 2):
                 trainer(path, "tied gpt2", dist.get_world_size(), privacy, **changes)
             return "no error"
-        model, batch = built("llama"), pad_for_language(rows()[:4])
+        model, batch = built("llama").to(device()), prepared(pad_for_language(rows()[:4]))
+        kind = device().type
         if what == "HSDP by hand":
-            fully_shard(model, mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard")))
+            fully_shard(model, mesh=init_device_mesh(kind, (2, 1), mesh_dim_names=("replicate", "shard")))
+        elif what == "relative positions in shards":
+            model = shard(built("t5").to(device()))
+        elif what == "a sparse table in shards by hand":
+            Tables.of({"table": shard(model, "whole").model.embed_tokens.weight})
         elif what == "DoRA in shards":
-            model = fully_shard(adapted("DoRA", torch.float32))
+            model = fully_shard(adapted("DoRA", torch.float32).to(device()), mesh=init_device_mesh(kind, (2,)))
         elif what == "a DTensor by hand":
             head = model.lm_head
-            head.weight = nn.Parameter(distribute_tensor(head.weight, init_device_mesh("cpu", (2,)), [Shard(0)]))
+            head.weight = nn.Parameter(distribute_tensor(head.weight, init_device_mesh(kind, (2,)), [Shard(0)]))
         record(model, per_example_losses, batch)
     except HfDpError as error:
         return f"{type(error).__name__}: {error}"
     return "no error"
 
 
-def saved_and_resumed(path: str, name: str, world: int, shards: bool, resume: bool, **changes: Any) -> dict[str, Any]:
-    """`trained`, with a checkpoint after two steps: stopping there, or going on from it."""
+def saved_and_resumed(
+    path: str, name: str, world: int, shards: str | None, resume: bool, **changes: Any
+) -> dict[str, Any]:
+    """`trained`, with a checkpoint after two steps: stopping there, or going on from it.
+
+    Args:
+        shards: the state_dict_type of FSDP2, or None for DDP.
+    """
     values = {"save_strategy": "steps", "save_steps": 2, "optim": "adamw_torch", "adam_epsilon": 1e-2,
               "learning_rate": 1e-2, **changes}  # fmt: skip
-    kept = {"fsdp": True, "fsdp_config": {"version": 2, **SHARDS}} if shards else {}
+    kept = {"fsdp": True, "fsdp_config": {"version": 2, **SHARDS, "state_dict_type": shards}} if shards else {}
     with fsdp2_on_cpu() if shards else nullcontext():
         run = trainer(path, name, world, {"noise_multiplier": 0}, **values, **kept)
         run.train(resume_from_checkpoint=f"{path}/checkpoint-2" if resume else None)
         run.save_model(f"{path}/final")
+        # As before a push.
+        run.save_model(_internal_call=True)
         return {"parameters": gathered(run.model), "ledger": run.ledger.to_dict(), "steps": run.ledger.steps}

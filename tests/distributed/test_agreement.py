@@ -6,14 +6,23 @@ from pathlib import Path
 
 import pytest
 
+from tests.distributed.differing import draws_of_all, drifted, generators_in_checkpoint, refused_by, secrets_in_files
 from tests.distributed.gang import Gang
-from tests.distributed.tasks import draws_of_all, drifted, refused_by, secrets_in_files
 
 DIFFERENCES = {
     "fewer rows": "the length of train_dataset",
     "another row": "the content of train_dataset",
     "another learning rate": "TrainingArguments.learning_rate",
+    "another seed": "TrainingArguments.seed",
+    "another length": "TrainingArguments.max_steps",
+    "another accumulation": "the expected batch size",
+    "another schedule": "TrainingArguments.lr_scheduler_kwargs",
+    "another precision": "accelerate's settings",
     "another clipping norm": "PrivacyConfig",
+    "another seed of the draws": "PrivacyConfig",
+    "another version": "the versions of the libraries",
+    "another precision of torch": "torch's settings",
+    "another optimizer": "the optimizer",
     "another frozen layer": "the model's parameters",
 }
 
@@ -29,6 +38,11 @@ def test_other_weights_are_replaced_under_ddp_and_refused_under_fsdp(tmp_path: P
     assert pair.run(refused_by, str(tmp_path), "other weights") == ["no error"] * 2
     for found in pair.run(refused_by, str(tmp_path), "other weights", True):
         assert "the model's weights" in found
+
+
+def test_shards_that_are_laid_out_in_another_way(tmp_path: Path, pair: Gang) -> None:
+    for found in pair.run(refused_by, str(tmp_path), "other shards", True):
+        assert "accelerate's settings" in found
 
 
 def test_nothing_is_refused_where_nothing_differs(tmp_path: Path, pair: Gang) -> None:
@@ -50,3 +64,10 @@ def test_ranks_at_different_steps(pair: Gang) -> None:
 
 def test_no_file_holds_the_secret(tmp_path: Path, pair: Gang) -> None:
     assert pair.run(secrets_in_files, str(tmp_path)) == [[], []]
+
+
+def test_saved_generators_have_seen_no_secret(tmp_path: Path, pair: Gang) -> None:
+    """Twice the same, although dropout and draws were not."""
+    once, again = (pair.run(generators_in_checkpoint, str(tmp_path / name)) for name in ("one", "two"))
+    assert once == again
+    assert {"python", "numpy", "cpu"} <= set(once[0])

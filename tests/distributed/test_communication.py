@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tests.distributed.gang import Gang
-from tests.distributed.tasks import MODELS, facts_of, sent_in_one_step
+from tests.distributed.sending import facts_of, sent_in_one_step
+from tests.distributed.tasks import MODELS
 
 
 @pytest.mark.parametrize("name", MODELS)

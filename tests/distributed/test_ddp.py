@@ -15,7 +15,7 @@ TOLERANCE = 1e-6
 
 @pytest.mark.parametrize("name", MODELS)
 def test_without_noise_two_processes_agree_with_one(tmp_path: Path, pair: Gang, name: str) -> None:
-    alone = trained(str(tmp_path / "one"), name, 1)
+    alone = pair.alone(trained, str(tmp_path / "one"), name, 1)
     for found in pair.run(trained, str(tmp_path / "two"), name, 2):
         assert found["wrapped"] == "DistributedDataParallel"
         assert farthest(found["parameters"], alone["parameters"]) < TOLERANCE
@@ -25,7 +25,7 @@ def test_without_noise_two_processes_agree_with_one(tmp_path: Path, pair: Gang, 
 
 
 def test_batches_that_are_empty_on_some_ranks_or_all(pair: Gang) -> None:
-    alone = stepped("bert", None, 1)
+    alone = pair.alone(stepped, "bert", None, 1)
     found = pair.run(stepped, "bert", None, 1)
     assert [sum(each) for each in zip(*(f["sizes"] for f in found), strict=True)] == alone["sizes"]
     assert 0 in alone["sizes"]
@@ -36,6 +36,6 @@ def test_batches_that_are_empty_on_some_ranks_or_all(pair: Gang) -> None:
 
 def test_the_seeded_noise_is_that_of_one_process(tmp_path: Path, pair: Gang) -> None:
     noisy = {"noise_multiplier": 1.0}
-    alone = trained(str(tmp_path / "one"), "bert", 1, noisy)
+    alone = pair.alone(trained, str(tmp_path / "one"), "bert", 1, noisy)
     for found in pair.run(trained, str(tmp_path / "two"), "bert", 2, noisy):
         assert farthest(found["parameters"], alone["parameters"]) < TOLERANCE

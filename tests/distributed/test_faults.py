@@ -1,4 +1,4 @@
-"""A rank that dies takes the run with it, and the run that goes on from the checkpoint tells the right epsilon."""
+"""A rank that fails takes the run with it, and the run that goes on from the checkpoint tells the right epsilon."""
 
 from __future__ import annotations
 
@@ -8,39 +8,91 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+import torch
+from transformers import AutoModelForSequenceClassification
+
 from hf_dp.config import PrivacyConfig
 from hf_dp.plan import Plan
 from hf_dp.randomness import Entropy
 from hf_dp.sampling import PoissonBatchSampler
-from tests.distributed.tasks import EXPECTED, STEPS
+from tests.distributed.gang import ON_GPU
+from tests.distributed.tasks import EXPECTED, STEPS, farthest, gathered, trained
 from tests.e2e.workbench import ROWS
 
-SCRIPT = Path(__file__).with_name("killed.py")
+SCRIPT = Path(__file__).with_name("faulty.py")
+TORCHRUN = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+ACCELERATE = ("accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--num_machines", "1")
+# How long a run may take, and so how soon one must end in which a rank has failed.
 _PATIENCE = 180
 
 
-def launch(*arguments: str) -> subprocess.CompletedProcess[str]:
+def launch(*arguments: str, launcher: tuple[str, ...] = TORCHRUN) -> subprocess.CompletedProcess[str]:
     root = SCRIPT.parents[2]
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = [*launcher, str(SCRIPT), *arguments]
-    environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
+    where = {ON_GPU: "yes"} if torch.cuda.device_count() > 1 else {"ACCELERATE_USE_CPU": "true"}
     return subprocess.run(
-        command, cwd=root, env=environment, capture_output=True, text=True, timeout=_PATIENCE, check=False
+        [sys.executable, "-m", *launcher, str(SCRIPT), *arguments],
+        cwd=root,
+        env={**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1", **where},
+        capture_output=True,
+        text=True,
+        timeout=_PATIENCE,
+        check=False,
     )
 
 
-def test_a_killed_rank_and_what_comes_after(tmp_path: Path) -> None:
-    died = launch(str(tmp_path), "1", "3")
-    assert died.returncode != 0
-    assert "SIGKILL" in died.stderr or "Signal 9" in died.stderr
-    assert (tmp_path / "checkpoint-2").is_dir()
-    assert not (tmp_path / "final").exists()
-    went_on = launch(str(tmp_path))
+def goes_on(path: Path) -> None:
+    """The run of that directory ends well from its checkpoint, and says what the whole of it cost."""
+    assert (path / "checkpoint-2").is_dir()
+    assert not (path / "final").exists()
+    went_on = launch(str(path))
     assert went_on.returncode == 0, went_on.stderr[-3000:]
-    report = json.loads((tmp_path / "final" / "privacy.json").read_text())["report"]
+    report = json.loads((path / "final" / "privacy.json").read_text())["report"]
     entropy = Entropy(0)
     plan = Plan.make(PrivacyConfig(target_epsilon=8.0), PoissonBatchSampler(ROWS, EXPECTED, entropy), STEPS, entropy)
     assert report["steps"] == STEPS
     assert report["noise_multiplier"] == plan.noise_multiplier
     assert report["sampling_probability"] == EXPECTED / ROWS
     assert 7.9 < report["epsilon"] <= 8.0
+
+
+def test_a_rank_killed_in_a_step_and_what_comes_after(tmp_path: Path) -> None:
+    died = launch(str(tmp_path), "meet", "1")
+    assert died.returncode != 0
+    assert "SIGKILL" in died.stderr or "Signal 9" in died.stderr
+    goes_on(tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", [TORCHRUN, ACCELERATE], ids=["torchrun", "accelerate"])
+def test_the_first_rank_killed_between_charge_and_noise(tmp_path: Path, launcher: tuple[str, ...]) -> None:
+    died = launch(str(tmp_path), "release", "0", launcher=launcher)
+    assert died.returncode != 0
+    assert "SIGKILL" in died.stderr or "Signal 9" in died.stderr
+    goes_on(tmp_path)
+
+
+@pytest.mark.slow
+def test_a_row_that_one_rank_cannot_read(tmp_path: Path) -> None:
+    died = launch(str(tmp_path), "collator", "1")
+    assert died.returncode != 0
+    assert "a row that cannot be read" in died.stderr
+    assert not (tmp_path / "final").exists()
+
+
+@pytest.mark.slow
+def test_a_rank_that_stops_alone(tmp_path: Path) -> None:
+    """The other waits for it with something else to send; what is released, if anything, was charged."""
+    died = launch(str(tmp_path), "stops", "0")
+    assert died.returncode != 0
+    for record in tmp_path.glob("final/privacy.json"):
+        assert json.loads(record.read_text())["report"]["steps"] == 3
+
+
+@pytest.mark.slow
+def test_workers_that_read_ahead(tmp_path: Path) -> None:
+    went_well = launch(str(tmp_path / "two"), "workers")
+    assert went_well.returncode == 0, went_well.stderr[-3000:]
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "two" / "final")
+    alone = trained(str(tmp_path / "one"), "bert", 1)
+    assert farthest(gathered(model), alone["parameters"]) < 1e-5

@@ -14,8 +14,10 @@ REFUSED = {
     "FSDP on a CPU": "MULTI_CPU, where FSDP was asked for",
     "FSDP1": "the model is under FSDP1",
     "Re-Attention in shards": "Re-Attention with FSDP2",
-    "sparse embeddings": "sparse embeddings with 2 processes.",
+    "sparse embeddings in shards": "sparse embeddings with FSDP2",
+    "a sparse table in shards by hand": "table is to have a sparse private gradient, and is in shards",
     "HSDP by hand": "HSDP",
+    "relative positions in shards": "SelfAttention.relative_attention_bias.weight is used by operation",
     "DoRA in shards": "computed from parameters alone, some of which FSDP2 shards",
     "a DTensor by hand": "tensor parallelism or another DTensor layout",
 }
@@ -23,12 +25,20 @@ REFUSED = {
 
 @pytest.mark.parametrize("what", REFUSED)
 def test_by_name(tmp_path: Path, pair: Gang, what: str) -> None:
+    if what == "FSDP on a CPU" and pair.backend == "nccl":
+        pytest.skip("accelerate does FSDP on GPUs")
     for found in pair.run(refusal, str(tmp_path), what):
         assert REFUSED[what] in found
 
 
+@pytest.mark.slow
+def test_replicas_of_shards(tmp_path: Path, four: Gang) -> None:
+    for found in four.run(refusal, str(tmp_path), "HSDP of accelerate"):
+        assert "the model is under HSDP (replicas of sharded models)" in found
+
+
 def test_re_attention_with_one_release_of_frequencies(tmp_path: Path, pair: Gang) -> None:
-    alone = re_attended(str(tmp_path / "one"), 1)
+    alone = pair.alone(re_attended, str(tmp_path / "one"), 1)
     for found in pair.run(re_attended, str(tmp_path / "two"), 2):
         assert torch.equal(found["frequencies"], alone["frequencies"])
         assert farthest(found["parameters"], alone["parameters"]) < 1e-5

@@ -8,12 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from hf_dp import DPTrainer, PrivacyConfig, SparseEmbeddingConfig, accounting
 from hf_dp.errors import BudgetExceededError, ConfigurationError, LedgerError, UnsupportedModelError
@@ -23,8 +20,12 @@ from tests.e2e.workbench import (
     EXPECTED,
     ROWS,
     STEPS,
+    Clicks,
+    NoWholeTable,
+    Recommender,
     Trajectory,
     classifier,
+    clicks,
     distance,
     make,
     pad,
@@ -33,6 +34,7 @@ from tests.e2e.workbench import (
     private,
     rows,
     same,
+    stack,
 )
 from tests.zoo import VOCABULARY, tiny
 
@@ -212,22 +214,6 @@ def test_a_renewal_that_was_made_before_a_failure_is_charged_once_and_kept(tmp_p
     assert trainer.privacy_report().epsilon <= 3.0
 
 
-class NoWholeTable(TorchDispatchMode):
-    """Remembers operations that make a dense tensor as large as a table, other than the table itself."""
-
-    def __init__(self, table: Tensor) -> None:
-        super().__init__()
-        self.table, self.found = table, set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for made in tree_leaves(result):
-            is_dense = isinstance(made, Tensor) and not made.is_sparse and made.numel() >= self.table.numel()
-            if is_dense and made.untyped_storage().data_ptr() != self.table.untyped_storage().data_ptr():
-                self.found.add(str(func))
-        return result
-
-
 @pytest.mark.parametrize("settings", [{"threshold": 2.0}, FEST])
 def test_nothing_as_large_as_the_table_is_made(tmp_path: Path, settings: dict[str, Any]) -> None:
     """Neither in the check before the first step, nor in a step, nor in the optimizer."""
@@ -284,39 +270,21 @@ def test_fest_chooses_the_frequent_rows_of_much_data(tmp_path: Path) -> None:
 # --- other models ---------------------------------------------------------------------------------------------------
 
 
-class Recommender(nn.Module):
-    """Tables of categorical features, found without their names."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.items, self.users, self.days = nn.Embedding(3000, 4), nn.Embedding(1200, 3), nn.Embedding(7, 2)
-        self.head = nn.Linear(9, 2)
-
-    def forward(self, features: Tensor) -> Tensor:
-        parts = [self.items(features[:, 0]), self.users(features[:, 1]), self.days(features[:, 2])]
-        logits: Tensor = self.head(torch.cat(parts, dim=1))
-        return logits
-
-
-class Clicks(Watched):
-    def compute_per_example_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
-        return F.cross_entropy(model(inputs["features"]), inputs["labels"], reduction="none")
-
-
-def clicks(n: int = 60) -> list[dict[str, Any]]:
-    return [{"features": [i % 11, (7 * i) % 1200, i % 7], "labels": i % 2} for i in range(n)]
-
-
-def stack(examples: list[dict[str, Any]]) -> dict[str, Tensor]:
-    return {name: torch.tensor([e[name] for e in examples]) for name in ("features", "labels")}
+class WatchedClicks(Watched, Clicks):
+    """Both."""
 
 
 @pytest.mark.parametrize("method", [{"threshold": 2.0}, {"method": "fest", "kept_rows": 30}])
 def test_several_tables_share_one_choice(tmp_path: Path, method: dict[str, Any]) -> None:
     parts = {"train_dataset": clicks(), "data_collator": stack}
     trainer = sparse(
-        tmp_path, Recommender(), kind=Clicks, sparse=method, parts=parts, logging_steps=1, remove_unused_columns=False
+        tmp_path,
+        Recommender(),
+        kind=WatchedClicks,
+        sparse=method,
+        parts=parts,
+        logging_steps=1,
+        remove_unused_columns=False,
     )
     trainer.train()
     assert list(trainer.sparse) == ["items.weight", "users.weight"]

@@ -8,7 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import TrainerCallback, TrainingArguments
 
 from hf_dp import DPTrainer, PrivacyConfig
@@ -123,3 +126,51 @@ def draws(seed: int, steps: int = STEPS, n: int = ROWS, expected: int = EXPECTED
     """The logical batches of a seeded run."""
     sampler = PoissonBatchSampler(n, expected, Entropy(seed))
     return [sampler.draw(step) for step in range(steps)]
+
+
+class Recommender(nn.Module):
+    """Tables of categorical features, found without their names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.items, self.users, self.days = nn.Embedding(3000, 4), nn.Embedding(1200, 3), nn.Embedding(7, 2)
+        self.head = nn.Linear(9, 2)
+
+    def forward(self, features: Tensor) -> Tensor:
+        parts = [self.items(features[:, 0]), self.users(features[:, 1]), self.days(features[:, 2])]
+        logits: Tensor = self.head(torch.cat(parts, dim=1))
+        return logits
+
+
+class Clicks(DPTrainer):
+    """Trains a `Recommender`."""
+
+    def compute_per_example_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
+        return F.cross_entropy(model(inputs["features"]), inputs["labels"], reduction="none")
+
+
+def clicks(n: int = 60) -> Rows:
+    """A few items and users out of many, each often."""
+    return [{"features": [i % 11, (7 * i) % 13, i % 7], "labels": i % 2} for i in range(n)]
+
+
+def stack(examples: Rows) -> dict[str, Tensor]:
+    """Collates `clicks`."""
+    return {name: torch.tensor([e[name] for e in examples]) for name in ("features", "labels")}
+
+
+class NoWholeTable(TorchDispatchMode):
+    """Remembers operations that make a dense tensor as large as a table, other than the table itself."""
+
+    def __init__(self, table: Tensor) -> None:
+        super().__init__()
+        self.table, self.found = table, set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for made in tree_leaves(result):
+            is_dense = isinstance(made, Tensor) and not made.is_sparse and made.numel() >= self.table.numel()
+            if is_dense and made.untyped_storage().data_ptr() != self.table.untyped_storage().data_ptr():
+                self.found.add(str(func))
+        return result

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM
 from typer.testing import CliRunner
 
@@ -34,6 +35,31 @@ def test_sizes_are_those_of_the_model(directory: Path) -> None:
     lora = model_size(str(directory), lora_rank=2)
     assert lora.trained == 3 * 2 * (4 * (8 + 8) + 3 * (8 + 24))
     assert lora.total == size.total + lora.trained
+
+
+GPT2 = {"vocab_size": 100, "n_embd": 8, "n_layer": 3, "n_head": 2, "n_positions": 32}
+LINEAR = ["c_attn", "c_proj", "c_fc", "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+@pytest.mark.parametrize(("kind", "shape"), [("llama", SHAPE), ("gpt2", GPT2)])
+def test_lora_is_that_of_peft(tmp_path: Path, kind: str, shape: dict[str, int]) -> None:
+    config = AutoConfig.for_model(kind, **shape)
+    config.save_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_config(config)
+    names = {name.split(".")[-1] for name, _ in model.named_modules()} & set(LINEAR)
+    adapted = get_peft_model(model, LoraConfig(r=2, target_modules=sorted(names), fan_in_fan_out=kind == "gpt2"))
+    size = model_size(str(tmp_path), lora_rank=2)
+    assert size.trained == sum(p.numel() for p in adapted.parameters() if p.requires_grad)
+    assert size.total == sum(p.numel() for p in adapted.parameters())
+
+
+def test_a_tied_head_is_counted_once_and_used_twice(tmp_path: Path) -> None:
+    AutoConfig.for_model("gpt2", **GPT2).save_pretrained(tmp_path)
+    size = model_size(str(tmp_path))
+    uses = {p.shape: p.uses for p in size.parameters if p.is_embedding}
+    assert uses == {(100, 8): 2, (32, 8): 1}
+    assert size.units[""] == (100 + 32) * 8 + 2 * 8
+    assert len(size.units) == 4
 
 
 @pytest.mark.parametrize(

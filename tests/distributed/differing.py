@@ -1,0 +1,146 @@
+"""Ranks that differ or drift, and secrets: what the processes of a gang try."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import hf_dp.agreement as agreement
+import hf_dp.randomness as randomness
+from hf_dp.accounting import Ledger
+from hf_dp.errors import HfDpError
+from hf_dp.plan import Plan
+from hf_dp.randomness import Entropy
+from hf_dp.sampling import PoissonBatchSampler
+from hf_dp.step import private_gradient
+from tests.distributed.tasks import SHARDS, STEPS, device, fsdp2_on_cpu, promise, trainer
+from tests.e2e.workbench import rows
+from tests.zoo import with_dropout
+
+CHANGES: dict[str, dict[str, Any]] = {
+    "another learning rate": {"learning_rate": 0.2},
+    "another seed": {"seed": 5},
+    "another length": {"max_steps": 4},
+    "another accumulation": {"gradient_accumulation_steps": 1},
+    "another schedule": {"lr_scheduler_kwargs": {"num_cycles": 2}},
+    "another precision": {"bf16": True},
+    "other shards": {"fsdp_config": {"version": 2, **SHARDS, "reshard_after_forward": False}},
+}
+PROMISES: dict[str, dict[str, Any]] = {
+    "another clipping norm": {"clipping_norm": 0.6},
+    "another seed of the draws": {"seed": 4},
+}
+
+
+@contextmanager
+def surroundings(what: str) -> Iterator[None]:
+    """What is not in the script: versions, and settings of the process."""
+    precision = torch.get_float32_matmul_precision()
+    if what == "another precision of torch":
+        torch.set_float32_matmul_precision("medium")
+    try:
+        with mock.patch.object(agreement, "version", return_value="0") if what == "another version" else nullcontext():
+            yield
+    finally:
+        torch.set_float32_matmul_precision(precision)
+
+
+def refused_by(path: str, what: str, shards: bool = False) -> str:
+    """The error of a run in which the last rank differs in `what`."""
+    is_odd = dist.get_rank() == dist.get_world_size() - 1
+    data = {"fewer rows": rows()[:-1], "another row": [*rows()[:-1], rows(seed=5)[-1]]}.get(what) if is_odd else None
+    changes: dict[str, Any] = CHANGES.get(what, {}) if is_odd else {}
+    privacy: dict[str, Any] = PROMISES.get(what, {}) if is_odd else {}
+    kept = {"fsdp": True, "fsdp_config": {"version": 2, **SHARDS}} if shards else {}
+    with fsdp2_on_cpu() if shards else nullcontext(), surroundings(what if is_odd else "nothing"):
+        run = trainer(path, "tied gpt2", dist.get_world_size(), privacy, data, **{**kept, **changes})
+        with torch.no_grad():
+            if is_odd and what == "another frozen layer":
+                run.model.transformer.h[0].requires_grad_(False)
+            if is_odd and what == "other weights":
+                run.model.transformer.h[0].mlp.c_fc.weight[0, 0] += 1e-3
+            if is_odd and what == "another optimizer":
+                run.optimizer = torch.optim.SGD(run.model.parameters(), lr=0.1, momentum=0.9)
+        try:
+            run.train()
+        except HfDpError as error:
+            assert run.ledger.steps == 0
+            return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def secrets_in_files(path: str) -> list[str]:
+    """The files of a run with checkpoints that hold what draws, noise or dropout came from, on this rank."""
+    given: list[int] = []
+
+    def token_bytes(size: int) -> bytes:
+        given.append(int.from_bytes(made := secrets.token_bytes(size), "little"))
+        return made
+
+    def randbits(size: int) -> int:
+        given.append(made := secrets.randbits(size))
+        return made
+
+    with mock.patch.object(randomness, "secrets", SimpleNamespace(token_bytes=token_bytes, randbits=randbits)):
+        run = trainer(path, "bert", 2, {"noise_multiplier": 1.0, "seed": None}, save_strategy="steps", save_steps=2)
+        run.train()
+        run.save_model(f"{path}/final")
+    given.append(int.from_bytes(run._plan.entropy._key, "little"))
+    # Fewer bits can be in a file by chance.
+    given = [value for value in given if value >= 2**48]
+    assert len(given) > STEPS
+    forms = {form for value in given for form in spelled(value)}
+    files = [p for p in Path(path).rglob("*") if p.is_file()]
+    assert len(files) > 10
+    return [str(p) for p in files if any(form in p.read_bytes() for form in forms)]
+
+
+def spelled(value: int) -> Iterator[bytes]:
+    """As bytes, in hexadecimal and in decimal."""
+    size = -(-value.bit_length() // 8)
+    yield from (made := value.to_bytes(size, "little"), made[::-1], made.hex().encode(), made[::-1].hex().encode())
+    yield str(value).encode()
+
+
+def generators_in_checkpoint(path: str) -> dict[str, Any]:
+    """The states that a run with a secret leaves in its checkpoint for this rank, printed."""
+    run = trainer(path, "bert", 2, {"noise_multiplier": 1.0, "seed": None}, save_strategy="steps", save_steps=2)
+    with_dropout(run.model)
+    run.train()
+    states = torch.load(f"{path}/checkpoint-2/rng_state_{dist.get_rank()}.pth", weights_only=False)
+    return {name: str(state.tolist() if isinstance(state, Tensor) else state) for name, state in states.items()}
+
+
+def draws_of_all() -> dict[str, Any]:
+    """What is the same on every rank, and what is not, without a seed."""
+    entropy = Entropy.of_all_ranks(None)
+    return {
+        "draws": [PoissonBatchSampler(100, 10, entropy).draw(step) for step in range(5)],
+        "noise": entropy.fresh("noise", 0).entropy,
+        "key": entropy._key,
+    }
+
+
+def drifted() -> str:
+    """The error of ranks that are at different steps."""
+    model = nn.Linear(2, 2).to(device())
+    entropy = Entropy(0)
+    plan = Plan.make(promise(noise_multiplier=1.0), PoissonBatchSampler(100, 10, entropy), 9, entropy)
+    ledger = Ledger()
+    for _ in range(dist.get_rank()):
+        ledger.charge(plan.event)
+    try:
+        private_gradient(model, lambda batch: pytest.fail("recorded"), [], plan, ledger)  # type: ignore[arg-type]
+    except HfDpError as error:
+        return str(error)
+    return "no error"

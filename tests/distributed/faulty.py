@@ -1,0 +1,75 @@
+"""A private run for a launcher of two processes: `faulty.py OUTPUT FAULT RANK`, in which that rank fails in a step.
+
+`sound` is a fault that does not happen; it goes on from the last checkpoint, if there is one.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import TrainerCallback
+
+import hf_dp.ranks as ranks
+from hf_dp.aggregate import ClippedSum
+from tests.distributed.gang import ON_GPU
+from tests.distributed.tasks import trainer
+
+# The checkpoint is of step 2; counted from 0, this is the fourth.
+STEP = 3
+
+
+class Stops(TrainerCallback):
+    """Ends the training of its own rank."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_training_stop |= state.global_step == STEP
+
+
+def dies() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def raises() -> None:
+    raise OSError("a row that cannot be read")
+
+
+def happens(fault: str, run: Any) -> None:
+    """Arranges that it does, on this rank."""
+    if fault == "stops":
+        run.add_callback(Stops())
+    elif fault == "collator":
+        collate, micro_batches = run.data_collator, iter(range(10**9))
+        # Those of the checks before the first step, and some more.
+        run.data_collator = lambda rows: raises() if next(micro_batches) > 12 else collate(rows)
+    elif fault in ("meet", "release"):
+        honest = getattr(ClippedSum, fault)
+
+        def last(self: ClippedSum, *args: Any) -> None:
+            if run.ledger.steps == STEP + (fault == "release"):
+                dies()
+            honest(self, *args)
+
+        setattr(ClippedSum, fault, last)
+
+
+def main(output: str, fault: str = "sound", victim: int = -1) -> None:
+    if ON_GPU in os.environ:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    secret = {"noise_multiplier": None, "target_epsilon": 8.0, "seed": None}
+    values: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2}
+    if fault == "workers":
+        secret, values["dataloader_num_workers"] = {}, 2
+    run = trainer(output, "bert", 2, secret, **values)
+    if ranks.rank() == victim:
+        happens(fault, run)
+    run.train(resume_from_checkpoint=any(Path(output).glob("checkpoint-*")) or None)
+    run.save_model(f"{output}/final")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:3], *map(int, sys.argv[3:]))
