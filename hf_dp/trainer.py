@@ -186,7 +186,7 @@ class DPTrainerMixin(PublishingMixin):
         with forked_rng(self._module), unchanged_buffers(self._module):
             few: Batch = self._prepare_inputs(loader.collate_fn.collated(telling_rows(loader.dataset)))
             uses = survey(self._module, self._loss, few, rules=self.per_example_rules)
-        tables = find_tables(self._module, uses, config.tables)
+        tables = find_tables(self._module, uses | uses.read, config.tables)
         refuse_weight_decay(self, tables)
         if self.optimizer is None:
             # Trainer leaves out what is frozen.

@@ -12,7 +12,7 @@ from typing import NoReturn
 
 from torch import Tensor
 
-from hf_dp.per_example.rule import Axis, Bound, Readings, Rule, refusal
+from hf_dp.per_example.rule import BY_GRADIENT, Axis, Bound, Readings, Rule, refusal
 
 
 @dataclass(eq=False)
@@ -41,9 +41,12 @@ class Reader:
         ids = [v for v in given if v.dim() == 2 and not v.is_floating_point()]
         self.length = max((v.shape[1] for v in ids or [v for v in given if v.dim() > 2]), default=0)
 
-    def known(self, operation: str, parameters: list[str], dimensions: int) -> str | None:
+    def known(self, operation: str, parameters: list[str], given: Tensor | None) -> str | None:
         """How preflight saw such a use read, if it did."""
-        return self.readings.get((operation, parameters[0], dimensions))
+        found = self.readings.get((operation, parameters[0], 0 if given is None else given.dim()))
+        if found == BY_GRADIENT:
+            return "data" if given is not None and given.requires_grad else "constant"
+        return found
 
     def example_axis(self, rows: int) -> str | None:
         """As what so many rows can be read."""
@@ -58,7 +61,7 @@ class Reader:
             UnsupportedModelError: the shape has no reading, or may have another.
         """
         given = bound.input
-        known = self.known(rule.name, parameters, 0 if given is None else given.dim())
+        known = self.known(rule.name, parameters, given)
         if given is None:
             found = self.example_axis(bound.options["rows"])
             if found and known == "either" and self.batch_size > 1:
@@ -89,7 +92,7 @@ class Reader:
 
     def may_be_data(self, operation: str, parameters: list[str], given: Tensor) -> bool:
         """Whether an operand may have a row for each example."""
-        known = self.known(operation, parameters, given.dim())
+        known = self.known(operation, parameters, given)
         is_clear = known not in ("constant", "either") or _storage(given) in self._storages
         return given.requires_grad or (is_clear and self.example_axis(len(given)) is not None)
 
