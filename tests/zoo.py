@@ -137,7 +137,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "clip": ("clip", _TWO_TOWERS),
     "siglip": ("siglip", _TWO_TOWERS),
 }  # fmt: skip
-CONFIGS |= {name: (name, _LLAMA_LIKE) for name in ("starcoder2", "nemotron", "glm4")}
+CONFIGS |= {name: (name, {**_LLAMA_LIKE, "head_dim": 6}) for name in ("starcoder2", "nemotron", "glm4")}
 CONFIGS |= {name: (name, _BART) for name in ("mbart", "m2m_100", "pegasus", "marian")}
 for _name in ("mixtral", "qwen3_moe"):
     CONFIGS |= dict.fromkeys((f"{_name}, experts batched", f"{_name}, experts and router frozen"), CONFIGS[_name])
