@@ -272,11 +272,13 @@ def _bind_expand(input: Tensor, *sizes: Any) -> Bound:
         raise _unsupported(
             "expand", f"shape {tuple(input.shape)} to {shape}", "only copies along a first axis are known"
         )
-    return Bound(None, {"weight": input}, {"rows": shape[0], "shape": shape})
+    return Bound(None, {"weight": input}, {"rows": abs(shape[0]), "shape": shape})
 
 
 def _expand(_: None, operands: Operands) -> tuple[Tensor, _Saved]:
-    return _parameter(operands, "weight").expand(operands.options["shape"]).contiguous(), ()
+    return _parameter(operands, "weight").expand(operands.options["shape"]).clone(
+        memory_format=torch.contiguous_format
+    ), ()
 
 
 def _expand_backward(saved: _Saved, operands: Operands, gradient: Tensor, axis: Axis, needs_input: bool) -> _Backward:
