@@ -277,7 +277,7 @@ def _ctc_losses(base: Any, inputs: Mapping[str, Any], logits: Tensor, labels: Te
         mask = torch.ones(inputs[base.main_input_name].shape[:2], dtype=torch.long, device=logits.device)
     lengths = base._get_feat_extract_output_lengths(mask.sum(-1)).long()
     counted = labels.ge(0)
-    targets = labels.gather(1, counted.logical_not().long().argsort(1, stable=True)).clamp_min(0)
+    targets = labels.gather(1, counted.logical_not().long().argsort(stable=True, dim=1)).clamp_min(0)
     log_probabilities = logits.log_softmax(-1).transpose(0, 1)
     with torch.backends.cudnn.flags(enabled=False):
         losses = F.ctc_loss(

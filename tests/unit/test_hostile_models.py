@@ -294,6 +294,17 @@ def test_what_is_computed_without_gradients_has_none() -> None:
     assert relative_error(record(model, square, data), loop(model, square, data)) <= 1e-12
 
 
+def test_a_list_with_an_entry_for_each_example_goes_with_them() -> None:
+    model = Small(lambda m, x: m.linear(x), linear=nn.Linear(4, 4))
+
+    def loss(model: Any, data: Any) -> Tensor:
+        return square(model, data) * torch.tensor([len(name) for name in data["names"]])
+
+    data = {**batch(3, 5, 4), "names": ["a", "bc", "defg"]}
+    found = record(model, loss, data, certificate=preflight(model, loss, data))
+    assert relative_error(found, loop(model, loss, data)) <= 1e-12
+
+
 def test_what_has_no_gradient_is_no_use() -> None:
     """VBLoRA looks for infinities while it trains."""
 
