@@ -203,8 +203,9 @@ def _compare(
     # An example whose own gradient is not finite contributes nothing; it must be the same ones for both.
     finite = oracle.norms.isfinite()
     if not bool((finite & oracle.norms.ne(0)).any()):
+        found = " and ".join(sorted({str(norm) for norm in oracle.norms.tolist()}))
         raise PreflightError(
-            f"the gradients of {len(finite)} examples have norms {oracle.norms.unique().tolist()}.",
+            f"the gradients of {len(finite)} examples have no norm but {found}.",
             why="there is nothing to compare, and where no example has a gradient, budget is spent on noise alone.",
             fix="look at the losses of single examples: are there labels (not all -100), is everything finite?",
         )
