@@ -128,6 +128,9 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "bart": ("bart", _BART),
     "vit": ("vit", {"hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 4,
                     "image_size": 12, "patch_size": 4, "num_channels": 3}),
+    "swin": ("swin", {"image_size": 12, "patch_size": 2, "window_size": 3, "embed_dim": 8, "depths": [1, 1],
+                      "num_heads": [2, 2], "num_channels": 3}),
+    "dinov2": ("dinov2", {**_TOWER, "mlp_ratio": 2, "image_size": 12, "patch_size": 4, "num_channels": 3}),
     "whisper": ("whisper", {"vocab_size": VOCABULARY, "d_model": 24, "encoder_layers": 2, "decoder_layers": 2,
                             "encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 40,
                             "decoder_ffn_dim": 40, "num_mel_bins": 8, "max_source_positions": 6,
@@ -159,7 +162,7 @@ HEADS: dict[str, tuple[str, ...]] = {
     "mamba": ("causal_lm",),
     "whisper": ("speech",),
     **dict.fromkeys(("wav2vec2", "hubert"), ("ctc",)),
-    "vit": ("image",),
+    **dict.fromkeys(("vit", "swin", "dinov2"), ("image",)),
     "clip": ("image", "text"),
     "siglip": ("image", "text"),
 }

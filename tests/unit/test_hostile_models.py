@@ -203,6 +203,19 @@ def test_one_position_after_longer_ones(name: str) -> None:
     assert relative_error(found, loop(model, per_example_losses, data)) <= 1e-12
 
 
+def windows(model: Any, x: Tensor, count: int) -> Tensor:
+    rows = model.one(x.contiguous().unflatten(1, (count, -1)).flatten(0, 1)).cos()
+    return model.two((rows @ rows.mT).softmax(-1) @ rows).unflatten(0, (-1, count)).flatten(1, 2)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
+def test_windows_of_images_fewer_in_each_layer(size: int) -> None:
+    model = Small(lambda m, x: windows(m, windows(m, x, 4)[:, ::2], 2), one=nn.Linear(4, 4), two=nn.Linear(4, 4))
+    certificate, data = preflight(model, square, batch(3, 12, 4)), batch(size, 12, 4)
+    found = record(model, square, data, certificate=certificate)
+    assert relative_error(found, loop(model, square, data)) <= 1e-12
+
+
 def test_packed_rows_are_not_told_by_another_axis_of_the_batch() -> None:
     """Two labels for each example do not make an even number of rows theirs."""
     model = Packed()
