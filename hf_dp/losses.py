@@ -60,6 +60,11 @@ def per_example_losses(model: nn.Module, batch: Mapping[str, Any], label_smoothi
         return _token_losses(logits, F.pad(labels, (0, 1), value=_IGNORED)[:, 1:], label_smoothing)
     if kind == _TOKENWISE:
         return _token_losses(logits, labels, label_smoothing)
+    if kind == "multiple_choice":
+        return F.cross_entropy(logits, labels.view(-1), reduction="none", label_smoothing=label_smoothing)
+    if kind == "ctc":
+        _refuse_smoothing(label_smoothing, "connectionist temporal classification")
+        return _ctc_losses(base, inputs, logits, labels)
     return _classification(logits, labels, base.config, label_smoothing)
 
 
@@ -94,7 +99,8 @@ def check_own_loss(model: nn.Module, batch: Mapping[str, Any]) -> None:
 
 
 def loss_kind(model: nn.Module) -> str:
-    """Which loss `model` is trained with: "causal_lm", "token", "classification" or "question_answering".
+    """Which loss `model` is trained with: "causal_lm", "token", "classification", "question_answering",
+    "multiple_choice" or "ctc".
 
     Raises:
         UnsupportedModelError: none of them.
@@ -113,6 +119,8 @@ def loss_kind(model: nn.Module) -> str:
         ("classification", ("ForSequenceClassification",), auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES),
         ("classification", ("ForImageClassification",), auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES),
         ("classification", ("ForAudioClassification",), auto.MODEL_FOR_AUDIO_CLASSIFICATION_MAPPING_NAMES),
+        ("multiple_choice", ("ForMultipleChoice",), auto.MODEL_FOR_MULTIPLE_CHOICE_MAPPING_NAMES),
+        ("ctc", ("ForCTC",), auto.MODEL_FOR_CTC_MAPPING_NAMES),
         (_TOKENWISE, (), auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES),
         (_SHIFTED, (), auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES),
     )
@@ -245,17 +253,43 @@ def _classification(logits: Tensor, labels: Tensor, config: Any, label_smoothing
             reduction="none",
             label_smoothing=label_smoothing,
         )
-    if label_smoothing:
-        raise ConfigurationError(
-            f"label_smoothing_factor={label_smoothing} with problem type {problem}.",
-            why="smoothing is defined for cross-entropy only.",
-            fix="set label_smoothing_factor=0.",
-        )
+    _refuse_smoothing(label_smoothing, f"problem type {problem}")
     if problem == "regression":
         return F.mse_loss(
             logits.view(len(labels), -1), labels.view(len(labels), -1).to(logits.dtype), reduction="none"
         ).mean(1)
     return F.binary_cross_entropy_with_logits(logits, labels.to(logits.dtype), reduction="none").flatten(1).mean(1)
+
+
+def _refuse_smoothing(label_smoothing: float, what: str) -> None:
+    if label_smoothing:
+        raise ConfigurationError(
+            f"label_smoothing_factor={label_smoothing} with {what}.",
+            why="smoothing is defined for cross-entropy only.",
+            fix="set label_smoothing_factor=0.",
+        )
+
+
+def _ctc_losses(base: Any, inputs: Mapping[str, Any], logits: Tensor, labels: Tensor) -> Tensor:
+    """Connectionist temporal classification; labels below 0 are padding, and the padding token is the blank."""
+    mask = inputs.get("attention_mask")
+    if mask is None:
+        mask = torch.ones(inputs[base.main_input_name].shape[:2], dtype=torch.long, device=logits.device)
+    lengths = base._get_feat_extract_output_lengths(mask.sum(-1)).long()
+    counted = labels.ge(0)
+    targets = labels.gather(1, counted.logical_not().long().argsort(stable=True, dim=1)).clamp_min(0)
+    log_probabilities = logits.log_softmax(-1).transpose(0, 1)
+    with torch.backends.cudnn.flags(enabled=False):
+        losses = F.ctc_loss(
+            log_probabilities,
+            targets,
+            lengths,
+            counted.sum(1),
+            blank=base.config.pad_token_id,
+            reduction="none",
+            zero_infinity=base.config.ctc_zero_infinity,
+        )
+    return losses / counted.sum(1).clamp_min(1) if base.config.ctc_loss_reduction == "mean" else losses
 
 
 def _question_answering(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:

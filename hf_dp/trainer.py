@@ -198,7 +198,7 @@ class DPTrainerMixin(PublishingMixin):
         with forked_rng(self._module), unchanged_buffers(self._module):
             few: Batch = self._prepare_inputs(loader.collate_fn.collated(telling_rows(loader.dataset)))
             uses = survey(self._module, self._loss, few, rules=self.per_example_rules)
-        tables = find_tables(self._module, uses, config.tables)
+        tables = find_tables(self._module, uses | uses.read, config.tables)
         refuse_weight_decay(self, tables)
         if self.optimizer is None:
             # Trainer leaves out what is frozen.
@@ -231,9 +231,10 @@ class DPTrainerMixin(PublishingMixin):
         """
         show_to_wrapper(self._module)
         plan = self._require_plan()
-        if state.global_step:
-            saved = self._saved_run
-            assert saved is not None, "steps were taken before, but no checkpoint was read"
+        # Whatever step it says: its weights were read, and its ledger is what they cost.
+        saved, self._saved_run = self._saved_run, None
+        assert saved is not None or not state.global_step, "steps were taken before, but no checkpoint was read"
+        if saved is not None:
             saved.check(plan.promise, self.train_dataset)
             # In one process more may have been spent since the checkpoint than it knows.
             self.ledger = max(saved.ledger, self.ledger, key=lambda ledger: (ledger.steps, ledger.charges))
@@ -265,7 +266,7 @@ class DPTrainerMixin(PublishingMixin):
         refuse_optimizer(self.optimizer, self._module)
         # A warning, so that it is seen: the default delta, and an argument that is not what the user left it at.
         logger.warning("Private training: %s. max_grad_norm is set to 0: gradients are clipped for each example.", plan)
-        noise, sparse, checkpoint = None, None, self._checkpoint if state.global_step else None
+        noise, sparse, checkpoint = None, None, None if saved is None else self._checkpoint
         remove_re_attention(self._module)
         try:
             if plan.config.re_attention is not None:

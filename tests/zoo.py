@@ -11,8 +11,10 @@ from transformers import (
     AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
+    AutoModelForCTC,
     AutoModelForImageClassification,
     AutoModelForMaskedLM,
+    AutoModelForMultipleChoice,
     AutoModelForQuestionAnswering,
     AutoModelForSeq2SeqLM,
     AutoModelForSequenceClassification,
@@ -33,6 +35,8 @@ _AUTO = {
     "image": AutoModelForImageClassification,
     "seq2seq": AutoModelForSeq2SeqLM,
     "speech": AutoModelForSpeechSeq2Seq,
+    "ctc": AutoModelForCTC,
+    "choice": AutoModelForMultipleChoice,
     "text": AutoModel,
 }
 _LLAMA_LIKE: dict[str, Any] = {
@@ -48,6 +52,11 @@ _T5: dict[str, Any] = {
     "vocab_size": VOCABULARY, "d_model": 24, "d_ff": 40, "d_kv": 6, "num_layers": 2, "num_heads": 4, "pad_token_id": 0,
     "eos_token_id": 2, "decoder_start_token_id": 0,
 }  # fmt: skip
+_BART: dict[str, Any] = {
+    "vocab_size": VOCABULARY, "d_model": 24, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4, "encoder_ffn_dim": 40, "decoder_ffn_dim": 40, "max_position_embeddings": 40,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 2, "forced_eos_token_id": None,
+}  # fmt: skip
 _TOWER: dict[str, Any] = {
     "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 4,
 }  # fmt: skip
@@ -56,6 +65,11 @@ _TWO_TOWERS: dict[str, Any] = {
     "text_config": {**_TOWER, "vocab_size": VOCABULARY, "max_position_embeddings": 40, "pad_token_id": 0,
                     "bos_token_id": 1, "eos_token_id": 2},
     "vision_config": {**_TOWER, "image_size": 12, "patch_size": 4, "num_channels": 3},
+}  # fmt: skip
+_SPEECH: dict[str, Any] = {
+    **_TOWER, "vocab_size": VOCABULARY, "pad_token_id": 0, "conv_dim": [8, 8], "conv_kernel": [3, 3],
+    "conv_stride": [2, 2], "num_feat_extract_layers": 2, "num_conv_pos_embeddings": 4,
+    "num_conv_pos_embedding_groups": 2, "classifier_proj_size": 8, "apply_spec_augment": False, "layerdrop": 0.0,
 }  # fmt: skip
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("gpt2", {"vocab_size": VOCABULARY, "n_embd": 24, "n_layer": 2, "n_head": 4, "n_positions": 40,
@@ -88,6 +102,12 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "phi": ("phi", {**_LLAMA_LIKE, "partial_rotary_factor": 0.67}),
     "olmo2": ("olmo2", _LLAMA_LIKE),
     "smollm3": ("smollm3", _LLAMA_LIKE),
+    "gpt_bigcode": ("gpt_bigcode", {"vocab_size": VOCABULARY, "n_embd": 24, "n_layer": 2, "n_head": 4,
+                                    "n_positions": 40, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}),
+    "gpt_oss, experts batched": ("gpt_oss", {**_LLAMA_LIKE, "head_dim": 6, "num_local_experts": 4,
+                                             "num_experts_per_tok": 2, "sliding_window": 4}),
+    "mamba": ("mamba", {"vocab_size": VOCABULARY, "hidden_size": 24, "num_hidden_layers": 2, "state_size": 4,
+                        "time_step_rank": 4, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}),
     "granite": ("granite", _LLAMA_LIKE),
     "stablelm": ("stablelm", {**_LLAMA_LIKE, "partial_rotary_factor": 0.67}),
     "cohere": ("cohere", _LLAMA_LIKE),
@@ -104,29 +124,32 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "mpnet": ("mpnet", {**_BERT_LIKE, "bos_token_id": 1, "eos_token_id": 2}),
     "t5": ("t5", _T5),
     "flan-t5": ("t5", {**_T5, "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}),
-    "bart": ("bart", {"vocab_size": VOCABULARY, "d_model": 24, "encoder_layers": 2, "decoder_layers": 2,
-                      "encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 40,
-                      "decoder_ffn_dim": 40, "max_position_embeddings": 40, "pad_token_id": 0, "bos_token_id": 1,
-                      "eos_token_id": 2, "decoder_start_token_id": 2, "forced_eos_token_id": None}),
+    "mt5": ("mt5", {**_T5, "feed_forward_proj": "gated-gelu"}),
+    "bart": ("bart", _BART),
     "vit": ("vit", {"hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 4,
                     "image_size": 12, "patch_size": 4, "num_channels": 3}),
+    "swin": ("swin", {"image_size": 12, "patch_size": 2, "window_size": 3, "embed_dim": 8, "depths": [1, 1],
+                      "num_heads": [2, 2], "num_channels": 3}),
+    "dinov2": ("dinov2", {**_TOWER, "mlp_ratio": 2, "image_size": 12, "patch_size": 4, "num_channels": 3}),
     "whisper": ("whisper", {"vocab_size": VOCABULARY, "d_model": 24, "encoder_layers": 2, "decoder_layers": 2,
                             "encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 40,
                             "decoder_ffn_dim": 40, "num_mel_bins": 8, "max_source_positions": 6,
                             "max_target_positions": 40, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
                             "decoder_start_token_id": 1}),
+    **{name: (name, _SPEECH) for name in ("wav2vec2", "hubert")},
     "clip": ("clip", _TWO_TOWERS),
     "siglip": ("siglip", _TWO_TOWERS),
 }  # fmt: skip
+CONFIGS |= {name: (name, {**_LLAMA_LIKE, "head_dim": 6}) for name in ("starcoder2", "nemotron", "glm4")}
+CONFIGS |= {name: (name, _BART) for name in ("mbart", "m2m_100", "pegasus", "marian")}
 for _name in ("mixtral", "qwen3_moe"):
     CONFIGS |= dict.fromkeys((f"{_name}, experts batched", f"{_name}, experts and router frozen"), CONFIGS[_name])
-CONFIGS["siglip, pooling head frozen"] = CONFIGS["siglip"]
-_FROZEN = {name: ".head." if "siglip" in name else ".mlp." for name in CONFIGS if name.endswith("frozen")}
+_FROZEN = {name: ".mlp." for name in CONFIGS if name.endswith("frozen")}
 # Its config cannot say so; a checkpoint with weights of its own for the head does.
 _UNTIED = ("flan-t5",)
 
 _CLASSIFIER = ("sequence", "multi_label", "regression")
-_DECODER, _ENCODER = ("causal_lm", *_CLASSIFIER, "token", "qa"), ("masked_lm", *_CLASSIFIER, "token", "qa")
+_DECODER, _ENCODER = ("causal_lm", *_CLASSIFIER, "token", "qa"), ("masked_lm", *_CLASSIFIER, "token", "qa", "choice")
 HEADS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(CONFIGS, _DECODER),
     **dict.fromkeys(
@@ -135,11 +158,13 @@ HEADS: dict[str, tuple[str, ...]] = {
     ),
     **dict.fromkeys(("t5", "flan-t5"), ("seq2seq", *_CLASSIFIER, "token", "qa")),
     "bart": ("seq2seq", "causal_lm", *_CLASSIFIER, "qa"),
+    **dict.fromkeys(("mbart", "m2m_100", "pegasus", "marian", "mt5"), ("seq2seq",)),
+    "mamba": ("causal_lm",),
     "whisper": ("speech",),
-    "vit": ("image",),
+    **dict.fromkeys(("wav2vec2", "hubert"), ("ctc",)),
+    **dict.fromkeys(("vit", "swin", "dinov2"), ("image",)),
     "clip": ("image", "text"),
     "siglip": ("image", "text"),
-    "siglip, pooling head frozen": ("image",),
 }
 
 
@@ -207,9 +232,16 @@ def text_batch(head: str, size: int = 3, length: int = 7, dtype: torch.dtype = t
             # Encoder-decoders classify what stands at the one end of text that each example must have.
             ids[i, kept - 1] = 2
     batch = {"input_ids": ids, "attention_mask": mask}
+    if head == "choice":
+        pair = {name: torch.stack([values, values.roll(1, 1)], 1) for name, values in batch.items()}
+        return {**pair, "labels": draw(0, 2, size)}
     labels = ids.masked_fill(mask.eq(0), -100)
     if head == "speech":
         return {"input_features": torch.randn(size, 8, 12, generator=generator).to(dtype), "labels": labels}
+    if head == "ctc":
+        sound = torch.randn(size, 67, generator=generator).to(dtype)
+        mask = (torch.arange(67) < 67 - 10 * (torch.arange(size)[:, None] % 3)).long()
+        return {"input_values": sound * mask, "attention_mask": mask, "labels": ids[:, :3] % 7 + 3}
     if head in ("causal_lm", "seq2seq"):
         return {**batch, "labels": labels}
     if head == "masked_lm":

@@ -33,11 +33,18 @@ def batch_size(batch: Batch) -> int:
 
 
 def take(batch: Batch, index: Sequence[int]) -> dict[str, Any]:
-    """The examples in `index`, in that order, repeats included; other values are passed through."""
-    return {
-        k: v.index_select(0, torch.tensor(list(index), device=v.device)) if isinstance(v, Tensor) else v
-        for k, v in batch.items()
-    }
+    """The examples in `index`, in that order, repeats included, of tensors and of lists with an entry for each example.
+
+    Other values are passed through.
+    """
+    size = next((len(v) for v in batch.values() if isinstance(v, Tensor) and v.dim()), None)
+
+    def taken(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return value.index_select(0, torch.tensor(list(index), device=value.device))
+        return [value[i] for i in index] if isinstance(value, list) and len(value) == size else value
+
+    return {k: taken(v) for k, v in batch.items()}
 
 
 def check_losses(losses: Tensor, size: int) -> None:

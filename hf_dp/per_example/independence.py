@@ -41,13 +41,15 @@ def survey(model: nn.Module, loss_fn: LossFunction, batch: Batch, *, rules: Mapp
     What all examples share has the same shape in both, so at least one of them shows that it is not theirs.
     """
     uses: set[Use] = set()
+    read: set[Use] = set()
     for size in _telling_sizes(model, batch)[:2]:
         few = take(batch, [i % batch_size(batch) for i in range(size)])
         watch = Watch(Reader(size), rules)
         with forked_rng(model), watch.attached(model):
             watch.forward(model, loss_fn, few)
-        uses |= watch.uses | watch.copied
-    return Certificate(uses)
+        uses |= watch.uses
+        read |= watch.read
+    return Certificate(uses, read)
 
 
 def telling_size(model: nn.Module, batch: Batch) -> int:

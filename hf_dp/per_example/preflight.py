@@ -34,7 +34,7 @@ from hf_dp.per_example.independence import (
 from hf_dp.per_example.oracle import loop
 from hf_dp.per_example.precision import full_precision
 from hf_dp.per_example.reading import Reader
-from hf_dp.per_example.record import PerExampleGradients
+from hf_dp.per_example.record import PerExampleGradients, record
 from hf_dp.per_example.rows import RowSum
 from hf_dp.per_example.rule import Certificate, Rule
 from hf_dp.per_example.rules import RULES
@@ -82,7 +82,8 @@ def preflight(
             fix="give at least two different examples; shuffle the dataset if its first rows repeat.",
         )
     with forked_rng(model), _off_zero(model):
-        readings = survey(model, loss_fn, batch, rules=rules).readings
+        seen = survey(model, loss_fn, batch, rules=rules)
+        readings = seen.readings
         check_independence(model, loss_fn, batch, rules=rules, readings=readings)
         size = telling_size(model, batch)
         few = take(batch, [i % batch_size(batch) for i in range(size)])
@@ -97,7 +98,11 @@ def preflight(
     # A frozen base in bf16 rounds what reaches an adapter in float32.
     dtypes = watch.dtypes | {p.dtype for p in model.parameters() if p.is_floating_point()}
     _compare(found, truth, weights, dtypes, parameters)
-    return Certificate(watch.uses | watch.copied)
+    certificate = Certificate(watch.uses, read=watch.read | seen | seen.read)
+    # As in training: what its mode alone does (dropout, checkpoints) must not be refused only after the start.
+    with forked_rng(model):
+        record(model, loss_fn, few, certificate=certificate, rules=rules, tables=tables)
+    return certificate
 
 
 def check_modules(model: nn.Module) -> None:
@@ -197,6 +202,13 @@ def _compare(
     tolerance = max(_EXACTNESS_TOLERANCE.get(dtype, _LOW_PRECISION_TOLERANCE) for dtype in dtypes)
     # An example whose own gradient is not finite contributes nothing; it must be the same ones for both.
     finite = oracle.norms.isfinite()
+    if not bool((finite & oracle.norms.ne(0)).any()):
+        found = " and ".join(sorted({str(norm) for norm in oracle.norms.tolist()}))
+        raise PreflightError(
+            f"the gradients of {len(finite)} examples have no norm but {found}.",
+            why="there is nothing to compare, and where no example has a gradient, budget is spent on noise alone.",
+            fix="look at the losses of single examples: are there labels (not all -100), is everything finite?",
+        )
     found_norms, true_norms = (n.where(finite, 0) for n in (engine.squared_norms().double().sqrt(), oracle.norms))
     ours, rows = engine.zeros(besides=oracle.rows), {name: RowSum(name, parameters[name]) for name in oracle.rows}
     engine.add_weighted_sum_(as_sums(ours, parameters), weights.where(finite, 0), rows)

@@ -12,7 +12,7 @@ from typing import NoReturn
 
 from torch import Tensor
 
-from hf_dp.per_example.rule import Axis, Bound, Readings, Rule, refusal
+from hf_dp.per_example.rule import BY_GRADIENT, Axis, Bound, Readings, Rule, refusal
 
 
 @dataclass(eq=False)
@@ -24,26 +24,31 @@ class Reader:
         ambiguous_sizes: sizes that other axes have too, or None where readings are certified.
         readings: what is known of them.
         length: positions of each example in the ids of the batch.
-        folded_length: positions of each example in the longest plain view.
+        folded_lengths: rows of each example in plain views.
     """
 
     batch_size: int
     ambiguous_sizes: frozenset[int] | None = None
     readings: Readings = field(default_factory=dict)
     length: int = 0
-    folded_length: int = 0
+    folded_lengths: set[int] = field(default_factory=set)
     _storages: set[int] = field(default_factory=set)
+    _has_positions: bool = True
 
     def begin(self, tensors: Iterable[Tensor]) -> None:
         """Takes note of the tensors of the micro-batch."""
         given = list(tensors)
         self._storages = {_storage(v) for v in given}
         ids = [v for v in given if v.dim() == 2 and not v.is_floating_point()]
+        self._has_positions = bool(ids)
         self.length = max((v.shape[1] for v in ids or [v for v in given if v.dim() > 2]), default=0)
 
-    def known(self, operation: str, parameters: list[str], dimensions: int) -> str | None:
+    def known(self, operation: str, parameters: list[str], given: Tensor | None) -> str | None:
         """How preflight saw such a use read, if it did."""
-        return self.readings.get((operation, parameters[0], dimensions))
+        found = self.readings.get((operation, parameters[0], 0 if given is None else given.dim()))
+        if found == BY_GRADIENT:
+            return "data" if given is not None and given.requires_grad else "constant"
+        return found
 
     def example_axis(self, rows: int) -> str | None:
         """As what so many rows can be read."""
@@ -58,7 +63,7 @@ class Reader:
             UnsupportedModelError: the shape has no reading, or may have another.
         """
         given = bound.input
-        known = self.known(rule.name, parameters, 0 if given is None else given.dim())
+        known = self.known(rule.name, parameters, given)
         if given is None:
             found = self.example_axis(bound.options["rows"])
             if found and known == "either" and self.batch_size > 1:
@@ -89,7 +94,7 @@ class Reader:
 
     def may_be_data(self, operation: str, parameters: list[str], given: Tensor) -> bool:
         """Whether an operand may have a row for each example."""
-        known = self.known(operation, parameters, given.dim())
+        known = self.known(operation, parameters, given)
         is_clear = known not in ("constant", "either") or _storage(given) in self._storages
         return given.requires_grad or (is_clear and self.example_axis(len(given)) is not None)
 
@@ -97,10 +102,12 @@ class Reader:
         """Refuses rows that may be packed: so many in all, but not the same number of each example."""
         each = given.shape[0] // self.batch_size
         if _is_plainly_folded(given, self.batch_size):
-            self.folded_length = max(self.folded_length, each)
+            self.folded_lengths.add(each)
             return
+        if not self._has_positions and each in self.folded_lengths:
+            return  # Windows of an image; there is no mask by which some rows could have been chosen.
         # A choice among n positions of each example gives n for each only where it takes them all.
-        whole = [n for n in (self.length, self.folded_length) if n and n >= self.length]
+        whole = [n for n in (self.length, max(self.folded_lengths, default=0)) if n and n >= self.length]
         if self.batch_size > 1 and given.numel() and all(each % n for n in whole):
             self._unreadable(rule, given, parameters, "it may be packed, with other numbers of rows for each of")
 

@@ -76,11 +76,26 @@ class Use(NamedTuple):
     dimensions: int
 
 
+# Noted beside the reading of data that requires no gradient.
+PLAIN = "plain"
+BY_GRADIENT = "by gradient"
 Readings = Mapping[tuple[str, str, int], str]
 
 
 class Certificate(frozenset[Use]):
-    """The uses that `preflight` has seen and found exact. An unseen use, later, is refused."""
+    """The uses that `preflight` has seen and found exact. An unseen use, later, is refused.
+
+    Args:
+        uses: compared with the oracle.
+        read: only seen, where there was no gradient (the first pass of a checkpoint, or another mode of the model).
+    """
+
+    read: frozenset[Use]
+
+    def __new__(cls, uses: Iterable[Use] = (), read: Iterable[Use] = ()) -> Certificate:
+        made = super().__new__(cls, uses)
+        made.read = frozenset(read)
+        return made
 
     def covers(self, uses: Iterable[Use]) -> bool:
         """Whether all `uses` were seen; folded with one row for each example is the same as not folded."""
@@ -91,18 +106,22 @@ class Certificate(frozenset[Use]):
     def readings(self) -> Readings:
         """How first axes were read, by (operation, parameter, dimensions).
 
-        "batch", "folded", "data" for both of these, "constant", or "either" for constant and another.
+        "batch", "folded", "data" for both of these, "constant", or "either" for constant and another; BY_GRADIENT where
+        all the others require a gradient and no constant does.
         """
         found: dict[tuple[str, str, int], set[str]] = {}
-        for use in self:
+        for use in self | self.read:
             found.setdefault((use.operation, use.parameter, use.dimensions), set()).add(use.reading)
         return {key: _joined(seen) for key, seen in found.items()}
 
 
 def _joined(readings: set[str]) -> str:
+    is_plain, readings = PLAIN in readings, readings - {PLAIN}
     if len(readings) == 1:
         return next(iter(readings))
-    return "either" if "constant" in readings else "data"
+    if "constant" in readings:
+        return "either" if is_plain else BY_GRADIENT
+    return "data"
 
 
 def refusal(names: list[str], what: str, reason: str) -> UnsupportedModelError:

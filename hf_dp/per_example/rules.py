@@ -42,6 +42,8 @@ def _summed(values: Tensor, axis: Axis) -> PerExample:
 
 
 def _bind_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Bound:
+    if weight.dim() == 1 and bias is not None:
+        raise _unsupported("linear", "a vector as weight, and a bias", "it is known without one")
     return Bound(input, {"weight": weight, "bias": bias}, {})
 
 
@@ -54,21 +56,25 @@ def _bind_addmm(input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float = 1, a
 
 
 def _bind_matmul(input: Tensor, other: Tensor) -> Bound:
-    if other.dim() != 2 or input.dim() < 2:
+    if other.dim() not in (1, 2) or input.dim() < 2 or not isinstance(other, WatchedParameter):
         raise _unsupported(
-            "matmul", f"shapes {tuple(input.shape)} and {tuple(other.shape)}", "only x @ W with a matrix W is known"
+            "matmul",
+            f"shapes {tuple(input.shape)} and {tuple(other.shape)}",
+            "only x @ W with a matrix or a vector W is known",
         )
     return Bound(input, {"weight": other, "bias": None}, {"transposed": True})
 
 
 def _linear(x: Tensor, operands: Operands) -> tuple[Tensor, _Saved]:
     weight, bias = _parameter(operands, "weight"), operands.parameters["bias"]
-    weight = weight.T if operands.options.get("transposed") else weight
+    weight = weight.T if operands.options.get("transposed") and weight.dim() == 2 else weight
     return F.linear(x, weight, bias), (x,) if "weight" in operands.watched else ()
 
 
 def _linear_backward(saved: _Saved, operands: Operands, gradient: Tensor, axis: Axis, needs_input: bool) -> _Backward:
     weight, is_transposed = _parameter(operands, "weight"), operands.options.get("transposed")
+    if weight.dim() == 1:
+        return _multiply_backward(saved, operands, gradient.unsqueeze(-1), axis, needs_input)
     factors: dict[str, Factors | None] = {}
     if "weight" in operands.watched:
         outer = Outer(Dense(axis.positions(gradient)), Dense(axis.positions(saved[0])))
@@ -262,14 +268,21 @@ def _getitem_backward(saved: _Saved, operands: Operands, gradient: Tensor, axis:
 def _bind_expand(input: Tensor, *sizes: Any) -> Bound:
     shape = list(sizes[0]) if len(sizes) == 1 and not isinstance(sizes[0], int) else list(sizes)
     # The axis of the copies is new, or is there with one entry.
-    inner = input.shape if len(shape) > input.dim() else input.shape[1:]
-    new = len(shape) - len(inner)
-    kept = [n if given == -1 else given for n, given in zip(inner, shape[new:], strict=False)]
-    if new < 1 or (len(inner) < input.dim() and input.shape[0] != 1) or inner != torch.Size(kept):
+    if len(shape) < max(1, input.dim()) or (len(shape) == input.dim() and input.shape[0] != 1):
         raise _unsupported(
-            "expand", f"shape {tuple(input.shape)} to {shape}", "only copies of a whole parameter are known"
+            "expand", f"shape {tuple(input.shape)} to {shape}", "only copies along a first axis are known"
         )
-    return Bound(None, {"weight": input}, {"rows": shape[0], "sizes": [*shape[:new], *[1] * len(inner)]})
+    return Bound(None, {"weight": input}, {"rows": abs(shape[0]), "shape": shape})
+
+
+def _expand(_: None, operands: Operands) -> tuple[Tensor, _Saved]:
+    return _parameter(operands, "weight").expand(operands.options["shape"]).clone(
+        memory_format=torch.contiguous_format
+    ), ()
+
+
+def _expand_backward(saved: _Saved, operands: Operands, gradient: Tensor, axis: Axis, needs_input: bool) -> _Backward:
+    return None, {"weight": _share(gradient, _parameter(operands, "weight"), axis)}
 
 
 def _bind_repeat(input: Tensor, *sizes: Any) -> Bound:
@@ -279,6 +292,10 @@ def _bind_repeat(input: Tensor, *sizes: Any) -> Bound:
             "repeat", f"shape {tuple(input.shape)} by {times}", "only one copy for each example, put in front, is known"
         )
     return Bound(None, {"weight": input}, {"rows": times[0], "sizes": times})
+
+
+def _bind_expand_as(input: Tensor, other: Tensor) -> Bound:
+    return _bind_expand(input, other.shape)
 
 
 def _repeat(_: None, operands: Operands) -> tuple[Tensor, _Saved]:
@@ -370,7 +387,7 @@ _RMS_NORM = Rule("rms_norm", _bind_rms_norm, _rms_norm, _rms_norm_backward)
 _MULTIPLY = Rule("multiply", _bind_elementwise, _multiply, _multiply_backward, features=0)
 _ADD = Rule("add", _bind_elementwise, _add, _add_backward, features=0)
 _GETITEM = Rule("getitem", _bind_getitem, _getitem, _getitem_backward, features=0)
-_EXPAND = Rule("expand", _bind_expand, _repeat, _repeat_backward, features=0)
+_EXPAND = Rule("expand", _bind_expand, _expand, _expand_backward, features=0)
 _REPEAT = Rule("repeat", _bind_repeat, _repeat, _repeat_backward, features=0)
 _ANY_CONV1D = instantiating("conv1d", _bind_convolution, _convolved(F.conv1d), features=2)
 _ANY_CONV2D = instantiating("conv2d", _bind_convolution, _convolved(F.conv2d), features=3)
@@ -395,6 +412,7 @@ RULES: Mapping[Any, Rule] = MappingProxyType(
         **dict.fromkeys((torch.add, torch.Tensor.add, torch.Tensor.__add__, torch.Tensor.__radd__), _ADD),
         torch.Tensor.__getitem__: _GETITEM,
         torch.Tensor.expand: _EXPAND,
+        torch.Tensor.expand_as: replace(_EXPAND, bind=_bind_expand_as),
         torch.Tensor.repeat: _REPEAT,
         F.conv1d: _CONV1D,
         F.conv2d: _CONV2D,

@@ -22,11 +22,12 @@ from torch.distributed.tensor import DTensor
 
 from hf_dp.errors import UnsupportedModelError
 from hf_dp.per_example.batch import Batch, LossFunction, check_losses
+from hf_dp.per_example.composites import COMPOSITES
 from hf_dp.per_example.constants import Constant, by_autograd, by_rule
 from hf_dp.per_example.factors import Factors, Outer
 from hf_dp.per_example.precision import full_precision, sum_dtype
 from hf_dp.per_example.reading import Reader
-from hf_dp.per_example.rule import Axis, Bound, Operands, Rule, Use, refusal
+from hf_dp.per_example.rule import PLAIN, Axis, Bound, Operands, Rule, Use, refusal
 from hf_dp.per_example.sharding import refuse_unknown_shards, trainable, watched_when_whole
 from hf_dp.per_example.watched import Source, WatchedParameter, flatten, mapped
 
@@ -39,6 +40,8 @@ _BROADCASTING = {
     *(getattr(module, name) for name in ("where", "masked_fill") for module in (torch, torch.Tensor)),
     *(torch.sub, torch.div, torch.nn.functional.scaled_dot_product_attention),
 }
+# The same, for operands with two axes or more.
+_PRODUCTS = {torch.matmul, *(getattr(torch.Tensor, name) for name in ("matmul", "__matmul__", "__rmatmul__"))}
 # What sorts the tokens of all examples by expert loses sight of whose they are.
 _REASONS = {
     "grouped_mm": "it mixes the tokens of all examples (Transformers' experts keep them in order after "
@@ -64,8 +67,8 @@ class Watch:
     sum_dtypes: dict[str, torch.dtype] = field(default_factory=dict)
     uses: set[Use] = field(default_factory=set)
     doubts: set[Use] = field(default_factory=set)
-    # Known to meet data, for the reading of shapes; a path without them is no unseen use.
-    copied: set[Use] = field(default_factory=set)
+    # Known for the reading of shapes alone: no gradient follows from them, so they are no unseen uses.
+    read: set[Use] = field(default_factory=set)
     leaked: set[str] = field(default_factory=set)
     dtypes: set[torch.dtype] = field(default_factory=set)
     is_final: bool = False
@@ -170,6 +173,14 @@ class Watch:
         if self.is_closed or any(w.source.watch is not self for w in watched):
             reason = "it works on a value that was computed from the parameter in an earlier pass and kept"
             raise refusal(parameters, f"operation {name}", reason)
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            raise refusal(
+                parameters, f"operation {name}", "torch.func (vmap, grad, jvp) hides the axis of the examples"
+            )
+        if rule is None and function in COMPOSITES:
+            output = COMPOSITES[function](*args, **kwargs)
+            if output is not NotImplemented:
+                return output
         bound = _bound(rule, name, parameters, args, kwargs)
         if rule is not None and isinstance(bound, Bound):
             try:
@@ -181,16 +192,23 @@ class Watch:
                 function(*mapped(_plain, args), **mapped(_plain, kwargs))
                 raise refusal(parameters, f"operation {name}", f"its rule cannot read it ({error})") from error
         assert isinstance(bound, UnsupportedModelError)
-        if function in _BROADCASTING:
+        if function in _BROADCASTING or (function in _PRODUCTS and all(w.dim() > 1 for w in watched)):
             copies = self._copies(name, parameters, args, kwargs)
             if copies is not None:
                 try:
                     return function(*copies[0], **copies[1])
                 except RuntimeError as error:  # masked_fill takes no rows
                     raise bound from error
-        if _CHANGING.search(name) or not self._are_constant(name, parameters, args, kwargs):
+        others = None if _CHANGING.search(name) else self._constant_operands(name, parameters, args, kwargs)
+        if others is None:
             raise bound
-        return self._on_constants(function, args, kwargs, parameters, bound)
+        output = self._on_constants(function, args, kwargs, parameters, bound)
+        # What has no gradient (a test for infinities, say) is no use.
+        if not torch.is_grad_enabled() or any(isinstance(o, WatchedParameter) for o in flatten(output)):
+            doubtful = bool(others) and self.reader.ambiguous_sizes is not None
+            for given in others or (None,):
+                self._note(name, parameters, given, Axis(self.batch_size, "constant"), doubtful)
+        return output
 
     def _use(self, rule: Rule, bound: Bound, parameters: list[str], function: Any, args: Any, kwargs: Any) -> Any:
         watched = {r: p for r, p in bound.parameters.items() if isinstance(p, WatchedParameter)}
@@ -229,20 +247,17 @@ class Watch:
         self.dtypes.add(value.dtype)
         return WatchedParameter.of(Source(_AND.join(parameters), self, value.detach(), constant.gather))
 
-    def _are_constant(self, name: str, parameters: list[str], args: Any, kwargs: Any) -> bool:
-        """Whether no example is in any operand of an operation without a rule."""
+    def _constant_operands(self, name: str, parameters: list[str], args: Any, kwargs: Any) -> list[Tensor] | None:
+        """The other operands of an operation without a rule, if no example is in any of them."""
         others = [a for a in flatten((args, kwargs)) if isinstance(a, Tensor) and not isinstance(a, WatchedParameter)]
         for other in others:
             # Of a single example's data as of a constant, the gradient is exact.
             may_be_data = other.dim() > 0 and (other.shape[0] == 1 or self.batch_size > 1)
-            known = self.reader.known(name, parameters, other.dim())
+            known = self.reader.known(name, parameters, other)
             reading = known or (self.reader.example_axis(other.shape[0]) if may_be_data else None)
             if other.requires_grad or reading not in ("constant", None):
-                return False
-        axis, doubtful = Axis(self.batch_size, "constant"), bool(others) and self.reader.ambiguous_sizes is not None
-        for given in others or (None,):
-            self._note(name, parameters, given, axis, doubtful)
-        return True
+                return None
+        return others
 
     def _copies(self, name: str, parameters: list[str], args: Any, kwargs: Any) -> Any:
         """The operands of an elementwise operation with a row for each row of the data, where parameters have one."""
@@ -255,7 +270,8 @@ class Watch:
             return None
 
         if rows:
-            self.copied |= {Use(name, parameter, "batch", dimensions) for parameter in parameters}
+            readings = ["batch"] if all(t.requires_grad for t in data) else ["batch", PLAIN]
+            self.read |= {Use(name, parameter, reading, dimensions) for parameter in parameters for reading in readings}
 
         def copied(value: Any) -> Any:
             if not isinstance(value, WatchedParameter):
@@ -268,8 +284,10 @@ class Watch:
     def _note(self, operation: str, parameters: list[str], given: Tensor | None, axis: Axis, doubtful: bool) -> None:
         for parameter in parameters:
             use = Use(operation, parameter, axis.reading, 0 if given is None else given.dim())
-            self.uses.add(use)
+            (self.uses if torch.is_grad_enabled() else self.read).add(use)
             self.doubts |= {use} if doubtful else set()
+            if given is not None and axis.reading != "constant" and not given.requires_grad:
+                self.read.add(use._replace(reading=PLAIN))
             if self.observe is not None and given is not None:
                 self.observe(use, given, axis)
 

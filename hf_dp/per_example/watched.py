@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from hf_dp.per_example.factors import Factors
+from hf_dp.per_example.rule import refusal
 
 if TYPE_CHECKING:
     from hf_dp.per_example.watch import Watch
@@ -44,6 +45,8 @@ class WatchedParameter(torch.Tensor):
     @staticmethod
     def of(source: Source) -> WatchedParameter:
         """A leaf that requires grad: should a use slip past the rules, its gradient lands here and is seen."""
+        if source.plain.is_complex():
+            raise refusal([source.parameter], "complex numbers", "no rule is known to conjugate as they need it")
         made: WatchedParameter = torch.Tensor._make_subclass(WatchedParameter, source.plain, True)
         made.source = source
         leaked, parameter = source.watch.leaked, source.parameter

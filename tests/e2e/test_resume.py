@@ -173,6 +173,20 @@ def test_a_ledger_with_more_than_the_global_step_is_continued_as_it_is(checkpoin
     assert (run.state.global_step, run.ledger.steps) == (STEPS, STEPS + 2)
 
 
+@pytest.mark.parametrize("step", [0, 1])
+def test_a_checkpoint_that_says_fewer_steps_than_its_ledger_is_charged_for_all(
+    checkpointed: Path, tmp_path: Path, step: int
+) -> None:
+    path = copied(checkpointed, tmp_path)
+    edit_state(path, lambda state: state.update(global_step=step))
+    run = trainer(path, seed=7)
+    run.train(resume_from_checkpoint=True)
+    assert (run.state.global_step, run.ledger.steps) == (STEPS, STEPS - step + SAVED)
+    run.args.max_steps = STEPS + 1
+    run.train()
+    assert run.ledger.steps == 2 * STEPS - step + SAVED + 1
+
+
 def test_resuming_a_second_training(tmp_path: Path) -> None:
     run = trainer(tmp_path, seed=7)
     run.train()

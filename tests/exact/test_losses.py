@@ -22,6 +22,7 @@ from transformers import (
 from hf_dp import losses
 from hf_dp.errors import ConfigurationError, UnsupportedModelError
 from hf_dp.losses import check_own_loss, loss_kind, per_example_losses
+from hf_dp.per_example import loop, preflight, record
 from hf_dp.per_example.batch import take
 from tests.zoo import text_batch, tiny
 
@@ -47,10 +48,25 @@ def assert_own(model: nn.Module, batch: dict[str, Tensor], size: int = 3) -> Non
         *((name, head) for name in ("gpt2", "bert") for head in ("multi_label", "regression")),
         *((name, "image") for name in ("vit", "clip", "siglip")),
         ("whisper", "speech"),
+        *((name, "choice") for name in ("bert", "roberta")),
     ],
 )
 def test_equals_the_models_own_loss(name: str, head: str) -> None:
     assert_own(tiny(name, head), text_batch(head))
+
+
+@pytest.mark.parametrize("reduction", ["sum", "mean"])
+@pytest.mark.parametrize("with_mask", [True, False])
+@pytest.mark.parametrize("name", ["wav2vec2", "hubert"])
+def test_speech_recognition_by_ctc(name: str, with_mask: bool, reduction: str) -> None:
+    model, batch = tiny(name, "ctc", ctc_loss_reduction=reduction), text_batch("ctc")
+    batch["labels"][1, 0] = -100
+    if not with_mask:
+        del batch["attention_mask"]
+    assert_own(model, batch)
+    found = record(model, per_example_losses, batch, certificate=preflight(model, per_example_losses, batch))
+    truth = loop(model, per_example_losses, batch)
+    assert torch.allclose(found.squared_norms(), truth.squared_norms(), rtol=1e-9)
 
 
 @pytest.mark.parametrize(

@@ -203,6 +203,19 @@ def test_one_position_after_longer_ones(name: str) -> None:
     assert relative_error(found, loop(model, per_example_losses, data)) <= 1e-12
 
 
+def windows(model: Any, x: Tensor, count: int) -> Tensor:
+    rows = model.one(x.contiguous().unflatten(1, (count, -1)).flatten(0, 1)).cos()
+    return model.two((rows @ rows.mT).softmax(-1) @ rows).unflatten(0, (-1, count)).flatten(1, 2)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
+def test_windows_of_images_fewer_in_each_layer(size: int) -> None:
+    model = Small(lambda m, x: windows(m, windows(m, x, 4)[:, ::2], 2), one=nn.Linear(4, 4), two=nn.Linear(4, 4))
+    certificate, data = preflight(model, square, batch(3, 12, 4)), batch(size, 12, 4)
+    found = record(model, square, data, certificate=certificate)
+    assert relative_error(found, loop(model, square, data)) <= 1e-12
+
+
 def test_packed_rows_are_not_told_by_another_axis_of_the_batch() -> None:
     """Two labels for each example do not make an even number of rows theirs."""
     model = Packed()
@@ -242,12 +255,93 @@ def test_what_a_constant_was_computed_with_is_changed_in_place(by: str) -> None:
     [
         (lambda m, x: x.masked_fill(x > 0, m.scalar), {"scalar": parameter()}),
         (lambda m, x: x + m.table[torch.zeros(0, dtype=torch.long)].sum(), {"table": parameter(4, 4)}),
-        (lambda m, x: torch.func.vmap(m.linear)(x), {"linear": nn.Linear(4, 4)}),
+        (lambda m, x: m.linear(x) + torch.func.vmap(m.linear)(x), {"linear": nn.Linear(4, 4)}),
+        (lambda m, x: torch.func.vmap(lambda row: row * m.scalar.cos())(x), {"scalar": parameter()}),
+        (lambda m, x: (m.vector @ x.mT)[..., None], {"vector": parameter(4)}),
+        (lambda m, x: torch.view_as_real(torch.fft.rfft(x) * torch.view_as_complex(m.w)), {"w": parameter(3, 2)}),
     ],
 )
-def test_what_a_rule_cannot_read_is_refused_by_name(function: Any, members: dict[str, Any]) -> None:
-    with pytest.raises(UnsupportedModelError):
-        record(Small(function, **members), square, batch(3, 5, 4))
+@pytest.mark.parametrize("size", [1, 3, 5])
+def test_what_a_rule_cannot_read_is_refused_by_name(function: Any, members: dict[str, Any], size: int) -> None:
+    with pytest.raises(UnsupportedModelError, match=next(iter(members))):
+        record(Small(function, **members), square, batch(size, 5, 4))
+
+
+@pytest.mark.parametrize("size", [2, 4, 5])
+def test_a_layer_that_data_and_a_constant_take_with_as_many_axes(size: int) -> None:
+    """DoRA reads the weight of a pooler off an identity, whose rows may be as many as the examples."""
+    model = Small(
+        lambda m, x: (m.linear(m.first(x).mean(1)) @ m.linear(torch.eye(4).double())).cos(),
+        first=nn.Linear(4, 4),
+        linear=nn.Linear(4, 4),
+    )
+    certificate, data = preflight(model, square, batch(3, 5, 4)), batch(size, 5, 4)
+    for known in (certificate, None):
+        found = record(model, square, data, certificate=known)
+        assert relative_error(found, loop(model, square, data)) <= 1e-12
+
+
+@pytest.mark.parametrize("size", [1, 3, 4, 8, 24])
+def test_what_a_checkpoint_computes_from_parameters_alone(size: int) -> None:
+    """In its first pass, which has no gradients, it is a plain tensor, whose rows may be as many as the examples."""
+
+    def layer(m: Any, x: Tensor) -> Tensor:
+        return x @ m.up(m.down(torch.eye(4).double())) + m.up(m.down(x))
+
+    def function(m: Any, x: Tensor) -> Tensor:
+        return checkpoint(layer, m, x.requires_grad_(), use_reentrant=True) if m.training else layer(m, x)
+
+    model = Small(function, down=nn.Linear(4, 2, bias=False), up=nn.Linear(2, 4, bias=False))
+    certificate, data = preflight(model, square, batch(3, 5, 4)), batch(size, 5, 4)
+    found = record(model, square, data, certificate=certificate)
+    assert relative_error(found, loop(model, square, data)) <= 1e-12
+
+
+def test_what_is_computed_without_gradients_has_none() -> None:
+    def function(m: Any, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            scale = m.w.exp()
+        return x * scale + m.w
+
+    model, data = Small(function, w=parameter(4)), batch(3, 5, 4)
+    assert relative_error(record(model, square, data), loop(model, square, data)) <= 1e-12
+
+
+def test_a_list_with_an_entry_for_each_example_goes_with_them() -> None:
+    model = Small(lambda m, x: m.linear(x), linear=nn.Linear(4, 4))
+
+    def loss(model: Any, data: Any) -> Tensor:
+        return square(model, data) * torch.tensor([len(name) for name in data["names"]])
+
+    data = {**batch(3, 5, 4), "names": ["a", "bc", "defg"]}
+    found = record(model, loss, data, certificate=preflight(model, loss, data))
+    assert relative_error(found, loop(model, loss, data)) <= 1e-12
+
+
+def test_what_has_no_gradient_is_no_use() -> None:
+    """VBLoRA looks for infinities while it trains."""
+
+    def function(m: Any, x: Tensor) -> Tensor:
+        assert not (m.training and m.w.isinf().any())
+        return x * m.w
+
+    model, data = Small(function, w=parameter(4)), batch(3, 5, 4)
+    record(model, square, data, certificate=preflight(model, square, data))
+
+
+@pytest.mark.parametrize("factor", [0.0, float("nan"), float("inf")])
+def test_where_no_example_has_a_gradient_nothing_is_certified(factor: float) -> None:
+    model = Small(lambda m, x: factor * m.linear(x), linear=nn.Linear(4, 4))
+    with pytest.raises(UnsupportedModelError, match="nothing to compare"):
+        preflight(model, square, batch(3, 5, 4))
+
+
+def test_what_training_alone_does_is_refused_before_it_begins() -> None:
+    model = Small(
+        lambda m, x: m.one(x).cos() + (m.two(x) if m.training else 0), one=nn.Linear(4, 4), two=nn.Linear(4, 4)
+    )
+    with pytest.raises(UnsupportedModelError, match="two"):
+        preflight(model, square, batch(3, 5, 4))
 
 
 def test_an_error_of_the_models_own_stays_its_own() -> None:

@@ -155,6 +155,55 @@ EXACT: dict[str, Small] = {
         lambda m, x: torch.where(x[..., :1] > 0, m.w[near(x)], -1.0).softmax(-1) @ x, w=parameter(9)
     ),
     "differences and ratios": Small(lambda m, x: (m.w - x) / (m.w.exp() + 2) - m.w, w=parameter(4)),
+    "x @ w with a vector w": Small(
+        lambda m, x: (m.linear(x) @ m.w)[..., None].cos(), linear=nn.Linear(4, 4), w=parameter(4)
+    ),
+    "F.linear with a vector": Small(lambda m, x: F.linear(x, m.w)[..., None].cos(), w=parameter(4)),
+    "w @ x": Small(lambda m, x: torch.tanh(m.w @ m.linear(x).mT), linear=nn.Linear(4, 4), w=parameter(6, 4)),
+    "x @ w for each head": Small(
+        lambda m, x: m.linear(x).unflatten(2, (2, 2)).transpose(1, 2) @ m.w.cos()[None],
+        linear=nn.Linear(4, 4),
+        w=parameter(2, 2, 3),
+    ),
+    "expanded as another": Small(lambda m, x: x * m.w.expand_as(x), w=parameter(4)),
+    "expanded along several axes": Small(
+        lambda m, x: torch.cat([x, m.w.view(1, 1, -1).expand(len(x), x.shape[1], -1)], 2), w=parameter(3)
+    ),
+    "sinks of attention": Small(
+        lambda m, x: (
+            torch.cat([x @ x.mT, m.w.view(1, 1, 1).expand(len(x), x.shape[1], -1)], 2).softmax(-1)[..., :-1] @ x
+        ),
+        w=parameter(1),
+    ),
+    "nn.MultiheadAttention": Small(
+        lambda m, x: m.attention(x, x, x)[0], attention=nn.MultiheadAttention(4, 2, batch_first=True)
+    ),
+    "nn.MultiheadAttention, positions first, without weights": Small(
+        lambda m, x: m.attention(*[x.transpose(0, 1)] * 3, need_weights=False)[0].transpose(0, 1),
+        attention=nn.MultiheadAttention(4, 2),
+    ),
+    "nn.MultiheadAttention, masked": Small(
+        lambda m, x: m.attention(
+            x,
+            x,
+            x,
+            attn_mask=torch.ones(x.shape[1], x.shape[1]).triu(1).bool(),
+            key_padding_mask=(x[..., 0] > 0).logical_and(positions(x) > 0),
+        )[0],
+        attention=nn.MultiheadAttention(4, 2, batch_first=True, bias=False),
+    ),
+    "nn.MultiheadAttention of a learned query": Small(
+        lambda m, x: m.attention(m.query.repeat(len(x), 1, 1), x, x.cos())[0],
+        attention=nn.MultiheadAttention(4, 2, batch_first=True),
+        query=parameter(1, 2, 4),
+    ),
+    "nn.MultiheadAttention over other features": Small(
+        lambda m, x: m.attention(x, x[..., :3], x[..., 1:])[0],
+        attention=nn.MultiheadAttention(4, 2, batch_first=True, kdim=3, vdim=3),
+    ),
+    "nn.TransformerEncoderLayer": Small(
+        lambda m, x: m.layer(x), layer=nn.TransformerEncoderLayer(4, 2, 6, dropout=0.0, batch_first=True)
+    ),
     "x += w": Small(in_place, linear=nn.Linear(4, 4), w=parameter(4)),
     "x.mul_(w)": Small(lambda m, x: m.linear(x).mul_(m.w), linear=nn.Linear(4, 4), w=parameter(4)),
 }
@@ -316,7 +365,10 @@ REFUSED: dict[str, tuple[Small, str]] = {
     ),
     "nn.LSTM": (Small(lambda m, x: m.rnn(x)[0], rnn=nn.LSTM(4, 4, batch_first=True)), "rnn.weight_ih_l0.*lstm"),
     "nn.MultiheadAttention": (
-        Small(lambda m, x: m.attention(x, x, x)[0], attention=nn.MultiheadAttention(4, 2, batch_first=True)),
+        Small(
+            lambda m, x: m.attention(x, x, x)[0],
+            attention=nn.MultiheadAttention(4, 2, batch_first=True, add_bias_kv=True),
+        ),
         "attention.in_proj_weight.*multi_head_attention",
     ),
     "a compiled module": (
