@@ -54,6 +54,7 @@ class RecipeArguments:
         metadata={"help": "Batches and noise from the seed, the same for all arms: to compare them. Not private."},
     )
     test_users: int = 6000
+    max_examples: int | None = field(default=None, metadata={"help": "Use only the first so many users."})
     figure: str | None = field(default=None, metadata={"help": "Where to draw NDCG@10 over scales."})
 
 
@@ -200,8 +201,10 @@ def main() -> None:
     """Trains each arm at each epsilon from each seed, and prints a table. Runs in `results.json` are not repeated."""
     recipe, arguments, privacy = parse(RecipeArguments)
     made = recipe.interactions_file is None
-    sequences = generated(recipe.users, recipe.items) if made else read(recipe.interactions_file)
+    users = min(recipe.users, recipe.max_examples or recipe.users)
+    sequences = generated(users, recipe.items) if made else read(recipe.interactions_file)
     items = recipe.items if made else max(max(sequence) for sequence in sequences)
+    sequences = sequences[: recipe.max_examples]
     train, test = (rows(sequences, recipe.longest, target) for target in (2, 1))
     test = test[: recipe.test_users]
     print("popularity:", shown(popularity(train, test, items)))
