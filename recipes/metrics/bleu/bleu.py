@@ -24,7 +24,7 @@ class Bleu(evaluate.Metric):
         return evaluate.MetricInfo(
             description=str(self.__doc__),
             citation="Papineni et al. 2002",
-            features=datasets.Features({"predictions": text, "references": datasets.Sequence(text)}),
+            features=datasets.Features({"predictions": text, "references": datasets.List(text)}),
         )
 
     def _compute(self, predictions: Sequence[str], references: Sequence[Sequence[str]]) -> dict[str, float]:
