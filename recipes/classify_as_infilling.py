@@ -26,7 +26,7 @@ from typing import Any, Literal
 
 import torch
 from arguments import parse
-from classify import by_length
+from classify import apart, by_length
 from data import LabelledData, labelled
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
@@ -165,6 +165,7 @@ def main() -> None:
     names = json.loads(Path(recipe.labels_file).read_text(encoding="utf-8"))
     files = {"train": recipe.train_file, "test": recipe.test_file}
     train, test = (by_length(infilled(path, split, recipe, tokenizer, names)) for split, path in files.items())
+    train, test, groups = apart(train, test)
 
     def make(kind: type[Trainer], model: nn.Module, **others: Any) -> Trainer:
         return kind(
@@ -182,7 +183,7 @@ def main() -> None:
         lambda trainer: scored_by_label(trainer, test),
         arguments,
         privacy,
-        groups=test["group"] if recipe.group_column else None,
+        groups=groups,
         compare_without_privacy=recipe.compare_without_privacy,
     )
 
