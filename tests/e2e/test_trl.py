@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import copy
 import random
+import re
+import sys
 import tomllib
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
 import torch
 from datasets import Dataset
@@ -116,9 +119,15 @@ def gradients_of_single_examples(trainer: Any, chosen: list[int]) -> Iterator[di
 @pytest.mark.parametrize("peft", [False, True], ids=["full", "lora"])
 @pytest.mark.parametrize(
     ("data", "options"),
-    [(conversations(), {}), (completions(), {"assistant_only_loss": False}), (conversations(), {"max_length": 12})],
-    ids=["answers only", "completions only", "cut off"],
+    [
+        (conversations(), {}),
+        (completions(), {"assistant_only_loss": False}),
+        (conversations(), {"max_length": 12}),
+        (conversations(), {"label_smoothing_factor": 0.2}),
+    ],
+    ids=["answers only", "completions only", "cut off", "smoothed"],
 )
+@pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_the_clipped_sum_is_that_of_single_examples_under_trls_own_loss(
     tmp_path: Path, data: Dataset, options: dict[str, Any], peft: bool
 ) -> None:
@@ -294,3 +303,23 @@ def test_the_tested_version_is_the_one_that_pip_installs() -> None:
     project = tomllib.loads((Path(__file__).resolve().parents[2] / "pyproject.toml").read_text(encoding="utf-8"))
     major, minor = map(int, hf_dp.sft.TESTED.split("."))
     assert project["project"]["optional-dependencies"]["trl"] == [f"trl>={major}.{minor},<{major}.{minor + 1}"]
+
+
+# --- the documents --------------------------------------------------------------------------------------------------
+
+
+def test_the_snippet_in_the_docs_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs" / "recipes.md").read_text(encoding="utf-8")
+    (snippet,) = [text for text in re.findall(r"^```python\n(.*?)^```$", page, re.M | re.S) if "SFTTrainer" in text]
+    monkeypatch.chdir(tmp_path)
+    # A directory by the name of the model on the hub.
+    for part in (a_model(), tokenizer()):
+        part.save_pretrained("HuggingFaceTB/SmolLM2-135M-Instruct")
+    monkeypatch.setattr(datasets, "load_dataset", lambda name, split: conversations(300))
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    monkeypatch.setitem(sys.modules, "snippet", type(sys)("snippet"))
+    namespace: dict[str, Any] = {"__name__": "snippet"}
+    exec(snippet, namespace)
+    report = namespace["trainer"].privacy_report()
+    assert (report.steps, report.dataset_size) == (9, 300)
+    assert 7.9 < report.epsilon <= 8.0
