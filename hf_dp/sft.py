@@ -78,13 +78,13 @@ def _conflicts(trainer: Any, own_loss: bool) -> Iterable[tuple[str, str, str]]:
         yield (
             "activation_offloading=True.",
             "SFTTrainer does it in its own training step, which the private one replaces.",
-            "leave it out; gradient checkpointing, which is on, saves as much.",
+            "leave it out; gradient checkpointing saves memory too, and is on by default.",
         )
     if (args.model_init_kwargs or {}).get("use_kernels"):
         yield (
             "model_init_kwargs={'use_kernels': True}.",
             "fused kernels use parameters where no rule sees them.",
-            ("leave it out."),
+            "leave it out.",
         )
     if trainer._is_vlm or trainer._is_vision_dataset:
         yield (
