@@ -76,7 +76,7 @@ def instruct(monkeypatch):
 )
 def test_smoke_by_group(recipe, group, method, train):  # noqa: F811
     printed, out = train(recipe, "--smoke", "true", "--group_column", group, "--method", method)
-    assert json.loads((out / "privacy.json").read_text(encoding="utf-8"))["training"]["steps"] == 2
+    assert json.loads((out / "privacy.json").read_text(encoding="utf-8"))["report"]["steps"] == 2
     results = json.loads((out / "results.json").read_text(encoding="utf-8"))
     expected = {"loss", "perplexity", "loss per target token"}
     if recipe == "table_to_text":
