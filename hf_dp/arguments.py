@@ -12,6 +12,7 @@ from torch.utils.data import IterableDataset
 
 from hf_dp.config import PrivacyConfig
 from hf_dp.errors import ConfigurationError
+from hf_dp.sft import is_sft_trainer
 
 _DEFAULT_MAX_GRAD_NORM = 1.0
 # Sizes in accelerate's ParallelismConfig.
@@ -197,8 +198,9 @@ def refuse_overrides(trainer: Any, mixin: type, base: type) -> None:
         )
     has_own_loss = _owner(trainer, "compute_per_example_loss") is not mixin
     owner = _owner(trainer, "compute_loss")
-    if (owner is not base or trainer.compute_loss_func is not None) and not has_own_loss:
-        name = "compute_loss_func" if owner is base else f"{owner.__name__}.compute_loss"
+    is_known = owner is base or is_sft_trainer(owner)
+    if not (has_own_loss or (is_known and trainer.compute_loss_func is None)):
+        name = "compute_loss_func" if is_known else f"{owner.__name__}.compute_loss"
         raise ConfigurationError(
             f"{name} gives one loss for the whole batch.",
             why="clipping needs each example's own loss; training would silently use another loss than yours.",

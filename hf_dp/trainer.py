@@ -55,6 +55,7 @@ from hf_dp.randomness import Entropy
 from hf_dp.re_attention import remove_re_attention
 from hf_dp.resume import SavedRun
 from hf_dp.sampling import LogicalBatchCollator, PoissonBatchSampler, PoissonDataLoader, RankSampler
+from hf_dp.sft import forget_batch_metrics, refuse_sft
 from hf_dp.sparse_embeddings import TableRows, find_tables, with_lazy_rows
 from hf_dp.sparse_training import SparseTraining, frozen, hide_from_wrapper, show_to_wrapper
 from hf_dp.step import private_gradient
@@ -120,6 +121,7 @@ class DPTrainerMixin(PublishingMixin):
         )
         self.args = private_arguments(user_args)
         refuse_overrides(self, DPTrainerMixin, Trainer)
+        refuse_sft(self, own_loss=not self._has_usual_loss)
         refuse_parallel_model(self, self._module)
         refuse_sharded_parts(self, self.privacy)
         if self.train_dataset is not None:
@@ -313,7 +315,7 @@ class DPTrainerMixin(PublishingMixin):
                 self._module, self._loss, batch(few), rules=self.per_example_rules, tables=self._tables
             )
             check_padding(self._module, self._loss, few, batch)
-            if type(self).compute_per_example_loss is DPTrainerMixin.compute_per_example_loss:
+            if self._has_usual_loss:
                 check_own_loss(self._module, batch(few))
 
     # --- one step -------------------------------------------------------------------------------------------------
@@ -446,6 +448,7 @@ class DPTrainerMixin(PublishingMixin):
         if self.privacy.withhold_non_private_logs:
             for name in [name for name in logs if name in _WITHHELD or name.startswith(_CORRECTION)]:
                 del logs[name]
+        forget_batch_metrics(self)
         super().log(logs, start_time)
 
     def _epsilon(self) -> float:
@@ -477,6 +480,10 @@ class DPTrainerMixin(PublishingMixin):
     def _module(self) -> nn.Module:
         assert self.model is not None
         return self.model
+
+    @property
+    def _has_usual_loss(self) -> bool:
+        return type(self).compute_per_example_loss is DPTrainerMixin.compute_per_example_loss
 
     @property
     def _output_dir(self) -> str:

@@ -17,7 +17,7 @@ def read_rows(
     """All rows of `name`, or the first `max_examples` of them.
 
     Args:
-        name: a CSV file with a header, a file of JSON lines (.json or .jsonl), or a data set on the hub.
+        name: a CSV file with a header, a JSON list or JSON lines (.json or .jsonl), or a data set on the hub.
         split: of a data set on the hub.
         columns: that must be there. Labels that the hub keeps as numbers with names are given by name.
 
@@ -26,7 +26,9 @@ def read_rows(
     """
     path = Path(name)
     if path.suffix in (".json", ".jsonl"):
-        rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+        text = path.read_text(encoding="utf-8")
+        whole = text.lstrip().startswith("[")
+        rows = json.loads(text) if whole else [json.loads(line) for line in text.split("\n") if line.strip()]
     elif path.suffix == ".csv":
         with path.open(newline="", encoding="utf-8") as file:
             rows = list(csv.DictReader(file))

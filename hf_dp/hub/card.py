@@ -20,6 +20,7 @@ BEGIN, END = "<!-- hf_dp privacy begins -->", "<!-- hf_dp privacy ends -->"
 METADATA_KEY = "differential_privacy"
 TAGS = ("differential-privacy", "dp-sgd")
 _BASE_MODEL = "The data that the base model was trained on before this run is not covered."
+_LARGEST_EXPONENT = 700  # of a float
 _EVALUATION = "Evaluation data, and metrics computed from it, are not covered."
 _PEOPLE = "A person behind k training examples is protected k times less (group privacy)."
 
@@ -54,13 +55,14 @@ def _promise(report: PrivacyReport, found: dict[AccountantName, float]) -> list[
     if not report.private:
         reason = NO_NOISE if not math.isfinite(report.epsilon) else REPRODUCIBLE
         return [f"**This model is not private.** {reason} The numbers below describe the run; they protect nobody."]
-    likelier = f"{math.exp(found['pld']):,.3g}"
+    pld = found["pld"]
+    likelier = f"exp(epsilon) = {math.exp(pld):,.3g}" if pld < _LARGEST_EXPONENT else "exp(epsilon)"
     return [
         "Fine-tuned with differential privacy (DP-SGD) by hf_dp.",
         "",
         f'**What is protected:** {report.unit}, in the sense of "{report.adjacency}". Had any single one been absent '
         "from the training data (or present), every conclusion that anyone can draw from these weights would have been "
-        f"at most exp(epsilon) = {likelier} times as likely or as unlikely, but for a probability of "
+        f"at most {likelier} times as likely or as unlikely, but for a probability of "
         f"{report.delta:.3g}.",
     ]
 

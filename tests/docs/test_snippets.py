@@ -85,7 +85,12 @@ def run(line: str, where: str) -> None:
 
 
 def test_few_snippets_are_not_run() -> None:
-    left_out = [(page.name, s.reason) for page in PAGES for s in snippets(page) if s.reason is not None]
+    left_out = [
+        (page.name, s.reason)
+        for page in PAGES
+        for s in snippets(page)
+        if s.reason is not None and not s.reason.startswith("by tests/")
+    ]
     assert len(left_out) <= 4, left_out
     assert sum(s.kind in ("python", "bash") for page in PAGES for s in snippets(page)) >= 8
 

@@ -262,6 +262,14 @@ def test_every_release_is_on_the_card_and_in_the_ledger(tmp_path: Path) -> None:
     assert "epsilon (PLD)" in failed(tmp_path / "out")
 
 
+def test_an_epsilon_whose_exponential_is_no_float_has_a_card_too(tmp_path: Path) -> None:
+    trainer = make(tmp_path, privacy=PrivacyConfig(noise_multiplier=0.03))
+    trainer.train()
+    trainer.save_model()
+    assert 750 < trainer.privacy_report().epsilon < float("inf")
+    assert "at most exp(epsilon) times" in (tmp_path / "README.md").read_text(encoding="utf-8")
+
+
 def test_without_noise_it_is_consistent_and_not_private(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="adds no noise"):
         run = make(tmp_path / "out", privacy=PrivacyConfig(noise_multiplier=0))

@@ -25,6 +25,7 @@ FLOORS = {
     "fingerprint": 1,
     "scaling": 1,
     "arguments": 1,
+    "sft": 1,
     "re_attention": 1,
     "aggregate": 2,
     "plan": 2,
@@ -48,7 +49,7 @@ FLOORS = {
 PEERS = {
     ("config", "errors"), ("randomness", "errors"), ("randomness", "ranks"), ("trainer", "callbacks"),
     ("trainer", "attention_noise"), ("trainer", "sparse_training"), ("sparse_embeddings", "aggregate"), ("cli", "demo"),
-    ("trainer", "publishing"),
+    ("trainer", "publishing"), ("arguments", "sft"),
 }  # fmt: skip
 # Libraries that a module must not import itself. What it imports through others is seen in test_package.py.
 FORBIDDEN = {

@@ -100,3 +100,20 @@ def test_smoke_wins_over_the_file_and_flags_win_over_it(part, tmp_path, monkeypa
     assert training.save_strategy == "no"
     made, training, _ = parsed()
     assert (made.max_examples, training.max_steps) == (None, 500)
+
+
+def test_bleu_and_slot_coverage_by_hand(part):
+    measured = part("results").measured
+    # All n-grams are right; 6 words for references of 6 and, the closest, 1: exp(1 - 7 / 6).
+    said, wanted = ["The cat sat on the", "a"], [["the cat sat on the mat"], ["b b b", "A"]]
+    assert measured(("bleu",), said, wanted) == pytest.approx({"bleu": math.exp(-1 / 6)})
+    # No four words in a row are right.
+    assert measured(("bleu",), ["the cat sat in the mat"], [["the cat sat on the mat"]]) == {"bleu": 0.0}
+    tables = ["name[Blue Spice], area[city centre], familyFriendly[yes]", "familyFriendly[no]"]
+    assert measured(("slot_coverage",), ["blue spice is nice", "no"], tables) == {"slot_coverage": 0.5}
+
+
+def test_a_json_list_is_rows_as_well(part, tmp_path):
+    (tmp_path / "a.json").write_text('[{"text": "one"},\n {"text": "two"}]', encoding="utf-8")
+    found = part("data").read_rows(str(tmp_path / "a.json"), split="train", columns=("text",))
+    assert found == [{"text": "one"}, {"text": "two"}]

@@ -1,0 +1,148 @@
+"""Prompts and answers for causal language models: the loss is on the answer only; its evaluation; generation.
+
+The privacy unit is a row of the training data: one prompt with its answer, or one conversation.
+"""
+
+from __future__ import annotations
+
+import math
+import string
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from peft import LoraConfig, get_peft_model
+from results import Scores, scored_by_loss
+from tokenizers import Tokenizer, decoders, models
+from tqdm.auto import tqdm
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GPT2Config,
+    GPT2LMHeadModel,
+    PreTrainedTokenizerFast,
+    Trainer,
+)
+
+from hf_dp.errors import ConfigurationError
+
+IGNORED = -100
+Row = dict[str, list[int]]
+
+
+@dataclass(kw_only=True)
+class AnswerData:
+    """Arguments of recipes that train a causal language model on answers."""
+
+    train_file: str = field(metadata={"help": "CSV, JSON or JSON lines, or a hub data set; this is private."})
+    test_file: str = field(metadata={"help": "Of the same form, for what is reported."})
+    model: str = field(metadata={"help": "A hub name or a directory; scratch: a small random GPT-2 over characters."})
+    method: Literal["full", "lora"] = field(default="lora", metadata={"help": "What is trained."})
+    lora_rank: int = 8
+    max_length: int = field(default=512, metadata={"help": "In tokens, of prompt and answer; the rest is cut off."})
+    max_new_tokens: int = field(default=120, metadata={"help": "Of each generated answer, at most."})
+    group_column: str | None = field(
+        default=None, metadata={"help": "Report the loss for each of its values in the test data."}
+    )
+    compare_without_privacy: bool = field(
+        default=False, metadata={"help": "Train once more with the ordinary Trainer, for the gap to it."}
+    )
+    max_examples: int | None = field(default=None, metadata={"help": "Use only the first so many of each split."})
+    width: int = field(default=128, metadata={"help": "Of the model from scratch, as layers is."})
+    layers: int = 2
+
+
+def tokenizer_and_model(recipe: AnswerData) -> tuple[Any, Any]:
+    """The pretrained ones, or those from scratch, whose alphabet is public; with adapters for the method lora."""
+    if recipe.model == "scratch":
+        if recipe.method == "lora":
+            raise ConfigurationError(
+                "--method lora with --model scratch.",
+                why="an adapter is trained on a pretrained model; this one is random.",
+                fix="add --method full.",
+            )
+        return characters(), _random_model(recipe)
+    tokenizer = AutoTokenizer.from_pretrained(recipe.model)
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    model = AutoModelForCausalLM.from_pretrained(recipe.model, dtype=torch.float32)
+    if recipe.method == "full":
+        return tokenizer, model
+    lora = LoraConfig(
+        r=recipe.lora_rank, lora_alpha=2 * recipe.lora_rank, target_modules="all-linear", task_type="CAUSAL_LM"
+    )
+    return tokenizer, get_peft_model(model, lora)
+
+
+def characters() -> PreTrainedTokenizerFast:
+    """One token for each printable ASCII character."""
+    names = ["<unk>", "<pad>", "<eos>", *string.printable]
+    made = Tokenizer(models.BPE({name: i for i, name in enumerate(names)}, [], unk_token="<unk>"))
+    made.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=made, unk_token="<unk>", pad_token="<pad>", eos_token="<eos>")
+
+
+def _random_model(recipe: AnswerData) -> GPT2LMHeadModel:
+    tokenizer = characters()
+    config = GPT2Config(
+        vocab_size=len(tokenizer), n_positions=recipe.max_length + recipe.max_new_tokens, n_embd=recipe.width,
+        n_layer=recipe.layers, n_head=max(1, recipe.width // 32), bos_token_id=tokenizer.eos_token_id,
+        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, embd_pdrop=0.0, attn_pdrop=0.0,
+        resid_pdrop=0.0,
+    )  # fmt: skip
+    return GPT2LMHeadModel(config)
+
+
+def labelled_row(parts: Iterable[tuple[list[int], bool]], max_length: int) -> Row:
+    """Token ids in parts, of which some are answers: labels on those only, all cut off after `max_length`."""
+    ids: list[int] = []
+    labels: list[int] = []
+    for part, is_answer in parts:
+        ids += part
+        labels += part if is_answer else [IGNORED] * len(part)
+    return {"input_ids": ids[:max_length], "labels": labels[:max_length]}
+
+
+def with_an_answer(rows: list[Row], name: str) -> list[int]:
+    """The indices of rows whose answer was not cut off altogether: the others would teach nothing.
+
+    Each row stays or goes for itself, so one example more is at most one row more.
+
+    Raises:
+        ConfigurationError: none is left.
+    """
+    kept = [i for i, row in enumerate(rows) if any(label != IGNORED for label in row["labels"])]
+    if not kept:
+        raise ConfigurationError(
+            f"no row of {name} has a token of an answer.",
+            why="there is nothing to learn, or to measure.",
+            fix="raise --max_length, or check the columns.",
+        )
+    if len(kept) < len(rows):
+        print(f"{name}: {len(rows) - len(kept)} of {len(rows)} rows have no answer within max_length and are left out")
+    return kept
+
+
+def scored_answers(trainer: Trainer, rows: list[Row]) -> Scores:
+    """Mean loss of an example, perplexity, and loss of a token of an answer."""
+    scores = scored_by_loss(trainer, rows)
+    scores.measures["loss per target token"] = math.log(scores.measures["perplexity"])
+    return scores
+
+
+@torch.no_grad()
+def continued(trainer: Trainer, tokenizer: Any, prompts: list[list[int]], new_tokens: int) -> list[str]:
+    """What the model says after each prompt, greedily, up to its end token."""
+    model: Any = trainer.accelerator.unwrap_model(trainer.model)
+    model.eval()
+    said: list[str] = []
+    size = trainer.args.per_device_eval_batch_size
+    for start in tqdm(range(0, len(prompts), size), desc="generation", disable=trainer.args.disable_tqdm):
+        some = {"input_ids": prompts[start : start + size]}
+        batch = tokenizer.pad(some, padding_side="left", return_tensors="pt").to(model.device)
+        out = model.generate(
+            **batch, max_new_tokens=new_tokens, do_sample=False, pad_token_id=tokenizer.pad_token_id,
+        )  # fmt: skip
+        texts = tokenizer.batch_decode(out[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)
+        said += [text.strip() for text in texts]
+    return said

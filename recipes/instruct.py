@@ -1,0 +1,164 @@
+"""Chat-format supervised fine-tuning: a causal language model learns the assistant's answers, and nothing else.
+
+Rows have `messages` (role and content), or `prompt` and `completion` (text, or messages). The tokenizer's chat template
+renders them; the loss is on the answers, each up to its end. The privacy unit is a row: one conversation.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from answers import AnswerData, Row, continued, labelled_row, scored_answers, tokenizer_and_model, with_an_answer
+from arguments import parse
+from data import read_rows
+from results import train_and_report
+from transformers import DataCollatorForSeq2Seq, Trainer, set_seed
+
+from hf_dp.errors import ConfigurationError
+
+Message = dict[str, Any]
+
+
+@dataclass(kw_only=True)
+class RecipeArguments(AnswerData):
+    """What the recipe trains on, and how."""
+
+    chat_template: str | None = field(
+        default=None, metadata={"help": "A Jinja file, in place of the tokenizer's own template."}
+    )
+    samples: int = field(default=2, metadata={"help": "How many test prompts to answer at the end, drawn by seed."})
+
+
+def conversation(row: dict[str, Any]) -> tuple[list[Message], int]:
+    """The messages of a row, and how many of them are its prompt, in which no answer is learnt."""
+    if row.get("messages"):
+        return list(row["messages"]), 0
+    prompt, completion = (
+        [{"role": role, "content": row[name]}] if isinstance(row[name], str) else list(row[name])
+        for role, name in (("user", "prompt"), ("assistant", "completion"))
+    )
+    return prompt + completion, len(prompt)
+
+
+def rendered(messages: list[Message], first: int, tokenizer: Any) -> list[tuple[str, bool]]:
+    """A conversation as text in parts, of which some are answers: an answer is what follows the generation prompt.
+
+    White space after an answer belongs to what comes next. Found by rendering the conversation up to each answer, so
+    that a template needs no `{% generation %}` marks.
+
+    Raises:
+        ConfigurationError: the template does not render the beginning of a conversation as it does the whole.
+    """
+
+    def render(part: list[Message], **options: Any) -> str:
+        text: str = tokenizer.apply_chat_template(part, tokenize=False, **options)
+        return text
+
+    whole, parts, done = render(messages), [], 0
+    for i, message in enumerate(messages):
+        if message["role"] != "assistant" or i < first:
+            continue
+        prompt, answered = render(messages[:i], add_generation_prompt=True), render(messages[: i + 1])
+        if not (answered.startswith(prompt) and whole.startswith(answered) and len(prompt) >= done):
+            raise ConfigurationError(
+                "the chat template renders the beginning of a conversation in another way than the whole.",
+                why="the model would learn to answer something else than it is asked later.",
+                fix="give a template that renders one message after the other: --chat_template FILE.",
+            )
+        end = len(answered.rstrip())
+        parts += [(whole[done : len(prompt)], False), (whole[len(prompt) : end], True)]
+        done = max(len(prompt), end)
+    return parts
+
+
+def encoded(row: dict[str, Any], tokenizer: Any, recipe: RecipeArguments) -> Row:
+    """Token ids, with labels on the answers; what follows the last answer is left out."""
+    parts = rendered(*conversation(row), tokenizer)
+    ids = [(tokenizer(text, add_special_tokens=False)["input_ids"], is_answer) for text, is_answer in parts]
+    return labelled_row(ids, recipe.max_length)
+
+
+def read(name: str, split: str, recipe: RecipeArguments) -> list[dict[str, Any]]:
+    """Rows with `messages`, or else with `prompt` and `completion`."""
+    columns = () if recipe.group_column is None else (recipe.group_column,)
+    rows = read_rows(name, split=split, columns=columns if split == "test" else (), max_examples=recipe.max_examples)
+    if not rows or not ("messages" in rows[0] or {"prompt", "completion"} <= set(rows[0])):
+        raise ConfigurationError(
+            f"{name} has the columns {', '.join(rows[0]) if rows else '(no rows)'}.",
+            why="the recipe reads messages, or prompt and completion.",
+            fix='write rows like {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", ...}]}.',
+        )
+    return rows
+
+
+def encode_all(rows: list[dict[str, Any]], name: str, tokenizer: Any, recipe: RecipeArguments) -> list[Row]:
+    """All rows, encoded; an error names the row."""
+    out = []
+    for index, row in enumerate(rows):
+        try:
+            out.append(encoded(row, tokenizer, recipe))
+        except (jinja2.TemplateError, KeyError, TypeError) as error:
+            raise ConfigurationError(
+                f"row {index} of {name} is no conversation that the chat template can render ({error}).",
+                why="all rows take part, or the sampling probability would be another one.",
+                fix="correct or take out the row; templates differ in the roles and orders they admit.",
+            ) from error
+    return out
+
+
+def answered(trainer: Trainer, tokenizer: Any, rows: list[dict[str, Any]], recipe: RecipeArguments) -> None:
+    """Prints greedy answers to some test prompts."""
+    for row in random.Random(trainer.args.seed).sample(rows, min(recipe.samples, len(rows))):
+        messages, _ = conversation(row)
+        last = max(i for i, message in enumerate(messages) if message["role"] == "assistant")
+        text = tokenizer.apply_chat_template(messages[:last], tokenize=False, add_generation_prompt=True)
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        print(f"{text}\n    {continued(trainer, tokenizer, [ids], recipe.max_new_tokens)[0]}")
+
+
+def main() -> None:
+    """Trains, then prints losses, by group if asked for, the privacy report and some answers."""
+    recipe, arguments, privacy = parse(RecipeArguments)
+    train, test = (
+        read(name, split, recipe) for split, name in (("train", recipe.train_file), ("test", recipe.test_file))
+    )
+    set_seed(arguments.seed)
+    tokenizer, model = tokenizer_and_model(recipe)
+    if recipe.chat_template is not None:
+        tokenizer.chat_template = Path(recipe.chat_template).read_text(encoding="utf-8")
+    if tokenizer.chat_template is None:
+        raise ConfigurationError(
+            f"the tokenizer of {recipe.model} has no chat template.",
+            why="it says how a conversation becomes text.",
+            fix="give one: --chat_template FILE; or choose a model that was made for chat.",
+        )
+    training, held_out = (
+        encode_all(rows, name, tokenizer, recipe)
+        for rows, name in ((train, recipe.train_file), (test, recipe.test_file))
+    )
+    training = [training[i] for i in with_an_answer(training, recipe.train_file)]
+    kept = with_an_answer(held_out, recipe.test_file)
+    held_out, test = [held_out[i] for i in kept], [test[i] for i in kept]
+    collate = DataCollatorForSeq2Seq(tokenizer)
+
+    def make(kind: type[Trainer], **others: Any) -> Trainer:
+        return kind(train_dataset=training, data_collator=collate, processing_class=tokenizer, **others)
+
+    trainer = train_and_report(
+        model,
+        make,
+        lambda trainer: scored_answers(trainer, held_out),
+        arguments,
+        privacy,
+        groups=None if recipe.group_column is None else [str(row[recipe.group_column]) for row in test],
+        compare_without_privacy=recipe.compare_without_privacy,
+    )
+    answered(trainer, tokenizer, test, recipe)
+
+
+if __name__ == "__main__":
+    main()
