@@ -6,13 +6,16 @@ import json
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 
 from hf_dp.errors import HfDpError
 
-REFUSED = 2
+NO, REFUSED = 1, 2
+AsJson = Annotated[
+    bool, typer.Option("--json", help="Print strict JSON on stdout and nothing else there; the rest goes to stderr.")
+]
 
 
 @contextmanager
@@ -26,7 +29,7 @@ def refusals() -> Iterator[None]:
 
 
 def print_json(value: Any) -> None:
-    """Strict JSON and nothing else; infinities as the string "inf"."""
+    """Strict JSON and nothing else; numbers that it does not have as the strings "inf", "-inf" and "nan"."""
     typer.echo(json.dumps(_strict(value), indent=2, allow_nan=False))
 
 
@@ -35,4 +38,4 @@ def _strict(value: Any) -> Any:
         return {key: _strict(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [_strict(item) for item in value]
-    return "inf" if isinstance(value, float) and value == math.inf else value
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

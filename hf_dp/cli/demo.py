@@ -8,6 +8,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from hf_dp.cli.common import NO, AsJson, print_json, refusals
+
 
 def demo(
     output_dir: Annotated[
@@ -21,6 +23,7 @@ def demo(
         int,
         typer.Option(min=0, help="Seed of the generated messages and initial weights, not of the private noise."),
     ] = 1,
+    as_json: AsJson = False,
 ) -> None:
     """A model that leaks planted secrets, and one that does not: offline, on a CPU, in a few minutes.
 
@@ -30,6 +33,13 @@ def demo(
     """
     # torch and transformers take seconds to import; the other commands should not wait for them.
     from hf_dp.demo.run import FULL, QUICK, run
+    from hf_dp.hub import load_report
 
-    if not run(output_dir, QUICK if quick else FULL, data_seed, Console()):
-        raise typer.Exit(1)
+    with refusals():
+        result = run(output_dir, QUICK if quick else FULL, data_seed, Console(stderr=as_json))
+        found = result.to_dict()
+        if as_json:
+            report = load_report(output_dir).to_dict()
+            print_json({"source": str(output_dir), **found, "report": report})
+    if not found["shown"]:
+        raise typer.Exit(NO)

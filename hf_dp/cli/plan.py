@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from hf_dp.cli.common import print_json, refusals
+from hf_dp.cli.common import AsJson, print_json, refusals
 from hf_dp.cli.sizes import size_table, sizes
 from hf_dp.config import AccountantName
 from hf_dp.errors import ConfigurationError
@@ -45,7 +45,7 @@ def plan(
     lora_rank: Annotated[int | None, typer.Option(min=1, help="LoRA on every matrix of the blocks.")] = None,
     length: Annotated[int, typer.Option(help="Positions of each example, with --model.")] = 512,
     micro_batch: Annotated[int, typer.Option(help="Examples at a time on each rank, with --model.")] = 1,
-    as_json: Annotated[bool, typer.Option("--json", help="Print strict JSON and nothing else.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """How much noise a budget needs, what a noise costs, or how best to spend compute, before any training.
 
