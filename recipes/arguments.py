@@ -13,11 +13,25 @@ from transformers import HfArgumentParser, TrainingArguments
 
 from hf_dp import PrivacyConfig
 
+# Enough to see that a recipe runs from end to end on a machine: seconds, and no result.
+SMOKE = {
+    "max_steps": "2",
+    "per_device_train_batch_size": "8",
+    "gradient_accumulation_steps": "2",
+    "logging_steps": "1",
+    "save_strategy": "no",
+    "max_examples": "64",
+}
+
 
 @dataclass
-class PromiseArguments:
-    """What of the promise has no flag of its own."""
+class CommonArguments:
+    """What every recipe knows beside its own arguments, Transformers' and the promise's."""
 
+    smoke: bool = field(
+        default=False,
+        metadata={"help": "Two steps on a few examples, to see in seconds that all is in place; other flags win."},
+    )
     re_attention: str | None = field(
         default=None,
         metadata={"help": "Fields of ReAttentionConfig: a mapping in YAML, JSON as a flag; {} for all defaults."},
@@ -29,14 +43,25 @@ class PromiseArguments:
 
 
 def parse(recipe: type) -> tuple[Any, TrainingArguments, PrivacyConfig]:
-    """The recipe's own arguments, Transformers' and the promise, from the command line."""
-    arguments = sys.argv[1:]
-    if arguments and arguments[0].endswith((".yaml", ".yml")):
-        values = yaml.safe_load(Path(arguments[0]).read_text(encoding="utf-8"))
+    """The recipe's own arguments, Transformers' and the promise, from the command line.
+
+    Args:
+        recipe: a dataclass that has `max_examples: int | None = None`: how many examples of each split to use.
+    """
+    flags, settings = sys.argv[1:], []
+    if flags and flags[0].endswith((".yaml", ".yml")):
+        values = yaml.safe_load(Path(flags.pop(0)).read_text(encoding="utf-8"))
         values.pop("recipe", None)  # which script this is, for hf-dp train
-        given = {name: json.dumps(value) if isinstance(value, dict) else str(value) for name, value in values.items()}
-        arguments = [part for name, value in given.items() for part in (f"--{name}", value)] + arguments[1:]
-    parser = HfArgumentParser((recipe, TrainingArguments, PrivacyConfig, PromiseArguments))
-    made, training, privacy, besides = parser.parse_args_into_dataclasses(arguments)
-    attention = None if besides.re_attention is None else json.loads(besides.re_attention)
-    return made, training, privacy.replace(seed=besides.privacy_seed, re_attention=attention)
+        settings = _as_flags(
+            {name: json.dumps(value) if isinstance(value, dict) else str(value) for name, value in values.items()}
+        )
+    parser = HfArgumentParser((recipe, TrainingArguments, PrivacyConfig, CommonArguments))
+    if parser.parse_args(settings + flags).smoke:
+        settings += _as_flags(SMOKE)
+    made, training, privacy, common = parser.parse_args_into_dataclasses(settings + flags)
+    attention = None if common.re_attention is None else json.loads(common.re_attention)
+    return made, training, privacy.replace(seed=common.privacy_seed, re_attention=attention)
+
+
+def _as_flags(values: dict[str, str]) -> list[str]:
+    return [part for name, value in values.items() for part in (f"--{name}", value)]

@@ -28,12 +28,14 @@ class RecipeArguments:
     evaluation_share: float = field(default=0.1, metadata={"help": "The last part of the text, held out."})
     width: int = 128
     layers: int = 2
+    max_examples: int | None = field(default=None, metadata={"help": "Use only the first so many of each split."})
 
 
-def passages(text: str, length: int) -> Dataset:
-    """`text` as rows of `length` characters each; characters outside the alphabet are left out."""
+def passages(text: str, recipe: RecipeArguments) -> Dataset:
+    """`text` as rows of `passage_length` characters; characters outside the alphabet are left out."""
+    length = recipe.passage_length
     ids = torch.tensor([ALPHABET.index(c) for c in text if c in ALPHABET])
-    rows = ids[: len(ids) // length * length].view(-1, length)
+    rows = ids[: len(ids) // length * length].view(-1, length)[: recipe.max_examples]
     return Dataset.from_dict({"input_ids": rows, "labels": rows}).with_format("torch")
 
 
@@ -51,8 +53,8 @@ def main() -> None:
     trainer = DPTrainer(
         model=model,
         args=arguments,
-        train_dataset=passages(text[:cut], recipe.passage_length),
-        eval_dataset=passages(text[cut:], recipe.passage_length),
+        train_dataset=passages(text[:cut], recipe),
+        eval_dataset=passages(text[cut:], recipe),
         data_collator=default_data_collator,
         privacy=privacy,
     )

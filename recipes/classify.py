@@ -67,6 +67,7 @@ class RecipeArguments:
         metadata={"help": "Gradients of the head count this much more in the clipping norm, beside the encoder's."},
     )
     max_length: int = 64
+    max_examples: int | None = field(default=None, metadata={"help": "Use only the first so many of each split."})
 
 
 class MeanPoolingForSequenceClassification(PreTrainedModel):
@@ -129,7 +130,7 @@ def mean_pooled(encoder: torch.nn.Module, input_ids: torch.Tensor, attention_mas
 def read(path: str, recipe: RecipeArguments, tokenizer: Any, names: list[str]) -> Dataset:
     """A CSV as token ids and label numbers."""
     with Path(path).open(newline="", encoding="utf-8") as file:
-        rows = list(csv.DictReader(file))
+        rows = list(csv.DictReader(file))[: recipe.max_examples]
     texts = [row[recipe.text_column] for row in rows]
     encoded = tokenizer(texts, truncation=True, max_length=recipe.max_length)
     return Dataset.from_dict({**encoded, "labels": [names.index(row[recipe.label_column]) for row in rows]})

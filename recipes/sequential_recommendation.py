@@ -54,6 +54,7 @@ class RecipeArguments:
         metadata={"help": "Batches and noise from the seed, the same for all arms: to compare them. Not private."},
     )
     test_users: int = 6000
+    max_examples: int | None = field(default=None, metadata={"help": "Use only the first so many users."})
     figure: str | None = field(default=None, metadata={"help": "Where to draw NDCG@10 over scales."})
 
 
@@ -202,6 +203,7 @@ def main() -> None:
     made = recipe.interactions_file is None
     sequences = generated(recipe.users, recipe.items) if made else read(recipe.interactions_file)
     items = recipe.items if made else max(max(sequence) for sequence in sequences)
+    sequences = sequences[: recipe.max_examples]
     train, test = (rows(sequences, recipe.longest, target) for target in (2, 1))
     test = test[: recipe.test_users]
     print("popularity:", shown(popularity(train, test, items)))

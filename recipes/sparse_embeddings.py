@@ -49,7 +49,9 @@ class RecipeArguments:
     rows: int = field(default=1_000_000, metadata={"help": "Of the largest table that is generated for."})
     seed_of_data: int = 0
     figure: str | None = field(default=None, metadata={"help": "Where to draw accuracy over the reduction."})
-    smoke: bool = field(default=False, metadata={"help": "A little of everything, in less than a minute."})
+    max_examples: int | None = field(
+        default=None, metadata={"help": "Use only the first so many of each split; shrinks tables too."}
+    )
     encoder: str = "sentence-transformers/all-MiniLM-L6-v2"
     train_file: str = "../shared/data/banking77/train.csv"
     test_file: str = "../shared/data/banking77/test.csv"
@@ -84,12 +86,12 @@ class Task:
 def banking77(recipe: RecipeArguments) -> Task:
     """Questions of bank customers, 77 intents."""
     files = {"train_file": recipe.train_file, "test_file": recipe.test_file, "labels_file": recipe.labels_file}
-    parts = classify.RecipeArguments(encoder=recipe.encoder, method="full", head_scale=_HEAD_SCALE, **files)
+    parts = classify.RecipeArguments(
+        encoder=recipe.encoder, method="full", head_scale=_HEAD_SCALE, max_examples=recipe.max_examples, **files
+    )
     tokenizer = AutoTokenizer.from_pretrained(recipe.encoder)
     names = json.loads(Path(recipe.labels_file).read_text(encoding="utf-8"))
     train, test = (classify.read(path, parts, tokenizer, names) for path in (recipe.train_file, recipe.test_file))
-    if recipe.smoke:
-        train, test = train.select(range(120)), test.select(range(40))
 
     def logits(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         found: Tensor = model(batch["input_ids"], batch["attention_mask"]).logits
@@ -125,7 +127,7 @@ def table(recipe: RecipeArguments) -> Task:
         labels = votes[ids].sum(1).argmax(1)
         return [{"input_ids": a, "labels": b} for a, b in zip(ids.tolist(), labels.tolist(), strict=True)]
 
-    width = 64 if recipe.smoke else 768
+    width = 768 if recipe.max_examples is None else 64
     config = BertConfig(
         vocab_size=rows, hidden_size=width, num_hidden_layers=1, num_attention_heads=width // 64,
         intermediate_size=width, num_labels=4, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
@@ -310,10 +312,13 @@ def draw(results: dict[str, Any], path: str) -> None:
 def main() -> None:
     """Trains each arm, and prints accuracy, reduction and epsilon."""
     recipe, arguments, privacy = parse(RecipeArguments)
-    if recipe.smoke:
-        recipe = replace(recipe, examples=300, periods=2, rows=5000, kept_rows=50)
-        arguments = replace(
-            arguments, max_steps=2, per_device_train_batch_size=16, gradient_accumulation_steps=2, logging_steps=1
+    if recipe.max_examples is not None:
+        few = recipe.max_examples
+        recipe = replace(
+            recipe,
+            examples=min(few, recipe.examples),
+            rows=min(100 * few, recipe.rows),
+            kept_rows=min(few, recipe.kept_rows),
         )
     task = TASKS[recipe.task](recipe)
     results: dict[str, Any] = {}
