@@ -1,0 +1,174 @@
+"""Labelled texts: read from files or the hub, and written as a corpus that may be shared."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import json
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from datasets import load_dataset
+
+from hf_dp.errors import ConfigurationError
+from hf_dp.hub import CARD_FILE, RECORD_FILE, PrivacyRecord, write_card
+
+
+@dataclass(frozen=True)
+class Texts:
+    """Texts, the number of each one's label, and perhaps its group."""
+
+    texts: list[str]
+    labels: list[int]
+    groups: list[str] | None = None
+
+
+def read(
+    source: str,
+    split: str,
+    names: Sequence[str],
+    *,
+    text_column: str,
+    label_column: str,
+    group_column: str | None = None,
+    max_examples: int | None = None,
+) -> Texts:
+    """Labelled texts from a file, or from a dataset on the hub.
+
+    Args:
+        source: CSV or JSON lines, or the name of a dataset.
+        split: of the dataset.
+        names: of all labels.
+        text_column, label_column, group_column: where they stand.
+        max_examples: take only the first so many.
+
+    Raises:
+        ConfigurationError: a column that is not there, a label without a name, or no texts.
+    """
+    rows = list(_rows(source, split))[:max_examples]
+    columns = [name for name in (text_column, label_column, group_column) if name is not None]
+    missing = [name for name in columns if not rows or name not in rows[0]]
+    if missing:
+        raise ConfigurationError(
+            f"{source!r} has no {missing[0]!r}" + (f" (it has {', '.join(map(str, rows[0]))})." if rows else "."),
+            why="each text is learnt after the name of its label.",
+            fix="name the columns with text_column and label_column, in a file that is not empty.",
+        )
+    number = {name: i for i, name in enumerate(names)}
+    strange = next((str(row[label_column]) for row in rows if str(row[label_column]) not in number), None)
+    if strange is not None:
+        raise ConfigurationError(
+            f"{source!r} has the label {strange!r}, which is not in labels_file.",
+            why="only public names may be labels; one that is taken from the private data would be published as it is.",
+            fix="put every label into labels_file.",
+        )
+    labels = [number[str(row[label_column])] for row in rows]
+    texts = [str(row[text_column]) for row in rows]
+    return Texts(texts, labels, None if group_column is None else [str(row[group_column]) for row in rows])
+
+
+def _rows(source: str, split: str) -> Iterable[dict[str, Any]]:
+    path = Path(source)
+    if path.suffix == ".csv":
+        with path.open(newline="", encoding="utf-8") as file:
+            yield from csv.DictReader(file)
+    elif path.suffix in (".jsonl", ".json"):
+        with path.open(encoding="utf-8") as file:
+            yield from map(json.loads, filter(str.strip, file))
+    else:
+        yield from load_dataset(source, split=split)
+
+
+def shares(path: str | None, names: Sequence[str]) -> list[float]:
+    """How often each label is to be sampled: uniformly, or as a public file says.
+
+    Raises:
+        ConfigurationError: a file with other labels, or with what is no share.
+    """
+    if path is None:
+        return [1 / len(names)] * len(names)
+    given = json.loads(Path(path).read_text(encoding="utf-8"))
+    values = [given.get(name, 0) for name in names] if isinstance(given, dict) and set(given) <= set(names) else []
+    total = sum(v for v in values if isinstance(v, (int, float)) and math.isfinite(v) and v >= 0)
+    if not values or not total > 0 or total != sum(values):
+        raise ConfigurationError(
+            f"label_frequencies {path!r} does not give shares of the labels.",
+            why="the corpus is sampled label by label; counts of the private data would be one more release.",
+            fix="give a JSON object of label names and numbers that are public knowledge, or leave it out for uniform.",
+        )
+    return [value / total for value in values]
+
+
+def counts(wanted: Sequence[float], samples: int) -> list[int]:
+    """Whole numbers in these shares that add up to `samples` (largest remainders)."""
+    exact = [share * samples for share in wanted]
+    found = [int(value) for value in exact]
+    by_remainder = sorted(range(len(exact)), key=lambda i: found[i] - exact[i])
+    for i in by_remainder[: samples - sum(found)]:
+        found[i] += 1
+    return found
+
+
+def corpus_directory(output: Path) -> Path:
+    """An empty folder for what is shared.
+
+    Raises:
+        ConfigurationError: something is in it that the recipe did not put there.
+    """
+    directory = output / "corpus"
+    directory.mkdir(parents=True, exist_ok=True)
+    ours = {CARD_FILE, RECORD_FILE, "corpus.jsonl", "corpus.csv"}
+    strange = sorted(path.name for path in directory.iterdir() if path.name not in ours)
+    if strange:
+        raise ConfigurationError(
+            f"{str(directory)!r} holds {', '.join(strange)}.",
+            why="this folder is to be shared as it is, and must hold nothing but what is private by the guarantee.",
+            fix="move these files away, or choose another output_dir.",
+        )
+    for name in ours:
+        (directory / name).unlink(missing_ok=True)
+    return directory
+
+
+def share(corpus: Texts, names: Sequence[str], directory: Path, model: Path, kind: str, how: str) -> None:
+    """Writes what may be shared: the corpus, with the privacy record of the model that it was sampled from, and a card.
+
+    Args:
+        corpus: sampled from the model, and chosen by nothing else.
+        names: of the labels.
+        directory: from `corpus_directory`.
+        model: the folder that the model was saved in.
+        kind: "jsonl" or "csv".
+        how: it was sampled, for the card.
+    """
+    file = directory / f"corpus.{kind}"
+    pairs = [{"text": t, "label": names[label]} for t, label in zip(corpus.texts, corpus.labels, strict=True)]
+    with file.open("w", newline="", encoding="utf-8") as out:
+        if kind == "csv":
+            writer = csv.DictWriter(out, ["text", "label"])
+            writer.writeheader()
+            writer.writerows(pairs)
+        else:
+            out.writelines(json.dumps(pair, ensure_ascii=False) + "\n" for pair in pairs)
+    record = PrivacyRecord.from_json((model / RECORD_FILE).read_bytes())
+    text = dataclasses.replace(record, files={}).with_files(directory, [file.name]).to_json()
+    (directory / RECORD_FILE).write_text(text, encoding="utf-8")
+    (directory / CARD_FILE).write_text(
+        f"""---
+task_categories: [text-classification]
+tags: [synthetic]
+---
+
+# Synthetic labelled texts
+
+{len(pairs)} texts with {len(names)} labels, sampled from a language model that was fine-tuned on private texts with
+their labels ({how}). What is sampled follows from that model's weights and chance alone: nothing was selected, dropped
+or counted by looking at the private texts again. So what the section below says of the weights holds for this corpus
+(post-processing). The texts are invented by a model: none of them is a fact.
+""",
+        encoding="utf-8",
+    )
+    write_card(directory)

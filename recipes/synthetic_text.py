@@ -1,0 +1,230 @@
+"""A labelled corpus to share: a language model learns labelled texts privately, and new texts are sampled from it.
+
+The privacy unit is one text with its label. The names of the labels are public; each text is learnt after its label's
+name, and a text with a wanted label is sampled by writing that name first. How often each label is sampled is uniform
+or public, never counted. What is sampled depends on the private texts through the private model alone, so that the
+corpus keeps the model's guarantee (post-processing) at any size; no sample is dropped for what the private texts look
+like.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from arguments import parse
+from corpus_quality import judge
+from datasets import Dataset
+from labelled_texts import Texts, corpus_directory, counts, read, share, shares
+from peft import LoraConfig, get_peft_model
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from tqdm.auto import tqdm
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    DataCollatorForSeq2Seq,
+    GPT2Config,
+    GPT2LMHeadModel,
+    PreTrainedTokenizerFast,
+    set_seed,
+)
+
+from hf_dp import DPTrainer
+from hf_dp.errors import ConfigurationError
+
+END, PADDING = "<|end|>", "<|padding|>"
+
+
+@dataclass
+class RecipeArguments:
+    """What is learnt, and what is sampled."""
+
+    train_file: str = field(
+        metadata={"help": "CSV or JSON lines, or a dataset on the hub (its split train): the private data."}
+    )
+    test_file: str = field(
+        metadata={"help": "The same, held out (on the hub the split test); results are only as public as it is."}
+    )
+    labels_file: str = field(metadata={"help": "JSON list of all label names; they are public."})
+    text_column: str = "text"
+    label_column: str = "category"
+    group_column: str | None = field(
+        default=None, metadata={"help": "Report the accuracy of each group of the test file, by this column of it."}
+    )
+    model: str | None = field(
+        default=None, metadata={"help": "A hub name or a directory; left out: a small GPT-2 from scratch."}
+    )
+    method: Literal["full", "lora"] = "full"
+    lora_rank: int = 8
+    tokenizer: str | None = field(
+        default=None, metadata={"help": "From scratch: a public tokenizer (hub name or directory); left out: bytes."}
+    )
+    width: int = 128
+    layers: int = 2
+    max_length: int = field(default=64, metadata={"help": "Tokens of a text; the rest is cut off."})
+    samples: int = field(default=5000, metadata={"help": "Size of the corpus. It costs no privacy."})
+    label_frequencies: str | None = field(
+        default=None, metadata={"help": "JSON of public shares by label, not counted in private data; or uniform."}
+    )
+    temperature: float = 1.0
+    top_p: float = 0.95
+    corpus_format: Literal["jsonl", "csv"] = "jsonl"
+    encoder: str | None = field(
+        default=None, metadata={"help": "Judge with a classifier on this encoder; left out: on a bag of words."}
+    )
+    compared: int = field(default=1000, metadata={"help": "Samples, and held-out texts, in the near-copy check."})
+    max_examples: int | None = field(default=None, metadata={"help": "Use only the first so many of each split."})
+
+
+def prompt(name: str) -> str:
+    """What stands before a text with this label."""
+    return f"{name.replace('_', ' ')}\n"
+
+
+def bytes_tokenizer() -> PreTrainedTokenizerFast:
+    """Every byte is a token: an alphabet that no text had a part in."""
+    alphabet = {END: 0, PADDING: 1}
+    for letter in sorted(pre_tokenizers.ByteLevel.alphabet()):
+        alphabet[letter] = len(alphabet)
+    tokenizer = Tokenizer(models.BPE(vocab=alphabet, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END, pad_token=PADDING)
+
+
+def build(recipe: RecipeArguments, names: Sequence[str]) -> tuple[Any, Any]:
+    """The model and its tokenizer. From scratch, each label is one token."""
+    if recipe.model is not None:
+        tokenizer = AutoTokenizer.from_pretrained(recipe.model)
+        model = AutoModelForCausalLM.from_pretrained(recipe.model)
+    else:
+        tokenizer = bytes_tokenizer() if recipe.tokenizer is None else AutoTokenizer.from_pretrained(recipe.tokenizer)
+        tokenizer.add_special_tokens({"eos_token": tokenizer.eos_token or END})
+        tokenizer.add_tokens([AddedToken(prompt(name), normalized=False, special=True) for name in names])
+        config = GPT2Config(
+            vocab_size=len(tokenizer), n_positions=recipe.max_length + 1, n_embd=recipe.width, n_layer=recipe.layers,
+            n_head=max(1, recipe.width // 32), bos_token_id=tokenizer.eos_token_id, eos_token_id=tokenizer.eos_token_id,
+            embd_pdrop=0.0, attn_pdrop=0.0, resid_pdrop=0.0,
+        )  # fmt: skip
+        model = GPT2LMHeadModel(config)
+    if tokenizer.eos_token_id is None:
+        raise ConfigurationError(
+            f"the tokenizer of {recipe.model!r} has no end of text.",
+            why="a sampled text would not end.",
+            fix="use a model whose tokenizer has an eos_token.",
+        )
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    if recipe.method == "lora":
+        rank = recipe.lora_rank
+        lora = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM")
+        model = get_peft_model(model, lora)
+    return model, tokenizer
+
+
+def prompts(tokenizer: Any, names: Sequence[str]) -> list[list[int]]:
+    """The token ids before a text of each label, the same in training and in sampling."""
+    begins = tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]
+    start = [tokenizer.bos_token_id] if begins else []
+    return [start + tokenizer(prompt(name), add_special_tokens=False)["input_ids"] for name in names]
+
+
+def rows(texts: Texts, tokenizer: Any, before: Sequence[list[int]], max_length: int) -> Dataset:
+    """Label and text as token ids; only the text is to be predicted."""
+    encoded = tokenizer(texts.texts, add_special_tokens=False, truncation=True, max_length=max_length)["input_ids"]
+    made: dict[str, list[list[int]]] = {"input_ids": [], "labels": []}
+    for ids, label in zip(encoded, texts.labels, strict=True):
+        ids = [*ids, tokenizer.eos_token_id][:max_length]
+        made["input_ids"].append(before[label] + ids)
+        made["labels"].append([-100] * len(before[label]) + ids)
+    made["attention_mask"] = [[1] * len(ids) for ids in made["input_ids"]]
+    return Dataset.from_dict(made)
+
+
+@torch.no_grad()
+def sample(
+    model: Any, tokenizer: Any, start: list[int], count: int, recipe: RecipeArguments, at_once: int
+) -> list[str]:
+    """`count` texts after one prompt. Blank ones are drawn again, but for a model that writes little else."""
+    ids = torch.tensor([start], device=model.device)
+    found: list[str] = []
+    blank = 0
+    while len(found) < count:
+        made = model.generate(
+            input_ids=ids, attention_mask=torch.ones_like(ids), num_return_sequences=min(at_once, count - len(found)),
+            do_sample=True, temperature=recipe.temperature, top_p=recipe.top_p, top_k=0,
+            max_new_tokens=recipe.max_length, pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id,
+        )  # fmt: skip
+        texts = [text.strip() for text in tokenizer.batch_decode(made[:, len(start) :], skip_special_tokens=True)]
+        found += [text for text in texts if text or blank >= count]
+        blank += texts.count("")
+    return found
+
+
+def sampled_corpus(
+    model: Any,
+    tokenizer: Any,
+    before: Sequence[list[int]],
+    wanted: Sequence[int],
+    recipe: RecipeArguments,
+    at_once: int,
+) -> Texts:
+    """As many texts of each label as are wanted, shuffled."""
+    model.eval()
+    pairs: list[tuple[str, int]] = []
+    for label, start in enumerate(tqdm(before, desc="labels sampled")):
+        pairs += [(text, label) for text in sample(model, tokenizer, start, wanted[label], recipe, at_once)]
+    random.Random(0).shuffle(pairs)
+    return Texts([text for text, _ in pairs], [label for _, label in pairs])
+
+
+def main() -> None:
+    """Trains, shares a corpus, and then judges it."""
+    recipe, arguments, privacy = parse(RecipeArguments)
+    names = json.loads(Path(recipe.labels_file).read_text(encoding="utf-8"))
+    columns = {"text_column": recipe.text_column, "label_column": recipe.label_column}
+    columns["max_examples"] = recipe.max_examples
+    train = read(recipe.train_file, "train", names, **columns)
+    test = read(recipe.test_file, "test", names, **columns, group_column=recipe.group_column)
+    wanted = counts(shares(recipe.label_frequencies, names), recipe.samples)
+    output = Path(str(arguments.output_dir))
+    directory = corpus_directory(output)
+    set_seed(arguments.seed)
+    model, tokenizer = build(recipe, names)
+    before = prompts(tokenizer, names)
+    trainer = DPTrainer(
+        model=model,
+        args=arguments,
+        train_dataset=rows(train, tokenizer, before, recipe.max_length),
+        eval_dataset=rows(test, tokenizer, before, recipe.max_length),
+        processing_class=tokenizer,
+        data_collator=DataCollatorForSeq2Seq(tokenizer),
+        privacy=privacy,
+    )
+    print("evaluation loss before:", trainer.evaluate()["eval_loss"])
+    trainer.train()
+    evaluation = trainer.evaluate()
+    print("evaluation loss after:", evaluation["eval_loss"])
+    print(trainer.privacy_report())
+    trainer.save_model()
+    if not trainer.is_world_process_zero():
+        return
+    corpus = sampled_corpus(model, tokenizer, before, wanted, recipe, arguments.per_device_eval_batch_size)
+    how = f"temperature {recipe.temperature:g}, top p {recipe.top_p:g}, at most {recipe.max_length} tokens, label "
+    how += "frequencies " + ("uniform" if recipe.label_frequencies is None else "public")
+    share(corpus, names, directory, output, recipe.corpus_format, how)
+    print(f"{len(corpus.texts)} texts in {directory}, which may be shared as it is; for example:")
+    for text, label in list(zip(corpus.texts, corpus.labels, strict=True))[:5]:
+        print(f"  {names[label]}: {text}")
+    # Only now, when nothing can be chosen by it any more.
+    found = judge(corpus, train, test, names, output, encoder=recipe.encoder, compared=recipe.compared)
+    trainer.save_metrics("eval", {**evaluation, **found})
+
+
+if __name__ == "__main__":
+    main()
