@@ -113,7 +113,7 @@ def judge(
     names: Sequence[str],
     output: Path,
     *,
-    encoder: str | None = None,
+    features: Features | None = None,
     compared: int = 1000,
 ) -> dict[str, Any]:
     """Prints quality and near copies, and keeps what only the owner may see in files of that name in `output`.
@@ -124,16 +124,15 @@ def judge(
         test: held-out texts.
         names: of the labels.
         output: which is not shared.
-        encoder: hub name or directory, to classify with; None for a bag of words.
+        features: to classify by; None for a bag of words.
         compared: how many samples, and as many held-out texts, to search for near copies.
 
     Returns:
         What depends on the private texts through the corpus alone. It depends on the test texts without noise.
     """
-    made = None if encoder is None else encoded_by(encoder)
     right = {
         name: right_answers(
-            (source.texts, source.labels), (test.texts, test.labels), len(names), made or bag_of_words(source.texts)
+            (source.texts, source.labels), (test.texts, test.labels), len(names), features or bag_of_words(source.texts)
         )
         for name, source in {"synthetic": corpus, "real": train}.items()
     }

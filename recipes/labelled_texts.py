@@ -16,6 +16,8 @@ from datasets import load_dataset
 from hf_dp.errors import ConfigurationError
 from hf_dp.hub import CARD_FILE, RECORD_FILE, PrivacyRecord, write_card
 
+_SHARED = (CARD_FILE, RECORD_FILE, "corpus.jsonl", "corpus.csv")
+
 
 @dataclass(frozen=True)
 class Texts:
@@ -30,10 +32,10 @@ def read(
     source: str,
     split: str,
     names: Sequence[str],
-    *,
     text_column: str,
     label_column: str,
     group_column: str | None = None,
+    *,
     max_examples: int | None = None,
 ) -> Texts:
     """Labelled texts from a file, or from a dataset on the hub.
@@ -82,6 +84,22 @@ def _rows(source: str, split: str) -> Iterable[dict[str, Any]]:
         yield from load_dataset(source, split=split)
 
 
+def label_names(path: str) -> list[str]:
+    """The names in a JSON list.
+
+    Raises:
+        ConfigurationError: no list of different names.
+    """
+    names = _json(path)
+    if not isinstance(names, list) or not names or len({str(name) for name in names}) != len(names):
+        raise ConfigurationError(
+            f"labels_file {path!r} is no list of different names.",
+            why="texts are learnt, and sampled, by the name of their label.",
+            fix='write a JSON list such as ["complaint", "praise"].',
+        )
+    return [str(name) for name in names]
+
+
 def shares(path: str | None, names: Sequence[str]) -> list[float]:
     """How often each label is to be sampled: uniformly, or as a public file says.
 
@@ -90,16 +108,25 @@ def shares(path: str | None, names: Sequence[str]) -> list[float]:
     """
     if path is None:
         return [1 / len(names)] * len(names)
-    given = json.loads(Path(path).read_text(encoding="utf-8"))
-    values = [given.get(name, 0) for name in names] if isinstance(given, dict) and set(given) <= set(names) else []
-    total = sum(v for v in values if isinstance(v, (int, float)) and math.isfinite(v) and v >= 0)
-    if not values or not total > 0 or total != sum(values):
+    given = _json(path)
+    known = isinstance(given, dict) and set(given) <= set(names)
+    values = [given.get(name, 0) for name in names] if known else []
+    if not all(isinstance(v, (int, float)) and 0 <= v < math.inf for v in values) or not sum(values):
         raise ConfigurationError(
             f"label_frequencies {path!r} does not give shares of the labels.",
             why="the corpus is sampled label by label; counts of the private data would be one more release.",
             fix="give a JSON object of label names and numbers that are public knowledge, or leave it out for uniform.",
         )
-    return [value / total for value in values]
+    return [value / sum(values) for value in values]
+
+
+def _json(path: str) -> Any:
+    try:
+        return json.loads(Path(path).read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigurationError(
+            f"{path!r} is not JSON: {error}.", why="it cannot be read.", fix="correct the file."
+        ) from error
 
 
 def counts(wanted: Sequence[float], samples: int) -> list[int]:
@@ -112,25 +139,19 @@ def counts(wanted: Sequence[float], samples: int) -> list[int]:
     return found
 
 
-def corpus_directory(output: Path) -> Path:
-    """An empty folder for what is shared.
+def check_corpus_directory(directory: Path) -> None:
+    """That nothing but an earlier corpus is in it.
 
     Raises:
-        ConfigurationError: something is in it that the recipe did not put there.
+        ConfigurationError: something is.
     """
-    directory = output / "corpus"
-    directory.mkdir(parents=True, exist_ok=True)
-    ours = {CARD_FILE, RECORD_FILE, "corpus.jsonl", "corpus.csv"}
-    strange = sorted(path.name for path in directory.iterdir() if path.name not in ours)
+    strange = sorted(path.name for path in directory.glob("*") if path.name not in _SHARED)
     if strange:
         raise ConfigurationError(
             f"{str(directory)!r} holds {', '.join(strange)}.",
             why="this folder is to be shared as it is, and must hold nothing but what is private by the guarantee.",
             fix="move these files away, or choose another output_dir.",
         )
-    for name in ours:
-        (directory / name).unlink(missing_ok=True)
-    return directory
 
 
 def share(corpus: Texts, names: Sequence[str], directory: Path, model: Path, kind: str, how: str) -> None:
@@ -139,11 +160,15 @@ def share(corpus: Texts, names: Sequence[str], directory: Path, model: Path, kin
     Args:
         corpus: sampled from the model, and chosen by nothing else.
         names: of the labels.
-        directory: from `corpus_directory`.
+        directory: for this, and for nothing else.
         model: the folder that the model was saved in.
         kind: "jsonl" or "csv".
         how: it was sampled, for the card.
     """
+    directory.mkdir(parents=True, exist_ok=True)
+    check_corpus_directory(directory)
+    for name in _SHARED:
+        (directory / name).unlink(missing_ok=True)
     file = directory / f"corpus.{kind}"
     pairs = [{"text": t, "label": names[label]} for t, label in zip(corpus.texts, corpus.labels, strict=True)]
     with file.open("w", newline="", encoding="utf-8") as out:

@@ -9,7 +9,7 @@ like.
 
 from __future__ import annotations
 
-import json
+import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -18,9 +18,9 @@ from typing import Any, Literal
 
 import torch
 from arguments import parse
-from corpus_quality import judge
+from corpus_quality import encoded_by, judge
 from datasets import Dataset
-from labelled_texts import Texts, corpus_directory, counts, read, share, shares
+from labelled_texts import Texts, check_corpus_directory, counts, label_names, read, share, shares
 from peft import LoraConfig, get_peft_model
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from tqdm.auto import tqdm
@@ -79,6 +79,20 @@ class RecipeArguments:
     )
     compared: int = field(default=1000, metadata={"help": "Samples, and held-out texts, in the near-copy check."})
     max_examples: int | None = field(default=None, metadata={"help": "Use only the first so many of each split."})
+
+    def __post_init__(self) -> None:
+        least = {"samples": 1, "compared": 1, "max_length": 2, "width": 1, "layers": 1, "lora_rank": 1}
+        wrong = [f"{name}={getattr(self, name)}" for name, low in least.items() if getattr(self, name) < low]
+        wrong += [f"temperature={self.temperature}"] * (not 0 < self.temperature < math.inf)
+        wrong += [f"top_p={self.top_p}"] * (not 0 < self.top_p <= 1)
+        if wrong:
+            raise ConfigurationError(
+                f"{', '.join(wrong)}.", why="nothing could be sampled.", fix="give a larger number; top_p is at most 1."
+            )
+        if self.method == "lora" and self.model is None:
+            raise ConfigurationError(
+                "method=lora, and no model.", why="adapters to random weights learn little.", fix="name a model."
+            )
 
 
 def prompt(name: str) -> str:
@@ -186,14 +200,16 @@ def sampled_corpus(
 def main() -> None:
     """Trains, shares a corpus, and then judges it."""
     recipe, arguments, privacy = parse(RecipeArguments)
-    names = json.loads(Path(recipe.labels_file).read_text(encoding="utf-8"))
-    columns = {"text_column": recipe.text_column, "label_column": recipe.label_column}
-    columns["max_examples"] = recipe.max_examples
-    train = read(recipe.train_file, "train", names, **columns)
-    test = read(recipe.test_file, "test", names, **columns, group_column=recipe.group_column)
+    names = label_names(recipe.labels_file)
+    columns = [recipe.text_column, recipe.label_column]
+    train = read(recipe.train_file, "train", names, *columns, max_examples=recipe.max_examples)
+    test = read(recipe.test_file, "test", names, *columns, recipe.group_column, max_examples=recipe.max_examples)
     wanted = counts(shares(recipe.label_frequencies, names), recipe.samples)
     output = Path(str(arguments.output_dir))
-    directory = corpus_directory(output)
+    is_private = privacy.seed is None and privacy.noise_multiplier != 0
+    directory = output / ("corpus" if is_private else "corpus_not_private")
+    check_corpus_directory(directory)
+    features = None if recipe.encoder is None else encoded_by(recipe.encoder)
     set_seed(arguments.seed)
     model, tokenizer = build(recipe, names)
     before = prompts(tokenizer, names)
@@ -214,15 +230,19 @@ def main() -> None:
     trainer.save_model()
     if not trainer.is_world_process_zero():
         return
+    # How often training drew from the generator depends on its batches.
+    set_seed(arguments.seed)
     corpus = sampled_corpus(model, tokenizer, before, wanted, recipe, arguments.per_device_eval_batch_size)
     how = f"temperature {recipe.temperature:g}, top p {recipe.top_p:g}, at most {recipe.max_length} tokens, label "
     how += "frequencies " + ("uniform" if recipe.label_frequencies is None else "public")
     share(corpus, names, directory, output, recipe.corpus_format, how)
-    print(f"{len(corpus.texts)} texts in {directory}, which may be shared as it is; for example:")
+    print(
+        f"{len(corpus.texts)} texts in {directory}" + ", which may be shared as it is" * is_private + "; for example:"
+    )
     for text, label in list(zip(corpus.texts, corpus.labels, strict=True))[:5]:
         print(f"  {names[label]}: {text}")
     # Only now, when nothing can be chosen by it any more.
-    found = judge(corpus, train, test, names, output, encoder=recipe.encoder, compared=recipe.compared)
+    found = judge(corpus, train, test, names, output, features=features, compared=recipe.compared)
     trainer.save_metrics("eval", {**evaluation, **found})
 
 

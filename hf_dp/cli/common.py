@@ -19,12 +19,22 @@ AsJson = Annotated[
 
 
 @contextmanager
-def refusals() -> Iterator[None]:
-    """Errors that hf_dp raises on purpose are printed in words, and end the command with code 2."""
+def refusals(traceback: bool | None = None) -> Iterator[None]:
+    """What hf_dp refuses, and what the system does, is said in words, and ends the command with code 2.
+
+    Args:
+        traceback: keep that of an error of the system; False where the command could be asked to.
+    """
     try:
         yield
     except HfDpError as error:
         typer.echo(f"Refused: {error}", err=True)
+        raise typer.Exit(REFUSED) from None
+    except OSError as error:
+        if traceback:
+            raise
+        hint = "" if traceback is None else "\n(--traceback shows where it came from.)"
+        typer.echo(f"{type(error).__name__}: {error}{hint}", err=True)
         raise typer.Exit(REFUSED) from None
 
 

@@ -21,7 +21,9 @@ def demo(
     quick: Annotated[bool, typer.Option("--quick", help="Half a minute; a weaker contrast.")] = False,
     data_seed: Annotated[
         int,
-        typer.Option(min=0, help="Seed of the generated messages and initial weights, not of the private noise."),
+        typer.Option(
+            min=0, max=2**32 - 1, help="Seed of the generated messages and initial weights, not of the private noise."
+        ),
     ] = 1,
     as_json: AsJson = False,
 ) -> None:

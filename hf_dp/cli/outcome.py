@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ def output_dir(settings: dict[str, Any], flags: list[str]) -> Path:
         ConfigurationError: neither is there.
     """
     found = settings.get("output_dir")
-    for flag, value in zip(flags, [*flags[1:], None], strict=True):
+    for flag, value in zip_longest(flags, flags[1:]):
         name, equals, attached = flag.partition("=")
         if name in ("--output_dir", "--output-dir"):
             found = attached if equals else value

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 import yaml
 
-from hf_dp.cli.common import REFUSED, AsJson, print_json, refusals
+from hf_dp.cli.common import AsJson, print_json, refusals
 from hf_dp.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def train(
     Exit codes: 0, trained; 2, refused, or files or the hub could not be read;
     any other is the recipe's own.
     """
-    with refusals():
+    with refusals(traceback):
         script = recipe_script(recipe)
         outcome = _outcome(settings(recipe), context.args) if as_json else None
         said_by_the_recipe = redirect_stdout(sys.stderr) if as_json else nullcontext()
@@ -54,11 +54,6 @@ def train(
             except SystemExit as end:
                 if end.code:
                     raise
-            except OSError as error:
-                if traceback:
-                    raise
-                typer.echo(f"{type(error).__name__}: {error}\n(--traceback shows where it came from.)", err=True)
-                raise typer.Exit(REFUSED) from None
         if outcome is not None:
             print_json(outcome.read())
 

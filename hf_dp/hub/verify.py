@@ -34,8 +34,8 @@ _LOCAL = {"training_args.bin", "optimizer.pt", "optimizer.bin", "scheduler.pt", 
 
 PROVEN = (
     "The stated epsilon follows from the ledger: what is said to have been released costs no more at this delta.",
-    "The weights (or the texts sampled from them) are the files that the record was written for, and the card says what "
-    "the record says.",
+    "The weights (or the texts sampled from them) are the files that the record was written for, and the card says "
+    "what the record says.",
 )
 NOT_PROVEN = (
     "That the training happened as the ledger says, on that many units of that kind, with secret noise. "
