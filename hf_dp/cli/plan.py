@@ -68,6 +68,8 @@ def plan(
     that alone, where nothing of the privacy is given:
 
         hf-dp plan --model DIRECTORY --world-size 8 --length 1024
+
+    Exit codes: 0, planned; 2, refused: there is no such plan.
     """
     with refusals(), Console(stderr=True).status("Computing"):
         answer: dict[str, Any] = {}

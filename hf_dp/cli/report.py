@@ -25,6 +25,8 @@ def report(
 
     In the output folder of a run that was interrupted, the newest checkpoint
     speaks. The claim is printed as it stands; `hf-dp verify` checks it.
+
+    Exit codes: 0, read; 2, there is no report, or it cannot be read.
     """
     from hf_dp.hub import RECORD_FILE, open_source
     from hf_dp.hub.card import in_words

@@ -199,7 +199,9 @@ def test_completion_is_offered():
 def test_every_command_has_help(command):
     result = invoke(command, "--help")
     assert result.exit_code == 0
-    assert command in result.stdout
+    assert f"hf-dp {command} " in result.stdout
+    assert "Exit codes:" in result.stdout
+    assert "--json" in result.stdout
 
 
 def test_plan_answers_without_torch():
