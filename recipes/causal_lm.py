@@ -1,71 +1,158 @@
-"""A small tied GPT-2 over characters, trained privately from scratch on one text file cut into passages.
+"""A causal language model on text: a pretrained one (LoRA or all of it), or a small GPT-2 over characters from scratch.
 
-The privacy unit is a passage of `passage_length` characters. The alphabet is public: printable ASCII.
+A text file is cut into passages of `passage_length` tokens, and the privacy unit is a passage. In a file with columns,
+or a data set on the hub, it is a row, cut off after as many tokens. From scratch a token is a character of a public
+alphabet, printable ASCII.
 """
 
 from __future__ import annotations
 
 import string
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, Literal
 
 import torch
 from arguments import parse
-from datasets import Dataset
-from transformers import GPT2Config, GPT2LMHeadModel, default_data_collator, set_seed
+from data import read_rows
+from peft import LoraConfig, get_peft_model
+from results import scored_by_loss, train_and_report
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel, Trainer, set_seed
 
-from hf_dp import DPTrainer
+from hf_dp.errors import ConfigurationError
 
 ALPHABET = string.printable
+WITH_COLUMNS = (".csv", ".json", ".jsonl")
+Rows = list[dict[str, list[int]]]
 
 
 @dataclass
 class RecipeArguments:
-    """What the recipe trains on, and the size of its model."""
+    """What the recipe trains on, and its model."""
 
-    text_file: str = field(metadata={"help": "A text file; this is the private data."})
+    text_file: str = field(
+        metadata={"help": "A text file, CSV or JSON lines with a text column, or a hub data set; this is private."}
+    )
+    text_column: str = "text"
+    group_column: str | None = field(
+        default=None, metadata={"help": "Report the loss for each of its values in the held-out rows."}
+    )
+    compare_without_privacy: bool = field(
+        default=False, metadata={"help": "Train once more with the ordinary Trainer, for the gap to it."}
+    )
+    evaluation_share: float = field(default=0.1, metadata={"help": "The last part of the text or rows, held out."})
+    model: str | None = field(
+        default=None, metadata={"help": "A hub name or a directory; by default a small GPT-2 from scratch."}
+    )
+    method: Literal["full", "lora"] = field(default="full", metadata={"help": "What is trained of a pretrained model."})
+    lora_rank: int = 8
     passage_length: int = 128
-    evaluation_share: float = field(default=0.1, metadata={"help": "The last part of the text, held out."})
-    width: int = 128
+    width: int = field(default=128, metadata={"help": "Of the model from scratch, as layers is."})
     layers: int = 2
+    prompt: str = field(default="ROMEO:\n", metadata={"help": "What the sample at the end begins with."})
     max_examples: int | None = field(default=None, metadata={"help": "Use only the first so many of each split."})
 
 
-def passages(text: str, recipe: RecipeArguments) -> Dataset:
-    """`text` as rows of `passage_length` characters; characters outside the alphabet are left out."""
-    length = recipe.passage_length
-    ids = torch.tensor([ALPHABET.index(c) for c in text if c in ALPHABET])
-    rows = ids[: len(ids) // length * length].view(-1, length)[: recipe.max_examples]
-    return Dataset.from_dict({"input_ids": rows, "labels": rows}).with_format("torch")
+class Characters:
+    """Token ids are places in the alphabet; characters outside it are left out."""
+
+    def encode(self, text: str) -> list[int]:
+        """Characters to ids."""
+        return [ALPHABET.index(character) for character in text if character in ALPHABET]
+
+    def decode(self, ids: list[int]) -> str:
+        """Ids to characters."""
+        return "".join(ALPHABET[i] for i in ids)
+
+
+def read(recipe: RecipeArguments, encode: Callable[[str], list[int]]) -> tuple[Rows, Rows, list[str] | None]:
+    """Training rows, held-out rows, and the groups of these."""
+    path, length, groups = Path(recipe.text_file), recipe.passage_length, None
+    if path.suffix == ".txt" or (path.is_file() and path.suffix not in WITH_COLUMNS):
+        if recipe.group_column:
+            raise ConfigurationError(
+                f"--group_column {recipe.group_column} with the text file {path}.",
+                why="a text file has no columns, so its passages have no groups.",
+                fix="give a CSV file or JSON lines with a text column and this one, or leave the option out.",
+            )
+        text = path.read_text(encoding="utf-8")
+        cut = int(len(text) * (1 - recipe.evaluation_share))
+        encoded = encode(text[:cut]), encode(text[cut:])
+        parts = [[ids[i : i + length] for i in range(0, len(ids) - length + 1, length)] for ids in encoded]
+    else:
+        columns = (recipe.text_column, *([recipe.group_column] if recipe.group_column else []))
+        rows = read_rows(recipe.text_file, split="train", columns=columns)
+        cut = int(len(rows) * (1 - recipe.evaluation_share))
+        parts = [[encode(row[recipe.text_column])[:length] for row in part] for part in (rows[:cut], rows[cut:])]
+        if recipe.group_column:
+            groups = [str(row[recipe.group_column]) for row in rows[cut:]][: recipe.max_examples]
+    train, held_out = ([{"input_ids": ids} for ids in part[: recipe.max_examples]] for part in parts)
+    if empty := sum(not row["input_ids"] for row in train + held_out):
+        raise ConfigurationError(
+            f"{empty} rows of {recipe.text_file} have no tokens.",
+            why="there is nothing to learn from them, and a model cannot read them.",
+            fix="take them out.",
+        )
+    return train, held_out, groups
+
+
+def collate(rows: Rows) -> dict[str, torch.Tensor]:
+    """Padded on the right; padding is masked and has no label."""
+    longest = max(len(row["input_ids"]) for row in rows)
+
+    def padded(filler: int, values: Callable[[list[int]], list[int]]) -> torch.Tensor:
+        return torch.tensor([values(row["input_ids"]) + [filler] * (longest - len(row["input_ids"])) for row in rows])
+
+    masks = padded(0, lambda ids: [1] * len(ids))
+    return {"input_ids": padded(0, list), "attention_mask": masks, "labels": padded(-100, list)}
+
+
+def build(recipe: RecipeArguments) -> Any:
+    """The model before training."""
+    if recipe.model is None:
+        config = GPT2Config(
+            vocab_size=len(ALPHABET), n_positions=recipe.passage_length, n_embd=recipe.width, n_layer=recipe.layers,
+            n_head=recipe.width // 32, bos_token_id=0, eos_token_id=0, embd_pdrop=0.0, attn_pdrop=0.0, resid_pdrop=0.0,
+        )  # fmt: skip
+        return GPT2LMHeadModel(config)
+    model = AutoModelForCausalLM.from_pretrained(recipe.model)
+    if recipe.method == "full":
+        return model
+    return get_peft_model(model, LoraConfig(r=recipe.lora_rank, lora_alpha=2 * recipe.lora_rank, task_type="CAUSAL_LM"))
 
 
 def main() -> None:
-    """Trains, then prints evaluation losses, a sample and the privacy report."""
+    """Trains, then prints loss and perplexity, by group if asked for, the privacy report and a sample."""
     recipe, arguments, privacy = parse(RecipeArguments)
-    text = Path(recipe.text_file).read_text(encoding="utf-8")
-    cut = int(len(text) * (1 - recipe.evaluation_share))
-    config = GPT2Config(
-        vocab_size=len(ALPHABET), n_positions=recipe.passage_length, n_embd=recipe.width, n_layer=recipe.layers,
-        n_head=recipe.width // 32, bos_token_id=0, eos_token_id=0, embd_pdrop=0.0, attn_pdrop=0.0, resid_pdrop=0.0,
-    )  # fmt: skip
+    if recipe.model is None and recipe.method == "lora":
+        raise ConfigurationError(
+            "--method lora without a model.",
+            why="an adapter is trained on a pretrained model; there is none.",
+            fix="name one with --model, or leave the method out.",
+        )
+    tokenizer = Characters() if recipe.model is None else AutoTokenizer.from_pretrained(recipe.model)
+    train, held_out, groups = read(recipe, tokenizer.encode)
     set_seed(arguments.seed)
-    model = GPT2LMHeadModel(config)
-    trainer = DPTrainer(
-        model=model,
-        args=arguments,
-        train_dataset=passages(text[:cut], recipe),
-        eval_dataset=passages(text[cut:], recipe),
-        data_collator=default_data_collator,
-        privacy=privacy,
+
+    def make(kind: type[Trainer], **others: Any) -> Trainer:
+        return kind(train_dataset=train, eval_dataset=held_out, data_collator=collate, **others)
+
+    trainer = train_and_report(
+        build(recipe),
+        make,
+        lambda trainer: scored_by_loss(trainer, held_out),
+        arguments,
+        privacy,
+        groups=groups,
+        compare_without_privacy=recipe.compare_without_privacy,
     )
-    print("evaluation loss before:", trainer.evaluate()["eval_loss"])
-    trainer.train()
-    print("evaluation loss after:", trainer.evaluate()["eval_loss"])
-    prompt = torch.tensor([[ALPHABET.index(c) for c in "ROMEO:\n"]])
-    sample = model.generate(prompt, max_new_tokens=80, do_sample=True, temperature=0.8, pad_token_id=0)
-    print("".join(ALPHABET[i] for i in sample[0].tolist()))
-    print(trainer.privacy_report())
-    trainer.save_model()
+    prompt = torch.tensor([tokenizer.encode(recipe.prompt)], device=trainer.args.device)
+    sample = trainer.model.generate(
+        input_ids=prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=80, do_sample=True, temperature=0.8,
+        pad_token_id=0,
+    )  # fmt: skip
+    print(tokenizer.decode(sample[0].tolist()))
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ weights by `head_noise` (standard deviation), whatever epsilon, the batch and th
 
 from __future__ import annotations
 
-import csv
 import json
 import math
 from dataclasses import dataclass, field
@@ -20,33 +19,31 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from arguments import parse
+from data import LabelledData, labelled
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
+from results import measured, scored_by_label, train_and_report
 from tqdm.auto import tqdm
 from transformers import (
     AutoModel,
     AutoTokenizer,
     DataCollatorWithPadding,
     PreTrainedModel,
+    Trainer,
     TrainerCallback,
     TrainingArguments,
     default_data_collator,
 )
 from transformers.modeling_outputs import SequenceClassifierOutput
 
-from hf_dp import DPTrainer, PrivacyConfig, accounting
+from hf_dp import PrivacyConfig, accounting
 
 
-@dataclass
-class RecipeArguments:
+@dataclass(kw_only=True)
+class RecipeArguments(LabelledData):
     """What the recipe trains on, and how."""
 
     encoder: str = field(metadata={"help": "A hub name or a directory with an encoder and its tokenizer."})
-    train_file: str = field(metadata={"help": "CSV with a text column and a label column; this is the private data."})
-    test_file: str = field(metadata={"help": "CSV of the same form, for the reported accuracy."})
-    labels_file: str = field(metadata={"help": "JSON list of all label names; they are public."})
-    text_column: str = "text"
-    label_column: str = "category"
     method: Literal["head", "lora", "full"] = field(default="head", metadata={"help": "What is trained."})
     lora_rank: int = 8
     head_learning_rate: float = field(
@@ -66,8 +63,6 @@ class RecipeArguments:
         default=1.0,
         metadata={"help": "Gradients of the head count this much more in the clipping norm, beside the encoder's."},
     )
-    max_length: int = 64
-    max_examples: int | None = field(default=None, metadata={"help": "Use only the first so many of each split."})
 
 
 class MeanPoolingForSequenceClassification(PreTrainedModel):
@@ -127,13 +122,12 @@ def mean_pooled(encoder: torch.nn.Module, input_ids: torch.Tensor, attention_mas
     return F.normalize((hidden * attention_mask.unsqueeze(-1)).sum(1), dim=1)
 
 
-def read(path: str, recipe: RecipeArguments, tokenizer: Any, names: list[str]) -> Dataset:
-    """A CSV as token ids and label numbers."""
-    with Path(path).open(newline="", encoding="utf-8") as file:
-        rows = list(csv.DictReader(file))[: recipe.max_examples]
-    texts = [row[recipe.text_column] for row in rows]
-    encoded = tokenizer(texts, truncation=True, max_length=recipe.max_length)
-    return Dataset.from_dict({**encoded, "labels": [names.index(row[recipe.label_column]) for row in rows]})
+def read(path: str, split: str, recipe: RecipeArguments, tokenizer: Any, names: list[str]) -> Dataset:
+    """Texts as token ids, with label numbers, and groups where they are asked for."""
+    columns = labelled(path, split, recipe, names)
+    return Dataset.from_dict(
+        {**tokenizer(columns.pop("text"), truncation=True, max_length=recipe.max_length), **columns}
+    )
 
 
 def by_length(texts: Dataset) -> Dataset:
@@ -158,7 +152,6 @@ def build(recipe: RecipeArguments, tokenizer: Any, names: list[str]) -> torch.nn
     lora = LoraConfig(
         r=recipe.lora_rank,
         lora_alpha=2 * recipe.lora_rank,
-        target_modules=["query", "value"],
         modules_to_save=["classifier"],
     )
     return get_peft_model(model, lora)
@@ -207,32 +200,38 @@ def make_optimizer(
 
 
 def main() -> None:
-    """Trains, then prints test accuracy and the privacy report."""
+    """Trains, then prints test accuracy, by group if asked for, and the privacy report."""
     recipe, arguments, privacy = parse(RecipeArguments)
     tokenizer = AutoTokenizer.from_pretrained(recipe.encoder)
     names = json.loads(Path(recipe.labels_file).read_text(encoding="utf-8"))
-    train, test = (by_length(read(path, recipe, tokenizer, names)) for path in (recipe.train_file, recipe.test_file))
+    files = {"train": recipe.train_file, "test": recipe.test_file}
+    train, test = (by_length(read(path, split, recipe, tokenizer, names)) for split, path in files.items())
     model = build(recipe, tokenizer, names)
-    optimizer = make_optimizer(model, recipe, arguments, privacy, len(train))
     padded = DataCollatorWithPadding(tokenizer)
     if recipe.method == "head":
         train = features(model, train, padded, arguments.per_device_eval_batch_size)
-    trainer = DPTrainer(
-        model=model,
-        args=arguments,
-        train_dataset=train,
-        eval_dataset=test,
-        data_collator=lambda rows: (default_data_collator if "features" in rows[0] else padded)(rows),
-        compute_metrics=lambda p: {"accuracy": float((p.predictions.argmax(-1) == p.label_ids).mean())},
-        optimizers=(optimizer, None),
-        callbacks=[MovingAverage(recipe.average)] if recipe.average else [],
-        privacy=privacy,
+
+    def make(kind: type[Trainer], model: torch.nn.Module, **others: Any) -> Trainer:
+        return kind(
+            model=model,
+            train_dataset=train,
+            eval_dataset=test,
+            data_collator=lambda rows: (default_data_collator if "features" in rows[0] else padded)(rows),
+            compute_metrics=lambda p: measured(("accuracy",), p.predictions.argmax(-1), p.label_ids),
+            optimizers=(make_optimizer(model, recipe, arguments, privacy, len(train)), None),
+            callbacks=[MovingAverage(recipe.average)] if recipe.average else [],
+            **others,
+        )
+
+    train_and_report(
+        model,
+        make,
+        lambda trainer: scored_by_label(trainer, test),
+        arguments,
+        privacy,
+        groups=test["group"] if recipe.group_column else None,
+        compare_without_privacy=recipe.compare_without_privacy,
     )
-    print("accuracy before:", trainer.evaluate()["eval_accuracy"])
-    trainer.train()
-    print("accuracy after:", trainer.evaluate()["eval_accuracy"])
-    print(trainer.privacy_report())
-    trainer.save_model()
 
 
 if __name__ == "__main__":

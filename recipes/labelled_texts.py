@@ -1,4 +1,4 @@
-"""Labelled texts: read from files or the hub, and written as a corpus that may be shared."""
+"""A corpus of labelled texts: how many of which label, and how it is written to be shared."""
 
 from __future__ import annotations
 
@@ -6,12 +6,10 @@ import csv
 import dataclasses
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-from datasets import load_dataset
 
 from hf_dp.errors import ConfigurationError
 from hf_dp.hub import CARD_FILE, RECORD_FILE, PrivacyRecord, write_card
@@ -21,67 +19,10 @@ _SHARED = (CARD_FILE, RECORD_FILE, "corpus.jsonl", "corpus.csv")
 
 @dataclass(frozen=True)
 class Texts:
-    """Texts, the number of each one's label, and perhaps its group."""
+    """Texts, and the number of each one's label."""
 
     texts: list[str]
     labels: list[int]
-    groups: list[str] | None = None
-
-
-def read(
-    source: str,
-    split: str,
-    names: Sequence[str],
-    text_column: str,
-    label_column: str,
-    group_column: str | None = None,
-    *,
-    max_examples: int | None = None,
-) -> Texts:
-    """Labelled texts from a file, or from a dataset on the hub.
-
-    Args:
-        source: CSV or JSON lines, or the name of a dataset.
-        split: of the dataset.
-        names: of all labels.
-        text_column, label_column, group_column: where they stand.
-        max_examples: take only the first so many.
-
-    Raises:
-        ConfigurationError: a column that is not there, a label without a name, or no texts.
-    """
-    rows = list(_rows(source, split))[:max_examples]
-    columns = [name for name in (text_column, label_column, group_column) if name is not None]
-    missing = [name for name in columns if not rows or name not in rows[0]]
-    if missing:
-        raise ConfigurationError(
-            f"{source!r} has no {missing[0]!r}" + (f" (it has {', '.join(map(str, rows[0]))})." if rows else "."),
-            why="each text is learnt after the name of its label.",
-            fix="name the columns with text_column and label_column, in a file that is not empty.",
-        )
-    number = {name: i for i, name in enumerate(names)}
-    strange = next((str(row[label_column]) for row in rows if str(row[label_column]) not in number), None)
-    if strange is not None:
-        raise ConfigurationError(
-            f"{source!r} has the label {strange!r}, which is not in labels_file.",
-            why="only public names may be labels; one that is taken from the private data would be published as it is.",
-            fix="put every label into labels_file.",
-        )
-    labels = [number[str(row[label_column])] for row in rows]
-    texts = [str(row[text_column]) for row in rows]
-    return Texts(texts, labels, None if group_column is None else [str(row[group_column]) for row in rows])
-
-
-def _rows(source: str, split: str) -> Iterable[dict[str, Any]]:
-    path = Path(source)
-    if path.suffix == ".csv":
-        with path.open(newline="", encoding="utf-8") as file:
-            yield from csv.DictReader(file)
-    elif path.suffix in (".jsonl", ".json"):
-        with path.open(encoding="utf-8") as file:
-            yield from map(json.loads, filter(str.strip, file))
-    else:
-        yield from load_dataset(source, split=split)
 
 
 def label_names(path: str) -> list[str]:

@@ -91,7 +91,8 @@ def banking77(recipe: RecipeArguments) -> Task:
     )
     tokenizer = AutoTokenizer.from_pretrained(recipe.encoder)
     names = json.loads(Path(recipe.labels_file).read_text(encoding="utf-8"))
-    train, test = (classify.read(path, parts, tokenizer, names) for path in (recipe.train_file, recipe.test_file))
+    splits = {"train": recipe.train_file, "test": recipe.test_file}
+    train, test = (classify.read(path, split, parts, tokenizer, names) for split, path in splits.items())
 
     def logits(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         found: Tensor = model(batch["input_ids"], batch["attention_mask"]).logits

@@ -19,9 +19,11 @@ from typing import Any, Literal
 import torch
 from arguments import parse
 from corpus_quality import encoded_by, judge
+from data import LabelledData, labelled
 from datasets import Dataset
-from labelled_texts import Texts, check_corpus_directory, counts, label_names, read, share, shares
+from labelled_texts import Texts, check_corpus_directory, counts, label_names, share, shares
 from peft import LoraConfig, get_peft_model
+from results import scored_by_loss, train_and_report
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from tqdm.auto import tqdm
 from transformers import (
@@ -31,31 +33,19 @@ from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
     PreTrainedTokenizerFast,
+    Trainer,
     set_seed,
 )
 
-from hf_dp import DPTrainer
 from hf_dp.errors import ConfigurationError
 
 END, PADDING = "<|end|>", "<|padding|>"
 
 
-@dataclass
-class RecipeArguments:
+@dataclass(kw_only=True)
+class RecipeArguments(LabelledData):
     """What is learnt, and what is sampled."""
 
-    train_file: str = field(
-        metadata={"help": "CSV or JSON lines, or a dataset on the hub (its split train): the private data."}
-    )
-    test_file: str = field(
-        metadata={"help": "The same, held out (on the hub the split test); results are only as public as it is."}
-    )
-    labels_file: str = field(metadata={"help": "JSON list of all label names; they are public."})
-    text_column: str = "text"
-    label_column: str = "category"
-    group_column: str | None = field(
-        default=None, metadata={"help": "Report the accuracy of each group of the test file, by this column of it."}
-    )
     model: str | None = field(
         default=None, metadata={"help": "A hub name or a directory; left out: a small GPT-2 from scratch."}
     )
@@ -66,7 +56,6 @@ class RecipeArguments:
     )
     width: int = 128
     layers: int = 2
-    max_length: int = field(default=64, metadata={"help": "Tokens of a text; the rest is cut off."})
     samples: int = field(default=5000, metadata={"help": "Size of the corpus. It costs no privacy."})
     label_frequencies: str | None = field(
         default=None, metadata={"help": "JSON of public shares by label, not counted in private data; or uniform."}
@@ -78,7 +67,6 @@ class RecipeArguments:
         default=None, metadata={"help": "Judge with a classifier on this encoder; left out: on a bag of words."}
     )
     compared: int = field(default=1000, metadata={"help": "Samples, and held-out texts, in the near-copy check."})
-    max_examples: int | None = field(default=None, metadata={"help": "Use only the first so many of each split."})
 
     def __post_init__(self) -> None:
         least = {"samples": 1, "compared": 1, "max_length": 2, "width": 1, "layers": 1, "lora_rank": 1}
@@ -201,10 +189,11 @@ def main() -> None:
     """Trains, shares a corpus, and then judges it."""
     recipe, arguments, privacy = parse(RecipeArguments)
     names = label_names(recipe.labels_file)
-    columns = [recipe.text_column, recipe.label_column]
-    train = read(recipe.train_file, "train", names, *columns, max_examples=recipe.max_examples)
-    test = read(recipe.test_file, "test", names, *columns, recipe.group_column, max_examples=recipe.max_examples)
-    wanted = counts(shares(recipe.label_frequencies, names), recipe.samples)
+    files = {"train": recipe.train_file, "test": recipe.test_file}
+    found = {split: labelled(path, split, recipe, names) for split, path in files.items()}
+    train, test = (Texts(found[split]["text"], found[split]["labels"]) for split in files)
+    # As many as the texts that are learnt, where only a few are.
+    wanted = counts(shares(recipe.label_frequencies, names), min(recipe.samples, recipe.max_examples or recipe.samples))
     output = Path(str(arguments.output_dir))
     is_private = privacy.seed is None and privacy.noise_multiplier != 0
     directory = output / ("corpus" if is_private else "corpus_not_private")
@@ -213,21 +202,23 @@ def main() -> None:
     set_seed(arguments.seed)
     model, tokenizer = build(recipe, names)
     before = prompts(tokenizer, names)
-    trainer = DPTrainer(
-        model=model,
-        args=arguments,
-        train_dataset=rows(train, tokenizer, before, recipe.max_length),
-        eval_dataset=rows(test, tokenizer, before, recipe.max_length),
-        processing_class=tokenizer,
-        data_collator=DataCollatorForSeq2Seq(tokenizer),
-        privacy=privacy,
+    learnt, held_out = (rows(texts, tokenizer, before, recipe.max_length) for texts in (train, test))
+
+    def make(kind: type[Trainer], **others: Any) -> Trainer:
+        collate = DataCollatorForSeq2Seq(tokenizer)
+        return kind(
+            train_dataset=learnt, eval_dataset=held_out, processing_class=tokenizer, data_collator=collate, **others
+        )
+
+    trainer = train_and_report(
+        model,
+        make,
+        lambda trainer: scored_by_loss(trainer, held_out),
+        arguments,
+        privacy,
+        groups=found["test"].get("group"),
+        compare_without_privacy=recipe.compare_without_privacy,
     )
-    print("evaluation loss before:", trainer.evaluate()["eval_loss"])
-    trainer.train()
-    evaluation = trainer.evaluate()
-    print("evaluation loss after:", evaluation["eval_loss"])
-    print(trainer.privacy_report())
-    trainer.save_model()
     if not trainer.is_world_process_zero():
         return
     # How often training drew from the generator depends on its batches.
@@ -242,8 +233,8 @@ def main() -> None:
     for text, label in list(zip(corpus.texts, corpus.labels, strict=True))[:5]:
         print(f"  {names[label]}: {text}")
     # Only now, when nothing can be chosen by it any more.
-    found = judge(corpus, train, test, names, output, features=features, compared=recipe.compared)
-    trainer.save_metrics("eval", {**evaluation, **found})
+    quality = judge(corpus, train, test, names, output, features=features, compared=recipe.compared)
+    trainer.save_metrics("quality", quality, combined=False)
 
 
 if __name__ == "__main__":

@@ -44,13 +44,13 @@ class Outcome:
 
     def _signatures(self) -> dict[str, tuple[int, ...]]:
         """The files in which a run speaks of itself, with what changes when one is written again."""
-        paths = [self._folder / RECORD_FILE, *self._folder.glob("*_results.json")]
+        paths = [self._folder / RECORD_FILE, self._folder / "results.json", *self._folder.glob("*_results.json")]
         # To that one Trainer adds what earlier runs have left in it.
         found = {path.name: path.stat() for path in paths if path.is_file() and path.name != "all_results.json"}
         return {name: (stat.st_mtime_ns, stat.st_size, stat.st_ino) for name, stat in found.items()}
 
     def read(self) -> dict[str, Any]:
-        """The folder, the privacy report of the saved model, and the metrics of `trainer.save_metrics`.
+        """The folder, the privacy report of the saved model, and what `results.json` and `trainer.save_metrics` hold.
 
         Raises:
             LedgerError: the run has saved no model.

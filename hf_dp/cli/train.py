@@ -39,7 +39,8 @@ def train(
     start the script itself, for example with `accelerate launch`.
 
     With --json: the privacy report of the model that the recipe saved, and the
-    metrics that it saved with `trainer.save_metrics`, both from its output_dir.
+    metrics that it wrote (results.json, or Trainer's save_metrics), from its
+    output_dir.
 
     Exit codes: 0, trained; 2, refused, or files or the hub could not be read;
     any other is the recipe's own.

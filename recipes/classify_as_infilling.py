@@ -1,0 +1,191 @@
+"""Private text classification as infilling: the label is a masked word, so that the objective is that of pretraining.
+
+Li et al. (2022), "Large Language Models Can Be Strong Differentially Private Learners", section 3.1: with little signal
+left by clipping and noise, a task that the pretrained model can nearly do already beats a new head from nothing. Each
+text is put into a template, "{text} It was about {mask}.", and the loss is cross-entropy over the labels of what the
+masked language model says at the mask.
+
+What a label scores there is the mean, over the tokens of its words, of the model's logits. For labels of one token this
+is the usual verbaliser; a mean is the plain extension to labels such as card_payment_fee_charged. It needs no fixed
+number of masks, no length correction, and one pass of the model whatever the labels are; it ignores the order of words
+and what they have in common with other labels' words, which training must sort out. A mean of logits is the logit of
+the mean: the rows of the output embeddings are averaged once for each label, and those rows take the place of the
+vocabulary's. They are trained too, apart from the word embeddings that they may be tied to.
+
+An encoder without a trained masked language modelling head (a sentence encoder, say) is said to be one: the label rows
+are then means of its word embeddings and see the last hidden state at the mask directly, as a head from nothing would
+only stand between them.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from arguments import parse
+from classify import by_length
+from data import LabelledData, labelled
+from datasets import Dataset
+from peft import LoraConfig, get_peft_model
+from results import measured, scored_by_label, train_and_report
+from torch import Tensor, nn
+from transformers import (
+    AutoModelForMaskedLM,
+    AutoTokenizer,
+    DataCollatorWithPadding,
+    PreTrainedModel,
+    Trainer,
+)
+from transformers.modeling_outputs import SequenceClassifierOutput
+
+from hf_dp.errors import ConfigurationError, UnsupportedModelError
+
+
+@dataclass(kw_only=True)
+class RecipeArguments(LabelledData):
+    """What the recipe trains on, and how."""
+
+    model: str = field(metadata={"help": "A hub name or a directory with a masked language model and its tokenizer."})
+    verbaliser_file: str | None = field(
+        default=None, metadata={"help": "JSON object: the words of each label; by default those of its name."}
+    )
+    template: str = field(default="{text} It was about {mask}.", metadata={"help": "Has {text} and {mask} once each."})
+    method: Literal["lora", "full"] = field(default="lora", metadata={"help": "What is trained beside the label rows."})
+    lora_rank: int = 8
+
+
+class InfillingForSequenceClassification(PreTrainedModel):
+    """Logits (B, labels) at the mask of each text.
+
+    Args:
+        model: gives the last hidden state (B, T, d), or logits (B, T, labels) where `rows` is None.
+        rows: the labels' embeddings, (labels, d).
+    """
+
+    _supports_sdpa = True
+
+    def __init__(self, model: PreTrainedModel, rows: nn.Linear | None, mask_token_id: int, labels: int) -> None:
+        model.config.num_labels = labels
+        model.config.problem_type = "single_label_classification"
+        super().__init__(model.config)
+        self.model, self.rows, self.mask_token_id = model, rows, mask_token_id
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor | None = None, **_: Any) -> Any:
+        """(B, T) ids with one mask in each row."""
+        output = self.model(input_ids=input_ids, attention_mask=attention_mask)
+        at = torch.arange(len(input_ids)), input_ids.eq(self.mask_token_id).int().argmax(1)
+        logits = output.logits[at] if self.rows is None else self.rows(output.last_hidden_state[at])
+        loss = None if labels is None else nn.functional.cross_entropy(logits, labels)
+        return SequenceClassifierOutput(loss=loss, logits=logits)
+
+
+def verbalised(recipe: RecipeArguments, names: list[str]) -> list[str]:
+    """The words of each label."""
+    words = {name: name.replace("_", " ") for name in names}
+    if recipe.verbaliser_file is not None:
+        words = json.loads(Path(recipe.verbaliser_file).read_text(encoding="utf-8"))
+    missing = [name for name in names if not str(words.get(name, "")).strip()]
+    if missing:
+        raise ConfigurationError(
+            f"{recipe.verbaliser_file or recipe.labels_file} has no words for the label {missing[0]!r}.",
+            why="its score is made of the scores of its words.",
+            fix="give one or more words for each label.",
+        )
+    return [" " + words[name].strip() for name in names]
+
+
+def infilled(path: str, split: str, recipe: RecipeArguments, tokenizer: Any, names: list[str]) -> Dataset:
+    """Texts in the template as token ids, with label numbers. Long texts are cut, the template is not."""
+    columns, mask = labelled(path, split, recipe, names), tokenizer.mask_token
+    room = recipe.max_length - len(tokenizer(recipe.template.format(text="", mask=mask))["input_ids"])
+    filled = []
+    for given in columns.pop("text"):
+        text = given.replace(mask, " ")
+        ends = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"][:room]
+        filled.append(recipe.template.format(text=text[: ends[-1][1] if ends else 0], mask=mask))
+    return Dataset.from_dict({**tokenizer(filled), **columns})
+
+
+def build(recipe: RecipeArguments, tokenizer: Any, words: list[str]) -> nn.Module:
+    """The masked language model, with one output row for each label in place of the vocabulary's."""
+    model, loading = AutoModelForMaskedLM.from_pretrained(recipe.model, output_loading_info=True)
+    model.eval()
+    is_pretrained = not loading["missing_keys"]
+    head = model.get_output_embeddings()
+    source = head if is_pretrained else model.get_input_embeddings()
+    has_bias = is_pretrained and getattr(head, "bias", None) is not None
+    rows = nn.Linear(source.weight.shape[1], len(words), bias=has_bias)
+    with torch.no_grad():
+        for number, ids in enumerate(tokenizer(words, add_special_tokens=False)["input_ids"]):
+            rows.weight[number] = source.weight[ids].mean(0)
+            if has_bias:
+                rows.bias[number] = head.bias[ids].mean()
+    if is_pretrained:
+        name = next(name for name, module in model.named_modules() if module is head)
+        model.set_submodule(name, rows)
+        if has_bias:
+            head.bias.requires_grad_(False)  # Some models hold it by a second name; unused, it would collect noise.
+        made = InfillingForSequenceClassification(model, None, tokenizer.mask_token_id, len(words))
+    else:
+        print(f"{recipe.model} has no trained masked language modelling head: its word embeddings stand in for one.")
+        made = InfillingForSequenceClassification(model.base_model, rows, tokenizer.mask_token_id, len(words))
+    _check(made, tokenizer, len(words))
+    if recipe.method == "full":
+        return made
+    trained = next(name for name, module in made.named_modules() if module is rows)
+    return get_peft_model(
+        made, LoraConfig(r=recipe.lora_rank, lora_alpha=2 * recipe.lora_rank, modules_to_save=[trained])
+    )
+
+
+@torch.no_grad()
+def _check(model: nn.Module, tokenizer: Any, labels: int) -> None:
+    shape = tuple(model(**tokenizer([tokenizer.mask_token], return_tensors="pt")).logits.shape)
+    if shape != (1, labels):
+        raise UnsupportedModelError(
+            f"{type(model.model).__name__} gives logits {shape} for one text and {labels} labels.",
+            why="its head does not score words with its output embeddings alone.",
+            fix="use a masked language model whose head does, such as BERT, RoBERTa, DistilBERT or ModernBERT.",
+        )
+
+
+def main() -> None:
+    """Trains, then prints test accuracy, by group if asked for, and the privacy report."""
+    recipe, arguments, privacy = parse(RecipeArguments)
+    tokenizer = AutoTokenizer.from_pretrained(recipe.model)
+    if tokenizer.mask_token is None or any(recipe.template.count(part) != 1 for part in ("{text}", "{mask}")):
+        raise ConfigurationError(
+            f"template {recipe.template!r} with mask token {tokenizer.mask_token!r}.",
+            why="each text needs exactly one mask to fill.",
+            fix="write {text} and {mask} once each, and use a masked language model.",
+        )
+    names = json.loads(Path(recipe.labels_file).read_text(encoding="utf-8"))
+    files = {"train": recipe.train_file, "test": recipe.test_file}
+    train, test = (by_length(infilled(path, split, recipe, tokenizer, names)) for split, path in files.items())
+
+    def make(kind: type[Trainer], model: nn.Module, **others: Any) -> Trainer:
+        return kind(
+            model=model,
+            train_dataset=train,
+            eval_dataset=test,
+            data_collator=DataCollatorWithPadding(tokenizer),
+            compute_metrics=lambda p: measured(("accuracy",), p.predictions.argmax(-1), p.label_ids),
+            **others,
+        )
+
+    train_and_report(
+        build(recipe, tokenizer, verbalised(recipe, names)),
+        make,
+        lambda trainer: scored_by_label(trainer, test),
+        arguments,
+        privacy,
+        groups=test["group"] if recipe.group_column else None,
+        compare_without_privacy=recipe.compare_without_privacy,
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,85 @@
+"""Tiny local models and data for recipes: what a hub name or a real file would give, in kilobytes."""
+
+from __future__ import annotations
+
+import csv
+import json
+import random
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
+from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast, set_seed
+
+WORDS = ["my", "card", "was", "lost", "declined", "cash", "fee", "top", "up", "transfer", "it", "is", "about", "why"]
+LABELS = ["card_lost", "cash_fee", "top_up"]
+
+
+def _tokenizer() -> PreTrainedTokenizerFast:
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    letters = [*"abcdefghijklmnopqrstuvwxyz.,:?_"]
+    pieces = [*special, *letters, *(f"##{letter}" for letter in letters), *sorted({*WORDS} - {*letters})]
+    made = Tokenizer(models.WordPiece({piece: i for i, piece in enumerate(pieces)}, unk_token="[UNK]"))
+    made.normalizer = normalizers.BertNormalizer()
+    made.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    made.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+    )
+    names = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
+    return PreTrainedTokenizerFast(tokenizer_object=made, mask_token="[MASK]", eos_token="[SEP]", **names)
+
+
+@pytest.fixture(scope="session")
+def masked_directory(tmp_path_factory) -> Path:
+    """A random BERT with a masked language modelling head, and its tokenizer."""
+    path, tokenizer = tmp_path_factory.mktemp("masked"), _tokenizer()
+    set_seed(0)
+    config = BertConfig(
+        vocab_size=len(tokenizer), hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64,
+        max_position_embeddings=128, initializer_range=0.2,
+    )  # fmt: skip
+    model = BertForMaskedLM(config)
+    model.cls.predictions.bias.data.normal_()
+    model.save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="session")
+def encoder_directory(masked_directory, tmp_path_factory) -> Path:
+    """The same encoder without that head."""
+    path = tmp_path_factory.mktemp("encoder")
+    BertForMaskedLM.from_pretrained(masked_directory).bert.save_pretrained(path)
+    _tokenizer().save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="session")
+def causal_directory(tmp_path_factory) -> Path:
+    """A random GPT-2 and its tokenizer."""
+    path, tokenizer = tmp_path_factory.mktemp("causal"), _tokenizer()
+    set_seed(0)
+    config = GPT2Config(
+        vocab_size=len(tokenizer), n_positions=256, n_embd=32, n_layer=1, n_head=2, bos_token_id=2, eos_token_id=3
+    )
+    GPT2LMHeadModel(config).save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="session")
+def questions_directory(tmp_path_factory) -> Path:
+    """train.csv and test.csv of bank questions with a label and a branch, categories.json, and plays.txt."""
+    path, draw = tmp_path_factory.mktemp("questions"), random.Random(0)
+    for name, n in (("train", 90), ("test", 30)):
+        with (path / f"{name}.csv").open("w", newline="", encoding="utf-8") as file:
+            writer = csv.writer(file)
+            writer.writerow(["text", "category", "branch"])
+            for i in range(n):
+                label = LABELS[i % 3]
+                words = [*draw.choices(WORDS, k=draw.randint(2, 8)), *label.split("_")]
+                writer.writerow([" ".join(words) + "?", label, "north" if i % 5 else "south"])
+    (path / "categories.json").write_text(json.dumps(LABELS), encoding="utf-8")
+    lines = [" ".join(draw.choices(WORDS, k=9)) + ".\n" for _ in range(400)]
+    (path / "plays.txt").write_text("".join(lines), encoding="utf-8")
+    return path

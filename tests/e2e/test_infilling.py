@@ -1,0 +1,98 @@
+"""Classification as infilling: what a label scores before training is what the masked language model says."""
+
+from __future__ import annotations
+
+import csv
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoTokenizer, BertForMaskedLM
+
+RECIPES = Path(__file__).resolve().parents[2] / "recipes"
+LABELS = ["card_lost", "cash_fee", "top_up"]
+
+
+@pytest.fixture
+def infilling(monkeypatch):
+    monkeypatch.syspath_prepend(RECIPES)
+    known = set(sys.modules)
+    yield __import__("classify_as_infilling")
+    for name in set(sys.modules) - known:
+        if str(RECIPES) in str(getattr(sys.modules[name], "__file__", "")):
+            del sys.modules[name]
+
+
+def arguments(infilling, model, questions, **changes):
+    files = {"train_file": str(questions / "train.csv"), "test_file": str(questions / "test.csv")}
+    labels = {"labels_file": str(questions / "categories.json")}
+    return infilling.RecipeArguments(model=str(model), **{**files, **labels, **changes})
+
+
+@pytest.mark.parametrize("method", ["lora", "full"])
+def test_a_label_scores_the_mean_logit_of_its_tokens_at_the_mask(
+    method, infilling, masked_directory, questions_directory
+):
+    recipe = arguments(infilling, masked_directory, questions_directory, method=method)
+    tokenizer, oracle = (
+        AutoTokenizer.from_pretrained(masked_directory),
+        BertForMaskedLM.from_pretrained(masked_directory),
+    )
+    words = infilling.verbalised(recipe, LABELS)
+    model = infilling.build(recipe, tokenizer, words).eval()
+    batch = tokenizer(["why is my card lost? it is about [MASK].", "[MASK] fee"], padding=True, return_tensors="pt")
+    with torch.no_grad():
+        found = model(**batch).logits
+        logits = oracle.eval()(**batch).logits[batch["input_ids"] == tokenizer.mask_token_id]
+    expected = [logits[:, tokenizer(word, add_special_tokens=False)["input_ids"]].mean(1) for word in words]
+    assert torch.allclose(found, torch.stack(expected, 1), atol=1e-5)
+    assert found.std() > 0.1
+
+
+def test_only_what_is_used_is_trained(infilling, masked_directory, questions_directory):
+    tokenizer = AutoTokenizer.from_pretrained(masked_directory)
+    recipe = arguments(infilling, masked_directory, questions_directory, method="full")
+    model = infilling.build(recipe, tokenizer, infilling.verbalised(recipe, LABELS))
+    model(**tokenizer(["it is [MASK]"], return_tensors="pt"), labels=torch.tensor([1])).loss.backward()
+    assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
+
+
+def test_an_encoder_without_the_head_says_so_and_scores_with_its_word_embeddings(
+    infilling, encoder_directory, questions_directory, capsys
+):
+    recipe = arguments(infilling, encoder_directory, questions_directory, method="full")
+    tokenizer = AutoTokenizer.from_pretrained(encoder_directory)
+    model = infilling.build(recipe, tokenizer, infilling.verbalised(recipe, LABELS)).eval()
+    assert "no trained masked language modelling head" in capsys.readouterr().out
+    batch = tokenizer(["my card [MASK]"], return_tensors="pt")
+    with torch.no_grad():
+        hidden = model.model(**batch).last_hidden_state[0, -2]
+        table = model.model.get_input_embeddings().weight
+        expected = [table[tokenizer(name.replace("_", " "), add_special_tokens=False)["input_ids"]] for name in LABELS]
+        assert torch.allclose(model(**batch).logits[0], torch.stack([e.mean(0) for e in expected]) @ hidden, atol=1e-5)
+
+
+def test_the_words_of_a_label_can_be_given(infilling, masked_directory, questions_directory, tmp_path):
+    path = tmp_path / "words.json"
+    path.write_text(json.dumps({"card_lost": "lost", "cash_fee": "fee", "top_up": "top"}), encoding="utf-8")
+    recipe = arguments(infilling, masked_directory, questions_directory, verbaliser_file=str(path))
+    assert infilling.verbalised(recipe, LABELS) == [" lost", " fee", " top"]
+    path.write_text(json.dumps({"card_lost": "lost", "cash_fee": " "}), encoding="utf-8")
+    with pytest.raises(infilling.ConfigurationError, match="no words for the label 'cash_fee'"):
+        infilling.verbalised(recipe, LABELS)
+
+
+def test_long_texts_are_cut_and_each_keeps_its_one_mask(infilling, masked_directory, questions_directory, tmp_path):
+    path = tmp_path / "long.csv"
+    with path.open("w", newline="", encoding="utf-8") as file:
+        texts = ["my card " * 50, "a [MASK] of my own", "", "{mask} {text}"]
+        csv.writer(file).writerows([("text", "category"), *((text, "top_up") for text in texts)])
+    recipe = arguments(infilling, masked_directory, questions_directory, max_length=32)
+    tokenizer = AutoTokenizer.from_pretrained(masked_directory)
+    rows = infilling.infilled(str(path), "train", recipe, tokenizer, LABELS)
+    assert [ids.count(tokenizer.mask_token_id) for ids in rows["input_ids"]] == [1, 1, 1, 1]
+    assert max(map(len, rows["input_ids"])) == 32
+    tail = tokenizer("It was about [MASK].")["input_ids"][-4:]
+    assert all(ids[-4:] == tail for ids in rows["input_ids"])
