@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 
 from hf_dp.errors import ConfigurationError
@@ -213,7 +214,7 @@ def model_size(name_or_directory: str, lora_rank: int | None = None) -> ModelSiz
         config: Any = AutoConfig.from_pretrained(name_or_directory)
         with torch.device("meta"):
             model = next(kind.from_config(config) for kind in _kinds(config, AutoModelForCausalLM, AutoModel))
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, StopIteration, RuntimeError) as error:
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, StopIteration, StrictDataclassError) as error:
         raise ConfigurationError(
             f"no configuration of a model at {name_or_directory!r} ({(str(error) or repr(error)).splitlines()[0]}).",
             why="the sizes of its parameters are read from it.",

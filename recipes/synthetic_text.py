@@ -231,7 +231,7 @@ def main() -> None:
         f"{len(corpus.texts)} texts in {directory}" + ", which may be shared as it is" * is_private + "; for example:"
     )
     for text, label in list(zip(corpus.texts, corpus.labels, strict=True))[:5]:
-        print(f"  {names[label]}: {text}")
+        print(f"  {names[label]}: {' '.join(text.split())}")
     # Only now, when nothing can be chosen by it any more.
     quality = judge(corpus, train, test, names, output, features=features, compared=recipe.compared)
     trainer.save_metrics("quality", quality, combined=False)
