@@ -148,9 +148,10 @@ def main() -> None:
         compare_without_privacy=recipe.compare_without_privacy,
     )
     prompt = torch.tensor([tokenizer.encode(recipe.prompt)], device=trainer.args.device)
+    room = getattr(trainer.model.config, "max_position_embeddings", 1024) - prompt.shape[1]
     sample = trainer.model.generate(
-        input_ids=prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=80, do_sample=True, temperature=0.8,
-        pad_token_id=0,
+        input_ids=prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=min(80, room), do_sample=True,
+        temperature=0.8, pad_token_id=0,
     )  # fmt: skip
     print(tokenizer.decode(sample[0].tolist()))
 

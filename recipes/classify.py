@@ -136,6 +136,13 @@ def by_length(texts: Dataset) -> Dataset:
     return texts.select(sorted(range(len(texts)), key=lengths.__getitem__))
 
 
+def apart(train: Dataset, test: Dataset) -> tuple[Dataset, Dataset, list[str] | None]:
+    """Both without their groups, which no model reads, and those of the test."""
+    if "group" not in test.column_names:
+        return train, test, None
+    return train.remove_columns("group"), test.remove_columns("group"), list(test["group"])
+
+
 def build(recipe: RecipeArguments, tokenizer: Any, names: list[str]) -> torch.nn.Module:
     """The model, its head made of the label names' embeddings."""
     encoder = AutoModel.from_pretrained(recipe.encoder).eval()
@@ -206,6 +213,7 @@ def main() -> None:
     names = json.loads(Path(recipe.labels_file).read_text(encoding="utf-8"))
     files = {"train": recipe.train_file, "test": recipe.test_file}
     train, test = (by_length(read(path, split, recipe, tokenizer, names)) for split, path in files.items())
+    train, test, groups = apart(train, test)
     model = build(recipe, tokenizer, names)
     padded = DataCollatorWithPadding(tokenizer)
     if recipe.method == "head":
@@ -229,7 +237,7 @@ def main() -> None:
         lambda trainer: scored_by_label(trainer, test),
         arguments,
         privacy,
-        groups=test["group"] if recipe.group_column else None,
+        groups=groups,
         compare_without_privacy=recipe.compare_without_privacy,
     )
 

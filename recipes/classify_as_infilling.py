@@ -26,7 +26,7 @@ from typing import Any, Literal
 
 import torch
 from arguments import parse
-from classify import by_length
+from classify import apart, by_length
 from data import LabelledData, labelled
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
@@ -76,7 +76,7 @@ class InfillingForSequenceClassification(PreTrainedModel):
     def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor | None = None, **_: Any) -> Any:
         """(B, T) ids with one mask in each row."""
         output = self.model(input_ids=input_ids, attention_mask=attention_mask)
-        at = torch.arange(len(input_ids)), input_ids.eq(self.mask_token_id).int().argmax(1)
+        at = torch.arange(len(input_ids), device=input_ids.device), input_ids.eq(self.mask_token_id).int().argmax(1)
         logits = output.logits[at] if self.rows is None else self.rows(output.last_hidden_state[at])
         loss = None if labels is None else nn.functional.cross_entropy(logits, labels)
         return SequenceClassifierOutput(loss=loss, logits=logits)
@@ -94,7 +94,7 @@ def verbalised(recipe: RecipeArguments, names: list[str]) -> list[str]:
             why="its score is made of the scores of its words.",
             fix="give one or more words for each label.",
         )
-    return [" " + words[name].strip() for name in names]
+    return [" " + str(words[name]).strip() for name in names]
 
 
 def infilled(path: str, split: str, recipe: RecipeArguments, tokenizer: Any, names: list[str]) -> Dataset:
@@ -165,6 +165,7 @@ def main() -> None:
     names = json.loads(Path(recipe.labels_file).read_text(encoding="utf-8"))
     files = {"train": recipe.train_file, "test": recipe.test_file}
     train, test = (by_length(infilled(path, split, recipe, tokenizer, names)) for split, path in files.items())
+    train, test, groups = apart(train, test)
 
     def make(kind: type[Trainer], model: nn.Module, **others: Any) -> Trainer:
         return kind(
@@ -182,7 +183,7 @@ def main() -> None:
         lambda trainer: scored_by_label(trainer, test),
         arguments,
         privacy,
-        groups=test["group"] if recipe.group_column else None,
+        groups=groups,
         compare_without_privacy=recipe.compare_without_privacy,
     )
 

@@ -201,7 +201,8 @@ def main() -> None:
     """Trains each arm at each epsilon from each seed, and prints a table. Runs in `results.json` are not repeated."""
     recipe, arguments, privacy = parse(RecipeArguments)
     made = recipe.interactions_file is None
-    sequences = generated(recipe.users, recipe.items) if made else read(recipe.interactions_file)
+    users = min(recipe.users, recipe.max_examples or recipe.users)
+    sequences = generated(users, recipe.items) if made else read(recipe.interactions_file)
     items = recipe.items if made else max(max(sequence) for sequence in sequences)
     sequences = sequences[: recipe.max_examples]
     train, test = (rows(sequences, recipe.longest, target) for target in (2, 1))
