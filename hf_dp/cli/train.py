@@ -5,7 +5,7 @@ from __future__ import annotations
 import runpy
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, redirect_stdout
+from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -48,7 +48,7 @@ def train(
     with refusals(traceback):
         script = recipe_script(recipe)
         outcome = _outcome(settings(recipe), context.args) if as_json else None
-        said_by_the_recipe = redirect_stdout(sys.stderr) if as_json else nullcontext()
+        said_by_the_recipe: AbstractContextManager[Any] = redirect_stdout(sys.stderr) if as_json else nullcontext()
         with _as_the_main_program(script, [str(recipe), *context.args]), said_by_the_recipe:
             try:
                 runpy.run_path(str(script), run_name="__main__")
