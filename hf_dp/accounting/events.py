@@ -11,7 +11,7 @@ import dp_accounting as dp
 from hf_dp.errors import ConfigurationError, LedgerError
 
 # Its square is still a number.
-_LARGEST_NOISE = 1e50
+_LARGEST_NOISE = 1e150
 # Poisson sampling probability, and noise standard deviation in units of the sensitivity.
 Mechanism = tuple[float, float]
 
@@ -168,11 +168,11 @@ def _check_dataset_size(n: int) -> None:
 
 
 def check_noise_multiplier(noise_multiplier: float) -> None:
-    """Refuse a noise multiplier that is no number between 0 and 1e50 (`ConfigurationError`)."""
+    """Refuse a noise multiplier that is no number between 0 and 1e150 (`ConfigurationError`)."""
     if not _is_noise(noise_multiplier):
         raise ConfigurationError(
             f"noise_multiplier={noise_multiplier!r}.",
-            why="it is a standard deviation in units of the clipping norm: finite, not negative, and at most 1e50.",
+            why="it is a standard deviation in units of the clipping norm: finite, not negative, and at most 1e150.",
             fix="give a number such as 1.0, or give a target epsilon and let the noise be calibrated.",
         )
 
