@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 
 from hf_dp.errors import ConfigurationError
@@ -205,22 +206,28 @@ def model_size(name_or_directory: str, lora_rank: int | None = None) -> ModelSiz
     """Of a model by its configuration alone: no weights are read or made.
 
     Raises:
-        ConfigurationError: no configuration there.
+        ConfigurationError: no configuration there, or nothing that would be trained.
     """
     from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
     try:
         config: Any = AutoConfig.from_pretrained(name_or_directory)
-    except (OSError, ValueError) as error:
+        with torch.device("meta"):
+            model = next(kind.from_config(config) for kind in _kinds(config, AutoModelForCausalLM, AutoModel))
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, StopIteration, StrictDataclassError) as error:
         raise ConfigurationError(
-            f"no configuration of a model at {name_or_directory!r} ({str(error).splitlines()[0]}).",
+            f"no configuration of a model at {name_or_directory!r} ({(str(error) or repr(error)).splitlines()[0]}).",
             why="the sizes of its parameters are read from it.",
             fix="give the name of a model on the hub, or a directory with its config.json.",
         ) from error
-    with torch.device("meta"):
-        for kind in _kinds(config, AutoModelForCausalLM, AutoModel):
-            return ModelSize.of(kind.from_config(config), lora_rank)
-    raise AssertionError("AutoModel knows every configuration that AutoConfig reads")
+    size = ModelSize.of(model, lora_rank)
+    if not size.trained:
+        raise ConfigurationError(
+            f"--lora-rank {lora_rank}, and {type(model).__name__} names no blocks with matrices.",
+            why="there would be no adapters, and nothing to train.",
+            fix="leave --lora-rank out.",
+        )
+    return size
 
 
 def _kinds(config: Any, *kinds: Any) -> Iterator[Any]:

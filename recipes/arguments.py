@@ -12,6 +12,7 @@ import yaml
 from transformers import HfArgumentParser, TrainingArguments
 
 from hf_dp import PrivacyConfig
+from hf_dp.errors import ConfigurationError
 
 # Enough to see that a recipe runs from end to end on a machine: seconds, and no result.
 SMOKE = {
@@ -47,6 +48,9 @@ def parse(recipe: type) -> tuple[Any, TrainingArguments, PrivacyConfig]:
 
     Args:
         recipe: a dataclass that has `max_examples: int | None = None`: how many examples of each split to use.
+
+    Raises:
+        ConfigurationError: arguments that Transformers, the promise or the recipe refuses.
     """
     flags, settings = sys.argv[1:], []
     if flags and flags[0].endswith((".yaml", ".yml")):
@@ -58,8 +62,15 @@ def parse(recipe: type) -> tuple[Any, TrainingArguments, PrivacyConfig]:
     parser = HfArgumentParser((recipe, TrainingArguments, PrivacyConfig, CommonArguments))
     if parser.parse_args(settings + flags).smoke:
         settings += _as_flags(SMOKE)
-    made, training, privacy, common = parser.parse_args_into_dataclasses(settings + flags)
-    attention = None if common.re_attention is None else json.loads(common.re_attention)
+    try:
+        made, training, privacy, common = parser.parse_args_into_dataclasses(settings + flags)
+        attention = None if common.re_attention is None else json.loads(common.re_attention)
+    except ConfigurationError:
+        raise
+    except ValueError as error:
+        raise ConfigurationError(
+            f"{error}.", why="no training could begin with these arguments.", fix="--help lists them all."
+        ) from error
     return made, training, privacy.replace(seed=common.privacy_seed, re_attention=attention)
 
 

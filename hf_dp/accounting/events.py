@@ -10,6 +10,8 @@ import dp_accounting as dp
 
 from hf_dp.errors import ConfigurationError, LedgerError
 
+# Its square is still a number.
+_LARGEST_NOISE = 1e150
 # Poisson sampling probability, and noise standard deviation in units of the sensitivity.
 Mechanism = tuple[float, float]
 
@@ -166,11 +168,11 @@ def _check_dataset_size(n: int) -> None:
 
 
 def check_noise_multiplier(noise_multiplier: float) -> None:
-    """Refuse a noise multiplier that is no finite number of at least 0 (`ConfigurationError`)."""
+    """Refuse a noise multiplier that is no number between 0 and 1e150 (`ConfigurationError`)."""
     if not _is_noise(noise_multiplier):
         raise ConfigurationError(
             f"noise_multiplier={noise_multiplier!r}.",
-            why="it is a standard deviation in units of the clipping norm: finite, and not negative.",
+            why="it is a standard deviation in units of the clipping norm: finite, not negative, and at most 1e150.",
             fix="give a number such as 1.0, or give a target epsilon and let the noise be calibrated.",
         )
 
@@ -215,7 +217,7 @@ def _is_number(value: object) -> bool:
 
 
 def _is_noise(value: object) -> bool:
-    return isinstance(value, (int, float)) and _is_number(value) and 0 <= value < math.inf
+    return isinstance(value, (int, float)) and _is_number(value) and 0 <= value <= _LARGEST_NOISE
 
 
 def _is_count(value: object) -> bool:

@@ -18,8 +18,12 @@ def main() -> None:
     """Differentially private fine-tuning of Hugging Face models.
 
     New here? `hf-dp demo` shows what it is for; `hf-dp plan` what a budget
-    costs. Exit codes: 0 for yes, 1 for no (the demo did not show it, a claim
-    does not hold), 2 for a question that could not be answered.
+    costs; `hf-dp --install-completion` lets the tab key finish commands. Each
+    command's --help has an example.
+
+    Exit codes: 0 for yes or done; 1 for no (the demo did not show it, a claim
+    does not hold) or an error inside a recipe; 2 for input that is refused, or
+    a question that could not be answered.
     """
 
 

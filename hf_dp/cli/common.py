@@ -6,27 +6,40 @@ import json
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 
 from hf_dp.errors import HfDpError
 
-REFUSED = 2
+NO, REFUSED = 1, 2
+AsJson = Annotated[
+    bool, typer.Option("--json", help="Print strict JSON on stdout and nothing else there; the rest goes to stderr.")
+]
 
 
 @contextmanager
-def refusals() -> Iterator[None]:
-    """Errors that hf_dp raises on purpose are printed in words, and end the command with code 2."""
+def refusals(traceback: bool | None = None) -> Iterator[None]:
+    """What hf_dp refuses, and what the system does, is said in words, and ends the command with code 2.
+
+    Args:
+        traceback: keep that of an error of the system; False where the command could be asked to.
+    """
     try:
         yield
     except HfDpError as error:
         typer.echo(f"Refused: {error}", err=True)
         raise typer.Exit(REFUSED) from None
+    except OSError as error:
+        if traceback:
+            raise
+        hint = "" if traceback is None else "\n(--traceback shows where it came from.)"
+        typer.echo(f"{type(error).__name__}: {error}{hint}", err=True)
+        raise typer.Exit(REFUSED) from None
 
 
 def print_json(value: Any) -> None:
-    """Strict JSON and nothing else; infinities as the string "inf"."""
+    """Strict JSON and nothing else; numbers that it does not have as the strings "inf", "-inf" and "nan"."""
     typer.echo(json.dumps(_strict(value), indent=2, allow_nan=False))
 
 
@@ -35,4 +48,4 @@ def _strict(value: Any) -> Any:
         return {key: _strict(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [_strict(item) for item in value]
-    return "inf" if isinstance(value, float) and value == math.inf else value
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

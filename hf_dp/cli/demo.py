@@ -8,6 +8,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from hf_dp.cli.common import NO, AsJson, print_json, refusals
+
 
 def demo(
     output_dir: Annotated[
@@ -19,17 +21,33 @@ def demo(
     quick: Annotated[bool, typer.Option("--quick", help="Half a minute; a weaker contrast.")] = False,
     data_seed: Annotated[
         int,
-        typer.Option(min=0, help="Seed of the generated messages and initial weights, not of the private noise."),
+        typer.Option(
+            min=0, max=2**32 - 1, help="Seed of the generated messages and initial weights, not of the private noise."
+        ),
     ] = 1,
+    as_json: AsJson = False,
 ) -> None:
     """A model that leaks planted secrets, and one that does not: offline, on a CPU, in a few minutes.
 
     Pretrains a small GPT-2 on generated public messages, then fine-tunes it on
     private ones with secret codes among them, once ordinarily and once with
-    differential privacy (epsilon 8). Exits with 1 if the contrast did not show.
+    differential privacy (epsilon 8).
+
+    Example, half a minute long:
+
+        hf-dp demo --quick
+
+    Exit codes: 0, the contrast showed; 1, it did not; 2, refused.
     """
     # torch and transformers take seconds to import; the other commands should not wait for them.
     from hf_dp.demo.run import FULL, QUICK, run
+    from hf_dp.hub import load_report
 
-    if not run(output_dir, QUICK if quick else FULL, data_seed, Console()):
-        raise typer.Exit(1)
+    with refusals():
+        result = run(output_dir, QUICK if quick else FULL, data_seed, Console(stderr=as_json))
+        found = result.to_dict()
+        if as_json:
+            report = load_report(output_dir).to_dict()
+            print_json({"source": str(output_dir), **found, "report": report})
+    if not found["shown"]:
+        raise typer.Exit(NO)

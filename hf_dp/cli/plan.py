@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from hf_dp.cli.common import print_json, refusals
+from hf_dp.cli.common import AsJson, print_json, refusals
 from hf_dp.cli.sizes import size_table, sizes
 from hf_dp.config import AccountantName
 from hf_dp.errors import ConfigurationError
@@ -19,7 +19,9 @@ _ACCOUNTANTS: tuple[AccountantName, ...] = ("pld", "rdp")
 
 
 def plan(
-    n: Annotated[int, typer.Option("--n", help="Number of training examples.")],
+    n: Annotated[
+        int | None, typer.Option("--n", help="Number of training examples; without it, --model alone is answered.")
+    ] = None,
     batch_size: Annotated[
         float | None,
         typer.Option(
@@ -45,7 +47,7 @@ def plan(
     lora_rank: Annotated[int | None, typer.Option(min=1, help="LoRA on every matrix of the blocks.")] = None,
     length: Annotated[int, typer.Option(help="Positions of each example, with --model.")] = 512,
     micro_batch: Annotated[int, typer.Option(help="Examples at a time on each rank, with --model.")] = 1,
-    as_json: Annotated[bool, typer.Option("--json", help="Print strict JSON and nothing else.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """How much noise a budget needs, what a noise costs, or how best to spend compute, before any training.
 
@@ -62,24 +64,27 @@ def plan(
     Sampling is Poisson with probability batch-size / n; neighbouring datasets
     differ by one added or removed example. PLD is the tight accountant and the
     default in training; RDP is a looser cross-check. With --model, also how much
-    memory each of --world-size ranks needs and what it sends (docs/scaling.md).
+    memory each of --world-size ranks needs and what it sends (docs/scaling.md);
+    that alone, where nothing of the privacy is given:
+
+        hf-dp plan --model DIRECTORY --world-size 8 --length 1024
+
+    Exit codes: 0, planned; 2, refused: there is no such plan.
     """
     with refusals(), Console(stderr=True).status("Computing"):
-        _exactly_one({"--epsilon": epsilon, "--noise": noise})
-        _exactly_one({"--epochs": epochs, "--steps": steps, "--examples": examples})
-        if not 0 < clipping_norm < math.inf:
-            raise ConfigurationError(
-                f"--clipping-norm {clipping_norm:g}.", why="noise is a multiple of it.", fix="give a positive number."
-            )
-        proposed = batch_size is None
-        if batch_size is None:
-            batch_size, steps = _propose(n, epochs, steps, examples, epsilon, delta, min_steps)
-        answer = _plan(n, batch_size, epochs, steps, examples, epsilon, noise, delta)
-        answer["proposed"] = proposed
-        answer["examples_processed"] = answer["expected_batch_size"] * answer["steps"]
-        answer["clipping_norm"] = clipping_norm
-        for name in _ACCOUNTANTS:
-            answer[name]["noise_per_coordinate"] = answer[name]["noise_multiplier"] * clipping_norm / batch_size
+        answer: dict[str, Any] = {}
+        if n is None:
+            given = {"--epochs": epochs, "--steps": steps, "--examples": examples, "--epsilon": epsilon}
+            _refuse_without_n(model, {**given, "--noise": noise, "--delta": delta, "--plot": plot})
+        else:
+            _exactly_one({"--epsilon": epsilon, "--noise": noise})
+            _exactly_one({"--epochs": epochs, "--steps": steps, "--examples": examples})
+            _positive("--clipping-norm", clipping_norm)
+            proposed = batch_size is None
+            if batch_size is None:
+                batch_size, steps = _propose(n, epochs, steps, examples, epsilon, delta, min_steps)
+            answer = _plan(n, batch_size, epochs, steps, examples, epsilon, noise, delta)
+            answer |= _derived(answer, proposed, clipping_norm)
         if model is not None:
             answer |= sizes(model, lora_rank, world_size, length, micro_batch, batch_size)
         if plot is not None:
@@ -90,16 +95,38 @@ def plan(
         print_json(answer)
         return
     console = Console()
-    console.print(_table(answer))
+    if n is not None:
+        console.print(_table(answer))
     if model is not None:
         console.print(size_table(answer["per_rank"], world_size))
-    if proposed:
+    if n is None:
+        console.print("For what a budget costs as well, give --n, --epsilon and --epochs.")
+    elif answer["proposed"]:
         console.print(
             f"Proposed: the most steps (at least {min_steps}) whose noise over the whole run is within 10 % of that of "
             "the largest batch. It knows nothing of learning: compare two or three batch sizes on public data.",
         )
     if plot is not None:
         console.print(f"Figure: {plot}", soft_wrap=True)
+
+
+def _refuse_without_n(model: str | None, of_privacy: dict[str, object]) -> None:
+    given = [name for name, value in of_privacy.items() if value is not None]
+    if model is None or given:
+        raise ConfigurationError(
+            f"no --n, with {given[0]}." if given else "neither --n nor --model.",
+            why="what a budget costs depends on the number of training examples.",
+            fix="give --n; or --model without anything of the privacy, for memory and communication alone.",
+        )
+
+
+def _derived(answer: dict[str, Any], proposed: bool, clipping_norm: float) -> dict[str, Any]:
+    """What else is told of a plan."""
+    batch_size = answer["expected_batch_size"]
+    for name in _ACCOUNTANTS:
+        answer[name]["noise_per_coordinate"] = answer[name]["noise_multiplier"] * clipping_norm / batch_size
+    processed = batch_size * answer["steps"]
+    return {"proposed": proposed, "examples_processed": processed, "clipping_norm": clipping_norm}
 
 
 def _propose(
@@ -198,8 +225,8 @@ def _positive(option: str, value: float | None) -> float:
     if value is None or not 0 < value < math.inf:
         raise ConfigurationError(
             f"{option} {value!r}.",
-            why="the cost of a run is the cost of its steps, and there would be none, or no end.",
-            fix="give a positive number such as 10, or --steps.",
+            why="a plan follows from it, and there would be none, or no end.",
+            fix="give a positive number such as 10.",
         )
     return value
 

@@ -8,14 +8,14 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from hf_dp.cli.common import print_json, refusals
+from hf_dp.cli.common import AsJson, print_json, refusals
 
 
 def report(
     directory: Annotated[
         str, typer.Argument(metavar="DIR", help="A folder of DPTrainer, a checkpoint, or a repository OWNER/NAME.")
     ],
-    as_json: Annotated[bool, typer.Option("--json", help="Print strict JSON and nothing else.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """What was promised, what was spent, and on what: read from privacy.json.
 
@@ -25,6 +25,8 @@ def report(
 
     In the output folder of a run that was interrupted, the newest checkpoint
     speaks. The claim is printed as it stands; `hf-dp verify` checks it.
+
+    Exit codes: 0, read; 2, there is no report, or it cannot be read.
     """
     from hf_dp.hub import RECORD_FILE, open_source
     from hf_dp.hub.card import in_words

@@ -9,14 +9,15 @@ from rich.table import Table
 
 
 def sizes(
-    model: str, lora_rank: int | None, world_size: int, length: int, micro_batch: int, batch_size: float
+    model: str, lora_rank: int | None, world_size: int, length: int, micro_batch: int, batch_size: float | None
 ) -> dict[str, Any]:
-    """Bytes on each rank for both strategies."""
+    """Bytes on each rank for both strategies; without a batch size, of a step of one micro-batch on each."""
     # torch and transformers take seconds to import.
     from hf_dp import scaling
 
     size = scaling.model_size(model, lora_rank)
-    parts = max(1, math.ceil(batch_size / max(1, world_size) / max(1, micro_batch)))
+    at_once = max(1, world_size) * max(1, micro_batch)
+    parts = 1 if batch_size is None else max(1, math.ceil(batch_size / at_once))
     found = {}
     for strategy in ("DDP", "FSDP2"):
         one = scaling.estimate(size, strategy, world_size, length=length, micro_batch=micro_batch, micro_batches=parts)

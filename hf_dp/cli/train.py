@@ -5,15 +5,18 @@ from __future__ import annotations
 import runpy
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 import yaml
 
-from hf_dp.cli.common import REFUSED, refusals
+from hf_dp.cli.common import AsJson, print_json, refusals
 from hf_dp.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from hf_dp.cli.outcome import Outcome
 
 
 def train(
@@ -22,6 +25,7 @@ def train(
     traceback: Annotated[
         bool, typer.Option("--traceback", help="Show where an error about files or the hub came from.")
     ] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Run a recipe: the script that lies beside its YAML file, with the settings in it.
 
@@ -33,24 +37,33 @@ def train(
     those of a recipe. NAME.yaml runs NAME.py in the same folder; several files
     can share one script by naming it, `recipe: NAME.py`. On several devices
     start the script itself, for example with `accelerate launch`.
+
+    With --json: the privacy report of the model that the recipe saved, and the
+    metrics that it wrote (results.json, or Trainer's save_metrics), from its
+    output_dir.
+
+    Exit codes: 0, trained; 2, refused, or files or the hub could not be read;
+    any other is the recipe's own.
     """
-    with refusals():
+    with refusals(traceback):
         script = recipe_script(recipe)
-        with _as_the_main_program(script, [str(recipe), *context.args]):
+        outcome = _outcome(settings(recipe), context.args) if as_json else None
+        said_by_the_recipe: AbstractContextManager[Any] = redirect_stdout(sys.stderr) if as_json else nullcontext()
+        with _as_the_main_program(script, [str(recipe), *context.args]), said_by_the_recipe:
             try:
                 runpy.run_path(str(script), run_name="__main__")
-            except OSError as error:
-                if traceback:
+            except SystemExit as end:
+                if end.code:
                     raise
-                typer.echo(f"{type(error).__name__}: {error}\n(--traceback shows where it came from.)", err=True)
-                raise typer.Exit(REFUSED) from None
+        if outcome is not None:
+            print_json(outcome.read())
 
 
-def recipe_script(path: Path) -> Path:
-    """The script that a recipe's YAML file belongs to.
+def settings(path: Path) -> dict[str, Any]:
+    """What stands in a recipe's YAML file.
 
     Raises:
-        ConfigurationError: no such file, no settings in it, or no such script.
+        ConfigurationError: no such file, or no settings in it.
     """
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -60,13 +73,20 @@ def recipe_script(path: Path) -> Path:
             why="a recipe is a YAML file of settings, such as recipes/classify.yaml.",
             fix="give the path of one; recipes come with the source of hf_dp.",
         ) from error
-    name = values.get("recipe", f"{path.stem}.py") if isinstance(values, dict) else None
+    if not isinstance(values, dict):
+        raise _no_recipe(path, "no settings.")
+    return values
+
+
+def recipe_script(path: Path) -> Path:
+    """The script that a recipe's YAML file belongs to.
+
+    Raises:
+        ConfigurationError: no such file, no settings in it, or no such script.
+    """
+    name = settings(path).get("recipe", f"{path.stem}.py")
     if not isinstance(name, str) or Path(name).name != name:
-        raise ConfigurationError(
-            f"recipe {str(path)!r} has " + ("no settings." if name is None else f"recipe: {name!r}."),
-            why="it must be a mapping of settings; `recipe`, if it is there, names a script in the same folder.",
-            fix="see recipes/classify_full.yaml for one that shares another's script.",
-        )
+        raise _no_recipe(path, f"recipe: {name!r}.")
     script = path.parent / (name if name.endswith(".py") else f"{name}.py")
     if not script.is_file():
         raise ConfigurationError(
@@ -75,6 +95,21 @@ def recipe_script(path: Path) -> Path:
             fix="keep the two together, or name the script in the file: `recipe: classify.py`.",
         )
     return script
+
+
+def _no_recipe(path: Path, found: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"recipe {str(path)!r} has {found}",
+        why="it must be a mapping of settings; `recipe`, if it is there, names a script in the same folder.",
+        fix="see recipes/classify_full.yaml for one that shares another's script.",
+    )
+
+
+def _outcome(values: dict[str, Any], flags: list[str]) -> Outcome:
+    # It reads the record with dp_accounting, which takes most of a second to import.
+    from hf_dp.cli.outcome import Outcome, output_dir
+
+    return Outcome(output_dir(values, flags))
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from hf_dp.cli.common import print_json, refusals
+from hf_dp.cli.common import AsJson, print_json, refusals
 
 
 def verify(
@@ -21,7 +21,7 @@ def verify(
     token: Annotated[
         str | None, typer.Option(help="For a private repository; by default the one of `hf auth login`.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print strict JSON and nothing else.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Recompute epsilon from the ledger alone, and hold the claim, the card and the weights against it.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 from rich.table import Table
 from scipy import stats
@@ -64,6 +65,23 @@ class Result:
             < self.before.evaluation_loss,
         }
         return [claim for claim, shown in claims.items() if not shown]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The numbers of the table, by model, and whether they show what the demo is for."""
+        models = {
+            row.name: {
+                "epsilon": row.epsilon,
+                "delta": row.delta,
+                "evaluation_loss": row.evaluation_loss,
+                "exposure_mean": mean(row.planted),
+                "exposure_max": max(row.planted),
+                "control_mean": mean(row.unplanted),
+                "pins_said": row.extracted,
+            }
+            for row in self.rows
+        }
+        missing = self.shortcomings()
+        return {"shown": not missing, "not_shown": missing, "secrets": len(self.private.planted), "models": models}
 
     def table(self) -> Table:
         """One row for each model."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import math
 import tempfile
 from collections.abc import Iterator
@@ -24,6 +25,7 @@ from hf_dp.demo.messages import Messages, generate
 from hf_dp.demo.model import new_model, train_tokenizer
 from hf_dp.demo.result import Result, Row
 from hf_dp.demo.training import Schedule, TrainingSetup, evaluation_loss
+from hf_dp.errors import ConfigurationError
 
 FIGURE_FILE = "demo.png"
 
@@ -68,7 +70,7 @@ QUICK = Scale(
 )
 
 
-def run(output_dir: Path, scale: Scale, data_seed: int, console: Console) -> bool:
+def run(output_dir: Path, scale: Scale, data_seed: int, console: Console) -> Result:
     """Trains, measures, prints the table, and writes the private model and the figure.
 
     Args:
@@ -79,10 +81,21 @@ def run(output_dir: Path, scale: Scale, data_seed: int, console: Console) -> boo
         console: where to print.
 
     Returns:
-        Whether the contrast showed.
+        What was measured.
+
+    Raises:
+        ConfigurationError: `output_dir` cannot be written to.
     """
     # Before minutes of training, not after.
-    output_dir.mkdir(parents=True, exist_ok=True)
+    try:
+        output_dir.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=output_dir).close()
+    except OSError as error:
+        raise ConfigurationError(
+            f"--output-dir {str(output_dir)!r}: {error}.",
+            why="the private model and its record would have no place.",
+            fix="give a folder that can be made or written to, such as hf-dp-demo.",
+        ) from error
     console.print(
         f"{scale.canaries} secret card codes, each in one of {scale.private:,} private messages. A small GPT-2 that "
         "knows public messages only is fine-tuned on them twice: ordinarily, and with differential privacy."
@@ -100,7 +113,7 @@ def run(output_dir: Path, scale: Scale, data_seed: int, console: Console) -> boo
         console.print("\n[bold]This run did not show what the demo is for.[/bold] Not shown:")
     for shortcoming in shortcomings:
         console.print(f"  - {shortcoming}")
-    return not shortcomings
+    return result
 
 
 def _train_and_measure(output_dir: Path, scale: Scale, data_seed: int, scratch: Path, progress: Progress) -> Result:
@@ -160,18 +173,19 @@ def _progress(console: Console) -> Progress:
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Keeps the libraries' own messages and bars out of the story; all settings are restored."""
-    library_logs = (transformers.logging, datasets.logging)
-    levels = [logs.get_verbosity() for logs in library_logs]
+    # hf_dp's say what a run promises; here the table does.
+    logs = [logging.getLogger(name) for name in ("hf_dp", "transformers", "datasets")]
+    levels = [log.level for log in logs]
     bars = transformers.logging.is_progress_bar_enabled(), datasets.are_progress_bars_disabled()
-    for logs in library_logs:
-        logs.set_verbosity_error()
+    for log in logs:
+        log.setLevel(logging.ERROR)
     transformers.logging.disable_progress_bar()
     datasets.disable_progress_bars()
     try:
         yield
     finally:
-        for logs, level in zip(library_logs, levels, strict=True):
-            logs.set_verbosity(level)
+        for log, level in zip(logs, levels, strict=True):
+            log.setLevel(level)
         if bars[0]:
             transformers.logging.enable_progress_bar()
         if not bars[1]:

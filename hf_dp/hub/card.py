@@ -61,9 +61,9 @@ def _promise(report: PrivacyReport, found: dict[AccountantName, float]) -> list[
         "Fine-tuned with differential privacy (DP-SGD) by hf_dp.",
         "",
         f'**What is protected:** {report.unit}, in the sense of "{report.adjacency}". Had any single one been absent '
-        "from the training data (or present), every conclusion that anyone can draw from these weights would have been "
-        f"at most {likelier} times as likely or as unlikely, but for a probability of "
-        f"{report.delta:.3g}.",
+        "from the training data (or present), every conclusion that anyone can draw from these weights, or from what "
+        f"is made of them alone, would have been at most {likelier} times as likely or as unlikely, but for a "
+        f"probability of {report.delta:.3g}.",
     ]
 
 

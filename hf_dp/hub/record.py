@@ -21,6 +21,8 @@ FORMAT = "hf_dp privacy record"
 VERSION = 1
 # As Transformers and PEFT name them; other tensors beside them are not the model.
 _WEIGHTS = ("model*.safetensors", "adapter_model*.safetensors")
+# Texts that were sampled from a private model, with its record.
+_CORPORA = {"corpus.jsonl", "corpus.csv"}
 _FIELDS = {"format", "version", "report", "config", "ledger", "files", "card_sha256"}
 
 
@@ -47,6 +49,11 @@ class PrivacyRecord:
         """The files that hold parameters."""
         names = {name: PurePosixPath(name).name for name in self.files}
         return sorted(n for n, last in names.items() if any(fnmatch.fnmatch(last, pattern) for pattern in _WEIGHTS))
+
+    @property
+    def corpus(self) -> list[str]:
+        """The files that hold texts sampled from the model, where these were saved and not the model."""
+        return sorted(_CORPORA.intersection(self.files))
 
     def to_json(self) -> str:
         """Strict JSON; `from_json` is the inverse, but for the seed."""

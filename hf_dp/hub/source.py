@@ -83,7 +83,7 @@ def open_source(
         HubError: neither, or no access.
     """
     directory = Path(repo_or_directory)
-    if directory.is_dir():
+    if os.path.isdir(directory):  # False, too, for a name that is too long for one
         found = (path.relative_to(directory) for path in directory.rglob("*") if path.is_file())
         return Source(str(directory), frozenset(path.as_posix() for path in found), directory)
     repo_id = str(repo_or_directory)
@@ -105,6 +105,8 @@ def _refusals(what: str) -> Iterator[None]:
         raise _refusal(f"{what!r} has no such revision") from error
     except HFValidationError as error:
         raise _refusal(f"{what!r} is no directory, and no name of a repository") from error
+    except UnicodeEncodeError as error:
+        raise _refusal(f"{what!r} could not be read from the hub: the token has letters that no token has") from error
     except OfflineModeIsEnabled as error:
         raise _refusal(f"{what!r} is no directory, and the hub is switched off (HF_HUB_OFFLINE=1)") from error
     except _NETWORK as error:

@@ -34,7 +34,8 @@ _LOCAL = {"training_args.bin", "optimizer.pt", "optimizer.bin", "scheduler.pt", 
 
 PROVEN = (
     "The stated epsilon follows from the ledger: what is said to have been released costs no more at this delta.",
-    "The weights are the files that the record was written for, and the card says what the record says.",
+    "The weights (or the texts sampled from them) are the files that the record was written for, and the card says "
+    "what the record says.",
 )
 NOT_PROVEN = (
     "That the training happened as the ledger says, on that many units of that kind, with secret noise. "
@@ -206,8 +207,8 @@ def _promise(record: PrivacyRecord) -> Iterator[Check]:
 
 
 def _files(source: Source, record: PrivacyRecord) -> Iterator[Check]:
-    if not record.weights:
-        yield Check("weights", False, "the record names no safetensors weights")
+    if not record.weights and not record.corpus:
+        yield Check("weights", False, "the record names neither safetensors weights nor a corpus")
     for name, digest in sorted(record.files.items()):
         if name not in source.names:
             yield Check(name, False, "named in the record, but not there")
@@ -255,6 +256,11 @@ def _notes(source: Source, record: PrivacyRecord) -> Iterator[str]:
     report = record.report
     if not report.private:
         yield "This is not a private model: " + ("a seed was given." if report.reproducible else "epsilon is infinite.")
+    if record.corpus and not record.weights:
+        yield (
+            "Texts, and no model: that they were sampled from the model of this ledger, and that none was chosen by "
+            "looking at the private data, is the word of whoever published them."
+        )
     if any(name.endswith(f"/{RECORD_FILE}") for name in source.names):
         yield "Checkpoints in folders of their own are not checked here; verify each for itself."
     other = sorted(name for name in source.names if not may_be_published(name) and "/" not in name)

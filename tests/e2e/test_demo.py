@@ -12,12 +12,18 @@ from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 from transformers import AutoTokenizer, GPT2LMHeadModel
+from typer.testing import CliRunner
 
+from hf_dp import load_report
+from hf_dp.cli import app
 from hf_dp.demo.exposure import MEAN_EXPOSURE_BY_CHANCE, exposure, exposures, extracted, pin_losses
 from hf_dp.demo.messages import Canary, Messages, generate
 from hf_dp.demo.model import new_model, train_tokenizer
 from hf_dp.demo.result import Result, Row, mean, most_by_chance
+from hf_dp.demo.run import Scale
+from tests.e2e.workbench import make
 
 
 @pytest.fixture(scope="module")
@@ -118,6 +124,47 @@ def test_it_does_not_claim_what_it_did_not_show() -> None:
         (Result(before, ordinary, replace(private, evaluation_loss=3.1)), "has learnt"),
     ):
         assert any(words in shortcoming for shortcoming in broken.shortcomings())
+
+
+def test_json_is_alone_on_stdout_and_says_what_was_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    chance, leak = [1.4] * 16, [9.0] * 16
+    before, ordinary = (
+        Row("before", 0.0, 0.0, 3.0, chance, chance, 0),
+        Row("ordinary", math.inf, None, 1.0, leak, chance, 9),
+    )
+    private = Row("private", 8.0, 1e-5, 2.0, chance, chance, 0)
+    trained = make(tmp_path / "out")
+    trained.train()
+    trained.save_model()
+    results = iter([Result(before, ordinary, private), Result(before, before, private)])
+
+    def run(output_dir: Path, scale: Scale, data_seed: int, console: Console) -> Result:
+        console.print("the story")
+        return next(results)
+
+    monkeypatch.setattr("hf_dp.demo.run.run", run)
+    said = CliRunner().invoke(app, ["demo", "--json", "--output-dir", str(tmp_path / "out")])
+    found = json.loads(said.stdout)
+    assert (said.exit_code, found["shown"], found["not_shown"]) == (0, True, [])
+    assert found["models"]["ordinary"]["epsilon"] == "inf"
+    assert found["models"]["private"]["exposure_mean"] == pytest.approx(1.4)
+    assert found["report"]["epsilon"] == load_report(tmp_path / "out").epsilon
+    assert "the story" in said.stderr
+    said = CliRunner().invoke(app, ["demo", "--json", "--output-dir", str(tmp_path / "out")])
+    assert (said.exit_code, json.loads(said.stdout)["shown"]) == (1, False)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [["--output-dir", "FILE"], ["--output-dir", "FILE/in/it"], ["--data-seed", "-1"], ["--data-seed", "4294967296"]],
+)
+def test_bad_input_is_refused_before_anything_is_trained(flags: list[str], tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    given = [flag.replace("FILE", str(tmp_path / "file")) for flag in flags]
+    said = CliRunner().invoke(app, ["demo", *given])
+    assert said.exit_code == 2
+    assert "Traceback" not in said.output
+    assert not said.stdout
 
 
 @pytest.mark.slow

@@ -317,6 +317,60 @@ def test_what_is_no_place_is_refused(hub: Hub) -> None:
         load_report("someone/nothing")
 
 
+@pytest.mark.parametrize("command", ["report", "verify"])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["a" * 5000],
+        ["\x01"],
+        [""],
+        ["a/b/c"],
+        ["someone/x", "more"],
+        ["--nonsense"],
+        [],
+        ["FILE"],
+        ["EMPTY"],
+        ["LIST"],
+        ["DEEP"],
+        ["DIRECTORY"],
+        ["EMPTY", "--json"],
+        ["LIST", "--json"],
+        ["DEEP", "--json"],
+    ],
+    ids=lambda arguments: " ".join(arguments)[:20],
+)
+def test_what_cannot_be_read_is_refused_without_a_traceback(
+    command: str, arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "FILE").write_text("")
+    (tmp_path / "DIRECTORY" / "privacy.json").mkdir(parents=True)
+    for name, text in {"EMPTY": "", "LIST": "[1]", "DEEP": "[" * 100_000}.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "privacy.json").write_text(text)
+    said = invoke(command, *arguments)
+    assert said.exit_code == 2, said.output
+    assert "Traceback" not in said.output
+    assert not said.stdout
+
+
+def test_a_token_that_cannot_be_one_is_refused(hub: Hub) -> None:
+    with pytest.raises(HubError, match="letters that no token has"):
+        load_report("someone/nothing", token="geheim\u00e4")
+
+
+def test_a_system_error_is_said_without_a_traceback(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise PermissionError(13, "Permission denied", "privacy.json")
+
+    monkeypatch.setattr(Path, "read_bytes", refuse)
+    for command in ("report", "verify"):
+        said = invoke(command, str(copy))
+        assert said.exit_code == 2
+        assert "PermissionError" in said.stderr
+        assert "Traceback" not in said.output
+
+
 def test_offline_is_said(tmp_path: Path) -> None:
     said = invoke("verify", "someone/nothing")
     assert said.exit_code == 2

@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 from hf_dp.accounting import candidate, default_delta, epsilon, step_event
 from hf_dp.cli import app, plot
 
+TINY = '{"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 11, "n_positions": 4}'
 BASE = ["plan", "--n", "10003", "--batch-size", "512"]
 
 
@@ -73,6 +74,14 @@ def test_no_noise_is_printed_as_infinite_epsilon():
         ([*BASE, "--epochs", "0", "--noise", "1"], "--epochs 0"),
         ([*BASE, "--epochs", "inf", "--noise", "1"], "--epochs inf"),
         ([*BASE, "--steps", "0", "--noise", "1"], "steps=0"),
+        ([*BASE, "--steps", "1", "--noise", "1e308"], "noise_multiplier=1e+308"),
+        ([*BASE, "--steps", "1", "--noise", "1", "--clipping-norm", "nan"], "--clipping-norm nan"),
+        ([*BASE, "--steps", "1", "--noise", "nan"], "noise_multiplier=nan"),
+        (["plan", "--n", "0", "--batch-size", "1", "--steps", "1", "--noise", "1"], "n=0"),
+        (["plan", "--n", "9", "--batch-size", "nan", "--steps", "1", "--noise", "1"], "--batch-size nan"),
+        (["plan"], "neither --n nor --model"),
+        (["plan", "--model", "somewhere", "--epsilon", "8"], "no --n, with --epsilon"),
+        (["plan", "--model", "/nowhere/at/all"], "no configuration of a model at '/nowhere/at/all'"),
         ([*BASE, "--steps", "1", "--noise", "1", "--delta", "0.1"], "delta=0.1"),
         (["plan", "--n", "100", "--batch-size", "512", "--steps", "1", "--noise", "1"], "--batch-size 512"),
         (["plan", "--n", "1", "--batch-size", "1", "--steps", "1", "--noise", "1"], "n=1"),
@@ -85,6 +94,42 @@ def test_bad_input_is_refused_in_words_with_code_2(args, named):
     assert "What to do:" in result.stderr
     assert "Traceback" not in result.output
     assert not result.stdout
+
+
+@pytest.mark.parametrize(
+    ("config", "flags", "named"),
+    [
+        (None, [], "no configuration of a model"),
+        ("{", [], "no configuration of a model"),
+        ("[1]", [], "no configuration of a model"),
+        ('{"model_type": "nothing"}', [], "no configuration of a model"),
+        ('{"model_type": "gpt2", "n_embd": "wide"}', [], "no configuration of a model"),
+        ('{"model_type": "gpt2", "n_embd": 30, "n_head": 4}', [], "no configuration of a model"),
+        (TINY, ["--world-size", "0"], "--world-size 0"),
+        (TINY, ["--length", "-1"], "--length -1"),
+        (TINY, ["--micro-batch", "0"], "--micro-batch 0"),
+    ],
+)
+def test_a_model_that_cannot_be_sized_is_refused(tmp_path, config, flags, named):
+    if config is not None:
+        (tmp_path / "config.json").write_text(config)
+    result = invoke("plan", "--model", str(tmp_path), *flags)
+    assert result.exit_code == 2, result.output
+    assert named in result.stderr
+    assert "Traceback" not in result.output
+
+
+def test_a_model_alone_is_sized_without_n(tmp_path):
+    (tmp_path / "config.json").write_text(TINY)
+    result = invoke("plan", "--model", str(tmp_path), "--world-size", "2")
+    assert result.exit_code == 0, result.output
+    assert "Each of 2 ranks" in result.stdout
+    assert "give --n, --epsilon and --epochs" in result.stdout
+    assert "noise multiplier" not in result.stdout
+    alone = json.loads(invoke("plan", "--model", str(tmp_path), "--world-size", "2", "--json").stdout)
+    assert set(alone) == {"parameters", "trained", "per_rank"}
+    both = invoke(*BASE, "--steps", "1", "--noise", "1", "--model", str(tmp_path), "--world-size", "512", "--json")
+    assert json.loads(both.stdout)["parameters"] == alone["parameters"]
 
 
 def test_a_missing_option_exits_with_code_2():
@@ -154,7 +199,9 @@ def test_completion_is_offered():
 def test_every_command_has_help(command):
     result = invoke(command, "--help")
     assert result.exit_code == 0
-    assert command in result.stdout
+    assert f"hf-dp {command} " in result.stdout
+    assert "Exit codes:" in result.stdout
+    assert "--json" in result.stdout
 
 
 def test_plan_answers_without_torch():

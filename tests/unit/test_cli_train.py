@@ -1,13 +1,18 @@
 """`hf-dp train`: which script a YAML file runs, and that what goes wrong is said without a traceback."""
 
+import json
 import sys
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
+from hf_dp import PrivacyConfig, PrivacyReport
+from hf_dp.accounting import Ledger
 from hf_dp.cli import app
+from hf_dp.cli.outcome import output_dir
 from hf_dp.cli.train import recipe_script
+from hf_dp.hub import PrivacyRecord
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = """
@@ -20,6 +25,14 @@ if "--missing" in sys.argv:
     open("/nowhere/at/all")
 if "--leave" in sys.argv:
     sys.exit(3)
+if "--save" in sys.argv:
+    import json, os, pathlib
+    out = pathlib.Path(sys.argv[sys.argv.index("--output_dir") + 1])
+    out.mkdir(exist_ok=True)
+    (out / "privacy.json").write_text(os.environ["RECORD"])
+    (out / "eval_results.json").write_text('{"eval_loss": NaN, "eval_accuracy": 0.5}')
+    print("a story")
+    sys.exit(0)
 if "--bug" in sys.argv:
     raise ZeroDivisionError("a bug")
 print(__name__, neighbour.NAME, *sys.argv[1:])
@@ -68,6 +81,50 @@ def test_what_the_recipe_refuses_is_said_in_words(recipe, flag, code, words):
     assert said.exit_code == code
     assert words in said.stderr
     assert "Traceback" not in said.output
+
+
+@pytest.fixture
+def record():
+    ledger = Ledger()
+    report = PrivacyReport(
+        epsilon=3.0, delta=1e-5, noise_multiplier=1.0, clipping_norm=1.0, sampling_probability=0.1, steps=0,
+        accountant="pld", dataset_size=100, expected_batch_size=10.0,
+    )  # fmt: skip
+    config = PrivacyConfig(target_epsilon=3.0)
+    return PrivacyRecord(report=report, config=config, ledger=ledger, files={}, card_sha256="0" * 64).to_json()
+
+
+def test_json_is_the_report_and_the_metrics_of_this_run_alone_on_stdout(recipe, record, tmp_path, monkeypatch):
+    monkeypatch.setenv("RECORD", record)
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "old_results.json").write_text('{"old": 1}')
+    (out / "all_results.json").write_text('{"old": 1}')
+    said = invoke(recipe, "--json", "--save", "--output_dir", out)
+    assert said.exit_code == 0, said.output
+    found = json.loads(said.stdout)
+    assert found["source"] == str(out)
+    assert found["report"]["epsilon"] == 3.0
+    assert found["metrics"] == {"eval_loss": "nan", "eval_accuracy": 0.5}
+    assert "a story" in said.stderr
+
+
+def test_json_of_a_run_that_saved_nothing_is_not_that_of_an_earlier_one(recipe, record, tmp_path):
+    (tmp_path / "privacy.json").write_text(record)
+    said = invoke(recipe, "--json", f"--output_dir={tmp_path}")
+    assert said.exit_code == 2
+    assert "saved no model" in said.stderr
+    assert not said.stdout
+
+
+def test_json_needs_to_know_where_the_run_saves(recipe, tmp_path):
+    for flags in ([], ["--output_dir"], ["--epsilon", "3"]):
+        said = invoke(recipe, "--json", *flags)
+        assert said.exit_code == 2
+        assert "--json, and no output_dir" in said.stderr
+    assert output_dir({"output_dir": "a"}, []) == Path("a")
+    assert output_dir({"output_dir": "a"}, ["--output-dir=b", "--x"]) == Path("b")
+    assert output_dir({}, ["--output_dir", "b", "--output_dir", "c"]) == Path("c")
 
 
 def test_a_bug_in_a_recipe_keeps_its_traceback(recipe):

@@ -1,0 +1,241 @@
+"""A labelled corpus to share: a language model learns labelled texts privately, and new texts are sampled from it.
+
+The privacy unit is one text with its label. The names of the labels are public; each text is learnt after its label's
+name, and a text with a wanted label is sampled by writing that name first. How often each label is sampled is uniform
+or public, never counted. What is sampled depends on the private texts through the private model alone, so that the
+corpus keeps the model's guarantee (post-processing) at any size; no sample is dropped for what the private texts look
+like.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from arguments import parse
+from corpus_quality import encoded_by, judge
+from data import LabelledData, labelled
+from datasets import Dataset
+from labelled_texts import Texts, check_corpus_directory, counts, label_names, share, shares
+from peft import LoraConfig, get_peft_model
+from results import scored_by_loss, train_and_report
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from tqdm.auto import tqdm
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    DataCollatorForSeq2Seq,
+    GPT2Config,
+    GPT2LMHeadModel,
+    PreTrainedTokenizerFast,
+    Trainer,
+    set_seed,
+)
+
+from hf_dp.errors import ConfigurationError
+
+END, PADDING = "<|end|>", "<|padding|>"
+
+
+@dataclass(kw_only=True)
+class RecipeArguments(LabelledData):
+    """What is learnt, and what is sampled."""
+
+    model: str | None = field(
+        default=None, metadata={"help": "A hub name or a directory; left out: a small GPT-2 from scratch."}
+    )
+    method: Literal["full", "lora"] = "full"
+    lora_rank: int = 8
+    tokenizer: str | None = field(
+        default=None, metadata={"help": "From scratch: a public tokenizer (hub name or directory); left out: bytes."}
+    )
+    width: int = 128
+    layers: int = 2
+    samples: int = field(default=5000, metadata={"help": "Size of the corpus. It costs no privacy."})
+    label_frequencies: str | None = field(
+        default=None, metadata={"help": "JSON of public shares by label, not counted in private data; or uniform."}
+    )
+    temperature: float = 1.0
+    top_p: float = 0.95
+    corpus_format: Literal["jsonl", "csv"] = "jsonl"
+    encoder: str | None = field(
+        default=None, metadata={"help": "Judge with a classifier on this encoder; left out: on a bag of words."}
+    )
+    compared: int = field(default=1000, metadata={"help": "Samples, and held-out texts, in the near-copy check."})
+
+    def __post_init__(self) -> None:
+        least = {"samples": 1, "compared": 1, "max_length": 2, "width": 1, "layers": 1, "lora_rank": 1}
+        wrong = [f"{name}={getattr(self, name)}" for name, low in least.items() if getattr(self, name) < low]
+        wrong += [f"temperature={self.temperature}"] * (not 0 < self.temperature < math.inf)
+        wrong += [f"top_p={self.top_p}"] * (not 0 < self.top_p <= 1)
+        if wrong:
+            raise ConfigurationError(
+                f"{', '.join(wrong)}.", why="nothing could be sampled.", fix="give a larger number; top_p is at most 1."
+            )
+        if self.method == "lora" and self.model is None:
+            raise ConfigurationError(
+                "method=lora, and no model.", why="adapters to random weights learn little.", fix="name a model."
+            )
+
+
+def prompt(name: str) -> str:
+    """What stands before a text with this label."""
+    return f"{name.replace('_', ' ')}\n"
+
+
+def bytes_tokenizer() -> PreTrainedTokenizerFast:
+    """Every byte is a token: an alphabet that no text had a part in."""
+    alphabet = {END: 0, PADDING: 1}
+    for letter in sorted(pre_tokenizers.ByteLevel.alphabet()):
+        alphabet[letter] = len(alphabet)
+    tokenizer = Tokenizer(models.BPE(vocab=alphabet, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END, pad_token=PADDING)
+
+
+def build(recipe: RecipeArguments, names: Sequence[str]) -> tuple[Any, Any]:
+    """The model and its tokenizer. From scratch, each label is one token."""
+    if recipe.model is not None:
+        tokenizer = AutoTokenizer.from_pretrained(recipe.model)
+        model = AutoModelForCausalLM.from_pretrained(recipe.model)
+    else:
+        tokenizer = bytes_tokenizer() if recipe.tokenizer is None else AutoTokenizer.from_pretrained(recipe.tokenizer)
+        tokenizer.add_special_tokens({"eos_token": tokenizer.eos_token or END})
+        tokenizer.add_tokens([AddedToken(prompt(name), normalized=False, special=True) for name in names])
+        config = GPT2Config(
+            vocab_size=len(tokenizer), n_positions=recipe.max_length + 1, n_embd=recipe.width, n_layer=recipe.layers,
+            n_head=max(1, recipe.width // 32), bos_token_id=tokenizer.eos_token_id, eos_token_id=tokenizer.eos_token_id,
+            embd_pdrop=0.0, attn_pdrop=0.0, resid_pdrop=0.0,
+        )  # fmt: skip
+        model = GPT2LMHeadModel(config)
+    if tokenizer.eos_token_id is None:
+        raise ConfigurationError(
+            f"the tokenizer of {recipe.model!r} has no end of text.",
+            why="a sampled text would not end.",
+            fix="use a model whose tokenizer has an eos_token.",
+        )
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    if recipe.method == "lora":
+        rank = recipe.lora_rank
+        lora = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM")
+        model = get_peft_model(model, lora)
+    return model, tokenizer
+
+
+def prompts(tokenizer: Any, names: Sequence[str]) -> list[list[int]]:
+    """The token ids before a text of each label, the same in training and in sampling."""
+    begins = tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]
+    start = [tokenizer.bos_token_id] if begins else []
+    return [start + tokenizer(prompt(name), add_special_tokens=False)["input_ids"] for name in names]
+
+
+def rows(texts: Texts, tokenizer: Any, before: Sequence[list[int]], max_length: int) -> Dataset:
+    """Label and text as token ids; only the text is to be predicted."""
+    encoded = tokenizer(texts.texts, add_special_tokens=False, truncation=True, max_length=max_length)["input_ids"]
+    made: dict[str, list[list[int]]] = {"input_ids": [], "labels": []}
+    for ids, label in zip(encoded, texts.labels, strict=True):
+        ids = [*ids, tokenizer.eos_token_id][:max_length]
+        made["input_ids"].append(before[label] + ids)
+        made["labels"].append([-100] * len(before[label]) + ids)
+    made["attention_mask"] = [[1] * len(ids) for ids in made["input_ids"]]
+    return Dataset.from_dict(made)
+
+
+@torch.no_grad()
+def sample(
+    model: Any, tokenizer: Any, start: list[int], count: int, recipe: RecipeArguments, at_once: int
+) -> list[str]:
+    """`count` texts after one prompt. Blank ones are drawn again, but for a model that writes little else."""
+    ids = torch.tensor([start], device=model.device)
+    found: list[str] = []
+    blank = 0
+    while len(found) < count:
+        made = model.generate(
+            input_ids=ids, attention_mask=torch.ones_like(ids), num_return_sequences=min(at_once, count - len(found)),
+            do_sample=True, temperature=recipe.temperature, top_p=recipe.top_p, top_k=0,
+            max_new_tokens=recipe.max_length, pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id,
+        )  # fmt: skip
+        texts = [text.strip() for text in tokenizer.batch_decode(made[:, len(start) :], skip_special_tokens=True)]
+        found += [text for text in texts if text or blank >= count]
+        blank += texts.count("")
+    return found
+
+
+def sampled_corpus(
+    model: Any,
+    tokenizer: Any,
+    before: Sequence[list[int]],
+    wanted: Sequence[int],
+    recipe: RecipeArguments,
+    at_once: int,
+) -> Texts:
+    """As many texts of each label as are wanted, shuffled."""
+    model.eval()
+    pairs: list[tuple[str, int]] = []
+    for label, start in enumerate(tqdm(before, desc="labels sampled")):
+        pairs += [(text, label) for text in sample(model, tokenizer, start, wanted[label], recipe, at_once)]
+    random.Random(0).shuffle(pairs)
+    return Texts([text for text, _ in pairs], [label for _, label in pairs])
+
+
+def main() -> None:
+    """Trains, shares a corpus, and then judges it."""
+    recipe, arguments, privacy = parse(RecipeArguments)
+    names = label_names(recipe.labels_file)
+    files = {"train": recipe.train_file, "test": recipe.test_file}
+    found = {split: labelled(path, split, recipe, names) for split, path in files.items()}
+    train, test = (Texts(found[split]["text"], found[split]["labels"]) for split in files)
+    # As many as the texts that are learnt, where only a few are.
+    wanted = counts(shares(recipe.label_frequencies, names), min(recipe.samples, recipe.max_examples or recipe.samples))
+    output = Path(str(arguments.output_dir))
+    is_private = privacy.seed is None and privacy.noise_multiplier != 0
+    directory = output / ("corpus" if is_private else "corpus_not_private")
+    check_corpus_directory(directory)
+    features = None if recipe.encoder is None else encoded_by(recipe.encoder)
+    set_seed(arguments.seed)
+    model, tokenizer = build(recipe, names)
+    before = prompts(tokenizer, names)
+    learnt, held_out = (rows(texts, tokenizer, before, recipe.max_length) for texts in (train, test))
+
+    def make(kind: type[Trainer], **others: Any) -> Trainer:
+        collate = DataCollatorForSeq2Seq(tokenizer)
+        return kind(
+            train_dataset=learnt, eval_dataset=held_out, processing_class=tokenizer, data_collator=collate, **others
+        )
+
+    trainer = train_and_report(
+        model,
+        make,
+        lambda trainer: scored_by_loss(trainer, held_out),
+        arguments,
+        privacy,
+        groups=found["test"].get("group"),
+        compare_without_privacy=recipe.compare_without_privacy,
+    )
+    if not trainer.is_world_process_zero():
+        return
+    # How often training drew from the generator depends on its batches.
+    set_seed(arguments.seed)
+    corpus = sampled_corpus(model, tokenizer, before, wanted, recipe, arguments.per_device_eval_batch_size)
+    how = f"temperature {recipe.temperature:g}, top p {recipe.top_p:g}, at most {recipe.max_length} tokens, label "
+    how += "frequencies " + ("uniform" if recipe.label_frequencies is None else "public")
+    share(corpus, names, directory, output, recipe.corpus_format, how)
+    print(
+        f"{len(corpus.texts)} texts in {directory}" + ", which may be shared as it is" * is_private + "; for example:"
+    )
+    for text, label in list(zip(corpus.texts, corpus.labels, strict=True))[:5]:
+        print(f"  {names[label]}: {' '.join(text.split())}")
+    # Only now, when nothing can be chosen by it any more.
+    quality = judge(corpus, train, test, names, output, features=features, compared=recipe.compared)
+    trainer.save_metrics("quality", quality, combined=False)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,167 @@
+"""The recipe synthetic_text from end to end on a tiny model, and that what it shares holds nothing else."""
+
+from __future__ import annotations
+
+import csv
+import json
+import random
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from hf_dp.cli import app
+from hf_dp.errors import ConfigurationError
+from hf_dp.hub import verify
+from recipes.labelled_texts import Texts, counts, label_names, share, shares
+
+ROOT = Path(__file__).resolve().parents[2]
+NAMES = ["lost_card", "late transfer", "praise"]
+TINY = ("--width", "32", "--layers", "1", "--max_length", "12", "--smoke", "true", "--use_cpu", "true")
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Texts of which each holds a word that no other has."""
+    folder = tmp_path_factory.mktemp("data")
+    draw = random.Random(0)
+    for split, rows in {"train": 64, "test": 32}.items():
+        with (folder / f"{split}.csv").open("w", newline="") as file:
+            writer = csv.writer(file)
+            writer.writerow(["text", "category", "language"])
+            for i in range(rows):
+                label = draw.choice(NAMES)
+                writer.writerow([f"about {label.split()[0]}, said {split}secret{i}", label, draw.choice("de")])
+    (folder / "labels.json").write_text(json.dumps(NAMES))
+    return folder
+
+
+def arguments(data: Path, output: Path) -> list[str]:
+    files = {"train_file": "train.csv", "test_file": "test.csv", "labels_file": "labels.json"}
+    given = [part for name, file in files.items() for part in (f"--{name}", str(data / file))]
+    return [str(ROOT / "recipes/synthetic_text.yaml"), "--json", *given, *TINY, "--output_dir", str(output)]
+
+
+def run(data: Path, output: Path, *flags: str) -> Any:
+    program = [sys.executable, "-c", "from hf_dp.cli import app; app()", "train"]
+    command = [*program, *arguments(data, output), *flags]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+
+
+@pytest.fixture(scope="module")
+def done(data: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
+    output = tmp_path_factory.mktemp("first") / "out"
+    return run(data, output, "--samples", "10", "--group_column", "language"), output
+
+
+def test_a_corpus_is_shared_with_its_record_and_nothing_else(done: tuple[Any, Path]) -> None:
+    said, output = done
+    assert said.returncode == 0, said.stderr[-3000:]
+    corpus = output / "corpus"
+    assert {path.name for path in corpus.rglob("*")} == {"corpus.jsonl", "privacy.json", "README.md"}
+    rows = [json.loads(line) for line in (corpus / "corpus.jsonl").read_text().splitlines()]
+    assert all(set(row) == {"text", "label"} for row in rows)
+    assert Counter(row["label"] for row in rows) == {"lost_card": 4, "late transfer": 3, "praise": 3}
+    assert "trainsecret" not in "".join(path.read_text() for path in corpus.iterdir())
+    found = json.loads(said.stdout)
+    assert found["report"]["private"] is True
+    assert 0 <= found["metrics"]["corpus"]["trained_on_samples"]["accuracy"] <= 1
+    assert found["metrics"]["epsilon 8"]["loss"] > 0
+    assert "real" not in json.dumps(found["metrics"])
+
+
+def test_a_corpus_verifies_until_it_is_changed(done: tuple[Any, Path], tmp_path: Path) -> None:
+    corpus = done[1] / "corpus"
+    found = verify(corpus)
+    assert found.private, found.checks
+    assert found.report == verify(done[1]).report
+    assert any("Texts, and no model" in note for note in found.notes)
+    assert CliRunner().invoke(app, ["verify", str(corpus)]).exit_code == 0
+    for name in ("corpus.jsonl", "privacy.json", "README.md"):
+        (tmp_path / name).write_bytes((corpus / name).read_bytes())
+    with (tmp_path / "corpus.jsonl").open("a") as file:
+        file.write("{}\n")
+    assert not verify(tmp_path).consistent
+
+
+def test_what_reads_private_texts_is_for_the_owner_and_says_so(done: tuple[Any, Path]) -> None:
+    said, output = done
+    near = json.loads((output / "for_owner_only_near_copies.json").read_text())
+    assert {"samples", "held out", "closest"} <= set(near)
+    assert "trainsecret" in json.dumps(near["closest"])
+    assert "trained on real texts" in (output / "for_owner_only_real_baseline.json").read_text()
+    words = " ".join(said.stderr.split())
+    assert "FOR THE OWNER ONLY" in words
+    assert len(json.loads((output / "groups.json").read_text())["groups"]) == 2
+
+
+def test_adapters_on_a_model_from_a_folder_and_public_frequencies(
+    data: Path, done: tuple[Any, Path], tmp_path: Path
+) -> None:
+    (tmp_path / "shares.json").write_text(json.dumps({"praise": 1, "lost_card": 3}))
+    said = run(
+        data, tmp_path / "out", "--model", str(done[1]), "--method", "lora", "--corpus_format", "csv", "--samples", "8",
+        "--label_frequencies", str(tmp_path / "shares.json"), "--privacy_seed", "1",
+    )  # fmt: skip
+    assert said.returncode == 0, said.stderr[-3000:]
+    with (tmp_path / "out" / "corpus_not_private" / "corpus.csv").open(newline="") as file:
+        assert Counter(row["label"] for row in csv.DictReader(file)) == {"lost_card": 6, "praise": 2}
+    assert not (tmp_path / "out" / "corpus").exists()
+    assert "may be shared" not in said.stderr
+    assert json.loads(said.stdout)["report"]["private"] is False
+    assert not verify(tmp_path / "out" / "corpus_not_private").private
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--samples", "0"], "samples=0"),
+        (["--temperature", "0"], "temperature=0"),
+        (["--method", "lora"], "method=lora, and no model"),
+        (["--text_column", "words"], "has no column 'words'"),
+        (["--label_column", "text"], "which is not in"),
+        (["--learning_rate", "fast"], "learning_rate"),
+        (["--target_epsilon", "-1"], "target_epsilon=-1"),
+        (["--eval_strategy", "sometimes"], "sometimes"),
+    ],
+)
+def test_bad_input_is_refused_before_any_budget_is_spent(
+    data: Path, tmp_path: Path, flags: list[str], words: str
+) -> None:
+    said = CliRunner().invoke(app, ["train", *arguments(data, tmp_path / "out"), *flags])
+    assert said.exit_code == 2, said.output
+    assert words in said.stderr
+    assert "Traceback" not in said.output
+    assert not said.stdout
+
+
+@pytest.mark.parametrize("text", ["[]", "{}", '["a", "a"]', "no JSON"])
+def test_what_names_no_labels_is_refused(text: str, tmp_path: Path) -> None:
+    (tmp_path / "labels.json").write_text(text)
+    with pytest.raises(ConfigurationError, match="labels_file|is not JSON"):
+        label_names(str(tmp_path / "labels.json"))
+
+
+@pytest.mark.parametrize(
+    "text", ["[1]", '{"other": 1}', '{"a": -1, "b": 2}', '{"a": "1"}', '{"a": 0}', "{}", '{"a": NaN}']
+)
+def test_what_are_no_shares_is_refused(text: str, tmp_path: Path) -> None:
+    (tmp_path / "shares.json").write_text(text)
+    with pytest.raises(ConfigurationError, match="does not give shares"):
+        shares(str(tmp_path / "shares.json"), ["a", "b"])
+
+
+def test_counts_add_up() -> None:
+    assert counts(shares(None, NAMES), 10) == [4, 3, 3]
+    assert sum(counts([1 / 77] * 77, 5000)) == 5000
+    assert counts([0.5, 0.5, 0.0], 3) in ([2, 1, 0], [1, 2, 0])
+
+
+def test_nothing_else_may_lie_in_the_shared_folder(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("about the private texts")
+    with pytest.raises(ConfigurationError, match="holds notes.txt"):
+        share(Texts([], []), NAMES, tmp_path, tmp_path, "csv", "")
