@@ -148,7 +148,7 @@ def _check(model: nn.Module, tokenizer: Any, labels: int) -> None:
         raise UnsupportedModelError(
             f"{type(model.model).__name__} gives logits {shape} for one text and {labels} labels.",
             why="its head does not score words with its output embeddings alone.",
-            fix="use a masked language model whose head does, such as BERT, RoBERTa, DistilBERT or ModernBERT.",
+            fix="use a masked language model whose head does, such as BERT.",
         )
 
 
