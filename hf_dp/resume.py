@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from hf_dp.accounting import Ledger
-from hf_dp.errors import LedgerError
+from hf_dp.errors import BudgetExceededError, LedgerError
 from hf_dp.fingerprint import fingerprint, fingerprint_key
+from hf_dp.plan import Plan
 
 logger = logging.getLogger(__name__)
 
@@ -80,6 +81,42 @@ class SavedRun:
                 why="the ledger's epsilon is a statement about one dataset.",
                 fix="resume with the same dataset in the same order, or start a new run in a new output_dir.",
             )
+
+
+def continued(ledger: Ledger, saved: SavedRun | None, plan: Plan, dataset: Any) -> Ledger:
+    """The ledger that the next training goes on with.
+
+    Args:
+        ledger: of this process so far.
+        saved: of the checkpoint whose weights were read, whatever step it says; None if there was none.
+        plan: of the next training.
+        dataset: its training data.
+
+    Raises:
+        LedgerError: `saved` is of another promise or other data, or an earlier training in this process is.
+        BudgetExceededError: the budget was already spent.
+    """
+    if saved is not None:
+        saved.check(plan.promise, dataset)
+        # In one process more may have been spent since the checkpoint than it knows.
+        return max(saved.ledger, ledger, key=lambda one: (one.steps, one.charges))
+    if not ledger.steps:
+        return ledger
+    if plan.config.target_epsilon is not None:
+        raise BudgetExceededError(
+            f"train() was called again after {ledger.steps} private steps.",
+            why=f"the noise is calibrated for one training to spend target_epsilon={plan.config.target_epsilon}.",
+            fix="plan the whole training at once, or use noise_multiplier, where the ledger adds up what is spent.",
+        )
+    before, now = ledger.promise, plan.promise
+    if any(before[name] != now[name] for name in ("dataset_size", "delta")):
+        raise LedgerError(
+            f"train() was called again with {now['dataset_size']} examples and delta {now['delta']:.3g}, after "
+            f"{ledger.steps} private steps on {before['dataset_size']} with delta {before['delta']:.3g}.",
+            why="one epsilon for both would be stated at a delta that is too large for one of them.",
+            fix="use a new trainer, whose ledger is its own; or the same data and target_delta.",
+        )
+    return ledger
 
 
 def _no_ledger(what: str) -> LedgerError:

@@ -40,7 +40,7 @@ from hf_dp.arguments import (
 from hf_dp.attention_noise import AttentionNoise, token_ids, without_idle_release
 from hf_dp.callbacks import PrivacyCallback
 from hf_dp.config import PrivacyConfig
-from hf_dp.errors import BudgetExceededError, ConfigurationError, LedgerError
+from hf_dp.errors import ConfigurationError
 from hf_dp.fingerprint import fingerprint, fingerprint_key
 from hf_dp.losses import check_own_loss, per_example_losses
 from hf_dp.per_example import RULES, Certificate, PerExampleGradients, Rule, preflight, record
@@ -53,7 +53,7 @@ from hf_dp.probe import telling_rows, unchanged_buffers
 from hf_dp.publishing import PublishingMixin
 from hf_dp.randomness import Entropy
 from hf_dp.re_attention import remove_re_attention
-from hf_dp.resume import SavedRun
+from hf_dp.resume import SavedRun, continued
 from hf_dp.sampling import LogicalBatchCollator, PoissonBatchSampler, PoissonDataLoader, RankSampler
 from hf_dp.sft import forget_batch_metrics, refuse_sft
 from hf_dp.sparse_embeddings import TableRows, find_tables, with_lazy_rows
@@ -233,27 +233,9 @@ class DPTrainerMixin(PublishingMixin):
         """
         show_to_wrapper(self._module)
         plan = self._require_plan()
-        # Whatever step it says: its weights were read, and its ledger is what they cost.
         saved, self._saved_run = self._saved_run, None
         assert saved is not None or not state.global_step, "steps were taken before, but no checkpoint was read"
-        if saved is not None:
-            saved.check(plan.promise, self.train_dataset)
-            # In one process more may have been spent since the checkpoint than it knows.
-            self.ledger = max(saved.ledger, self.ledger, key=lambda ledger: (ledger.steps, ledger.charges))
-        elif self.ledger.steps and self.privacy.target_epsilon is not None:
-            raise BudgetExceededError(
-                f"train() was called again after {self.ledger.steps} private steps.",
-                why=f"the noise is calibrated for one training to spend target_epsilon={self.privacy.target_epsilon}.",
-                fix="plan the whole training at once, or use noise_multiplier, where the ledger adds up what is spent.",
-            )
-        elif self.ledger.steps and any(self.ledger.promise[k] != plan.promise[k] for k in ("dataset_size", "delta")):
-            raise LedgerError(
-                f"train() was called again with {plan.promise['dataset_size']} examples and delta {plan.delta:.3g}, "
-                f"after {self.ledger.steps} private steps on {self.ledger.promise['dataset_size']} with delta "
-                f"{self.ledger.promise['delta']:.3g}.",
-                why="one epsilon for both would be stated at a delta that is too large for one of them.",
-                fix="use a new trainer, whose ledger is its own; or the same data and target_delta.",
-            )
+        self.ledger = continued(self.ledger, saved, plan, self.train_dataset)
         self.ledger.promise = plan.promise
         agree(
             {
