@@ -10,10 +10,8 @@ weights by `head_noise` (standard deviation), whatever epsilon, the batch and th
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -21,6 +19,7 @@ import torch.nn.functional as F
 from arguments import parse
 from data import LabelledData, labelled
 from datasets import Dataset
+from labelled_texts import label_names
 from peft import LoraConfig, get_peft_model
 from results import measured, scored_by_label, train_and_report
 from tqdm.auto import tqdm
@@ -37,6 +36,7 @@ from transformers import (
 from transformers.modeling_outputs import SequenceClassifierOutput
 
 from hf_dp import PrivacyConfig, accounting
+from hf_dp.errors import ConfigurationError
 
 
 @dataclass(kw_only=True)
@@ -46,6 +46,9 @@ class RecipeArguments(LabelledData):
     encoder: str = field(metadata={"help": "A hub name or a directory with an encoder and its tokenizer."})
     method: Literal["head", "lora", "full"] = field(default="head", metadata={"help": "What is trained."})
     lora_rank: int = 8
+    lora_targets: str | None = field(
+        default=None, metadata={"help": "Layers that get adapters, commas between; PEFT's choice if left out."}
+    )
     head_learning_rate: float = field(
         default=1e-2, metadata={"help": "The head's with lora and full; learning_rate is the encoder's."}
     )
@@ -156,12 +159,27 @@ def build(recipe: RecipeArguments, tokenizer: Any, names: list[str]) -> torch.nn
         model.encoder.requires_grad_(False)
     if recipe.method != "lora":
         return model
-    lora = LoraConfig(
-        r=recipe.lora_rank,
-        lora_alpha=2 * recipe.lora_rank,
-        modules_to_save=["classifier"],
-    )
-    return get_peft_model(model, lora)
+    return adapted(model, "classifier", recipe.lora_rank, recipe.lora_targets)
+
+
+def adapted(model: PreTrainedModel, trained: str, rank: int, targets: str | None) -> torch.nn.Module:
+    """The model with adapters of LoRA beside its module `trained`.
+
+    Raises:
+        ConfigurationError: PEFT finds no layers to adapt.
+    """
+    names = None if targets is None else targets.split(",")
+    try:
+        return get_peft_model(
+            model, LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=names, modules_to_save=[trained])
+        )
+    except ValueError as error:
+        linear = {name.rsplit(".")[-1] for name, part in model.named_modules() if isinstance(part, torch.nn.Linear)}
+        raise ConfigurationError(
+            f"no layers to adapt in {model.config.model_type} ({error}).",
+            why="nothing but the head would be trained.",
+            fix=f"name layers with --lora_targets A,B; linear ones here: {', '.join(sorted(linear))}.",
+        ) from error
 
 
 @torch.no_grad()
@@ -210,7 +228,7 @@ def main() -> None:
     """Trains, then prints test accuracy, by group if asked for, and the privacy report."""
     recipe, arguments, privacy = parse(RecipeArguments)
     tokenizer = AutoTokenizer.from_pretrained(recipe.encoder)
-    names = json.loads(Path(recipe.labels_file).read_text(encoding="utf-8"))
+    names = label_names(recipe.labels_file)
     files = {"train": recipe.train_file, "test": recipe.test_file}
     train, test = (by_length(read(path, split, recipe, tokenizer, names)) for split, path in files.items())
     train, test, groups = apart(train, test)

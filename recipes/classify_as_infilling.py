@@ -26,10 +26,10 @@ from typing import Any, Literal
 
 import torch
 from arguments import parse
-from classify import apart, by_length
+from classify import adapted, apart, by_length
 from data import LabelledData, labelled
 from datasets import Dataset
-from peft import LoraConfig, get_peft_model
+from labelled_texts import label_names
 from results import measured, scored_by_label, train_and_report
 from torch import Tensor, nn
 from transformers import (
@@ -55,6 +55,9 @@ class RecipeArguments(LabelledData):
     template: str = field(default="{text} It was about {mask}.", metadata={"help": "Has {text} and {mask} once each."})
     method: Literal["lora", "full"] = field(default="lora", metadata={"help": "What is trained beside the label rows."})
     lora_rank: int = 8
+    lora_targets: str | None = field(
+        default=None, metadata={"help": "Layers that get adapters, commas between; PEFT's choice if left out."}
+    )
 
 
 class InfillingForSequenceClassification(PreTrainedModel):
@@ -136,9 +139,7 @@ def build(recipe: RecipeArguments, tokenizer: Any, words: list[str]) -> nn.Modul
     if recipe.method == "full":
         return made
     trained = next(name for name, module in made.named_modules() if module is rows)
-    return get_peft_model(
-        made, LoraConfig(r=recipe.lora_rank, lora_alpha=2 * recipe.lora_rank, modules_to_save=[trained])
-    )
+    return adapted(made, trained, recipe.lora_rank, recipe.lora_targets)
 
 
 @torch.no_grad()
@@ -162,7 +163,7 @@ def main() -> None:
             why="each text needs exactly one mask to fill.",
             fix="write {text} and {mask} once each, and use a masked language model.",
         )
-    names = json.loads(Path(recipe.labels_file).read_text(encoding="utf-8"))
+    names = label_names(recipe.labels_file)
     files = {"train": recipe.train_file, "test": recipe.test_file}
     train, test = (by_length(infilled(path, split, recipe, tokenizer, names)) for split, path in files.items())
     train, test, groups = apart(train, test)

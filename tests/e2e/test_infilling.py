@@ -9,9 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoTokenizer, BertForMaskedLM
+from transformers import AutoConfig, AutoModelForMaskedLM, AutoTokenizer, set_seed
+
+from hf_dp.errors import ConfigurationError
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
+# Where PEFT has no choice of its own.
+TARGETS = {"distilbert": "q_lin,v_lin", "albert": "query,value", "mpnet": "q,v", "modernbert": "Wqkv"}
 LABELS = ["card_lost", "cash_fee", "top_up"]
 
 
@@ -31,32 +35,58 @@ def arguments(infilling, model, questions, **changes):
     return infilling.RecipeArguments(model=str(model), **{**files, **labels, **changes})
 
 
+@pytest.fixture(params=["bert", "roberta", "distilbert", "electra", "albert", "mpnet", "modernbert"])
+def any_masked_directory(request, masked_directory, tmp_path):
+    """A random masked language model of several kinds, with the same tokenizer."""
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
+    if request.param == "distilbert":
+        sizes = {"dim": 32, "n_layers": 1, "n_heads": 2, "hidden_dim": 64}
+    if request.param in ("electra", "albert"):
+        sizes["embedding_size"] = 16
+    tokenizer = AutoTokenizer.from_pretrained(masked_directory)
+    set_seed(0)
+    config = AutoConfig.for_model(request.param, vocab_size=len(tokenizer), pad_token_id=0, **sizes)
+    model = AutoModelForMaskedLM.from_config(config)
+    for parameter in model.parameters():
+        parameter.data += 0.2 * torch.randn_like(parameter)
+    model.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
 @pytest.mark.parametrize("method", ["lora", "full"])
 def test_a_label_scores_the_mean_logit_of_its_tokens_at_the_mask(
-    method, infilling, masked_directory, questions_directory
+    method, infilling, any_masked_directory, questions_directory
 ):
-    recipe = arguments(infilling, masked_directory, questions_directory, method=method)
-    tokenizer, oracle = (
-        AutoTokenizer.from_pretrained(masked_directory),
-        BertForMaskedLM.from_pretrained(masked_directory),
-    )
+    targets = TARGETS.get(AutoConfig.from_pretrained(any_masked_directory).model_type)
+    recipe = arguments(infilling, any_masked_directory, questions_directory, method=method, lora_targets=targets)
+    tokenizer = AutoTokenizer.from_pretrained(any_masked_directory)
+    oracle = AutoModelForMaskedLM.from_pretrained(any_masked_directory)
     words = infilling.verbalised(recipe, LABELS)
     model = infilling.build(recipe, tokenizer, words).eval()
     batch = tokenizer(["why is my card lost? it is about [MASK].", "[MASK] fee"], padding=True, return_tensors="pt")
     with torch.no_grad():
         found = model(**batch).logits
-        logits = oracle.eval()(**batch).logits[batch["input_ids"] == tokenizer.mask_token_id]
+        logits = oracle.eval()(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+    logits = logits[batch["input_ids"] == tokenizer.mask_token_id]
     expected = [logits[:, tokenizer(word, add_special_tokens=False)["input_ids"]].mean(1) for word in words]
     assert torch.allclose(found, torch.stack(expected, 1), atol=1e-5)
     assert found.std() > 0.1
 
 
-def test_only_what_is_used_is_trained(infilling, masked_directory, questions_directory):
+def test_unknown_layers_are_refused_with_those_there_are(infilling, masked_directory, questions_directory):
+    recipe = arguments(infilling, masked_directory, questions_directory, lora_targets="no_such")
     tokenizer = AutoTokenizer.from_pretrained(masked_directory)
-    recipe = arguments(infilling, masked_directory, questions_directory, method="full")
+    with pytest.raises(ConfigurationError, match=r"(?s)no layers to adapt in bert.*--lora_targets.*query.*value"):
+        infilling.build(recipe, tokenizer, infilling.verbalised(recipe, LABELS))
+
+
+def test_only_what_is_used_is_trained(infilling, any_masked_directory, questions_directory):
+    tokenizer = AutoTokenizer.from_pretrained(any_masked_directory)
+    recipe = arguments(infilling, any_masked_directory, questions_directory, method="full")
     model = infilling.build(recipe, tokenizer, infilling.verbalised(recipe, LABELS))
     model(**tokenizer(["it is [MASK]"], return_tensors="pt"), labels=torch.tensor([1])).loss.backward()
-    assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
+    assert [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None] == []
 
 
 def test_an_encoder_without_the_head_says_so_and_scores_with_its_word_embeddings(
