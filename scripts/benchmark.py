@@ -345,9 +345,9 @@ def re_attention(
             for _ in range(repeats + 1):
                 for fidelity, model in models.items():
                     seconds[fidelity].append(_timed(functools.partial(model, ids), setting.device))
-        plain, *others = (statistics.median(values[1:]) for values in seconds.values())
-        ratios = ", ".join(f"{f} {t / plain:.2f}" for f, t in zip(list(models)[1:], others, strict=True))
-        print(f"{case.family}, B 4, T {length}: plain {1000 * plain:.0f} ms, {ratios} times that")
+        plain, *others = (values[1:] for values in seconds.values())
+        ratios = ", ".join(f"{f} {_ratio(t, plain):.2f}" for f, t in zip(list(models)[1:], others, strict=True))
+        print(f"{case.family}, B 4, T {length}: plain {1000 * _median(plain):.0f} ms, {ratios} times that")
 
 
 class _Virtual(torch.utils.data.Dataset):
@@ -378,9 +378,9 @@ def trainer(
     inside: list[float] = []
     engine = module.private_gradient
 
-    def timed(*args: Any) -> Any:
+    def timed(*args: Any, **kwargs: Any) -> Any:
         start = time.perf_counter()
-        result = engine(*args)
+        result = engine(*args, **kwargs)
         inside.append(time.perf_counter() - start)
         return result
 
