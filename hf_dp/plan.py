@@ -152,9 +152,7 @@ class Plan:
 
     def report(self, ledger: accounting.Ledger) -> accounting.PrivacyReport:
         """What is promised, and what `ledger` says was spent so far."""
-        config, caveats = self.config, accounting.STANDARD_CAVEATS
-        if config.withhold_non_private_logs:
-            caveats = tuple(caveat for caveat in caveats if caveat != accounting.LOGGED_METRICS)
+        config = self.config
         released = any(event == self.frequency_event for event, _, _ in ledger.entries)
         choices = sum(count for event, count, _ in ledger.entries if event == self.row_choice_event)
         return accounting.PrivacyReport(
@@ -174,7 +172,7 @@ class Plan:
             row_choices=choices,
             contribution_noise_multiplier=self.contribution_noise_multiplier,
             reproducible=config.seed is not None,
-            caveats=caveats,
+            caveats=accounting.standard_caveats(withholds_logs=config.withhold_non_private_logs),
         )
 
     def __str__(self) -> str:

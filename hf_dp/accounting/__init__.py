@@ -24,6 +24,7 @@ from hf_dp.accounting.report import (
     TOKENIZER,
     PrivacyReport,
     library_versions,
+    standard_caveats,
 )
 
 __all__ = [
@@ -51,5 +52,6 @@ __all__ = [
     "event_to_dict",
     "library_versions",
     "propose",
+    "standard_caveats",
     "step_event",
 ]

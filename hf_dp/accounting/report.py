@@ -33,6 +33,11 @@ STANDARD_CAVEATS: tuple[str, ...] = (
 )  # fmt: skip
 
 
+def standard_caveats(*, withholds_logs: bool) -> tuple[str, ...]:
+    """What no run covers; exact logs are no caveat of a run that withholds them."""
+    return tuple(caveat for caveat in STANDARD_CAVEATS if not (withholds_logs and caveat == LOGGED_METRICS))
+
+
 def library_versions() -> dict[str, str]:
     """The installed versions of what computed epsilon: `hf_dp` and `dp_accounting`."""
     return {name.replace("-", "_"): _version(name) for name in ("hf-dp", "dp-accounting")}

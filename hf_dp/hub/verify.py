@@ -15,11 +15,18 @@ import dp_accounting as dp
 import yaml
 from huggingface_hub import ModelCard
 
-from hf_dp.accounting import TRAINING_STEP, PrivacyReport, check_delta, step_event
+from hf_dp.accounting import (
+    TRAINING_STEP,
+    PrivacyReport,
+    check_delta,
+    library_versions,
+    standard_caveats,
+    step_event,
+)
 from hf_dp.accounting.events import mechanisms
 from hf_dp.config import AccountantName
 from hf_dp.errors import ConfigurationError
-from hf_dp.hub.card import BEGIN, END, METADATA_KEY, epsilons, metadata
+from hf_dp.hub.card import BEGIN, END, METADATA_KEY, epsilons, metadata, privacy_section
 from hf_dp.hub.record import CARD_FILE, RECORD_FILE, PrivacyRecord, sha256, sha256_of_text
 from hf_dp.hub.saved import may_be_published
 from hf_dp.hub.source import Source, open_source
@@ -116,8 +123,9 @@ def verify(
     source = open_source(repo_or_directory, revision=revision, token=token)
     record = source.record()
     found = epsilons(record.report, record.ledger)
-    checks = (*_claim(record, found), *_promise(record), *_files(source, record), *_card(source, record))
-    return Verification(source.title, record.report, found, checks, tuple(_notes(source, record)))
+    checks = [*_claim(record, found), *_promise(record), *_words(record)]
+    checks += [*_files(source, record), *_card(source, record)]
+    return Verification(source.title, record.report, found, tuple(checks), tuple(_notes(source, record)))
 
 
 def _claim(record: PrivacyRecord, found: dict[AccountantName, float]) -> Iterator[Check]:
@@ -206,6 +214,22 @@ def _promise(record: PrivacyRecord) -> Iterator[Check]:
     yield Check("claim, config and ledger's promise", not differing, "; ".join(differing) or "they agree")
 
 
+def _words(record: PrivacyRecord) -> Iterator[Check]:
+    """What is said in words follows from the rest too, but only the version that wrote it knows how."""
+    if not _is_of_this_version(record.report):
+        return
+    wanted = standard_caveats(withholds_logs=record.config.withhold_non_private_logs)
+    missing = [caveat for caveat in wanted if caveat not in record.report.caveats]
+    said = f"left out: {' '.join(missing)}" if missing else "all that hold for every run are there"
+    yield Check("caveats", not missing, said)
+    agrees = sha256_of_text(privacy_section(record.report, record.ledger)) == record.card_sha256
+    yield Check("words of the card", agrees, "they " + ("follow" if agrees else "do not follow") + " from the record")
+
+
+def _is_of_this_version(report: PrivacyReport) -> bool:
+    return report.versions.get("hf_dp") == library_versions()["hf_dp"]
+
+
 def _files(source: Source, record: PrivacyRecord) -> Iterator[Check]:
     if not record.weights and not record.corpus:
         yield Check("weights", False, "the record names neither safetensors weights nor a corpus")
@@ -256,6 +280,11 @@ def _notes(source: Source, record: PrivacyRecord) -> Iterator[str]:
     report = record.report
     if not report.private:
         yield "This is not a private model: " + ("a seed was given." if report.reproducible else "epsilon is infinite.")
+    if not _is_of_this_version(report):
+        yield (
+            f"The card and its caveats are in the words of hf_dp {report.versions.get('hf_dp')}; this is "
+            f"{library_versions()['hf_dp']}, and compared them with the record's digest alone."
+        )
     if record.corpus and not record.weights:
         yield (
             "Texts, and no model: that they were sampled from the model of this ledger, and that none was chosen by "

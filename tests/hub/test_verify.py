@@ -69,10 +69,14 @@ def in_record(*path: Any, to: Any) -> Callable[[Path], None]:
 def seal(directory: Path) -> None:
     """What a careful forger does next: a card that fits privacy.json again."""
     write_card(directory)
+    digest_anew(directory)
+    write_card(directory)
+
+
+def digest_anew(directory: Path) -> None:
     text = (directory / "README.md").read_text()
     section = text[text.index(hf_dp.hub.card.BEGIN) : text.index(hf_dp.hub.card.END) + len(hf_dp.hub.card.END)]
     in_record("card_sha256", to=hf_dp.hub.record.sha256_of_text(section))(directory)
-    write_card(directory)
 
 
 def in_card(old: str, new: str) -> Callable[[Path], None]:
@@ -526,6 +530,27 @@ def test_any_value_of_the_record_that_is_changed_is_noticed(copy: Path) -> None:
                 assert not verify(copy).consistent, (path, other)
 
 
+def test_words_that_do_not_follow_from_the_record_are_noticed_under_a_new_digest(copy: Path) -> None:
+    in_record("report", "caveats", to=[])(copy)
+    seal(copy)
+    assert failed(copy).startswith("caveats: left out: Hyper-parameters chosen")
+
+
+def test_a_card_in_other_words_under_a_new_digest_is_noticed_or_said(copy: Path) -> None:
+    in_card(r"= [0-9.]+ times as likely", "= 1.01 times as likely")(copy)
+    digest_anew(copy)
+    in_card(r"record_sha256: .*", f"record_sha256: {sha256(copy / 'privacy.json')}")(copy)
+    assert failed(copy) == "words of the card: they do not follow from the record"
+
+
+def test_words_of_another_version_are_said_to_be_unchecked(copy: Path) -> None:
+    in_record("report", "versions", "hf_dp", to="0.0.1")(copy)
+    seal(copy)
+    found = verify(copy)
+    assert found.consistent
+    assert any("in the words of hf_dp 0.0.1" in note for note in found.notes)
+
+
 def test_what_a_forger_can_change_who_writes_the_card_anew(copy: Path) -> None:
     """Words, and what describes the run without entering epsilon. No number that epsilon follows from."""
     text, card = (copy / "privacy.json").read_text(), (copy / "README.md").read_text()
@@ -546,7 +571,7 @@ def test_what_a_forger_can_change_who_writes_the_card_anew(copy: Path) -> None:
                 if verify(copy).consistent:
                     believed.add(".".join(str(name) for name in path if isinstance(name, str)))
     assert believed == {
-        "report.caveats", "report.versions.hf_dp", "report.versions.dp_accounting",
+        "report.versions.hf_dp", "report.versions.dp_accounting",
         "report.epsilon_rdp",  # left out: it is on the card all the same
         "config.withhold_non_private_logs", "ledger.promise.planned_steps",
     }  # fmt: skip
