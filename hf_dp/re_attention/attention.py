@@ -22,7 +22,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from hf_dp.errors import UnsupportedModelError
-from hf_dp.re_attention.moments import wide
+from hf_dp.re_attention.moments import Variance, wide
 
 NAME = "re_attention"
 # Where features share a variance, the attention of so many queries is computed again; of more, that of 1, 2, 4, 8, ...
@@ -35,7 +35,7 @@ class KeyNoise:
     1 where features share one."""
 
     keys: Tensor
-    values: Tensor | None
+    values: Variance | None
 
 
 # Told the attention (B, H, T, S) of each layer without the correction, and with it.
@@ -49,7 +49,7 @@ class Owner(Protocol):
 
     def note_correction(self, module: nn.Module, mean: Tensor) -> None: ...
 
-    def note_output(self, output: Tensor, noise: Tensor) -> None: ...
+    def note_output(self, output: Tensor, noise: Variance) -> None: ...
 
     def unfollowed(self) -> Any: ...
 
@@ -120,9 +120,11 @@ def re_attention_forward(
         owner.note_correction(module, _mean_correction(squares.detach(), noise.keys, scale))
         longer_query = torch.cat([query, squares], -1)
         longer_key = torch.cat([key, (-scale / 2 * noise.keys).to(key.dtype)], -1)
-        has_mean = noise.values is not None and noise.values.shape[-1] == 1
+        has_mean = noise.values is not None and noise.values.own.shape[-1] == 1
         # The mean of the values' noise comes for nothing, as one more feature; kernels want one width for all three.
-        wide = torch.cat([value, noise.values.to(value.dtype)], -1) if has_mean and noise.values is not None else value
+        wide = value
+        if has_mean and noise.values is not None:
+            wide = torch.cat([value, noise.values.own.to(value.dtype)], -1)
         wide = F.pad(wide, (0, max(0, longer_key.shape[-1] - wide.shape[-1])))
         output, weights = forward(
             module, longer_query, longer_key, wide, attention_mask, dropout=dropout, scaling=scale, **kwargs
@@ -220,21 +222,41 @@ class _Scores:
         return scores.softmax(-1).nan_to_num(0.0)
 
 
-def _output_noise(scores: _Scores, values: Tensor, mean: Tensor | None) -> Tensor:
-    """Of sum_j a_j V_j: sum_j a_j^2 Var(V_j), (B, T, H, d'), or (B, T, 1, 1) where features share one.
+def _output_noise(scores: _Scores, values: Variance, mean: Tensor | None) -> Variance:
+    """Of sum_j a_j V_j, (B, T, H, d'), or (B, T, 1, 1) where features share one; most keys of one query are those of
+    the next, so all of it counts as shared.
 
-    There the sum of squares is taken as the mean of Var(V_j) over the effective number of keys: that of the last one of
-    a few queries, in proportion to the keys that each query sees. Nothing depends on a later position.
+    Own noise adds up as sum_j a_j^2 Var(V_j). Of shared noise the part of an earlier position that a later one has is
+    the later one's variance, since later averages are over more: the sum over pairs of a_i a_j Var(V_max(i, j)).
+
+    Where features share a variance, this is done for a few queries. In between, sum_j a_j^2 is taken in proportion to
+    1 / the number of keys that a query sees, and the noise that was shared before as that of the last of the few.
+    Nothing depends on a later position.
     """
     queries = scores.query.shape[2]
+    groups = scores.query.shape[1] // values.own.shape[1]
     if mean is None:
-        groups = scores.query.shape[1] // values.shape[1]
-        squares = scores.all_attention().square()
-        return (squares @ values.repeat_interleave(groups, 1)).transpose(1, 2)
-    positions = torch.arange(queries, device=values.device)
+        attention = scores.all_attention()
+        total = attention.square() @ values.own.repeat_interleave(groups, 1)
+        if values.shared is not None:
+            total = total + _pairs(attention) @ values.shared.repeat_interleave(groups, 1)
+        return _of_average(total.transpose(1, 2))
+    positions = torch.arange(queries, device=values.own.device)
     rows = positions if queries <= _QUERIES else positions[(positions + 1).log2().frac().eq(0)]
     visible = scores.visible().to(mean.dtype)
-    concentration = scores.attention(rows).square().sum(-1) * (visible[:, :, rows] if visible.shape[2] > 1 else visible)
+    attention = scores.attention(rows)
+    concentration = attention.square().sum(-1) * (visible[:, :, rows] if visible.shape[2] > 1 else visible)
     last = torch.searchsorted(rows, positions, right=True) - 1
-    over_heads: Tensor = (mean.transpose(1, 2) * concentration[:, :, last] / visible).mean(1)
-    return over_heads[..., None, None]
+    total = mean.transpose(1, 2) * concentration[:, :, last] / visible
+    if values.shared is not None:
+        total = total + (_pairs(attention) @ values.shared.repeat_interleave(groups, 1))[:, :, last, 0]
+    return _of_average(total.mean(1)[..., None, None])
+
+
+def _pairs(attention: Tensor) -> Tensor:
+    """a_j (a_j + 2 sum of a_i over i < j): how much of Var(V_j) the pairs have of which j is the later one."""
+    return attention * (2 * attention.cumsum(-1) - attention)
+
+
+def _of_average(variance: Tensor) -> Variance:
+    return Variance(torch.zeros((), dtype=variance.dtype, device=variance.device).expand(variance.shape), variance)

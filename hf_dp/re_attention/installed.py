@@ -23,7 +23,7 @@ from hf_dp.config import ReAttentionConfig
 from hf_dp.errors import ConfigurationError, UnsupportedModelError
 from hf_dp.re_attention.attention import NAME, OWNERS, KeyNoise, Listener, register
 from hf_dp.re_attention.errors import token_tables
-from hf_dp.re_attention.moments import Moments, Tracked
+from hf_dp.re_attention.moments import Moments, Tracked, Variance
 from hf_dp.re_attention.rules import RULES
 
 FILE = "re_attention.safetensors"
@@ -208,7 +208,8 @@ class ReAttention:
                 fix="leave re_attention out of PrivacyConfig for this model family.",
             )
         self._fired.add(module)
-        keys, values = moments.variance(key), moments.variance(value)
+        noise_of_keys, values = moments.variance(key), moments.variance(value)
+        keys = None if noise_of_keys is None else noise_of_keys.total
         if moments.lost:
             raise UnsupportedModelError(
                 f"{self._names[module]}: the noise of the keys was lost in {', '.join(sorted(moments.lost))}.",
@@ -223,10 +224,10 @@ class ReAttention:
             )
         if keys is None and values is not None:
             # LoRA on queries and values alone: nothing to correct here, and noise to follow.
-            keys = torch.zeros((), dtype=values.dtype, device=key.device).expand(key.shape)
+            keys = torch.zeros((), dtype=values.own.dtype, device=key.device).expand(key.shape)
         if keys is not None and self.config.fidelity == "isotropic":
             keys = moments.over_features(keys)
-            values = None if values is None else moments.over_features(values)
+            values = None if values is None else values.each(moments.over_features)
         self._kept.setdefault(module, []).append(torch.empty(0) if keys is None else keys)
         if len(self._fired) == len(self._names):
             moments.finish()
@@ -239,10 +240,10 @@ class ReAttention:
         total, count = self._corrections.get(name, (torch.zeros_like(mean), 0))
         self._corrections[name] = total + mean, count + 1
 
-    def note_output(self, output: Tensor, noise: Tensor) -> None:
+    def note_output(self, output: Tensor, noise: Variance) -> None:
         """Follows the noise of an attention output."""
         assert self._moments is not None
-        self._moments.put(output, Tracked(noise.expand(output.shape)))
+        self._moments.put(output, Tracked(noise.each(lambda v: v.expand(output.shape))))
 
     @contextmanager
     def unfollowed(self) -> Iterator[None]:

@@ -25,15 +25,42 @@ Slope = Callable[[], Tensor]
 
 
 @dataclass(frozen=True)
+class Variance:
+    """Of the noise of one tensor, with its shape, in at least float32; expanded where features share one.
+
+    Attributes:
+        own: of the noise that each position has for itself; averaged over positions it falls off.
+        shared: of the noise that positions have in common, as averages over many positions have; None for 0.
+    """
+
+    own: Tensor
+    shared: Tensor | None = None
+
+    @property
+    def total(self) -> Tensor:
+        """Of both parts."""
+        return self.own if self.shared is None else self.own + self.shared
+
+    def each(self, function: Callable[[Tensor], Tensor]) -> Variance:
+        """The function of each part, for functions that are linear."""
+        return Variance(function(self.own), None if self.shared is None else function(self.shared))
+
+    def __add__(self, other: Variance) -> Variance:
+        if self.shared is None or other.shared is None:
+            return Variance(self.own + other.own, other.shared if self.shared is None else self.shared)
+        return Variance(self.own + other.own, self.shared + other.shared)
+
+
+@dataclass(frozen=True)
 class Tracked:
     """What is known of the noise of one tensor.
 
     Attributes:
-        variance: of `base`, with the shape of the tensor, in at least float32; expanded where features share one.
+        variance: of `base`.
         slope: the derivative of the tensor by its base, elementwise, over `Moments.sampled` features; None for 1.
     """
 
-    variance: Tensor
+    variance: Variance
     slope: Slope | None = None
 
 
@@ -101,7 +128,7 @@ class Moments(TorchFunctionMode):
         if found is None and tensor.is_leaf and (tensor.requires_grad or isinstance(tensor, nn.Parameter)):
             error = self.errors.get(tensor.data_ptr())
             if error is not None and (error.dim() == 0 or error.shape[0] == tensor.shape[0]):
-                found = Tracked(error.expand(tensor.shape))
+                found = Tracked(Variance(error.expand(tensor.shape)))
         return found
 
     def put(self, tensor: Tensor, tracked: Tracked | None) -> None:
@@ -111,16 +138,15 @@ class Moments(TorchFunctionMode):
         else:
             self._table.pop(tensor, None)
 
-    def variance(self, tensor: Tensor) -> Tensor | None:
+    def variance(self, tensor: Tensor) -> Variance | None:
         """Of the tensor itself, in its shape; None without noise."""
         tracked = self.of(tensor)
         if tracked is None:
             return None
         if tracked.slope is None:
             return tracked.variance
-        squares = wide(tracked.slope()).square()
-        variance = self.over_features(tracked.variance) * self.over_features(squares)
-        variance = variance.expand(tensor.shape)
+        squares = self.over_features(wide(tracked.slope()).square())
+        variance = tracked.variance.each(lambda v: (self.over_features(v) * squares).expand(tensor.shape))
         self.put(tensor, Tracked(variance))
         return variance
 
@@ -143,7 +169,7 @@ class Moments(TorchFunctionMode):
             self._energies[tensor] = found
         return found
 
-    def variances(self, *given: Any) -> list[Tensor | None]:
+    def variances(self, *given: Any) -> list[Variance | None]:
         """Of each of some operands."""
         return [self.variance(t) if isinstance(t, Tensor) else None for t in given]
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from itertools import repeat
 from types import MappingProxyType
 from typing import Any
 
@@ -13,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from hf_dp.re_attention.moments import Moments, Rule, Tracked, tensors, wide, with_slope
+from hf_dp.re_attention.moments import Moments, Rule, Tracked, Variance, tensors, wide, with_slope
 
 _Args = tuple[Any, ...]
 _Kwargs = dict[str, Any]
@@ -43,61 +45,67 @@ def _matmul(m: Moments, func: Any, output: Tensor, args: _Args, kwargs: _Kwargs)
 
 def _transposed(m: Moments, output: Tensor, x: Tensor, weight: Tensor, bias: Any) -> None:
     error = m.variance(weight)
-    _mapped(m, output, x, weight.detach().T, None if error is None else error.T, bias)
+    _mapped(m, output, x, weight.detach().T, None if error is None else error.each(lambda v: v.T), bias)
 
 
-def _mapped(m: Moments, output: Tensor, x: Tensor, weight: Tensor, error: Tensor | None, bias: Any) -> None:
+def _mapped(m: Moments, output: Tensor, x: Tensor, weight: Tensor, noise_of_weight: Variance | None, bias: Any) -> None:
     """Noise of x W^T + b: x (..., d), W (p, d)."""
     noise, shift = m.variances(x, bias)
-    total: Any = 0.0
+    error = None if noise_of_weight is None else noise_of_weight.total
+    parts = []
     if m.isotropic:
         outputs, inputs = weight.shape
         if noise is not None:
-            noise = m.over_features(noise)
+            noise = noise.each(m.over_features)
             # Of a transposed view the norm is the same, and slow.
             stored = weight if weight.is_contiguous() else weight.T
-            total = noise * (torch.linalg.vector_norm(wide(stored)).square() / outputs)
+            factor = torch.linalg.vector_norm(wide(stored)).square() / outputs
+            parts.append(noise.each(lambda v: v * factor))
         if error is not None:
-            energy = m.energy(x) if noise is None else m.energy(x) + inputs * noise
-            total = total + energy * error.mean()
+            energy = m.energy(x) if noise is None else m.energy(x) + inputs * noise.total
+            parts.append(Variance(energy * error.mean()))
         if shift is not None:
-            total = total + shift.mean()
+            parts.append(_in_common(shift.total.mean()))
     else:
         squares = wide(weight).square()
         if noise is not None:
-            total = noise @ squares.T
+            parts.append(noise.each(lambda v: v @ squares.T))
         if error is not None:
             second = wide(x.detach()).square()
-            second = second if noise is None else second + noise
+            second = second if noise is None else second + noise.total
             is_shared = error.stride(1) == 0
-            total = total + (second.sum(-1, keepdim=True) * error[:, 0] if is_shared else second @ error.T)
+            parts.append(Variance(second.sum(-1, keepdim=True) * error[:, 0] if is_shared else second @ error.T))
         if shift is not None:
-            total = total + shift
-    _put(m, output, total)
+            parts.append(_in_common(shift.total))
+    _put(m, output, *parts)
+
+
+def _in_common(variance: Tensor) -> Variance:
+    """Of noise that is added at every position."""
+    return Variance(torch.zeros_like(variance), variance)
 
 
 def _embedding(m: Moments, func: Any, output: Tensor, args: _Args, kwargs: _Kwargs) -> None:
     ids, weight = _named(args, kwargs, "input", "weight")
     error = m.variance(weight)
     if error is not None:
-        _put(m, output, F.embedding(ids, error[:, :1].contiguous()))
+        _put(m, output, Variance(F.embedding(ids, error.total[:, :1].contiguous())))
 
 
 def _convolution(m: Moments, func: Any, output: Tensor, args: _Args, kwargs: _Kwargs) -> None:
     x, weight, bias, *rest = _named(args, kwargs, "input", "weight", "bias", "stride", "padding", "dilation", "groups")
     noise, error, shift = m.variances(x, weight, bias)
     options = [default if value is None else value for value, default in zip(rest, (1, 0, 1, 1), strict=True)]
-    total: Any = 0.0
+    parts = []
     if noise is not None:
-        total = F.conv2d(noise, wide(weight.detach()).square(), None, *options)
+        squares = wide(weight.detach()).square()
+        parts.append(noise.each(lambda v: F.conv2d(v, squares, None, *options)))
     if error is not None:
-        second = wide(x.detach()).square() + (0.0 if noise is None else noise)
-        total = total + F.conv2d(second, error.contiguous(), None, *options)
+        second = wide(x.detach()).square() + (0.0 if noise is None else noise.total)
+        parts.append(Variance(F.conv2d(second, error.total.contiguous(), None, *options)))
     if shift is not None:
-        total = total + shift[:, None, None]
-    if isinstance(total, Tensor):
-        total = total.mean(1, keepdim=True) if m.isotropic else total
-        _put(m, output, total)
+        parts.append(_in_common(shift.total[:, None, None]))
+    _put(m, output, *(part.each(lambda v: v.mean(-3, keepdim=True) if m.isotropic else v) for part in parts))
 
 
 # --- normalisation --------------------------------------------------------------------------------------------
@@ -120,17 +128,16 @@ def _rms_norm(m: Moments, func: Any, output: Tensor, args: _Args, kwargs: _Kwarg
 def _normalized(m: Moments, output: Tensor, x: Tensor, weight: Any, bias: Any, power: Tensor, mean: Any) -> None:
     """Noise of w (x - mean) / sqrt(power) + b."""
     noise, error, shift = m.variances(x, weight, bias)
-    total: Any = 0.0
+    parts = []
     if noise is not None:
-        total = m.over_features(noise) / power
-        if weight is not None:
-            total = total * m.over_features(wide(weight.detach()).square())
+        factor = 1 / power if weight is None else m.over_features(wide(weight.detach()).square()) / power
+        parts.append(noise.each(lambda v: m.over_features(v) * factor))
     if error is not None:
         normal = 1.0 if m.isotropic else (wide(x.detach()) - mean).square() / power
-        total = total + normal * m.over_features(error)
+        parts.append(Variance(normal * m.over_features(error.total)))
     if shift is not None:
-        total = total + m.over_features(shift)
-    _put(m, output, total)
+        parts.append(_in_common(m.over_features(shift.total)))
+    _put(m, output, *parts)
 
 
 # --- elementwise functions, linearised ----------------------------------------------------------------------------
@@ -171,8 +178,8 @@ def _added_up(m: Moments, output: Tensor, x: Tensor, axis: Any, kwargs: _Kwargs,
     axes = [] if axis is None else [a % x.dim() for a in ([axis] if isinstance(axis, int) else axis)]
     noise = m.variance(x)
     if noise is not None and axes and x.dim() - 1 not in axes:
-        total = noise.sum(axes).reshape(output.shape)
-        _put(m, output, total / math.prod(x.shape[a] for a in axes) ** 2 if mean else total)
+        count = math.prod(x.shape[a] for a in axes) if mean else 1
+        _put(m, output, noise.each(lambda v: v.sum(axes).reshape(output.shape) / count**2))
 
 
 def _sum(sign: float) -> Rule:
@@ -185,7 +192,7 @@ def _sum(sign: float) -> Rule:
             m.put(output, with_slope(first, lambda: one() + factor * two()))
         elif first is not None and second is not None:
             noises = [v for v in m.variances(x, y) if v is not None]
-            _put(m, output, noises[0] + factor**2 * noises[1])
+            _put(m, output, noises[0], noises[1].each(lambda v: factor**2 * v))
         elif first is not None:
             _shifted(m, output, first)
         elif second is not None:
@@ -200,12 +207,13 @@ def _reversed(rule: Rule) -> Rule:
 
 
 def _shifted(m: Moments, output: Tensor, tracked: Tracked) -> None:
-    if tracked.variance.shape == output.shape:
+    if tracked.variance.own.shape == output.shape:
         m.put(output, tracked)
     elif tracked.slope is None:
         _put(m, output, tracked.variance)
     else:
-        _put(m, output, m.over_features(tracked.variance) * m.over_features(wide(tracked.slope()).square()))
+        squares = m.over_features(wide(tracked.slope()).square())
+        _put(m, output, tracked.variance.each(lambda v: m.over_features(v) * squares))
 
 
 def _product(m: Moments, func: Any, output: Tensor, args: _Args, kwargs: _Kwargs) -> None:
@@ -223,9 +231,10 @@ def _product(m: Moments, func: Any, output: Tensor, args: _Args, kwargs: _Kwargs
         value, other = m.sampled(x.detach()), m.sampled(y.detach())
         m.put(output, with_slope(first, lambda: one() * other + two() * value))
     else:
-        noises = [m.over_features(v) for v in m.variances(x, y) if v is not None]
-        squares = [m.over_features(wide(m.sampled(t.detach())).square()) for t in (x, y)]
-        _put(m, output, noises[0] * squares[1] + noises[1] * squares[0] + noises[0] * noises[1])
+        noise, another = (v.each(m.over_features) for v in m.variances(x, y) if v is not None)
+        square, other_square = (m.over_features(wide(m.sampled(t.detach())).square()) for t in (x, y))
+        crossed = noise.each(lambda v: v * other_square), another.each(lambda v: v * square)
+        _put(m, output, *crossed, Variance(noise.total * another.total))
 
 
 def _quotient(m: Moments, func: Any, output: Tensor, args: _Args, kwargs: _Kwargs) -> None:
@@ -238,14 +247,15 @@ def _quotient(m: Moments, func: Any, output: Tensor, args: _Args, kwargs: _Kwarg
 
 
 def _scaled(m: Moments, output: Tensor, x: Tensor, tracked: Tracked, factor: Tensor) -> None:
-    factor = factor.to(tracked.variance.device)
-    if tracked.variance.shape == output.shape:
+    factor = factor.to(tracked.variance.own.device)
+    if tracked.variance.own.shape == output.shape:
         part, before = (m.sampled(factor) if factor.dim() and factor.shape[-1] > 1 else factor), tracked.slope
         m.put(output, with_slope(tracked, lambda: part if before is None else part * before()))
     else:
         noise = m.variance(x)
         assert noise is not None
-        _put(m, output, m.over_features(noise) * m.over_features(factor.square()))
+        squares = m.over_features(factor.square())
+        _put(m, output, noise.each(lambda v: m.over_features(v) * squares))
 
 
 def _slope(tracked: Tracked, tensor: Tensor) -> Callable[[], Tensor]:
@@ -265,53 +275,76 @@ def _moved(m: Moments, func: Any, output: Any, args: _Args, kwargs: _Kwargs) -> 
     if tracked is None:
         return
     # Features that share a variance are no copy of it; a view of them would not always be possible.
-    noise: Any = m.variance(x)
-    made = (torch.Tensor.reshape if func is torch.Tensor.view else func)(noise, *rest, **kwargs)
-    for one, variance in zip([output] if isinstance(output, Tensor) else output, tensors(made), strict=True):
-        m.put(one, Tracked(variance))
+    move: Any = torch.Tensor.reshape if func is torch.Tensor.view else func
+    noise = m.variance(x)
+    assert noise is not None
+    own = tensors(move(noise.own, *rest, **kwargs))
+    shared = repeat(None) if noise.shared is None else tensors(move(noise.shared, *rest, **kwargs))
+    # `repeat` has no end.
+    for one, mine, common in zip([output] if isinstance(output, Tensor) else output, own, shared, strict=False):
+        m.put(one, Tracked(Variance(mine, common)))
 
 
 def _joined(m: Moments, func: Any, output: Tensor, args: _Args, kwargs: _Kwargs) -> None:
     parts = args[0] if args else kwargs["tensors"]
-    if any(m.of(part) is not None for part in parts):
-        noises = [m.variance(part) for part in parts]
-        made = [torch.zeros(p.shape, device=p.device) if v is None else v for p, v in zip(parts, noises, strict=True)]
-        m.put(output, Tracked(func(made, *args[1:], **{k: v for k, v in kwargs.items() if k != "tensors"})))
+    options = {k: v for k, v in kwargs.items() if k != "tensors"}
+    noises = m.variances(*parts)
+    if any(noise is not None for noise in noises):
+        m.put(output, Tracked(_merged(lambda *made: func(made, *args[1:], **options), noises, parts)))
 
 
 def _chosen(m: Moments, func: Any, output: Tensor, args: _Args, kwargs: _Kwargs) -> None:
     if len(args) < 3:
         return  # the places where a condition holds
     where, x, y = args
-    noises = [torch.zeros(()) if v is None else v for v in m.variances(x, y)]
-    if m.of(x) is not None or m.of(y) is not None:
-        _put(m, output, torch.where(where, *noises))
+    noises = m.variances(x, y)
+    if any(noise is not None for noise in noises):
+        nothing = torch.zeros((), device=where.device)
+        _put(m, output, _merged(lambda one, two: torch.where(where, one, two), noises, (nothing, nothing)))
 
 
 def _masked(m: Moments, func: Any, output: Tensor, args: _Args, kwargs: _Kwargs) -> None:
     noise = m.variance(args[0])
     if noise is not None:
-        _put(m, output, noise.masked_fill(args[1], 0.0))
+        _put(m, output, noise.each(lambda v: v.masked_fill(args[1], 0.0)))
 
 
 def _assigned(m: Moments, func: Any, output: Any, args: _Args, kwargs: _Kwargs) -> None:
     target, index, source = args
-    if m.of(target) is None and m.of(source) is None:
-        return
-    before, noise = m.variances(target, source)
-    made = torch.zeros(target.shape, device=target.device) if before is None else before.clone()
-    made[index] = 0.0 if noise is None else noise
-    m.put(target, Tracked(made))
+
+    def assigned(before: Tensor, noise: Tensor) -> Tensor:
+        made = before.clone()
+        made[index] = noise
+        return made
+
+    noises = m.variances(target, source)
+    if any(noise is not None for noise in noises):
+        nothing = torch.zeros((), device=target.device)
+        m.put(target, Tracked(_merged(assigned, noises, (target, nothing))))
 
 
 def _copied(m: Moments, func: Any, output: Tensor, args: _Args, kwargs: _Kwargs) -> None:
     """index_copy_(dim, index, source), as static caches do."""
     target, axis, index, source = args
-    before, noise = m.variances(target, source)
-    if before is not None or noise is not None:
-        made = torch.zeros(target.shape, device=target.device) if before is None else before.clone()
-        filled = torch.zeros(source.shape, device=source.device) if noise is None else noise
-        m.put(output, Tracked(made.index_copy(axis, index, filled.contiguous())))
+    noises = m.variances(target, source)
+    if any(noise is not None for noise in noises):
+
+        def copied(before: Tensor, noise: Tensor) -> Tensor:
+            return before.index_copy(axis, index, noise.contiguous())
+
+        m.put(output, Tracked(_merged(copied, noises, (target, source))))
+
+
+def _merged(function: Callable[..., Tensor], noises: Sequence[Variance | None], values: Sequence[Tensor]) -> Variance:
+    """The function of several noises, part by part, with zeros like its value where one has none."""
+
+    def filled(parts: Sequence[Tensor | None]) -> list[Tensor]:
+        zeros = (torch.zeros(value.shape, device=value.device) for value in values)
+        return [zero if part is None else part for part, zero in zip(parts, zeros, strict=True)]
+
+    shared = [None if noise is None else noise.shared for noise in noises]
+    own = function(*filled([None if noise is None else noise.own for noise in noises]))
+    return Variance(own, None if all(part is None for part in shared) else function(*filled(shared)))
 
 
 def _nothing(m: Moments, func: Any, output: Any, args: _Args, kwargs: _Kwargs) -> None:
@@ -321,9 +354,10 @@ def _nothing(m: Moments, func: Any, output: Any, args: _Args, kwargs: _Kwargs) -
 # --- the table ----------------------------------------------------------------------------------------------------
 
 
-def _put(m: Moments, output: Tensor, total: Any) -> None:
-    if isinstance(total, Tensor):
-        m.put(output, Tracked(total.expand(output.shape)))
+def _put(m: Moments, output: Tensor, *parts: Variance) -> None:
+    if parts:
+        total = functools.reduce(operator.add, parts)
+        m.put(output, Tracked(total.each(lambda v: v.expand(output.shape))))
 
 
 def _pair(args: _Args) -> tuple[Any, Any]:

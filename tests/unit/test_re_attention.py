@@ -30,6 +30,9 @@ MODELS: dict[str, dict[str, int]] = {
               "num_key_value_heads": 1, "vocab_size": VOCABULARY},
 }  # fmt: skip
 
+# With little noise most of that in deep keys comes through attention outputs, where positions share it.
+CASES = [("gpt2", 1e-3), ("llama", 1e-3), ("llama", 1e-4)]
+
 
 def frequencies() -> Tensor:
     """A long tail."""
@@ -87,17 +90,19 @@ def drawn(model: Any, errors: dict[str, Tensor], draws: int) -> Iterator[None]:
             yield
 
 
-@pytest.mark.parametrize("family", ["gpt2", "llama"])
-def test_tracked_variances_agree_with_drawn_ones(family: str) -> None:
-    layers = tracked_and_drawn(family, "per_feature", 1e-3)
+@pytest.mark.parametrize(("family", "deviation"), CASES)
+def test_tracked_variances_agree_with_drawn_ones(family: str, deviation: float) -> None:
+    layers = tracked_and_drawn(family, "per_feature", deviation)
     ratios = [float(tracked.sum() / drawn.sum()) for tracked, drawn in layers]
     assert ratios[0] == pytest.approx(1, abs=0.1)
     assert ratios[3] == pytest.approx(1, abs=0.3)
 
 
-@pytest.mark.parametrize("family", ["gpt2", "llama"])
-def test_one_variance_for_each_token_is_within_a_factor_of_two_in_the_right_order(family: str) -> None:
-    for tracked, drawn in tracked_and_drawn(family, "isotropic", 1e-3):
+@pytest.mark.parametrize(("family", "deviation"), CASES)
+def test_one_variance_for_each_token_is_within_a_factor_of_two_in_the_right_order(
+    family: str, deviation: float
+) -> None:
+    for tracked, drawn in tracked_and_drawn(family, "isotropic", deviation):
         ratios = (tracked / drawn).flatten()
         assert float(ratios.min()) > 0.5
         assert float(ratios.max()) < 2
