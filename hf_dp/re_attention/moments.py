@@ -50,6 +50,9 @@ class Variance:
             return Variance(self.own + other.own, other.shared if self.shared is None else self.shared)
         return Variance(self.own + other.own, self.shared + other.shared)
 
+    def __mul__(self, factor: Tensor | float) -> Variance:
+        return self.each(lambda part: part * factor)
+
 
 @dataclass(frozen=True)
 class Tracked:

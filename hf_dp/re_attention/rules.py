@@ -60,7 +60,7 @@ def _mapped(m: Moments, output: Tensor, x: Tensor, weight: Tensor, noise_of_weig
             # Of a transposed view the norm is the same, and slow.
             stored = weight if weight.is_contiguous() else weight.T
             factor = torch.linalg.vector_norm(wide(stored)).square() / outputs
-            parts.append(noise.each(lambda v: v * factor))
+            parts.append(noise * factor)
         if error is not None:
             energy = m.energy(x) if noise is None else m.energy(x) + inputs * noise.total
             parts.append(Variance(energy * error.mean()))
@@ -131,7 +131,7 @@ def _normalized(m: Moments, output: Tensor, x: Tensor, weight: Any, bias: Any, p
     parts = []
     if noise is not None:
         factor = 1 / power if weight is None else m.over_features(wide(weight.detach()).square()) / power
-        parts.append(noise.each(lambda v: m.over_features(v) * factor))
+        parts.append(noise.each(m.over_features) * factor)
     if error is not None:
         normal = 1.0 if m.isotropic else (wide(x.detach()) - mean).square() / power
         parts.append(Variance(normal * m.over_features(error.total)))
@@ -192,7 +192,7 @@ def _sum(sign: float) -> Rule:
             m.put(output, with_slope(first, lambda: one() + factor * two()))
         elif first is not None and second is not None:
             noises = [v for v in m.variances(x, y) if v is not None]
-            _put(m, output, noises[0], noises[1].each(lambda v: factor**2 * v))
+            _put(m, output, noises[0], noises[1] * factor**2)
         elif first is not None:
             _shifted(m, output, first)
         elif second is not None:
@@ -213,7 +213,7 @@ def _shifted(m: Moments, output: Tensor, tracked: Tracked) -> None:
         _put(m, output, tracked.variance)
     else:
         squares = m.over_features(wide(tracked.slope()).square())
-        _put(m, output, tracked.variance.each(lambda v: m.over_features(v) * squares))
+        _put(m, output, tracked.variance.each(m.over_features) * squares)
 
 
 def _product(m: Moments, func: Any, output: Tensor, args: _Args, kwargs: _Kwargs) -> None:
@@ -233,7 +233,7 @@ def _product(m: Moments, func: Any, output: Tensor, args: _Args, kwargs: _Kwargs
     else:
         noise, another = (v.each(m.over_features) for v in m.variances(x, y) if v is not None)
         square, other_square = (m.over_features(wide(m.sampled(t.detach())).square()) for t in (x, y))
-        crossed = noise.each(lambda v: v * other_square), another.each(lambda v: v * square)
+        crossed = noise * other_square, another * square
         _put(m, output, *crossed, Variance(noise.total * another.total))
 
 
@@ -255,7 +255,7 @@ def _scaled(m: Moments, output: Tensor, x: Tensor, tracked: Tracked, factor: Ten
         noise = m.variance(x)
         assert noise is not None
         squares = m.over_features(factor.square())
-        _put(m, output, noise.each(lambda v: m.over_features(v) * squares))
+        _put(m, output, noise.each(m.over_features) * squares)
 
 
 def _slope(tracked: Tracked, tensor: Tensor) -> Callable[[], Tensor]:
@@ -289,7 +289,13 @@ def _joined(m: Moments, func: Any, output: Tensor, args: _Args, kwargs: _Kwargs)
     parts = args[0] if args else kwargs["tensors"]
     options = {k: v for k, v in kwargs.items() if k != "tensors"}
     noises = m.variances(*parts)
-    if any(noise is not None for noise in noises):
+    axis: Any = kwargs.get("dim", args[1] if len(args) > 1 else 0)
+    if m.isotropic and func is not torch.stack and axis % output.dim() == output.dim() - 1:
+        # Without copies of one number for each feature, as of the halves that rotary embeddings swap.
+        shares = [part.shape[-1] / output.shape[-1] for part in parts]
+        known = [(noise, share) for noise, share in zip(noises, shares, strict=True) if noise is not None]
+        _put(m, output, *(noise.each(m.over_features) * share for noise, share in known))
+    elif any(noise is not None for noise in noises):
         m.put(output, Tracked(_merged(lambda *made: func(made, *args[1:], **options), noises, parts)))
 
 
