@@ -293,7 +293,7 @@ def _joined(m: Moments, func: Any, output: Tensor, args: _Args, kwargs: _Kwargs)
     if m.isotropic and func is not torch.stack and axis % output.dim() == output.dim() - 1:
         # Without copies of one number for each feature, as of the halves that rotary embeddings swap.
         shares = [part.shape[-1] / output.shape[-1] for part in parts]
-        known = [(noise, share) for noise, share in zip(noises, shares, strict=True) if noise is not None]
+        known = [(noise, share) for noise, share in zip(noises, shares, strict=True) if noise is not None and share]
         _put(m, output, *(noise.each(m.over_features) * share for noise, share in known))
     elif any(noise is not None for noise in noises):
         m.put(output, Tracked(_merged(lambda *made: func(made, *args[1:], **options), noises, parts)))
