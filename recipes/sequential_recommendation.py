@@ -269,11 +269,15 @@ def report(runs: list[Run], folders: dict[Run, Path], groups: list[str]) -> None
 
 def show(results: dict[str, list[Measures]], popular: Measures) -> None:
     """Mean and standard deviation over seeds."""
-    table = Table("", *(f"{name}, %" for name in ("NDCG@10", "HIT@10")), "seeds", title="next item")
+    table = Table("", title="next item")
+    for name in ("NDCG@10, %", "HIT@10, %", "seeds"):
+        table.add_column(name, justify="right")
     table.add_row("popularity alone", *(f"{value:.2f}" for value in popular), end_section=True)
     for name, values in results.items():
-        pairs = zip(np.mean(values, axis=0), np.std(values, axis=0), strict=True)
-        table.add_row(name, *(f"{mean:.2f} ± {deviation:.2f}" for mean, deviation in pairs), str(len(values)))
+        cells = [f"{mean:.2f}" for mean in np.mean(values, axis=0)]
+        if len(values) > 1:
+            cells = [f"{cell} ± {deviation:.2f}" for cell, deviation in zip(cells, np.std(values, axis=0), strict=True)]
+        table.add_row(name, *cells, str(len(values)))
     Console().print(table)
 
 

@@ -159,11 +159,13 @@ def run(
 def show(results: dict[str, dict[str, Any]]) -> None:
     """Accuracy in % after each period, by what factor the tables' gradient is smaller, and epsilon."""
     periods = len(next(iter(results.values()))["accuracy"])
-    names = ["accuracy, %"] if periods == 1 else [f"period {i}, %" for i in range(1, periods + 1)]
-    table = Table("arm", *names, "reduction", "epsilon", title="sparse embeddings")
+    table = Table("", title="accuracy, %")
+    for name in (*(["test"] if periods == 1 else [f"period {i + 1}" for i in range(periods)]), "reduction", "epsilon"):
+        table.add_column(name, justify="right")
     for name, one in results.items():
-        epsilon = "none" if one["epsilon"] is None else f"{one['epsilon']:.3f}"
-        table.add_row(name, *(f"{score:.1f}" for score in one["accuracy"]), f"{one['reduction']:,.0f}", epsilon)
+        reduction = "" if name == "frozen" else f"{one['reduction']:,.0f}"
+        epsilon = "" if one["epsilon"] is None else f"{one['epsilon']:.3f}"
+        table.add_row(name, *(f"{score:.1f}" for score in one["accuracy"]), reduction, epsilon)
     Console().print(table)
 
 

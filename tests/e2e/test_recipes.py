@@ -276,6 +276,14 @@ def test_sparse_embeddings_beside_dense_ones(task, train, tmp_path):
     assert not list((out / "without_privacy").iterdir())
 
 
+def test_sparse_word_embeddings_by_a_column(train):
+    flags = ("--smoke", "true", "--arms", "adafest", "--group_column", "branch", "--compare_without_privacy", "true")
+    _, out = train("sparse_embeddings_banking77", *flags)
+    found = groups_of(out / "adafest_ratio_2_tau_default")
+    assert [(row["group"], row["n"]) for row in found["groups"]] == [("north", 24), ("south", 6)]
+    assert "without_privacy" in found["all"]
+
+
 @pytest.mark.data
 def test_sparse_word_embeddings_of_bank_questions(data_directory, minilm_directory, tmp_path):
     data = data_directory / "banking77"
