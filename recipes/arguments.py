@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from accelerate.utils import parse_flag_from_env
 from transformers import HfArgumentParser, TrainingArguments
 
 from hf_dp import PrivacyConfig
@@ -50,7 +51,8 @@ def parse(recipe: type) -> tuple[Any, TrainingArguments, PrivacyConfig]:
         recipe: a dataclass that has `max_examples: int | None = None`: how many examples of each split to use.
 
     Raises:
-        ConfigurationError: arguments that Transformers, the promise or the recipe refuses.
+        ConfigurationError: arguments that Transformers, the promise or the recipe refuses; FSDP, asked for by them or
+            by `accelerate launch`.
     """
     flags, settings = sys.argv[1:], []
     if flags and flags[0].endswith((".yaml", ".yml")):
@@ -71,6 +73,14 @@ def parse(recipe: type) -> tuple[Any, TrainingArguments, PrivacyConfig]:
         raise ConfigurationError(
             f"{error}.", why="no training could begin with these arguments.", fix="--help lists them all."
         ) from error
+    if training.fsdp or parse_flag_from_env("ACCELERATE_USE_FSDP"):
+        raise ConfigurationError(
+            "a recipe under FSDP.",
+            why="recipes score a model before it is in shards, and some sample from it at the end, one process alone: "
+            "with shards that fails, or waits for the others for ever, after the budget is spent.",
+            fix="train under DDP (accelerate launch or torchrun without FSDP); or train in shards with DPTrainer in a "
+            "script of your own, and sample from the saved model in one process.",
+        )
     return made, training, privacy.replace(seed=common.privacy_seed, re_attention=attention)
 
 

@@ -40,15 +40,21 @@ from hf_dp.errors import ConfigurationError
 
 
 @dataclass(kw_only=True)
-class RecipeArguments(LabelledData):
-    """What the recipe trains on, and how."""
+class AdaptedClassifier(LabelledData):
+    """Arguments of recipes that classify with adapters."""
 
-    encoder: str = field(metadata={"help": "A hub name or a directory with an encoder and its tokenizer."})
-    method: Literal["head", "lora", "full"] = field(default="head", metadata={"help": "What is trained."})
     lora_rank: int = 8
     lora_targets: str | None = field(
         default=None, metadata={"help": "Layers that get adapters, commas between; PEFT's choice if left out."}
     )
+
+
+@dataclass(kw_only=True)
+class RecipeArguments(AdaptedClassifier):
+    """What the recipe trains on, and how."""
+
+    encoder: str = field(metadata={"help": "A hub name or a directory with an encoder and its tokenizer."})
+    method: Literal["head", "lora", "full"] = field(default="head", metadata={"help": "What is trained."})
     head_learning_rate: float = field(
         default=1e-2, metadata={"help": "The head's with lora and full; learning_rate is the encoder's."}
     )
@@ -159,20 +165,20 @@ def build(recipe: RecipeArguments, tokenizer: Any, names: list[str]) -> torch.nn
         model.encoder.requires_grad_(False)
     if recipe.method != "lora":
         return model
-    return adapted(model, "classifier", recipe.lora_rank, recipe.lora_targets)
+    return adapted(model, "classifier", recipe)
 
 
-def adapted(model: PreTrainedModel, trained: str, rank: int, targets: str | None) -> torch.nn.Module:
+def adapted(model: PreTrainedModel, trained: str, recipe: AdaptedClassifier) -> torch.nn.Module:
     """The model with adapters of LoRA beside its module `trained`.
 
     Raises:
         ConfigurationError: PEFT finds no layers to adapt.
     """
-    names = None if targets is None else targets.split(",")
+    rank = recipe.lora_rank
+    targets = None if recipe.lora_targets is None else recipe.lora_targets.split(",")
+    lora = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=targets, modules_to_save=[trained])
     try:
-        return get_peft_model(
-            model, LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=names, modules_to_save=[trained])
-        )
+        return get_peft_model(model, lora)
     except ValueError as error:
         linear = {name.rsplit(".")[-1] for name, part in model.named_modules() if isinstance(part, torch.nn.Linear)}
         raise ConfigurationError(

@@ -26,8 +26,8 @@ from typing import Any, Literal
 
 import torch
 from arguments import parse
-from classify import adapted, apart, by_length
-from data import LabelledData, labelled
+from classify import AdaptedClassifier, adapted, apart, by_length
+from data import labelled
 from datasets import Dataset
 from labelled_texts import label_names
 from results import measured, scored_by_label, train_and_report
@@ -45,7 +45,7 @@ from hf_dp.errors import ConfigurationError, UnsupportedModelError
 
 
 @dataclass(kw_only=True)
-class RecipeArguments(LabelledData):
+class RecipeArguments(AdaptedClassifier):
     """What the recipe trains on, and how."""
 
     model: str = field(metadata={"help": "A hub name or a directory with a masked language model and its tokenizer."})
@@ -54,10 +54,6 @@ class RecipeArguments(LabelledData):
     )
     template: str = field(default="{text} It was about {mask}.", metadata={"help": "Has {text} and {mask} once each."})
     method: Literal["lora", "full"] = field(default="lora", metadata={"help": "What is trained beside the label rows."})
-    lora_rank: int = 8
-    lora_targets: str | None = field(
-        default=None, metadata={"help": "Layers that get adapters, commas between; PEFT's choice if left out."}
-    )
 
 
 class InfillingForSequenceClassification(PreTrainedModel):
@@ -139,7 +135,7 @@ def build(recipe: RecipeArguments, tokenizer: Any, words: list[str]) -> nn.Modul
     if recipe.method == "full":
         return made
     trained = next(name for name, module in made.named_modules() if module is rows)
-    return adapted(made, trained, recipe.lora_rank, recipe.lora_targets)
+    return adapted(made, trained, recipe)
 
 
 @torch.no_grad()

@@ -2,6 +2,9 @@
 
 The privacy unit is a user: one sequence of items, of which the last is the test and the one before it the target of
 training. Item embeddings are tied. By default the data is generated, with a known long tail.
+
+Each run has a folder of its own in the output directory, with its model, whether each test user was hit
+(`hits.json`), and the report by group.
 """
 
 from __future__ import annotations
@@ -11,37 +14,42 @@ import json
 import math
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from arguments import parse
+from comparison import collate, folder_of, refuse_unknown, scored, trainer
+from groups import report_by_group
+from rich.console import Console
+from rich.table import Table
+from sequences import PADDING, SequenceData, Sequences, load, popularity
 from torch import Tensor
-from transformers import GPT2Config, GPT2Model, GPT2PreTrainedModel, TrainerCallback, set_seed
+from transformers import GPT2Config, GPT2Model, GPT2PreTrainedModel, TrainerCallback, TrainingArguments, set_seed
 
-from hf_dp import DPTrainer, PrivacyConfig, ReAttentionConfig, re_attention
+from hf_dp import PrivacyConfig, ReAttentionConfig, re_attention
+from hf_dp.errors import ConfigurationError
 
-PADDING = 0
 ARMS = ("off", "on", "shuffled", "constant")
+FREQUENCIES = ("released", "uniform", "true")
+Measures = tuple[float, float]
 
 
-@dataclass
-class RecipeArguments:
-    """The data, the model, and what is compared."""
+@dataclass(kw_only=True)
+class RecipeArguments(SequenceData):
+    """The model, and what is compared."""
 
-    interactions_file: str | None = field(
-        default=None, metadata={"help": "Lines 'user item', in time order; generated data if it is left out."}
-    )
-    users: int = 15000
-    items: int = 6000
-    longest: int = 20
     width: int = 64
     arms: str = field(default="on", metadata={"help": "Of off, on, shuffled and constant, with commas between."})
-    epsilons: str = field(default="3", metadata={"help": "Target epsilons, with commas between; inf for no privacy."})
+    epsilons: str = field(
+        default="3", metadata={"help": "Target epsilons, with commas between; inf for the same steps without noise."}
+    )
+    compare_without_privacy: bool = field(
+        default=False, metadata={"help": "Train from each seed with the ordinary Trainer too, for the gap to it."}
+    )
     seeds: str = field(default="0", metadata={"help": "Of the model's first weights, with commas between."})
-    error: str = "paper"
-    fidelity: str = "isotropic"
+    error: Literal["paper", "accumulated"] = "paper"
+    fidelity: Literal["isotropic", "per_feature"] = "isotropic"
     token_frequencies: str = field(
         default="released",
         metadata={"help": "Of released, uniform and true (not private, to study their effect), with commas between."},
@@ -53,72 +61,47 @@ class RecipeArguments:
         default=False,
         metadata={"help": "Batches and noise from the seed, the same for all arms: to compare them. Not private."},
     )
-    test_users: int = 6000
-    max_examples: int | None = field(default=None, metadata={"help": "Use only the first so many users."})
     figure: str | None = field(default=None, metadata={"help": "Where to draw NDCG@10 over scales."})
 
-
-def generated(users: int, items: int, genres: int = 40) -> list[list[int]]:
-    """Sequences of 8 to 21 items: 60 % of each, and the last two, are from the user's genre."""
-    draw = np.random.default_rng(0)
-    popularity = 1 / np.arange(1, items + 1) ** 1.1
-    genre_of = draw.integers(genres, size=items)
-    weights = 1 / np.arange(1, genres + 1) ** 0.5
-    members = [np.flatnonzero(genre_of == g) for g in range(genres)]
-
-    def of(chosen: np.ndarray[Any, Any], count: int) -> np.ndarray[Any, Any]:
-        shares = popularity[chosen]
-        return draw.choice(chosen, count, p=shares / shares.sum())
-
-    sequences = []
-    for genre in draw.choice(genres, users, p=weights / weights.sum()):
-        length = int(draw.integers(8, 22))
-        own = draw.random(length) < 0.6
-        own[-2:] = True
-        sequence = np.where(own, of(members[genre], length), of(np.arange(items), length))
-        sequences.append([int(item) + 1 for item in sequence])
-    return sequences
-
-
-def read(path: str) -> list[list[int]]:
-    """The items of each user, numbered from 1 in order of appearance, users with fewer than 3 left out."""
-    numbers: dict[str, int] = {}
-    users: dict[str, list[int]] = {}
-    for line in Path(path).read_text(encoding="utf-8").splitlines():
-        user, item = line.split()[:2]
-        users.setdefault(user, []).append(numbers.setdefault(item, len(numbers) + 1))
-    return [sequence for sequence in users.values() if len(sequence) >= 3]
-
-
-def rows(sequences: list[list[int]], longest: int, target: int) -> list[dict[str, Any]]:
-    """Items before the `target` last one, padded on the right, and that one as the label."""
-    made = []
-    for sequence in sequences:
-        items = sequence[:-target][-longest:]
-        padded = items + [PADDING] * (longest - len(items))
-        mask = [1] * len(items) + [0] * (longest - len(items))
-        made.append({"input_ids": padded, "attention_mask": mask, "labels": sequence[-target]})
-    return made
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        refuse_unknown("arms", self.arms.split(","), ARMS)
+        refuse_unknown("token_frequencies", self.token_frequencies.split(","), FREQUENCIES)
+        for value in (*self.epsilons.split(","), *self.scales.split(","), *self.seeds.split(",")):
+            float(value)
 
 
 @dataclass(frozen=True)
-class Variant:
-    """One way to train."""
+class Run:
+    """One training; of the ordinary Trainer where there is no arm."""
 
-    arm: str
-    token_frequencies: str
-    scale: float
+    seed: int
+    epsilon: str = ""
+    arm: str | None = None
+    token_frequencies: str = ""
+    scale: float = 0.0
+
+    @property
+    def name(self) -> str:
+        """The same for all seeds."""
+        if self.arm is None:
+            return "without privacy"
+        settings = "" if self.arm == "off" else f", {self.token_frequencies}, scale {self.scale:g}"
+        return f"epsilon {self.epsilon}, {self.arm}{settings}"
 
     def __str__(self) -> str:
-        return self.arm if self.arm == "off" else f"{self.arm}, {self.token_frequencies}, scale {self.scale:g}"
+        return f"{self.name}, seed {self.seed}"
 
 
-def variants(recipe: RecipeArguments) -> list[Variant]:
-    """What is compared; plain attention only once."""
-    given = itertools.product(
-        recipe.arms.split(","), recipe.token_frequencies.split(","), map(float, recipe.scales.split(","))
-    )
-    return list(dict.fromkeys(Variant("off", "", 0.0) if arm == "off" else Variant(arm, *rest) for arm, *rest in given))
+def planned(recipe: RecipeArguments) -> list[Run]:
+    """All runs; plain attention only once."""
+    seeds, scales = list(map(int, recipe.seeds.split(","))), list(map(float, recipe.scales.split(",")))
+    epsilons, arms, sources = (text.split(",") for text in (recipe.epsilons, recipe.arms, recipe.token_frequencies))
+    private = [
+        Run(seed, epsilon, arm) if arm == "off" else Run(seed, epsilon, arm, *settings)
+        for epsilon, seed, arm, *settings in itertools.product(epsilons, seeds, arms, sources, scales)
+    ]
+    return [*dict.fromkeys(private), *(Run(seed) for seed in seeds if recipe.compare_without_privacy)]
 
 
 class NextItem(GPT2PreTrainedModel):
@@ -134,15 +117,6 @@ class NextItem(GPT2PreTrainedModel):
         hidden = self.transformer(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
         last = attention_mask.sum(1) - 1
         return hidden[torch.arange(len(hidden)), last] @ self.transformer.wte.weight.T
-
-
-class Recommender(DPTrainer):
-    """The loss is that of the next item."""
-
-    def compute_per_example_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
-        """Cross-entropy (B,)."""
-        scores = model(inputs["input_ids"], inputs["attention_mask"])
-        return F.cross_entropy(scores, inputs["labels"], reduction="none")
 
 
 class Control(TrainerCallback):
@@ -163,121 +137,156 @@ class Control(TrainerCallback):
             table.fill_(float(table.square().mean().sqrt()))
 
 
-def quality(model: Any, test: list[dict[str, Any]], batch_size: int = 500) -> tuple[float, float]:
-    """NDCG@10 and HIT@10, in %, over all items."""
-    gains, hits = 0.0, 0
-    model.eval()
-    with torch.no_grad():
-        for start in range(0, len(test), batch_size):
-            part = collate(test[start : start + batch_size])
-            scores = model(part["input_ids"], part["attention_mask"])
-            scores[:, PADDING] = -math.inf
-            ranks = (scores > scores.gather(1, part["labels"][:, None])).sum(1)
-            found = ranks < 10
-            hits += int(found.sum())
-            gains += float((1 / (ranks[found] + 2.0).log2()).sum())
-    return 100 * gains / len(test), 100 * hits / len(test)
+def promise(
+    privacy: PrivacyConfig, run: Run, recipe: RecipeArguments, true_shares: Path, n: int
+) -> PrivacyConfig | None:
+    """What one run promises; with an infinite epsilon there is no noise."""
+    if run.arm is None:
+        return None
+    if math.isinf(float(run.epsilon)):
+        return PrivacyConfig(noise_multiplier=0.0, clipping_norm=privacy.clipping_norm)
+    attention = None
+    if run.arm != "off":
+        is_true = run.token_frequencies == "true"
+        attention = ReAttentionConfig(
+            error=recipe.error,
+            fidelity=recipe.fidelity,
+            token_frequencies="public" if is_true else run.token_frequencies,  # type: ignore[arg-type]
+            public_frequencies=str(true_shares) if is_true else None,
+            budget_share=recipe.budget_share,
+            presence_clipping_norm=recipe.presence_clipping_norm,
+            scale=run.scale,
+        )
+    return privacy.replace(
+        target_epsilon=float(run.epsilon),
+        target_delta=1 / (2 * n),
+        re_attention=attention,
+        seed=run.seed if recipe.paired else privacy.seed,
+    )
 
 
-def collate(examples: list[dict[str, Any]]) -> dict[str, Tensor]:
-    """A batch of tensors."""
-    return {name: torch.tensor([example[name] for example in examples]) for name in examples[0]}
+def gains(model: Any, test: list[dict[str, Any]]) -> Tensor:
+    """(users,): what each test user adds to NDCG@10 over all items; above 0 it is a hit."""
+    found = []
+    for scores, labels in scored(model, test, collate, 500):
+        scores[:, PADDING] = -math.inf
+        ranks = (scores > scores.gather(1, labels[:, None])).sum(1)
+        found.append(torch.where(ranks < 10, 1 / (ranks + 2.0).log2(), 0.0).cpu())
+    return torch.cat(found)
 
 
-def popularity(train: list[dict[str, Any]], test: list[dict[str, Any]], items: int) -> tuple[float, float]:
-    """NDCG@10 and HIT@10 of the most frequent targets, for everyone (not private: a yardstick)."""
-    counts = np.bincount([row["labels"] for row in train], minlength=items + 1)
-    place = {int(item): rank for rank, item in enumerate(np.argsort(-counts)[:10])}
-    ranks = [place[row["labels"]] for row in test if row["labels"] in place]
-    return 100 * sum(1 / math.log2(rank + 2) for rank in ranks) / len(test), 100 * len(ranks) / len(test)
+def measures(gains: Tensor) -> Measures:
+    """NDCG@10 and HIT@10, in %."""
+    return 100 * float(gains.double().mean()), 100 * float(gains.gt(0).double().mean())
 
 
-def shown(found: tuple[float, float]) -> str:
-    """Both measures."""
-    return f"NDCG@10 {found[0]:.2f}, HIT@10 {found[1]:.2f}"
+def trained(
+    run: Run,
+    privacy: PrivacyConfig | None,
+    recipe: RecipeArguments,
+    arguments: TrainingArguments,
+    data: Sequences,
+    folder: Path,
+) -> Measures:
+    """Trains, saves what is private, and measures; the hits go into the folder."""
+    set_seed(run.seed)
+    config = GPT2Config(
+        vocab_size=data.items + 1, n_positions=recipe.longest, n_embd=recipe.width, n_layer=1,
+        n_head=recipe.width // 32, initializer_range=0.05, bos_token_id=None, eos_token_id=None,
+        pad_token_id=PADDING, embd_pdrop=0.0, attn_pdrop=0.0, resid_pdrop=0.0,
+    )  # fmt: skip
+    if privacy is None:
+        arguments = replace(arguments, seed=run.seed)
+    made = trainer(NextItem(config), arguments, folder, privacy, train_dataset=data.train, data_collator=collate)
+    if run.arm is not None:
+        made.add_callback(Control(run.arm))
+    made.train()
+    if privacy is not None:
+        made.save_model()
+    found = gains(made.model, data.test)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "hits.json").write_text(json.dumps(found.gt(0).double().tolist()), encoding="utf-8")
+    return measures(found)
+
+
+def hits(folder: Path) -> list[float]:
+    """1.0 or 0.0 for each test user; empty where none are kept."""
+    path = folder / "hits.json"
+    return list(json.loads(path.read_text(encoding="utf-8"))) if path.exists() else []
 
 
 def main() -> None:
     """Trains each arm at each epsilon from each seed, and prints a table. Runs in `results.json` are not repeated."""
     recipe, arguments, privacy = parse(RecipeArguments)
-    made = recipe.interactions_file is None
-    users = min(recipe.users, recipe.max_examples or recipe.users)
-    sequences = generated(users, recipe.items) if made else read(recipe.interactions_file)
-    items = recipe.items if made else max(max(sequence) for sequence in sequences)
-    sequences = sequences[: recipe.max_examples]
-    train, test = (rows(sequences, recipe.longest, target) for target in (2, 1))
-    test = test[: recipe.test_users]
-    print("popularity:", shown(popularity(train, test, items)))
-    true_shares = Path(str(arguments.output_dir)) / "true_shares.json"
-    true_shares.parent.mkdir(parents=True, exist_ok=True)
-    counts = np.bincount([item for row in train for item in set(row["input_ids"])], minlength=items + 1)
-    true_shares.write_text(json.dumps((counts / len(train)).tolist()), encoding="utf-8")
-    kept = Path(str(arguments.output_dir)) / "results.json"
-    known: dict[str, tuple[float, float]] = json.loads(kept.read_text(encoding="utf-8")) if kept.exists() else {}
-    results: dict[str, list[tuple[float, float]]] = {}
-    runs = itertools.product(recipe.epsilons.split(","), recipe.seeds.split(","), variants(recipe))
-    for epsilon, seed, variant in runs:
-        name = f"epsilon {epsilon}, {variant}"
-        if f"{name}, seed {seed}" in known:
-            results.setdefault(name, []).append(known[f"{name}, seed {seed}"])
+    data, output, runs = load(recipe), Path(str(arguments.output_dir)), planned(recipe)
+    true_shares = output / "true_shares.json"
+    # All before the first training: what is refused in one of them would come too late.
+    promises = {run: promise(privacy, run, recipe, true_shares, len(data.train)) for run in runs}
+    folders = {run: folder_of(output, run) for run in runs}
+    kept = output / "results.json"
+    known: dict[str, Measures] = json.loads(kept.read_text(encoding="utf-8")) if kept.exists() else {}
+    if data.groups is not None:
+        lost = [run for run in runs if str(run) in known and len(hits(folders[run])) != len(data.test)]
+        if lost:
+            raise ConfigurationError(
+                f"--group_column, and a result of '{lost[0]}' in {kept} without the hits of these users.",
+                why="a run that is in it is not repeated, and a mean says nothing of groups.",
+                fix="choose another output_dir; trained once more, its epsilon adds up with the first.",
+            )
+    output.mkdir(parents=True, exist_ok=True)
+    counts = np.bincount([item for row in data.train for item in set(row["input_ids"])], minlength=data.items + 1)
+    true_shares.write_text(json.dumps((counts / len(data.train)).tolist()), encoding="utf-8")
+    for run in runs:
+        if str(run) in known:
             continue
-        set_seed(int(seed))
-        config = GPT2Config(
-            vocab_size=items + 1, n_positions=recipe.longest, n_embd=recipe.width, n_layer=1,
-            n_head=recipe.width // 32, initializer_range=0.05, bos_token_id=None, eos_token_id=None,
-            pad_token_id=PADDING, embd_pdrop=0.0, attn_pdrop=0.0, resid_pdrop=0.0,
-        )  # fmt: skip
-        made = privacy.replace(seed=int(seed)) if recipe.paired else privacy
-        trainer = Recommender(
-            model=NextItem(config),
-            args=replace(arguments, remove_unused_columns=False),
-            train_dataset=train,  # type: ignore[arg-type]
-            data_collator=collate,
-            privacy=promise(made, float(epsilon), variant, recipe, true_shares, len(train)),
-        )
-        trainer.add_callback(Control(variant.arm))
-        trainer.train()
-        found = known[f"{name}, seed {seed}"] = quality(trainer.model, test)
+        found = known[str(run)] = trained(run, promises[run], recipe, arguments, data, folders[run])
         kept.write_text(json.dumps(known, indent=2), encoding="utf-8")
-        results.setdefault(name, []).append(found)
-        print(f"epsilon {epsilon}, seed {seed}, Re-Attention {variant}: {shown(found)}", flush=True)
-        trainer.save_model()
-    for name, values in results.items():
-        gains, hits = (np.array(column) for column in zip(*values, strict=True))
-        print(f"{name}: NDCG@10 {gains.mean():.2f} +- {gains.std():.2f}, HIT@10 {hits.mean():.2f} +- {hits.std():.2f}")
+        print(f"{run}: NDCG@10 {found[0]:.2f}, HIT@10 {found[1]:.2f}", flush=True)
+    results: dict[str, list[Measures]] = {}
+    for run in runs:
+        results.setdefault(run.name, []).append(known[str(run)])
+    if data.groups is not None:
+        report(runs, folders, data.groups)
+    show(results, measures(popularity(data)))
     if recipe.figure is not None:
         draw(results, recipe.figure)
 
 
-def promise(
-    privacy: PrivacyConfig, epsilon: float, variant: Variant, recipe: RecipeArguments, true_shares: Path, n: int
-) -> PrivacyConfig:
-    """What one run promises; without privacy there is no noise."""
-    if math.isinf(epsilon):
-        return PrivacyConfig(noise_multiplier=0.0, clipping_norm=privacy.clipping_norm)
-    attention = None
-    if variant.arm != "off":
-        is_true = variant.token_frequencies == "true"
-        attention = ReAttentionConfig(
-            error=recipe.error,  # type: ignore[arg-type]
-            fidelity=recipe.fidelity,  # type: ignore[arg-type]
-            token_frequencies="public" if is_true else variant.token_frequencies,  # type: ignore[arg-type]
-            public_frequencies=str(true_shares) if is_true else None,
-            budget_share=recipe.budget_share,
-            presence_clipping_norm=recipe.presence_clipping_norm,
-            scale=variant.scale,
+def report(runs: list[Run], folders: dict[Run, Path], groups: list[str]) -> None:
+    """HIT@10 by group of each private run, beside the ordinary one from the same seed if there is one."""
+    for run in (run for run in runs if run.arm is not None):
+        beside = Run(run.seed)
+        print(run)
+        report_by_group(
+            hits(folders[run]),
+            groups,
+            measure="HIT@10",
+            larger_is_better=True,
+            directory=folders[run],
+            without_privacy=hits(folders[beside]) if beside in folders else None,
         )
-    return privacy.replace(target_epsilon=epsilon, target_delta=1 / (2 * n), re_attention=attention)
 
 
-def draw(results: dict[str, list[tuple[float, float]]], path: str) -> None:
+def show(results: dict[str, list[Measures]], popular: Measures) -> None:
+    """Mean and standard deviation over seeds."""
+    table = Table("", title="next item")
+    for name in ("NDCG@10, %", "HIT@10, %", "seeds"):
+        table.add_column(name, justify="right")
+    table.add_row("popularity alone", *(f"{value:.2f}" for value in popular), end_section=True)
+    for name, values in results.items():
+        cells = [f"{mean:.2f}" for mean in np.mean(values, axis=0)]
+        if len(values) > 1:
+            cells = [f"{cell} ± {deviation:.2f}" for cell, deviation in zip(cells, np.std(values, axis=0), strict=True)]
+        table.add_row(name, *cells, str(len(values)))
+    Console().print(table)
+
+
+def draw(results: dict[str, list[Measures]], path: str) -> None:
     """Mean NDCG@10 over scales, one line for each source of frequencies; plain attention as a level."""
-    import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(6, 3.6), layout="constrained")
+    figure = Figure(figsize=(6, 3.6), layout="constrained")
+    axes = figure.subplots()
     lines: dict[str, list[tuple[float, float, float]]] = {}
     for name, values in results.items():
         gains = np.array(values)[:, 0]

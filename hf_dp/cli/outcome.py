@@ -45,18 +45,23 @@ class Outcome:
     def _signatures(self) -> dict[str, tuple[int, ...]]:
         """The files in which a run speaks of itself, with what changes when one is written again."""
         paths = [self._folder / RECORD_FILE, self._folder / "results.json", *self._folder.glob("*_results.json")]
+        paths += [path for path in self._folder.glob(f"*/{RECORD_FILE}") if "checkpoint-" not in path.parent.name]
         # To that one Trainer adds what earlier runs have left in it.
-        found = {path.name: path.stat() for path in paths if path.is_file() and path.name != "all_results.json"}
+        chosen = [path for path in paths if path.is_file() and path.name != "all_results.json"]
+        found = {path.relative_to(self._folder).as_posix(): path.stat() for path in chosen}
         return {name: (stat.st_mtime_ns, stat.st_size, stat.st_ino) for name, stat in found.items()}
 
     def read(self) -> dict[str, Any]:
         """The folder, the privacy report of the saved model, and what `results.json` and `trainer.save_metrics` hold.
 
+        Where a recipe has saved a model in each of several folders, and none in this one, `reports` has theirs.
+
         Raises:
             LedgerError: the run has saved no model.
         """
         written = sorted(name for name, now in self._signatures().items() if self._before.get(name) != now)
-        if RECORD_FILE not in written:
+        records = [name for name in written if name.endswith(RECORD_FILE)]
+        if not records:
             raise LedgerError(
                 f"the recipe has ended, and saved no model in {str(self._folder)!r}.",
                 why=f"the report is read from its {RECORD_FILE}; an older one would speak of another run.",
@@ -64,6 +69,11 @@ class Outcome:
             )
         metrics: dict[str, Any] = {}
         for name in written:
-            if name != RECORD_FILE:
+            if name not in records:
                 metrics |= json.loads((self._folder / name).read_text(encoding="utf-8"))
-        return {"source": str(self._folder), "report": load_report(self._folder).to_dict(), "metrics": metrics}
+        if RECORD_FILE in records:
+            report = {"report": load_report(self._folder).to_dict()}
+        else:
+            folders = [Path(name).parent for name in records]
+            report = {"reports": {str(path): load_report(self._folder / path).to_dict() for path in folders}}
+        return {"source": str(self._folder), **report, "metrics": metrics}

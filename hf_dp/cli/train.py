@@ -38,9 +38,9 @@ def train(
     can share one script by naming it, `recipe: NAME.py`. On several devices
     start the script itself, for example with `accelerate launch`.
 
-    With --json: the privacy report of the model that the recipe saved, and the
-    metrics that it wrote (results.json, or Trainer's save_metrics), from its
-    output_dir.
+    With --json: the privacy report of the model that the recipe saved (or, by
+    folder, of each of several), and the metrics that it wrote (results.json, or
+    Trainer's save_metrics), from its output_dir.
 
     Exit codes: 0, trained; 2, refused, or files or the hub could not be read;
     any other is the recipe's own.

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from typer.testing import CliRunner
 from hf_dp.cli import app
 
 ROOT = Path(__file__).resolve().parents[2]
+ATTENTION = [f"{arm}, released, scale 1" for arm in ("on", "shuffled", "constant")]
 # Those that train on answers are in test_recipes_text.py, with data of their own.
 RECIPES = sorted({path.stem for path in (ROOT / "recipes").glob("*.yaml")} - {"instruct", "table_to_text"})
 
@@ -63,8 +65,10 @@ def train(local, tmp_path, monkeypatch):
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_smoke(recipe, train):
     _, out = train(recipe, "--smoke", "true")
-    kept = json.loads((out / "privacy.json").read_text(encoding="utf-8"))
-    assert kept["report"]["steps"] == 2
+    # Recipes that compare several trainings have a folder for each.
+    records = [json.loads(path.read_text(encoding="utf-8")) for path in out.rglob("privacy.json")]
+    assert records
+    assert all(record["report"]["steps"] == 2 for record in records)
 
 
 @pytest.mark.parametrize("recipe", ["classify", "classify_lora", "classify_as_infilling"])
@@ -113,13 +117,26 @@ def test_a_pretrained_language_model_on_rows(method, train, questions_directory,
         ("classify", ("--group_column", "country"), "has no column 'country' (it has text, category, branch)"),
         ("classify", ("--label_column", "branch"), "has the label 'south'"),
         ("classify_as_infilling", ("--template", "{text} about"), "each text needs exactly one mask"),
+        ("sequential_recommendation", ("--group_column", "country"), "--group_column country"),
+        ("sequential_recommendation", ("--group_column", "group"), "--group_column group with generated data"),
+        ("sequential_recommendation", ("--arms", "off,of"), "--arms of"),
+        ("sequential_recommendation", ("--epsilons", "3,x"), "could not convert string to float: 'x'"),
+        (
+            "sequential_recommendation",
+            ("--arms", "off,on", "--scales", "0", "--users", "50"),
+            "ReAttentionConfig got scale",
+        ),
+        ("sparse_embeddings", ("--group_column", "branch"), "--group_column branch"),
+        ("sparse_embeddings", ("--arms", "dense,sparse"), "--arms sparse"),
+        ("sparse_embeddings", ("--arms", "dense,adafest", "--noise_ratios", "0"), "noise_ratio=0.0"),
+        ("sparse_embeddings_banking77", ("--group_column", "country"), "has no column 'country'"),
     ],
 )
 def test_refusals(recipe, flags, words, train):
     printed, out = train(recipe, *flags, code=2)
     assert words in printed
     assert "What to do:" in printed
-    assert not (out / "privacy.json").exists()
+    assert not list(out.rglob("privacy.json"))
 
 
 def run(recipe: str, *flags: str) -> str:
@@ -195,37 +212,76 @@ def test_a_language_model_of_plays(data_directory, tmp_path):
     assert after < before - 0.5
 
 
-def test_sequential_recommendation_with_its_controls(tmp_path):
+def groups_of(folder: Path) -> dict:
+    return json.loads((folder / "groups.json").read_text(encoding="utf-8"))
+
+
+def test_sequential_recommendation_with_its_controls(train, tmp_path):
     interactions = tmp_path / "interactions.txt"
     interactions.write_text(
-        "".join(f"u{user} i{(user * step) % 23}\n" for user in range(60) for step in range(1, 6)), encoding="utf-8"
+        "".join(f"u{user} i{(user * step) % 23} {'de'[user % 2]}\n" for user in range(60) for step in range(1, 6)),
+        encoding="utf-8",
     )
-    printed = run(
-        "sequential_recommendation",
+    flags = (
         *("--interactions_file", str(interactions), "--arms", "off,on,shuffled,constant", "--epsilons", "8,inf"),
         *("--max_steps", "2", "--per_device_train_batch_size", "8", "--gradient_accumulation_steps", "2"),
-        *("--output_dir", str(tmp_path / "out")),
+        *("--compare_without_privacy", "true"),
     )
-    for arm in ("off", "on", "shuffled", "constant"):
-        assert f"epsilon 8, {arm}" in printed
-        assert f"epsilon inf, {arm}" in printed
-    assert "popularity: NDCG@10" in printed
-    assert (tmp_path / "out" / "results.json").exists()
+    printed, out = train("sequential_recommendation", *flags, "--group_column", "group")
+    runs = [f"epsilon {e}, {arm}" for e in ("8", "inf") for arm in ("off", *ATTENTION)]
+    results = json.loads((out / "results.json").read_text(encoding="utf-8"))
+    assert list(results) == [f"{name}, seed 0" for name in (*runs, "without privacy")]
+    assert all(name in printed for name in ("popularity alone", "without privacy", *runs))
+    for run in results.keys() - {"without privacy, seed 0"}:
+        folder = out / run.replace(",", "").replace(" ", "_")
+        found = groups_of(folder)
+        assert {row["group"]: row["n"] for row in found["groups"]} == {"d": 30, "e": 30}
+        assert 100 * found["all"]["value"] == pytest.approx(results[run][1])
+        assert 100 * found["all"]["without_privacy"] == pytest.approx(results["without privacy, seed 0"][1])
+        assert (folder / "privacy.json").exists()
+    assert not list((out / "without_privacy_seed_0").glob("*.safetensors"))
+
+    weights = {path: path.stat().st_mtime_ns for path in out.rglob("model.safetensors")}
+    train("sequential_recommendation", *flags, "--group_column", "length")
+    assert [row["group"] for row in groups_of(out / "epsilon_8_off_seed_0")["groups"]] == ["under 5"]
+    assert weights == {path: path.stat().st_mtime_ns for path in out.rglob("model.safetensors")}
+    assert json.loads((out / "results.json").read_text(encoding="utf-8")) == results
+
+    (out / "epsilon_8_off_seed_0" / "hits.json").unlink()
+    printed, _ = train("sequential_recommendation", *flags, "--group_column", "length", code=2)
+    assert "without the hits of these users" in printed
 
 
 @pytest.mark.parametrize("task", ["stream", "table"])
-def test_sparse_embeddings_beside_dense_ones(task, tmp_path):
-    printed = run(
+def test_sparse_embeddings_beside_dense_ones(task, train, tmp_path):
+    printed, out = train(
         "sparse_embeddings",
         *("--task", task, "--smoke", "True", "--arms", "frozen,dense,fest,renewed,adafest,adafest+"),
-        *("--noise_ratios", "1,5", "--figure", str(tmp_path / "out" / "figure.png")),
-        *("--output_dir", str(tmp_path / "out")),
+        *("--noise_ratios", "1,5", "--periods", "2", "--figure", str(tmp_path / "figure.png")),
+        *("--group_column", "rarity", "--compare_without_privacy", "true"),
     )
-    for arm in ("frozen", "dense", "fest", "renewed", "adafest, ratio 5", "adafest+, ratio 1"):
-        assert f"{arm}" in printed
+    results = json.loads((out / "results.json").read_text(encoding="utf-8"))
+    settings = [f"{arm}, ratio {ratio}, tau default" for arm in ("adafest", "adafest+") for ratio in (1, 5)]
+    assert list(results) == ["frozen", "dense", "fest", "renewed", *settings, "without privacy"]
+    assert all(name in printed for name in results)
     assert "reduction 1, epsilon 4.000" in printed
-    assert (tmp_path / "out" / "figure.png").exists()
-    assert (tmp_path / "out" / "privacy.json").exists()
+    assert (tmp_path / "figure.png").exists()
+    for name in results.keys() - {"without privacy"}:
+        folder = out / name.replace(",", "").replace(" ", "_")
+        found = groups_of(folder)
+        assert {row["group"] for row in found["groups"]} == {"head", "middle", "tail"}
+        assert 100 * found["all"]["value"] == pytest.approx(fmean(results[name]["accuracy"]))
+        assert 100 * found["all"]["without_privacy"] == pytest.approx(fmean(results["without privacy"]["accuracy"]))
+        assert (folder / "privacy.json").exists()
+    assert not list((out / "without_privacy").iterdir())
+
+
+def test_sparse_word_embeddings_by_a_column(train):
+    flags = ("--smoke", "true", "--arms", "adafest", "--group_column", "branch", "--compare_without_privacy", "true")
+    _, out = train("sparse_embeddings_banking77", *flags)
+    found = groups_of(out / "adafest_ratio_2_tau_default")
+    assert [(row["group"], row["n"]) for row in found["groups"]] == [("north", 24), ("south", 6)]
+    assert "without_privacy" in found["all"]
 
 
 @pytest.mark.data
@@ -235,6 +291,7 @@ def test_sparse_word_embeddings_of_bank_questions(data_directory, minilm_directo
         "sparse_embeddings_banking77",
         *("--encoder", str(minilm_directory), "--labels_file", str(data / "categories.json")),
         *("--train_file", str(data / "train.csv"), "--test_file", str(data / "test.csv")),
-        *("--smoke", "True", "--arms", "adafest", "--output_dir", str(tmp_path / "out")),
+        *("--smoke", "True", "--arms", "adafest", "--output_dir", str(tmp_path / "out"), "--group_column", "category"),
     )
+    assert len(groups_of(tmp_path / "out" / "adafest_ratio_2_tau_default")["groups"]) > 1
     assert "adafest, ratio 2, tau default: accuracy" in printed

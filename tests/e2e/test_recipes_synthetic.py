@@ -127,6 +127,7 @@ def test_adapters_on_a_model_from_a_folder_and_public_frequencies(
         (["--learning_rate", "fast"], "learning_rate"),
         (["--target_epsilon", "-1"], "target_epsilon=-1"),
         (["--eval_strategy", "sometimes"], "sometimes"),
+        (["--fsdp"], "a recipe under FSDP"),
     ],
 )
 def test_bad_input_is_refused_before_any_budget_is_spent(

@@ -30,6 +30,12 @@ if "--save" in sys.argv:
     out = pathlib.Path(sys.argv[sys.argv.index("--output_dir") + 1])
     out.mkdir(exist_ok=True)
     (out / "privacy.json").write_text(os.environ["RECORD"])
+    if "--folders" in sys.argv:
+        for name in ("checkpoint-2", "one", "two"):
+            (out / name).mkdir()
+            (out / "privacy.json").rename(out / name / "privacy.json")
+            (out / "privacy.json").write_text(os.environ["RECORD"])
+        (out / "privacy.json").unlink()
     (out / "eval_results.json").write_text('{"eval_loss": NaN, "eval_accuracy": 0.5}')
     print("a story")
     sys.exit(0)
@@ -107,6 +113,15 @@ def test_json_is_the_report_and_the_metrics_of_this_run_alone_on_stdout(recipe, 
     assert found["report"]["epsilon"] == 3.0
     assert found["metrics"] == {"eval_loss": "nan", "eval_accuracy": 0.5}
     assert "a story" in said.stderr
+
+
+def test_json_of_several_models_has_the_report_of_each(recipe, record, tmp_path, monkeypatch):
+    monkeypatch.setenv("RECORD", record)
+    said = invoke(recipe, "--json", "--save", "--folders", "--output_dir", tmp_path / "out")
+    assert said.exit_code == 0, said.output
+    found = json.loads(said.stdout)
+    assert {name: report["epsilon"] for name, report in found["reports"].items()} == {"one": 3.0, "two": 3.0}
+    assert "report" not in found
 
 
 def test_json_of_a_run_that_saved_nothing_is_not_that_of_an_earlier_one(recipe, record, tmp_path):

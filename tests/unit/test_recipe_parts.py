@@ -1,12 +1,16 @@
 """What recipes share: the report by group, metrics without a network, rows of files, the smoke flag."""
 
+import copy
 import json
 import math
 import socket
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
+from transformers import TrainingArguments
 
 from hf_dp.errors import ConfigurationError
 
@@ -102,6 +106,14 @@ def test_smoke_wins_over_the_file_and_flags_win_over_it(part, tmp_path, monkeypa
     assert (made.max_examples, training.max_steps) == (None, 500)
 
 
+def test_shards_that_accelerate_would_make_are_refused(part, tmp_path, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    flags = ["--text_file", "t.txt", "--output_dir", str(tmp_path), "--use_cpu", "1", "--target_epsilon", "3"]
+    monkeypatch.setattr(sys, "argv", ["recipe", *flags])
+    with pytest.raises(ConfigurationError, match="a recipe under FSDP"):
+        part("arguments").parse(part("causal_lm").RecipeArguments)
+
+
 def test_bleu_and_slot_coverage_by_hand(part):
     measured = part("results").measured
     # All n-grams are right; 6 words for references of 6 and, the closest, 1: exp(1 - 7 / 6).
@@ -117,3 +129,71 @@ def test_a_json_list_is_rows_as_well(part, tmp_path):
     (tmp_path / "a.json").write_text('[{"text": "one"},\n {"text": "two"}]', encoding="utf-8")
     found = part("data").read_rows(str(tmp_path / "a.json"), split="train", columns=("text",))
     assert found == [{"text": "one"}, {"text": "two"}]
+
+
+def test_rarity_by_hand(part):
+    comparison = part("comparison")
+    # Of 30 occurrences more frequent ids have 0, 9, 9, 25, 30.
+    counts = np.array([9, 8, 8, 5, 0])
+    assert comparison.rarity(counts).tolist() == [0, 0, 0, 2, 2]
+    assert comparison.rarity(np.array([2, 1, 1, 1, 1])).tolist() == [0, 1, 1, 1, 1]
+    train = np.repeat(np.arange(4), [6, 5, 2, 1]).reshape(-1, 2)
+    # Ids 0 to 3 have 0, 6, 11 and 13 of 14 before them: head, middle, tail, tail.
+    found = comparison.by_rarity(train, np.array([[0, 3], [1, 2], [3, 4]]))
+    assert found == ["head", "middle", "tail"]
+
+
+def test_the_ordinary_trainer_takes_the_mean_over_the_examples_of_a_whole_batch(part, tmp_path):
+    model = torch.nn.Linear(3, 2)
+    wanted = copy.deepcopy(model)
+    draw = torch.Generator().manual_seed(0)
+    rows = [{"input": torch.randn(3, generator=draw).tolist(), "labels": i % 2} for i in range(7)]
+    arguments = TrainingArguments(
+        str(tmp_path), per_device_train_batch_size=2, gradient_accumulation_steps=4, max_steps=1, max_grad_norm=0.0,
+        lr_scheduler_type="constant", report_to="none", use_cpu=True, disable_tqdm=True,
+    )  # fmt: skip
+    comparison = part("comparison")
+    optimizers = torch.optim.SGD(model.parameters(), lr=1.0), None
+    folder = comparison.folder_of(tmp_path, "epsilon 1e+2, a/b")
+    comparison.trainer(
+        model, arguments, folder, None, train_dataset=rows, data_collator=comparison.collate, optimizers=optimizers
+    ).train()
+    batch = comparison.collate(rows)
+    torch.nn.functional.cross_entropy(wanted(batch["input"]), batch["labels"]).backward()
+    for mine, other in zip(model.parameters(), wanted.parameters(), strict=True):
+        torch.testing.assert_close(mine, other - other.grad)
+    assert folder == tmp_path / "epsilon_1e+2_a_b"
+    assert not list(folder.iterdir())
+
+
+@pytest.fixture
+def interactions(tmp_path):
+    """Three users; the last has too few items."""
+    path = tmp_path / "interactions.txt"
+    lines = [f"u{user} i{(1 + user) * step} {'de'[user]}\n" for user in range(2) for step in range(1, 4 + 3 * user)]
+    path.write_text("".join([*lines, "few i1 d\n"]), encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize(
+    ("column", "groups"), [("group", ["d", "e"]), ("length", ["under 5", "5 to 9"]), ("rarity", ["tail", "tail"])]
+)
+def test_groups_of_users(column, groups, part, interactions):
+    sequences = part("sequences")
+    found = sequences.load(sequences.SequenceData(interactions_file=str(interactions), group_column=column))
+    assert found.groups == groups
+    # Numbers by order of appearance: 1, 2, 3 of the first user, and of the second 2, 4, 5, 6, 7, 8.
+    assert [row["labels"] for row in found.test] == [3, 8]
+    assert [row["labels"] for row in found.train] == [2, 7]
+    assert found.train[1]["input_ids"][:5] == [2, 4, 5, 6, 0]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [("u i\n\nu i\n", "line 2 of"), ("u i\nu i\n", "no user"), ("u i\n" * 3, "there is no group in it")],
+)
+def test_interactions_that_cannot_be_used(text, words, part, interactions):
+    sequences = part("sequences")
+    interactions.write_text(text, encoding="utf-8")
+    with pytest.raises(ConfigurationError, match=words):
+        sequences.load(sequences.SequenceData(interactions_file=str(interactions), group_column="group"))
