@@ -112,6 +112,11 @@ class AttentionNoise:
         if self._config.error == "accumulated" and self._deviation:
             accumulate_(self.attention.errors, self._model, optimizer, self._counts, self._deviation)
 
+    def load(self, checkpoint: Path) -> None:
+        """Goes back to the noise that an earlier model of this training has."""
+        saved = read(checkpoint / FILE)[1]
+        self.attention.errors = {n: saved[n].to(e.device) for n, e in self.attention.errors.items()}
+
     def save(self, directory: str | Path) -> None:
         """Writes errors and frequencies beside the weights."""
         self.attention.save(directory, {} if self.frequencies is None else {FREQUENCIES: self.frequencies})

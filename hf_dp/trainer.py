@@ -444,6 +444,11 @@ class DPTrainerMixin(PublishingMixin):
         """
         return self._accounted_plan().report(self.ledger)
 
+    def _load_best_model(self) -> None:
+        super()._load_best_model()
+        if self._attention_noise is not None and self.state.best_model_checkpoint is not None:
+            self._attention_noise.load(Path(self.state.best_model_checkpoint))
+
     def _save_beside(self, directory: Path) -> None:
         if self._plan is not None and self.args.should_save:
             for part in (self._attention_noise, self._sparse):

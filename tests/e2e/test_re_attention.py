@@ -131,6 +131,24 @@ def test_accumulated_errors_grow_with_rate_and_steps(tmp_path: Path) -> None:
         assert values == pytest.approx([rate * steps**0.5 / EXPECTED] * len(values), rel=1e-5)
 
 
+def test_the_best_model_has_the_noise_of_its_step(tmp_path: Path) -> None:
+    attention = ReAttentionConfig(error="accumulated", token_frequencies="uniform")
+    accuracies = iter([0.9, 0.5])
+    trainer = make(
+        tmp_path, privacy=private(re_attention=attention), max_steps=4, learning_rate=0.1, eval_strategy="steps",
+        eval_steps=2, save_strategy="steps", save_steps=2, load_best_model_at_end=True,
+        metric_for_best_model="accuracy",
+        parts={"eval_dataset": rows(20, seed=1), "compute_metrics": lambda p: {"accuracy": next(accuracies)}},
+    )  # fmt: skip
+    trainer.train()
+    assert str(trainer.state.best_model_checkpoint).endswith("checkpoint-2")
+    attention_of = installed(trainer.model)
+    assert attention_of is not None
+    assert [float(value) for value in attention_of.errors.values()] == pytest.approx(
+        [0.1 * 2**0.5 / EXPECTED] * len(attention_of.errors), rel=1e-5
+    )
+
+
 def test_noise_adds_up_over_trainings_of_one_model(tmp_path: Path) -> None:
     attention = ReAttentionConfig(error="accumulated", token_frequencies="uniform")
     trainer = make(tmp_path, privacy=private(re_attention=attention), max_steps=2)
