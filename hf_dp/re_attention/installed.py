@@ -107,6 +107,19 @@ class ReAttention:
             OWNERS[module] = made
         return made
 
+    def __getstate__(self) -> dict[str, Any]:
+        """For a model that is pickled as a whole, as torch.save does: nothing of a pass, and no weak references."""
+        strong = {"_model": self._model(), "_base": self._base(), "_names": dict(self._names)}
+        return {**self.__dict__, **strong, "_moments": None, "_within": [], "_kept": None, "_fired": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        refs = {name: weakref.ref(state[name]) for name in ("_model", "_base")}
+        names = WeakKeyDictionary(state["_names"])
+        self.__dict__.update(state, **refs, _names=names, _kept=WeakKeyDictionary(), _fired=WeakSet())
+        register()
+        for module in self._names:
+            OWNERS[module] = self
+
     # --- one forward pass ---------------------------------------------------------------------------------------------
 
     @property

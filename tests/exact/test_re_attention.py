@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import pickle
 import weakref
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from hf_dp.errors import ConfigurationError, UnsupportedModelError
 from hf_dp.losses import per_example_losses
 from hf_dp.per_example import preflight, record
 from hf_dp.per_example.oracle import loop
-from hf_dp.re_attention import FILE, ReAttention, inspect_attention
+from hf_dp.re_attention import FILE, ReAttention, inspect_attention, installed
 from hf_dp.re_attention.errors import one_step, relative_counts
 from tests.zoo import VOCABULARY, text_batch, tiny, with_dropout
 
@@ -265,6 +266,18 @@ def test_a_copied_model_has_its_own() -> None:
     assert torch.equal(model(**data).logits, plain)
     remove_re_attention(other)
     assert torch.equal(other(**data).logits, plain)
+
+
+def test_a_pickled_model_has_its_own() -> None:
+    model, data = tiny("gpt2", "causal_lm").eval(), text_batch("causal_lm")
+    noisy(model)
+    model(**data)
+    loaded = pickle.loads(pickle.dumps(model))
+    torch.testing.assert_close(loaded(**data).logits, model(**data).logits)
+    assert installed(loaded) not in (None, installed(model))
+    plain = tiny("gpt2", "causal_lm").eval()
+    remove_re_attention(loaded)
+    torch.testing.assert_close(loaded(**data).logits, plain(**data).logits)
 
 
 def test_an_error_in_the_forward_pass_leaves_nothing_behind() -> None:
