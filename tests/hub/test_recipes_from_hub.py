@@ -102,7 +102,7 @@ def named(filled: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hub:
     for name, value in {
         "HF_ENDPOINT": filled.endpoint,
         "HF_HUB_OFFLINE": False,
-        "HF_DATASETS_CACHE": tmp_path / "datasets",
+        "HF_DATASETS_CACHE": tmp_path / "datasets-cache",
         "USE_PARQUET_EXPORT": False,  # it is asked of another host
         "HF_UPDATE_DOWNLOAD_COUNTS": False,
     }.items():
@@ -194,7 +194,7 @@ def test_what_no_token_opens_is_refused_before_training(flags, words, train, mon
     assert not out.exists()
 
 
-def test_rows_by_name(named, part):  # noqa: F811
+def test_rows_by_name_and_of_a_directory(named, part, tmp_path):  # noqa: F811
     read_rows = part("data").read_rows
     rows = read_rows("someone/questions", split="train", columns=("text", "label"))
     assert rows == [{**row, "label": LABELS[row["label"]]} for row in questions(60)]
@@ -203,6 +203,9 @@ def test_rows_by_name(named, part):  # noqa: F811
     asked = len(named.requests)
     assert len(read_rows("someone/questions", split="test", columns=())) == 12
     assert len(named.requests) == asked
+    for name, body in named.repositories["datasets/someone/questions"].files.items():
+        (tmp_path / name).write_bytes(body)
+    assert read_rows(f"{tmp_path}", split="train", columns=()) == rows
 
 
 def test_a_split_or_configuration_is_named_after_a_colon(named, part):  # noqa: F811
