@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
+from hub_names import pretrained
 from peft import LoraConfig, get_peft_model
 from results import Scores, scored_by_loss
 from tokenizers import Tokenizer, decoders, models
@@ -63,9 +64,9 @@ def tokenizer_and_model(recipe: AnswerData) -> tuple[Any, Any]:
                 fix="add --method full.",
             )
         return characters(), _random_model(recipe)
-    tokenizer = AutoTokenizer.from_pretrained(recipe.model)
+    tokenizer = pretrained(AutoTokenizer, recipe.model)
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-    model = AutoModelForCausalLM.from_pretrained(recipe.model, dtype=torch.float32)
+    model = pretrained(AutoModelForCausalLM, recipe.model, dtype=torch.float32)
     if recipe.method == "full":
         return tokenizer, model
     lora = LoraConfig(

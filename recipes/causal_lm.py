@@ -15,7 +15,8 @@ from typing import Any, Literal
 
 import torch
 from arguments import parse
-from data import read_rows
+from data import read_rows, texts
+from hub_names import pretrained
 from peft import LoraConfig, get_peft_model
 from results import scored_by_loss, train_and_report
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel, Trainer, set_seed
@@ -83,8 +84,9 @@ def read(recipe: RecipeArguments, encode: Callable[[str], list[int]]) -> tuple[R
     else:
         columns = (recipe.text_column, *([recipe.group_column] if recipe.group_column else []))
         rows = read_rows(recipe.text_file, split="train", columns=columns)
-        cut = int(len(rows) * (1 - recipe.evaluation_share))
-        parts = [[encode(row[recipe.text_column])[:length] for row in part] for part in (rows[:cut], rows[cut:])]
+        found, cut = texts(rows, recipe.text_column, recipe.text_file), int(len(rows) * (1 - recipe.evaluation_share))
+        both = (part[: recipe.max_examples] for part in (found[:cut], found[cut:]))
+        parts = [[encode(text)[:length] for text in part] for part in both]
         if recipe.group_column:
             groups = [str(row[recipe.group_column]) for row in rows[cut:]][: recipe.max_examples]
     train, held_out = ([{"input_ids": ids} for ids in part[: recipe.max_examples]] for part in parts)
@@ -116,7 +118,7 @@ def build(recipe: RecipeArguments) -> Any:
             n_head=recipe.width // 32, bos_token_id=0, eos_token_id=0, embd_pdrop=0.0, attn_pdrop=0.0, resid_pdrop=0.0,
         )  # fmt: skip
         return GPT2LMHeadModel(config)
-    model = AutoModelForCausalLM.from_pretrained(recipe.model)
+    model = pretrained(AutoModelForCausalLM, recipe.model)
     if recipe.method == "full":
         return model
     return get_peft_model(model, LoraConfig(r=recipe.lora_rank, lora_alpha=2 * recipe.lora_rank, task_type="CAUSAL_LM"))
@@ -131,7 +133,7 @@ def main() -> None:
             why="an adapter is trained on a pretrained model; there is none.",
             fix="name one with --model, or leave the method out.",
         )
-    tokenizer = Characters() if recipe.model is None else AutoTokenizer.from_pretrained(recipe.model)
+    tokenizer = Characters() if recipe.model is None else pretrained(AutoTokenizer, recipe.model)
     train, held_out, groups = read(recipe, tokenizer.encode)
     set_seed(arguments.seed)
 

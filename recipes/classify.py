@@ -17,9 +17,9 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from arguments import parse
-from data import LabelledData, labelled
+from data import LabelledData, labelled, public_labels
 from datasets import Dataset
-from labelled_texts import label_names
+from hub_names import pretrained
 from peft import LoraConfig, get_peft_model
 from results import measured, scored_by_label, train_and_report
 from tqdm.auto import tqdm
@@ -154,7 +154,7 @@ def apart(train: Dataset, test: Dataset) -> tuple[Dataset, Dataset, list[str] | 
 
 def build(recipe: RecipeArguments, tokenizer: Any, names: list[str]) -> torch.nn.Module:
     """The model, its head made of the label names' embeddings."""
-    encoder = AutoModel.from_pretrained(recipe.encoder).eval()
+    encoder = pretrained(AutoModel, recipe.encoder).eval()
     batch = tokenizer([name.replace("_", " ").lower() for name in names], padding=True, return_tensors="pt")
     with torch.no_grad():
         embeddings = mean_pooled(encoder, batch["input_ids"], batch["attention_mask"])
@@ -233,8 +233,8 @@ def make_optimizer(
 def main() -> None:
     """Trains, then prints test accuracy, by group if asked for, and the privacy report."""
     recipe, arguments, privacy = parse(RecipeArguments)
-    tokenizer = AutoTokenizer.from_pretrained(recipe.encoder)
-    names = label_names(recipe.labels_file)
+    tokenizer = pretrained(AutoTokenizer, recipe.encoder)
+    names = public_labels(recipe)
     files = {"train": recipe.train_file, "test": recipe.test_file}
     train, test = (by_length(read(path, split, recipe, tokenizer, names)) for split, path in files.items())
     train, test, groups = apart(train, test)

@@ -27,9 +27,9 @@ from typing import Any, Literal
 import torch
 from arguments import parse
 from classify import AdaptedClassifier, adapted, apart, by_length
-from data import labelled
+from data import labelled, public_labels
 from datasets import Dataset
-from labelled_texts import label_names
+from hub_names import pretrained
 from results import measured, scored_by_label, train_and_report
 from torch import Tensor, nn
 from transformers import (
@@ -89,7 +89,7 @@ def verbalised(recipe: RecipeArguments, names: list[str]) -> list[str]:
     missing = [name for name in names if not str(words.get(name, "")).strip()]
     if missing:
         raise ConfigurationError(
-            f"{recipe.verbaliser_file or recipe.labels_file} has no words for the label {missing[0]!r}.",
+            f"{recipe.verbaliser_file or 'the list of labels'} has no words for the label {missing[0]!r}.",
             why="its score is made of the scores of its words.",
             fix="give one or more words for each label.",
         )
@@ -110,7 +110,7 @@ def infilled(path: str, split: str, recipe: RecipeArguments, tokenizer: Any, nam
 
 def build(recipe: RecipeArguments, tokenizer: Any, words: list[str]) -> nn.Module:
     """The masked language model, with one output row for each label in place of the vocabulary's."""
-    model, loading = AutoModelForMaskedLM.from_pretrained(recipe.model, output_loading_info=True)
+    model, loading = pretrained(AutoModelForMaskedLM, recipe.model, output_loading_info=True)
     model.eval()
     is_pretrained = not loading["missing_keys"]
     head = model.get_output_embeddings()
@@ -152,14 +152,14 @@ def _check(model: nn.Module, tokenizer: Any, labels: int) -> None:
 def main() -> None:
     """Trains, then prints test accuracy, by group if asked for, and the privacy report."""
     recipe, arguments, privacy = parse(RecipeArguments)
-    tokenizer = AutoTokenizer.from_pretrained(recipe.model)
+    tokenizer = pretrained(AutoTokenizer, recipe.model)
     if tokenizer.mask_token is None or any(recipe.template.count(part) != 1 for part in ("{text}", "{mask}")):
         raise ConfigurationError(
             f"template {recipe.template!r} with mask token {tokenizer.mask_token!r}.",
             why="each text needs exactly one mask to fill.",
             fix="write {text} and {mask} once each, and use a masked language model.",
         )
-    names = label_names(recipe.labels_file)
+    names = public_labels(recipe)
     files = {"train": recipe.train_file, "test": recipe.test_file}
     train, test = (by_length(infilled(path, split, recipe, tokenizer, names)) for split, path in files.items())
     train, test, groups = apart(train, test)

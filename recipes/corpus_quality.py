@@ -13,6 +13,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from classify import mean_pooled
+from hub_names import pretrained
 from labelled_texts import Texts
 from near_copies import compare, words
 from results import measured
@@ -89,7 +90,7 @@ def predicted(
 
 def encoded_by(name: str, at_once: int = 128) -> Features:
     """Mean-pooled embeddings of an encoder."""
-    tokenizer, encoder = AutoTokenizer.from_pretrained(name), AutoModel.from_pretrained(name).eval()
+    tokenizer, encoder = pretrained(AutoTokenizer, name), pretrained(AutoModel, name).eval()
 
     @torch.no_grad()
     def features(texts: Sequence[str]) -> torch.Tensor:

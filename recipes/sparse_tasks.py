@@ -17,6 +17,7 @@ import classify
 import numpy as np
 import torch
 from comparison import Collator, by_rarity, collate, refuse_unknown
+from hub_names import pretrained
 from labelled_texts import label_names
 from torch import Tensor, nn
 from transformers import AutoTokenizer, BertConfig, BertForSequenceClassification, DataCollatorWithPadding
@@ -85,7 +86,7 @@ def banking77(recipe: TaskArguments) -> Task:
     names = ("train_file", "test_file", "labels_file", "encoder", "group_column", "max_examples")
     given: dict[str, Any] = {name: getattr(recipe, name) for name in names}
     parts = classify.RecipeArguments(method="full", head_scale=_HEAD_SCALE, **given)
-    tokenizer, labels = AutoTokenizer.from_pretrained(recipe.encoder), label_names(recipe.labels_file)
+    tokenizer, labels = pretrained(AutoTokenizer, recipe.encoder), label_names(recipe.labels_file)
     splits = {"train": recipe.train_file, "test": recipe.test_file}
     train, test = (classify.read(path, split, parts, tokenizer, labels) for split, path in splits.items())
     train, test, groups = classify.apart(train, test)

@@ -19,9 +19,10 @@ from typing import Any, Literal
 import torch
 from arguments import parse
 from corpus_quality import encoded_by, judge
-from data import LabelledData, labelled
+from data import LabelledData, labelled, public_labels
 from datasets import Dataset
-from labelled_texts import Texts, check_corpus_directory, counts, label_names, share, shares
+from hub_names import pretrained
+from labelled_texts import Texts, check_corpus_directory, counts, share, shares
 from peft import LoraConfig, get_peft_model
 from results import scored_by_loss, train_and_report
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
@@ -102,10 +103,10 @@ def bytes_tokenizer() -> PreTrainedTokenizerFast:
 def build(recipe: RecipeArguments, names: Sequence[str]) -> tuple[Any, Any]:
     """The model and its tokenizer. From scratch, each label is one token."""
     if recipe.model is not None:
-        tokenizer = AutoTokenizer.from_pretrained(recipe.model)
-        model = AutoModelForCausalLM.from_pretrained(recipe.model)
+        tokenizer = pretrained(AutoTokenizer, recipe.model)
+        model = pretrained(AutoModelForCausalLM, recipe.model)
     else:
-        tokenizer = bytes_tokenizer() if recipe.tokenizer is None else AutoTokenizer.from_pretrained(recipe.tokenizer)
+        tokenizer = bytes_tokenizer() if recipe.tokenizer is None else pretrained(AutoTokenizer, recipe.tokenizer)
         tokenizer.add_special_tokens({"eos_token": tokenizer.eos_token or END})
         tokenizer.add_tokens([AddedToken(prompt(name), normalized=False, special=True) for name in names])
         config = GPT2Config(
@@ -188,7 +189,7 @@ def sampled_corpus(
 def main() -> None:
     """Trains, shares a corpus, and then judges it."""
     recipe, arguments, privacy = parse(RecipeArguments)
-    names = label_names(recipe.labels_file)
+    names = public_labels(recipe)
     files = {"train": recipe.train_file, "test": recipe.test_file}
     found = {split: labelled(path, split, recipe, names) for split, path in files.items()}
     train, test = (Texts(found[split]["text"], found[split]["labels"]) for split in files)

@@ -10,8 +10,9 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path, PurePosixPath
 from typing import Any, Literal
-from urllib.parse import unquote, urlparse
+from urllib.parse import parse_qs, unquote, urlparse
 
 OWNER, TOKEN, READER = "someone", "hf_writer", "hf_reader"
 Failure = int | Literal["drop"] | None
@@ -19,7 +20,7 @@ Failure = int | Literal["drop"] | None
 
 @dataclass
 class Repository:
-    """Commits of one model, newest last: commit id, message and files."""
+    """Commits of one model or data set, newest last: commit id, message and files."""
 
     private: bool = False
     commits: list[tuple[str, str, dict[str, bytes]]] = field(default_factory=list)
@@ -46,6 +47,8 @@ class Repository:
 class Hub:
     """The server: `hub.repositories["someone/name"].files`, and `hub.fail` to make requests fail.
 
+    Data sets have names of their own: "datasets/someone/name".
+
     Attributes:
         fail: asked for each request by method and path: a status to answer with, "drop" to cut the line, or None.
         requests: method and path of everything that was asked.
@@ -71,6 +74,14 @@ class Hub:
     def endpoint(self) -> str:
         return f"http://127.0.0.1:{self._server.server_address[1]}"
 
+    def publish(self, name: str, files: Path | dict[str, bytes], *, private: bool = False) -> None:
+        """A new repository with the files of a folder, or with these."""
+        if isinstance(files, Path):
+            there = (path for path in files.rglob("*") if path.is_file())
+            files = {path.relative_to(files).as_posix(): path.read_bytes() for path in there}
+        self.repositories[name] = Repository(private=private)
+        self.repositories[name].commit("all of it", files)
+
     def close(self) -> None:
         self._server.shutdown()
         self._server.server_close()
@@ -83,7 +94,8 @@ class _Handler(BaseHTTPRequestHandler):
     def log_message(self, *args: Any) -> None: ...
 
     def do_GET(self) -> None:
-        path = unquote(urlparse(self.path).path)
+        asked = urlparse(self.path)
+        path, self.query = unquote(asked.path), parse_qs(asked.query)
         self.body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         self.hub.requests.append((self.command, path))
         failure = self.hub.fail(self.command, path)
@@ -102,7 +114,7 @@ class _Handler(BaseHTTPRequestHandler):
         return (self.headers.get("Authorization") or "").removeprefix("Bearer ")
 
     def _route(self, path: str) -> None:
-        actions = "preupload|commit|revision|tree"
+        name, actions = "((?:datasets/)?[^/]+/[^/]+)", "preupload|commit|revision|tree|paths-info"
         writes = r"/api/repos/create|/api/models/.+/(preupload|commit)/.+|.+\.git/info/lfs/objects/batch"
         if re.fullmatch(writes, path) and self._token != TOKEN:
             self._json({"error": "Invalid username or password."}, status=401)
@@ -118,9 +130,9 @@ class _Handler(BaseHTTPRequestHandler):
             self._json({})
         elif found := re.fullmatch(r"/(.+)\.git/info/lfs/objects/batch", path):
             self._batch(json.loads(self.body))
-        elif found := re.fullmatch(rf"/api/models/([^/]+/[^/]+)(?:/({actions})/([^/]+)(?:/.*)?)?", path):
-            self._model(*found.groups())
-        elif found := re.fullmatch(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path):
+        elif found := re.fullmatch(rf"/api/(?:models/|(?=datasets/)){name}(?:/({actions})/([^/]+)(?:/(.*))?)?", path):
+            self._information(*found.groups())
+        elif found := re.fullmatch(rf"/{name}/resolve/([^/]+)/(.+)", path):
             self._resolve(*found.groups())
         else:
             self._json({"error": "unknown"}, status=404)
@@ -143,7 +155,7 @@ class _Handler(BaseHTTPRequestHandler):
             return None
         return repository
 
-    def _model(self, name: str, what: str | None, revision: str | None) -> None:
+    def _information(self, name: str, what: str | None, revision: str | None, path: str | None) -> None:
         repository = self._repository(name)
         if repository is None:
             return
@@ -156,11 +168,22 @@ class _Handler(BaseHTTPRequestHandler):
             self._commit(name, repository)
         elif (files_there := repository.at(revision or "main")) is None:
             self._json({"error": "Revision not found"}, status=404, code="RevisionNotFound")
+        elif what == "paths-info":
+            wanted = parse_qs(self.body.decode())["paths"]
+            self._json([entry for entry in _entries(files_there) if entry["path"] in wanted])
         elif what == "tree":
-            self._json([{"type": "file", "path": path, "size": len(b), "oid": ""} for path, b in files_there.items()])
+            inside = [entry for entry in _entries(files_there) if not path or entry["path"].startswith(f"{path}/")]
+            if self.query.get("recursive", ["false"])[0].lower() != "true":
+                depth = path.count("/") + 1 if path else 0
+                inside = [entry for entry in inside if entry["path"].count("/") == depth]
+            if path and not inside:
+                self._json({"error": "Entry not found"}, status=404, code="EntryNotFound")
+            else:
+                self._json(inside)
         else:
             commit = repository.head if revision in (None, "main") else revision
             siblings = [{"rfilename": path} for path in sorted(files_there)]
+            name = name.removeprefix("datasets/")
             self._json({"id": name, "sha": commit, "private": repository.private, "siblings": siblings, "tags": []})
 
     def _batch(self, wanted: dict[str, Any]) -> None:
@@ -223,3 +246,10 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         if self.command != "HEAD":
             self.wfile.write(body)
+
+
+def _entries(files: dict[str, bytes]) -> list[dict[str, Any]]:
+    """What lies in a repository, folders too."""
+    folders = {str(folder) for path in files for folder in PurePosixPath(path).parents} - {"."}
+    found = [{"type": "directory", "path": folder, "oid": ""} for folder in sorted(folders)]
+    return found + [{"type": "file", "path": path, "size": len(body), "oid": ""} for path, body in files.items()]

@@ -1,0 +1,74 @@
+"""What is read by name, from the hub or a directory. What cannot be read is refused in words, before any training."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, cast
+
+from datasets import Dataset, DatasetDict, load_dataset
+from datasets.exceptions import DatasetsError
+from huggingface_hub.errors import HfHubHTTPError
+from safetensors import SafetensorError
+
+from hf_dp.errors import ConfigurationError
+
+# The first of them are the HTTP library's error (httpx in version 1 of the client, httpx2 in version 2) and OSError.
+# Transformers and datasets say by the others what they cannot load.
+_NETWORK = cast(tuple[type[Exception], ...], HfHubHTTPError.__bases__)
+_UNREADABLE = (*_NETWORK, DatasetsError, SafetensorError, ImportError, LookupError, RuntimeError, ValueError)
+_DATA = re.compile(r"(?P<name>.*?)(?::(?P<configuration>[^:/\\]*))?(?::(?P<split>[^:/\\]*))?")
+
+
+def pretrained(kind: Any, name: str, **options: Any) -> Any:
+    """What `kind.from_pretrained(name)` loads.
+
+    Raises:
+        ConfigurationError: it cannot be read.
+    """
+    with _refusals(name):
+        return kind.from_pretrained(name, **options)
+
+
+def split_of(name: str, split: str) -> Dataset:
+    """One split of a data set.
+
+    Args:
+        name: of a directory or of a data set on the hub, and where it has several configurations, or no split of that
+            name, which one: `NAME:CONFIGURATION`, `NAME:CONFIGURATION:SPLIT`, or `NAME::SPLIT`.
+        split: the one to read where the name says none.
+
+    Raises:
+        ConfigurationError: it cannot be read, or has no such split.
+    """
+    found = cast(re.Match[str], _DATA.fullmatch(name))
+    data, wanted = _splits(found["name"], found["configuration"] or None), found["split"] or split
+    if wanted not in data:
+        raise ConfigurationError(
+            f"{name!r} has no split {wanted!r} (it has {', '.join(data)}).",
+            why="the recipe reads it.",
+            fix=f"say which one to read, such as {found['name']}:{found['configuration'] or ''}:{next(iter(data))}.",
+        )
+    return data[wanted]
+
+
+@functools.cache  # training and test data are then of one revision, and the hub is asked once
+def _splits(name: str, configuration: str | None) -> DatasetDict:
+    with _refusals(name, "; of several configurations one is named as NAME:CONFIGURATION"):
+        return load_dataset(name, configuration)
+
+
+@contextmanager
+def _refusals(name: str, hint: str = "") -> Iterator[None]:
+    try:
+        yield
+    except _UNREADABLE as error:
+        said = " ".join(str(error).split()).rstrip(".")
+        raise ConfigurationError(
+            f"{name!r} cannot be read ({type(error).__name__}: {said}).",
+            why="the recipe trains it, or on it.",
+            fix=f"check the name{hint}. What is private or gated needs a token that may read it (HF_TOKEN, or `hf auth "
+            "login`). Without a network (HF_HUB_OFFLINE=1), only what was loaded with one before is there.",
+        ) from error
