@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 from hf_dp.accounting import Ledger
 from hf_dp.config import PrivacyConfig, ReAttentionConfig
 from hf_dp.errors import ConfigurationError, LedgerError
-from hf_dp.frequencies import release_token_frequencies
+from hf_dp.frequencies import public_token_frequencies, release_token_frequencies
 from hf_dp.plan import Plan
 from hf_dp.re_attention import FILE, FREQUENCIES, ReAttention, read
 from hf_dp.re_attention.errors import accumulate_, one_step, relative_counts, token_tables, zeros
@@ -33,6 +32,7 @@ class AttentionNoise:
         config: what the user chose.
         plan: of the run.
         optimizer: of the run.
+        tokenizer: of the model, to read public texts.
 
     Raises:
         ConfigurationError: an optimizer whose noise is not known.
@@ -40,9 +40,14 @@ class AttentionNoise:
     """
 
     def __init__(
-        self, model: nn.Module, config: ReAttentionConfig, plan: Plan, optimizer: torch.optim.Optimizer | None
+        self,
+        model: nn.Module,
+        config: ReAttentionConfig,
+        plan: Plan,
+        optimizer: torch.optim.Optimizer | None,
+        tokenizer: Any = None,
     ) -> None:
-        self._model, self._config, self._plan = model, config, plan
+        self._model, self._config, self._plan, self._tokenizer = model, config, plan, tokenizer
         self.frequencies: Tensor | None = None
         self._deviation = plan.noise_standard_deviation / plan.sampler.expected_batch_size
         inner = getattr(optimizer, "optimizer", optimizer)
@@ -77,7 +82,8 @@ class AttentionNoise:
             self.frequencies = saved.pop(FREQUENCIES, None)
             self._refuse_second_release(earlier)
         elif config.token_frequencies == "public":
-            self.frequencies = self._public()
+            path = Path(str(config.public_frequencies))
+            self.frequencies = public_token_frequencies(path, self._vocabulary_size(), self._tokenizer)
         elif config.token_frequencies == "released":
             known = None if earlier is None else earlier.frequencies
             self.frequencies = self._released(ledger, examples) if known is None else known
@@ -124,20 +130,6 @@ class AttentionNoise:
     def _released(self, ledger: Ledger, examples: Iterable[Tensor]) -> Tensor:
         size = self._vocabulary_size()
         return release_token_frequencies(examples, size, self._config.presence_clipping_norm, self._plan, ledger)
-
-    def _public(self) -> Tensor:
-        path, size = Path(str(self._config.public_frequencies)), self._vocabulary_size()
-        try:
-            shares = torch.tensor(json.loads(path.read_text(encoding="utf-8")), dtype=torch.float32)
-            if shares.shape != (size,) or not bool(((shares >= 0) & (shares <= 1)).all()):
-                raise ValueError(f"{tuple(shares.shape)} numbers for {size} tokens, or a number outside [0, 1]")
-        except (OSError, ValueError, TypeError) as error:
-            raise ConfigurationError(
-                f"public_frequencies={str(path)!r} ({error}).",
-                why="the noise of each row of the embedding follows from how often it is touched.",
-                fix=f"give a JSON file with a list of {size} numbers in [0, 1].",
-            ) from error
-        return shares
 
     def _vocabulary_size(self) -> int:
         sizes = {len(table) for table in token_tables(self._model)}

@@ -46,7 +46,8 @@ class ReAttentionConfig(_Part):
             noise, paid for with `budget_share` of the target epsilon; "public", read from `public_frequencies`;
             "uniform", the same for all.
         budget_share: of the target epsilon, for the release; in (0, 1).
-        public_frequencies: a JSON file with one number in [0, 1] for each token id: the share of examples that have it.
+        public_frequencies: a JSON file (.json) with one number in [0, 1] for each token id, the share of examples that
+            have it; or a text file with one public example in each line, which the trainer's processing_class reads.
         presence_clipping_norm: l2 norm to which each example's 0/1 vector of tokens is clipped for the release; the
             square root of the number of different tokens that an example may count in full.
         scale: of the standard deviations, above 0.

@@ -1,8 +1,11 @@
-"""How often each token is seen: one private release of the presence histogram."""
+"""How often each token is seen: one private release of the presence histogram, or public knowledge."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -64,3 +67,45 @@ def release_token_frequencies(
     in_doubt = total <= _STANDS_OUT * deviation
     shares = torch.where(in_doubt, total[in_doubt].mean() if bool(in_doubt.any()) else 0.0, total) / n
     return shares.clamp(1 / n, 1.0).float()
+
+
+def public_token_frequencies(path: Path, vocabulary_size: int, tokenizer: Any) -> Tensor:
+    """The share of examples that contain each token, in public data.
+
+    Args:
+        path: a JSON file with one share for each token id, or texts, one public example in each line.
+        vocabulary_size: V.
+        tokenizer: of the model, to read texts; None where there are none.
+
+    Returns:
+        (V,) float32 in [0, 1].
+
+    Raises:
+        ConfigurationError: a file that is neither, or texts without a tokenizer that belongs to the model.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+        shares = torch.tensor(json.loads(text)) if path.suffix == ".json" else _shares(text, vocabulary_size, tokenizer)
+        if shares.shape != (vocabulary_size,) or not bool(((shares >= 0) & (shares <= 1)).all()):
+            raise ValueError(f"{tuple(shares.shape)} numbers for {vocabulary_size} tokens, or a number outside [0, 1]")
+    except (OSError, ValueError, TypeError, RuntimeError) as error:
+        raise ConfigurationError(
+            f"public_frequencies={str(path)!r} ({error}).",
+            why="the noise of each row of the embedding follows from how often it is touched.",
+            fix=f"give a JSON file (.json) with a list of {vocabulary_size} numbers in [0, 1], or a file with a public "
+            "example in each line and, as the trainer's processing_class, the model's tokenizer.",
+        ) from error
+    return shares.float()
+
+
+def _shares(text: str, vocabulary_size: int, tokenizer: Any) -> Tensor:
+    lines = [line for line in text.splitlines() if line.strip()]
+    if not lines or not callable(getattr(tokenizer, "convert_ids_to_tokens", None)):
+        raise ValueError("no texts" if not lines else "texts, and no tokenizer")
+    counts = torch.zeros(vocabulary_size)
+    for ids in tokenizer(lines)["input_ids"]:
+        present = torch.tensor(ids).unique()
+        if len(present) and int(present[-1]) >= vocabulary_size:
+            raise ValueError(f"the tokenizer's id {int(present[-1])}, for an embedding of {vocabulary_size} rows")
+        counts[present.long()] += 1
+    return counts / len(lines)

@@ -254,7 +254,9 @@ class DPTrainerMixin(PublishingMixin):
         remove_re_attention(self._module)
         try:
             if plan.config.re_attention is not None:
-                noise = AttentionNoise(self._module, plan.config.re_attention, plan, self.optimizer)
+                noise = AttentionNoise(
+                    self._module, plan.config.re_attention, plan, self.optimizer, self.processing_class
+                )
             self._preflight()
             if plan.config.sparse_embeddings is not None:
                 sparse = SparseTraining(self._tables, plan.config.sparse_embeddings, plan)

@@ -16,6 +16,7 @@ from hf_dp.errors import ConfigurationError, LedgerError
 from hf_dp.frequencies import LABEL
 from hf_dp.noise import GaussianNoise
 from hf_dp.re_attention import FILE, FREQUENCIES, installed, read
+from tests.e2e.test_trainer import a_tokenizer
 from tests.e2e.workbench import EXPECTED, ROWS, classifier, make, pad_for_language, private, rows
 from tests.zoo import VOCABULARY, tiny
 
@@ -116,6 +117,24 @@ def test_paper_errors_are_sigma_over_what_touches_a_parameter(tmp_path: Path) ->
     (tmp_path / "shares.json").write_text("[0.5]", encoding="utf-8")
     with pytest.raises(ConfigurationError, match="public_frequencies"):
         make(tmp_path, privacy=private(re_attention=attention)).train()
+
+
+def test_frequencies_are_counted_in_public_texts(tmp_path: Path) -> None:
+    (tmp_path / "public.txt").write_text("a b\n\na a\nc\n", encoding="utf-8")
+    attention = ReAttentionConfig(token_frequencies="public", public_frequencies=str(tmp_path / "public.txt"))
+    privacy = private(re_attention=attention)
+    trainer = make(tmp_path, privacy=privacy, parts={"processing_class": a_tokenizer({"a", "b", "c"})})
+    trainer.train()
+    trainer.save_model()
+    shares = read(tmp_path / FILE)[1][FREQUENCIES]
+    torch.testing.assert_close(shares[:5], torch.tensor([0, 0, 2 / 3, 1 / 3, 1 / 3]))
+    assert not shares[5:].any()
+    assert LABEL not in [label for _, _, label in trainer.ledger.entries]
+    with pytest.raises(ConfigurationError, match="texts, and no tokenizer"):
+        make(tmp_path, privacy=privacy).train()
+    (tmp_path / "public.txt").write_text("", encoding="utf-8")
+    with pytest.raises(ConfigurationError, match="no texts"):
+        make(tmp_path, privacy=privacy).train()
 
 
 def test_accumulated_errors_grow_with_rate_and_steps(tmp_path: Path) -> None:
