@@ -27,7 +27,7 @@ from hf_dp.re_attention.moments import Variance, wide
 NAME = "re_attention"
 # Where features share a variance, the attention of the first so many queries of an example is computed again, and of
 # later ones that of each that is twice as far. What lies beside an example in its batch must not change the choice.
-_QUERIES = 32
+_QUERIES = 16
 
 
 @dataclass(frozen=True)
