@@ -289,6 +289,35 @@ def test_a_copied_model_has_its_own() -> None:
     assert torch.equal(other(**data).logits, plain)
 
 
+def test_a_copied_part_is_refused() -> None:
+    model, data = tiny("llama", "causal_lm"), text_batch("causal_lm")
+    noisy(model)
+    part = copy.deepcopy(model.model)
+    with pytest.raises(ConfigurationError, match="it is gone"):
+        part(data["input_ids"])
+    remove_re_attention(part)
+    part(data["input_ids"])
+
+
+def test_a_replica_is_refused() -> None:
+    model, data = tiny("gpt2", "causal_lm"), text_batch("causal_lm")
+    noisy(model)
+    replica = model._replicate_for_data_parallel()
+    with pytest.raises(UnsupportedModelError, match="DataParallel"):
+        replica(**data)
+
+
+def test_merged_adapters_are_refused() -> None:
+    model, data = get_peft_model(tiny("llama", "causal_lm"), LoraConfig(r=2)), text_batch("causal_lm")
+    noisy(model)
+    expected = model(**data).logits
+    model.merge_adapter()
+    with pytest.raises(UnsupportedModelError, match="merged"):
+        model(**data)
+    model.unmerge_adapter()
+    torch.testing.assert_close(model(**data).logits, expected)
+
+
 def test_a_pickled_model_has_its_own() -> None:
     model, data = tiny("gpt2", "causal_lm").eval(), text_batch("causal_lm")
     noisy(model)
