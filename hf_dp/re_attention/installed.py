@@ -99,9 +99,8 @@ class ReAttention:
         made = object.__new__(ReAttention)
         memo[id(self)] = made
         apart: dict[str, Any] = {"_moments": None, "_within": [], "_kept": WeakKeyDictionary(), "_fired": WeakSet()}
-        known = {name: memo.get(id(ref())) for name, ref in (("_model", self._model), ("_base", self._base))}
         # Of a copied part the whole is gone: that of the original has other parameters.
-        apart |= {name: _gone if m is None else weakref.ref(m) for name, m in known.items()}
+        apart |= {name: _weak(memo.get(id(getattr(self, name)()))) for name in ("_model", "_base")}
         apart["_names"] = WeakKeyDictionary({copy.deepcopy(m, memo): name for m, name in self._names.items()})
         made.__dict__.update(copy.deepcopy({k: v for k, v in self.__dict__.items() if k not in apart}, memo) | apart)
         for module in made._names:
@@ -114,7 +113,7 @@ class ReAttention:
         return {**self.__dict__, **strong, "_moments": None, "_within": [], "_kept": None, "_fired": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        refs = {name: weakref.ref(state[name]) for name in ("_model", "_base")}
+        refs = {name: _weak(state[name]) for name in ("_model", "_base")}
         names = WeakKeyDictionary(state["_names"])
         self.__dict__.update(state, **refs, _names=names, _kept=WeakKeyDictionary(), _fired=WeakSet())
         register()
@@ -300,8 +299,9 @@ class ReAttention:
         save_file(tensors, Path(directory) / FILE, metadata=metadata)
 
 
-def _gone() -> None:
-    """What a weak reference to nothing says."""
+def _weak(model: Any) -> Any:
+    """A weak reference; to nothing, one that says so."""
+    return (lambda: None) if model is None else weakref.ref(model)
 
 
 def _is_attention(module: nn.Module) -> bool:
