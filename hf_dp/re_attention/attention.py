@@ -25,8 +25,9 @@ from hf_dp.errors import UnsupportedModelError
 from hf_dp.re_attention.moments import Variance, wide
 
 NAME = "re_attention"
-# Where features share a variance, the attention of so many queries is computed again; of more, that of 1, 2, 4, 8, ...
-_QUERIES = 64
+# Where features share a variance, the attention of the first so many queries of an example is computed again, and of
+# later ones that of each that is twice as far. What lies beside an example in its batch must not change the choice.
+_QUERIES = 16
 
 
 @dataclass(frozen=True)
@@ -188,38 +189,60 @@ class _Scores:
     def is_causal(self) -> bool:
         return _is_causal(self.module, self.mask, self.query, self.options)
 
+    def _seen(self) -> Tensor | None:
+        """(B or 1, H or 1, T or 1, S): which keys each query sees, where there is a mask."""
+        if self.mask is None or self.mask.dtype == torch.bool:
+            return self.mask
+        return self.mask > torch.finfo(self.mask.dtype).min / 2
+
     def visible(self) -> Tensor:
-        """(B or 1, H or 1, T): how many keys each query sees."""
+        """(B or 1, H or 1, T or 1): how many keys each query sees."""
         queries, keys = self.query.shape[2], self.key.shape[2]
-        if self.mask is None:
+        seen = self._seen()
+        if seen is None:
             first = keys - queries + 1 if self.is_causal else keys
             step = 1 if self.is_causal else 0
             return (first + step * torch.arange(queries, device=self.query.device)).expand(1, 1, -1)
-        mask = self.mask if self.mask.dtype == torch.bool else self.mask > torch.finfo(self.mask.dtype).min / 2
-        return mask.sum(-1).clamp_min(1)
+        return seen.sum(-1).clamp_min(1)
+
+    def first(self) -> Tensor:
+        """(B or 1, 1): how many queries are padding on the left, whose own keys are hidden."""
+        queries, keys = self.query.shape[2], self.key.shape[2]
+        seen = self._seen()
+        if seen is None or queries > keys or (queries < keys and not seen.shape[2] > 1):
+            return torch.zeros(1, 1, dtype=torch.long, device=self.query.device)
+        own = seen[:, 0].expand(-1, queries, -1).diagonal(keys - queries, dim1=1, dim2=2)
+        return own.int().argmax(-1, keepdim=True)
 
     @torch.no_grad()
     def all_attention(self) -> Tensor:
         """(B, H, T, S)."""
-        return self.attention(torch.arange(self.query.shape[2], device=self.query.device))
+        return self.attention(torch.arange(self.query.shape[2], device=self.query.device)[None])
 
     def attention(self, rows: Tensor) -> Tensor:
-        """(B, H, len(rows), S): the attention of some queries."""
+        """(B, H, R, S): the attention of some queries (B or 1, R)."""
         groups = self.query.shape[1] // self.key.shape[1]
         key = self.key.repeat_interleave(groups, 1) if groups > 1 else self.key
-        scores = wide(self.query[:, :, rows] @ key.mT) * self.scale
+        scores = wide(_rows(self.query, rows) @ key.mT) * self.scale
         cap, bias = self.options.get("softcap"), self.options.get("position_bias")
         if cap is not None:
             scores = torch.tanh(scores / cap) * cap
         if bias is not None:
-            scores = scores + bias.detach()[:, :, rows if bias.shape[2] > 1 else slice(None)]
+            scores = scores + _rows(bias.detach(), rows)
         mask = self.mask
         if mask is None and self.is_causal:
             mask = _causal(self.query.shape[2], key.shape[2], key.device).expand(1, 1, -1, -1)
         if mask is not None:
-            mask = mask[:, :, rows if mask.shape[2] > 1 else slice(None)]
+            mask = _rows(mask, rows)
             scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
         return scores.softmax(-1).nan_to_num(0.0)
+
+
+def _rows(values: Tensor, rows: Tensor) -> Tensor:
+    """Some queries (B or 1, R) of (B or 1, H or 1, T or 1, ...); one that stands for all stays."""
+    if values.shape[2] == 1:
+        return values
+    return values[:, :, rows[0]] if len(rows) == 1 else values.take_along_dim(rows[:, None, :, None], 2)
 
 
 def _output_noise(scores: _Scores, values: Variance, mean: Tensor | None) -> Variance:
@@ -231,7 +254,7 @@ def _output_noise(scores: _Scores, values: Variance, mean: Tensor | None) -> Var
 
     Where features share a variance, this is done for a few queries. In between, sum_j a_j^2 is taken in proportion to
     1 / the number of keys that a query sees, and the noise that was shared before as that of the last of the few.
-    Nothing depends on a later position.
+    Nothing depends on a later position, or on padding.
     """
     queries = scores.query.shape[2]
     groups = scores.query.shape[1] // values.own.shape[1]
@@ -242,14 +265,18 @@ def _output_noise(scores: _Scores, values: Variance, mean: Tensor | None) -> Var
             total = total + _pairs(attention) @ values.shared.repeat_interleave(groups, 1)
         return _of_average(total.transpose(1, 2))
     positions = torch.arange(queries, device=values.own.device)
-    rows = positions if queries <= _QUERIES else positions[(positions + 1).log2().frac().eq(0)]
+    chosen = positions[(positions < _QUERIES) | (positions + 1).log2().frac().eq(0)]
+    first = scores.first()
+    rows = (first + chosen).clamp_max(queries - 1)
     visible = scores.visible().to(mean.dtype)
     attention = scores.attention(rows)
-    concentration = attention.square().sum(-1) * (visible[:, :, rows] if visible.shape[2] > 1 else visible)
-    last = torch.searchsorted(rows, positions, right=True) - 1
-    total = mean.transpose(1, 2) * concentration[:, :, last] / visible
+    concentration = attention.square().sum(-1) * _rows(visible[..., None], rows)[..., 0]
+    # 0 for padding on the left, of which nothing is computed.
+    last = torch.searchsorted(chosen, positions - first, right=True)[:, None]
+    total = mean.transpose(1, 2) * F.pad(concentration, (1, 0), value=1.0).take_along_dim(last, -1) / visible
     if values.shared is not None:
-        total = total + (_pairs(attention) @ values.shared.repeat_interleave(groups, 1))[:, :, last, 0]
+        common = (_pairs(attention) @ values.shared.repeat_interleave(groups, 1))[..., 0]
+        total = total + F.pad(common, (1, 0)).take_along_dim(last, -1)
     return _of_average(total.mean(1)[..., None, None])
 
 

@@ -99,8 +99,8 @@ class ReAttention:
         made = object.__new__(ReAttention)
         memo[id(self)] = made
         apart: dict[str, Any] = {"_moments": None, "_within": [], "_kept": WeakKeyDictionary(), "_fired": WeakSet()}
-        known = {name: memo.get(id(ref())) for name, ref in (("_model", self._model), ("_base", self._base))}
-        apart |= {name: getattr(self, name) if m is None else weakref.ref(m) for name, m in known.items()}
+        # Of a copied part the whole is gone: that of the original has other parameters.
+        apart |= {name: _weak(memo.get(id(getattr(self, name)()))) for name in ("_model", "_base")}
         apart["_names"] = WeakKeyDictionary({copy.deepcopy(m, memo): name for m, name in self._names.items()})
         made.__dict__.update(copy.deepcopy({k: v for k, v in self.__dict__.items() if k not in apart}, memo) | apart)
         for module in made._names:
@@ -113,7 +113,7 @@ class ReAttention:
         return {**self.__dict__, **strong, "_moments": None, "_within": [], "_kept": None, "_fired": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        refs = {name: weakref.ref(state[name]) for name in ("_model", "_base")}
+        refs = {name: _weak(state[name]) for name in ("_model", "_base")}
         names = WeakKeyDictionary(state["_names"])
         self.__dict__.update(state, **refs, _names=names, _kept=WeakKeyDictionary(), _fired=WeakSet())
         register()
@@ -134,6 +134,7 @@ class ReAttention:
         if self._within or not self.errors:
             self._within += [id(module)] if self._within else []
             return
+        self._refuse_copies(module)
         errors = self._by_address()
         self._refuse_embedded(module, kwargs)
         self._within = [id(module)]
@@ -143,6 +144,21 @@ class ReAttention:
             self._moments = Moments(errors, self.config.fidelity == "isotropic", RULES)
         self._moments.begin(errors)
         self._moments.__enter__()  # type: ignore[no-untyped-call]
+
+    def _refuse_copies(self, module: nn.Module) -> None:
+        """Of parameters that are copied, or merged into others, the noise would be lost."""
+        if getattr(module, "_is_replica", False):
+            raise UnsupportedModelError(
+                "a replica of torch.nn.DataParallel.",
+                why="its parameters are copies, and their noise is not known.",
+                fix="use one device, or call hf_dp.remove_re_attention(model) first.",
+            )
+        if any(getattr(part, "merged", False) is True for part in module.modules()):
+            raise UnsupportedModelError(
+                "adapters that are merged into the weights they adapt.",
+                why="the correction would leave out the noise of the adapters.",
+                fix="call model.unmerge_adapter(), or hf_dp.remove_re_attention(model).",
+            )
 
     def _by_address(self) -> dict[int, Tensor]:
         """The variance of each noisy parameter as it is now: models are moved, cast and resized."""
@@ -281,6 +297,11 @@ class ReAttention:
         tensors = {name: error.detach().cpu().float().contiguous() for name, error in kept.items()}
         metadata = {"format": _FORMAT, "config": json.dumps(self.config.to_dict())}
         save_file(tensors, Path(directory) / FILE, metadata=metadata)
+
+
+def _weak(model: Any) -> Any:
+    """A weak reference; to nothing, one that says so."""
+    return (lambda: None) if model is None else weakref.ref(model)
 
 
 def _is_attention(module: nn.Module) -> bool:

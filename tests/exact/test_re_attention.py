@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from peft import LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
 from torch import Tensor, nn
 
@@ -114,6 +115,26 @@ def test_a_cache_keeps_the_noise_of_its_keys(family: str) -> None:
     options = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
     cached = model.generate(ids, use_cache=True, **options)
     assert torch.equal(cached, model.generate(ids, use_cache=False, **options))
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("fidelity", FIDELITIES)
+@pytest.mark.parametrize(("family", "head"), [("qwen3", "causal_lm"), ("modernbert", "masked_lm")])
+def test_padding_beside_an_example_changes_nothing(family: str, head: str, fidelity: str, side: str) -> None:
+    """How long the other examples of its batch are must not be seen in what an example gives."""
+    model, ids = tiny(family, head).eval(), torch.randint(3, VOCABULARY, (3, 40))
+    noisy(model, fidelity)
+    alone = model(input_ids=ids, position_ids=torch.arange(40).expand(3, -1)).logits
+    for count in (25, 60):
+        width = (count, 0) if side == "left" else (0, count)
+        mask = F.pad(torch.ones_like(ids), width)
+        beside = F.pad(ids, width)
+        # One has no padding, and is not looked at.
+        mask[2], beside[2] = 1, 5
+        places = (mask.cumsum(1) - 1).clamp_min(0)
+        padded = model(input_ids=beside, attention_mask=mask, position_ids=places).logits
+        start = width[0]
+        torch.testing.assert_close(padded[:2, start : start + 40], alone[:2], rtol=1e-9, atol=1e-12)
 
 
 def test_a_decoder_generates_from_what_its_encoder_said() -> None:
@@ -266,6 +287,35 @@ def test_a_copied_model_has_its_own() -> None:
     assert torch.equal(model(**data).logits, plain)
     remove_re_attention(other)
     assert torch.equal(other(**data).logits, plain)
+
+
+def test_a_copied_part_is_refused() -> None:
+    model, data = tiny("llama", "causal_lm"), text_batch("causal_lm")
+    noisy(model)
+    part = copy.deepcopy(model.model)
+    with pytest.raises(ConfigurationError, match="it is gone"):
+        part(data["input_ids"])
+    remove_re_attention(part)
+    part(data["input_ids"])
+
+
+def test_a_replica_is_refused() -> None:
+    model, data = tiny("gpt2", "causal_lm"), text_batch("causal_lm")
+    noisy(model)
+    replica = model._replicate_for_data_parallel()
+    with pytest.raises(UnsupportedModelError, match="DataParallel"):
+        replica(**data)
+
+
+def test_merged_adapters_are_refused() -> None:
+    model, data = get_peft_model(tiny("llama", "causal_lm"), LoraConfig(r=2)), text_batch("causal_lm")
+    noisy(model)
+    expected = model(**data).logits
+    model.merge_adapter()
+    with pytest.raises(UnsupportedModelError, match="merged"):
+        model(**data)
+    model.unmerge_adapter()
+    torch.testing.assert_close(model(**data).logits, expected)
 
 
 def test_a_pickled_model_has_its_own() -> None:
