@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import torch
 from arguments import parse
-from data import read_rows
+from data import read_rows, read_text
 from peft import LoraConfig, get_peft_model
 from results import scored_by_loss, train_and_report
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel, Trainer, set_seed
@@ -76,13 +76,13 @@ def read(recipe: RecipeArguments, encode: Callable[[str], list[int]]) -> tuple[R
                 why="a text file has no columns, so its passages have no groups.",
                 fix="give a CSV file or JSON lines with a text column and this one, or leave the option out.",
             )
-        text = path.read_text(encoding="utf-8")
+        text = read_text(path).replace("\r\n", "\n")
         cut = int(len(text) * (1 - recipe.evaluation_share))
         encoded = encode(text[:cut]), encode(text[cut:])
         parts = [[ids[i : i + length] for i in range(0, len(ids) - length + 1, length)] for ids in encoded]
     else:
-        columns = (recipe.text_column, *([recipe.group_column] if recipe.group_column else []))
-        rows = read_rows(recipe.text_file, split="train", columns=columns)
+        others = (recipe.group_column,) if recipe.group_column else ()
+        rows = read_rows(recipe.text_file, split="train", columns=(recipe.text_column,), others=others)
         cut = int(len(rows) * (1 - recipe.evaluation_share))
         parts = [[encode(row[recipe.text_column])[:length] for row in part] for part in (rows[:cut], rows[cut:])]
         if recipe.group_column:

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from data import read_text
+
 from hf_dp.errors import ConfigurationError
 from hf_dp.hub import CARD_FILE, RECORD_FILE, PrivacyRecord, write_card
 
@@ -31,7 +33,7 @@ def label_names(path: str) -> list[str]:
     Raises:
         ConfigurationError: no list of different names.
     """
-    names = _json(path)
+    names = json_of(path)
     if not isinstance(names, list) or not names or len({str(name) for name in names}) != len(names):
         raise ConfigurationError(
             f"labels_file {path!r} is no list of different names.",
@@ -49,7 +51,7 @@ def shares(path: str | None, names: Sequence[str]) -> list[float]:
     """
     if path is None:
         return [1 / len(names)] * len(names)
-    given = _json(path)
+    given = json_of(path)
     known = isinstance(given, dict) and set(given) <= set(names)
     values = [given.get(name, 0) for name in names] if known else []
     if not all(isinstance(v, (int, float)) and 0 <= v < math.inf for v in values) or not sum(values):
@@ -61,10 +63,15 @@ def shares(path: str | None, names: Sequence[str]) -> list[float]:
     return [value / sum(values) for value in values]
 
 
-def _json(path: str) -> Any:
+def json_of(path: str) -> Any:
+    """What is in a JSON file.
+
+    Raises:
+        ConfigurationError: it cannot be read, or is not JSON.
+    """
     try:
-        return json.loads(Path(path).read_text(encoding="utf-8"))
-    except ValueError as error:
+        return json.loads(read_text(path))
+    except (json.JSONDecodeError, RecursionError) as error:
         raise ConfigurationError(
             f"{path!r} is not JSON: {error}.", why="it cannot be read.", fix="correct the file."
         ) from error

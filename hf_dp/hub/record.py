@@ -6,10 +6,12 @@ import dataclasses
 import fnmatch
 import hashlib
 import json
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 from hf_dp.accounting import Ledger, PrivacyReport
 from hf_dp.config import PrivacyConfig
@@ -57,8 +59,7 @@ class PrivacyRecord:
 
     def to_json(self) -> str:
         """Strict JSON; `from_json` is the inverse, but for the seed."""
-        config = json.loads(self.config.to_json())
-        del config["seed"]
+        config = {name: "inf" if value == math.inf else value for name, value in self.config.published().items()}
         values = {
             "format": FORMAT,
             "version": VERSION,
@@ -79,7 +80,7 @@ class PrivacyRecord:
                 is none.
         """
         try:
-            values = json.loads(text, parse_constant=_no_constant)
+            values = json.loads(text, parse_constant=_no_constant, object_pairs_hook=_each_name_once)
         except (ValueError, RecursionError) as error:
             raise _damaged(f"it is not strict JSON ({error})") from error
         if not isinstance(values, dict) or values.get("format") != FORMAT:
@@ -142,3 +143,11 @@ def _damaged(what: str) -> LedgerError:
 
 def _no_constant(name: str) -> float:
     raise ValueError(f"{name} is not JSON")
+
+
+def _each_name_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    # Of two values for one name some readers take the first, and Python the last.
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        raise ValueError(f"a name twice among {', '.join(name for name, _ in pairs)[:100]}")
+    return values

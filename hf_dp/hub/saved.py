@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import fnmatch
+import hashlib
 import os
 from pathlib import Path, PurePosixPath
 from types import TracebackType
 
 from hf_dp.errors import LedgerError
-from hf_dp.hub.record import CARD_FILE, RECORD_FILE, PrivacyRecord
+from hf_dp.hub.record import CARD_FILE, RECORD_FILE, PrivacyRecord, sha256
 
 # Pickles hold arguments, optimizer and generator states; the others hold losses, or belong to this machine.
 _NEVER = (
-    "*.bin", "*.pt", "*.pth", "*.pkl", "*.ckpt", "trainer_state.json", "events.out.tfevents.*", "_*", ".*",
+    "*.bin", "*.pt", "*.pth", "*.pkl", "*.ckpt", "trainer_state.json", "events.out.tfevents.*", "*.log", "_*", ".*",
 )  # fmt: skip
 _NEVER_INSIDE = ("checkpoint-*", "last-checkpoint", "runs", "_*", ".*")
 
@@ -31,7 +32,8 @@ def may_be_published(name: str) -> bool:
 class SavedFiles:
     """Notices what is written into a directory: `with SavedFiles(directory) as saved: ...`, then `saved.names`.
 
-    A run's output directory may hold anything; what belongs to the model is what saving it wrote.
+    A run's output directory may hold anything; what belongs to the model is what saving it wrote. A file that only grew
+    at its end meanwhile is a log of somebody's, such as one of Transformers' own messages.
 
     Attributes:
         names: POSIX paths of the files that belong to the model and may be published.
@@ -44,6 +46,7 @@ class SavedFiles:
     def __enter__(self) -> SavedFiles:
         self._make_old()
         self._before = _signatures(self._directory)
+        self._beginnings = {name: sha256(self._directory / name) for name in self._before if _may_be_a_log(name)}
         return self
 
     def _make_old(self) -> None:
@@ -60,7 +63,20 @@ class SavedFiles:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         after = _signatures(self._directory)
-        self.names = sorted(name for name, signature in after.items() if self._before.get(name) != signature)
+        written = sorted(name for name, signature in after.items() if self._before.get(name) != signature)
+        self.names = [name for name in written if not self._only_grew(name)]
+
+    def _only_grew(self, name: str) -> bool:
+        if name not in self._beginnings:
+            return False
+        with (self._directory / name).open("rb") as file:
+            beginning = file.read(self._before[name][1])
+            return bool(beginning and file.read(1)) and hashlib.sha256(beginning).hexdigest() == self._beginnings[name]
+
+
+def _may_be_a_log(name: str) -> bool:
+    # The others are written whole, and may be large.
+    return PurePosixPath(name).suffix not in (".safetensors", ".json")
 
 
 def _signatures(directory: Path) -> dict[str, tuple[int, ...]]:

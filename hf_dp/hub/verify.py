@@ -41,13 +41,15 @@ _LOCAL = {"training_args.bin", "optimizer.pt", "optimizer.bin", "scheduler.pt", 
 
 PROVEN = (
     "The stated epsilon follows from the ledger: what is said to have been released costs no more at this delta.",
-    "The weights (or the texts sampled from them) are the files that the record was written for, and the card says "
-    "what the record says.",
+    "The weights (or the texts sampled from them) are the files that the record was written for, and the card's "
+    "metadata says what the record says.",
 )
+IN_WORDS = "The card's privacy section says what the record says, and nothing else."
 NOT_PROVEN = (
     "That the training happened as the ledger says, on that many units of that kind, with secret noise. "
     "A publisher who lies in all files alike is believed; ask for the code, or for an audit.",
     "That nothing else computed from the same data was published: other runs add up with this one.",
+    "What the card says outside its privacy section; in the words of another version of hf_dp, in that section too.",
     "Anything that the card lists as not covered.",
 )
 
@@ -94,6 +96,12 @@ class Verification:
     def private(self) -> bool:
         """Every comparison agrees, and what they agree on is a private model."""
         return self.consistent and self.report.private
+
+    @property
+    def proven(self) -> tuple[str, ...]:
+        """What follows where every comparison agrees."""
+        words = (IN_WORDS,) if _is_of_this_version(self.report) else ()
+        return (*PROVEN, *words) if self.consistent else ()
 
 
 def load_report(
@@ -220,8 +228,10 @@ def _words(record: PrivacyRecord) -> Iterator[Check]:
         return
     wanted = standard_caveats(withholds_logs=record.config.withhold_non_private_logs)
     missing = [caveat for caveat in wanted if caveat not in record.report.caveats]
-    said = f"left out: {' '.join(missing)}" if missing else "all that hold for every run are there"
-    yield Check("caveats", not missing, said)
+    added = [str(caveat) for caveat in record.report.caveats if caveat not in wanted]
+    said = " ".join([*(f"left out: {caveat}" for caveat in missing), *(f"added: {caveat}" for caveat in added)])
+    agree = list(record.report.caveats) == list(wanted)
+    yield Check("caveats", agree, "all that hold for this run, and no others" if agree else said or "in another order")
     agrees = sha256_of_text(privacy_section(record.report, record.ledger)) == record.card_sha256
     yield Check("words of the card", agrees, "they " + ("follow" if agrees else "do not follow") + " from the record")
 
@@ -240,9 +250,18 @@ def _files(source: Source, record: PrivacyRecord) -> Iterator[Check]:
             found = sha256(source.path(name))
             said = f"SHA-256 {found[:12]}..." + ("" if found == digest else f", recorded {digest[:12]}...")
             yield Check(name, found == digest, said)
-    strange = sorted(name for name in source.names if _would_be_loaded(name) and name not in record.files)
-    said = f"not named in the record: {', '.join(strange)}" if strange else "nothing that loads with the model"
+    # A folder of data is loaded with all that is in it.
+    is_corpus = bool(record.corpus) and not record.weights
+    loads = _is_no_dot_file if is_corpus else _would_be_loaded
+    named = {*record.files, CARD_FILE, RECORD_FILE}
+    strange = sorted(name for name in source.names if loads(name) and name not in named)
+    what = "corpus" if is_corpus else "model"
+    said = f"not named in the record: {', '.join(strange)}" if strange else f"nothing that loads with the {what}"
     yield Check("other files", not strange, said)
+
+
+def _is_no_dot_file(name: str) -> bool:
+    return not name.startswith(".")
 
 
 def _would_be_loaded(name: str) -> bool:
