@@ -14,6 +14,7 @@ from typing import Any
 import dp_accounting as dp
 import yaml
 from huggingface_hub import ModelCard
+from huggingface_hub.repocard import REGEX_YAML_BLOCK
 
 from hf_dp.accounting import (
     TRAINING_STEP,
@@ -260,6 +261,10 @@ def _files(source: Source, record: PrivacyRecord) -> Iterator[Check]:
     yield Check("other files", not strange, said)
 
 
+def _is_a_model(path: PurePosixPath) -> bool:
+    return path.name == RECORD_FILE or (path.suffix in _LOADED - {".py"} and not path.name.startswith((".", "_")))
+
+
 def _is_no_dot_file(name: str) -> bool:
     return not name.startswith(".")
 
@@ -283,7 +288,9 @@ def _card(source: Source, record: PrivacyRecord) -> Iterator[Check]:
     yield Check("card, text", agrees, "the privacy section is " + ("as written" if agrees else "changed or missing"))
     try:
         claimed = ModelCard(text).data.get(METADATA_KEY)
-    except (ValueError, TypeError, AttributeError, yaml.YAMLError):
+        header = REGEX_YAML_BLOCK.search(text)
+        yaml.load(header[2] if header else "", _EachNameOnce)
+    except (ValueError, TypeError, AttributeError, RecursionError, yaml.YAMLError):
         claimed = None
     wanted = metadata(record, sha256(source.path(RECORD_FILE)))
     if not isinstance(claimed, dict) or set(claimed) != set(wanted):
@@ -293,6 +300,16 @@ def _card(source: Source, record: PrivacyRecord) -> Iterator[Check]:
         f"{name} {claimed[name]!r}, not {value!r}" for name, value in wanted.items() if not _same(claimed[name], value)
     ]
     yield Check("card, metadata", not differing, "; ".join(differing) or "as in the record")
+
+
+class _EachNameOnce(yaml.SafeLoader):
+    """Of two values for one name some readers take the first, some the last, and the hub neither."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        values = super().construct_mapping(node, deep)
+        if len(values) < len(node.value):
+            raise yaml.YAMLError("a name twice")
+        return values
 
 
 def _notes(source: Source, record: PrivacyRecord) -> Iterator[str]:
@@ -309,8 +326,12 @@ def _notes(source: Source, record: PrivacyRecord) -> Iterator[str]:
             "Texts, and no model: that they were sampled from the model of this ledger, and that none was chosen by "
             "looking at the private data, is the word of whoever published them."
         )
-    if any(name.endswith(f"/{RECORD_FILE}") for name in source.names):
-        yield "Checkpoints in folders of their own are not checked here; verify each for itself."
+    others = {
+        str(path.parent) for path in map(PurePosixPath, source.names) if len(path.parts) > 1 and _is_a_model(path)
+    }
+    others -= {str(PurePosixPath(name).parent) for name in record.files}
+    if others:
+        yield f"Models in folders of their own are not checked here: {', '.join(sorted(others))}. Verify each for itself."
     other = sorted(name for name in source.names if not may_be_published(name) and "/" not in name)
     local = [name for name in other if name not in (CARD_FILE, RECORD_FILE, ".gitattributes")]
     if local:

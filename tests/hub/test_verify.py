@@ -180,6 +180,13 @@ TAMPERED: dict[str, tuple[list[Callable[[Path], None]], str]] = {
     ),
     "card, epsilon": ([in_card(r"epsilon_pld: \S+", "epsilon_pld: 0.5")], "card, metadata: epsilon_pld 0.5, not 2.99"),
     "card, epsilon RDP": ([in_card(r"epsilon_rdp: \S+", "epsilon_rdp: 0.5")], "card, metadata: epsilon_rdp"),
+    "card, metadata twice": (
+        [in_card("differential_privacy:", "differential_privacy: {epsilon_pld: 0.1}\ndifferential_privacy:")],
+        "card, metadata: differential_privacy is",
+    ),
+    "card, epsilon twice": (
+        [in_card("  epsilon_pld:", "  epsilon_pld: 0.1\n  epsilon_pld:")], "card, metadata: differential_privacy is"
+    ),
     "card, metadata gone": ([in_card("differential_privacy:", "privacy:")], "card, metadata: differential_privacy is"),
     "card, broken YAML": ([in_card("tags:", "tags: [")], "card, metadata"),
     "no card": ([lambda d: (d / "README.md").unlink()], "card: there is no README.md"),
@@ -222,6 +229,12 @@ def test_what_is_not_known_is_refused_and_not_guessed(copy: Path, change: Callab
     assert words in said.stderr
     assert "What to do:" in said.stderr
     assert not said.stdout
+
+
+def test_models_in_folders_that_no_record_names_are_said(copy: Path) -> None:
+    (copy / "quantized").mkdir()
+    (copy / "quantized" / "model.gguf").write_bytes(b"")
+    assert any("checkpoint-2, checkpoint-4, quantized. Verify each" in note for note in verify(copy).notes)
 
 
 def test_names_in_a_record_do_not_lead_out_of_the_folder(copy: Path, tmp_path: Path) -> None:
