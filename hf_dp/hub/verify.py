@@ -326,12 +326,11 @@ def _notes(source: Source, record: PrivacyRecord) -> Iterator[str]:
             "Texts, and no model: that they were sampled from the model of this ledger, and that none was chosen by "
             "looking at the private data, is the word of whoever published them."
         )
-    others = {
-        str(path.parent) for path in map(PurePosixPath, source.names) if len(path.parts) > 1 and _is_a_model(path)
-    }
-    others -= {str(PurePosixPath(name).parent) for name in record.files}
+    others = {str(path.parent) for path in map(PurePosixPath, source.names) if _is_a_model(path)}
+    others -= {".", *(str(PurePosixPath(name).parent) for name in record.files)}
     if others:
-        yield f"Models in folders of their own are not checked here: {', '.join(sorted(others))}. Verify each for itself."
+        folders = ", ".join(sorted(others))
+        yield f"Models in folders of their own are not checked here: {folders}. Verify each for itself."
     other = sorted(name for name in source.names if not may_be_published(name) and "/" not in name)
     local = [name for name in other if name not in (CARD_FILE, RECORD_FILE, ".gitattributes")]
     if local:
