@@ -72,8 +72,8 @@ def _noise_over_batch(axes: Any, answer: dict[str, Any], clipping_norm: float) -
     n, examples = answer["dataset_size"], answer["examples_processed"]
     budget = answer["target_epsilon"] or answer["pld"]["epsilon"]
     largest = min(n, int(examples))
-    sizes = {max(1, round(largest ** (i / (_POINTS - 1)))) for i in range(_POINTS // 4, _POINTS)}
-    sizes = sorted({*sizes, max(1, round(answer["expected_batch_size"]))})
+    drawn = {max(1, round(largest ** (i / (_POINTS - 1)))) for i in range(_POINTS // 4, _POINTS)}
+    sizes = sorted({*drawn, max(1, round(answer["expected_batch_size"]))})
     found = [
         accounting.candidate(
             size, dataset_size=n, examples=examples, target_epsilon=budget, target_delta=answer["delta"]

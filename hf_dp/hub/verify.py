@@ -289,7 +289,8 @@ def _card(source: Source, record: PrivacyRecord) -> Iterator[Check]:
     try:
         claimed = ModelCard(text).data.get(METADATA_KEY)
         header = REGEX_YAML_BLOCK.search(text)
-        yaml.load(header[2] if header else "", _EachNameOnce)
+        if header and _has_a_name_twice(yaml.compose(header[2], yaml.SafeLoader)):
+            claimed = None
     except (ValueError, TypeError, AttributeError, RecursionError, yaml.YAMLError):
         claimed = None
     wanted = metadata(record, sha256(source.path(RECORD_FILE)))
@@ -302,14 +303,14 @@ def _card(source: Source, record: PrivacyRecord) -> Iterator[Check]:
     yield Check("card, metadata", not differing, "; ".join(differing) or "as in the record")
 
 
-class _EachNameOnce(yaml.SafeLoader):
-    """Of two values for one name some readers take the first, some the last, and the hub neither."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        values = super().construct_mapping(node, deep)
-        if len(values) < len(node.value):
-            raise yaml.YAMLError("a name twice")
-        return values
+def _has_a_name_twice(node: Any) -> bool:
+    # Of two values for one name some readers take the first, some the last, and the hub neither.
+    if isinstance(node, yaml.SequenceNode):
+        return any(map(_has_a_name_twice, node.value))
+    if not isinstance(node, yaml.MappingNode):
+        return False
+    names = [name.value for name, _ in node.value]
+    return len(set(map(str, names))) < len(names) or any(_has_a_name_twice(value) for _, value in node.value)
 
 
 def _notes(source: Source, record: PrivacyRecord) -> Iterator[str]:
