@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import fnmatch
-import hashlib
 import os
 from pathlib import Path, PurePosixPath
 from types import TracebackType
 
 from hf_dp.errors import LedgerError
-from hf_dp.hub.record import CARD_FILE, RECORD_FILE, PrivacyRecord, sha256
+from hf_dp.hub.record import CARD_FILE, RECORD_FILE, PrivacyRecord
 
 # Pickles hold arguments, optimizer and generator states; the others hold losses, or belong to this machine.
 _NEVER = (
     "*.bin", "*.pt", "*.pth", "*.pkl", "*.ckpt", "trainer_state.json", "events.out.tfevents.*", "*.log", "_*", ".*",
 )  # fmt: skip
+_FEW = 4096  # bytes
 _NEVER_INSIDE = ("checkpoint-*", "last-checkpoint", "runs", "_*", ".*")
 
 
@@ -46,7 +46,8 @@ class SavedFiles:
     def __enter__(self) -> SavedFiles:
         self._make_old()
         self._before = _signatures(self._directory)
-        self._beginnings = {name: sha256(self._directory / name) for name in self._before if _may_be_a_log(name)}
+        logs = [name for name in self._before if _may_be_a_log(name)]
+        self._ends = {name: _ends(self._directory / name, self._before[name][1]) for name in logs}
         return self
 
     def _make_old(self) -> None:
@@ -67,11 +68,19 @@ class SavedFiles:
         self.names = [name for name in written if not self._only_grew(name)]
 
     def _only_grew(self, name: str) -> bool:
-        if name not in self._beginnings:
-            return False
-        with (self._directory / name).open("rb") as file:
-            beginning = file.read(self._before[name][1])
-            return bool(beginning and file.read(1)) and hashlib.sha256(beginning).hexdigest() == self._beginnings[name]
+        path, size = self._directory / name, self._before.get(name, (0, 0))[1]
+        return 0 < size < path.stat().st_size and self._ends.get(name) == _ends(path, size)
+
+
+def _ends(path: Path, size: int) -> bytes:
+    """The first and the last few bytes of the first `size`: files in the way may be large."""
+    try:
+        with path.open("rb") as file:
+            first = file.read(min(size, _FEW))
+            file.seek(max(0, size - _FEW))
+            return first + file.read(min(size, _FEW))
+    except PermissionError:
+        return b""
 
 
 def _may_be_a_log(name: str) -> bool:
@@ -85,7 +94,8 @@ def _signatures(directory: Path) -> dict[str, tuple[int, ...]]:
         here = Path(folder).relative_to(directory)
         folders[:] = [name for name in folders if may_be_published((here / name / "file").as_posix())]
         for name in files:
-            if may_be_published((path := here / name).as_posix()):
+            # Links that lead nowhere, and pipes, are nobody's model.
+            if may_be_published((path := here / name).as_posix()) and (directory / path).is_file():
                 stat = (directory / path).stat()
                 found[path.as_posix()] = (stat.st_mtime_ns, stat.st_size, stat.st_ino)
     return found

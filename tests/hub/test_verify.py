@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import json
 import math
+import os
 import re
 import shutil
 from collections.abc import Callable
@@ -429,6 +430,14 @@ def test_only_what_was_written_belongs_to_the_model(tmp_path: Path) -> None:
         (tmp_path / "runs").mkdir()
         (tmp_path / "runs" / "log.txt").write_bytes(b"1")
     assert files.names == ["model.safetensors", "sub/adapter_model.safetensors"]
+
+
+def test_what_is_no_file_is_not_looked_into(tmp_path: Path) -> None:
+    (tmp_path / "latest").symlink_to(tmp_path / "nowhere")
+    os.mkfifo(tmp_path / "pipe")
+    with SavedFiles(tmp_path) as files:
+        (tmp_path / "model.safetensors").write_bytes(b"1")
+    assert files.names == ["model.safetensors"]
 
 
 def test_a_log_that_grows_while_the_model_is_saved_is_not_the_model_s(tmp_path: Path) -> None:
