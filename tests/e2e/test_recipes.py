@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -74,15 +75,17 @@ def test_smoke(recipe, train):
 def test_a_recipe_goes_on_from_its_checkpoint_and_never_begins_anew_instead(train):
     flags = ("--smoke", "true", "--save_strategy", "steps", "--save_steps", "1")
     _, out = train("classify_full", *flags)
+    first = (out / "checkpoint-1" / "model.safetensors").stat().st_mtime_ns
     for given in ("true", str(out / "checkpoint-1")):
-        _, out = train("classify_full", *flags, "--resume_from_checkpoint", given)
+        shutil.rmtree(out / "checkpoint-2")
+        (out / "privacy.json").unlink()
+        train("classify_full", *flags, "--resume_from_checkpoint", given)
         record = json.loads((out / "privacy.json").read_text(encoding="utf-8"))
         assert record["report"]["steps"] == 2
-        state = json.loads((out / "checkpoint-2" / "trainer_state.json").read_text(encoding="utf-8"))
-        assert state["global_step"] == 2
-    first = (out / "checkpoint-1" / "model.safetensors").stat().st_mtime_ns
-    train("classify_full", *flags, "--resume_from_checkpoint", "true")
-    assert (out / "checkpoint-1" / "model.safetensors").stat().st_mtime_ns == first, "it began anew"
+        assert (out / "checkpoint-2").is_dir()
+        assert (out / "checkpoint-1" / "model.safetensors").stat().st_mtime_ns == first, "it began anew"
+    printed, _ = train("classify_full", *flags, "--resume_from_checkpoint", "true", code=2)
+    assert "2 private steps were made, as many as were planned" in printed
     for recipe, given, words in (
         ("classify_full", str(out / "checkpoint-9"), "no such checkpoint"),
         ("sparse_embeddings", str(out / "checkpoint-1"), "where several trainings are compared"),
