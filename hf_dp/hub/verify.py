@@ -26,7 +26,7 @@ from hf_dp.accounting import (
 )
 from hf_dp.accounting.events import mechanisms
 from hf_dp.config import AccountantName
-from hf_dp.errors import ConfigurationError
+from hf_dp.errors import ConfigurationError, LedgerError
 from hf_dp.hub.card import BEGIN, END, METADATA_KEY, epsilons, metadata, privacy_section
 from hf_dp.hub.record import CARD_FILE, RECORD_FILE, PrivacyRecord, sha256, sha256_of_text
 from hf_dp.hub.saved import may_be_published
@@ -131,7 +131,14 @@ def verify(
     """
     source = open_source(repo_or_directory, revision=revision, token=token)
     record = source.record()
-    found = epsilons(record.report, record.ledger)
+    try:
+        found = epsilons(record.report, record.ledger)
+    except (ArithmeticError, RecursionError) as error:
+        raise LedgerError(
+            f"epsilon cannot be computed from the ledger of {source.title} ({error}).",
+            why="a number in it is beyond what accountants compute with, so nothing follows from it.",
+            fix="take the file again from the folder that the private run saved; do not edit it by hand.",
+        ) from error
     checks = [*_claim(record, found), *_promise(record), *_words(record)]
     checks += [*_files(source, record), *_card(source, record)]
     return Verification(source.title, record.report, found, tuple(checks), tuple(_notes(source, record)))

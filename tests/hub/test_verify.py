@@ -590,6 +590,30 @@ def test_names_and_versions_have_no_room_for_a_claim(copy: Path, change: Callabl
         verify(copy)
 
 
+def nested(depth: int) -> dict[str, Any]:
+    event: dict[str, Any] = {"type": "gaussian", "noise_multiplier": 1.0}
+    for _ in range(depth):
+        event = {"type": "composed", "events": [event]}
+    return event
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        in_record("report", "epsilon", to=10**400),
+        in_record("report", "expected_batch_size", to=10**400),
+        in_record("ledger", "promise", "target_epsilon", to=nested(400)),
+        in_record("ledger", "entries", 0, "event", to=nested(400)),
+        in_record("ledger", "entries", 0, "event", "sampling_probability", to=5e-324),
+    ],
+)
+def test_numbers_that_nothing_can_be_computed_with_are_refused(copy: Path, change: Callable[[Path], None]) -> None:
+    change(copy)
+    said = invoke("verify", str(copy))
+    assert said.exit_code == 2, said.exception
+    assert "What to do:" in said.stderr
+
+
 def test_a_name_twice_in_a_record_is_refused(copy: Path) -> None:
     file = copy / "privacy.json"
     file.write_text(file.read_text().replace('"epsilon":', '"epsilon": 0.1,\n    "epsilon":', 1))
