@@ -29,6 +29,8 @@ else:
     _Base = object
 logger = logging.getLogger(__name__)
 
+_FROM_SCRATCH = "This model was trained from scratch on "
+_FROM_A_DIRECTORY = "This model is a fine-tuned version of a model that lay in a directory, on "
 _RESULTS = "*The results in this card were computed without noise, and are not covered by epsilon.*"
 
 
@@ -85,6 +87,9 @@ class PublishingMixin(_Base):
             return
         lines = path.read_text(encoding="utf-8").splitlines()
         lines = [line for line in lines if not line.startswith("- seed:")]
+        if getattr(getattr(self.model, "config", None), "_name_or_path", ""):
+            # Trainer says so of every base model that lay in a directory.
+            lines = [line.replace(_FROM_SCRATCH, _FROM_A_DIRECTORY) for line in lines]
         path.write_text("\n".join([*lines, "", _RESULTS] if results else lines) + "\n", encoding="utf-8")
         if (path.parent / RECORD_FILE).exists():
             write_card(path.parent)

@@ -123,6 +123,7 @@ def test_a_path_that_peft_writes_is_said_before_it_goes_up(
     assert f"names the base model by a place on this machine, {str(base)!r}" in caplog.text
     card = hub.repositories[NAME].files["README.md"].decode()
     assert str(tmp_path) not in card
+    assert "from scratch" not in card
 
 
 def test_the_card_tells_of_privacy_and_of_no_losses(hub: Hub, trained: Any) -> None:
