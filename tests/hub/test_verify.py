@@ -603,7 +603,6 @@ def nested(depth: int) -> dict[str, Any]:
         in_record("report", "epsilon", to=10**400),
         in_record("report", "expected_batch_size", to=10**400),
         in_record("ledger", "promise", "target_epsilon", to=nested(400)),
-        in_record("ledger", "entries", 0, "event", to=nested(400)),
         in_record("ledger", "entries", 0, "event", "sampling_probability", to=5e-324),
     ],
 )
