@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -62,6 +63,12 @@ def _conflicts(args: Any) -> list[tuple[str, str, str]]:
         f"max_grad_norm={args.max_grad_norm}.",
         "it clips the noisy average once more; the clipping that privacy rests on is per example.",
         "leave max_grad_norm out (hf_dp sets it to 0) and set PrivacyConfig(clipping_norm=...).",
+    )
+    refuse(
+        not 0 <= args.learning_rate < math.inf,
+        f"learning_rate={args.learning_rate}.",
+        "the first step would spend budget on weights that are no numbers, or learn backwards.",
+        "give a finite number of at least 0.",
     )
     refuse(
         strategy != "random" or getattr(args, "group_by_length", False),

@@ -7,6 +7,7 @@ import json
 import math
 import warnings
 from dataclasses import dataclass, field
+from pathlib import PurePath
 from typing import Any, Literal, Self
 
 from hf_dp.errors import ConfigurationError
@@ -385,6 +386,14 @@ class PrivacyConfig:
         values = {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}
         parts = ("re_attention", "sparse_embeddings")
         return {**values, **{name: values[name] and values[name].to_dict() for name in parts}}
+
+    def published(self) -> dict[str, Any]:
+        """`to_dict` for others: without the seed, and of files their names, not where they lie on this machine."""
+        values = {name: value for name, value in self.to_dict().items() if name != "seed"}
+        for part, name in (("re_attention", "public_frequencies"), ("sparse_embeddings", "public_rows")):
+            if values[part] is not None and values[part][name] is not None:
+                values[part][name] = PurePath(values[part][name]).name
+        return values
 
     def to_json(self) -> str:
         """The config as strict JSON; an infinite clipping norm is written as the string "inf"."""

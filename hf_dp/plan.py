@@ -135,7 +135,7 @@ class Plan:
     @property
     def promise(self) -> dict[str, Any]:
         """What a ledger must share to be continued under this plan."""
-        config = {k: v for k, v in self.config.to_dict().items() if k not in ("seed", "withhold_non_private_logs")}
+        config = {k: v for k, v in self.config.published().items() if k != "withhold_non_private_logs"}
         for part in ("re_attention", "sparse_embeddings"):
             if config[part] is None:
                 del config[part]

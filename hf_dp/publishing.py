@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import logging
 import shutil
 from concurrent.futures import Future
@@ -28,6 +29,8 @@ else:
     _Base = object
 logger = logging.getLogger(__name__)
 
+_FROM_SCRATCH = "This model was trained from scratch on "
+_FROM_A_DIRECTORY = "This model is a fine-tuned version of a model that lay in a directory, on "
 _RESULTS = "*The results in this card were computed without noise, and are not covered by epsilon.*"
 
 
@@ -84,6 +87,9 @@ class PublishingMixin(_Base):
             return
         lines = path.read_text(encoding="utf-8").splitlines()
         lines = [line for line in lines if not line.startswith("- seed:")]
+        if getattr(getattr(self.model, "config", None), "_name_or_path", ""):
+            # Trainer says so of every base model that lay in a directory.
+            lines = [line.replace(_FROM_SCRATCH, _FROM_A_DIRECTORY) for line in lines]
         path.write_text("\n".join([*lines, "", _RESULTS] if results else lines) + "\n", encoding="utf-8")
         if (path.parent / RECORD_FILE).exists():
             write_card(path.parent)
@@ -167,6 +173,7 @@ class PublishingMixin(_Base):
 
     def _upload(self, message: str, token: str | None = None, revision: str | None = None, **options: Any) -> Any:
         directory = str(self.args.output_dir)
+        _say_where_the_base_model_lies(Path(directory))
         try:
             return upload(
                 directory,
@@ -184,6 +191,18 @@ class PublishingMixin(_Base):
 @functools.cache
 def _say_once(message: str) -> None:
     logger.warning(message)
+
+
+def _say_where_the_base_model_lies(directory: Path) -> None:
+    try:
+        base = json.loads((directory / "adapter_config.json").read_text(encoding="utf-8"))["base_model_name_or_path"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return
+    if isinstance(base, str) and Path(base).exists():
+        _say_once(
+            f"PEFT's adapter_config.json names the base model by a place on this machine, {base!r}, which goes up with "
+            "it. For a name on the hub set model.peft_config['default'].base_model_name_or_path before training."
+        )
 
 
 def _copy_model(source: Path, target: Path) -> None:

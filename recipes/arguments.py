@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +15,7 @@ from accelerate.utils import parse_flag_from_env
 from transformers import HfArgumentParser, TrainingArguments
 
 from hf_dp import PrivacyConfig
+from hf_dp.arguments import private_arguments
 from hf_dp.errors import ConfigurationError
 
 # Enough to see that a recipe runs from end to end on a machine: seconds, and no result.
@@ -23,6 +26,16 @@ SMOKE = {
     "logging_steps": "1",
     "save_strategy": "no",
     "max_examples": "64",
+}
+# What sizes and shares must be, in whichever recipe has them.
+_AT_LEAST_1 = ("max_examples", "max_length", "max_new_tokens", "passage_length", "width", "layers", "lora_rank")
+_ABOVE_0 = ("temperature", "head_noise", "head_scale", "head_learning_rate")
+_BELOW_1 = ("average", "evaluation_share")
+# On the hub; the oldest models have no owner.
+_NAME = re.compile(r"([\w-][\w.-]*/)?[\w-][\w.-]*")
+_FILES = {
+    "a model": ("config.json", "adapter_config.json"),
+    "a tokenizer": ("tokenizer*", "vocab*", "merges.txt", "*.model", "*.spm", "adapter_config.json"),
 }
 
 
@@ -56,10 +69,14 @@ def parse(recipe: type) -> tuple[Any, TrainingArguments, PrivacyConfig]:
     """
     flags, settings = sys.argv[1:], []
     if flags and flags[0].endswith((".yaml", ".yml")):
-        values = yaml.safe_load(Path(flags.pop(0)).read_text(encoding="utf-8"))
+        values = yaml.safe_load(Path(flags.pop(0)).read_text(encoding="utf-8-sig"))
         values.pop("recipe", None)  # which script this is, for hf-dp train
         settings = _as_flags(
-            {name: json.dumps(value) if isinstance(value, dict) else str(value) for name, value in values.items()}
+            {
+                name: json.dumps(value) if isinstance(value, dict) else str(value)
+                for name, value in values.items()
+                if value is not None  # the default, as if left out
+            }
         )
     parser = HfArgumentParser((recipe, TrainingArguments, PrivacyConfig, CommonArguments))
     if parser.parse_args(settings + flags).smoke:
@@ -81,8 +98,50 @@ def parse(recipe: type) -> tuple[Any, TrainingArguments, PrivacyConfig]:
             fix="train under DDP (accelerate launch or torchrun without FSDP); or train in shards with DPTrainer in a "
             "script of your own, and sample from the saved model in one process.",
         )
+    private_arguments(training)  # what it refuses, DPTrainer would refuse when the model is made
+    _refuse_sizes(made)
+    _refuse_paths(made, training)
     return made, training, privacy.replace(seed=common.privacy_seed, re_attention=attention)
 
 
 def _as_flags(values: dict[str, str]) -> list[str]:
     return [part for name, value in values.items() for part in (f"--{name}", value)]
+
+
+def _refuse_sizes(recipe: Any) -> None:
+    found = {name: getattr(recipe, name, None) for name in (*_AT_LEAST_1, *_ABOVE_0, *_BELOW_1)}
+    for name, value in found.items():
+        if value is None:
+            continue
+        if name in _AT_LEAST_1:
+            wrong, rule = value < 1, "at least 1"
+        elif name in _ABOVE_0:
+            wrong, rule = not 0 < value < math.inf, "above 0, and finite"
+        else:
+            wrong, rule = not 0 <= value < 1, "at least 0, and below 1"
+        if wrong:
+            raise ConfigurationError(
+                f"--{name} {value}.", why=f"it must be {rule}.", fix="correct it, or leave it out for the default."
+            )
+
+
+def _refuse_paths(recipe: Any, training: TrainingArguments) -> None:
+    for name in ("encoder", "model"):
+        given = getattr(recipe, name, None)
+        if given is None or given == "scratch":
+            continue
+        path = Path(given)
+        missing = [what for what, files in _FILES.items() if not any(any(path.glob(file)) for file in files)]
+        if (path.exists() or not _NAME.fullmatch(given)) and missing:
+            raise ConfigurationError(
+                f"--{name} {given!r} is no directory with {missing[0]}.",
+                why="the recipe reads the model and its tokenizer from there.",
+                fix="give one that save_pretrained of both wrote, or OWNER/NAME on the hub.",
+            )
+    output = Path(str(training.output_dir))
+    if next((place for place in (output, *output.parents) if place.exists()), output).is_file():
+        raise ConfigurationError(
+            f"--output_dir {str(output)!r} is a file, or lies below one.",
+            why="the model would be saved there, after the budget is spent.",
+            fix="give a directory, or a name that is free.",
+        )

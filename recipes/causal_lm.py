@@ -15,7 +15,8 @@ from typing import Any, Literal
 
 import torch
 from arguments import parse
-from data import read_rows, texts
+from data import read_rows
+from files import read_text
 from hub_names import pretrained
 from peft import LoraConfig, get_peft_model
 from results import scored_by_loss, train_and_report
@@ -77,16 +78,16 @@ def read(recipe: RecipeArguments, encode: Callable[[str], list[int]]) -> tuple[R
                 why="a text file has no columns, so its passages have no groups.",
                 fix="give a CSV file or JSON lines with a text column and this one, or leave the option out.",
             )
-        text = path.read_text(encoding="utf-8")
+        text = read_text(path).replace("\r\n", "\n")
         cut = int(len(text) * (1 - recipe.evaluation_share))
         encoded = encode(text[:cut]), encode(text[cut:])
         parts = [[ids[i : i + length] for i in range(0, len(ids) - length + 1, length)] for ids in encoded]
     else:
-        columns = (recipe.text_column, *([recipe.group_column] if recipe.group_column else []))
-        rows = read_rows(recipe.text_file, split="train", columns=columns)
-        found, cut = texts(rows, recipe.text_column, recipe.text_file), int(len(rows) * (1 - recipe.evaluation_share))
-        both = (part[: recipe.max_examples] for part in (found[:cut], found[cut:]))
-        parts = [[encode(text)[:length] for text in part] for part in both]
+        others = (recipe.group_column,) if recipe.group_column else ()
+        rows = read_rows(recipe.text_file, split="train", columns=(recipe.text_column,), others=others)
+        cut = int(len(rows) * (1 - recipe.evaluation_share))
+        both = (part[: recipe.max_examples] for part in (rows[:cut], rows[cut:]))
+        parts = [[encode(row[recipe.text_column])[:length] for row in part] for part in both]
         if recipe.group_column:
             groups = [str(row[recipe.group_column]) for row in rows[cut:]][: recipe.max_examples]
     train, held_out = ([{"input_ids": ids} for ids in part[: recipe.max_examples]] for part in parts)

@@ -19,9 +19,7 @@ only stand between them.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -29,6 +27,7 @@ from arguments import parse
 from classify import AdaptedClassifier, adapted, apart, by_length
 from data import labelled, public_labels
 from datasets import Dataset
+from files import json_of
 from hub_names import pretrained
 from results import measured, scored_by_label, train_and_report
 from torch import Tensor, nn
@@ -85,8 +84,8 @@ def verbalised(recipe: RecipeArguments, names: list[str]) -> list[str]:
     """The words of each label."""
     words = {name: name.replace("_", " ") for name in names}
     if recipe.verbaliser_file is not None:
-        words = json.loads(Path(recipe.verbaliser_file).read_text(encoding="utf-8"))
-    missing = [name for name in names if not str(words.get(name, "")).strip()]
+        words = json_of(recipe.verbaliser_file)
+    missing = [name for name in names if not isinstance(words, dict) or not str(words.get(name, "")).strip()]
     if missing:
         raise ConfigurationError(
             f"{recipe.verbaliser_file or 'the list of labels'} has no words for the label {missing[0]!r}.",

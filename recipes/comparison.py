@@ -34,6 +34,12 @@ def trainer(
     model: Any, arguments: TrainingArguments, folder: Path, privacy: PrivacyConfig | None, **others: Any
 ) -> Trainer:
     """One that trains privately; without a promise the ordinary Trainer with the same loss, which saves nothing."""
+    if arguments.resume_from_checkpoint is not None:
+        raise ConfigurationError(
+            f"--resume_from_checkpoint {arguments.resume_from_checkpoint}, where several trainings are compared.",
+            why="one checkpoint continues one training, and each other one would spend its budget once more.",
+            fix="leave it out; sequential_recommendation repeats no training that results.json in output_dir holds.",
+        )
     kept = {"output_dir": str(folder), "remove_unused_columns": False}
     if privacy is not None:
         return LogitsTrainer(model=model, args=replace(arguments, **kept), privacy=privacy, **others)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from datasets import ClassLabel
+from files import read_text, unreadable
 from hub_names import split_of
 from labelled_texts import label_names
 
@@ -18,47 +21,71 @@ _FILES = (".csv", ".json", ".jsonl")
 
 
 def read_rows(
-    name: str, *, split: str, columns: tuple[str, ...], max_examples: int | None = None
+    name: str,
+    *,
+    split: str,
+    columns: tuple[str, ...],
+    others: tuple[str, ...] = (),
+    max_examples: int | None = None,
 ) -> list[dict[str, Any]]:
     """All rows of `name`, or the first `max_examples` of them.
 
     Args:
         name: a CSV file with a header, a JSON list or JSON lines (.json or .jsonl), or a data set as `split_of` has it.
         split: of a data set.
-        columns: that must be there. Labels that a data set keeps as numbers with names are given by name, or as None.
+        columns: that must hold a text in each row.
+        others: that must hold something in each row. Labels that a data set keeps as numbers with names are given by
+            name.
 
     Raises:
-        ConfigurationError: what cannot be read, has no rows, or has some without one of these columns.
+        ConfigurationError: what cannot be read, has no rows, or a row without one of these columns.
     """
-    rows = _of_file(Path(name)) if Path(name).suffix in _FILES else _of_data_set(name, split, max_examples)
-    for column in columns:
-        lacking = next((row for row in rows if column not in row), None)
-        if not rows or lacking is not None:
-            raise ConfigurationError(
-                f"{name} has no column {column!r} (it has {', '.join(map(str, lacking)) if lacking else 'no rows'}).",
-                why="the recipe reads it.",
-                fix="name the columns of your data with --text_column, --label_column and --group_column.",
-            )
-    return rows[:max_examples]
+    path = Path(name)
+    if path.suffix not in _FILES and path.is_file():
+        raise unreadable(name, f"the ending {path.suffix!r}", "Give CSV with a header, JSON or JSON lines")
+    rows = _of_file(path) if path.suffix in _FILES else _of_data_set(name, split, max_examples)
+    missing = [column for column in (*columns, *others) if not rows or column not in rows[0]]
+    if missing:
+        raise ConfigurationError(
+            f"{name} has no column {missing[0]!r} (it has {', '.join(map(str, rows[0])) if rows else 'no rows'}).",
+            why="the recipe reads it.",
+            fix="name the columns of your data with --text_column, --label_column and --group_column.",
+        )
+    rows = rows[:max_examples]
+    for number, row in enumerate(rows, 1):
+        for column in (*columns, *others):
+            value = row.get(column)
+            if value is None or (column in columns and not isinstance(value, str)):
+                raise ConfigurationError(
+                    f"{name} has {'nothing' if value is None else type(value).__name__} in column {column!r} of row "
+                    f"{number}.",
+                    why="the recipe reads it, and leaves out no row: n would be another one.",
+                    fix="correct or take out the row, or name another column.",
+                )
+    return rows
 
 
 def _of_file(path: Path) -> list[dict[str, Any]]:
     try:
-        if path.suffix == ".csv":
-            with path.open(newline="", encoding="utf-8") as file:
-                return list(csv.DictReader(file))
-        text = path.read_text(encoding="utf-8")
-        whole = text.lstrip().startswith("[")
-        rows = json.loads(text) if whole else [json.loads(line) for line in text.split("\n") if line.strip()]
-        if not all(isinstance(row, dict) for row in rows):
-            raise ValueError("a row is no JSON object")
-    except (ValueError, csv.Error) as error:
-        raise ConfigurationError(
-            f"{str(path)!r} cannot be read: {error}.",
-            why="all rows take part, or the sampling probability would be another one.",
-            fix="correct the file; it must be UTF-8.",
-        ) from error
+        rows = _parsed(path)
+    except (ValueError, RecursionError, csv.Error) as error:
+        raise unreadable(str(path), str(error), "Correct it") from error
+    wrong = next((number for number, row in enumerate(rows, 1) if not isinstance(row, dict) or None in row), None)
+    if wrong is not None:
+        found = f"row {wrong}, which has no columns, or more than the header"
+        raise unreadable(str(path), found, "Correct or take out the row")
     return rows
+
+
+def _parsed(path: Path) -> list[Any]:
+    text = read_text(path)
+    if path.suffix == ".csv":
+        csv.field_size_limit(min(sys.maxsize, 2**31 - 1))  # of one text
+        return list(csv.DictReader(io.StringIO(text, newline="")))
+    if text.lstrip().startswith("["):
+        rows: list[Any] = json.loads(text)
+        return rows
+    return [json.loads(line) for line in text.split("\n") if line.strip()]
 
 
 def _of_data_set(name: str, split: str, max_examples: int | None) -> list[dict[str, Any]]:
@@ -71,23 +98,6 @@ def _of_data_set(name: str, split: str, max_examples: int | None) -> list[dict[s
 def _named(kind: ClassLabel, number: int | None) -> str | None:
     # -1 is how data sets mark what nobody has labelled, such as the test data of a competition.
     return None if number is None or number < 0 else kind.int2str(number)
-
-
-def texts(rows: list[dict[str, Any]], column: str, name: str) -> list[str]:
-    """One column of the rows of `name`.
-
-    Raises:
-        ConfigurationError: a value that is no text.
-    """
-    found = [row[column] for row in rows]
-    strange = next((i for i, value in enumerate(found) if not isinstance(value, str)), None)
-    if strange is not None:
-        raise ConfigurationError(
-            f"row {strange} of {name} has {type(found[strange]).__name__} in the column {column!r}.",
-            why="the model reads text.",
-            fix="name the column of texts with --text_column, or take out rows that have none.",
-        )
-    return found
 
 
 @dataclass(kw_only=True)
@@ -144,17 +154,18 @@ def labelled(name: str, split: str, recipe: LabelledData, labels: list[str]) -> 
     Raises:
         ConfigurationError: a column that is missing, or a label that is not in the list.
     """
-    columns = (recipe.text_column, recipe.label_column, *([recipe.group_column] if recipe.group_column else []))
-    rows = read_rows(name, split=split, columns=columns, max_examples=recipe.max_examples)
-    found: dict[str, list[Any]] = {"text": texts(rows, recipe.text_column, name), "labels": []}
+    others = (recipe.label_column, *([recipe.group_column] if recipe.group_column else []))
+    rows = read_rows(name, split=split, columns=(recipe.text_column,), others=others, max_examples=recipe.max_examples)
     numbers = {label: number for number, label in enumerate(labels)}
-    for row in rows:
-        label = row[recipe.label_column]
-        if label is None or str(label) not in numbers:
-            raise ConfigurationError(
-                f"{name} has the label {label!r}, which is not in {recipe.labels_file or 'its declared names'}.",
-                why="the labels are public and fixed beforehand: a list made from the private data would leak.",
-                fix="complete the list, correct --label_column, or take out rows without a label.",
-            )
-        found["labels"].append(numbers[str(label)])
+    unknown = next((row[recipe.label_column] for row in rows if str(row[recipe.label_column]) not in numbers), None)
+    if unknown is not None:
+        raise ConfigurationError(
+            f"{name} has the label {unknown!r}, which is not in {recipe.labels_file or 'its declared names'}.",
+            why="the labels are public and fixed beforehand: a list made from the private data would leak.",
+            fix="complete the list, or correct --label_column.",
+        )
+    found = {
+        "text": [row[recipe.text_column] for row in rows],
+        "labels": [numbers[str(row[recipe.label_column])] for row in rows],
+    }
     return found if recipe.group_column is None else {**found, "group": [str(row[recipe.group_column]) for row in rows]}

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import jinja2
 from answers import AnswerData, Row, continued, labelled_row, scored_answers, tokenizer_and_model, with_an_answer
 from arguments import parse
 from data import read_rows
+from files import read_text
 from results import train_and_report
 from transformers import DataCollatorForSeq2Seq, Trainer, set_seed
 
@@ -85,7 +85,9 @@ def encoded(row: dict[str, Any], tokenizer: Any, recipe: RecipeArguments) -> Row
 def read(name: str, split: str, recipe: RecipeArguments) -> list[dict[str, Any]]:
     """Rows with `messages`, or else with `prompt` and `completion`."""
     columns = () if recipe.group_column is None else (recipe.group_column,)
-    rows = read_rows(name, split=split, columns=columns if split == "test" else (), max_examples=recipe.max_examples)
+    rows = read_rows(
+        name, split=split, columns=(), others=columns if split == "test" else (), max_examples=recipe.max_examples
+    )
     if not rows or not ("messages" in rows[0] or {"prompt", "completion"} <= set(rows[0])):
         raise ConfigurationError(
             f"{name} has the columns {', '.join(rows[0]) if rows else '(no rows)'}.",
@@ -129,7 +131,7 @@ def main() -> None:
     set_seed(arguments.seed)
     tokenizer, model = tokenizer_and_model(recipe)
     if recipe.chat_template is not None:
-        tokenizer.chat_template = Path(recipe.chat_template).read_text(encoding="utf-8")
+        tokenizer.chat_template = read_text(recipe.chat_template)
     if tokenizer.chat_template is None:
         raise ConfigurationError(
             f"the tokenizer of {recipe.model} has no chat template.",

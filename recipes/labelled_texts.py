@@ -9,7 +9,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+
+from files import json_of
 
 from hf_dp.errors import ConfigurationError
 from hf_dp.hub import CARD_FILE, RECORD_FILE, PrivacyRecord, write_card
@@ -31,7 +32,7 @@ def label_names(path: str | None) -> list[str]:
     Raises:
         ConfigurationError: no list of different names.
     """
-    names = _json(path) if path else None
+    names = json_of(path) if path else None
     if not isinstance(names, list) or not names or len({str(name) for name in names}) != len(names):
         raise ConfigurationError(
             f"labels_file {path!r} is no list of different names.",
@@ -49,7 +50,7 @@ def shares(path: str | None, names: Sequence[str]) -> list[float]:
     """
     if path is None:
         return [1 / len(names)] * len(names)
-    given = _json(path)
+    given = json_of(path)
     known = isinstance(given, dict) and set(given) <= set(names)
     values = [given.get(name, 0) for name in names] if known else []
     if not all(isinstance(v, (int, float)) and 0 <= v < math.inf for v in values) or not sum(values):
@@ -59,15 +60,6 @@ def shares(path: str | None, names: Sequence[str]) -> list[float]:
             fix="give a JSON object of label names and numbers that are public knowledge, or leave it out for uniform.",
         )
     return [value / sum(values) for value in values]
-
-
-def _json(path: str) -> Any:
-    try:
-        return json.loads(Path(path).read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ConfigurationError(
-            f"{path!r} is not JSON: {error}.", why="it cannot be read.", fix="correct the file."
-        ) from error
 
 
 def counts(wanted: Sequence[float], samples: int) -> list[int]:

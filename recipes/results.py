@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,8 +16,10 @@ from groups import report_by_group
 from rich.console import Console
 from rich.table import Table
 from transformers import Trainer, TrainingArguments
+from transformers.trainer_utils import get_last_checkpoint
 
 from hf_dp import DPTrainer, PrivacyConfig
+from hf_dp.errors import ConfigurationError
 from hf_dp.losses import per_example_losses
 
 METRICS = Path(__file__).resolve().parent / "metrics"
@@ -89,11 +92,11 @@ def train_and_report(
             examples (only max_grad_norm, which Trainer has by itself) and no noise. It is not saved: its weights are
             not private, and neither is what is said of them.
     """
-    directory = Path(str(arguments.output_dir))
+    directory, checkpoint = Path(str(arguments.output_dir)), checkpoint_of(arguments)
     initial = copy.deepcopy(model) if compare_without_privacy else None
     trainer: Any = make(DPTrainer, model=model, args=arguments, privacy=privacy)
     before = score(trainer)
-    trainer.train()
+    trainer.train(resume_from_checkpoint=checkpoint)
     after, without = score(trainer), None
     trainer.save_model()
     if initial is not None:
@@ -116,6 +119,27 @@ def train_and_report(
             )
         print(report)
     return trainer
+
+
+def checkpoint_of(arguments: TrainingArguments) -> str | None:
+    """The checkpoint that --resume_from_checkpoint names: a folder; with `true` the last one in the output directory.
+
+    Raises:
+        ConfigurationError: there is none.
+    """
+    given = arguments.resume_from_checkpoint
+    if given is None or str(given).lower() in ("", "false"):
+        return None
+    output = str(arguments.output_dir)
+    last = str(given).lower() == "true"
+    found = (get_last_checkpoint(output) if os.path.isdir(output) else None) if last else str(given)
+    if found is None or not os.path.isdir(found):
+        raise ConfigurationError(
+            f"--resume_from_checkpoint {given}, and no such checkpoint" + (f" in {output!r}." if last else "."),
+            why="a training from the beginning would spend the budget once more.",
+            fix="name a folder checkpoint-N (they are written with --save_strategy steps), or leave the option out.",
+        )
+    return found
 
 
 def _show(columns: dict[str, Scores], directory: Path) -> None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from bisect import bisect
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from comparison import by_rarity, refuse_unknown
+from files import read_text
 from torch import Tensor
 
 from hf_dp.errors import ConfigurationError
@@ -116,7 +116,7 @@ def _read(path: str) -> tuple[list[list[int]], list[str] | None]:
     numbers: dict[str, int] = {}
     users: dict[str, list[int]] = {}
     words: dict[str, str | None] = {}
-    for count, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), start=1):
+    for count, line in enumerate(read_text(path).splitlines(), start=1):
         user, item, word, *_ = [*line.split(), None, None, None]
         if user is None or item is None:
             raise ConfigurationError(

@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from arguments import parse
 from comparison import collate, folder_of, refuse_unknown, scored, trainer
+from files import read_text
 from groups import report_by_group
 from rich.console import Console
 from rich.table import Table
@@ -209,6 +210,43 @@ def trained(
     return measures(found)
 
 
+# What names a run in results.json, or changes no training.
+_NAMED = {
+    "arms", "epsilons", "seeds", "token_frequencies", "scales", "compare_without_privacy", "group_column", "figure",
+}  # fmt: skip
+_OF_TRAINING = (
+    "max_steps", "num_train_epochs", "per_device_train_batch_size", "gradient_accumulation_steps", "learning_rate",
+    "lr_scheduler_type", "warmup_steps", "optim", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon",
+)  # fmt: skip
+_OF_PRIVACY = ("target_delta", "clipping_norm", "accountant")
+
+
+def check_same_settings(
+    output: Path, recipe: RecipeArguments, training: TrainingArguments, privacy: PrivacyConfig
+) -> None:
+    """That the results in the output directory are of trainings with these settings; the first to come notes its own.
+
+    Raises:
+        ConfigurationError: they are not.
+    """
+    of_data = {name: value for name, value in asdict(recipe).items() if name not in _NAMED}
+    parts = {name: getattr(training, name) for name in _OF_TRAINING} | {n: getattr(privacy, n) for n in _OF_PRIVACY}
+    now: dict[str, Any] = json.loads(json.dumps(of_data | parts, default=str))
+    path = output / "settings.json"
+    if not (output / "results.json").exists() or not path.exists():
+        output.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(now, indent=2), encoding="utf-8")
+        return
+    then = json.loads(read_text(path))
+    differing = [f"{name} {then.get(name)}, now {value}" for name, value in now.items() if then.get(name) != value]
+    if differing:
+        raise ConfigurationError(
+            f"{output / 'results.json'} has results with other settings: {'; '.join(differing)}.",
+            why="a run that is in it is not repeated, and its numbers would pass for those of these settings.",
+            fix="choose another output_dir, or the settings of the first run.",
+        )
+
+
 def hits(folder: Path) -> list[float]:
     """1.0 or 0.0 for each test user; empty where none are kept."""
     path = folder / "hits.json"
@@ -233,7 +271,7 @@ def main() -> None:
                 why="a run that is in it is not repeated, and a mean says nothing of groups.",
                 fix="choose another output_dir; trained once more, its epsilon adds up with the first.",
             )
-    output.mkdir(parents=True, exist_ok=True)
+    check_same_settings(output, recipe, arguments, privacy)
     counts = np.bincount([item for row in data.train for item in set(row["input_ids"])], minlength=data.items + 1)
     true_shares.write_text(json.dumps((counts / len(data.train)).tolist()), encoding="utf-8")
     for run in runs:

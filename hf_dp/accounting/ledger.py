@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,6 +20,8 @@ from hf_dp.errors import LedgerError
 
 VERSION = 1
 TRAINING_STEP = "training step"
+# Labels stand on model cards: a name, and no room for a claim in Markdown.
+_LABEL = re.compile(r"\w[\w .,()+-]{0,59}")
 
 
 class Ledger:
@@ -39,8 +42,14 @@ class Ledger:
         """Record that `event` is about to be released `count` times.
 
         Raises:
-            LedgerError: an event that no accountant here interprets, or a count below 1.
+            LedgerError: an event that no accountant here interprets, a count below 1, or a label that is no short name.
         """
+        if not isinstance(label, str) or not _LABEL.fullmatch(label):
+            raise LedgerError(
+                f"a release with the label {str(label)[:100]!r}.",
+                why="labels stand on model cards, where anything else could pass for a claim.",
+                fix="name it in at most 60 letters, digits, blanks and . , ( ) + -, such as 'training step'.",
+            )
         if isinstance(count, bool) or not isinstance(count, int) or count < 1:
             raise LedgerError(
                 f"a charge of {count!r} times {label!r}.",
@@ -133,8 +142,6 @@ class Ledger:
         for entry in values["entries"]:
             if not isinstance(entry, dict) or set(entry) != {"event", "count", "label"}:
                 raise _damaged(f"entry {str(entry)[:100]} has not the fields event, count and label")
-            if not isinstance(entry["label"], str):
-                raise _damaged(f"label {entry['label']!r} is not text")
             ledger.charge(event_from_dict(entry["event"]), entry["label"], entry["count"])
         return ledger
 

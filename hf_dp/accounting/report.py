@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import re
 import textwrap
 from dataclasses import dataclass, field
 from importlib import metadata
@@ -192,6 +193,7 @@ _OPTIONAL = (
     "target_epsilon", "epsilon_rdp", "frequency_noise_multiplier", "row_choice_noise_multiplier",
     "contribution_noise_multiplier",
 )  # fmt: skip
+_VERSION = re.compile(r"[\w.+!-]{1,60}", re.ASCII)
 _NUMBERS = ("epsilon", "delta", "noise_multiplier", "clipping_norm", "sampling_probability", "expected_batch_size")
 
 
@@ -212,7 +214,10 @@ def _read(cls: type[PrivacyReport], values: object) -> PrivacyReport | str:
             return f"{name} is {fields[name]!r}"
     if not isinstance(fields["reproducible"], bool) or fields["accountant"] not in ("pld", "rdp"):
         return f"reproducible is {fields['reproducible']!r}, accountant is {fields['accountant']!r}"
-    if not isinstance(fields["caveats"], list) or not isinstance(fields["versions"], dict):
+    versions = fields["versions"].items() if isinstance(fields["versions"], dict) else [(None, None)]
+    # They are printed, and stand on cards: nothing but versions may be said there.
+    is_version = all(_VERSION.fullmatch(str(text)) for pair in versions for text in pair)
+    if not isinstance(fields["caveats"], list) or not is_version or not all(type(v) is str for _, v in versions):
         return f"caveats is {fields['caveats']!r}, versions is {fields['versions']!r}"
     report = cls(**{**fields, "caveats": tuple(fields["caveats"])})
     if values.get("private", report.private) != report.private:

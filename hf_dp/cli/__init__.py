@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import typer
 
 from hf_dp.cli.demo import demo
@@ -13,8 +15,20 @@ from hf_dp.cli.verify import verify
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
 
 
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        from hf_dp.accounting import library_versions
+
+        typer.echo(" ".join(f"{name.replace('_', '-')} {version}" for name, version in library_versions().items()))
+        raise typer.Exit
+
+
 @app.callback()
-def main() -> None:
+def main(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the versions and exit.", callback=_show_version, is_eager=True)
+    ] = False,
+) -> None:
     """Differentially private fine-tuning of Hugging Face models.
 
     New here? `hf-dp demo` shows what it is for; `hf-dp plan` what a budget

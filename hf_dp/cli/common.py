@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Annotated, Any
 
 import typer
+from safetensors import SafetensorError
 
 from hf_dp.errors import HfDpError
 
@@ -30,7 +31,7 @@ def refusals(traceback: bool | None = None) -> Iterator[None]:
     except HfDpError as error:
         typer.echo(f"Refused: {error}", err=True)
         raise typer.Exit(REFUSED) from None
-    except OSError as error:
+    except (OSError, SafetensorError) as error:  # the second, too, where a disk is full
         if traceback:
             raise
         hint = "" if traceback is None else "\n(--traceback shows where it came from.)"

@@ -72,6 +72,8 @@ def plan(
     Exit codes: 0, planned; 2, refused: there is no such plan.
     """
     with refusals(), Console(stderr=True).status("Computing"):
+        if plot is not None:
+            _refuse_no_place(plot)
         answer: dict[str, Any] = {}
         if n is None:
             given = {"--epochs": epochs, "--steps": steps, "--examples": examples, "--epsilon": epsilon}
@@ -108,6 +110,17 @@ def plan(
         )
     if plot is not None:
         console.print(f"Figure: {plot}", soft_wrap=True)
+
+
+def _refuse_no_place(plot: Path) -> None:
+    # Without an ending Matplotlib would choose one, and write beside a directory of that name.
+    if not plot.suffix or plot.is_dir() or not plot.parent.is_dir():
+        found = "no ending" if plot.parent.is_dir() and not plot.is_dir() else "no such place for a file"
+        raise ConfigurationError(
+            f"--plot {str(plot)!r}: {found}.",
+            why="the figure cannot be written there.",
+            fix="give a path like plan.png, in a directory that is there.",
+        )
 
 
 def _refuse_without_n(model: str | None, of_privacy: dict[str, object]) -> None:

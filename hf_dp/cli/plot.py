@@ -24,8 +24,8 @@ def draw_plan(answer: dict[str, Any], clipping_norm: float, path: Path) -> None:
         path: whose ending says in which format.
 
     Raises:
-        ConfigurationError: a plan without noise, an ending that Matplotlib does not know, or a place that cannot be
-            written to.
+        ConfigurationError: a plan without noise or with epsilon 0, an ending that Matplotlib does not know, or a place
+            that cannot be written to.
     """
     # Not through pyplot, whose global state belongs to the caller.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -33,8 +33,9 @@ def draw_plan(answer: dict[str, Any], clipping_norm: float, path: Path) -> None:
 
     spent = answer["pld"]["epsilon"]
     if not 0 < spent < math.inf:
+        found, value = ("noise so large that epsilon is 0", 0) if spent == 0 else ("no noise", "infinite")
         raise ConfigurationError(
-            "--plot of a plan without noise.", why="its epsilon is infinite at every step.", fix="give --epsilon."
+            f"--plot of a plan with {found}.", why=f"its epsilon is {value} at every step.", fix="give --epsilon."
         )
     figure = Figure(figsize=(10, 4.2), layout="constrained")
     FigureCanvasAgg(figure)
@@ -62,7 +63,8 @@ def _epsilon_over_steps(axes: Any, answer: dict[str, Any]) -> None:
     if answer["target_epsilon"] is not None:
         axes.axhline(answer["target_epsilon"], color=_ORANGE, linewidth=1, label="budget")
     multiplier = answer["pld"]["noise_multiplier"]
-    axes.set(title=f"Spent, with noise multiplier {multiplier:.3g}", xlabel="steps", ylabel="epsilon", ylim=(0, None))
+    axes.set_title(f"Spent, with noise multiplier {multiplier:.3g}", fontsize="medium")
+    axes.set(xlabel="steps", ylabel="epsilon", ylim=(0, None))
     axes.legend()
 
 
@@ -70,7 +72,8 @@ def _noise_over_batch(axes: Any, answer: dict[str, Any], clipping_norm: float) -
     n, examples = answer["dataset_size"], answer["examples_processed"]
     budget = answer["target_epsilon"] or answer["pld"]["epsilon"]
     largest = min(n, int(examples))
-    sizes = sorted({max(1, round(largest ** (i / (_POINTS - 1)))) for i in range(_POINTS // 4, _POINTS)})
+    drawn = {max(1, round(largest ** (i / (_POINTS - 1)))) for i in range(_POINTS // 4, _POINTS)}
+    sizes = sorted({*drawn, max(1, round(answer["expected_batch_size"]))})
     found = [
         accounting.candidate(
             size, dataset_size=n, examples=examples, target_epsilon=budget, target_delta=answer["delta"]
@@ -82,6 +85,6 @@ def _noise_over_batch(axes: Any, answer: dict[str, Any], clipping_norm: float) -
     axes.loglog(sizes, of_step, color=_BLUE, marker=".", label="of one step's mean gradient")
     axes.loglog(sizes, of_run, color=_GREY, marker=".", label="averaged over all steps")
     axes.axvline(answer["expected_batch_size"], color=_ORANGE, linewidth=1, label="this plan")
-    title = f"Noise per coordinate, epsilon {budget:.3g}, {examples:,.0f} examples"
-    axes.set(title=title, xlabel="expected batch size", ylabel=f"standard deviation (C = {clipping_norm:g})")
+    axes.set_title(f"Noise per coordinate, epsilon {budget:.3g}, {examples:,.0f} examples", fontsize="medium")
+    axes.set(xlabel="expected batch size", ylabel=f"standard deviation (C = {clipping_norm:g})")
     axes.legend()

@@ -37,7 +37,7 @@ def verify(
     does not agree, or it says itself that it is not private; 2, it could not
     be checked: no privacy.json, one of a future version, no access.
     """
-    from hf_dp.hub.verify import NOT_PROVEN, PROVEN
+    from hf_dp.hub.verify import NOT_PROVEN
     from hf_dp.hub.verify import verify as check
 
     with refusals():
@@ -53,7 +53,7 @@ def verify(
                 "recomputed_epsilon": found.epsilons,
                 "checks": [dataclasses.asdict(item) for item in found.checks],
                 "notes": list(found.notes),
-                "proven": list(PROVEN if found.consistent else ()),
+                "proven": list(found.proven),
                 "not_proven": list(NOT_PROVEN),
             }
         )
@@ -79,7 +79,7 @@ def verify(
                 f"\n{verdict}[/]: epsilon {pld:.5g} (PLD), {rdp:.5g} (RDP) at delta {found.report.delta:.3g}."
             )
             console.print("Proven:")
-            for line in PROVEN:
+            for line in found.proven:
                 console.print(f"  - {line}", markup=False)
         console.print("Not proven, and not provable from files:")
         for line in NOT_PROVEN:

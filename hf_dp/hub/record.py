@@ -6,10 +6,12 @@ import dataclasses
 import fnmatch
 import hashlib
 import json
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 from hf_dp.accounting import Ledger, PrivacyReport
 from hf_dp.config import PrivacyConfig
@@ -57,8 +59,7 @@ class PrivacyRecord:
 
     def to_json(self) -> str:
         """Strict JSON; `from_json` is the inverse, but for the seed."""
-        config = json.loads(self.config.to_json())
-        del config["seed"]
+        config = {name: "inf" if value == math.inf else value for name, value in self.config.published().items()}
         values = {
             "format": FORMAT,
             "version": VERSION,
@@ -79,7 +80,7 @@ class PrivacyRecord:
                 is none.
         """
         try:
-            values = json.loads(text, parse_constant=_no_constant)
+            values = json.loads(text, parse_constant=_no_constant, parse_int=_whole, object_pairs_hook=_each_name_once)
         except (ValueError, RecursionError) as error:
             raise _damaged(f"it is not strict JSON ({error})") from error
         if not isinstance(values, dict) or values.get("format") != FORMAT:
@@ -103,13 +104,11 @@ class PrivacyRecord:
             raise _damaged("files does not give a SHA-256 for each name")
         if not _is_digest(values["card_sha256"]):
             raise _damaged(f"card_sha256 is {str(values['card_sha256'])[:100]!r}")
-        return cls(
-            report=PrivacyReport.from_dict(values["report"]),
-            config=config,
-            ledger=Ledger.from_dict(values["ledger"]),
-            files=files,
-            card_sha256=values["card_sha256"],
-        )
+        try:
+            report, ledger = PrivacyReport.from_dict(values["report"]), Ledger.from_dict(values["ledger"])
+        except (ArithmeticError, RecursionError) as error:
+            raise _damaged(f"it holds what cannot be computed with ({error})") from error
+        return cls(report=report, config=config, ledger=ledger, files=files, card_sha256=values["card_sha256"])
 
     def with_files(self, directory: str | os.PathLike[str], names: list[str]) -> PrivacyRecord:
         """This record, about these files below `directory` as they are now."""
@@ -142,3 +141,17 @@ def _damaged(what: str) -> LedgerError:
 
 def _no_constant(name: str) -> float:
     raise ValueError(f"{name} is not JSON")
+
+
+def _whole(digits: str) -> int:
+    if len(digits) > 18:
+        raise ValueError(f"a whole number of {len(digits)} digits")
+    return int(digits)
+
+
+def _each_name_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    # Of two values for one name some readers take the first, and Python the last.
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        raise ValueError(f"a name twice among {', '.join(name for name, _ in pairs)[:100]}")
+    return values

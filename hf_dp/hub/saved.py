@@ -12,8 +12,9 @@ from hf_dp.hub.record import CARD_FILE, RECORD_FILE, PrivacyRecord
 
 # Pickles hold arguments, optimizer and generator states; the others hold losses, or belong to this machine.
 _NEVER = (
-    "*.bin", "*.pt", "*.pth", "*.pkl", "*.ckpt", "trainer_state.json", "events.out.tfevents.*", "_*", ".*",
+    "*.bin", "*.pt", "*.pth", "*.pkl", "*.ckpt", "trainer_state.json", "events.out.tfevents.*", "*.log", "_*", ".*",
 )  # fmt: skip
+_FEW = 4096  # bytes
 _NEVER_INSIDE = ("checkpoint-*", "last-checkpoint", "runs", "_*", ".*")
 
 
@@ -31,7 +32,8 @@ def may_be_published(name: str) -> bool:
 class SavedFiles:
     """Notices what is written into a directory: `with SavedFiles(directory) as saved: ...`, then `saved.names`.
 
-    A run's output directory may hold anything; what belongs to the model is what saving it wrote.
+    A run's output directory may hold anything; what belongs to the model is what saving it wrote. A file that only grew
+    at its end meanwhile is a log of somebody's, such as one of Transformers' own messages.
 
     Attributes:
         names: POSIX paths of the files that belong to the model and may be published.
@@ -44,6 +46,8 @@ class SavedFiles:
     def __enter__(self) -> SavedFiles:
         self._make_old()
         self._before = _signatures(self._directory)
+        logs = [name for name in self._before if _may_be_a_log(name)]
+        self._ends = {name: _ends(self._directory / name, self._before[name][1]) for name in logs}
         return self
 
     def _make_old(self) -> None:
@@ -60,7 +64,28 @@ class SavedFiles:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         after = _signatures(self._directory)
-        self.names = sorted(name for name, signature in after.items() if self._before.get(name) != signature)
+        written = sorted(name for name, signature in after.items() if self._before.get(name) != signature)
+        self.names = [name for name in written if not self._only_grew(name)]
+
+    def _only_grew(self, name: str) -> bool:
+        path, size = self._directory / name, self._before.get(name, (0, 0))[1]
+        return 0 < size < path.stat().st_size and self._ends.get(name) == _ends(path, size)
+
+
+def _ends(path: Path, size: int) -> bytes:
+    """The first and the last few bytes of the first `size`: files in the way may be large."""
+    try:
+        with path.open("rb") as file:
+            first = file.read(min(size, _FEW))
+            file.seek(max(0, size - _FEW))
+            return first + file.read(min(size, _FEW))
+    except PermissionError:
+        return b""
+
+
+def _may_be_a_log(name: str) -> bool:
+    # The others are written whole, and may be large.
+    return PurePosixPath(name).suffix not in (".safetensors", ".json")
 
 
 def _signatures(directory: Path) -> dict[str, tuple[int, ...]]:
@@ -69,7 +94,8 @@ def _signatures(directory: Path) -> dict[str, tuple[int, ...]]:
         here = Path(folder).relative_to(directory)
         folders[:] = [name for name in folders if may_be_published((here / name / "file").as_posix())]
         for name in files:
-            if may_be_published((path := here / name).as_posix()):
+            # Links that lead nowhere, and pipes, are nobody's model.
+            if may_be_published((path := here / name).as_posix()) and (directory / path).is_file():
                 stat = (directory / path).stat()
                 found[path.as_posix()] = (stat.st_mtime_ns, stat.st_size, stat.st_ino)
     return found

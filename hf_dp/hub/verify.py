@@ -14,6 +14,7 @@ from typing import Any
 import dp_accounting as dp
 import yaml
 from huggingface_hub import ModelCard
+from huggingface_hub.repocard import REGEX_YAML_BLOCK
 
 from hf_dp.accounting import (
     TRAINING_STEP,
@@ -25,7 +26,7 @@ from hf_dp.accounting import (
 )
 from hf_dp.accounting.events import mechanisms
 from hf_dp.config import AccountantName
-from hf_dp.errors import ConfigurationError
+from hf_dp.errors import ConfigurationError, LedgerError
 from hf_dp.hub.card import BEGIN, END, METADATA_KEY, epsilons, metadata, privacy_section
 from hf_dp.hub.record import CARD_FILE, RECORD_FILE, PrivacyRecord, sha256, sha256_of_text
 from hf_dp.hub.saved import may_be_published
@@ -41,13 +42,15 @@ _LOCAL = {"training_args.bin", "optimizer.pt", "optimizer.bin", "scheduler.pt", 
 
 PROVEN = (
     "The stated epsilon follows from the ledger: what is said to have been released costs no more at this delta.",
-    "The weights (or the texts sampled from them) are the files that the record was written for, and the card says "
-    "what the record says.",
+    "The weights (or the texts sampled from them) are the files that the record was written for, and the card's "
+    "metadata says what the record says.",
 )
+IN_WORDS = "The card's privacy section says what the record says, and nothing else."
 NOT_PROVEN = (
     "That the training happened as the ledger says, on that many units of that kind, with secret noise. "
     "A publisher who lies in all files alike is believed; ask for the code, or for an audit.",
     "That nothing else computed from the same data was published: other runs add up with this one.",
+    "What the card says outside its privacy section; in the words of another version of hf_dp, in that section too.",
     "Anything that the card lists as not covered.",
 )
 
@@ -95,6 +98,12 @@ class Verification:
         """Every comparison agrees, and what they agree on is a private model."""
         return self.consistent and self.report.private
 
+    @property
+    def proven(self) -> tuple[str, ...]:
+        """What follows where every comparison agrees."""
+        words = (IN_WORDS,) if _is_of_this_version(self.report) else ()
+        return (*PROVEN, *words) if self.consistent else ()
+
 
 def load_report(
     repo_or_directory: str | os.PathLike[str], *, revision: str | None = None, token: str | None = None
@@ -122,7 +131,14 @@ def verify(
     """
     source = open_source(repo_or_directory, revision=revision, token=token)
     record = source.record()
-    found = epsilons(record.report, record.ledger)
+    try:
+        found = epsilons(record.report, record.ledger)
+    except (ArithmeticError, RecursionError) as error:
+        raise LedgerError(
+            f"epsilon cannot be computed from the ledger of {source.title} ({error}).",
+            why="a number in it is beyond what accountants compute with, so nothing follows from it.",
+            fix="take the file again from the folder that the private run saved; do not edit it by hand.",
+        ) from error
     checks = [*_claim(record, found), *_promise(record), *_words(record)]
     checks += [*_files(source, record), *_card(source, record)]
     return Verification(source.title, record.report, found, tuple(checks), tuple(_notes(source, record)))
@@ -220,8 +236,10 @@ def _words(record: PrivacyRecord) -> Iterator[Check]:
         return
     wanted = standard_caveats(withholds_logs=record.config.withhold_non_private_logs)
     missing = [caveat for caveat in wanted if caveat not in record.report.caveats]
-    said = f"left out: {' '.join(missing)}" if missing else "all that hold for every run are there"
-    yield Check("caveats", not missing, said)
+    added = [str(caveat) for caveat in record.report.caveats if caveat not in wanted]
+    said = " ".join([*(f"left out: {caveat}" for caveat in missing), *(f"added: {caveat}" for caveat in added)])
+    agree = list(record.report.caveats) == list(wanted)
+    yield Check("caveats", agree, "all that hold for this run, and no others" if agree else said or "in another order")
     agrees = sha256_of_text(privacy_section(record.report, record.ledger)) == record.card_sha256
     yield Check("words of the card", agrees, "they " + ("follow" if agrees else "do not follow") + " from the record")
 
@@ -240,9 +258,22 @@ def _files(source: Source, record: PrivacyRecord) -> Iterator[Check]:
             found = sha256(source.path(name))
             said = f"SHA-256 {found[:12]}..." + ("" if found == digest else f", recorded {digest[:12]}...")
             yield Check(name, found == digest, said)
-    strange = sorted(name for name in source.names if _would_be_loaded(name) and name not in record.files)
-    said = f"not named in the record: {', '.join(strange)}" if strange else "nothing that loads with the model"
+    # A folder of data is loaded with all that is in it.
+    is_corpus = bool(record.corpus) and not record.weights
+    loads = _is_no_dot_file if is_corpus else _would_be_loaded
+    named = {*record.files, CARD_FILE, RECORD_FILE}
+    strange = sorted(name for name in source.names if loads(name) and name not in named)
+    what = "corpus" if is_corpus else "model"
+    said = f"not named in the record: {', '.join(strange)}" if strange else f"nothing that loads with the {what}"
     yield Check("other files", not strange, said)
+
+
+def _is_a_model(path: PurePosixPath) -> bool:
+    return path.name == RECORD_FILE or (path.suffix in _LOADED - {".py"} and not path.name.startswith((".", "_")))
+
+
+def _is_no_dot_file(name: str) -> bool:
+    return not name.startswith(".")
 
 
 def _would_be_loaded(name: str) -> bool:
@@ -264,7 +295,10 @@ def _card(source: Source, record: PrivacyRecord) -> Iterator[Check]:
     yield Check("card, text", agrees, "the privacy section is " + ("as written" if agrees else "changed or missing"))
     try:
         claimed = ModelCard(text).data.get(METADATA_KEY)
-    except (ValueError, TypeError, AttributeError, yaml.YAMLError):
+        header = REGEX_YAML_BLOCK.search(text)
+        if header and _has_a_name_twice(yaml.compose(header[2], yaml.SafeLoader)):
+            claimed = None
+    except (ValueError, TypeError, AttributeError, RecursionError, yaml.YAMLError):
         claimed = None
     wanted = metadata(record, sha256(source.path(RECORD_FILE)))
     if not isinstance(claimed, dict) or set(claimed) != set(wanted):
@@ -274,6 +308,16 @@ def _card(source: Source, record: PrivacyRecord) -> Iterator[Check]:
         f"{name} {claimed[name]!r}, not {value!r}" for name, value in wanted.items() if not _same(claimed[name], value)
     ]
     yield Check("card, metadata", not differing, "; ".join(differing) or "as in the record")
+
+
+def _has_a_name_twice(node: Any) -> bool:
+    # Of two values for one name some readers take the first, some the last, and the hub neither.
+    if isinstance(node, yaml.SequenceNode):
+        return any(map(_has_a_name_twice, node.value))
+    if not isinstance(node, yaml.MappingNode):
+        return False
+    names = [name.value for name, _ in node.value]
+    return len(set(map(str, names))) < len(names) or any(_has_a_name_twice(value) for _, value in node.value)
 
 
 def _notes(source: Source, record: PrivacyRecord) -> Iterator[str]:
@@ -290,8 +334,11 @@ def _notes(source: Source, record: PrivacyRecord) -> Iterator[str]:
             "Texts, and no model: that they were sampled from the model of this ledger, and that none was chosen by "
             "looking at the private data, is the word of whoever published them."
         )
-    if any(name.endswith(f"/{RECORD_FILE}") for name in source.names):
-        yield "Checkpoints in folders of their own are not checked here; verify each for itself."
+    others = {str(path.parent) for path in map(PurePosixPath, source.names) if _is_a_model(path)}
+    others -= {".", *(str(PurePosixPath(name).parent) for name in record.files)}
+    if others:
+        folders = ", ".join(sorted(others))
+        yield f"Models in folders of their own are not checked here: {folders}. Verify each for itself."
     other = sorted(name for name in source.names if not may_be_published(name) and "/" not in name)
     local = [name for name in other if name not in (CARD_FILE, RECORD_FILE, ".gitattributes")]
     if local:

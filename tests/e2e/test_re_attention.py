@@ -14,6 +14,7 @@ from hf_dp import DPTrainer, PrivacyConfig, ReAttentionConfig, accounting, load_
 from hf_dp.accounting import Ledger
 from hf_dp.errors import ConfigurationError, LedgerError
 from hf_dp.frequencies import LABEL
+from hf_dp.hub import verify
 from hf_dp.noise import GaussianNoise
 from hf_dp.re_attention import FILE, FREQUENCIES, installed, read
 from tests.e2e.test_trainer import a_tokenizer
@@ -114,6 +115,9 @@ def test_paper_errors_are_sigma_over_what_touches_a_parameter(tmp_path: Path) ->
     expected = 0.5 / (EXPECTED * shares).clamp_min(1.0)
     torch.testing.assert_close(rows_of[:, 0], expected)
     assert all(float(value) == pytest.approx(0.5 / EXPECTED) for value in errors.values())
+    trainer.save_model()
+    assert verify(tmp_path).consistent
+    assert str(tmp_path) not in (tmp_path / "privacy.json").read_text(encoding="utf-8"), "whose machine that was"
     (tmp_path / "shares.json").write_text("[0.5]", encoding="utf-8")
     with pytest.raises(ConfigurationError, match="public_frequencies"):
         make(tmp_path, privacy=private(re_attention=attention)).train()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -69,6 +70,28 @@ def test_smoke(recipe, train):
     records = [json.loads(path.read_text(encoding="utf-8")) for path in out.rglob("privacy.json")]
     assert records
     assert all(record["report"]["steps"] == 2 for record in records)
+
+
+def test_a_recipe_goes_on_from_its_checkpoint_and_never_begins_anew_instead(train):
+    flags = ("--smoke", "true", "--save_strategy", "steps", "--save_steps", "1")
+    _, out = train("classify_full", *flags)
+    first = (out / "checkpoint-1" / "model.safetensors").stat().st_mtime_ns
+    for given in ("true", str(out / "checkpoint-1")):
+        shutil.rmtree(out / "checkpoint-2")
+        (out / "privacy.json").unlink()
+        train("classify_full", *flags, "--resume_from_checkpoint", given)
+        record = json.loads((out / "privacy.json").read_text(encoding="utf-8"))
+        assert record["report"]["steps"] == 2
+        assert (out / "checkpoint-2").is_dir()
+        assert (out / "checkpoint-1" / "model.safetensors").stat().st_mtime_ns == first, "it began anew"
+    printed, _ = train("classify_full", *flags, "--resume_from_checkpoint", "true", code=2)
+    assert "2 private steps were made, as many as were planned" in printed
+    for recipe, given, words in (
+        ("classify_full", str(out / "checkpoint-9"), "no such checkpoint"),
+        ("sparse_embeddings", str(out / "checkpoint-1"), "where several trainings are compared"),
+    ):
+        printed, _ = train(recipe, *flags, "--resume_from_checkpoint", given, code=2)
+        assert words in printed
 
 
 @pytest.mark.parametrize("recipe", ["classify", "classify_lora", "classify_as_infilling"])
@@ -246,6 +269,9 @@ def test_sequential_recommendation_with_its_controls(train, tmp_path):
     assert [row["group"] for row in groups_of(out / "epsilon_8_off_seed_0")["groups"]] == ["under 5"]
     assert weights == {path: path.stat().st_mtime_ns for path in out.rglob("model.safetensors")}
     assert json.loads((out / "results.json").read_text(encoding="utf-8")) == results
+
+    printed, _ = train("sequential_recommendation", *flags, "--max_steps", "3", code=2)
+    assert "results with other settings: max_steps 2, now 3" in printed
 
     (out / "epsilon_8_off_seed_0" / "hits.json").unlink()
     printed, _ = train("sequential_recommendation", *flags, "--group_column", "length", code=2)

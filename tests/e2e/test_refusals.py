@@ -321,6 +321,9 @@ def test_several_devices_would_be_dataparallel(tmp_path: Path) -> None:
     ("changes", "words"),
     [
         ({"max_grad_norm": 0.5}, "max_grad_norm=0.5"),
+        ({"learning_rate": float("nan")}, "learning_rate=nan"),
+        ({"learning_rate": float("inf")}, "learning_rate=inf"),
+        ({"learning_rate": -0.1}, "learning_rate=-0.1"),
         ({"train_sampling_strategy": "group_by_length"}, "train_sampling_strategy='group_by_length'"),
         ({"train_sampling_strategy": "sequential"}, "train_sampling_strategy='sequential'"),
         ({"auto_find_batch_size": True}, "auto_find_batch_size=True"),

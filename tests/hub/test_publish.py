@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from huggingface_hub import ModelCard
 from huggingface_hub.errors import HfHubHTTPError
 from peft import PeftModel
@@ -89,6 +90,40 @@ def test_what_is_pushed_loads_again_and_verifies(hub: Hub, trained: Any) -> None
     assert found.private, found.checks
     assert found.source == f"{NAME} at {repository.head}"
     assert found.epsilons["pld"] <= 3.0 < found.epsilons["rdp"]
+
+
+def test_a_log_that_lies_in_the_output_directory_stays_there(hub: Hub, tmp_path: Path) -> None:
+    run = trainer(tmp_path / "out")
+    log = tmp_path / "out" / "messages.txt"
+    log.parent.mkdir(exist_ok=True)
+    handler, before = logging.FileHandler(log), transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_info()
+    transformers.logging.add_handler(handler)
+    try:
+        run.train()
+        written = log.stat().st_size
+        run.push_to_hub()
+    finally:
+        transformers.logging.remove_handler(handler)
+        transformers.logging.set_verbosity(before)
+        handler.close()
+    assert log.stat().st_size > written > 0, "nothing was logged while the model was saved"
+    assert set(hub.repositories[NAME].files) == MODEL | TOKENIZER
+    assert verify(NAME).private
+
+
+def test_a_path_that_peft_writes_is_said_before_it_goes_up(
+    hub: Hub, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    base = tmp_path / "home" / "base"
+    classifier().save_pretrained(base)
+    run = trainer(tmp_path / "out", adapted(AutoModelForSequenceClassification.from_pretrained(base)))
+    run.train()
+    run.push_to_hub()
+    assert f"names the base model by a place on this machine, {str(base)!r}" in caplog.text
+    card = hub.repositories[NAME].files["README.md"].decode()
+    assert str(tmp_path) not in card
+    assert "from scratch" not in card
 
 
 def test_the_card_tells_of_privacy_and_of_no_losses(hub: Hub, trained: Any) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import json
 import math
+import os
 import re
 import shutil
 from collections.abc import Callable
@@ -180,6 +181,13 @@ TAMPERED: dict[str, tuple[list[Callable[[Path], None]], str]] = {
     ),
     "card, epsilon": ([in_card(r"epsilon_pld: \S+", "epsilon_pld: 0.5")], "card, metadata: epsilon_pld 0.5, not 2.99"),
     "card, epsilon RDP": ([in_card(r"epsilon_rdp: \S+", "epsilon_rdp: 0.5")], "card, metadata: epsilon_rdp"),
+    "card, metadata twice": (
+        [in_card("differential_privacy:", "differential_privacy: {epsilon_pld: 0.1}\ndifferential_privacy:")],
+        "card, metadata: differential_privacy is",
+    ),
+    "card, epsilon twice": (
+        [in_card("  epsilon_pld:", "  epsilon_pld: 0.1\n  epsilon_pld:")], "card, metadata: differential_privacy is"
+    ),
     "card, metadata gone": ([in_card("differential_privacy:", "privacy:")], "card, metadata: differential_privacy is"),
     "card, broken YAML": ([in_card("tags:", "tags: [")], "card, metadata"),
     "no card": ([lambda d: (d / "README.md").unlink()], "card: there is no README.md"),
@@ -222,6 +230,12 @@ def test_what_is_not_known_is_refused_and_not_guessed(copy: Path, change: Callab
     assert words in said.stderr
     assert "What to do:" in said.stderr
     assert not said.stdout
+
+
+def test_models_in_folders_that_no_record_names_are_said(copy: Path) -> None:
+    (copy / "quantized").mkdir()
+    (copy / "quantized" / "model.gguf").write_bytes(b"")
+    assert any("checkpoint-2, checkpoint-4, quantized. Verify each" in note for note in verify(copy).notes)
 
 
 def test_names_in_a_record_do_not_lead_out_of_the_folder(copy: Path, tmp_path: Path) -> None:
@@ -418,6 +432,26 @@ def test_only_what_was_written_belongs_to_the_model(tmp_path: Path) -> None:
     assert files.names == ["model.safetensors", "sub/adapter_model.safetensors"]
 
 
+def test_what_is_no_file_is_not_looked_into(tmp_path: Path) -> None:
+    (tmp_path / "latest").symlink_to(tmp_path / "nowhere")
+    os.mkfifo(tmp_path / "pipe")
+    with SavedFiles(tmp_path) as files:
+        (tmp_path / "model.safetensors").write_bytes(b"1")
+    assert files.names == ["model.safetensors"]
+
+
+def test_a_log_that_grows_while_the_model_is_saved_is_not_the_model_s(tmp_path: Path) -> None:
+    for name in ("train.log", "out.txt", "merges.txt"):
+        (tmp_path / name).write_text("loss 1\n")
+    with SavedFiles(tmp_path) as files:
+        for name in ("train.log", "out.txt"):
+            with (tmp_path / name).open("a") as log:
+                log.write("Saving model checkpoint\n")
+        (tmp_path / "merges.txt").write_text("a b\nc d\n")
+        (tmp_path / "model.safetensors").write_bytes(b"1")
+    assert files.names == ["merges.txt", "model.safetensors"]
+
+
 def test_a_file_of_an_earlier_save_is_the_model_s_only_if_it_is_written_again(copy: Path) -> None:
     content = (copy / "model.safetensors").read_bytes()
     with SavedFiles(copy) as files:
@@ -536,6 +570,71 @@ def test_words_that_do_not_follow_from_the_record_are_noticed_under_a_new_digest
     assert failed(copy).startswith("caveats: left out: Hyper-parameters chosen")
 
 
+def test_words_that_a_forger_adds_to_those_of_the_record_are_noticed(copy: Path) -> None:
+    in_record("report", "caveats", to=lambda caveats: [*caveats, "Correction: epsilon is 0.1."])(copy)
+    seal(copy)
+    assert failed(copy) == "caveats: added: Correction: epsilon is 0.1."
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        in_record("ledger", "entries", 0, "label", to="training step |\n\n**Epsilon is 0.1.**"),
+        in_record("report", "versions", "dp_accounting", to="1 |\n\n**Epsilon is 0.1.**"),
+        in_record("report", "versions", to=lambda versions: {**versions, "**Epsilon is 0.1.**": "1"}),
+    ],
+)
+def test_names_and_versions_have_no_room_for_a_claim(copy: Path, change: Callable[[Path], None]) -> None:
+    change(copy)
+    with pytest.raises(LedgerError):
+        verify(copy)
+
+
+def nested(depth: int) -> dict[str, Any]:
+    event: dict[str, Any] = {"type": "gaussian", "noise_multiplier": 1.0}
+    for _ in range(depth):
+        event = {"type": "composed", "events": [event]}
+    return event
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        in_record("report", "epsilon", to=10**400),
+        in_record("report", "expected_batch_size", to=10**400),
+        in_record("ledger", "promise", "target_epsilon", to=nested(400)),
+        in_record("ledger", "entries", 0, "event", "sampling_probability", to=5e-324),
+    ],
+)
+def test_numbers_that_nothing_can_be_computed_with_are_refused(copy: Path, change: Callable[[Path], None]) -> None:
+    change(copy)
+    said = invoke("verify", str(copy))
+    assert said.exit_code == 2, said.exception
+    assert "What to do:" in said.stderr
+
+
+def test_a_name_twice_in_a_record_is_refused(copy: Path) -> None:
+    file = copy / "privacy.json"
+    file.write_text(file.read_text().replace('"epsilon":', '"epsilon": 0.1,\n    "epsilon":', 1))
+    with pytest.raises(LedgerError, match="a name twice"):
+        verify(copy)
+
+
+def test_what_lies_beside_a_corpus_would_be_loaded_with_it(copy: Path) -> None:
+    folder = copy / "corpus"
+    folder.mkdir()
+    (folder / "corpus.jsonl").write_text('{"text": "a", "label": "b"}\n')
+    record = PrivacyRecord.from_json((copy / "privacy.json").read_bytes())
+    (folder / "privacy.json").write_text(record.with_files(folder, ["corpus.jsonl"]).to_json())
+    write_card(folder)
+    assert verify(folder).private
+    for name in ("train.jsonl", "data/more.parquet"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text("the private texts")
+        assert f"other files: not named in the record: {name}" in failed(folder)
+        (folder / name).unlink()
+
+
 def test_a_card_in_other_words_under_a_new_digest_is_noticed_or_said(copy: Path) -> None:
     in_card(r"= [0-9.]+ times as likely", "= 1.01 times as likely")(copy)
     digest_anew(copy)
@@ -549,6 +648,12 @@ def test_words_of_another_version_are_said_to_be_unchecked(copy: Path) -> None:
     found = verify(copy)
     assert found.consistent
     assert any("in the words of hf_dp 0.0.1" in note for note in found.notes)
+    assert not any("privacy section" in line for line in found.proven)
+    write_card(copy)
+    in_card(r"\*\*What is protected", "Epsilon is 0.1. **What is protected")(copy)
+    digest_anew(copy)
+    in_card(r"record_sha256: .*", f"record_sha256: {sha256(copy / 'privacy.json')}")(copy)
+    assert not any("privacy section" in line for line in verify(copy).proven)
 
 
 def test_what_a_forger_can_change_who_writes_the_card_anew(copy: Path) -> None:

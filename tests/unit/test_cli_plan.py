@@ -65,7 +65,10 @@ def test_no_noise_is_printed_as_infinite_epsilon():
         (["plan", "--n", "1000", "--epsilon", "1", "--examples", "20"], "20 examples for at least 50 steps"),
         (["plan", "--n", "1000", "--epsilon", "1", "--epochs", "inf"], "--epochs inf"),
         ([*BASE, "--steps", "1", "--noise", "1", "--clipping-norm", "0"], "--clipping-norm 0"),
-        ([*BASE, "--steps", "1", "--noise", "0", "--plot", "x.png"], "--plot of a plan without noise"),
+        ([*BASE, "--steps", "1", "--noise", "0", "--plot", "x.png"], "--plot of a plan with no noise"),
+        ([*BASE, "--steps", "1", "--noise", "1e9", "--plot", "x.png"], "--plot of a plan with noise so large"),
+        ([*BASE, "--steps", "1", "--noise", "1", "--plot", "/tmp"], "--plot '/tmp': no such place"),
+        ([*BASE, "--steps", "1", "--noise", "1", "--plot", "figure"], "--plot 'figure': no ending"),
         ([*BASE, "--steps", "1", "--noise", "1", "--plot", "/nowhere/x.png"], "--plot '/nowhere/x.png'"),
         ([*BASE, "--steps", "1", "--noise", "1", "--plot", "x.nonsense"], "--plot 'x.nonsense'"),
         ([*BASE, "--epochs", "10", "--epsilon", "0"], "target_epsilon=0"),
@@ -186,6 +189,7 @@ def test_the_plan_is_drawn(tmp_path, asked, monkeypatch):
 
 def test_completion_is_offered():
     assert "--install-completion" in invoke("--help").stdout
+    assert invoke("--version").stdout.startswith("hf-dp ")
     completed = CliRunner().invoke(
         app,
         [],

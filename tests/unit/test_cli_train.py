@@ -23,6 +23,9 @@ if "--refuse" in sys.argv:
     raise ConfigurationError("a thing.", why="it is wrong.", fix="make it right.")
 if "--missing" in sys.argv:
     open("/nowhere/at/all")
+if "--full" in sys.argv:
+    from safetensors import SafetensorError
+    raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
 if "--leave" in sys.argv:
     sys.exit(3)
 if "--save" in sys.argv:
@@ -79,6 +82,7 @@ def test_every_recipe_has_its_script_and_names_it_in_its_first_line(path):
     [
         ("--refuse", 2, "Refused: a thing.\n  Why this is refused: it is wrong.\n  What to do: make it right."),
         ("--missing", 2, "FileNotFoundError: [Errno 2] No such file or directory: '/nowhere/at/all'"),
+        ("--full", 2, "SafetensorError: Error while serializing: I/O error: No space left on device"),
         ("--leave", 3, ""),
     ],
 )

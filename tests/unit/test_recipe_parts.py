@@ -89,6 +89,97 @@ def test_rows_of_files(part, tmp_path):
         read_rows(lines, split="train", columns=("text", "label"))
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("a.csv", "text,label\ncaf\xe9,x\n".encode("latin-1"), "no UTF-8 text"),
+        ("a.csv", bytes(range(256)), "no UTF-8 text"),
+        ("a.csv", b"", "has no column 'text'"),
+        ("a.csv", b"one,x\n", "has no column 'text'"),
+        ("a.csv", b"text,label\none, two,x\n", "row 1, which has no columns, or more than the header"),
+        ("a.csv", b"text,label\none,x\ntwo\n", "has nothing in column 'label' of row 2"),
+        ("a.json", b"[1, 2]", "row 1, which has no columns"),
+        ("a.json", b"[" * 100_000, "cannot be read"),
+        ("a.jsonl", b'{"text": 1', "cannot be read"),
+        ("a.jsonl", b'{"text": 5, "label": "x"}', "has int in column 'text' of row 1"),
+        ("a.jsonl", b'{"text": null, "label": "x"}', "has nothing in column 'text' of row 1"),
+        ("a.jsonl", b'{"text": "a", "label": "x"}\n{"text": "b"}', "has nothing in column 'label' of row 2"),
+        ("a.tsv", b"text\tlabel\n", "the ending '.tsv'"),
+        ("b.csv", None, "no file"),
+    ],
+)
+def test_files_that_are_no_rows_are_refused(name, content, words, part, tmp_path):
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(ConfigurationError, match=words):
+        part("data").read_rows(str(tmp_path / name), split="train", columns=("text",), others=("label",))
+    (tmp_path / "folder.csv").mkdir()
+    with pytest.raises(ConfigurationError, match="Is a directory"):
+        part("data").read_rows(str(tmp_path / "folder.csv"), split="train", columns=("text",))
+
+
+def test_a_byte_order_mark_and_a_long_text_are_read(part, tmp_path):
+    row = {"text": "a" * 200_000, "label": "x"}
+    (tmp_path / "a.csv").write_text(f"text,label\n{row['text']},x\n", encoding="utf-8-sig")
+    (tmp_path / "a.json").write_text(json.dumps([row]), encoding="utf-8-sig")
+    for name in ("a.csv", "a.json"):
+        found = part("data").read_rows(str(tmp_path / name), split="train", columns=("text",), others=("label",))
+        assert found == [row]
+
+
+@pytest.fixture
+def parsed(part, tmp_path, monkeypatch):
+    """Arguments of `classify` with these changes."""
+
+    def parse(**changes):
+        encoder = tmp_path / "encoder"
+        encoder.mkdir(exist_ok=True)
+        for name in ("config.json", "tokenizer.json"):
+            (encoder / name).touch()
+        files = {"train_file": "a.csv", "test_file": "a.csv", "labels_file": "a.json", "output_dir": tmp_path / "out"}
+        values = {**files, "encoder": encoder, "use_cpu": 1, "target_epsilon": 3, **changes}
+        path = tmp_path / "a.yaml"
+        path.write_text(json.dumps({k: v if isinstance(v, int) or v is None else str(v) for k, v in values.items()}))
+        monkeypatch.setattr(sys, "argv", ["recipe", str(path)])
+        return part("arguments").parse(part("classify").RecipeArguments)
+
+    return parse
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"max_examples": 0}, "--max_examples 0"),
+        ({"max_examples": -3}, "--max_examples -3"),
+        ({"max_length": -1}, "--max_length -1"),
+        ({"lora_rank": 0}, "--lora_rank 0"),
+        ({"temperature": "nan"}, "--temperature nan"),
+        ({"head_noise": -1}, "--head_noise -1"),
+        ({"average": 2}, "--average 2"),
+        ({"learning_rate": -1}, "learning_rate=-1"),
+        ({"fp16": 1}, "fp16=True"),
+        ({"encoder": "/nowhere/at/all"}, "no directory with a model"),
+        ({"encoder": ""}, "no directory with a model"),
+    ],
+)
+def test_arguments_with_which_nothing_could_be_learnt_are_refused(changes, words, parsed):
+    with pytest.raises(ConfigurationError, match=words):
+        parsed(**changes)
+
+
+def test_places_that_cannot_be_used_are_refused_before_training(parsed, tmp_path):
+    made, _, _ = parsed(group_column=None)
+    assert made.group_column is None, "null in YAML is the default"
+    (tmp_path / "file").touch()
+    for output in ("file", "file/below"):
+        with pytest.raises(ConfigurationError, match="is a file, or lies below one"):
+            parsed(output_dir=tmp_path / output)
+    (tmp_path / "half").mkdir()
+    (tmp_path / "half" / "config.json").touch()
+    with pytest.raises(ConfigurationError, match="no directory with a tokenizer"):
+        parsed(encoder=tmp_path / "half")
+
+
 def test_smoke_wins_over_the_file_and_flags_win_over_it(part, tmp_path, monkeypatch):
     arguments, recipe = part("arguments"), part("causal_lm").RecipeArguments
     path = tmp_path / "a.yaml"
