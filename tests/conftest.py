@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 # Before anything imports torch or a Hugging Face library; subprocesses inherit them.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -22,6 +26,18 @@ ROOT = Path(__file__).resolve().parent.parent
 
 settings.register_profile("hf_dp", derandomize=True, deadline=None)
 settings.load_profile("hf_dp")
+
+
+@pytest.fixture
+def part(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Any]]:
+    """Imports a module of the recipes as they do, and forgets it afterwards."""
+    recipes = ROOT / "recipes"
+    monkeypatch.syspath_prepend(recipes)
+    known = set(sys.modules)
+    yield importlib.import_module
+    for name in set(sys.modules) - known:
+        if str(recipes) in str(getattr(sys.modules[name], "__file__", "")):
+            del sys.modules[name]
 
 
 @pytest.fixture(scope="session")

@@ -17,7 +17,6 @@ from typer.testing import CliRunner
 from hf_dp.cli import app
 from hf_dp.errors import ConfigurationError
 from hf_dp.hub import verify
-from recipes.labelled_texts import Texts, counts, label_names, share, shares
 
 ROOT = Path(__file__).resolve().parents[2]
 NAMES = ["lost_card", "late transfer", "praise"]
@@ -141,28 +140,30 @@ def test_bad_input_is_refused_before_any_budget_is_spent(
 
 
 @pytest.mark.parametrize("text", ["[]", "{}", '["a", "a"]', "no JSON"])
-def test_what_names_no_labels_is_refused(text: str, tmp_path: Path) -> None:
+def test_what_names_no_labels_is_refused(part: Any, text: str, tmp_path: Path) -> None:
     (tmp_path / "labels.json").write_text(text)
     with pytest.raises(ConfigurationError, match="labels_file|is not JSON"):
-        label_names(str(tmp_path / "labels.json"))
+        part("labelled_texts").label_names(str(tmp_path / "labels.json"))
 
 
 @pytest.mark.parametrize(
     "text", ["[1]", '{"other": 1}', '{"a": -1, "b": 2}', '{"a": "1"}', '{"a": 0}', "{}", '{"a": NaN}']
 )
-def test_what_are_no_shares_is_refused(text: str, tmp_path: Path) -> None:
+def test_what_are_no_shares_is_refused(part: Any, text: str, tmp_path: Path) -> None:
     (tmp_path / "shares.json").write_text(text)
     with pytest.raises(ConfigurationError, match="does not give shares"):
-        shares(str(tmp_path / "shares.json"), ["a", "b"])
+        part("labelled_texts").shares(str(tmp_path / "shares.json"), ["a", "b"])
 
 
-def test_counts_add_up() -> None:
+def test_counts_add_up(part: Any) -> None:
+    counts, shares = part("labelled_texts").counts, part("labelled_texts").shares
     assert counts(shares(None, NAMES), 10) == [4, 3, 3]
     assert sum(counts([1 / 77] * 77, 5000)) == 5000
     assert counts([0.5, 0.5, 0.0], 3) in ([2, 1, 0], [1, 2, 0])
 
 
-def test_nothing_else_may_lie_in_the_shared_folder(tmp_path: Path) -> None:
+def test_nothing_else_may_lie_in_the_shared_folder(part: Any, tmp_path: Path) -> None:
+    texts = part("labelled_texts")
     (tmp_path / "notes.txt").write_text("about the private texts")
     with pytest.raises(ConfigurationError, match="holds notes.txt"):
-        share(Texts([], []), NAMES, tmp_path, tmp_path, "csv", "")
+        texts.share(texts.Texts([], []), NAMES, tmp_path, tmp_path, "csv", "")

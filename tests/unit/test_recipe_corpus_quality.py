@@ -2,27 +2,16 @@
 
 from __future__ import annotations
 
-import importlib
 import random
-import sys
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-RECIPES = Path(__file__).resolve().parents[2] / "recipes"
-
 
 @pytest.fixture
-def quality(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    known = set(sys.modules)
-    monkeypatch.syspath_prepend(RECIPES)
-    yield importlib.import_module("corpus_quality")
-    for name in set(sys.modules) - known:
-        if str(RECIPES) in str(getattr(sys.modules[name], "__file__", "")):
-            del sys.modules[name]
+def quality(part: Any) -> Any:
+    return part("corpus_quality")
 
 
 def corpus(count: int, seed: int) -> tuple[list[str], list[int]]:

@@ -5,7 +5,6 @@ import json
 import math
 import socket
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,19 +12,6 @@ import torch
 from transformers import TrainingArguments
 
 from hf_dp.errors import ConfigurationError
-
-RECIPES = Path(__file__).resolve().parents[2] / "recipes"
-
-
-@pytest.fixture
-def part(monkeypatch):
-    """Imports a module of the recipes as they do, and forgets it afterwards."""
-    monkeypatch.syspath_prepend(RECIPES)
-    known = set(sys.modules)
-    yield __import__
-    for name in set(sys.modules) - known:
-        if str(RECIPES) in str(getattr(sys.modules[name], "__file__", "")):
-            del sys.modules[name]
 
 
 def report(part, directory, values, groups, **changes):
