@@ -40,8 +40,9 @@ class ReAttentionConfig(_Part):
     """Attention corrected for the noise in keys (Ding et al. 2024, arXiv:2405.18194).
 
     Attributes:
-        error: "paper", the noise of one step on the mean gradient, or "accumulated", that of all steps so far with
-            learning rate and Adam's preconditioner.
+        error: "paper", the noise of one step on the mean gradient, which has helped from scratch and harms where
+            pretrained embeddings are trained at small rates; or "accumulated", that of all steps so far with learning
+            rate and Adam's preconditioner.
         fidelity: "isotropic", one variance for each token, or "per_feature", one for each feature of it: slower.
         token_frequencies: how often rows of the token embedding are touched: "released" from the private data with
             noise, paid for with `budget_share` of the target epsilon; "public", read from `public_frequencies`;
