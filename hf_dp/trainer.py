@@ -316,6 +316,12 @@ class DPTrainerMixin(PublishingMixin):
         """
         return per_example_losses(model, inputs, label_smoothing=self.args.label_smoothing_factor)
 
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        """As Trainer's; none after the last step, where Trainer resumed from its checkpoint would make one more."""
+        if self.state.global_step >= self.state.max_steps:
+            return [], None
+        return super().get_batch_samples(*args, **kwargs)
+
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
         """One private gradient from one logical batch; returns the mean loss of its examples (not private)."""
         if self._privacy_callback not in self.callback_handler.callbacks or self._certificate is None:

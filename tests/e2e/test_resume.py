@@ -383,3 +383,17 @@ def test_no_secret_is_in_a_checkpoint(checkpointed: Path) -> None:
         content = file.read_bytes()
         assert key not in content
         assert key.hex().encode() not in content
+
+
+@pytest.mark.parametrize(("target", "steps"), [(3.0, 4), (None, 4), (None, 6)])
+def test_resumed_from_the_last_step_nothing_more_is_spent(tmp_path: Path, target: float | None, steps: int) -> None:
+    """Also at the end of an epoch, which has 6 steps; the process died before it could save the model."""
+    first = trainer(tmp_path, target_epsilon=target, max_steps=steps, save_steps=steps)
+    first.train()
+    again = trainer(tmp_path, target_epsilon=target, max_steps=steps, save_steps=steps)
+    again.train(resume_from_checkpoint=True)
+    assert again.state.global_step == again.ledger.steps == steps
+    assert again.privacy_report() == first.privacy_report()
+    assert same(parameters(again.model), parameters(first.model))
+    again.save_model()
+    assert (tmp_path / "privacy.json").exists()
