@@ -31,7 +31,6 @@ from tests.e2e.conftest import (  # noqa: F401 - fixtures
 from tests.e2e.test_recipes import ROOT, train  # noqa: F401 - a fixture
 from tests.e2e.test_recipes_text import TEMPLATE
 from tests.hub.server import READER, Hub
-from tests.unit.test_recipe_parts import part  # noqa: F401 - a fixture
 
 PUBLIC = ["--train_file", "someone/questions", "--test_file", "someone/questions", "--label_column", "label"]
 PRIVATE = [flag.replace("/questions", "/private-questions") for flag in PUBLIC]
@@ -194,7 +193,7 @@ def test_what_no_token_opens_is_refused_before_training(flags, words, train, mon
     assert not out.exists()
 
 
-def test_rows_by_name_and_of_a_directory(named, part, tmp_path):  # noqa: F811
+def test_rows_by_name_and_of_a_directory(named, part, tmp_path):
     read_rows = part("data").read_rows
     rows = read_rows("someone/questions", split="train", columns=("text", "label"))
     assert rows == [{**row, "label": LABELS[row["label"]]} for row in questions(60)]
@@ -208,7 +207,7 @@ def test_rows_by_name_and_of_a_directory(named, part, tmp_path):  # noqa: F811
     assert read_rows(f"{tmp_path}", split="train", columns=()) == rows
 
 
-def test_a_split_or_configuration_is_named_after_a_colon(named, part):  # noqa: F811
+def test_a_split_or_configuration_is_named_after_a_colon(named, part):
     read_rows = part("data").read_rows
     files = {f"{name}.csv": as_csv(questions(n)) for name, n in (("long", 9), ("short", 3))}
     configs = [{"config_name": file[:-4], "data_files": [{"split": "validation", "path": file}]} for file in files]
@@ -238,7 +237,7 @@ def test_a_split_or_configuration_is_named_after_a_colon(named, part):  # noqa: 
         ("someone/script", "scripts are no longer supported"),
     ],
 )
-def test_data_that_cannot_be_read_is_refused(name, words, named, part):  # noqa: F811
+def test_data_that_cannot_be_read_is_refused(name, words, named, part):
     named.publish("datasets/someone/empty", {".gitattributes": b""})
     named.publish("datasets/someone/broken", {"train.jsonl": b'{"text": "a"}\n{"text": ', "test.jsonl": b"[]"})
     named.publish("datasets/someone/script", {"script.py": b"", "train.csv": b"a\n1\n"})
@@ -247,7 +246,7 @@ def test_data_that_cannot_be_read_is_refused(name, words, named, part):  # noqa:
 
 
 @pytest.mark.parametrize("failure", [500, 401, "drop", "nobody is there"])
-def test_a_hub_that_fails_is_said(failure, named, part):  # noqa: F811
+def test_a_hub_that_fails_is_said(failure, named, part):
     loading = part("hub_names")
     named.fail = lambda method, path: failure
     if failure == "nobody is there":
@@ -258,7 +257,7 @@ def test_a_hub_that_fails_is_said(failure, named, part):  # noqa: F811
         loading.split_of("someone/questions", "train")
 
 
-def test_offline_without_a_cache_is_said(named, part, monkeypatch):  # noqa: F811
+def test_offline_without_a_cache_is_said(named, part, monkeypatch):
     loading = part("hub_names")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(datasets_config, "HF_HUB_OFFLINE", True)
@@ -272,7 +271,7 @@ def test_offline_without_a_cache_is_said(named, part, monkeypatch):  # noqa: F81
 
 
 @pytest.fixture
-def recipe(part) -> Callable[..., Any]:  # noqa: F811
+def recipe(part) -> Callable[..., Any]:
     """Arguments of a recipe that classifies, and the module that reads its data."""
     data = part("data")
     return lambda name, **changes: (data, data.LabelledData(train_file=name, test_file=name, **changes))
