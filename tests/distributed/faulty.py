@@ -69,6 +69,8 @@ def main(output: str, fault: str = "sound", victim: int = -1) -> None:
         happens(fault, run)
     run.train(resume_from_checkpoint=any(Path(output).glob("checkpoint-*")) or None)
     run.save_model(f"{output}/final")
+    # Left to the interpreter's end, gloo's threads now and then abort it.
+    torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
