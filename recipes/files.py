@@ -28,6 +28,7 @@ def read_text(path: str | Path) -> str:
 
 
 def unreadable(name: str, found: str, way: str) -> ConfigurationError:
+    """The refusal of a file, with what was found in it and the way out."""
     return ConfigurationError(
         f"{name!r} cannot be read: {found}.", why="the recipe needs all of it, and guesses at nothing.", fix=f"{way}."
     )

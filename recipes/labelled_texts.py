@@ -26,13 +26,13 @@ class Texts:
     labels: list[int]
 
 
-def label_names(path: str | None) -> list[str]:
+def label_names(path: str) -> list[str]:
     """The names in a JSON list.
 
     Raises:
         ConfigurationError: no list of different names.
     """
-    names = json_of(path) if path else None
+    names = json_of(path)
     if not isinstance(names, list) or not names or len({str(name) for name in names}) != len(names):
         raise ConfigurationError(
             f"labels_file {path!r} is no list of different names.",
