@@ -6,7 +6,6 @@ import functools
 import math
 import operator
 from collections.abc import Callable, Iterable, Sequence
-from itertools import repeat
 from types import MappingProxyType
 from typing import Any
 
@@ -278,10 +277,9 @@ def _moved(m: Moments, func: Any, output: Any, args: _Args, kwargs: _Kwargs) -> 
     move: Any = torch.Tensor.reshape if func is torch.Tensor.view else func
     noise = m.variance(x)
     assert noise is not None
-    own = tensors(move(noise.own, *rest, **kwargs))
-    shared = repeat(None) if noise.shared is None else tensors(move(noise.shared, *rest, **kwargs))
-    # `repeat` has no end.
-    for one, mine, common in zip([output] if isinstance(output, Tensor) else output, own, shared, strict=False):
+    own = list(tensors(move(noise.own, *rest, **kwargs)))
+    shared = [None] * len(own) if noise.shared is None else tensors(move(noise.shared, *rest, **kwargs))
+    for one, mine, common in zip([output] if isinstance(output, Tensor) else output, own, shared, strict=True):
         m.put(one, Tracked(Variance(mine, common)))
 
 
