@@ -12,9 +12,9 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from hf_dp import DPTrainer, PrivacyConfig
+from hf_dp import DPTrainer, PrivacyConfig, re_attention
 from hf_dp.errors import ConfigurationError
 
 RARITIES = ("head", "middle", "tail")
@@ -28,6 +28,28 @@ class LogitsTrainer(DPTrainer):
         """Cross-entropy (B,)."""
         outputs = model(**{name: value for name, value in inputs.items() if name != "labels"})
         return F.cross_entropy(_logits(outputs), inputs["labels"], reduction="none")
+
+
+class VarianceControl(TrainerCallback):
+    """Gives rows of the token table the noise of others, or that of their root mean square; else changes nothing.
+
+    If either does as well as Re-Attention, the pattern of variances is not what helps.
+    """
+
+    def __init__(self, arm: str) -> None:
+        self.arm = arm
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        """After Re-Attention was put on the model."""
+        installed = re_attention.installed(model)
+        if installed is None or self.arm not in ("shuffled", "constant"):
+            return
+        embedding = model.get_input_embeddings().weight
+        table = installed.errors[next(name for name, one in model.named_parameters() if one is embedding)]
+        if self.arm == "shuffled":
+            table.copy_(table[torch.randperm(len(table))])
+        else:
+            table.fill_(float(table.square().mean().sqrt()))
 
 
 def trainer(

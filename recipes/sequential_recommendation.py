@@ -19,16 +19,16 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from arguments import parse
-from comparison import collate, folder_of, refuse_unknown, scored, trainer
+from comparison import VarianceControl, collate, folder_of, refuse_unknown, scored, trainer
 from files import read_text
 from groups import report_by_group
 from rich.console import Console
 from rich.table import Table
 from sequences import PADDING, SequenceData, Sequences, load, popularity
 from torch import Tensor
-from transformers import GPT2Config, GPT2Model, GPT2PreTrainedModel, TrainerCallback, TrainingArguments, set_seed
+from transformers import GPT2Config, GPT2Model, GPT2PreTrainedModel, TrainingArguments, set_seed
 
-from hf_dp import PrivacyConfig, ReAttentionConfig, re_attention
+from hf_dp import PrivacyConfig, ReAttentionConfig
 from hf_dp.errors import ConfigurationError
 
 ARMS = ("off", "on", "shuffled", "constant")
@@ -120,24 +120,6 @@ class NextItem(GPT2PreTrainedModel):
         return hidden[torch.arange(len(hidden)), last] @ self.transformer.wte.weight.T
 
 
-class Control(TrainerCallback):
-    """Gives rows of the item table the noise of others, or that of their root mean square."""
-
-    def __init__(self, arm: str) -> None:
-        self.arm = arm
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        """After Re-Attention was put on the model."""
-        installed = re_attention.installed(model)
-        if installed is None:
-            return
-        table = installed.errors["transformer.wte.weight"]
-        if self.arm == "shuffled":
-            table.copy_(table[torch.randperm(len(table))])
-        elif self.arm == "constant":
-            table.fill_(float(table.square().mean().sqrt()))
-
-
 def promise(
     privacy: PrivacyConfig, run: Run, recipe: RecipeArguments, true_shares: Path, n: int
 ) -> PrivacyConfig | None:
@@ -200,7 +182,7 @@ def trained(
         arguments = replace(arguments, seed=run.seed)
     made = trainer(NextItem(config), arguments, folder, privacy, train_dataset=data.train, data_collator=collate)
     if run.arm is not None:
-        made.add_callback(Control(run.arm))
+        made.add_callback(VarianceControl(run.arm))
     made.train()
     if privacy is not None:
         made.save_model()
