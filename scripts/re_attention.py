@@ -72,7 +72,8 @@ def settings(file: str, kind: type, **others: Any) -> tuple[Any, TrainingArgumen
     values = yaml.safe_load((ROOT / "recipes" / file).read_text(encoding="utf-8"))
     paths = {name: ROOT / value for name, value in values.items() if name.endswith("_file")}
     quiet = {"logging_steps": 1000, "disable_tqdm": True, "use_cpu": True}
-    flags = [part for name, value in {**values, **paths, **quiet, **others}.items() for part in (f"--{name}", str(value))]
+    given = {**values, **paths, **quiet, **others}
+    flags = [part for name, value in given.items() for part in (f"--{name}", str(value))]
     parser = HfArgumentParser((kind, TrainingArguments))  # type: ignore[arg-type]
     recipe, arguments, _ = parser.parse_args_into_dataclasses(flags, return_remaining_strings=True)
     return recipe, arguments
