@@ -20,6 +20,8 @@ from hf_dp.re_attention.errors import accumulate_, one_step, relative_counts, to
 
 logger = logging.getLogger(__name__)
 _KNOWN = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
+# Where the paper's error has helped it was below what an optimizer's step put in; where it harmed, a hundred times that.
+_FAR = 10
 
 
 class AttentionNoise:
@@ -49,6 +51,7 @@ class AttentionNoise:
     ) -> None:
         self._model, self._config, self._plan, self._tokenizer = model, config, plan, tokenizer
         self.frequencies: Tensor | None = None
+        self._compared = False
         self._deviation = plan.noise_standard_deviation / plan.sampler.expected_batch_size
         inner = getattr(optimizer, "optimizer", optimizer)
         if config.error == "accumulated" and not isinstance(inner, _KNOWN):
@@ -117,6 +120,28 @@ class AttentionNoise:
         """Adds the noise of the step that was taken."""
         if self._config.error == "accumulated" and self._deviation:
             accumulate_(self.attention.errors, self._model, optimizer, self._counts, self._deviation)
+        elif self._deviation and not self._compared:
+            self._compare_with_a_step(optimizer)
+
+    def _compare_with_a_step(self, optimizer: torch.optim.Optimizer) -> None:
+        groups = optimizer.param_groups
+        warming_up = any(group["lr"] < 0.9 * group.get("initial_lr", group["lr"]) for group in groups)
+        if warming_up or not isinstance(getattr(optimizer, "optimizer", optimizer), _KNOWN):
+            return
+        self._compared = True
+        tables = {id(table) for table in token_tables(self._model)}
+        names = [name for name, p in self._model.named_parameters() if id(p) in tables]
+        put_in = {name: torch.zeros_like(self.attention.errors[name]) for name in names}
+        accumulate_(put_in, self._model, optimizer, self._counts, self._deviation)
+        times = max((float((self.attention.errors[name] / put_in[name]).median()) for name in names), default=0.0)
+        if times > _FAR:
+            logger.warning(
+                "Re-Attention with error='paper': it counts rows of the token embedding as having %.3g times the noise "
+                "that a step of this optimizer puts into them, and attention leaves out rare tokens whose embeddings "
+                "are as good as before. A pretrained model trained so has lost accuracy (docs/re_attention.md): use "
+                "ReAttentionConfig(error='accumulated') there.",
+                times,
+            )
 
     def load(self, checkpoint: Path) -> None:
         """Goes back to the noise that an earlier model of this training has."""

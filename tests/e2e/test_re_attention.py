@@ -123,6 +123,21 @@ def test_paper_errors_are_sigma_over_what_touches_a_parameter(tmp_path: Path) ->
         make(tmp_path, privacy=private(re_attention=attention)).train()
 
 
+@pytest.mark.parametrize(
+    ("optim", "rate", "warmup", "warned"),
+    [("sgd", 1e-3, 0, True), ("sgd", 0.5, 0, False), ("sgd", 0.5, 2, False), ("sgd", 1e-3, 2, True),
+     ("adamw_torch", 1e-5, 0, True), ("adamw_torch", 1e-1, 0, False)],
+)  # fmt: skip
+def test_paper_errors_far_above_what_a_step_puts_in_are_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, optim: str, rate: float, warmup: int, warned: bool
+) -> None:
+    schedule = {"lr_scheduler_type": "constant_with_warmup", "warmup_steps": warmup} if warmup else {}
+    budgeted(tmp_path, optim=optim, learning_rate=rate, **schedule).train()
+    assert caplog.text.count("ReAttentionConfig(error='accumulated')") == warned
+    if optim == "sgd" and warned:
+        assert "1e+03 times the noise" in caplog.text
+
+
 def test_frequencies_are_counted_in_public_texts(tmp_path: Path) -> None:
     (tmp_path / "public.txt").write_text("a b\n\na a\nc\n", encoding="utf-8")
     attention = ReAttentionConfig(token_frequencies="public", public_frequencies=str(tmp_path / "public.txt"))
