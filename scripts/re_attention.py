@@ -42,8 +42,8 @@ from results import Scores, scored_by_label, scored_by_loss  # noqa: E402
 ARMS = ("off", "on", "accumulated", "shuffled", "constant")
 # Beside the recipes' own settings.
 _LANGUAGE = {
-    "passage_length": 64, "max_steps": 40, "per_device_train_batch_size": 128, "gradient_accumulation_steps": 2,
-    "learning_rate": 1e-2,
+    "passage_length": 64, "width": 64, "layers": 1, "max_steps": 200, "per_device_train_batch_size": 128,
+    "gradient_accumulation_steps": 2, "learning_rate": 6e-3,
 }  # fmt: skip
 _PRETRAINED = {"max_steps": 10, "per_device_train_batch_size": 125, "gradient_accumulation_steps": 2}
 _FULL = {**_PRETRAINED, "learning_rate": 3e-5}
