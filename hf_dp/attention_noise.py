@@ -20,7 +20,7 @@ from hf_dp.re_attention.errors import accumulate_, one_step, relative_counts, to
 
 logger = logging.getLogger(__name__)
 _KNOWN = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
-# Where the paper's error has helped it was below what an optimizer's step put in; where it harmed, a hundred times that.
+# Where the paper's error has helped it was below what an optimizer's step put in; where it harmed, 100 times that.
 _FAR = 10
 
 
