@@ -232,8 +232,17 @@ def _product(m: Moments, func: Any, output: Tensor, args: _Args, kwargs: _Kwargs
     else:
         noise, another = (v.each(m.over_features) for v in m.variances(x, y) if v is not None)
         square, other_square = (m.over_features(wide(m.sampled(t.detach())).square()) for t in (x, y))
-        crossed = noise * other_square, another * square
+        crossed = _half_shared(noise * other_square), _half_shared(another * square)
         _put(m, output, *crossed, Variance(noise.total * another.total))
+
+
+def _half_shared(variance: Variance) -> Variance:
+    # Times numbers that differ between positions, in sign too, common noise is less common, and how much less depends
+    # on the numbers. Kept whole, deep keys of small random Llama and Gemma 2 models have 1.1 and 1.5 of the drawn
+    # variance, with none of it 0.8 of it both, with half of it 0.9.
+    if variance.shared is None:
+        return variance
+    return Variance(variance.own + variance.shared / 2, variance.shared / 2)
 
 
 def _quotient(m: Moments, func: Any, output: Tensor, args: _Args, kwargs: _Kwargs) -> None:
