@@ -8,6 +8,8 @@ Terms of a sum are taken as independent. No model is known here.
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -140,6 +142,12 @@ class Moments(TorchFunctionMode):
             self._table[tensor] = tracked
         else:
             self._table.pop(tensor, None)
+
+    def put_sum(self, tensor: Tensor, *parts: Variance) -> None:
+        """Notes noise of several independent parts, broadcast to the tensor's shape; nothing where there are none."""
+        if parts:
+            total = functools.reduce(operator.add, parts)
+            self.put(tensor, Tracked(total.each(lambda v: v.expand(tensor.shape))))
 
     def variance(self, tensor: Tensor) -> Variance | None:
         """Of the tensor itself, in its shape; None without noise."""

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from types import MappingProxyType
 from typing import Any
 
@@ -14,7 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from hf_dp.re_attention.moments import Moments, Rule, Tracked, Variance, tensors, wide, with_slope
+from hf_dp.re_attention import moves
+from hf_dp.re_attention.moments import Moments, Rule, Tracked, Variance, wide, with_slope
 
 _Args = tuple[Any, ...]
 _Kwargs = dict[str, Any]
@@ -76,7 +76,7 @@ def _mapped(m: Moments, output: Tensor, x: Tensor, weight: Tensor, noise_of_weig
             parts.append(Variance(second.sum(-1, keepdim=True) * error[:, 0] if is_shared else second @ error.T))
         if shift is not None:
             parts.append(_in_common(shift.total))
-    _put(m, output, *parts)
+    m.put_sum(output, *parts)
 
 
 def _in_common(variance: Tensor) -> Variance:
@@ -88,7 +88,7 @@ def _embedding(m: Moments, func: Any, output: Tensor, args: _Args, kwargs: _Kwar
     ids, weight = _named(args, kwargs, "input", "weight")
     error = m.variance(weight)
     if error is not None:
-        _put(m, output, Variance(F.embedding(ids, error.total[:, :1].contiguous())))
+        m.put_sum(output, Variance(F.embedding(ids, error.total[:, :1].contiguous())))
 
 
 def _convolution(m: Moments, func: Any, output: Tensor, args: _Args, kwargs: _Kwargs) -> None:
@@ -104,7 +104,7 @@ def _convolution(m: Moments, func: Any, output: Tensor, args: _Args, kwargs: _Kw
         parts.append(Variance(F.conv2d(second, error.total.contiguous(), None, *options)))
     if shift is not None:
         parts.append(_in_common(shift.total[:, None, None]))
-    _put(m, output, *(part.each(lambda v: v.mean(-3, keepdim=True) if m.isotropic else v) for part in parts))
+    m.put_sum(output, *(part.each(lambda v: v.mean(-3, keepdim=True) if m.isotropic else v) for part in parts))
 
 
 # --- normalisation --------------------------------------------------------------------------------------------
@@ -136,7 +136,7 @@ def _normalized(m: Moments, output: Tensor, x: Tensor, weight: Any, bias: Any, p
         parts.append(Variance(normal * m.over_features(error.total)))
     if shift is not None:
         parts.append(_in_common(m.over_features(shift.total)))
-    _put(m, output, *parts)
+    m.put_sum(output, *parts)
 
 
 # --- elementwise functions, linearised ----------------------------------------------------------------------------
@@ -178,7 +178,7 @@ def _added_up(m: Moments, output: Tensor, x: Tensor, axis: Any, kwargs: _Kwargs,
     noise = m.variance(x)
     if noise is not None and axes and x.dim() - 1 not in axes:
         count = math.prod(x.shape[a] for a in axes) if mean else 1
-        _put(m, output, noise.each(lambda v: v.sum(axes).reshape(output.shape) / count**2))
+        m.put_sum(output, noise.each(lambda v: v.sum(axes).reshape(output.shape) / count**2))
 
 
 def _sum(sign: float) -> Rule:
@@ -191,7 +191,7 @@ def _sum(sign: float) -> Rule:
             m.put(output, with_slope(first, lambda: one() + factor * two()))
         elif first is not None and second is not None:
             noises = [v for v in m.variances(x, y) if v is not None]
-            _put(m, output, noises[0], noises[1] * factor**2)
+            m.put_sum(output, noises[0], noises[1] * factor**2)
         elif first is not None:
             _shifted(m, output, first)
         elif second is not None:
@@ -209,10 +209,10 @@ def _shifted(m: Moments, output: Tensor, tracked: Tracked) -> None:
     if tracked.variance.own.shape == output.shape:
         m.put(output, tracked)
     elif tracked.slope is None:
-        _put(m, output, tracked.variance)
+        m.put_sum(output, tracked.variance)
     else:
         squares = m.over_features(wide(tracked.slope()).square())
-        _put(m, output, tracked.variance.each(m.over_features) * squares)
+        m.put_sum(output, tracked.variance.each(m.over_features) * squares)
 
 
 def _product(m: Moments, func: Any, output: Tensor, args: _Args, kwargs: _Kwargs) -> None:
@@ -233,7 +233,7 @@ def _product(m: Moments, func: Any, output: Tensor, args: _Args, kwargs: _Kwargs
         noise, another = (v.each(m.over_features) for v in m.variances(x, y) if v is not None)
         square, other_square = (m.over_features(wide(m.sampled(t.detach())).square()) for t in (x, y))
         crossed = _half_shared(noise * other_square), _half_shared(another * square)
-        _put(m, output, *crossed, Variance(noise.total * another.total))
+        m.put_sum(output, *crossed, Variance(noise.total * another.total))
 
 
 def _half_shared(variance: Variance) -> Variance:
@@ -263,101 +263,11 @@ def _scaled(m: Moments, output: Tensor, x: Tensor, tracked: Tracked, factor: Ten
         noise = m.variance(x)
         assert noise is not None
         squares = m.over_features(factor.square())
-        _put(m, output, noise.each(m.over_features) * squares)
+        m.put_sum(output, noise.each(m.over_features) * squares)
 
 
 def _slope(tracked: Tracked, tensor: Tensor) -> Callable[[], Tensor]:
     return tracked.slope or (lambda: torch.ones((), device=tensor.device))
-
-
-# --- what moves numbers and changes none --------------------------------------------------------------------------
-
-
-def _same(m: Moments, func: Any, output: Tensor, args: _Args, kwargs: _Kwargs) -> None:
-    m.put(output, m.of(args[0] if args else kwargs["input"]))
-
-
-def _moved(m: Moments, func: Any, output: Any, args: _Args, kwargs: _Kwargs) -> None:
-    x, *rest = args
-    tracked = m.of(x)
-    if tracked is None:
-        return
-    # Features that share a variance are no copy of it; a view of them would not always be possible.
-    move: Any = torch.Tensor.reshape if func is torch.Tensor.view else func
-    noise = m.variance(x)
-    assert noise is not None
-    own = list(tensors(move(noise.own, *rest, **kwargs)))
-    shared = [None] * len(own) if noise.shared is None else tensors(move(noise.shared, *rest, **kwargs))
-    for one, mine, common in zip([output] if isinstance(output, Tensor) else output, own, shared, strict=True):
-        m.put(one, Tracked(Variance(mine, common)))
-
-
-def _joined(m: Moments, func: Any, output: Tensor, args: _Args, kwargs: _Kwargs) -> None:
-    parts = args[0] if args else kwargs["tensors"]
-    options = {k: v for k, v in kwargs.items() if k != "tensors"}
-    noises = m.variances(*parts)
-    axis: Any = kwargs.get("dim", args[1] if len(args) > 1 else 0)
-    if m.isotropic and func is not torch.stack and axis % output.dim() == output.dim() - 1:
-        # Without copies of one number for each feature, as of the halves that rotary embeddings swap.
-        shares = [part.shape[-1] / output.shape[-1] for part in parts]
-        known = [(noise, share) for noise, share in zip(noises, shares, strict=True) if noise is not None and share]
-        _put(m, output, *(noise.each(m.over_features) * share for noise, share in known))
-    elif any(noise is not None for noise in noises):
-        m.put(output, Tracked(_merged(lambda *made: func(made, *args[1:], **options), noises, parts)))
-
-
-def _chosen(m: Moments, func: Any, output: Tensor, args: _Args, kwargs: _Kwargs) -> None:
-    if len(args) < 3:
-        return  # the places where a condition holds
-    where, x, y = args
-    noises = m.variances(x, y)
-    if any(noise is not None for noise in noises):
-        nothing = torch.zeros((), device=where.device)
-        _put(m, output, _merged(lambda one, two: torch.where(where, one, two), noises, (nothing, nothing)))
-
-
-def _masked(m: Moments, func: Any, output: Tensor, args: _Args, kwargs: _Kwargs) -> None:
-    noise = m.variance(args[0])
-    if noise is not None:
-        _put(m, output, noise.each(lambda v: v.masked_fill(args[1], 0.0)))
-
-
-def _assigned(m: Moments, func: Any, output: Any, args: _Args, kwargs: _Kwargs) -> None:
-    target, index, source = args
-
-    def assigned(before: Tensor, noise: Tensor) -> Tensor:
-        made = before.clone()
-        made[index] = noise
-        return made
-
-    noises = m.variances(target, source)
-    if any(noise is not None for noise in noises):
-        nothing = torch.zeros((), device=target.device)
-        m.put(target, Tracked(_merged(assigned, noises, (target, nothing))))
-
-
-def _copied(m: Moments, func: Any, output: Tensor, args: _Args, kwargs: _Kwargs) -> None:
-    """index_copy_(dim, index, source), as static caches do."""
-    target, axis, index, source = args
-    noises = m.variances(target, source)
-    if any(noise is not None for noise in noises):
-
-        def copied(before: Tensor, noise: Tensor) -> Tensor:
-            return before.index_copy(axis, index, noise.contiguous())
-
-        m.put(output, Tracked(_merged(copied, noises, (target, source))))
-
-
-def _merged(function: Callable[..., Tensor], noises: Sequence[Variance | None], values: Sequence[Tensor]) -> Variance:
-    """The function of several noises, part by part, with zeros like its value where one has none."""
-
-    def filled(parts: Sequence[Tensor | None]) -> list[Tensor]:
-        zeros = (torch.zeros(value.shape, device=value.device) for value in values)
-        return [zero if part is None else part for part, zero in zip(parts, zeros, strict=True)]
-
-    shared = [None if noise is None else noise.shared for noise in noises]
-    own = function(*filled([None if noise is None else noise.own for noise in noises]))
-    return Variance(own, None if all(part is None for part in shared) else function(*filled(shared)))
 
 
 def _nothing(m: Moments, func: Any, output: Any, args: _Args, kwargs: _Kwargs) -> None:
@@ -365,12 +275,6 @@ def _nothing(m: Moments, func: Any, output: Any, args: _Args, kwargs: _Kwargs) -
 
 
 # --- the table ----------------------------------------------------------------------------------------------------
-
-
-def _put(m: Moments, output: Tensor, *parts: Variance) -> None:
-    if parts:
-        total = functools.reduce(operator.add, parts)
-        m.put(output, Tracked(total.each(lambda v: v.expand(output.shape))))
 
 
 def _pair(args: _Args) -> tuple[Any, Any]:
@@ -414,25 +318,26 @@ RULES = MappingProxyType(
         **_all(_sum(-1.0), [*_both("sub", "sub_"), _sub, _isub]),
         **_all(_product, [*_both("mul", "mul_"), _mul, _rmul, _imul]),
         **_all(_quotient, [*_both("div", "div_"), torch.Tensor.__truediv__]),
-        **_all(_same, _both("dropout", "contiguous", "clone", "detach", "alpha_dropout")),
-        torch.Tensor.data.__get__: _same,  # type: ignore[attr-defined]
+        **_all(moves.same, _both("dropout", "contiguous", "clone", "detach", "alpha_dropout")),
+        torch.Tensor.data.__get__: moves.same,  # type: ignore[attr-defined]
         **_all(
-            _same,
+            moves.same,
             [
                 getattr(torch.Tensor, n)
                 for n in ("to", "float", "half", "bfloat16", "double", "type_as", "requires_grad_")
             ],
         ),
-        **_all(_moved, _both("reshape", "transpose", "permute", "unsqueeze", "squeeze", "split", "chunk", "flatten")),
-        **_all(_moved, _both("unflatten", "narrow", "select", "swapaxes", "repeat_interleave", "index_select", "roll")),
-        **_all(_moved, _both("unbind", "t", "tile", "movedim")),
-        **_all(_moved, [getattr(torch.Tensor, n) for n in ("view", "expand", "repeat", "__getitem__", "expand_as")]),
-        **_all(_moved, [torch.Tensor.T.__get__, torch.Tensor.mT.__get__]),  # type: ignore[attr-defined]
-        **_all(_joined, [torch.cat, torch.concat, torch.stack]),
-        torch.where: _chosen,
-        **_all(_masked, _both("masked_fill", "masked_fill_")),
-        torch.Tensor.__setitem__: _assigned,
-        torch.Tensor.index_copy_: _copied,
+        **_all(moves.moved, _both("reshape", "transpose", "permute", "unsqueeze", "squeeze", "split", "chunk")),
+        **_all(moves.moved, _both("flatten", "unflatten", "narrow", "select", "swapaxes", "index_select", "roll")),
+        **_all(moves.moved, _both("unbind", "t", "tile", "movedim", "repeat_interleave")),
+        **_all(moves.moved, [getattr(torch.Tensor, n) for n in ("view", "expand", "expand_as", "repeat")]),
+        torch.Tensor.__getitem__: moves.moved,
+        **_all(moves.moved, [torch.Tensor.T.__get__, torch.Tensor.mT.__get__]),  # type: ignore[attr-defined]
+        **_all(moves.joined, [torch.cat, torch.concat, torch.stack]),
+        torch.where: moves.chosen,
+        **_all(moves.masked, _both("masked_fill", "masked_fill_")),
+        torch.Tensor.__setitem__: moves.assigned,
+        torch.Tensor.index_copy_: moves.copied,
         **_all(_nothing, _both("var", "std", "softmax", "log_softmax", "norm", "amax", "amin", "max")),
         **_all(_nothing, _both("zeros_like", "ones_like", "empty_like", "full_like", "argmax", "logsumexp")),
         **_all(_nothing, [torch.Tensor.new_zeros, torch.Tensor.new_ones, torch.Tensor.new_full]),

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -156,6 +157,36 @@ def test_the_correction_brings_noisy_attention_closer_to_the_noise_free() -> Non
             mean += attention(module, noisy) / 2000
     divergences = [float((truth * (truth / mean).log()).sum(-1).mean()) for mean in means.values()]
     assert divergences[1] < 0.5 * divergences[0]
+
+
+@pytest.mark.parametrize("is_normalised", [False, True])
+def test_noise_draws_attention_to_keys_of_any_length_and_not_to_normalised_ones(is_normalised: bool) -> None:
+    """A normalised key with noise is one more normalised key; the correction then hides it."""
+    torch.manual_seed(0)
+    queries, keys, width = 200, 400, 16
+    q, k = 1.5 * torch.randn(1, 1, queries, width), torch.randn(1, 1, keys, width)
+    k = F.normalize(k, dim=-1) * width**0.5
+    values = torch.arange(keys)[None, None, :, None].ge(keys // 2).float().expand(1, 1, keys, width)
+    everything = torch.ones(1, 1, queries, keys, dtype=torch.bool)
+    deviation = values[0, 0, :, :1]  # of the keys of the second half, as large as they are
+
+    def share(module: nn.Module, key: Tensor) -> float:
+        return float(re_attention_forward(module, q, key, values, everything)[0].mean())
+
+    plain, corrected = nn.Identity(), nn.Identity()
+    OWNERS[corrected] = Known(deviation[:, 0].square() / (2 if is_normalised else 1))
+    shares = {plain: 0.0, corrected: 0.0}
+    for _ in range(100):
+        noisy = k + deviation * torch.randn(keys, width)
+        noisy = F.normalize(noisy, dim=-1) * width**0.5 if is_normalised else noisy
+        for module in shares:
+            shares[module] += share(module, noisy) / share(plain, k) / 100
+    if is_normalised:
+        assert shares[plain] == pytest.approx(1, abs=0.05)
+        assert shares[corrected] < 0.8
+    else:
+        assert shares[plain] > 1.3
+        assert shares[corrected] == pytest.approx(1, abs=0.05)
 
 
 def plan(target: float = 3.0, n: int = 1000) -> Plan:

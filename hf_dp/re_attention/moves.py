@@ -1,0 +1,107 @@
+"""What becomes of variances where numbers are moved and none is changed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_dp.re_attention.moments import Moments, Tracked, Variance, tensors
+
+_Args = tuple[Any, ...]
+_Kwargs = dict[str, Any]
+
+
+def same(m: Moments, func: Any, output: Tensor, args: _Args, kwargs: _Kwargs) -> None:
+    """The numbers themselves, in another dtype, on another device or with some left out."""
+    m.put(output, m.of(args[0] if args else kwargs["input"]))
+
+
+def moved(m: Moments, func: Any, output: Any, args: _Args, kwargs: _Kwargs) -> None:
+    """Numbers in other places, or some of them."""
+    x, *rest = args
+    tracked = m.of(x)
+    if tracked is None:
+        return
+    # Features that share a variance are no copy of it; a view of them would not always be possible.
+    move: Any = torch.Tensor.reshape if func is torch.Tensor.view else func
+    noise = m.variance(x)
+    assert noise is not None
+    own = list(tensors(move(noise.own, *rest, **kwargs)))
+    shared = [None] * len(own) if noise.shared is None else tensors(move(noise.shared, *rest, **kwargs))
+    for one, mine, common in zip([output] if isinstance(output, Tensor) else output, own, shared, strict=True):
+        m.put(one, Tracked(Variance(mine, common)))
+
+
+def joined(m: Moments, func: Any, output: Tensor, args: _Args, kwargs: _Kwargs) -> None:
+    """Several tensors in one."""
+    parts = args[0] if args else kwargs["tensors"]
+    options = {k: v for k, v in kwargs.items() if k != "tensors"}
+    noises = m.variances(*parts)
+    axis: Any = kwargs.get("dim", args[1] if len(args) > 1 else 0)
+    if m.isotropic and func is not torch.stack and axis % output.dim() == output.dim() - 1:
+        # Without copies of one number for each feature, as of the halves that rotary embeddings swap.
+        shares = [part.shape[-1] / output.shape[-1] for part in parts]
+        known = [(noise, share) for noise, share in zip(noises, shares, strict=True) if noise is not None and share]
+        m.put_sum(output, *(noise.each(m.over_features) * share for noise, share in known))
+    elif any(noise is not None for noise in noises):
+        m.put(output, Tracked(_merged(lambda *made: func(made, *args[1:], **options), noises, parts)))
+
+
+def chosen(m: Moments, func: Any, output: Tensor, args: _Args, kwargs: _Kwargs) -> None:
+    """torch.where."""
+    if len(args) < 3:
+        return  # the places where a condition holds
+    where, x, y = args
+    noises = m.variances(x, y)
+    if any(noise is not None for noise in noises):
+        nothing = torch.zeros((), device=where.device)
+        m.put_sum(output, _merged(lambda one, two: torch.where(where, one, two), noises, (nothing, nothing)))
+
+
+def masked(m: Moments, func: Any, output: Tensor, args: _Args, kwargs: _Kwargs) -> None:
+    """Some numbers replaced by one without noise."""
+    noise = m.variance(args[0])
+    if noise is not None:
+        m.put_sum(output, noise.each(lambda v: v.masked_fill(args[1], 0.0)))
+
+
+def assigned(m: Moments, func: Any, output: Any, args: _Args, kwargs: _Kwargs) -> None:
+    """tensor[index] = source."""
+    target, index, source = args
+
+    def assigned(before: Tensor, noise: Tensor) -> Tensor:
+        made = before.clone()
+        made[index] = noise
+        return made
+
+    noises = m.variances(target, source)
+    if any(noise is not None for noise in noises):
+        nothing = torch.zeros((), device=target.device)
+        m.put(target, Tracked(_merged(assigned, noises, (target, nothing))))
+
+
+def copied(m: Moments, func: Any, output: Tensor, args: _Args, kwargs: _Kwargs) -> None:
+    """index_copy_(dim, index, source), as static caches do."""
+    target, axis, index, source = args
+    noises = m.variances(target, source)
+    if any(noise is not None for noise in noises):
+
+        def copied(before: Tensor, noise: Tensor) -> Tensor:
+            return before.index_copy(axis, index, noise.contiguous())
+
+        m.put(output, Tracked(_merged(copied, noises, (target, source))))
+
+
+def _merged(function: Callable[..., Tensor], noises: Sequence[Variance | None], values: Sequence[Tensor]) -> Variance:
+    """The function of several noises, part by part, with zeros like its value where one has none."""
+
+    def filled(parts: Sequence[Tensor | None]) -> list[Tensor]:
+        zeros = (torch.zeros(value.shape, device=value.device) for value in values)
+        return [zero if part is None else part for part, zero in zip(parts, zeros, strict=True)]
+
+    shared = [None if noise is None else noise.shared for noise in noises]
+    own = function(*filled([None if noise is None else noise.own for noise in noises]))
+    return Variance(own, None if all(part is None for part in shared) else function(*filled(shared)))
