@@ -11,7 +11,11 @@ import pytest
 import torch
 from transformers import TrainingArguments
 
+from hf_dp import ReAttentionConfig
 from hf_dp.errors import ConfigurationError
+from hf_dp.re_attention import ReAttention
+from hf_dp.re_attention.errors import one_step, relative_counts
+from tests.zoo import tiny
 
 
 def report(part, directory, values, groups, **changes):
@@ -274,3 +278,20 @@ def test_interactions_that_cannot_be_used(text, words, part, interactions):
     interactions.write_text(text, encoding="utf-8")
     with pytest.raises(ConfigurationError, match=words):
         sequences.load(sequences.SequenceData(interactions_file=str(interactions), group_column="group"))
+
+
+@pytest.mark.parametrize("arm", ["on", "shuffled", "constant"])
+def test_controls_of_re_attention_change_which_row_has_which_noise_and_nothing_else(part, arm):
+    model = tiny("gpt2", "causal_lm")
+    attention = ReAttention(model, ReAttentionConfig(token_frequencies="uniform"))
+    counts = relative_counts(model, 64, torch.linspace(0.1, 1, model.config.vocab_size))
+    attention.errors, table = one_step(counts, 0.1), "transformer.wte.weight"
+    before = copy.deepcopy(attention.errors)
+    part("comparison").VarianceControl(arm).on_train_begin(None, None, None, model=model)
+    others, rows = attention.errors, attention.errors.pop(table)
+    expected = before.pop(table)
+    torch.testing.assert_close(others, before)
+    torch.testing.assert_close(rows.square().mean(), expected.square().mean())
+    assert torch.equal(rows.flatten().sort().values, expected.flatten().sort().values) == (arm != "constant")
+    assert torch.equal(rows, expected) == (arm == "on")
+    assert bool((rows == rows[0]).all()) == (arm == "constant")
