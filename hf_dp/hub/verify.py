@@ -264,7 +264,9 @@ def _files(source: Source, record: PrivacyRecord) -> Iterator[Check]:
     named = {*record.files, CARD_FILE, RECORD_FILE}
     strange = sorted(name for name in source.names if loads(name) and name not in named)
     what = "corpus" if is_corpus else "model"
-    said = f"not named in the record: {', '.join(strange)}" if strange else f"nothing that loads with the {what}"
+    said = f"nothing that loads with the {what}"
+    if strange:
+        said = f"not named in the record: {', '.join(strange)} (of an earlier save, or put there since: take out)"
     yield Check("other files", not strange, said)
 
 
