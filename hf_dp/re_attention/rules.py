@@ -189,6 +189,11 @@ def _sum(sign: float) -> Rule:
         if first is not None and second is not None and first.variance is second.variance:
             one, two = _slope(first, x), _slope(second, y)
             m.put(output, with_slope(first, lambda: one() + factor * two()))
+        elif first is not None and second is not None and (first.is_turned or second.is_turned):
+            # By any angle. The covariance that this gives a pair is not followed; the variance of both in the middle
+            # is what leaves the noise of scores, as the scores, to differences of positions alone.
+            squares = wide(_slope(first, x)()).square() + wide(_slope(second, y)()).square()
+            _put(m, output, (first.variance + second.variance) * (squares / 2))
         elif first is not None and second is not None:
             noises = [v for v in m.variances(x, y) if v is not None]
             _put(m, output, noises[0], noises[1] * factor**2)
@@ -280,12 +285,13 @@ def _moved(m: Moments, func: Any, output: Any, args: _Args, kwargs: _Kwargs) -> 
     own = list(tensors(move(noise.own, *rest, **kwargs)))
     shared = [None] * len(own) if noise.shared is None else tensors(move(noise.shared, *rest, **kwargs))
     for one, mine, common in zip([output] if isinstance(output, Tensor) else output, own, shared, strict=True):
-        m.put(one, Tracked(Variance(mine, common)))
+        m.put(one, Tracked(Variance(mine, common), is_turned=tracked.is_turned))
 
 
 def _joined(m: Moments, func: Any, output: Tensor, args: _Args, kwargs: _Kwargs) -> None:
     parts = args[0] if args else kwargs["tensors"]
     options = {k: v for k, v in kwargs.items() if k != "tensors"}
+    known_of = [m.of(part) for part in parts]
     noises = m.variances(*parts)
     axis: Any = kwargs.get("dim", args[1] if len(args) > 1 else 0)
     if m.isotropic and func is not torch.stack and axis % output.dim() == output.dim() - 1:
@@ -294,7 +300,16 @@ def _joined(m: Moments, func: Any, output: Tensor, args: _Args, kwargs: _Kwargs)
         known = [(noise, share) for noise, share in zip(noises, shares, strict=True) if noise is not None and share]
         _put(m, output, *(noise.each(m.over_features) * share for noise, share in known))
     elif any(noise is not None for noise in noises):
-        m.put(output, Tracked(_merged(lambda *made: func(made, *args[1:], **options), noises, parts)))
+        merged = _merged(lambda *made: func(made, *args[1:], **options), noises, parts)
+        m.put(output, Tracked(merged, is_turned=axis % output.dim() == output.dim() - 1 and _are_turned(known_of)))
+
+
+def _are_turned(pair: Sequence[Tracked | None]) -> bool:
+    """Whether of two parts the first was negated, as in (-y, x)."""
+    if len(pair) != 2 or pair[0] is None or pair[1] is None:
+        return False
+    first, second = pair[0].slope, pair[1].slope
+    return first is not None and second is None and bool(first().eq(-1).all())
 
 
 def _chosen(m: Moments, func: Any, output: Tensor, args: _Args, kwargs: _Kwargs) -> None:

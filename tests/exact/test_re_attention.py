@@ -137,6 +137,20 @@ def test_padding_beside_an_example_changes_nothing(family: str, head: str, fidel
         torch.testing.assert_close(padded[:2, start : start + 40], alone[:2], rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.parametrize("fidelity", FIDELITIES)
+@pytest.mark.parametrize(
+    ("family", "head"), [("llama", "causal_lm"), ("phi3", "causal_lm"), ("modernbert", "masked_lm")]
+)
+def test_relative_positions_need_no_ids_behind_padding_on_the_left(family: str, head: str, fidelity: str) -> None:
+    """Rotary embeddings see differences of positions alone, and so must the noise of what they rotate."""
+    model, ids = tiny(family, head).eval(), torch.randint(3, VOCABULARY, (1, 12))
+    noisy(model, fidelity)
+    beside, mask = F.pad(ids, (20, 0)), F.pad(torch.ones_like(ids), (20, 0))
+    padded = model(input_ids=beside, attention_mask=mask).logits[:, 20:]
+    # Angles are in float32.
+    torch.testing.assert_close(padded, model(input_ids=ids).logits, rtol=1e-5, atol=1e-6)
+
+
 def test_a_decoder_generates_from_what_its_encoder_said() -> None:
     model, data = tiny("t5", "seq2seq").eval(), text_batch("seq2seq")
     noisy(model)
