@@ -151,6 +151,18 @@ def test_relative_positions_need_no_ids_behind_padding_on_the_left(family: str, 
     torch.testing.assert_close(padded, model(input_ids=ids).logits, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("fidelity", FIDELITIES)
+def test_padding_of_what_is_encoded_changes_nothing_in_the_decoder(fidelity: str, side: str) -> None:
+    model, ids = tiny("t5", "seq2seq").eval(), torch.randint(3, VOCABULARY, (2, 12))
+    noisy(model, fidelity)
+    said = {"decoder_input_ids": torch.randint(3, VOCABULARY, (2, 25))}
+    width = (20, 0) if side == "left" else (0, 20)
+    beside, mask = F.pad(ids, width), F.pad(torch.ones_like(ids), width)
+    padded = model(input_ids=beside, attention_mask=mask, **said).logits
+    torch.testing.assert_close(padded, model(input_ids=ids, **said).logits, rtol=1e-9, atol=1e-12)
+
+
 def test_a_decoder_generates_from_what_its_encoder_said() -> None:
     model, data = tiny("t5", "seq2seq").eval(), text_batch("seq2seq")
     noisy(model)
