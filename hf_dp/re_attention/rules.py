@@ -270,7 +270,10 @@ def _slope(tracked: Tracked, tensor: Tensor) -> Callable[[], Tensor]:
 
 
 def _same(m: Moments, func: Any, output: Tensor, args: _Args, kwargs: _Kwargs) -> None:
-    m.put(output, m.of(args[0] if args else kwargs["input"]))
+    x = args[0] if args else kwargs["input"]
+    # A cast may give a parameter itself, whose noise in later passes is another.
+    if output is not x:
+        m.put(output, m.of(x))
 
 
 def _moved(m: Moments, func: Any, output: Any, args: _Args, kwargs: _Kwargs) -> None:

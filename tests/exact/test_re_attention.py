@@ -302,6 +302,17 @@ def test_a_model_that_was_cast_keeps_its_noise_and_one_that_was_resized_is_refus
         model(**data)
 
 
+def test_noise_that_changed_is_what_is_followed() -> None:
+    """Also of norms that cast their weight, as Gemma's do, in the type that it has."""
+    model, data = tiny("gemma3", "causal_lm", torch.float32).eval(), text_batch("causal_lm")
+    attention = noisy(model)
+    model(**data)
+    attention.errors = {name: error / 10 for name, error in attention.errors.items()}
+    found = model(**data).logits
+    noisy(model, deviation=0.005)
+    torch.testing.assert_close(found, model(**data).logits, rtol=1e-6, atol=1e-6)
+
+
 def test_a_copied_model_has_its_own() -> None:
     model, data = tiny("llama", "causal_lm"), text_batch("causal_lm")
     plain = model(**data).logits
