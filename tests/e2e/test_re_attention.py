@@ -253,6 +253,32 @@ def test_a_failure_after_the_release_does_not_release_again(tmp_path: Path, monk
     assert trainer.privacy_report().epsilon <= 3.0
 
 
+@pytest.mark.parametrize("change", ["budget", "data", "nothing released", "steps"])
+def test_a_release_under_another_budget_is_not_taken_over(tmp_path: Path, monkeypatch: Any, change: str) -> None:
+    """What it cost is in the ledger, and noise would be calibrated as if it had cost something else."""
+    trainer = budgeted(tmp_path)
+    step = DPTrainer.training_step
+    monkeypatch.setattr(DPTrainer, "training_step", lambda *_, **__: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        trainer.train()
+    monkeypatch.setattr(DPTrainer, "training_step", step)
+    spent = trainer.ledger.entries
+    if change == "budget":
+        trainer.privacy = trainer.privacy.replace(target_epsilon=0.5)
+    elif change == "data":
+        trainer.train_dataset = rows(ROWS + 12)
+    elif change == "nothing released":
+        trainer.privacy = trainer.privacy.replace(re_attention=None)
+    else:
+        trainer.args.max_steps = 2
+        trainer.train()
+        assert 2.9 < trainer.privacy_report().epsilon <= 3.0
+        return
+    with pytest.raises(LedgerError, match="token presence"):
+        trainer.train()
+    assert trainer.ledger.entries == spent
+
+
 def test_what_was_released_outlives_a_failed_check(tmp_path: Path, monkeypatch: Any) -> None:
     trainer = budgeted(tmp_path)
     kept = {name: getattr(DPTrainer, name) for name in ("training_step", "_preflight")}
