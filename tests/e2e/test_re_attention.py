@@ -18,7 +18,7 @@ from hf_dp.hub import verify
 from hf_dp.noise import GaussianNoise
 from hf_dp.re_attention import FILE, FREQUENCIES, installed, read
 from tests.e2e.test_trainer import a_tokenizer
-from tests.e2e.workbench import EXPECTED, ROWS, classifier, make, pad_for_language, private, rows
+from tests.e2e.workbench import EXPECTED, ROWS, classifier, make, pad, pad_for_language, private, rows
 from tests.zoo import VOCABULARY, tiny
 
 
@@ -204,6 +204,41 @@ def test_an_optimizer_whose_noise_is_not_known_is_refused(tmp_path: Path) -> Non
     with pytest.raises(ConfigurationError, match="Adafactor"):
         trainer.train()
     assert not trainer.ledger.entries
+
+
+def counted(model: Any, collate: Any, monkeypatch: Any, path: Path) -> torch.Tensor:
+    """In how many of the examples each token is, without noise."""
+    sums: list[torch.Tensor] = []
+    monkeypatch.setattr(GaussianNoise, "add_", lambda _, tensors, *__, **___: sums.append(next(iter(tensors)).clone()))
+    examples = [{**row, "input_ids": [*row["input_ids"], 2]} for row in rows()]
+    budgeted(path, model=model, parts={"data_collator": collate, "train_dataset": examples}).train()
+    return sums[0]
+
+
+def test_a_decoder_reads_its_start_token_in_each_example(tmp_path: Path, monkeypatch: Any) -> None:
+    def answers(examples: Any) -> dict[str, torch.Tensor]:
+        return {
+            **pad([{"input_ids": e["input_ids"]} for e in examples]),
+            "labels": torch.tensor([[9, 2]] * len(examples)),
+        }
+
+    found = counted(tiny("t5", "seq2seq", torch.float32), answers, monkeypatch, tmp_path)
+    assert found[0] == found[9] == found[2] == ROWS
+
+
+@pytest.mark.parametrize(("head", "label"), [("sequence", 1), ("regression", 0.5), ("multi_label", [0.0, 1.0, 1.0])])
+def test_what_an_encoder_decoder_tells_classes_apart_by_are_no_tokens(
+    tmp_path: Path, monkeypatch: Any, head: str, label: Any
+) -> None:
+    def classes(examples: Any) -> dict[str, torch.Tensor]:
+        return {
+            **pad([{"input_ids": e["input_ids"]} for e in examples]),
+            "labels": torch.tensor([label] * len(examples)),
+        }
+
+    found = counted(tiny("t5", head, torch.float32), classes, monkeypatch, tmp_path)
+    assert found[1] == 0
+    assert found[0] == found[2] == ROWS
 
 
 def masked(examples: Any) -> dict[str, torch.Tensor]:
