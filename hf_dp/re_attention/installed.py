@@ -23,7 +23,7 @@ from hf_dp.config import ReAttentionConfig
 from hf_dp.errors import ConfigurationError, UnsupportedModelError
 from hf_dp.re_attention.attention import NAME, OWNERS, KeyNoise, Listener, register
 from hf_dp.re_attention.errors import token_tables
-from hf_dp.re_attention.moments import Moments, Tracked, Variance
+from hf_dp.re_attention.moments import Moments, Tracked, Variance, tensors
 from hf_dp.re_attention.rules import RULES
 
 FILE = "re_attention.safetensors"
@@ -137,6 +137,7 @@ class ReAttention:
         self._refuse_copies(module)
         errors = self._by_address()
         self._refuse_embedded(module, kwargs)
+        self._refuse_encoded(module, kwargs)
         self._within = [id(module)]
         self._kept.clear()
         self._fired.clear()
@@ -208,6 +209,19 @@ class ReAttention:
                 fix="give input_ids, or call hf_dp.remove_re_attention(model) first.",
             )
 
+    def _refuse_encoded(self, module: Any, kwargs: dict[str, Any]) -> None:
+        said, whole = next(tensors(kwargs.get("encoder_outputs")), None), self._model()
+        if said is None or whole is None or (self._moments is not None and self._moments.of(said) is not None):
+            return
+        noisy = {id(p) for name, p in whole.named_parameters() if name in self.errors}
+        if any(id(p) in noisy for p in module.get_encoder().parameters()):
+            raise UnsupportedModelError(
+                "encoder_outputs that were made, copied or repeated outside the model, whose encoder is noisy.",
+                why="the correction would leave out the noise of what the encoder said.",
+                fix="give input_ids, repeated for more answers in place of num_return_sequences or num_beams, or call "
+                "hf_dp.remove_re_attention(model) first.",
+            )
+
     def _check_fired(self) -> None:
         missed = sorted(name for module, name in self._names.items() if module not in self._fired)
         if missed:
@@ -231,10 +245,11 @@ class ReAttention:
             noise = kept.pop() if kept else None
             return None if noise is None or not noise.numel() else KeyNoise(noise, None)
         if module in self._fired:
+            self._end()
             raise UnsupportedModelError(
-                f"{self._names[module]} attends twice in one pass (its layer is shared).",
+                f"{self._names[module]} attends twice in one pass (its layer is shared, or a pass was interrupted).",
                 why="the noise of its keys would have to be kept for each use.",
-                fix="leave re_attention out of PrivacyConfig for this model family.",
+                fix="after an interrupt try again; else leave re_attention out of PrivacyConfig for this model family.",
             )
         self._fired.add(module)
         noise_of_keys, values = moments.variance(key), moments.variance(value)
@@ -247,7 +262,8 @@ class ReAttention:
             )
         if keys is not None and key.shape[2] > query.shape[2] and bool(keys[..., 0].eq(0).any()):
             raise UnsupportedModelError(
-                "cached keys of which the noise is not known (beam search reorders the cache outside the model).",
+                "cached keys of which the noise is not known (beam search reorders the cache outside the model; static "
+                "caches and PEFT's prefixes are made there).",
                 why="the correction would leave out noise that the keys have.",
                 fix="generate with num_beams=1 or use_cache=False, or call hf_dp.remove_re_attention(model) first.",
             )

@@ -172,6 +172,20 @@ def test_a_decoder_generates_from_what_its_encoder_said() -> None:
     assert torch.equal(cached, model.generate(**inputs, use_cache=False, **options))
 
 
+def test_what_an_encoder_said_is_followed_or_refused() -> None:
+    model, data = tiny("t5", "seq2seq").eval(), text_batch("seq2seq")
+    noisy(model)
+    expected = model(**data).logits
+    inputs = {name: data[name] for name in ("input_ids", "attention_mask")}
+    said = model.get_encoder()(**inputs).last_hidden_state
+    rest = {name: values for name, values in data.items() if name != "input_ids"}
+    assert torch.equal(model(encoder_outputs=(said,), **rest).logits, expected)
+    with pytest.raises(UnsupportedModelError, match="encoder_outputs"):
+        model(encoder_outputs=(said.clone(),), **rest)
+    with pytest.raises(UnsupportedModelError, match="num_return_sequences"):
+        model.generate(**inputs, num_return_sequences=2, do_sample=True, max_new_tokens=2)
+
+
 def test_a_reordered_cache_is_refused() -> None:
     model, ids = tiny("llama", "causal_lm").eval(), text_batch("causal_lm")["input_ids"]
     noisy(model)
@@ -254,6 +268,28 @@ def test_an_interrupt_leaves_nothing_behind() -> None:
         model(**data)
     handle.remove()
     assert torch.equal(model(**data).logits, expected)
+    assert torch.overrides._get_current_function_mode() is None
+
+
+def test_an_interrupt_is_forgotten_where_generation_goes_past_what_lies_around_the_model() -> None:
+    model, ids = (
+        get_peft_model(tiny("llama", "causal_lm"), LoraConfig(r=2)).eval(),
+        text_batch("causal_lm")["input_ids"],
+    )
+    noisy(model)
+    options = {"max_new_tokens": 2, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    expected = model.generate(input_ids=ids, **options)
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    handle = model.get_base_model().model.layers[1].mlp.register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        model(input_ids=ids)
+    handle.remove()
+    with pytest.raises(UnsupportedModelError, match="interrupted"):
+        model.generate(input_ids=ids, **options)
+    assert torch.equal(model.generate(input_ids=ids, **options), expected)
     assert torch.overrides._get_current_function_mode() is None
 
 
