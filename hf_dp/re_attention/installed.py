@@ -260,7 +260,7 @@ class ReAttention:
                 why="the correction would leave out noise that the keys have.",
                 fix="leave re_attention out of PrivacyConfig for this model family.",
             )
-        if keys is not None and key.shape[2] > query.shape[2] and bool(keys[..., 0].eq(0).any()):
+        if keys is not None and key.shape[2] > query.shape[2] and _is_partly_zero(keys[..., 0]):
             raise UnsupportedModelError(
                 "cached keys of which the noise is not known (beam search reorders the cache outside the model; static "
                 "caches and PEFT's prefixes are made there).",
@@ -318,6 +318,12 @@ class ReAttention:
 def _weak(model: Any) -> Any:
     """A weak reference; to nothing, one that says so."""
     return (lambda: None) if model is None else weakref.ref(model)
+
+
+def _is_partly_zero(noise: Tensor) -> bool:
+    """Whether there is noise, and not everywhere. At the beginning of a training there may be none yet."""
+    nowhere = noise.eq(0)
+    return bool(nowhere.any()) and not bool(nowhere.all())
 
 
 def _is_attention(module: nn.Module) -> bool:

@@ -169,6 +169,16 @@ def test_accumulated_errors_grow_with_rate_and_steps(tmp_path: Path) -> None:
         assert values == pytest.approx([rate * steps**0.5 / EXPECTED] * len(values), rel=1e-5)
 
 
+def test_a_decoder_whose_noise_is_still_to_come_attends_to_a_longer_text(tmp_path: Path) -> None:
+    def answers(examples: Any) -> dict[str, torch.Tensor]:
+        return {**pad([{"input_ids": e["input_ids"]} for e in examples]), "labels": torch.full((len(examples), 1), 9)}
+
+    model, attention = tiny("t5", "seq2seq", torch.float32), ReAttentionConfig(error="accumulated")
+    trainer = budgeted(tmp_path, attention, model, parts={"data_collator": answers})
+    trainer.train()
+    assert trainer.ledger.steps == 4
+
+
 def test_the_best_model_has_the_noise_of_its_step(tmp_path: Path) -> None:
     attention = ReAttentionConfig(error="accumulated", token_frequencies="uniform")
     accuracies = iter([0.9, 0.5])
