@@ -133,7 +133,8 @@ class AttentionNoise:
         names = [name for name, p in self._model.named_parameters() if id(p) in tables]
         put_in = {name: torch.zeros_like(self.attention.errors[name]) for name in names}
         accumulate_(put_in, self._model, optimizer, self._counts, self._deviation)
-        times = max((float((self.attention.errors[name] / put_in[name]).median()) for name in names), default=0.0)
+        counted = {name: self._config.scale * self.attention.errors[name] for name in names}
+        times = max((float((counted[name] / put_in[name]).median()) for name in names), default=0.0)
         if times > _FAR:
             logger.warning(
                 "Re-Attention with error='paper': it counts rows of the token embedding as having %.3g times the noise "

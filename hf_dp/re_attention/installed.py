@@ -358,7 +358,14 @@ def load_re_attention(model: nn.Module, directory_or_repo: str | Path) -> ReAtte
     if not Path(directory_or_repo).is_dir():
         from huggingface_hub import hf_hub_download
 
-        path = Path(hf_hub_download(str(directory_or_repo), FILE))
+        try:
+            path = Path(hf_hub_download(str(directory_or_repo), FILE))
+        except (OSError, ValueError) as error:
+            raise ConfigurationError(
+                f"{str(directory_or_repo)!r} is no directory, and no repository with a readable {FILE} ({error}).",
+                why="without it the attention would not be the one that was trained.",
+                fix="check the name and the network, or leave it at plain attention.",
+            ) from error
     config, errors = read(path)
     errors.pop(FREQUENCIES, None)
     shapes = {name: p.shape for name, p in model.named_parameters()}

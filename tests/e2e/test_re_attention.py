@@ -59,6 +59,7 @@ def test_what_it_corrects_is_logged_and_saved_and_comes_back(tmp_path: Path) -> 
     corrections = [value for name, value in logged[-1].items() if name.startswith("re_attention/")]
     assert len(corrections) == 2  # layers
     assert all(value > 0 for value in corrections)
+    assert "attention corrections" in str(trainer.privacy_report().caveats)
     trainer.save_model()
     for folder in (tmp_path, tmp_path / "checkpoint-2"):
         config, kept = read(folder / FILE)
@@ -80,6 +81,7 @@ def test_withheld_logs_hold_no_corrections(tmp_path: Path) -> None:
     trainer = make(tmp_path, privacy=privacy, logging_steps=1)
     trainer.train()
     assert not [name for entry in trainer.state.log_history for name in entry if name.startswith("re_attention")]
+    assert "attention corrections" not in str(trainer.privacy_report().caveats)
 
 
 @pytest.mark.parametrize("error", ["paper", "accumulated"])
@@ -136,6 +138,13 @@ def test_paper_errors_far_above_what_a_step_puts_in_are_warned_of(
     assert caplog.text.count("ReAttentionConfig(error='accumulated')") == warned
     if optim == "sgd" and warned:
         assert "1e+03 times the noise" in caplog.text
+
+
+def test_paper_errors_that_scale_brings_down_are_not_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    budgeted(tmp_path, ReAttentionConfig(scale=1e-3), optim="sgd", learning_rate=1e-3).train()
+    assert "ReAttentionConfig(error='accumulated')" not in caplog.text
 
 
 def test_frequencies_are_counted_in_public_texts(tmp_path: Path) -> None:

@@ -326,6 +326,8 @@ def test_saved_and_loaded_it_attends_the_same(tmp_path: Path) -> None:
         load_re_attention(loaded, tmp_path)
     with pytest.raises(ConfigurationError, match="no saved Re-Attention"):
         load_re_attention(loaded, tmp_path.parent)
+    with pytest.raises(ConfigurationError, match="is no directory, and no repository"):
+        load_re_attention(loaded, tmp_path / "elsewhere")
 
 
 def test_a_model_that_was_cast_keeps_its_noise_and_one_that_was_resized_is_refused() -> None:
