@@ -301,6 +301,8 @@ def test_a_failure_after_the_release_does_not_release_again(tmp_path: Path, monk
     with pytest.raises(ZeroDivisionError):
         trainer.train()
     assert [label for _, _, label in trainer.ledger.entries] == [LABEL]
+    trainer.save_model()
+    assert verify(tmp_path).consistent
     monkeypatch.setattr(DPTrainer, "training_step", step)
     trainer.train()
     assert [label for _, _, label in trainer.ledger.entries].count(LABEL) == 1
