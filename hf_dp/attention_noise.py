@@ -133,7 +133,8 @@ class AttentionNoise:
         names = [name for name, p in self._model.named_parameters() if id(p) in tables]
         put_in = {name: torch.zeros_like(self.attention.errors[name]) for name in names}
         accumulate_(put_in, self._model, optimizer, self._counts, self._deviation)
-        times = max((float((self.attention.errors[name] / put_in[name]).median()) for name in names), default=0.0)
+        counted = {name: self._config.scale * self.attention.errors[name] for name in names}
+        times = max((float((counted[name] / put_in[name]).median()) for name in names), default=0.0)
         if times > _FAR:
             logger.warning(
                 "Re-Attention with error='paper': it counts rows of the token embedding as having %.3g times the noise "
@@ -172,12 +173,17 @@ def token_ids(loader: Any, model: nn.Module) -> Iterator[Tensor]:
 
     Args:
         loader: the training loader, with its dataset and its `LogicalBatchCollator`.
-        model: whose config says whether there is a decoder.
+        model: whose config says whether there is a decoder, and what it begins with.
 
     Raises:
         ConfigurationError: batches without `input_ids`.
     """
-    has_decoder = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
+    config = getattr(model, "config", None)
+    has_decoder = getattr(config, "is_encoder_decoder", False)
+    start = getattr(config, "decoder_start_token_id", None) if has_decoder else None
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    # Without a head for tokens, labels are classes or numbers, and the decoder reads the text once more.
+    read = ("decoder_input_ids",) if head is None else ("labels", "decoder_input_ids")
     for index in range(len(loader.dataset)):
         # Under a public seed one example more would change the random masks of all that follow.
         with loader.collate_fn.randomness():
@@ -192,7 +198,9 @@ def token_ids(loader: Any, model: nn.Module) -> Iterator[Tensor]:
         mask = batch.get("attention_mask")
         seen = [ids if mask is None or mask.shape != ids.shape else ids[mask.bool()]]
         if has_decoder:
-            seen += [v for name in ("labels", "decoder_input_ids") if isinstance(v := batch.get(name), Tensor)]
+            seen += [v for name in read if isinstance(v := batch.get(name), Tensor)]
+        if start is not None and "decoder_input_ids" not in batch:
+            seen.append(torch.tensor([start], device=ids.device))
         yield torch.cat([part.flatten() for part in seen])
 
 

@@ -93,7 +93,8 @@ def continued(ledger: Ledger, saved: SavedRun | None, plan: Plan, dataset: Any) 
         dataset: its training data.
 
     Raises:
-        LedgerError: `saved` is of another promise or other data, or an earlier training in this process is.
+        LedgerError: `saved` is of another promise or other data, or an earlier training in this process is, or what one
+            that took no step has released.
         BudgetExceededError: the budget was already spent.
     """
     if saved is not None:
@@ -101,6 +102,7 @@ def continued(ledger: Ledger, saved: SavedRun | None, plan: Plan, dataset: Any) 
         # In one process more may have been spent since the checkpoint than it knows.
         return max(saved.ledger, ledger, key=lambda one: (one.steps, one.charges))
     if not ledger.steps:
+        _refuse_strangers(ledger, plan)
         return ledger
     if plan.config.target_epsilon is not None:
         raise BudgetExceededError(
@@ -117,6 +119,19 @@ def continued(ledger: Ledger, saved: SavedRun | None, plan: Plan, dataset: Any) 
             fix="use a new trainer, whose ledger is its own; or the same data and target_delta.",
         )
     return ledger
+
+
+def _refuse_strangers(ledger: Ledger, plan: Plan) -> None:
+    """Of a training that took no step, nothing but what this plan has set budget aside for."""
+    known = (plan.frequency_event, plan.row_choice_event)
+    strangers = sorted({label for event, _, label in ledger.entries if event not in known})
+    if strangers or (ledger.entries and ledger.promise["dataset_size"] != plan.sampler.dataset_size):
+        labels = ", ".join(strangers or sorted({label for _, _, label in ledger.entries}))
+        raise LedgerError(
+            f"an earlier training that took no step has released {labels}, under another budget or of other data.",
+            why="what that cost stays spent, and the noise of this training would be calibrated without it.",
+            fix="train with the PrivacyConfig and the data of before, or with a new trainer, whose ledger is its own.",
+        )
 
 
 def _no_ledger(what: str) -> LedgerError:

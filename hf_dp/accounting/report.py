@@ -19,8 +19,8 @@ HYPER_PARAMETER_SEARCH = (
 )
 MODEL_SELECTION = "Early stopping and choosing a checkpoint by a metric on private data are not covered."
 LOGGED_METRICS = (
-    "The logged training loss, clipping statistics and counts of false positives are exact functions of the private "
-    "data and are not covered; withhold_non_private_logs keeps them out."
+    "The logged training loss, clipping statistics, attention corrections and counts of false positives are exact "
+    "functions of the private data and are not covered; withhold_non_private_logs keeps them out."
 )
 TOKENIZER = "A tokenizer, vocabulary or preprocessing fitted to the private text is not covered."
 FLOATING_POINT = (

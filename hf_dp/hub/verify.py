@@ -163,8 +163,10 @@ def _claim(record: PrivacyRecord, found: dict[AccountantName, float]) -> Iterato
     attention, sparse = record.config.re_attention, record.config.sparse_embeddings
     renewals = 1 if sparse is None or sparse.renew_every is None else math.ceil(ledger.steps / sparse.renew_every)
     has_steps, is_released = ledger.steps > 0, attention is not None and attention.token_frequencies == "released"
+    # The release comes before the first step; a training may have failed between them.
+    frequencies = int(is_released and (has_steps or report.frequency_noise_multiplier is not None))
     releases = {
-        "token frequencies": (report.frequency_noise_multiplier, int(is_released and has_steps)),
+        "token frequencies": (report.frequency_noise_multiplier, frequencies),
         "choices of rows": (report.row_choice_noise_multiplier, report.row_choices),
     }
     for release, (noise, times) in releases.items():

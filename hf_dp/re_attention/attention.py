@@ -144,9 +144,13 @@ def re_attention_forward(
 
 def _is_causal(module: nn.Module, mask: Tensor | None, query: Tensor, options: dict[str, Any]) -> bool:
     """Whether sdpa hides later keys without a mask."""
+    return _looks_back(module, options) and mask is None and query.shape[2] > 1
+
+
+def _looks_back(module: nn.Module, options: dict[str, Any]) -> bool:
+    """Whether later keys are hidden, by a mask or by the kernel."""
     given = options.get("is_causal")
-    causal = getattr(module, "is_causal", True) if given is None else given
-    return bool(causal) and mask is None and query.shape[2] > 1
+    return bool(getattr(module, "is_causal", True) if given is None else given)
 
 
 def _additive(
@@ -206,10 +210,12 @@ class _Scores:
         return seen.sum(-1).clamp_min(1)
 
     def first(self) -> Tensor:
-        """(B or 1, 1): how many queries are padding on the left, whose own keys are hidden."""
+        """(B or 1, 1): how many queries are padding on the left, whose own keys are hidden; none where the keys are an
+        encoder's, with padding of their own."""
         queries, keys = self.query.shape[2], self.key.shape[2]
         seen = self._seen()
-        if seen is None or queries > keys or (queries < keys and not seen.shape[2] > 1):
+        is_cross = getattr(self.module, "is_decoder", False) and not _looks_back(self.module, self.options)
+        if seen is None or is_cross or queries > keys or (queries < keys and not seen.shape[2] > 1):
             return torch.zeros(1, 1, dtype=torch.long, device=self.query.device)
         own = seen[:, 0].expand(-1, queries, -1).diagonal(keys - queries, dim1=1, dim2=2)
         return own.int().argmax(-1, keepdim=True)

@@ -23,7 +23,7 @@ from hf_dp.config import ReAttentionConfig
 from hf_dp.errors import ConfigurationError, UnsupportedModelError
 from hf_dp.re_attention.attention import NAME, OWNERS, KeyNoise, Listener, register
 from hf_dp.re_attention.errors import token_tables
-from hf_dp.re_attention.moments import Moments, Tracked, Variance
+from hf_dp.re_attention.moments import Moments, Tracked, Variance, tensors
 from hf_dp.re_attention.rules import RULES
 
 FILE = "re_attention.safetensors"
@@ -137,6 +137,7 @@ class ReAttention:
         self._refuse_copies(module)
         errors = self._by_address()
         self._refuse_embedded(module, kwargs)
+        self._refuse_encoded(module, kwargs)
         self._within = [id(module)]
         self._kept.clear()
         self._fired.clear()
@@ -208,6 +209,19 @@ class ReAttention:
                 fix="give input_ids, or call hf_dp.remove_re_attention(model) first.",
             )
 
+    def _refuse_encoded(self, module: Any, kwargs: dict[str, Any]) -> None:
+        said, whole = next(tensors(kwargs.get("encoder_outputs")), None), self._model()
+        if said is None or whole is None or (self._moments is not None and self._moments.of(said) is not None):
+            return
+        noisy = {id(p) for name, p in whole.named_parameters() if name in self.errors}
+        if any(id(p) in noisy for p in module.get_encoder().parameters()):
+            raise UnsupportedModelError(
+                "encoder_outputs that were made, copied or repeated outside the model, whose encoder is noisy.",
+                why="the correction would leave out the noise of what the encoder said.",
+                fix="give input_ids, repeated for more answers in place of num_return_sequences or num_beams, or call "
+                "hf_dp.remove_re_attention(model) first.",
+            )
+
     def _check_fired(self) -> None:
         missed = sorted(name for module, name in self._names.items() if module not in self._fired)
         if missed:
@@ -231,10 +245,11 @@ class ReAttention:
             noise = kept.pop() if kept else None
             return None if noise is None or not noise.numel() else KeyNoise(noise, None)
         if module in self._fired:
+            self._end()
             raise UnsupportedModelError(
-                f"{self._names[module]} attends twice in one pass (its layer is shared).",
+                f"{self._names[module]} attends twice in one pass (its layer is shared, or a pass was interrupted).",
                 why="the noise of its keys would have to be kept for each use.",
-                fix="leave re_attention out of PrivacyConfig for this model family.",
+                fix="after an interrupt try again; else leave re_attention out of PrivacyConfig for this model family.",
             )
         self._fired.add(module)
         noise_of_keys, values = moments.variance(key), moments.variance(value)
@@ -245,9 +260,10 @@ class ReAttention:
                 why="the correction would leave out noise that the keys have.",
                 fix="leave re_attention out of PrivacyConfig for this model family.",
             )
-        if keys is not None and key.shape[2] > query.shape[2] and bool(keys[..., 0].eq(0).any()):
+        if keys is not None and key.shape[2] > query.shape[2] and _is_partly_zero(keys[..., 0]):
             raise UnsupportedModelError(
-                "cached keys of which the noise is not known (beam search reorders the cache outside the model).",
+                "cached keys of which the noise is not known (beam search reorders the cache outside the model; static "
+                "caches and PEFT's prefixes are made there).",
                 why="the correction would leave out noise that the keys have.",
                 fix="generate with num_beams=1 or use_cache=False, or call hf_dp.remove_re_attention(model) first.",
             )
@@ -304,6 +320,12 @@ def _weak(model: Any) -> Any:
     return (lambda: None) if model is None else weakref.ref(model)
 
 
+def _is_partly_zero(noise: Tensor) -> bool:
+    """Whether there is noise, and not everywhere. At the beginning of a training there may be none yet."""
+    nowhere = noise.eq(0)
+    return bool(nowhere.any()) and not bool(nowhere.all())
+
+
 def _is_attention(module: nn.Module) -> bool:
     def named(one: nn.Module) -> bool:
         return type(one).__name__.endswith("Attention")
@@ -336,7 +358,14 @@ def load_re_attention(model: nn.Module, directory_or_repo: str | Path) -> ReAtte
     if not Path(directory_or_repo).is_dir():
         from huggingface_hub import hf_hub_download
 
-        path = Path(hf_hub_download(str(directory_or_repo), FILE))
+        try:
+            path = Path(hf_hub_download(str(directory_or_repo), FILE))
+        except (OSError, ValueError) as error:
+            raise ConfigurationError(
+                f"{str(directory_or_repo)!r} is no directory, and no repository with a readable {FILE} ({error}).",
+                why="without it the attention would not be the one that was trained.",
+                fix="check the name and the network, or leave it at plain attention.",
+            ) from error
     config, errors = read(path)
     errors.pop(FREQUENCIES, None)
     shapes = {name: p.shape for name, p in model.named_parameters()}

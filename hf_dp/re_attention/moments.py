@@ -63,10 +63,12 @@ class Tracked:
     Attributes:
         variance: of `base`.
         slope: the derivative of the tensor by its base, elementwise, over `Moments.sampled` features; None for 1.
+        is_turned: whether pairs of features were turned by a right angle, as rotary embeddings turn them.
     """
 
     variance: Variance
     slope: Slope | None = None
+    is_turned: bool = False
 
 
 class Moments(TorchFunctionMode):

@@ -16,7 +16,10 @@ _Kwargs = dict[str, Any]
 
 def same(m: Moments, func: Any, output: Tensor, args: _Args, kwargs: _Kwargs) -> None:
     """The numbers themselves, in another dtype, on another device or with some left out."""
-    m.put(output, m.of(args[0] if args else kwargs["input"]))
+    x = args[0] if args else kwargs["input"]
+    # A cast may give a parameter itself, whose noise in later passes is another.
+    if output is not x:
+        m.put(output, m.of(x))
 
 
 def moved(m: Moments, func: Any, output: Any, args: _Args, kwargs: _Kwargs) -> None:
@@ -32,13 +35,14 @@ def moved(m: Moments, func: Any, output: Any, args: _Args, kwargs: _Kwargs) -> N
     own = list(tensors(move(noise.own, *rest, **kwargs)))
     shared = [None] * len(own) if noise.shared is None else tensors(move(noise.shared, *rest, **kwargs))
     for one, mine, common in zip([output] if isinstance(output, Tensor) else output, own, shared, strict=True):
-        m.put(one, Tracked(Variance(mine, common)))
+        m.put(one, Tracked(Variance(mine, common), is_turned=tracked.is_turned))
 
 
 def joined(m: Moments, func: Any, output: Tensor, args: _Args, kwargs: _Kwargs) -> None:
     """Several tensors in one."""
     parts = args[0] if args else kwargs["tensors"]
     options = {k: v for k, v in kwargs.items() if k != "tensors"}
+    known_of = [m.of(part) for part in parts]
     noises = m.variances(*parts)
     axis: Any = kwargs.get("dim", args[1] if len(args) > 1 else 0)
     if m.isotropic and func is not torch.stack and axis % output.dim() == output.dim() - 1:
@@ -47,7 +51,16 @@ def joined(m: Moments, func: Any, output: Tensor, args: _Args, kwargs: _Kwargs) 
         known = [(noise, share) for noise, share in zip(noises, shares, strict=True) if noise is not None and share]
         m.put_sum(output, *(noise.each(m.over_features) * share for noise, share in known))
     elif any(noise is not None for noise in noises):
-        m.put(output, Tracked(_merged(lambda *made: func(made, *args[1:], **options), noises, parts)))
+        merged = _merged(lambda *made: func(made, *args[1:], **options), noises, parts)
+        m.put(output, Tracked(merged, is_turned=axis % output.dim() == output.dim() - 1 and _are_turned(known_of)))
+
+
+def _are_turned(pair: Sequence[Tracked | None]) -> bool:
+    """Whether of two parts the first was negated, as in (-y, x)."""
+    if len(pair) != 2 or pair[0] is None or pair[1] is None:
+        return False
+    first, second = pair[0].slope, pair[1].slope
+    return first is not None and second is None and bool(first().eq(-1).all())
 
 
 def chosen(m: Moments, func: Any, output: Tensor, args: _Args, kwargs: _Kwargs) -> None:

@@ -189,6 +189,11 @@ def _sum(sign: float) -> Rule:
         if first is not None and second is not None and first.variance is second.variance:
             one, two = _slope(first, x), _slope(second, y)
             m.put(output, with_slope(first, lambda: one() + factor * two()))
+        elif first is not None and second is not None and (first.is_turned or second.is_turned):
+            # By any angle. The covariance that this gives a pair is not followed; the variance of both in the middle
+            # is what leaves the noise of scores, as the scores, to differences of positions alone.
+            squares = wide(_slope(first, x)()).square() + wide(_slope(second, y)()).square()
+            m.put_sum(output, (first.variance + second.variance) * (squares / 2))
         elif first is not None and second is not None:
             noises = [v for v in m.variances(x, y) if v is not None]
             m.put_sum(output, noises[0], noises[1] * factor**2)

@@ -18,7 +18,7 @@ from hf_dp.hub import verify
 from hf_dp.noise import GaussianNoise
 from hf_dp.re_attention import FILE, FREQUENCIES, installed, read
 from tests.e2e.test_trainer import a_tokenizer
-from tests.e2e.workbench import EXPECTED, ROWS, classifier, make, pad_for_language, private, rows
+from tests.e2e.workbench import EXPECTED, ROWS, classifier, make, pad, pad_for_language, private, rows
 from tests.zoo import VOCABULARY, tiny
 
 
@@ -59,6 +59,7 @@ def test_what_it_corrects_is_logged_and_saved_and_comes_back(tmp_path: Path) -> 
     corrections = [value for name, value in logged[-1].items() if name.startswith("re_attention/")]
     assert len(corrections) == 2  # layers
     assert all(value > 0 for value in corrections)
+    assert "attention corrections" in str(trainer.privacy_report().caveats)
     trainer.save_model()
     for folder in (tmp_path, tmp_path / "checkpoint-2"):
         config, kept = read(folder / FILE)
@@ -80,6 +81,7 @@ def test_withheld_logs_hold_no_corrections(tmp_path: Path) -> None:
     trainer = make(tmp_path, privacy=privacy, logging_steps=1)
     trainer.train()
     assert not [name for entry in trainer.state.log_history for name in entry if name.startswith("re_attention")]
+    assert "attention corrections" not in str(trainer.privacy_report().caveats)
 
 
 @pytest.mark.parametrize("error", ["paper", "accumulated"])
@@ -138,6 +140,13 @@ def test_paper_errors_far_above_what_a_step_puts_in_are_warned_of(
         assert "1e+03 times the noise" in caplog.text
 
 
+def test_paper_errors_that_scale_brings_down_are_not_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    budgeted(tmp_path, ReAttentionConfig(scale=1e-3), optim="sgd", learning_rate=1e-3).train()
+    assert "ReAttentionConfig(error='accumulated')" not in caplog.text
+
+
 def test_frequencies_are_counted_in_public_texts(tmp_path: Path) -> None:
     (tmp_path / "public.txt").write_text("a b\n\na a\nc\n", encoding="utf-8")
     attention = ReAttentionConfig(token_frequencies="public", public_frequencies=str(tmp_path / "public.txt"))
@@ -167,6 +176,16 @@ def test_accumulated_errors_grow_with_rate_and_steps(tmp_path: Path) -> None:
         found[steps, rate] = [float(value) for value in attention_of.errors.values()]
     for (steps, rate), values in found.items():
         assert values == pytest.approx([rate * steps**0.5 / EXPECTED] * len(values), rel=1e-5)
+
+
+def test_a_decoder_whose_noise_is_still_to_come_attends_to_a_longer_text(tmp_path: Path) -> None:
+    def answers(examples: Any) -> dict[str, torch.Tensor]:
+        return {**pad([{"input_ids": e["input_ids"]} for e in examples]), "labels": torch.full((len(examples), 1), 9)}
+
+    model, attention = tiny("t5", "seq2seq", torch.float32), ReAttentionConfig(error="accumulated")
+    trainer = budgeted(tmp_path, attention, model, parts={"data_collator": answers})
+    trainer.train()
+    assert trainer.ledger.steps == 4
 
 
 def test_the_best_model_has_the_noise_of_its_step(tmp_path: Path) -> None:
@@ -204,6 +223,41 @@ def test_an_optimizer_whose_noise_is_not_known_is_refused(tmp_path: Path) -> Non
     with pytest.raises(ConfigurationError, match="Adafactor"):
         trainer.train()
     assert not trainer.ledger.entries
+
+
+def counted(model: Any, collate: Any, monkeypatch: Any, path: Path) -> torch.Tensor:
+    """In how many of the examples each token is, without noise."""
+    sums: list[torch.Tensor] = []
+    monkeypatch.setattr(GaussianNoise, "add_", lambda _, tensors, *__, **___: sums.append(next(iter(tensors)).clone()))
+    examples = [{**row, "input_ids": [*row["input_ids"], 2]} for row in rows()]
+    budgeted(path, model=model, parts={"data_collator": collate, "train_dataset": examples}).train()
+    return sums[0]
+
+
+def test_a_decoder_reads_its_start_token_in_each_example(tmp_path: Path, monkeypatch: Any) -> None:
+    def answers(examples: Any) -> dict[str, torch.Tensor]:
+        return {
+            **pad([{"input_ids": e["input_ids"]} for e in examples]),
+            "labels": torch.tensor([[9, 2]] * len(examples)),
+        }
+
+    found = counted(tiny("t5", "seq2seq", torch.float32), answers, monkeypatch, tmp_path)
+    assert found[0] == found[9] == found[2] == ROWS
+
+
+@pytest.mark.parametrize(("head", "label"), [("sequence", 1), ("regression", 0.5), ("multi_label", [0.0, 1.0, 1.0])])
+def test_what_an_encoder_decoder_tells_classes_apart_by_are_no_tokens(
+    tmp_path: Path, monkeypatch: Any, head: str, label: Any
+) -> None:
+    def classes(examples: Any) -> dict[str, torch.Tensor]:
+        return {
+            **pad([{"input_ids": e["input_ids"]} for e in examples]),
+            "labels": torch.tensor([label] * len(examples)),
+        }
+
+    found = counted(tiny("t5", head, torch.float32), classes, monkeypatch, tmp_path)
+    assert found[1] == 0
+    assert found[0] == found[2] == ROWS
 
 
 def masked(examples: Any) -> dict[str, torch.Tensor]:
@@ -247,10 +301,38 @@ def test_a_failure_after_the_release_does_not_release_again(tmp_path: Path, monk
     with pytest.raises(ZeroDivisionError):
         trainer.train()
     assert [label for _, _, label in trainer.ledger.entries] == [LABEL]
+    trainer.save_model()
+    assert verify(tmp_path).consistent
     monkeypatch.setattr(DPTrainer, "training_step", step)
     trainer.train()
     assert [label for _, _, label in trainer.ledger.entries].count(LABEL) == 1
     assert trainer.privacy_report().epsilon <= 3.0
+
+
+@pytest.mark.parametrize("change", ["budget", "data", "nothing released", "steps"])
+def test_a_release_under_another_budget_is_not_taken_over(tmp_path: Path, monkeypatch: Any, change: str) -> None:
+    """What it cost is in the ledger, and noise would be calibrated as if it had cost something else."""
+    trainer = budgeted(tmp_path)
+    step = DPTrainer.training_step
+    monkeypatch.setattr(DPTrainer, "training_step", lambda *_, **__: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        trainer.train()
+    monkeypatch.setattr(DPTrainer, "training_step", step)
+    spent = trainer.ledger.entries
+    if change == "budget":
+        trainer.privacy = trainer.privacy.replace(target_epsilon=0.5)
+    elif change == "data":
+        trainer.train_dataset = rows(ROWS + 12)
+    elif change == "nothing released":
+        trainer.privacy = trainer.privacy.replace(re_attention=None)
+    else:
+        trainer.args.max_steps = 2
+        trainer.train()
+        assert 2.9 < trainer.privacy_report().epsilon <= 3.0
+        return
+    with pytest.raises(LedgerError, match="token presence"):
+        trainer.train()
+    assert trainer.ledger.entries == spent
 
 
 def test_what_was_released_outlives_a_failed_check(tmp_path: Path, monkeypatch: Any) -> None:

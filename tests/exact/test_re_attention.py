@@ -137,6 +137,32 @@ def test_padding_beside_an_example_changes_nothing(family: str, head: str, fidel
         torch.testing.assert_close(padded[:2, start : start + 40], alone[:2], rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.parametrize("fidelity", FIDELITIES)
+@pytest.mark.parametrize(
+    ("family", "head"), [("llama", "causal_lm"), ("phi3", "causal_lm"), ("modernbert", "masked_lm")]
+)
+def test_relative_positions_need_no_ids_behind_padding_on_the_left(family: str, head: str, fidelity: str) -> None:
+    """Rotary embeddings see differences of positions alone, and so must the noise of what they rotate."""
+    model, ids = tiny(family, head).eval(), torch.randint(3, VOCABULARY, (1, 12))
+    noisy(model, fidelity)
+    beside, mask = F.pad(ids, (20, 0)), F.pad(torch.ones_like(ids), (20, 0))
+    padded = model(input_ids=beside, attention_mask=mask).logits[:, 20:]
+    # Angles are in float32.
+    torch.testing.assert_close(padded, model(input_ids=ids).logits, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("fidelity", FIDELITIES)
+def test_padding_of_what_is_encoded_changes_nothing_in_the_decoder(fidelity: str, side: str) -> None:
+    model, ids = tiny("t5", "seq2seq").eval(), torch.randint(3, VOCABULARY, (2, 12))
+    noisy(model, fidelity)
+    said = {"decoder_input_ids": torch.randint(3, VOCABULARY, (2, 25))}
+    width = (20, 0) if side == "left" else (0, 20)
+    beside, mask = F.pad(ids, width), F.pad(torch.ones_like(ids), width)
+    padded = model(input_ids=beside, attention_mask=mask, **said).logits
+    torch.testing.assert_close(padded, model(input_ids=ids, **said).logits, rtol=1e-9, atol=1e-12)
+
+
 def test_a_decoder_generates_from_what_its_encoder_said() -> None:
     model, data = tiny("t5", "seq2seq").eval(), text_batch("seq2seq")
     noisy(model)
@@ -144,6 +170,20 @@ def test_a_decoder_generates_from_what_its_encoder_said() -> None:
     inputs = {name: data[name] for name in ("input_ids", "attention_mask")}
     cached = model.generate(**inputs, use_cache=True, **options)
     assert torch.equal(cached, model.generate(**inputs, use_cache=False, **options))
+
+
+def test_what_an_encoder_said_is_followed_or_refused() -> None:
+    model, data = tiny("t5", "seq2seq").eval(), text_batch("seq2seq")
+    noisy(model)
+    expected = model(**data).logits
+    inputs = {name: data[name] for name in ("input_ids", "attention_mask")}
+    said = model.get_encoder()(**inputs).last_hidden_state
+    rest = {name: values for name, values in data.items() if name != "input_ids"}
+    assert torch.equal(model(encoder_outputs=(said,), **rest).logits, expected)
+    with pytest.raises(UnsupportedModelError, match="encoder_outputs"):
+        model(encoder_outputs=(said.clone(),), **rest)
+    with pytest.raises(UnsupportedModelError, match="num_return_sequences"):
+        model.generate(**inputs, num_return_sequences=2, do_sample=True, max_new_tokens=2)
 
 
 def test_a_reordered_cache_is_refused() -> None:
@@ -231,6 +271,28 @@ def test_an_interrupt_leaves_nothing_behind() -> None:
     assert torch.overrides._get_current_function_mode() is None
 
 
+def test_an_interrupt_is_forgotten_where_generation_goes_past_what_lies_around_the_model() -> None:
+    model, ids = (
+        get_peft_model(tiny("llama", "causal_lm"), LoraConfig(r=2)).eval(),
+        text_batch("causal_lm")["input_ids"],
+    )
+    noisy(model)
+    options = {"max_new_tokens": 2, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    expected = model.generate(input_ids=ids, **options)
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    handle = model.get_base_model().model.layers[1].mlp.register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        model(input_ids=ids)
+    handle.remove()
+    with pytest.raises(UnsupportedModelError, match="interrupted"):
+        model.generate(input_ids=ids, **options)
+    assert torch.equal(model.generate(input_ids=ids, **options), expected)
+    assert torch.overrides._get_current_function_mode() is None
+
+
 def test_models_are_freed_and_merged_ones_are_plain() -> None:
     model = get_peft_model(tiny("llama", "causal_lm"), LoraConfig(r=2))
     noisy(model)
@@ -264,6 +326,8 @@ def test_saved_and_loaded_it_attends_the_same(tmp_path: Path) -> None:
         load_re_attention(loaded, tmp_path)
     with pytest.raises(ConfigurationError, match="no saved Re-Attention"):
         load_re_attention(loaded, tmp_path.parent)
+    with pytest.raises(ConfigurationError, match="is no directory, and no repository"):
+        load_re_attention(loaded, tmp_path / "elsewhere")
 
 
 def test_a_model_that_was_cast_keeps_its_noise_and_one_that_was_resized_is_refused() -> None:
@@ -274,6 +338,17 @@ def test_a_model_that_was_cast_keeps_its_noise_and_one_that_was_resized_is_refus
     model.resize_token_embeddings(VOCABULARY + 5)
     with pytest.raises(ConfigurationError, match="another size"):
         model(**data)
+
+
+def test_noise_that_changed_is_what_is_followed() -> None:
+    """Also of norms that cast their weight, as Gemma's do, in the type that it has."""
+    model, data = tiny("gemma3", "causal_lm", torch.float32).eval(), text_batch("causal_lm")
+    attention = noisy(model)
+    model(**data)
+    attention.errors = {name: error / 10 for name, error in attention.errors.items()}
+    found = model(**data).logits
+    noisy(model, deviation=0.005)
+    torch.testing.assert_close(found, model(**data).logits, rtol=1e-6, atol=1e-6)
 
 
 def test_a_copied_model_has_its_own() -> None:
