@@ -20,6 +20,8 @@ from hf_dp.re_attention.errors import accumulate_, one_step, relative_counts, to
 
 logger = logging.getLogger(__name__)
 _KNOWN = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
+# In nats. Rounded to float32, larger ones differ with the padding by more than a few 1e-4 of the attention.
+_LARGEST = 1e4
 # Where the paper's error has helped it was below what an optimizer's step put in; where it harmed, 100 times that.
 _FAR = 10
 
@@ -51,7 +53,7 @@ class AttentionNoise:
     ) -> None:
         self._model, self._config, self._plan, self._tokenizer = model, config, plan, tokenizer
         self.frequencies: Tensor | None = None
-        self._compared = False
+        self._compared = self._checked = False
         self._deviation = plan.noise_standard_deviation / plan.sampler.expected_batch_size
         inner = getattr(optimizer, "optimizer", optimizer)
         if config.error == "accumulated" and not isinstance(inner, _KNOWN):
@@ -117,7 +119,14 @@ class AttentionNoise:
         return relative_counts(self._model, self._plan.sampler.expected_batch_size, self.frequencies)
 
     def after_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Adds the noise of the step that was taken."""
+        """Adds the noise of the step that was taken.
+
+        Raises:
+            ConfigurationError: corrections so large that rounding lets padding into the gradients.
+        """
+        if not self._checked:
+            _refuse_large(self.attention.corrections())
+            self._checked = True
         if self._config.error == "accumulated" and self._deviation:
             accumulate_(self.attention.errors, self._model, optimizer, self._counts, self._deviation)
         elif self._deviation and not self._compared:
@@ -144,6 +153,16 @@ class AttentionNoise:
                 times,
             )
 
+    def take_corrections(self) -> dict[str, float]:
+        """The mean correction of each layer since the last call, by module name.
+
+        Raises:
+            ConfigurationError: as `after_optimizer_step`.
+        """
+        found = self.attention.take_corrections()
+        _refuse_large(found)
+        return found
+
     def load(self, checkpoint: Path) -> None:
         """Goes back to the noise that an earlier model of this training has."""
         saved = read(checkpoint / FILE)[1]
@@ -166,6 +185,18 @@ class AttentionNoise:
                 fix="use ReAttentionConfig(token_frequencies='uniform').",
             )
         return sizes.pop()
+
+
+def _refuse_large(corrections: dict[str, float]) -> None:
+    for name, mean in corrections.items():
+        if not mean <= _LARGEST:
+            raise ConfigurationError(
+                f"Re-Attention corrects the scores of {name} by {mean:.3g} on average.",
+                why="of such numbers rounding leaves so little that an example's gradient depends on the padding that "
+                "its neighbours give it, and clipping would not bound what one example adds.",
+                fix="give ReAttentionConfig a smaller scale or error='accumulated', or train with less noise. The step "
+                "that showed it stays in the ledger.",
+            )
 
 
 def token_ids(loader: Any, model: nn.Module) -> Iterator[Tensor]:

@@ -299,9 +299,13 @@ class ReAttention:
         with self._moments.paused():
             yield
 
+    def corrections(self) -> dict[str, float]:
+        """The mean of v_j / 2 for each layer since they were last taken, by module name."""
+        return {name: float(total) / count for name, (total, count) in self._corrections.items()}
+
     def take_corrections(self) -> dict[str, float]:
-        """The mean of v_j / 2 for each layer since the last call, by module name."""
-        found = {name: float(total) / count for name, (total, count) in self._corrections.items()}
+        """As `corrections`, which begin anew."""
+        found = self.corrections()
         self._corrections.clear()
         return found
 

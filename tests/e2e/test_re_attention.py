@@ -147,6 +147,17 @@ def test_paper_errors_that_scale_brings_down_are_not_warned_of(
     assert "ReAttentionConfig(error='accumulated')" not in caplog.text
 
 
+def test_corrections_that_rounding_would_spoil_are_refused_after_the_step_that_shows_them(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
+    attention = ReAttentionConfig(token_frequencies="uniform", scale=4)
+    monkeypatch.setattr("hf_dp.attention_noise._LARGEST", 0.1)
+    trainer = make(tmp_path, privacy=private(re_attention=attention))
+    with pytest.raises(ConfigurationError, match="a smaller scale"):
+        trainer.train()
+    assert trainer.ledger.steps == 1
+
+
 def test_frequencies_are_counted_in_public_texts(tmp_path: Path) -> None:
     (tmp_path / "public.txt").write_text("a b\n\na a\nc\n", encoding="utf-8")
     attention = ReAttentionConfig(token_frequencies="public", public_frequencies=str(tmp_path / "public.txt"))
