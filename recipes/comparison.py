@@ -44,12 +44,12 @@ class VarianceControl(TrainerCallback):
         installed = re_attention.installed(model)
         if installed is None or self.arm not in ("shuffled", "constant"):
             return
-        embedding = model.get_input_embeddings().weight
-        table = installed.errors[next(name for name, one in model.named_parameters() if one is embedding)]
-        if self.arm == "shuffled":
-            table.copy_(table[torch.randperm(len(table))])
-        else:
-            table.fill_(float(table.square().mean().sqrt()))
+        tables = {id(table) for table in re_attention.token_tables(model)}
+        for table in (installed.errors[name] for name, p in model.named_parameters() if id(p) in tables):
+            if self.arm == "shuffled":
+                table.copy_(table[torch.randperm(len(table))])
+            else:
+                table.fill_(float(table.square().mean().sqrt()))
 
 
 def trainer(

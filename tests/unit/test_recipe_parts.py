@@ -281,8 +281,12 @@ def test_interactions_that_cannot_be_used(text, words, part, interactions):
 
 
 @pytest.mark.parametrize("arm", ["on", "shuffled", "constant"])
-def test_controls_of_re_attention_change_which_row_has_which_noise_and_nothing_else(part, arm):
+def test_controls_of_re_attention_change_which_row_has_which_noise_and_nothing_else(part, arm, monkeypatch):
+    def has_none(model):
+        raise NotImplementedError  # as of a model of one's own around an encoder
+
     model = tiny("gpt2", "causal_lm")
+    monkeypatch.setattr(type(model), "get_input_embeddings", has_none)
     attention = ReAttention(model, ReAttentionConfig(token_frequencies="uniform"))
     counts = relative_counts(model, 64, torch.linspace(0.1, 1, model.config.vocab_size))
     attention.errors, table = one_step(counts, 0.1), "transformer.wte.weight"
