@@ -237,8 +237,8 @@ def _product(m: Moments, func: Any, output: Tensor, args: _Args, kwargs: _Kwargs
     else:
         noise, another = (v.each(m.over_features) for v in m.variances(x, y) if v is not None)
         square, other_square = (m.over_features(wide(m.sampled(t.detach())).square()) for t in (x, y))
-        crossed = _half_shared(noise * other_square), _half_shared(another * square)
-        m.put_sum(output, *crossed, Variance(noise.total * another.total))
+        crossed = _half_shared(noise * other_square + another * square)
+        m.put_sum(output, crossed, Variance(noise.total * another.total))
 
 
 def _half_shared(variance: Variance) -> Variance:
@@ -247,7 +247,8 @@ def _half_shared(variance: Variance) -> Variance:
     # variance, with none of it 0.8 of it both, with half of it 0.9.
     if variance.shared is None:
         return variance
-    return Variance(variance.own + variance.shared / 2, variance.shared / 2)
+    half = variance.shared / 2
+    return Variance(variance.own + half, half)
 
 
 def _quotient(m: Moments, func: Any, output: Tensor, args: _Args, kwargs: _Kwargs) -> None:
