@@ -53,7 +53,7 @@ class AttentionNoise:
     ) -> None:
         self._model, self._config, self._plan, self._tokenizer = model, config, plan, tokenizer
         self.frequencies: Tensor | None = None
-        self._compared = self._checked = False
+        self._compared = False
         self._deviation = plan.noise_standard_deviation / plan.sampler.expected_batch_size
         inner = getattr(optimizer, "optimizer", optimizer)
         if config.error == "accumulated" and not isinstance(inner, _KNOWN):
@@ -124,9 +124,7 @@ class AttentionNoise:
         Raises:
             ConfigurationError: corrections so large that rounding lets padding into the gradients.
         """
-        if not self._checked:
-            _refuse_large(self.attention.corrections())
-            self._checked = True
+        _refuse_large(self.attention.corrections())
         if self._config.error == "accumulated" and self._deviation:
             accumulate_(self.attention.errors, self._model, optimizer, self._counts, self._deviation)
         elif self._deviation and not self._compared:
@@ -152,16 +150,6 @@ class AttentionNoise:
                 "ReAttentionConfig(error='accumulated') there.",
                 times,
             )
-
-    def take_corrections(self) -> dict[str, float]:
-        """The mean correction of each layer since the last call, by module name.
-
-        Raises:
-            ConfigurationError: as `after_optimizer_step`.
-        """
-        found = self.attention.take_corrections()
-        _refuse_large(found)
-        return found
 
     def load(self, checkpoint: Path) -> None:
         """Goes back to the noise that an earlier model of this training has."""

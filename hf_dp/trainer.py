@@ -430,7 +430,7 @@ class DPTrainerMixin(PublishingMixin):
             logs["clipped_fraction"] = seen["clipped"] / max(1, seen["examples"])
             logs["non_finite_examples"] = seen["non_finite"]
             if self._attention_noise is not None:
-                corrections = self._attention_noise.take_corrections()
+                corrections = self._attention_noise.attention.take_corrections()
                 logs.update({f"{_CORRECTION}{name}": value for name, value in corrections.items()})
             if self._sparse is not None:
                 logs.update({f"{_SPARSE}{name}": value for name, value in self._sparse.take_logs().items()})

@@ -4,11 +4,12 @@
     python scripts/re_attention.py lora --encoder ENCODER --arms off,on,accumulated
     python scripts/re_attention.py full --encoder ENCODER --arms off,on,accumulated,shuffled,constant
 
-The recipes' own models, data and optimizers, in trainings short enough that a grid of them takes an hour of one core.
-All arms of a seed have the same first weights, batches and noise, so that what differs between them is not two draws
-(a seed that is known is no privacy). The release of token frequencies is paid for from the same epsilon. "on" has the
-error of the paper, "accumulated" the other; in the controls each row of the token table has the noise of another one,
-or all have that of their root mean square. A run whose result is in the output directory is not repeated.
+The recipes' own models, data and optimizers, in trainings of about a minute each. All arms of a seed have the same
+first weights, batches and noise, so that what differs between them is not two draws (a seed that is known is no
+privacy). The release of token frequencies is paid for from the same epsilon. "on" has the error of the paper,
+"accumulated" the other; in the controls each row of the token table has the noise of another one, or all have that of
+their root mean square. A run whose result is in the output directory is not repeated, and the table holds each
+against plain attention from the same seed where that is there too.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from comparison import VarianceControl, folder_of, refuse_unknown  # noqa: E402
 from data import public_labels  # noqa: E402
 from results import Scores, scored_by_label, scored_by_loss  # noqa: E402
 
+TASKS, RESULT = ("language", "lora", "full"), "result.json"
 ARMS = ("off", "on", "accumulated", "shuffled", "constant")
 # Beside the recipes' own settings.
 _LANGUAGE = {
@@ -110,9 +112,9 @@ def language() -> Task:
 
 def pretrained(method: str, encoder: str) -> Task:
     """Intents of banking77, a pretrained encoder; every fourth test question is scored."""
-    light = {**(_FULL if method == "full" else _PRETRAINED), "encoder": encoder}
+    light = {**(_FULL if method == "full" else _PRETRAINED), **({"encoder": encoder} if encoder else {})}
     recipe, arguments = settings(f"classify_{method}.yaml", classify.RecipeArguments, **light)
-    tokenizer = AutoTokenizer.from_pretrained(encoder)
+    tokenizer = AutoTokenizer.from_pretrained(recipe.encoder)
     names = public_labels(recipe)
     files = {"train": recipe.train_file, "test": recipe.test_file}
     train, test = (
@@ -144,16 +146,26 @@ def trained(run: Run, task: Task, folder: Path) -> dict[str, float]:
     return score().measures
 
 
-def show(results: dict[str, list[dict[str, float]]]) -> None:
-    """Mean and standard deviation over seeds."""
-    table = Table("")
-    measures = list(next(iter(results.values()))[0])
-    for measure in (*measures, "seeds"):
-        table.add_column(measure.replace("_", " "), justify="right")
-    for name, found in results.items():
-        values = np.array([[one[measure] for measure in measures] for one in found])
-        cells = [f"{mean:.4f} ± {std:.4f}" for mean, std in zip(values.mean(0), values.std(0), strict=True)]
-        table.add_row(name, *cells, str(len(found)))
+def read(path: Path) -> dict[str, float] | None:
+    """The measures of a run that was made."""
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None  # type: ignore[no-any-return]
+
+
+def spread(values: list[float], sign: str = "") -> str:
+    """Mean and standard deviation."""
+    return f"{np.mean(values):{sign}.4f} ± {np.std(values):.4f}"
+
+
+def show(results: dict[Run, dict[str, float]], plain: dict[Run, dict[str, float] | None]) -> None:
+    """Mean and standard deviation over seeds, of the measures and of their difference to plain attention."""
+    measures = list(next(iter(results.values())))
+    table = Table("", *measures, *(f"{measure}, less plain" for measure in measures), "seeds")
+    for name in sorted({run.name for run in results}):
+        found = [(one, plain[run]) for run, one in results.items() if run.name == name]
+        pairs = [(one, off) for one, off in found if off is not None]
+        row = [spread([one[m] for one, _ in found]) for m in measures]
+        row += [spread([one[m] - off[m] for one, off in pairs], "+") if pairs else "" for m in measures]
+        table.add_row(name, *row, str(len(found)))
     Console().print(table)
 
 
@@ -166,19 +178,21 @@ def main(
     output: Annotated[Path, typer.Option(help="A folder for each run.")] = Path("out/re_attention"),
 ) -> None:
     """Trains what is not there yet, one after the other, and prints a table."""
+    refuse_unknown("task", [task], TASKS)
     refuse_unknown("arms", arms.split(","), ARMS)
     make = language() if task == "language" else pretrained(task, encoder)
-    results: dict[str, list[dict[str, float]]] = {}
+    results, plain = {}, {}
     for seed, epsilon, arm in itertools.product(seeds.split(","), epsilons.split(","), arms.split(",")):
         run = Run(task, float(epsilon), arm, int(seed))
         folder = folder_of(output, run)
-        kept = folder / "result.json"
-        if not kept.exists():
+        found = read(folder / RESULT)
+        if found is None:
             found = trained(run, make, folder)
-            kept.write_text(json.dumps(found, indent=2), encoding="utf-8")
+            (folder / RESULT).write_text(json.dumps(found, indent=2), encoding="utf-8")
             print(run, found, flush=True)
-        results.setdefault(run.name, []).append(json.loads(kept.read_text(encoding="utf-8")))
-    show(dict(sorted(results.items())))
+        results[run] = found
+        plain[run] = read(folder_of(output, replace(run, arm="off")) / RESULT)
+    show(results, plain)
 
 
 if __name__ == "__main__":

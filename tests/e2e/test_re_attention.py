@@ -147,15 +147,16 @@ def test_paper_errors_that_scale_brings_down_are_not_warned_of(
     assert "ReAttentionConfig(error='accumulated')" not in caplog.text
 
 
+@pytest.mark.parametrize(("error", "limit", "steps"), [("paper", 0.1, 1), ("accumulated", 1e-9, 2)])
 def test_corrections_that_rounding_would_spoil_are_refused_after_the_step_that_shows_them(
-    tmp_path: Path, monkeypatch: Any
+    tmp_path: Path, monkeypatch: Any, error: Any, limit: float, steps: int
 ) -> None:
-    attention = ReAttentionConfig(token_frequencies="uniform", scale=4)
-    monkeypatch.setattr("hf_dp.attention_noise._LARGEST", 0.1)
-    trainer = make(tmp_path, privacy=private(re_attention=attention))
+    attention = ReAttentionConfig(token_frequencies="uniform", scale=4, error=error)
+    monkeypatch.setattr("hf_dp.attention_noise._LARGEST", limit)
+    trainer = make(tmp_path, privacy=private(re_attention=attention), logging_strategy="no")
     with pytest.raises(ConfigurationError, match="a smaller scale"):
         trainer.train()
-    assert trainer.ledger.steps == 1
+    assert trainer.ledger.steps == steps
 
 
 def test_frequencies_are_counted_in_public_texts(tmp_path: Path) -> None:
