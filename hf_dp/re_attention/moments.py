@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
-# Means over features are taken over so many of them at least, evenly spaced.
-_SAMPLED = 256
+# Means over features are taken over so many of them at least, in evenly spaced runs: memory gives what lies together.
+_SAMPLED, _RUN = 256, 16
 
 Slope = Callable[[], Tensor]
 
@@ -46,6 +46,10 @@ class Variance:
     def each(self, function: Callable[[Tensor], Tensor]) -> Variance:
         """The function of each part, for functions that are linear."""
         return Variance(function(self.own), None if self.shared is None else function(self.shared))
+
+    def expanded(self, tensor: Tensor) -> Variance:
+        """In the shape of a tensor."""
+        return self.each(lambda part: part.expand(tensor.shape))
 
     def __add__(self, other: Variance) -> Variance:
         if self.shared is None or other.shared is None:
@@ -149,7 +153,7 @@ class Moments(TorchFunctionMode):
         """Notes noise of several independent parts, broadcast to the tensor's shape; nothing where there are none."""
         if parts:
             total = functools.reduce(operator.add, parts)
-            self.put(tensor, Tracked(total.each(lambda v: v.expand(tensor.shape))))
+            self.put(tensor, Tracked(total.expanded(tensor)))
 
     def variance(self, tensor: Tensor) -> Variance | None:
         """Of the tensor itself, in its shape; None without noise."""
@@ -159,7 +163,7 @@ class Moments(TorchFunctionMode):
         if tracked.slope is None:
             return tracked.variance
         squares = self.over_features(wide(tracked.slope()).square())
-        variance = tracked.variance.each(lambda v: (self.over_features(v) * squares).expand(tensor.shape))
+        variance = (tracked.variance.each(self.over_features) * squares).expanded(tensor)
         self.put(tensor, Tracked(variance))
         return variance
 
@@ -170,9 +174,9 @@ class Moments(TorchFunctionMode):
         return values[..., :1] if values.stride(-1) == 0 else values.mean(-1, keepdim=True)
 
     def sampled(self, values: Tensor) -> Tensor:
-        """Features to take a mean over, evenly spaced; all where each feature has its own variance."""
+        """Features to take a mean over, evenly spaced runs; all where each feature has its own variance."""
         step = values.shape[-1] // _SAMPLED if self.isotropic and values.dim() > 1 else 1
-        return values[..., ::step] if step > 1 else values
+        return values.unfold(-1, _RUN, step * _RUN).flatten(-2) if step > 1 else values
 
     def energy(self, tensor: Tensor) -> Tensor:
         """The squared length over the last axis, kept as an axis."""

@@ -45,14 +45,18 @@ def joined(m: Moments, func: Any, output: Tensor, args: _Args, kwargs: _Kwargs) 
     known_of = [m.of(part) for part in parts]
     noises = m.variances(*parts)
     axis: Any = kwargs.get("dim", args[1] if len(args) > 1 else 0)
-    if m.isotropic and func is not torch.stack and axis % output.dim() == output.dim() - 1:
+    is_last = axis % output.dim() == output.dim() - 1
+    if m.isotropic and func is not torch.stack and is_last:
         # Without copies of one number for each feature, as of the halves that rotary embeddings swap.
         shares = [part.shape[-1] / output.shape[-1] for part in parts]
         known = [(noise, share) for noise, share in zip(noises, shares, strict=True) if noise is not None and share]
         m.put_sum(output, *(noise.each(m.over_features) * share for noise, share in known))
     elif any(noise is not None for noise in noises):
+        if m.isotropic and not is_last:
+            noises = [None if noise is None else noise.each(m.over_features) for noise in noises]
+            parts = [part[..., :1] for part in parts]
         merged = _merged(lambda *made: func(made, *args[1:], **options), noises, parts)
-        m.put(output, Tracked(merged, is_turned=axis % output.dim() == output.dim() - 1 and _are_turned(known_of)))
+        m.put(output, Tracked(merged.expanded(output), is_turned=is_last and _are_turned(known_of)))
 
 
 def _are_turned(pair: Sequence[Tracked | None]) -> bool:
@@ -112,8 +116,8 @@ def _merged(function: Callable[..., Tensor], noises: Sequence[Variance | None], 
     """The function of several noises, part by part, with zeros like its value where one has none."""
 
     def filled(parts: Sequence[Tensor | None]) -> list[Tensor]:
-        zeros = (torch.zeros(value.shape, device=value.device) for value in values)
-        return [zero if part is None else part for part, zero in zip(parts, zeros, strict=True)]
+        pairs = zip(parts, values, strict=True)
+        return [torch.zeros(value.shape, device=value.device) if part is None else part for part, value in pairs]
 
     shared = [None if noise is None else noise.shared for noise in noises]
     own = function(*filled([None if noise is None else noise.own for noise in noises]))

@@ -62,9 +62,9 @@ def _mapped(m: Moments, output: Tensor, x: Tensor, weight: Tensor, noise_of_weig
             parts.append(noise * factor)
         if error is not None:
             energy = m.energy(x) if noise is None else m.energy(x) + inputs * noise.total
-            parts.append(Variance(energy * error.mean()))
+            parts.append(Variance(energy * m.over_features(error).mean()))
         if shift is not None:
-            parts.append(_in_common(shift.total.mean()))
+            parts.append(_in_common(m.over_features(shift.total).mean()))
     else:
         squares = wide(weight).square()
         if noise is not None:
@@ -147,17 +147,25 @@ def _unary(m: Moments, func: Any, output: Tensor, args: _Args, kwargs: _Kwargs) 
     tracked = m.of(x)
     if tracked is None:
         return
-    value, before = m.sampled(x.detach()), tracked.slope
+    value, before = x.detach(), tracked.slope
 
     def slope() -> Tensor:
         # Checkpointing's own hooks would take this for part of the layer, and run it again.
         with torch.enable_grad(), saved_tensors_hooks(_itself, _itself):
-            leaf = wide(value).requires_grad_()
+            leaf = wide(m.sampled(value)).requires_grad_()
             made = func(leaf, *rest, **{k: v for k, v in kwargs.items() if k not in ("inplace", "input")})
             (own,) = torch.autograd.grad(made.sum(), leaf)
         return own if before is None else own * before()
 
     m.put(output, with_slope(tracked, slope))
+
+
+def _negated(m: Moments, func: Any, output: Tensor, args: _Args, kwargs: _Kwargs) -> None:
+    x = args[0] if args else kwargs["input"]
+    tracked = m.of(x)
+    if tracked is not None:
+        before = _slope(tracked, x)
+        m.put(output, with_slope(tracked, lambda: -before()))
 
 
 def _itself(tensor: Tensor) -> Tensor:
@@ -175,8 +183,8 @@ def _sum_over(m: Moments, func: Any, output: Tensor, args: _Args, kwargs: _Kwarg
 def _added_up(m: Moments, output: Tensor, x: Tensor, axis: Any, kwargs: _Kwargs, *, mean: bool) -> None:
     """Of sums over positions or experts. One over features is a statistic, whose own noise is not followed."""
     axes = [] if axis is None else [a % x.dim() for a in ([axis] if isinstance(axis, int) else axis)]
-    noise = m.variance(x)
-    if noise is not None and axes and x.dim() - 1 not in axes:
+    noise = m.variance(x) if axes and x.dim() - 1 not in axes else None
+    if noise is not None:
         count = math.prod(x.shape[a] for a in axes) if mean else 1
         m.put_sum(output, noise.each(lambda v: v.sum(axes).reshape(output.shape) / count**2))
 
@@ -192,11 +200,12 @@ def _sum(sign: float) -> Rule:
         elif first is not None and second is not None and (first.is_turned or second.is_turned):
             # By any angle. The covariance that this gives a pair is not followed; the variance of both in the middle
             # is what leaves the noise of scores, as the scores, to differences of positions alone.
-            squares = wide(_slope(first, x)()).square() + wide(_slope(second, y)()).square()
-            m.put_sum(output, (first.variance + second.variance) * (squares / 2))
+            squares = [m.over_features(wide(_slope(*one)()).square()) for one in ((first, x), (second, y))]
+            noise = first.variance.each(m.over_features) + second.variance.each(m.over_features)
+            m.put_sum(output, noise * (sum(squares) / 2))
         elif first is not None and second is not None:
-            noises = [v for v in m.variances(x, y) if v is not None]
-            m.put_sum(output, noises[0], noises[1] * factor**2)
+            noise, another = (v.each(m.over_features) for v in m.variances(x, y) if v is not None)
+            m.put_sum(output, noise, another if abs(factor) == 1 else another * factor**2)
         elif first is not None:
             _shifted(m, output, first)
         elif second is not None:
@@ -232,8 +241,8 @@ def _product(m: Moments, func: Any, output: Tensor, args: _Args, kwargs: _Kwargs
         _scaled(m, output, x, first, wide(y.detach()) if isinstance(y, Tensor) else torch.tensor(float(y)))
     elif first.variance is second.variance:
         one, two = _slope(first, x), _slope(second, y)
-        value, other = m.sampled(x.detach()), m.sampled(y.detach())
-        m.put(output, with_slope(first, lambda: one() * other + two() * value))
+        value, other = x.detach(), y.detach()
+        m.put(output, with_slope(first, lambda: one() * m.sampled(other) + two() * m.sampled(value)))
     else:
         noise, another = (v.each(m.over_features) for v in m.variances(x, y) if v is not None)
         square, other_square = (m.over_features(wide(m.sampled(t.detach())).square()) for t in (x, y))
@@ -314,9 +323,10 @@ RULES = MappingProxyType(
         torch.conv2d: _convolution,
         F.layer_norm: _layer_norm,
         F.rms_norm: _rms_norm,
-        **_all(_unary, _both("gelu", "silu", "relu", "tanh", "sigmoid", "neg", "erf", "exp", "softplus", "mish")),
+        **_all(_unary, _both("gelu", "silu", "relu", "tanh", "sigmoid", "erf", "exp", "softplus", "mish")),
         **_all(_unary, _both("rsqrt", "sqrt")),
-        **_all(_unary, [*_SQUARES, torch.Tensor.__neg__, F.leaky_relu, F.elu, F.hardtanh, F.hardswish]),
+        **_all(_unary, [*_SQUARES, F.leaky_relu, F.elu, F.hardtanh, F.hardswish]),
+        **_all(_negated, [*_both("neg", "negative"), torch.Tensor.__neg__]),
         **_all(_mean, _both("mean")),
         **_all(_sum_over, _both("sum")),
         **_all(_sum(1.0), [*_both("add", "add_"), _add, _radd, _iadd]),

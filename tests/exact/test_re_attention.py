@@ -22,6 +22,7 @@ from hf_dp.per_example import preflight, record
 from hf_dp.per_example.oracle import loop
 from hf_dp.re_attention import FILE, ReAttention, inspect_attention, installed
 from hf_dp.re_attention.errors import one_step, relative_counts
+from hf_dp.re_attention.moments import Moments
 from tests.zoo import VOCABULARY, text_batch, tiny, with_dropout
 
 FAMILIES = {
@@ -72,6 +73,24 @@ def test_off_it_is_plain_attention_and_on_it_is_exact(family: str, fidelity: str
     assert off_by(found, loop(model, per_example_losses, data)) <= 1e-12
     remove_re_attention(model)
     assert torch.equal(model(**data).logits, plain)
+
+
+@pytest.mark.parametrize("family", sorted({*FAMILIES} - {"t5", "vit"}))  # but for biases of positions, and patches
+def test_one_variance_for_each_token_is_never_written_out_for_each_feature(family: str, monkeypatch: Any) -> None:
+    """As wide as the activations, it would cost as much as they do."""
+    model, kept = tiny(family, FAMILIES[family]), []
+    put = Moments.put
+
+    def watched(self: Moments, tensor: Tensor, tracked: Any) -> None:
+        kept.extend([] if tracked is None else [tracked.variance.own, tracked.variance.shared])
+        put(self, tensor, tracked)
+
+    monkeypatch.setattr(Moments, "put", watched)
+    noisy(model)
+    model(**text_batch(FAMILIES[family]))
+    wide = [v for v in kept if v is not None and v.dim() and v.shape[-1] > 1]
+    assert len(wide) > 10
+    assert all(v.stride(-1) == 0 for v in wide)
 
 
 @pytest.mark.parametrize("family", ["bloom", "gptj", "falcon", "gpt_neo", "deberta-v2", "albert"])
