@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import json
 import logging
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from torch import nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from hf_dp.accounting import Ledger
 from hf_dp.errors import BudgetExceededError, LedgerError
@@ -19,6 +23,8 @@ logger = logging.getLogger(__name__)
 # Trainer saves the state of a callback under the name of its class.
 STATE_KEY = "PrivacyCallback"
 _PATH = ("stateful_callbacks", STATE_KEY, "attributes", "saved_ledger")
+# Which trainer has trained a parameter in this process, and its ledger.
+_TRAINED_BY: Any = WeakTensorKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -116,9 +122,35 @@ def continued(ledger: Ledger, saved: SavedRun | None, plan: Plan, dataset: Any) 
             f"train() was called again with {now['dataset_size']} examples and delta {now['delta']:.3g}, after "
             f"{ledger.steps} private steps on {before['dataset_size']} with delta {before['delta']:.3g}.",
             why="one epsilon for both would be stated at a delta that is too large for one of them.",
-            fix="use a new trainer, whose ledger is its own; or the same data and target_delta.",
+            fix="use a new trainer, whose ledger is its own, and a model that is loaded anew; or the same data and delta.",
         )
     return ledger
+
+
+def refuse_trained_by_another(model: nn.Module, trainer: object) -> None:
+    """Refuses to go on from weights that another trainer in this process has trained privately.
+
+    Raises:
+        LedgerError: this trainer's ledger, and so its report and card, would not have those steps.
+    """
+    for p in model.parameters():
+        who, ledger = _TRAINED_BY.get(p, (None, None))
+        if ledger is None or who() is trainer or not ledger.steps:
+            continue
+        raise LedgerError(
+            f"another DPTrainer has trained this model before: {ledger.steps} private steps on "
+            f"{ledger.promise['dataset_size']} examples.",
+            why="this trainer's ledger begins at nothing, so its report and its card would leave out what those cost.",
+            fix="call train() of that trainer again, whose ledger goes on, or begin from a model that is loaded anew; "
+            "to go on with other people's data, save the model and load it from there.",
+        )
+
+
+def note_trained_by(model: nn.Module, trainer: object, ledger: Ledger) -> None:
+    """For `refuse_trained_by_another`; of the parameters that will be trained."""
+    for p in model.parameters():
+        if p.requires_grad:
+            _TRAINED_BY[p] = (weakref.ref(trainer), ledger)
 
 
 def _refuse_strangers(ledger: Ledger, plan: Plan) -> None:

@@ -53,7 +53,7 @@ from hf_dp.probe import telling_rows, unchanged_buffers
 from hf_dp.publishing import PublishingMixin
 from hf_dp.randomness import Entropy
 from hf_dp.re_attention import remove_re_attention
-from hf_dp.resume import SavedRun, continued
+from hf_dp.resume import SavedRun, continued, note_trained_by, refuse_trained_by_another
 from hf_dp.sampling import LogicalBatchCollator, PoissonBatchSampler, PoissonDataLoader, RankSampler
 from hf_dp.sft import forget_batch_metrics, refuse_sft
 from hf_dp.sparse_embeddings import TableRows, find_tables, with_lazy_rows
@@ -235,6 +235,8 @@ class DPTrainerMixin(PublishingMixin):
         plan = self._require_plan()
         saved, self._saved_run = self._saved_run, None
         assert saved is not None or not state.global_step, "steps were taken before, but no checkpoint was read"
+        if saved is None:
+            refuse_trained_by_another(self._module, self)
         self.ledger = continued(self.ledger, saved, plan, self.train_dataset)
         self.ledger.promise = plan.promise
         agree(
@@ -267,6 +269,7 @@ class DPTrainerMixin(PublishingMixin):
         except BaseException:
             remove_re_attention(self._module)
             raise
+        note_trained_by(self._module, self, self.ledger)
         # Not before: what an earlier attempt released must not be forgotten by one that fails.
         self._attention_noise, self._sparse = noise, sparse
         # Nor must what was trained be reported under a plan that was refused.

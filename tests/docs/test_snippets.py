@@ -18,8 +18,7 @@ import torch
 from typer.testing import CliRunner
 
 from hf_dp.cli import app
-from tests.e2e.test_trainer import a_tokenizer
-from tests.e2e.workbench import classifier, pad, rows
+from tests.e2e.workbench import a_tokenizer, classifier, pad, rows
 from tests.hub.conftest import hub  # noqa: F401 - a fixture
 from tests.hub.server import Hub
 

@@ -17,8 +17,7 @@ from hf_dp.frequencies import LABEL
 from hf_dp.hub import verify
 from hf_dp.noise import GaussianNoise
 from hf_dp.re_attention import FILE, FREQUENCIES, installed, read
-from tests.e2e.test_trainer import a_tokenizer
-from tests.e2e.workbench import EXPECTED, ROWS, classifier, make, pad, pad_for_language, private, rows
+from tests.e2e.workbench import EXPECTED, ROWS, a_tokenizer, classifier, make, pad, pad_for_language, private, rows
 from tests.zoo import VOCABULARY, tiny
 
 

@@ -1,8 +1,7 @@
-"""DPTrainer as its users meet it: real input, reports, Trainer's own features, and steps that are what they say."""
+"""DPTrainer as its users meet it: real input, reports and Trainer's own features."""
 
 from __future__ import annotations
 
-import copy
 import csv
 import dataclasses
 import json
@@ -25,7 +24,6 @@ from transformers import (
     DataCollatorWithPadding,
     EarlyStoppingCallback,
     HfArgumentParser,
-    PreTrainedTokenizerFast,
     Seq2SeqTrainer,
     Seq2SeqTrainingArguments,
     Trainer,
@@ -34,20 +32,20 @@ from transformers import (
 )
 
 from hf_dp import DPTrainer, PrivacyConfig, load_report
-from hf_dp.errors import BudgetExceededError, ConfigurationError, LedgerError, UnsupportedModelError
+from hf_dp.errors import ConfigurationError, UnsupportedModelError
 from hf_dp.per_example import RULES, Bound, instantiating
 from hf_dp.trainer import DPTrainerMixin
 from tests.e2e.workbench import (
     EXPECTED,
-    MICRO,
     ROWS,
     STEPS,
     Trajectory,
+    a_tokenizer,
     arguments,
     classifier,
     distance,
-    draws,
     exact,
+    last_log,
     make,
     pad,
     pad_for_language,
@@ -55,22 +53,9 @@ from tests.e2e.workbench import (
     private,
     rows,
     same,
+    trained,
 )
 from tests.zoo import VOCABULARY, tiny
-
-
-def a_tokenizer(words: set[str]) -> PreTrainedTokenizerFast:
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
-    vocabulary = {word: i for i, word in enumerate(["[PAD]", "[UNK]", *sorted(words)])}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="[PAD]", unk_token="[UNK]")
-
-
-def last_log(trainer: Any, name: str) -> Any:
-    return next(entry[name] for entry in reversed(trainer.state.log_history) if name in entry)
-
 
 # --- the snippet of the README, on text ------------------------------------------------------------------------------
 
@@ -151,312 +136,6 @@ def test_without_noise_epsilon_is_infinite_and_a_seed_is_not_private(tmp_path: P
     assert report.epsilon == math.inf
     assert not report.private
     assert "NOT PRIVATE" in str(report)
-
-
-# --- a step is what it says -------------------------------------------------------------------------------------------
-
-
-def plain_trajectory(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> list[dict[str, Tensor]]:
-    """Ordinary training on the same Poisson batches: the model's own loss, one example at a time."""
-    data, points = rows(), [parameters(model)]
-    for batch in draws(seed):
-        optimizer.zero_grad(set_to_none=False)
-        total = sum((model(**pad([data[i]])).loss for i in batch), start=torch.zeros((), dtype=torch.float64))
-        (total / EXPECTED).backward()
-        optimizer.step()
-        points.append(parameters(model))
-    return points
-
-
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw_torch"])
-def test_without_noise_and_clipping_it_is_an_ordinary_step(tmp_path: Path, optimizer: str) -> None:
-    model, trajectory = classifier(torch.float64), Trajectory()
-    plain = copy.deepcopy(model)
-    lr = 0.1 if optimizer == "sgd" else 1e-2
-    trainer = make(
-        tmp_path, model, exact(), parts={"callbacks": [trajectory]}, optim=optimizer, learning_rate=lr, weight_decay=0.0
-    )
-    trainer.train()
-    kind = torch.optim.SGD if optimizer == "sgd" else torch.optim.AdamW
-    options = {} if optimizer == "sgd" else {"weight_decay": 0.0}
-    truth = plain_trajectory(plain, kind(plain.parameters(), lr=lr, **options), seed=7)
-    assert len(trajectory.points) == len(truth) == STEPS + 1
-    for found, expected in zip(trajectory.points, truth, strict=True):
-        assert distance(found, expected) < 1e-6
-    assert distance(truth[0], truth[-1]) > 1e-3
-
-
-@pytest.mark.parametrize("micro", [1, 2, 8])
-def test_failure_13_the_micro_batch_size_changes_neither_the_step_nor_its_cost(tmp_path: Path, micro: int) -> None:
-    results = []
-    for size in (micro, MICRO):
-        model = classifier(torch.float64)
-        steps = EXPECTED // size
-        trainer = make(tmp_path, model, per_device_train_batch_size=size, gradient_accumulation_steps=steps)
-        trainer.train()
-        results.append((parameters(model), trainer.privacy_report(), trainer.state.global_step))
-    (one, report, steps), (two, other_report, other_steps) = results
-    assert distance(one, two) < 1e-9
-    assert report == other_report
-    assert steps == other_steps == report.steps == STEPS
-
-
-class PoissonSpy(TrainerCallback):
-    """The size of each logical batch and the noisy gradient that it became."""
-
-    def __init__(self) -> None:
-        self.gradients: list[dict[str, Tensor]] = []
-
-    def on_pre_optimizer_step(
-        self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **kwargs: Any
-    ) -> None:
-        owner = model if model is not None else self.model
-        self.gradients.append({name: p.grad.detach().clone() for name, p in owner.named_parameters()})
-
-    model: Any = None
-
-
-def gradients_of(trainer: Any) -> list[dict[str, Tensor]]:
-    spy = PoissonSpy()
-    spy.model = trainer.model
-    trainer.add_callback(spy)
-    trainer.train()
-    return spy.gradients
-
-
-def flat(gradients: dict[str, Tensor]) -> Tensor:
-    return torch.cat([g.flatten() for g in gradients.values()])
-
-
-def test_failure_05_an_empty_batch_is_a_step_of_noise(tmp_path: Path) -> None:
-    steps = 12
-    batches = draws(7, steps, expected=1)
-    empty = [i for i, batch in enumerate(batches) if not batch]
-    assert 2 <= len(empty) < steps, "the seed should give some empty and some full batches"
-    trainer = make(
-        tmp_path, max_steps=steps, per_device_train_batch_size=1, gradient_accumulation_steps=1,
-        include_num_input_tokens_seen="all", parts={"callbacks": [trajectory := Trajectory()]},
-    )  # fmt: skip
-    gradients = gradients_of(trainer)
-    assert trainer.ledger.steps == trainer.state.global_step == len(gradients) == steps
-    for i in empty:
-        assert float(flat(gradients[i]).std()) == pytest.approx(1.0, rel=0.05), "noise multiplier 1, expected batch 1"
-        assert not same(trajectory.points[i], trajectory.points[i + 1])
-
-
-def test_failure_04_the_accounted_sampling_is_the_sampling_that_runs(tmp_path: Path) -> None:
-    seen: list[int] = []
-
-    class Counting(DPTrainer):
-        def training_step_sizes(self, inputs: dict[str, Any]) -> None:
-            seen.append(inputs["n"])
-
-        def floating_point_ops(self, inputs: dict[str, Any]) -> int:
-            self.training_step_sizes(inputs)
-            return super().floating_point_ops(inputs)
-
-    trainer = make(tmp_path, kind=Counting, max_steps=60)
-    trainer.train()
-    assert seen == [len(batch) for batch in draws(7, 60)]
-    assert len(set(seen)) > 3, "fixed-size batches would not be Poisson"
-    (event, count, _label), *others = trainer.ledger.entries
-    assert not others
-    assert count == 60
-    assert event == dp_accounting.PoissonSampledDpEvent(EXPECTED / ROWS, dp_accounting.GaussianDpEvent(1.0))
-
-
-def test_failure_08_an_example_enters_a_step_at_most_once(tmp_path: Path) -> None:
-    """One draw per logical batch: with q = 1 every example comes exactly once, in however many micro-batches."""
-    trainer = make(
-        tmp_path, per_device_train_batch_size=5, gradient_accumulation_steps=2, max_steps=2, parts={
-            "train_dataset": [{**row, "input_ids": [i + 3, *row["input_ids"][1:]]} for i, row in enumerate(rows(10))]
-        },
-    )  # fmt: skip
-    seen: list[list[int]] = []
-    original = trainer.compute_per_example_loss
-
-    def spy(model: nn.Module, inputs: dict[str, Any]) -> Tensor:
-        if model.training and torch.is_grad_enabled() and seen_counts["on"]:
-            seen.append(inputs["input_ids"][:, 0].tolist())
-        return original(model, inputs)
-
-    seen_counts = {"on": False}
-
-    class On(TrainerCallback):
-        def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
-            seen_counts["on"] = True
-
-    trainer.compute_per_example_loss = spy
-    trainer.add_callback(On())
-    trainer.train()
-    assert [len(micro) for micro in seen] == [5, 5, 5, 5]
-    for step in (seen[:2], seen[2:]):
-        assert sorted(step[0] + step[1]) == list(range(3, 13))
-
-
-def test_failure_10_noise_for_the_sum_and_the_expected_batch_size_below_it(tmp_path: Path) -> None:
-    def run(**privacy: Any) -> list[Tensor]:
-        return [flat(g).double() for g in gradients_of(make(tmp_path, privacy=private(**privacy), learning_rate=0.0))]
-
-    with pytest.warns(UserWarning, match="not private"):
-        silent = run(noise_multiplier=0, clipping_norm=0.1)
-    noisy = run(noise_multiplier=3.0, clipping_norm=0.1)
-    sizes = [len(batch) for batch in draws(7)]
-    assert any(size != EXPECTED for size in sizes)
-    for without, with_noise in zip(silent, noisy, strict=True):
-        noise = with_noise - without
-        assert float(noise.std()) == pytest.approx(3.0 * 0.1 / EXPECTED, rel=0.05)
-    # All examples are clipped to 0.1; were the sum divided by the drawn size, its norm could not exceed 0.1.
-    assert all(float(s.norm()) <= 0.1 * size / EXPECTED * (1 + 1e-6) for s, size in zip(silent, sizes, strict=True))
-
-
-def test_failure_11_trainers_own_clipping_is_off(tmp_path: Path) -> None:
-    trainer = make(tmp_path, privacy=private(noise_multiplier=50.0), logging_steps=1)
-    noisy = gradients_of(trainer)
-    assert trainer.args.max_grad_norm == 0
-    assert all(float(flat(g).norm()) > 100 for g in noisy)
-    assert last_log(trainer, "grad_norm") == pytest.approx(float(flat(noisy[-1]).norm()), rel=1e-4)
-
-
-def test_failure_12_a_sigma_of_1000_wrecks_accuracy(tmp_path: Path) -> None:
-    def accuracy(noise: float) -> float:
-        trainer = make(
-            tmp_path, privacy=private(noise_multiplier=noise), max_steps=40, optim="adamw_torch", learning_rate=1e-2,
-            parts={
-                "train_dataset": rows(200), "eval_dataset": rows(200),
-                "compute_metrics": lambda p: {"accuracy": float((p.predictions.argmax(-1) == p.label_ids).mean())},
-            },
-            per_device_train_batch_size=40, gradient_accumulation_steps=1,
-        )  # fmt: skip
-        trainer.train()
-        return float(trainer.evaluate()["eval_accuracy"])
-
-    assert accuracy(0.1) > 0.9
-    assert accuracy(1000.0) < 0.6
-
-
-def test_failure_15_bf16_parameters_get_float32_noise(tmp_path: Path) -> None:
-    model = classifier(torch.bfloat16)
-    (first, *_) = gradients_of(make(tmp_path, model, max_steps=1))
-    wide = flat(first).float()
-    # Noise drawn in bf16 has few distinct values and none is far out; rounding afterwards keeps the deviation.
-    assert float(wide.std()) == pytest.approx(1 / EXPECTED, rel=0.03)
-    assert all(p.dtype == torch.bfloat16 for p in model.parameters())
-    assert all(torch.isfinite(p).all() for p in model.parameters())
-
-
-def test_failure_15_small_contributions_are_not_swallowed(tmp_path: Path) -> None:
-    """The sum over many examples is kept in float32 though the parameters are bf16."""
-    results = []
-    for dtype in (torch.bfloat16, torch.float32):
-        model = classifier(torch.bfloat16).to(dtype)
-        with pytest.warns(UserWarning, match="not private"):
-            config = private(noise_multiplier=0, clipping_norm=1e-3)
-        trainer = make(
-            tmp_path, model, config, max_steps=1, per_device_train_batch_size=1, gradient_accumulation_steps=ROWS
-        )
-        results.append(flat(gradients_of(trainer)[0]).double())
-    low, high = results
-    assert float((low - high).norm()) < 0.05 * float(high.norm())
-
-
-def test_failure_20_the_budget_is_met_and_not_exceeded(tmp_path: Path) -> None:
-    for target in (0.5, 20.0):
-        trainer = make(tmp_path, privacy=private(noise_multiplier=None, target_epsilon=target))
-        trainer.train()
-        assert 0.99 * target < trainer.privacy_report().epsilon <= target
-
-
-def test_failure_21_the_ledger_is_as_long_as_the_training(tmp_path: Path) -> None:
-    for changes in (
-        {"max_steps": 5},
-        {"max_steps": -1, "num_train_epochs": 2},
-        {"max_steps": -1, "num_train_epochs": 0.5},
-    ):
-        trainer = make(tmp_path, **changes)
-        out = trainer.train()
-        per_epoch = math.ceil(ROWS / EXPECTED)
-        expected = (
-            changes["max_steps"] if changes["max_steps"] > 0 else math.ceil(changes["num_train_epochs"] * per_epoch)
-        )
-        assert trainer.ledger.steps == out.global_step == trainer.privacy_report().steps == expected
-
-
-def test_dropout_trains_and_its_masks_are_not_those_of_the_public_seed(tmp_path: Path) -> None:
-    def run(seed: int | None) -> dict[str, Tensor]:
-        with pytest.warns(UserWarning, match="not private"):
-            config = private(noise_multiplier=0, seed=seed)
-        model = classifier(dropout=0.3)
-        # q = 1: without dropout nothing would be left to chance.
-        make(
-            tmp_path, model, config, max_steps=1, per_device_train_batch_size=ROWS, gradient_accumulation_steps=1
-        ).train()
-        return parameters(model)
-
-    assert same(run(7), run(7))
-    assert not same(run(None), run(None))
-
-
-# --- what is not finite -----------------------------------------------------------------------------------------------
-
-
-class OneLossIsNan(DPTrainer):
-    """The example whose first token is 3 has no finite loss."""
-
-    def compute_per_example_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
-        losses = super().compute_per_example_loss(model, inputs)
-        bad = inputs["input_ids"][:, 0].eq(3)
-        return losses * torch.where(bad, math.nan, 1.0)
-
-
-def with_one_bad_row() -> list[dict[str, Any]]:
-    data = [row for row in rows(200) if row["input_ids"][0] != 3][: ROWS - 1]
-    return [*data, {"input_ids": [3, 4, 5], "labels": 0}]
-
-
-@pytest.mark.parametrize("withhold", [False, True])
-def test_failure_14_an_example_without_a_finite_loss_contributes_nothing(tmp_path: Path, withhold: bool) -> None:
-    bad, everything = with_one_bad_row(), {"per_device_train_batch_size": ROWS // 4, "gradient_accumulation_steps": 4}
-    everything["logging_steps"] = 1
-    model = classifier()
-    config = private(withhold_non_private_logs=withhold)
-    trainer = make(tmp_path, model, config, OneLossIsNan, {"train_dataset": bad}, max_steps=2, **everything)
-    gradients = gradients_of(trainer)
-    assert all(torch.isfinite(p).all() for p in model.parameters())
-
-    class LossIsZero(DPTrainer):
-        def compute_per_example_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
-            losses = super().compute_per_example_loss(model, inputs)
-            return losses * inputs["input_ids"][:, 0].ne(3)
-
-    reference = gradients_of(
-        make(tmp_path, classifier(), config, LossIsZero, {"train_dataset": bad}, max_steps=2, **everything)
-    )
-    for found, expected in zip(gradients, reference, strict=True):
-        assert distance(found, expected) < 1e-6
-    history = json.dumps(trainer.state.log_history)
-    if withhold:
-        assert "non_finite" not in history
-    else:
-        assert [entry["non_finite_examples"] for entry in trainer.state.log_history if "loss" in entry] == [1, 1]
-        assert "NaN" not in history
-
-
-def test_failure_14_a_nan_pixel_ruins_one_example_only(tmp_path: Path) -> None:
-    generator = torch.Generator().manual_seed(0)
-    images = [
-        {"pixel_values": torch.randn(3, 12, 12, generator=generator), "labels": i % 3} for i in range(12)
-    ]  # fmt: skip
-    images[5]["pixel_values"][0, 0, 0] = math.nan
-    model = tiny("vit", "image", torch.float32)
-    trainer = make(
-        tmp_path, model, parts={"train_dataset": images, "data_collator": None}, max_steps=2, logging_steps=1,
-        per_device_train_batch_size=6, gradient_accumulation_steps=2,
-    )  # fmt: skip
-    trainer.train()
-    assert all(torch.isfinite(p).all() for p in model.parameters())
-    assert last_log(trainer, "loss") > 0
-    assert [entry["non_finite_examples"] for entry in trainer.state.log_history if "loss" in entry] == [1, 1]
 
 
 # --- Trainer's features go on working ---------------------------------------------------------------------------------
@@ -553,15 +232,6 @@ def test_failure_19_checkpointing_under_its_newer_name(tmp_path: Path) -> None:
     assert distance(*results) < 1e-5
 
 
-def test_failure_23_bf16_autocast_skips_no_step(tmp_path: Path) -> None:
-    model = classifier()
-    trainer = make(tmp_path, model, bf16=True)
-    gradients = gradients_of(trainer)
-    assert trainer.ledger.steps == trainer.state.global_step == len(gradients) == STEPS
-    assert all(float(flat(g).std()) == pytest.approx(1 / EXPECTED, rel=0.05) for g in gradients)
-    assert all(p.dtype == torch.float32 and torch.isfinite(p).all() for p in model.parameters())
-
-
 def test_worker_processes_load_the_same_batches(tmp_path: Path) -> None:
     results = []
     for workers in (0, 2):
@@ -598,7 +268,7 @@ def test_optimizer_and_scheduler_of_ones_own(tmp_path: Path) -> None:
     assert len(optimizer.state) == len(list(model.parameters()))
 
 
-def test_a_model_from_model_init_is_trained(tmp_path: Path) -> None:
+def test_a_model_from_model_init_istrained(tmp_path: Path) -> None:
     trainer = make(tmp_path, parts={"model_init": lambda: classifier()})
     start = parameters(trainer.model)
     trainer.train()
@@ -661,151 +331,11 @@ def test_the_mixin_in_front_of_a_trainer_of_ones_own(tmp_path: Path) -> None:
     trainer = make(tmp_path, kind=Private, logging_steps=1)
     trainer.train()
     assert trainer.logged == STEPS + 1
-    doubled, single = last_log(trainer, "loss"), last_log(_trained(tmp_path, logging_steps=1), "loss")
+    doubled, single = last_log(trainer, "loss"), last_log(trained(tmp_path, logging_steps=1), "loss")
     assert doubled > 1.5 * single
 
 
-def _trained(path: Path, **changes: Any) -> Any:
-    trainer = make(path, **changes)
-    trainer.train()
-    return trainer
-
-
-# --- the promise, from the command line -------------------------------------------------------------------------------
-
-
-def test_arguments_and_promise_are_parsed_side_by_side(tmp_path: Path) -> None:
-    parser = HfArgumentParser((TrainingArguments, PrivacyConfig))
-    flags = ["--output_dir", str(tmp_path), "--seed", "5", "--target_epsilon", "3", "--clipping_norm", "0.5"]
-    args, config = parser.parse_args_into_dataclasses(flags)
-    assert (args.seed, config) == (5, PrivacyConfig(target_epsilon=3.0, clipping_norm=0.5))
-
-    values = {"output_dir": str(tmp_path), "seed": 5, "noise_multiplier": 1.5, "withhold_non_private_logs": True}
-    (tmp_path / "run.yaml").write_text("".join(f"{k}: {json.dumps(v)}\n" for k, v in values.items()))
-    parsers: list[Callable[[], Any]] = [
-        lambda: parser.parse_dict(values), lambda: parser.parse_yaml_file(str(tmp_path / "run.yaml"))
-    ]  # fmt: skip
-    for parse in parsers:
-        args, config = parse()
-        assert args.seed == 5
-        assert config == PrivacyConfig(noise_multiplier=1.5, withhold_non_private_logs=True)
-        assert config.seed is None, "Trainer's public seed must not become the seed of the noise"
-
-
-# --- logs -------------------------------------------------------------------------------------------------------------
-
-NOT_PRIVATE = {"loss", "train_loss", "clipped_fraction", "non_finite_examples", "num_input_tokens_seen", "total_flos"}
-
-
-def test_epsilon_and_noise_are_logged_and_shown_in_the_progress_bar(tmp_path: Path) -> None:
-    shown: list[dict[str, Any]] = []
-
-    class Bar:
-        def set_postfix(self, **values: Any) -> None:
-            shown.append(values)
-
-    class WithBar(TrainerCallback):
-        training_bar = Bar()
-
-    trainer = _trained(tmp_path, parts={"callbacks": [WithBar()]}, logging_steps=1)
-    entries = [entry for entry in trainer.state.log_history if "loss" in entry]
-    assert [entry["epsilon"] for entry in entries] == sorted({entry["epsilon"] for entry in entries})
-    assert len(entries) == STEPS
-    assert all(entry["noise_multiplier"] == 1.0 and 0 <= entry["clipped_fraction"] <= 1 for entry in entries)
-    assert [values["epsilon"] for values in shown][:STEPS] == [entry["epsilon"] for entry in entries]
-    assert "clipped_fraction" not in trainer.state.log_history[-1], "the last window has no examples left to count"
-
-
-def test_withheld_logs_leave_no_function_of_the_data_behind(tmp_path: Path) -> None:
-    heard: list[dict[str, Any]] = []
-
-    class Listener(TrainerCallback):
-        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-            heard.append(dict(logs))
-
-    trainer = make(
-        tmp_path, privacy=private(withhold_non_private_logs=True), parts={"callbacks": [Listener()]},
-        save_strategy="steps", save_steps=2, include_num_input_tokens_seen="all", logging_steps=1,
-    )  # fmt: skip
-    out = trainer.train()
-    states = [json.loads(p.read_text()) for p in tmp_path.glob("checkpoint-*/trainer_state.json")]
-    assert len(states) == 2
-    for entry in [*heard, *trainer.state.log_history, out.metrics, *(e for s in states for e in s["log_history"])]:
-        assert not {k for k in entry if k in NOT_PRIVATE and entry[k]}, entry
-        assert not entry.get("train_tokens_per_second")
-    for state in states:
-        assert not state["total_flos"]
-        assert not state["num_input_tokens_seen"]
-    assert (out.training_loss, trainer.state.total_flos, trainer.state.num_input_tokens_seen) == (0, 0, 0)
-    assert all("epsilon" in entry for entry in heard if "learning_rate" in entry)
-    assert not any("withhold" in caveat for caveat in trainer.privacy_report().caveats)
-
-
-# --- training again ---------------------------------------------------------------------------------------------------
-
-
-def test_training_again_composes_under_given_noise(tmp_path: Path) -> None:
-    trainer = _trained(tmp_path)
-    once = trainer.privacy_report().epsilon
-    trainer.train()
-    assert trainer.ledger.steps == trainer.privacy_report().steps == 2 * STEPS
-    twice = _trained(tmp_path, max_steps=2 * STEPS).privacy_report().epsilon
-    assert trainer.privacy_report().epsilon == pytest.approx(twice)
-    assert twice > once
-
-
-def test_training_again_is_refused_under_a_budget(tmp_path: Path) -> None:
-    model = classifier()
-    trainer = make(tmp_path, model, private(noise_multiplier=None, target_epsilon=3.0))
-    trainer.train()
-    before, steps = parameters(model), trainer.ledger.steps
-    with pytest.raises(BudgetExceededError, match=r"again after 4 private steps[\s\S]*noise_multiplier"):
-        trainer.train()
-    assert same(before, parameters(model))
-    assert trainer.ledger.steps == steps
-
-
-def test_training_stops_at_the_budget_with_the_reason(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    trainer = make(tmp_path, privacy=private(noise_multiplier=None, target_epsilon=3.0))
-
-    class SpendOutside(TrainerCallback):
-        """Something else is charged in the middle, so that the plan can no longer be carried out in full."""
-
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            if state.global_step == 2:
-                trainer.ledger.charge(trainer.ledger.entries[0][0])
-
-    trainer.add_callback(SpendOutside())
-    trainer.train()
-    assert (trainer.state.global_step, trainer.ledger.steps) == (3, 4)
-    assert trainer.privacy_report().epsilon <= 3.0
-    assert "budget is spent" in caplog.text
-
-
-def test_removing_the_privacy_callback_stops_the_training(tmp_path: Path) -> None:
-    trainer = make(tmp_path)
-    from hf_dp.callbacks import PrivacyCallback
-
-    trainer.remove_callback(PrivacyCallback)
-    with pytest.raises(ConfigurationError, match="PrivacyCallback"):
-        trainer.train()
-    assert trainer.ledger.steps == 0
-
-
-def test_a_step_outside_train_is_refused(tmp_path: Path) -> None:
-    trainer = make(tmp_path)
-    with pytest.raises(ConfigurationError, match="outside train"):
-        trainer.training_step(trainer.model, {"micro_batches": [pad(rows(2))], "n": 2})
-    assert trainer.ledger.steps == 0
-
-
-@pytest.mark.parametrize("norm", [1e-6, 1.0, 1e6])
-def test_any_clipping_norm_bounds_the_step(tmp_path: Path, norm: float) -> None:
-    with pytest.warns(UserWarning, match="not private"):
-        config = private(noise_multiplier=0, clipping_norm=norm)
-    gradients = gradients_of(make(tmp_path, privacy=config, learning_rate=0.0))
-    for gradient, batch in zip(gradients, draws(7), strict=True):
-        assert float(flat(gradient).double().norm()) <= norm * len(batch) / EXPECTED * (1 + 1e-6)
+# --- a rule of one's own ---
 
 
 class _Mixing(torch.nn.Module):
@@ -850,19 +380,71 @@ def test_a_rule_of_ones_own_trains_what_is_refused_without_it(tmp_path: Path) ->
     assert not torch.equal(model.mixer, before)
 
 
-def test_a_training_that_is_refused_changes_nothing_in_the_report_of_the_one_before(tmp_path):
-    trainer = make(tmp_path, privacy=private(noise_multiplier=None, target_epsilon=3.0))
-    trainer.train()
-    report = trainer.privacy_report()
-    trainer.train_dataset = rows(12)
-    with pytest.raises(BudgetExceededError):
-        trainer.train()
-    assert trainer.privacy_report() == report
+# --- the promise, from the command line -------------------------------------------------------------------------------
 
 
-def test_one_ledger_is_not_continued_on_data_of_another_size(tmp_path):
-    trainer = make(tmp_path, privacy=private())
-    trainer.train()
-    trainer.train_dataset = rows(12)
-    with pytest.raises(LedgerError, match="train\\(\\) was called again with 12 examples"):
-        trainer.train()
+def test_arguments_and_promise_are_parsed_side_by_side(tmp_path: Path) -> None:
+    parser = HfArgumentParser((TrainingArguments, PrivacyConfig))
+    flags = ["--output_dir", str(tmp_path), "--seed", "5", "--target_epsilon", "3", "--clipping_norm", "0.5"]
+    args, config = parser.parse_args_into_dataclasses(flags)
+    assert (args.seed, config) == (5, PrivacyConfig(target_epsilon=3.0, clipping_norm=0.5))
+
+    values = {"output_dir": str(tmp_path), "seed": 5, "noise_multiplier": 1.5, "withhold_non_private_logs": True}
+    (tmp_path / "run.yaml").write_text("".join(f"{k}: {json.dumps(v)}\n" for k, v in values.items()))
+    parsers: list[Callable[[], Any]] = [
+        lambda: parser.parse_dict(values), lambda: parser.parse_yaml_file(str(tmp_path / "run.yaml"))
+    ]  # fmt: skip
+    for parse in parsers:
+        args, config = parse()
+        assert args.seed == 5
+        assert config == PrivacyConfig(noise_multiplier=1.5, withhold_non_private_logs=True)
+        assert config.seed is None, "Trainer's public seed must not become the seed of the noise"
+
+
+# --- logs -------------------------------------------------------------------------------------------------------------
+
+NOT_PRIVATE = {"loss", "train_loss", "clipped_fraction", "non_finite_examples", "num_input_tokens_seen", "total_flos"}
+
+
+def test_epsilon_and_noise_are_logged_and_shown_in_the_progress_bar(tmp_path: Path) -> None:
+    shown: list[dict[str, Any]] = []
+
+    class Bar:
+        def set_postfix(self, **values: Any) -> None:
+            shown.append(values)
+
+    class WithBar(TrainerCallback):
+        training_bar = Bar()
+
+    trainer = trained(tmp_path, parts={"callbacks": [WithBar()]}, logging_steps=1)
+    entries = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert [entry["epsilon"] for entry in entries] == sorted({entry["epsilon"] for entry in entries})
+    assert len(entries) == STEPS
+    assert all(entry["noise_multiplier"] == 1.0 and 0 <= entry["clipped_fraction"] <= 1 for entry in entries)
+    assert [values["epsilon"] for values in shown][:STEPS] == [entry["epsilon"] for entry in entries]
+    assert "clipped_fraction" not in trainer.state.log_history[-1], "the last window has no examples left to count"
+
+
+def test_withheld_logs_leave_no_function_of_the_data_behind(tmp_path: Path) -> None:
+    heard: list[dict[str, Any]] = []
+
+    class Listener(TrainerCallback):
+        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+            heard.append(dict(logs))
+
+    trainer = make(
+        tmp_path, privacy=private(withhold_non_private_logs=True), parts={"callbacks": [Listener()]},
+        save_strategy="steps", save_steps=2, include_num_input_tokens_seen="all", logging_steps=1,
+    )  # fmt: skip
+    out = trainer.train()
+    states = [json.loads(p.read_text()) for p in tmp_path.glob("checkpoint-*/trainer_state.json")]
+    assert len(states) == 2
+    for entry in [*heard, *trainer.state.log_history, out.metrics, *(e for s in states for e in s["log_history"])]:
+        assert not {k for k in entry if k in NOT_PRIVATE and entry[k]}, entry
+        assert not entry.get("train_tokens_per_second")
+    for state in states:
+        assert not state["total_flos"]
+        assert not state["num_input_tokens_seen"]
+    assert (out.training_loss, trainer.state.total_flos, trainer.state.num_input_tokens_seen) == (0, 0, 0)
+    assert all("epsilon" in entry for entry in heard if "learning_rate" in entry)
+    assert not any("withhold" in caveat for caveat in trainer.privacy_report().caveats)

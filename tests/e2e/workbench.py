@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import TrainerCallback, TrainingArguments
+from transformers import PreTrainedTokenizerFast, TrainerCallback, TrainingArguments
 
 from hf_dp import DPTrainer, PrivacyConfig
 from hf_dp.randomness import Entropy
@@ -126,6 +126,28 @@ def draws(seed: int, steps: int = STEPS, n: int = ROWS, expected: int = EXPECTED
     """The logical batches of a seeded run."""
     sampler = PoissonBatchSampler(n, expected, Entropy(seed))
     return [sampler.draw(step) for step in range(steps)]
+
+
+def a_tokenizer(words: set[str]) -> PreTrainedTokenizerFast:
+    """Of whole words."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    vocabulary = {word: i for i, word in enumerate(["[PAD]", "[UNK]", *sorted(words)])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="[PAD]", unk_token="[UNK]")
+
+
+def last_log(trainer: Any, name: str) -> Any:
+    """What was logged last under a name."""
+    return next(entry[name] for entry in reversed(trainer.state.log_history) if name in entry)
+
+
+def trained(path: Path, **changes: Any) -> Any:
+    """A trainer that has trained."""
+    trainer = make(path, **changes)
+    trainer.train()
+    return trainer
 
 
 class Recommender(nn.Module):

@@ -20,8 +20,7 @@ from hf_dp.errors import ConfigurationError, HubError
 from hf_dp.fingerprint import KEY_FILE
 from hf_dp.hub import verify
 from tests.e2e.test_lora import adapted
-from tests.e2e.test_trainer import a_tokenizer
-from tests.e2e.workbench import classifier, make, pad, rows
+from tests.e2e.workbench import a_tokenizer, classifier, make, pad, rows
 from tests.hub.server import READER, Hub
 
 NAME = "someone/private-model"

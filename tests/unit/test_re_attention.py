@@ -110,7 +110,7 @@ def test_one_variance_for_each_token_is_within_a_factor_of_two_in_the_right_orde
         assert float(ratios.min()) > 0.5
         assert float(ratios.max()) < 2
         ranks = torch.stack([values.flatten().argsort().argsort().double() for values in (tracked, drawn)])
-        assert float(torch.corrcoef(ranks)[0, 1]) > 0.85
+        assert float(torch.corrcoef(ranks)[0, 1]) > 0.9
 
 
 def test_variances_that_are_two_thirds_are_noticed() -> None:

@@ -1,0 +1,156 @@
+"""Training again, with the same trainer or another one: nothing that was spent is forgotten."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from peft import LoraConfig, get_peft_model
+from transformers import (
+    TrainerCallback,
+)
+
+from hf_dp.errors import BudgetExceededError, ConfigurationError, LedgerError
+from tests.e2e.workbench import (
+    STEPS,
+    classifier,
+    make,
+    pad,
+    parameters,
+    private,
+    rows,
+    same,
+    trained,
+)
+
+# --- training again ---------------------------------------------------------------------------------------------------
+
+
+def test_training_again_composes_under_given_noise(tmp_path: Path) -> None:
+    trainer = trained(tmp_path)
+    once = trainer.privacy_report().epsilon
+    trainer.train()
+    assert trainer.ledger.steps == trainer.privacy_report().steps == 2 * STEPS
+    twice = trained(tmp_path, max_steps=2 * STEPS).privacy_report().epsilon
+    assert trainer.privacy_report().epsilon == pytest.approx(twice)
+    assert twice > once
+
+
+def test_training_again_is_refused_under_a_budget(tmp_path: Path) -> None:
+    model = classifier()
+    trainer = make(tmp_path, model, private(noise_multiplier=None, target_epsilon=3.0))
+    trainer.train()
+    before, steps = parameters(model), trainer.ledger.steps
+    with pytest.raises(BudgetExceededError, match=r"again after 4 private steps[\s\S]*noise_multiplier"):
+        trainer.train()
+    assert same(before, parameters(model))
+    assert trainer.ledger.steps == steps
+
+
+def test_training_stops_at_the_budget_with_the_reason(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    trainer = make(tmp_path, privacy=private(noise_multiplier=None, target_epsilon=3.0))
+
+    class SpendOutside(TrainerCallback):
+        """Something else is charged in the middle, so that the plan can no longer be carried out in full."""
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == 2:
+                trainer.ledger.charge(trainer.ledger.entries[0][0])
+
+    trainer.add_callback(SpendOutside())
+    trainer.train()
+    assert (trainer.state.global_step, trainer.ledger.steps) == (3, 4)
+    assert trainer.privacy_report().epsilon <= 3.0
+    assert "budget is spent" in caplog.text
+
+
+def test_removing_the_privacy_callback_stops_the_training(tmp_path: Path) -> None:
+    trainer = make(tmp_path)
+    from hf_dp.callbacks import PrivacyCallback
+
+    trainer.remove_callback(PrivacyCallback)
+    with pytest.raises(ConfigurationError, match="PrivacyCallback"):
+        trainer.train()
+    assert trainer.ledger.steps == 0
+
+
+def test_a_step_outside_train_is_refused(tmp_path: Path) -> None:
+    trainer = make(tmp_path)
+    with pytest.raises(ConfigurationError, match="outside train"):
+        trainer.training_step(trainer.model, {"micro_batches": [pad(rows(2))], "n": 2})
+    assert trainer.ledger.steps == 0
+
+
+def test_a_training_that_is_refused_changes_nothing_in_the_report_of_the_one_before(tmp_path):
+    trainer = make(tmp_path, privacy=private(noise_multiplier=None, target_epsilon=3.0))
+    trainer.train()
+    report = trainer.privacy_report()
+    trainer.train_dataset = rows(12)
+    with pytest.raises(BudgetExceededError):
+        trainer.train()
+    assert trainer.privacy_report() == report
+
+
+def test_one_ledger_is_not_continued_on_data_of_another_size(tmp_path):
+    trainer = make(tmp_path, privacy=private())
+    trainer.train()
+    trainer.train_dataset = rows(12)
+    with pytest.raises(LedgerError, match="train\\(\\) was called again with 12 examples"):
+        trainer.train()
+
+
+# --- another trainer on the same model -------------------------------------------------------------------------------
+
+
+def test_another_trainers_steps_are_not_left_out_of_the_report(tmp_path: Path) -> None:
+    model = classifier()
+    first = make(tmp_path, model)
+    first.train()
+    before = parameters(model)
+    second = make(tmp_path, model)
+    with pytest.raises(LedgerError, match=r"another DPTrainer has trained this model before: 4 private steps on 48"):
+        second.train()
+    del first
+    with pytest.raises(LedgerError, match="another DPTrainer"):
+        second.train()
+    assert second.ledger.steps == 0
+    assert same(before, parameters(model))
+
+
+def test_frozen_weights_that_were_trained_count_and_an_adapter_beside_them_does_not(tmp_path: Path) -> None:
+    model = classifier()
+    trained(tmp_path, model=model)
+    adapter = get_peft_model(model, LoraConfig(task_type="SEQ_CLS", target_modules=["q_lin"]))
+    with pytest.raises(LedgerError, match="another DPTrainer"):
+        make(tmp_path, adapter).train()
+
+    base = classifier()
+    one = get_peft_model(base, LoraConfig(target_modules=["q_lin"]))
+    trained(tmp_path, model=one)
+    other = get_peft_model(one.unload(), LoraConfig(target_modules=["q_lin"]))
+    assert trained(tmp_path, model=other).ledger.steps == STEPS
+
+
+def test_a_trainer_that_took_no_step_leaves_the_model_to_another(tmp_path: Path) -> None:
+    model = classifier()
+    first = make(tmp_path, model)
+    first.add_callback(Interrupting())
+    with pytest.raises(KeyboardInterrupt):
+        first.train()
+    assert trained(tmp_path, model=model).ledger.steps == STEPS
+
+
+class Interrupting(TrainerCallback):
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        raise KeyboardInterrupt
+
+
+def test_another_trainer_resumes_from_the_first_ones_checkpoint(tmp_path: Path) -> None:
+    model = classifier()
+    trained(tmp_path, model=model, save_strategy="steps", save_steps=2, max_steps=STEPS)
+    shutil.rmtree(tmp_path / f"checkpoint-{STEPS}")
+    again = make(tmp_path, model)
+    again.train(resume_from_checkpoint=True)
+    assert again.ledger.steps == STEPS
