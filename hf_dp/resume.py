@@ -122,7 +122,7 @@ def continued(ledger: Ledger, saved: SavedRun | None, plan: Plan, dataset: Any) 
             f"train() was called again with {now['dataset_size']} examples and delta {now['delta']:.3g}, after "
             f"{ledger.steps} private steps on {before['dataset_size']} with delta {before['delta']:.3g}.",
             why="one epsilon for both would be stated at a delta that is too large for one of them.",
-            fix="use a new trainer, whose ledger is its own, and a model that is loaded anew; or the same data and delta.",
+            fix="use a new trainer, whose ledger is its own, and load the model anew; or the same data and delta.",
         )
     return ledger
 
