@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import torch
+from datasets import Dataset
 from torch import Tensor, nn
 
-from hf_dp.errors import UnsupportedModelError
+from hf_dp.errors import ConfigurationError, HfDpError, UnsupportedModelError
 from hf_dp.sampling import length
 
 _ROWS = 32
 _ROWS_FOR_LENGTHS = 1000
 _KEPT = 5
+_AT_ONCE = 10_000
+_NO_LABEL = -100
 
 
 def telling_rows(dataset: Any) -> list[Any]:
@@ -41,6 +48,78 @@ def _is_sequence(row: Any) -> bool:
 
 def _spread(n: int, count: int) -> list[int]:
     return list(range(n)) if n <= count else [i * (n - 1) // (count - 1) for i in range(count)]
+
+
+def extreme_rows(dataset: Any) -> list[int]:
+    """Of each column of whole numbers, the rows with the longest list, the smallest number and the largest one.
+
+    An id beyond the vocabulary, a label that is no class, and a text with more tokens than positions are among them.
+    Only a `datasets.Dataset` without a transform knows its columns; of others, which would be read row by row, none.
+    """
+    if not isinstance(dataset, Dataset) or dataset.format["type"] == "custom":
+        return []
+    names = [field.name for field in dataset.features.arrow_schema if pa.types.is_integer(_innermost(field.type))]
+    found: dict[tuple[str, str], tuple[int, int]] = {}
+    begin = 0
+    # Without columns there would be no rows to go through.
+    for table in dataset.with_format("arrow", columns=names).iter(_AT_ONCE) if names else ():
+        for name in names:
+            for what, value, row in _extremes(table[name].combine_chunks()):
+                found[name, what] = max(found.get((name, what), (value, begin + row)), (value, begin + row))
+        begin += len(table)
+    return sorted({row for _, row in found.values()})
+
+
+def _innermost(kind: pa.DataType) -> pa.DataType:
+    return _innermost(kind.value_type) if _is_list(kind) else kind
+
+
+def _is_list(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind))
+
+
+def _extremes(column: pa.Array) -> Iterator[tuple[str, int, int]]:
+    """What, how much of it, and in which row; the more, the more extreme."""
+    rows = np.arange(len(column))
+    if _is_list(column.type):
+        lengths = pc.fill_null(pc.list_value_length(column), 0).to_numpy(zero_copy_only=False)
+        yield "longest", int(lengths.max()), int(lengths.argmax())
+    while _is_list(column.type):
+        rows = rows[pc.list_parent_indices(column).to_numpy(zero_copy_only=False)]
+        column = pc.list_flatten(column)
+    is_number = column.is_valid().to_numpy(zero_copy_only=False)
+    values, rows = pc.fill_null(column, _NO_LABEL).to_numpy(zero_copy_only=False), rows[is_number]
+    is_told = values[is_number] != _NO_LABEL
+    values, rows = values[is_number][is_told], rows[is_told]
+    if len(values):
+        yield "smallest", -int(values.min()), int(rows[values.argmin()])
+        yield "largest", int(values.max()), int(rows[values.argmax()])
+
+
+def refuse_rows_that_fail(dataset: Any, extremes: list[int], run: Callable[[Any], object]) -> None:
+    """Refuses training data of which some row would stop the training, after it has spent budget.
+
+    Args:
+        dataset: of which the `extremes` and the `telling_rows` are tried.
+        extremes: see `extreme_rows`.
+        run: takes one row through the collator and the model.
+
+    Raises:
+        ConfigurationError: with the error that the row made.
+    """
+    tried = [(f"row {i} of the training data", dataset[i]) for i in extremes]
+    for name, row in [*tried, *(("a row of the training data", row) for row in telling_rows(dataset))]:
+        try:
+            run(row)
+        except (HfDpError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            raise ConfigurationError(
+                f"{name} does not go through the collator and the model ({type(error).__name__}: {error}).",
+                why="the training would stop where it is drawn, and what was spent until then would be lost.",
+                fix="correct the row or leave it out: token ids are below the size of the vocabulary, labels are below "
+                "num_labels, and texts have no more tokens than the model has positions (truncation=True).",
+            ) from error
 
 
 @contextmanager

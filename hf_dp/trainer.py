@@ -49,7 +49,7 @@ from hf_dp.per_example.independence import forked_rng, survey
 from hf_dp.per_example.preflight import check_modules, check_padding
 from hf_dp.per_example.sharding import refuse_broken_ties, tied
 from hf_dp.plan import Plan
-from hf_dp.probe import telling_rows, unchanged_buffers
+from hf_dp.probe import extreme_rows, refuse_rows_that_fail, telling_rows, unchanged_buffers
 from hf_dp.publishing import PublishingMixin
 from hf_dp.randomness import Entropy
 from hf_dp.re_attention import remove_re_attention
@@ -298,12 +298,16 @@ class DPTrainerMixin(PublishingMixin):
 
         self._module.train()
         with unchanged_buffers(self._module):
+            together = batch(few)
+            with forked_rng(self._module):
+                extremes = extreme_rows(loader.dataset.dataset)
+                refuse_rows_that_fail(loader.dataset, extremes, lambda row: self._loss(self._module, batch([row])))
             self._certificate = preflight(
-                self._module, self._loss, batch(few), rules=self.per_example_rules, tables=self._tables
+                self._module, self._loss, together, rules=self.per_example_rules, tables=self._tables
             )
             check_padding(self._module, self._loss, few, batch)
             if self._has_usual_loss:
-                check_own_loss(self._module, batch(few))
+                check_own_loss(self._module, together)
 
     # --- one step -------------------------------------------------------------------------------------------------
 

@@ -35,7 +35,7 @@ from tests.e2e.workbench import (
     rows,
     same,
 )
-from tests.zoo import tiny
+from tests.zoo import VOCABULARY, tiny
 
 
 def refused(
@@ -144,6 +144,24 @@ def test_bad_training_data(tmp_path: Path, name: str, steps: int) -> None:
 def test_a_single_row_of_its_own(tmp_path: Path) -> None:
     one = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 1, "parts": {"train_dataset": rows(1)}}
     refused(tmp_path, ConfigurationError, "n=1 ", **one)
+
+
+@pytest.mark.parametrize(
+    ("bad", "words"),
+    [
+        ({"labels": 3}, "Target 3 is out of bounds"),
+        ({"labels": -1}, "Target -1 is out of bounds"),
+        ({"input_ids": [5, VOCABULARY]}, "index out of range"),
+        ({"input_ids": [5, -7]}, "index out of range"),
+        ({"input_ids": [5] * 3000}, "size of tensor"),
+    ],
+)
+def test_one_bad_row_that_is_drawn_late(tmp_path: Path, bad: dict[str, Any], words: str) -> None:
+    many = [*rows(2000)]
+    assert make(tmp_path, parts={"train_dataset": datasets.Dataset.from_list(many)}).train().global_step
+    many[1501] |= bad
+    data = datasets.Dataset.from_list(many)
+    refused(tmp_path, ConfigurationError, f"row 1501 .*{words}", at_once=False, parts={"train_dataset": data})
 
 
 def test_rows_without_labels(tmp_path: Path) -> None:

@@ -1,0 +1,91 @@
+"""The rows that a training would stop at are found in the columns, and refused with their error."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import datasets
+import pytest
+import torch
+
+import hf_dp.probe as probe
+from hf_dp.errors import ConfigurationError, UnsupportedModelError
+from hf_dp.probe import extreme_rows, refuse_rows_that_fail
+
+ROWS = [
+    {"input_ids": [3, 4], "labels": 1},
+    {"input_ids": [5, 99], "labels": 1},
+    {"input_ids": [5, 6, 7], "labels": 0},
+    {"input_ids": [5], "labels": 2},
+    {"input_ids": [-2, 8], "labels": 1},
+]
+
+
+def table(rows: list[dict[str, Any]]) -> datasets.Dataset:
+    return datasets.Dataset.from_list(rows)
+
+
+@pytest.mark.parametrize("at_once", [1, 2, 10_000])
+def test_the_longest_the_smallest_and_the_largest_of_each_column(at_once: int, monkeypatch: Any) -> None:
+    monkeypatch.setattr(probe, "_AT_ONCE", at_once)
+    assert extreme_rows(table(ROWS)) == [1, 2, 3, 4]
+    assert extreme_rows(table(ROWS).remove_columns("labels")) == [1, 2, 4]
+    assert extreme_rows(table(ROWS).remove_columns("input_ids")) == [2, 3]
+
+
+def test_rows_are_those_of_the_dataset_and_not_of_the_table_behind_it() -> None:
+    assert extreme_rows(table(ROWS).select([3, 1, 0]).remove_columns("labels")) == [1, 2]
+    assert extreme_rows(table(ROWS).filter(lambda row: row["labels"] == 1, load_from_cache_file=False)) == [0, 1, 2]
+
+
+@pytest.mark.parametrize("kind", [None, "torch", "numpy"])
+def test_the_format_makes_no_difference(kind: Any) -> None:
+    data = table(ROWS).with_format(kind)
+    assert extreme_rows(data) == [1, 2, 3, 4]
+    assert data.format["type"] == kind
+
+
+def test_positions_without_a_label_and_missing_values_are_no_numbers() -> None:
+    rows = [{"labels": [-100, 3, None]}, {"labels": [-100, -100]}, {"labels": None}, {"labels": [-5, 4]}]
+    assert extreme_rows(table(rows)) == [0, 3]
+    assert extreme_rows(table([{"labels": []}, {"labels": []}]).cast_column("labels", _whole())) == [0]
+
+
+def _whole() -> Any:
+    return datasets.Sequence(datasets.Value("int64"))
+
+
+def test_lists_of_lists() -> None:
+    choices = [{"input_ids": [[3], [4, 5]]}, {"input_ids": [[90], [4], [2]]}, {"input_ids": [[3], [1]]}]
+    assert extreme_rows(table(choices)) == [1, 2]
+
+
+def test_columns_that_are_not_known_or_not_of_whole_numbers_tell_nothing() -> None:
+    assert extreme_rows(ROWS) == []
+    assert extreme_rows(table(ROWS).with_transform(lambda rows: rows)) == []
+    assert extreme_rows(table([{"text": "a", "share": 0.5, "is_new": True}])) == []
+
+
+def test_a_row_that_fails_is_named_with_its_error() -> None:
+    def run(row: dict[str, Any]) -> None:
+        if 99 in row["input_ids"]:
+            raise IndexError("index out of range")
+
+    with pytest.raises(ConfigurationError, match=r"row 1 of the training data .*IndexError: index out of range"):
+        refuse_rows_that_fail(ROWS, [0, 1], run)
+    with pytest.raises(ConfigurationError, match="a row of the training data"):
+        refuse_rows_that_fail(ROWS, [], run)
+    refuse_rows_that_fail([ROWS[0], ROWS[2]], [0, 1], run)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [UnsupportedModelError("this", why="it", fix="that"), torch.OutOfMemoryError("too little"), KeyboardInterrupt()],
+)
+def test_what_is_not_the_rows_fault_is_not_blamed_on_it(error: BaseException) -> None:
+    def run(row: Any) -> None:
+        raise error
+
+    with pytest.raises(type(error)) as caught:
+        refuse_rows_that_fail(ROWS, [0], run)
+    assert caught.value is error
