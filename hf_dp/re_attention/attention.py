@@ -119,8 +119,9 @@ def re_attention_forward(
         squares = query.square()
         squares = squares.sum(-1, keepdim=True) if noise.keys.shape[-1] == 1 else squares
         owner.note_correction(module, _mean_correction(squares.detach(), noise.keys, scale))
-        longer_query = torch.cat([query, squares], -1)
-        longer_key = torch.cat([key, (-scale / 2 * noise.keys).to(key.dtype)], -1)
+        spare = _spare(query.shape[-1] + squares.shape[-1], query.device)
+        longer_query = F.pad(torch.cat([query, squares], -1), (0, spare))
+        longer_key = F.pad(torch.cat([key, (-scale / 2 * noise.keys).to(key.dtype)], -1), (0, spare))
         has_mean = noise.values is not None and noise.values.own.shape[-1] == 1
         # The mean of the values' noise comes for nothing, as one more feature; kernels want one width for all three.
         wide = value
@@ -140,6 +141,11 @@ def re_attention_forward(
                 mean = output.detach()[..., width] if has_mean else None
                 owner.note_output(result, _output_noise(scores, noise.values, mean))
     return result, weights
+
+
+def _spare(features: int, device: torch.device) -> int:
+    """How many features without an effect make the kernels of a GPU take these: with a mask, whole eights only."""
+    return 0 if device.type == "cpu" else -features % 8
 
 
 def _is_causal(module: nn.Module, mask: Tensor | None, query: Tensor, options: dict[str, Any]) -> bool:

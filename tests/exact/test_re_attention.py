@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from peft import LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
 from torch import Tensor, nn
 
+import hf_dp.re_attention.attention as implementation
 from hf_dp import ReAttentionConfig, load_re_attention, remove_re_attention
 from hf_dp.errors import ConfigurationError, UnsupportedModelError
 from hf_dp.losses import per_example_losses
@@ -73,6 +74,21 @@ def test_off_it_is_plain_attention_and_on_it_is_exact(family: str, fidelity: str
     assert off_by(found, loop(model, per_example_losses, data)) <= 1e-12
     remove_re_attention(model)
     assert torch.equal(model(**data).logits, plain)
+
+
+@pytest.mark.parametrize("fidelity", FIDELITIES)
+@pytest.mark.parametrize("family", ["llama", "gemma2", "t5"])
+def test_features_for_a_gpus_kernels_change_nothing(family: str, fidelity: str, monkeypatch: Any) -> None:
+    model, data = tiny(family, FAMILIES[family]), text_batch(FAMILIES[family])
+    noisy(model, fidelity)
+    expected = model(**data).logits
+    monkeypatch.setattr(implementation, "_spare", lambda features, device: 8 + -features % 8)
+    torch.testing.assert_close(model(**data).logits, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_a_gpus_kernels_get_whole_eights() -> None:
+    assert [implementation._spare(width, torch.device("cuda")) for width in (64, 65, 72, 257)] == [0, 7, 0, 7]
+    assert implementation._spare(65, torch.device("cpu")) == 0
 
 
 @pytest.mark.parametrize("family", sorted({*FAMILIES} - {"t5", "vit"}))  # but for biases of positions, and patches
