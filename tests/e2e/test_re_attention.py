@@ -397,9 +397,12 @@ def test_nothing_is_released_where_no_embedding_is_trained(tmp_path: Path) -> No
 def test_without_it_a_model_that_had_it_trains_plainly(tmp_path: Path) -> None:
     trainer = budgeted(tmp_path)
     trainer.train()
-    assert installed(trainer.model) is not None
-    make(tmp_path, trainer.model).train()
-    assert installed(trainer.model) is None
+    trainer.save_model(str(tmp_path))
+    model = type(trainer.model).from_pretrained(tmp_path)
+    load_re_attention(model, tmp_path)
+    assert installed(model) is not None
+    make(tmp_path, model).train()
+    assert installed(model) is None
 
 
 def test_it_does_not_go_with_a_given_noise_multiplier_and_a_release(tmp_path: Path) -> None:
