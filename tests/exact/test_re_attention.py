@@ -493,3 +493,13 @@ def test_attention_by_frequency_shows_the_correction(tmp_path: Path) -> None:
     assert found.corrected[-1] > found.plain[-1]
     found.draw(tmp_path / "figure.png")
     assert (tmp_path / "figure.png").stat().st_size > 1000
+
+
+def test_attention_to_tokens_of_no_frequency_is_told_as_that() -> None:
+    model, data = tiny("gpt2", "causal_lm"), text_batch("causal_lm")
+    noisy(model)
+    found = inspect_attention(model, [data], frequencies=torch.zeros(VOCABULARY), bins=2)
+    (frequency, *empty), (got, *nothing) = found.frequencies, found.plain
+    assert frequency == 0.0
+    assert got == pytest.approx(1.0)
+    assert all(value != value for value in (*empty, *nothing))
