@@ -78,10 +78,14 @@ class AttentionNoise:
             earlier: of a training of this model before: what was released is not released again, and noise adds up.
 
         Raises:
-            ConfigurationError: unreadable public frequencies, or a checkpoint without the Re-Attention of this model.
+            ConfigurationError: unreadable public frequencies, a checkpoint without the Re-Attention of this model, or
+                corrections that were too large in the check before the first step.
             LedgerError: a checkpoint with another release than this process has made.
         """
         config = self._config
+        if config.error == "paper":
+            # The check has seen them with the noise of dense parameters, and rare rows will have more.
+            _refuse_large(self.attention.corrections(), "Nothing was spent.")
         saved = None if checkpoint is None else read(checkpoint / FILE)[1]
         if saved is not None:
             self.frequencies = saved.pop(FREQUENCIES, None)
@@ -124,7 +128,7 @@ class AttentionNoise:
         Raises:
             ConfigurationError: corrections so large that rounding lets padding into the gradients.
         """
-        _refuse_large(self.attention.corrections())
+        _refuse_large(self.attention.corrections(), "The step that showed it stays in the ledger.")
         if self._config.error == "accumulated" and self._deviation:
             accumulate_(self.attention.errors, self._model, optimizer, self._counts, self._deviation)
         elif self._deviation and not self._compared:
@@ -175,15 +179,15 @@ class AttentionNoise:
         return sizes.pop()
 
 
-def _refuse_large(corrections: dict[str, float]) -> None:
+def _refuse_large(corrections: dict[str, float], spent: str) -> None:
     for name, mean in corrections.items():
         if not mean <= _LARGEST:
             raise ConfigurationError(
                 f"Re-Attention corrects the scores of {name} by {mean:.3g} on average.",
                 why="of such numbers rounding leaves so little that an example's gradient depends on the padding that "
                 "its neighbours give it, and clipping would not bound what one example adds.",
-                fix="give ReAttentionConfig a smaller scale or error='accumulated', or train with less noise. The step "
-                "that showed it stays in the ledger.",
+                fix="give ReAttentionConfig a smaller scale or error='accumulated', or train with less noise: a larger "
+                f"batch has less of it. {spent}",
             )
 
 

@@ -59,8 +59,9 @@ class PublishingMixin(_Base):
         if self._plan is None or saved is None or not saved.names:
             return
         report = self._plan.report(self.ledger)
-        card = sha256_of_text(privacy_section(report, self.ledger))
-        record = PrivacyRecord(report=report, config=self._plan.config, ledger=self.ledger, files={}, card_sha256=card)
+        config = self._plan.config
+        card = sha256_of_text(privacy_section(report, self.ledger, config))
+        record = PrivacyRecord(report=report, config=config, ledger=self.ledger, files={}, card_sha256=card)
         text = record.with_files(directory, saved.names).to_json()
         (directory / RECORD_FILE).write_text(text, encoding="utf-8")
         write_card(directory)

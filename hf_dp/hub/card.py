@@ -13,7 +13,7 @@ from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
 from hf_dp.accounting import NO_NOISE, REPRODUCIBLE, Ledger, PrivacyReport
-from hf_dp.config import AccountantName
+from hf_dp.config import AccountantName, PrivacyConfig
 from hf_dp.hub.record import CARD_FILE, RECORD_FILE, PrivacyRecord, sha256
 
 BEGIN, END = "<!-- hf_dp privacy begins -->", "<!-- hf_dp privacy ends -->"
@@ -22,6 +22,10 @@ TAGS = ("differential-privacy", "dp-sgd")
 _BASE_MODEL = "The data that the base model was trained on before this run is not covered."
 _LARGEST_EXPONENT = 700  # of a float
 _EVALUATION = "Evaluation data, and metrics computed from it, are not covered."
+_RE_ATTENTION = (
+    "**Re-Attention.** The model was trained with its attention corrected for the noise in keys. Loaded without hf_dp "
+    'it is the plain model; `hf_dp.load_re_attention(model, "OWNER/NAME")` puts the correction back on it.'
+)
 _PEOPLE = "A person behind k training examples is protected k times less (group privacy)."
 
 
@@ -31,7 +35,7 @@ def epsilons(report: PrivacyReport, ledger: Ledger) -> dict[AccountantName, floa
     return {name: ledger.epsilon(report.delta, name) for name in names}
 
 
-def privacy_section(report: PrivacyReport, ledger: Ledger) -> str:
+def privacy_section(report: PrivacyReport, ledger: Ledger, config: PrivacyConfig) -> str:
     """The section as Markdown, between its two markers."""
     found = epsilons(report, ledger)
     lines = [BEGIN, "## Privacy", "", *_promise(report, found), "", "| quantity | value |", "| --- | --- |"]
@@ -41,6 +45,7 @@ def privacy_section(report: PrivacyReport, ledger: Ledger) -> str:
     lines += [f"| {label} | {count} | {in_words(event)} |" for event, count, label in ledger.entries]
     lines += ["", "**What is not covered.**", ""]
     lines += [f"- {caveat}" for caveat in (*report.caveats, _BASE_MODEL, _EVALUATION, _PEOPLE)]
+    lines += ["", _RE_ATTENTION] if config.re_attention is not None else []
     lines += [
         "",
         "**How to verify.** `pip install hf-dp`, then `hf-dp verify OWNER/NAME` with the name of this repository. It "
@@ -139,7 +144,7 @@ def write_card(directory: str | os.PathLike[str], name: str | None = None) -> No
     else:
         data = ModelCardData(library_name="transformers")
         card = ModelCard(f"---\n{data.to_yaml()}\n---\n\n# {name or directory.absolute().name}\n")
-    card.text = _with_section(card.text, privacy_section(record.report, record.ledger))
+    card.text = _with_section(card.text, privacy_section(record.report, record.ledger, record.config))
     data = card.data
     tags = [tag for tag in data.get("tags") or [] if tag not in (*TAGS, "hf_dp")]
     if not _is_on_the_hub(data.get("base_model")):

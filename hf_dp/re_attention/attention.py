@@ -38,6 +38,15 @@ class KeyNoise:
     keys: Tensor
     values: Variance | None
 
+    def without(self, hidden: Tensor) -> KeyNoise:
+        """None in hidden keys (B or 1, 1, S, 1). A padding token's row may be all zeros: a normalisation makes any
+        noise in it as long as a token, each layer more so, until it is infinite, and 0 x infinity reaches others."""
+
+        def without(variance: Tensor) -> Tensor:
+            return variance.masked_fill(hidden, 0.0)
+
+        return KeyNoise(without(self.keys), None if self.values is None else self.values.each(without))
+
 
 # Told the attention (B, H, T, S) of each layer without the correction, and with it.
 Listener = Callable[[Tensor, Tensor], None]
@@ -116,9 +125,11 @@ def re_attention_forward(
         with nullcontext() if owner is None else owner.unfollowed():
             return forward(module, query, key, value, attention_mask, dropout=dropout, scaling=scale, **kwargs)  # type: ignore[no-any-return]
     with owner.unfollowed():
+        hidden = plain.hidden()
+        noise = noise if hidden is None else noise.without(hidden)
         squares = query.square()
         squares = squares.sum(-1, keepdim=True) if noise.keys.shape[-1] == 1 else squares
-        owner.note_correction(module, _mean_correction(squares.detach(), noise.keys, scale))
+        owner.note_correction(module, _mean_correction(squares.detach(), noise.keys, hidden, scale))
         spare = _spare(query.shape[-1] + squares.shape[-1], query.device)
         longer_query = F.pad(torch.cat([query, squares], -1), (0, spare))
         longer_key = F.pad(torch.cat([key, (-scale / 2 * noise.keys).to(key.dtype)], -1), (0, spare))
@@ -179,10 +190,11 @@ def _causal(queries: int, keys: int, device: torch.device) -> Tensor:
 
 
 @torch.no_grad()
-def _mean_correction(squares: Tensor, noise: Tensor, scale: float) -> Tensor:
-    """(): the mean of v_j / 2 over examples, heads and all pairs of positions."""
+def _mean_correction(squares: Tensor, noise: Tensor, hidden: Tensor | None, scale: float) -> Tensor:
+    """(): the mean of v_j / 2 over examples, heads and all pairs of a query and a key that is not hidden from all."""
     grouped = wide(squares).mean(2).unflatten(1, (noise.shape[1], -1)).mean(2)
-    mean: Tensor = scale**2 / 2 * (grouped * noise.mean(2)).sum(-1).mean()
+    count = noise.shape[2] if hidden is None else (~hidden).sum(2).clamp_min(1)
+    mean: Tensor = scale**2 / 2 * (grouped * noise.sum(2) / count).sum(-1).mean()
     return mean
 
 
@@ -204,6 +216,11 @@ class _Scores:
         if self.mask is None or self.mask.dtype == torch.bool:
             return self.mask
         return self.mask > torch.finfo(self.mask.dtype).min / 2
+
+    def hidden(self) -> Tensor | None:
+        """(B or 1, 1, S, 1): which keys no query sees, as those of padding; None without a mask."""
+        seen = self._seen()
+        return None if seen is None else ~seen.any(1, keepdim=True).any(2, keepdim=True).mT
 
     def visible(self) -> Tensor:
         """(B or 1, H or 1, T or 1): how many keys each query sees."""

@@ -93,7 +93,8 @@ def inspect_attention(
 def _received(
     model: nn.Module, attention: ReAttention, batches: list[Any], frequencies: Tensor, edges: Tensor
 ) -> tuple[list[float], list[float], list[float]]:
-    """Without and with the correction, relative to uniform attention, and the mean frequency, for each bin."""
+    """Without and with the correction, relative to uniform attention, and the mean frequency, for each bin; of one into
+    which no token falls, as where many have one frequency, nan."""
     sums = torch.zeros(4, len(edges) + 1, dtype=torch.float64)
     ids: Tensor = torch.empty(0)
 
@@ -120,5 +121,5 @@ def _received(
     finally:
         attention.listener = None
         model.train(was_training)
-    plain, corrected, uniform, weighted = sums.clamp_min(1e-300)
+    plain, corrected, uniform, weighted = sums
     return (plain / uniform).tolist(), (corrected / uniform).tolist(), (weighted / uniform).tolist()

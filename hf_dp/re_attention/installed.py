@@ -373,7 +373,7 @@ def load_re_attention(model: nn.Module, directory_or_repo: str | Path) -> ReAtte
     config, errors = read(path)
     errors.pop(FREQUENCIES, None)
     shapes = {name: p.shape for name, p in model.named_parameters()}
-    strangers = [n for n, e in errors.items() if n not in shapes or (e.dim() and e.shape[0] != shapes[n][0])]
+    strangers = [n for n, e in errors.items() if n not in shapes or e.shape not in ((), (*shapes[n][:1], 1))]
     if strangers:
         raise ConfigurationError(
             f"{str(path)!r} knows parameters that {type(model).__name__} has not, or of another size: "

@@ -71,6 +71,8 @@ def test_what_it_corrects_is_logged_and_saved_and_comes_back(tmp_path: Path) -> 
     loaded = type(model).from_pretrained(tmp_path)
     load_re_attention(loaded, tmp_path)
     torch.testing.assert_close(loaded.eval()(**batch).logits, model(**batch).logits)
+    assert "Loaded without hf_dp it is the plain model" in (tmp_path / "README.md").read_text(encoding="utf-8")
+    assert verify(tmp_path).consistent
 
 
 def test_withheld_logs_hold_no_corrections(tmp_path: Path) -> None:
@@ -146,16 +148,31 @@ def test_paper_errors_that_scale_brings_down_are_not_warned_of(
     assert "ReAttentionConfig(error='accumulated')" not in caplog.text
 
 
-@pytest.mark.parametrize(("error", "limit", "steps"), [("paper", 0.1, 1), ("accumulated", 1e-9, 2)])
+@pytest.mark.parametrize(("error", "limit", "steps"), [("paper", 1e-3, 1), ("accumulated", 1e-12, 2)])
 def test_corrections_that_rounding_would_spoil_are_refused_after_the_step_that_shows_them(
     tmp_path: Path, monkeypatch: Any, error: Any, limit: float, steps: int
 ) -> None:
-    attention = ReAttentionConfig(token_frequencies="uniform", scale=4, error=error)
+    (tmp_path / "rare.json").write_text(json.dumps([0.0] * VOCABULARY), encoding="utf-8")
+    attention = ReAttentionConfig(
+        token_frequencies="public", public_frequencies=str(tmp_path / "rare.json"), scale=0.05, error=error
+    )
     monkeypatch.setattr("hf_dp.attention_noise._LARGEST", limit)
     trainer = make(tmp_path, privacy=private(re_attention=attention), logging_strategy="no")
-    with pytest.raises(ConfigurationError, match="a smaller scale"):
+    with pytest.raises(ConfigurationError, match=r"a smaller scale.* stays in the ledger"):
         trainer.train()
     assert trainer.ledger.steps == steps
+
+
+def test_corrections_that_are_too_large_in_the_check_before_the_first_step_cost_nothing(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
+    """Not even the release of frequencies: rare rows only have more noise than the check has followed."""
+    monkeypatch.setattr("hf_dp.attention_noise._LARGEST", 1e-6)
+    trainer = budgeted(tmp_path)
+    with pytest.raises(ConfigurationError, match=r"a smaller scale.* Nothing was spent"):
+        trainer.train()
+    assert not trainer.ledger.entries
+    assert installed(trainer.model) is None
 
 
 def test_frequencies_are_counted_in_public_texts(tmp_path: Path) -> None:

@@ -172,6 +172,28 @@ def test_padding_beside_an_example_changes_nothing(family: str, head: str, fidel
         torch.testing.assert_close(padded[:2, start : start + 40], alone[:2], rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("fidelity", FIDELITIES)
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gemma3"])
+def test_padding_whose_noise_grows_without_bound_is_not_seen(family: str, fidelity: str, side: str) -> None:
+    """A row of zeros, normalised, is nothing but noise; so is what the next layers make of it."""
+    model = tiny(family, "causal_lm").float().eval()
+    with torch.no_grad():
+        model.get_input_embeddings().weight[0] = 0.0
+    ids = torch.randint(3, VOCABULARY, (1, 12))
+    attention = noisy(model, fidelity, 3e-3)
+    attention.errors["model.embed_tokens.weight"][0] = 1e15
+    alone, expected = model(input_ids=ids).logits, attention.take_corrections()
+    width = (8, 0) if side == "left" else (0, 8)
+    mask = F.pad(torch.ones_like(ids), width)
+    places = (mask.cumsum(1) - 1).clamp_min(0)
+    padded = model(input_ids=F.pad(ids, width), attention_mask=mask, position_ids=places).logits
+    torch.testing.assert_close(padded[:, width[0] : width[0] + 12], alone, rtol=1e-4, atol=1e-5)
+    for name, found in attention.take_corrections().items():
+        # Padding still asks, and nobody looks at what it is answered.
+        assert found == pytest.approx(expected[name], rel=2)
+
+
 @pytest.mark.parametrize("fidelity", FIDELITIES)
 @pytest.mark.parametrize(
     ("family", "head"), [("llama", "causal_lm"), ("phi3", "causal_lm"), ("modernbert", "masked_lm")]
@@ -365,6 +387,16 @@ def test_saved_and_loaded_it_attends_the_same(tmp_path: Path) -> None:
         load_re_attention(loaded, tmp_path / "elsewhere")
 
 
+@pytest.mark.parametrize("shape", [(VOCABULARY,), (VOCABULARY, 1, 1), (VOCABULARY, 3), (1, 1)])
+def test_a_file_whose_errors_have_another_shape_is_refused(tmp_path: Path, shape: tuple[int, ...]) -> None:
+    model = tiny("gpt2", "causal_lm")
+    attention = noisy(model)
+    attention.errors["transformer.wte.weight"] = torch.ones(shape)
+    attention.save(tmp_path)
+    with pytest.raises(ConfigurationError, match="of another size"):
+        load_re_attention(model, tmp_path)
+
+
 def test_a_model_that_was_cast_keeps_its_noise_and_one_that_was_resized_is_refused() -> None:
     model, data = tiny("gpt2", "causal_lm", torch.float32), text_batch("causal_lm")
     noisy(model)
@@ -477,3 +509,13 @@ def test_attention_by_frequency_shows_the_correction(tmp_path: Path) -> None:
     assert found.corrected[-1] > found.plain[-1]
     found.draw(tmp_path / "figure.png")
     assert (tmp_path / "figure.png").stat().st_size > 1000
+
+
+def test_attention_to_tokens_of_no_frequency_is_told_as_that() -> None:
+    model, data = tiny("gpt2", "causal_lm"), text_batch("causal_lm")
+    noisy(model)
+    found = inspect_attention(model, [data], frequencies=torch.zeros(VOCABULARY), bins=2)
+    (frequency, *empty), (got, *nothing) = found.frequencies, found.plain
+    assert frequency == 0.0
+    assert got == pytest.approx(1.0)
+    assert all(value != value for value in (*empty, *nothing))

@@ -58,7 +58,7 @@ def test_every_ledger_survives_the_record(charges: list[tuple[dp.DpEvent, str, i
 @given(ledgers)
 def test_every_release_is_told(charges: list[tuple[dp.DpEvent, str, int]]) -> None:
     record = record_of(charges)
-    section = privacy_section(record.report, record.ledger)
+    section = privacy_section(record.report, record.ledger, record.config)
     for event, count, label in record.ledger.entries:
         assert f"| {label} | {count} | {in_words(event)} |" in section
     said = metadata(record, "0" * 64)
