@@ -20,7 +20,7 @@ _Args = tuple[Any, ...]
 _Kwargs = dict[str, Any]
 
 
-# --- linear maps: Var(W x + b) = Var(x) W^2 + (x^2 + Var(x)) Var(W) + Var(b) ------------------------------------
+# --- linear maps: Var(W x + b) = Var(x) W^2 + x^2 Var(W) + Var(b), at noisy x and W, whose squares have Var(x) Var(W) -
 
 
 def _linear(m: Moments, func: Any, output: Tensor, args: _Args, kwargs: _Kwargs) -> None:
@@ -53,7 +53,7 @@ def _mapped(m: Moments, output: Tensor, x: Tensor, weight: Tensor, noise_of_weig
     error = None if noise_of_weight is None else noise_of_weight.total
     parts = []
     if m.isotropic:
-        outputs, inputs = weight.shape
+        outputs = weight.shape[0]
         if noise is not None:
             noise = noise.each(m.over_features)
             # Of a transposed view the norm is the same, and slow.
@@ -61,8 +61,7 @@ def _mapped(m: Moments, output: Tensor, x: Tensor, weight: Tensor, noise_of_weig
             factor = torch.linalg.vector_norm(wide(stored)).square() / outputs
             parts.append(noise * factor)
         if error is not None:
-            energy = m.energy(x) if noise is None else m.energy(x) + inputs * noise.total
-            parts.append(Variance(energy * m.over_features(error).mean()))
+            parts.append(Variance(m.energy(x) * m.over_features(error).mean()))
         if shift is not None:
             parts.append(_in_common(m.over_features(shift.total).mean()))
     else:
@@ -71,7 +70,6 @@ def _mapped(m: Moments, output: Tensor, x: Tensor, weight: Tensor, noise_of_weig
             parts.append(noise.each(lambda v: v @ squares.T))
         if error is not None:
             second = wide(x.detach()).square()
-            second = second if noise is None else second + noise.total
             is_shared = error.stride(1) == 0
             parts.append(Variance(second.sum(-1, keepdim=True) * error[:, 0] if is_shared else second @ error.T))
         if shift is not None:
@@ -100,7 +98,7 @@ def _convolution(m: Moments, func: Any, output: Tensor, args: _Args, kwargs: _Kw
         squares = wide(weight.detach()).square()
         parts.append(noise.each(lambda v: F.conv2d(v, squares, None, *options)))
     if error is not None:
-        second = wide(x.detach()).square() + (0.0 if noise is None else noise.total)
+        second = wide(x.detach()).square()
         parts.append(Variance(F.conv2d(second, error.total.contiguous(), None, *options)))
     if shift is not None:
         parts.append(_in_common(shift.total[:, None, None]))
@@ -246,8 +244,7 @@ def _product(m: Moments, func: Any, output: Tensor, args: _Args, kwargs: _Kwargs
     else:
         noise, another = (v.each(m.over_features) for v in m.variances(x, y) if v is not None)
         square, other_square = (m.over_features(wide(m.sampled(t.detach())).square()) for t in (x, y))
-        crossed = _half_shared(noise * other_square + another * square)
-        m.put_sum(output, crossed, Variance(noise.total * another.total))
+        m.put_sum(output, _half_shared(noise * other_square + another * square))
 
 
 def _half_shared(variance: Variance) -> Variance:

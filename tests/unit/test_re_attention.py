@@ -101,6 +101,12 @@ def test_tracked_variances_agree_with_drawn_ones(family: str, deviation: float) 
     assert ratios[3] == pytest.approx(1, abs=0.3)
 
 
+def test_through_gates_much_noise_is_not_counted_twice() -> None:
+    """The numbers of a pass have it in them."""
+    for tracked, drawn in tracked_and_drawn("gemma2", "per_feature", 1e-3, draws=200):
+        assert 0.8 < float(tracked.sum() / drawn.sum()) < 2
+
+
 @pytest.mark.parametrize(("family", "deviation"), CASES)
 def test_one_variance_for_each_token_is_within_a_factor_of_two_in_the_right_order(
     family: str, deviation: float
