@@ -88,9 +88,9 @@ def _extremes(column: pa.Array) -> Iterator[tuple[str, int, int]]:
         rows = rows[pc.list_parent_indices(column).to_numpy(zero_copy_only=False)]
         column = pc.list_flatten(column)
     is_number = column.is_valid().to_numpy(zero_copy_only=False)
-    values, rows = pc.fill_null(column, _NO_LABEL).to_numpy(zero_copy_only=False), rows[is_number]
-    is_told = values[is_number] != _NO_LABEL
-    values, rows = values[is_number][is_told], rows[is_told]
+    values, rows = column.drop_null().to_numpy(zero_copy_only=False), rows[is_number]
+    is_told = values != _NO_LABEL
+    values, rows = values[is_told], rows[is_told]
     if len(values):
         yield "smallest", -int(values.min()), int(rows[values.argmin()])
         yield "largest", int(values.max()), int(rows[values.argmax()])

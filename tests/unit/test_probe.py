@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import datasets
+import pyarrow as pa
 import pytest
 import torch
 
@@ -51,8 +52,17 @@ def test_positions_without_a_label_and_missing_values_are_no_numbers() -> None:
     assert extreme_rows(table([{"labels": []}, {"labels": []}]).cast_column("labels", _whole())) == [0]
 
 
-def _whole() -> Any:
-    return datasets.Sequence(datasets.Value("int64"))
+def _whole(kind: str = "int64") -> Any:
+    return datasets.Sequence(datasets.Value(kind))
+
+
+@pytest.mark.parametrize("kind", ["int8", "int64", "uint8", "uint64"])
+def test_whole_numbers_of_any_kind(kind: str) -> None:
+    rows = [{"ids": [3]}, {"ids": [1, 7]}, {"ids": [9]}, {"ids": [4]}]
+    assert extreme_rows(table(rows).cast_column("ids", _whole(kind))) == [1, 2]
+    least, most = (-(2**63), 2**63 - 1) if kind == "int64" else (0, 2**64 - 1) if kind == "uint64" else (1, 99)
+    hashes = pa.array([5, least, most, 6], getattr(pa, kind)())
+    assert extreme_rows(datasets.Dataset(pa.table({"hash": hashes}))) == [1, 2]
 
 
 def test_lists_of_lists() -> None:
