@@ -19,7 +19,8 @@ from hf_dp.sampling import length
 _ROWS = 32
 _ROWS_FOR_LENGTHS = 1000
 _KEPT = 5
-_AT_ONCE = 10_000
+# Long texts and images take much memory; with indices of rows, more at a time is slower.
+_AT_ONCE = 1000
 _NO_LABEL = -100
 
 
@@ -51,9 +52,10 @@ def _spread(n: int, count: int) -> list[int]:
 
 
 def extreme_rows(dataset: Any) -> list[int]:
-    """Of each column of whole numbers, the rows with the longest list, the smallest number and the largest one.
+    """Of each column of whole numbers, rows with the longest and shortest list, the least and largest number, and none.
 
-    An id beyond the vocabulary, a label that is no class, and a text with more tokens than positions are among them.
+    An id beyond the vocabulary, a label that is no class or is missing, a text without tokens, and one with more tokens
+    than positions are among them.
     Only a `datasets.Dataset` without a transform knows its columns; of others, which would be read row by row, none.
     """
     if not isinstance(dataset, Dataset) or dataset.format["type"] == "custom":
@@ -80,14 +82,17 @@ def _is_list(kind: pa.DataType) -> bool:
 
 def _extremes(column: pa.Array) -> Iterator[tuple[str, int, int]]:
     """What, how much of it, and in which row; the more, the more extreme."""
-    rows = np.arange(len(column))
-    if _is_list(column.type):
-        lengths = pc.fill_null(pc.list_value_length(column), 0).to_numpy(zero_copy_only=False)
-        yield "longest", int(lengths.max()), int(lengths.argmax())
+    rows, depth = np.arange(len(column)), 0
     while _is_list(column.type):
+        lengths = pc.fill_null(pc.list_value_length(column), 0).to_numpy(zero_copy_only=False)
+        if len(lengths):
+            yield f"longest, {depth}", int(lengths.max()), int(rows[lengths.argmax()])
+            yield f"shortest, {depth}", -int(lengths.min()), int(rows[lengths.argmin()])
         rows = rows[pc.list_parent_indices(column).to_numpy(zero_copy_only=False)]
-        column = pc.list_flatten(column)
+        column, depth = pc.list_flatten(column), depth + 1
     is_number = column.is_valid().to_numpy(zero_copy_only=False)
+    if column.null_count:
+        yield "missing", 1, int(rows[is_number.argmin()])
     values, rows = column.drop_null().to_numpy(zero_copy_only=False), rows[is_number]
     is_told = values != _NO_LABEL
     values, rows = values[is_told], rows[is_told]
