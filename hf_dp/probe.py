@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import numpy as np
@@ -101,21 +101,25 @@ def _extremes(column: pa.Array) -> Iterator[tuple[str, int, int]]:
         yield "largest", int(values.max()), int(rows[values.argmax()])
 
 
-def refuse_rows_that_fail(dataset: Any, extremes: list[int], run: Callable[[Any], object]) -> None:
+def refuse_rows_that_fail(dataset: Any, extremes: list[int], few: list[Any], run: Callable[[Any], object]) -> None:
     """Refuses training data of which some row would stop the training, after it has spent budget.
 
     Args:
-        dataset: of which the `extremes` and the `telling_rows` are tried.
+        dataset: of which the `extremes` are tried.
         extremes: see `extreme_rows`.
-        run: takes one row through the collator and the model.
+        few: rows that are tried as well; see `telling_rows`.
+        run: takes one row through the collator and the model, to its loss.
 
     Raises:
         ConfigurationError: with the error that the row made.
     """
     tried = [(f"row {i} of the training data", dataset[i]) for i in extremes]
-    for name, row in [*tried, *(("a row of the training data", row) for row in telling_rows(dataset))]:
+    for name, row in [*tried, *(("a row of the training data", row) for row in few)]:
         try:
-            run(row)
+            loss = run(row)
+            if isinstance(loss, Tensor):
+                # An accelerator tells of an index out of range only when it is asked for a number.
+                loss.sum().item()
         except (HfDpError, torch.OutOfMemoryError):
             raise
         except Exception as error:
@@ -123,7 +127,8 @@ def refuse_rows_that_fail(dataset: Any, extremes: list[int], run: Callable[[Any]
                 f"{name} does not go through the collator and the model ({type(error).__name__}: {error}).",
                 why="the training would stop where it is drawn, and what was spent until then would be lost.",
                 fix="correct the row or leave it out: token ids are below the size of the vocabulary, labels are below "
-                "num_labels, and texts have no more tokens than the model has positions (truncation=True).",
+                "num_labels, and texts have no more tokens than the model has positions (truncation=True). If any row "
+                "fails, the collator or the loss does not take one row by itself; micro-batches of one occur.",
             ) from error
 
 
@@ -137,20 +142,30 @@ def unchanged_buffers(model: nn.Module) -> Iterator[None]:
     before = {name: (buffer, buffer.detach().clone()) for name, buffer in model.named_buffers()}
     try:
         yield
-    finally:
-        now = dict(model.named_buffers())
-        changed = [name for name, (_, value) in before.items() if not _equal(now.get(name), value)]
-        for name in changed:
-            buffer, value = before[name]
-            buffer.detach().copy_(value)
-            owner, _, last = name.rpartition(".")
-            model.get_submodule(owner).register_buffer(last, buffer)
+    except BaseException:
+        # An accelerator that had an index out of range answers nothing any more, which must not hide the reason.
+        with suppress(torch.AcceleratorError):
+            _put_back(model, before)
+        raise
+    changed = _put_back(model, before)
     if changed:
         raise UnsupportedModelError(
             f"the buffer {changed[0]!r} changes when examples pass through the model.",
             why="buffers are saved with the model, and no noise is added to what this one remembers of the data.",
             fix="switch it off (track_running_stats=False, say), or keep its module in eval mode by its train().",
         )
+
+
+def _put_back(model: nn.Module, before: dict[str, tuple[Tensor, Tensor]]) -> list[str]:
+    """The names of the buffers that are not what they were before, and now are again."""
+    now = dict(model.named_buffers())
+    changed = [name for name, (_, value) in before.items() if not _equal(now.get(name), value)]
+    for name in changed:
+        buffer, value = before[name]
+        buffer.detach().copy_(value)
+        owner, _, last = name.rpartition(".")
+        model.get_submodule(owner).register_buffer(last, buffer)
+    return changed
 
 
 def _equal(now: Any, before: Tensor) -> bool:

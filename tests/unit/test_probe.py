@@ -11,7 +11,7 @@ import torch
 
 import hf_dp.probe as probe
 from hf_dp.errors import ConfigurationError, UnsupportedModelError
-from hf_dp.probe import extreme_rows, refuse_rows_that_fail
+from hf_dp.probe import extreme_rows, refuse_rows_that_fail, unchanged_buffers
 
 ROWS = [
     {"input_ids": [3, 4], "labels": 1},
@@ -90,10 +90,32 @@ def test_a_row_that_fails_is_named_with_its_error() -> None:
             raise IndexError("index out of range")
 
     with pytest.raises(ConfigurationError, match=r"row 1 of the training data .*IndexError: index out of range"):
-        refuse_rows_that_fail(ROWS, [0, 1], run)
+        refuse_rows_that_fail(ROWS, [0, 1], [], run)
     with pytest.raises(ConfigurationError, match="a row of the training data"):
-        refuse_rows_that_fail(ROWS, [], run)
-    refuse_rows_that_fail([ROWS[0], ROWS[2]], [0, 1], run)
+        refuse_rows_that_fail(ROWS, [], ROWS, run)
+    refuse_rows_that_fail([ROWS[0], ROWS[2]], [0, 1], [ROWS[3]], run)
+
+
+class Late(torch.Tensor):
+    """Tells of an error only when it is read, as what an accelerator computes does."""
+
+    @classmethod
+    def __torch_function__(cls, *args: Any, **kwargs: Any) -> Any:
+        raise torch.AcceleratorError("device-side assert triggered")
+
+
+def test_an_accelerator_that_fails_late_and_then_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(row: dict[str, Any]) -> torch.Tensor:
+        return torch.ones(1).as_subclass(Late) if 99 in row["input_ids"] else torch.ones(1)
+
+    def is_dead(*args: Any) -> bool:
+        raise torch.AcceleratorError("device-side assert triggered")
+
+    monkeypatch.setattr(probe, "_equal", is_dead)
+    model = torch.nn.Module()
+    model.register_buffer("positions", torch.arange(3))
+    with pytest.raises(ConfigurationError, match=r"row 1 of the training data .*device-side"), unchanged_buffers(model):
+        refuse_rows_that_fail(ROWS, [1, 2], [], run)
 
 
 @pytest.mark.parametrize(
@@ -105,5 +127,5 @@ def test_what_is_not_the_rows_fault_is_not_blamed_on_it(error: BaseException) ->
         raise error
 
     with pytest.raises(type(error)) as caught:
-        refuse_rows_that_fail(ROWS, [0], run)
+        refuse_rows_that_fail(ROWS, [0], [], run)
     assert caught.value is error
