@@ -17,6 +17,7 @@ from hf_dp.frequencies import LABEL
 from hf_dp.hub import verify
 from hf_dp.noise import GaussianNoise
 from hf_dp.re_attention import FILE, FREQUENCIES, installed, read
+from tests.e2e.test_training_again import Interrupting
 from tests.e2e.workbench import EXPECTED, ROWS, a_tokenizer, classifier, make, pad, pad_for_language, private, rows
 from tests.zoo import VOCABULARY, tiny
 
@@ -396,7 +397,9 @@ def test_nothing_is_released_where_no_embedding_is_trained(tmp_path: Path) -> No
 
 def test_without_it_a_model_that_had_it_trains_plainly(tmp_path: Path) -> None:
     trainer = budgeted(tmp_path)
-    trainer.train()
+    trainer.add_callback(Interrupting())
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
     assert installed(trainer.model) is not None
     make(tmp_path, trainer.model).train()
     assert installed(trainer.model) is None
