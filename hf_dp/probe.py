@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,8 @@ from hf_dp.sampling import length
 _ROWS = 32
 _ROWS_FOR_LENGTHS = 1000
 _KEPT = 5
-_AT_ONCE = 10_000
+# Long texts and images take much memory; with indices of rows, more at a time is slower.
+_AT_ONCE = 1000
 _NO_LABEL = -100
 
 
@@ -51,9 +52,10 @@ def _spread(n: int, count: int) -> list[int]:
 
 
 def extreme_rows(dataset: Any) -> list[int]:
-    """Of each column of whole numbers, the rows with the longest list, the smallest number and the largest one.
+    """Of each column of whole numbers, rows with the longest and shortest list, the least and largest number, and none.
 
-    An id beyond the vocabulary, a label that is no class, and a text with more tokens than positions are among them.
+    An id beyond the vocabulary, a label that is no class or is missing, a text without tokens, and one with more tokens
+    than positions are among them.
     Only a `datasets.Dataset` without a transform knows its columns; of others, which would be read row by row, none.
     """
     if not isinstance(dataset, Dataset) or dataset.format["type"] == "custom":
@@ -80,37 +82,44 @@ def _is_list(kind: pa.DataType) -> bool:
 
 def _extremes(column: pa.Array) -> Iterator[tuple[str, int, int]]:
     """What, how much of it, and in which row; the more, the more extreme."""
-    rows = np.arange(len(column))
-    if _is_list(column.type):
-        lengths = pc.fill_null(pc.list_value_length(column), 0).to_numpy(zero_copy_only=False)
-        yield "longest", int(lengths.max()), int(lengths.argmax())
+    rows, depth = np.arange(len(column)), 0
     while _is_list(column.type):
+        lengths = pc.fill_null(pc.list_value_length(column), 0).to_numpy(zero_copy_only=False)
+        if len(lengths):
+            yield f"longest, {depth}", int(lengths.max()), int(rows[lengths.argmax()])
+            yield f"shortest, {depth}", -int(lengths.min()), int(rows[lengths.argmin()])
         rows = rows[pc.list_parent_indices(column).to_numpy(zero_copy_only=False)]
-        column = pc.list_flatten(column)
+        column, depth = pc.list_flatten(column), depth + 1
     is_number = column.is_valid().to_numpy(zero_copy_only=False)
-    values, rows = pc.fill_null(column, _NO_LABEL).to_numpy(zero_copy_only=False), rows[is_number]
-    is_told = values[is_number] != _NO_LABEL
-    values, rows = values[is_number][is_told], rows[is_told]
+    if column.null_count:
+        yield "missing", 1, int(rows[is_number.argmin()])
+    values, rows = column.drop_null().to_numpy(zero_copy_only=False), rows[is_number]
+    is_told = values != _NO_LABEL
+    values, rows = values[is_told], rows[is_told]
     if len(values):
         yield "smallest", -int(values.min()), int(rows[values.argmin()])
         yield "largest", int(values.max()), int(rows[values.argmax()])
 
 
-def refuse_rows_that_fail(dataset: Any, extremes: list[int], run: Callable[[Any], object]) -> None:
+def refuse_rows_that_fail(dataset: Any, extremes: list[int], few: list[Any], run: Callable[[Any], object]) -> None:
     """Refuses training data of which some row would stop the training, after it has spent budget.
 
     Args:
-        dataset: of which the `extremes` and the `telling_rows` are tried.
+        dataset: of which the `extremes` are tried.
         extremes: see `extreme_rows`.
-        run: takes one row through the collator and the model.
+        few: rows that are tried as well; see `telling_rows`.
+        run: takes one row through the collator and the model, to its loss.
 
     Raises:
         ConfigurationError: with the error that the row made.
     """
     tried = [(f"row {i} of the training data", dataset[i]) for i in extremes]
-    for name, row in [*tried, *(("a row of the training data", row) for row in telling_rows(dataset))]:
+    for name, row in [*tried, *(("a row of the training data", row) for row in few)]:
         try:
-            run(row)
+            loss = run(row)
+            if isinstance(loss, Tensor):
+                # An accelerator tells of an index out of range only when it is asked for a number.
+                loss.sum().item()
         except (HfDpError, torch.OutOfMemoryError):
             raise
         except Exception as error:
@@ -118,7 +127,8 @@ def refuse_rows_that_fail(dataset: Any, extremes: list[int], run: Callable[[Any]
                 f"{name} does not go through the collator and the model ({type(error).__name__}: {error}).",
                 why="the training would stop where it is drawn, and what was spent until then would be lost.",
                 fix="correct the row or leave it out: token ids are below the size of the vocabulary, labels are below "
-                "num_labels, and texts have no more tokens than the model has positions (truncation=True).",
+                "num_labels, and texts have no more tokens than the model has positions (truncation=True). If any row "
+                "fails, the collator or the loss does not take one row by itself; micro-batches of one occur.",
             ) from error
 
 
@@ -132,20 +142,30 @@ def unchanged_buffers(model: nn.Module) -> Iterator[None]:
     before = {name: (buffer, buffer.detach().clone()) for name, buffer in model.named_buffers()}
     try:
         yield
-    finally:
-        now = dict(model.named_buffers())
-        changed = [name for name, (_, value) in before.items() if not _equal(now.get(name), value)]
-        for name in changed:
-            buffer, value = before[name]
-            buffer.detach().copy_(value)
-            owner, _, last = name.rpartition(".")
-            model.get_submodule(owner).register_buffer(last, buffer)
+    except BaseException:
+        # An accelerator that had an index out of range answers nothing any more, which must not hide the reason.
+        with suppress(torch.AcceleratorError):
+            _put_back(model, before)
+        raise
+    changed = _put_back(model, before)
     if changed:
         raise UnsupportedModelError(
             f"the buffer {changed[0]!r} changes when examples pass through the model.",
             why="buffers are saved with the model, and no noise is added to what this one remembers of the data.",
             fix="switch it off (track_running_stats=False, say), or keep its module in eval mode by its train().",
         )
+
+
+def _put_back(model: nn.Module, before: dict[str, tuple[Tensor, Tensor]]) -> list[str]:
+    """The names of the buffers that are not what they were before, and now are again."""
+    now = dict(model.named_buffers())
+    changed = [name for name, (_, value) in before.items() if not _equal(now.get(name), value)]
+    for name in changed:
+        buffer, value = before[name]
+        buffer.detach().copy_(value)
+        owner, _, last = name.rpartition(".")
+        model.get_submodule(owner).register_buffer(last, buffer)
+    return changed
 
 
 def _equal(now: Any, before: Tensor) -> bool:

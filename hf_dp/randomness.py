@@ -81,6 +81,18 @@ class Entropy:
 
 
 @contextmanager
+def unchanged_global_state() -> Iterator[None]:
+    """The global generators of `torch`, `numpy` and `random` come back as they were."""
+    python_state, numpy_state = random.getstate(), np.random.get_state()  # noqa: NPY002
+    with torch.random.fork_rng(devices=range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []):
+        try:
+            yield
+        finally:
+            random.setstate(python_state)
+            np.random.set_state(numpy_state)  # noqa: NPY002
+
+
+@contextmanager
 def secret_global_state() -> Iterator[None]:
     """Inside, the global generators of `torch`, `numpy` and `random` are seeded by the operating system.
 
@@ -88,18 +100,13 @@ def secret_global_state() -> Iterator[None]:
     one example more or less would shift everyone else's in a known way, and the clipped sum would move by more than C.
     The global states come back as they were.
     """
-    python_state, numpy_state = random.getstate(), np.random.get_state()  # noqa: NPY002
-    with torch.random.fork_rng(devices=range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []):
+    with unchanged_global_state():
         # Without an accelerator `torch.manual_seed` keeps a stack trace of every call for one that never comes.
         seed = torch.manual_seed if torch.accelerator.is_available() else torch.default_generator.manual_seed
         seed(secrets.randbits(63))
         np.random.seed(secrets.randbits(32))  # noqa: NPY002
         random.seed(secrets.randbits(256))
-        try:
-            yield
-        finally:
-            random.setstate(python_state)
-            np.random.set_state(numpy_state)  # noqa: NPY002
+        yield
 
 
 def bernoulli(generator: np.random.Generator, n: int, q: float) -> list[int]:

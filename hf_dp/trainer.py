@@ -45,13 +45,13 @@ from hf_dp.fingerprint import fingerprint, fingerprint_key
 from hf_dp.losses import check_own_loss, per_example_losses
 from hf_dp.per_example import RULES, Certificate, PerExampleGradients, Rule, preflight, record
 from hf_dp.per_example.batch import Batch
-from hf_dp.per_example.independence import forked_rng, survey
+from hf_dp.per_example.independence import survey
 from hf_dp.per_example.preflight import check_modules, check_padding
 from hf_dp.per_example.sharding import refuse_broken_ties, tied
 from hf_dp.plan import Plan
 from hf_dp.probe import extreme_rows, refuse_rows_that_fail, telling_rows, unchanged_buffers
 from hf_dp.publishing import PublishingMixin
-from hf_dp.randomness import Entropy
+from hf_dp.randomness import Entropy, unchanged_global_state
 from hf_dp.re_attention import remove_re_attention
 from hf_dp.resume import SavedRun, continued, note_trained_by, refuse_trained_by_another
 from hf_dp.sampling import LogicalBatchCollator, PoissonBatchSampler, PoissonDataLoader, RankSampler
@@ -197,7 +197,7 @@ class DPTrainerMixin(PublishingMixin):
             return super().create_optimizer(model)
         loader: Any = self._make_loader(self._require_plan().sampler)
         self._module.train()
-        with forked_rng(self._module), unchanged_buffers(self._module):
+        with unchanged_global_state(), unchanged_buffers(self._module):
             few: Batch = self._prepare_inputs(loader.collate_fn.collated(telling_rows(loader.dataset)))
             uses = survey(self._module, self._loss, few, rules=self.per_example_rules)
         tables = find_tables(self._module, uses | uses.read, config.tables)
@@ -290,18 +290,18 @@ class DPTrainerMixin(PublishingMixin):
 
     def _preflight(self) -> None:
         loader: Any = self.callback_handler.train_dataloader
-        few, collate = telling_rows(loader.dataset), loader.collate_fn
+        collate = loader.collate_fn
 
         def batch(chosen: list[Any]) -> Batch:
             prepared: Batch = self._prepare_inputs(collate.collated(chosen))
             return prepared
 
         self._module.train()
-        with unchanged_buffers(self._module):
+        with unchanged_global_state(), unchanged_buffers(self._module):
+            few = telling_rows(loader.dataset)
             together = batch(few)
-            with forked_rng(self._module):
-                extremes = extreme_rows(loader.dataset.dataset)
-                refuse_rows_that_fail(loader.dataset, extremes, lambda row: self._loss(self._module, batch([row])))
+            extremes = extreme_rows(loader.dataset.dataset)
+            refuse_rows_that_fail(loader.dataset, extremes, few, lambda row: self._loss(self._module, batch([row])))
             self._certificate = preflight(
                 self._module, self._loss, together, rules=self.per_example_rules, tables=self._tables
             )

@@ -154,6 +154,7 @@ def test_a_single_row_of_its_own(tmp_path: Path) -> None:
         ({"input_ids": [5, VOCABULARY]}, "index out of range"),
         ({"input_ids": [5, -7]}, "index out of range"),
         ({"input_ids": [5] * 3000}, "size of tensor"),
+        ({"labels": None}, "TypeError"),
     ],
 )
 def test_one_bad_row_that_is_drawn_late(tmp_path: Path, bad: dict[str, Any], words: str) -> None:

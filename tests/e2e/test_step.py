@@ -5,10 +5,13 @@ from __future__ import annotations
 import copy
 import json
 import math
+import random
 from pathlib import Path
 from typing import Any
 
+import datasets
 import dp_accounting
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -35,7 +38,7 @@ from tests.e2e.workbench import (
     rows,
     same,
 )
-from tests.zoo import tiny
+from tests.zoo import tiny, with_dropout
 
 # --- a step is what it says -------------------------------------------------------------------------------------------
 
@@ -359,3 +362,30 @@ def test_any_clipping_norm_bounds_the_step(tmp_path: Path, norm: float) -> None:
     gradients = gradients_of(make(tmp_path, privacy=config, learning_rate=0.0))
     for gradient, batch in zip(gradients, draws(7), strict=True):
         assert float(flat(gradient).double().norm()) <= norm * len(batch) / EXPECTED * (1 + 1e-6)
+
+
+class Randomness(TrainerCallback):
+    """Notes the global random states when training begins."""
+
+    def __init__(self) -> None:
+        self.state: Any = None
+
+    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+        self.state = torch.get_rng_state().tolist(), random.getstate(), str(np.random.get_state(legacy=False))
+
+
+@pytest.mark.parametrize("kind", [list, datasets.Dataset.from_list])
+def test_the_checks_before_the_first_step_draw_nothing_from_the_seed(tmp_path: Path, kind: Any) -> None:
+    def drawn(token: int) -> int:
+        return int(token + torch.randint(2, ()) + random.randrange(2) + np.random.randint(2)) % 30
+
+    def at_random(examples: list[dict[str, Any]]) -> dict[str, Tensor]:
+        return pad([{**e, "input_ids": [drawn(token) for token in e["input_ids"]]} for e in examples])
+
+    before, after = Randomness(), Randomness()
+    model = with_dropout(classifier())
+    parts = {"callbacks": [before], "data_collator": at_random, "train_dataset": kind(rows(low=6, high=6))}
+    trainer = make(tmp_path, model, parts=parts, max_steps=1)
+    trainer.add_callback(after)
+    trainer.train()
+    assert before.state == after.state

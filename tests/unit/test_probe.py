@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import datasets
+import pyarrow as pa
 import pytest
 import torch
 
 import hf_dp.probe as probe
 from hf_dp.errors import ConfigurationError, UnsupportedModelError
-from hf_dp.probe import extreme_rows, refuse_rows_that_fail
+from hf_dp.probe import extreme_rows, refuse_rows_that_fail, unchanged_buffers
 
 ROWS = [
     {"input_ids": [3, 4], "labels": 1},
@@ -26,15 +27,15 @@ def table(rows: list[dict[str, Any]]) -> datasets.Dataset:
 
 
 @pytest.mark.parametrize("at_once", [1, 2, 10_000])
-def test_the_longest_the_smallest_and_the_largest_of_each_column(at_once: int, monkeypatch: Any) -> None:
+def test_the_longest_the_shortest_the_smallest_and_the_largest_of_each_column(at_once: int, monkeypatch: Any) -> None:
     monkeypatch.setattr(probe, "_AT_ONCE", at_once)
     assert extreme_rows(table(ROWS)) == [1, 2, 3, 4]
-    assert extreme_rows(table(ROWS).remove_columns("labels")) == [1, 2, 4]
+    assert extreme_rows(table(ROWS).remove_columns("labels")) == [1, 2, 3, 4]
     assert extreme_rows(table(ROWS).remove_columns("input_ids")) == [2, 3]
 
 
 def test_rows_are_those_of_the_dataset_and_not_of_the_table_behind_it() -> None:
-    assert extreme_rows(table(ROWS).select([3, 1, 0]).remove_columns("labels")) == [1, 2]
+    assert extreme_rows(table(ROWS).select([3, 1, 0]).remove_columns("labels")) == [0, 1, 2]
     assert extreme_rows(table(ROWS).filter(lambda row: row["labels"] == 1, load_from_cache_file=False)) == [0, 1, 2]
 
 
@@ -45,19 +46,36 @@ def test_the_format_makes_no_difference(kind: Any) -> None:
     assert data.format["type"] == kind
 
 
-def test_positions_without_a_label_and_missing_values_are_no_numbers() -> None:
-    rows = [{"labels": [-100, 3, None]}, {"labels": [-100, -100]}, {"labels": None}, {"labels": [-5, 4]}]
-    assert extreme_rows(table(rows)) == [0, 3]
+def test_positions_without_a_label_are_no_numbers() -> None:
+    rows = [{"labels": [-100, 3]}, {"labels": [-100, -100]}, {"labels": [-5, 4]}, {"labels": [1, 1]}]
+    assert extreme_rows(table(rows[:2])) == [0]
+    assert extreme_rows(table(rows)) == [0, 2]
+
+
+def test_missing_numbers_and_lists() -> None:
+    rows = [{"labels": 1}, {"labels": 0}, {"labels": None}, {"labels": 2}, {"labels": 1}]
+    assert extreme_rows(table(rows)) == [1, 2, 3]
+    rows = [{"labels": [5, 3]}, {"labels": [4]}, {"labels": None}, {"labels": [None, 3]}]
+    assert extreme_rows(table(rows)) == [0, 2, 3]
     assert extreme_rows(table([{"labels": []}, {"labels": []}]).cast_column("labels", _whole())) == [0]
 
 
-def _whole() -> Any:
-    return datasets.Sequence(datasets.Value("int64"))
+def _whole(kind: str = "int64") -> Any:
+    return datasets.Sequence(datasets.Value(kind))
+
+
+@pytest.mark.parametrize("kind", ["int8", "int64", "uint8", "uint64"])
+def test_whole_numbers_of_any_kind(kind: str) -> None:
+    rows = [{"ids": [3]}, {"ids": [1, 7]}, {"ids": [9]}, {"ids": [4]}]
+    assert extreme_rows(table(rows).cast_column("ids", _whole(kind))) == [0, 1, 2]
+    least, most = (-(2**63), 2**63 - 1) if kind == "int64" else (0, 2**64 - 1) if kind == "uint64" else (1, 99)
+    hashes = pa.array([5, least, most, 6], getattr(pa, kind)())
+    assert extreme_rows(datasets.Dataset(pa.table({"hash": hashes}))) == [1, 2]
 
 
 def test_lists_of_lists() -> None:
     choices = [{"input_ids": [[3], [4, 5]]}, {"input_ids": [[90], [4], [2]]}, {"input_ids": [[3], [1]]}]
-    assert extreme_rows(table(choices)) == [1, 2]
+    assert extreme_rows(table(choices)) == [0, 1, 2], "the longest inside, the longest outside, the smallest"
 
 
 def test_columns_that_are_not_known_or_not_of_whole_numbers_tell_nothing() -> None:
@@ -72,10 +90,32 @@ def test_a_row_that_fails_is_named_with_its_error() -> None:
             raise IndexError("index out of range")
 
     with pytest.raises(ConfigurationError, match=r"row 1 of the training data .*IndexError: index out of range"):
-        refuse_rows_that_fail(ROWS, [0, 1], run)
+        refuse_rows_that_fail(ROWS, [0, 1], [], run)
     with pytest.raises(ConfigurationError, match="a row of the training data"):
-        refuse_rows_that_fail(ROWS, [], run)
-    refuse_rows_that_fail([ROWS[0], ROWS[2]], [0, 1], run)
+        refuse_rows_that_fail(ROWS, [], ROWS, run)
+    refuse_rows_that_fail([ROWS[0], ROWS[2]], [0, 1], [ROWS[3]], run)
+
+
+class Late(torch.Tensor):
+    """Tells of an error only when it is read, as what an accelerator computes does."""
+
+    @classmethod
+    def __torch_function__(cls, *args: Any, **kwargs: Any) -> Any:
+        raise torch.AcceleratorError("device-side assert triggered")
+
+
+def test_an_accelerator_that_fails_late_and_then_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(row: dict[str, Any]) -> torch.Tensor:
+        return torch.ones(1).as_subclass(Late) if 99 in row["input_ids"] else torch.ones(1)
+
+    def is_dead(*args: Any) -> bool:
+        raise torch.AcceleratorError("device-side assert triggered")
+
+    monkeypatch.setattr(probe, "_equal", is_dead)
+    model = torch.nn.Module()
+    model.register_buffer("positions", torch.arange(3))
+    with pytest.raises(ConfigurationError, match=r"row 1 of the training data .*device-side"), unchanged_buffers(model):
+        refuse_rows_that_fail(ROWS, [1, 2], [], run)
 
 
 @pytest.mark.parametrize(
@@ -87,5 +127,5 @@ def test_what_is_not_the_rows_fault_is_not_blamed_on_it(error: BaseException) ->
         raise error
 
     with pytest.raises(type(error)) as caught:
-        refuse_rows_that_fail(ROWS, [0], run)
+        refuse_rows_that_fail(ROWS, [0], [], run)
     assert caught.value is error
