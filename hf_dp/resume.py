@@ -143,7 +143,7 @@ def refuse_trained_by_another(model: nn.Module, trainer: object) -> None:
             why="this trainer's ledger begins at nothing, so its report and its card would leave out what those cost.",
             fix="call train() of that trainer again, whose ledger goes on, or begin from a new model object (not from "
             "this one with weights put back) or without the adapter that was trained (delete_adapter); to go on with "
-            "other people's data, save the model and load it from there.",
+            "other people's data, save the model and load it from there, or train a copy.",
         )
 
 

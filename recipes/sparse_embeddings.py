@@ -7,6 +7,7 @@ its model and its report by group.
 
 from __future__ import annotations
 
+import copy
 import itertools
 import json
 from dataclasses import dataclass, field
@@ -141,6 +142,8 @@ def run(
         if isinstance(made, DPTrainer):
             epsilon = max(epsilon or 0.0, made.privacy_report().epsilon)
             made.save_model()
+            # The examples of the next period are others: what this one spent is not theirs, and a copy says so.
+            model = copy.deepcopy(model)
         if arm.kind == "fest" and chosen is None:
             kept = load_file(folder / "sparse_embeddings.safetensors")
             chosen = folder / "chosen_rows.json"
