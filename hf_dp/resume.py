@@ -127,13 +127,20 @@ def continued(ledger: Ledger, saved: SavedRun | None, plan: Plan, dataset: Any) 
     return ledger
 
 
-def refuse_trained_by_another(model: nn.Module, trainer: object) -> None:
+def refuse_trained_by_another(model: nn.Module, trainer: object, saved: SavedRun | None) -> None:
     """Refuses to go on from weights that another trainer in this process has trained privately.
+
+    Args:
+        model: with the weights to begin from.
+        trainer: that will train it.
+        saved: of the checkpoint that the trained weights were read from, which may be all that it has; or None.
 
     Raises:
         LedgerError: this trainer's ledger, and so its report and card, would not have those steps.
     """
     for p in model.parameters():
+        if saved is not None and p.requires_grad:
+            continue
         who, ledger = _TRAINED_BY.get(p, (None, None))
         if ledger is None or who() is trainer or not ledger.steps:
             continue

@@ -235,8 +235,7 @@ class DPTrainerMixin(PublishingMixin):
         plan = self._require_plan()
         saved, self._saved_run = self._saved_run, None
         assert saved is not None or not state.global_step, "steps were taken before, but no checkpoint was read"
-        if saved is None:
-            refuse_trained_by_another(self._module, self)
+        refuse_trained_by_another(self._module, self, saved)
         self.ledger = continued(self.ledger, saved, plan, self.train_dataset)
         self.ledger.promise = plan.promise
         agree(

@@ -154,3 +154,16 @@ def test_another_trainer_resumes_from_the_first_ones_checkpoint(tmp_path: Path) 
     again = make(tmp_path, model)
     again.train(resume_from_checkpoint=True)
     assert again.ledger.steps == STEPS
+
+
+def test_weights_that_an_adapters_checkpoint_does_not_bring_back_are_not_left_out(tmp_path: Path) -> None:
+    model = classifier()
+    adapter = get_peft_model(model, LoraConfig(task_type="SEQ_CLS", target_modules=["q_lin"]))
+    trained(tmp_path / "adapter", model=adapter, save_strategy="steps", save_steps=2)
+    shutil.rmtree(tmp_path / "adapter" / f"checkpoint-{STEPS}")
+
+    base = classifier()
+    trained(tmp_path / "full", model=base)
+    again = make(tmp_path / "adapter", get_peft_model(base, LoraConfig(task_type="SEQ_CLS", target_modules=["q_lin"])))
+    with pytest.raises(LedgerError, match="another DPTrainer"):
+        again.train(resume_from_checkpoint=True)
