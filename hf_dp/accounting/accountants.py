@@ -7,6 +7,7 @@ import logging
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import dp_accounting as dp
 import numpy as np
@@ -15,6 +16,7 @@ from dp_accounting import rdp as dp_rdp
 from dp_accounting.pld import privacy_loss_mechanism
 from dp_accounting.rdp import rdp_privacy_accountant
 
+from hf_dp.accounting.composition import StepLoss, composed_epsilon
 from hf_dp.accounting.events import Mechanism, from_counts, mechanisms
 from hf_dp.config import AccountantName
 from hf_dp.errors import ConfigurationError
@@ -31,12 +33,8 @@ _CELLS_PER_DEVIATION = 20
 _LARGEST_WANTED_CELL = 0.02
 # Time grows with the cells that one step's loss spans (about 5 microseconds each).
 _MAX_STEP_CELLS = 40_000
-_MAX_COMPOSED_CELLS = 8_000_000
 # Smaller cells drown in float64's rounding; above, exp(cell) loses its digits and then overflows.
 _MIN_CELL, _MAX_CELL = 1e-7, 30.0
-# Many steps are composed in blocks: dp_accounting otherwise computes the integer cells ** steps, which takes minutes
-# for millions of steps, and keeps far too wide a range.
-_BLOCK = 1024
 # Renyi divergences are sums near 1, exact to about this much for each step.
 _RDP_ROUNDING = 1e-15
 # Squares of smaller numbers vanish. Their epsilon is beyond 1e100: as good as infinite.
@@ -49,7 +47,8 @@ def epsilon(event: dp.DpEvent, delta: float, accountant: AccountantName = "pld")
     "pld" composes privacy loss distributions, rounded up to a grid (Doroshenko et al. 2022, arXiv:2207.04380). The grid
     depends on the mechanisms alone, not on how often they are used, so epsilon grows with every step. Where so fine
     a grid would not fit into memory, or the Renyi bound is smaller, the Renyi bound is returned: both are true.
-    "rdp" is the Renyi bound (Mironov et al. 2019, arXiv:1908.10530). Both come from `dp_accounting`.
+    "rdp" is the Renyi bound (Mironov et al. 2019, arXiv:1908.10530). The distributions of single steps and the Renyi
+    bound come from `dp_accounting`, the sum over steps from `composition`, which bounds its rounding.
 
     Args:
         event: Gaussian mechanisms, Poisson-sampled or not, in any composition.
@@ -132,31 +131,31 @@ def _pld_epsilon(counts: tuple[tuple[Mechanism, int], ...], delta: float) -> flo
     cell = min(deviation for deviation, _ in scales.values()) / _CELLS_PER_DEVIATION
     cell = min(cell, _LARGEST_WANTED_CELL)
     cell = max(cell, max(width for _, width in scales.values()) / _MAX_STEP_CELLS, _MIN_CELL)
-    if cell > _MAX_CELL or any(_total_width(*scales[key], n) > _MAX_COMPOSED_CELLS * cell for key, n in counts):
+    if cell > _MAX_CELL:
         return math.inf
+    bound = 0.0
     try:
-        total = dp_pld.privacy_loss_distribution.identity(value_discretization_interval=cell)
-        for (q, noise), n in counts:
-            blocks, rest = divmod(n, _BLOCK)
-            if blocks:
-                total = total.compose(_repeated_pld(q, noise, cell, _BLOCK).self_compose(blocks))
-            if rest:
-                total = total.compose(_repeated_pld(q, noise, cell, 1).self_compose(rest))
-        bound = float(total.get_epsilon_for_delta(delta))
+        for adjacency in range(2):
+            steps = [(_step_losses(q, noise, cell)[adjacency], n) for (q, noise), n in counts]
+            bound = composed_epsilon(steps, cell, delta, at_least=bound)
     except (MemoryError, OverflowError, ValueError, ZeroDivisionError):
         return math.inf
     return math.inf if math.isnan(bound) else bound
 
 
 @functools.lru_cache(maxsize=8)
-def _repeated_pld(
-    q: float, noise: float, cell: float, n: int
-) -> dp_pld.privacy_loss_distribution.PrivacyLossDistribution:
-    if n > 1:
-        return _repeated_pld(q, noise, cell, 1).self_compose(n)
-    return dp_pld.privacy_loss_distribution.from_gaussian_mechanism(
+def _step_losses(q: float, noise: float, cell: float) -> tuple[StepLoss, StepLoss]:
+    """Of one example less, and of one more."""
+    pld = dp_pld.privacy_loss_distribution.from_gaussian_mechanism(
         standard_deviation=noise, value_discretization_interval=cell, sampling_prob=q
     )
+    # Not public; a test holds what is made of them against exact integrals.
+    remove, add = (pmf.to_dense_pmf() for pmf in (pld._pmf_remove, pld._pmf_add))
+    return _as_step_loss(remove), _as_step_loss(add)
+
+
+def _as_step_loss(pmf: Any) -> StepLoss:
+    return StepLoss(pmf._lower_loss, np.asarray(pmf._probs), pmf._infinity_mass)
 
 
 def _loss_scale(q: float, noise: float) -> tuple[float, float]:
@@ -187,19 +186,3 @@ def _loss_scale(q: float, noise: float) -> tuple[float, float]:
 def _variance(values: np.ndarray, weights: np.ndarray) -> float:
     mean = float(values @ weights)
     return float(((values - mean) ** 2) @ weights)
-
-
-def _total_width(deviation: float, width: float, n: int) -> float:
-    blocks, rest = divmod(n, _BLOCK)
-    total = _composed_width(deviation, width, rest) if rest else 0.0
-    if blocks:
-        block_width = _composed_width(deviation, width, _BLOCK)
-        total += _composed_width(deviation * math.sqrt(_BLOCK), block_width, blocks)
-    return total
-
-
-def _composed_width(deviation: float, width: float, n: int) -> float:
-    # The range dp_accounting keeps of n steps: Chernoff's bound at 1e-15, with orders from 1/width to 20/width.
-    variance = n * deviation**2
-    order = min(max(math.sqrt(70 / variance), 1 / width), 20 / width)
-    return min(variance * order + 70 / order, n * width)
