@@ -1,5 +1,6 @@
 # Set-up from nothing but Python 3.11+ and make, then the main job, the checks or the tests.
 #   make demo    make test    make lint    make docs    make slow    (PYTHON=python3.12 make ... to choose the interpreter)
+#   make oldest  the tests with the lower bounds of pyproject.toml, in build/oldest (5 GB: its torch comes with CUDA)
 # Set-up runs again only when pyproject.toml or constraints.txt changes.
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -10,7 +11,7 @@ EXTRAS ?= dev,docs,trl
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip -qq --disable-pip-version-check
 
-.PHONY: demo test pytest lint docs slow clean
+.PHONY: demo test pytest lint docs slow oldest clean
 
 demo: $(VENV)/.ready
 	$(BIN)/hf-dp demo
@@ -22,6 +23,10 @@ pytest: $(VENV)/.ready-for-tests
 
 slow: $(VENV)/.ready-for-tests
 	$(BIN)/python -m pytest -m "slow and not gpu"
+
+# Triton's interpreter lets TRL 1.15 compute its loss on a CPU.
+oldest:
+	TRITON_INTERPRET=1 $(MAKE) pytest VENV=build/oldest CONSTRAINTS=constraints-oldest.txt
 
 lint: $(VENV)/.ready
 	$(BIN)/ruff check .

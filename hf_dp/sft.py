@@ -7,14 +7,19 @@ TRL prepares the data (chat templates, masks, truncation) and evaluates. A priva
 from __future__ import annotations
 
 import importlib.metadata
-from collections.abc import Iterable, Sequence
+import re
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
 from itertools import groupby
 from typing import Any
 
 from hf_dp.errors import ConfigurationError
 
-# Of TRL; in pyproject.toml too.
-TESTED = "1.16"
+# Of TRL. The oldest is in pyproject.toml and constraints-oldest.txt too, the newest in constraints.txt.
+OLDEST, NEWEST = (1, 15), (1, 16)
+_TESTED = "{}.{} to {}.{}".format(*OLDEST, *NEWEST)
 _IGNORED = -100
 
 
@@ -31,28 +36,55 @@ def refuse_sft(trainer: Any, own_loss: bool) -> None:
         own_loss: whether `compute_per_example_loss` is overridden.
 
     Raises:
-        ConfigurationError: with the name of the option.
+        ConfigurationError: with the name of the option, or of a version that is too old or no longer known.
     """
     if not _is_sft(trainer):
         return
     version = importlib.metadata.version("trl")
-    if version.split(".")[:2] != TESTED.split("."):
+    minor = tuple(map(int, re.findall(r"\d+", version)[:2]))
+    if minor < OLDEST:
         raise ConfigurationError(
             f"TRL {version} behind DPTrainerMixin.",
-            why=f"how its SFTTrainer prepares data and computes its loss was tested for {TESTED} only.",
-            fix="pip install 'hf-dp[trl]'.",
+            why="private training failed with versions so old, which compute their loss in other ways.",
+            fix=f"install a version that was tested, {_TESTED}.",
         )
-    for found, why, fix in _conflicts(trainer, own_loss):
-        raise ConfigurationError(found, why=why, fix=fix)
-    if trainer.args.assistant_only_loss:
-        _check_answers(trainer)
+    if minor > NEWEST:
+        _warn_of_a_new_version(version)
+    with _known_parts():
+        for found, why, fix in _conflicts(trainer, own_loss):
+            raise ConfigurationError(found, why=why, fix=fix)
+        if trainer.args.assistant_only_loss:
+            _check_answers(trainer)
 
 
 def forget_batch_metrics(trainer: Any) -> None:
     """Drops what SFTTrainer would log of training batches: entropy, token accuracy, and the number of tokens seen."""
     if _is_sft(trainer):
-        trainer._metrics["train"].clear()
-        trainer._metrics["eval"].pop("num_tokens", None)  # of training: nobody counted them
+        with _known_parts():
+            trainer._metrics["train"].clear()
+            trainer._metrics["eval"].pop("num_tokens", None)  # of training: nobody counted them
+
+
+@cache  # once in a process
+def _warn_of_a_new_version(version: str) -> None:
+    warnings.warn(
+        f"TRL {version} behind DPTrainerMixin was not tested; {_TESTED} were. What its SFTTrainer can be asked for "
+        "since then is not known here: look whether the rows of trainer.train_dataset have the labels that you want.",
+        stacklevel=2,
+    )
+
+
+@contextmanager
+def _known_parts() -> Iterator[None]:
+    """A part of SFTTrainer that is read here and is not there is refused: what it says is not known then."""
+    try:
+        yield
+    except AttributeError as error:
+        raise ConfigurationError(
+            f"TRL {importlib.metadata.version('trl')} behind DPTrainerMixin ({error}).",
+            why="without this part of its SFTTrainer it is not known what was asked for.",
+            fix=f"install a version that was tested, {_TESTED}.",
+        ) from error
 
 
 def _is_sft(trainer: Any) -> bool:

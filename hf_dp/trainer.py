@@ -111,6 +111,7 @@ class DPTrainerMixin(PublishingMixin):
         super().__init__(*args, **kwargs)
         self._privacy_callback = PrivacyCallback(self)
         self.add_callback(self._privacy_callback)
+        forget_batch_metrics(self)  # where it cannot, that is refused now
 
     # --- before training ------------------------------------------------------------------------------------------
 

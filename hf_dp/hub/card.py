@@ -14,7 +14,7 @@ from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
 from hf_dp.accounting import NO_NOISE, REPRODUCIBLE, Ledger, PrivacyReport
 from hf_dp.config import AccountantName, PrivacyConfig
-from hf_dp.hub.record import CARD_FILE, RECORD_FILE, PrivacyRecord, sha256
+from hf_dp.hub.record import CARD_FILE, INSTALL, RECORD_FILE, PrivacyRecord, sha256
 
 BEGIN, END = "<!-- hf_dp privacy begins -->", "<!-- hf_dp privacy ends -->"
 METADATA_KEY = "differential_privacy"
@@ -48,7 +48,8 @@ def privacy_section(report: PrivacyReport, ledger: Ledger, config: PrivacyConfig
     lines += ["", _RE_ATTENTION] if config.re_attention is not None else []
     lines += [
         "",
-        "**How to verify.** `pip install hf-dp`, then `hf-dp verify OWNER/NAME` with the name of this repository. It "
+        f"**How to verify.** Install hf_dp, version {report.versions.get('hf_dp', 'unknown')}, {INSTALL}. "
+        "Then `hf-dp verify OWNER/NAME`, with the name of this repository, "
         f"computes epsilon again from the ledger in `{RECORD_FILE}`, and compares it with this card and the files with "
         "their digests. That the ledger is a true record of the training is the word of whoever published it.",
         END,

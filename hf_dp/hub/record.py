@@ -21,6 +21,8 @@ RECORD_FILE = "privacy.json"
 CARD_FILE = "README.md"
 FORMAT = "hf_dp privacy record"
 VERSION = 1
+# How hf_dp is had, on every card and in refusals. What is released to a package index is named here, and then only.
+INSTALL = "with `pip install .` in a checkout of its source (no package index has it)"
 # As Transformers and PEFT name them; other tensors beside them are not the model.
 _WEIGHTS = ("model*.safetensors", "adapter_model*.safetensors")
 # Texts that were sampled from a private model, with its record.
@@ -89,7 +91,7 @@ class PrivacyRecord:
             raise LedgerError(
                 f"this {RECORD_FILE} has version {values.get('version')!r}; this release reads version {VERSION}.",
                 why="fields that are not known here could change what is promised; guessing at them proves nothing.",
-                fix="upgrade with `pip install -U hf-dp`, and try again.",
+                fix=f"install a newer hf_dp {INSTALL}.",
             )
         if set(values) != _FIELDS:
             raise _damaged(f"missing or unknown fields {sorted(set(values) ^ _FIELDS)}")

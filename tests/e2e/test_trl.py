@@ -29,6 +29,7 @@ from tests.e2e.workbench import distance, draws, parameters, private
 
 trl = pytest.importorskip("trl")
 
+ROOT = Path(__file__).resolve().parents[2]
 ROWS, MICRO, EXPECTED = 40, 3, 9
 WORDS = ["[PAD]", "[UNK]", "</s>", "<system>", "<user>", "<assistant>", "<end>", *(f"w{i}" for i in range(30))]
 # An answer, its end included, is between the marks.
@@ -293,32 +294,119 @@ def test_a_subclass_with_another_loss_says_so_example_by_example(tmp_path: Path)
     make(tmp_path, Known, loss_type="dft").train()
 
 
-def test_another_version_than_the_tested_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hf_dp.sft.importlib.metadata, "version", lambda name: "1.20.0")
-    with pytest.raises(ConfigurationError, match=r"TRL 1\.20\.0"):
+def of_version(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+    monkeypatch.setattr(hf_dp.sft.importlib.metadata, "version", lambda name: version)
+    hf_dp.sft._warn_of_a_new_version.cache_clear()
+
+
+@pytest.mark.parametrize("version", ["1.17.0.dev0", "1.100.0", "2.0rc1"])
+def test_a_newer_version_than_the_tested_ones_trains_with_one_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str
+) -> None:
+    of_version(monkeypatch, version)
+    with pytest.warns(UserWarning, match=rf"TRL {re.escape(version)} behind DPTrainerMixin was not tested"):
+        make(tmp_path)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="TRL")
+        make(tmp_path).train()
+
+
+@pytest.mark.parametrize("version", ["1.14.2", "0.29.1", "1.9.0"])
+def test_a_version_with_which_training_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+    of_version(monkeypatch, version)
+    with pytest.raises(ConfigurationError, match=rf"TRL {re.escape(version)} behind DPTrainerMixin\."):
         make(tmp_path)
 
 
-def test_the_tested_version_is_the_one_that_pip_installs() -> None:
-    project = tomllib.loads((Path(__file__).resolve().parents[2] / "pyproject.toml").read_text(encoding="utf-8"))
-    major, minor = map(int, hf_dp.sft.TESTED.split("."))
-    assert project["project"]["optional-dependencies"]["trl"] == [f"trl>={major}.{minor},<{major}.{minor + 1}"]
+@pytest.mark.parametrize("part", ["padding_free", "_metrics"])
+def test_a_part_that_a_newer_version_no_longer_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: str) -> None:
+    class Without(trl.SFTTrainer):
+        def __getattribute__(self, name: str) -> Any:
+            if name == part and sys._getframe(1).f_globals["__name__"] == "hf_dp.sft":
+                raise AttributeError(name)
+            return super().__getattribute__(name)
+
+    class Private(DPTrainerMixin, Without):
+        pass
+
+    with pytest.raises(ConfigurationError, match=rf"behind DPTrainerMixin \({part}\)"):
+        make(tmp_path, Private)
+
+
+def test_the_tested_versions_are_those_of_the_project_and_its_constraints() -> None:
+    def pinned(name: str) -> str:
+        (version,) = re.findall(r"^trl==(\d+\.\d+)\.", (ROOT / name).read_text(encoding="utf-8"), re.M)
+        return version
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    oldest, newest = ("{}.{}".format(*version) for version in (hf_dp.sft.OLDEST, hf_dp.sft.NEWEST))
+    assert project["project"]["optional-dependencies"]["trl"] == [f"trl>={oldest},<2"]
+    assert (pinned("constraints-oldest.txt"), pinned("constraints.txt")) == (oldest, newest)
+    assert f"TRL {oldest} to {newest}" in (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8")
 
 
 # --- the documents --------------------------------------------------------------------------------------------------
 
+# As of many models on the hub: without marks.
+UNMARKED = re.sub(r"{% (end)?generation %}", "", TEMPLATE)
+SMOLLM2 = (
+    "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}{{ '<|im_start|>system\nYou "
+    "are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n' }}{% endif %}{{'<|im_start|>' + "
+    "message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}{% endfor %}{% if add_generation_prompt %}"
+    "{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
 
-def test_the_snippet_in_the_docs_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    page = (Path(__file__).resolve().parents[2] / "docs" / "recipes.md").read_text(encoding="utf-8")
-    (snippet,) = [text for text in re.findall(r"^```python\n(.*?)^```$", page, re.M | re.S) if "SFTTrainer" in text]
+
+def from_docs(language: str, word: str) -> str:
+    page = (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8")
+    (snippet,) = [text for text in re.findall(rf"^```{language}\n(.*?)^```$", page, re.M | re.S) if word in text]
+    return snippet
+
+
+@pytest.mark.parametrize("peft", [True, False], ids=["lora", "full"])
+def test_the_snippet_in_the_docs_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, peft: bool) -> None:
     monkeypatch.chdir(tmp_path)
     # A directory by the name of the model on the hub.
-    for part in (a_model(), tokenizer()):
+    for part in (a_model(), tokenizer(UNMARKED)):
         part.save_pretrained("HuggingFaceTB/SmolLM2-135M-Instruct")
-    monkeypatch.setattr(datasets, "load_dataset", lambda name, split: conversations(300))
+    # With the columns of that data set.
+    rows = [
+        {"prompt": row["messages"][0]["content"], "prompt_id": "0", **row, "category": "Chat"}
+        for row in conversations(300)
+    ]
+    monkeypatch.setattr(datasets, "load_dataset", lambda name, split: Dataset.from_list(rows))
     monkeypatch.setitem(sys.modules, "snippet", type(sys)("snippet"))
     namespace: dict[str, Any] = {"__name__": "snippet"}
-    exec(snippet.replace('SFTConfig("out",', 'SFTConfig("out", use_cpu=True, report_to="none",'), namespace)
-    report = namespace["trainer"].privacy_report()
+    snippet = from_docs("python", "SFTTrainer").replace('SFTConfig("out",', 'SFTConfig("out", use_cpu=True,')
+    snippet = snippet if peft else re.sub(r"^ +peft_config=.*\n", "", snippet, flags=re.M)
+    exec(snippet, namespace)
+    trainer = namespace["trainer"]
+    report = trainer.privacy_report()
     assert (report.steps, report.dataset_size) == (9, 300)
     assert 7.9 < report.epsilon <= 8.0
+    for row, labelled in zip(rows, trainer.train_dataset, strict=True):
+        kept = [label for label in labelled["labels"] if label != -100]
+        assert trainer.processing_class.decode(kept) == row["messages"][-1]["content"] + " <end>"
+
+
+def test_the_marked_template_in_the_docs_says_what_the_models_own_says(tmp_path: Path) -> None:
+    marked = from_docs("jinja", "generation")
+    (tmp_path / "marked.jinja").write_text(marked, encoding="utf-8")
+    own = tokenizer(SMOLLM2)
+    own.add_tokens(["<|im_start|>", "<|im_end|>", "user", "assistant", "system"])
+    model = a_model()
+    model.resize_token_embeddings(len(own))
+    data = conversations()
+    system = {"role": "system", "content": "w1 w2"}
+    for messages in (data[0]["messages"], [system, *data[1]["messages"]]):
+        for prompt in (False, True):
+            texts = [
+                own.apply_chat_template(messages, chat_template=template, tokenize=False, add_generation_prompt=prompt)
+                for template in (SMOLLM2, marked)
+            ]
+            assert texts[0] == texts[1]
+    parts = {"model": model, "processing_class": own, "train_dataset": data}
+    trainer = make(tmp_path, chat_template_path=str(tmp_path / "marked.jinja"), **parts)
+    for row, labelled in zip(data, trainer.train_dataset, strict=True):
+        answers = [m["content"] + " <|im_end|>" for m in row["messages"] if m["role"] == "assistant"]
+        assert own.decode([label for label in labelled["labels"] if label != -100]) == " ".join(answers)

@@ -15,10 +15,12 @@ from huggingface_hub.errors import HfHubHTTPError
 from peft import PeftModel
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
+import hf_dp
 from hf_dp import PrivacyConfig, load_report
 from hf_dp.errors import ConfigurationError, HubError
 from hf_dp.fingerprint import KEY_FILE
 from hf_dp.hub import verify
+from hf_dp.hub.record import INSTALL
 from tests.e2e.test_lora import adapted
 from tests.e2e.workbench import a_tokenizer, classifier, make, pad, rows
 from tests.hub.server import READER, Hub
@@ -133,6 +135,7 @@ def test_the_card_tells_of_privacy_and_of_no_losses(hub: Hub, trained: Any) -> N
     said = card.data["differential_privacy"]
     assert said["epsilon_pld"] == trained.privacy_report().epsilon
     assert said["epsilon_rdp"] == trained.privacy_report().epsilon_rdp
+    assert f"Install hf_dp, version {hf_dp.__version__}, {INSTALL}." in card.text
     for words in ("## Privacy", "one training example", "not covered", "Poisson", "hf-dp verify", "learning_rate: 0.1"):
         assert words in card.text, words
     for words in ("Training Loss", "eval_loss", "Loss:", "seed"):

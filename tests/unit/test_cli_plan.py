@@ -135,6 +135,14 @@ def test_a_model_alone_is_sized_without_n(tmp_path):
     assert json.loads(both.stdout)["parameters"] == alone["parameters"]
 
 
+@pytest.mark.parametrize("command", ["report", "train", "verify"])
+@pytest.mark.parametrize("nothing", [[], ["--"]])
+def test_a_command_without_its_argument_names_it(command, nothing):
+    result = invoke(command, *nothing)
+    assert result.exit_code == 2
+    assert "Missing argument" in result.stderr
+
+
 def test_a_missing_option_exits_with_code_2():
     assert invoke("plan", "--n", "100").exit_code == 2
 

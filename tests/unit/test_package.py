@@ -52,3 +52,16 @@ def test_the_version_is_a_version() -> None:
 
 def test_type_information_is_shipped() -> None:
     assert resources.files("hf_dp").joinpath("py.typed").is_file()
+
+
+def test_no_text_names_a_package_that_is_on_no_index() -> None:
+    files = [
+        *ROOT.glob("*.md"),
+        *(path for name in ("docs", "hf_dp", "recipes") for path in (ROOT / name).rglob("*.*")),
+    ]
+    texts = {path: path.read_text(encoding="utf-8") for path in files if path.suffix in {".md", ".py", ".yaml"}}
+    assert len(texts) > 50
+    for path, text in texts.items():
+        assert not re.search(r"install (-\S+ )*['\"]?hf[-_]dp", text), path
+    # Said once, so that a release changes one line.
+    assert [path.name for path, text in texts.items() if "pip install ." in text] == ["record.py"]
