@@ -37,6 +37,7 @@ FLOORS = {
     "attention_noise": 4,
     "sparse_training": 4,
     "step": 3,
+    "written": 3,
     "callbacks": 4,
     "trainer": 4,
     "hub": 2,

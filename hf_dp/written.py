@@ -1,0 +1,114 @@
+"""The optimizer moves weights by what the private step wrote, and by nothing else that lies in a `.grad`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from hf_dp.errors import ConfigurationError, HfDpError
+from hf_dp.per_example.sharding import local, summed_over_shards
+
+Mark = tuple[Tensor, int, int, int]
+
+
+class WrittenGradients:
+    """The gradients of the latest private step, held against those that the optimizer takes, right before it does.
+
+    A gradient that was added, replaced or changed in place counts in torch's versions, whoever did it. What torch does
+    not count is not seen: changes through `.data`, NumPy or DLPack.
+
+    Args:
+        optimizer: as accelerate wrapped it, or plain.
+
+    Raises:
+        ConfigurationError: an optimizer that calls no hooks before its step.
+    """
+
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizer: torch.optim.Optimizer = getattr(optimizer, "optimizer", optimizer)
+        self._marks: dict[int, Mark] = {}
+        self._handle: Any = None
+        calls_hooks = getattr(type(self._optimizer).step, "hooked", False)
+        if not calls_hooks or not hasattr(self._optimizer, "_optimizer_step_pre_hooks"):
+            raise ConfigurationError(
+                f"{type(self._optimizer).__name__} calls no hooks before its step.",
+                why="that its gradients are those with noise, and no others, is checked there.",
+                fix="call super().__init__(params, defaults) of torch.optim.Optimizer in its constructor.",
+            )
+        self._listen()
+
+    def note(self, model: nn.Module) -> None:
+        """Remembers the gradients of all parameters, which were just written."""
+        self._marks = {id(p): _mark(p.grad) for p in model.parameters() if p.grad is not None}
+        # Again, so that hooks that were added since come first.
+        self._listen()
+
+    def refuse_untaken(self) -> None:
+        """Refuses a step that another optimizer made.
+
+        Raises:
+            HfDpError: the gradients that were noted were not compared with what moved the weights.
+        """
+        if self._marks:
+            raise HfDpError(
+                f"the gradients of a private step were not taken by {type(self._optimizer).__name__}.",
+                why="the optimizer was exchanged during the training, and what the other one took is not known.",
+                fix="pass optimizers=(...) to the trainer, and begin again: these weights may not be private.",
+            )
+
+    def forget(self) -> None:
+        """Lets the optimizer take any gradient again."""
+        self._marks.clear()
+        if self._handle is not None:
+            self._handle.remove()
+
+    def _listen(self) -> None:
+        if self._handle is not None:
+            self._handle.remove()
+        self._handle = self._optimizer.register_step_pre_hook(self._compare)
+
+    def _compare(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        # Not kept beyond the step: they would be a second copy of all gradients beside the next ones.
+        marks, self._marks = self._marks, {}
+        held = [p for group in optimizer.param_groups for p in group["params"]]
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if closure is not None or not all(_is_same(p.grad, marks.get(id(p))) for p in held):
+            raise ConfigurationError(
+                f"{type(optimizer).__name__}.step() with gradients that are not those of the private step.",
+                why="a callback or a hook changed them after the noise, or steps by itself: what it adds is neither "
+                "clipped nor noised nor counted.",
+                fix="leave .grad and the optimizer alone between training_step and the optimizer's step (no backward "
+                "pass there), and put what belongs to the loss into compute_per_example_loss. This step moved nothing.",
+            )
+
+
+def gradient_norm(model: nn.Module) -> Tensor:
+    """The l2 norm (), float64, of all gradients together, read without writing them. All ranks call it together."""
+    held = [(p, _numbers(p.grad)) for p in model.parameters() if p.grad is not None]
+    squares = []
+    for kind in (True, False):
+        pairs = [(p, numbers) for p, numbers in held if isinstance(p, DTensor) is kind]
+        if pairs:
+            norm = torch.nn.utils.get_total_norm([numbers for _, numbers in pairs])
+            squares.append((pairs[0][0], norm.double().square()))
+    return summed_over_shards(squares, squares[0][1].device).sqrt()
+
+
+def _numbers(gradient: Tensor) -> Tensor:
+    """What this rank holds of it."""
+    return gradient._values() if gradient.is_sparse else local(gradient)
+
+
+def _mark(gradient: Tensor) -> Mark:
+    """The tensor itself, its versions (a shard counts its own), and where its numbers lie."""
+    held = _numbers(gradient)
+    return gradient, gradient._version, held._version, held.data_ptr()
+
+
+def _is_same(gradient: Tensor | None, mark: Mark | None) -> bool:
+    if gradient is None or mark is None:
+        return gradient is None and mark is None
+    return gradient is mark[0] and _mark(gradient)[1:] == mark[1:]
