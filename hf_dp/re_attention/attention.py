@@ -194,7 +194,8 @@ def _corrections(squares: Tensor, noise: Tensor, hidden: Tensor | None, scale: f
     """(B, heads of keys): the mean of v_j / 2 over all pairs of a query and a key that is not hidden from all."""
     grouped = wide(squares).mean(2).unflatten(1, (noise.shape[1], -1)).mean(2)
     count = noise.shape[2] if hidden is None else (~hidden).sum(2).clamp_min(1)
-    return scale**2 / 2 * (grouped * noise.sum(2) / count).sum(-1)
+    found: Tensor = scale**2 / 2 * (grouped * noise.sum(2) / count).sum(-1)
+    return found
 
 
 @dataclass(frozen=True)
