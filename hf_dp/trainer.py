@@ -43,6 +43,8 @@ from hf_dp.config import PrivacyConfig
 from hf_dp.errors import ConfigurationError
 from hf_dp.fingerprint import fingerprint, fingerprint_key
 from hf_dp.losses import check_own_loss, per_example_losses
+from hf_dp.magnitudes import Magnitudes
+from hf_dp.output_lock import alone_in
 from hf_dp.per_example import RULES, Certificate, PerExampleGradients, Rule, preflight, record
 from hf_dp.per_example.batch import Batch
 from hf_dp.per_example.independence import survey
@@ -108,6 +110,7 @@ class DPTrainerMixin(PublishingMixin):
         self._tables: dict[str, nn.Parameter] = {}
         self._sparse: SparseTraining | None = None
         self._written: WrittenGradients | None = None
+        self._magnitudes: Magnitudes | None = None
         self._fingerprint: str | None = _UNKNOWN
         self._statistics = {"examples": 0, "clipped": 0, "non_finite": 0}
         super().__init__(*args, **kwargs)
@@ -115,12 +118,13 @@ class DPTrainerMixin(PublishingMixin):
         self.add_callback(self._privacy_callback)
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """As Trainer's."""
-        try:
-            return super().train(*args, **kwargs)
-        finally:
-            if self._written is not None:
-                self._written.forget()
+        """As Trainer's; refuses an output directory in which another training is at work."""
+        with alone_in(self._output_dir):
+            try:
+                return super().train(*args, **kwargs)
+            finally:
+                if self._written is not None:
+                    self._written.forget()
 
     # --- before training ------------------------------------------------------------------------------------------
 
@@ -259,7 +263,7 @@ class DPTrainerMixin(PublishingMixin):
         )
         refuse_broken_ties(self._ties, self._module)
         refuse_optimizer(self.optimizer, self._module)
-        self._written = WrittenGradients(self.optimizer)
+        self._written, self._magnitudes = WrittenGradients(self.optimizer), Magnitudes(plan, self._module)
         # A warning, so that it is seen: the default delta, and an argument that is not what the user left it at.
         logger.warning("Private training: %s. max_grad_norm is set to 0: gradients are clipped for each example.", plan)
         noise, sparse, checkpoint = None, None, None if saved is None else self._checkpoint
@@ -286,10 +290,13 @@ class DPTrainerMixin(PublishingMixin):
         self._plan, self._next_plan = plan, None
 
     def after_optimizer_step(self) -> None:
-        """Keeps Re-Attention in step with the noise."""
+        """Looks at what the optimizer did, and keeps Re-Attention in step with the noise."""
         assert self._written is not None
+        assert self._magnitudes is not None
+        assert self.optimizer is not None
         self._written.refuse_untaken()
-        if self._attention_noise is not None and self.optimizer is not None:
+        self._magnitudes.refuse_lost_weights(self._module, self.optimizer.param_groups[0]["lr"])
+        if self._attention_noise is not None:
             self._attention_noise.after_optimizer_step(self.optimizer)
 
     def checkpoint_record(self) -> dict[str, Any]:

@@ -6,10 +6,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from hf_dp.errors import ConfigurationError, HfDpError
-from hf_dp.per_example.sharding import local, summed_over_shards
+from hf_dp.per_example.sharding import local, total_norm
 
 Mark = tuple[Tensor, int, int, int]
 
@@ -87,14 +86,7 @@ class WrittenGradients:
 
 def gradient_norm(model: nn.Module) -> Tensor:
     """The l2 norm (), float64, of all gradients together, read without writing them. All ranks call it together."""
-    held = [(p, _numbers(p.grad)) for p in model.parameters() if p.grad is not None]
-    squares = []
-    for kind in (True, False):
-        pairs = [(p, numbers) for p, numbers in held if isinstance(p, DTensor) is kind]
-        if pairs:
-            norm = torch.nn.utils.get_total_norm([numbers for _, numbers in pairs])
-            squares.append((pairs[0][0], norm.double().square()))
-    return summed_over_shards(squares, squares[0][1].device).sqrt()
+    return total_norm((p, _numbers(p.grad)) for p in model.parameters() if p.grad is not None)
 
 
 def _numbers(gradient: Tensor) -> Tensor:

@@ -54,7 +54,7 @@ def test_any_value_of_any_field_is_refused_by_name_or_plain(kind: type[Any], nam
         assert pickle.loads(pickle.dumps(made)) == made
     assert len(refusals) > len(HOSTILE) / 2
     for error in refusals:
-        assert name.replace("_", "") in str(error).lower().replace("_", "")
+        assert name.replace("_", "").rstrip("s") in str(error).lower().replace("_", "")
         assert len(str(error)) < 2000
 
 

@@ -39,6 +39,8 @@ FLOORS = {
     "sparse_training": 4,
     "step": 3,
     "written": 3,
+    "magnitudes": 3,
+    "output_lock": 1,
     "callbacks": 4,
     "trainer": 4,
     "hub": 2,
