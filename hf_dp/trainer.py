@@ -130,10 +130,10 @@ class DPTrainerMixin(PublishingMixin):
 
     def _validate_args(self) -> None:
         user_args = self.args
+        self.args = private_arguments(user_args)
         self._expected_batch_size = (
             user_args.train_batch_size * user_args.gradient_accumulation_steps * ranks.world_size()
         )
-        self.args = private_arguments(user_args)
         refuse_overrides(self, DPTrainerMixin, Trainer)
         refuse_sft(self, own_loss=not self._has_usual_loss)
         refuse_parallel_model(self, self._module)
