@@ -29,7 +29,8 @@ class WrittenGradients:
     def __init__(self, optimizer: Any) -> None:
         self._optimizer: torch.optim.Optimizer = getattr(optimizer, "optimizer", optimizer)
         self._marks: dict[int, Mark] = {}
-        self._handle: Any = None
+        self._taken, self._depth = False, 0
+        self._handles: list[Any] = []
         calls_hooks = getattr(type(self._optimizer).step, "hooked", False)
         if not calls_hooks or not hasattr(self._optimizer, "_optimizer_step_pre_hooks"):
             raise ConfigurationError(
@@ -42,16 +43,19 @@ class WrittenGradients:
     def note(self, model: nn.Module) -> None:
         """Remembers the gradients of all parameters, which were just written."""
         self._marks = {id(p): _mark(p.grad) for p in model.parameters() if p.grad is not None}
+        self._taken, self._depth = False, 0
         # Again, so that hooks that were added since come first.
         self._listen()
 
     def refuse_untaken(self) -> None:
-        """Refuses a step that another optimizer made.
+        """Refuses a step that another optimizer made; of the step that was made nothing is kept.
 
         Raises:
             HfDpError: the gradients that were noted were not compared with what moved the weights.
         """
-        if self._marks:
+        # They would be a second copy of all gradients beside the next ones.
+        self._marks = {}
+        if not self._taken:
             raise HfDpError(
                 f"the gradients of a private step were not taken by {type(self._optimizer).__name__}.",
                 why="the optimizer was exchanged during the training, and what the other one took is not known.",
@@ -60,21 +64,29 @@ class WrittenGradients:
 
     def forget(self) -> None:
         """Lets the optimizer take any gradient again."""
-        self._marks.clear()
-        if self._handle is not None:
-            self._handle.remove()
+        self._marks = {}
+        for handle in self._handles:
+            handle.remove()
 
     def _listen(self) -> None:
-        if self._handle is not None:
-            self._handle.remove()
-        self._handle = self._optimizer.register_step_pre_hook(self._compare)
+        for handle in self._handles:
+            handle.remove()
+        register = self._optimizer.register_step_pre_hook, self._optimizer.register_step_post_hook
+        self._handles = [register[0](self._begin), register[1](self._end)]
 
-    def _compare(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        # Not kept beyond the step: they would be a second copy of all gradients beside the next ones.
-        marks, self._marks = self._marks, {}
+    def _begin(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        # Torch calls the hooks again in super().step() of a subclass, which may have clipped by then.
+        if not self._depth:
+            self._compare(optimizer, kwargs.get("closure", args[1] if len(args) > 1 else None))
+        self._depth += 1
+
+    def _end(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        self._depth -= 1
+
+    def _compare(self, optimizer: torch.optim.Optimizer, closure: Any) -> None:
+        self._taken = True
         held = [p for group in optimizer.param_groups for p in group["params"]]
-        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-        if closure is not None or not all(_is_same(p.grad, marks.get(id(p))) for p in held):
+        if closure is not None or not all(_is_same(p.grad, self._marks.get(id(p))) for p in held):
             raise ConfigurationError(
                 f"{type(optimizer).__name__}.step() with gradients that are not those of the private step.",
                 why="a callback or a hook changed them after the noise, or steps by itself: what it adds is neither "

@@ -124,9 +124,25 @@ def test_failure_12_a_step_that_a_callback_takes_by_itself(tmp_path: Path) -> No
         acts = Acts(event, lambda model, optimizer: (backward(model), optimizer.step())[0])
         with pytest.raises(ConfigurationError, match=r"SGD\.step\(\)"):
             make(tmp_path, parts={"callbacks": [acts]}).train()
-    # One more step with the noisy gradient: Trainer's own is the second, and is refused.
+    # One more step with the noisy gradient releases nothing; a backward pass between the two would.
+    make(tmp_path, parts={"callbacks": [Acts("on_pre_optimizer_step", own_step)]}).train()
+    acts = Acts("on_pre_optimizer_step", lambda model, optimizer: (optimizer.step(), backward(model))[0])
     with pytest.raises(ConfigurationError, match=r"SGD\.step\(\)"):
-        make(tmp_path, parts={"callbacks": [Acts("on_pre_optimizer_step", own_step)]}).train()
+        make(tmp_path, parts={"callbacks": [acts]}).train()
+
+
+def test_an_optimizer_may_do_what_it_likes_with_the_gradients_in_its_own_step(tmp_path: Path) -> None:
+    class Clips(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            torch.nn.utils.clip_grad_norm_([p for group in self.param_groups for p in group["params"]], 1e-3)
+            return super().step(closure)
+
+    # From the first instance on torch calls the hooks in SGD.step too.
+    torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])
+    model = classifier()
+    trainer = make(tmp_path, model, parts={"optimizers": (Clips(model.parameters(), lr=0.1), None)})
+    trainer.train()
+    assert trainer.ledger.steps == 4
 
 
 def test_failure_12_a_hook_that_was_added_before_the_step_comes_before_the_comparison(tmp_path: Path) -> None:
