@@ -27,8 +27,9 @@ _PARALLELISMS = {
 }
 _COUNTS = ("per_device_train_batch_size", "gradient_accumulation_steps", "max_steps")
 _RATES = {
-    "learning_rate": (math.inf, "weights would become no numbers, or learn backwards"),
-    "weight_decay": (math.inf, "weights would become no numbers, or grow without end"),
+    "learning_rate": (1e30, "weights would become no numbers, or learn backwards"),
+    "weight_decay": (1e6, "weights would become no numbers, or grow without end"),
+    "adam_epsilon": (1e6, "no step would move anything"),
     "label_smoothing_factor": (1.0, "at 1 nothing is left of the labels, and outside of 0 to 1 they are no shares"),
     "num_train_epochs": (math.inf, "the number of steps follows from it"),
 }

@@ -38,7 +38,7 @@ def test_noise_that_numbers_cannot_hold_is_refused_before_it_is_paid_for(
     assert same(before, parameters(model))
 
 
-@pytest.mark.parametrize(("optim", "rate"), [("sgd", 1e10), ("adamw_torch", 1e10), ("sgd", 1e38)])
+@pytest.mark.parametrize(("optim", "rate"), [("sgd", 1e10), ("adamw_torch", 1e10), ("sgd", 1e25)])
 def test_weights_that_are_lost_stop_the_training(tmp_path: Path, optim: str, rate: float) -> None:
     trainer = make(tmp_path, optim=optim, learning_rate=rate)
     with pytest.raises(ConfigurationError, match=r"learning_rate=1e\+\d\d the trained weights are of size"):

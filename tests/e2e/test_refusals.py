@@ -363,6 +363,8 @@ def test_several_devices_would_be_dataparallel(tmp_path: Path) -> None:
         ({"learning_rate": float("inf")}, "learning_rate=inf"),
         ({"learning_rate": -0.1}, "learning_rate=-0.1"),
         ({"weight_decay": float("inf")}, "weight_decay=inf"),
+        ({"weight_decay": 1e300}, "weight_decay=1e\\+300"),
+        ({"adam_epsilon": float("inf")}, "adam_epsilon=inf"),
         ({"weight_decay": -1.0}, "weight_decay=-1.0"),
         ({"label_smoothing_factor": 2.0}, "label_smoothing_factor=2.0"),
         ({"label_smoothing_factor": -1.0}, "label_smoothing_factor=-1.0"),
