@@ -13,6 +13,8 @@ from torch.utils.data import IterableDataset
 
 from hf_dp.config import PrivacyConfig
 from hf_dp.errors import ConfigurationError
+from hf_dp.randomness import unchanged_global_state
+from hf_dp.ranges import is_count, is_number, shown
 from hf_dp.sft import is_sft_trainer
 
 _DEFAULT_MAX_GRAD_NORM = 1.0
@@ -22,6 +24,14 @@ _PARALLELISMS = {
     "cp": "context parallelism",
     "sp": "sequence parallelism",
     "dp_replicate": "HSDP (replicas of sharded models)",
+}
+_COUNTS = ("per_device_train_batch_size", "gradient_accumulation_steps", "max_steps")
+_RATES = {
+    "learning_rate": (1e30, "weights would become no numbers, or learn backwards"),
+    "weight_decay": (1e6, "weights would become no numbers, or grow without end"),
+    "adam_epsilon": (1e6, "no step would move anything"),
+    "label_smoothing_factor": (1.0, "at 1 nothing is left of the labels, and outside of 0 to 1 they are no shares"),
+    "num_train_epochs": (math.inf, "the number of steps follows from it"),
 }
 _KNOWN_TYPES = {"NO", "MULTI_CPU", "MULTI_GPU", "FSDP"}
 
@@ -64,12 +74,22 @@ def _conflicts(args: Any) -> list[tuple[str, str, str]]:
         "it clips the noisy average once more; the clipping that privacy rests on is per example.",
         "leave max_grad_norm out (hf_dp sets it to 0) and set PrivacyConfig(clipping_norm=...).",
     )
-    refuse(
-        not 0 <= args.learning_rate < math.inf,
-        f"learning_rate={args.learning_rate}.",
-        "the first step would spend budget on weights that are no numbers, or learn backwards.",
-        "give a finite number of at least 0.",
-    )
+    for name in _COUNTS:
+        value = getattr(args, name)
+        refuse(
+            not is_count(value) and not (name == "max_steps" and value == -1),
+            f"{name}={shown(value)}.",
+            "the sampling probability and the number of steps, which are accounted for, follow from it.",
+            "give a whole number of at least 1.",
+        )
+    for name, (limit, means) in _RATES.items():
+        value = getattr(args, name)
+        refuse(
+            not (is_number(value) and 0 <= value < limit),
+            f"{name}={shown(value)}.",
+            f"{means}, and the budget would be spent for it.",
+            "give a finite number of at least 0" + (f" and below {limit:g}." if limit < math.inf else "."),
+        )
     refuse(
         strategy != "random" or getattr(args, "group_by_length", False),
         f"train_sampling_strategy={strategy!r}.",
@@ -139,6 +159,25 @@ def refuse_dataset(dataset: Any) -> None:
             f"train_dataset is {kind}, which can only be iterated.",
             why="Poisson sampling draws every example independently, so it needs their number and access by index.",
             fix="use a map-style dataset (for a streamed one: Dataset.from_generator or without streaming=True).",
+        )
+    try:
+        n = len(dataset)
+        if n:
+            with unchanged_global_state():
+                dataset[n - 1]
+        again = len(dataset)
+    except (LookupError, TypeError, ValueError, OverflowError, NotImplementedError) as error:
+        raise ConfigurationError(
+            f"train_dataset is {kind}, whose last example cannot be read, or that has no length "
+            f"({type(error).__name__}: {shown(error)}).",
+            why="the sampling probability follows from its length, and each example must be there when it is drawn.",
+            fix="correct __len__ and __getitem__ so that dataset[len(dataset) - 1] is its last example.",
+        ) from error
+    if again != n:
+        raise ConfigurationError(
+            f"train_dataset is {kind}, whose length was {n} and then {again}.",
+            why="the sampling probability follows from it, and must be the same in the whole run.",
+            fix="make a dataset of fixed length: one epoch's rows, or all rows with random choices in __getitem__.",
         )
 
 

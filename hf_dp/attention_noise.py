@@ -16,6 +16,7 @@ from hf_dp.errors import ConfigurationError, LedgerError
 from hf_dp.frequencies import public_token_frequencies, release_token_frequencies
 from hf_dp.plan import Plan
 from hf_dp.re_attention import FILE, FREQUENCIES, ReAttention, read
+from hf_dp.re_attention.corrections import Corrections
 from hf_dp.re_attention.errors import accumulate_, one_step, relative_counts, token_tables, zeros
 
 logger = logging.getLogger(__name__)
@@ -85,7 +86,7 @@ class AttentionNoise:
         config = self._config
         if config.error == "paper":
             # The check has seen them with the noise of dense parameters, and rare rows will have more.
-            _refuse_large(self.attention.corrections(), "Nothing was spent.")
+            self._refuse_large("Nothing was spent.")
         saved = None if checkpoint is None else read(checkpoint / FILE)[1]
         if saved is not None:
             self.frequencies = saved.pop(FREQUENCIES, None)
@@ -108,7 +109,8 @@ class AttentionNoise:
         if saved is None and earlier is not None and config.error == "accumulated":
             saved = {**start, **earlier.attention.errors}
         self.attention.errors = {n: e if saved is None else saved[n].to(e.device) for n, e in start.items()}
-        self.attention.take_corrections()
+        # What the check before the first step has seen is no part of the training.
+        self.attention.corrections = Corrections()
 
     def _refuse_second_release(self, earlier: AttentionNoise | None) -> None:
         known = None if earlier is None else earlier.frequencies
@@ -122,13 +124,16 @@ class AttentionNoise:
     def _counted(self) -> dict[str, Tensor]:
         return relative_counts(self._model, self._plan.sampler.expected_batch_size, self.frequencies)
 
-    def after_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Adds the noise of the step that was taken.
+    def after_private_step(self) -> None:
+        """Looks at the corrections of the passes that made the latest gradients.
 
         Raises:
             ConfigurationError: corrections so large that rounding lets padding into the gradients.
         """
-        _refuse_large(self.attention.corrections(), "The step that showed it stays in the ledger.")
+        self._refuse_large("The step that showed it stays in the ledger, and moved nothing.")
+
+    def after_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Adds the noise of the step that was taken."""
         if self._config.error == "accumulated" and self._deviation:
             accumulate_(self.attention.errors, self._model, optimizer, self._counts, self._deviation)
         elif self._deviation and not self._compared:
@@ -168,6 +173,17 @@ class AttentionNoise:
         size = self._vocabulary_size()
         return release_token_frequencies(examples, size, self._config.presence_clipping_norm, self._plan, ledger)
 
+    def _refuse_large(self, spent: str) -> None:
+        for name, correction in self.attention.corrections.take_largest().items():
+            if not correction <= _LARGEST:
+                raise ConfigurationError(
+                    f"Re-Attention corrects the scores of {name} of an example by {correction:.3g} on average.",
+                    why="of such numbers rounding leaves so little that an example's gradient depends on the padding "
+                    "that its neighbours give it, and clipping would not bound what one example adds.",
+                    fix="give ReAttentionConfig a smaller scale or error='accumulated', or train with less noise: a "
+                    f"larger batch has less of it. {spent}",
+                )
+
     def _vocabulary_size(self) -> int:
         sizes = {len(table) for table in token_tables(self._model)}
         if len(sizes) != 1:
@@ -177,18 +193,6 @@ class AttentionNoise:
                 fix="use ReAttentionConfig(token_frequencies='uniform').",
             )
         return sizes.pop()
-
-
-def _refuse_large(corrections: dict[str, float], spent: str) -> None:
-    for name, mean in corrections.items():
-        if not mean <= _LARGEST:
-            raise ConfigurationError(
-                f"Re-Attention corrects the scores of {name} by {mean:.3g} on average.",
-                why="of such numbers rounding leaves so little that an example's gradient depends on the padding that "
-                "its neighbours give it, and clipping would not bound what one example adds.",
-                fix="give ReAttentionConfig a smaller scale or error='accumulated', or train with less noise: a larger "
-                f"batch has less of it. {spent}",
-            )
 
 
 def token_ids(loader: Any, model: nn.Module) -> Iterator[Tensor]:

@@ -5,13 +5,26 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 import warnings
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import Any, Literal, Self
 
 from hf_dp.errors import ConfigurationError
+from hf_dp.ranges import (
+    check_clipping_norm,
+    check_noise_multiplier,
+    check_target_delta,
+    check_target_epsilon,
+    is_count,
+    is_number,
+    shown,
+)
 
+# Beyond any size that means something, and far from what float32 cannot square.
+_LARGE = 1e15
 AccountantName = Literal["pld", "rdp"]
 
 
@@ -28,7 +41,7 @@ class _Part:
         known = {item.name for item in dataclasses.fields(cls)}  # type: ignore[arg-type]
         if not set(values) <= known:
             raise ConfigurationError(
-                f"{cls.__name__} got {', '.join(sorted(set(values) - known))}.",
+                f"{cls.__name__} got {', '.join(sorted(shown(name) for name in set(values) - known))}.",
                 why="an unknown field would change what is trained without notice.",
                 fix=f"use only these: {', '.join(sorted(known))}.",
             )
@@ -73,24 +86,26 @@ class ReAttentionConfig(_Part):
             "token_frequencies": ("released", "public", "uniform"),
         }
         for name, known in choices.items():
-            if getattr(self, name) not in known:
+            if not _is_one_of(getattr(self, name), known):
                 raise ConfigurationError(
-                    f"ReAttentionConfig got {name}={getattr(self, name)!r}.",
+                    f"ReAttentionConfig got {name}={shown(getattr(self, name))}.",
                     why="the correction follows from it.",
                     fix=f"use one of {', '.join(map(repr, known))}.",
                 )
-        for name, limit in (("budget_share", 1.0), ("presence_clipping_norm", math.inf), ("scale", math.inf)):
+        for name, limit in (("budget_share", 1.0), ("presence_clipping_norm", _LARGE), ("scale", _LARGE)):
             value = getattr(self, name)
-            if not (_is_number(value) and 0 < value < limit):
+            if not (is_number(value) and 0 < value < limit):
                 raise ConfigurationError(
-                    f"ReAttentionConfig got {name}={value!r}.",
-                    why="it must be above 0 and finite" + (" and below 1." if limit == 1 else "."),
+                    f"ReAttentionConfig got {name}={shown(value)}.",
+                    why=f"it must be a number above 0 and below {limit:g}.",
                     fix="leave it out for the default.",
                 )
-        if (self.public_frequencies is None) == (self.token_frequencies == "public"):
+        object.__setattr__(self, "public_frequencies", _as_path(self.public_frequencies))
+        is_path = isinstance(self.public_frequencies, str)
+        if is_path != (self.token_frequencies == "public") or not (is_path or self.public_frequencies is None):
             raise ConfigurationError(
                 f"ReAttentionConfig got token_frequencies={self.token_frequencies!r} and public_frequencies="
-                f"{self.public_frequencies!r}.",
+                f"{shown(self.public_frequencies)}.",
                 why="public frequencies are read from that file, and others are not.",
                 fix="give both token_frequencies='public' and the file, or neither.",
             )
@@ -142,32 +157,37 @@ class SparseEmbeddingConfig(_Part):
     learning_rate: float | None = None
 
     def __post_init__(self) -> None:
-        if self.tables is not None:
+        if isinstance(self.tables, (list, tuple)):
             object.__setattr__(self, "tables", tuple(self.tables))
+        object.__setattr__(self, "public_rows", _as_path(self.public_rows))
         choices = {
             "method": ("adafest", "fest", "adafest+"),
             "row_choice": ("released", "public"),
             "optimizer": ("row_wise_adam", "sparse_adam", "sgd"),
         }
         for name, known in choices.items():
-            if getattr(self, name) not in known:
+            if not _is_one_of(getattr(self, name), known):
                 self._refuse(name, f"it is one of {', '.join(map(repr, known))}")
         ranges = {
-            "contribution_norm": (0.0, math.inf),
-            "threshold": (0.0, math.inf),
+            "contribution_norm": (0.0, _LARGE),
+            "threshold": (0.0, _LARGE),
             "noise_ratio": (0.001, 1000.0),
             "budget_share": (0.0, 1.0),
-            "learning_rate": (0.0, math.inf),
+            "learning_rate": (0.0, _LARGE),
         }
         for name, (low, high) in ranges.items():
             value = getattr(self, name)
-            if value is not None and not (_is_number(value) and low < value < high):
+            may_be_none = type(self).__dataclass_fields__[name].default is None
+            if not (value is None and may_be_none) and not (is_number(value) and low < value < high):
                 self._refuse(name, f"it is a number above {low:g} and below {high:g}")
         for name in ("kept_rows", "renew_every"):
             value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            if value is not None and not is_count(value, at_least=1):
                 self._refuse(name, "it is a whole number of at least 1")
-        if self.tables is not None and not (self.tables and all(isinstance(name, str) for name in self.tables)):
+        if not (self.public_rows is None or isinstance(self.public_rows, str)):
+            self._refuse("public_rows", "it is the path of a file")
+        names = self.tables
+        if names is not None and not (isinstance(names, tuple) and names and all(isinstance(n, str) for n in names)):
             self._refuse("tables", "it is one or more names of parameters, or None")
         self._check_use()
 
@@ -195,7 +215,7 @@ class SparseEmbeddingConfig(_Part):
 
     def _refuse(self, name: str, rule: str) -> None:
         raise ConfigurationError(
-            f"SparseEmbeddingConfig got {name}={getattr(self, name)!r} with method={self.method!r}.",
+            f"SparseEmbeddingConfig got {name}={shown(getattr(self, name))} with method={shown(self.method)}.",
             why=f"{rule}.",
             fix=f"correct it, or leave {name} out for the default.",
         )
@@ -290,55 +310,44 @@ class PrivacyConfig:
         budget, noise = self.target_epsilon, self.noise_multiplier
         if (budget is None) == (noise is None):
             raise ConfigurationError(
-                f"PrivacyConfig got target_epsilon={budget!r} and noise_multiplier={noise!r}.",
+                f"PrivacyConfig got target_epsilon={shown(budget)} and noise_multiplier={shown(noise)}.",
                 why="one of them determines the other; with both or neither the promise is ambiguous.",
                 fix="give exactly one, for example PrivacyConfig(target_epsilon=8.0).",
             )
-        if budget is not None and not (_is_number(budget) and 0 < budget < math.inf):
-            raise ConfigurationError(
-                f"target_epsilon={budget!r}.",
-                why="a budget is a finite number above 0; epsilon 0 would allow no use of the data at all.",
-                fix="give a positive epsilon (8 is weak, 1 is strong), or noise_multiplier=0 for no privacy.",
-            )
-        if noise is not None and not (_is_number(noise) and 0 <= noise < math.inf):
-            raise ConfigurationError(
-                f"noise_multiplier={noise!r}.",
-                why="it is a standard deviation in units of the clipping norm: finite, and not negative.",
-                fix="give a number such as 1.0, or use target_epsilon and let it be calibrated.",
-            )
-        if not (_is_number(self.clipping_norm) and self.clipping_norm > 0):
-            raise ConfigurationError(
-                f"clipping_norm={self.clipping_norm!r}.",
-                why="it bounds the l2 norm of each example's gradient and must be above 0.",
-                fix="give a positive number; 1.0 is the usual start, 0.1 is common for large batches.",
-            )
+        if budget is not None:
+            check_target_epsilon(budget)
+        if noise is not None:
+            check_noise_multiplier(noise)
+        check_clipping_norm(self.clipping_norm)
         if self.clipping_norm == math.inf and noise != 0:
             raise ConfigurationError(
                 "clipping_norm=inf together with noise.",
                 why="without clipping one example's influence is unbounded, and no finite noise hides it.",
                 fix="give a finite clipping_norm, or noise_multiplier=0 for a run without privacy.",
             )
-        if self.target_delta is not None and not (_is_number(self.target_delta) and 0 < self.target_delta < 1):
+        if self.target_delta is not None:
+            check_target_delta(self.target_delta)
+        if not _is_one_of(self.accountant, ("pld", "rdp")):
             raise ConfigurationError(
-                f"target_delta={self.target_delta!r}.",
-                why="delta is a probability strictly between 0 and 1 (and below 1/n, which is checked with the data).",
-                fix="leave it out for n ** -1.1, or give a small number such as 1e-6.",
-            )
-        if self.accountant not in ("pld", "rdp"):
-            raise ConfigurationError(
-                f"accountant={self.accountant!r}.",
+                f"accountant={shown(self.accountant)}.",
                 why="only 'pld' and 'rdp' are known, and an unknown accountant promises nothing.",
                 fix="use 'pld' (tight, the default) or 'rdp'.",
             )
-        if self.seed is not None and (isinstance(self.seed, bool) or not isinstance(self.seed, int) or self.seed < 0):
+        if not isinstance(self.withhold_non_private_logs, bool):
             raise ConfigurationError(
-                f"seed={self.seed!r}.",
+                f"withhold_non_private_logs={shown(self.withhold_non_private_logs)}.",
+                why="it is True or False; anything else could be read as either.",
+                fix="give True to keep training loss and clipping statistics out of the logs.",
+            )
+        if self.seed is not None and not is_count(self.seed):
+            raise ConfigurationError(
+                f"seed={shown(self.seed)}.",
                 why="it must be None (secret randomness) or a non-negative integer (reproducible, not private).",
                 fix="leave it out for a private run.",
             )
         if self.re_attention is not None and not isinstance(self.re_attention, ReAttentionConfig):
             raise ConfigurationError(
-                f"re_attention={self.re_attention!r}.",
+                f"re_attention={shown(self.re_attention)}.",
                 why="the correction needs its settings.",
                 fix="give re_attention=ReAttentionConfig().",
             )
@@ -361,7 +370,7 @@ class PrivacyConfig:
             return
         if not isinstance(sparse, SparseEmbeddingConfig):
             raise ConfigurationError(
-                f"sparse_embeddings={sparse!r}.",
+                f"sparse_embeddings={shown(sparse)}.",
                 why="which rows get a gradient follows from its settings.",
                 fix="give sparse_embeddings=SparseEmbeddingConfig().",
             )
@@ -423,5 +432,10 @@ class PrivacyConfig:
         return cls(**arguments)
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and not math.isnan(value)
+def _is_one_of(value: object, known: Iterable[str]) -> bool:
+    # Arrays and tensors compare in ways of their own.
+    return isinstance(value, str) and value in known
+
+
+def _as_path(value: object) -> object:
+    return os.fspath(value) if isinstance(value, PurePath) else value

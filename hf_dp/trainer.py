@@ -43,6 +43,8 @@ from hf_dp.config import PrivacyConfig
 from hf_dp.errors import ConfigurationError
 from hf_dp.fingerprint import fingerprint, fingerprint_key
 from hf_dp.losses import check_own_loss, per_example_losses
+from hf_dp.magnitudes import Magnitudes
+from hf_dp.output_lock import alone_in
 from hf_dp.per_example import RULES, Certificate, PerExampleGradients, Rule, preflight, record
 from hf_dp.per_example.batch import Batch
 from hf_dp.per_example.independence import survey
@@ -59,6 +61,7 @@ from hf_dp.sft import forget_batch_metrics, refuse_sft
 from hf_dp.sparse_embeddings import TableRows, find_tables, with_lazy_rows
 from hf_dp.sparse_training import SparseTraining, frozen, hide_from_wrapper, show_to_wrapper
 from hf_dp.step import private_gradient
+from hf_dp.written import WrittenGradients, gradient_norm
 
 logger = logging.getLogger(__name__)
 
@@ -106,6 +109,8 @@ class DPTrainerMixin(PublishingMixin):
         self._ties: set[frozenset[str]] = set()
         self._tables: dict[str, nn.Parameter] = {}
         self._sparse: SparseTraining | None = None
+        self._written: WrittenGradients | None = None
+        self._magnitudes: Magnitudes | None = None
         self._fingerprint: str | None = _UNKNOWN
         self._statistics = {"examples": 0, "clipped": 0, "non_finite": 0}
         super().__init__(*args, **kwargs)
@@ -113,14 +118,23 @@ class DPTrainerMixin(PublishingMixin):
         self.add_callback(self._privacy_callback)
         forget_batch_metrics(self)  # where it cannot, that is refused now
 
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """As Trainer's; refuses an output directory in which another training is at work."""
+        with alone_in(self._output_dir):
+            try:
+                return super().train(*args, **kwargs)
+            finally:
+                if self._written is not None:
+                    self._written.forget()
+
     # --- before training ------------------------------------------------------------------------------------------
 
     def _validate_args(self) -> None:
         user_args = self.args
+        self.args = private_arguments(user_args)
         self._expected_batch_size = (
             user_args.train_batch_size * user_args.gradient_accumulation_steps * ranks.world_size()
         )
-        self.args = private_arguments(user_args)
         refuse_overrides(self, DPTrainerMixin, Trainer)
         refuse_sft(self, own_loss=not self._has_usual_loss)
         refuse_parallel_model(self, self._module)
@@ -250,6 +264,7 @@ class DPTrainerMixin(PublishingMixin):
         )
         refuse_broken_ties(self._ties, self._module)
         refuse_optimizer(self.optimizer, self._module)
+        self._written, self._magnitudes = WrittenGradients(self.optimizer), Magnitudes(plan, self._module)
         # A warning, so that it is seen: the default delta, and an argument that is not what the user left it at.
         logger.warning("Private training: %s. max_grad_norm is set to 0: gradients are clipped for each example.", plan)
         noise, sparse, checkpoint = None, None, None if saved is None else self._checkpoint
@@ -276,8 +291,13 @@ class DPTrainerMixin(PublishingMixin):
         self._plan, self._next_plan = plan, None
 
     def after_optimizer_step(self) -> None:
-        """Keeps Re-Attention in step with the noise."""
-        if self._attention_noise is not None and self.optimizer is not None:
+        """Looks at what the optimizer did, and keeps Re-Attention in step with the noise."""
+        assert self._written is not None
+        assert self._magnitudes is not None
+        assert self.optimizer is not None
+        self._written.refuse_untaken()
+        self._magnitudes.refuse_lost_weights(self._module, self.optimizer.param_groups[0]["lr"])
+        if self._attention_noise is not None:
             self._attention_noise.after_optimizer_step(self.optimizer)
 
     def checkpoint_record(self) -> dict[str, Any]:
@@ -352,6 +372,10 @@ class DPTrainerMixin(PublishingMixin):
             tables=rows,
             dummies=map(self._prepare_inputs, inputs["dummies"]),
         )
+        assert self._written is not None
+        self._written.note(unwrapped)
+        if self._attention_noise is not None:
+            self._attention_noise.after_private_step()
         if self._sparse is not None:
             self._sparse.note()
         return self._note(total)
@@ -396,12 +420,8 @@ class DPTrainerMixin(PublishingMixin):
         return self.ledger.steps < self._require_plan().budgeted_steps
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
-        # Torch has no norm of a sparse tensor.
-        if not self._tables:
-            return super()._get_grad_norm(model, grad_norm)  # type: ignore[no-untyped-call]
-        found = [p.grad for p in model.parameters() if p.grad is not None]
-        values = [gradient._values() if gradient.is_sparse else gradient for gradient in found]
-        return torch.nn.utils.get_total_norm(values)
+        # Trainer's writes the gradients, times 1, to learn it, and torch has no norm of a sparse tensor.
+        return gradient_norm(model) if grad_norm is None else grad_norm
 
     # --- what Trainer would read from a plain batch ----------------------------------------------------------------
 
@@ -437,7 +457,7 @@ class DPTrainerMixin(PublishingMixin):
             logs["clipped_fraction"] = seen["clipped"] / max(1, seen["examples"])
             logs["non_finite_examples"] = seen["non_finite"]
             if self._attention_noise is not None:
-                corrections = self._attention_noise.attention.take_corrections()
+                corrections = self._attention_noise.attention.corrections.take_means()
                 logs.update({f"{_CORRECTION}{name}": value for name, value in corrections.items()})
             if self._sparse is not None:
                 logs.update({f"{_SPARSE}{name}": value for name, value in self._sparse.take_logs().items()})

@@ -5,7 +5,6 @@ from hf_dp.accounting.calibration import affordable_steps, calibrate_noise_multi
 from hf_dp.accounting.events import (
     check_delta,
     check_steps,
-    check_target_epsilon,
     default_delta,
     event_from_dict,
     event_to_dict,
@@ -26,6 +25,7 @@ from hf_dp.accounting.report import (
     library_versions,
     standard_caveats,
 )
+from hf_dp.ranges import check_target_epsilon
 
 __all__ = [
     "FLOATING_POINT",

@@ -9,9 +9,8 @@ from typing import Any
 import dp_accounting as dp
 
 from hf_dp.errors import ConfigurationError, LedgerError
+from hf_dp.ranges import check_noise_multiplier, is_count, is_delta, is_noise, is_number, shown
 
-# Its square is still a number.
-_LARGEST_NOISE = 1e150
 # Poisson sampling probability, and noise standard deviation in units of the sensitivity.
 Mechanism = tuple[float, float]
 
@@ -50,16 +49,16 @@ def _count(event: dp.DpEvent, times: int, counts: dict[Mechanism, int]) -> bool:
             return True
         case dp.NonPrivateDpEvent():
             return times == 0
-        case dp.SelfComposedDpEvent(event=inner, count=count) if _is_count(count):
+        case dp.SelfComposedDpEvent(event=inner, count=count) if is_count(count):
             return _count(inner, times * count, counts)
         case dp.ComposedDpEvent(events=parts):
             # Every part is looked at, so that an unknown one is refused wherever it stands.
             finite = [_count(part, times, counts) for part in parts]
             return all(finite)
-        case dp.GaussianDpEvent(noise_multiplier=noise) if _is_noise(noise):
+        case dp.GaussianDpEvent(noise_multiplier=noise) if is_noise(noise):
             key = (1.0, float(noise))
         case dp.PoissonSampledDpEvent(sampling_probability=q, event=dp.GaussianDpEvent(noise_multiplier=noise)) if (
-            _is_noise(noise) and _is_number(q) and 0 <= q <= 1
+            is_noise(noise) and is_number(q) and 0 <= q <= 1
         ):
             key = (float(q), float(noise))
         case _:
@@ -148,9 +147,9 @@ def check_delta(delta: float, n: int) -> float:
         ConfigurationError: delta not strictly between 0 and 1/n, or n below 2.
     """
     _check_dataset_size(n)
-    if not (_is_number(delta) and 0 < delta < 1 / n):
+    if not (is_delta(delta) and delta < 1 / n):
         raise ConfigurationError(
-            f"delta={delta!r} for a dataset of {n} training examples (1/n is {1 / n:.3g}).",
+            f"delta={shown(delta)} for a dataset of {n} training examples (1/n is {1 / n:.3g}).",
             why="with delta of 1/n or more, publishing one whole example at random would count as private; "
             "with delta 0 no amount of Gaussian noise is enough.",
             fix=f"leave delta out for n ** -1.1 = {default_delta(n):.3g}, or give a number well below 1/n.",
@@ -159,27 +158,17 @@ def check_delta(delta: float, n: int) -> float:
 
 
 def _check_dataset_size(n: int) -> None:
-    if isinstance(n, bool) or not isinstance(n, int) or n < 2:
+    if not is_count(n, at_least=2):
         raise ConfigurationError(
-            f"a dataset of n={n!r} training examples.",
+            f"a dataset of n={shown(n)} training examples.",
             why="privacy hides one example among the others; a whole number of at least 2 is needed for any other.",
             fix="give the number of rows of the training dataset, and train on more of them.",
         )
 
 
-def check_noise_multiplier(noise_multiplier: float) -> None:
-    """Refuse a noise multiplier that is no number between 0 and 1e150 (`ConfigurationError`)."""
-    if not _is_noise(noise_multiplier):
-        raise ConfigurationError(
-            f"noise_multiplier={noise_multiplier!r}.",
-            why="it is a standard deviation in units of the clipping norm: finite, not negative, and at most 1e150.",
-            fix="give a number such as 1.0, or give a target epsilon and let the noise be calibrated.",
-        )
-
-
 def check_sampling_probability(sampling_probability: float) -> None:
     """Refuse a sampling probability outside (0, 1] (`ConfigurationError`)."""
-    if not (_is_number(sampling_probability) and 0 < sampling_probability <= 1):
+    if not (is_number(sampling_probability) and 0 < sampling_probability <= 1):
         raise ConfigurationError(
             f"sampling_probability={sampling_probability!r}.",
             why="it is the expected batch size divided by the dataset's size: above 0, and at most 1.",
@@ -189,36 +178,14 @@ def check_sampling_probability(sampling_probability: float) -> None:
 
 def check_steps(steps: int) -> None:
     """Refuse a number of steps that is not a whole number of at least 1 (`ConfigurationError`)."""
-    if not _is_count(steps) or steps < 1:
+    if not is_count(steps, at_least=1):
         raise ConfigurationError(
-            f"steps={steps!r}.",
+            f"steps={shown(steps)}.",
             why="the cost of a run is the cost of its steps, so it needs a whole number of at least 1.",
             fix="give the number of optimizer steps of the whole run.",
-        )
-
-
-def check_target_epsilon(target_epsilon: float) -> None:
-    """Refuse a budget that is not a finite number above 0 (`ConfigurationError`)."""
-    if not (_is_number(target_epsilon) and 0 < target_epsilon < math.inf):
-        raise ConfigurationError(
-            f"target_epsilon={target_epsilon!r}.",
-            why="a budget is a finite number above 0; epsilon 0 would allow no use of the data at all.",
-            fix="give a positive epsilon (8 is weak, 1 is strong), or a noise multiplier in its place.",
         )
 
 
 def from_counts(counts: Mapping[Mechanism, int]) -> dp.DpEvent:
     """The event of using each mechanism that often."""
     return dp.ComposedDpEvent([dp.SelfComposedDpEvent(step_event(s, q), n) for (q, s), n in counts.items()])
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and not math.isnan(value)
-
-
-def _is_noise(value: object) -> bool:
-    return isinstance(value, (int, float)) and _is_number(value) and 0 <= value <= _LARGEST_NOISE
-
-
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0

@@ -15,6 +15,7 @@ from hf_dp.cli.sizes import size_table, sizes
 from hf_dp.config import AccountantName
 from hf_dp.errors import ConfigurationError
 
+_DEFAULTS = {"--world-size": 1, "--length": 512, "--micro-batch": 1}
 _ACCOUNTANTS: tuple[AccountantName, ...] = ("pld", "rdp")
 
 
@@ -43,10 +44,12 @@ def plan(
     model: Annotated[
         str | None, typer.Option(help="A model's name or directory, to estimate memory and communication.")
     ] = None,
-    world_size: Annotated[int, typer.Option(help="Ranks to estimate for, with --model.")] = 1,
+    world_size: Annotated[int, typer.Option(help="Ranks to estimate for, with --model.")] = _DEFAULTS["--world-size"],
     lora_rank: Annotated[int | None, typer.Option(min=1, help="LoRA on every matrix of the blocks.")] = None,
-    length: Annotated[int, typer.Option(help="Positions of each example, with --model.")] = 512,
-    micro_batch: Annotated[int, typer.Option(help="Examples at a time on each rank, with --model.")] = 1,
+    length: Annotated[int, typer.Option(help="Positions of each example, with --model.")] = _DEFAULTS["--length"],
+    micro_batch: Annotated[int, typer.Option(help="Examples at a time on each rank, with --model.")] = _DEFAULTS[
+        "--micro-batch"
+    ],
     as_json: AsJson = False,
 ) -> None:
     """How much noise a budget needs, what a noise costs, or how best to spend compute, before any training.
@@ -75,6 +78,10 @@ def plan(
         if plot is not None:
             _refuse_no_place(plot)
         answer: dict[str, Any] = {}
+        if model is None:
+            _refuse_without_model(
+                {"--world-size": world_size, "--length": length, "--micro-batch": micro_batch}, lora_rank
+            )
         if n is None:
             given = {"--epochs": epochs, "--steps": steps, "--examples": examples, "--epsilon": epsilon}
             _refuse_without_n(model, {**given, "--noise": noise, "--delta": delta, "--plot": plot})
@@ -130,6 +137,17 @@ def _refuse_without_n(model: str | None, of_privacy: dict[str, object]) -> None:
             f"no --n, with {given[0]}." if given else "neither --n nor --model.",
             why="what a budget costs depends on the number of training examples.",
             fix="give --n; or --model without anything of the privacy, for memory and communication alone.",
+        )
+
+
+def _refuse_without_model(of_model: dict[str, int], lora_rank: int | None) -> None:
+    given = [name for name, value in of_model.items() if value != _DEFAULTS[name]]
+    given += [] if lora_rank is None else ["--lora-rank"]
+    if given:
+        raise ConfigurationError(
+            f"{given[0]} without --model.",
+            why="it would change nothing: what a budget costs depends on the expected batch, over all ranks together.",
+            fix="give --model for memory and communication, or leave it out.",
         )
 
 

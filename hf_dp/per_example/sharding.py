@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Partial
 from torch.distributed.tensor import Shard as Sharded
+from torch.nn.utils import get_total_norm
 
 import hf_dp.ranks as ranks
 from hf_dp.errors import UnsupportedModelError
@@ -211,3 +212,21 @@ def summed_over_shards(values: Iterable[tuple[Tensor, Tensor]], device: torch.de
     for found in of_wholes:
         total += found
     return total
+
+
+def total_norm(values: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
+    """The l2 norm of all numbers together; all ranks call it, each with what it holds.
+
+    Args:
+        values: pairs of a parameter and the numbers of it, or of its gradient, that this rank holds.
+
+    Returns:
+        (), float64.
+    """
+    pairs = list(values)
+    kinds = [[pair for pair in pairs if isinstance(pair[0], DTensor) is kind] for kind in (True, False)]
+    norms = [(kind[0][0], get_total_norm([numbers for _, numbers in kind])) for kind in kinds if kind]
+    if not norms:
+        return torch.zeros((), dtype=torch.float64)
+    squares = [(parameter, norm.double().square()) for parameter, norm in norms]
+    return summed_over_shards(squares, squares[0][1].device).sqrt()

@@ -57,7 +57,7 @@ class Owner(Protocol):
 
     def key_noise(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor) -> KeyNoise | None: ...
 
-    def note_correction(self, module: nn.Module, mean: Tensor) -> None: ...
+    def note_correction(self, module: nn.Module, of_heads: Tensor) -> None: ...
 
     def note_output(self, output: Tensor, noise: Variance) -> None: ...
 
@@ -129,7 +129,7 @@ def re_attention_forward(
         noise = noise if hidden is None else noise.without(hidden)
         squares = query.square()
         squares = squares.sum(-1, keepdim=True) if noise.keys.shape[-1] == 1 else squares
-        owner.note_correction(module, _mean_correction(squares.detach(), noise.keys, hidden, scale))
+        owner.note_correction(module, _corrections(squares.detach(), noise.keys, hidden, scale))
         spare = _spare(query.shape[-1] + squares.shape[-1], query.device)
         longer_query = F.pad(torch.cat([query, squares], -1), (0, spare))
         longer_key = F.pad(torch.cat([key, (-scale / 2 * noise.keys).to(key.dtype)], -1), (0, spare))
@@ -190,12 +190,12 @@ def _causal(queries: int, keys: int, device: torch.device) -> Tensor:
 
 
 @torch.no_grad()
-def _mean_correction(squares: Tensor, noise: Tensor, hidden: Tensor | None, scale: float) -> Tensor:
-    """(): the mean of v_j / 2 over examples, heads and all pairs of a query and a key that is not hidden from all."""
+def _corrections(squares: Tensor, noise: Tensor, hidden: Tensor | None, scale: float) -> Tensor:
+    """(B, heads of keys): the mean of v_j / 2 over all pairs of a query and a key that is not hidden from all."""
     grouped = wide(squares).mean(2).unflatten(1, (noise.shape[1], -1)).mean(2)
     count = noise.shape[2] if hidden is None else (~hidden).sum(2).clamp_min(1)
-    mean: Tensor = scale**2 / 2 * (grouped * noise.sum(2) / count).sum(-1).mean()
-    return mean
+    found: Tensor = scale**2 / 2 * (grouped * noise.sum(2) / count).sum(-1)
+    return found
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 from hf_dp.config import ReAttentionConfig
 from hf_dp.errors import ConfigurationError, UnsupportedModelError
 from hf_dp.re_attention.attention import NAME, OWNERS, KeyNoise, Listener, register
+from hf_dp.re_attention.corrections import Corrections
 from hf_dp.re_attention.errors import token_tables
 from hf_dp.re_attention.moments import Moments, Tracked, Variance, tensors
 from hf_dp.re_attention.rules import RULES
@@ -57,7 +58,7 @@ class ReAttention:
         # None of these may keep a model alive.
         self._kept: WeakKeyDictionary[nn.Module, list[Tensor]] = WeakKeyDictionary()
         self._fired: WeakSet[nn.Module] = WeakSet()
-        self._corrections: dict[str, tuple[Tensor, int]] = {}
+        self.corrections = Corrections()
         self._names = WeakKeyDictionary({m: name for name, m in model.named_modules() if _is_attention(m)})
         bases = [m for m in model.modules() if isinstance(m, PreTrainedModel)]
         if not bases or not self._names:
@@ -279,11 +280,9 @@ class ReAttention:
             values = None
         return None if keys is None else KeyNoise(keys, values)
 
-    def note_correction(self, module: nn.Module, mean: Tensor) -> None:
-        """Adds to the mean correction of a layer."""
-        name = self._names[module]
-        total, count = self._corrections.get(name, (torch.zeros_like(mean), 0))
-        self._corrections[name] = total + mean, count + 1
+    def note_correction(self, module: nn.Module, of_heads: Tensor) -> None:
+        """Remembers how much a layer is corrected in one pass, for each example and head (B, H)."""
+        self.corrections.note(self._names[module], of_heads)
 
     def note_output(self, output: Tensor, noise: Variance) -> None:
         """Follows the noise of an attention output."""
@@ -298,16 +297,6 @@ class ReAttention:
             return
         with self._moments.paused():
             yield
-
-    def corrections(self) -> dict[str, float]:
-        """The mean of v_j / 2 for each layer since they were last taken, by module name."""
-        return {name: float(total) / count for name, (total, count) in self._corrections.items()}
-
-    def take_corrections(self) -> dict[str, float]:
-        """As `corrections`, which begin anew."""
-        found = self.corrections()
-        self._corrections.clear()
-        return found
 
     # --- what is saved ------------------------------------------------------------------------------------------------
 

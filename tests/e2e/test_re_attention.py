@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from torch import Tensor
+from transformers import TrainerCallback
 
 from hf_dp import DPTrainer, PrivacyConfig, ReAttentionConfig, accounting, load_re_attention
 from hf_dp.accounting import Ledger
@@ -17,7 +19,19 @@ from hf_dp.frequencies import LABEL
 from hf_dp.hub import verify
 from hf_dp.noise import GaussianNoise
 from hf_dp.re_attention import FILE, FREQUENCIES, installed, read
-from tests.e2e.workbench import EXPECTED, ROWS, a_tokenizer, classifier, make, pad, pad_for_language, private, rows
+from tests.e2e.workbench import (
+    EXPECTED,
+    ROWS,
+    a_tokenizer,
+    classifier,
+    make,
+    pad,
+    pad_for_language,
+    parameters,
+    private,
+    rows,
+    same,
+)
 from tests.zoo import VOCABULARY, tiny
 
 
@@ -161,6 +175,44 @@ def test_corrections_that_rounding_would_spoil_are_refused_after_the_step_that_s
     with pytest.raises(ConfigurationError, match=r"a smaller scale.* stays in the ledger"):
         trainer.train()
     assert trainer.ledger.steps == steps
+
+
+@pytest.mark.parametrize(("event", "logging_steps"), [("on_step_begin", 1), ("on_step_begin", 1000), ("on_save", 1)])
+def test_the_guard_on_corrections_sees_each_example_of_each_pass_and_no_log(
+    tmp_path: Path, monkeypatch: Any, event: str, logging_steps: int
+) -> None:
+    """One example at 5e5 among all others at 1; in evaluation, which makes no gradients, it does not matter."""
+    due: list[float] = []
+
+    def spoiled(squares: Tensor, noise: Tensor, *args: Any) -> Tensor:
+        found = torch.ones(len(squares), noise.shape[1])
+        found[0] = due.pop() if due else 1.0
+        return found
+
+    class Spoils(TrainerCallback):
+        before: Any = None
+
+    def spoil(args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 2 and not Spoils.before:
+            Spoils.before = parameters(kwargs["model"])
+            due.append(5e5)
+            if event == "on_save":
+                trainer.evaluate(rows(4))
+
+    monkeypatch.setattr("hf_dp.re_attention.attention._corrections", spoiled)
+    monkeypatch.setattr(Spoils, event, staticmethod(spoil), raising=False)
+    trainer = make(
+        tmp_path, privacy=private(re_attention=ReAttentionConfig(token_frequencies="uniform")),
+        parts={"callbacks": [Spoils()]}, logging_steps=logging_steps, save_strategy="steps", save_steps=1,
+    )  # fmt: skip
+    if event == "on_save":
+        trainer.train()
+        assert not due
+        return
+    with pytest.raises(ConfigurationError, match=r"of an example by 5e\+05 on average"):
+        trainer.train()
+    assert trainer.ledger.steps == 3
+    assert same(Spoils.before, parameters(trainer.model)), "the weights moved before the refusal"
 
 
 def test_corrections_that_are_too_large_in_the_check_before_the_first_step_cost_nothing(

@@ -119,6 +119,20 @@ class Streamed(torch.utils.data.IterableDataset[Any]):
         return iter(rows())
 
 
+class Counts(torch.utils.data.Dataset[Any]):
+    """Has 48 rows, and says something else."""
+
+    def __init__(self, *said: Any) -> None:
+        self.rows, self.said = rows(), list(said)
+
+    def __len__(self) -> int:
+        said: int = self.said.pop(0) if len(self.said) > 1 else self.said[0]
+        return said
+
+    def __getitem__(self, index: int) -> Any:
+        return self.rows[index]
+
+
 BAD_DATA: dict[str, tuple[Callable[[], Any], str]] = {
     "none of it": (list, "0 examples"),
     "fewer than the expected batch": (lambda: rows(7), "an expected batch of 8 from a training dataset of 7"),
@@ -127,6 +141,11 @@ BAD_DATA: dict[str, tuple[Callable[[], Any], str]] = {
     "a streamed dataset": (lambda: datasets.Dataset.from_list(rows()).to_iterable_dataset(), "IterableDataset"),
     "a generator": (lambda: iter(rows()), "which can only be iterated"),
     "a set": (lambda: {1, 2, 3}, "which can only be iterated"),
+    "fewer rows than it says": (lambda: Counts(100), "Counts, whose last example cannot be read"),
+    "a length that changes": (lambda: Counts(48, 40), "whose length was 48 and then 40"),
+    "a length below zero": (lambda: Counts(-1), "Counts, whose last example cannot be read"),
+    "a length that is no number": (lambda: Counts("48"), "Counts, whose last example cannot be read"),
+    "a length beyond counting": (lambda: Counts(10**400), "Counts, whose last example cannot be read"),
     "all splits at once": (
         lambda: datasets.DatasetDict(train=datasets.Dataset.from_list(rows())),
         "DatasetDict with the keys train",
@@ -343,6 +362,19 @@ def test_several_devices_would_be_dataparallel(tmp_path: Path) -> None:
         ({"learning_rate": float("nan")}, "learning_rate=nan"),
         ({"learning_rate": float("inf")}, "learning_rate=inf"),
         ({"learning_rate": -0.1}, "learning_rate=-0.1"),
+        ({"weight_decay": float("inf")}, "weight_decay=inf"),
+        ({"weight_decay": 1e300}, "weight_decay=1e\\+300"),
+        ({"adam_epsilon": float("inf")}, "adam_epsilon=inf"),
+        ({"weight_decay": -1.0}, "weight_decay=-1.0"),
+        ({"label_smoothing_factor": 2.0}, "label_smoothing_factor=2.0"),
+        ({"label_smoothing_factor": -1.0}, "label_smoothing_factor=-1.0"),
+        ({"label_smoothing_factor": float("nan")}, "label_smoothing_factor=nan"),
+        ({"num_train_epochs": float("inf")}, "num_train_epochs=inf"),
+        ({"num_train_epochs": float("nan")}, "num_train_epochs=nan"),
+        ({"max_steps": 1.5}, "max_steps=1.5"),
+        ({"max_steps": True}, "max_steps=True"),
+        ({"per_device_train_batch_size": "8"}, "per_device_train_batch_size='8'"),
+        ({"per_device_train_batch_size": -4}, "per_device_train_batch_size=-4"),
         ({"train_sampling_strategy": "group_by_length"}, "train_sampling_strategy='group_by_length'"),
         ({"train_sampling_strategy": "sequential"}, "train_sampling_strategy='sequential'"),
         ({"auto_find_batch_size": True}, "auto_find_batch_size=True"),

@@ -66,7 +66,7 @@ def test_off_it_is_plain_attention_and_on_it_is_exact(family: str, fidelity: str
     assert torch.equal(model(**data).logits, plain)
     attention = noisy(model, fidelity)
     assert not torch.allclose(model(**data).logits, plain, rtol=1e-9, atol=0)
-    corrections = attention.take_corrections()
+    corrections = attention.corrections.take_means()
     assert set(corrections) == set(attention.layers.values())
     assert all(value > 0 for value in corrections.values())
     certificate = preflight(model, per_example_losses, data)
@@ -183,13 +183,13 @@ def test_padding_whose_noise_grows_without_bound_is_not_seen(family: str, fideli
     ids = torch.randint(3, VOCABULARY, (1, 12))
     attention = noisy(model, fidelity, 3e-3)
     attention.errors["model.embed_tokens.weight"][0] = 1e15
-    alone, expected = model(input_ids=ids).logits, attention.take_corrections()
+    alone, expected = model(input_ids=ids).logits, attention.corrections.take_means()
     width = (8, 0) if side == "left" else (0, 8)
     mask = F.pad(torch.ones_like(ids), width)
     places = (mask.cumsum(1) - 1).clamp_min(0)
     padded = model(input_ids=F.pad(ids, width), attention_mask=mask, position_ids=places).logits
     torch.testing.assert_close(padded[:, width[0] : width[0] + 12], alone, rtol=1e-4, atol=1e-5)
-    for name, found in attention.take_corrections().items():
+    for name, found in attention.corrections.take_means().items():
         # Padding still asks, and nobody looks at what it is answered.
         assert found == pytest.approx(expected[name], rel=2)
 
@@ -261,7 +261,7 @@ def test_lora_carries_noise_in_its_own_matrices_only() -> None:
     assert all("lora_" in name for name in attention.errors)
     data = text_batch("causal_lm")
     assert off_by(record(model, per_example_losses, data), loop(model, per_example_losses, data)) <= 1e-12
-    assert all(value > 0 for value in attention.take_corrections().values())
+    assert all(value > 0 for value in attention.corrections.take_means().values())
 
 
 @pytest.mark.parametrize("targets", [["q_proj", "v_proj"], ["q_proj"], ["k_proj"]])
@@ -273,7 +273,7 @@ def test_lora_on_some_projections(targets: list[str]) -> None:
                 p.normal_(std=0.1)
     attention, data = noisy(model), text_batch("causal_lm")
     assert off_by(record(model, per_example_losses, data), loop(model, per_example_losses, data)) <= 1e-12
-    values = list(attention.take_corrections().values())
+    values = list(attention.corrections.take_means().values())
     # Noise in queries alone is in no key, and what it does to attention is not followed.
     assert all(value > 0 for value in values[-1:])
     assert bool(values) == (targets != ["q_proj"])
@@ -302,7 +302,7 @@ def test_prompts_of_peft_carry_their_noise_or_are_refused() -> None:
     model, data = get_peft_model(tiny("llama", "causal_lm"), config), text_batch("causal_lm")
     attention = noisy(model)
     model(**data)
-    assert all(value > 0 for value in attention.take_corrections().values())
+    assert all(value > 0 for value in attention.corrections.take_means().values())
 
 
 def test_embeddings_from_outside_are_refused() -> None:
@@ -480,7 +480,7 @@ def test_an_error_in_the_forward_pass_leaves_nothing_behind() -> None:
         model(input_ids=data["input_ids"] + VOCABULARY)
     assert torch.overrides._get_current_function_mode() is None
     assert torch.equal(model(**data).logits, expected)
-    assert attention.take_corrections()
+    assert attention.corrections.take_means()
 
 
 @pytest.mark.parametrize("fidelity", FIDELITIES)

@@ -14,6 +14,7 @@ PACKAGE = Path(__file__).resolve().parents[2] / "hf_dp"
 FLOORS = {
     "errors": 0,
     "config": 0,
+    "ranges": 0,
     "ranks": 0,
     "randomness": 0,
     "accounting": 1,
@@ -37,6 +38,9 @@ FLOORS = {
     "attention_noise": 4,
     "sparse_training": 4,
     "step": 3,
+    "written": 3,
+    "magnitudes": 3,
+    "output_lock": 1,
     "callbacks": 4,
     "trainer": 4,
     "hub": 2,
@@ -47,7 +51,8 @@ FLOORS = {
 }
 # (importer, imported) on one floor. Everything else on a floor is a stranger to its neighbours.
 PEERS = {
-    ("config", "errors"), ("randomness", "errors"), ("randomness", "ranks"), ("trainer", "callbacks"),
+    ("config", "errors"), ("config", "ranges"), ("ranges", "errors"),
+    ("randomness", "errors"), ("randomness", "ranks"), ("trainer", "callbacks"),
     ("trainer", "attention_noise"), ("trainer", "sparse_training"), ("sparse_embeddings", "aggregate"), ("cli", "demo"),
     ("trainer", "publishing"), ("arguments", "sft"),
 }  # fmt: skip
@@ -55,6 +60,7 @@ PEERS = {
 FORBIDDEN = {
     "errors": {"torch", "transformers"},
     "config": {"torch", "transformers"},
+    "ranges": {"torch", "transformers"},
     "accounting": {"torch", "transformers"},
     "hub": {"torch"},
     "per_example": {"transformers", "accelerate", "peft", "datasets"},

@@ -1,0 +1,93 @@
+"""Are noise, sums and weights of sizes that mean something? All of it follows from what is public or released."""
+
+from __future__ import annotations
+
+import logging
+import math
+
+import torch
+from torch import nn
+
+import hf_dp.ranks as ranks
+from hf_dp.errors import ConfigurationError
+from hf_dp.per_example.sharding import local, total_norm
+from hf_dp.plan import Plan
+
+logger = logging.getLogger(__name__)
+
+# Of a step's noise over the longest that its gradient can be. Recipes that learn have 0.1 to 5, published ones up to
+# 13 (full fine-tuning with 10^8 parameters in batches of 512); Trainer's own batch of 8 gives 25 with LoRA and 200 to
+# 400 without.
+_HOPELESS = 20.0
+# Optimizers square gradients in float32.
+_LARGEST, _SMALLEST = math.sqrt(torch.finfo(torch.float32).max), math.sqrt(torch.finfo(torch.float32).tiny)
+# No element of the noise is this many standard deviations out.
+_FAR_OUT = 15.0
+# Root mean square of weights. Those of neural networks are below 10.
+_LOST = 1e6
+
+
+class Magnitudes:
+    """Looks at what a run will do to a model before it begins, and at the weights after each step.
+
+    Warns once of noise that drowns any gradient.
+
+    Args:
+        plan: of the run.
+        model: whose trainable parameters get the noise.
+
+    Raises:
+        ConfigurationError: noise or sums that the numbers of the parameters cannot hold.
+    """
+
+    def __init__(self, plan: Plan, model: nn.Module) -> None:
+        trained = [p for p in model.parameters() if p.requires_grad]
+        self._count = sum(p.numel() for p in trained)
+        self._limit = _LOST * max(1.0, self._root_mean_square(model))
+        deviation, clipping = plan.noise_standard_deviation, plan.clipping.norm
+        expected = plan.sampler.expected_batch_size
+        if not deviation:
+            return
+        norm = deviation * math.sqrt(self._count)
+        narrowest = min(torch.finfo(p.dtype).max for p in trained)
+        holds = _FAR_OUT * deviation / expected < narrowest and clipping < narrowest
+        if not (holds and deviation > _SMALLEST and norm + plan.sampler.dataset_size * clipping < _LARGEST):
+            raise ConfigurationError(
+                f"noise with standard deviation {deviation:.3g} on each of {self._count} trained numbers "
+                f"(noise_multiplier {plan.gradient_noise_multiplier:.3g} x clipping_norm {clipping:.3g}).",
+                why="squares of the noisy sum, which optimizers compute in float32, or the gradient in the parameters' "
+                "own precision would be nothing or infinite.",
+                fix="choose a noise_multiplier and a clipping_norm of ordinary size; 1.0 is the usual start for both.",
+            )
+        self._warn(plan, norm / expected, clipping)
+
+    def _warn(self, plan: Plan, noise: float, signal: float) -> None:
+        # With sparse embeddings most of these numbers get none.
+        if noise <= _HOPELESS * signal or plan.config.sparse_embeddings is not None or ranks.rank():
+            return
+        n, epsilon = plan.sampler.dataset_size, plan.config.target_epsilon or 8.0
+        epochs = max(1.0, plan.steps * plan.sampler.expected_batch_size / n)
+        logger.warning(
+            "The noise drowns the gradient: in each step it has a norm of about %.3g, and the mean of the clipped "
+            "gradients one of at most about %.3g. Larger batches, more data or fewer trained parameters (LoRA) have "
+            "less of it; for a batch of the same compute: hf-dp plan --n %d --epochs %.3g --epsilon %g",
+            *(noise, signal, n, epochs, epsilon),
+        )
+
+    def refuse_lost_weights(self, model: nn.Module, learning_rate: float) -> None:
+        """Looks at the weights after a step. All ranks call it together.
+
+        Raises:
+            ConfigurationError: they are no numbers, or larger than those of any model.
+        """
+        size = self._root_mean_square(model)
+        if not size <= self._limit:
+            raise ConfigurationError(
+                f"after this step with learning_rate={learning_rate:g} the trained weights are of size {size:.3g}.",
+                why="they are no model any more, and every further step would spend budget on nothing.",
+                fix="begin again with a smaller learning rate. The steps that were made stay in the ledger.",
+            )
+
+    def _root_mean_square(self, model: nn.Module) -> float:
+        held = [(p, local(p.detach())) for p in model.parameters() if p.requires_grad]
+        return float(total_norm(held)) / math.sqrt(max(1, self._count))

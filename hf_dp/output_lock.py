@@ -1,0 +1,53 @@
+"""One training at a time writes into an output directory."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+import hf_dp.ranks as ranks
+from hf_dp.errors import ConfigurationError
+
+logger = logging.getLogger(__name__)
+
+# Trainer's uploads leave out files in the output directory whose names begin with an underscore.
+FILE = "_hf_dp_lock"
+# Seconds. The workers of a dataloader outlive a process that was killed by about five, and hold its lock.
+_PATIENCE = 15.0
+
+
+@contextmanager
+def alone_in(directory: str | Path) -> Iterator[None]:
+    """Inside, no other training writes there, of this process or another. All ranks enter together; the first locks.
+
+    The system drops the lock of a process that dies, however it dies. Where a file system has no locks, or nothing can
+    be written, a warning says so.
+
+    Raises:
+        ConfigurationError: another training is in it.
+    """
+    lock = FileLock(Path(directory) / FILE)
+    is_taken = False
+    if ranks.rank() == 0:
+        try:
+            Path(directory).mkdir(parents=True, exist_ok=True)
+            lock.acquire(timeout=_PATIENCE)
+        except Timeout:
+            is_taken = True
+        except (OSError, NotImplementedError) as error:
+            logger.warning("%r cannot be locked (%s): no other training may write there.", str(directory), error)
+    try:
+        if bool(ranks.gathered([is_taken]).any()):
+            raise ConfigurationError(
+                f"another training writes into output_dir={str(directory)!r}.",
+                why="the two would overwrite each other's checkpoints and ledgers, and what is left would be true of "
+                "neither.",
+                fix="give each training an output_dir of its own, or wait for the other one to end.",
+            )
+        yield
+    finally:
+        lock.release()

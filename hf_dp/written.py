@@ -1,0 +1,118 @@
+"""The optimizer moves weights by what the private step wrote, and by nothing else that lies in a `.grad`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_dp.errors import ConfigurationError, HfDpError
+from hf_dp.per_example.sharding import local, total_norm
+
+Mark = tuple[Tensor, int, int, int]
+
+
+class WrittenGradients:
+    """The gradients of the latest private step, held against those that the optimizer takes, right before it does.
+
+    A gradient that was added, replaced or changed in place counts in torch's versions, whoever did it. What torch does
+    not count is not seen: changes through `.data`, NumPy or DLPack.
+
+    Args:
+        optimizer: as accelerate wrapped it, or plain.
+
+    Raises:
+        ConfigurationError: an optimizer that calls no hooks before its step.
+    """
+
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizer: torch.optim.Optimizer = getattr(optimizer, "optimizer", optimizer)
+        self._marks: dict[int, Mark] = {}
+        self._taken, self._depth = False, 0
+        self._handles: list[Any] = []
+        calls_hooks = getattr(type(self._optimizer).step, "hooked", False)
+        if not calls_hooks or not hasattr(self._optimizer, "_optimizer_step_pre_hooks"):
+            raise ConfigurationError(
+                f"{type(self._optimizer).__name__} calls no hooks before its step.",
+                why="that its gradients are those with noise, and no others, is checked there.",
+                fix="call super().__init__(params, defaults) of torch.optim.Optimizer in its constructor.",
+            )
+        self._listen()
+
+    def note(self, model: nn.Module) -> None:
+        """Remembers the gradients of all parameters, which were just written."""
+        self._marks = {id(p): _mark(p.grad) for p in model.parameters() if p.grad is not None}
+        self._taken, self._depth = False, 0
+        # Again, so that hooks that were added since come first.
+        self._listen()
+
+    def refuse_untaken(self) -> None:
+        """Refuses a step that another optimizer made; of the step that was made nothing is kept.
+
+        Raises:
+            HfDpError: the gradients that were noted were not compared with what moved the weights.
+        """
+        # They would be a second copy of all gradients beside the next ones.
+        self._marks = {}
+        if not self._taken:
+            raise HfDpError(
+                f"the gradients of a private step were not taken by {type(self._optimizer).__name__}.",
+                why="the optimizer was exchanged during the training, and what the other one took is not known.",
+                fix="pass optimizers=(...) to the trainer, and begin again: these weights may not be private.",
+            )
+
+    def forget(self) -> None:
+        """Lets the optimizer take any gradient again."""
+        self._marks = {}
+        for handle in self._handles:
+            handle.remove()
+
+    def _listen(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        register = self._optimizer.register_step_pre_hook, self._optimizer.register_step_post_hook
+        self._handles = [register[0](self._begin), register[1](self._end)]
+
+    def _begin(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        # Torch calls the hooks again in super().step() of a subclass, which may have clipped by then.
+        if not self._depth:
+            self._compare(optimizer, kwargs.get("closure", args[1] if len(args) > 1 else None))
+        self._depth += 1
+
+    def _end(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        self._depth -= 1
+
+    def _compare(self, optimizer: torch.optim.Optimizer, closure: Any) -> None:
+        self._taken = True
+        held = [p for group in optimizer.param_groups for p in group["params"]]
+        if closure is not None or not all(_is_same(p.grad, self._marks.get(id(p))) for p in held):
+            raise ConfigurationError(
+                f"{type(optimizer).__name__}.step() with gradients that are not those of the private step.",
+                why="a callback or a hook changed them after the noise, or steps by itself: what it adds is neither "
+                "clipped nor noised nor counted.",
+                fix="leave .grad and the optimizer alone between training_step and the optimizer's step (no backward "
+                "pass there), and put what belongs to the loss into compute_per_example_loss. This step moved nothing.",
+            )
+
+
+def gradient_norm(model: nn.Module) -> Tensor:
+    """The l2 norm (), float64, of all gradients together, read without writing them. All ranks call it together."""
+    return total_norm((p, _numbers(p.grad)) for p in model.parameters() if p.grad is not None)
+
+
+def _numbers(gradient: Tensor) -> Tensor:
+    """What this rank holds of it."""
+    return gradient._values() if gradient.is_sparse else local(gradient)
+
+
+def _mark(gradient: Tensor) -> Mark:
+    """The tensor itself, its versions (a shard counts its own), and where its numbers lie."""
+    held = _numbers(gradient)
+    return gradient, gradient._version, held._version, held.data_ptr()
+
+
+def _is_same(gradient: Tensor | None, mark: Mark | None) -> bool:
+    if gradient is None or mark is None:
+        return gradient is None and mark is None
+    return gradient is mark[0] and _mark(gradient)[1:] == mark[1:]

@@ -1,0 +1,92 @@
+"""Sizes that mean nothing: refused before anything is spent, noticed after a step, or warned of."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import TrainerCallback
+
+from hf_dp import output_lock
+from hf_dp.errors import ConfigurationError
+from tests.e2e.workbench import classifier, make, parameters, private, rows, same
+
+WORDS = "The noise drowns the gradient"
+
+
+@pytest.mark.parametrize(
+    ("changes", "dtype"),
+    [
+        ({"noise_multiplier": 1e100}, torch.float32),
+        ({"noise_multiplier": 1e10, "clipping_norm": 1e15}, torch.float32),
+        ({"noise_multiplier": 1e-100}, torch.float32),
+        ({"noise_multiplier": 1.0, "clipping_norm": 1e6}, torch.float16),
+    ],
+)
+def test_noise_that_numbers_cannot_hold_is_refused_before_it_is_paid_for(
+    tmp_path: Path, changes: dict[str, Any], dtype: torch.dtype
+) -> None:
+    model = classifier(dtype)
+    before = parameters(model)
+    trainer = make(tmp_path, model, private(**changes))
+    with pytest.raises(ConfigurationError, match="noise with standard deviation") as caught:
+        trainer.train()
+    assert "1.0 is the usual start" in caught.value.fix
+    assert not trainer.ledger.entries
+    assert same(before, parameters(model))
+
+
+@pytest.mark.parametrize(("optim", "rate"), [("sgd", 1e10), ("adamw_torch", 1e10), ("sgd", 1e25)])
+def test_weights_that_are_lost_stop_the_training(tmp_path: Path, optim: str, rate: float) -> None:
+    trainer = make(tmp_path, optim=optim, learning_rate=rate)
+    with pytest.raises(ConfigurationError, match=r"learning_rate=1e\+\d\d the trained weights are of size"):
+        trainer.train()
+    assert trainer.ledger.steps == 1
+
+
+def test_weights_that_a_callback_makes_infinite_stop_the_training(tmp_path: Path) -> None:
+    class Spoils(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+            if state.global_step == 2:
+                with torch.no_grad():
+                    model.classifier.bias.fill_(float("nan"))
+
+    trainer = make(tmp_path, parts={"callbacks": [Spoils()]})
+    with pytest.raises(ConfigurationError, match="of size nan"):
+        trainer.train()
+    assert trainer.ledger.steps == 3
+
+
+def test_a_large_rate_that_learns_is_left_alone(tmp_path: Path) -> None:
+    make(tmp_path, privacy=private(clipping_norm=1e-3), learning_rate=1000.0).train()
+
+
+def test_stock_arguments_are_warned_of_and_large_batches_are_not(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    privacy = private(noise_multiplier=None, target_epsilon=1.0)
+    stock = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1, "num_train_epochs": 3, "max_steps": -1}
+    make(tmp_path, classifier(dim=96, hidden_dim=192), privacy, parts={"train_dataset": rows(160)}, **stock).train()
+    (record,) = [record for record in caplog.records if WORDS in record.message]
+    assert "at most about 1." in record.message
+    assert "hf-dp plan --n 160 --epochs 3 --epsilon 1" in record.message
+    caplog.clear()
+    make(tmp_path).train()
+    assert WORDS not in caplog.text
+
+
+def test_a_second_training_in_one_output_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(output_lock, "_PATIENCE", 0.1)
+    other = make(tmp_path)
+
+    class Starts(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            with pytest.raises(ConfigurationError, match="another training writes into output_dir"):
+                other.train()
+
+    make(tmp_path, parts={"callbacks": [Starts()]}, max_steps=1).train()
+    assert not other.ledger.entries
+    other.train()
+    assert other.ledger.steps

@@ -1,0 +1,113 @@
+"""Whatever a field of the promise is given, it is refused by name or is what it says: never a raw error, never both."""
+
+from __future__ import annotations
+
+import math
+import pickle
+import warnings
+from decimal import Decimal
+from fractions import Fraction
+from pathlib import PurePosixPath
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from hf_dp import PrivacyConfig, ReAttentionConfig, SparseEmbeddingConfig
+from hf_dp.accounting import calibrate_noise_multiplier
+from hf_dp.errors import ConfigurationError
+
+HOSTILE = [
+    math.nan, math.inf, -math.inf, -1, -1e-300, 0, 0.0, 5e-324, 1e-300, 1e30, 1e308, 10**400, 10**5000, -(10**5000),
+    True, False, "1", "x", "", b"x", None, 5, 1.5, [], [1.0], {}, {"a": 1}, object(), np.float32(1.0), np.int64(3),
+    np.array([1.0, 2.0]), np.array(["a", "b"]), np.array(math.inf), torch.tensor(1.0), torch.tensor([1.0, 2.0]),
+    torch.tensor(math.inf), Decimal("1.0"), Decimal("NaN"), Fraction(1, 2), 1j, "x" * 10**6, "\0", "\ud800",
+    PurePosixPath("x.json"),
+]  # fmt: skip
+GIVEN: dict[type[Any], dict[str, Any]] = {
+    PrivacyConfig: {"target_epsilon": 8.0},
+    ReAttentionConfig: {},
+    SparseEmbeddingConfig: {"method": "adafest+", "kept_rows": 5},
+}
+FIELDS = [(kind, name) for kind in GIVEN for name in kind.__dataclass_fields__]
+
+
+@pytest.mark.filterwarnings("ignore:noise_multiplier=0")
+@pytest.mark.parametrize(("kind", "name"), FIELDS)
+def test_any_value_of_any_field_is_refused_by_name_or_plain(kind: type[Any], name: str) -> None:
+    refusals = []
+    for value in HOSTILE:
+        given = {**GIVEN[kind], name: value}
+        if name == "noise_multiplier":
+            del given["target_epsilon"]
+        try:
+            made = kind(**given)
+        except ConfigurationError as error:
+            refusals.append(error)
+            continue
+        kept = getattr(made, name)
+        plain = (bool, int, float, str, type(None), ReAttentionConfig, SparseEmbeddingConfig)
+        assert isinstance(kept, plain), f"{name}={kept!r} was accepted"
+        assert not isinstance(kept, float) or math.isfinite(kept) or name == "clipping_norm"
+        assert kind(**made.to_dict()) == made
+        assert pickle.loads(pickle.dumps(made)) == made
+    assert len(refusals) > len(HOSTILE) / 2
+    for error in refusals:
+        assert name.replace("_", "").rstrip("s") in str(error).lower().replace("_", "")
+        assert len(str(error)) < 2000
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"target_epsilon": 10001.0},
+        {"target_epsilon": 8.0, "target_delta": 5e-324},
+        {"target_epsilon": 8.0, "target_delta": 1e-100},
+        {"target_epsilon": 8.0, "clipping_norm": 1e30},
+        {"target_epsilon": 8.0, "clipping_norm": 1e-30},
+        {"noise_multiplier": 1e200},
+        {"target_epsilon": 8.0, "withhold_non_private_logs": "x"},
+        {"target_epsilon": 8.0, "withhold_non_private_logs": 1},
+        {"target_epsilon": 8.0, "seed": 10**400},
+    ],
+)
+def test_what_means_nothing_is_refused(values: dict[str, Any]) -> None:
+    name = list(values)[-1]
+    with pytest.raises(ConfigurationError, match=name) as caught:
+        PrivacyConfig(**values)
+    assert caught.value.fix
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"target_epsilon": 1e4, "target_delta": 1e-50, "clipping_norm": 1e15},
+        {"target_epsilon": np.float64(8.0), "clipping_norm": 1},
+        {"noise_multiplier": 1e150, "clipping_norm": 1e-15, "seed": 2**62},
+    ],
+)
+def test_what_is_extreme_and_right_is_accepted(values: dict[str, Any]) -> None:
+    config = PrivacyConfig(**values)
+    assert PrivacyConfig.from_json(config.to_json()) == config
+
+
+def test_ranges_are_the_same_wherever_they_are_asked_for() -> None:
+    for epsilon in (0, -1.0, 1e5, math.inf, 10**400, "8"):
+        with pytest.raises(ConfigurationError) as of_config:
+            PrivacyConfig(target_epsilon=epsilon)  # type: ignore[arg-type]
+        with pytest.raises(ConfigurationError) as of_calibration:
+            calibrate_noise_multiplier(
+                target_epsilon=epsilon,  # type: ignore[arg-type]
+                target_delta=1e-5, sampling_probability=0.1, steps=1,
+            )  # fmt: skip
+        assert str(of_config.value) == str(of_calibration.value)
+
+
+def test_a_path_is_kept_as_text() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        attention = ReAttentionConfig(token_frequencies="public", public_frequencies=PurePosixPath("x.json"))  # type: ignore[arg-type]
+        config = PrivacyConfig(target_epsilon=1.0, re_attention=attention)
+    assert PrivacyConfig.from_json(config.to_json()) == config
+    assert attention.public_frequencies == "x.json"

@@ -1,0 +1,58 @@
+"""Two trainings in one output directory: the second is refused, and one that was killed leaves nothing behind."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hf_dp import output_lock
+from hf_dp.errors import ConfigurationError
+from hf_dp.output_lock import alone_in
+
+HOLD = """
+import sys, time
+from hf_dp.output_lock import alone_in
+with alone_in(sys.argv[1]):
+    print("held", flush=True)
+    time.sleep(600)
+"""
+
+
+def test_the_lock_of_another_process_holds_until_it_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(output_lock, "_PATIENCE", 0.1)
+    with subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE, text=True) as other:
+        try:
+            assert other.stdout is not None
+            assert other.stdout.readline() == "held\n"
+            with pytest.raises(ConfigurationError, match="another training writes into"), alone_in(tmp_path):
+                pass
+        finally:
+            other.send_signal(signal.SIGKILL)
+            other.wait()
+    with alone_in(tmp_path):
+        pass
+
+
+def test_in_one_process_it_is_free_again_after_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(output_lock, "_PATIENCE", 0.1)
+
+    def fails() -> None:
+        with alone_in(tmp_path):
+            with pytest.raises(ConfigurationError, match="another training"), alone_in(tmp_path):
+                pass
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fails()
+    with alone_in(tmp_path / "new"), alone_in(tmp_path):
+        pass
+
+
+def test_a_place_without_locks_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "file").touch()
+    with alone_in(tmp_path / "file" / "out"):
+        assert "cannot be locked" in caplog.text
