@@ -10,7 +10,7 @@ import platform
 import secrets
 from collections.abc import Mapping
 from importlib.metadata import version
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 import hf_dp.ranks as ranks
 from hf_dp import __version__
-from hf_dp.errors import ConfigurationError
+from hf_dp.errors import ConfigurationError, HfDpError
 from hf_dp.fingerprint import fingerprint
 
 # What may differ from rank to rank: who it is, and where it writes.
@@ -28,6 +28,7 @@ _LIBRARIES = ("accelerate", "dp-accounting", "numpy", "peft", "torch", "transfor
 # A float64 holds so many bits of a digest exactly.
 _BITS = 48
 _CHUNK = 1 << 22
+Intent = Literal["goes on", "ends an epoch", "stops"]
 
 
 def agree(facts: Mapping[str, Any]) -> None:
@@ -65,6 +66,30 @@ def difference(facts: Mapping[str, Any]) -> str | None:
     if not odd:
         return None
     return f"rank {', '.join(odd)} has not the same as rank 0: {', '.join(different) or 'which settings there are'}"
+
+
+def keep_step(step: int, intent: Intent) -> None:
+    """Refuses ranks of which one stops alone. All call it together: one small all-gather, none where there is one rank.
+
+    Args:
+        step: how many steps this rank has made.
+        intent: what it does next.
+
+    Raises:
+        HfDpError: with what each rank does.
+    """
+    if ranks.world_size() == 1:
+        return
+    intents = get_args(Intent)
+    table = ranks.gathered([step, intents.index(intent)]).tolist()
+    if any(row != table[0] for row in table):
+        each = ", ".join(f"rank {i} {intents[int(what)]} after step {int(at)}" for i, (at, what) in enumerate(table))
+        raise HfDpError(
+            f"the ranks do not do the same: {each}.",
+            why="a rank that goes on would wait for one that does not, and their steps would be no sum over all ranks.",
+            fix="let every rank take the same callbacks and stopping decisions (a metric that all have, not a clock or "
+            "a file of one); resume from the last checkpoint.",
+        )
 
 
 def described_data(dataset: Any) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from pathlib import PurePath
 from typing import Any, Literal, Self
 
 from hf_dp.errors import ConfigurationError
+from hf_dp.launched import is_first, say_once
 
 AccountantName = Literal["pld", "rdp"]
 
@@ -278,6 +279,8 @@ class PrivacyConfig:
         sparse_embeddings: SparseEmbeddingConfig | None = None,
     ) -> None:
         values = dict(locals())
+        # Every private run makes one of these before anything can be refused.
+        say_once()
         if isinstance(re_attention, dict):
             values["re_attention"] = ReAttentionConfig.from_dict(re_attention)
         if isinstance(sparse_embeddings, dict):
@@ -349,7 +352,7 @@ class PrivacyConfig:
                 fix="give target_epsilon, or ReAttentionConfig(token_frequencies='uniform' or 'public').",
             )
         self._check_sparse_embeddings()
-        if noise == 0:
+        if noise == 0 and is_first():
             warnings.warn(
                 "noise_multiplier=0: this run adds no noise and is not private; its epsilon is infinite.",
                 stacklevel=3,

@@ -112,6 +112,11 @@ class DPTrainerMixin(PublishingMixin):
         self._privacy_callback = PrivacyCallback(self)
         self.add_callback(self._privacy_callback)
 
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """As Trainer's; where a rank fails, the others say why."""
+        with ranks.together():
+            return super().train(*args, **kwargs)
+
     # --- before training ------------------------------------------------------------------------------------------
 
     def _validate_args(self) -> None:
@@ -146,7 +151,7 @@ class DPTrainerMixin(PublishingMixin):
         if plugin is not None and not plugin.cpu_ram_efficient_loading:
             agree(described_values(self._module))
         elif plugin is None and (found := difference(described_values(self._module))) is not None:
-            logger.warning("%s; DDP replaces them by rank 0's.", found)
+            ranks.warn(logger, "%s; DDP replaces them by rank 0's.", found)
 
     def _make_sampler(self, entropy: Entropy) -> PoissonBatchSampler:
         dataset: Any = self.train_dataset
@@ -250,7 +255,9 @@ class DPTrainerMixin(PublishingMixin):
         refuse_broken_ties(self._ties, self._module)
         refuse_optimizer(self.optimizer, self._module)
         # A warning, so that it is seen: the default delta, and an argument that is not what the user left it at.
-        logger.warning("Private training: %s. max_grad_norm is set to 0: gradients are clipped for each example.", plan)
+        ranks.warn(
+            logger, "Private training: %s. max_grad_norm is set to 0: gradients are clipped for each example.", plan
+        )
         noise, sparse, checkpoint = None, None, None if saved is None else self._checkpoint
         remove_re_attention(self._module)
         try:

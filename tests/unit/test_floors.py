@@ -14,6 +14,7 @@ PACKAGE = Path(__file__).resolve().parents[2] / "hf_dp"
 FLOORS = {
     "errors": 0,
     "config": 0,
+    "launched": 0,
     "ranks": 0,
     "randomness": 0,
     "accounting": 1,
@@ -47,7 +48,8 @@ FLOORS = {
 }
 # (importer, imported) on one floor. Everything else on a floor is a stranger to its neighbours.
 PEERS = {
-    ("config", "errors"), ("randomness", "errors"), ("randomness", "ranks"), ("trainer", "callbacks"),
+    ("config", "errors"), ("config", "launched"), ("launched", "errors"), ("ranks", "errors"), ("ranks", "launched"),
+    ("randomness", "errors"), ("randomness", "ranks"), ("trainer", "callbacks"),
     ("trainer", "attention_noise"), ("trainer", "sparse_training"), ("sparse_embeddings", "aggregate"), ("cli", "demo"),
     ("trainer", "publishing"), ("arguments", "sft"),
 }  # fmt: skip
