@@ -42,6 +42,7 @@ from hf_dp.callbacks import PrivacyCallback
 from hf_dp.config import PrivacyConfig
 from hf_dp.errors import ConfigurationError
 from hf_dp.fingerprint import fingerprint, fingerprint_key
+from hf_dp.layouts import LayoutsMixin
 from hf_dp.losses import check_own_loss, per_example_losses
 from hf_dp.per_example import RULES, Certificate, PerExampleGradients, Rule, preflight, record
 from hf_dp.per_example.batch import Batch
@@ -70,7 +71,7 @@ _WITHHELD = (
 )
 
 
-class DPTrainerMixin(PublishingMixin):
+class DPTrainerMixin(LayoutsMixin, PublishingMixin):
     """Makes any Trainer subclass train with DP-SGD: `class MyTrainer(DPTrainerMixin, MyBaseTrainer)`.
 
     One dataloader item is one logical batch, Poisson-sampled with expected size `per_device_train_batch_size` x
