@@ -6,6 +6,7 @@ import dataclasses
 import enum
 import hashlib
 import json
+import logging
 import platform
 import secrets
 from collections.abc import Mapping
@@ -20,6 +21,9 @@ import hf_dp.ranks as ranks
 from hf_dp import __version__
 from hf_dp.errors import ConfigurationError, HfDpError
 from hf_dp.fingerprint import fingerprint
+from hf_dp.launched import asked_for_more
+
+logger = logging.getLogger(__name__)
 
 # What may differ from rank to rank: who it is, and where it writes.
 _OWN = {"local_rank", "output_dir", "logging_dir", "run_name", "hub_token", "push_to_hub_token", "log_level_replica"}
@@ -89,6 +93,15 @@ def keep_step(step: int, intent: Intent) -> None:
             why="a rank that goes on would wait for one that does not, and their steps would be no sum over all ranks.",
             fix="let every rank take the same callbacks and stopping decisions (a metric that all have, not a clock or "
             "a file of one); resume from the last checkpoint.",
+        )
+
+
+def warn_if_alone() -> None:
+    """Says it where accelerate was asked for several processes, and started one without a word."""
+    if ranks.world_size() == 1 and asked_for_more():
+        logger.warning(
+            "This process trains alone, although accelerate seems to have been asked for several: with --cpu it starts "
+            "one. Start them with `torchrun --nproc-per-node 2 SCRIPT` (docs/scaling.md)."
         )
 
 

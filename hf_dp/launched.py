@@ -16,7 +16,7 @@ from hf_dp.errors import HfDpError, RanksError
 # torchrun, and accelerate through it, print what stands in this file after all else.
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 # Seconds in which one process that has failed is gone, and a launcher has ended the others.
-_TURN = 10.0
+_TURN = 15.0
 _Hook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
 
 
@@ -28,6 +28,14 @@ def is_one_of_many() -> bool:
 def is_first() -> bool:
     """Whether this is rank 0, or alone."""
     return not is_one_of_many() or os.environ.get("RANK", "0") == "0"
+
+
+def asked_for_more() -> bool:
+    """Whether `accelerate launch` was asked for several processes, or machines, and started this one alone.
+
+    With --cpu it does, if it is not told an MPI. It says where the others would meet, and not how many there are.
+    """
+    return not is_one_of_many() and {"ACCELERATE_MIXED_PRECISION", "MASTER_PORT"} <= os.environ.keys()
 
 
 @functools.cache

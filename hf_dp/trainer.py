@@ -27,6 +27,7 @@ from hf_dp.agreement import (
     described_setup,
     described_values,
     difference,
+    warn_if_alone,
 )
 from hf_dp.arguments import (
     private_arguments,
@@ -143,6 +144,7 @@ class DPTrainerMixin(LayoutsMixin, PublishingMixin):
 
     def _check_ranks(self) -> None:
         """Refuses ranks that differ, before the model is wrapped, which may overwrite what differs."""
+        warn_if_alone()
         self._ties = tied(self._module)
         data, model = described_data(self.train_dataset), described_model(self._module)
         # Of its factors, `self.args` no longer has the user's gradient_accumulation_steps.

@@ -58,19 +58,23 @@ def test_shards_saved_and_resumed(tmp_path: Path, pair: Gang, name: str, kind: s
         assert resumed["ledger"] == whole["ledger"]
 
 
+# A schedule that is not constant, and an optimizer that has no state.
+PLAIN = {"optim": "sgd", "lr_scheduler_type": "linear"}
+
+
 @pytest.mark.parametrize(
     ("name", "saved", "resumed", "changes"),
     [
         (NAME, "FULL_STATE_DICT", None, {}),
-        (NAME, "SHARDED_STATE_DICT", None, {}),
-        (NAME, None, "FULL_STATE_DICT", {}),
-        (NAME, "SHARDED_STATE_DICT", "FULL_STATE_DICT", {}),
-        # A schedule that is not constant, and an optimizer that has no state.
-        (NAME, "FULL_STATE_DICT", "FULL_STATE_DICT", {"optim": "sgd", "lr_scheduler_type": "linear"}),
-        (NAME, None, "FULL_STATE_DICT", {"optim": "sgd", "lr_scheduler_type": "linear"}),
-        ("llama lora", "FULL_STATE_DICT", None, {}),
         ("llama lora", "SHARDED_STATE_DICT", None, {}),
+        (NAME, None, "FULL_STATE_DICT", PLAIN),
         ("llama lora", None, "SHARDED_STATE_DICT", {}),
+        pytest.param("llama lora", "FULL_STATE_DICT", None, {}, marks=pytest.mark.slow),
+        pytest.param(NAME, "SHARDED_STATE_DICT", None, {}, marks=pytest.mark.slow),
+        pytest.param(NAME, None, "FULL_STATE_DICT", {}, marks=pytest.mark.slow),
+        pytest.param(NAME, "SHARDED_STATE_DICT", "FULL_STATE_DICT", {}, marks=pytest.mark.slow),
+        pytest.param(NAME, "FULL_STATE_DICT", "SHARDED_STATE_DICT", {}, marks=pytest.mark.slow),
+        pytest.param(NAME, "FULL_STATE_DICT", "FULL_STATE_DICT", PLAIN, marks=pytest.mark.slow),
     ],
 )
 def test_saved_in_one_layout_and_resumed_in_another(
