@@ -43,7 +43,9 @@ class LayoutsMixin(_Base):
             finally:
                 self.is_fsdp_enabled = True
             self._read_whole = Path(resume_from_checkpoint)
-        return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
+        return super()._prepare_for_training(  # type: ignore[no-untyped-call]
+            max_steps, train_dataloader, resume_from_checkpoint
+        )
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         checkpoint, self._read_whole, was_read = Path(resume_from_checkpoint), None, self._read_whole

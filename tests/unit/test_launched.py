@@ -10,8 +10,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import click
 import pytest
+import typer
 
 import hf_dp.agreement as agreement
 import hf_dp.launched as launched
@@ -88,14 +88,14 @@ def test_of_other_errors_the_traceback_stays(rank: Callable[[int], Path]) -> Non
 
 def test_a_file_that_cannot_be_written(rank: Callable[[int], Path], capsys: pytest.CaptureFixture[str]) -> None:
     rank(0).mkdir()
-    with pytest.raises(click.exceptions.Exit), refusals():
+    with pytest.raises(typer.Exit), refusals():
         raise REFUSAL
     assert "what was found" in capsys.readouterr().err
 
 
 def test_a_command_among_many(rank: Callable[[int], Path], capsys: pytest.CaptureFixture[str]) -> None:
     path = rank(0)
-    with pytest.raises(click.exceptions.Exit) as ended, refusals():
+    with pytest.raises(typer.Exit) as ended, refusals():
         raise REFUSAL
     assert ended.value.exit_code == 2
     assert "what was found" not in capsys.readouterr().err
