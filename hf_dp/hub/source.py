@@ -58,7 +58,7 @@ class Source:
                 why="without it nothing is known about the privacy of these weights.",
                 fix="resume from the checkpoint and call save_model, which writes the whole model with its record."
                 if in_shards
-                else "name a folder or repository that DPTrainer saved or pushed, or a checkpoint that is not in shards.",
+                else "name a folder or repository that DPTrainer saved or pushed, or a whole checkpoint.",
             )
         if self._directory is not None:
             return self._directory / name
