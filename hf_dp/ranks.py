@@ -98,10 +98,11 @@ def together() -> Iterator[None]:
     Raises:
         RanksError: in place of the backend's error, with the reason of the rank that failed.
     """
-    if world_size() == 1:
+    # MPI has no store.
+    store, me = dist.distributed_c10d._get_default_store() if world_size() > 1 else None, rank()
+    if store is None:
         yield
         return
-    store, me = dist.distributed_c10d._get_default_store(), rank()
     reasons = f"hf_dp/reasons {store.add(f'hf_dp/attempts of rank {me}', 1)}"
     try:
         yield

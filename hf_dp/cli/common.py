@@ -37,7 +37,8 @@ def refusals(traceback: bool | None = None) -> Iterator[None]:
         if traceback:
             raise
         hint = "" if traceback is None else "\n(--traceback shows where it came from.)"
-        typer.echo(f"{type(error).__name__}: {error}{hint}", err=True)
+        if not hand_over(error):
+            typer.echo(f"{type(error).__name__}: {error}{hint}", err=True)
         raise typer.Exit(REFUSED) from None
 
 
