@@ -56,8 +56,13 @@ class LayoutsMixin(_Base):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        layout = None if checkpoint is None else layout_of(Path(checkpoint))
-        if checkpoint is None or (layout == _layout_read_by(self) and layout != "FULL_STATE_DICT"):
+        # Without a schedule it is a checkpoint of the weights alone, of which Trainer reads no more.
+        if checkpoint is None or not (Path(checkpoint) / _SCHEDULER).is_file():
+            super()._load_optimizer_and_scheduler(checkpoint)
+            return
+        layout = layout_of(Path(checkpoint))
+        # What accelerate reads of FULL_STATE_DICT is not enough for plain SGD.
+        if layout == _layout_read_by(self) != "FULL_STATE_DICT":
             super()._load_optimizer_and_scheduler(checkpoint)
         else:
             load_optimizer_and_scheduler(self, Path(checkpoint))
@@ -91,9 +96,10 @@ def load_optimizer_and_scheduler(trainer: Any, checkpoint: Path) -> None:
         name = _OPTIMIZER if layout == "ordinary" else _FULL_OPTIMIZER
         saved = torch.load(checkpoint / name, map_location="cpu", weights_only=True, mmap=True)
         if saved["state"]:
-            options = StateDictOptions(full_state_dict=True)
-            now: dict[str, Any] = get_optimizer_state_dict(model, optimizer)
-            set_optimizer_state_dict(model, optimizer, _by_name(saved, now["param_groups"]), options=options)
+            if layout == "ordinary":
+                now: dict[str, Any] = get_optimizer_state_dict(model, optimizer)
+                saved = _by_name(saved, now["param_groups"])
+            set_optimizer_state_dict(model, optimizer, saved, options=StateDictOptions(full_state_dict=True))
         else:
             # Of plain SGD, which torch does not take.
             for group, kept in zip(optimizer.param_groups, saved["param_groups"], strict=True):
@@ -102,7 +108,12 @@ def load_optimizer_and_scheduler(trainer: Any, checkpoint: Path) -> None:
 
 
 def _by_name(saved: dict[str, Any], groups: list[dict[str, Any]]) -> dict[str, Any]:
-    """The state by the names of parameters, where it is by their places in the groups."""
+    """The state by the names of parameters, where it is by their places in the optimizer's groups.
+
+    Args:
+        saved: as an optimizer's `state_dict`.
+        groups: of the same parameters in the same order, with their names.
+    """
     names = {
         place: name
         for kept, group in zip(saved["param_groups"], groups, strict=True)
