@@ -99,9 +99,10 @@ def keep_step(step: int, intent: Intent) -> None:
 def warn_if_alone() -> None:
     """Says it where accelerate was asked for several processes, and started one without a word."""
     if ranks.world_size() == 1 and asked_for_more():
-        logger.warning(
+        ranks.warn(
+            logger,
             "This process trains alone, although accelerate seems to have been asked for several: with --cpu it starts "
-            "one. Start them with `torchrun --nproc-per-node 2 SCRIPT` (docs/scaling.md)."
+            "one. Start them with `torchrun --nproc-per-node 2 SCRIPT` (docs/scaling.md).",
         )
 
 

@@ -139,7 +139,7 @@ def _lost(error: BaseException, given: dict[int, str]) -> RanksError:
     found = "; ".join(failed) or (
         f"rank {silent} ended without a word (killed, for want of memory perhaps, or at the end of its script)"
         if silent
-        else f"the connection between the ranks broke: {error}"
+        else f"what the ranks send each other did not arrive: {error}"
     )
     return RanksError(
         f"{found}\n  This is rank {rank()}, which waited for it.",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -129,3 +130,13 @@ def test_accelerate_that_starts_one_process(
     with caplog.at_level(logging.WARNING):
         agreement.warn_if_alone()
     assert ("torchrun --nproc-per-node" in caplog.text) == warns
+
+
+def test_every_warning_is_of_the_whole_run() -> None:
+    """By `ranks.warn`, or by `warnings.warn` on the first rank alone."""
+    package = Path(launched.__file__).parent
+    found = {
+        path.name: len(re.findall(r"logger\.warning\(|warnings\.warn\(", path.read_text(encoding="utf-8")))
+        for path in package.glob("**/*.py")
+    }
+    assert {name: count for name, count in found.items() if count} == {"ranks.py": 1, "config.py": 1}
