@@ -6,11 +6,12 @@ import dataclasses
 import enum
 import hashlib
 import json
+import logging
 import platform
 import secrets
 from collections.abc import Mapping
 from importlib.metadata import version
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -18,8 +19,11 @@ from torch.distributed.tensor import DTensor
 
 import hf_dp.ranks as ranks
 from hf_dp import __version__
-from hf_dp.errors import ConfigurationError
+from hf_dp.errors import ConfigurationError, HfDpError
 from hf_dp.fingerprint import fingerprint
+from hf_dp.launched import asked_for_more
+
+logger = logging.getLogger(__name__)
 
 # What may differ from rank to rank: who it is, and where it writes.
 _OWN = {"local_rank", "output_dir", "logging_dir", "run_name", "hub_token", "push_to_hub_token", "log_level_replica"}
@@ -28,6 +32,7 @@ _LIBRARIES = ("accelerate", "dp-accounting", "numpy", "peft", "torch", "transfor
 # A float64 holds so many bits of a digest exactly.
 _BITS = 48
 _CHUNK = 1 << 22
+Intent = Literal["goes on", "ends an epoch", "stops"]
 
 
 def agree(facts: Mapping[str, Any]) -> None:
@@ -65,6 +70,40 @@ def difference(facts: Mapping[str, Any]) -> str | None:
     if not odd:
         return None
     return f"rank {', '.join(odd)} has not the same as rank 0: {', '.join(different) or 'which settings there are'}"
+
+
+def keep_step(step: int, intent: Intent) -> None:
+    """Refuses ranks of which one stops alone. All call it together: one small all-gather, none where there is one rank.
+
+    Args:
+        step: how many steps this rank has made.
+        intent: what it does next.
+
+    Raises:
+        HfDpError: with what each rank does.
+    """
+    if ranks.world_size() == 1:
+        return
+    intents = get_args(Intent)
+    table = ranks.gathered([step, intents.index(intent)]).tolist()
+    if any(row != table[0] for row in table):
+        each = ", ".join(f"rank {i} {intents[int(what)]} after step {int(at)}" for i, (at, what) in enumerate(table))
+        raise HfDpError(
+            f"the ranks do not do the same: {each}.",
+            why="a rank that goes on would wait for one that does not, and their steps would be no sum over all ranks.",
+            fix="let every rank take the same callbacks and stopping decisions (a metric that all have, not a clock or "
+            "a file of one); resume from the last checkpoint.",
+        )
+
+
+def warn_if_alone() -> None:
+    """Says it where accelerate was asked for several processes, and started one without a word."""
+    if ranks.world_size() == 1 and asked_for_more():
+        ranks.warn(
+            logger,
+            "This process trains alone, although accelerate seems to have been asked for several: with --cpu it starts "
+            "one. Start them with `torchrun --nproc-per-node 2 SCRIPT` (docs/scaling.md).",
+        )
 
 
 def described_data(dataset: Any) -> dict[str, Any]:

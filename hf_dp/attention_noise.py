@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+import hf_dp.ranks as ranks
 from hf_dp.accounting import Ledger
 from hf_dp.config import PrivacyConfig, ReAttentionConfig
 from hf_dp.errors import ConfigurationError, LedgerError
@@ -152,7 +153,8 @@ class AttentionNoise:
         counted = {name: self._config.scale * self.attention.errors[name] for name in names}
         times = max((float((counted[name] / put_in[name]).median()) for name in names), default=0.0)
         if times > _FAR:
-            logger.warning(
+            ranks.warn(
+                logger,
                 "Re-Attention with error='paper': it counts rows of the token embedding as having %.3g times the noise "
                 "that a step of this optimizer puts into them, and attention leaves out rare tokens whose embeddings "
                 "are as good as before. A pretrained model trained so has lost accuracy (docs/re_attention.md): use "
@@ -236,5 +238,5 @@ def without_idle_release(privacy: PrivacyConfig, model: nn.Module) -> PrivacyCon
     attention = privacy.re_attention
     if attention is None or attention.token_frequencies != "released" or token_tables(model):
         return privacy
-    logger.warning("No token embedding is trained: token frequencies are not released, and cost nothing.")
+    ranks.warn(logger, "No token embedding is trained: token frequencies are not released, and cost nothing.")
     return privacy.replace(re_attention={**attention.to_dict(), "token_frequencies": "uniform"})

@@ -8,6 +8,9 @@ from typing import Any, Protocol
 from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState, TrainerControl, TrainerState
 
+import hf_dp.ranks as ranks
+from hf_dp.agreement import keep_step
+
 logger = logging.getLogger(__name__)
 
 
@@ -40,6 +43,19 @@ class PrivacyCallback(TrainerCallback, ExportableState):
         if self.trainer is not None:
             self.trainer.begin_private_run(state)
 
+    def on_step_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if self.trainer is not None:
+            keep_step(state.global_step, "goes on")
+
+    def on_epoch_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        # Before what may follow: an evaluation or a checkpoint, in which ranks would wait for those that go on.
+        if self.trainer is not None:
+            keep_step(state.global_step, "stops" if control.should_training_stop else "ends an epoch")
+
+    def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if self.trainer is not None:
+            keep_step(state.global_step, "stops")
+
     def on_optimizer_step(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if self.trainer is not None:
             self.trainer.after_optimizer_step()
@@ -48,7 +64,9 @@ class PrivacyCallback(TrainerCallback, ExportableState):
         if self.trainer is None or self.trainer.budget_is_left():
             return
         if not control.should_training_stop and state.global_step < state.max_steps:
-            logger.warning("Training stops: the privacy budget is spent. Another step would exceed the target epsilon.")
+            ranks.warn(
+                logger, "Training stops: the privacy budget is spent. Another step would exceed the target epsilon."
+            )
         control.should_training_stop = True
 
     def on_log(self, args: Any, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any) -> None:

@@ -13,6 +13,7 @@ from pathlib import PurePath
 from typing import Any, Literal, Self
 
 from hf_dp.errors import ConfigurationError
+from hf_dp.launched import is_first, say_once
 from hf_dp.ranges import (
     check_clipping_norm,
     check_noise_multiplier,
@@ -298,6 +299,8 @@ class PrivacyConfig:
         sparse_embeddings: SparseEmbeddingConfig | None = None,
     ) -> None:
         values = dict(locals())
+        # Every private run makes one of these before anything can be refused.
+        say_once()
         if isinstance(re_attention, dict):
             values["re_attention"] = ReAttentionConfig.from_dict(re_attention)
         if isinstance(sparse_embeddings, dict):
@@ -358,7 +361,7 @@ class PrivacyConfig:
                 fix="give target_epsilon, or ReAttentionConfig(token_frequencies='uniform' or 'public').",
             )
         self._check_sparse_embeddings()
-        if noise == 0:
+        if noise == 0 and is_first():
             warnings.warn(
                 "noise_multiplier=0: this run adds no noise and is not private; its epsilon is infinite.",
                 stacklevel=3,

@@ -46,3 +46,7 @@ class LedgerError(HfDpError):
 
 class HubError(HfDpError):
     """A repository on the hub that cannot be read: no such name, no access, no network."""
+
+
+class RanksError(HfDpError):
+    """Another rank of the run has failed or ended, where this one waited for it."""

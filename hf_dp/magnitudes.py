@@ -63,11 +63,12 @@ class Magnitudes:
 
     def _warn(self, plan: Plan, noise: float, signal: float) -> None:
         # With sparse embeddings most of these numbers get none.
-        if noise <= _HOPELESS * signal or plan.config.sparse_embeddings is not None or ranks.rank():
+        if noise <= _HOPELESS * signal or plan.config.sparse_embeddings is not None:
             return
         n, epsilon = plan.sampler.dataset_size, plan.config.target_epsilon or 8.0
         epochs = max(1.0, plan.steps * plan.sampler.expected_batch_size / n)
-        logger.warning(
+        ranks.warn(
+            logger,
             "The noise drowns the gradient: in each step it has a norm of about %.3g, and the mean of the clipped "
             "gradients one of at most about %.3g. Larger batches, more data or fewer trained parameters (LoRA) have "
             "less of it; for a batch of the same compute: hf-dp plan --n %d --epochs %.3g --epsilon %g",

@@ -39,7 +39,7 @@ def alone_in(directory: str | Path) -> Iterator[None]:
         except Timeout:
             is_taken = True
         except (OSError, NotImplementedError) as error:
-            logger.warning("%r cannot be locked (%s): no other training may write there.", str(directory), error)
+            ranks.warn(logger, "%r cannot be locked (%s): no other training may write there.", str(directory), error)
     try:
         if bool(ranks.gathered([is_taken]).any()):
             raise ConfigurationError(

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from transformers.utils.hub import PushInProgress
 
+import hf_dp.ranks as ranks
 from hf_dp.accounting import Ledger
 from hf_dp.config import PrivacyConfig
 from hf_dp.errors import ConfigurationError
@@ -191,7 +192,7 @@ class PublishingMixin(_Base):
 
 @functools.cache
 def _say_once(message: str) -> None:
-    logger.warning(message)
+    ranks.warn(logger, message)
 
 
 def _say_where_the_base_model_lies(directory: Path) -> None:
@@ -215,4 +216,4 @@ def _copy_model(source: Path, target: Path) -> None:
 
 def _say_if_failed(job: Future[Any]) -> None:
     if not job.cancelled() and (error := job.exception()) is not None:
-        logger.warning("A push during training failed (%s). Training goes on; push again when it has ended.", error)
+        ranks.warn(logger, "A push during training failed (%s). Training goes on; push again when it has ended.", error)

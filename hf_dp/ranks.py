@@ -5,11 +5,22 @@ Without a process group there is one rank, and nothing is sent. What is secret g
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from hf_dp.errors import RanksError
+from hf_dp.launched import of_the_backend
+
+# Seconds in which a rank that failed has said why.
+_PATIENCE = 5.0
+_LONGEST_REASON = 2000
 
 
 def world_size() -> int:
@@ -20,6 +31,12 @@ def world_size() -> int:
 def rank() -> int:
     """Which of them this is, counted from 0."""
     return dist.get_rank() if _is_initialized() else 0
+
+
+def warn(logger: logging.Logger, message: str, *args: object) -> None:
+    """A warning of the whole run: said by rank 0."""
+    if rank() == 0:
+        logger.warning(message, *args)
 
 
 def sum_(tensor: Tensor) -> None:
@@ -72,6 +89,63 @@ def gathered(numbers: Sequence[float]) -> Tensor:
     rows = [torch.empty_like(carrier) for _ in range(world_size())]
     dist.all_gather(rows, carrier)
     return torch.stack(rows).cpu()
+
+
+@contextmanager
+def together() -> Iterator[None]:
+    """What all ranks do together: of one that fails the others learn why, once the backend tells them that it is gone.
+
+    Raises:
+        RanksError: in place of the backend's error, with the reason of the rank that failed.
+    """
+    # MPI has no store.
+    store, me = dist.distributed_c10d._get_default_store() if world_size() > 1 else None, rank()
+    if store is None:
+        yield
+        return
+    reasons = f"hf_dp/reasons {store.add(f'hf_dp/attempts of rank {me}', 1)}"
+    try:
+        yield
+    except BaseException as error:
+        is_echo = of_the_backend(error)
+        # The store may have gone with rank 0.
+        with suppress(RuntimeError):
+            store.set(f"{reasons} of rank {me}", "" if is_echo else _reason(error))
+        if is_echo:
+            raise _lost(error, _reasons(store, reasons)) from error
+        raise
+
+
+def _reason(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"[:_LONGEST_REASON]
+
+
+def _reasons(store: Any, name: str) -> dict[int, str]:
+    """What each other rank gave as its reason, "" if it waited too; those that say nothing are missing."""
+    given: dict[int, str] = {}
+    end = time.monotonic() + _PATIENCE
+    with suppress(RuntimeError):
+        while time.monotonic() < end and len(given) < world_size() - 1 and not any(given.values()):
+            for other in {*range(world_size())} - {rank(), *given}:
+                if store.check([f"{name} of rank {other}"]):
+                    given[other] = store.get(f"{name} of rank {other}").decode()
+            time.sleep(0.1)
+    return given
+
+
+def _lost(error: BaseException, given: dict[int, str]) -> RanksError:
+    silent = ", ".join(str(other) for other in range(world_size()) if other != rank() and other not in given)
+    failed = [f"rank {other} stopped: {reason}" for other, reason in sorted(given.items()) if reason]
+    found = "; ".join(failed) or (
+        f"rank {silent} ended without a word (killed, for want of memory perhaps, or at the end of its script)"
+        if silent
+        else f"what the ranks send each other did not arrive: {error}"
+    )
+    return RanksError(
+        f"{found}\n  This is rank {rank()}, which waited for it.",
+        why="every step is one sum over all ranks.",
+        fix="look at the output of that rank, remove the cause, and resume from the last checkpoint.",
+    )
 
 
 def _is_initialized() -> bool:

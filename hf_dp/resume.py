@@ -13,6 +13,7 @@ from typing import Any
 from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
+import hf_dp.ranks as ranks
 from hf_dp.accounting import Ledger
 from hf_dp.errors import BudgetExceededError, LedgerError
 from hf_dp.fingerprint import fingerprint, fingerprint_key
@@ -80,7 +81,7 @@ class SavedRun:
         """
         self.ledger.check_same_promise(promise)
         if self.key is None or self.data is None:
-            logger.warning("The data could not be compared with the checkpoint's (no fingerprint or no key to it).")
+            ranks.warn(logger, "The data could not be compared with the checkpoint's (no fingerprint or no key to it).")
         elif fingerprint(dataset, self.key) not in (self.data, None):
             raise LedgerError(
                 "the training data is not the data that the checkpoint was trained on.",

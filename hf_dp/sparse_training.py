@@ -187,7 +187,8 @@ class SparseTraining:
             )
             if self.rows is None:
                 expected = selection.false_positive_rate * selection.candidates
-                logger.warning(
+                ranks.warn(
+                    logger,
                     "DP-AdaFEST on %s: threshold %.4g examples, noise on the counts %.4g; of %d rows about %.3g "
                     "survive a step by chance.",
                     *(", ".join(self.tables.sizes), selection.threshold, deviation * config.contribution_norm),

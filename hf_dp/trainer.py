@@ -27,6 +27,7 @@ from hf_dp.agreement import (
     described_setup,
     described_values,
     difference,
+    warn_if_alone,
 )
 from hf_dp.arguments import (
     private_arguments,
@@ -42,6 +43,7 @@ from hf_dp.callbacks import PrivacyCallback
 from hf_dp.config import PrivacyConfig
 from hf_dp.errors import ConfigurationError
 from hf_dp.fingerprint import fingerprint, fingerprint_key
+from hf_dp.layouts import LayoutsMixin
 from hf_dp.losses import check_own_loss, per_example_losses
 from hf_dp.magnitudes import Magnitudes
 from hf_dp.output_lock import alone_in
@@ -73,7 +75,7 @@ _WITHHELD = (
 )
 
 
-class DPTrainerMixin(PublishingMixin):
+class DPTrainerMixin(LayoutsMixin, PublishingMixin):
     """Makes any Trainer subclass train with DP-SGD: `class MyTrainer(DPTrainerMixin, MyBaseTrainer)`.
 
     One dataloader item is one logical batch, Poisson-sampled with expected size `per_device_train_batch_size` x
@@ -119,8 +121,10 @@ class DPTrainerMixin(PublishingMixin):
         forget_batch_metrics(self)  # where it cannot, that is refused now
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """As Trainer's; refuses an output directory in which another training is at work."""
-        with alone_in(self._output_dir):
+        """As Trainer's; refuses an output directory in which another training is at work, and where a rank fails, the
+        others say why.
+        """
+        with ranks.together(), alone_in(self._output_dir):
             try:
                 return super().train(*args, **kwargs)
             finally:
@@ -152,6 +156,7 @@ class DPTrainerMixin(PublishingMixin):
 
     def _check_ranks(self) -> None:
         """Refuses ranks that differ, before the model is wrapped, which may overwrite what differs."""
+        warn_if_alone()
         self._ties = tied(self._module)
         data, model = described_data(self.train_dataset), described_model(self._module)
         # Of its factors, `self.args` no longer has the user's gradient_accumulation_steps.
@@ -161,7 +166,7 @@ class DPTrainerMixin(PublishingMixin):
         if plugin is not None and not plugin.cpu_ram_efficient_loading:
             agree(described_values(self._module))
         elif plugin is None and (found := difference(described_values(self._module))) is not None:
-            logger.warning("%s; DDP replaces them by rank 0's.", found)
+            ranks.warn(logger, "%s; DDP replaces them by rank 0's.", found)
 
     def _make_sampler(self, entropy: Entropy) -> PoissonBatchSampler:
         dataset: Any = self.train_dataset
@@ -266,7 +271,9 @@ class DPTrainerMixin(PublishingMixin):
         refuse_optimizer(self.optimizer, self._module)
         self._written, self._magnitudes = WrittenGradients(self.optimizer), Magnitudes(plan, self._module)
         # A warning, so that it is seen: the default delta, and an argument that is not what the user left it at.
-        logger.warning("Private training: %s. max_grad_norm is set to 0: gradients are clipped for each example.", plan)
+        ranks.warn(
+            logger, "Private training: %s. max_grad_norm is set to 0: gradients are clipped for each example.", plan
+        )
         noise, sparse, checkpoint = None, None, None if saved is None else self._checkpoint
         remove_re_attention(self._module)
         try:

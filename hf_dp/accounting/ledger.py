@@ -117,7 +117,8 @@ class Ledger:
                 "the ledger belongs to another run: " + "; ".join(differing) + ".",
                 why="steps already taken were accounted for other data or other settings; continuing would make the "
                 "final epsilon untrue.",
-                fix="resume with the settings and the dataset of the first run, or start anew elsewhere.",
+                fix="resume with the settings and the dataset of the first run, or start anew elsewhere."
+                + _on_other_processes(self.promise.get("expected_batch_size"), other.get("expected_batch_size")),
             )
 
     def to_dict(self) -> dict[str, Any]:
@@ -213,3 +214,12 @@ def _finite(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_finite(item) for item in value]
     return "inf" if isinstance(value, float) and value == math.inf else value
+
+
+def _on_other_processes(saved: Any, now: Any) -> str:
+    if saved == now or not (isinstance(saved, (int, float)) and isinstance(now, (int, float)) and now > 0):
+        return ""
+    return (
+        " The expected batch size is per_device_train_batch_size x gradient_accumulation_steps x processes: on another "
+        f"number of processes change gradient_accumulation_steps (from here, times {saved / now:.4g})."
+    )

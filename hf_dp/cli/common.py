@@ -12,6 +12,7 @@ import typer
 from safetensors import SafetensorError
 
 from hf_dp.errors import HfDpError
+from hf_dp.launched import hand_over
 
 NO, REFUSED = 1, 2
 AsJson = Annotated[
@@ -29,13 +30,15 @@ def refusals(traceback: bool | None = None) -> Iterator[None]:
     try:
         yield
     except HfDpError as error:
-        typer.echo(f"Refused: {error}", err=True)
+        if not hand_over(error):
+            typer.echo(f"Refused: {error}", err=True)
         raise typer.Exit(REFUSED) from None
     except (OSError, SafetensorError) as error:  # the second, too, where a disk is full
         if traceback:
             raise
         hint = "" if traceback is None else "\n(--traceback shows where it came from.)"
-        typer.echo(f"{type(error).__name__}: {error}{hint}", err=True)
+        if not hand_over(error):
+            typer.echo(f"{type(error).__name__}: {error}{hint}", err=True)
         raise typer.Exit(REFUSED) from None
 
 

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, cast
 
 import huggingface_hub
@@ -23,6 +23,8 @@ from hf_dp.accounting import library_versions
 from hf_dp.errors import HubError, LedgerError
 from hf_dp.hub.record import RECORD_FILE, PrivacyRecord
 
+# Where accelerate puts them in a checkpoint.
+_SHARDS = "pytorch_model_fsdp_0"
 # The HTTP library's error (httpx in version 1, httpx2 in version 2) and OSError.
 _NETWORK = cast(tuple[type[Exception], ...], HfHubHTTPError.__bases__)
 
@@ -49,10 +51,14 @@ class Source:
             HubError: it cannot be fetched.
         """
         if name not in self.names:
+            in_shards = any(_SHARDS in PurePosixPath(path).parts for path in self.names)
             raise LedgerError(
-                f"there is no {name} in {self.title}.",
+                f"there is no {name} in {self.title}"
+                + (", where weights are in FSDP2's shards." if in_shards else "."),
                 why="without it nothing is known about the privacy of these weights.",
-                fix="name a folder or repository that DPTrainer saved or pushed (newer checkpoints have one, too).",
+                fix="resume from the checkpoint and call save_model, which writes the whole model with its record."
+                if in_shards
+                else "name a folder or repository that DPTrainer saved or pushed, or a whole checkpoint.",
             )
         if self._directory is not None:
             return self._directory / name

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -14,9 +16,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from transformers import TrainerCallback
 
 import hf_dp.agreement as agreement
 import hf_dp.randomness as randomness
+import hf_dp.ranks as ranks
+from hf_dp import PrivacyConfig
 from hf_dp.accounting import Ledger
 from hf_dp.errors import HfDpError
 from hf_dp.plan import Plan
@@ -77,6 +82,50 @@ def refused_by(path: str, what: str, shards: bool = False) -> str:
             assert run.ledger.steps == 0
             return f"{type(error).__name__}: {error}"
     return "no error"
+
+
+class Stops(TrainerCallback):
+    """Ends the training of its own rank after a step."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_training_stop |= state.global_step == 2
+
+
+def stopped_alone(path: str, shards: bool) -> dict[str, Any]:
+    """The error of a run that rank 0 leaves early, and who warned before."""
+    kept = {"fsdp": True, "fsdp_config": {"version": 2, **SHARDS}} if shards else {}
+    said: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: said.append(record.name)  # type: ignore[method-assign]
+    logging.getLogger("hf_dp").addHandler(handler)
+    with fsdp2_on_cpu() if shards else nullcontext(), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        PrivacyConfig(noise_multiplier=0)
+        run = trainer(path, "tied gpt2", dist.get_world_size(), {"noise_multiplier": 1.0}, **kept)
+        if dist.get_rank() == 0:
+            run.add_callback(Stops())
+        try:
+            run.train()
+        except HfDpError as error:
+            said += [str(warning.message) for warning in caught if "not private" in str(warning.message)]
+            return {"error": str(error), "said": said, "steps": run.privacy_report().steps}
+        finally:
+            logging.getLogger("hf_dp").removeHandler(handler)
+    return {"error": "no error"}
+
+
+def told(what: str) -> str:
+    """What a rank raises that waits for rank 1, which fails by itself, is silent, or waits too."""
+    with mock.patch.object(ranks, "_PATIENCE", 1.0 if what == "silent" else 20.0):
+        try:
+            with ranks.together():
+                if dist.get_rank() == 1 and what == "fails":
+                    raise OSError("a row that cannot be read")
+                if dist.get_rank() == 1 and what == "silent":
+                    return "nothing"
+                raise RuntimeError("[/gloo/transport/tcp/pair.cc:537] Connection closed by peer")
+        except (HfDpError, OSError) as error:
+            return f"{type(error).__name__}: {error}"
 
 
 def secrets_in_files(path: str) -> list[str]:

@@ -23,11 +23,12 @@ from tests.distributed.tasks import trainer
 STEP = 3
 
 
-class Stops(TrainerCallback):
-    """Ends the training of its own rank."""
+class Raises(TrainerCallback):
+    """Fails in a step of its own rank."""
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        control.should_training_stop |= state.global_step == STEP
+        if state.global_step == STEP:
+            raises()
 
 
 def dies() -> None:
@@ -40,8 +41,8 @@ def raises() -> None:
 
 def happens(fault: str, run: Any) -> None:
     """Arranges that it does, on this rank."""
-    if fault == "stops":
-        run.add_callback(Stops())
+    if fault == "callback":
+        run.add_callback(Raises())
     elif fault == "collator":
         collate, micro_batches = run.data_collator, iter(range(10**9))
         # Those of the checks before the first step, and some more.
@@ -64,6 +65,8 @@ def main(output: str, fault: str = "sound", victim: int = -1) -> None:
     values: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2}
     if fault == "workers":
         secret, values["dataloader_num_workers"] = {}, 2
+    if fault == "refused":
+        values["max_grad_norm"] = 5.0
     run = trainer(output, "bert", 2, secret, **values)
     if ranks.rank() == victim:
         happens(fault, run)

@@ -6,7 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.differing import draws_of_all, drifted, generators_in_checkpoint, refused_by, secrets_in_files
+from tests.distributed.differing import (
+    draws_of_all,
+    drifted,
+    generators_in_checkpoint,
+    refused_by,
+    secrets_in_files,
+    stopped_alone,
+    told,
+)
 from tests.distributed.gang import Gang
 
 DIFFERENCES = {
@@ -60,6 +68,26 @@ def test_all_ranks_make_one_draw_and_each_its_own_noise(pair: Gang) -> None:
 def test_ranks_at_different_steps(pair: Gang) -> None:
     for found in pair.run(drifted):
         assert "the ranks are at different steps: [0, 1]" in found
+
+
+@pytest.mark.parametrize("shards", [False, True])
+def test_a_rank_that_stops_alone_is_named_on_all(tmp_path: Path, pair: Gang, shards: bool) -> None:
+    first, second = pair.run(stopped_alone, str(tmp_path), shards)
+    for found in (first, second):
+        assert "rank 0 stops after step 2, rank 1 goes on after step 2" in found["error"]
+        assert found["steps"] == 2
+    # The plan, and that another promise was none.
+    assert len(first["said"]) == 2
+    assert second["said"] == []
+
+
+def test_who_waits_for_a_rank_learns_why_it_is_gone(pair: Gang) -> None:
+    first, second = pair.run(told, "fails")
+    assert "RanksError: rank 1 stopped: OSError: a row that cannot be read" in first
+    assert second == "OSError: a row that cannot be read"
+    assert "rank 1 ended without a word" in pair.run(told, "silent")[0]
+    for found in pair.run(told, "both wait"):
+        assert "what the ranks send each other did not arrive: [/gloo" in found
 
 
 def test_no_file_holds_the_secret(tmp_path: Path, pair: Gang) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -55,6 +56,44 @@ def test_shards_saved_and_resumed(tmp_path: Path, pair: Gang, name: str, kind: s
     for resumed in pair.run(saved_and_resumed, str(tmp_path), name, 2, kind, True):
         assert farthest(resumed["parameters"], whole["parameters"]) < TOLERANCE
         assert resumed["ledger"] == whole["ledger"]
+
+
+# A schedule that is not constant, and an optimizer that has no state.
+PLAIN = {"optim": "sgd", "lr_scheduler_type": "linear"}
+
+
+@pytest.mark.parametrize(
+    ("name", "saved", "resumed", "changes"),
+    [
+        (NAME, "FULL_STATE_DICT", None, {}),
+        ("llama lora", "SHARDED_STATE_DICT", None, {}),
+        (NAME, None, "FULL_STATE_DICT", PLAIN),
+        ("llama lora", None, "SHARDED_STATE_DICT", {}),
+        pytest.param("llama lora", "FULL_STATE_DICT", None, {}, marks=pytest.mark.slow),
+        pytest.param(NAME, "SHARDED_STATE_DICT", None, {}, marks=pytest.mark.slow),
+        pytest.param(NAME, None, "FULL_STATE_DICT", {}, marks=pytest.mark.slow),
+        pytest.param(NAME, "SHARDED_STATE_DICT", "FULL_STATE_DICT", {}, marks=pytest.mark.slow),
+        pytest.param(NAME, "FULL_STATE_DICT", "SHARDED_STATE_DICT", {}, marks=pytest.mark.slow),
+        pytest.param(NAME, "FULL_STATE_DICT", "FULL_STATE_DICT", PLAIN, marks=pytest.mark.slow),
+    ],
+)
+def test_saved_in_one_layout_and_resumed_in_another(
+    tmp_path: Path, pair: Gang, name: str, saved: str | None, resumed: str | None, changes: dict[str, Any]
+) -> None:
+    whole = pair.run(resumed_with, str(tmp_path), name, 2, saved, False, changes)[0]
+    found = pair.run(resumed_with, str(tmp_path), name, 2, resumed, True, changes)
+    if resumed is None:
+        found.append(pair.alone(resumed_with, str(tmp_path), name, 1, None, True, changes))
+    for each in found:
+        assert farthest(each["parameters"], whole["parameters"]) < TOLERANCE
+        assert each["ledger"] == whole["ledger"]
+
+
+def resumed_with(
+    path: str, name: str, world: int, layout: str | None, resume: bool, changes: dict[str, Any]
+) -> dict[str, Any]:
+    """`saved_and_resumed` with other arguments of training."""
+    return saved_and_resumed(path, name, world, layout, resume, **changes)
 
 
 @pytest.mark.slow

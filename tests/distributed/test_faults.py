@@ -59,6 +59,7 @@ def goes_on(path: Path) -> None:
 def test_a_rank_killed_in_a_step_and_what_comes_after(tmp_path: Path) -> None:
     died = launch(str(tmp_path), "meet", "1")
     assert died.returncode != 0
+    assert "gloo" not in died.stderr
     assert "SIGKILL" in died.stderr or "Signal 9" in died.stderr
     goes_on(tmp_path)
 
@@ -72,21 +73,27 @@ def test_the_first_rank_killed_between_charge_and_noise(tmp_path: Path, launcher
     goes_on(tmp_path)
 
 
+def test_a_refusal_is_the_last_thing_seen_and_once(tmp_path: Path) -> None:
+    refused = launch(str(tmp_path), "refused")
+    assert refused.returncode != 0
+    assert refused.stderr.count("max_grad_norm=5.0.") == 1, refused.stderr
+    # That of torchrun.
+    assert refused.stderr.count("Traceback (most recent call last)") == 1
+    *_, fix, line = refused.stderr.strip().splitlines()
+    assert "What to do: leave max_grad_norm out" in fix
+    assert set(line) == {"="}
+
+
 @pytest.mark.slow
-def test_a_row_that_one_rank_cannot_read(tmp_path: Path) -> None:
-    died = launch(str(tmp_path), "collator", "1")
+@pytest.mark.parametrize("fault", ["collator", "callback"])
+def test_what_one_rank_met_is_the_last_thing_seen(tmp_path: Path, fault: str) -> None:
+    died = launch(str(tmp_path), fault, "1")
     assert died.returncode != 0
-    assert "a row that cannot be read" in died.stderr
+    *_, reason, line = died.stderr.strip().splitlines()
+    assert "OSError: a row that cannot be read" in reason
+    assert set(line) == {"="}
+    assert "gloo" not in died.stderr
     assert not (tmp_path / "final").exists()
-
-
-@pytest.mark.slow
-def test_a_rank_that_stops_alone(tmp_path: Path) -> None:
-    """The other waits for it with something else to send; what is released, if anything, was charged."""
-    died = launch(str(tmp_path), "stops", "0")
-    assert died.returncode != 0
-    for record in tmp_path.glob("final/privacy.json"):
-        assert json.loads(record.read_text())["report"]["steps"] == 3
 
 
 @pytest.mark.slow

@@ -232,6 +232,18 @@ def test_what_is_not_known_is_refused_and_not_guessed(copy: Path, change: Callab
     assert not said.stdout
 
 
+@pytest.mark.parametrize("command", ["verify", "report"])
+def test_of_a_checkpoint_in_shards_the_way_to_a_record_is_said(tmp_path: Path, command: str) -> None:
+    shards = tmp_path / "checkpoint-2" / "pytorch_model_fsdp_0"
+    shards.mkdir(parents=True)
+    (shards / "__0_0.distcp").touch()
+    for place in (tmp_path, tmp_path / "checkpoint-2"):
+        said = invoke(command, str(place))
+        assert said.exit_code == 2
+        assert "where weights are in FSDP2's shards" in said.stderr
+        assert "call save_model" in said.stderr
+
+
 def test_models_in_folders_that_no_record_names_are_said(copy: Path) -> None:
     (copy / "quantized").mkdir()
     (copy / "quantized" / "model.gguf").write_bytes(b"")

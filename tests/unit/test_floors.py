@@ -15,6 +15,8 @@ FLOORS = {
     "errors": 0,
     "config": 0,
     "ranges": 0,
+    "launched": 0,
+    "layouts": 4,
     "ranks": 0,
     "randomness": 0,
     "accounting": 1,
@@ -51,10 +53,10 @@ FLOORS = {
 }
 # (importer, imported) on one floor. Everything else on a floor is a stranger to its neighbours.
 PEERS = {
-    ("config", "errors"), ("config", "ranges"), ("ranges", "errors"),
+    ("config", "errors"), ("config", "ranges"), ("ranges", "errors"), ("config", "launched"), ("launched", "errors"), ("ranks", "errors"), ("ranks", "launched"),
     ("randomness", "errors"), ("randomness", "ranks"), ("trainer", "callbacks"),
     ("trainer", "attention_noise"), ("trainer", "sparse_training"), ("sparse_embeddings", "aggregate"), ("cli", "demo"),
-    ("trainer", "publishing"), ("arguments", "sft"),
+    ("trainer", "publishing"), ("trainer", "layouts"), ("arguments", "sft"),
 }  # fmt: skip
 # Libraries that a module must not import itself. What it imports through others is seen in test_package.py.
 FORBIDDEN = {
@@ -66,7 +68,7 @@ FORBIDDEN = {
     "per_example": {"transformers", "accelerate", "peft", "datasets"},
 }
 TRAINER_NAMES = {"Trainer", "Seq2SeqTrainer", "TrainerCallback"}
-MAY_IMPORT_TRAINER = {"trainer", "callbacks", "publishing", "demo", "cli"}
+MAY_IMPORT_TRAINER = {"trainer", "callbacks", "publishing", "layouts", "demo", "cli"}
 
 
 class Import(NamedTuple):

@@ -1,0 +1,142 @@
+"""A checkpoint in FSDP2's files for a run without FSDP2 or with other ones, and the reverse."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from accelerate.utils import load_fsdp_model, load_fsdp_optimizer
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.fsdp import StateDictType
+
+if TYPE_CHECKING:
+    from transformers import Trainer
+
+    _Base = Trainer
+else:
+    _Base = object
+# As accelerate and Trainer name them.
+_MODEL, _SHARDED_MODEL = "pytorch_model_fsdp.bin", "pytorch_model_fsdp_0"
+_FULL_OPTIMIZER, _OPTIMIZER, _SCHEDULER = "optimizer.bin", "optimizer.pt", "scheduler.pt"
+Layout = Literal["ordinary", "FULL_STATE_DICT", "SHARDED_STATE_DICT"]
+
+
+class LayoutsMixin(_Base):
+    """The part of DPTrainerMixin that reads checkpoints of a layout that Trainer would not read here."""
+
+    _read_whole: Path | None = None
+
+    def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
+        if resume_from_checkpoint and self.is_fsdp_enabled and layout_of(Path(resume_from_checkpoint)) == "ordinary":
+            # As without FSDP2, which has not yet taken the weights apart.
+            self.is_fsdp_enabled = False
+            try:
+                super()._load_from_checkpoint(resume_from_checkpoint)
+            finally:
+                self.is_fsdp_enabled = True
+            self._read_whole = Path(resume_from_checkpoint)
+        return super()._prepare_for_training(  # type: ignore[no-untyped-call]
+            max_steps, train_dataloader, resume_from_checkpoint
+        )
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        checkpoint, self._read_whole, was_read = Path(resume_from_checkpoint), None, self._read_whole
+        layout = layout_of(checkpoint)
+        if layout not in ("ordinary", _layout_read_by(self)):
+            load_weights(self, model or self.model, checkpoint)
+        elif was_read != checkpoint:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        # Without a schedule it is a checkpoint of the weights alone, of which Trainer reads no more.
+        if checkpoint is None or not (Path(checkpoint) / _SCHEDULER).is_file():
+            super()._load_optimizer_and_scheduler(checkpoint)
+            return
+        layout = layout_of(Path(checkpoint))
+        # What accelerate reads of FULL_STATE_DICT is not enough for plain SGD.
+        if layout == _layout_read_by(self) != "FULL_STATE_DICT":
+            super()._load_optimizer_and_scheduler(checkpoint)
+        else:
+            load_optimizer_and_scheduler(self, Path(checkpoint))
+
+
+def layout_of(checkpoint: Path) -> Layout:
+    """How a checkpoint was written: in Trainer's ordinary files, or in one of the ways of FSDP2."""
+    if (checkpoint / _SHARDED_MODEL).is_dir():
+        return "SHARDED_STATE_DICT"
+    return "FULL_STATE_DICT" if (checkpoint / _MODEL).is_file() else "ordinary"
+
+
+def load_weights(trainer: Any, model: Any, checkpoint: Path) -> None:
+    """Reads the weights of a checkpoint in one of FSDP2's layouts into any model. All ranks call it together."""
+    if layout_of(checkpoint) == "SHARDED_STATE_DICT":
+        load_fsdp_model(_plugin(), trainer.accelerator, model, str(checkpoint), adapter_only=True)
+    else:
+        # Of an adapter nothing else is there.
+        options = StateDictOptions(full_state_dict=True, strict=not hasattr(model, "peft_config"))
+        saved = torch.load(checkpoint / _MODEL, map_location="cpu", weights_only=True, mmap=True)
+        set_model_state_dict(model, saved, options=options)
+
+
+def load_optimizer_and_scheduler(trainer: Any, checkpoint: Path) -> None:
+    """Reads the optimizer's state of any layout into that of any model, and the schedule, on all ranks together."""
+    model, optimizer = trainer.model, getattr(trainer.optimizer, "optimizer", trainer.optimizer)
+    layout = layout_of(checkpoint)
+    if layout == "SHARDED_STATE_DICT":
+        load_fsdp_optimizer(_plugin(), trainer.accelerator, optimizer, model, str(checkpoint), adapter_only=True)
+    else:
+        name = _OPTIMIZER if layout == "ordinary" else _FULL_OPTIMIZER
+        saved = torch.load(checkpoint / name, map_location="cpu", weights_only=True, mmap=True)
+        if saved["state"]:
+            if layout == "ordinary":
+                now: dict[str, Any] = get_optimizer_state_dict(model, optimizer)
+                saved = _by_name(saved, now["param_groups"])
+            set_optimizer_state_dict(model, optimizer, saved, options=StateDictOptions(full_state_dict=True))
+        else:
+            # Of plain SGD, which torch does not take.
+            for group, kept in zip(optimizer.param_groups, saved["param_groups"], strict=True):
+                group.update({key: value for key, value in kept.items() if key != "params"})
+    trainer.lr_scheduler.load_state_dict(torch.load(checkpoint / _SCHEDULER, weights_only=True))
+
+
+def _by_name(saved: dict[str, Any], groups: list[dict[str, Any]]) -> dict[str, Any]:
+    """The state by the names of parameters, where it is by their places in the optimizer's groups.
+
+    Args:
+        saved: as an optimizer's `state_dict`.
+        groups: of the same parameters in the same order, with their names.
+    """
+    names = {
+        place: name
+        for kept, group in zip(saved["param_groups"], groups, strict=True)
+        for place, name in zip(kept["params"], group["params"], strict=True)
+    }
+    return {
+        "state": {names[place]: state for place, state in saved["state"].items()},
+        "param_groups": [
+            {**kept, "params": group["params"]} for kept, group in zip(saved["param_groups"], groups, strict=True)
+        ],
+    }
+
+
+def _plugin() -> Any:
+    """What accelerate's readers look at, of a plugin for FSDP2."""
+    return SimpleNamespace(
+        fsdp_version=2, state_dict_type=StateDictType.SHARDED_STATE_DICT, state_dict_config=SimpleNamespace()
+    )
+
+
+def _layout_read_by(trainer: Any) -> Layout:
+    """That which Trainer and accelerate read by themselves."""
+    plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
+    if plugin is None:
+        return "ordinary"
+    return "FULL_STATE_DICT" if "FULL" in str(plugin.state_dict_type) else "SHARDED_STATE_DICT"
