@@ -16,6 +16,7 @@ from itertools import groupby
 from typing import Any
 
 from hf_dp.errors import ConfigurationError
+from hf_dp.launched import is_first
 
 # Of TRL. The oldest is in pyproject.toml and constraints-oldest.txt too, the newest in constraints.txt.
 OLDEST, NEWEST = (1, 15), (1, 16)
@@ -48,7 +49,7 @@ def refuse_sft(trainer: Any, own_loss: bool) -> None:
             why="private training failed with versions so old, which compute their loss in other ways.",
             fix=f"install a version that was tested, {_TESTED}.",
         )
-    if minor > NEWEST:
+    if minor > NEWEST and is_first():
         _warn_of_a_new_version(version)
     with _known_parts():
         for found, why, fix in _conflicts(trainer, own_loss):

@@ -53,7 +53,8 @@ FLOORS = {
 }
 # (importer, imported) on one floor. Everything else on a floor is a stranger to its neighbours.
 PEERS = {
-    ("config", "errors"), ("config", "ranges"), ("ranges", "errors"), ("config", "launched"), ("launched", "errors"), ("ranks", "errors"), ("ranks", "launched"),
+    ("config", "errors"), ("config", "ranges"), ("ranges", "errors"), ("config", "launched"),
+    ("launched", "errors"), ("ranks", "errors"), ("ranks", "launched"),
     ("randomness", "errors"), ("randomness", "ranks"), ("trainer", "callbacks"),
     ("trainer", "attention_noise"), ("trainer", "sparse_training"), ("sparse_embeddings", "aggregate"), ("cli", "demo"),
     ("trainer", "publishing"), ("trainer", "layouts"), ("arguments", "sft"),
