@@ -74,6 +74,12 @@ def gathered(numbers: Sequence[float]) -> Tensor:
     return torch.stack(rows).cpu()
 
 
+def wait() -> None:
+    """Until all ranks have come here."""
+    if world_size() > 1:
+        gathered([0])
+
+
 def _is_initialized() -> bool:
     return dist.is_available() and dist.is_initialized()
 

@@ -39,6 +39,7 @@ from hf_dp.arguments import (
 )
 from hf_dp.attention_noise import AttentionNoise, token_ids, without_idle_release
 from hf_dp.callbacks import PrivacyCallback
+from hf_dp.checkpoints import CheckpointMixin
 from hf_dp.config import PrivacyConfig
 from hf_dp.errors import ConfigurationError
 from hf_dp.fingerprint import fingerprint, fingerprint_key
@@ -70,7 +71,7 @@ _WITHHELD = (
 )
 
 
-class DPTrainerMixin(PublishingMixin):
+class DPTrainerMixin(CheckpointMixin, PublishingMixin):
     """Makes any Trainer subclass train with DP-SGD: `class MyTrainer(DPTrainerMixin, MyBaseTrainer)`.
 
     One dataloader item is one logical batch, Poisson-sampled with expected size `per_device_train_batch_size` x
