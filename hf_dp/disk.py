@@ -10,8 +10,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-# The system's words through safetensors and tokenizers, which are written in Rust, and torch's own for a write cut short.
-_SAID = ("os error 28", "os error 122", "os error 27", "unexpected pos", "PytorchStreamWriter failed", "file write failed")
+# The system's words through libraries in Rust, and torch's own for a write that was cut short.
+_SAID = (
+    "os error 27", "os error 28", "os error 122", "unexpected pos", "PytorchStreamWriter failed", "file write failed",
+)  # fmt: skip
 
 
 def flush(folder: Path) -> None:
@@ -21,6 +23,9 @@ def flush(folder: Path) -> None:
             descriptor = os.open(path, os.O_RDONLY)
             try:
                 os.fsync(descriptor)
+            except OSError as error:
+                if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # a file system that cannot
+                    raise
             finally:
                 os.close(descriptor)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import shutil
 import signal
 import sys
@@ -17,16 +18,17 @@ _CHANGES = ("os.rename", "os.remove", "os.rmdir", "os.mkdir", "shutil.rmtree", "
 
 
 def killed(folder: Path, act: Callable[[], Any], number: int) -> bool:
-    """Whether `act`, in a fork, came to its change `number` (from 1) to a file in `folder`; it is killed just before."""
+    """Whether `act`, in a fork, came to its change `number` (from 1) to a file in `folder`; it is killed before it."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of threads, which the child never meets
-        child = os.fork()
+        state, child = random.getstate(), os.fork()
     if child == 0:
         try:
+            random.setstate(state)  # a fork seeds it anew
             sys.addaudithook(_kill_at(str(folder), number))
             act()
             os._exit(0)
-        except BaseException:
+        except BaseException:  # noqa: BLE001
             traceback.print_exc()
             os._exit(1)
     _, status = os.waitpid(child, 0)
@@ -34,14 +36,14 @@ def killed(folder: Path, act: Callable[[], Any], number: int) -> bool:
     return status != 0
 
 
-def killed_everywhere(folder: Path, act: Callable[[], Any]) -> Iterator[int]:
+def killed_everywhere(folder: Path, act: Callable[[], Any]) -> Iterator[None]:
     """Yields after each kill, with `folder` as it was left; then puts back what was there. At last, after none."""
     before, number = folder.with_name(folder.name + "-before"), 0
     shutil.copytree(folder, before, symlinks=True)
     while True:
         number += 1
         was_killed = killed(folder, act, number)
-        yield number
+        yield
         if not was_killed:
             return
         shutil.rmtree(folder)

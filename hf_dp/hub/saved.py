@@ -79,7 +79,7 @@ def _move(folder: Path, directory: Path) -> None:
     (directory / RECORD_FILE).unlink(missing_ok=True)
     for name in stale:
         (directory / name).unlink(missing_ok=True)
-    for name in sorted(names, key=lambda name: (name in (RECORD_FILE, CARD_FILE), name)):
+    for name in sorted(names, key=lambda name: (name == CARD_FILE, name == RECORD_FILE)):
         os.replace(folder / name, directory / name)
 
 
