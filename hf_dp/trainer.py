@@ -42,7 +42,7 @@ from hf_dp.callbacks import PrivacyCallback
 from hf_dp.checkpoints import CheckpointMixin
 from hf_dp.config import PrivacyConfig
 from hf_dp.errors import ConfigurationError
-from hf_dp.fingerprint import fingerprint, fingerprint_key
+from hf_dp.fingerprint import Fingerprint, fingerprint, fingerprint_key
 from hf_dp.losses import check_own_loss, per_example_losses
 from hf_dp.per_example import RULES, Certificate, PerExampleGradients, Rule, preflight, record
 from hf_dp.per_example.batch import Batch
@@ -107,7 +107,7 @@ class DPTrainerMixin(CheckpointMixin, PublishingMixin):
         self._ties: set[frozenset[str]] = set()
         self._tables: dict[str, nn.Parameter] = {}
         self._sparse: SparseTraining | None = None
-        self._fingerprint: str | None = _UNKNOWN
+        self._fingerprint: Fingerprint | None = _UNKNOWN
         self._statistics = {"examples": 0, "clipped": 0, "non_finite": 0}
         super().__init__(*args, **kwargs)
         self._privacy_callback = PrivacyCallback(self)
