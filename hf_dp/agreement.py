@@ -68,7 +68,7 @@ def difference(facts: Mapping[str, Any]) -> str | None:
 
 
 def described_data(dataset: Any) -> dict[str, Any]:
-    """Size and content of the training data, for `agree`; of the content what stays the same when a row is read twice."""
+    """Size and content of the training data, for `agree`; of the content what two looks at a row find the same."""
     if ranks.world_size() == 1:
         return {}
     key = ranks.secret_from_first(secrets.token_bytes(32))

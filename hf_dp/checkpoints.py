@@ -33,10 +33,12 @@ STATE_FILE = "trainer_state.json"
 # In the output directory, with a checkpoint that is being written, and with a whole one on its way to its place. Names
 # with an underscore are never uploaded, and these are no checkpoints to whoever looks for some.
 _ASIDE, _WHOLE = "_saving", "_saved"
+_CHECKPOINTS = f"{PREFIX_CHECKPOINT_DIR}-*"
 _NUMBERED = re.compile(rf"{PREFIX_CHECKPOINT_DIR}-(\d+)")
 _WEIGHTS = re.compile(r"(model|adapter_model|pytorch_model)[^/]*\.(safetensors|bin)|pytorch_model_fsdp_\d+")
 _PICKLED = re.compile(r"(optimizer|scheduler|scaler|pytorch_model.*|adapter_model)\.(pt|bin)|rng_state.*\.pth")
 _STATES = ("optimizer", "scheduler", "rng_state")
+_NONE, _HALVES = -1, -2  # in place of a step
 
 
 class CheckpointMixin(_Base):
@@ -52,7 +54,10 @@ class CheckpointMixin(_Base):
             LedgerError: there are checkpoints, and none is whole.
         """
         if resume_from_checkpoint is True:
-            resume_from_checkpoint = newest_whole(str(self.args.output_dir)) or True  # Trainer says that there is none
+            # Where there is none at all, Trainer says so.
+            resume_from_checkpoint = newest_whole(str(self.args.output_dir)) or True
+        elif resume_from_checkpoint:
+            finish(os.path.dirname(os.path.abspath(resume_from_checkpoint)))
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def _get_output_dir(self, trial: Any) -> str:
@@ -127,7 +132,7 @@ def finish(run_dir: str) -> None:
     Until the last renaming it is found here, and the older one until it is whole.
     """
     aside, whole = Path(run_dir, _ASIDE), Path(run_dir, _WHOLE)
-    for folder in sorted(whole.glob("*")):
+    for folder in whole.glob(_CHECKPOINTS):
         place, replaced = Path(run_dir, folder.name), aside / "replaced"
         with contextlib.suppress(FileNotFoundError):
             if place.exists():
@@ -150,7 +155,7 @@ def newest_whole(output_dir: str) -> str | None:
     step, halves = torch.tensor(_NONE), list[str]()
     if ranks.rank() == 0 and os.path.isdir(output_dir):
         finish(output_dir)
-        halves = [f"checkpoint-{path.name.rpartition('-')[2]}: it was being written" for path in _asides(output_dir)]
+        halves = [f"{path.name}: it was being written" for path in Path(output_dir, _ASIDE).glob(_CHECKPOINTS)]
         for number in sorted(_numbers(output_dir), reverse=True):
             lack = what_lacks(Path(output_dir, f"{PREFIX_CHECKPOINT_DIR}-{number}"))
             if lack is None:
@@ -173,16 +178,9 @@ def newest_whole(output_dir: str) -> str | None:
     return found
 
 
-_NONE, _HALVES = -1, -2
-
-
 def _numbers(folder: str) -> list[int]:
     found = (_NUMBERED.fullmatch(path.name) for path in Path(folder).iterdir() if path.is_dir())
     return [int(match[1]) for match in found if match]
-
-
-def _asides(output_dir: str) -> list[Path]:
-    return sorted(path for path in Path(output_dir, _ASIDE).glob(f"{PREFIX_CHECKPOINT_DIR}-*"))
 
 
 def what_lacks(checkpoint: Path) -> str | None:

@@ -46,7 +46,7 @@ class PublishingMixin(_Base):
         shards, which have none of the three. What was saved there before stays until all is written."""
         directory, saves = Path(output_dir or str(self.args.output_dir)), self.args.should_save
         record = self._claim() if saves and self._plan is not None else None
-        if saves and output_dir is None:
+        if saves and directory == Path(str(self.args.output_dir)):
             self._finish_current_push()  # it reads the files that are about to be replaced
         with saved_aside(directory) if saves else nullcontext(directory) as aside:
             super().save_model(str(aside), _internal_call=True)
@@ -56,13 +56,14 @@ class PublishingMixin(_Base):
                 self._save(str(aside), state_dict=self.accelerator.get_state_dict(self.model))
             self._save_beside(aside)
             if record is not None and (names := model_files(aside)):
-                (aside / RECORD_FILE).write_text(record.with_files(aside, names).to_json(), encoding="utf-8")
-                write_card(aside, directory.absolute().name)
+                record = record.with_files(aside, names)
+                (aside / RECORD_FILE).write_text(record.to_json(), encoding="utf-8")
+                write_card(aside, directory.absolute().name, record)
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
     def _claim(self) -> PrivacyRecord:
-        """Of the weights as they are now, before the files that hold them; it takes longer than writing these."""
+        """What is promised of the weights as they are now. It takes longer than writing them, and so comes first."""
         assert self._plan is not None
         report, config = self._plan.report(self.ledger), self._plan.config
         card = sha256_of_text(privacy_section(report, self.ledger, config))

@@ -123,7 +123,7 @@ def metadata(record: PrivacyRecord, record_sha256: str) -> dict[str, Any]:
     }
 
 
-def write_card(directory: str | os.PathLike[str], name: str | None = None) -> None:
+def write_card(directory: str | os.PathLike[str], name: str | None = None, record: PrivacyRecord | None = None) -> None:
     """Put the privacy section and metadata into the model card of a saved model; make a card where there is none.
 
     What else is in the card stays. Writing twice changes nothing.
@@ -131,14 +131,14 @@ def write_card(directory: str | os.PathLike[str], name: str | None = None) -> No
     Args:
         directory: with `privacy.json`.
         name: the heading of a new card; by default the directory's name.
+        record: what `privacy.json` holds, with epsilons that are computed already; by default it is read.
 
     Raises:
         LedgerError: a `privacy.json` that cannot be read.
     """
     directory = Path(directory)
     path = directory / CARD_FILE
-    text = (directory / RECORD_FILE).read_bytes()
-    record = PrivacyRecord.from_json(text)
+    record = record or PrivacyRecord.from_json((directory / RECORD_FILE).read_bytes())
     if path.exists():
         card = ModelCard.load(path)
     else:

@@ -66,7 +66,9 @@ class Writer:
 
 
 @pytest.mark.parametrize("strategy", ["end", "every_save"])
-def test_what_others_write_while_the_model_is_saved_stays_at_home(hub: Hub, tmp_path: Path, strategy: str) -> None:
+def test_failure_34_what_others_write_while_the_model_is_saved_stays_at_home(
+    hub: Hub, tmp_path: Path, strategy: str
+) -> None:
     path = tmp_path / "out"
     run = trainer(
         path, save_strategy="steps", save_steps=2, push_to_hub=True, hub_token="hf_writer", hub_strategy=strategy,
@@ -145,7 +147,7 @@ def test_an_earlier_model_goes_with_its_record(saved: Path, tmp_path: Path) -> N
 # --- breaking off -----------------------------------------------------------------------------------------------------
 
 
-def test_killed_while_a_model_is_saved_over_another_no_claim_is_false(saved: Path, tmp_path: Path) -> None:
+def test_failure_34_killed_while_a_model_is_saved_over_another_no_claim_is_false(saved: Path, tmp_path: Path) -> None:
     path = Path(shutil.copytree(saved, tmp_path / "out"))
     run, found = another(path), list[float | None]()
     for _ in killed_everywhere(path, run.save_model):
@@ -163,7 +165,7 @@ def text(folder: Path) -> str:
     return (folder / "README.md").read_text()
 
 
-def test_a_save_that_fails_leaves_the_model_before_it(saved: Path, tmp_path: Path, monkeypatch: Any) -> None:
+def test_failure_34_a_save_that_fails_leaves_the_model_before_it(saved: Path, tmp_path: Path, monkeypatch: Any) -> None:
     path = Path(shutil.copytree(saved, tmp_path / "out"))
     run, before = another(path), digests(path)
     monkeypatch.setattr(torch, "save", lambda *args, **options: (_ for _ in ()).throw(RuntimeError("unexpected pos 1")))
