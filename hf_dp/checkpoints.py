@@ -57,7 +57,9 @@ class CheckpointMixin(_Base):
             # Where there is none at all, Trainer says so.
             resume_from_checkpoint = newest_whole(str(self.args.output_dir)) or True
         elif resume_from_checkpoint:
-            finish(os.path.dirname(os.path.abspath(resume_from_checkpoint)))
+            if ranks.rank() == 0:
+                finish(os.path.dirname(os.path.abspath(resume_from_checkpoint)))
+            ranks.wait()
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def _get_output_dir(self, trial: Any) -> str:
@@ -132,6 +134,8 @@ def finish(run_dir: str) -> None:
     Until the last renaming it is found here, and the older one until it is whole.
     """
     aside, whole = Path(run_dir, _ASIDE), Path(run_dir, _WHOLE)
+    if not whole.exists():
+        return
     for folder in whole.glob(_CHECKPOINTS):
         place, replaced = Path(run_dir, folder.name), aside / "replaced"
         with contextlib.suppress(FileNotFoundError):
@@ -140,10 +144,9 @@ def finish(run_dir: str) -> None:
                 aside.mkdir(exist_ok=True)
                 place.rename(replaced)
             folder.rename(place)
-    if whole.exists():
-        with contextlib.suppress(OSError):
-            whole.rmdir()
-        shutil.rmtree(aside, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        whole.rmdir()
+    shutil.rmtree(aside, ignore_errors=True)
 
 
 def newest_whole(output_dir: str) -> str | None:

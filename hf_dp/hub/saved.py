@@ -5,6 +5,7 @@ from __future__ import annotations
 import fnmatch
 import os
 import shutil
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
@@ -22,6 +23,8 @@ _NEVER_INSIDE = ("checkpoint-*", "last-checkpoint", "runs", "_*", ".*")
 _ASIDE = "_saving-model"
 # Of weights in more or fewer files than now, as `save_pretrained` takes them away.
 _SHARDS = "model-[0-9][0-9][0-9][0-9][0-9]-of-[0-9][0-9][0-9][0-9][0-9].safetensors"
+# Of two saves into one folder the files would move into each other's.
+_ONE_AT_A_TIME = threading.RLock()
 
 
 def may_be_published(name: str) -> bool:
@@ -53,7 +56,7 @@ def saved_aside(directory: str | os.PathLike[str]) -> Iterator[Path]:
     """
     directory = Path(directory)
     folder = directory / _ASIDE
-    with full_disk_is_named(directory, "What was saved here before is as it was."):
+    with _ONE_AT_A_TIME, full_disk_is_named(directory, "What was saved here before is as it was."):
         shutil.rmtree(folder, ignore_errors=True)  # of a process that was killed
         folder.mkdir(parents=True)
         try:

@@ -120,6 +120,16 @@ def test_what_a_subclass_saves_is_the_models(tmp_path: Path) -> None:
     assert (tmp_path / "training_args.bin").exists(), "as Trainer leaves it"
 
 
+def test_two_saves_at_once_follow_one_another(tmp_path: Path) -> None:
+    run = another(tmp_path)
+    threads = [threading.Thread(target=run.save_model) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert verify(tmp_path).private
+
+
 def test_a_folder_of_its_own_and_a_link(saved: Path, tmp_path: Path) -> None:
     copy = Path(shutil.copytree(saved, tmp_path / "real"))
     (tmp_path / "link").symlink_to(copy)
