@@ -83,6 +83,7 @@ class CheckpointMixin(_Base):
             with full_disk_is_named(Path(run_dir), "The checkpoints before this one are as they were."):
                 super()._save_checkpoint(model, trial)
                 self._remember_best(run_dir, aside)
+                flush(aside)
         except BaseException:
             shutil.rmtree(aside, ignore_errors=True)
             raise
@@ -122,9 +123,7 @@ def _put_in_place(run_dir: str, name: str) -> None:
     whole.mkdir(exist_ok=True)
     # Where machines share the disk, one of them finds that another was faster.
     with contextlib.suppress(FileNotFoundError):
-        flush(aside / name)
         (aside / name).rename(whole / name)
-        flush(whole)
     finish(run_dir)
 
 

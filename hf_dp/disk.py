@@ -19,15 +19,17 @@ _SAID = (
 def flush(folder: Path) -> None:
     """Writes what lies in `folder` to its disk: renamed before that, files could be empty after a loss of power."""
     for path in [*folder.rglob("*"), folder]:
-        if path.is_file() or (path.is_dir() and os.name == "posix"):
+        try:
             descriptor = os.open(path, os.O_RDONLY)
-            try:
-                os.fsync(descriptor)
-            except OSError as error:
-                if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # a file system that cannot
-                    raise
-            finally:
-                os.close(descriptor)
+        except FileNotFoundError:  # another process's, renamed meanwhile
+            continue
+        try:
+            os.fsync(descriptor)
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # a file system that cannot
+                raise
+        finally:
+            os.close(descriptor)
 
 
 @contextmanager
