@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -72,12 +73,9 @@ class CheckpointMixin(_Base):
         Raises:
             OSError: with the disk's name, where it is full.
         """
-        run_dir, step, renames = self._get_output_dir(trial), self.state.global_step, self.args.local_process_index == 0
+        run_dir, name = self._get_output_dir(trial), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
         aside = Path(run_dir, _ASIDE)
-        if renames:
-            finish(run_dir)
-            shutil.rmtree(aside, ignore_errors=True)  # of a process that was killed
-        ranks.wait()
+        self._once_on_each_machine(lambda: _clear(run_dir))
         self._is_aside = True
         try:
             with full_disk_is_named(Path(run_dir), "The checkpoints before this one are as they were."):
@@ -90,14 +88,19 @@ class CheckpointMixin(_Base):
         finally:
             self._is_aside = False
         ranks.wait()
-        if renames:
-            _put_in_place(run_dir, f"{PREFIX_CHECKPOINT_DIR}-{step}")
-        ranks.wait()
+        self._once_on_each_machine(lambda: _put_in_place(run_dir, name))
         if self.args.push_to_hub:
-            self._push_from_checkpoint(os.path.join(run_dir, f"{PREFIX_CHECKPOINT_DIR}-{step}"))
+            self._push_from_checkpoint(os.path.join(run_dir, name))
         if self.args.should_save:
             best = self.state.best_model_checkpoint
             rotate_checkpoints(run_dir, self.args.save_total_limit, best_model_checkpoint=best, use_mtime=True)
+
+    def _once_on_each_machine(self, act: Callable[[], None]) -> None:
+        """By rank 0 first: machines that share its disk then find that it is done."""
+        for is_first in (True, False):
+            if self.args.local_process_index == 0 and (self.args.process_index == 0) == is_first:
+                act()
+            ranks.wait()
 
     def _remember_best(self, run_dir: str, aside: Path) -> None:
         """Where the best checkpoint will lie, which Trainer looks for beside the one that is being written."""
@@ -118,13 +121,18 @@ class CheckpointMixin(_Base):
         super()._load_from_checkpoint(resume_from_checkpoint, model)
 
 
+def _clear(run_dir: str) -> None:
+    """Of what a process that was killed has left, the whole is put in its place, and the rest goes."""
+    finish(run_dir)
+    shutil.rmtree(Path(run_dir, _ASIDE), ignore_errors=True)
+
+
 def _put_in_place(run_dir: str, name: str) -> None:
     aside, whole = Path(run_dir, _ASIDE), Path(run_dir, _WHOLE)
-    whole.mkdir(exist_ok=True)
-    # Where machines share the disk, one of them finds that another was faster.
-    with contextlib.suppress(FileNotFoundError):
+    if (aside / name).exists():
+        whole.mkdir(exist_ok=True)
         (aside / name).rename(whole / name)
-    finish(run_dir)
+        finish(run_dir)
 
 
 def finish(run_dir: str) -> None:
@@ -137,13 +145,12 @@ def finish(run_dir: str) -> None:
         return
     for folder in whole.glob(_CHECKPOINTS):
         place, replaced = Path(run_dir, folder.name), aside / "replaced"
-        with contextlib.suppress(FileNotFoundError):
-            if place.exists():
-                shutil.rmtree(replaced, ignore_errors=True)
-                aside.mkdir(exist_ok=True)
-                place.rename(replaced)
-            folder.rename(place)
-    with contextlib.suppress(OSError):
+        if place.exists():
+            shutil.rmtree(replaced, ignore_errors=True)
+            aside.mkdir(exist_ok=True)
+            place.rename(replaced)
+        folder.rename(place)
+    with contextlib.suppress(OSError):  # files of a file browser or of NFS
         whole.rmdir()
     shutil.rmtree(aside, ignore_errors=True)
 
