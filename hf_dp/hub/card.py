@@ -153,7 +153,9 @@ def write_card(directory: str | os.PathLike[str], name: str | None = None, recor
         tags = [tag for tag in tags if not tag.startswith("base_model:")]
     data["tags"] = [*tags, *(TAGS if record.report.private else ()), "hf_dp"]
     data[METADATA_KEY] = metadata(record, sha256(directory / RECORD_FILE))
-    card.save(path)
+    aside = path.with_name(f"_{CARD_FILE}")
+    card.save(aside)
+    os.replace(aside, path)
 
 
 def without_claim(card: bytes) -> bytes:
