@@ -107,7 +107,7 @@ def warn_if_alone() -> None:
 
 
 def described_data(dataset: Any) -> dict[str, Any]:
-    """Size and content of the training data, for `agree`; the content only where reading a row twice gives the same."""
+    """Size and content of the training data, for `agree`; of the content what two looks at a row find the same."""
     if ranks.world_size() == 1:
         return {}
     key = ranks.secret_from_first(secrets.token_bytes(32))

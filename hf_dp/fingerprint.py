@@ -10,10 +10,19 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from datasets import Dataset
+
+from hf_dp.errors import ConfigurationError
+from hf_dp.randomness import keyed_global_state
+
 # Trainer's uploads leave out files in the output directory whose names begin with an underscore.
 KEY_FILE = "_hf_dp_fingerprint_key"
 _KEY_BYTES = 32
 _ROWS = 64
+_DEEP = 16
+
+#: The keyed digest of each column, by the keyed digest of its name; None of one that changes from one look to the next.
+Fingerprint = dict[str, str | None]
 
 
 def fingerprint_key(output_dir: str | Path, create: bool) -> bytes | None:
@@ -22,6 +31,9 @@ def fingerprint_key(output_dir: str | Path, create: bool) -> bytes | None:
     Args:
         output_dir: where checkpoints go.
         create: whether to make a key where there is none.
+
+    Raises:
+        ConfigurationError: what lies in its place cannot be read.
     """
     path = Path(output_dir) / KEY_FILE
     if not path.exists():
@@ -33,42 +45,84 @@ def fingerprint_key(output_dir: str | Path, create: bool) -> bytes | None:
         with os.fdopen(handle, "wb") as file:
             file.write(secrets.token_bytes(_KEY_BYTES))
         os.replace(temporary, path)
-    key = path.read_bytes()
+    try:
+        key = path.read_bytes()
+    except OSError as error:
+        raise ConfigurationError(
+            f"the key of the data's fingerprint cannot be read: {error}.",
+            why="whether a checkpoint was trained on the same data could not be told.",
+            fix=f"move {str(path)!r} away (its checkpoints cannot be compared then), or use a new output_dir.",
+        ) from error
     return key if len(key) == _KEY_BYTES else None
 
 
-def fingerprint(dataset: Any, key: bytes) -> str | None:
-    """A keyed digest of the size and of rows spread over `dataset`; None if rows change from one look to the next."""
-    first, second = (_digest(dataset, key) for _ in range(2))
-    return first if first == second else None
+def fingerprint(dataset: Any, key: bytes) -> Fingerprint:
+    """Keyed digests of rows spread over `dataset`, column by column.
 
-
-def _digest(dataset: Any, key: bytes) -> str:
+    Of a `datasets.Dataset` they are of what it stores, before its transform. Rows of others are read under global
+    generators that are seeded with the key, so that what is drawn there is the same at each look and in each process.
+    """
+    if isinstance(dataset, Dataset):
+        dataset = dataset.with_format(None)
     n = len(dataset)
-    digest = hashlib.blake2b(key=key, digest_size=16)
-    digest.update(str(n).encode())
-    for index in sorted({i * (n - 1) // (_ROWS - 1) for i in range(_ROWS)} if n > _ROWS else range(n)):
-        for part in _parts(dataset[index]):
-            digest.update(len(part).to_bytes(8, "little") + part)
-    return digest.hexdigest()
+    chosen = sorted({i * (n - 1) // (_ROWS - 1) for i in range(_ROWS)}) if n > _ROWS else range(n)
+    # Of few rows more looks: two could be the same by chance.
+    looks = [_columns(dataset, chosen, key) for _ in range(max(2, _ROWS // max(1, n)))]
+    return {
+        name: digest if all(look.get(name) == digest for look in looks) else None
+        for name, digest in {name: digest for look in looks for name, digest in look.items()}.items()
+    }
 
 
-def _parts(value: Any) -> Iterator[bytes]:
+def compare(one: Fingerprint, two: Fingerprint) -> tuple[bool, int]:
+    """Whether two fingerprints under one key are of different rows, and how many columns could not be compared."""
+    pairs = [(one[name], two[name]) for name in one.keys() & two.keys()]
+    compared = [pair for pair in pairs if None not in pair]
+    return one.keys() != two.keys() or any(a != b for a, b in compared), len(pairs) - len(compared)
+
+
+def _columns(dataset: Any, chosen: Any, key: bytes) -> dict[str, str]:
+    digests: dict[str, Any] = {}
+    for index in chosen:
+        with keyed_global_state(key, index):
+            row = dataset[index]
+        for name, value in _named(row):
+            digest = digests.setdefault(name, hashlib.blake2b(key=key, digest_size=16))
+            for part in (str(index).encode(), *_parts(value)):
+                digest.update(len(part).to_bytes(8, "little") + part)
+    return {hashlib.blake2b(n.encode(), key=key, digest_size=8).hexdigest(): d.hexdigest() for n, d in digests.items()}
+
+
+def _named(row: Any) -> Iterator[tuple[str, Any]]:
+    """The parts of a row that may change at a look, or not, each by itself."""
+    if isinstance(row, Mapping):
+        yield from ((str(name), row[name]) for name in sorted(row, key=str))
+    elif isinstance(row, (list, tuple)):
+        yield from ((str(place), value) for place, value in enumerate(row))
+    else:
+        yield "", row
+
+
+def _parts(value: Any, depth: int = 0) -> Iterator[bytes]:
     """The content of a row, the same in every process: no addresses, as in the repr of an image, and no ellipsis."""
     yield type(value).__name__.encode()
     if isinstance(value, Mapping):
         for name in sorted(value, key=str):
             yield str(name).encode()
-            yield from _parts(value[name])
+            yield from _parts(value[name], depth + 1)
     elif isinstance(value, (list, tuple)):
         yield len(value).to_bytes(8, "little")
         for item in value:
-            yield from _parts(item)
+            yield from _parts(item, depth + 1)
     elif isinstance(value, bytes):
         yield value
     elif value is None or isinstance(value, (str, int, float, complex)):
         yield repr(value).encode()
     elif hasattr(value, "tolist"):  # tensors and arrays
-        yield from _parts(value.tolist())
+        yield from _parts(value.tolist(), depth + 1)
     elif hasattr(value, "tobytes"):  # images
         yield value.tobytes()
+    elif hasattr(value, "__dict__") and depth < _DEEP:
+        yield from _parts(vars(value), depth + 1)
+    else:
+        yield secrets.token_bytes(16)  # what cannot be looked into is not taken for equal

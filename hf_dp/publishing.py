@@ -17,7 +17,7 @@ import hf_dp.ranks as ranks
 from hf_dp.accounting import Ledger
 from hf_dp.config import PrivacyConfig
 from hf_dp.errors import ConfigurationError
-from hf_dp.hub import CARD_FILE, RECORD_FILE, PrivacyRecord, SavedFiles, upload, write_card
+from hf_dp.hub import CARD_FILE, RECORD_FILE, PrivacyRecord, model_files, saved_aside, upload, write_card
 from hf_dp.hub.card import privacy_section
 from hf_dp.hub.record import sha256_of_text
 from hf_dp.plan import Plan
@@ -44,28 +44,31 @@ class PublishingMixin(_Base):
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """As Trainer's, with `privacy.json` and a model card beside the weights; whole also where checkpoints are in
-        shards, which have none of the three."""
-        directory = Path(output_dir or str(self.args.output_dir))
-        # Other processes would look at files that this one is writing, and change their times.
-        with SavedFiles(directory) if self.args.should_save else nullcontext() as saved:
-            if self.args.should_save:
-                # Of weights that are about to be written over: better none than a false one.
-                (directory / RECORD_FILE).unlink(missing_ok=True)
-            super().save_model(output_dir, _internal_call)
+        shards, which have none of the three. What was saved there before stays until all is written."""
+        directory, saves = Path(output_dir or str(self.args.output_dir)), self.args.should_save
+        record = self._claim() if saves and self._plan is not None else None
+        if saves and directory == Path(str(self.args.output_dir)):
+            self._finish_current_push()  # it reads the files that are about to be replaced
+        with saved_aside(directory) if saves else nullcontext(directory) as aside:
+            super().save_model(str(aside), _internal_call=True)
             plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
             is_checkpoint = _internal_call and output_dir is not None
             if plugin is not None and not is_checkpoint and "FULL" not in str(plugin.state_dict_type):
-                self._save(output_dir, state_dict=self.accelerator.get_state_dict(self.model))
-            self._save_beside(directory)
-        if self._plan is None or saved is None or not saved.names:
-            return
-        report = self._plan.report(self.ledger)
-        config = self._plan.config
+                self._save(str(aside), state_dict=self.accelerator.get_state_dict(self.model))
+            self._save_beside(aside)
+            if record is not None and (names := model_files(aside)):
+                record = record.with_files(aside, names)
+                (aside / RECORD_FILE).write_text(record.to_json(), encoding="utf-8")
+                write_card(aside, directory.absolute().name, record)
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    def _claim(self) -> PrivacyRecord:
+        """What is promised of the weights as they are now. It takes longer than writing them, and so comes first."""
+        assert self._plan is not None
+        report, config = self._plan.report(self.ledger), self._plan.config
         card = sha256_of_text(privacy_section(report, self.ledger, config))
-        record = PrivacyRecord(report=report, config=config, ledger=self.ledger, files={}, card_sha256=card)
-        text = record.with_files(directory, saved.names).to_json()
-        (directory / RECORD_FILE).write_text(text, encoding="utf-8")
-        write_card(directory)
+        return PrivacyRecord(report=report, config=config, ledger=self.ledger, files={}, card_sha256=card)
 
     def _save_beside(self, directory: Path) -> None:
         """What belongs to the model and is not in its weights."""
@@ -209,9 +212,10 @@ def _say_where_the_base_model_lies(directory: Path) -> None:
 
 def _copy_model(source: Path, target: Path) -> None:
     record = PrivacyRecord.from_json((source / RECORD_FILE).read_bytes())
-    for name in [*record.files, CARD_FILE, RECORD_FILE]:
-        (target / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy2(source / name, target / name)
+    with saved_aside(target) as aside:
+        for name in [*record.files, CARD_FILE, RECORD_FILE]:
+            (aside / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(source / name, aside / name)
 
 
 def _say_if_failed(job: Future[Any]) -> None:

@@ -101,12 +101,27 @@ def secret_global_state() -> Iterator[None]:
     The global states come back as they were.
     """
     with unchanged_global_state():
-        # Without an accelerator `torch.manual_seed` keeps a stack trace of every call for one that never comes.
-        seed = torch.manual_seed if torch.accelerator.is_available() else torch.default_generator.manual_seed
-        seed(secrets.randbits(63))
-        np.random.seed(secrets.randbits(32))  # noqa: NPY002
-        random.seed(secrets.randbits(256))
+        _seed_global_state(secrets.randbits(63), secrets.randbits(32), secrets.randbits(256))
         yield
+
+
+@contextmanager
+def keyed_global_state(key: bytes, number: int) -> Iterator[None]:
+    """As `secret_global_state`, and the same wherever `key` and `number` are: to read a row that is augmented at random
+    twice, and find it the same."""
+    digest = hashlib.blake2b(str(number).encode(), key=key).digest()
+    parts = (int.from_bytes(part, "little") for part in (digest[:7], digest[7:11], digest[11:43]))
+    with unchanged_global_state():
+        _seed_global_state(*parts)
+        yield
+
+
+def _seed_global_state(for_torch: int, for_numpy: int, for_python: int) -> None:
+    # Without an accelerator `torch.manual_seed` keeps a stack trace of every call for one that never comes.
+    seed = torch.manual_seed if torch.accelerator.is_available() else torch.default_generator.manual_seed
+    seed(for_torch)
+    np.random.seed(for_numpy)  # noqa: NPY002
+    random.seed(for_python)
 
 
 def bernoulli(generator: np.random.Generator, n: int, q: float) -> list[int]:

@@ -148,6 +148,12 @@ def _lost(error: BaseException, given: dict[int, str]) -> RanksError:
     )
 
 
+def wait() -> None:
+    """Until all ranks have come here."""
+    if world_size() > 1:
+        gathered([0])
+
+
 def _is_initialized() -> bool:
     return dist.is_available() and dist.is_initialized()
 

@@ -16,7 +16,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 import hf_dp.ranks as ranks
 from hf_dp.accounting import Ledger
 from hf_dp.errors import BudgetExceededError, LedgerError
-from hf_dp.fingerprint import fingerprint, fingerprint_key
+from hf_dp.fingerprint import Fingerprint, compare, fingerprint, fingerprint_key
 from hf_dp.plan import Plan
 
 logger = logging.getLogger(__name__)
@@ -39,11 +39,11 @@ class SavedRun:
     """
 
     ledger: Ledger
-    data: str | None
+    data: Fingerprint | None
     key: bytes | None
 
     @staticmethod
-    def record(ledger: Ledger, data: str | None) -> dict[str, Any]:
+    def record(ledger: Ledger, data: Fingerprint | None) -> dict[str, Any]:
         """What the callback saves, for `read` to find."""
         return {"ledger": ledger.to_dict(), "data": data}
 
@@ -71,7 +71,12 @@ class SavedRun:
                 why="steps that are not in the ledger would be missing from epsilon.",
                 fix="use a checkpoint whose trainer_state.json is as DPTrainer wrote it.",
             )
-        return cls(ledger, found.get("data"), fingerprint_key(Path(checkpoint).absolute().parent, create=False))
+        data = found.get("data")
+        return cls(
+            ledger,
+            data if isinstance(data, dict) else None,
+            fingerprint_key(Path(checkpoint).absolute().parent, create=False),
+        )
 
     def check(self, promise: Mapping[str, Any], dataset: Any) -> None:
         """Refuses to continue under another promise or on other data.
@@ -82,12 +87,20 @@ class SavedRun:
         self.ledger.check_same_promise(promise)
         if self.key is None or self.data is None:
             ranks.warn(logger, "The data could not be compared with the checkpoint's (no fingerprint or no key to it).")
-        elif fingerprint(dataset, self.key) not in (self.data, None):
+            return
+        differs, unknown = compare(self.data, fingerprint(dataset, self.key))
+        if differs:
             raise LedgerError(
                 "the training data is not the data that the checkpoint was trained on.",
                 why="the ledger's epsilon is a statement about one dataset.",
                 fix="resume with the same dataset in the same order, or start a new run in a new output_dir.",
             )
+        if unknown:
+            ranks.warn(
+                logger,
+                "%d of %d columns of the data could not be compared with the checkpoint's: they change from one look "
+                "to the next. That it is the same data is your word.", unknown, len(self.data),
+            )  # fmt: skip
 
 
 def continued(ledger: Ledger, saved: SavedRun | None, plan: Plan, dataset: Any) -> Ledger:

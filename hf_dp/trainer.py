@@ -40,9 +40,10 @@ from hf_dp.arguments import (
 )
 from hf_dp.attention_noise import AttentionNoise, token_ids, without_idle_release
 from hf_dp.callbacks import PrivacyCallback
+from hf_dp.checkpoints import CheckpointMixin
 from hf_dp.config import PrivacyConfig
 from hf_dp.errors import ConfigurationError
-from hf_dp.fingerprint import fingerprint, fingerprint_key
+from hf_dp.fingerprint import Fingerprint, fingerprint, fingerprint_key
 from hf_dp.layouts import LayoutsMixin
 from hf_dp.losses import check_own_loss, per_example_losses
 from hf_dp.magnitudes import Magnitudes
@@ -75,7 +76,7 @@ _WITHHELD = (
 )
 
 
-class DPTrainerMixin(LayoutsMixin, PublishingMixin):
+class DPTrainerMixin(CheckpointMixin, LayoutsMixin, PublishingMixin):
     """Makes any Trainer subclass train with DP-SGD: `class MyTrainer(DPTrainerMixin, MyBaseTrainer)`.
 
     One dataloader item is one logical batch, Poisson-sampled with expected size `per_device_train_batch_size` x
@@ -113,7 +114,7 @@ class DPTrainerMixin(LayoutsMixin, PublishingMixin):
         self._sparse: SparseTraining | None = None
         self._written: WrittenGradients | None = None
         self._magnitudes: Magnitudes | None = None
-        self._fingerprint: str | None = _UNKNOWN
+        self._fingerprint: Fingerprint | None = _UNKNOWN
         self._statistics = {"examples": 0, "clipped": 0, "non_finite": 0}
         super().__init__(*args, **kwargs)
         self._privacy_callback = PrivacyCallback(self)

@@ -16,9 +16,9 @@ from groups import report_by_group
 from rich.console import Console
 from rich.table import Table
 from transformers import Trainer, TrainingArguments
-from transformers.trainer_utils import get_last_checkpoint
 
 from hf_dp import DPTrainer, PrivacyConfig
+from hf_dp.checkpoints import newest_whole
 from hf_dp.errors import ConfigurationError
 from hf_dp.losses import per_example_losses
 
@@ -122,7 +122,8 @@ def train_and_report(
 
 
 def checkpoint_of(arguments: TrainingArguments) -> str | None:
-    """The checkpoint that --resume_from_checkpoint names: a folder; with `true` the last one in the output directory.
+    """The checkpoint that --resume_from_checkpoint names: a folder; with `true` the newest whole one in the output
+    directory.
 
     Raises:
         ConfigurationError: there is none.
@@ -132,7 +133,7 @@ def checkpoint_of(arguments: TrainingArguments) -> str | None:
         return None
     output = str(arguments.output_dir)
     last = str(given).lower() == "true"
-    found = (get_last_checkpoint(output) if os.path.isdir(output) else None) if last else str(given)
+    found = newest_whole(output) if last else str(given)
     if found is None or not os.path.isdir(found):
         raise ConfigurationError(
             f"--resume_from_checkpoint {given}, and no such checkpoint" + (f" in {output!r}." if last else "."),

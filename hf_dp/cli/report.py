@@ -23,8 +23,9 @@ def report(
 
         hf-dp report out/classify
 
-    In the output folder of a run that was interrupted, the newest checkpoint
-    speaks. The claim is printed as it stands; `hf-dp verify` checks it.
+    In an output folder the newest speaks, the model or a checkpoint of a run
+    that was interrupted. The claim is printed as it stands; `hf-dp verify`
+    checks it.
 
     Exit codes: 0, read; 2, there is no report, or it cannot be read.
     """
@@ -33,19 +34,19 @@ def report(
 
     with refusals():
         source = open_source(directory)
-        place = directory
-        if RECORD_FILE not in source.names:
-            saved = [n.split("/")[0] for n in source.names if n.endswith(f"/{RECORD_FILE}") and n.count("/") == 1]
-            numbered = [name for name in saved if name.rpartition("-")[2].isdigit()]
-            if numbered:
-                place = f"{directory}/{max(numbered, key=lambda name: int(name.rpartition('-')[2]))}"
-                source = open_source(place)
+        found = [name for name in source.names if name == RECORD_FILE or _is_of_a_checkpoint(name)]
+        newest = max(found, key=lambda name: (source.written(name), name == RECORD_FILE, _step(name)), default="")
+        place = f"{directory}/{newest.rpartition('/')[0]}" if "/" in newest else directory
+        older = place != directory and RECORD_FILE in source.names
+        if place != directory:
+            source = open_source(place)
         record = source.record()
     if as_json:
         print_json({"source": place, "report": record.report.to_dict(), "ledger": record.ledger.to_dict()})
         return
     console = Console(soft_wrap=True)
-    console.print(f"{place}\n", markup=False, highlight=False)
+    besides = f", the newest here; {directory} holds an older model" if older else ""
+    console.print(f"{place}{besides}\n", markup=False, highlight=False)
     console.print(str(record.report), markup=False, highlight=False)
     table = Table(title="Everything that was released of the training data", title_justify="left")
     for column in ("release", "times", "mechanism"):
@@ -53,3 +54,12 @@ def report(
     for event, count, label in record.ledger.entries:
         table.add_row(label, str(count), in_words(event))
     Console().print("\n", table)
+
+
+def _is_of_a_checkpoint(name: str) -> bool:
+    folder, _, file = name.rpartition("/")
+    return file == "privacy.json" and "/" not in folder and folder.rpartition("-")[2].isdigit()
+
+
+def _step(name: str) -> int:
+    return int(name.partition("/")[0].rpartition("-")[2]) if "/" in name else 0

@@ -2,7 +2,7 @@
 
 from hf_dp.hub.card import write_card
 from hf_dp.hub.record import CARD_FILE, RECORD_FILE, PrivacyRecord
-from hf_dp.hub.saved import SavedFiles
+from hf_dp.hub.saved import model_files, saved_aside
 from hf_dp.hub.source import Source, open_source
 from hf_dp.hub.upload import upload
 from hf_dp.hub.verify import Check, Verification, load_report, verify
@@ -12,11 +12,12 @@ __all__ = [
     "RECORD_FILE",
     "Check",
     "PrivacyRecord",
-    "SavedFiles",
     "Source",
     "Verification",
     "load_report",
+    "model_files",
     "open_source",
+    "saved_aside",
     "upload",
     "verify",
     "write_card",

@@ -124,7 +124,7 @@ def metadata(record: PrivacyRecord, record_sha256: str) -> dict[str, Any]:
     }
 
 
-def write_card(directory: str | os.PathLike[str], name: str | None = None) -> None:
+def write_card(directory: str | os.PathLike[str], name: str | None = None, record: PrivacyRecord | None = None) -> None:
     """Put the privacy section and metadata into the model card of a saved model; make a card where there is none.
 
     What else is in the card stays. Writing twice changes nothing.
@@ -132,14 +132,14 @@ def write_card(directory: str | os.PathLike[str], name: str | None = None) -> No
     Args:
         directory: with `privacy.json`.
         name: the heading of a new card; by default the directory's name.
+        record: what `privacy.json` holds, with epsilons that are computed already; by default it is read.
 
     Raises:
         LedgerError: a `privacy.json` that cannot be read.
     """
     directory = Path(directory)
     path = directory / CARD_FILE
-    text = (directory / RECORD_FILE).read_bytes()
-    record = PrivacyRecord.from_json(text)
+    record = record or PrivacyRecord.from_json((directory / RECORD_FILE).read_bytes())
     if path.exists():
         card = ModelCard.load(path)
     else:
@@ -147,14 +147,32 @@ def write_card(directory: str | os.PathLike[str], name: str | None = None) -> No
         card = ModelCard(f"---\n{data.to_yaml()}\n---\n\n# {name or directory.absolute().name}\n")
     card.text = _with_section(card.text, privacy_section(record.report, record.ledger, record.config))
     data = card.data
-    tags = [tag for tag in data.get("tags") or [] if tag not in (*TAGS, "hf_dp")]
+    tags = _other_tags(data)
     if not _is_on_the_hub(data.get("base_model")):
         # A path on this machine is no model on the hub, which refuses such metadata.
         data.pop("base_model", None)
         tags = [tag for tag in tags if not tag.startswith("base_model:")]
     data["tags"] = [*tags, *(TAGS if record.report.private else ()), "hf_dp"]
     data[METADATA_KEY] = metadata(record, sha256(directory / RECORD_FILE))
-    card.save(path)
+    aside = path.with_name(f"_{CARD_FILE}")
+    card.save(aside)
+    os.replace(aside, path)
+
+
+def without_claim(card: bytes) -> bytes:
+    """A card as it was before `write_card`, but for an empty section where the next one goes; other cards unchanged."""
+    if not any(mark.encode() in card for mark in (BEGIN, METADATA_KEY)):
+        return card
+    found = ModelCard(card.decode("utf-8"))
+    if BEGIN in found.text:
+        found.text = _with_section(found.text, f"{BEGIN}\n{END}")
+    found.data.pop(METADATA_KEY, None)
+    found.data["tags"] = _other_tags(found.data) or None
+    return str(found).encode()
+
+
+def _other_tags(data: Any) -> list[str]:
+    return [tag for tag in data.get("tags") or [] if tag not in (*TAGS, "hf_dp")]
 
 
 def _with_section(text: str, section: str) -> str:

@@ -1,21 +1,30 @@
-"""Which files belong to a saved model. What privacy.json does not name is never published."""
+"""Which files belong to a saved model: what saving it wrote. What privacy.json does not name is never published."""
 
 from __future__ import annotations
 
 import fnmatch
 import os
+import shutil
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
-from types import TracebackType
 
+from hf_dp.disk import flush, full_disk_is_named
 from hf_dp.errors import LedgerError
+from hf_dp.hub.card import without_claim
 from hf_dp.hub.record import CARD_FILE, RECORD_FILE, PrivacyRecord
 
 # Pickles hold arguments, optimizer and generator states; the others hold losses, or belong to this machine.
 _NEVER = (
     "*.bin", "*.pt", "*.pth", "*.pkl", "*.ckpt", "trainer_state.json", "events.out.tfevents.*", "*.log", "_*", ".*",
 )  # fmt: skip
-_FEW = 4096  # bytes
 _NEVER_INSIDE = ("checkpoint-*", "last-checkpoint", "runs", "_*", ".*")
+_ASIDE = "_saving-model"
+# Of weights in more or fewer files than now, as `save_pretrained` takes them away.
+_SHARDS = "model-[0-9][0-9][0-9][0-9][0-9]-of-[0-9][0-9][0-9][0-9][0-9].safetensors"
+# Of two saves into one folder the files would move into each other's.
+_ONE_AT_A_TIME = threading.RLock()
 
 
 def may_be_published(name: str) -> bool:
@@ -29,73 +38,63 @@ def may_be_published(name: str) -> bool:
     )
 
 
-class SavedFiles:
-    """Notices what is written into a directory: `with SavedFiles(directory) as saved: ...`, then `saved.names`.
+def model_files(folder: Path) -> list[str]:
+    """The files in a folder of `saved_aside` that belong to the model and may be published (POSIX paths)."""
+    return [name for name in _names(folder) if may_be_published(name) and not (folder / name).is_symlink()]
 
-    A run's output directory may hold anything; what belongs to the model is what saving it wrote. A file that only grew
-    at its end meanwhile is a log of somebody's, such as one of Transformers' own messages.
 
-    Attributes:
-        names: POSIX paths of the files that belong to the model and may be published.
+@contextmanager
+def saved_aside(directory: str | os.PathLike[str]) -> Iterator[Path]:
+    """A new folder to save a model into, whose files then move into `directory`.
+
+    What else lies there, or is written there meanwhile, is not the model's. At no moment do weights lie beside the
+    record or the card of others: before the files move, the card loses its claim and the record goes. The files that an
+    earlier record names and that were not saved again go with it. An error leaves `directory` as it was.
+
+    Raises:
+        OSError: with the disk's name, where it is full.
     """
-
-    def __init__(self, directory: str | os.PathLike[str]) -> None:
-        self._directory = Path(directory)
-        self.names: list[str] = []
-
-    def __enter__(self) -> SavedFiles:
-        self._make_old()
-        self._before = _signatures(self._directory)
-        logs = [name for name in self._before if _may_be_a_log(name)]
-        self._ends = {name: _ends(self._directory / name, self._before[name][1]) for name in logs}
-        return self
-
-    def _make_old(self) -> None:
-        """Gives the files of an earlier save an old time, so that the coarsest clock shows that one is rewritten."""
+    directory = Path(directory)
+    folder = directory / _ASIDE
+    with _ONE_AT_A_TIME, full_disk_is_named(directory, "What was saved here before is as it was."):
+        shutil.rmtree(folder, ignore_errors=True)  # of a process that was killed
+        folder.mkdir(parents=True)
         try:
-            earlier = PrivacyRecord.from_json((self._directory / RECORD_FILE).read_bytes())
-        except (OSError, LedgerError):
-            return
-        for path in (self._directory / name for name in earlier.files if may_be_published(name)):
-            if path.is_file():
-                os.utime(path, (0, 0))
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        after = _signatures(self._directory)
-        written = sorted(name for name, signature in after.items() if self._before.get(name) != signature)
-        self.names = [name for name in written if not self._only_grew(name)]
-
-    def _only_grew(self, name: str) -> bool:
-        path, size = self._directory / name, self._before.get(name, (0, 0))[1]
-        return 0 < size < path.stat().st_size and self._ends.get(name) == _ends(path, size)
+            # PEFT, and this package, write into a card that is there.
+            if (directory / CARD_FILE).is_file():
+                (folder / CARD_FILE).write_bytes(without_claim((directory / CARD_FILE).read_bytes()))
+            yield folder
+            flush(folder)
+            _move(folder, directory)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
-def _ends(path: Path, size: int) -> bytes:
-    """The first and the last few bytes of the first `size`: files in the way may be large."""
+def _move(folder: Path, directory: Path) -> None:
+    names = _names(folder)
+    stale = set(_earlier_files(directory)) - set(names)
+    for name in names:
+        (directory / name).parent.mkdir(parents=True, exist_ok=True)
+    card = directory / CARD_FILE
+    if card.is_file() and (text := card.read_bytes()) != (bare := without_claim(text)):
+        (folder / _ASIDE).write_bytes(bare)
+        os.replace(folder / _ASIDE, card)
+    (directory / RECORD_FILE).unlink(missing_ok=True)
+    for name in stale:
+        (directory / name).unlink(missing_ok=True)
+    for name in sorted(names, key=lambda name: (name == CARD_FILE, name == RECORD_FILE)):
+        os.replace(folder / name, directory / name)
+
+
+def _earlier_files(directory: Path) -> list[str]:
+    """What the record of an earlier save names, and shards of one that was broken off."""
+    shards = [path.name for path in directory.glob(_SHARDS)]
     try:
-        with path.open("rb") as file:
-            first = file.read(min(size, _FEW))
-            file.seek(max(0, size - _FEW))
-            return first + file.read(min(size, _FEW))
-    except PermissionError:
-        return b""
+        record = PrivacyRecord.from_json((directory / RECORD_FILE).read_bytes())
+    except (OSError, LedgerError):
+        return shards
+    return [*shards, *filter(may_be_published, record.files)]
 
 
-def _may_be_a_log(name: str) -> bool:
-    # The others are written whole, and may be large.
-    return PurePosixPath(name).suffix not in (".safetensors", ".json")
-
-
-def _signatures(directory: Path) -> dict[str, tuple[int, ...]]:
-    found: dict[str, tuple[int, ...]] = {}
-    for folder, folders, files in os.walk(directory):
-        here = Path(folder).relative_to(directory)
-        folders[:] = [name for name in folders if may_be_published((here / name / "file").as_posix())]
-        for name in files:
-            # Links that lead nowhere, and pipes, are nobody's model.
-            if may_be_published((path := here / name).as_posix()) and (directory / path).is_file():
-                stat = (directory / path).stat()
-                found[path.as_posix()] = (stat.st_mtime_ns, stat.st_size, stat.st_ino)
-    return found
+def _names(folder: Path) -> list[str]:
+    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if not path.is_dir())

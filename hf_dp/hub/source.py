@@ -65,6 +65,10 @@ class Source:
         with _refusals(self.title):
             return Path(huggingface_hub.hf_hub_download(filename=name, **self._remote))
 
+    def written(self, name: str) -> int:
+        """When one of `names` was written, in nanoseconds; 0 on the hub, where nothing says so."""
+        return 0 if self._directory is None else (self._directory / name).stat().st_mtime_ns
+
     def record(self) -> PrivacyRecord:
         """The model's `privacy.json`.
 

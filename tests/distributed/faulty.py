@@ -47,6 +47,9 @@ def happens(fault: str, run: Any) -> None:
         collate, micro_batches = run.data_collator, iter(range(10**9))
         # Those of the checks before the first step, and some more.
         run.data_collator = lambda rows: raises() if next(micro_batches) > 12 else collate(rows)
+    elif fault == "save":
+        save = run._save_rng_state
+        run._save_rng_state = lambda folder: dies() if run.state.global_step > 2 else save(folder)
     elif fault in ("meet", "release"):
         honest = getattr(ClippedSum, fault)
 
@@ -70,7 +73,7 @@ def main(output: str, fault: str = "sound", victim: int = -1) -> None:
     run = trainer(output, "bert", 2, secret, **values)
     if ranks.rank() == victim:
         happens(fault, run)
-    run.train(resume_from_checkpoint=any(Path(output).glob("checkpoint-*")) or None)
+    run.train(resume_from_checkpoint=any(Path(output).glob("checkpoint-*")))
     run.save_model(f"{output}/final")
     # Left to the interpreter's end, gloo's threads now and then abort it.
     torch.distributed.destroy_process_group()

@@ -273,19 +273,20 @@ def refusal(path: str, what: str) -> str:
 
 
 def saved_and_resumed(
-    path: str, name: str, world: int, shards: str | None, resume: bool, **changes: Any
+    path: str, name: str, world: int, shards: str | None, resume: bool | str, **changes: Any
 ) -> dict[str, Any]:
     """`trained`, with a checkpoint after two steps: stopping there, or going on from it.
 
     Args:
         shards: the state_dict_type of FSDP2, or None for DDP.
+        resume: True from the first checkpoint, "newest" from the newest whole one.
     """
     values = {"save_strategy": "steps", "save_steps": 2, "optim": "adamw_torch", "adam_epsilon": 1e-2,
               "learning_rate": 1e-2, **changes}  # fmt: skip
     kept = {"fsdp": True, "fsdp_config": {"version": 2, **SHARDS, "state_dict_type": shards}} if shards else {}
     with fsdp2_on_cpu() if shards else nullcontext():
         run = trainer(path, name, world, {"noise_multiplier": 0}, **values, **kept)
-        run.train(resume_from_checkpoint=f"{path}/checkpoint-2" if resume else None)
+        run.train(resume_from_checkpoint=f"{path}/checkpoint-2" if resume is True else resume == "newest")
         run.save_model(f"{path}/final")
         # As before a push.
         run.save_model(_internal_call=True)

@@ -85,6 +85,16 @@ def test_a_refusal_is_the_last_thing_seen_and_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("victim", ["0", "1"])
+def test_a_rank_killed_in_a_save(tmp_path: Path, victim: str) -> None:
+    died = launch(str(tmp_path), "save", victim)
+    assert died.returncode != 0
+    assert not (tmp_path / "checkpoint-4").exists()
+    goes_on(tmp_path)
+    assert not (tmp_path / "_saving").exists()
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", ["collator", "callback"])
 def test_what_one_rank_met_is_the_last_thing_seen(tmp_path: Path, fault: str) -> None:
     died = launch(str(tmp_path), fault, "1")

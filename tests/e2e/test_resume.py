@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import os
+import random
+import secrets
 import shutil
 import signal
 import subprocess
@@ -13,12 +15,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from datasets import Dataset
 from torch import Tensor
 
-from hf_dp.errors import BudgetExceededError, LedgerError
-from hf_dp.fingerprint import KEY_FILE, fingerprint, fingerprint_key
+from hf_dp.errors import BudgetExceededError, ConfigurationError, LedgerError
+from hf_dp.fingerprint import KEY_FILE, compare, fingerprint, fingerprint_key
 from tests.e2e.workbench import Rows, classifier, make, parameters, private, rows, same
 
 STEPS, SAVED, KILLED = 7, 4, 6
@@ -357,12 +361,69 @@ def test_a_fingerprint_is_of_the_content() -> None:
     assert fingerprint(Images(), KEY[::-1]) != one
 
 
-def test_rows_that_change_have_no_fingerprint() -> None:
-    class Augmented(Images):
-        def __getitem__(self, index: int) -> dict[str, Any]:
-            return {"pixels": torch.rand(3)}
+class Augmented(Images):
+    """Of one row in many, the pixels are drawn at each look; by a generator of its own, where there is one."""
 
-    assert fingerprint(Augmented(), KEY) is None
+    def __init__(self, middle: int = 0, own: bool = False) -> None:
+        super().__init__(middle)
+        self.generator = torch.Generator() if own else None
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        drawn = {"drawn": self.middle + torch.rand(3, generator=self.generator), "numpy": np.random.rand()}
+        return {**drawn, "label": index + self.middle, "object": Opaque(index) if self.generator else random.random()}
+
+
+class Opaque:
+    """Without a content that can be looked into."""
+
+    __slots__ = ("index",)
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+
+
+def test_rows_that_are_augmented_at_random_are_compared_all_the_same() -> None:
+    states = torch.get_rng_state(), random.getstate()
+    one = fingerprint(Augmented(), KEY)
+    assert torch.equal(states[0], torch.get_rng_state())
+    assert states[1] == random.getstate()
+    torch.rand(5)
+    assert compare(one, fingerprint(Augmented(), KEY)) == (False, 0)
+    assert compare(one, fingerprint(Augmented(middle=1), KEY)) == (True, 0)
+    own = fingerprint(Augmented(own=True), KEY)
+    assert list(own.values()).count(None) == 2, "of a generator of its own, and of what cannot be looked into"
+    assert compare(own, fingerprint(Augmented(own=True), KEY)) == (False, 2)
+    assert compare(own, fingerprint(Augmented(middle=1, own=True), KEY)) == (True, 2), "the labels differ"
+    assert compare(one, fingerprint(Images(), KEY))[0], "other columns"
+
+
+def test_a_transform_is_looked_behind() -> None:
+    def data(first: int) -> Dataset:
+        generator = np.random.default_rng()
+        stored = Dataset.from_dict({"text": [f"words {i}" for i in range(first, first + 5)]})
+        stored.set_transform(lambda rows: {"noisy": [generator.random() for _ in rows["text"]]})
+        return stored
+
+    one = fingerprint(data(0), KEY)
+    assert compare(one, fingerprint(data(0), KEY)) == (False, 0)
+    assert compare(one, fingerprint(data(1), KEY)) == (True, 0)
+
+
+def test_columns_that_could_not_be_compared_are_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Noisy(list):  # type: ignore[type-arg]
+        def __getitem__(self, index: Any) -> Any:
+            row = super().__getitem__(index)
+            return {**row, "noise": secrets.randbits(60)} if isinstance(row, dict) else row
+
+    trainer(tmp_path, Noisy(rows()), seed=7, remove_unused_columns=False).train()
+    shutil.rmtree(tmp_path / f"checkpoint-{STEPS}")
+    with caplog.at_level(logging.WARNING):
+        trainer(tmp_path, Noisy(rows()), seed=7, remove_unused_columns=False).train(resume_from_checkpoint=True)
+    assert "1 of 3 columns of the data could not be compared" in caplog.text
+    with pytest.raises(LedgerError, match="not the data"):
+        trainer(tmp_path, Noisy(rows(seed=1)), seed=7).train(
+            resume_from_checkpoint=str(tmp_path / f"checkpoint-{SAVED}")
+        )
 
 
 def test_the_key_is_whole_secret_and_kept(tmp_path: Path) -> None:
@@ -374,6 +435,10 @@ def test_the_key_is_whole_secret_and_kept(tmp_path: Path) -> None:
     assert (tmp_path / KEY_FILE).stat().st_mode & 0o077 == 0
     (tmp_path / KEY_FILE).write_bytes(b"")
     assert fingerprint_key(tmp_path, create=True) is None, "half a key is no secret"
+    (tmp_path / KEY_FILE).unlink()
+    (tmp_path / KEY_FILE).mkdir()
+    with pytest.raises(ConfigurationError, match="cannot be read: .*Is a directory"):
+        trainer(tmp_path).train()
 
 
 def test_no_secret_is_in_a_checkpoint(checkpointed: Path) -> None:

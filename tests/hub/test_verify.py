@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import json
 import math
-import os
 import re
 import shutil
 from collections.abc import Callable
@@ -26,7 +25,7 @@ from hf_dp.cli import app
 from hf_dp.errors import HfDpError, HubError, LedgerError
 from hf_dp.hub import verify, write_card
 from hf_dp.hub.record import PrivacyRecord, sha256
-from hf_dp.hub.saved import SavedFiles, may_be_published
+from hf_dp.hub.saved import may_be_published
 from hf_dp.re_attention import load_re_attention
 from tests.e2e.workbench import make
 from tests.hub.server import Hub
@@ -422,6 +421,18 @@ def test_report_reads_a_folder_a_checkpoint_and_an_interrupted_run(saved: Path, 
     assert Ledger.from_dict(values["ledger"]).steps == 4
 
 
+def test_report_shows_a_run_that_is_newer_than_the_finished_one_beside_it(saved: Path, copy: Path) -> None:
+    run = make(copy, privacy=PrivacyConfig(target_epsilon=5.0), save_strategy="steps", save_steps=2, max_steps=2)
+    run.train()
+    values = json.loads(invoke("report", str(copy), "--json").stdout)
+    assert (values["source"], values["report"]["target_epsilon"]) == (f"{copy}/checkpoint-2", 5.0)
+    said = invoke("report", str(copy))
+    assert f"{copy}/checkpoint-2, the newest here; {copy} holds an older model" in said.stdout
+    run.save_model()
+    assert json.loads(invoke("report", str(copy), "--json").stdout)["source"] == str(copy)
+    assert "older" not in invoke("report", str(saved)).stdout
+
+
 def test_report_of_a_folder_without_a_record_is_refused(tmp_path: Path) -> None:
     said = invoke("report", str(tmp_path))
     assert said.exit_code == 2
@@ -430,45 +441,6 @@ def test_report_of_a_folder_without_a_record_is_refused(tmp_path: Path) -> None:
 
 
 # --- what is saved, and the record ------------------------------------------------------------------------------------
-
-
-def test_only_what_was_written_belongs_to_the_model(tmp_path: Path) -> None:
-    (tmp_path / "customers.csv").write_text("private")
-    with SavedFiles(tmp_path) as files:
-        (tmp_path / "model.safetensors").write_bytes(b"1")
-        (tmp_path / "training_args.bin").write_bytes(b"1")
-        (tmp_path / "sub").mkdir()
-        (tmp_path / "sub" / "adapter_model.safetensors").write_bytes(b"1")
-        (tmp_path / "runs").mkdir()
-        (tmp_path / "runs" / "log.txt").write_bytes(b"1")
-    assert files.names == ["model.safetensors", "sub/adapter_model.safetensors"]
-
-
-def test_what_is_no_file_is_not_looked_into(tmp_path: Path) -> None:
-    (tmp_path / "latest").symlink_to(tmp_path / "nowhere")
-    os.mkfifo(tmp_path / "pipe")
-    with SavedFiles(tmp_path) as files:
-        (tmp_path / "model.safetensors").write_bytes(b"1")
-    assert files.names == ["model.safetensors"]
-
-
-def test_a_log_that_grows_while_the_model_is_saved_is_not_the_model_s(tmp_path: Path) -> None:
-    for name in ("train.log", "out.txt", "merges.txt"):
-        (tmp_path / name).write_text("loss 1\n")
-    with SavedFiles(tmp_path) as files:
-        for name in ("train.log", "out.txt"):
-            with (tmp_path / name).open("a") as log:
-                log.write("Saving model checkpoint\n")
-        (tmp_path / "merges.txt").write_text("a b\nc d\n")
-        (tmp_path / "model.safetensors").write_bytes(b"1")
-    assert files.names == ["merges.txt", "model.safetensors"]
-
-
-def test_a_file_of_an_earlier_save_is_the_model_s_only_if_it_is_written_again(copy: Path) -> None:
-    content = (copy / "model.safetensors").read_bytes()
-    with SavedFiles(copy) as files:
-        (copy / "model.safetensors").write_bytes(content)
-    assert files.names == ["model.safetensors"], "config.json was not written"
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ FLOORS = {
     "layouts": 4,
     "ranks": 0,
     "randomness": 0,
+    "disk": 0,
     "accounting": 1,
     "sampling": 1,
     "losses": 1,
@@ -47,6 +48,7 @@ FLOORS = {
     "trainer": 4,
     "hub": 2,
     "publishing": 4,
+    "checkpoints": 4,
     "audit": 4,
     "demo": 5,
     "cli": 5,
@@ -57,7 +59,7 @@ PEERS = {
     ("launched", "errors"), ("ranks", "errors"), ("ranks", "launched"),
     ("randomness", "errors"), ("randomness", "ranks"), ("trainer", "callbacks"),
     ("trainer", "attention_noise"), ("trainer", "sparse_training"), ("sparse_embeddings", "aggregate"), ("cli", "demo"),
-    ("trainer", "publishing"), ("trainer", "layouts"), ("arguments", "sft"),
+    ("trainer", "publishing"), ("trainer", "layouts"), ("trainer", "checkpoints"), ("arguments", "sft"),
 }  # fmt: skip
 # Libraries that a module must not import itself. What it imports through others is seen in test_package.py.
 FORBIDDEN = {
@@ -69,7 +71,7 @@ FORBIDDEN = {
     "per_example": {"transformers", "accelerate", "peft", "datasets"},
 }
 TRAINER_NAMES = {"Trainer", "Seq2SeqTrainer", "TrainerCallback"}
-MAY_IMPORT_TRAINER = {"trainer", "callbacks", "publishing", "layouts", "demo", "cli"}
+MAY_IMPORT_TRAINER = {"trainer", "callbacks", "publishing", "layouts", "checkpoints", "demo", "cli"}
 
 
 class Import(NamedTuple):

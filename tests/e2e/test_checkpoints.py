@@ -1,0 +1,170 @@
+"""A checkpoint is whole or not there: after a kill at any moment of a save, on a full disk, and beside halves."""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import resource
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import TrainerCallback
+
+from hf_dp.checkpoints import finish, newest_whole
+from hf_dp.errors import LedgerError
+from tests.crashes import digests, killed_everywhere
+from tests.e2e.test_resume import SAVED, STEPS, trainer
+from tests.e2e.workbench import make, rows
+
+NEWEST = f"checkpoint-{STEPS}"
+
+
+@pytest.fixture(scope="module")
+def checkpointed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The output directory of a run with two checkpoints, to be copied and spoilt."""
+    path = tmp_path_factory.mktemp("checkpointed") / "out"
+    trainer(path, seed=7).train()
+    return path
+
+
+def copied(path: Path, to: Path) -> Path:
+    return Path(shutil.copytree(path, to / "out"))
+
+
+def branch(path: Path, **changes: Any) -> Any:
+    """A run that has come to the step of the first checkpoint again, with other noise, and has not saved."""
+    run = trainer(path, save_strategy="no", max_steps=SAVED, **changes)
+    run.train()
+    return run
+
+
+def test_failure_33_killed_while_a_checkpoint_is_written_over_the_old_or_the_new_one_is_whole(
+    checkpointed: Path, tmp_path: Path
+) -> None:
+    path = copied(checkpointed, tmp_path)
+    shutil.rmtree(path / NEWEST)
+    run, found = branch(path), []
+    old = digests(path / f"checkpoint-{SAVED}")
+    for _ in killed_everywhere(path, lambda: run._save_checkpoint(run.model, None)):
+        assert newest_whole(str(path)) == str(path / f"checkpoint-{SAVED}")
+        found.append(digests(path / f"checkpoint-{SAVED}"))
+    new = found[-1]
+    assert len(found) > 10, "hardly anything was tried"
+    assert old.keys() == new.keys()
+    assert [name for name in old if old[name] == new[name]] == ["config.json", "scheduler.pt"], "one branch"
+    assert found == [old] * found.count(old) + [new] * found.count(new), "a mixture, or none"
+    assert found.count(new) > 1, "killed before its last renaming the new one is whole, too"
+    assert sorted(p.name for p in path.iterdir()) == ["_hf_dp_fingerprint_key", f"checkpoint-{SAVED}"]
+    again = trainer(path, max_steps=SAVED)
+    again.train(resume_from_checkpoint=True)
+    assert again.ledger.to_dict() == run.ledger.to_dict()
+    assert all(torch.equal(one, two) for one, two in zip(again.model.parameters(), run.model.parameters(), strict=True))
+
+
+def test_killed_in_a_first_save_training_goes_on_from_the_checkpoint_before(
+    checkpointed: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = copied(checkpointed, tmp_path)
+    (path / "_saving").mkdir()
+    (path / NEWEST).rename(path / "_saving" / NEWEST)
+    (path / "_saving" / NEWEST / "rng_state.pth").unlink()
+    run = trainer(path, seed=7)
+    with caplog.at_level(logging.WARNING):
+        run.train(resume_from_checkpoint=True)
+    assert f"{NEWEST}: it was being written" in caplog.text
+    assert run.ledger.steps == STEPS
+    assert digests(path / NEWEST).keys() == digests(checkpointed / NEWEST).keys()
+    assert not (path / "_saving").exists()
+
+
+HALVES = {
+    "trainer_state.json": "it has no trainer_state.json",
+    "model.safetensors": "it has no weights",
+    "optimizer.pt": "it has no optimizer",
+    "rng_state.pth": "it has no rng_state",
+}
+
+
+@pytest.mark.parametrize("name", HALVES)
+@pytest.mark.parametrize("cut", [True, False])
+def test_a_half_is_passed_over_by_name_and_by_itself_refused(
+    checkpointed: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str, cut: bool
+) -> None:
+    path = copied(checkpointed, tmp_path)
+    file = path / NEWEST / name
+    content = file.read_bytes()
+    file.unlink()
+    if cut:
+        file.write_bytes(content[: len(content) // 2])
+    lack = f"{name} {'cannot be read' if name.endswith('json') else 'is cut'}" if cut else HALVES[name]
+    with caplog.at_level(logging.WARNING):
+        assert newest_whole(str(path)) == str(path / f"checkpoint-{SAVED}")
+    assert f"{NEWEST}: {lack}" in caplog.text
+    with pytest.raises(LedgerError, match=name if cut else "not whole|cannot be read"):
+        trainer(path, seed=7).train(resume_from_checkpoint=str(path / NEWEST))
+    shutil.rmtree(path / f"checkpoint-{SAVED}")
+    with pytest.raises(LedgerError, match=f"no checkpoint in .* is whole .*{lack}"):
+        trainer(path, seed=7).train(resume_from_checkpoint=True)
+
+
+def test_without_any_checkpoint_trainer_says_so(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="No valid checkpoint"):
+        trainer(tmp_path, seed=7).train(resume_from_checkpoint=True)
+
+
+def test_what_trainer_does_with_checkpoints_stays(tmp_path: Path) -> None:
+    """Rotation, the best one, callbacks that write into the new one, and checkpoints of the model alone."""
+
+    class Note(TrainerCallback):
+        def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            (Path(args.output_dir) / f"checkpoint-{state.global_step}" / "note").write_text("mine")
+
+    first = make(
+        tmp_path / "one", parts={"eval_dataset": rows(8, seed=5), "callbacks": [Note()]}, max_steps=6,
+        save_strategy="steps", save_steps=1, eval_strategy="steps", eval_steps=1, save_total_limit=2,
+        load_best_model_at_end=True, metric_for_best_model="loss", greater_is_better=True, save_only_model=True,
+    )  # fmt: skip
+    first.train()
+    best = first.state.best_model_checkpoint
+    assert Path(best).parent == tmp_path / "one"
+    kept = {path.name for path in (tmp_path / "one").glob("checkpoint-*")}
+    assert kept == {Path(best).name, "checkpoint-6"}
+    assert all((tmp_path / "one" / name / "note").exists() for name in kept)
+    said = json.loads((Path(best) / "trainer_state.json").read_text())["best_model_checkpoint"]
+    assert said == best, "not where it was written aside"
+    # In a directory that was moved Trainer finds the best checkpoint beside the new one.
+    shutil.move(tmp_path / "one", tmp_path / "two")
+    first.args.output_dir = str(tmp_path / "two")
+    first._save_checkpoint(first.model, None)
+    assert first.state.best_model_checkpoint == str(tmp_path / "two" / Path(best).name)
+
+
+@pytest.mark.parametrize("bytes_left", [300, 20_000])
+def test_a_full_disk_is_named_and_nothing_is_lost(checkpointed: Path, tmp_path: Path, bytes_left: int) -> None:
+    path = copied(checkpointed, tmp_path)
+    run, before = branch(path), digests(path)
+    limits, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (bytes_left, limits[1]))
+    try:
+        with pytest.raises(OSError, match="No space to write .* bytes are free on this disk.*as they were") as caught:
+            run._save_checkpoint(run.model, None)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert caught.value.errno == errno.ENOSPC
+    assert digests(path) == before
+    run._save_checkpoint(run.model, None)
+    assert digests(path / f"checkpoint-{SAVED}") != digests(checkpointed / f"checkpoint-{SAVED}")
+
+
+def test_a_renaming_that_was_broken_off_is_finished(checkpointed: Path, tmp_path: Path) -> None:
+    path = copied(checkpointed, tmp_path)
+    (path / "_saved").mkdir()
+    (path / NEWEST).rename(path / "_saved" / NEWEST)
+    finish(str(path))
+    assert digests(path) == digests(checkpointed)

@@ -1,0 +1,229 @@
+"""Saving into a folder where others write, over an earlier model, and until the process is killed or the disk full."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import TrainerCallback
+
+from hf_dp import PrivacyConfig, load_report
+from hf_dp.hub import model_files, saved_aside, verify
+from tests.crashes import digests, killed_everywhere
+from tests.e2e.test_lora import adapted
+from tests.e2e.workbench import classifier
+from tests.hub.server import Hub
+from tests.hub.test_publish import MODEL, NAME, TOKENIZER, trainer
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run with a saved model; to be copied, and saved over."""
+    path = tmp_path_factory.mktemp("saved") / "out"
+    run = trainer(path)
+    run.train()
+    run.save_model()
+    return path
+
+
+def another(path: Path, model: Any = None, epsilon: float = 5.0, **changes: Any) -> Any:
+    """A trained run with another claim than `saved`."""
+    run = trainer(path, model, **changes)
+    run.privacy = PrivacyConfig(target_epsilon=epsilon)
+    run.train()
+    return run
+
+
+class Writer:
+    """Writes what is not the model's into a folder, as long as it is open."""
+
+    NAMES = ("metrics.json", "sample_1.txt", "data.csv", "sub/dump.parquet", "model_of_mine.safetensors")
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._stop = folder, threading.Event()
+        self._thread = threading.Thread(target=self._write)
+
+    def _write(self) -> None:
+        number = 0
+        while not self._stop.is_set():
+            number += 1
+            for name in self.NAMES:
+                (self._folder / name).parent.mkdir(parents=True, exist_ok=True)
+                (self._folder / name).write_text(f"private {number}")
+
+    def __enter__(self) -> None:
+        self._thread.start()
+
+    def __exit__(self, *error: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+
+@pytest.mark.parametrize("strategy", ["end", "every_save"])
+def test_failure_34_what_others_write_while_the_model_is_saved_stays_at_home(
+    hub: Hub, tmp_path: Path, strategy: str
+) -> None:
+    path = tmp_path / "out"
+    run = trainer(
+        path, save_strategy="steps", save_steps=2, push_to_hub=True, hub_token="hf_writer", hub_strategy=strategy,
+        hub_always_push=True,
+    )  # fmt: skip
+    path.mkdir(exist_ok=True)
+    with Writer(path):
+        run.train()
+        run.push_to_hub()
+    for _, _, files in hub.repositories[NAME].commits:
+        assert set(files) <= MODEL | TOKENIZER
+    assert set(hub.repositories[NAME].files) == MODEL | TOKENIZER
+    assert verify(NAME).private
+    assert all((path / name).read_text().startswith("private") for name in Writer.NAMES), "and is not taken away"
+
+
+def test_what_a_callback_writes_at_a_save_is_not_the_models(tmp_path: Path) -> None:
+    class Metrics(TrainerCallback):
+        def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            for folder in (Path(args.output_dir), Path(args.output_dir) / f"checkpoint-{state.global_step}"):
+                (folder / "metrics.json").write_text(json.dumps(state.log_history))
+
+    run = trainer(tmp_path, save_strategy="steps", save_steps=4)
+    run.add_callback(Metrics())
+    run.train()
+    run.save_model()
+    for folder in (tmp_path, tmp_path / "checkpoint-4"):
+        assert set(json.loads((folder / "privacy.json").read_text())["files"]) == {
+            *TOKENIZER, "config.json", "model.safetensors",
+        }  # fmt: skip
+        assert (folder / "metrics.json").exists()
+
+
+def test_what_a_subclass_saves_is_the_models(tmp_path: Path) -> None:
+    run = trainer(tmp_path)
+    run.train()
+    own = type(run)._save
+
+    class Saving(type(run)):  # type: ignore[misc]
+        def _save(self, output_dir: Any = None, state_dict: Any = None) -> None:
+            own(self, output_dir, state_dict)
+            (Path(output_dir) / "1_Pooling").mkdir()
+            (Path(output_dir) / "1_Pooling" / "config.json").write_text("{}")
+
+    run.__class__ = Saving
+    run.save_model()
+    assert "1_Pooling/config.json" in json.loads((tmp_path / "privacy.json").read_text())["files"]
+    assert verify(tmp_path).private
+    assert (tmp_path / "training_args.bin").exists(), "as Trainer leaves it"
+
+
+def test_two_saves_at_once_follow_one_another(tmp_path: Path) -> None:
+    run = another(tmp_path)
+    threads = [threading.Thread(target=run.save_model) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert verify(tmp_path).private
+
+
+def test_a_folder_of_its_own_and_a_link(saved: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(saved, tmp_path / "real"))
+    (tmp_path / "link").symlink_to(copy)
+    (copy / "blob").write_bytes(b"somebody's")
+    (copy / "config.json").unlink()
+    (copy / "config.json").symlink_to(copy / "blob")
+    another(tmp_path / "run").save_model(str(tmp_path / "link"))
+    assert verify(copy).private
+    assert (copy / "blob").read_bytes() == b"somebody's", "not written through a link"
+    assert load_report(copy).target_epsilon == 5.0
+
+
+def test_an_earlier_model_goes_with_its_record(saved: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(saved, tmp_path / "out"))
+    card = copy / "README.md"
+    card.write_text(card.read_text() + "\n## Mine\n\nwords of mine\n")
+    (copy / "model-00001-of-00002.safetensors").write_bytes(b"of a save that was broken off")
+    another(copy, adapted(classifier())).save_model()
+    assert not list(copy.glob("model*"))
+    assert not (copy / "config.json").exists(), "it would be loaded beside the adapter"
+    assert "words of mine" in card.read_text()
+    assert verify(copy).private, verify(copy).checks
+
+
+# --- breaking off -----------------------------------------------------------------------------------------------------
+
+
+def test_failure_34_killed_while_a_model_is_saved_over_another_no_claim_is_false(saved: Path, tmp_path: Path) -> None:
+    path = Path(shutil.copytree(saved, tmp_path / "out"))
+    run, found = another(path), list[float | None]()
+    for _ in killed_everywhere(path, run.save_model):
+        if "epsilon" in text(path):
+            assert verify(path).private, verify(path).checks
+            found.append(load_report(path).target_epsilon)
+        else:  # A record without a card says by digests what it is about.
+            found.append(None)
+    assert found == [3.0] * found.count(3.0) + [None] * found.count(None) + [5.0] * found.count(5.0)
+    assert found.count(3.0) > found.count(None) > 0 < found.count(5.0)
+    assert not (path / "_saving-model").exists()
+
+
+def text(folder: Path) -> str:
+    return (folder / "README.md").read_text()
+
+
+def test_failure_34_a_save_that_fails_leaves_the_model_before_it(saved: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    path = Path(shutil.copytree(saved, tmp_path / "out"))
+    run, before = another(path), digests(path)
+    monkeypatch.setattr(torch, "save", lambda *args, **options: (_ for _ in ()).throw(RuntimeError("unexpected pos 1")))
+    with pytest.raises(OSError, match="No space to write .* What was saved here before is as it was"):
+        run.save_model()
+    assert digests(path) == before
+    assert verify(path).private
+
+
+def test_weights_without_a_plan_take_the_claim_away(saved: Path, tmp_path: Path) -> None:
+    path = Path(shutil.copytree(saved, tmp_path / "out"))
+    trainer(path).save_model()
+    assert not (path / "privacy.json").exists()
+    for words in ("epsilon", "differential", "What is protected"):
+        assert words not in text(path)
+
+
+def test_the_claim_is_computed_before_anything_is_written(tmp_path: Path, monkeypatch: Any) -> None:
+    run = another(tmp_path)
+    order: list[str] = []
+    plan, own = run._plan, type(run)._save
+
+    class Noting(type(run)):  # type: ignore[misc]
+        def _save(self, *args: Any, **options: Any) -> None:
+            order.append("weights")
+            own(self, *args, **options)
+
+    run.__class__ = Noting
+    report = type(plan).report
+    monkeypatch.setattr(type(plan), "report", lambda *args: (order.append("report"), report(*args))[1])
+    run.save_model()
+    assert order == ["report", "weights"]
+
+
+# --- the folder aside -------------------------------------------------------------------------------------------------
+
+
+def test_only_what_was_written_aside_belongs_to_the_model(tmp_path: Path) -> None:
+    (tmp_path / "customers.csv").write_text("private")
+    (tmp_path / "latest").symlink_to(tmp_path / "nowhere")
+    os.mkfifo(tmp_path / "pipe")
+    with saved_aside(tmp_path) as aside:
+        for name in ("model.safetensors", "training_args.bin", "sub/adapter_model.safetensors", "runs/log.txt"):
+            (aside / name).parent.mkdir(exist_ok=True)
+            (aside / name).write_bytes(b"1")
+        (aside / "linked.json").symlink_to(tmp_path / "customers.csv")
+        (tmp_path / "merges.txt").write_text("of somebody else")
+        assert model_files(aside) == ["model.safetensors", "sub/adapter_model.safetensors"]
+    assert (tmp_path / "sub" / "adapter_model.safetensors").read_bytes() == b"1"
+    assert (tmp_path / "training_args.bin").exists()
+    assert not (tmp_path / "_saving-model").exists()
