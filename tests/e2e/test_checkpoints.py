@@ -59,7 +59,7 @@ def test_failure_33_killed_while_a_checkpoint_is_written_over_the_old_or_the_new
     assert [name for name in old if old[name] == new[name]] == ["config.json", "scheduler.pt"], "one branch"
     assert found == [old] * found.count(old) + [new] * found.count(new), "a mixture, or none"
     assert found.count(new) > 1, "killed before its last renaming the new one is whole, too"
-    assert sorted(p.name for p in path.iterdir()) == ["_hf_dp_fingerprint_key", f"checkpoint-{SAVED}"]
+    assert sorted(p.name for p in path.iterdir()) == ["_hf_dp_fingerprint_key", "_hf_dp_lock", f"checkpoint-{SAVED}"]
     again = trainer(path, max_steps=SAVED)
     again.train(resume_from_checkpoint=True)
     assert again.ledger.to_dict() == run.ledger.to_dict()
