@@ -10,22 +10,26 @@ from types import TracebackType
 from hf_dp.errors import LedgerError
 from hf_dp.hub.record import CARD_FILE, RECORD_FILE, PrivacyRecord
 
-# Pickles hold arguments, optimizer and generator states; the others hold losses, or belong to this machine.
-_NEVER = (
-    "*.bin", "*.pt", "*.pth", "*.pkl", "*.ckpt", "trainer_state.json", "events.out.tfevents.*", "*.log", "_*", ".*",
-)  # fmt: skip
+# What models, tokenizers and processors are saved as. Pickles hold arguments, optimizer and generator states.
+_KINDS = {".safetensors", ".json", ".jinja", ".py", ".model", ".spm", ".tiktoken", ".codes", ".tokenizer"}
+# Other texts and tables could be anybody's.
+_NAMES = {"vocab.txt", "merges.txt", "dict.txt", "corpus.jsonl", "corpus.csv"}
+# These hold losses, or belong to this machine.
+_NEVER = ("trainer_state.json", "*results.json", "metrics.json", "_*", ".*")
 _FEW = 4096  # bytes
 _NEVER_INSIDE = ("checkpoint-*", "last-checkpoint", "runs", "_*", ".*")
 
 
 def may_be_published(name: str) -> bool:
-    """Whether a file of this name (a POSIX path) may be part of a published model."""
-    *folders, last = PurePosixPath(name).parts
-    return not (
-        PurePosixPath(name).is_absolute()
-        or any(fnmatch.fnmatch(folder, pattern) for folder in folders for pattern in _NEVER_INSIDE)
-        or any(fnmatch.fnmatch(last, pattern) for pattern in _NEVER)
-        or last in (CARD_FILE, RECORD_FILE)
+    """Whether a file of this name (a POSIX path) may be part of a published model, on systems of either case."""
+    path = PurePosixPath(name.casefold())
+    *folders, last = path.parts or ("",)
+    return (
+        (path.suffix in _KINDS or last in _NAMES)
+        and not path.is_absolute()
+        and not any(fnmatch.fnmatchcase(folder, pattern) for folder in folders for pattern in _NEVER_INSIDE)
+        and not any(fnmatch.fnmatchcase(last, pattern) for pattern in _NEVER)
+        and last not in (CARD_FILE.casefold(), RECORD_FILE)
     )
 
 
@@ -92,7 +96,7 @@ def _signatures(directory: Path) -> dict[str, tuple[int, ...]]:
     found: dict[str, tuple[int, ...]] = {}
     for folder, folders, files in os.walk(directory):
         here = Path(folder).relative_to(directory)
-        folders[:] = [name for name in folders if may_be_published((here / name / "file").as_posix())]
+        folders[:] = [name for name in folders if may_be_published((here / name / "any.json").as_posix())]
         for name in files:
             # Links that lead nowhere, and pipes, are nobody's model.
             if may_be_published((path := here / name).as_posix()) and (directory / path).is_file():
