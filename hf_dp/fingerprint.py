@@ -10,6 +10,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from hf_dp.errors import LedgerError
+
 # Trainer's uploads leave out files in the output directory whose names begin with an underscore.
 KEY_FILE = "_hf_dp_fingerprint_key"
 _KEY_BYTES = 32
@@ -22,6 +24,9 @@ def fingerprint_key(output_dir: str | Path, create: bool) -> bytes | None:
     Args:
         output_dir: where checkpoints go.
         create: whether to make a key where there is none.
+
+    Raises:
+        LedgerError: there is something in its place that cannot be read.
     """
     path = Path(output_dir) / KEY_FILE
     if not path.exists():
@@ -33,7 +38,14 @@ def fingerprint_key(output_dir: str | Path, create: bool) -> bytes | None:
         with os.fdopen(handle, "wb") as file:
             file.write(secrets.token_bytes(_KEY_BYTES))
         os.replace(temporary, path)
-    key = path.read_bytes()
+    try:
+        key = path.read_bytes()
+    except OSError as error:
+        raise LedgerError(
+            f"the key {str(path)!r} cannot be read ({error}).",
+            why="without it nobody can tell whether a checkpoint is of this data, and as it was saved.",
+            fix="put the key back, or use a new output_dir.",
+        ) from error
     return key if len(key) == _KEY_BYTES else None
 
 

@@ -19,12 +19,14 @@ from hf_dp.accounting import (
 )
 from hf_dp.accounting.events import mechanisms
 from hf_dp.config import AccountantName
-from hf_dp.errors import ConfigurationError, shortened
-from hf_dp.hub.card import privacy_section
+from hf_dp.errors import ConfigurationError, LedgerError, shortened
+from hf_dp.hub.card import epsilons, privacy_section
 from hf_dp.hub.record import PrivacyRecord, sha256_of_text
 
 # The same computation on another machine; versions of dp_accounting may differ by more, and that is then said.
 _TOLERANCE = 1e-6
+# Each takes about 0.1 s; a training has one, and one for each kind of release besides its steps.
+_MOST_MECHANISMS = 16
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,29 @@ class Check:
     def __post_init__(self) -> None:
         for part in ("name", "found"):
             object.__setattr__(self, part, shortened(getattr(self, part)))
+
+
+def recomputed(record: PrivacyRecord, title: str) -> dict[AccountantName, float]:
+    """Epsilon of the record's ledger alone, by accountant, in nats.
+
+    Args:
+        title: where the record is from, in words.
+
+    Raises:
+        LedgerError: it cannot be computed, or not soon.
+    """
+    try:
+        different = len(mechanisms(record.ledger.event) or ())
+        if different <= _MOST_MECHANISMS:
+            return epsilons(record.report, record.ledger)
+        problem = f"it has {different} different mechanisms, and at most {_MOST_MECHANISMS} are added up here"
+    except (ArithmeticError, RecursionError) as error:
+        problem = str(error)
+    raise LedgerError(
+        f"epsilon cannot be computed from the ledger of {title} ({problem}).",
+        why="from a ledger that accountants cannot compute with nothing follows.",
+        fix="take the file again from the folder that the private run saved; do not edit it by hand.",
+    )
 
 
 def check_claim(record: PrivacyRecord, found: dict[AccountantName, float]) -> Iterator[Check]:

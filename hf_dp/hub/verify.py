@@ -7,18 +7,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from hf_dp.accounting import PrivacyReport, library_versions
-from hf_dp.accounting.events import mechanisms
 from hf_dp.config import AccountantName
-from hf_dp.errors import LedgerError, shortened
-from hf_dp.hub.card import epsilons
-from hf_dp.hub.claim import Check, check_claim, check_promise, check_words, is_of_this_version
+from hf_dp.errors import shortened
+from hf_dp.hub.claim import Check, check_claim, check_promise, check_words, is_of_this_version, recomputed
 from hf_dp.hub.files import check_files, folders_of_their_own, is_left_over
 from hf_dp.hub.page import check_card
 from hf_dp.hub.record import PrivacyRecord
 from hf_dp.hub.source import Source, open_source
-
-# Each takes about 0.1 s; a training has one, and one for each kind of release besides its steps.
-_MOST_MECHANISMS = 16
 
 PROVEN = (
     "The stated epsilon follows from the ledger: what is said to have been released costs no more at this delta.",
@@ -96,32 +91,11 @@ def verify(
     """
     source = open_source(repo_or_directory, revision=revision, token=token)
     record = source.record()
-    found = _recomputed(source, record)
+    found = recomputed(record, source.title)
     checks = [*check_claim(record, found), *check_promise(record), *check_words(record)]
     checks += [*check_files(source, record), *check_card(source, record)]
     notes = tuple(map(shortened, _notes(source, record)))
     return Verification(shortened(source.title), record.report, found, tuple(checks), notes)
-
-
-def _recomputed(source: Source, record: PrivacyRecord) -> dict[AccountantName, float]:
-    """Epsilon of the ledger, by accountant.
-
-    Raises:
-        LedgerError: it cannot be computed, or not soon.
-    """
-    try:
-        different = len(mechanisms(record.ledger.event) or ())
-        if different > _MOST_MECHANISMS:
-            problem = f"it has {different} different mechanisms, and at most {_MOST_MECHANISMS} are added up here"
-        else:
-            return epsilons(record.report, record.ledger)
-    except (ArithmeticError, RecursionError) as error:
-        problem = str(error)
-    raise LedgerError(
-        f"epsilon cannot be computed from the ledger of {source.title} ({problem}).",
-        why="a ledger that accountants cannot compute with proves nothing.",
-        fix="take the file again from the folder that the private run saved; do not edit it by hand.",
-    )
 
 
 def _notes(source: Source, record: PrivacyRecord) -> Iterator[str]:

@@ -41,6 +41,7 @@ FLOORS = {
     "trainer": 4,
     "hub": 2,
     "publishing": 4,
+    "restoring": 4,
     "audit": 4,
     "demo": 5,
     "cli": 5,
@@ -49,7 +50,7 @@ FLOORS = {
 PEERS = {
     ("config", "errors"), ("randomness", "errors"), ("randomness", "ranks"), ("trainer", "callbacks"),
     ("trainer", "attention_noise"), ("trainer", "sparse_training"), ("sparse_embeddings", "aggregate"), ("cli", "demo"),
-    ("trainer", "publishing"), ("arguments", "sft"),
+    ("trainer", "publishing"), ("trainer", "restoring"), ("arguments", "sft"),
 }  # fmt: skip
 # Libraries that a module must not import itself. What it imports through others is seen in test_package.py.
 FORBIDDEN = {
@@ -60,7 +61,7 @@ FORBIDDEN = {
     "per_example": {"transformers", "accelerate", "peft", "datasets"},
 }
 TRAINER_NAMES = {"Trainer", "Seq2SeqTrainer", "TrainerCallback"}
-MAY_IMPORT_TRAINER = {"trainer", "callbacks", "publishing", "demo", "cli"}
+MAY_IMPORT_TRAINER = {"trainer", "callbacks", "publishing", "restoring", "demo", "cli"}
 
 
 class Import(NamedTuple):
