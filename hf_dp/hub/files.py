@@ -14,13 +14,13 @@ from hf_dp.hub.source import Source
 # Read by people, by git or by the hub; no library loads them with a model.
 _HARMLESS = ("*.md", "*.png", "*.jpg", "*.jpeg", "*.gif", "*.svg", "*.webp", "*.pdf")
 _HARMLESS_STEMS = {"license", "licence", "notice", "copying", "citation", "authors"}
-# What Trainer, DPTrainer and the recipes leave beside a model on the machine that trained it.
+# What Trainer, DPTrainer, recipes and people leave beside a model on the machine that trained it.
 _LOCAL = (
     "training_args.bin", "optimizer.pt", "optimizer.bin", "scheduler.pt", "scaler.pt", "trainer_state.json",
     "rng_state*.pth", "events.out.tfevents.*", "*results.json", "groups.json", "hits.json", "chosen_rows.json",
-    "_hf_dp_fingerprint_key",
+    "_hf_dp_fingerprint_key", "*.csv", "*.tsv", "*.jsonl", "*.parquet", "*.log", "*.yaml", "*.yml", "*.ipynb", "*.sh",
 )  # fmt: skip
-_LOCAL_FOLDERS = ("checkpoint-*", "runs")
+_LOCAL_FOLDERS = ("checkpoint-*", "runs", "_sav*")
 # Folders of a model's own folder in which Transformers looks for code and for chat templates.
 _LOADED_FOLDERS = ("custom_generate", "additional_chat_templates")
 _FEW = 10
