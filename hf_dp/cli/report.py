@@ -28,6 +28,7 @@ def report(
 
     Exit codes: 0, read; 2, there is no report, or it cannot be read.
     """
+    from hf_dp.errors import shortened
     from hf_dp.hub import RECORD_FILE, open_source
     from hf_dp.hub.card import in_words
 
@@ -45,7 +46,7 @@ def report(
         print_json({"source": place, "report": record.report.to_dict(), "ledger": record.ledger.to_dict()})
         return
     console = Console(soft_wrap=True)
-    console.print(f"{place}\n", markup=False, highlight=False)
+    console.print(f"{shortened(place)}\n", markup=False, highlight=False)
     console.print(str(record.report), markup=False, highlight=False)
     table = Table(title="Everything that was released of the training data", title_justify="left")
     for column in ("release", "times", "mechanism"):
