@@ -131,7 +131,7 @@ BELIEVED_BEFORE: dict[str, tuple[list[Change], str]] = {
 
 
 @pytest.mark.parametrize("case", BELIEVED_BEFORE)
-def test_failure_21_a_checkpoint_that_contradicts_itself_is_refused(copy: Path, case: str) -> None:
+def test_failure_33_a_checkpoint_that_contradicts_itself_is_refused(copy: Path, case: str) -> None:
     changes, words = BELIEVED_BEFORE[case]
     assert SavedRun.read(checkpoint(copy)).ledger.steps == SAVED
     for change in changes:
