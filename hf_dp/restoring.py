@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors import safe_open
 from torch import nn
+from transformers.trainer_callback import TrainerState
 
 from hf_dp.errors import HfDpError, LedgerError
 
@@ -25,6 +26,8 @@ class RestoringMixin(_Base):
     """Trainer's own methods, with refusals in place of the words of pickles, archives and JSON."""
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        with _damage_is_named(resume_from_checkpoint, "trainer_state.json"):
+            TrainerState.load_from_json(str(Path(resume_from_checkpoint, "trainer_state.json")))
         with _damage_is_named(resume_from_checkpoint, "*.safetensors", "*.json"):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 

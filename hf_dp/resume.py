@@ -43,10 +43,10 @@ class SavedRun:
     key: bytes | None
 
     @staticmethod
-    def record(ledger: Ledger, data: str | None, key: bytes | None, step: int) -> dict[str, Any]:
-        """What the callback saves, for `read` to find, at Trainer's global step `step`."""
+    def record(ledger: Ledger, data: str | None, key: bytes | None, state: Mapping[str, Any]) -> dict[str, Any]:
+        """What the callback saves, for `read` to find, beside the fields of Trainer's `state`."""
         values: dict[str, Any] = {"ledger": ledger.to_dict(), "data": data}
-        return {**values, "seal": None if key is None else seal(key, **values, step=step)}
+        return {**values, "seal": None if key is None else seal(key, **values, state=state)}
 
     @classmethod
     def read(cls, checkpoint: str | Path) -> SavedRun:
@@ -75,10 +75,10 @@ class SavedRun:
             )
         refuse_disagreement(checkpoint, state, ledger)
         key, data = fingerprint_key(Path(checkpoint).absolute().parent, create=False), found.get("data")
-        if key is not None and found.get("seal") != seal(key, found["ledger"], data, step):
+        if key is not None and found.get("seal") != seal(key, found["ledger"], data, state):
             raise LedgerError(
-                f"the ledger in {str(path)!r} does not fit the seal that it was saved with.",
-                why="it was changed, or the checkpoint is of another output directory, which has another key.",
+                f"{str(path)!r} does not fit the seal that it was saved with.",
+                why="something in it was changed, or the checkpoint is of another output directory with another key.",
                 fix="use a checkpoint whose trainer_state.json is as DPTrainer wrote it, in its own output directory.",
             )
         return cls(ledger, data, key)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 from collections.abc import Iterator, Mapping, Sequence
@@ -286,7 +287,7 @@ class DPTrainerMixin(RestoringMixin, PublishingMixin):
         key = fingerprint_key(self._output_dir, create=True) if ranks.rank() == 0 else None
         if self._fingerprint is _UNKNOWN and self.train_dataset is not None:
             self._fingerprint = fingerprint(self.train_dataset, key) if key else None
-        return SavedRun.record(self.ledger, self._fingerprint, key, self.state.global_step)
+        return SavedRun.record(self.ledger, self._fingerprint, key, dataclasses.asdict(self.state))
 
     def _preflight(self) -> None:
         loader: Any = self.callback_handler.train_dataloader

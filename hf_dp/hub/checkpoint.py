@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -21,15 +22,19 @@ _LOGGED_DIGITS = 1e-4
 _NOT_HERE = ("other files", "weights")
 
 
-def seal(key: bytes, ledger: Mapping[str, Any], data: str | None, step: int) -> str:
+def seal(key: bytes, ledger: Mapping[str, Any], data: str | None, state: Mapping[str, Any]) -> str:
     """A keyed digest of what a checkpoint says of its training: who has no key can change nothing of it unseen.
 
     Args:
         key: of the output directory; see `hf_dp.fingerprint`.
         ledger, data: as they are saved.
-        step: Trainer's global step.
+        state: the fields of Trainer's state.
     """
-    text = json.dumps([ledger, data, step], sort_keys=True)
+    # Where the best checkpoint lies may be learnt later; the others' states hold this seal.
+    kept = {
+        name: value for name, value in state.items() if name != "stateful_callbacks" and not name.startswith("best")
+    }
+    text = json.dumps([ledger, data, kept], sort_keys=True)
     return hashlib.blake2b(text.encode(), key=key, digest_size=32, person=b"hf_dp ledger").hexdigest()
 
 
@@ -45,7 +50,7 @@ def refuse_disagreement(checkpoint: str | Path, state: Mapping[str, Any], ledger
         LedgerError: with everything that differs, or with what cannot be read.
     """
     checkpoint = Path(checkpoint)
-    found = [*_of_promise(ledger), *_of_name(checkpoint, state)]
+    found = [*_of_promise(ledger), *_of_name(checkpoint, state), *_of_numbers(state)]
     found += _of_record(checkpoint, ledger)
     # Epsilon is computed only of a ledger that is otherwise sound.
     found += [] if found else _of_logs(state, ledger)
@@ -76,6 +81,17 @@ def _of_name(checkpoint: Path, state: Mapping[str, Any]) -> Iterator[str]:
         yield f"trainer_state.json is of step {state['global_step']}, the folder's name of step {named[1]}"
 
 
+def _of_numbers(state: Mapping[str, Any]) -> Iterator[str]:
+    """What Trainer goes on counting with; some of it not before the end of the training."""
+    for name in ("max_steps", "num_train_epochs", "total_flos", "num_input_tokens_seen"):
+        value = state.get(name, 0)
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < math.inf:
+            yield f"{name} in trainer_state.json is {value!r}"
+    logs = state.get("log_history", [])
+    if not isinstance(logs, list) or not all(isinstance(entry, dict) for entry in logs):
+        yield "log_history in trainer_state.json is no list of entries"
+
+
 def _of_record(checkpoint: Path, ledger: Ledger) -> Iterator[str]:
     source = open_source(checkpoint)
     if RECORD_FILE not in source.names:
@@ -99,10 +115,7 @@ def _of_record(checkpoint: Path, ledger: Ledger) -> Iterator[str]:
 
 def _of_logs(state: Mapping[str, Any], ledger: Ledger) -> Iterator[str]:
     """Epsilon only grows, so that no earlier one is above the ledger's."""
-    logs = state.get("log_history")
-    for entry in logs if isinstance(logs, list) else []:
-        if not isinstance(entry, dict):
-            continue
+    for entry in state.get("log_history", []):
         step, logged, noise = (entry.get(name) for name in ("step", "epsilon", "noise_multiplier"))
         if isinstance(step, int) and step > state["global_step"]:
             yield f"log_history goes on to step {step}, trainer_state.json to {state['global_step']}"

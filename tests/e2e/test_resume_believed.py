@@ -120,6 +120,10 @@ BELIEVED_BEFORE: dict[str, tuple[list[Change], str]] = {
     "another label": ([in_entry(label="evaluation")], "counts 0 private steps"),
     "data": ([in_state(lambda state: saved_ledger(state).update(data=None))], "does not fit the seal"),
     "the seal": ([in_state(lambda state: saved_ledger(state).pop("seal"))], "does not fit the seal"),
+    "Trainer's count": ([in_state(lambda state: state.update(total_flos=None))], "total_flos in trainer_state.json is"),
+    "no logs": ([in_state(lambda state: state.update(log_history=[1]))], "log_history in trainer_state.json is no"),
+    "a length": ([in_state(lambda state: state.update(max_steps=9))], "does not fit the seal"),
+    "an unknown field": ([in_state(lambda state: state.update(x=1))], "does not fit the seal"),
     "a deep state": (
         [lambda path: (checkpoint(path) / "trainer_state.json").write_text("[" * 100_000)], "cannot be read"
     ),
@@ -168,6 +172,13 @@ def test_what_is_changed_in_all_places_alike_is_seen_by_the_key_alone(
         SavedRun.read(checkpoint(copy))
     (copy / KEY_FILE).unlink()
     assert SavedRun.read(checkpoint(copy)).ledger.steps == 3
+
+
+def test_a_state_that_trainer_cannot_read_is_refused_without_the_key_too(copy: Path) -> None:
+    edit_state(copy, lambda state: state.update(x=1))
+    (copy / KEY_FILE).unlink()
+    with pytest.raises(LedgerError, match=r"^trainer_state.json in .* cannot be loaded \(TypeError"):
+        trainer(copy, seed=7).train(resume_from_checkpoint=True)
 
 
 @pytest.mark.parametrize("name", ["optimizer.pt", "scheduler.pt", "rng_state.pth"])

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from hf_dp.accounting import epsilon, step_event
+from hf_dp.accounting import epsilon
 from hf_dp.accounting.events import from_counts
 from hf_dp.errors import LedgerError
 from hf_dp.hub import load_report, verify, write_card
@@ -341,5 +341,13 @@ def test_the_noise_that_a_config_gives_is_that_of_the_claim(staged: Path, tmp_pa
 
 def test_a_report_reads_what_a_forger_wrote_without_being_kept_busy(copy: Path) -> None:
     many_mechanisms(copy)
-    assert load_report(copy).steps == 4
-    assert step_event(1.0, 0.1) is not None
+    assert load_report(copy).steps == 2000
+
+
+@pytest.mark.parametrize("change", [in_record("report", "caveats", 0, to=1), in_record("report", "unit", to=[1])])
+def test_what_is_no_text_is_not_printed_as_one(copy: Path, change: Callable[[Path], None]) -> None:
+    change(copy)
+    for command in ("report", "verify"):
+        said = invoke(command, str(copy))
+        assert said.exit_code == 2, said.exception
+        assert "is no text" in said.stderr
