@@ -134,7 +134,9 @@ def _refusals(what: str) -> Iterator[None]:
     except HFValidationError as error:
         raise _refusal(f"{what!r} is no directory, and no name of a repository") from error
     except UnicodeEncodeError as error:
-        raise _refusal(f"{what!r} could not be read from the hub: the token has letters that no token has") from error
+        raise _refusal(
+            f"{what!r} could not be read from the hub: the token (or the revision) has letters that no token has"
+        ) from error
     except OfflineModeIsEnabled as error:
         raise _refusal(f"{what!r} is no directory, and the hub is switched off (HF_HUB_OFFLINE=1)") from error
     except _NETWORK as error:
