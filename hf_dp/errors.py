@@ -2,6 +2,27 @@
 
 from __future__ import annotations
 
+_LONGEST = 1500  # characters of each part of a message: all three fit a screen
+_MOST_LINES = 20
+_CUT = " [...] "
+
+
+def shortened(text: str, longest: int = _LONGEST) -> str:
+    """Text that quotes what others wrote, to be printed: at most `longest` characters, and none that no screen shows.
+
+    Lone surrogates cannot be written, and control characters could move the cursor over what was said before.
+    """
+    # First: what is not printable takes more room when it is escaped.
+    text = text if len(text) <= longest else text[:longest] + text[-longest:]
+    shown = "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)
+    lines = shown.split("\n")
+    if len(lines) > _MOST_LINES:
+        shown = "\n".join([*lines[: _MOST_LINES // 2], _CUT, *lines[-_MOST_LINES // 2 :]])
+    if len(shown) <= longest:
+        return shown
+    half = (longest - len(_CUT)) // 2
+    return shown[:half] + _CUT + shown[-half:]
+
 
 class HfDpError(Exception):
     """Base of every error that hf_dp raises on purpose.
@@ -13,8 +34,8 @@ class HfDpError(Exception):
     """
 
     def __init__(self, found: str, *, why: str, fix: str) -> None:
-        self.found, self.why, self.fix = found, why, fix
-        super().__init__(f"{found}\n  Why this is refused: {why}\n  What to do: {fix}")
+        self.found, self.why, self.fix = shortened(found), shortened(why), shortened(fix)
+        super().__init__(f"{self.found}\n  Why this is refused: {self.why}\n  What to do: {self.fix}")
 
     def __reduce__(self) -> tuple[object, tuple[object, ...]]:
         return _rebuild, (type(self), self.found, self.why, self.fix)

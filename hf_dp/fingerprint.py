@@ -12,7 +12,7 @@ from typing import Any
 
 from datasets import Dataset
 
-from hf_dp.errors import ConfigurationError
+from hf_dp.errors import LedgerError
 from hf_dp.randomness import keyed_global_state
 
 # Trainer's uploads leave out files in the output directory whose names begin with an underscore.
@@ -33,7 +33,7 @@ def fingerprint_key(output_dir: str | Path, create: bool) -> bytes | None:
         create: whether to make a key where there is none.
 
     Raises:
-        ConfigurationError: what lies in its place cannot be read.
+        LedgerError: there is something in its place that cannot be read.
     """
     path = Path(output_dir) / KEY_FILE
     if not path.exists():
@@ -48,10 +48,10 @@ def fingerprint_key(output_dir: str | Path, create: bool) -> bytes | None:
     try:
         key = path.read_bytes()
     except OSError as error:
-        raise ConfigurationError(
-            f"the key of the data's fingerprint cannot be read: {error}.",
-            why="whether a checkpoint was trained on the same data could not be told.",
-            fix=f"move {str(path)!r} away (its checkpoints cannot be compared then), or use a new output_dir.",
+        raise LedgerError(
+            f"the key {str(path)!r} cannot be read ({error}).",
+            why="without it nobody can tell whether a checkpoint is of this data, and as it was saved.",
+            fix="put the key back, or use a new output_dir.",
         ) from error
     return key if len(key) == _KEY_BYTES else None
 

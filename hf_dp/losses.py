@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from hf_dp.errors import ConfigurationError, UnsupportedModelError
+from hf_dp.errors import ConfigurationError, HfDpError, UnsupportedModelError
 
 _IGNORED = -100
 _SHIFTED = "causal_lm"
@@ -75,7 +75,7 @@ def check_own_loss(model: nn.Module, batch: Mapping[str, Any]) -> None:
     absent or not finite (an example without labels) is not compared.
 
     Raises:
-        UnsupportedModelError: they differ.
+        UnsupportedModelError: they differ, or the model's own cannot be computed.
     """
     rows = next(len(v) for v in batch.values() if isinstance(v, Tensor))
     devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
@@ -85,7 +85,7 @@ def check_own_loss(model: nn.Module, batch: Mapping[str, Any]) -> None:
             with torch.random.fork_rng(devices=devices):
                 ours = float(per_example_losses(model, one))
             with torch.random.fork_rng(devices=devices):
-                own = getattr(model(**one), "loss", None)
+                own = _own_loss(model, one)
         if own is None or not bool(own.isfinite()):
             continue
         if abs(ours - float(own)) > _SAME * max(1.0, abs(float(own))):
@@ -96,6 +96,21 @@ def check_own_loss(model: nn.Module, batch: Mapping[str, Any]) -> None:
                 fix="switch off auxiliary losses (output_router_logits=False), or override "
                 "DPTrainer.compute_per_example_loss(model, inputs).",
             )
+
+
+def _own_loss(model: nn.Module, batch: Mapping[str, Any]) -> Any:
+    try:
+        return getattr(model(**batch), "loss", None)
+    except (HfDpError, torch.OutOfMemoryError):
+        raise
+    except (ValueError, TypeError, LookupError, RuntimeError) as error:
+        name, problem = type(_base(model)).__name__, f"{type(error).__name__}: {error}"
+        raise UnsupportedModelError(
+            f"{name} cannot compute its own loss of one example ({problem}).",
+            why="what it was made to be trained for is unknown, and so whether the per-example loss is that.",
+            fix="give it all inputs that its forward pass takes with labels, or override "
+            "DPTrainer.compute_per_example_loss(model, inputs).",
+        ) from error
 
 
 def loss_kind(model: nn.Module) -> str:

@@ -128,7 +128,7 @@ def refuse_rows_that_fail(dataset: Any, extremes: list[int], few: list[Any], run
                 why="the training would stop where it is drawn, and what was spent until then would be lost.",
                 fix="correct the row or leave it out: token ids are below the size of the vocabulary, labels are below "
                 "num_labels, and texts have no more tokens than the model has positions (truncation=True). If any row "
-                "fails, the collator or the loss does not take one row by itself; micro-batches of one occur.",
+                "fails, the collator, model or adapter does not take one by itself; micro-batches of one occur.",
             ) from error
 
 

@@ -17,6 +17,7 @@ import hf_dp.ranks as ranks
 from hf_dp.accounting import Ledger
 from hf_dp.errors import BudgetExceededError, LedgerError
 from hf_dp.fingerprint import Fingerprint, compare, fingerprint, fingerprint_key
+from hf_dp.hub.checkpoint import refuse_disagreement, seal
 from hf_dp.plan import Plan
 
 logger = logging.getLogger(__name__)
@@ -43,22 +44,24 @@ class SavedRun:
     key: bytes | None
 
     @staticmethod
-    def record(ledger: Ledger, data: Fingerprint | None) -> dict[str, Any]:
-        """What the callback saves, for `read` to find."""
-        return {"ledger": ledger.to_dict(), "data": data}
+    def record(ledger: Ledger, data: Fingerprint | None, key: bytes | None, state: Mapping[str, Any]) -> dict[str, Any]:
+        """What the callback saves, for `read` to find, beside the fields of Trainer's `state`."""
+        values: dict[str, Any] = {"ledger": ledger.to_dict(), "data": data}
+        return {**values, "seal": None if key is None else seal(key, **values, state=state)}
 
     @classmethod
     def read(cls, checkpoint: str | Path) -> SavedRun:
         """Reads `trainer_state.json` of a checkpoint.
 
         Raises:
-            LedgerError: it is missing or damaged, has no ledger, or counts steps that the ledger does not.
+            LedgerError: it is missing or damaged, has no ledger, counts steps that the ledger does not, or was changed.
         """
         path = Path(checkpoint) / "trainer_state.json"
         try:
-            found: Any = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
+            state: Any = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError) as error:
             raise _no_ledger(f"{str(path)!r} cannot be read ({error})") from error
+        found = state
         step = found.get("global_step") if isinstance(found, dict) else None
         for name in _PATH:
             found = found.get(name) if isinstance(found, Mapping) else None
@@ -71,12 +74,15 @@ class SavedRun:
                 why="steps that are not in the ledger would be missing from epsilon.",
                 fix="use a checkpoint whose trainer_state.json is as DPTrainer wrote it.",
             )
-        data = found.get("data")
-        return cls(
-            ledger,
-            data if isinstance(data, dict) else None,
-            fingerprint_key(Path(checkpoint).absolute().parent, create=False),
-        )
+        refuse_disagreement(checkpoint, state, ledger)
+        key, data = fingerprint_key(Path(checkpoint).absolute().parent, create=False), found.get("data")
+        if key is not None and found.get("seal") != seal(key, found["ledger"], data, state):
+            raise LedgerError(
+                f"{str(path)!r} does not fit the seal that it was saved with.",
+                why="something in it was changed, or the checkpoint is of another output directory with another key.",
+                fix="use a checkpoint whose trainer_state.json is as DPTrainer wrote it, in its own output directory.",
+            )
+        return cls(ledger, data if isinstance(data, dict) else None, key)
 
     def check(self, promise: Mapping[str, Any], dataset: Any) -> None:
         """Refuses to continue under another promise or on other data.
@@ -119,6 +125,7 @@ def continued(ledger: Ledger, saved: SavedRun | None, plan: Plan, dataset: Any) 
     """
     if saved is not None:
         saved.check(plan.promise, dataset)
+        _refuse_other_releases(saved.ledger, plan)
         # In one process more may have been spent since the checkpoint than it knows.
         return max(saved.ledger, ledger, key=lambda one: (one.steps, one.charges))
     if not ledger.steps:
@@ -186,6 +193,19 @@ def _refuse_strangers(ledger: Ledger, plan: Plan) -> None:
             why="what that cost stays spent, and the noise of this training would be calibrated without it.",
             fix="train with the PrivacyConfig and the data of before, or with a new trainer, whose ledger is its own.",
         )
+
+
+def _refuse_other_releases(ledger: Ledger, plan: Plan) -> None:
+    """Of a training that took steps, each release that the plan sets budget aside for, with the noise of the plan."""
+    wanted = {plan.frequency_event: 1, plan.row_choice_event: 1}
+    made = {event: sum(count for other, count, _ in ledger.entries if other == event) for event in wanted}
+    for event, least in wanted.items():
+        if event is not None and ledger.steps and made[event] < least:
+            raise LedgerError(
+                f"the checkpoint's ledger has {ledger.steps} steps, and before them no release of {event}.",
+                why="the plan has one, of token frequencies or embedding rows, and what it cost would not be charged.",
+                fix="use a checkpoint whose trainer_state.json is as DPTrainer wrote it.",
+            )
 
 
 def _no_ledger(what: str) -> LedgerError:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from hf_dp.errors import ConfigurationError
+from hf_dp.errors import ConfigurationError, HfDpError
 from hf_dp.randomness import Entropy, bernoulli, secret_global_state
 
 Randomness = Callable[[], AbstractContextManager[None]]
@@ -199,7 +199,14 @@ class LogicalBatchCollator:
 
     def collated(self, examples: list[Any]) -> Mapping[str, Any]:
         """One micro-batch of `examples` (at least one), checked. Errors as for a call."""
-        batch = self._collate(examples)
+        try:
+            batch = self._collate(examples)
+        except (ValueError, TypeError, LookupError, RuntimeError) as error:
+            if len(examples) == 1 or isinstance(error, HfDpError):  # then the row itself is to be named
+                raise
+            raise _bad_collator(
+                self._collate, f"fails on {len(examples)} examples together ({type(error).__name__}: {error})"
+            ) from error
         if not isinstance(batch, Mapping):
             raise _bad_collator(self._collate, f"returned {type(batch).__name__}, not a mapping of names to tensors")
         tensors = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}

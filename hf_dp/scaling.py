@@ -214,7 +214,10 @@ def model_size(name_or_directory: str, lora_rank: int | None = None) -> ModelSiz
         config: Any = AutoConfig.from_pretrained(name_or_directory)
         with torch.device("meta"):
             model = next(kind.from_config(config) for kind in _kinds(config, AutoModelForCausalLM, AutoModel))
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, StopIteration, StrictDataclassError) as error:
+    except (
+        OSError, ValueError, TypeError, LookupError, ArithmeticError, AttributeError, RuntimeError, AssertionError,
+        StopIteration, StrictDataclassError,
+    ) as error:  # fmt: skip
         raise ConfigurationError(
             f"no configuration of a model at {name_or_directory!r} ({(str(error) or repr(error)).splitlines()[0]}).",
             why="the sizes of its parameters are read from it.",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 from collections.abc import Iterator, Mapping, Sequence
@@ -58,6 +59,7 @@ from hf_dp.probe import extreme_rows, refuse_rows_that_fail, telling_rows, uncha
 from hf_dp.publishing import PublishingMixin
 from hf_dp.randomness import Entropy, unchanged_global_state
 from hf_dp.re_attention import remove_re_attention
+from hf_dp.restoring import RestoringMixin
 from hf_dp.resume import SavedRun, continued, note_trained_by, refuse_trained_by_another
 from hf_dp.sampling import LogicalBatchCollator, PoissonBatchSampler, PoissonDataLoader, RankSampler
 from hf_dp.sft import forget_batch_metrics, refuse_sft
@@ -76,7 +78,7 @@ _WITHHELD = (
 )
 
 
-class DPTrainerMixin(CheckpointMixin, LayoutsMixin, PublishingMixin):
+class DPTrainerMixin(RestoringMixin, CheckpointMixin, LayoutsMixin, PublishingMixin):
     """Makes any Trainer subclass train with DP-SGD: `class MyTrainer(DPTrainerMixin, MyBaseTrainer)`.
 
     One dataloader item is one logical batch, Poisson-sampled with expected size `per_device_train_batch_size` x
@@ -310,11 +312,11 @@ class DPTrainerMixin(CheckpointMixin, LayoutsMixin, PublishingMixin):
 
     def checkpoint_record(self) -> dict[str, Any]:
         """What a checkpoint keeps: the ledger, and a keyed fingerprint of the data."""
+        # Every rank is asked, and one writes.
+        key = fingerprint_key(self._output_dir, create=True) if ranks.rank() == 0 else None
         if self._fingerprint is _UNKNOWN and self.train_dataset is not None:
-            # Every rank is asked, and one writes.
-            key = fingerprint_key(self._output_dir, create=True) if ranks.rank() == 0 else None
             self._fingerprint = fingerprint(self.train_dataset, key) if key else None
-        return SavedRun.record(self.ledger, self._fingerprint)
+        return SavedRun.record(self.ledger, self._fingerprint, key, dataclasses.asdict(self.state))
 
     def _preflight(self) -> None:
         loader: Any = self.callback_handler.train_dataloader

@@ -37,6 +37,8 @@ _MAX_STEP_CELLS = 40_000
 _MIN_CELL, _MAX_CELL = 1e-7, 30.0
 # Renyi divergences are sums near 1, exact to about this much for each step.
 _RDP_ROUNDING = 1e-15
+# Each takes about 0.2 s, and up to a second with the others; a training has three at most.
+_MOST_DISTRIBUTIONS = 6
 # Squares of smaller numbers vanish. Their epsilon is beyond 1e100: as good as infinite.
 _MIN_NOISE = 1e-60
 
@@ -46,7 +48,8 @@ def epsilon(event: dp.DpEvent, delta: float, accountant: AccountantName = "pld")
 
     "pld" composes privacy loss distributions, rounded up to a grid (Doroshenko et al. 2022, arXiv:2207.04380). The grid
     depends on the mechanisms alone, not on how often they are used, so epsilon grows with every step. Where so fine
-    a grid would not fit into memory, or the Renyi bound is smaller, the Renyi bound is returned: both are true.
+    a grid would not fit into memory, where there are more than six different mechanisms (minutes), or where the Renyi
+    bound is smaller, that is returned: both are true.
     "rdp" is the Renyi bound (Mironov et al. 2019, arXiv:1908.10530). The distributions of single steps and the Renyi
     bound come from `dp_accounting`, the sum over steps from `composition`, which bounds its rounding.
 
@@ -97,7 +100,9 @@ def _epsilon(counts: tuple[tuple[Mechanism, int], ...], delta: float, accountant
         return math.inf
     with _quiet(), np.errstate(all="ignore"):
         bound = _rdp_epsilon(counts, delta)
-        return min(bound, _pld_epsilon(counts, delta)) if accountant == "pld" else bound
+        if accountant == "rdp" or len(counts) > _MOST_DISTRIBUTIONS:
+            return bound
+        return min(bound, _pld_epsilon(counts, delta))
 
 
 @contextmanager

@@ -214,11 +214,15 @@ def _read(cls: type[PrivacyReport], values: object) -> PrivacyReport | str:
             return f"{name} is {fields[name]!r}"
     if not isinstance(fields["reproducible"], bool) or fields["accountant"] not in ("pld", "rdp"):
         return f"reproducible is {fields['reproducible']!r}, accountant is {fields['accountant']!r}"
+    texts = [fields[name] for name in ("unit", "adjacency", "sampling")]
+    texts += fields["caveats"] if isinstance(fields["caveats"], list) else [None]
+    if not all(isinstance(text, str) for text in texts):
+        return f"unit, adjacency, sampling or a caveat is no text: {texts!r}"
     versions = fields["versions"].items() if isinstance(fields["versions"], dict) else [(None, None)]
     # They are printed, and stand on cards: nothing but versions may be said there.
     is_version = all(_VERSION.fullmatch(str(text)) for pair in versions for text in pair)
-    if not isinstance(fields["caveats"], list) or not is_version or not all(type(v) is str for _, v in versions):
-        return f"caveats is {fields['caveats']!r}, versions is {fields['versions']!r}"
+    if not is_version or not all(type(v) is str for _, v in versions):
+        return f"versions is {fields['versions']!r}"
     report = cls(**{**fields, "caveats": tuple(fields["caveats"])})
     if values.get("private", report.private) != report.private:
         return f"it says private={values['private']!r}, which does not follow from its epsilon and its seed"

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 from safetensors import SafetensorError
 
-from hf_dp.errors import HfDpError
+from hf_dp.errors import HfDpError, shortened
 from hf_dp.launched import hand_over
 
 NO, REFUSED = 1, 2
@@ -38,7 +38,7 @@ def refusals(traceback: bool | None = None) -> Iterator[None]:
             raise
         hint = "" if traceback is None else "\n(--traceback shows where it came from.)"
         if not hand_over(error):
-            typer.echo(f"{type(error).__name__}: {error}{hint}", err=True)
+            typer.echo(shortened(f"{type(error).__name__}: {error}") + hint, err=True)
         raise typer.Exit(REFUSED) from None
 
 

@@ -29,6 +29,7 @@ def report(
 
     Exit codes: 0, read; 2, there is no report, or it cannot be read.
     """
+    from hf_dp.errors import shortened
     from hf_dp.hub import RECORD_FILE, open_source
     from hf_dp.hub.card import in_words
 
@@ -46,7 +47,7 @@ def report(
         return
     console = Console(soft_wrap=True)
     besides = f", the newest here; {directory} holds an older model" if older else ""
-    console.print(f"{place}{besides}\n", markup=False, highlight=False)
+    console.print(f"{shortened(place)}{shortened(besides)}\n", markup=False, highlight=False)
     console.print(str(record.report), markup=False, highlight=False)
     table = Table(title="Everything that was released of the training data", title_justify="left")
     for column in ("release", "times", "mechanism"):

@@ -67,7 +67,7 @@ def settings(path: Path) -> dict[str, Any]:
     """
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except (OSError, ValueError, LookupError, RecursionError, yaml.YAMLError) as error:
         raise ConfigurationError(
             f"recipe {str(path)!r} cannot be read: {error}.",
             why="a recipe is a YAML file of settings, such as recipes/classify.yaml.",

@@ -1,11 +1,12 @@
 """What a private model carries when it is saved or published, and how others check it. Imports no torch."""
 
 from hf_dp.hub.card import write_card
+from hf_dp.hub.claim import Check
 from hf_dp.hub.record import CARD_FILE, RECORD_FILE, PrivacyRecord
 from hf_dp.hub.saved import model_files, saved_aside
 from hf_dp.hub.source import Source, open_source
 from hf_dp.hub.upload import upload
-from hf_dp.hub.verify import Check, Verification, load_report, verify
+from hf_dp.hub.verify import Verification, load_report, verify
 
 __all__ = [
     "CARD_FILE",

@@ -11,6 +11,7 @@ import dp_accounting as dp
 from huggingface_hub import ModelCard, ModelCardData
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
+from markdown_it import MarkdownIt
 
 from hf_dp.accounting import NO_NOISE, REPRODUCIBLE, Ledger, PrivacyReport
 from hf_dp.config import AccountantName, PrivacyConfig
@@ -176,12 +177,19 @@ def _other_tags(data: Any) -> list[str]:
 
 
 def _with_section(text: str, section: str) -> str:
-    if BEGIN in text and END in text:
-        before, rest = text.split(BEGIN, 1)
-        return before + section + rest.split(END, 1)[1]
-    # After the introduction, where it is seen.
-    before, heading, rest = text.partition("\n## ")
-    return f"{before.rstrip()}\n\n{section}\n" + (f"\n## {rest}" if heading else "")
+    start, stop = text.find(BEGIN), text.find(END)
+    if text.count(BEGIN) == text.count(END) == 1 and start < stop:
+        return text[:start] + section + text[stop + len(END) :]
+    # Of several the others would be old, and marks that are crossed mark nothing.
+    first, *parts = text.split(BEGIN)
+    text = (first + "".join(part.partition(END)[2] if END in part else part for part in parts)).replace(END, "")
+    # After the introduction, where it is seen: "##" in code is no heading.
+    tokens = MarkdownIt("commonmark").parse(text)
+    headings = [token.map[0] for token in tokens if token.map and (token.tag, token.level) == ("h2", 0)]
+    lines = text.split("\n")
+    at = headings[0] if headings else len(lines)
+    before, rest = "\n".join(lines[:at]), "\n".join(lines[at:])
+    return f"{before.rstrip()}\n\n{section}\n" + (f"\n{rest}" if rest else "")
 
 
 def _is_on_the_hub(base_model: str | list[str] | None) -> bool:

@@ -27,6 +27,8 @@ INSTALL = "with `pip install .` in a checkout of its source (no package index ha
 _WEIGHTS = ("model*.safetensors", "adapter_model*.safetensors")
 # Texts that were sampled from a private model, with its record.
 _CORPORA = {"corpus.jsonl", "corpus.csv"}
+# Far above any real record: a model of a thousand files has a tenth of it.
+_LARGEST_RECORD, _MOST_FILES = 1 << 20, 2000  # bytes
 _FIELDS = {"format", "version", "report", "config", "ledger", "files", "card_sha256"}
 
 
@@ -81,10 +83,14 @@ class PrivacyRecord:
             LedgerError: anything else: another version, a missing or unknown field, an unknown event, a number that
                 is none.
         """
+        if len(text) > _LARGEST_RECORD:
+            raise _damaged(f"it has {len(text)} bytes, and no record has more than {_LARGEST_RECORD}")
         try:
             values = json.loads(text, parse_constant=_no_constant, parse_int=_whole, object_pairs_hook=_each_name_once)
         except (ValueError, RecursionError) as error:
             raise _damaged(f"it is not strict JSON ({error})") from error
+        if not _is_printable(values):
+            raise _damaged("it has control characters, or half a character, in a text")
         if not isinstance(values, dict) or values.get("format") != FORMAT:
             raise _damaged(f"it does not begin with the format {FORMAT!r}")
         if values.get("version") != VERSION or isinstance(values["version"], bool):
@@ -104,6 +110,8 @@ class PrivacyRecord:
         files = values["files"]
         if not isinstance(files, dict) or not all(_is_digest(digest) for digest in files.values()):
             raise _damaged("files does not give a SHA-256 for each name")
+        if len(files) > _MOST_FILES:
+            raise _damaged(f"it names {len(files)} files, and no model has more than {_MOST_FILES}")
         if not _is_digest(values["card_sha256"]):
             raise _damaged(f"card_sha256 is {str(values['card_sha256'])[:100]!r}")
         try:
@@ -127,6 +135,15 @@ def sha256_of_text(text: str) -> str:
     """Of UTF-8 text, in hexadecimal; line ends and blanks around it do not count."""
     lines = (line.rstrip() for line in text.strip().splitlines())
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def _is_printable(value: Any) -> bool:
+    """Of all texts in it: they are printed, and stand on cards."""
+    if isinstance(value, dict):
+        return all(_is_printable(item) for pair in value.items() for item in pair)
+    if isinstance(value, list):
+        return all(map(_is_printable, value))
+    return not isinstance(value, str) or value.isprintable()
 
 
 def _is_digest(value: object) -> bool:

@@ -15,10 +15,12 @@ from hf_dp.errors import LedgerError
 from hf_dp.hub.card import without_claim
 from hf_dp.hub.record import CARD_FILE, RECORD_FILE, PrivacyRecord
 
-# Pickles hold arguments, optimizer and generator states; the others hold losses, or belong to this machine.
-_NEVER = (
-    "*.bin", "*.pt", "*.pth", "*.pkl", "*.ckpt", "trainer_state.json", "events.out.tfevents.*", "*.log", "_*", ".*",
-)  # fmt: skip
+# What models, tokenizers and processors are saved as. Pickles hold arguments, optimizer and generator states.
+_KINDS = {".safetensors", ".json", ".jinja", ".py", ".model", ".spm", ".tiktoken", ".codes", ".tokenizer"}
+# Other texts and tables could be anybody's.
+_NAMES = {"vocab.txt", "merges.txt", "dict.txt", "corpus.jsonl", "corpus.csv"}
+# These hold losses, or belong to this machine.
+_NEVER = ("trainer_state.json", "*results.json", "metrics.json", "_*", ".*")
 _NEVER_INSIDE = ("checkpoint-*", "last-checkpoint", "runs", "_*", ".*")
 _ASIDE = "_saving-model"
 # Of weights in more or fewer files than now, as `save_pretrained` takes them away.
@@ -28,13 +30,15 @@ _ONE_AT_A_TIME = threading.RLock()
 
 
 def may_be_published(name: str) -> bool:
-    """Whether a file of this name (a POSIX path) may be part of a published model."""
-    *folders, last = PurePosixPath(name).parts
-    return not (
-        PurePosixPath(name).is_absolute()
-        or any(fnmatch.fnmatch(folder, pattern) for folder in folders for pattern in _NEVER_INSIDE)
-        or any(fnmatch.fnmatch(last, pattern) for pattern in _NEVER)
-        or last in (CARD_FILE, RECORD_FILE)
+    """Whether a file of this name (a POSIX path) may be part of a published model, on systems of either case."""
+    path = PurePosixPath(name.casefold())
+    *folders, last = path.parts or ("",)
+    return (
+        (path.suffix in _KINDS or last in _NAMES)
+        and not path.is_absolute()
+        and not any(fnmatch.fnmatchcase(folder, pattern) for folder in folders for pattern in _NEVER_INSIDE)
+        and not any(fnmatch.fnmatchcase(last, pattern) for pattern in _NEVER)
+        and last not in (CARD_FILE.casefold(), RECORD_FILE)
     )
 
 

@@ -35,7 +35,7 @@ class Source:
 
     Attributes:
         title: the directory, or the repository with the commit.
-        names: POSIX paths of all files, relative to the model's folder.
+        names: POSIX paths of all files, relative to the model's folder; links are among them.
     """
 
     title: str
@@ -61,7 +61,13 @@ class Source:
                 else "name a folder or repository that DPTrainer saved or pushed, or a whole checkpoint.",
             )
         if self._directory is not None:
-            return self._directory / name
+            if not (path := self._directory / name).is_file():
+                raise LedgerError(
+                    f"{name} in {self.title} is no file.",
+                    why="what cannot be read cannot be checked; reading a pipe would never end.",
+                    fix="take the folder again from where the private run saved it.",
+                )
+            return path
         with _refusals(self.title):
             return Path(huggingface_hub.hf_hub_download(filename=name, **self._remote))
 
@@ -69,11 +75,26 @@ class Source:
         """When one of `names` was written, in nanoseconds; 0 on the hub, where nothing says so."""
         return 0 if self._directory is None else (self._directory / name).stat().st_mtime_ns
 
+    @property
+    def is_local(self) -> bool:
+        """A directory, on the machine that trained it perhaps."""
+        return self._directory is not None
+
+    def is_regular(self, name: str) -> bool:
+        """Whether a file of this name lies here itself, and is no link to another place."""
+        if self._directory is None:
+            return True
+        path, top = self._directory / name, self._directory.resolve()
+        # The hub's own cache is made of links to its blobs.
+        blobs = top.parent.parent / "blobs"
+        places = [top, blobs] if top.parent.name == "snapshots" else [top]
+        return path.is_file() and any(path.resolve().is_relative_to(place) for place in places)
+
     def record(self) -> PrivacyRecord:
         """The model's `privacy.json`.
 
         Raises:
-            LedgerError: it is missing, damaged or of another version.
+            LedgerError: it is missing, damaged, of another version, or too large.
             HubError: it cannot be fetched.
         """
         return PrivacyRecord.from_json(self.path(RECORD_FILE).read_bytes())
@@ -94,14 +115,21 @@ def open_source(
     """
     directory = Path(repo_or_directory)
     if os.path.isdir(directory):  # False, too, for a name that is too long for one
-        found = (path.relative_to(directory) for path in directory.rglob("*") if path.is_file())
-        return Source(str(directory), frozenset(path.as_posix() for path in found), directory)
+        return Source(str(directory), frozenset(_names(directory)), directory)
     repo_id = str(repo_or_directory)
     api = huggingface_hub.HfApi(library_name="hf_dp", library_version=library_versions()["hf_dp"], token=token)
     with _refusals(repo_id):
         info = api.model_info(repo_id, revision=revision)
     names = frozenset(sibling.rfilename for sibling in info.siblings or ())
     return Source(f"{repo_id} at {info.sha}", names, None, {"repo_id": repo_id, "revision": info.sha, "token": token})
+
+
+def _names(directory: Path) -> Iterator[str]:
+    """All that is no directory; a link to one is not looked into."""
+    for folder, folders, files in os.walk(directory):
+        here = Path(folder)
+        links = [name for name in folders if (here / name).is_symlink()]
+        yield from ((here / name).relative_to(directory).as_posix() for name in [*files, *links])
 
 
 @contextmanager
@@ -116,7 +144,9 @@ def _refusals(what: str) -> Iterator[None]:
     except HFValidationError as error:
         raise _refusal(f"{what!r} is no directory, and no name of a repository") from error
     except UnicodeEncodeError as error:
-        raise _refusal(f"{what!r} could not be read from the hub: the token has letters that no token has") from error
+        raise _refusal(
+            f"{what!r} could not be read from the hub: the token (or the revision) has letters that no token has"
+        ) from error
     except OfflineModeIsEnabled as error:
         raise _refusal(f"{what!r} is no directory, and the hub is switched off (HF_HUB_OFFLINE=1)") from error
     except _NETWORK as error:

@@ -17,6 +17,7 @@ from transformers import (
     DistilBertForSequenceClassification,
     Trainer,
     TrainerCallback,
+    default_data_collator,
 )
 
 from hf_dp import DPTrainer, PrivacyConfig
@@ -226,6 +227,7 @@ def without_mask(examples: list[dict[str, Any]]) -> dict[str, Tensor]:
         (shared_row, r"'position_ids' of shape \(1, 9\)"),
         (lambda examples: list(examples), "list, not a mapping"),
         (lambda examples: {"text": ["a"] * len(examples)}, "no torch tensor"),
+        (default_data_collator, "default_data_collator fails on .* examples together .*expected sequence of length"),
     ],
 )
 def test_failure_22_collators_that_mix_examples(tmp_path: Path, collate: Any, words: str) -> None:

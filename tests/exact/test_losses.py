@@ -242,6 +242,21 @@ def test_a_model_whose_own_loss_is_another_is_refused() -> None:
         check_own_loss(model, text_batch("causal_lm"))
 
 
+def test_a_model_that_cannot_compute_its_own_loss_is_refused() -> None:
+    """GIT's expects logits of an image before those of the text."""
+
+    model = tiny("gpt2", "causal_lm")
+    plain = model.forward
+
+    def forward(labels: Tensor | None = None, **inputs: Any) -> Any:
+        out = plain(**inputs)
+        return out if labels is None else F.cross_entropy(out.logits[:, 1:-1].flatten(0, 1), labels.flatten())
+
+    model.forward = forward
+    with pytest.raises(UnsupportedModelError, match="GPT2LMHeadModel cannot compute its own loss of one example"):
+        check_own_loss(model, text_batch("causal_lm"))
+
+
 def test_own_loss_with_dropout_compares_the_same_masks() -> None:
     model = tiny("bert", "sequence", hidden_dropout_prob=0.5, attention_probs_dropout_prob=0.5)
     state = torch.get_rng_state()

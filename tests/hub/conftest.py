@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,7 +11,9 @@ import pytest
 import transformers.utils.hub
 from huggingface_hub import constants
 
+from hf_dp import PrivacyConfig
 from hf_dp.hub.upload import _api
+from tests.e2e.workbench import make
 from tests.hub.server import TOKEN, Hub
 
 
@@ -37,3 +40,18 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     yield server
     server.close()
     _api.cache_clear()
+
+
+@pytest.fixture(scope="session")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that was trained and saved; to be copied and spoilt."""
+    path = tmp_path_factory.mktemp("saved") / "out"
+    run = make(path, privacy=PrivacyConfig(target_epsilon=3.0), save_strategy="steps", save_steps=2)
+    run.train()
+    run.save_model()
+    return path
+
+
+@pytest.fixture
+def copy(saved: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(saved, tmp_path / "copy"))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import math
 import re
@@ -13,90 +12,19 @@ from pathlib import Path
 from typing import Any
 
 import dp_accounting as dp
-import numpy as np
 import pytest
-from safetensors.numpy import load_file, save_file
-from typer.testing import CliRunner
 
-import hf_dp.hub.card
 from hf_dp import PrivacyConfig, ReAttentionConfig, load_report
 from hf_dp.accounting import Ledger, step_event
-from hf_dp.cli import app
 from hf_dp.errors import HfDpError, HubError, LedgerError
 from hf_dp.hub import verify, write_card
 from hf_dp.hub.record import PrivacyRecord, sha256
 from hf_dp.hub.saved import may_be_published
 from hf_dp.re_attention import load_re_attention
 from tests.e2e.workbench import make
+from tests.hub.forging import digest_anew, failed, forged, in_card, in_record, in_weights, invoke, seal
 from tests.hub.server import Hub
 from tests.zoo import tiny
-
-
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model that was trained and saved; to be copied and spoilt."""
-    path = tmp_path_factory.mktemp("saved") / "out"
-    run = make(path, privacy=PrivacyConfig(target_epsilon=3.0), save_strategy="steps", save_steps=2)
-    run.train()
-    run.save_model()
-    return path
-
-
-@pytest.fixture
-def copy(saved: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(saved, tmp_path / "copy"))
-
-
-def invoke(*args: str) -> Any:
-    return CliRunner().invoke(app, list(args), env={"COLUMNS": "120", "NO_COLOR": "1", "TERM": "dumb"})
-
-
-def in_record(*path: Any, to: Any) -> Callable[[Path], None]:
-    """Changes a value of privacy.json; `to` may be a function of the old one."""
-
-    def change(directory: Path) -> None:
-        file = directory / "privacy.json"
-        values = json.loads(file.read_text())
-        place = values
-        for name in path[:-1]:
-            place = place[name]
-        place[path[-1]] = to(place[path[-1]]) if callable(to) else to
-        file.write_text(json.dumps(values, indent=2))
-
-    return change
-
-
-def seal(directory: Path) -> None:
-    """What a careful forger does next: a card that fits privacy.json again."""
-    write_card(directory)
-    digest_anew(directory)
-    write_card(directory)
-
-
-def digest_anew(directory: Path) -> None:
-    text = (directory / "README.md").read_text()
-    section = text[text.index(hf_dp.hub.card.BEGIN) : text.index(hf_dp.hub.card.END) + len(hf_dp.hub.card.END)]
-    in_record("card_sha256", to=hf_dp.hub.record.sha256_of_text(section))(directory)
-
-
-def in_card(old: str, new: str) -> Callable[[Path], None]:
-    def change(directory: Path) -> None:
-        text = (directory / "README.md").read_text()
-        assert re.search(old, text)
-        (directory / "README.md").write_text(re.sub(old, new, text, count=1))
-
-    return change
-
-
-def in_weights(directory: Path) -> None:
-    tensors = load_file(directory / "model.safetensors")
-    name = next(iter(tensors))
-    tensors[name] = np.nextafter(tensors[name], np.float32(1))
-    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
-
-
-def failed(directory: Path) -> str:
-    return " | ".join(f"{check.name}: {check.found}" for check in verify(directory).checks if not check.passed)
 
 
 def test_what_was_saved_verifies_and_so_do_its_checkpoints(saved: Path) -> None:
@@ -243,10 +171,8 @@ def test_of_a_checkpoint_in_shards_the_way_to_a_record_is_said(tmp_path: Path, c
         assert "call save_model" in said.stderr
 
 
-def test_models_in_folders_that_no_record_names_are_said(copy: Path) -> None:
-    (copy / "quantized").mkdir()
-    (copy / "quantized" / "model.gguf").write_bytes(b"")
-    assert any("checkpoint-2, checkpoint-4, quantized. Verify each" in note for note in verify(copy).notes)
+def test_models_in_folders_of_their_own_are_said(copy: Path) -> None:
+    assert any("checked here: checkpoint-2, checkpoint-4. Verify each" in note for note in verify(copy).notes)
 
 
 def test_names_in_a_record_do_not_lead_out_of_the_folder(copy: Path, tmp_path: Path) -> None:
@@ -460,23 +386,6 @@ def test_a_record_goes_to_json_and_back(saved: Path) -> None:
     assert record.weights == ["model.safetensors"]
     assert record.ledger.entries[0][0] == step_event(record.report.noise_multiplier, 8 / 48)
     assert '"seed"' not in text
-
-
-def forged(directory: Path, steps: list[tuple[Any, int]], **report: Any) -> None:
-    """A record with another ledger, and with everything that follows from it."""
-    file = directory / "privacy.json"
-    record = PrivacyRecord.from_json(file.read_text())
-    ledger = Ledger()
-    ledger.promise = record.ledger.promise
-    for event, count in steps:
-        ledger.charge(event, count=count)
-    epsilons = {
-        "epsilon": ledger.epsilon(record.report.delta),
-        "epsilon_rdp": ledger.epsilon(record.report.delta, "rdp"),
-    }
-    changed = dataclasses.replace(record.report, **epsilons, **report)
-    file.write_text(dataclasses.replace(record, report=changed, ledger=ledger).to_json())
-    seal(directory)
 
 
 def test_steps_with_other_noise_or_without_sampling_are_no_basis_of_the_claim(copy: Path) -> None:

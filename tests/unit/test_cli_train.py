@@ -156,6 +156,10 @@ def test_a_bug_in_a_recipe_keeps_its_traceback(recipe):
     [
         (None, "cannot be read"),
         ("a: [", "cannot be read"),
+        ("[" * 20_000, "cannot be read"),
+        ("a: 2020-13-45", "cannot be read"),
+        ("a: \x00", "cannot be read"),
+        ('recipe: "a\\0b.py"', "there is no"),
         ("- 1\n", "has no settings"),
         ("", "has no settings"),
         ("recipe: ../mine.py\n", "has recipe: '../mine.py'"),

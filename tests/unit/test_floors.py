@@ -49,6 +49,7 @@ FLOORS = {
     "hub": 2,
     "publishing": 4,
     "checkpoints": 4,
+    "restoring": 4,
     "audit": 4,
     "demo": 5,
     "cli": 5,
@@ -59,7 +60,8 @@ PEERS = {
     ("launched", "errors"), ("ranks", "errors"), ("ranks", "launched"),
     ("randomness", "errors"), ("randomness", "ranks"), ("trainer", "callbacks"),
     ("trainer", "attention_noise"), ("trainer", "sparse_training"), ("sparse_embeddings", "aggregate"), ("cli", "demo"),
-    ("trainer", "publishing"), ("trainer", "layouts"), ("trainer", "checkpoints"), ("arguments", "sft"),
+    ("trainer", "publishing"), ("trainer", "layouts"), ("trainer", "checkpoints"), ("trainer", "restoring"),
+    ("arguments", "sft"),
 }  # fmt: skip
 # Libraries that a module must not import itself. What it imports through others is seen in test_package.py.
 FORBIDDEN = {
@@ -71,7 +73,7 @@ FORBIDDEN = {
     "per_example": {"transformers", "accelerate", "peft", "datasets"},
 }
 TRAINER_NAMES = {"Trainer", "Seq2SeqTrainer", "TrainerCallback"}
-MAY_IMPORT_TRAINER = {"trainer", "callbacks", "publishing", "layouts", "checkpoints", "demo", "cli"}
+MAY_IMPORT_TRAINER = {"trainer", "callbacks", "publishing", "layouts", "checkpoints", "restoring", "demo", "cli"}
 
 
 class Import(NamedTuple):

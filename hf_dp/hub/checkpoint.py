@@ -1,0 +1,134 @@
+"""All places of a checkpoint that say what was spent must say the same: a ledger by itself is easily changed."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from hf_dp.accounting import Ledger, library_versions
+from hf_dp.errors import LedgerError
+from hf_dp.hub.claim import check_claim, check_promise, recomputed, same, steps_are
+from hf_dp.hub.files import check_files
+from hf_dp.hub.record import RECORD_FILE
+from hf_dp.hub.source import open_source
+
+_LOGGED_DIGITS = 1e-4
+# Of folders to publish: a checkpoint may have other files, and its weights in shards.
+_NOT_HERE = ("other files", "weights")
+
+
+def seal(key: bytes, ledger: Mapping[str, Any], data: Mapping[str, Any] | None, state: Mapping[str, Any]) -> str:
+    """A keyed digest of what a checkpoint says of its training: who has no key can change nothing of it unseen.
+
+    Args:
+        key: of the output directory; see `hf_dp.fingerprint`.
+        ledger, data: as they are saved.
+        state: the fields of Trainer's state.
+    """
+    # Where the best checkpoint lies may be learnt later; the others' states hold this seal.
+    kept = {
+        name: value for name, value in state.items() if name != "stateful_callbacks" and not name.startswith("best")
+    }
+    text = json.dumps([ledger, data, kept], sort_keys=True)
+    return hashlib.blake2b(text.encode(), key=key, digest_size=32, person=b"hf_dp ledger").hexdigest()
+
+
+def refuse_disagreement(checkpoint: str | Path, state: Mapping[str, Any], ledger: Ledger) -> None:
+    """Refuses a checkpoint whose parts do not agree on what was spent.
+
+    Args:
+        checkpoint: the folder.
+        state: its trainer_state.json.
+        ledger: the one in `state`.
+
+    Raises:
+        LedgerError: with everything that differs, or with what cannot be read.
+    """
+    checkpoint = Path(checkpoint)
+    found = [*_of_promise(ledger), *_of_name(checkpoint, state), *_of_numbers(state)]
+    found += _of_record(checkpoint, ledger)
+    # Epsilon is computed only of a ledger that is otherwise sound.
+    found += [] if found else _of_logs(state, ledger)
+    if found:
+        raise LedgerError(
+            f"the checkpoint {str(checkpoint)!r} contradicts itself: {'; '.join(found)}.",
+            why="one of these was changed after it was saved, and what was really spent is unknown.",
+            fix="resume from a checkpoint that is as DPTrainer wrote it, or start a new run on new data.",
+        )
+
+
+def _of_promise(ledger: Ledger) -> Iterator[str]:
+    promise = ledger.promise
+    try:
+        noise, n = promise["calibrated_noise_multiplier"], promise["dataset_size"]
+        q, one_stage = promise["expected_batch_size"] / n, promise["target_epsilon"] is not None
+        agree = steps_are(ledger, noise, q, n, one_stage=one_stage)
+    except (KeyError, TypeError, ValueError, ArithmeticError):
+        yield "the ledger's promise has no noise multiplier, batch size and dataset size"
+    else:
+        if not agree:
+            yield f"steps in the ledger are not those of its promise (noise multiplier {noise}, probability {q:.6g})"
+
+
+def _of_name(checkpoint: Path, state: Mapping[str, Any]) -> Iterator[str]:
+    named = re.fullmatch(r"checkpoint-(\d{1,18})", checkpoint.name)
+    if named and int(named[1]) != state["global_step"]:
+        yield f"trainer_state.json is of step {state['global_step']}, the folder's name of step {named[1]}"
+
+
+def _of_numbers(state: Mapping[str, Any]) -> Iterator[str]:
+    """What Trainer goes on counting with; some of it not before the end of the training."""
+    for name in ("max_steps", "num_train_epochs", "total_flos", "num_input_tokens_seen"):
+        value = state.get(name, 0)
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < math.inf:
+            yield f"{name} in trainer_state.json is {value!r}"
+    logs = state.get("log_history", [])
+    if not isinstance(logs, list) or not all(isinstance(entry, dict) for entry in logs):
+        yield "log_history in trainer_state.json is no list of entries"
+
+
+def _of_record(checkpoint: Path, ledger: Ledger) -> Iterator[str]:
+    source = open_source(checkpoint)
+    if RECORD_FILE not in source.names:
+        if any(re.fullmatch(r"(adapter_)?model[^/]*\.safetensors", name) for name in source.names):
+            yield f"it has weights, and no {RECORD_FILE}"
+        return
+    record = source.record()
+    if record.ledger != ledger:
+        here, there = _told(ledger), _told(record.ledger)
+        yield f"the ledger in trainer_state.json ({here}) is not that in {RECORD_FILE} ({there}), or its promise is not"
+        return
+    checks = [*check_promise(record), *check_files(source, record)]
+    checks += check_claim(record, recomputed(record, source.title))
+    for check in checks:
+        # Another version may compute another epsilon from the same ledger.
+        is_computed = check.name == "budget" or check.name.startswith("epsilon")
+        if check.passed or check.name in _NOT_HERE or (is_computed and record.report.versions != library_versions()):
+            continue
+        yield f"{check.name}: {check.found}"
+
+
+def _of_logs(state: Mapping[str, Any], ledger: Ledger) -> Iterator[str]:
+    """Epsilon only grows, so that no earlier one is above the ledger's."""
+    for entry in state.get("log_history", []):
+        step, logged, noise = (entry.get(name) for name in ("step", "epsilon", "noise_multiplier"))
+        if isinstance(step, int) and step > state["global_step"]:
+            yield f"log_history goes on to step {step}, trainer_state.json to {state['global_step']}"
+        if noise is not None and not same(noise, ledger.promise["calibrated_noise_multiplier"]):
+            yield f"log_history has noise multiplier {noise} at step {step}"
+        if isinstance(logged, float) and not logged <= _epsilon(ledger) * (1 + _LOGGED_DIGITS) + _LOGGED_DIGITS:
+            yield f"log_history has epsilon {logged} at step {step}, and {_epsilon(ledger):.4f} follows from the ledger"
+
+
+def _epsilon(ledger: Ledger) -> float:
+    return ledger.epsilon(ledger.promise["delta"], ledger.promise["accountant"])
+
+
+def _told(ledger: Ledger) -> str:
+    parts = [f"{count} x {label}: {event}" for event, count, label in ledger.entries]
+    return ", ".join(parts) or "empty"

@@ -1,0 +1,94 @@
+"""Are the files of a saved model those of its record, and would anything else be loaded with them?"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterator
+from pathlib import PurePosixPath
+
+from hf_dp.hub.claim import Check
+from hf_dp.hub.record import CARD_FILE, RECORD_FILE, PrivacyRecord, sha256
+from hf_dp.hub.saved import may_be_published
+from hf_dp.hub.source import Source
+
+# Read by people, by git or by the hub; no library loads them with a model.
+_HARMLESS = ("*.md", "*.png", "*.jpg", "*.jpeg", "*.gif", "*.svg", "*.webp", "*.pdf")
+_HARMLESS_STEMS = {"license", "licence", "notice", "copying", "citation", "authors"}
+# What Trainer, DPTrainer, recipes and people leave beside a model on the machine that trained it.
+_LOCAL = (
+    "training_args.bin", "optimizer.pt", "optimizer.bin", "scheduler.pt", "scaler.pt", "trainer_state.json",
+    "rng_state*.pth", "events.out.tfevents.*", "*results.json", "groups.json", "hits.json", "chosen_rows.json",
+    "_hf_dp_fingerprint_key", "*.csv", "*.tsv", "*.jsonl", "*.parquet", "*.log", "*.yaml", "*.yml", "*.ipynb", "*.sh",
+)  # fmt: skip
+_LOCAL_FOLDERS = ("checkpoint-*", "runs", "_sav*")
+# Folders of a model's own folder in which Transformers looks for code and for chat templates.
+_LOADED_FOLDERS = ("custom_generate", "additional_chat_templates")
+_FEW = 10
+
+
+def check_files(source: Source, record: PrivacyRecord) -> Iterator[Check]:
+    """The digest of each file that the record names, and whether something else would be loaded."""
+    if not record.weights and not record.corpus:
+        yield Check("weights", False, "the record names neither safetensors weights nor a corpus")
+    for name, digest in sorted(record.files.items()):
+        if name not in source.names:
+            yield Check(name, False, "named in the record, but not there")
+        elif not may_be_published(name):
+            yield Check(name, False, "named in the record, and no file of a model or a corpus")
+        elif not source.is_regular(name):
+            yield Check(name, False, "named in the record, and no file in this folder (a link, or no file at all)")
+        else:
+            found = sha256(source.path(name))
+            said = f"SHA-256 {found[:12]}..." + ("" if found == digest else f", recorded {digest[:12]}...")
+            yield Check(name, found == digest, said)
+    what = "corpus" if _is_a_corpus(record) else "model"
+    strange = strange_files(source, record)
+    said = f"nothing that loads with the {what}"
+    if strange:
+        listed = ", ".join(strange[:_FEW]) + (f" and {len(strange) - _FEW} more" if len(strange) > _FEW else "")
+        said = f"not named in the record: {listed} (of an earlier save, or put there since: take out)"
+    yield Check("other files", not strange, said)
+
+
+def strange_files(source: Source, record: PrivacyRecord) -> list[str]:
+    """What the record does not name, and what is not known to be loaded by nothing."""
+    # A folder of data is loaded with all that is in it.
+    harmless = _is_a_dot_file if _is_a_corpus(record) else _is_harmless
+    others = source.names - {*record.files, CARD_FILE, RECORD_FILE}
+    others -= {name for name in others if source.is_local and not _is_a_corpus(record) and is_left_over(name)}
+    own = folders_of_their_own(source)
+    return sorted(name for name in others if not harmless(name) and not _is_in_one_of(own, name))
+
+
+def folders_of_their_own(source: Source) -> set[str]:
+    """Folders with a record of their own, each a model to be verified for itself."""
+    paths = [PurePosixPath(name) for name in source.names if name.endswith(f"/{RECORD_FILE}")]
+    return {path.parent.as_posix() for path in paths if path.parts[0] not in _LOADED_FOLDERS}
+
+
+def is_left_over(name: str) -> bool:
+    """Whether a training leaves such a file on its machine; nothing loads it with the model."""
+    path = PurePosixPath(name)
+    patterns = _LOCAL_FOLDERS if len(path.parts) > 1 else _LOCAL
+    return any(fnmatch.fnmatchcase(path.parts[0], pattern) for pattern in patterns)
+
+
+def _is_a_corpus(record: PrivacyRecord) -> bool:
+    return bool(record.corpus) and not record.weights
+
+
+def _is_a_dot_file(name: str) -> bool:
+    return name.startswith(".")
+
+
+def _is_harmless(name: str) -> bool:
+    path = PurePosixPath(name.casefold())
+    if path.suffix == ".py":
+        return False
+    is_text = path.stem in _HARMLESS_STEMS and path.suffix in ("", ".txt", ".cff")
+    return _is_a_dot_file(name) or is_text or any(fnmatch.fnmatchcase(path.name, pattern) for pattern in _HARMLESS)
+
+
+def _is_in_one_of(folders: set[str], name: str) -> bool:
+    path = PurePosixPath(name)
+    return path.suffix.casefold() != ".py" and any(parent.as_posix() in folders for parent in path.parents)

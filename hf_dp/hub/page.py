@@ -1,0 +1,161 @@
+"""A model card as its readers see it: its metadata, read without tricks, and which of its text is visible."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from typing import Any
+
+import yaml
+from huggingface_hub.repocard import REGEX_YAML_BLOCK
+from markdown_it import MarkdownIt
+
+from hf_dp.hub.card import BEGIN, END, METADATA_KEY, metadata
+from hf_dp.hub.claim import Check, same
+from hf_dp.hub.record import CARD_FILE, RECORD_FILE, PrivacyRecord, sha256, sha256_of_text
+from hf_dp.hub.source import Source
+
+# Bytes. Time grows with these, for some texts with their square; the longest cards on the hub are far below.
+_LARGEST_CARD, _LARGEST_HEADER, _LARGEST_TEXT = 1 << 20, 1 << 18, 1 << 16
+_DEEPEST = 50
+# C is ten times as fast, where PyYAML was built with it.
+_LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+_VOID = {"area", "base", "br", "col", "embed", "hr", "img", "input", "link", "meta", "source", "track", "wbr"}
+_STYLING = {"style", "link", "script", "base", "meta"}
+
+
+def check_card(source: Source, record: PrivacyRecord) -> Iterator[Check]:
+    """The privacy section and the metadata of the card, against the record."""
+    if CARD_FILE not in source.names:
+        yield Check("card", False, f"there is no {CARD_FILE}")
+        return
+    path = source.path(CARD_FILE)
+    if path.stat().st_size > _LARGEST_CARD:
+        yield Check("card", False, f"{path.stat().st_size} bytes are no card to be read")
+        return
+    text = path.read_text(encoding="utf-8", errors="replace")
+    header = REGEX_YAML_BLOCK.search(text)
+    body = text[header.end() :] if header else text
+    start, stop = body.find(BEGIN), body.find(END)
+    once = text.count(BEGIN) == text.count(END) == 1 and 0 <= start < stop
+    section = body[start : stop + len(END)] if once else ""
+    agrees = once and sha256_of_text(section) == record.card_sha256
+    yield Check("card, text", agrees, "the privacy section is " + ("as written" if agrees else "changed or missing"))
+    if agrees:
+        hidden = why_hidden(body, section)
+        yield Check("card, visible", hidden is None, hidden or "the privacy section is read as it was written")
+    claimed = _metadata(header[2]) if header else None
+    wanted = metadata(record, sha256(source.path(RECORD_FILE)))
+    if claimed is None or set(claimed) != set(wanted):
+        yield Check("card, metadata", False, f"{METADATA_KEY} is missing, or not whole")
+        return
+    differing = [
+        f"{name} {claimed[name]!r}, not {value!r}" for name, value in wanted.items() if not same(claimed[name], value)
+    ]
+    yield Check("card, metadata", not differing, "; ".join(differing) or "as in the record")
+
+
+def _metadata(header: str) -> dict[str, Any] | None:
+    """What stands under our key; None where a name stands twice, a value stands for another, or there is no such."""
+    if len(header) > _LARGEST_HEADER:
+        return None
+    try:
+        depth = 0
+        for event in yaml.parse(header, _LOADER):
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            # An alias in an alias grows without bound, and merges (<<) what is written elsewhere.
+            if isinstance(event, yaml.AliasEvent) or depth > _DEEPEST:
+                return None
+        root = yaml.compose(header, _LOADER)
+        if not isinstance(root, yaml.MappingNode) or _has_a_name_twice(root):
+            return None
+        found = [value for name, value in root.value if name.value == METADATA_KEY]
+        if not found or not isinstance(found[0], yaml.MappingNode):
+            return None
+        if not all(isinstance(value, yaml.ScalarNode) and len(value.value) < 500 for _, value in found[0].value):
+            return None
+        loaded = yaml.SafeLoader("").construct_document(found[0])
+    except (ValueError, TypeError, AttributeError, LookupError, RecursionError, yaml.YAMLError):
+        return None
+    return loaded if isinstance(loaded, dict) else None
+
+
+def _has_a_name_twice(node: Any) -> bool:
+    # Of two values for one name some readers take the first, some the last, and the hub neither.
+    if isinstance(node, yaml.SequenceNode):
+        return any(map(_has_a_name_twice, node.value))
+    if not isinstance(node, yaml.MappingNode):
+        return False
+    names = [name.value for name, _ in node.value]
+    return len(set(map(str, names))) < len(names) or any(_has_a_name_twice(value) for _, value in node.value)
+
+
+def why_hidden(body: str, section: str) -> str | None:
+    """Why a reader of the card's Markdown would not see its privacy section as it was written; None if they would."""
+    if len(body.encode()) > _LARGEST_TEXT:
+        return f"the card is too long to tell what of it is seen (more than {_LARGEST_TEXT} bytes)"
+    here, alone = _seen(body), _seen(section)
+    if here.around is None:
+        return "it lies in code, or in a comment"
+    if here.around:
+        return f"it lies inside <{'> <'.join(here.around)}>: close these before it"
+    if here.styling:
+        return f"<{here.styling}> could hide it"
+    return None if here.inside == alone.inside else "it is shown otherwise than it was written"
+
+
+def _seen(text: str) -> _Page:
+    page = _Page()
+    page.feed(MarkdownIt("commonmark").enable("table").render(text))
+    page.close()
+    return page
+
+
+class _Page(HTMLParser):
+    """The rendered card.
+
+    Attributes:
+        around: names of the elements that are open where the section begins; None if nothing begins there.
+        inside: what is between the section's marks.
+        styling: an element that acts on others than those inside it, if there is one.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(convert_charrefs=True)
+        self.around: list[str] | None = None
+        self.inside: list[tuple[object, ...]] = []
+        self.styling: str | None = None
+        self._open: list[str] = []
+        self._is_inside = False
+
+    def _note(self, *what: object) -> None:
+        if self._is_inside:
+            self.inside.append(what)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self._note("start", tag, *attrs)
+        if tag in _STYLING:
+            self.styling = tag
+        if tag not in _VOID:
+            self._open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        # Browsers take no notice of the slash in <div/>.
+        self.handle_starttag(tag, attrs)
+
+    def handle_endtag(self, tag: str) -> None:
+        self._note("end", tag)
+        # Where tags cross, browsers differ in what stays open: it counts as open.
+        if self._open and self._open[-1] == tag:
+            self._open.pop()
+
+    def handle_data(self, data: str) -> None:
+        self._note("text", data)
+
+    def handle_comment(self, data: str) -> None:
+        if f"<!--{data}-->" == BEGIN and self.around is None:
+            self.around, self._is_inside = list(self._open), True
+        elif f"<!--{data}-->" == END:
+            self._is_inside = False
+        else:
+            self._note("comment", data)
