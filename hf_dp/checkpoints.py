@@ -115,11 +115,6 @@ class CheckpointMixin(_Base):
         if not self._is_aside:  # before the checkpoint is whole, nobody may see its weights
             super()._push_from_checkpoint(checkpoint_folder)
 
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        if (lack := what_lacks(Path(resume_from_checkpoint))) is not None:
-            raise _half(f"{resume_from_checkpoint!r} is not whole: {lack}")
-        super()._load_from_checkpoint(resume_from_checkpoint, model)
-
 
 def _clear(run_dir: str) -> None:
     """Of what a process that was killed has left, the whole is put in its place, and the rest goes."""
@@ -191,6 +186,16 @@ def newest_whole(output_dir: str) -> str | None:
 def _numbers(folder: str) -> list[int]:
     found = (_NUMBERED.fullmatch(path.name) for path in Path(folder).iterdir() if path.is_dir())
     return [int(match[1]) for match in found if match]
+
+
+def refuse_half(checkpoint: str) -> None:
+    """Refuses a checkpoint that is not whole.
+
+    Raises:
+        LedgerError: with what it lacks.
+    """
+    if (lack := what_lacks(Path(checkpoint))) is not None:
+        raise _half(f"{checkpoint!r} is not whole: {lack}")
 
 
 def what_lacks(checkpoint: Path) -> str | None:

@@ -41,7 +41,7 @@ from hf_dp.arguments import (
 )
 from hf_dp.attention_noise import AttentionNoise, token_ids, without_idle_release
 from hf_dp.callbacks import PrivacyCallback
-from hf_dp.checkpoints import CheckpointMixin
+from hf_dp.checkpoints import CheckpointMixin, refuse_half
 from hf_dp.config import PrivacyConfig
 from hf_dp.errors import ConfigurationError
 from hf_dp.fingerprint import Fingerprint, fingerprint, fingerprint_key
@@ -242,6 +242,7 @@ class DPTrainerMixin(RestoringMixin, CheckpointMixin, LayoutsMixin, PublishingMi
         self.add_callback(self._privacy_callback)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        refuse_half(resume_from_checkpoint)
         # A checkpoint without a ledger is refused before its weights are read.
         self._saved_run, self._checkpoint = SavedRun.read(resume_from_checkpoint), Path(resume_from_checkpoint)
         super()._load_from_checkpoint(resume_from_checkpoint, model)

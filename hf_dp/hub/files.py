@@ -18,7 +18,7 @@ _HARMLESS_STEMS = {"license", "licence", "notice", "copying", "citation", "autho
 _LOCAL = (
     "training_args.bin", "optimizer.pt", "optimizer.bin", "scheduler.pt", "scaler.pt", "trainer_state.json",
     "rng_state*.pth", "events.out.tfevents.*", "*results.json", "groups.json", "hits.json", "chosen_rows.json",
-    "_hf_dp_fingerprint_key", "*.csv", "*.tsv", "*.jsonl", "*.parquet", "*.log", "*.yaml", "*.yml", "*.ipynb", "*.sh",
+    "_hf_dp_*", "*.csv", "*.tsv", "*.jsonl", "*.parquet", "*.log", "*.yaml", "*.yml", "*.ipynb", "*.sh",
 )  # fmt: skip
 _LOCAL_FOLDERS = ("checkpoint-*", "runs", "_sav*")
 # Folders of a model's own folder in which Transformers looks for code and for chat templates.

@@ -22,7 +22,7 @@ from datasets import Dataset
 from torch import Tensor
 from transformers import TrainerCallback
 
-from hf_dp.errors import BudgetExceededError, ConfigurationError, LedgerError
+from hf_dp.errors import BudgetExceededError, LedgerError
 from hf_dp.fingerprint import KEY_FILE, compare, fingerprint, fingerprint_key
 from tests.e2e.workbench import Rows, classifier, make, parameters, private, rows, same
 
@@ -428,7 +428,7 @@ def test_the_key_is_whole_secret_and_kept(tmp_path: Path) -> None:
     assert fingerprint_key(tmp_path, create=True) is None, "half a key is no secret"
     (tmp_path / KEY_FILE).unlink()
     (tmp_path / KEY_FILE).mkdir()
-    with pytest.raises(ConfigurationError, match="cannot be read: .*Is a directory"):
+    with pytest.raises(LedgerError, match="cannot be read .*Is a directory"):
         trainer(tmp_path).train()
 
 

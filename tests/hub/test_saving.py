@@ -133,12 +133,12 @@ def test_two_saves_at_once_follow_one_another(tmp_path: Path) -> None:
 def test_a_folder_of_its_own_and_a_link(saved: Path, tmp_path: Path) -> None:
     copy = Path(shutil.copytree(saved, tmp_path / "real"))
     (tmp_path / "link").symlink_to(copy)
-    (copy / "blob").write_bytes(b"somebody's")
+    (copy / "blob.log").write_bytes(b"somebody's")
     (copy / "config.json").unlink()
-    (copy / "config.json").symlink_to(copy / "blob")
+    (copy / "config.json").symlink_to(copy / "blob.log")
     another(tmp_path / "run").save_model(str(tmp_path / "link"))
     assert verify(copy).private
-    assert (copy / "blob").read_bytes() == b"somebody's", "not written through a link"
+    assert (copy / "blob.log").read_bytes() == b"somebody's", "not written through a link"
     assert load_report(copy).target_epsilon == 5.0
 
 
