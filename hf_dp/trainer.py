@@ -43,6 +43,7 @@ from hf_dp.config import PrivacyConfig
 from hf_dp.errors import ConfigurationError
 from hf_dp.fingerprint import fingerprint, fingerprint_key
 from hf_dp.losses import check_own_loss, per_example_losses
+from hf_dp.mixing_collator import check_collator
 from hf_dp.per_example import RULES, Certificate, PerExampleGradients, Rule, preflight, record
 from hf_dp.per_example.batch import Batch
 from hf_dp.per_example.independence import survey
@@ -298,6 +299,7 @@ class DPTrainerMixin(PublishingMixin):
         self._module.train()
         with unchanged_global_state(), unchanged_buffers(self._module):
             few = telling_rows(loader.dataset)
+            check_collator(collate, few)
             together = batch(few)
             extremes = extreme_rows(loader.dataset.dataset)
             refuse_rows_that_fail(loader.dataset, extremes, few, lambda row: self._loss(self._module, batch([row])))

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_dp.randomness import unchanged_global_state
+from hf_dp.randomness import global_state, seed_global_state, unchanged_global_state
 
 # A coin that falls with probability p is missed with (1 - p)^1024; of numbers for rows there are many.
 _REDRAWS, _REDRAWS_OF_ROWS = 1024, 16
@@ -52,7 +52,6 @@ class Change(NamedTuple):
         extreme: what numbers become: "least" or "most" of many draws, or "another" draw; "" changes none.
         only: the index of the draw to change, of those that belong to all; None for all of these.
         is_interleaved: examples alternate along an axis that is longer than their number, rather than in blocks.
-        seed: of other draws.
         start: of the global generators, for functions that are not seen.
     """
 
@@ -60,7 +59,6 @@ class Change(NamedTuple):
     extreme: str = ""
     only: int | None = None
     is_interleaved: bool = False
-    seed: int = 1
     start: int = 0
 
 
@@ -74,7 +72,7 @@ class Draws(TorchDispatchMode):
     """
 
     def __init__(self, size: int, change: Change, place: Callable[[], str] = str) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.size, self.change, self.place = size, change, place
         self.seen: list[Draw] = []
         self.has_own_generator = self.has_unseen = False
@@ -83,16 +81,16 @@ class Draws(TorchDispatchMode):
     def attached(self) -> Iterator[None]:
         """Also numpy's and Python's global functions are seen, where they are looked up in their modules."""
         with ExitStack() as stack, unchanged_global_state():
-            _seed(self.change.start)
-            before = _states()
-            for module, owner in ((np.random, np.random.mtrand._rand), (random, random._inst)):  # type: ignore[attr-defined]
+            seed_global_state(self.change.start)
+            before = global_state()
+            for module, owner in ((np.random, np.random.mtrand._rand), (random, random._inst)):
                 for name, function in list(vars(module).items()):
                     if getattr(function, "__self__", None) is owner and name not in _STATES:
                         seen = functools.partial(self._called, name, function)
                         stack.enter_context(patch.object(module, name, seen))
             with self:
                 yield
-            self.has_unseen = _states() != before
+            self.has_unseen = global_state() != before
 
     def _called(self, name: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return self._drawn(name, functools.partial(function, *args, **kwargs))
@@ -110,7 +108,7 @@ class Draws(TorchDispatchMode):
     def _drawn(self, name: str, draw: Callable[[], Any]) -> Any:
         index, change = len(self.seen), self.change
         with unchanged_global_state():
-            _seed(index)
+            seed_global_state(index)
             usual = draw()
             leaves = _leaves(usual)
             axes = [axis for axis in map(self._axis, leaves) if axis is not None]
@@ -118,7 +116,7 @@ class Draws(TorchDispatchMode):
             shape = max((tuple(np.shape(leaf)) for leaf in leaves), key=len, default=())
             numbers = sum(int(np.prod(np.shape(leaf))) for leaf in leaves)
             self.seen.append(Draw(name, shape, is_shared, self.place()))
-            _seed((index, change.seed))
+            seed_global_state(index, 1)
             if is_shared and change.row is None and change.extreme and change.only in (None, index):
                 return self._extreme(draw, numbers)
             if not is_shared and change.extreme and change.row is not None:
@@ -153,19 +151,6 @@ class Draws(TorchDispatchMode):
         if isinstance(usual, Tensor):
             return torch.where(torch.from_numpy(is_kept).to(usual.device), usual, other)
         return np.where(is_kept, usual, other)
-
-
-def _seed(entropy: int | tuple[int, int]) -> None:
-    seed = int(np.random.SeedSequence(entropy).generate_state(1)[0])
-    set_seed = torch.manual_seed if torch.accelerator.is_available() else torch.default_generator.manual_seed
-    set_seed(seed)
-    np.random.seed(seed)  # noqa: NPY002
-    random.seed(seed)
-
-
-def _states() -> list[Any]:
-    kind, keys, *rest = np.random.get_state()  # noqa: NPY002
-    return [random.getstate(), kind, keys.tobytes(), *rest, torch.default_generator.get_state().tolist()]
 
 
 def _leaves(value: Any) -> list[Any]:
