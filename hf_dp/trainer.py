@@ -299,10 +299,10 @@ class DPTrainerMixin(PublishingMixin):
         self._module.train()
         with unchanged_global_state(), unchanged_buffers(self._module):
             few = telling_rows(loader.dataset)
-            check_collator(collate, few)
             together = batch(few)
             extremes = extreme_rows(loader.dataset.dataset)
             refuse_rows_that_fail(loader.dataset, extremes, few, lambda row: self._loss(self._module, batch([row])))
+            check_collator(collate, few)
             self._certificate = preflight(
                 self._module, self._loss, together, rules=self.per_example_rules, tables=self._tables
             )

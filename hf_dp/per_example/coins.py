@@ -123,6 +123,9 @@ def shared_draws(run: Run, size: int, place: Callable[[], str]) -> list[Draw]:
     Args:
         run: what is observed: the uses, and tensors with one row for each example (or one for all).
         place: where a draw is made, at that moment.
+
+    Raises:
+        PreflightError: numbers that cannot be replaced move an example.
     """
 
     def observed(change: Change) -> tuple[Draws, tuple[list[Use], list[Tensor]]]:
@@ -148,9 +151,9 @@ def shared_draws(run: Run, size: int, place: Callable[[], str]) -> list[Draw]:
         )
 
     if usual.has_own_generator or moved(Change()):
-        return [Draw("a generator of its own", (), True, "")]
+        raise _unseen("a generator of its own")
     if usual.has_unseen and any(moved(Change(start=start)) for start in range(1, _UNSEEN)):
-        return [Draw("a function that is not called as random.f or numpy.random.f", (), True, "")]
+        raise _unseen("a function that is not called as random.f or numpy.random.f (`from random import ...`)")
     shared = [index for index, draw in enumerate(usual.seen) if draw.is_shared]
     together = set().union(*(moved(Change(extreme=extreme)) for extreme in _EXTREMES)) if shared else set()
     explained: set[int] = set()
@@ -198,6 +201,14 @@ def _named(model: nn.Module) -> Iterator[list[str]]:
     finally:
         for hook in hooks:
             hook.remove()
+
+
+def _unseen(source: str) -> PreflightError:
+    return PreflightError(
+        f"the model or its loss draws random numbers from {source}.",
+        why="nobody can tell which example they belong to, nor seed them from the operating system.",
+        fix="draw from torch's global generator, with numbers of its own for each example: torch.rand(examples, ...).",
+    )
 
 
 def _refusal(draw: Draw, kind: str) -> PreflightError:

@@ -101,9 +101,11 @@ class Draws(TorchDispatchMode):
             return draw()
         self.has_own_generator |= (kwargs or {}).get("generator") is not None
         name = func.overloadpacket.__name__
-        if not func._schema.is_mutable:
+        # In place, as bernoulli_, or into `out`.
+        target = args[0] if func._schema.name.endswith("_") else (kwargs or {}).get("out")
+        if not isinstance(target, Tensor):
             return self._drawn(name, draw)
-        return args[0].copy_(self._drawn(name, lambda: draw().clone()))
+        return target.copy_(self._drawn(name, lambda: draw().clone()))
 
     def _drawn(self, name: str, draw: Callable[[], Any]) -> Any:
         index, change = len(self.seen), self.change
