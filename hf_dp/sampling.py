@@ -158,6 +158,9 @@ class LogicalBatchCollator:
         collate: list of examples (never empty) -> mapping whose tensors have one row per example: (b, ...).
         reproducible: leave the randomness of collating, and of reading rows for it, to the global seeds (not private).
 
+    Attributes:
+        name: of the user's function.
+
     Raises:
         ConfigurationError: a micro-batch size below 1, or a collator known to put several examples in one row.
     """
@@ -174,6 +177,7 @@ class LogicalBatchCollator:
         _refuse_packing(collate)
         self._micro_batch_size = micro_batch_size
         self._collate = collate
+        self.name = _name(getattr(collate, "data_collator", collate))
         self.randomness: Randomness = nullcontext if reproducible else secret_global_state
 
     def __call__(self, examples: list[Any]) -> dict[str, Any]:
@@ -309,9 +313,14 @@ def _refuse_packing(collate: Any) -> None:
         collate = getattr(collate, "data_collator", None)
 
 
+def _name(collate: Any) -> str:
+    """Of the user's collator."""
+    return str(getattr(collate, "__qualname__", type(collate).__qualname__))
+
+
 def _bad_collator(collate: Any, problem: str) -> ConfigurationError:
     return ConfigurationError(
-        f"the data collator {getattr(collate, '__qualname__', type(collate).__qualname__)} {problem}.",
+        f"the data collator {_name(collate)} {problem}.",
         why="each example's gradient is clipped on its own, so each must have its own row; packed or padding-free rows "
         "and values shared between examples mix them.",
         fix="use a padding collator (for example transformers.DataCollatorWithPadding) with return_tensors='pt', "

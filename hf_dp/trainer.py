@@ -48,6 +48,7 @@ from hf_dp.fingerprint import Fingerprint, fingerprint, fingerprint_key
 from hf_dp.layouts import LayoutsMixin
 from hf_dp.losses import check_own_loss, per_example_losses
 from hf_dp.magnitudes import Magnitudes
+from hf_dp.mixing_collator import check_collator
 from hf_dp.output_lock import alone_in
 from hf_dp.per_example import RULES, Certificate, PerExampleGradients, Rule, preflight, record
 from hf_dp.per_example.batch import Batch
@@ -333,6 +334,7 @@ class DPTrainerMixin(RestoringMixin, CheckpointMixin, LayoutsMixin, PublishingMi
             together = batch(few)
             extremes = extreme_rows(loader.dataset.dataset)
             refuse_rows_that_fail(loader.dataset, extremes, few, lambda row: self._loss(self._module, batch([row])))
+            check_collator(collate, few)
             self._certificate = preflight(
                 self._module, self._loss, together, rules=self.per_example_rules, tables=self._tables
             )

@@ -34,6 +34,7 @@ FLOORS = {
     "aggregate": 2,
     "plan": 2,
     "probe": 2,
+    "mixing_collator": 2,
     "resume": 3,
     "sparse_embeddings": 2,
     "agreement": 2,
