@@ -46,7 +46,8 @@ from hf_dp.losses import check_own_loss, per_example_losses
 from hf_dp.per_example import RULES, Certificate, PerExampleGradients, Rule, preflight, record
 from hf_dp.per_example.batch import Batch
 from hf_dp.per_example.independence import survey
-from hf_dp.per_example.preflight import check_modules, check_padding
+from hf_dp.per_example.padding import check_padding
+from hf_dp.per_example.preflight import check_modules
 from hf_dp.per_example.sharding import refuse_broken_ties, tied
 from hf_dp.plan import Plan
 from hf_dp.probe import extreme_rows, refuse_rows_that_fail, telling_rows, unchanged_buffers

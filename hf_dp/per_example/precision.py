@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
+
+_FEWER_BITS = {
+    torch.float32: {torch.float16, torch.bfloat16},
+    torch.float64: {torch.float16, torch.bfloat16, torch.float32},
+}
+_CASTS = {Tensor.half: torch.float16, Tensor.bfloat16: torch.bfloat16, Tensor.float: torch.float32}
 
 
 @contextmanager
@@ -22,6 +31,65 @@ def full_precision(device: torch.device) -> Iterator[None]:
     finally:
         for matmul, precision in zip(matmuls, before, strict=True):
             matmul.fp32_precision = precision
+
+
+@contextmanager
+def computed_in(model: nn.Module, batch: Mapping[str, Any], dtype: torch.dtype) -> Iterator[dict[str, Any]]:
+    """Lets `model` compute in no fewer bits than `dtype` (float32 or float64), autocast and its own casts included.
+
+    What rounding does is told from what a model does. Parameters, buffers and `.grad` come back as they were, to the
+    bit. Shards (FSDP2), integers and quantised weights are left alone.
+
+    Yields:
+        `batch` in as many bits.
+    """
+
+    def lifted(value: Any) -> Any:
+        return value.to(dtype) if isinstance(value, Tensor) and value.dtype in _FEWER_BITS[dtype] else value
+
+    named = [*model.named_parameters(), *model.named_buffers()]
+    if any(isinstance(value, DTensor) for _, value in named):
+        yield dict(batch)
+        return
+    # A weight of a quantised kind is a tensor of another class.
+    low = [value for _, value in named if value.dtype in _FEWER_BITS[dtype] and type(value.data) is Tensor]
+    kept = [(value, value.data, value.grad) for value in low]
+    try:
+        for value in low:
+            value.grad = None
+            value.data = lifted(value.data)
+        with _NoFewerBits(dtype, {value.device.type for _, value in named}):
+            yield {name: lifted(value) for name, value in batch.items()}
+    finally:
+        for value, data, gradient in kept:
+            value.grad = None
+            value.data = data
+            value.grad = gradient
+
+
+class _NoFewerBits(TorchFunctionMode):
+    """Where an operation would give fewer bits than `dtype`, it gives `dtype`."""
+
+    def __init__(self, dtype: torch.dtype, kinds: set[str]) -> None:
+        self.dtype, self.kinds = dtype, kinds
+        super().__init__()
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        fewer = _FEWER_BITS[self.dtype]
+
+        def enough(value: Any) -> Any:
+            return self.dtype if isinstance(value, torch.dtype) and value in fewer else value
+
+        # A parameter that is watched must be seen in the operation that it is used by.
+        if _CASTS.get(func) in fewer and type(args[0]) is Tensor:
+            func, args = Tensor.to, (args[0], self.dtype)
+        values, named = map(enough, args), {name: enough(value) for name, value in (kwargs or {}).items()}
+        with ExitStack() as without:
+            for kind in filter(torch.is_autocast_enabled, self.kinds):
+                without.enter_context(torch.autocast(kind, enabled=False))
+            return func(*values, **named)
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
