@@ -218,10 +218,11 @@ class LogicalBatchCollator:
 def length(example: Any) -> int:
     """The length of the longest value of an example, 0 where nothing has a length."""
     values = example.values() if isinstance(example, Mapping) else ()
-    return max((_rows(value) for value in values), default=0)
+    return max((length_of(value) for value in values), default=0)
 
 
-def _rows(value: Any) -> int:
+def length_of(value: Any) -> int:
+    """The length of a list, a text or an array (of its first axis), 0 for what has none."""
     shape = getattr(value, "shape", None)
     if shape is not None:
         return int(shape[0]) if len(shape) else 0

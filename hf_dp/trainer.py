@@ -41,7 +41,9 @@ from hf_dp.attention_noise import AttentionNoise, token_ids, without_idle_releas
 from hf_dp.callbacks import PrivacyCallback
 from hf_dp.config import PrivacyConfig
 from hf_dp.errors import ConfigurationError
+from hf_dp.extremes import extreme_rows
 from hf_dp.fingerprint import fingerprint, fingerprint_key
+from hf_dp.left_padding import LeftPadding
 from hf_dp.losses import check_own_loss, per_example_losses
 from hf_dp.per_example import RULES, Certificate, PerExampleGradients, Rule, preflight, record
 from hf_dp.per_example.batch import Batch
@@ -50,7 +52,7 @@ from hf_dp.per_example.padding import check_padding
 from hf_dp.per_example.preflight import check_modules
 from hf_dp.per_example.sharding import refuse_broken_ties, tied
 from hf_dp.plan import Plan
-from hf_dp.probe import extreme_rows, refuse_rows_that_fail, telling_rows, unchanged_buffers
+from hf_dp.probe import refuse_rows_that_fail, telling_rows, uneven_rows
 from hf_dp.publishing import PublishingMixin
 from hf_dp.randomness import Entropy, unchanged_global_state
 from hf_dp.re_attention import remove_re_attention
@@ -59,6 +61,7 @@ from hf_dp.sampling import LogicalBatchCollator, PoissonBatchSampler, PoissonDat
 from hf_dp.sft import forget_batch_metrics, refuse_sft
 from hf_dp.sparse_embeddings import TableRows, find_tables, with_lazy_rows
 from hf_dp.sparse_training import SparseTraining, frozen, hide_from_wrapper, show_to_wrapper
+from hf_dp.state import unchanged_state
 from hf_dp.step import private_gradient
 
 logger = logging.getLogger(__name__)
@@ -101,6 +104,7 @@ class DPTrainerMixin(PublishingMixin):
         self._plan: Plan | None = None
         self._next_plan: Plan | None = None
         self._certificate: Certificate | None = None
+        self._left_padding = LeftPadding()
         self._saved_run: SavedRun | None = None
         self._checkpoint: Path | None = None
         self._attention_noise: AttentionNoise | None = None
@@ -198,7 +202,7 @@ class DPTrainerMixin(PublishingMixin):
             return super().create_optimizer(model)
         loader: Any = self._make_loader(self._require_plan().sampler)
         self._module.train()
-        with unchanged_global_state(), unchanged_buffers(self._module):
+        with unchanged_global_state(), unchanged_state(self._module):
             few: Batch = self._prepare_inputs(loader.collate_fn.collated(telling_rows(loader.dataset)))
             uses = survey(self._module, self._loss, few, rules=self.per_example_rules)
         tables = find_tables(self._module, uses | uses.read, config.tables)
@@ -289,6 +293,7 @@ class DPTrainerMixin(PublishingMixin):
         return SavedRun.record(self.ledger, self._fingerprint)
 
     def _preflight(self) -> None:
+        logger.warning("Checking the model, the collator and the data before the first step.")
         loader: Any = self.callback_handler.train_dataloader
         collate = loader.collate_fn
 
@@ -296,18 +301,38 @@ class DPTrainerMixin(PublishingMixin):
             prepared: Batch = self._prepare_inputs(collate.collated(chosen))
             return prepared
 
+        def loss(chosen: list[Any]) -> Tensor:
+            return self._loss(self._module, batch(chosen))
+
         self._module.train()
-        with unchanged_global_state(), unchanged_buffers(self._module):
-            few = telling_rows(loader.dataset)
-            together = batch(few)
-            extremes = extreme_rows(loader.dataset.dataset)
-            refuse_rows_that_fail(loader.dataset, extremes, few, lambda row: self._loss(self._module, batch([row])))
+        with unchanged_global_state(), unchanged_state(self._module):
+            few, extremes = telling_rows(loader.dataset), extreme_rows(loader.dataset.dataset)
+            refuse_rows_that_fail(loader.dataset, extremes.rows, few, lambda row: loss([row]))
+            uneven = uneven_rows(loader.dataset, extremes, few, loss)
+            # Padding first: what it shows is how all batches are completed.
+            _, together = batch(uneven), batch(few)
             self._certificate = preflight(
                 self._module, self._loss, together, rules=self.per_example_rules, tables=self._tables
             )
-            check_padding(self._module, self._loss, few, batch)
+            self._check_padding(uneven)
             if self._has_usual_loss:
                 check_own_loss(self._module, together)
+
+    def _check_padding(self, rows: list[Any]) -> None:
+        loader: Any = self.callback_handler.train_dataloader
+        check_padding(
+            self._module,
+            self._loss,
+            rows,
+            lambda chosen: self._prepare_inputs(loader.collate_fn.collated(chosen)),
+            certificate=self._certificate,
+            rules=self.per_example_rules,
+            tables=self._tables,
+        )
+
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        """As Trainer's, in training and in evaluation; what is padded on the left is completed."""
+        return self._left_padding.completed(self._module, super()._prepare_inputs(inputs))
 
     # --- one step -------------------------------------------------------------------------------------------------
 

@@ -126,10 +126,10 @@ def _moved(
     alone.add_weighted_sum_(as_sums(sums, parameters), -torch.ones_like(alone.losses), rows)
     differences = {**sums, **{name: found.coalesced()[1] for name, found in rows.items()}}
     squares = []
-    for name, difference in differences.items():
+    for name, values in differences.items():
         # All ranks gave the same examples.
         copies = ranks.world_size() if isinstance(parameters[name], DTensor) else 1
-        norm = torch.linalg.vector_norm(difference, dtype=torch.float64) / copies
+        norm = torch.linalg.vector_norm(values, dtype=torch.float64) / copies
         squares.append((parameters[name], norm.square()))
     difference = float(summed_over_shards(squares, losses.device).sqrt())
     others = together.squared_norms().double().nan_to_num(0, 0, 0).max().sqrt()

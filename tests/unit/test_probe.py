@@ -9,9 +9,10 @@ import pyarrow as pa
 import pytest
 import torch
 
-import hf_dp.probe as probe
+import hf_dp.extremes as extremes
+import hf_dp.state as state
 from hf_dp.errors import ConfigurationError, UnsupportedModelError
-from hf_dp.probe import extreme_rows, refuse_rows_that_fail, unchanged_buffers
+from hf_dp.probe import refuse_rows_that_fail
 
 ROWS = [
     {"input_ids": [3, 4], "labels": 1},
@@ -22,13 +23,17 @@ ROWS = [
 ]
 
 
+def extreme_rows(data: Any) -> list[int]:
+    return extremes.extreme_rows(data).rows
+
+
 def table(rows: list[dict[str, Any]]) -> datasets.Dataset:
     return datasets.Dataset.from_list(rows)
 
 
 @pytest.mark.parametrize("at_once", [1, 2, 10_000])
 def test_the_longest_the_shortest_the_smallest_and_the_largest_of_each_column(at_once: int, monkeypatch: Any) -> None:
-    monkeypatch.setattr(probe, "_AT_ONCE", at_once)
+    monkeypatch.setattr(extremes, "_AT_ONCE", at_once)
     assert extreme_rows(table(ROWS)) == [1, 2, 3, 4]
     assert extreme_rows(table(ROWS).remove_columns("labels")) == [1, 2, 3, 4]
     assert extreme_rows(table(ROWS).remove_columns("input_ids")) == [2, 3]
@@ -79,7 +84,7 @@ def test_lists_of_lists() -> None:
 
 
 def test_columns_that_are_not_known_or_not_of_whole_numbers_tell_nothing() -> None:
-    assert extreme_rows(ROWS) == []
+    assert extreme_rows(row for row in ROWS) == []
     assert extreme_rows(table(ROWS).with_transform(lambda rows: rows)) == []
     assert extreme_rows(table([{"text": "a", "share": 0.5, "is_new": True}])) == []
 
@@ -111,10 +116,13 @@ def test_an_accelerator_that_fails_late_and_then_for_good(monkeypatch: pytest.Mo
     def is_dead(*args: Any) -> bool:
         raise torch.AcceleratorError("device-side assert triggered")
 
-    monkeypatch.setattr(probe, "_equal", is_dead)
+    monkeypatch.setattr(state, "_equal", is_dead)
     model = torch.nn.Module()
     model.register_buffer("positions", torch.arange(3))
-    with pytest.raises(ConfigurationError, match=r"row 1 of the training data .*device-side"), unchanged_buffers(model):
+    with (
+        pytest.raises(ConfigurationError, match=r"row 1 of the training data .*device-side"),
+        state.unchanged_state(model),
+    ):
         refuse_rows_that_fail(ROWS, [1, 2], [], run)
 
 
