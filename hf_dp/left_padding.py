@@ -13,12 +13,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from hf_dp.losses import is_causal
 from hf_dp.per_example.batch import take
 from hf_dp.per_example.independence import NoDropout, forked_rng, in_mode
 from hf_dp.per_example.precision import computed_in
+from hf_dp.per_example.sharding import is_sharded
 
 _IGNORED = -100
 # In float32 the same is equal to 1e-5 or so.
@@ -49,7 +49,7 @@ class LeftPadding:
                 changes["labels"] = labels.masked_fill(F.pad(mask, (1, 0), value=1)[:, :-1].eq(0), _IGNORED)
             is_asked = self.counts_columns is None and "position_ids" in _arguments(model)
             # Ranks that share weights would have to ask at the same time.
-            if is_asked and not any(isinstance(p, DTensor) for p in model.parameters()):
+            if is_asked and not is_sharded(model):
                 self.counts_columns = "position_ids" not in batch and _counts_columns(model, batch)
         if self.counts_columns and "position_ids" not in batch:
             changes["position_ids"] = _positions(mask)

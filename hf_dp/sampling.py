@@ -158,6 +158,10 @@ class LogicalBatchCollator:
         collate: list of examples (never empty) -> mapping whose tensors have one row per example: (b, ...).
         reproducible: leave the randomness of collating, and of reading rows for it, to the global seeds (not private).
 
+    Attributes:
+        held: a short row, and the length of the longest that it was held against (see `check_padding`); None where no
+            row can be longer.
+
     Raises:
         ConfigurationError: a micro-batch size below 1, or a collator known to put several examples in one row.
     """
@@ -174,12 +178,14 @@ class LogicalBatchCollator:
         _refuse_packing(collate)
         self._micro_batch_size = micro_batch_size
         self._collate = collate
+        self.held: tuple[Any, int] | None = None
         self.randomness: Randomness = nullcontext if reproducible else secret_global_state
 
     def __call__(self, examples: list[Any]) -> dict[str, Any]:
         """`{"micro_batches": [what the collator returned, ...], "n": number of examples}`; no micro-batch if n is 0.
 
-        Where there are `DUMMY` rows, their micro-batches of one example each are under "dummies".
+        Where there are `DUMMY` rows, their micro-batches of one example each are under "dummies"; where a row is longer
+        than all before, the short row and this one, as they were read, are under "longer".
 
         Raises:
             ConfigurationError: the collator did not return a mapping with tensors of one row per example.
@@ -190,11 +196,16 @@ class LogicalBatchCollator:
         # Their sum does not depend on who shares a micro-batch, but the padding that is computed does.
         examples = sorted(examples, key=length)
         parts = [examples[start : start + size] for start in range(0, len(examples), size)]
+        longer: dict[str, list[Any]] = {}
+        if self.held is not None and examples and length(examples[-1]) > self.held[1]:
+            self.held = self.held[0], length(examples[-1])
+            longer = {"longer": [self.held[0], examples[-1]]}
         with self.randomness():
             return {
                 "micro_batches": [self.collated(part) for part in parts],
                 "dummies": [self.collated([row]) for row in dummies],
                 "n": len(examples),
+                **longer,
             }
 
     def collated(self, examples: list[Any]) -> Mapping[str, Any]:

@@ -50,14 +50,14 @@ from hf_dp.per_example.batch import Batch
 from hf_dp.per_example.independence import survey
 from hf_dp.per_example.padding import check_padding
 from hf_dp.per_example.preflight import check_modules
-from hf_dp.per_example.sharding import refuse_broken_ties, tied
+from hf_dp.per_example.sharding import is_sharded, refuse_broken_ties, tied
 from hf_dp.plan import Plan
 from hf_dp.probe import refuse_rows_that_fail, telling_rows, uneven_rows
 from hf_dp.publishing import PublishingMixin
 from hf_dp.randomness import Entropy, unchanged_global_state
 from hf_dp.re_attention import remove_re_attention
 from hf_dp.resume import SavedRun, continued, note_trained_by, refuse_trained_by_another
-from hf_dp.sampling import LogicalBatchCollator, PoissonBatchSampler, PoissonDataLoader, RankSampler
+from hf_dp.sampling import LogicalBatchCollator, PoissonBatchSampler, PoissonDataLoader, RankSampler, length
 from hf_dp.sft import forget_batch_metrics, refuse_sft
 from hf_dp.sparse_embeddings import TableRows, find_tables, with_lazy_rows
 from hf_dp.sparse_training import SparseTraining, frozen, hide_from_wrapper, show_to_wrapper
@@ -317,6 +317,9 @@ class DPTrainerMixin(PublishingMixin):
             self._check_padding(uneven)
             if self._has_usual_loss:
                 check_own_loss(self._module, together)
+        # Ranks that share weights would have to look at a longer row at the same time.
+        may_be_longer = not extremes.is_complete and not is_sharded(self._module)
+        collate.held = (uneven[0], max(map(length, uneven))) if may_be_longer else None
 
     def _check_padding(self, rows: list[Any]) -> None:
         loader: Any = self.callback_handler.train_dataloader
@@ -367,6 +370,9 @@ class DPTrainerMixin(PublishingMixin):
         if callable(switch):
             switch()
         unwrapped = self.accelerator.unwrap_model(model)
+        if "longer" in inputs:
+            with unchanged_global_state(), unchanged_state(unwrapped):
+                self._check_padding(inputs["longer"])
         rows = None if self._sparse is None else self._chosen_rows(self._sparse, unwrapped)
         total = private_gradient(
             unwrapped,

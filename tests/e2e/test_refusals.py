@@ -29,6 +29,7 @@ from tests.e2e.workbench import (
     ROWS,
     arguments,
     classifier,
+    draws,
     make,
     pad,
     pad_for_language,
@@ -260,6 +261,27 @@ def test_failure_30_one_long_row_wherever_it_is(tmp_path: Path, where: int, kind
     data[where]["input_ids"] = list(range(3, 33))
     parts = {"data_collator": without_mask_for_language, "train_dataset": KINDS[kind](data)}
     refused(tmp_path, PreflightError, "in a batch", fnet(), at_once=False, parts=parts)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_failure_30_a_row_longer_than_any_before_is_looked_at_before_it_counts(tmp_path: Path, workers: int) -> None:
+    """Phi-3's longrope: one row above a threshold gives all beside it other frequencies."""
+    factors = {"short_factor": [1.0] * 3, "long_factor": [2.0] * 3, "original_max_position_embeddings": 16}
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0, **factors}
+    data = rows(400, low=4, high=9)
+    early = {i for step in draws(7, 2, n=400) for i in step} | {i * 399 // 31 for i in range(32)}
+    late = next(i for step in draws(7, n=400)[2:] for i in step if i not in early)
+    data[late]["input_ids"] = list(range(3, 23))
+    changes = {"rope_parameters": rope, "original_max_position_embeddings": 16}
+    models = [tiny("phi3", "causal_lm", torch.float32, **changes) for _ in range(2)]
+    parts = {"data_collator": pad_for_language, "train_dataset": Lazy(data)}
+    trainer = make(tmp_path, models[0], parts=parts, dataloader_num_workers=workers)
+    with pytest.raises(PreflightError, match="in a batch|inv_freq is another"):
+        trainer.train()
+    assert 2 <= trainer.ledger.steps == trainer.state.global_step < 4
+    for row in data:
+        row["input_ids"] = row["input_ids"][:16]
+    assert make(tmp_path, models[1], parts={**parts, "train_dataset": Lazy(data)}).train().global_step == 4
 
 
 @pytest.mark.parametrize("kind", ["a list", "a Hugging Face dataset"])
