@@ -40,7 +40,7 @@ from hf_dp.arguments import (
 from hf_dp.attention_noise import AttentionNoise, token_ids, without_idle_release
 from hf_dp.callbacks import PrivacyCallback
 from hf_dp.config import PrivacyConfig
-from hf_dp.errors import ConfigurationError
+from hf_dp.errors import ConfigurationError, UnseenUseError
 from hf_dp.extremes import extreme_rows
 from hf_dp.fingerprint import fingerprint, fingerprint_key
 from hf_dp.left_padding import LeftPadding
@@ -52,7 +52,7 @@ from hf_dp.per_example.padding import check_padding
 from hf_dp.per_example.preflight import check_modules
 from hf_dp.per_example.sharding import is_sharded, refuse_broken_ties, tied
 from hf_dp.plan import Plan
-from hf_dp.probe import refuse_rows_that_fail, telling_rows, uneven_rows
+from hf_dp.probe import refuse_rows_that_fail, short_rows, telling_rows, uneven_rows
 from hf_dp.publishing import PublishingMixin
 from hf_dp.randomness import Entropy, unchanged_global_state
 from hf_dp.re_attention import remove_re_attention
@@ -301,25 +301,31 @@ class DPTrainerMixin(PublishingMixin):
             prepared: Batch = self._prepare_inputs(collate.collated(chosen))
             return prepared
 
-        def loss(chosen: list[Any]) -> Tensor:
-            return self._loss(self._module, batch(chosen))
-
+        loss = functools.partial(self._loss, self._module)
         self._module.train()
         with unchanged_global_state(), unchanged_state(self._module):
-            few, extremes = telling_rows(loader.dataset), extreme_rows(loader.dataset.dataset)
-            refuse_rows_that_fail(loader.dataset, extremes.rows, few, lambda row: loss([row]))
-            uneven = uneven_rows(loader.dataset, extremes, few, loss)
-            # Padding first: what it shows is how all batches are completed.
-            _, together = batch(uneven), batch(few)
-            self._certificate = preflight(
-                self._module, self._loss, together, rules=self.per_example_rules, tables=self._tables
-            )
-            self._check_padding(uneven)
+            few = telling_rows(loader.dataset)
+            _, extremes = batch(few), extreme_rows(loader.dataset.dataset)
+            refuse_rows_that_fail(loader.dataset, extremes.rows, few, lambda row: loss(batch([row])))
+            uneven = uneven_rows(loader.dataset, extremes, few, lambda rows: loss(batch(rows)))
+            # Padding first: what it shows is how all batches are completed, those of one length as well.
+            batch(uneven)
+            short = batch(short_rows(few, batch, loss))
+            try:
+                self._certify(short, uneven)
+            except UnseenUseError:
+                self._certify(batch(few), uneven)
             if self._has_usual_loss:
-                check_own_loss(self._module, together)
+                check_own_loss(self._module, short)
         # Ranks that share weights would have to look at a longer row at the same time.
         may_be_longer = not extremes.is_complete and not is_sharded(self._module)
         collate.held = (uneven[0], max(map(length, uneven))) if may_be_longer else None
+
+    def _certify(self, together: Batch, uneven: list[Any]) -> None:
+        self._certificate = preflight(
+            self._module, self._loss, together, rules=self.per_example_rules, tables=self._tables
+        )
+        self._check_padding(uneven)
 
     def _check_padding(self, rows: list[Any]) -> None:
         loader: Any = self.callback_handler.train_dataloader
