@@ -77,8 +77,8 @@ def check_padding(
             by = min(_moved(model, in_batch, i, found, tables) for found, _ in alone)
             if not by <= tolerance:
                 raise _leak(
-                    f"an example's gradient moves by {100 * by:.2g} % of its norm when longer or shorter examples are "
-                    "beside it in a batch."
+                    f"an example's gradient moves by {100 * by:.2g} % of its norm "
+                    "when longer or shorter examples are beside it in a batch."
                 )
 
     tolerance = _LOW_PRECISION_TOLERANCE if _is_coarse(model) else _TOLERANCE

@@ -263,6 +263,20 @@ def test_failure_30_one_long_row_wherever_it_is(tmp_path: Path, where: int, kind
     refused(tmp_path, PreflightError, "in a batch", fnet(), at_once=False, parts=parts)
 
 
+@pytest.mark.parametrize("short", [3, 30])
+def test_failure_30_a_switch_that_one_short_row_turns_for_good(tmp_path: Path, short: int) -> None:
+    """BigBird goes over to full attention; where no row is short, one that is made of another shows it."""
+    config = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 20}
+    sparse = AutoConfig.for_model("big_bird", vocab_size=VOCABULARY, block_size=2, num_random_blocks=1, **config)
+    data = rows(low=30, high=40)
+    data[31]["input_ids"] = data[31]["input_ids"][:short]
+    parts = {"data_collator": pad_for_language, "train_dataset": Lazy(data)}
+    model = AutoModelForMaskedLM.from_config(sparse)
+    words = r"change bert\.attention_type from 'block_sparse' to 'original_full', and it stays so"
+    refused(tmp_path, UnsupportedModelError, words, model, at_once=False, parts=parts)
+    assert model.bert.attention_type == model.bert.encoder.attention_type == "block_sparse"
+
+
 @pytest.mark.parametrize("workers", [0, 1])
 def test_failure_30_a_row_longer_than_any_before_is_looked_at_before_it_counts(tmp_path: Path, workers: int) -> None:
     """Phi-3's longrope: one row above a threshold gives all beside it other frequencies."""
