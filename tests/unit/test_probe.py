@@ -167,7 +167,7 @@ def test_switches_are_refused_and_everything_is_put_back() -> None:
     assert model.frequencies.tolist() == [1, 1]
     words = "change kind from 'sparse' to 'full', and it stays so"
     for error in ([], [PreflightError("this", why="it", fix="that")]):
-        with pytest.raises(UnsupportedModelError, match=words), state.unchanged_state(model):
+        with pytest.raises(UnsupportedModelError, match=words), state.unchanged_state(model):  # noqa: PT012
             model.kind = "full"
             for reason in error:
                 raise reason
