@@ -8,7 +8,7 @@ import random
 import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -101,12 +101,29 @@ def secret_global_state() -> Iterator[None]:
     The global states come back as they were.
     """
     with unchanged_global_state():
-        # Without an accelerator `torch.manual_seed` keeps a stack trace of every call for one that never comes.
-        seed = torch.manual_seed if torch.accelerator.is_available() else torch.default_generator.manual_seed
-        seed(secrets.randbits(63))
-        np.random.seed(secrets.randbits(32))  # noqa: NPY002
-        random.seed(secrets.randbits(256))
+        _seed_global_state(secrets.randbits(63), secrets.randbits(32), secrets.randbits(256))
         yield
+
+
+def seed_global_state(*entropy: int) -> None:
+    """Sets the global generators of `torch`, `numpy` and `random` to what `entropy` says. For checks, not training."""
+    seed = int(np.random.SeedSequence(entropy).generate_state(1)[0])
+    _seed_global_state(seed, seed, seed)
+
+
+def global_state() -> tuple[Any, ...]:
+    """What the global generators of `torch` (on the CPU), `numpy` and `random` are at, to be compared."""
+    of_numpy: Any = np.random.get_state(legacy=False)  # noqa: NPY002
+    drawn = (of_numpy["state"]["key"].tobytes(), of_numpy["state"]["pos"], of_numpy["has_gauss"])
+    return torch.default_generator.get_state().numpy().tobytes(), drawn, random.getstate()
+
+
+def _seed_global_state(of_torch: int, of_numpy: int, of_python: int) -> None:
+    # Without an accelerator `torch.manual_seed` keeps a stack trace of every call for one that never comes.
+    seed = torch.manual_seed if torch.accelerator.is_available() else torch.default_generator.manual_seed
+    seed(of_torch)
+    np.random.seed(of_numpy)  # noqa: NPY002
+    random.seed(of_python)
 
 
 def bernoulli(generator: np.random.Generator, n: int, q: float) -> list[int]:

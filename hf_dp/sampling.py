@@ -161,6 +161,7 @@ class LogicalBatchCollator:
     Attributes:
         held: a short row, and the length of the longest that it was held against (see `check_padding`); None where no
             row can be longer.
+        name: of the user's function.
 
     Raises:
         ConfigurationError: a micro-batch size below 1, or a collator known to put several examples in one row.
@@ -179,6 +180,7 @@ class LogicalBatchCollator:
         self._micro_batch_size = micro_batch_size
         self._collate = collate
         self.held: tuple[Any, int] | None = None
+        self.name = _name(getattr(collate, "data_collator", collate))
         self.randomness: Randomness = nullcontext if reproducible else secret_global_state
 
     def __call__(self, examples: list[Any]) -> dict[str, Any]:
@@ -314,9 +316,14 @@ def _refuse_packing(collate: Any) -> None:
         collate = getattr(collate, "data_collator", None)
 
 
+def _name(collate: Any) -> str:
+    """Of the user's collator."""
+    return str(getattr(collate, "__qualname__", type(collate).__qualname__))
+
+
 def _bad_collator(collate: Any, problem: str) -> ConfigurationError:
     return ConfigurationError(
-        f"the data collator {getattr(collate, '__qualname__', type(collate).__qualname__)} {problem}.",
+        f"the data collator {_name(collate)} {problem}.",
         why="each example's gradient is clipped on its own, so each must have its own row; packed or padding-free rows "
         "and values shared between examples mix them.",
         fix="use a padding collator (for example transformers.DataCollatorWithPadding) with return_tensors='pt', "

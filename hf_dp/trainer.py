@@ -45,6 +45,7 @@ from hf_dp.extremes import extreme_rows
 from hf_dp.fingerprint import fingerprint, fingerprint_key
 from hf_dp.left_padding import LeftPadding
 from hf_dp.losses import check_own_loss, per_example_losses
+from hf_dp.mixing_collator import check_collator
 from hf_dp.per_example import RULES, Certificate, PerExampleGradients, Rule, preflight, record
 from hf_dp.per_example.batch import Batch
 from hf_dp.per_example.independence import survey
@@ -301,15 +302,23 @@ class DPTrainerMixin(PublishingMixin):
             prepared: Batch = self._prepare_inputs(collate.collated(chosen))
             return prepared
 
-        loss = functools.partial(self._loss, self._module)
+        def loss(given: Batch) -> Tensor:
+            # Whatever short rows switch must not stay so, nor be certified.
+            with unchanged_state(self._module):
+                return self._loss(self._module, given)
+
         self._module.train()
-        with unchanged_global_state(), unchanged_state(self._module):
-            few = telling_rows(loader.dataset)
-            _, extremes = batch(few), extreme_rows(loader.dataset.dataset)
-            refuse_rows_that_fail(loader.dataset, extremes.rows, few, lambda row: loss(batch([row])))
-            uneven = uneven_rows(loader.dataset, extremes, few, lambda rows: loss(batch(rows)))
-            # Padding first: what it shows is how all batches are completed, those of one length as well.
-            batch(uneven)
+        with unchanged_global_state():
+            with unchanged_state(self._module):
+                few = telling_rows(loader.dataset)
+                _, extremes = batch(few), extreme_rows(loader.dataset.dataset)
+                refuse_rows_that_fail(
+                    loader.dataset, extremes.rows, few, lambda row: self._loss(self._module, batch([row]))
+                )
+                check_collator(collate, few)
+                uneven = uneven_rows(loader.dataset, extremes, few, lambda rows: self._loss(self._module, batch(rows)))
+                # Padding first: what it shows is how all batches are completed, those of one length as well.
+                batch(uneven)
             short = batch(short_rows(few, batch, loss))
             try:
                 self._certify(short, uneven)
@@ -329,15 +338,16 @@ class DPTrainerMixin(PublishingMixin):
 
     def _check_padding(self, rows: list[Any]) -> None:
         loader: Any = self.callback_handler.train_dataloader
-        check_padding(
-            self._module,
-            self._loss,
-            rows,
-            lambda chosen: self._prepare_inputs(loader.collate_fn.collated(chosen)),
-            certificate=self._certificate,
-            rules=self.per_example_rules,
-            tables=self._tables,
-        )
+        with unchanged_state(self._module):
+            check_padding(
+                self._module,
+                self._loss,
+                rows,
+                lambda chosen: self._prepare_inputs(loader.collate_fn.collated(chosen)),
+                certificate=self._certificate,
+                rules=self.per_example_rules,
+                tables=self._tables,
+            )
 
     def _prepare_inputs(self, inputs: Any) -> Any:
         """As Trainer's, in training and in evaluation; what is padded on the left is completed."""
@@ -377,7 +387,7 @@ class DPTrainerMixin(PublishingMixin):
             switch()
         unwrapped = self.accelerator.unwrap_model(model)
         if "longer" in inputs:
-            with unchanged_global_state(), unchanged_state(unwrapped):
+            with unchanged_global_state():
                 self._check_padding(inputs["longer"])
         rows = None if self._sparse is None else self._chosen_rows(self._sparse, unwrapped)
         total = private_gradient(

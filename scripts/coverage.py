@@ -33,6 +33,8 @@ from hf_dp.errors import HfDpError
 from hf_dp.losses import check_own_loss, per_example_losses
 from hf_dp.per_example import Certificate, PerExampleGradients, loop, preflight, record
 from hf_dp.per_example.batch import LossFunction, batch_size
+from hf_dp.per_example.coins import switch_off
+from hf_dp.per_example.precision import computed_in
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 import zoo
@@ -68,9 +70,12 @@ def relative(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> float:
 
 
 def norm_error(found: PerExampleGradients, truth: PerExampleGradients) -> float:
-    """The largest relative error of a norm."""
-    norms, true_norms = found.squared_norms().double().sqrt(), truth.squared_norms().double().sqrt()
-    return float(((norms - true_norms).abs() / true_norms).max())
+    """The largest relative error of a norm, but for gradients that are nothing beside the others, rounding apart."""
+    squares, true = found.squared_norms(), truth.squared_norms()
+    is_rounding = (squares - true).abs() <= 100 * torch.finfo(squares.dtype).eps * true.sum()
+    norms, true_norms = squares.double().sqrt(), true.double().sqrt()
+    is_nothing = is_rounding & (true_norms <= 1e-2 * true_norms.max())
+    return float(((norms - true_norms).abs() / true_norms).where(~is_nothing, 0).max())
 
 
 def error(found: PerExampleGradients, truth: PerExampleGradients) -> float:
@@ -108,12 +113,17 @@ def judge(
         for batch in doubles:
             known = certificate if batch_size(batch) == 1 else None
             off = error(record(model, loss_fn, batch, certificate=known), loop(model, loss_fn, batch))
+            if not off <= TOLERANCE[torch.float64]:
+                # Some families compute parts in float32 whatever they are in.
+                with computed_in(model, batch, torch.float64):
+                    off = error(record(model, loss_fn, batch, certificate=known), loop(model, loss_fn, batch))
             if batch_size(batch) > 1:
                 off = worst((off, moved_by_a_neighbour(model, loss_fn, batch, certificate)))
             if not off <= TOLERANCE[torch.float64]:
                 return f"WRONG by {off:.1g} with {batch_size(batch)} examples"
             largest = max(largest, off)
         model = build(torch.float32)
+        switch_off(model)
         for batch in (make_batch(*shape, torch.float32) for shape in shapes[:2]):
             off = error(record(model, loss_fn, batch, certificate=certificate), loop(model, loss_fn, batch))
             if not off <= TOLERANCE[torch.float32]:

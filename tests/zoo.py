@@ -69,7 +69,7 @@ _TWO_TOWERS: dict[str, Any] = {
 _SPEECH: dict[str, Any] = {
     **_TOWER, "vocab_size": VOCABULARY, "pad_token_id": 0, "conv_dim": [8, 8], "conv_kernel": [3, 3],
     "conv_stride": [2, 2], "num_feat_extract_layers": 2, "num_conv_pos_embeddings": 4,
-    "num_conv_pos_embedding_groups": 2, "classifier_proj_size": 8, "apply_spec_augment": False, "layerdrop": 0.0,
+    "num_conv_pos_embedding_groups": 2, "classifier_proj_size": 8, "mask_time_length": 2,
 }  # fmt: skip
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("gpt2", {"vocab_size": VOCABULARY, "n_embd": 24, "n_layer": 2, "n_head": 4, "n_positions": 40,
@@ -141,6 +141,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "siglip": ("siglip", _TWO_TOWERS),
 }  # fmt: skip
 CONFIGS |= {name: (name, {**_LLAMA_LIKE, "head_dim": 6}) for name in ("starcoder2", "nemotron", "glm4")}
+CONFIGS["granite_swa"] = ("granite_swa", _LLAMA_LIKE)
 CONFIGS |= {name: (name, _BART) for name in ("mbart", "m2m_100", "pegasus", "marian")}
 for _name in ("mixtral", "qwen3_moe"):
     CONFIGS |= dict.fromkeys((f"{_name}, experts batched", f"{_name}, experts and router frozen"), CONFIGS[_name])
@@ -159,7 +160,7 @@ HEADS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("t5", "flan-t5"), ("seq2seq", *_CLASSIFIER, "token", "qa")),
     "bart": ("seq2seq", "causal_lm", *_CLASSIFIER, "qa"),
     **dict.fromkeys(("mbart", "m2m_100", "pegasus", "marian", "mt5"), ("seq2seq",)),
-    "mamba": ("causal_lm",),
+    **dict.fromkeys(("mamba", "granite_swa"), ("causal_lm",)),
     "whisper": ("speech",),
     **dict.fromkeys(("wav2vec2", "hubert"), ("ctc",)),
     **dict.fromkeys(("vit", "swin", "dinov2"), ("image",)),
@@ -186,12 +187,16 @@ _LABELS: dict[str, dict[str, Any]] = {
 
 
 def tiny(name: str, head: str, dtype: torch.dtype = torch.float64, **changes: Any) -> nn.Module:
-    """A random model in training mode, dropout off, biases and norm weights moved off their initial values."""
+    """A random model in training mode, dropout off, biases and norm weights moved off their initial values.
+
+    LayerDrop and SpecAugment are as in the family's default config; preflight switches them off.
+    """
     torch.manual_seed(0)
     kind, values = CONFIGS[name]
     config = AutoConfig.for_model(kind, **{**values, **_LABELS.get(head, {}), **changes})
     for key in vars(config):
-        if "drop" in key and isinstance(getattr(config, key), float) and key not in changes:
+        is_dropout = "drop" in key and not key.endswith("layerdrop")
+        if is_dropout and isinstance(getattr(config, key), float) and key not in changes:
             setattr(config, key, 0.0)
     model = _AUTO[head].from_config(config)
     # Transformers sorts tokens by expert unless told otherwise, and then not in float64.

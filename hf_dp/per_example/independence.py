@@ -18,12 +18,14 @@ from torch.overrides import TorchFunctionMode
 
 from hf_dp.errors import PreflightError
 from hf_dp.per_example.batch import Batch, LossFunction, batch_size, take
+from hf_dp.per_example.draws import Change, Draws
 from hf_dp.per_example.factors import squared_norms
 from hf_dp.per_example.precision import full_precision
 from hf_dp.per_example.reading import Reader
 from hf_dp.per_example.rule import Axis, Certificate, Readings, Rule, Use
 from hf_dp.per_example.rules import RULES
 from hf_dp.per_example.watch import Observer, Watch
+from hf_dp.randomness import unchanged_global_state
 
 _Watching = Callable[[int, Observer], Watch]
 _NONE: Readings = MappingProxyType({})
@@ -236,8 +238,10 @@ def close(x: Tensor, y: Tensor) -> bool:
 
 @torch.no_grad()
 def _is_random(model: nn.Module, loss_fn: LossFunction, batch: Batch) -> bool:
-    few = take(batch, _MIXED)
-    return not close(loss_fn(model, few).float(), loss_fn(model, few).float())
+    draws = Draws(len(_MIXED), Change())
+    with draws.attached():
+        loss_fn(model, take(batch, _MIXED))
+    return bool(draws.seen)
 
 
 @contextmanager
@@ -254,9 +258,8 @@ def in_mode(model: nn.Module, *, training: bool) -> Iterator[None]:
 
 @contextmanager
 def forked_rng(model: nn.Module) -> Iterator[None]:
-    """Random state is put back at the end."""
-    devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
-    with torch.random.fork_rng(devices=sorted(d.index or 0 for d in devices)):
+    """Random state, also numpy's and Python's, is put back at the end."""
+    with unchanged_global_state():
         yield
 
 

@@ -323,6 +323,17 @@ def test_padding_that_changes_an_example_under_a_random_collator(tmp_path: Path)
     refused(tmp_path, PreflightError, "padd|in a batch", model, at_once=False, parts={"data_collator": masked})
 
 
+def test_failure_29_a_random_collator_that_mixes_rows(tmp_path: Path) -> None:
+    def cut_and_mixed(examples: list[dict[str, Any]]) -> dict[str, Tensor]:
+        batch = pad(examples)
+        others = batch["input_ids"][torch.randperm(len(examples))]
+        hidden = torch.rand(batch["input_ids"].shape) < 0.3
+        return {**batch, "input_ids": torch.where(hidden, others, batch["input_ids"])}
+
+    parts = {"data_collator": cut_and_mixed}
+    refused(tmp_path, ConfigurationError, "cut_and_mixed gives an example another row", at_once=False, parts=parts)
+
+
 # --- the model --------------------------------------------------------------------------------------------------------
 
 

@@ -33,6 +33,7 @@ FLOORS = {
     "extremes": 2,
     "state": 2,
     "left_padding": 2,
+    "mixing_collator": 2,
     "resume": 3,
     "sparse_embeddings": 2,
     "agreement": 2,

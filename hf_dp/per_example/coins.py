@@ -1,0 +1,228 @@
+"""Are the random effects of different examples independent? What draws one coin for all of them is switched off.
+
+An example more or less moves others into another micro-batch. If one coin falls for a whole micro-batch, it falls
+otherwise for them there, and the clipped sum moves by more than C.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+
+from hf_dp.errors import HfDpError, PreflightError
+from hf_dp.per_example.batch import Batch, LossFunction, batch_size
+from hf_dp.per_example.draws import Change, Draw, Draws
+from hf_dp.per_example.reading import Reader
+from hf_dp.per_example.rule import Axis, Readings, Rule, Use
+from hf_dp.per_example.watch import Watch
+
+logger = logging.getLogger(__name__)
+
+# By names that families share: the ends of attributes of modules and configs, and what they are when off.
+_SWITCHES = {"layerdrop": 0.0, "apply_spec_augment": False}
+_SPEC_AUGMENT = ("mask_time_prob", "mask_feature_prob")
+_SAME = {torch.float64: 1e-9, torch.float32: 1e-4}
+_LOW_PRECISION = 5e-2
+_EXTREMES = ("least", "most", "another")
+# Seeds that are tried where numbers come from functions that are not seen.
+_UNSEEN = 64
+
+Run = Callable[[], tuple[list[Use], list[Tensor]]]
+
+
+def switch_off(model: nn.Module) -> list[str]:
+    """Switches off LayerDrop and SpecAugment, whose coins fall for a whole micro-batch.
+
+    Returns:
+        What was switched off, with the value that it had.
+    """
+    configs = {id(c): c for m in model.modules() if (c := getattr(m, "config", None)) is not None}
+    found: dict[str, None] = {}
+    for owner in [*configs.values(), *model.modules()]:
+        values = dict(vars(owner))
+        switches = {n: off for n in values for end, off in _SWITCHES.items() if n.endswith(end)}
+        if "apply_spec_augment" not in values:
+            # There it is on wherever it masks anything.
+            switches |= {n: 0.0 for n in _SPEC_AUGMENT if n in values}
+        for name, off in switches.items():
+            is_on = isinstance(values[name], (bool, int, float)) and values[name] != off
+            if is_on:
+                setattr(owner, name, off)
+                found[f"{name}={values[name]}"] = None
+    return list(found)
+
+
+def without_shared_coins(
+    model: nn.Module,
+    loss_fn: LossFunction,
+    batch: Batch,
+    *,
+    rules: Mapping[Any, Rule],
+    readings: Readings,
+) -> None:
+    """Checks that no random number moves two examples; dropout modules with one mask for all are switched off.
+
+    In the mode that the model is in. Every number that is drawn, from torch, numpy or Python, is replaced in turn:
+    those of one example must move no other, and those that belong to no example must move one at most, even where they
+    are as small or as large as in 1,024 draws (so that a coin that falls once in a hundred times is not missed).
+
+    Args:
+        batch: as many examples as no other axis is long.
+
+    Raises:
+        PreflightError: with the operation and the module that draws.
+    """
+    size = batch_size(batch)
+
+    def observed() -> tuple[list[Use], list[Tensor]]:
+        uses: list[Use] = []
+        rows: list[Tensor] = []
+
+        def observe(use: Use, given: Tensor, axis: Axis) -> None:
+            uses.append(use)
+            whole = given.detach().clone()
+            rows.append(whole.reshape(1, -1) if axis.reading == "constant" else whole.reshape(size, -1))
+
+        watch = Watch(Reader(size, readings=readings), rules, observe)
+        with watch.attached(model):
+            losses = watch.forward(model, loss_fn, batch)
+        return uses, [*rows, losses.detach().reshape(size, 1)]
+
+    off: list[str] = []
+    with _named(model) as stack:
+        while found := shared_draws(observed, size, lambda: stack[-1] if stack else ""):
+            dropouts = {draw.place: m for draw in found if isinstance(m := model.get_submodule(draw.place), _DropoutNd)}
+            if found[0].place not in dropouts:
+                raise _refusal(found[0], type(model).__name__)
+            for name, module in dropouts.items():
+                off.append(f"{name}.p={module.p}")
+                module.p = 0.0
+    if off:
+        warn_of(off)
+
+
+def warn_of(off: list[str]) -> None:
+    """Says what was switched off, once."""
+    logger.warning(
+        "Switched off for private training: %s. It draws one random number for all examples of a micro-batch, and "
+        "clipping bounds what each example adds only where examples have numbers of their own.",
+        ", ".join(off),
+    )
+
+
+def shared_draws(run: Run, size: int, place: Callable[[], str]) -> list[Draw]:
+    """None, or a draw in `run` that moves more than one of `size` examples, and others that belong to no example.
+
+    Args:
+        run: what is observed: the uses, and tensors with one row for each example (or one for all).
+        place: where a draw is made, at that moment.
+
+    Raises:
+        PreflightError: numbers that cannot be replaced move an example.
+    """
+
+    def observed(change: Change) -> tuple[Draws, tuple[list[Use], list[Tensor]]]:
+        draws = Draws(size, change, place)
+        with draws.attached():
+            return draws, run()
+
+    usual, before = observed(Change())
+    everyone = set(range(size))
+
+    def moved(change: Change) -> set[int]:
+        try:
+            uses, rows = observed(change)[1]
+        except torch.OutOfMemoryError:
+            raise
+        except (ArithmeticError, HfDpError, IndexError, RuntimeError, TypeError, ValueError):
+            return everyone  # Whatever the model makes of such a number, it is moved by it.
+        return everyone if uses != before[0] else _moved(before[1], rows, everyone)
+
+    def moves_others(is_interleaved: bool) -> bool:
+        return any(
+            row in moved(Change(row, extreme, is_interleaved=is_interleaved)) for row in (0, 1) for extreme in _EXTREMES
+        )
+
+    if usual.has_own_generator or moved(Change()):
+        raise _unseen("a generator of its own")
+    if usual.has_unseen and any(moved(Change(start=start)) for start in range(1, _UNSEEN)):
+        raise _unseen("a function that is not called as random.f or numpy.random.f (`from random import ...`)")
+    shared = [index for index, draw in enumerate(usual.seen) if draw.is_shared]
+    together = set().union(*(moved(Change(extreme=extreme)) for extreme in _EXTREMES)) if shared else set()
+    explained: set[int] = set()
+    for index in shared if together else ():
+        alone = [moved(Change(extreme=extreme, only=index)) for extreme in _EXTREMES]
+        explained |= set().union(*alone)
+        if max(map(len, alone)) > 1 or (index == shared[-1] and not together <= explained):
+            return [usual.seen[i] for i in (index, *shared)]
+    own = [draw for draw in usual.seen if not draw.is_shared]
+    return own[:1] if own and all(map(moves_others, (False, True))) else []
+
+
+def _moved(before: list[Tensor], after: list[Tensor], everyone: set[int]) -> set[int]:
+    """The examples of which any row is not what it was, rounding apart."""
+    found: set[int] = set()
+    for one, two in zip(before, after, strict=True):
+        if one.shape != two.shape:
+            return everyone
+        if torch.equal(one, two):
+            continue
+        x, y = one.double().nan_to_num(0, 0, 0), two.double().nan_to_num(0, 0, 0)
+        tolerance = _SAME.get(one.dtype, _LOW_PRECISION) if one.is_floating_point() else 0.0
+        differ = (x - y).norm(dim=1) > tolerance * torch.maximum(x.norm(dim=1), y.norm(dim=1))
+        found |= everyone if len(one) < len(everyone) and bool(differ.any()) else set(differ.nonzero()[:, 0].tolist())
+    return found
+
+
+@contextmanager
+def _named(model: nn.Module) -> Iterator[list[str]]:
+    """The names of the modules that are running, the innermost last."""
+    names = {module: name for name, module in model.named_modules()}
+    running: list[str] = []
+
+    def enter(module: nn.Module, _: Any) -> None:
+        if module in names:
+            running.append(names[module])
+
+    def leave(module: nn.Module, *_: Any) -> None:
+        if module in names:
+            running.pop()
+
+    hooks = [register_module_forward_pre_hook(enter), register_module_forward_hook(leave, always_call=True)]
+    try:
+        yield running
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _unseen(source: str) -> PreflightError:
+    return PreflightError(
+        f"the model or its loss draws random numbers from {source}.",
+        why="nobody can tell which example they belong to, nor seed them from the operating system.",
+        fix="draw from torch's global generator, with numbers of its own for each example: torch.rand(examples, ...).",
+    )
+
+
+def _refusal(draw: Draw, kind: str) -> PreflightError:
+    drawn = f"{draw.name} of shape {draw.shape} in {draw.place or kind}"
+    if not draw.is_shared:
+        return PreflightError(
+            f"an example is moved by random numbers of its neighbours: {drawn}.",
+            why="examples mix there, so clipping one example does not bound its influence.",
+            fix="make the operation act on each example alone, with random numbers of its own.",
+        )
+    return PreflightError(
+        f"one random number moves several examples: {drawn}.",
+        why="an example more or less moves others into another micro-batch, where the number is another one, and then "
+        "the clipped sum moves by more than one example's bound.",
+        fix="switch it off in the model's config, or give each example numbers of its own: torch.rand(examples, ...), "
+        "from torch's global generator.",
+    )

@@ -1,0 +1,171 @@
+"""Every random number that a function draws from torch, numpy or Python, in one's own hands.
+
+Draws are told by what they are (torch tags its own), not by a list of names; each has a seed of its own, so that one
+can be replaced while all others stay.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hf_dp.randomness import global_state, seed_global_state, unchanged_global_state
+
+# A coin that falls with probability p is missed with (1 - p)^1024; of numbers for rows there are many.
+_REDRAWS, _REDRAWS_OF_ROWS = 1024, 16
+_NUMBERS = 1 << 18
+_STATES = {"seed", "set_state", "get_state", "getstate", "setstate", "set_bit_generator", "get_bit_generator"}
+# Their numbers depend on one another.
+_ARRANGING = {"randperm", "permutation", "shuffle", "sample", "choice", "choices"}
+
+
+class Draw(NamedTuple):
+    """One call for random numbers.
+
+    Attributes:
+        name: of the operation.
+        shape: of what it gave.
+        is_shared: it has no axis of examples.
+        place: of whoever drew it.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    is_shared: bool
+    place: str
+
+
+class Change(NamedTuple):
+    """What becomes of the draws: all stay as they are, unless told otherwise.
+
+    Attributes:
+        row: where numbers belong to examples, those of all others change; None for numbers that belong to all.
+        extreme: what numbers become: "least" or "most" of many draws, or "another" draw; "" changes none.
+        only: the index of the draw to change, of those that belong to all; None for all of these.
+        is_interleaved: examples alternate along an axis that is longer than their number, rather than in blocks.
+        start: of the global generators, for functions that are not seen.
+    """
+
+    row: int | None = None
+    extreme: str = ""
+    only: int | None = None
+    is_interleaved: bool = False
+    start: int = 0
+
+
+class Draws(TorchDispatchMode):
+    """While attached, random numbers for `size` examples are as `change` says; under no change, always the same.
+
+    Attributes:
+        seen: all draws, in order.
+        has_own_generator: a draw came from a generator other than the global ones.
+        has_unseen: a global generator gave numbers in another way, as by `from random import random`.
+    """
+
+    def __init__(self, size: int, change: Change, place: Callable[[], str] = str) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.size, self.change, self.place = size, change, place
+        self.seen: list[Draw] = []
+        self.has_own_generator = self.has_unseen = False
+
+    @contextmanager
+    def attached(self) -> Iterator[None]:
+        """Also numpy's and Python's global functions are seen, where they are looked up in their modules."""
+        with ExitStack() as stack, unchanged_global_state():
+            seed_global_state(self.change.start)
+            before = global_state()
+            for module, owner in ((np.random, np.random.mtrand._rand), (random, random._inst)):
+                for name, function in list(vars(module).items()):
+                    if getattr(function, "__self__", None) is owner and name not in _STATES:
+                        seen = functools.partial(self._called, name, function)
+                        stack.enter_context(patch.object(module, name, seen))
+            with self:
+                yield
+            self.has_unseen = global_state() != before
+
+    def _called(self, name: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return self._drawn(name, functools.partial(function, *args, **kwargs))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        draw = functools.partial(func, *args, **(kwargs or {}))
+        if torch.Tag.nondeterministic_seeded not in func.tags:
+            return draw()
+        self.has_own_generator |= (kwargs or {}).get("generator") is not None
+        name = func.overloadpacket.__name__
+        # In place, as bernoulli_, or into `out`.
+        target = args[0] if func._schema.name.endswith("_") else (kwargs or {}).get("out")
+        if not isinstance(target, Tensor):
+            return self._drawn(name, draw)
+        return target.copy_(self._drawn(name, lambda: draw().clone()))
+
+    def _drawn(self, name: str, draw: Callable[[], Any]) -> Any:
+        index, change = len(self.seen), self.change
+        with unchanged_global_state():
+            seed_global_state(index)
+            usual = draw()
+            leaves = _leaves(usual)
+            axes = [axis for axis in map(self._axis, leaves) if axis is not None]
+            is_shared = not axes or name in _ARRANGING
+            shape = max((tuple(np.shape(leaf)) for leaf in leaves), key=len, default=())
+            numbers = sum(int(np.prod(np.shape(leaf))) for leaf in leaves)
+            self.seen.append(Draw(name, shape, is_shared, self.place()))
+            seed_global_state(index, 1)
+            if is_shared and change.row is None and change.extreme and change.only in (None, index):
+                return self._extreme(draw, numbers)
+            if not is_shared and change.extreme and change.row is not None:
+                return _combined(usual, self._extreme(draw, numbers), self._keep_row)
+        return usual
+
+    def _extreme(self, draw: Callable[[], Any], numbers: int) -> Any:
+        found = draw()
+        if self.change.extreme not in ("least", "most") or found is None:
+            return found
+        least, most = (np.minimum, torch.minimum), (np.maximum, torch.maximum)
+        pick = least if self.change.extreme == "least" else most
+        most_often = _REDRAWS if self.change.row is None else _REDRAWS_OF_ROWS
+        for _ in range(max(1, min(most_often, _NUMBERS // max(1, numbers)))):
+            found = _combined(found, draw(), lambda one, two: pick[isinstance(one, Tensor)](one, two))
+        return found
+
+    def _axis(self, leaf: Any) -> int | None:
+        """The axis as long as there are examples, or else the first that could be of examples with others."""
+        shape = np.shape(leaf)
+        whole = [axis for axis, n in enumerate(shape) if n == self.size]
+        parts = [axis for axis, n in enumerate(shape) if n and n % self.size == 0]
+        return next(iter(whole + parts), None)
+
+    def _keep_row(self, usual: Any, other: Any) -> Any:
+        axis = self._axis(usual)
+        if axis is None or usual.shape != other.shape:
+            return usual
+        n = usual.shape[axis]
+        owner = np.arange(n) % self.size if self.change.is_interleaved else np.arange(n) // (n // self.size)
+        is_kept = (owner == self.change.row).reshape(-1, *[1] * (len(usual.shape) - axis - 1))
+        if isinstance(usual, Tensor):
+            return torch.where(torch.from_numpy(is_kept).to(usual.device), usual, other)
+        return np.where(is_kept, usual, other)
+
+
+def _leaves(value: Any) -> list[Any]:
+    if isinstance(value, (tuple, list)):
+        return [leaf for part in value for leaf in _leaves(part)]
+    return [value] if isinstance(value, (Tensor, np.ndarray, np.generic, int, float)) else []
+
+
+def _combined(one: Any, two: Any, pick: Callable[[Any, Any], Any]) -> Any:
+    """`pick` of each pair of numbers or tensors; where there is no pair, what `one` has."""
+    if isinstance(one, (tuple, list)) and len(one) == len(two):
+        return type(one)(_combined(x, y, pick) for x, y in zip(one, two, strict=True))
+    is_pair = bool(_leaves(one)) and np.shape(one) == np.shape(two)
+    if isinstance(one, (int, float)) and is_pair:
+        return type(one)(pick(one, two))
+    return pick(one, two) if is_pair else one

@@ -1,0 +1,239 @@
+"""No random number moves two examples: one coin for a whole micro-batch is found however seldom it falls."""
+
+from __future__ import annotations
+
+import random
+from random import random as from_python
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hf_dp.errors import PreflightError
+from hf_dp.losses import per_example_losses
+from hf_dp.per_example import loop, preflight, record
+from hf_dp.per_example.coins import switch_off
+from tests.unit.small import Small, batch, square
+from tests.zoo import text_batch, tiny
+
+
+def per_row(m: Any, x: Tensor) -> Tensor:
+    return m.linear(x).cos() * torch.rand(len(x), 1, 1).lt(0.5)
+
+
+def elementwise(m: Any, x: Tensor) -> Tensor:
+    return m.linear(F.dropout(x, 0.3)).cos()
+
+
+def time_first(m: Any, x: Tensor) -> Tensor:
+    return m.linear(F.dropout(x.transpose(0, 1), 0.3).transpose(0, 1)).cos()
+
+
+def folded(m: Any, x: Tensor) -> Tensor:
+    return m.linear(F.dropout(x.flatten(0, 1), 0.3).view_as(x)).cos()
+
+
+def folded_time_first(m: Any, x: Tensor) -> Tensor:
+    dropped = F.dropout(x.transpose(0, 1).flatten(0, 1), 0.3)
+    return m.linear(dropped.view(x.shape[1], len(x), -1).transpose(0, 1)).cos()
+
+
+def locked_over_time(m: Any, x: Tensor) -> Tensor:
+    return m.linear(x * F.dropout(torch.ones_like(x[:, :1]), 0.3)).cos()
+
+
+def numpy_rows(m: Any, x: Tensor) -> Tensor:
+    return m.linear(x * torch.from_numpy(np.random.rand(len(x), 1, 1))).cos()
+
+
+def python_numbers_row_by_row(m: Any, x: Tensor) -> Tensor:
+    return m.linear(x * torch.tensor([random.random() for _ in x], dtype=x.dtype)[:, None, None]).cos()
+
+
+def drawn_in_vain(m: Any, x: Tensor) -> Tensor:
+    return x if torch.rand([]) < 0 or random.random() < 0 else m.linear(x).cos()
+
+
+def in_training(function: Any) -> Small:
+    """Without random numbers in eval mode, where engine and oracle are compared."""
+    usual = nn.Linear(4, 4)
+    return Small(lambda m, x: function(m, x) if m.training else m.linear(x).cos(), linear=usual)
+
+
+def into_a_buffer(m: Any, x: Tensor) -> Tensor:
+    noise = torch.empty(len(x), 1, 1, dtype=x.dtype)
+    return m.linear(x * torch.rand(noise.shape, out=noise)).cos()
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        into_a_buffer,
+        per_row, elementwise, time_first, folded, folded_time_first, locked_over_time, numpy_rows,
+        python_numbers_row_by_row, drawn_in_vain,
+    ],
+)  # fmt: skip
+def test_random_numbers_of_each_example_are_accepted(function: Any) -> None:
+    model = in_training(function)
+    before = (torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate())
+    preflight(model, square, batch(3, 5, 4))
+    assert torch.equal(before[0], torch.get_rng_state())
+    assert before[1:] == (np.random.get_state()[1].tolist(), random.getstate())
+
+
+def layer_drop(m: Any, x: Tensor) -> Tensor:
+    """In one of twelve layers, once in fifty times."""
+    for i in range(12):
+        x = x if i == 7 and torch.rand([]) < 0.02 else x + m.linear(x).cos()
+    return x
+
+
+def numpy_coin(m: Any, x: Tensor) -> Tensor:
+    return m.linear(x).cos() * (1 + (np.random.random() < 0.02))
+
+
+def python_coin(m: Any, x: Tensor) -> Tensor:
+    return m.linear(x).cos() * random.uniform(0.999, 1.001)
+
+
+def imported_coin(m: Any, x: Tensor) -> Tensor:
+    return m.linear(x).cos() * (1 + (from_python() < 0.3))
+
+
+def positions(m: Any, x: Tensor) -> Tensor:
+    return m.linear(x + F.dropout(m.table, 0.3)).cos()
+
+
+def weights(m: Any, x: Tensor) -> Tensor:
+    return F.linear(x, F.dropout(m.linear.weight, 0.3)).cos()
+
+
+def locked_over_examples(m: Any, x: Tensor) -> Tensor:
+    return m.linear(x * F.dropout(torch.ones_like(x[:1]), 0.3)).cos()
+
+
+def channels_on_the_wrong_axis(m: Any, x: Tensor) -> Tensor:
+    return m.linear(F.dropout1d(x.permute(1, 2, 0), 0.3).permute(2, 0, 1)).cos()
+
+
+def half_of_the_rows(m: Any, x: Tensor) -> Tensor:
+    return m.linear(x).cos() * torch.randperm(len(x)).lt(2)[:, None, None]
+
+
+def both_coins(m: Any, x: Tensor) -> Tensor:
+    return m.linear(x).cos() * (1 + (torch.rand([]) < 0.03) * (torch.rand([]) < 0.03))
+
+
+def own_generator(m: Any, x: Tensor) -> Tensor:
+    return m.linear(x * torch.rand(len(x), 1, 1, generator=torch.Generator().manual_seed(1))).cos()
+
+
+_NUMPY = np.random.default_rng(0)
+
+
+def own_numpy_generator(m: Any, x: Tensor) -> Tensor:
+    return m.linear(x * torch.from_numpy(_NUMPY.random((len(x), 1, 1)))).cos()
+
+
+@pytest.mark.parametrize(
+    ("function", "found"),
+    [
+        (layer_drop, r"rand of shape \(\)"),
+        (numpy_coin, r"random of shape \(\)"),
+        (python_coin, r"uniform of shape \(\)"),
+        (imported_coin, "not called as random.f"),
+        (positions, r"of shape \(5, 4\)"),
+        (weights, r"of shape \(4, 4\)"),
+        (locked_over_examples, r"of shape \(1, 5, 4\)"),
+        (channels_on_the_wrong_axis, r"of shape \(5, 4, 1\)"),
+        (half_of_the_rows, "randperm"),
+        (both_coins, r"rand of shape \(\)"),
+        (own_generator, "a generator of its own"),
+        (own_numpy_generator, "a generator of its own"),
+    ],
+)
+def test_failure_28_one_coin_for_a_micro_batch_is_refused(function: Any, found: str) -> None:
+    model = in_training(function)
+    model.register_buffer("table", torch.ones(5, 4, dtype=torch.float64))
+    with pytest.raises(
+        PreflightError, match=f"(one random number moves several examples|draws random numbers from).*{found}"
+    ):
+        preflight(model, square, batch(3, 5, 4))
+
+
+def test_noise_of_a_neighbour_is_refused() -> None:
+    model = Small(lambda m, x: m.linear(x + torch.randn_like(x).roll(1, 0)).cos(), linear=nn.Linear(4, 4))
+    with pytest.raises(PreflightError, match="an example is moved by random numbers of its neighbours: randn_like"):
+        preflight(model, square, batch(3, 5, 4))
+
+
+class StochasticDepth(nn.Module):
+    """As torchvision's."""
+
+    def __init__(self, mode: str) -> None:
+        super().__init__()
+        self.mode = mode
+
+    def forward(self, x: Tensor) -> Tensor:
+        size = [1 if self.mode == "batch" else len(x), *[1] * (x.dim() - 1)]
+        if not self.training:
+            return x
+        return x * torch.empty(size, dtype=x.dtype).bernoulli_(0.8) / 0.8
+
+
+def test_failure_28_stochastic_depth_is_of_rows_or_refused_with_its_name() -> None:
+    def model(mode: str) -> nn.Module:
+        return Small(lambda m, x: x + m.depth(m.linear(x).cos()), linear=nn.Linear(4, 4), depth=StochasticDepth(mode))
+
+    preflight(model("row"), square, batch(3, 5, 4))
+    with pytest.raises(PreflightError, match=r"bernoulli_ of shape \(1, 1, 1\) in depth"):
+        preflight(model("batch"), square, batch(3, 5, 4))
+
+
+def test_dropout_with_one_mask_for_all_is_switched_off(caplog: pytest.LogCaptureFixture) -> None:
+    """DeBERTa's relative positions, of which there is one table for all examples."""
+    model = tiny("deberta-v2", "sequence", torch.float32, hidden_dropout_prob=0.1)
+    preflight(model, per_example_losses, text_batch("sequence", dtype=torch.float32))
+    attention = model.deberta.encoder.layer[0].attention
+    assert (attention.self.pos_dropout.p, attention.output.dropout.p) == (0.0, 0.1)
+    assert "pos_dropout.p=0.1" in caplog.text
+    assert ".output.dropout" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("name", "head", "switches"),
+    [
+        ("m2m_100", "seq2seq", {"encoder_layerdrop": 0.05}),
+        ("opt", "causal_lm", {"layerdrop": 0.9}),
+        ("wav2vec2", "ctc", {"layerdrop": 0.1, "apply_spec_augment": True, "mask_time_length": 2}),
+    ],
+)
+def test_failure_28_layer_drop_and_spec_augment_are_switched_off(
+    name: str, head: str, switches: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    model, data = tiny(name, head, **switches), text_batch(head)
+    certificate = preflight(model, per_example_losses, data)
+    found = record(model, per_example_losses, data, certificate=certificate)
+    truth = loop(model, per_example_losses, data)
+    assert torch.allclose(found.squared_norms(), truth.squared_norms(), rtol=1e-10)
+    assert caplog.text.count("Switched off for private training") == 1
+    assert "layerdrop=" in caplog.text
+    assert switch_off(model) == []
+
+
+def test_spec_augment_without_a_switch_is_switched_off_by_its_probabilities() -> None:
+    model = Small(lambda m, x: m.linear(x).cos(), linear=nn.Linear(4, 4))
+    model.config = type("Config", (), {})()
+    model.config.mask_time_prob, model.config.layerdrop, model.config.speech_encoder_layerdrop = 0.05, 0, 0.2
+    assert switch_off(model) == ["speech_encoder_layerdrop=0.2", "mask_time_prob=0.05"]
+    assert vars(model.config) == {"mask_time_prob": 0.0, "layerdrop": 0, "speech_encoder_layerdrop": 0.0}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("jitter", [1e-4, 1e-2])
+def test_jitter_for_each_row_is_not_mixing(jitter: float, dtype: torch.dtype) -> None:
+    model = tiny("mixtral, experts batched", "causal_lm", dtype, router_jitter_noise=jitter)
+    preflight(model, per_example_losses, text_batch("causal_lm"))

@@ -1,0 +1,170 @@
+"""Collators that mix rows, or choose once for all rows, are refused; those that mask each row by itself are not."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from hf_dp.errors import ConfigurationError
+from hf_dp.mixing_collator import check_collator
+from hf_dp.sampling import LogicalBatchCollator
+
+Rows = list[dict[str, Any]]
+
+
+def images() -> Rows:
+    generator = torch.Generator().manual_seed(1)
+    return [{"pixel_values": torch.randn(3, 8, 8, generator=generator), "labels": i % 2} for i in range(3)]
+
+
+def texts() -> Rows:
+    return [{"input_ids": list(range(5, 5 + n)), "labels": n % 2} for n in (4, 9, 13)]
+
+
+def stacked(rows: Rows) -> dict[str, Tensor]:
+    return {
+        "pixel_values": torch.stack([row["pixel_values"] for row in rows]),
+        "labels": torch.nn.functional.one_hot(torch.tensor([row.pop("labels") for row in rows]), 2).float(),
+    }
+
+
+def padded(rows: Rows) -> dict[str, Tensor]:
+    ids = [torch.tensor(row["input_ids"]) for row in rows]
+    return {"input_ids": torch.nn.utils.rnn.pad_sequence(ids, batch_first=True)}
+
+
+def mixed(batch: dict[str, Tensor], share: Any, partner: Tensor) -> dict[str, Tensor]:
+    return {name: share * value + (1 - share) * value[partner] for name, value in batch.items()}
+
+
+def mixup(rows: Rows) -> dict[str, Tensor]:
+    share = torch.distributions.Beta(0.2, 0.2).sample()
+    return mixed(stacked(rows), share, torch.randperm(len(rows)))
+
+
+def mixup_by_numpy_now_and_then(rows: Rows) -> dict[str, Tensor]:
+    partner = torch.from_numpy(np.random.permutation(len(rows)))
+    return mixed(stacked(rows), np.random.beta(1, 1), partner) if np.random.rand() < 0.5 else stacked(rows)
+
+
+def mixup_of_python(rows: Rows) -> dict[str, Tensor]:
+    partner = random.sample(range(len(rows)), len(rows))
+    return mixed(stacked(rows), random.betavariate(1, 1), torch.tensor(partner))
+
+
+def rolled_mixup(rows: Rows) -> dict[str, Tensor]:
+    """As torchvision's."""
+    return mixed(stacked(rows), torch.rand([]), torch.arange(len(rows)).roll(1))
+
+
+def cutmix(rows: Rows) -> dict[str, Tensor]:
+    batch, partner = stacked(rows), torch.randperm(len(rows))
+    left = int(torch.randint(0, 6, ()))
+    batch["pixel_values"][:, :, left : left + 2] = batch["pixel_values"][partner][:, :, left : left + 2]
+    return batch
+
+
+def neighbours_averaged(rows: Rows) -> dict[str, Tensor]:
+    return mixed(stacked(rows), 0.9, torch.arange(len(rows)) ^ 1)
+
+
+def standardised(rows: Rows) -> dict[str, Tensor]:
+    batch = stacked(rows)
+    return {**batch, "pixel_values": batch["pixel_values"] - batch["pixel_values"].mean()}
+
+
+def masked_and_mixed(rows: Rows) -> dict[str, Tensor]:
+    batch = padded(rows)
+    swapped = torch.where(torch.rand(batch["input_ids"].shape) < 0.3, batch["input_ids"].flip(0), batch["input_ids"])
+    return {"input_ids": swapped}
+
+
+@pytest.mark.parametrize(
+    "collate",
+    [
+        mixup, mixup_by_numpy_now_and_then, mixup_of_python, rolled_mixup, cutmix, neighbours_averaged, standardised,
+        masked_and_mixed,
+    ],
+)  # fmt: skip
+def test_failure_29_collators_that_mix_rows_are_refused_by_name(collate: Callable[[Rows], dict[str, Tensor]]) -> None:
+    rows = texts() if collate is masked_and_mixed else images()
+    with pytest.raises(ConfigurationError, match=f"{collate.__name__} gives an example another row"):
+        check_collator(LogicalBatchCollator(4, collate), rows)
+
+
+def cropped_alike(rows: Rows) -> dict[str, Tensor]:
+    left = random.randrange(4)
+    batch = stacked(rows)
+    return {**batch, "pixel_values": batch["pixel_values"][:, :, left : left + 4]}
+
+
+def cropped_each(rows: Rows) -> dict[str, Tensor]:
+    batch = stacked(rows)
+    crops = [image[:, left : left + 4] for image in batch["pixel_values"] for left in [random.randrange(4)]]
+    return {**batch, "pixel_values": torch.stack(crops)}
+
+
+def flipped_alike(rows: Rows) -> dict[str, Tensor]:
+    batch = stacked(rows)
+    return {**batch, "pixel_values": batch["pixel_values"].flip(3)} if np.random.rand() < 0.5 else batch
+
+
+@pytest.mark.parametrize("collate", [cropped_alike, flipped_alike])
+def test_failure_29_one_choice_for_all_rows_is_refused(collate: Callable[[Rows], dict[str, Tensor]]) -> None:
+    with pytest.raises(ConfigurationError, match=f"{collate.__name__} makes one random choice for all rows"):
+        check_collator(LogicalBatchCollator(4, collate), images())
+
+
+def masked(rows: Rows) -> dict[str, Tensor]:
+    ids = padded(rows)["input_ids"]
+    is_masked = torch.bernoulli(torch.full(ids.shape, 0.15)).bool() & ids.ne(0)
+    words = torch.randint(5, 20, ids.shape)
+    return {"input_ids": torch.where(is_masked, words, ids), "labels": ids.masked_fill(~is_masked, -100)}
+
+
+def whole_words_masked(rows: Rows) -> dict[str, Tensor]:
+    """Row by row, as many draws as words; and only then others for all."""
+    ids = padded(rows)["input_ids"].clone()
+    for row, values in zip(rows, ids, strict=True):
+        order = list(range(len(row["input_ids"])))
+        random.shuffle(order)
+        values[order[: len(order) // 3]] = 3
+    return {"input_ids": torch.where(ids.eq(3) & (torch.rand(ids.shape) < 0.1), 4, ids)}
+
+
+def spans_masked(rows: Rows) -> dict[str, Tensor]:
+    ids = padded(rows)["input_ids"].clone()
+    for values in ids:
+        start = 0
+        while start < len(values):
+            length = int(torch.randint(1, 4, ()))
+            values[start : start + length] = 3
+            start += length + int(torch.randint(1, 5, ()))
+    return {"input_ids": ids}
+
+
+@pytest.mark.parametrize("collate", [padded, stacked, cropped_each, masked, whole_words_masked, spans_masked])
+def test_rows_that_are_made_one_by_one_are_accepted(collate: Callable[[Rows], dict[str, Tensor]]) -> None:
+    rows = images() if collate in (stacked, cropped_each) else texts()
+    state = (torch.get_rng_state(), random.getstate())
+    check_collator(LogicalBatchCollator(4, collate), rows)
+    assert torch.equal(state[0], torch.get_rng_state())
+    assert state[1] == random.getstate()
+    assert all("labels" in row for row in rows)
+
+
+def test_a_generator_of_ones_own_is_refused() -> None:
+    generator = torch.Generator().manual_seed(1)
+
+    def seeded(rows: Rows) -> dict[str, Tensor]:
+        ids = padded(rows)["input_ids"]
+        return {"input_ids": torch.where(torch.rand(ids.shape, generator=generator) < 0.2, 3, ids)}
+
+    with pytest.raises(ConfigurationError, match="seeded draws other numbers under the same global random state"):
+        check_collator(LogicalBatchCollator(4, seeded), texts())
