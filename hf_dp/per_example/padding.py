@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -58,7 +59,7 @@ def check_padding(
     """
 
     def gradients(batch: Batch) -> tuple[PerExampleGradients, dict[str, Tensor]]:
-        with computed_in(model, batch, torch.float32) as exact:
+        with _without_checkpoints(model), computed_in(model, batch, torch.float32) as exact:
             found = record(model, loss_fn, exact, certificate=certificate, rules=rules, tables=tables)
             return found, {name: values.clone() for name, values in model.named_buffers()}
 
@@ -90,6 +91,19 @@ def check_padding(
                 raise
             with in_mode(model, training=False):
                 refuse_moved(tolerance)
+
+
+@contextmanager
+def _without_checkpoints(model: nn.Module) -> Iterator[None]:
+    """What gradient checkpointing computes again would be in 16 bits, under the autocast that it has noted."""
+    on = [module for module in model.modules() if getattr(module, "gradient_checkpointing", False) is True]
+    try:
+        for module in on:
+            module.gradient_checkpointing = False  # type: ignore[assignment]
+        yield
+    finally:
+        for module in on:
+            module.gradient_checkpointing = True  # type: ignore[assignment]
 
 
 def _leak(found: str) -> PreflightError:

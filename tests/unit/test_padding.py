@@ -62,7 +62,8 @@ BIG_BIRD = {"block_size": 2, "num_random_blocks": 1, "max_position_embeddings": 
 
 def speech(norm: str) -> nn.Module:
     torch.manual_seed(0)
-    config = AutoConfig.for_model("wav2vec2", **{**CONFIGS["wav2vec2"][1], "feat_extract_norm": norm})
+    changes = {"apply_spec_augment": False, "layerdrop": 0.0}
+    config = AutoConfig.for_model("wav2vec2", **{**CONFIGS["wav2vec2"][1], **changes, "feat_extract_norm": norm})
     model: nn.Module = AutoModelForCTC.from_config(config).train()
     return model
 
@@ -161,6 +162,17 @@ def test_autocast_in_the_loss_function_hides_nothing_and_refuses_nothing() -> No
     check_padding(tiny("gpt2", "causal_lm", torch.float32), losses, TEXTS, collator())
     with pytest.raises(PreflightError, match="gradient moves by"):
         check_padding(tiny("gpt2", "causal_lm", torch.float32), losses, TEXTS, collator("left"))
+
+
+def test_checkpoints_that_are_computed_again_under_autocast() -> None:
+    def losses(model: nn.Module, batch: Any) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return per_example_losses(model, batch)
+
+    model: Any = tiny("llama", "causal_lm", torch.float32)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    check_padding(model, losses, TEXTS, collator())
+    assert model.is_gradient_checkpointing
 
 
 def test_a_collator_that_masks_at_random() -> None:
