@@ -57,6 +57,10 @@ class PreflightError(UnsupportedModelError):
     """The check before the first step found per-example gradients that are wrong, or examples that mix."""
 
 
+class UnseenUseError(PreflightError):
+    """A parameter is used in a way that the check before the first step did not see."""
+
+
 class BudgetExceededError(HfDpError):
     """The next private release would cost more than the promised budget."""
 

@@ -153,6 +153,14 @@ def loss_kind(model: nn.Module) -> str:
     )
 
 
+def is_causal(model: nn.Module) -> bool:
+    """Whether `model` is trained to predict each token from those before it, by a loss that is known."""
+    try:
+        return loss_kind(model) == _SHIFTED
+    except UnsupportedModelError:
+        return False
+
+
 def _of_decoder(base: Any, kind: str) -> str:
     """An encoder-decoder feeds its decoder shifted labels, so that each position predicts its own."""
     return _TOKENWISE if kind == _SHIFTED and getattr(base.config, "is_encoder_decoder", False) else kind

@@ -1,104 +1,110 @@
-"""For the check before the first step: rows that show what rows can be, and a look at what a forward pass leaves."""
+"""For the check before the first step: rows that show what rows can be."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.compute as pc
 import torch
-from datasets import Dataset
-from torch import Tensor, nn
+from torch import Tensor
 
-from hf_dp.errors import ConfigurationError, HfDpError, UnsupportedModelError
-from hf_dp.sampling import length
+from hf_dp.errors import ConfigurationError, HfDpError
+from hf_dp.extremes import Extremes
+from hf_dp.per_example.batch import Batch
+from hf_dp.per_example.independence import different_pair
+from hf_dp.sampling import length, length_of
 
 _ROWS = 32
-_ROWS_FOR_LENGTHS = 1000
 _KEPT = 5
-# Long texts and images take much memory; with indices of rows, more at a time is slower.
-_AT_ONCE = 1000
-_NO_LABEL = -100
+# As short as a row is made: what has a threshold in the length (block-sparse attention, say) is below it then.
+_SHORT = 4
+_FEW_TOKENS = 16
 
 
 def telling_rows(dataset: Any) -> list[Any]:
-    """About five rows from all over `dataset`, of different lengths if a thousand rows show any.
-
-    Only rows of different lengths show whether padding leaks from one into another, and data that is sorted or put
-    together from parts often begins with many of one length.
-    """
-    n = len(dataset)
-    rows = [dataset[i] for i in _spread(n, _ROWS)]
-    if len({length(row) for row in rows}) == 1 and _is_sequence(rows[0]):
-        common = length(rows[0])
-        others = (dataset[i] for i in _spread(n, _ROWS_FOR_LENGTHS))
-        rows += next(([row] for row in others if length(row) != common), [])
-    rows.sort(key=length)
+    """About five rows from all over `dataset`, the shortest first; data that is sorted begins with many alike."""
+    rows = sorted((dataset[i] for i in _spread(len(dataset), _ROWS)), key=length)
     middle = rows[:: max(1, len(rows) // _KEPT)]
     return middle if length(middle[-1]) == length(rows[-1]) else [*middle, rows[-1]]
-
-
-def _is_sequence(row: Any) -> bool:
-    """Images are all of one size, and a thousand of them take long to read."""
-    values = row.values() if isinstance(row, Mapping) else ()
-    return length(row) > 0 and not any(getattr(value, "ndim", 1) > 1 for value in values)
 
 
 def _spread(n: int, count: int) -> list[int]:
     return list(range(n)) if n <= count else [i * (n - 1) // (count - 1) for i in range(count)]
 
 
-def extreme_rows(dataset: Any) -> list[int]:
-    """Of each column of whole numbers, rows with the longest and shortest list, the least and largest number, and none.
+def uneven_rows(dataset: Any, extremes: Extremes, few: Sequence[Any], run: Callable[[list[Any]], object]) -> list[Any]:
+    """Rows of different lengths, the shortest first, which show whether padding leaks from one into another.
 
-    An id beyond the vocabulary, a label that is no class or is missing, a text without tokens, and one with more tokens
-    than positions are among them.
-    Only a `datasets.Dataset` without a transform knows its columns; of others, which would be read row by row, none.
+    Where all lengths are known, the shortest and the longest of `dataset`. Where they are not, two of `few`, and what
+    is left of one when a piece is cut out of its middle: even if rows that were looked at are all of one length, others
+    need not be. Nothing is cut out of rows that were padded to one length before, as their masks show.
+
+    Args:
+        few: see `telling_rows`.
+        run: takes several rows through the collator and the model. What was cut and cannot go through is left out.
     """
-    if not isinstance(dataset, Dataset) or dataset.format["type"] == "custom":
-        return []
-    names = [field.name for field in dataset.features.arrow_schema if pa.types.is_integer(_innermost(field.type))]
-    found: dict[tuple[str, str], tuple[int, int]] = {}
-    begin = 0
-    # Without columns there would be no rows to go through.
-    for table in dataset.with_format("arrow", columns=names).iter(_AT_ONCE) if names else ():
-        for name in names:
-            for what, value, row in _extremes(table[name].combine_chunks()):
-                found[name, what] = max(found.get((name, what), (value, begin + row)), (value, begin + row))
-        begin += len(table)
-    return sorted({row for _, row in found.values()})
+    if extremes.is_complete:
+        return [dataset[i] for i in extremes.uneven] or list(few[:2])
+    rows = [few[0], few[-1]] if len(few) > 1 else list(few)
+    if length(rows[0]) == length(rows[-1]) and any(_is_padded(row) for row in few):
+        return rows
+    made = []
+    for kept in (_SHORT, length(rows[-1]) // 2):
+        row = _cut(rows[-1], kept)
+        try:
+            assert row is not None
+            run([row])
+            run([row, rows[-1]])
+        except torch.OutOfMemoryError:
+            raise
+        except Exception:  # noqa: BLE001
+            continue
+        made.append(row)
+    return sorted([*made, *rows], key=length)
 
 
-def _innermost(kind: pa.DataType) -> pa.DataType:
-    return _innermost(kind.value_type) if _is_list(kind) else kind
+def short_rows(few: Sequence[Any], batch: Callable[[list[Any]], Batch], loss: Callable[[Batch], Tensor]) -> list[Any]:
+    """`few`, cut short, on which the engine is compared with the oracle in a fraction of the time.
+
+    As they are where what is left does not go through, or shows less: no loss, or no two rows that differ.
+
+    Args:
+        batch: list of rows -> batch.
+        loss: (B,) of a batch.
+    """
+    cut = [_cut(row, _FEW_TOKENS) or row for row in few]
+    try:
+        together = batch(cut)
+        losses = loss(together).detach()
+    except torch.OutOfMemoryError:
+        raise
+    except Exception:  # noqa: BLE001
+        return list(few)
+    is_telling = bool((losses.isfinite() & losses.ne(0)).all()) and different_pair(together) is not None
+    return cut if is_telling else list(few)
 
 
-def _is_list(kind: pa.DataType) -> bool:
-    return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind))
+def _is_padded(row: Any) -> bool:
+    mask = row.get("attention_mask") if isinstance(row, Mapping) else None
+    return mask is not None and not np.asarray(mask).all()
 
 
-def _extremes(column: pa.Array) -> Iterator[tuple[str, int, int]]:
-    """What, how much of it, and in which row; the more, the more extreme."""
-    rows, depth = np.arange(len(column)), 0
-    while _is_list(column.type):
-        lengths = pc.fill_null(pc.list_value_length(column), 0).to_numpy(zero_copy_only=False)
-        if len(lengths):
-            yield f"longest, {depth}", int(lengths.max()), int(rows[lengths.argmax()])
-            yield f"shortest, {depth}", -int(lengths.min()), int(rows[lengths.argmin()])
-        rows = rows[pc.list_parent_indices(column).to_numpy(zero_copy_only=False)]
-        column, depth = pc.list_flatten(column), depth + 1
-    is_number = column.is_valid().to_numpy(zero_copy_only=False)
-    if column.null_count:
-        yield "missing", 1, int(rows[is_number.argmin()])
-    values, rows = column.drop_null().to_numpy(zero_copy_only=False), rows[is_number]
-    is_told = values != _NO_LABEL
-    values, rows = values[is_told], rows[is_told]
-    if len(values):
-        yield "smallest", -int(values.min()), int(rows[values.argmin()])
-        yield "largest", int(values.max()), int(rows[values.argmax()])
+def _cut(row: Any, kept: int) -> Any:
+    """`row` with `kept` elements, from both ends, of each of its longest lists; None if there are not more."""
+    whole = length(row)
+    if kept < 2 or whole <= kept:
+        return None
+
+    def ends(value: Any) -> Any:
+        if length_of(value) != whole or getattr(value, "ndim", 1) > 1:
+            return value
+        first, last = value[: kept - kept // 2], value[whole - kept // 2 :]
+        if isinstance(value, Tensor):
+            return torch.cat([first, last])
+        return np.concatenate([first, last]) if isinstance(value, np.ndarray) else first + last
+
+    return {name: ends(value) for name, value in row.items()}
 
 
 def refuse_rows_that_fail(dataset: Any, extremes: list[int], few: list[Any], run: Callable[[Any], object]) -> None:
@@ -106,7 +112,7 @@ def refuse_rows_that_fail(dataset: Any, extremes: list[int], few: list[Any], run
 
     Args:
         dataset: of which the `extremes` are tried.
-        extremes: see `extreme_rows`.
+        extremes: see `hf_dp.extremes`.
         few: rows that are tried as well; see `telling_rows`.
         run: takes one row through the collator and the model, to its loss.
 
@@ -130,47 +136,3 @@ def refuse_rows_that_fail(dataset: Any, extremes: list[int], few: list[Any], run
                 "num_labels, and texts have no more tokens than the model has positions (truncation=True). If any row "
                 "fails, the collator, model or adapter does not take one by itself; micro-batches of one occur.",
             ) from error
-
-
-@contextmanager
-def unchanged_buffers(model: nn.Module) -> Iterator[None]:
-    """Refuses a model whose buffers remember what passes through it, such as running averages. They are put back.
-
-    Raises:
-        UnsupportedModelError: with the buffer's name.
-    """
-    before = {name: (buffer, buffer.detach().clone()) for name, buffer in model.named_buffers()}
-    try:
-        yield
-    except BaseException:
-        # An accelerator that had an index out of range answers nothing any more, which must not hide the reason.
-        with suppress(torch.AcceleratorError):
-            _put_back(model, before)
-        raise
-    changed = _put_back(model, before)
-    if changed:
-        raise UnsupportedModelError(
-            f"the buffer {changed[0]!r} changes when examples pass through the model.",
-            why="buffers are saved with the model, and no noise is added to what this one remembers of the data.",
-            fix="switch it off (track_running_stats=False, say), or keep its module in eval mode by its train().",
-        )
-
-
-def _put_back(model: nn.Module, before: dict[str, tuple[Tensor, Tensor]]) -> list[str]:
-    """The names of the buffers that are not what they were before, and now are again."""
-    now = dict(model.named_buffers())
-    changed = [name for name, (_, value) in before.items() if not _equal(now.get(name), value)]
-    for name in changed:
-        buffer, value = before[name]
-        buffer.detach().copy_(value)
-        owner, _, last = name.rpartition(".")
-        model.get_submodule(owner).register_buffer(last, buffer)
-    return changed
-
-
-def _equal(now: Any, before: Tensor) -> bool:
-    return (
-        isinstance(now, Tensor)
-        and now.shape == before.shape
-        and bool((now.eq(before) | (now.ne(now) & before.ne(before))).all())
-    )

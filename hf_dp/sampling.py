@@ -159,6 +159,8 @@ class LogicalBatchCollator:
         reproducible: leave the randomness of collating, and of reading rows for it, to the global seeds (not private).
 
     Attributes:
+        held: a short row, and the length of the longest that it was held against (see `check_padding`); None where no
+            row can be longer.
         name: of the user's function.
 
     Raises:
@@ -177,13 +179,15 @@ class LogicalBatchCollator:
         _refuse_packing(collate)
         self._micro_batch_size = micro_batch_size
         self._collate = collate
+        self.held: tuple[Any, int] | None = None
         self.name = _name(getattr(collate, "data_collator", collate))
         self.randomness: Randomness = nullcontext if reproducible else secret_global_state
 
     def __call__(self, examples: list[Any]) -> dict[str, Any]:
         """`{"micro_batches": [what the collator returned, ...], "n": number of examples}`; no micro-batch if n is 0.
 
-        Where there are `DUMMY` rows, their micro-batches of one example each are under "dummies".
+        Where there are `DUMMY` rows, their micro-batches of one example each are under "dummies"; where a row is longer
+        than all before, the short row and this one, as they were read, are under "longer".
 
         Raises:
             ConfigurationError: the collator did not return a mapping with tensors of one row per example.
@@ -194,11 +198,16 @@ class LogicalBatchCollator:
         # Their sum does not depend on who shares a micro-batch, but the padding that is computed does.
         examples = sorted(examples, key=length)
         parts = [examples[start : start + size] for start in range(0, len(examples), size)]
+        longer: dict[str, list[Any]] = {}
+        if self.held is not None and examples and length(examples[-1]) > self.held[1]:
+            self.held = self.held[0], length(examples[-1])
+            longer = {"longer": [self.held[0], examples[-1]]}
         with self.randomness():
             return {
                 "micro_batches": [self.collated(part) for part in parts],
                 "dummies": [self.collated([row]) for row in dummies],
                 "n": len(examples),
+                **longer,
             }
 
     def collated(self, examples: list[Any]) -> Mapping[str, Any]:
@@ -229,10 +238,11 @@ class LogicalBatchCollator:
 def length(example: Any) -> int:
     """The length of the longest value of an example, 0 where nothing has a length."""
     values = example.values() if isinstance(example, Mapping) else ()
-    return max((_rows(value) for value in values), default=0)
+    return max((length_of(value) for value in values), default=0)
 
 
-def _rows(value: Any) -> int:
+def length_of(value: Any) -> int:
+    """The length of a list, a text or an array (of its first axis), 0 for what has none."""
     shape = getattr(value, "shape", None)
     if shape is not None:
         return int(shape[0]) if len(shape) else 0

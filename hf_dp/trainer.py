@@ -43,9 +43,11 @@ from hf_dp.attention_noise import AttentionNoise, token_ids, without_idle_releas
 from hf_dp.callbacks import PrivacyCallback
 from hf_dp.checkpoints import CheckpointMixin, refuse_half
 from hf_dp.config import PrivacyConfig
-from hf_dp.errors import ConfigurationError
+from hf_dp.errors import ConfigurationError, UnseenUseError
+from hf_dp.extremes import extreme_rows
 from hf_dp.fingerprint import Fingerprint, fingerprint, fingerprint_key
 from hf_dp.layouts import LayoutsMixin
+from hf_dp.left_padding import LeftPadding
 from hf_dp.losses import check_own_loss, per_example_losses
 from hf_dp.magnitudes import Magnitudes
 from hf_dp.mixing_collator import check_collator
@@ -53,19 +55,21 @@ from hf_dp.output_lock import alone_in
 from hf_dp.per_example import RULES, Certificate, PerExampleGradients, Rule, preflight, record
 from hf_dp.per_example.batch import Batch
 from hf_dp.per_example.independence import survey
-from hf_dp.per_example.preflight import check_modules, check_padding
-from hf_dp.per_example.sharding import refuse_broken_ties, tied
+from hf_dp.per_example.padding import check_padding
+from hf_dp.per_example.preflight import check_modules
+from hf_dp.per_example.sharding import is_sharded, refuse_broken_ties, tied
 from hf_dp.plan import Plan
-from hf_dp.probe import extreme_rows, refuse_rows_that_fail, telling_rows, unchanged_buffers
+from hf_dp.probe import refuse_rows_that_fail, short_rows, telling_rows, uneven_rows
 from hf_dp.publishing import PublishingMixin
 from hf_dp.randomness import Entropy, unchanged_global_state
 from hf_dp.re_attention import remove_re_attention
 from hf_dp.restoring import RestoringMixin
 from hf_dp.resume import SavedRun, continued, note_trained_by, refuse_trained_by_another
-from hf_dp.sampling import LogicalBatchCollator, PoissonBatchSampler, PoissonDataLoader, RankSampler
+from hf_dp.sampling import LogicalBatchCollator, PoissonBatchSampler, PoissonDataLoader, RankSampler, length
 from hf_dp.sft import forget_batch_metrics, refuse_sft
 from hf_dp.sparse_embeddings import TableRows, find_tables, with_lazy_rows
 from hf_dp.sparse_training import SparseTraining, frozen, hide_from_wrapper, show_to_wrapper
+from hf_dp.state import unchanged_state
 from hf_dp.step import private_gradient
 from hf_dp.written import WrittenGradients, gradient_norm
 
@@ -109,6 +113,7 @@ class DPTrainerMixin(RestoringMixin, CheckpointMixin, LayoutsMixin, PublishingMi
         self._plan: Plan | None = None
         self._next_plan: Plan | None = None
         self._certificate: Certificate | None = None
+        self._left_padding = LeftPadding()
         self._saved_run: SavedRun | None = None
         self._checkpoint: Path | None = None
         self._attention_noise: AttentionNoise | None = None
@@ -221,7 +226,7 @@ class DPTrainerMixin(RestoringMixin, CheckpointMixin, LayoutsMixin, PublishingMi
             return super().create_optimizer(model)
         loader: Any = self._make_loader(self._require_plan().sampler)
         self._module.train()
-        with unchanged_global_state(), unchanged_buffers(self._module):
+        with unchanged_global_state(), unchanged_state(self._module):
             few: Batch = self._prepare_inputs(loader.collate_fn.collated(telling_rows(loader.dataset)))
             uses = survey(self._module, self._loss, few, rules=self.per_example_rules)
         tables = find_tables(self._module, uses | uses.read, config.tables)
@@ -321,6 +326,7 @@ class DPTrainerMixin(RestoringMixin, CheckpointMixin, LayoutsMixin, PublishingMi
         return SavedRun.record(self.ledger, self._fingerprint, key, dataclasses.asdict(self.state))
 
     def _preflight(self) -> None:
+        ranks.warn(logger, "Checking the model, the collator and the data before the first step.")
         loader: Any = self.callback_handler.train_dataloader
         collate = loader.collate_fn
 
@@ -328,19 +334,56 @@ class DPTrainerMixin(RestoringMixin, CheckpointMixin, LayoutsMixin, PublishingMi
             prepared: Batch = self._prepare_inputs(collate.collated(chosen))
             return prepared
 
+        def loss(given: Batch) -> Tensor:
+            # Whatever short rows switch must not stay so, nor be certified.
+            with unchanged_state(self._module):
+                return self._loss(self._module, given)
+
         self._module.train()
-        with unchanged_global_state(), unchanged_buffers(self._module):
-            few = telling_rows(loader.dataset)
-            together = batch(few)
-            extremes = extreme_rows(loader.dataset.dataset)
-            refuse_rows_that_fail(loader.dataset, extremes, few, lambda row: self._loss(self._module, batch([row])))
-            check_collator(collate, few)
-            self._certificate = preflight(
-                self._module, self._loss, together, rules=self.per_example_rules, tables=self._tables
-            )
-            check_padding(self._module, self._loss, few, batch)
+        with unchanged_global_state():
+            with unchanged_state(self._module):
+                few = telling_rows(loader.dataset)
+                _, extremes = batch(few), extreme_rows(loader.dataset.dataset)
+                refuse_rows_that_fail(
+                    loader.dataset, extremes.rows, few, lambda row: self._loss(self._module, batch([row]))
+                )
+                check_collator(collate, few)
+                uneven = uneven_rows(loader.dataset, extremes, few, lambda rows: self._loss(self._module, batch(rows)))
+                # Padding first: what it shows is how all batches are completed, those of one length as well.
+                batch(uneven)
+            short = batch(short_rows(few, batch, loss))
+            try:
+                self._certify(short, uneven)
+            except UnseenUseError:
+                self._certify(batch(few), uneven)
             if self._has_usual_loss:
-                check_own_loss(self._module, together)
+                check_own_loss(self._module, short)
+        # Ranks that share weights would have to look at a longer row at the same time.
+        may_be_longer = not extremes.is_complete and not is_sharded(self._module)
+        collate.held = (uneven[0], max(map(length, uneven))) if may_be_longer else None
+
+    def _certify(self, together: Batch, uneven: list[Any]) -> None:
+        self._certificate = preflight(
+            self._module, self._loss, together, rules=self.per_example_rules, tables=self._tables
+        )
+        self._check_padding(uneven)
+
+    def _check_padding(self, rows: list[Any]) -> None:
+        loader: Any = self.callback_handler.train_dataloader
+        with unchanged_state(self._module):
+            check_padding(
+                self._module,
+                self._loss,
+                rows,
+                lambda chosen: self._prepare_inputs(loader.collate_fn.collated(chosen)),
+                certificate=self._certificate,
+                rules=self.per_example_rules,
+                tables=self._tables,
+            )
+
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        """As Trainer's, in training and in evaluation; what is padded on the left is completed."""
+        return self._left_padding.completed(self._module, super()._prepare_inputs(inputs))
 
     # --- one step -------------------------------------------------------------------------------------------------
 
@@ -375,6 +418,9 @@ class DPTrainerMixin(RestoringMixin, CheckpointMixin, LayoutsMixin, PublishingMi
         if callable(switch):
             switch()
         unwrapped = self.accelerator.unwrap_model(model)
+        if "longer" in inputs:
+            with unchanged_global_state():
+                self._check_padding(inputs["longer"])
         rows = None if self._sparse is None else self._chosen_rows(self._sparse, unwrapped)
         total = private_gradient(
             unwrapped,

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
+import hf_dp.ranks as ranks
 from hf_dp.errors import HfDpError, PreflightError
 from hf_dp.per_example.batch import Batch, LossFunction, batch_size
 from hf_dp.per_example.draws import Change, Draw, Draws
@@ -110,7 +111,8 @@ def without_shared_coins(
 
 def warn_of(off: list[str]) -> None:
     """Says what was switched off, once."""
-    logger.warning(
+    ranks.warn(
+        logger,
         "Switched off for private training: %s. It draws one random number for all examples of a micro-batch, and "
         "clipping bounds what each example adds only where examples have numbers of their own.",
         ", ".join(off),

@@ -100,7 +100,7 @@ def check_independence(
 
     mixing = functools.partial(_mixing, model, loss_fn, batch, watch)
     with forked_rng(model):
-        with _NoDropout():
+        with NoDropout():
             found = mixing()
             is_random = found is not None and _is_random(model, loss_fn, batch)
         if is_random:
@@ -263,7 +263,7 @@ def forked_rng(model: nn.Module) -> Iterator[None]:
         yield
 
 
-class _NoDropout(TorchFunctionMode):
+class NoDropout(TorchFunctionMode):
     """Dropout becomes the identity, so that two forward passes can be compared in training mode."""
 
     def __torch_function__(

@@ -8,7 +8,7 @@ a handful of examples and comparing rows.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterator, Mapping, Set
 from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
@@ -25,7 +25,6 @@ from hf_dp.per_example.factors import squared_norms
 from hf_dp.per_example.independence import (
     check_independence,
     check_shares,
-    close,
     different_pair,
     forked_rng,
     in_mode,
@@ -87,7 +86,7 @@ def preflight(
         )
     if off := switch_off(model):
         warn_of(off)
-    with forked_rng(model), _off_zero(model):
+    with forked_rng(model), off_zero(model):
         seen = survey(model, loss_fn, batch, rules=rules)
         size = telling_size(model, batch)
 
@@ -164,50 +163,6 @@ def check_modules(model: nn.Module) -> None:
         )
 
 
-def check_padding(
-    model: nn.Module, loss_fn: LossFunction, examples: Sequence[Any], collate: Callable[[list[Any]], Batch]
-) -> None:
-    """Checks that an example's loss is the same alone and beside longer examples, which it is padded to.
-
-    What a collator draws at random (masked language modelling) cannot be drawn again for the example alone; there its
-    row of the batch is cut to the length that it has alone, on one side or the other.
-
-    Args:
-        examples: a few, of different lengths where possible.
-        collate: list of examples -> batch.
-
-    Raises:
-        PreflightError: padding changes an example's loss, so one long example would change all its neighbours.
-    """
-    with forked_rng(model), in_mode(model, training=False), torch.no_grad():
-        once, again = collate(list(examples)), collate(list(examples))
-        is_random = any(isinstance(v, Tensor) and not torch.equal(v, again[k]) for k, v in once.items())
-        together = loss_fn(model, once)
-        for i, example in enumerate(examples):
-            single = collate([example])
-            versions = [_cut(once, i, single, left) for left in (False, True)] if is_random else [single]
-            alone = [loss_fn(model, version) for version in versions]
-            if not any(close(together[i].reshape(1), loss) for loss in alone):
-                raise PreflightError(
-                    f"an example's loss is {float(alone[0]):.6g} by itself and {float(together[i]):.6g} in a batch.",
-                    why="it depends on how far the collator padded it, so one long example would change the gradients "
-                    "of its neighbours, beyond what clipping bounds.",
-                    fix="pad on the right with an attention mask (tokenizer.padding_side = 'right'), or pad every "
-                    "example to one fixed length (padding='max_length').",
-                )
-
-
-def _cut(batch: Batch, i: int, single: Batch, left: bool) -> dict[str, Any]:
-    """Row i of `batch`, each tensor as long as it is in `single`; padding goes from the left or from the right."""
-    row = {}
-    for name, values in take(batch, [i]).items():
-        if isinstance(values, Tensor) and values.dim() > 1:
-            extra = values.shape[1] - single[name].shape[1]
-            values = values.narrow(1, extra if left else 0, values.shape[1] - extra)
-        row[name] = values
-    return row
-
-
 class _Truth(NamedTuple):
     norms: Tensor
     sums: dict[str, Tensor]
@@ -281,10 +236,12 @@ def _norm(values: Tensor, parameter: Tensor | None = None) -> float:
 
 
 @contextmanager
-def _off_zero(model: nn.Module) -> Iterator[None]:
+def off_zero(model: nn.Module) -> Iterator[None]:
+    """Parameters that are all zero are moved off it: behind them every gradient would be zero, and right."""
     parameters = [p for p in trainable(model).values() if p.is_floating_point()]
     # A shard may be empty, or all zero by chance.
-    touched = ranks.gathered([float(local(p).any()) for p in parameters]).sum(0)
+    found = [float(local(p).any()) for p in parameters]
+    touched = ranks.gathered(found).sum(0) if any(isinstance(p, DTensor) for p in parameters) else found
     zeros = [local(p.detach()) for p, elements in zip(parameters, touched, strict=True) if not elements]
     kept = [p.clone() for p in zeros]
     with torch.no_grad():

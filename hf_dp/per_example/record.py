@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_dp.errors import PreflightError, UnsupportedModelError
+from hf_dp.errors import UnseenUseError, UnsupportedModelError
 from hf_dp.per_example.batch import Batch, LossFunction, batch_size
 from hf_dp.per_example.factors import Factors, joined, squared_norms
 from hf_dp.per_example.gram import SelfGrams
@@ -186,7 +186,7 @@ def record(
         check_shares(model, loss_fn, batch, rules=rules, readings=seen.readings)
     if certificate is not None and size > 1 and not certificate.covers(watch.uses):
         unseen = sorted(watch.uses - certificate)[0]
-        raise PreflightError(
+        raise UnseenUseError(
             f"{unseen.parameter} is used by {unseen.operation} ({unseen.reading}, {unseen.dimensions} dimensions), "
             "which preflight did not see.",
             why="a use that was never compared with the oracle is not known to be exact.",

@@ -42,6 +42,11 @@ def local(tensor: Tensor) -> Tensor:
     return held
 
 
+def is_sharded(model: nn.Module) -> bool:
+    """Whether any parameter is in shards, so that all ranks must run the model at the same time."""
+    return any(isinstance(p, DTensor) for p in model.parameters())
+
+
 def refuse_unknown_shards(model: nn.Module) -> None:
     """Refuses shards that are not FSDP2's over all ranks.
 

@@ -12,6 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 from transformers import (
+    AutoConfig,
+    AutoModelForMaskedLM,
     DataCollatorWithFlattening,
     DefaultDataCollator,
     DistilBertForSequenceClassification,
@@ -28,6 +30,7 @@ from tests.e2e.workbench import (
     ROWS,
     arguments,
     classifier,
+    draws,
     make,
     pad,
     pad_for_language,
@@ -209,10 +212,6 @@ def flattened(examples: list[dict[str, Any]]) -> dict[str, Tensor]:
     return {"input_ids": torch.tensor([[i for e in examples for i in e["input_ids"]]])}
 
 
-def left(examples: list[dict[str, Any]]) -> dict[str, Tensor]:
-    return pad_for_language(examples, side="left")
-
-
 def without_mask(examples: list[dict[str, Any]]) -> dict[str, Tensor]:
     return {name: value for name, value in pad(examples).items() if name != "attention_mask"}
 
@@ -241,19 +240,98 @@ def test_failure_22_collators_that_mix_examples(tmp_path: Path, collate: Any, wo
     )
 
 
+def fnet() -> nn.Module:
+    """It mixes all positions, padding included, and takes no mask."""
+    config = {"hidden_size": 16, "num_hidden_layers": 1, "intermediate_size": 20, "max_position_embeddings": 40}
+    return AutoModelForMaskedLM.from_config(AutoConfig.for_model("fnet", vocab_size=VOCABULARY, **config))
+
+
+def without_mask_for_language(examples: list[dict[str, Any]]) -> dict[str, Tensor]:
+    return {name: value for name, value in pad_for_language(examples).items() if name != "attention_mask"}
+
+
 def test_padding_that_changes_an_example(tmp_path: Path) -> None:
     refused(tmp_path, PreflightError, "in a batch", at_once=False, parts={"data_collator": without_mask})
-    gpt2 = tiny("gpt2", "causal_lm", torch.float32)
-    refused(tmp_path, PreflightError, "in a batch", gpt2, at_once=False, parts={"data_collator": left})
 
 
-@pytest.mark.parametrize("where", ["begin", "end", "middle"])
-def test_padding_that_changes_an_example_though_most_are_of_one_length(tmp_path: Path, where: str) -> None:
-    equal, others = rows(600, low=6, high=6), rows(30, seed=1)
-    data = {"begin": equal + others, "end": others + equal, "middle": equal[:300] + others + equal[300:]}[where]
-    model = tiny("gpt2", "causal_lm", torch.float32)
-    parts = {"data_collator": left, "train_dataset": data}
-    refused(tmp_path, PreflightError, "in a batch", model, at_once=False, parts=parts)
+class Lazy(torch.utils.data.Dataset[Any]):
+    """Nothing is known of it but what is read."""
+
+    def __init__(self, data: list[Any]) -> None:
+        self.data = data
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.data[index]
+
+
+KINDS: dict[str, Callable[[list[Any]], Any]] = {
+    "a list": lambda data: data,
+    "a Hugging Face dataset": datasets.Dataset.from_list,
+    "with a transform": lambda data: datasets.Dataset.from_list(data).with_transform(lambda rows: rows),
+    "a torch dataset": Lazy,
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("where", [0, 337, 799])
+def test_failure_30_one_long_row_wherever_it_is(tmp_path: Path, where: int, kind: str) -> None:
+    data = rows(800, low=6, high=6)
+    data[where]["input_ids"] = list(range(3, 33))
+    parts = {"data_collator": without_mask_for_language, "train_dataset": KINDS[kind](data)}
+    refused(tmp_path, PreflightError, "in a batch", fnet(), at_once=False, parts=parts)
+
+
+@pytest.mark.parametrize("short", [3, 30])
+def test_failure_30_a_switch_that_one_short_row_turns_for_good(tmp_path: Path, short: int) -> None:
+    """BigBird goes over to full attention; where no row is short, one that is made of another shows it."""
+    config = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 20}
+    sparse = AutoConfig.for_model("big_bird", vocab_size=VOCABULARY, block_size=2, num_random_blocks=1, **config)
+    data = rows(low=30, high=40)
+    data[31]["input_ids"] = data[31]["input_ids"][:short]
+    parts = {"data_collator": pad_for_language, "train_dataset": Lazy(data)}
+    model = AutoModelForMaskedLM.from_config(sparse)
+    words = r"change bert\.attention_type from 'block_sparse' to 'original_full', and it stays so"
+    refused(tmp_path, UnsupportedModelError, words, model, at_once=False, parts=parts)
+    assert model.bert.attention_type == model.bert.encoder.attention_type == "block_sparse"
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_failure_30_a_row_longer_than_any_before_is_looked_at_before_it_counts(tmp_path: Path, workers: int) -> None:
+    """Phi-3's longrope: one row above a threshold gives all beside it other frequencies."""
+    factors = {"short_factor": [1.0] * 3, "long_factor": [2.0] * 3, "original_max_position_embeddings": 16}
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0, **factors}
+    data = rows(400, low=4, high=9)
+    early = {i for step in draws(7, 2, n=400) for i in step} | {i * 399 // 31 for i in range(32)}
+    late = next(i for step in draws(7, n=400)[2:] for i in step if i not in early)
+    data[late]["input_ids"] = list(range(3, 23))
+    changes = {"rope_parameters": rope, "original_max_position_embeddings": 16}
+    models = [tiny("phi3", "causal_lm", torch.float32, **changes) for _ in range(2)]
+    parts = {"data_collator": pad_for_language, "train_dataset": Lazy(data)}
+    trainer = make(tmp_path, models[0], parts=parts, dataloader_num_workers=workers)
+    with pytest.raises(PreflightError, match="in a batch|inv_freq is another"):
+        trainer.train()
+    assert 2 <= trainer.ledger.steps == trainer.state.global_step < 4
+    for row in data:
+        row["input_ids"] = row["input_ids"][:16]
+    assert make(tmp_path, models[1], parts={**parts, "train_dataset": Lazy(data)}).train().global_step == 4
+
+
+@pytest.mark.parametrize("kind", ["a list", "a Hugging Face dataset"])
+def test_failure_30_rows_that_are_known_to_be_of_one_length_have_no_padding(tmp_path: Path, kind: str) -> None:
+    parts = {"data_collator": without_mask_for_language, "train_dataset": KINDS[kind](rows(low=6, high=6))}
+    assert make(tmp_path, fnet(), parts=parts).train().global_step == 4
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_failure_30_one_width_for_all_micro_batches_is_a_way_out(tmp_path: Path, kind: str) -> None:
+    def wide(examples: list[dict[str, Any]]) -> dict[str, Tensor]:
+        return {k: v[:-1] for k, v in without_mask_for_language([*examples, {"input_ids": [3] * 12}]).items()}
+
+    parts = {"data_collator": wide, "train_dataset": KINDS[kind](rows())}
+    assert make(tmp_path, fnet(), parts=parts).train().global_step == 4
 
 
 def test_padding_that_changes_an_example_under_a_random_collator(tmp_path: Path) -> None:
@@ -275,14 +353,6 @@ def test_failure_29_a_random_collator_that_mixes_rows(tmp_path: Path) -> None:
 
     parts = {"data_collator": cut_and_mixed}
     refused(tmp_path, ConfigurationError, "cut_and_mixed gives an example another row", at_once=False, parts=parts)
-
-
-def test_left_padding_to_one_length_is_in_order(tmp_path: Path) -> None:
-    model = tiny("gpt2", "causal_lm", torch.float32)
-    parts = {"data_collator": left, "train_dataset": rows(low=6, high=6)}
-    trainer = make(tmp_path, model, parts=parts)
-    trainer.train()
-    assert trainer.ledger.steps == 4
 
 
 # --- the model --------------------------------------------------------------------------------------------------------

@@ -34,6 +34,9 @@ FLOORS = {
     "aggregate": 2,
     "plan": 2,
     "probe": 2,
+    "extremes": 2,
+    "state": 2,
+    "left_padding": 2,
     "mixing_collator": 2,
     "resume": 3,
     "sparse_embeddings": 2,
@@ -62,7 +65,7 @@ PEERS = {
     ("randomness", "errors"), ("randomness", "ranks"), ("trainer", "callbacks"),
     ("trainer", "attention_noise"), ("trainer", "sparse_training"), ("sparse_embeddings", "aggregate"), ("cli", "demo"),
     ("trainer", "publishing"), ("trainer", "layouts"), ("trainer", "checkpoints"), ("trainer", "restoring"),
-    ("arguments", "sft"),
+    ("arguments", "sft"), ("probe", "extremes"),
 }  # fmt: skip
 # Libraries that a module must not import itself. What it imports through others is seen in test_package.py.
 FORBIDDEN = {

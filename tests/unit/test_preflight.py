@@ -14,7 +14,7 @@ from hf_dp.errors import ConfigurationError, HfDpError, PreflightError, Unsuppor
 from hf_dp.losses import per_example_losses
 from hf_dp.per_example import loop, preflight, record
 from hf_dp.per_example.independence import check_independence, check_shares
-from hf_dp.per_example.preflight import check_modules, check_padding
+from hf_dp.per_example.preflight import check_modules
 from tests.unit.small import Small, batch, parameter, relative_error, square
 from tests.zoo import VOCABULARY, text_batch, tiny
 
@@ -291,26 +291,6 @@ def test_good_models_pass_in_every_precision(name: str, dtype: torch.dtype) -> N
 
 
 # --- padding --------------------------------------------------------------------------------------------------------
-
-
-def padded(model: nn.Module, side: str, masked: bool) -> None:
-    def collate(rows: list[list[int]]) -> dict[str, Tensor]:
-        longest = max(map(len, rows))
-        fill = [[0] * (longest - len(row)) for row in rows]
-        ids = torch.tensor([f + r if side == "left" else r + f for f, r in zip(fill, rows, strict=True)])
-        mask = ids.ne(0).long() if masked else torch.ones_like(ids)
-        return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(ids.eq(0), -100)}
-
-    check_padding(model, per_example_losses, [[5, 6, 7], [8, 9, 10, 11, 12], [4, 3]], collate)
-
-
-@pytest.mark.parametrize("name", ["gpt2", "llama"])
-def test_failure_16_right_padding_is_harmless_and_left_padding_is_found(name: str) -> None:
-    model = tiny(name, "causal_lm")
-    padded(model, "right", masked=True)
-    if name == "gpt2":
-        with pytest.raises(PreflightError, match="an example's loss is .* by itself and .* in a batch"):
-            padded(model, "left", masked=True)
 
 
 def test_failure_16_extra_padding_leaves_norms_unchanged() -> None:

@@ -9,9 +9,10 @@ import pyarrow as pa
 import pytest
 import torch
 
-import hf_dp.probe as probe
-from hf_dp.errors import ConfigurationError, UnsupportedModelError
-from hf_dp.probe import extreme_rows, refuse_rows_that_fail, unchanged_buffers
+import hf_dp.extremes as extremes
+import hf_dp.state as state
+from hf_dp.errors import ConfigurationError, PreflightError, UnsupportedModelError
+from hf_dp.probe import refuse_rows_that_fail, short_rows, uneven_rows
 
 ROWS = [
     {"input_ids": [3, 4], "labels": 1},
@@ -22,13 +23,17 @@ ROWS = [
 ]
 
 
+def extreme_rows(data: Any) -> list[int]:
+    return extremes.extreme_rows(data).rows
+
+
 def table(rows: list[dict[str, Any]]) -> datasets.Dataset:
     return datasets.Dataset.from_list(rows)
 
 
 @pytest.mark.parametrize("at_once", [1, 2, 10_000])
 def test_the_longest_the_shortest_the_smallest_and_the_largest_of_each_column(at_once: int, monkeypatch: Any) -> None:
-    monkeypatch.setattr(probe, "_AT_ONCE", at_once)
+    monkeypatch.setattr(extremes, "_AT_ONCE", at_once)
     assert extreme_rows(table(ROWS)) == [1, 2, 3, 4]
     assert extreme_rows(table(ROWS).remove_columns("labels")) == [1, 2, 3, 4]
     assert extreme_rows(table(ROWS).remove_columns("input_ids")) == [2, 3]
@@ -79,9 +84,94 @@ def test_lists_of_lists() -> None:
 
 
 def test_columns_that_are_not_known_or_not_of_whole_numbers_tell_nothing() -> None:
-    assert extreme_rows(ROWS) == []
+    assert extreme_rows(row for row in ROWS) == []
     assert extreme_rows(table(ROWS).with_transform(lambda rows: rows)) == []
-    assert extreme_rows(table([{"text": "a", "share": 0.5, "is_new": True}])) == []
+    assert extreme_rows(table([{"share": 0.5, "is_new": True}])) == []
+
+
+def test_the_shortest_and_the_longest_where_there_are_different_lengths() -> None:
+    found = extremes.extreme_rows(table(ROWS))
+    assert (found.uneven, found.is_complete) == ([3, 2], True)
+    assert extremes.extreme_rows(ROWS).uneven == [3, 2]
+    assert extremes.extreme_rows(table(ROWS).select([0, 1, 4])) == ([0, 1, 2], [], True)
+    sounds = [{"input_values": [0.5] * n} for n in (7, 3, 9)]
+    assert extremes.extreme_rows(table(sounds)).uneven == [1, 2]
+    assert extremes.extreme_rows(table(sounds).shuffle(seed=3)).uneven == [
+        [len(row["input_values"]) for row in table(sounds).shuffle(seed=3)].index(n) for n in (3, 9)
+    ]
+    assert extremes.extreme_rows(table([{"text": "aa"}, {"text": ""}, {"text": "aaa"}])).uneven == [1, 2]
+    for unknown in (table(ROWS).with_transform(lambda rows: rows), table([{"turns": [{"text": "a"}]}])):
+        assert extremes.extreme_rows(unknown) == ([], [], False)
+
+
+def uneven(data: list[dict[str, Any]], run: Any = lambda rows: None) -> list[Any]:
+    return uneven_rows(data, extremes.Extremes([], [], is_complete=False), data, run)
+
+
+def test_rows_of_other_lengths_are_cut_where_lengths_are_not_known() -> None:
+    row = {"input_ids": list(range(10)), "mask": torch.ones(10), "text": "abcdefghij", "labels": [1, 2], "n": 3}
+    short, half, *whole = uneven([row, row])
+    assert whole == [row, row]
+    assert short["input_ids"] == [0, 1, 8, 9]
+    assert half["input_ids"] == [0, 1, 2, 8, 9]
+    assert (short["mask"].tolist(), short["text"], short["labels"], short["n"]) == ([1.0] * 4, "abij", [1, 2], 3)
+    image = {"pixel_values": torch.ones(3, 8, 8), "labels": 1}
+    assert uneven([image, image]) == [image, image]
+
+
+def test_what_was_cut_and_does_not_go_through_is_left_out() -> None:
+    def run(rows: list[Any]) -> None:
+        if min(len(row["input_ids"]) for row in rows) < 5:
+            raise ValueError("too short")
+
+    row = {"input_ids": list(range(10))}
+    assert [len(found["input_ids"]) for found in uneven([row, row], run)] == [5, 10, 10]
+
+
+def test_rows_that_were_padded_to_one_length_are_not_cut() -> None:
+    padded = [{"input_ids": [3, 4, 5, 6, 0], "attention_mask": [1, 1, 1, 1, 0]}, {"input_ids": [3] * 5}]
+    assert uneven(padded) == padded
+
+
+def test_rows_are_cut_short_for_the_oracle_unless_they_show_less_then() -> None:
+    rows = [{"input_ids": [1] * 10 + [i] * n + [2] * 10} for i, n in ((3, 0), (4, 7), (5, 11))]
+
+    def batch(chosen: list[Any]) -> dict[str, Any]:
+        return {"x": torch.tensor([row["input_ids"][:2] + row["input_ids"][-9:] for row in chosen])}
+
+    def lengths(chosen: list[Any]) -> dict[str, Any]:
+        return {"x": torch.tensor([[len(row["input_ids"])] for row in chosen])}
+
+    def loss(given: Any) -> torch.Tensor:
+        return given["x"].float().sum(1)
+
+    assert short_rows(rows, batch, loss) == rows, "all alike when they are cut"
+    ids = [{"input_ids": list(range(n))} for n in (12, 40, 90)]
+    assert [len(row["input_ids"]) for row in short_rows(ids, lengths, loss)] == [12, 16, 16]
+    assert short_rows(ids, lengths, lambda given: loss(given) * 0) == ids
+
+
+class Switching(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.kind, self.is_long, self.width, self.cache = "sparse", True, 0, torch.zeros(2)
+        self.register_buffer("frequencies", torch.ones(2), persistent=False)
+
+
+def test_switches_are_refused_and_everything_is_put_back() -> None:
+    model = Switching()
+    before = dict(vars(model))
+    with state.unchanged_state(model):
+        model.width, model.cache, model.frequencies = 7, torch.ones(3), torch.zeros(2)
+    assert vars(model) == before
+    assert model.frequencies.tolist() == [1, 1]
+    words = "change kind from 'sparse' to 'full', and it stays so"
+    for error in ([], [PreflightError("this", why="it", fix="that")]):
+        with pytest.raises(UnsupportedModelError, match=words), state.unchanged_state(model):  # noqa: PT012
+            model.kind = "full"
+            for reason in error:
+                raise reason
+        assert model.kind == "sparse"
 
 
 def test_a_row_that_fails_is_named_with_its_error() -> None:
@@ -111,10 +201,13 @@ def test_an_accelerator_that_fails_late_and_then_for_good(monkeypatch: pytest.Mo
     def is_dead(*args: Any) -> bool:
         raise torch.AcceleratorError("device-side assert triggered")
 
-    monkeypatch.setattr(probe, "_equal", is_dead)
+    monkeypatch.setattr(state, "_equal", is_dead)
     model = torch.nn.Module()
     model.register_buffer("positions", torch.arange(3))
-    with pytest.raises(ConfigurationError, match=r"row 1 of the training data .*device-side"), unchanged_buffers(model):
+    with (
+        pytest.raises(ConfigurationError, match=r"row 1 of the training data .*device-side"),
+        state.unchanged_state(model),
+    ):
         refuse_rows_that_fail(ROWS, [1, 2], [], run)
 
 

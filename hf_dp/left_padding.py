@@ -1,0 +1,103 @@
+"""Padding on the left: what a language model does with it must not depend on how much there is.
+
+A language model that counts positions from the first column (GPT-2) gives an example other positions beside a longer
+one, and predicts its first token from padding only where there is some.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hf_dp.losses import is_causal
+from hf_dp.per_example.batch import take
+from hf_dp.per_example.independence import NoDropout, forked_rng, in_mode
+from hf_dp.per_example.precision import computed_in
+from hf_dp.per_example.sharding import is_sharded
+
+_IGNORED = -100
+# In float32 the same is equal to 1e-5 or so.
+_SAME = 1e-4
+
+
+class LeftPadding:
+    """Completes batches that are padded on the left, in training and in evaluation alike.
+
+    Attributes:
+        counts_columns: whether positions must be given, for the model counts columns; None until a batch has shown it.
+    """
+
+    def __init__(self) -> None:
+        self.counts_columns: bool | None = None
+
+    def completed(self, model: nn.Module, batch: Any) -> Any:
+        """`batch`; without a label for a first token that padding would predict, if the model is a causal language
+        model, and with `position_ids` if it counts columns: in all batches, padded or not, so that it takes one path.
+        """
+        mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
+        if not isinstance(mask, Tensor) or mask.dim() != 2:
+            return batch
+        changes: dict[str, Tensor] = {}
+        if bool(_begins_hidden(mask).any()):
+            labels = batch.get("labels")
+            if isinstance(labels, Tensor) and labels.shape == mask.shape and is_causal(model):
+                changes["labels"] = labels.masked_fill(F.pad(mask, (1, 0), value=1)[:, :-1].eq(0), _IGNORED)
+            is_asked = self.counts_columns is None and "position_ids" in _arguments(model)
+            # Ranks that share weights would have to ask at the same time.
+            if is_asked and not is_sharded(model):
+                self.counts_columns = "position_ids" not in batch and _counts_columns(model, batch)
+        if self.counts_columns and "position_ids" not in batch:
+            changes["position_ids"] = _positions(mask)
+        return {**batch, **changes} if changes else batch
+
+
+def _begins_hidden(mask: Tensor) -> Tensor:
+    """(B,): which examples are padded on the left."""
+    return mask[:, 0].eq(0) & mask[:, -1].ne(0)
+
+
+def _positions(mask: Tensor) -> Tensor:
+    """(B, T): how many tokens that are not padding stand before each."""
+    return (mask.long().cumsum(1) - 1).clamp_min(0)
+
+
+def _arguments(model: nn.Module) -> set[str]:
+    unwrap: Any = getattr(model, "get_base_model", None)
+    base = unwrap() if callable(unwrap) else model
+    return set(inspect.signature(base.forward).parameters)
+
+
+@torch.no_grad()
+def _counts_columns(model: nn.Module, batch: Mapping[str, Any]) -> bool:
+    """Whether the model's output for an example without its padding is another, and with positions it is the same."""
+    mask = batch["attention_mask"]
+    row = int(_begins_hidden(mask).nonzero()[0])
+    names = _arguments(model) - {"labels", "start_positions", "end_positions"}
+    padded = {name: value for name, value in take(batch, [row]).items() if name in names}
+    begin = int(mask[row].ne(0).nonzero()[0])
+    own = {
+        name: value[:, begin:] if isinstance(value, Tensor) and value.shape[1:] == mask.shape[1:] else value
+        for name, value in padded.items()
+    }
+
+    def output(inputs: Mapping[str, Any]) -> Tensor:
+        with computed_in(model, inputs, torch.float32) as exact:
+            found = model(**exact)
+        values = found.values() if isinstance(found, Mapping) else found
+        first: Tensor = next(v for v in values if isinstance(v, Tensor) and v.is_floating_point())
+        return first.double()
+
+    with forked_rng(model), in_mode(model, training=False), NoDropout():
+        alone = output(own)
+
+        def off(inputs: Mapping[str, Any]) -> float:
+            found = output(inputs)
+            return float(((found if found.shape == alone.shape else found[:, begin:]) - alone).norm() / alone.norm())
+
+        plain = off(padded)
+        return plain > _SAME and off({**padded, "position_ids": _positions(mask[row : row + 1])}) <= 0.1 * plain

@@ -1,0 +1,179 @@
+"""Does padding leak? One long example must not change the gradients of those that are padded to its length."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+import hf_dp.ranks as ranks
+from hf_dp.errors import PreflightError
+from hf_dp.per_example.batch import Batch, LossFunction, take
+from hf_dp.per_example.independence import NoDropout, forked_rng, in_mode
+from hf_dp.per_example.precision import computed_in
+from hf_dp.per_example.preflight import off_zero
+from hf_dp.per_example.record import PerExampleGradients, record
+from hf_dp.per_example.rows import RowSum
+from hf_dp.per_example.rule import Certificate, Rule
+from hf_dp.per_example.rules import RULES
+from hf_dp.per_example.sharding import as_sums, summed_over_shards, trainable
+
+# Of the norm of the example's gradient. In float32 what is right differs by 1.3e-5 at most, what leaks by 2.6e-4 at
+# least; where 16 bits or whole numbers are computed with all the same (quantised weights, FSDP2), only more is seen.
+_TOLERANCE, _LOW_PRECISION_TOLERANCE = 1e-4, 1e-1
+# A gradient that is nothing beside the others' is held to a share of theirs: it is rounding.
+_NEGLIGIBLE = 1e-2
+
+
+def check_padding(
+    model: nn.Module,
+    loss_fn: LossFunction,
+    examples: Sequence[Any],
+    collate: Callable[[list[Any]], Batch],
+    *,
+    certificate: Certificate | None = None,
+    rules: Mapping[Any, Rule] = RULES,
+    tables: Collection[str] = (),
+) -> None:
+    """Checks that an example's gradient and loss are the same alone and beside the others, longer and shorter.
+
+    Everything is computed in float32 with dropout off, in the mode that the model is in; a model that draws other
+    random numbers, in eval mode. What a collator draws at random (masked language modelling) cannot be drawn again for
+    the example alone; there its row of the batch is cut to the length that it has alone, on one side or the other.
+
+    Args:
+        examples: two or more, of different lengths where possible, the shortest first: what a short one leaves behind
+            in the model is seen by the longer ones after it.
+        collate: list of examples -> batch.
+        certificate: of `preflight`, so that no more is computed than the gradients.
+        rules: the table of operations.
+        tables: parameters that are only looked up in; their gradients are compared by the rows that were.
+
+    Raises:
+        PreflightError: a gradient moves, so one long example would change all its neighbours.
+    """
+
+    def gradients(batch: Batch) -> tuple[PerExampleGradients, dict[str, Tensor]]:
+        with _without_checkpoints(model), computed_in(model, batch, torch.float32) as exact:
+            found = record(model, loss_fn, exact, certificate=certificate, rules=rules, tables=tables)
+            return found, {name: values.clone() for name, values in model.named_buffers()}
+
+    def refuse_moved(tolerance: float) -> None:
+        together, again = collate(list(examples)), collate(list(examples))
+        is_random = any(isinstance(v, Tensor) and not torch.equal(v, again[k]) for k, v in together.items())
+        in_batch, left = gradients(together)[0], None
+        for i, example in enumerate(examples):
+            single = collate([example])
+            versions = [_cut(together, i, single, side) for side in (False, True)] if is_random else [single]
+            alone = [gradients(version) for version in versions]
+            left = left or alone[0][1]
+            changed = [name for name, values in alone[0][1].items() if name in left and _differs(values, left[name])]
+            if changed:
+                raise _leak(f"{changed[0]} is another after an example of another length.")
+            by = min(_moved(model, in_batch, i, found, tables) for found, _ in alone)
+            if not by <= tolerance:
+                raise _leak(
+                    f"an example's gradient moves by {100 * by:.2g} % of its norm "
+                    "when longer or shorter examples are beside it in a batch."
+                )
+
+    tolerance = _LOW_PRECISION_TOLERANCE if _is_coarse(model) else _TOLERANCE
+    with forked_rng(model), off_zero(model), NoDropout():
+        try:
+            refuse_moved(tolerance)
+        except PreflightError:
+            if not _is_random(model, loss_fn, collate(list(examples[:1]))):
+                raise
+            with in_mode(model, training=False):
+                refuse_moved(tolerance)
+
+
+@contextmanager
+def _without_checkpoints(model: nn.Module) -> Iterator[None]:
+    """What gradient checkpointing computes again would be in 16 bits, under the autocast that it has noted."""
+    on = [module for module in model.modules() if getattr(module, "gradient_checkpointing", False) is True]
+    try:
+        for module in on:
+            module.gradient_checkpointing = False  # type: ignore[assignment]
+        yield
+    finally:
+        for module in on:
+            module.gradient_checkpointing = True  # type: ignore[assignment]
+
+
+def _leak(found: str) -> PreflightError:
+    return PreflightError(
+        found,
+        why="what is computed for it depends on how far the collator padded it, or on what others left behind in the "
+        "model, so one example would change the gradients of its neighbours, beyond what clipping bounds.",
+        fix="pad on the right with an attention mask (tokenizer.padding_side = 'right'); or give all micro-batches "
+        "one width that no example can change: tokenizer(..., padding='max_length', truncation=True, max_length=N) "
+        "for the dataset or in the collator.",
+    )
+
+
+def _differs(now: Tensor, before: Tensor) -> bool:
+    """Whether a buffer has other values; one that has grown is a cache."""
+    return now.shape == before.shape and not bool((now.eq(before) | (now.ne(now) & before.ne(before))).all())
+
+
+def _moved(
+    model: nn.Module, together: PerExampleGradients, i: int, alone: PerExampleGradients, tables: Collection[str]
+) -> float:
+    """By how much of its norm the gradient of example i is another than that of the example alone, or its loss is."""
+    parameters = trainable(model)
+    sums, rows = together.zeros(besides=tables), {name: RowSum(name, parameters[name]) for name in tables}
+    losses = torch.stack([together.losses[i], alone.losses[0]]).double()
+    norms = torch.stack([together.squared_norms()[i], alone.squared_norms()[0]]).double().sqrt()
+    finite = norms.isfinite() & losses.isfinite()
+    if not bool(finite.all()):
+        # What is finite in neither contributes nothing, in a batch and alone.
+        return float("inf") if bool(finite.any()) else 0.0
+    chosen = torch.zeros_like(together.losses)
+    chosen[i] = 1
+    together.add_weighted_sum_(as_sums(sums, parameters), chosen, rows)
+    alone.add_weighted_sum_(as_sums(sums, parameters), -torch.ones_like(alone.losses), rows)
+    differences = {**sums, **{name: found.coalesced()[1] for name, found in rows.items()}}
+    squares = []
+    for name, values in differences.items():
+        # All ranks gave the same examples.
+        copies = ranks.world_size() if isinstance(parameters[name], DTensor) else 1
+        norm = torch.linalg.vector_norm(values, dtype=torch.float64) / copies
+        squares.append((parameters[name], norm.square()))
+    difference = float(summed_over_shards(squares, losses.device).sqrt())
+    others = together.squared_norms().double().nan_to_num(0, 0, 0).max().sqrt()
+    size = max(float(norms.max()), _NEGLIGIBLE * float(others))
+    by_loss = float((losses[0] - losses[1]).abs() / losses.abs().max().clamp_min(1))
+    return max(difference / size if size else difference, by_loss)
+
+
+def _cut(batch: Batch, i: int, single: Batch, left: bool) -> dict[str, Any]:
+    """Row i of `batch`, each tensor as long as it is in `single`; padding goes from the left or from the right."""
+    row = {}
+    for name, values in take(batch, [i]).items():
+        if isinstance(values, Tensor) and values.dim() > 1:
+            extra = values.shape[1] - single[name].shape[1]
+            values = values.narrow(1, extra if left else 0, values.shape[1] - extra)
+        row[name] = values
+    return row
+
+
+@torch.no_grad()
+def _is_random(model: nn.Module, loss_fn: LossFunction, batch: Batch) -> bool:
+    once, again = (loss_fn(model, batch).double() for _ in range(2))
+    return bool((once - again).abs().max() > _TOLERANCE * once.abs().max())
+
+
+def _is_coarse(model: nn.Module) -> bool:
+    """Whether the model computes in few bits, and `computed_in` cannot change that."""
+    values = [*model.parameters(), *model.buffers()]
+    policies = [getattr(m._get_fsdp_state(), "_mp_policy", None) for m in model.modules() if isinstance(m, FSDPModule)]
+    shards = {p.dtype for p in values if isinstance(p, DTensor)} | {getattr(p, "param_dtype", None) for p in policies}
+    attention = str(getattr(getattr(model, "config", None), "_attn_implementation", ""))
+    is_quantised = any(not p.is_floating_point() or p.element_size() == 1 for p in model.parameters())
+    return is_quantised or "flash" in attention or bool(shards & {torch.bfloat16, torch.float16})

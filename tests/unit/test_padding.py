@@ -1,0 +1,206 @@
+"""What a longer or a shorter example beside it does to an example's gradient is seen, in every family and precision."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForCTC,
+    AutoModelForMaskedLM,
+    AutoModelForSequenceClassification,
+)
+
+from hf_dp.errors import PreflightError
+from hf_dp.losses import per_example_losses
+from hf_dp.per_example.padding import check_padding
+from tests.zoo import CONFIGS, VOCABULARY, adapted, tiny
+
+TEXTS = [[4, 3], [5, 6, 7], [8, 9, 10, 11, 12]]
+Collate = Callable[[list[list[int]]], dict[str, Tensor]]
+
+
+def collator(side: str = "right", masked: bool = True, width: int = 0) -> Collate:
+    def collate(rows: list[list[int]]) -> dict[str, Tensor]:
+        longest = max(width, *map(len, rows))
+        fill = [[0] * (longest - len(row)) for row in rows]
+        ids = torch.tensor([f + r if side == "left" else r + f for f, r in zip(fill, rows, strict=True)])
+        mask = {"attention_mask": ids.ne(0).long()} if masked else {}
+        return {"input_ids": ids, **mask, "labels": ids.masked_fill(ids.eq(0), -100)}
+
+    return collate
+
+
+def language_model(kind: str, dtype: torch.dtype = torch.float32, **changes: Any) -> nn.Module:
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(kind, **{**CONFIGS["llama"][1], **changes})
+    make = AutoModelForMaskedLM if kind in ("fnet", "big_bird") else AutoModelForCausalLM
+    model: nn.Module = make.from_config(config).to(dtype).train()
+    return model
+
+
+LONGROPE = {
+    "max_position_embeddings": 16,
+    "original_max_position_embeddings": 8,
+    "rope_parameters": {
+        "rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 8,
+        "short_factor": [1.0] * 3, "long_factor": [2.0] * 3,
+    },
+}  # fmt: skip
+DYNAMIC = {
+    "max_position_embeddings": 8,
+    "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0},
+}
+FNET = {"type_vocab_size": 2, "hidden_dropout_prob": 0.0}
+BIG_BIRD = {"block_size": 2, "num_random_blocks": 1, "max_position_embeddings": 64, "type_vocab_size": 2}
+
+
+def speech(norm: str) -> nn.Module:
+    torch.manual_seed(0)
+    changes = {"apply_spec_augment": False, "layerdrop": 0.0}
+    config = AutoConfig.for_model("wav2vec2", **{**CONFIGS["wav2vec2"][1], **changes, "feat_extract_norm": norm})
+    model: nn.Module = AutoModelForCTC.from_config(config).train()
+    return model
+
+
+def sounds(rows: list[int]) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    sound = torch.randn(200, generator=generator)
+    mask = (torch.arange(max(rows)) < torch.tensor(rows)[:, None]).long()
+    labels = torch.tensor([[3, 4, 5]] * len(rows))
+    return {"input_values": sound[: max(rows)] * mask, "attention_mask": mask, "labels": labels}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["gpt2", "llama", "opt"])
+def test_failure_16_padding_on_the_right_is_harmless(name: str, dtype: torch.dtype) -> None:
+    check_padding(tiny(name, "causal_lm", dtype), per_example_losses, TEXTS, collator())
+
+
+@pytest.mark.parametrize("name", ["llama", "opt", "gpt_neox", "bloom"])
+def test_padding_on_the_left_is_harmless_where_positions_follow_from_the_mask(name: str) -> None:
+    def first_token_unpredicted(rows: list[list[int]]) -> dict[str, Tensor]:
+        batch = collator("left")(rows)
+        hidden = nn.functional.pad(batch["attention_mask"], (1, 0))[:, :-1].eq(0)
+        return {**batch, "labels": batch["labels"].masked_fill(hidden, -100)}
+
+    check_padding(tiny(name, "causal_lm", torch.float32), per_example_losses, TEXTS, first_token_unpredicted)
+
+
+@pytest.mark.parametrize(
+    ("model", "texts", "collate"),
+    [
+        (lambda: tiny("gpt2", "causal_lm", torch.float32), TEXTS, collator("left")),
+        (lambda: tiny("gpt2", "causal_lm", torch.bfloat16), TEXTS, collator("left")),
+        (lambda: tiny("bert", "masked_lm", torch.float32), TEXTS, collator(masked=False)),
+        (lambda: language_model("fnet", **FNET), TEXTS, collator(masked=False)),
+        (lambda: language_model("phi3", **LONGROPE), [[5, 6, 7], list(range(3, 15))], collator()),
+        (lambda: language_model("llama", **DYNAMIC), [[5, 6, 7], list(range(3, 15))], collator()),
+        (lambda: language_model("big_bird", **BIG_BIRD), [[5, 6, 7], list(range(3, 35))], collator()),
+        (lambda: speech("group"), [80, 150], sounds),
+    ],
+)  # fmt: skip
+def test_failure_30_a_long_row_that_changes_its_neighbours(model: Any, texts: Any, collate: Any) -> None:
+    trained = model()
+    before = {name: p.detach().clone() for name, p in trained.named_parameters()}
+    with pytest.raises(PreflightError, match=r"gradient moves by .* beside it in a batch|inv_freq is another"):
+        check_padding(trained, per_example_losses, texts, collate)
+    assert all(p.dtype == before[name].dtype and p.equal(before[name]) for name, p in trained.named_parameters())
+
+
+@pytest.mark.parametrize(
+    ("model", "texts", "collate"),
+    [
+        (lambda: language_model("fnet", **FNET), TEXTS, collator(masked=False, width=6)),
+        (lambda: language_model("phi3", **LONGROPE), TEXTS, collator()),
+        (lambda: language_model("phi3", **LONGROPE), [list(range(3, 13)), list(range(3, 15))], collator()),
+        (lambda: language_model("phi3", **LONGROPE), TEXTS, collator(width=10)),
+        (lambda: language_model("llama", **DYNAMIC), TEXTS, collator()),
+        (lambda: tiny("gpt2", "causal_lm", torch.float32), TEXTS, collator("left", width=6)),
+        (lambda: speech("layer"), [80, 150], sounds),
+        (lambda: speech("group"), [80, 80], sounds),
+        (lambda: adapted("LoRA over a bf16 base", torch.float32), TEXTS, collator()),
+    ],
+)  # fmt: skip
+def test_one_width_for_all_or_padding_without_influence_is_accepted(model: Any, texts: Any, collate: Any) -> None:
+    check_padding(model(), per_example_losses, texts, collate)
+
+
+def test_dropout_and_noise_of_the_model_are_no_leak() -> None:
+    class Noisy(nn.Module):
+        def __init__(self, inner: Any) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Any:
+            embedded = self.inner.get_input_embeddings()(input_ids)
+            if self.training:
+                embedded = embedded * (1 + 0.1 * torch.rand_like(embedded))
+            return self.inner(inputs_embeds=nn.functional.dropout(embedded, 0.5), attention_mask=attention_mask)
+
+    def losses(model: Any, batch: Any) -> Tensor:
+        hidden = model(batch["input_ids"], batch["attention_mask"]).logits
+        kept = batch["attention_mask"][..., None]
+        return (hidden.square() * kept).sum((1, 2)) / kept.sum((1, 2))
+
+    model = Noisy(tiny("llama", "causal_lm", torch.float32)).train()
+    check_padding(model, losses, TEXTS, collator())
+    with pytest.raises(PreflightError, match="gradient moves by"):
+        check_padding(Noisy(tiny("gpt2", "causal_lm", torch.float32)).train(), losses, TEXTS, collator("left"))
+
+
+def test_autocast_in_the_loss_function_hides_nothing_and_refuses_nothing() -> None:
+    def losses(model: nn.Module, batch: Any) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return per_example_losses(model, batch)
+
+    check_padding(tiny("gpt2", "causal_lm", torch.float32), losses, TEXTS, collator())
+    with pytest.raises(PreflightError, match="gradient moves by"):
+        check_padding(tiny("gpt2", "causal_lm", torch.float32), losses, TEXTS, collator("left"))
+
+
+def test_checkpoints_that_are_computed_again_under_autocast() -> None:
+    def losses(model: nn.Module, batch: Any) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return per_example_losses(model, batch)
+
+    model: Any = tiny("llama", "causal_lm", torch.float32)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    check_padding(model, losses, TEXTS, collator())
+    assert model.is_gradient_checkpointing
+
+
+def test_a_collator_that_masks_at_random() -> None:
+    def masked(side: str) -> Collate:
+        def collate(rows: list[list[int]]) -> dict[str, Tensor]:
+            batch = collator(side)(rows)
+            hidden = torch.rand(batch["input_ids"].shape) < 0.5
+            return {**batch, "input_ids": batch["input_ids"].masked_fill(hidden & batch["labels"].ne(-100), 1)}
+
+        return collate
+
+    texts = [[4, 3, 5], [5, 6, 7], [8, 9, 10, 11, 12]]
+    for side in ("right", "left"):
+        check_padding(tiny("roberta", "masked_lm", torch.float32), per_example_losses, texts, masked(side))
+    with pytest.raises(PreflightError, match="gradient moves by"):
+        check_padding(tiny("bert", "masked_lm", torch.float32), per_example_losses, texts, masked("left"))
+
+
+def test_the_last_token_that_is_no_padding_is_what_is_classified() -> None:
+    torch.manual_seed(0)
+    config = AutoConfig.for_model("llama", **{**CONFIGS["llama"][1], "num_labels": 3})
+    model = AutoModelForSequenceClassification.from_config(config).train()
+
+    def labelled(collate: Collate) -> Collate:
+        return lambda rows: {**collate(rows), "labels": torch.tensor([len(row) % 3 for row in rows])}
+
+    for side in ("right", "left"):
+        check_padding(model, per_example_losses, TEXTS, labelled(collator(side)))
+    model.config.pad_token_id = VOCABULARY - 1
+    with pytest.raises(PreflightError, match="gradient moves by"):
+        check_padding(model, per_example_losses, TEXTS, labelled(collator()))
