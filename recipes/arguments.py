@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import re
@@ -27,6 +28,12 @@ SMOKE = {
     "save_strategy": "no",
     "max_examples": "64",
 }
+# Each says the same in two ways: a flag takes the place of either in the file.
+_ONE_OF = (("target_epsilon", "noise_multiplier"), ("max_steps", "num_train_epochs"))
+# For recipes that make it themselves.
+OWN_OPTIMIZER = dict.fromkeys(
+    ("optim", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon"), "the recipe has an optimizer of its own"
+)
 # What sizes and shares must be, in whichever recipe has them.
 _AT_LEAST_1 = ("max_examples", "max_length", "max_new_tokens", "passage_length", "width", "layers", "lora_rank")
 _ABOVE_0 = ("temperature", "head_noise", "head_scale", "head_learning_rate")
@@ -61,28 +68,31 @@ def parse(recipe: type) -> tuple[Any, TrainingArguments, PrivacyConfig]:
     """The recipe's own arguments, Transformers' and the promise, from the command line.
 
     Args:
-        recipe: a dataclass that has `max_examples: int | None = None`: how many examples of each split to use.
+        recipe: a dataclass that has `max_examples: int | None = None`: how many examples of each split to use. It may
+            have `IN_PLACE_OF`, arguments of its own with those of others that they take the place of, and
+            `DECIDES_ITSELF`, arguments of others with what decides it here.
 
     Raises:
-        ConfigurationError: arguments that Transformers, the promise or the recipe refuses; FSDP, asked for by them or
-            by `accelerate launch`.
+        ConfigurationError: arguments that Transformers, the promise or the recipe refuses, or that nothing would heed;
+            FSDP, asked for by them or by `accelerate launch`.
     """
-    flags, settings = sys.argv[1:], []
+    flags = sys.argv[1:]
+    settings: dict[str, str] = {}
     if flags and flags[0].endswith((".yaml", ".yml")):
         values = yaml.safe_load(Path(flags.pop(0)).read_text(encoding="utf-8-sig"))
         values.pop("recipe", None)  # which script this is, for hf-dp train
-        settings = _as_flags(
-            {
-                name: json.dumps(value) if isinstance(value, dict) else str(value)
-                for name, value in values.items()
-                if value is not None  # the default, as if left out
-            }
-        )
+        settings = {
+            name.replace("-", "_"): json.dumps(value) if isinstance(value, dict) else str(value)
+            for name, value in values.items()
+            if value is not None  # the default, as if left out
+        }
     parser = HfArgumentParser((recipe, TrainingArguments, PrivacyConfig, CommonArguments))
-    if parser.parse_args(settings + flags).smoke:
-        settings += _as_flags(SMOKE)
+    if parser.parse_args([*_as_flags(settings), *flags]).smoke:
+        settings.pop("num_train_epochs", None)
+        settings |= SMOKE
+    settings = _reconciled(settings, _given(recipe, flags), recipe)
     try:
-        made, training, privacy, common = parser.parse_args_into_dataclasses(settings + flags)
+        made, training, privacy, common = parser.parse_args_into_dataclasses([*_as_flags(settings), *flags])
         attention = None if common.re_attention is None else json.loads(common.re_attention)
     except ConfigurationError:
         raise
@@ -101,11 +111,53 @@ def parse(recipe: type) -> tuple[Any, TrainingArguments, PrivacyConfig]:
     private_arguments(training)  # what it refuses, DPTrainer would refuse when the model is made
     _refuse_sizes(made)
     _refuse_paths(made, training)
+    if privacy.withhold_non_private_logs and getattr(made, "compare_without_privacy", False):
+        raise ConfigurationError(
+            "--withhold_non_private_logs and --compare_without_privacy.",
+            why="the training without privacy logs losses of the private data, and its results are made of that data.",
+            fix="leave one of them out.",
+        )
     return made, training, privacy.replace(seed=common.privacy_seed, re_attention=attention)
 
 
 def _as_flags(values: dict[str, str]) -> list[str]:
     return [part for name, value in values.items() for part in (f"--{name}", value)]
+
+
+def _given(recipe: type, flags: list[str]) -> set[str]:
+    """The names of the arguments in `flags`, however they are spelt; no number of steps says nothing of steps."""
+    parser = HfArgumentParser((recipe, TrainingArguments, PrivacyConfig, CommonArguments))
+    for action in parser._actions:
+        action.default, action.required = argparse.SUPPRESS, False
+    found = vars(parser.parse_args(flags))
+    return {name for name in found if name != "max_steps" or found[name] > 0}
+
+
+def _reconciled(file: dict[str, str], flags: set[str], recipe: type) -> dict[str, str]:
+    """The file's settings, without those that a flag says in another way.
+
+    Raises:
+        ConfigurationError: two that contradict, or one that the recipe would not heed.
+    """
+    if "max_steps" not in _given(recipe, _as_flags(file)):
+        file.pop("max_steps", None)
+    decided: dict[str, str] = getattr(recipe, "DECIDES_ITSELF", {})
+    for name in (name for name in decided if name in flags or name in file):
+        raise ConfigurationError(
+            f"--{name} with this recipe.", why="nothing here would heed it.", fix=f"leave it out: {decided[name]}."
+        )
+    instead: dict[str, tuple[str, ...]] = getattr(recipe, "IN_PLACE_OF", {})
+    for one, other in [*_ONE_OF, *((own, other) for own, others in instead.items() for other in others)]:
+        pair = {one, other}
+        if pair <= flags or (pair <= file.keys() and not pair & flags):
+            raise ConfigurationError(
+                f"--{one} and --{other}.", why="one takes the place of the other.", fix="leave one of them out."
+            )
+        # What an argument of the recipe takes the place of may stay in the file: it is not asked for.
+        said = pair & flags - (instead.keys() & {one})
+        gone = pair - said if said else set()
+        file = {name: value for name, value in file.items() if name not in gone}
+    return file
 
 
 def _refuse_sizes(recipe: Any) -> None:

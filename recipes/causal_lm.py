@@ -7,24 +7,23 @@ alphabet, printable ASCII.
 
 from __future__ import annotations
 
-import string
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from answers import characters
 from arguments import parse
 from data import read_rows
 from files import read_text
 from hub_names import pretrained
 from peft import LoraConfig, get_peft_model
-from results import scored_by_loss, train_and_report
+from results import CONTINUE, scored_by_loss, train_and_report
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel, Trainer, set_seed
 
 from hf_dp.errors import ConfigurationError
 
-ALPHABET = string.printable
 WITH_COLUMNS = (".csv", ".json", ".jsonl")
 Rows = list[dict[str, list[int]]]
 
@@ -54,18 +53,6 @@ class RecipeArguments:
     layers: int = 2
     prompt: str = field(default="ROMEO:\n", metadata={"help": "What the sample at the end begins with."})
     max_examples: int | None = field(default=None, metadata={"help": "Use only the first so many of each split."})
-
-
-class Characters:
-    """Token ids are places in the alphabet; characters outside it are left out."""
-
-    def encode(self, text: str) -> list[int]:
-        """Characters to ids."""
-        return [ALPHABET.index(character) for character in text if character in ALPHABET]
-
-    def decode(self, ids: list[int]) -> str:
-        """Ids to characters."""
-        return "".join(ALPHABET[i] for i in ids)
 
 
 def read(recipe: RecipeArguments, encode: Callable[[str], list[int]]) -> tuple[Rows, Rows, list[str] | None]:
@@ -114,9 +101,11 @@ def collate(rows: Rows) -> dict[str, torch.Tensor]:
 def build(recipe: RecipeArguments) -> Any:
     """The model before training."""
     if recipe.model is None:
+        tokenizer = characters()
         config = GPT2Config(
-            vocab_size=len(ALPHABET), n_positions=recipe.passage_length, n_embd=recipe.width, n_layer=recipe.layers,
-            n_head=recipe.width // 32, bos_token_id=0, eos_token_id=0, embd_pdrop=0.0, attn_pdrop=0.0, resid_pdrop=0.0,
+            vocab_size=len(tokenizer), n_positions=recipe.passage_length, n_embd=recipe.width, n_layer=recipe.layers,
+            n_head=recipe.width // 32, bos_token_id=tokenizer.eos_token_id, eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id, embd_pdrop=0.0, attn_pdrop=0.0, resid_pdrop=0.0,
         )  # fmt: skip
         return GPT2LMHeadModel(config)
     model = pretrained(AutoModelForCausalLM, recipe.model)
@@ -134,12 +123,14 @@ def main() -> None:
             why="an adapter is trained on a pretrained model; there is none.",
             fix="name one with --model, or leave the method out.",
         )
-    tokenizer = Characters() if recipe.model is None else pretrained(AutoTokenizer, recipe.model)
+    tokenizer = characters() if recipe.model is None else pretrained(AutoTokenizer, recipe.model)
     train, held_out, groups = read(recipe, tokenizer.encode)
     set_seed(arguments.seed)
 
     def make(kind: type[Trainer], **others: Any) -> Trainer:
-        return kind(train_dataset=train, eval_dataset=held_out, data_collator=collate, **others)
+        return kind(
+            train_dataset=train, eval_dataset=held_out, processing_class=tokenizer, data_collator=collate, **others
+        )
 
     trainer = train_and_report(
         build(recipe),
@@ -147,6 +138,7 @@ def main() -> None:
         lambda trainer: scored_by_loss(trainer, held_out),
         arguments,
         privacy,
+        usage=CONTINUE.replace("PROMPT", repr(recipe.prompt)),
         groups=groups,
         compare_without_privacy=recipe.compare_without_privacy,
     )
@@ -154,7 +146,7 @@ def main() -> None:
     room = getattr(trainer.model.config, "max_position_embeddings", 1024) - prompt.shape[1]
     sample = trainer.model.generate(
         input_ids=prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=min(80, room), do_sample=True,
-        temperature=0.8, pad_token_id=0,
+        temperature=0.8, pad_token_id=tokenizer.pad_token_id or 0,
     )  # fmt: skip
     print(tokenizer.decode(sample[0].tolist()))
 

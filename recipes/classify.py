@@ -5,23 +5,30 @@ on a classifier that already works. `method: head` trains the head alone, on fea
 once (each from its own text, so that costs no privacy); `lora` trains adapters and the head, `full` everything.
 
 The head's learning rate follows from the noise: over the whole training the noise alone would move each of the head's
-weights by `head_noise` (standard deviation), whatever epsilon, the batch and the number of steps.
+weights by `head_noise` (standard deviation), whatever epsilon, the batch and the number of steps. It is at most
+`learning_rate` for each label: of fewer labels each has more examples that push it, and weights that ran far beyond
+what the noise asks for would give probabilities that are too sure.
+
+What is saved is the same classifier as Transformers has it (`AutoModelForSequenceClassification`, with tokenizer and
+label names): the pooling is one more layer of the encoder, and scale and origin are in the weights (plain_classifier).
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
-from arguments import parse
+from arguments import OWN_OPTIMIZER, parse
 from data import LabelledData, labelled, public_labels
 from datasets import Dataset
 from hub_names import pretrained
 from peft import LoraConfig, get_peft_model
-from results import measured, scored_by_label, train_and_report
+from plain_classifier import as_sequence_classification, check_plain_form, pooled, seen_from
+from results import CLASSIFY, measured, scored_by_label, train_and_report
 from tqdm.auto import tqdm
 from transformers import (
     AutoModel,
@@ -53,6 +60,8 @@ class AdaptedClassifier(LabelledData):
 class RecipeArguments(AdaptedClassifier):
     """What the recipe trains on, and how."""
 
+    DECIDES_ITSELF: ClassVar = OWN_OPTIMIZER
+
     encoder: str = field(metadata={"help": "A hub name or a directory with an encoder and its tokenizer."})
     method: Literal["head", "lora", "full"] = field(default="head", metadata={"help": "What is trained."})
     head_learning_rate: float = field(
@@ -75,7 +84,10 @@ class RecipeArguments(AdaptedClassifier):
 
 
 class MeanPoolingForSequenceClassification(PreTrainedModel):
-    """Logits from the normalised mean of the last hidden states, seen from an origin among the embeddings."""
+    """Logits from the normalised mean of the last hidden states, seen from an origin among the embeddings.
+
+    For training: `as_sequence_classification` makes the same classifier in a form that Transformers loads.
+    """
 
     _supports_sdpa = True
 
@@ -86,7 +98,7 @@ class MeanPoolingForSequenceClassification(PreTrainedModel):
         self.encoder = encoder
         self.classifier = torch.nn.Linear(label_embeddings.shape[1], len(label_embeddings), bias=False)
         self.register_buffer("origin", label_embeddings.mean(0) * recipe.center)
-        self.classifier.weight.data.copy_(F.normalize(label_embeddings - self.origin, dim=1) / recipe.head_scale)
+        self.classifier.weight.data.copy_(seen_from(self.origin, label_embeddings) / recipe.head_scale)
         self.scale = recipe.head_scale / recipe.temperature
 
     def forward(
@@ -99,8 +111,8 @@ class MeanPoolingForSequenceClassification(PreTrainedModel):
     ) -> SequenceClassifierOutput:
         """(B, T) ids, or (B, d) features computed from them before, to (B, labels) logits."""
         if features is None:
-            features = mean_pooled(self.encoder, input_ids, attention_mask)
-        logits = self.classifier(F.normalize(features - self.origin, dim=1)) * self.scale
+            features = pooled(self.encoder, input_ids, attention_mask)
+        logits = self.classifier(seen_from(self.origin, features)) * self.scale
         loss = None if labels is None else F.cross_entropy(logits, labels)
         return SequenceClassifierOutput(loss=loss, logits=logits)
 
@@ -123,12 +135,6 @@ class MovingAverage(TrainerCallback):
     def on_train_end(self, *_: Any, **__: Any) -> None:
         for weight, average in self.averages:
             weight.copy_(average)
-
-
-def mean_pooled(encoder: torch.nn.Module, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
-    """(B, T) to (B, d): the mean over real tokens, of unit length."""
-    hidden = encoder(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
-    return F.normalize((hidden * attention_mask.unsqueeze(-1)).sum(1), dim=1)
 
 
 def read(path: str, split: str, recipe: RecipeArguments, tokenizer: Any, names: list[str]) -> Dataset:
@@ -154,13 +160,14 @@ def apart(train: Dataset, test: Dataset) -> tuple[Dataset, Dataset, list[str] | 
 
 def build(recipe: RecipeArguments, tokenizer: Any, names: list[str]) -> torch.nn.Module:
     """The model, its head made of the label names' embeddings."""
-    encoder = pretrained(AutoModel, recipe.encoder).eval()
+    encoder = pretrained(AutoModel, recipe.encoder, dtype=torch.float32).eval()
     batch = tokenizer([name.replace("_", " ").lower() for name in names], padding=True, return_tensors="pt")
     with torch.no_grad():
-        embeddings = mean_pooled(encoder, batch["input_ids"], batch["attention_mask"])
+        embeddings = pooled(encoder, batch["input_ids"], batch["attention_mask"])
     if getattr(encoder, "pooler", None) is not None:
         encoder.pooler = None  # unused here; it would only collect noise
     model = MeanPoolingForSequenceClassification(encoder, embeddings, recipe)
+    check_plain_form(model, names, batch)
     if recipe.method == "head":
         model.encoder.requires_grad_(False)
     if recipe.method != "lora":
@@ -195,7 +202,7 @@ def features(model: MeanPoolingForSequenceClassification, texts: Dataset, collat
     rows, found = list(texts), []
     for start in tqdm(range(0, len(rows), batch_size), desc="features"):
         batch = collate(rows[start : start + batch_size]).to(model.device)
-        found.append(mean_pooled(model.encoder, batch["input_ids"], batch["attention_mask"]).cpu())
+        found.append(pooled(model.encoder, batch["input_ids"], batch["attention_mask"]).cpu())
     made = {"features": torch.cat(found).numpy(), "labels": [row["labels"] for row in rows]}
     return Dataset.from_dict(made).with_format("torch")
 
@@ -207,19 +214,24 @@ def make_optimizer(
     head = [p for name, p in model.named_parameters() if p.requires_grad and "classifier" in name]
     body = [p for name, p in model.named_parameters() if p.requires_grad and "classifier" not in name]
     if recipe.method == "head":
-        batch_size = arguments.per_device_train_batch_size * arguments.gradient_accumulation_steps
-        accounting.check_steps(arguments.max_steps)
+        factors = arguments.per_device_train_batch_size, arguments.gradient_accumulation_steps, arguments.world_size
+        batch_size = math.prod(factors)
+        steps = arguments.max_steps
+        if steps <= 0:
+            steps = math.ceil(arguments.num_train_epochs * math.ceil(n / batch_size))
+        accounting.check_steps(steps)
         noise_multiplier = privacy.noise_multiplier
         if noise_multiplier is None:
             noise_multiplier = accounting.calibrate_noise_multiplier(
                 target_epsilon=privacy.target_epsilon,
                 target_delta=privacy.target_delta or accounting.default_delta(n),
                 sampling_probability=min(1.0, batch_size / n),
-                steps=arguments.max_steps,
+                steps=steps,
                 accountant=privacy.accountant,
             )
-        noise = noise_multiplier * privacy.clipping_norm / batch_size * math.sqrt(arguments.max_steps)
-        rate = min(arguments.learning_rate, recipe.head_noise / max(noise, 1e-9))
+        noise = noise_multiplier * privacy.clipping_norm / batch_size * math.sqrt(steps)
+        labels = model.classifier.out_features
+        rate = min(arguments.learning_rate * labels, recipe.head_noise / max(noise, 1e-9))
         print(f"learning rate of the head: {rate:.3g}")
         return torch.optim.SGD(head, lr=rate)
     return torch.optim.Adam(
@@ -234,6 +246,7 @@ def main() -> None:
     """Trains, then prints test accuracy, by group if asked for, and the privacy report."""
     recipe, arguments, privacy = parse(RecipeArguments)
     tokenizer = pretrained(AutoTokenizer, recipe.encoder)
+    tokenizer.model_max_length = recipe.max_length  # as it is trained, and saved
     names = public_labels(recipe)
     files = {"train": recipe.train_file, "test": recipe.test_file}
     train, test = (by_length(read(path, split, recipe, tokenizer, names)) for split, path in files.items())
@@ -248,6 +261,7 @@ def main() -> None:
             model=model,
             train_dataset=train,
             eval_dataset=test,
+            processing_class=tokenizer,
             data_collator=lambda rows: (default_data_collator if "features" in rows[0] else padded)(rows),
             compute_metrics=lambda p: measured(("accuracy",), p.predictions.argmax(-1), p.label_ids),
             optimizers=(make_optimizer(model, recipe, arguments, privacy, len(train)), None),
@@ -263,6 +277,8 @@ def main() -> None:
         privacy,
         groups=groups,
         compare_without_privacy=recipe.compare_without_privacy,
+        plain=functools.partial(as_sequence_classification, names=names),
+        usage=CLASSIFY,
     )
 
 

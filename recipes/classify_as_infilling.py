@@ -12,9 +12,8 @@ and what they have in common with other labels' words, which training must sort 
 the mean: the rows of the output embeddings are averaged once for each label, and those rows take the place of the
 vocabulary's. They are trained too, apart from the word embeddings that they may be tied to.
 
-An encoder without a trained masked language modelling head (a sentence encoder, say) is said to be one: the label rows
-are then means of its word embeddings and see the last hidden state at the mask directly, as a head from nothing would
-only stand between them.
+What is saved is a masked language model that Transformers loads, in which each label is a word: `<label>` at the end of
+the vocabulary has the label's row.
 """
 
 from __future__ import annotations
@@ -29,6 +28,7 @@ from data import labelled, public_labels
 from datasets import Dataset
 from files import json_of
 from hub_names import pretrained
+from plain_classifier import labelled_config
 from results import measured, scored_by_label, train_and_report
 from torch import Tensor, nn
 from transformers import (
@@ -41,6 +41,10 @@ from transformers import (
 from transformers.modeling_outputs import SequenceClassifierOutput
 
 from hf_dp.errors import ConfigurationError, UnsupportedModelError
+
+USAGE = """from transformers import pipeline
+fill = pipeline("fill-mask", DIRECTORY)
+print(fill("TEXT", targets=[f"<{name}>" for name in fill.model.config.id2label.values()]))"""
 
 
 @dataclass(kw_only=True)
@@ -59,23 +63,22 @@ class InfillingForSequenceClassification(PreTrainedModel):
     """Logits (B, labels) at the mask of each text.
 
     Args:
-        model: gives the last hidden state (B, T, d), or logits (B, T, labels) where `rows` is None.
-        rows: the labels' embeddings, (labels, d).
+        model: gives logits (B, T, labels).
     """
 
     _supports_sdpa = True
 
-    def __init__(self, model: PreTrainedModel, rows: nn.Linear | None, mask_token_id: int, labels: int) -> None:
+    def __init__(self, model: PreTrainedModel, mask_token_id: int, labels: int) -> None:
         model.config.num_labels = labels
         model.config.problem_type = "single_label_classification"
         super().__init__(model.config)
-        self.model, self.rows, self.mask_token_id = model, rows, mask_token_id
+        self.model, self.mask_token_id = model, mask_token_id
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor | None = None, **_: Any) -> Any:
         """(B, T) ids with one mask in each row."""
-        output = self.model(input_ids=input_ids, attention_mask=attention_mask)
+        scores = self.model(input_ids=input_ids, attention_mask=attention_mask).logits
         at = torch.arange(len(input_ids), device=input_ids.device), input_ids.eq(self.mask_token_id).int().argmax(1)
-        logits = output.logits[at] if self.rows is None else self.rows(output.last_hidden_state[at])
+        logits = scores[at]
         loss = None if labels is None else nn.functional.cross_entropy(logits, labels)
         return SequenceClassifierOutput(loss=loss, logits=logits)
 
@@ -111,30 +114,54 @@ def build(recipe: RecipeArguments, tokenizer: Any, words: list[str]) -> nn.Modul
     """The masked language model, with one output row for each label in place of the vocabulary's."""
     model, loading = pretrained(AutoModelForMaskedLM, recipe.model, output_loading_info=True)
     model.eval()
-    is_pretrained = not loading["missing_keys"]
+    if loading["missing_keys"]:
+        raise UnsupportedModelError(
+            f"{recipe.model} has no trained masked language modelling head.",
+            why="without one there is nothing that knows which words fit, and a head from nothing takes its place.",
+            fix="use a masked language model, or classify_lora with this encoder.",
+        )
     head = model.get_output_embeddings()
-    source = head if is_pretrained else model.get_input_embeddings()
-    has_bias = is_pretrained and getattr(head, "bias", None) is not None
-    rows = nn.Linear(source.weight.shape[1], len(words), bias=has_bias)
+    has_bias = getattr(head, "bias", None) is not None
+    rows = nn.Linear(head.weight.shape[1], len(words), bias=has_bias)
     with torch.no_grad():
         for number, ids in enumerate(tokenizer(words, add_special_tokens=False)["input_ids"]):
-            rows.weight[number] = source.weight[ids].mean(0)
+            rows.weight[number] = head.weight[ids].mean(0)
             if has_bias:
                 rows.bias[number] = head.bias[ids].mean()
-    if is_pretrained:
-        name = next(name for name, module in model.named_modules() if module is head)
-        model.set_submodule(name, rows)
-        if has_bias:
-            head.bias.requires_grad_(False)  # Some models hold it by a second name; unused, it would collect noise.
-        made = InfillingForSequenceClassification(model, None, tokenizer.mask_token_id, len(words))
-    else:
-        print(f"{recipe.model} has no trained masked language modelling head: its word embeddings stand in for one.")
-        made = InfillingForSequenceClassification(model.base_model, rows, tokenizer.mask_token_id, len(words))
+    model.set_submodule(next(name for name, module in model.named_modules() if module is head), rows)
+    if has_bias:
+        head.bias.requires_grad_(False)  # Some models hold it by a second name; unused, it would collect noise.
+    made = InfillingForSequenceClassification(model, tokenizer.mask_token_id, len(words))
     _check(made, tokenizer, len(words))
     if recipe.method == "full":
         return made
     trained = next(name for name, module in made.named_modules() if module is rows)
     return adapted(made, trained, recipe)
+
+
+@torch.no_grad()
+def as_masked_lm(model: Any, recipe: RecipeArguments, tokenizer: Any, names: list[str]) -> PreTrainedModel:
+    """The trained model, adapters merged, as the masked language model that it was made of, with labels as words of
+    the tokenizer's, which gets them too."""
+    trained = (model.merge_and_unload() if hasattr(model, "merge_and_unload") else model).model
+    rows = trained.get_output_embeddings()
+    of_rows = {name for name, module in trained.named_modules() if module is rows}
+    state = {k: v for k, v in trained.state_dict().items() if k.rpartition(".")[0] not in of_rows}
+    made: Any = pretrained(AutoModelForMaskedLM, recipe.model)
+    size = len(made.get_output_embeddings().weight)
+    made.load_state_dict(
+        {k: v for k, v in state.items() if v.shape == made.get_parameter_or_buffer(k).shape}, strict=False
+    )
+    words = [f"<{name}>" for name in names]
+    tokenizer.add_tokens(words)
+    ids = tokenizer.convert_tokens_to_ids(words)
+    made.resize_token_embeddings(max(size, *(i + 1 for i in ids)), mean_resizing=False)
+    head = made.get_output_embeddings()
+    head.weight[ids] = rows.weight
+    if rows.bias is not None:
+        head.bias[ids] = rows.bias
+    made.config = labelled_config(made.config, names)
+    return made.to(rows.weight.device).eval()  # type: ignore[no-any-return]
 
 
 @torch.no_grad()
@@ -168,6 +195,7 @@ def main() -> None:
             model=model,
             train_dataset=train,
             eval_dataset=test,
+            processing_class=tokenizer,
             data_collator=DataCollatorWithPadding(tokenizer),
             compute_metrics=lambda p: measured(("accuracy",), p.predictions.argmax(-1), p.label_ids),
             **others,
@@ -181,6 +209,8 @@ def main() -> None:
         privacy,
         groups=groups,
         compare_without_privacy=recipe.compare_without_privacy,
+        plain=lambda model: as_masked_lm(model, recipe, tokenizer, names),
+        usage=USAGE.replace("TEXT", recipe.template.format(text="A text.", mask=tokenizer.mask_token)),
     )
 
 

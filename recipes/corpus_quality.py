@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from classify import mean_pooled
 from hub_names import pretrained
 from labelled_texts import Texts
 from near_copies import compare, words
+from plain_classifier import pooled
 from results import measured
 from rich.console import Console
 from rich.table import Table
@@ -98,7 +98,7 @@ def encoded_by(name: str, at_once: int = 128) -> Features:
         for start in tqdm(range(0, len(texts), at_once), desc="features"):
             part = list(texts[start : start + at_once])
             batch = tokenizer(part, truncation=True, max_length=128, padding=True, return_tensors="pt")
-            found.append(mean_pooled(encoder, batch["input_ids"], batch["attention_mask"]))
+            found.append(F.normalize(pooled(encoder, batch["input_ids"], batch["attention_mask"]), dim=1))
         return torch.cat(found)
 
     return features

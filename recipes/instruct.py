@@ -15,7 +15,7 @@ from answers import AnswerData, Row, continued, labelled_row, scored_answers, to
 from arguments import parse
 from data import read_rows
 from files import read_text
-from results import train_and_report
+from results import CONTINUE, train_and_report
 from transformers import DataCollatorForSeq2Seq, Trainer, set_seed
 
 from hf_dp.errors import ConfigurationError
@@ -156,6 +156,7 @@ def main() -> None:
         lambda trainer: scored_answers(trainer, held_out),
         arguments,
         privacy,
+        usage=CONTINUE.replace("PROMPT", '[{"role": "user", "content": "A question."}]'),
         groups=None if recipe.group_column is None else [str(row[recipe.group_column]) for row in test],
         compare_without_privacy=recipe.compare_without_privacy,
     )

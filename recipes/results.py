@@ -15,13 +15,23 @@ import torch
 from groups import report_by_group
 from rich.console import Console
 from rich.table import Table
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from hf_dp import DPTrainer, PrivacyConfig
 from hf_dp.checkpoints import newest_whole
 from hf_dp.errors import ConfigurationError
+from hf_dp.hub import CARD_FILE
 from hf_dp.losses import per_example_losses
 
+# How what was saved is used, in plain Transformers.
+CLASSIFY = """from transformers import pipeline
+classify = pipeline("text-classification", DIRECTORY, truncation=True)
+print(classify("A text."))"""
+# An adapter's tokenizer would be taken from its base model.
+CONTINUE = """from transformers import pipeline
+continue_ = pipeline("text-generation", DIRECTORY, tokenizer=DIRECTORY, max_new_tokens=20)
+print(continue_(PROMPT))"""
+_USAGE = "## How to use it"
 METRICS = Path(__file__).resolve().parent / "metrics"
 
 
@@ -70,6 +80,16 @@ def scored_by_loss(trainer: Trainer, data: Any) -> Scores:
     return Scores({**mean, **measured(("perplexity",), losses, tokens)}, losses, "loss", larger_is_better=False)
 
 
+class _Untrained(TrainerCallback):
+    """Scores the model where training begins, when what would refuse it has been asked."""
+
+    def __init__(self, score: Callable[[], Scores]) -> None:
+        self._score = score
+
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
+        self.scores = self._score()
+
+
 def train_and_report(
     model: Any,
     make: Callable[..., Trainer],
@@ -77,6 +97,8 @@ def train_and_report(
     arguments: TrainingArguments,
     privacy: PrivacyConfig,
     *,
+    usage: str,
+    plain: Callable[[Any], Any] | None = None,
     groups: Sequence[str] | None = None,
     compare_without_privacy: bool = False,
 ) -> DPTrainer:
@@ -86,6 +108,8 @@ def train_and_report(
         model: the initial model.
         make: `make(kind, model=..., args=..., **others)` is a trainer of that kind, with optimizer and data.
         score: how well a trainer's model does.
+        usage: Python that loads what is saved and uses it, with DIRECTORY for where.
+        plain: makes of the trained model the one that is saved, if it is another: Transformers can load it by itself.
         groups: the group of each example that is scored, for a report by group.
         compare_without_privacy: train a copy of the initial model too, with the ordinary Trainer and the same
             arguments, optimizer and callbacks: as many steps of shuffled batches of the same size, with no clipping of
@@ -95,10 +119,18 @@ def train_and_report(
     directory, checkpoint = Path(str(arguments.output_dir)), checkpoint_of(arguments)
     initial = copy.deepcopy(model) if compare_without_privacy else None
     trainer: Any = make(DPTrainer, model=model, args=arguments, privacy=privacy)
-    before = score(trainer)
+    untrained = _Untrained(lambda: score(trainer))
+    if checkpoint is None and privacy.re_attention is None:
+        trainer.add_callback(untrained)
+    else:
+        untrained.on_train_begin()  # later it would be another model
     trainer.train(resume_from_checkpoint=checkpoint)
     after, without = score(trainer), None
+    if plain is not None:
+        trainer.model = trainer.model_wrapped = plain(trainer.accelerator.unwrap_model(trainer.model))
     trainer.save_model()
+    if trainer.is_world_process_zero():
+        say_how_to_use(directory, usage, privacy, changed=plain is not None)
     if initial is not None:
         aside = {"output_dir": str(directory / "without_privacy"), "save_strategy": "no", "push_to_hub": False}
         ordinary = make(Trainer, model=initial, args=replace(arguments, **aside))
@@ -106,7 +138,7 @@ def train_and_report(
         without = score(ordinary)
     if trainer.is_world_process_zero():
         report = trainer.privacy_report()
-        columns = {"before": before, f"epsilon {report.epsilon:.3g}": after}
+        columns = {"before": untrained.scores, f"epsilon {report.epsilon:.3g}": after}
         _show(columns if without is None else {**columns, "without privacy": without}, directory)
         if groups is not None:
             report_by_group(
@@ -119,6 +151,34 @@ def train_and_report(
             )
         print(report)
     return trainer
+
+
+def say_how_to_use(directory: Path, usage: str, privacy: PrivacyConfig, *, changed: bool = False) -> None:
+    """Prints how plain Transformers loads what was saved and uses it, and adds that to its model card.
+
+    Args:
+        changed: the saved model has other names of parameters than the trained one.
+    """
+    lines = [_USAGE, "", "```python", usage.replace("DIRECTORY", repr("OWNER/NAME")), "```"]
+    base = _local_base_model(directory)
+    if base is not None:
+        lines += [
+            "",
+            "These are adapters: they need their base model, which lay in a directory when they were trained.",
+        ]
+        print(f"The adapters in {directory} name their base model by its place on this machine, {base!r}.")
+    if changed and privacy.re_attention is not None:
+        lines += ["", "The attention's correction, which it was trained with, cannot be put back on this form."]
+    path = directory / CARD_FILE
+    text = path.read_text(encoding="utf-8").split(f"\n{_USAGE}\n")[0].rstrip()
+    path.write_text("\n".join([text, "", *lines, ""]), encoding="utf-8")
+    print(f"What is in {directory} loads without this recipe:\n\n{usage.replace('DIRECTORY', repr(str(directory)))}\n")
+
+
+def _local_base_model(directory: Path) -> str | None:
+    path = directory / "adapter_config.json"
+    base = json.loads(path.read_text(encoding="utf-8"))["base_model_name_or_path"] if path.exists() else None
+    return base if base is not None and os.path.exists(base) else None
 
 
 def checkpoint_of(arguments: TrainingArguments) -> str | None:

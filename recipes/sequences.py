@@ -11,7 +11,10 @@ import numpy as np
 import torch
 from comparison import by_rarity, refuse_unknown
 from files import read_text
+from labelled_texts import label_names
+from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
+from transformers import PreTrainedTokenizerFast
 
 from hf_dp.errors import ConfigurationError
 
@@ -27,6 +30,13 @@ class SequenceData:
 
     interactions_file: str | None = field(
         default=None, metadata={"help": "Lines 'user item', in time order; generated data if it is left out."}
+    )
+    items_file: str | None = field(
+        default=None,
+        metadata={
+            "help": "JSON list of all items by name, which are public; without it they are numbered as they appear in "
+            "interactions_file, and how many there are is taken to be public."
+        },
     )
     users: int = 15000
     items: int = 6000
@@ -50,12 +60,22 @@ class SequenceData:
 
 @dataclass(frozen=True)
 class Sequences:
-    """Rows to learn and to test; items are numbered from 1. `groups`: of each test row, if they were asked for."""
+    """Rows to learn and to test; items are numbered from 1.
+
+    Attributes:
+        names: of the items, in order: public ones, or else the numbers.
+        groups: of each test row, if they were asked for.
+    """
 
     train: list[Row]
     test: list[Row]
-    items: int
+    names: list[str]
     groups: list[str] | None
+
+    @property
+    def items(self) -> int:
+        """How many there are."""
+        return len(self.names)
 
 
 def load(recipe: SequenceData) -> Sequences:
@@ -66,11 +86,12 @@ def load(recipe: SequenceData) -> Sequences:
     """
     words = None
     if recipe.interactions_file is None:
-        items = recipe.items
-        sequences = generated(min(recipe.users, recipe.max_examples or recipe.users), items)
+        names = [str(number + 1) for number in range(recipe.items)]
+        sequences = generated(min(recipe.users, recipe.max_examples or recipe.users), recipe.items)
     else:
-        sequences, words = _read(recipe.interactions_file)
-        items = max(max(sequence) for sequence in sequences)
+        known = None if recipe.items_file is None else label_names(recipe.items_file)
+        sequences, words = _read(recipe.interactions_file, known)
+        names = known or [str(number + 1) for number in range(max(max(sequence) for sequence in sequences))]
     sequences = sequences[: recipe.max_examples]
     train, test = (_rows(sequences, recipe.longest, target) for target in (2, 1))
     test = test[: recipe.test_users]
@@ -85,7 +106,7 @@ def load(recipe: SequenceData) -> Sequences:
         if words is None:
             raise _no_groups(str(recipe.interactions_file))
         groups = words[: len(test)]
-    return Sequences(train, test, items, groups)
+    return Sequences(train, test, names, groups)
 
 
 def generated(users: int, items: int, genres: int = 40) -> list[list[int]]:
@@ -110,10 +131,10 @@ def generated(users: int, items: int, genres: int = 40) -> list[list[int]]:
     return sequences
 
 
-def _read(path: str) -> tuple[list[list[int]], list[str] | None]:
+def _read(path: str, known: list[str] | None) -> tuple[list[list[int]], list[str] | None]:
     """The items of each user, numbered from 1 in order of appearance, users with fewer than 3 left out; and the third
     word of each one's last line, if all lines have one."""
-    numbers: dict[str, int] = {}
+    numbers = {} if known is None else {name: number + 1 for number, name in enumerate(known)}
     users: dict[str, list[int]] = {}
     words: dict[str, str | None] = {}
     for count, line in enumerate(read_text(path).splitlines(), start=1):
@@ -121,6 +142,12 @@ def _read(path: str) -> tuple[list[list[int]], list[str] | None]:
         if user is None or item is None:
             raise ConfigurationError(
                 f"line {count} of {path} is {line!r}.", why="it names no user and item.", fix="write 'user item'."
+            )
+        if known is not None and item not in numbers:
+            raise ConfigurationError(
+                f"line {count} of {path} has the item {item!r}, which is not in items_file.",
+                why="the items are public and fixed beforehand: a list made from the private data would leak.",
+                fix="complete the list, or take out the line.",
             )
         users.setdefault(user, []).append(numbers.setdefault(item, len(numbers) + 1))
         words[user] = word
@@ -152,6 +179,14 @@ def _rows(sequences: list[list[int]], longest: int, target: int) -> list[Row]:
         mask = [1] * len(items) + [0] * (longest - len(items))
         made.append({"input_ids": padded, "attention_mask": mask, "labels": sequence[-target]})
     return made
+
+
+def item_tokenizer(data: Sequences) -> PreTrainedTokenizerFast:
+    """Names of items, spaces between, as their numbers."""
+    numbers = {"<padding>": PADDING, **{name: number + 1 for number, name in enumerate(data.names)}}
+    made = Tokenizer(models.WordLevel(numbers, unk_token="<padding>"))
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<padding>")
 
 
 def popularity(data: Sequences) -> Tensor:

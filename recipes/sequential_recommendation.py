@@ -12,43 +12,56 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
 from arguments import parse
 from comparison import VarianceControl, collate, folder_of, refuse_unknown, scored, trainer
-from files import read_text
 from groups import report_by_group
-from rich.console import Console
-from rich.table import Table
-from sequences import PADDING, SequenceData, Sequences, load, popularity
+from next_item_results import Measures, check_same_settings, draw, show
+from results import say_how_to_use
+from sequences import PADDING, SequenceData, Sequences, item_tokenizer, load, popularity
 from torch import Tensor
-from transformers import GPT2Config, GPT2Model, GPT2PreTrainedModel, TrainingArguments, set_seed
+from transformers import GPT2Config, GPT2LMHeadModel, GPT2Model, GPT2PreTrainedModel, TrainingArguments, set_seed
 
 from hf_dp import PrivacyConfig, ReAttentionConfig
 from hf_dp.errors import ConfigurationError
 
 ARMS = ("off", "on", "shuffled", "constant")
 FREQUENCIES = ("released", "uniform", "true")
-Measures = tuple[float, float]
+USAGE = """from transformers import pipeline
+next_item = pipeline("text-generation", DIRECTORY, max_new_tokens=1, return_full_text=False)
+print(next_item("ITEMS"))"""
 
 
 @dataclass(kw_only=True)
 class RecipeArguments(SequenceData):
     """The model, and what is compared."""
 
+    IN_PLACE_OF: ClassVar = {
+        "epsilons": ("target_epsilon", "noise_multiplier"),
+        "seeds": ("seed",),
+        "paired": ("privacy_seed",),
+    }
+    DECIDES_ITSELF: ClassVar = {"re_attention": "--arms, --error, --fidelity, --scales and others say it here"}
+
     width: int = 64
     arms: str = field(default="on", metadata={"help": "Of off, on, shuffled and constant, with commas between."})
-    epsilons: str = field(
-        default="3", metadata={"help": "Target epsilons, with commas between; inf for the same steps without noise."}
+    epsilons: str | None = field(
+        default=None,
+        metadata={
+            "help": "Target epsilons, with commas between, in place of one; inf for the same steps without noise."
+        },
     )
     compare_without_privacy: bool = field(
         default=False, metadata={"help": "Train from each seed with the ordinary Trainer too, for the gap to it."}
     )
-    seeds: str = field(default="0", metadata={"help": "Of the model's first weights, with commas between."})
+    seeds: str | None = field(
+        default=None, metadata={"help": "Of the model's first weights, with commas between, in place of one."}
+    )
     error: Literal["paper", "accumulated"] = "paper"
     fidelity: Literal["isotropic", "per_feature"] = "isotropic"
     token_frequencies: str = field(
@@ -68,13 +81,14 @@ class RecipeArguments(SequenceData):
         super().__post_init__()
         refuse_unknown("arms", self.arms.split(","), ARMS)
         refuse_unknown("token_frequencies", self.token_frequencies.split(","), FREQUENCIES)
-        for value in (*self.epsilons.split(","), *self.scales.split(","), *self.seeds.split(",")):
-            float(value)
+        for text in (self.epsilons, self.scales, self.seeds):
+            for value in text.split(",") if text is not None else ():
+                float(value)
 
 
 @dataclass(frozen=True)
 class Run:
-    """One training; of the ordinary Trainer where there is no arm."""
+    """One training; of the ordinary Trainer where there is no arm. Without an epsilon the noise is given."""
 
     seed: int
     epsilon: str = ""
@@ -88,25 +102,28 @@ class Run:
         if self.arm is None:
             return "without privacy"
         settings = "" if self.arm == "off" else f", {self.token_frequencies}, scale {self.scale:g}"
-        return f"epsilon {self.epsilon}, {self.arm}{settings}"
+        return f"{f'epsilon {self.epsilon}' if self.epsilon else 'noise as given'}, {self.arm}{settings}"
 
     def __str__(self) -> str:
         return f"{self.name}, seed {self.seed}"
 
 
-def planned(recipe: RecipeArguments) -> list[Run]:
-    """All runs; plain attention only once."""
-    seeds, scales = list(map(int, recipe.seeds.split(","))), list(map(float, recipe.scales.split(",")))
-    epsilons, arms, sources = (text.split(",") for text in (recipe.epsilons, recipe.arms, recipe.token_frequencies))
+def planned(recipe: RecipeArguments, privacy: PrivacyConfig, seed: int) -> list[Run]:
+    """All runs, at the epsilon (or noise) and from the seed that are given where the recipe's own lists are not; plain
+    attention only once."""
+    seeds = [seed] if recipe.seeds is None else list(map(int, recipe.seeds.split(",")))
+    one = "" if privacy.target_epsilon is None else str(privacy.target_epsilon).removesuffix(".0")
+    epsilons = [one] if recipe.epsilons is None else recipe.epsilons.split(",")
+    scales, arms, sources = (text.split(",") for text in (recipe.scales, recipe.arms, recipe.token_frequencies))
     private = [
         Run(seed, epsilon, arm) if arm == "off" else Run(seed, epsilon, arm, *settings)
-        for epsilon, seed, arm, *settings in itertools.product(epsilons, seeds, arms, sources, scales)
+        for epsilon, seed, arm, *settings in itertools.product(epsilons, seeds, arms, sources, map(float, scales))
     ]
     return [*dict.fromkeys(private), *(Run(seed) for seed in seeds if recipe.compare_without_privacy)]
 
 
 class NextItem(GPT2PreTrainedModel):
-    """GPT-2 whose last position scores all items with the embedding table."""
+    """GPT-2 whose last position scores all items with the embedding table; it is saved as GPT2LMHeadModel."""
 
     def __init__(self, config: GPT2Config) -> None:
         super().__init__(config)
@@ -120,32 +137,29 @@ class NextItem(GPT2PreTrainedModel):
         return hidden[torch.arange(len(hidden)), last] @ self.transformer.wte.weight.T
 
 
-def promise(
-    privacy: PrivacyConfig, run: Run, recipe: RecipeArguments, true_shares: Path, n: int
-) -> PrivacyConfig | None:
+def promise(privacy: PrivacyConfig, run: Run, recipe: RecipeArguments, true_shares: Path) -> PrivacyConfig | None:
     """What one run promises; with an infinite epsilon there is no noise."""
     if run.arm is None:
         return None
-    if math.isinf(float(run.epsilon)):
-        return PrivacyConfig(noise_multiplier=0.0, clipping_norm=privacy.clipping_norm)
-    attention = None
-    if run.arm != "off":
-        is_true = run.token_frequencies == "true"
-        attention = ReAttentionConfig(
-            error=recipe.error,
-            fidelity=recipe.fidelity,
-            token_frequencies="public" if is_true else run.token_frequencies,  # type: ignore[arg-type]
-            public_frequencies=str(true_shares) if is_true else None,
-            budget_share=recipe.budget_share,
-            presence_clipping_norm=recipe.presence_clipping_norm,
-            scale=run.scale,
-        )
-    return privacy.replace(
-        target_epsilon=float(run.epsilon),
-        target_delta=1 / (2 * n),
-        re_attention=attention,
-        seed=run.seed if recipe.paired else privacy.seed,
+    is_true = run.arm != "off" and run.token_frequencies == "true"
+    # Shares of private data without noise are no promise; a seed is what says so.
+    privacy = privacy.replace(seed=run.seed if recipe.paired or is_true else privacy.seed)
+    if run.epsilon and math.isinf(float(run.epsilon)):
+        return privacy.replace(target_epsilon=None, noise_multiplier=0.0)
+    if run.epsilon and float(run.epsilon) != privacy.target_epsilon:
+        privacy = privacy.replace(target_epsilon=float(run.epsilon), noise_multiplier=None)
+    if run.arm == "off":
+        return privacy
+    attention = ReAttentionConfig(
+        error=recipe.error,
+        fidelity=recipe.fidelity,
+        token_frequencies="public" if is_true else run.token_frequencies,  # type: ignore[arg-type]
+        public_frequencies=str(true_shares) if is_true else None,
+        budget_share=recipe.budget_share,
+        presence_clipping_norm=recipe.presence_clipping_norm,
+        scale=run.scale,
     )
+    return privacy.replace(re_attention=attention)
 
 
 def gains(model: Any, test: list[dict[str, Any]]) -> Tensor:
@@ -180,53 +194,30 @@ def trained(
     )  # fmt: skip
     if privacy is None:
         arguments = replace(arguments, seed=run.seed)
-    made = trainer(NextItem(config), arguments, folder, privacy, train_dataset=data.train, data_collator=collate)
+    made = trainer(
+        NextItem(config),
+        arguments,
+        folder,
+        privacy,
+        train_dataset=data.train,
+        data_collator=collate,
+        processing_class=item_tokenizer(data),
+    )
     if run.arm is not None:
         made.add_callback(VarianceControl(run.arm))
     made.train()
-    if privacy is not None:
-        made.save_model()
     found = gains(made.model, data.test)
+    if privacy is not None:
+        plain = GPT2LMHeadModel(made.model.config)
+        plain.load_state_dict(made.model.state_dict(), strict=False)
+        plain.tie_weights()
+        made.model = made.model_wrapped = plain.to(made.args.device)
+        made.save_model()
+        if made.is_world_process_zero():
+            say_how_to_use(folder, USAGE.replace("ITEMS", " ".join(data.names[:2])), privacy)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "hits.json").write_text(json.dumps(found.gt(0).double().tolist()), encoding="utf-8")
     return measures(found)
-
-
-# What names a run in results.json, or changes no training.
-_NAMED = {
-    "arms", "epsilons", "seeds", "token_frequencies", "scales", "compare_without_privacy", "group_column", "figure",
-}  # fmt: skip
-_OF_TRAINING = (
-    "max_steps", "num_train_epochs", "per_device_train_batch_size", "gradient_accumulation_steps", "learning_rate",
-    "lr_scheduler_type", "warmup_steps", "optim", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon",
-)  # fmt: skip
-_OF_PRIVACY = ("target_delta", "clipping_norm", "accountant")
-
-
-def check_same_settings(
-    output: Path, recipe: RecipeArguments, training: TrainingArguments, privacy: PrivacyConfig
-) -> None:
-    """That the results in the output directory are of trainings with these settings; the first to come notes its own.
-
-    Raises:
-        ConfigurationError: they are not.
-    """
-    of_data = {name: value for name, value in asdict(recipe).items() if name not in _NAMED}
-    parts = {name: getattr(training, name) for name in _OF_TRAINING} | {n: getattr(privacy, n) for n in _OF_PRIVACY}
-    now: dict[str, Any] = json.loads(json.dumps(of_data | parts, default=str))
-    path = output / "settings.json"
-    if not (output / "results.json").exists() or not path.exists():
-        output.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(now, indent=2), encoding="utf-8")
-        return
-    then = json.loads(read_text(path))
-    differing = [f"{name} {then.get(name)}, now {value}" for name, value in now.items() if then.get(name) != value]
-    if differing:
-        raise ConfigurationError(
-            f"{output / 'results.json'} has results with other settings: {'; '.join(differing)}.",
-            why="a run that is in it is not repeated, and its numbers would pass for those of these settings.",
-            fix="choose another output_dir, or the settings of the first run.",
-        )
 
 
 def hits(folder: Path) -> list[float]:
@@ -238,10 +229,11 @@ def hits(folder: Path) -> list[float]:
 def main() -> None:
     """Trains each arm at each epsilon from each seed, and prints a table. Runs in `results.json` are not repeated."""
     recipe, arguments, privacy = parse(RecipeArguments)
-    data, output, runs = load(recipe), Path(str(arguments.output_dir)), planned(recipe)
+    data, output = load(recipe), Path(str(arguments.output_dir))
+    runs = planned(recipe, privacy, arguments.seed)
     true_shares = output / "true_shares.json"
     # All before the first training: what is refused in one of them would come too late.
-    promises = {run: promise(privacy, run, recipe, true_shares, len(data.train)) for run in runs}
+    promises = {run: promise(privacy, run, recipe, true_shares) for run in runs}
     folders = {run: folder_of(output, run) for run in runs}
     kept = output / "results.json"
     known: dict[str, Measures] = json.loads(kept.read_text(encoding="utf-8")) if kept.exists() else {}
@@ -285,41 +277,6 @@ def report(runs: list[Run], folders: dict[Run, Path], groups: list[str]) -> None
             directory=folders[run],
             without_privacy=hits(folders[beside]) if beside in folders else None,
         )
-
-
-def show(results: dict[str, list[Measures]], popular: Measures) -> None:
-    """Mean and standard deviation over seeds."""
-    table = Table("", title="next item")
-    for name in ("NDCG@10, %", "HIT@10, %", "seeds"):
-        table.add_column(name, justify="right")
-    table.add_row("popularity alone", *(f"{value:.2f}" for value in popular), end_section=True)
-    for name, values in results.items():
-        cells = [f"{mean:.2f}" for mean in np.mean(values, axis=0)]
-        if len(values) > 1:
-            cells = [f"{cell} ± {deviation:.2f}" for cell, deviation in zip(cells, np.std(values, axis=0), strict=True)]
-        table.add_row(name, *cells, str(len(values)))
-    Console().print(table)
-
-
-def draw(results: dict[str, list[Measures]], path: str) -> None:
-    """Mean NDCG@10 over scales, one line for each source of frequencies; plain attention as a level."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(6, 3.6), layout="constrained")
-    axes = figure.subplots()
-    lines: dict[str, list[tuple[float, float, float]]] = {}
-    for name, values in results.items():
-        gains = np.array(values)[:, 0]
-        label, _, scale = name.partition(", scale ")
-        if scale:
-            lines.setdefault(label, []).append((float(scale), gains.mean(), gains.std()))
-        else:
-            axes.axhline(gains.mean(), color="black", linewidth=0.8, label=label)
-    for label, points in lines.items():
-        axes.errorbar(*np.array(sorted(points)).T, marker="o", capsize=3, label=label)
-    axes.set(xscale="log", xlabel="scale", ylabel="NDCG@10, %")
-    axes.legend(fontsize=8)
-    figure.savefig(path, dpi=150)
 
 
 if __name__ == "__main__":

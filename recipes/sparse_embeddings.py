@@ -12,12 +12,13 @@ import itertools
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
-from arguments import parse
+from arguments import OWN_OPTIMIZER, parse
 from comparison import folder_of, refuse_unknown, scored, trainer
 from groups import report_by_group
+from results import say_how_to_use
 from rich.console import Console
 from rich.table import Table
 from safetensors.torch import load_file
@@ -34,6 +35,8 @@ WITHOUT = "without privacy"
 @dataclass(kw_only=True)
 class RecipeArguments(TaskArguments):
     """What is compared, and how it is trained."""
+
+    DECIDES_ITSELF: ClassVar = OWN_OPTIMIZER
 
     arms: str = field(default="adafest", metadata={"help": "With commas between; see above."})
     compare_without_privacy: bool = field(
@@ -132,7 +135,14 @@ def run(
         promise = None if arm.kind == WITHOUT else privacy.replace(sparse_embeddings=config)
         optimizers = torch.optim.Adam(groups), None
         made = trainer(
-            model, arguments, folder, promise, train_dataset=train, data_collator=task.collate, optimizers=optimizers
+            model,
+            arguments,
+            folder,
+            promise,
+            train_dataset=train,
+            data_collator=task.collate,
+            optimizers=optimizers,
+            processing_class=task.tokenizer,
         )
         made.train()
         batches = scored(model, test, task.collate, 256)
@@ -141,7 +151,11 @@ def run(
         reductions += [entry["sparse_embeddings/reduction_factor"] for entry in logs]
         if isinstance(made, DPTrainer):
             epsilon = max(epsilon or 0.0, made.privacy_report().epsilon)
+            if task.plain is not None:
+                made.model = made.model_wrapped = task.plain(model)
             made.save_model()
+            if made.is_world_process_zero():
+                say_how_to_use(folder, task.usage, privacy, changed=task.plain is not None)
             # The examples of the next period are others: what this one spent is not theirs, and a copy says so.
             model = copy.deepcopy(model)
         if arm.kind == "fest" and chosen is None:

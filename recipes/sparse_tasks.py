@@ -8,6 +8,7 @@ them.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -19,10 +20,18 @@ import torch
 from comparison import Collator, by_rarity, collate, refuse_unknown
 from hub_names import pretrained
 from labelled_texts import label_names
+from plain_classifier import as_sequence_classification
+from results import CLASSIFY
 from torch import Tensor, nn
 from transformers import AutoTokenizer, BertConfig, BertForSequenceClassification, DataCollatorWithPadding
 
 Rows = Any
+_TABLE = """from transformers import AutoModelForSequenceClassification
+model = AutoModelForSequenceClassification.from_pretrained(DIRECTORY)
+print(model(input_ids).logits)  # of (texts, 16) ids"""
+_STREAM = """w = safetensors.torch.load_file(DIRECTORY + "/model.safetensors")  # of no class of Transformers
+summed = sum(w[f"tables.{i}.weight"][features[:, i]] for i in range(3))  # of (examples, 3) ids
+print((summed @ w["head.0.weight"].T + w["head.0.bias"]).relu() @ w["head.2.weight"].T + w["head.2.bias"])"""
 # As in recipes/classify_full.yaml.
 _HEAD_SCALE = 8.0
 
@@ -70,6 +79,9 @@ class Task:
         collate: rows to a batch.
         tables: the embedding tables' names.
         groups: of the test rows of all periods, one after the other, if they were asked for.
+        usage: Python that loads what is saved and uses it, with DIRECTORY for where.
+        tokenizer: if the rows were texts.
+        plain: makes of a trained model the one that is saved, if Transformers cannot load it as it is.
         head_learning_rate: of a head that is made of the labels' names; None without one.
     """
 
@@ -78,6 +90,9 @@ class Task:
     collate: Collator
     tables: tuple[str, ...]
     groups: list[str] | None
+    usage: str
+    tokenizer: Any = None
+    plain: Callable[[nn.Module], Any] | None = None
     head_learning_rate: float | None = None
 
 
@@ -87,6 +102,7 @@ def banking77(recipe: TaskArguments) -> Task:
     given: dict[str, Any] = {name: getattr(recipe, name) for name in names}
     parts = classify.RecipeArguments(method="full", head_scale=_HEAD_SCALE, **given)
     tokenizer, labels = pretrained(AutoTokenizer, recipe.encoder), label_names(recipe.labels_file)
+    tokenizer.model_max_length = parts.max_length
     splits = {"train": recipe.train_file, "test": recipe.test_file}
     train, test = (classify.read(path, split, parts, tokenizer, labels) for split, path in splits.items())
     train, test, groups = classify.apart(train, test)
@@ -96,6 +112,9 @@ def banking77(recipe: TaskArguments) -> Task:
         DataCollatorWithPadding(tokenizer),
         ("encoder.embeddings.word_embeddings.weight",),
         groups,
+        CLASSIFY,
+        tokenizer,
+        lambda model: as_sequence_classification(copy.deepcopy(model), labels),
         recipe.head_learning_rate / _HEAD_SCALE,
     )
 
@@ -127,6 +146,7 @@ def table(recipe: TaskArguments) -> Task:
         collate,
         ("bert.embeddings.word_embeddings.weight",),
         rarities(recipe, periods, "input_ids"),
+        _TABLE,
     )
 
 
@@ -169,7 +189,7 @@ def stream(recipe: TaskArguments) -> Task:
             place[moved] = place[others]
     names = tuple(f"tables.{i}.weight" for i in range(len(sizes)))
     groups = rarities(recipe, periods, "features", starts=(0, sizes[0], sizes[0] + sizes[1]))
-    return Task(lambda: Features(sizes), periods, collate, names, groups)
+    return Task(lambda: Features(sizes), periods, collate, names, groups, _STREAM)
 
 
 def rarities(

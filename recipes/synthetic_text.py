@@ -24,7 +24,7 @@ from datasets import Dataset
 from hub_names import pretrained
 from labelled_texts import Texts, check_corpus_directory, counts, share, shares
 from peft import LoraConfig, get_peft_model
-from results import scored_by_loss, train_and_report
+from results import CONTINUE, scored_by_loss, train_and_report
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from tqdm.auto import tqdm
 from transformers import (
@@ -217,6 +217,7 @@ def main() -> None:
         lambda trainer: scored_by_loss(trainer, held_out),
         arguments,
         privacy,
+        usage=CONTINUE.replace("PROMPT", repr(prompt(names[0]))),
         groups=found["test"].get("group"),
         compare_without_privacy=recipe.compare_without_privacy,
     )

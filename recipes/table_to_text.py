@@ -13,7 +13,7 @@ from typing import Any
 from answers import AnswerData, Row, continued, labelled_row, scored_answers, tokenizer_and_model, with_an_answer
 from arguments import parse
 from data import read_rows
-from results import Scores, measured, train_and_report
+from results import CONTINUE, Scores, measured, train_and_report
 from transformers import DataCollatorForSeq2Seq, Trainer, set_seed
 
 from hf_dp.errors import ConfigurationError
@@ -108,6 +108,7 @@ def main() -> None:
         score,
         arguments,
         privacy,
+        usage=CONTINUE.replace("PROMPT", repr("name[Blue Spice], food[Italian] ||")),
         groups=groups,
         compare_without_privacy=recipe.compare_without_privacy,
     )

@@ -95,7 +95,7 @@ Task = Callable[[Run, Path], tuple[DPTrainer, Callable[[], Scores]]]
 def language() -> Task:
     """Characters of TinyShakespeare, a GPT-2 from scratch."""
     recipe, arguments = settings("causal_lm.yaml", causal_lm.RecipeArguments, **_LANGUAGE)
-    train, held_out, _ = causal_lm.read(recipe, causal_lm.Characters().encode)
+    train, held_out, _ = causal_lm.read(recipe, causal_lm.characters().encode)
 
     def make(run: Run, folder: Path) -> tuple[DPTrainer, Callable[[], Scores]]:
         made = DPTrainer(

@@ -142,7 +142,7 @@ def test_private_data_and_model_with_a_token_and_then_offline(hf_dp_train, fille
     filled.requests.clear()
     done = hf_dp_train("classify_lora", *PRIVATE, HF_HUB_OFFLINE="1")
     assert done.returncode == 0, done.stderr[-3000:]
-    assert (tmp_path / "out" / "adapter_model.safetensors").exists()
+    assert (tmp_path / "out" / "model.safetensors").exists()
     assert not filled.requests
 
 

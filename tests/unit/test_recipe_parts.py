@@ -269,6 +269,20 @@ def test_groups_of_users(column, groups, part, interactions):
     assert found.train[1]["input_ids"][:5] == [2, 4, 5, 6, 0]
 
 
+def test_public_items_have_their_places_and_others_are_refused(part, interactions, tmp_path):
+    sequences, items = part("sequences"), [f"i{number}" for number in range(20, 0, -1)]
+    path = tmp_path / "items.json"
+    path.write_text(json.dumps(items), encoding="utf-8")
+    given = sequences.SequenceData(interactions_file=str(interactions), items_file=str(path))
+    found = sequences.load(given)
+    assert (found.items, found.names) == (20, items)
+    assert [items[row["labels"] - 1] for row in found.test] == ["i3", "i12"]
+    assert sequences.item_tokenizer(found)("i20 i1")["input_ids"] == [1, 20]
+    path.write_text(json.dumps(items[1:-1]), encoding="utf-8")
+    with pytest.raises(ConfigurationError, match="has the item 'i1', which is not in items_file"):
+        sequences.load(given)
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [("u i\n\nu i\n", "line 2 of"), ("u i\nu i\n", "no user"), ("u i\n" * 3, "there is no group in it")],
