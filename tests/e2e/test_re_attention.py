@@ -123,7 +123,7 @@ def test_paper_errors_are_sigma_over_what_touches_a_parameter(tmp_path: Path) ->
     attention = ReAttentionConfig(token_frequencies="public", public_frequencies=str(tmp_path / "shares.json"))
     shares = torch.linspace(0, 1, VOCABULARY)
     (tmp_path / "shares.json").write_text(json.dumps(shares.tolist()), encoding="utf-8")
-    trainer = make(tmp_path, privacy=private(re_attention=attention, clipping_norm=0.5))
+    trainer = make(tmp_path / "out", privacy=private(re_attention=attention, clipping_norm=0.5))
     trainer.train()
     attention_of = installed(trainer.model)
     assert attention_of is not None
@@ -133,8 +133,9 @@ def test_paper_errors_are_sigma_over_what_touches_a_parameter(tmp_path: Path) ->
     torch.testing.assert_close(rows_of[:, 0], expected)
     assert all(float(value) == pytest.approx(0.5 / EXPECTED) for value in errors.values())
     trainer.save_model()
-    assert verify(tmp_path).consistent
-    assert str(tmp_path) not in (tmp_path / "privacy.json").read_text(encoding="utf-8"), "whose machine that was"
+    assert verify(tmp_path / "out").consistent
+    record = (tmp_path / "out" / "privacy.json").read_text(encoding="utf-8")
+    assert str(tmp_path) not in record, "whose machine that was"
     (tmp_path / "shares.json").write_text("[0.5]", encoding="utf-8")
     with pytest.raises(ConfigurationError, match="public_frequencies"):
         make(tmp_path, privacy=private(re_attention=attention)).train()
