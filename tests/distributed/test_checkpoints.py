@@ -11,6 +11,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from hf_dp.fingerprint import KEY_FILE
+from hf_dp.output_lock import FILE as LOCK_FILE
 from tests.distributed.gang import Gang
 from tests.distributed.tasks import STEPS, farthest, gathered, saved_and_resumed, trained
 from tests.zoo import tiny
@@ -52,7 +53,7 @@ def test_saved_by_one_and_resumed_by_two(tmp_path: Path, pair: Gang) -> None:
 @pytest.mark.parametrize("kind", [None, "SHARDED_STATE_DICT"])
 def test_the_newest_whole_one_is_the_same_for_all(tmp_path: Path, pair: Gang, kind: str | None) -> None:
     whole = pair.run(saved_and_resumed, str(tmp_path), NAME, 2, kind, False)[0]
-    assert {path.name for path in tmp_path.iterdir() if path.name.startswith("_")} == {KEY_FILE}
+    assert {path.name for path in tmp_path.iterdir() if path.name.startswith("_")} == {KEY_FILE, LOCK_FILE}
     newest = tmp_path / f"checkpoint-{STEPS}"
     spoilt = newest / ("trainer_state.json" if kind is None else "pytorch_model_fsdp_0/.metadata")
     spoilt.unlink()
