@@ -219,7 +219,7 @@ class Logs(TrainerCallback):
     """What evaluation logs with metrics for each class, and what a callback adds to a checkpoint of its own."""
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        scores = {number: 0.5 for number in range(12)}
+        scores = dict.fromkeys(range(12), 0.5)
         state.log_history.append({"step": state.global_step, "f1": scores, "nan": math.nan, "top": (1, math.inf)})
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -236,7 +236,7 @@ def test_whatever_was_logged_an_unchanged_checkpoint_is_resumed(tmp_path: Path) 
 
 
 def test_a_seal_is_of_the_state_as_json_gives_it_back() -> None:
-    state = {"trial_params": {number: (math.nan, math.inf) for number in range(12)}, "global_step": 1}
+    state = {"trial_params": dict.fromkeys(range(12), (math.nan, math.inf)), "global_step": 1}
     read = json.loads(json.dumps(state, sort_keys=True))
     assert seal(b"k" * 32, {}, None, state) == seal(b"k" * 32, {}, None, read)
     assert seal(b"k" * 32, {}, None, state) != seal(b"k" * 32, {}, None, {**read, "global_step": 2})
