@@ -21,6 +21,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 import hf_dp.ranks as ranks
 from hf_dp.disk import flush, full_disk_is_named
 from hf_dp.errors import LedgerError
+from hf_dp.hub import refuse_in_the_way
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -52,8 +53,10 @@ class CheckpointMixin(_Base):
         all ranks.
 
         Raises:
+            ConfigurationError: something else in the output directory has the name of what will be written there.
             LedgerError: there are checkpoints, and none is whole.
         """
+        refuse_in_the_way(str(self.args.output_dir), _ASIDE, _WHOLE)
         if resume_from_checkpoint is True:
             # Where there is none at all, Trainer says so.
             resume_from_checkpoint = newest_whole(str(self.args.output_dir)) or True

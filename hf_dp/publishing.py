@@ -17,7 +17,16 @@ import hf_dp.ranks as ranks
 from hf_dp.accounting import Ledger
 from hf_dp.config import PrivacyConfig
 from hf_dp.errors import ConfigurationError
-from hf_dp.hub import CARD_FILE, RECORD_FILE, PrivacyRecord, model_files, saved_aside, upload, write_card
+from hf_dp.hub import (
+    CARD_FILE,
+    RECORD_FILE,
+    PrivacyRecord,
+    model_files,
+    saved_aside,
+    set_unreadable_aside,
+    upload,
+    write_card,
+)
 from hf_dp.hub.card import privacy_section
 from hf_dp.hub.record import sha256_of_text
 from hf_dp.plan import Plan
@@ -81,6 +90,8 @@ class PublishingMixin(_Base):
             results: whether to publish the training losses and evaluation metrics that Trainer logged. They are exact
                 functions of the data: epsilon does not cover them.
         """
+        if self.is_world_process_zero():
+            set_unreadable_aside(Path(str(self.args.output_dir)))  # Trainer reads it too
         logged = self.state.log_history
         try:
             self.state.log_history = logged if results else []

@@ -16,8 +16,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 import hf_dp.ranks as ranks
 from hf_dp.accounting import Ledger
 from hf_dp.errors import BudgetExceededError, LedgerError
-from hf_dp.fingerprint import Fingerprint, compare, fingerprint, fingerprint_key
+from hf_dp.fingerprint import KEY_FILE, Fingerprint, compare, fingerprint, fingerprint_key
 from hf_dp.hub.checkpoint import refuse_disagreement, seal
+from hf_dp.hub.record import DEEPEST, is_deep
 from hf_dp.plan import Plan
 
 logger = logging.getLogger(__name__)
@@ -59,6 +60,8 @@ class SavedRun:
         path = Path(checkpoint) / "trainer_state.json"
         try:
             state: Any = json.loads(path.read_text(encoding="utf-8"))
+            if is_deep(state):
+                raise RecursionError(f"nested deeper than {DEEPEST}")
         except (OSError, ValueError, RecursionError) as error:
             raise _no_ledger(f"{str(path)!r} cannot be read ({error})") from error
         found = state
@@ -76,7 +79,9 @@ class SavedRun:
             )
         refuse_disagreement(checkpoint, state, ledger)
         key, data = fingerprint_key(Path(checkpoint).absolute().parent, create=False), found.get("data")
-        if key is not None and found.get("seal") != seal(key, found["ledger"], data, state):
+        if key is None:
+            ranks.warn(logger, "The seal of %r was not checked: there is no whole key (%s).", str(path), KEY_FILE)
+        elif found.get("seal") != seal(key, found["ledger"], data, state):
             raise LedgerError(
                 f"{str(path)!r} does not fit the seal that it was saved with.",
                 why="something in it was changed, or the checkpoint is of another output directory with another key.",

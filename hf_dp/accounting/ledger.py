@@ -199,9 +199,9 @@ def _jsonable(promise: dict[str, Any]) -> dict[str, Any]:
     """The values as JSON gives them back, so that a saved promise equals the one it was saved from."""
     try:
         plain: dict[str, Any] = json.loads(json.dumps(_finite(promise), allow_nan=False))
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         raise LedgerError(
-            f"the promise {promise!r} cannot be written as JSON ({error}).",
+            f"the promise of {', '.join(map(str, promise))} cannot be written as JSON ({error}).",
             why="a ledger that cannot be saved cannot be resumed or published.",
             fix="use only numbers, text, booleans, None, lists and dictionaries.",
         ) from error

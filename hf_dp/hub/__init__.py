@@ -1,9 +1,9 @@
 """What a private model carries when it is saved or published, and how others check it. Imports no torch."""
 
-from hf_dp.hub.card import write_card
+from hf_dp.hub.card_file import set_unreadable_aside, write_card
 from hf_dp.hub.claim import Check
 from hf_dp.hub.record import CARD_FILE, RECORD_FILE, PrivacyRecord
-from hf_dp.hub.saved import model_files, saved_aside
+from hf_dp.hub.saved import model_files, refuse_in_the_way, saved_aside
 from hf_dp.hub.source import Source, open_source
 from hf_dp.hub.upload import upload
 from hf_dp.hub.verify import Verification, load_report, verify
@@ -18,7 +18,9 @@ __all__ = [
     "load_report",
     "model_files",
     "open_source",
+    "refuse_in_the_way",
     "saved_aside",
+    "set_unreadable_aside",
     "upload",
     "verify",
     "write_card",

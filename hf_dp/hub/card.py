@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 import math
-import os
-from pathlib import Path
 from typing import Any
 
 import dp_accounting as dp
-from huggingface_hub import ModelCard, ModelCardData
-from huggingface_hub.errors import HFValidationError
-from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
-from markdown_it import MarkdownIt
 
 from hf_dp.accounting import NO_NOISE, REPRODUCIBLE, Ledger, PrivacyReport
 from hf_dp.config import AccountantName, PrivacyConfig
-from hf_dp.hub.record import CARD_FILE, INSTALL, RECORD_FILE, PrivacyRecord, sha256
+from hf_dp.hub.record import INSTALL, RECORD_FILE, PrivacyRecord
 
 BEGIN, END = "<!-- hf_dp privacy begins -->", "<!-- hf_dp privacy ends -->"
 METADATA_KEY = "differential_privacy"
@@ -123,80 +117,3 @@ def metadata(record: PrivacyRecord, record_sha256: str) -> dict[str, Any]:
         "record": RECORD_FILE,
         "record_sha256": record_sha256,
     }
-
-
-def write_card(directory: str | os.PathLike[str], name: str | None = None, record: PrivacyRecord | None = None) -> None:
-    """Put the privacy section and metadata into the model card of a saved model; make a card where there is none.
-
-    What else is in the card stays. Writing twice changes nothing.
-
-    Args:
-        directory: with `privacy.json`.
-        name: the heading of a new card; by default the directory's name.
-        record: what `privacy.json` holds, with epsilons that are computed already; by default it is read.
-
-    Raises:
-        LedgerError: a `privacy.json` that cannot be read.
-    """
-    directory = Path(directory)
-    path = directory / CARD_FILE
-    record = record or PrivacyRecord.from_json((directory / RECORD_FILE).read_bytes())
-    if path.exists():
-        card = ModelCard.load(path)
-    else:
-        data = ModelCardData(library_name="transformers")
-        card = ModelCard(f"---\n{data.to_yaml()}\n---\n\n# {name or directory.absolute().name}\n")
-    card.text = _with_section(card.text, privacy_section(record.report, record.ledger, record.config))
-    data = card.data
-    tags = _other_tags(data)
-    if not _is_on_the_hub(data.get("base_model")):
-        # A path on this machine is no model on the hub, which refuses such metadata.
-        data.pop("base_model", None)
-        tags = [tag for tag in tags if not tag.startswith("base_model:")]
-    data["tags"] = [*tags, *(TAGS if record.report.private else ()), "hf_dp"]
-    data[METADATA_KEY] = metadata(record, sha256(directory / RECORD_FILE))
-    aside = path.with_name(f"_{CARD_FILE}")
-    card.save(aside)
-    os.replace(aside, path)
-
-
-def without_claim(card: bytes) -> bytes:
-    """A card as it was before `write_card`, but for an empty section where the next one goes; other cards unchanged."""
-    if not any(mark.encode() in card for mark in (BEGIN, METADATA_KEY)):
-        return card
-    found = ModelCard(card.decode("utf-8"))
-    if BEGIN in found.text:
-        found.text = _with_section(found.text, f"{BEGIN}\n{END}")
-    found.data.pop(METADATA_KEY, None)
-    found.data["tags"] = _other_tags(found.data) or None
-    return str(found).encode()
-
-
-def _other_tags(data: Any) -> list[str]:
-    return [tag for tag in data.get("tags") or [] if tag not in (*TAGS, "hf_dp")]
-
-
-def _with_section(text: str, section: str) -> str:
-    start, stop = text.find(BEGIN), text.find(END)
-    if text.count(BEGIN) == text.count(END) == 1 and start < stop:
-        return text[:start] + section + text[stop + len(END) :]
-    # Of several the others would be old, and marks that are crossed mark nothing.
-    first, *parts = text.split(BEGIN)
-    text = (first + "".join(part.partition(END)[2] if END in part else part for part in parts)).replace(END, "")
-    # After the introduction, where it is seen: "##" in code is no heading.
-    tokens = MarkdownIt("commonmark").parse(text)
-    headings = [token.map[0] for token in tokens if token.map and (token.tag, token.level) == ("h2", 0)]
-    lines = text.split("\n")
-    at = headings[0] if headings else len(lines)
-    before, rest = "\n".join(lines[:at]), "\n".join(lines[at:])
-    return f"{before.rstrip()}\n\n{section}\n" + (f"\n{rest}" if rest else "")
-
-
-def _is_on_the_hub(base_model: str | list[str] | None) -> bool:
-    names = [base_model] if isinstance(base_model, str) else base_model or []
-    try:
-        for name in names:
-            validate_repo_id(name)
-    except HFValidationError:
-        return False
-    return bool(names) and not any(not name or os.path.exists(name) for name in names)

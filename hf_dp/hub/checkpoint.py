@@ -18,12 +18,18 @@ from hf_dp.hub.record import RECORD_FILE
 from hf_dp.hub.source import open_source
 
 _LOGGED_DIGITS = 1e-4
+_UNSEALED = ("stateful_callbacks", "log_history")
+_COUNTS = ("max_steps", "num_train_epochs", "total_flos", "num_input_tokens_seen")
+_INTERVALS = ("logging_steps", "eval_steps", "save_steps", "train_batch_size")
 # Of folders to publish: a checkpoint may have other files, and its weights in shards.
 _NOT_HERE = ("other files", "weights")
 
 
 def seal(key: bytes, ledger: Mapping[str, Any], data: Mapping[str, Any] | None, state: Mapping[str, Any]) -> str:
-    """A keyed digest of what a checkpoint says of its training: who has no key can change nothing of it unseen.
+    """A keyed digest of what trainer_state.json says of its training: who has no key can change none of that unseen.
+
+    Not sealed are the logs, which callbacks may write again and whose epsilons are held against the ledger, and the
+    checkpoint's other files: `privacy.json` has digests of the model's, which anyone can compute.
 
     Args:
         key: of the output directory; see `hf_dp.fingerprint`.
@@ -31,10 +37,9 @@ def seal(key: bytes, ledger: Mapping[str, Any], data: Mapping[str, Any] | None, 
         state: the fields of Trainer's state.
     """
     # Where the best checkpoint lies may be learnt later; the others' states hold this seal.
-    kept = {
-        name: value for name, value in state.items() if name != "stateful_callbacks" and not name.startswith("best")
-    }
-    text = json.dumps([ledger, data, kept], sort_keys=True)
+    kept = {name: value for name, value in state.items() if name not in _UNSEALED and not name.startswith("best")}
+    # As it will be read: there keys that are numbers are texts, and have another order.
+    text = json.dumps(json.loads(json.dumps([ledger, data, kept])), sort_keys=True)
     return hashlib.blake2b(text.encode(), key=key, digest_size=32, person=b"hf_dp ledger").hexdigest()
 
 
@@ -83,8 +88,10 @@ def _of_name(checkpoint: Path, state: Mapping[str, Any]) -> Iterator[str]:
 
 def _of_numbers(state: Mapping[str, Any]) -> Iterator[str]:
     """What Trainer goes on counting with; some of it not before the end of the training."""
-    for name in ("max_steps", "num_train_epochs", "total_flos", "num_input_tokens_seen"):
+    for name in (*_COUNTS, *_INTERVALS):
         value = state.get(name, 0)
+        if value is None and name in _INTERVALS:
+            continue
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < math.inf:
             yield f"{name} in trainer_state.json is {value!r}"
     logs = state.get("log_history", [])

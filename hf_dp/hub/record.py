@@ -29,6 +29,8 @@ _WEIGHTS = ("model*.safetensors", "adapter_model*.safetensors")
 _CORPORA = {"corpus.jsonl", "corpus.csv"}
 # Far above any real record: a model of a thousand files has a tenth of it.
 _LARGEST_RECORD, _MOST_FILES = 1 << 20, 2000  # bytes
+# Lists and objects in one another; Python follows some hundreds.
+DEEPEST = 100
 _FIELDS = {"format", "version", "report", "config", "ledger", "files", "card_sha256"}
 
 
@@ -89,6 +91,8 @@ class PrivacyRecord:
             values = json.loads(text, parse_constant=_no_constant, parse_int=_whole, object_pairs_hook=_each_name_once)
         except (ValueError, RecursionError) as error:
             raise _damaged(f"it is not strict JSON ({error})") from error
+        if is_deep(values):
+            raise _damaged(f"it is nested deeper than {DEEPEST}")
         if not _is_printable(values):
             raise _damaged("it has control characters, or half a character, in a text")
         if not isinstance(values, dict) or values.get("format") != FORMAT:
@@ -135,6 +139,19 @@ def sha256_of_text(text: str) -> str:
     """Of UTF-8 text, in hexadecimal; line ends and blanks around it do not count."""
     lines = (line.rstrip() for line in text.strip().splitlines())
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def is_deep(values: Any) -> bool:
+    """Whether JSON values are nested deeper than `DEEPEST`."""
+    level = [values]
+    for _ in range(DEEPEST):
+        level = [
+            part
+            for value in level
+            if isinstance(value, (dict, list))
+            for part in (value.values() if isinstance(value, dict) else value)
+        ]
+    return any(isinstance(value, (dict, list)) for value in level)
 
 
 def _is_printable(value: Any) -> bool:

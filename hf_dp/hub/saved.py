@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 
 from hf_dp.disk import flush, full_disk_is_named
-from hf_dp.errors import LedgerError
-from hf_dp.hub.card import without_claim
+from hf_dp.errors import ConfigurationError, LedgerError
+from hf_dp.hub.card_file import set_unreadable_aside, without_claim
 from hf_dp.hub.record import CARD_FILE, RECORD_FILE, PrivacyRecord
 
 # What models, tokenizers and processors are saved as. Pickles hold arguments, optimizer and generator states.
@@ -56,17 +56,20 @@ def saved_aside(directory: str | os.PathLike[str]) -> Iterator[Path]:
     earlier record names and that were not saved again go with it. An error leaves `directory` as it was.
 
     Raises:
+        ConfigurationError: something else has the name of what is written.
         OSError: with the disk's name, where it is full.
     """
     directory = Path(directory)
     folder = directory / _ASIDE
     with _ONE_AT_A_TIME, full_disk_is_named(directory, "What was saved here before is as it was."):
+        refuse_in_the_way(directory)
         shutil.rmtree(folder, ignore_errors=True)  # of a process that was killed
         folder.mkdir(parents=True)
         try:
             # PEFT, and this package, write into a card that is there.
-            if (directory / CARD_FILE).is_file():
-                (folder / CARD_FILE).write_bytes(without_claim((directory / CARD_FILE).read_bytes()))
+            card = directory / CARD_FILE
+            if card.is_file() and (bare := without_claim(card.read_bytes())) is not None:
+                (folder / CARD_FILE).write_bytes(bare)
             yield folder
             flush(folder)
             _move(folder, directory)
@@ -74,13 +77,31 @@ def saved_aside(directory: str | os.PathLike[str]) -> Iterator[Path]:
             shutil.rmtree(folder, ignore_errors=True)
 
 
+def refuse_in_the_way(directory: str | os.PathLike[str], *folders: str) -> None:
+    """Refuses an output directory with files where folders go (these, and that of `saved_aside`), or the reverse.
+
+    Raises:
+        ConfigurationError: with their names.
+    """
+    directory = Path(directory)
+    found = [f"{name} is a folder" for name in (CARD_FILE, RECORD_FILE) if (directory / name).is_dir()]
+    found += [f"{name} is a file" for name in (*folders, _ASIDE) if (directory / name).is_file()]
+    if found:
+        raise ConfigurationError(
+            f"in {str(directory)!r} {', '.join(found)}.",
+            why="checkpoints, the model, its card and its record are written there under these names.",
+            fix="rename it, or use another output_dir.",
+        )
+
+
 def _move(folder: Path, directory: Path) -> None:
     names = _names(folder)
     stale = set(_earlier_files(directory)) - set(names)
     for name in names:
         (directory / name).parent.mkdir(parents=True, exist_ok=True)
+    set_unreadable_aside(directory)
     card = directory / CARD_FILE
-    if card.is_file() and (text := card.read_bytes()) != (bare := without_claim(text)):
+    if card.is_file() and (bare := without_claim(text := card.read_bytes())) not in (None, text):
         (folder / _ASIDE).write_bytes(bare)
         os.replace(folder / _ASIDE, card)
     (directory / RECORD_FILE).unlink(missing_ok=True)

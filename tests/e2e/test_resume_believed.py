@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 import logging
+import math
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import TrainerCallback
 
 from hf_dp.errors import LedgerError
 from hf_dp.fingerprint import KEY_FILE
+from hf_dp.hub.checkpoint import seal
 from hf_dp.resume import SavedRun
 from tests.e2e.test_resume import SAVED, STEPS, copied, edit_state, saved_ledger, trainer
 from tests.e2e.workbench import parameters, same
@@ -86,6 +90,26 @@ def flipped(name: str) -> Change:
     return change
 
 
+def nested(place: str) -> Change:
+    """Lists in lists, deeper than Python follows them, in trainer_state.json."""
+
+    def change(path: Path) -> None:
+        file = checkpoint(path) / "trainer_state.json"
+        state = json.loads(file.read_text())
+        if place == "log_history":
+            state[place].append({"step": 1, "x": "@"})
+        else:
+            saved = saved_ledger(state)
+            (saved["ledger"] if place == "promise" else saved)[place] = {"x": "@"}
+        file.write_text(json.dumps(state).replace('"@"', "[" * 900 + "]" * 900))
+
+    return change
+
+
+def without_key(path: Path) -> None:
+    (path / KEY_FILE).unlink()
+
+
 ENTRY = ("ledger", "entries", 0)
 BELIEVED_BEFORE: dict[str, tuple[list[Change], str]] = {
     "noise x 8": ([in_entry(noise_multiplier=8.0)], "not those of its promise"),
@@ -129,6 +153,16 @@ BELIEVED_BEFORE: dict[str, tuple[list[Change], str]] = {
     ),
     "a key that is a folder": (
         [lambda path: (path / KEY_FILE).unlink(), lambda path: (path / KEY_FILE).mkdir()], "the key .* cannot be read"
+    ),
+    "a deep promise": ([nested("promise")], "trainer_state.json' cannot be read (nested"),
+    "deep logs, no key": ([nested("log_history"), without_key], "trainer_state.json' cannot be read (nested"),
+    "deep data, no key": ([nested("data"), without_key], "trainer_state.json' cannot be read (nested"),
+    "a batch size in words, no key": (
+        [in_state(lambda state: state.update(train_batch_size="8")), without_key],
+        "train_batch_size in trainer_state.json is '8'",
+    ),
+    "an interval in words, no key": (
+        [in_state(lambda state: state.update(save_steps="4")), without_key], "save_steps in trainer_state.json is '4'"
     ),
     "half a character": ([in_entry(label="step\ud800")], "the label"),
 }  # fmt: skip
@@ -179,6 +213,41 @@ def test_a_state_that_trainer_cannot_read_is_refused_without_the_key_too(copy: P
     (copy / KEY_FILE).unlink()
     with pytest.raises(LedgerError, match=r"^trainer_state.json in .* cannot be loaded \(TypeError"):
         trainer(copy, seed=7).train(resume_from_checkpoint=True)
+
+
+class Logs(TrainerCallback):
+    """What evaluation logs with metrics for each class, and what a callback adds to a checkpoint of its own."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        scores = dict.fromkeys(range(12), 0.5)
+        state.log_history.append({"step": state.global_step, "f1": scores, "nan": math.nan, "top": (1, math.inf)})
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        state.log_history.append({"step": state.global_step, "saved": True})
+        state.save_to_json(os.path.join(args.output_dir, f"checkpoint-{state.global_step}", "trainer_state.json"))
+
+
+def test_whatever_was_logged_an_unchanged_checkpoint_is_resumed(tmp_path: Path) -> None:
+    run = trainer(tmp_path / "out", seed=7)
+    run.add_callback(Logs())
+    run.train()
+    for step in (SAVED, STEPS):
+        assert SavedRun.read(tmp_path / "out" / f"checkpoint-{step}").ledger.steps == step
+
+
+def test_a_seal_is_of_the_state_as_json_gives_it_back() -> None:
+    state = {"trial_params": dict.fromkeys(range(12), (math.nan, math.inf)), "global_step": 1}
+    read = json.loads(json.dumps(state, sort_keys=True))
+    assert seal(b"k" * 32, {}, None, state) == seal(b"k" * 32, {}, None, read)
+    assert seal(b"k" * 32, {}, None, state) != seal(b"k" * 32, {}, None, {**read, "global_step": 2})
+
+
+def test_a_seal_that_no_whole_key_checks_is_said(copy: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (copy / KEY_FILE).write_bytes(b"abc")
+    with caplog.at_level(logging.WARNING):
+        assert SavedRun.read(checkpoint(copy)).ledger.steps == SAVED
+    assert "The seal of" in caplog.text
+    assert "was not checked" in caplog.text
 
 
 @pytest.mark.parametrize("name", ["optimizer.pt", "scheduler.pt", "rng_state.pth"])

@@ -14,7 +14,10 @@ import torch
 from transformers import TrainerCallback
 
 from hf_dp import PrivacyConfig, load_report
-from hf_dp.hub import model_files, saved_aside, verify
+from hf_dp.errors import ConfigurationError
+from hf_dp.hub import PrivacyRecord, model_files, saved_aside, verify, write_card
+from hf_dp.hub.card import BEGIN
+from hf_dp.hub.saved import may_be_published
 from tests.crashes import digests, killed_everywhere
 from tests.e2e.test_lora import adapted
 from tests.e2e.workbench import classifier
@@ -227,3 +230,93 @@ def test_only_what_was_written_aside_belongs_to_the_model(tmp_path: Path) -> Non
     assert (tmp_path / "sub" / "adapter_model.safetensors").read_bytes() == b"1"
     assert (tmp_path / "training_args.bin").exists()
     assert not (tmp_path / "_saving-model").exists()
+
+
+UNREADABLE = {
+    "another encoding": "# Mod\xe8le\n".encode("latin-1"),
+    "broken metadata": b"---\na: [\n---\n# mine\n",
+    "a list": b"---\n- a\n- b\n---\n# mine\n",
+    "tags that are a number": b"---\ntags: 5\n---\n# mine\n",
+    "results that are none": b"---\nmodel-index: 5\n---\n# mine\n",
+    "broken, with a claim": f"---\na: [\n---\n{BEGIN}\n".encode(),
+}
+
+
+@pytest.mark.parametrize("case", UNREADABLE)
+def test_a_card_that_cannot_be_read_is_kept_aside_and_the_model_saved(
+    saved: Path, tmp_path: Path, case: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = copied(saved, tmp_path)
+    for number, name in enumerate(["README.old.md", "README.old-2.md"]):
+        content = UNREADABLE[case] + b"%d" % number
+        (folder / "README.md").write_bytes(content)
+        caplog.clear()
+        resaved(folder)
+        assert (folder / name).read_bytes() == content
+        assert [name in record.message for record in caplog.records] == [True]
+        assert verify(folder).private
+    assert not may_be_published("README.old.md")
+
+
+@pytest.mark.parametrize(
+    ("text", "kept"),
+    [
+        ("---\ntags: foo\nbase_model: 5\n---\n# mine\n", "- foo\n"),
+        ("---\ntags: [2024, foo]\nbase_model: [5]\n---\n# mine\n", "- '2024'\n"),
+        ("\ufeff---\nlicense: mit\n---\n# mine\n", "license: mit"),
+        ("<details>\n\n# mine\n\n## more\n\n</details>\n", "</details>"),
+        ("<div align=center>\n\n# mine\n", "<div align=center>"),
+        ("# mine\n<!-- to do\n\n## Usage\n-->\n", "<!-- to do"),
+        ("# mine\n<!-- to do\n", "<!-- to do"),
+    ],
+)
+def test_in_a_persons_card_the_section_is_seen(saved: Path, tmp_path: Path, text: str, kept: str) -> None:
+    folder = copied(saved, tmp_path)
+    (folder / "README.md").write_text(text)
+    for _ in range(2):
+        resaved(folder)
+        card = (folder / "README.md").read_text()
+        assert kept in card
+        assert "# mine" in card
+        assert verify(folder).private
+    assert not list(folder.glob("README.old*"))
+
+
+@pytest.mark.parametrize("text", ["<style>p {}</style>\n\n# mine\n", "# mine\n" + "words " * 12_000])
+def test_a_card_in_which_no_section_is_seen_is_said(
+    saved: Path, tmp_path: Path, text: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = copied(saved, tmp_path)
+    (folder / "README.md").write_text(text)
+    resaved(folder)
+    assert "might not see its privacy section" in caplog.text
+    assert [check.name for check in verify(folder).checks if not check.passed] == ["card, visible"]
+
+
+@pytest.mark.parametrize("name", ["README.md", "privacy.json", "_saving", "_saved", "_saving-model"])
+def test_what_has_the_name_of_what_is_written_is_refused_before_training(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "out"
+    run = trainer(path)
+    path.mkdir(exist_ok=True)
+    (path / name).write_text("mine") if name.startswith("_") else (path / name).mkdir()
+    with pytest.raises(ConfigurationError, match=f"{name} is a "):
+        run.train()
+    assert run.ledger.steps == 0
+    if name in ("README.md", "privacy.json", "_saving-model"):
+        with pytest.raises(ConfigurationError, match=f"{name} is a "), saved_aside(path):
+            raise AssertionError("nothing is written")
+
+
+def copied(saved: Path, tmp_path: Path) -> Path:
+    shutil.copytree(saved, tmp_path / "out")
+    return tmp_path / "out"
+
+
+def resaved(folder: Path) -> None:
+    """Saves the same model with its record once more, as a trainer does."""
+    record = PrivacyRecord.from_json((folder / "privacy.json").read_bytes())
+    with saved_aside(folder) as aside:
+        for name in record.files:
+            shutil.copy2(folder / name, aside / name)
+        (aside / "privacy.json").write_text(record.to_json())
+        write_card(aside, "out", record)

@@ -41,6 +41,15 @@ def many_names(directory: Path, n: int) -> None:
     in_record("files", to=lambda files: {**files, **{f"m{i}.json": "0" * 64 for i in range(n)}})(directory)
 
 
+def deep_event(n: int) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    def change(event: dict[str, Any]) -> dict[str, Any]:
+        for _ in range(n):
+            event = {"type": "self_composed", "count": 1, "event": event}
+        return event
+
+    return change
+
+
 def in_text(change: Callable[[str], str]) -> Callable[[Path], None]:
     """Changes the card."""
 
@@ -61,6 +70,8 @@ def in_text(change: Callable[[str], str]) -> Callable[[Path], None]:
         (lambda d: many_names(d, 200_000), "bytes, and no record has more"),
         (lambda d: many_names(d, 5000), "files, and no model has more"),
         (in_record("config", to=lambda config: {**config, "x" * 900_000: 1}), "config is not a promise"),
+        (in_record("ledger", "entries", 0, "event", to=deep_event(400)), "nested deeper than 100"),
+        (in_record("config", to=lambda config: {**config, "x": json.loads("[" * 300 + "]" * 300)}), "nested deeper"),
         (in_record("report", "unit", to="\ud800"), "half a character"),
         (in_record("report", "unit", to="one\x1b[2Jexample"), "control characters"),
         (in_record("files", to={"a\x00.json": "0" * 64}), "control characters"),

@@ -1,0 +1,150 @@
+"""The model card as a file: what a person wrote in it stays, and the privacy section goes where it is seen."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import yaml
+from huggingface_hub import ModelCard, ModelCardData
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.repocard import REGEX_YAML_BLOCK
+from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
+from markdown_it import MarkdownIt
+
+from hf_dp.hub.card import BEGIN, END, METADATA_KEY, TAGS, metadata, privacy_section
+from hf_dp.hub.page import why_hidden
+from hf_dp.hub.record import CARD_FILE, RECORD_FILE, PrivacyRecord, sha256
+
+logger = logging.getLogger(__name__)
+
+
+def write_card(directory: str | os.PathLike[str], name: str | None = None, record: PrivacyRecord | None = None) -> None:
+    """Put the privacy section and metadata into the model card of a saved model; make a card where there is none.
+
+    What else is in the card stays; one that cannot be read is kept beside the new one. Writing twice changes nothing.
+
+    Args:
+        directory: with `privacy.json`.
+        name: the heading of a new card; by default the directory's name.
+        record: what `privacy.json` holds, with epsilons that are computed already; by default it is read.
+
+    Raises:
+        LedgerError: a `privacy.json` that cannot be read.
+    """
+    directory = Path(directory)
+    path = directory / CARD_FILE
+    record = record or PrivacyRecord.from_json((directory / RECORD_FILE).read_bytes())
+    set_unreadable_aside(directory)
+    card = _read(path.read_bytes()) if path.exists() else None
+    if card is None:
+        new = ModelCardData(library_name="transformers").to_yaml()
+        card = ModelCard(f"---\n{new}\n---\n\n# {name or directory.absolute().name}\n")
+    card.text = _with_section(card.text, privacy_section(record.report, record.ledger, record.config))
+    data = card.data
+    tags = _other_tags(data)
+    if not _is_on_the_hub(data.get("base_model")):
+        # A path on this machine is no model on the hub, which refuses such metadata.
+        data.pop("base_model", None)
+        tags = [tag for tag in tags if not tag.startswith("base_model:")]
+    data["tags"] = [*tags, *(TAGS if record.report.private else ()), "hf_dp"]
+    data[METADATA_KEY] = metadata(record, sha256(directory / RECORD_FILE))
+    aside = path.with_name(f"_{CARD_FILE}")
+    card.save(aside)
+    os.replace(aside, path)
+
+
+def set_unreadable_aside(directory: Path) -> None:
+    """Renames a card that cannot be read as one to a name that is never published, and says so."""
+    path = directory / CARD_FILE
+    if not path.is_file() or _read(path.read_bytes()) is not None:
+        return
+    names = itertools.chain(["README.old.md"], (f"README.old-{number}.md" for number in itertools.count(2)))
+    kept = next(place for name in names if not os.path.lexists(place := directory / name))
+    os.replace(path, kept)
+    logger.warning(
+        "%s in %r cannot be read as a model card (UTF-8, with metadata in YAML): it is kept as %s, which is not "
+        "published.", CARD_FILE, str(directory), kept.name,
+    )  # fmt: skip
+
+
+def without_claim(card: bytes) -> bytes | None:
+    """A card as it was before `write_card`, but for an empty section where the next one goes; other cards unchanged.
+
+    None if it cannot be read.
+    """
+    found = _read(card)
+    if found is None or not any(mark.encode() in card for mark in (BEGIN, METADATA_KEY)):
+        return None if found is None else card
+    if BEGIN in found.text:
+        found.text = _in_its_place(found.text, f"{BEGIN}\n{END}")
+    found.data.pop(METADATA_KEY, None)
+    found.data["tags"] = _other_tags(found.data) or None
+    return str(found).encode()
+
+
+def _read(content: bytes) -> ModelCard | None:
+    try:
+        text = content.decode("utf-8-sig")
+        card = ModelCard(text)
+        header = REGEX_YAML_BLOCK.search(text)
+        tags = (yaml.safe_load(header[2]) or {}).get("tags") if header else None
+        if isinstance(tags, str):  # ModelCard takes its letters for tags
+            card.data["tags"] = [tags]
+        str(card).encode()
+    except Exception:  # noqa: BLE001 - each kind of metadata has errors of its own, and none may cost a trained model
+        return None
+    return card
+
+
+def _other_tags(data: Any) -> list[str]:
+    return [str(tag) for tag in data.get("tags") or [] if tag not in (*TAGS, "hf_dp")]
+
+
+def _with_section(text: str, section: str) -> str:
+    placed = _in_its_place(text, section)
+    reason = why_hidden(placed, section)
+    if reason is None:
+        return placed
+    # What is open around the section further down is not open at the top.
+    on_top = f"\n{section}\n\n{_without_sections(text).lstrip()}"
+    if why_hidden(on_top, section) is None:
+        return on_top
+    logger.warning(
+        "Readers of this %s might not see its privacy section (%s), and `hf-dp verify` will say so: change the card, "
+        "and save again.", CARD_FILE, reason,
+    )  # fmt: skip
+    return placed
+
+
+def _in_its_place(text: str, section: str) -> str:
+    start, stop = text.find(BEGIN), text.find(END)
+    if text.count(BEGIN) == text.count(END) == 1 and start < stop:
+        return text[:start] + section + text[stop + len(END) :]
+    text = _without_sections(text)
+    # After the introduction, where it is seen: "##" in code is no heading.
+    tokens = MarkdownIt("commonmark").parse(text)
+    headings = [token.map[0] for token in tokens if token.map and (token.tag, token.level) == ("h2", 0)]
+    lines = text.split("\n")
+    at = headings[0] if headings else len(lines)
+    before, rest = "\n".join(lines[:at]), "\n".join(lines[at:])
+    return f"{before.rstrip()}\n\n{section}\n" + (f"\n{rest}" if rest else "")
+
+
+def _without_sections(text: str) -> str:
+    # Of several the others would be old, and marks that are crossed mark nothing.
+    first, *parts = text.split(BEGIN)
+    return (first + "".join(part.partition(END)[2] if END in part else part for part in parts)).replace(END, "")
+
+
+def _is_on_the_hub(base_model: Any) -> bool:
+    names = base_model if isinstance(base_model, list) else [base_model]
+    try:
+        for name in names:
+            validate_repo_id(name)
+    except HFValidationError:
+        return False
+    return bool(names) and not any(not name or os.path.exists(name) for name in names)
