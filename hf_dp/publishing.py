@@ -21,6 +21,7 @@ from hf_dp.hub import (
     CARD_FILE,
     RECORD_FILE,
     PrivacyRecord,
+    left_out,
     model_files,
     saved_aside,
     set_unreadable_aside,
@@ -66,6 +67,7 @@ class PublishingMixin(_Base):
                 self._save(str(aside), state_dict=self.accelerator.get_state_dict(self.model))
             self._save_beside(aside)
             if record is not None and (names := model_files(aside)):
+                _say_what_is_left_out(left_out(aside))
                 record = record.with_files(aside, names)
                 (aside / RECORD_FILE).write_text(record.to_json(), encoding="utf-8")
                 write_card(aside, directory.absolute().name, record)
@@ -218,6 +220,15 @@ def _say_where_the_base_model_lies(directory: Path) -> None:
         _say_once(
             f"PEFT's adapter_config.json names the base model by a place on this machine, {base!r}, which goes up with "
             "it. For a name on the hub set model.peft_config['default'].base_model_name_or_path before training."
+        )
+
+
+def _say_what_is_left_out(names: list[str]) -> None:
+    if names:
+        _say_once(
+            f"Saved with the model, but never published, as such files could hold private data: {', '.join(names)}. "
+            "If the tokenizer or the processor needs one of them to be loaded, it does not load from the hub: let it "
+            "save its vocabulary as .json, or as a .txt with 'vocab' or 'merges' in its name."
         )
 
 

@@ -214,6 +214,9 @@ def model_size(name_or_directory: str, lora_rank: int | None = None) -> ModelSiz
         config: Any = AutoConfig.from_pretrained(name_or_directory)
         with torch.device("meta"):
             model = next(kind.from_config(config) for kind in _kinds(config, AutoModelForCausalLM, AutoModel))
+        empty = [name for name, parameter in model.named_parameters() if not parameter.numel()]
+        if empty or getattr(config, "num_hidden_layers", 1) < 1:
+            raise ValueError(f"{empty[0]} has no numbers" if empty else "it has no layers")
     except (
         OSError, ValueError, TypeError, LookupError, ArithmeticError, AttributeError, RuntimeError, AssertionError,
         StopIteration, StrictDataclassError,

@@ -26,12 +26,12 @@ from torch import Tensor, nn
 from transformers import AutoTokenizer, BertConfig, BertForSequenceClassification, DataCollatorWithPadding
 
 Rows = Any
-_TABLE = """from transformers import AutoModelForSequenceClassification
+_TABLE = """import torch; from transformers import AutoModelForSequenceClassification
 model = AutoModelForSequenceClassification.from_pretrained(DIRECTORY)
-print(model(input_ids).logits)  # of (texts, 16) ids"""
-_STREAM = """w = safetensors.torch.load_file(DIRECTORY + "/model.safetensors")  # of no class of Transformers
-summed = sum(w[f"tables.{i}.weight"][features[:, i]] for i in range(3))  # of (examples, 3) ids
-print((summed @ w["head.0.weight"].T + w["head.0.bias"]).relu() @ w["head.2.weight"].T + w["head.2.bias"])"""
+print(model(torch.tensor([list(range(16))])).logits)  # of (texts, 16) ids"""
+_STREAM = """import torch; from safetensors.torch import load_file; features = torch.tensor([[1, 2, 3]])  # (n, 3) ids
+w = load_file(DIRECTORY + "/model.safetensors"); x = sum(w[f"tables.{i}.weight"][features[:, i]] for i in range(3))
+print((x @ w["head.0.weight"].T + w["head.0.bias"]).relu() @ w["head.2.weight"].T + w["head.2.bias"])"""
 # As in recipes/classify_full.yaml.
 _HEAD_SCALE = 8.0
 

@@ -14,6 +14,7 @@ from hf_dp.cli.common import AsJson, print_json, refusals
 from hf_dp.cli.sizes import size_table, sizes
 from hf_dp.config import AccountantName
 from hf_dp.errors import ConfigurationError
+from hf_dp.ranges import check_clipping_norm
 
 _DEFAULTS = {"--world-size": 1, "--length": 512, "--micro-batch": 1}
 _ACCOUNTANTS: tuple[AccountantName, ...] = ("pld", "rdp")
@@ -88,7 +89,7 @@ def plan(
         else:
             _exactly_one({"--epsilon": epsilon, "--noise": noise})
             _exactly_one({"--epochs": epochs, "--steps": steps, "--examples": examples})
-            _positive("--clipping-norm", clipping_norm)
+            check_clipping_norm(_positive("--clipping-norm", clipping_norm))
             proposed = batch_size is None
             if batch_size is None:
                 batch_size, steps = _propose(n, epochs, steps, examples, epsilon, delta, min_steps)

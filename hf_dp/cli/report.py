@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+import contextlib
+import re
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
 from hf_dp.cli.common import AsJson, print_json, refusals
+
+if TYPE_CHECKING:
+    from hf_dp.hub import Source
+
+_CHECKPOINT = re.compile(r"checkpoint-([0-9]{1,18})/privacy\.json")
 
 
 def report(
@@ -23,8 +30,8 @@ def report(
 
         hf-dp report out/classify
 
-    In an output folder the newest speaks, the model or a checkpoint of a run
-    that was interrupted. The claim is printed as it stands; `hf-dp verify`
+    In an output folder the newest run speaks, by its model or by the checkpoint
+    of the most steps where it was interrupted. The claim is printed as it stands; `hf-dp verify`
     checks it.
 
     Exit codes: 0, read; 2, there is no report, or it cannot be read.
@@ -35,9 +42,8 @@ def report(
 
     with refusals():
         source = open_source(directory)
-        found = [name for name in source.names if name == RECORD_FILE or _is_of_a_checkpoint(name)]
-        newest = max(found, key=lambda name: (source.written(name), name == RECORD_FILE, _step(name)), default="")
-        place = f"{directory}/{newest.rpartition('/')[0]}" if "/" in newest else directory
+        found = [name for name in source.names if name == RECORD_FILE or _CHECKPOINT.fullmatch(name)]
+        place = f"{directory}/{chosen.rpartition('/')[0]}" if "/" in (chosen := _chosen(source, found)) else directory
         older = place != directory and RECORD_FILE in source.names
         if place != directory:
             source = open_source(place)
@@ -57,10 +63,27 @@ def report(
     Console().print("\n", table)
 
 
-def _is_of_a_checkpoint(name: str) -> bool:
-    folder, _, file = name.rpartition("/")
-    return file == "privacy.json" and "/" not in folder and folder.rpartition("-")[2].isdigit()
+def _chosen(source: Source, names: list[str]) -> str:
+    """Of the newest run; and there, as copying and unpacking change times, of the most steps, the model before others.
+
+    Raises:
+        LedgerError: the newest record cannot be read.
+    """
+    from hf_dp.errors import LedgerError
+    from hf_dp.hub import PrivacyRecord
+
+    if len(names) < 2:
+        return "".join(names)
+    newest = max(names, key=lambda name: (source.written(name), "/" not in name, _step(name)))
+    run, ranks = PrivacyRecord.from_json(source.path(newest).read_bytes()), {}
+    for name in names:
+        with contextlib.suppress(LedgerError):
+            record = PrivacyRecord.from_json(source.path(name).read_bytes())
+            if record.ledger.promise == run.ledger.promise:
+                ranks[name] = (record.report.steps, "/" not in name)
+    return max(ranks, key=lambda name: ranks[name])
 
 
 def _step(name: str) -> int:
-    return int(name.partition("/")[0].rpartition("-")[2]) if "/" in name else 0
+    found = _CHECKPOINT.fullmatch(name)
+    return int(found[1]) if found else 0

@@ -3,7 +3,7 @@
 from hf_dp.hub.card_file import set_unreadable_aside, write_card
 from hf_dp.hub.claim import Check
 from hf_dp.hub.record import CARD_FILE, RECORD_FILE, PrivacyRecord
-from hf_dp.hub.saved import model_files, refuse_in_the_way, saved_aside
+from hf_dp.hub.saved import left_out, model_files, refuse_in_the_way, saved_aside
 from hf_dp.hub.source import Source, open_source
 from hf_dp.hub.upload import upload
 from hf_dp.hub.verify import Verification, load_report, verify
@@ -15,6 +15,7 @@ __all__ = [
     "PrivacyRecord",
     "Source",
     "Verification",
+    "left_out",
     "load_report",
     "model_files",
     "open_source",

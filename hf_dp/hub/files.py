@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import re
 from collections.abc import Iterator
 from pathlib import PurePosixPath
 
@@ -14,13 +15,21 @@ from hf_dp.hub.source import Source
 # Read by people, by git or by the hub; no library loads them with a model.
 _HARMLESS = ("*.md", "*.png", "*.jpg", "*.jpeg", "*.gif", "*.svg", "*.webp", "*.pdf")
 _HARMLESS_STEMS = {"license", "licence", "notice", "copying", "citation", "authors"}
-# What Trainer, DPTrainer, recipes and people leave beside a model on the machine that trained it.
-_LOCAL = (
-    "training_args.bin", "optimizer.pt", "optimizer.bin", "scheduler.pt", "scaler.pt", "trainer_state.json",
-    "rng_state*.pth", "events.out.tfevents.*", "*results.json", "groups.json", "hits.json", "chosen_rows.json",
-    "_hf_dp_*", "*.csv", "*.tsv", "*.jsonl", "*.parquet", "*.log", "*.yaml", "*.yml", "*.ipynb", "*.sh",
+# What Trainer and DPTrainer leave beside a model on the machine that trained it.
+_LEFT = (
+    "training_args.bin", "optimizer.pt", "optimizer.bin", "scheduler.pt", "scaler.pt", "rng_state*.pth",
+    "pytorch_model_fsdp.bin", "trainer_state.json", "_hf_dp_fingerprint_key", "_hf_dp_lock",
 )  # fmt: skip
-_LOCAL_FOLDERS = ("checkpoint-*", "runs", "_sav*")
+# What recipes and people leave there; no library loads it with a model, where it is no vocabulary.
+_OF_PEOPLE = (
+    "events.out.tfevents.*", "*results.json", "metrics.json", "groups.json", "hits.json", "chosen_rows.json", "*.txt",
+    "*.csv", "*.tsv", "*.xlsx", "*.jsonl", "*.parquet", "*.npy", "*.npz", "*.log", "*.out", "*.err", "*.html",
+    "*.yaml", "*.yml", "*.ipynb", "*.sh",
+)  # fmt: skip
+_LOGS = {"runs", "wandb", "mlruns", "tensorboard", "logs"}
+_SAVES = re.compile(r"checkpoint-[0-9]+|_saving|_saved|_saving-model")
+# A configuration may name code anywhere below the model's folder, and so much is run when it is loaded.
+_RUN = {".py", ".pyc", ".so", ".pkl", ".pickle", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".dll", ".dylib"}
 # Folders of a model's own folder in which Transformers looks for code and for chat templates.
 _LOADED_FOLDERS = ("custom_generate", "additional_chat_templates")
 _FEW = 10
@@ -55,7 +64,9 @@ def strange_files(source: Source, record: PrivacyRecord) -> list[str]:
     # A folder of data is loaded with all that is in it.
     harmless = _is_a_dot_file if _is_a_corpus(record) else _is_harmless
     others = source.names - {*record.files, CARD_FILE, RECORD_FILE}
-    others -= {name for name in others if source.is_local and not _is_a_corpus(record) and is_left_over(name)}
+    if source.is_local and not _is_a_corpus(record):
+        known = set(record.files.values())
+        others -= {name for name in others if is_left_over(name) or _is_the_models_own_code(source, name, known)}
     own = folders_of_their_own(source)
     return sorted(name for name in others if not harmless(name) and not _is_in_one_of(own, name))
 
@@ -67,10 +78,30 @@ def folders_of_their_own(source: Source) -> set[str]:
 
 
 def is_left_over(name: str) -> bool:
-    """Whether a training leaves such a file on its machine; nothing loads it with the model."""
-    path = PurePosixPath(name)
-    patterns = _LOCAL_FOLDERS if len(path.parts) > 1 else _LOCAL
-    return any(fnmatch.fnmatchcase(path.parts[0], pattern) for pattern in patterns)
+    """Whether a training, or its user, leaves such a file on the machine; nothing loads it with the model."""
+    path = PurePosixPath(name.casefold())
+    top, *below = path.parts
+    if top in _LOADED_FOLDERS:
+        return False
+    is_of_a_save = bool(below) and _SAVES.fullmatch(PurePosixPath(name).parts[0]) is not None
+    if (is_of_a_save or not below) and _is_one_of(_LEFT, PurePosixPath(name).name):
+        return True
+    if path.suffix in _RUN:
+        return False
+    is_of_people = _is_one_of(_OF_PEOPLE, path.name) and not may_be_published(path.name)
+    is_a_log = bool(below) and top in _LOGS and not may_be_published(f"logged{path.suffix}")
+    return is_of_a_save or is_of_people or is_a_log
+
+
+def _is_the_models_own_code(source: Source, name: str, known: set[str]) -> bool:
+    """Of a checkpoint: code that the record names by its digest, a folder above."""
+    folder, _, file = name.partition("/")
+    is_code = file.endswith(".py") and _SAVES.fullmatch(folder) is not None and source.is_regular(name)
+    return is_code and sha256(source.path(name)) in known
+
+
+def _is_one_of(patterns: tuple[str, ...], name: str) -> bool:
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def _is_a_corpus(record: PrivacyRecord) -> bool:
@@ -86,9 +117,10 @@ def _is_harmless(name: str) -> bool:
     if path.suffix == ".py":
         return False
     is_text = path.stem in _HARMLESS_STEMS and path.suffix in ("", ".txt", ".cff")
-    return _is_a_dot_file(name) or is_text or any(fnmatch.fnmatchcase(path.name, pattern) for pattern in _HARMLESS)
+    return _is_a_dot_file(name) or is_text or _is_one_of(_HARMLESS, path.name)
 
 
 def _is_in_one_of(folders: set[str], name: str) -> bool:
     path = PurePosixPath(name)
-    return path.suffix.casefold() != ".py" and any(parent.as_posix() in folders for parent in path.parents)
+    is_run = path.suffix.casefold() in _RUN and not _is_one_of(_LEFT, path.name)
+    return not is_run and any(parent.as_posix() in folders for parent in path.parents)

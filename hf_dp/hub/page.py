@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from typing import Any
@@ -21,7 +22,19 @@ _DEEPEST = 50
 # C is ten times as fast, where PyYAML was built with it.
 _LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _VOID = {"area", "base", "br", "col", "embed", "hr", "img", "input", "link", "meta", "source", "track", "wbr"}
-_STYLING = {"style", "link", "script", "base", "meta"}
+# They act on others than those inside them, or browsers read what is inside them otherwise than as tags.
+_STYLING = {
+    "style", "link", "script", "base", "meta", "html", "head", "body", "frameset", "dialog", "template", "select",
+    "textarea", "title", "xmp", "iframe", "noembed", "noframes", "noscript", "plaintext", "svg", "math",
+}  # fmt: skip
+# Styles that lay nothing over other elements.
+_STYLES = {
+    "text-align", "vertical-align", "align-items", "justify-content", "gap", "display", "color", "font-size",
+    "font-weight", "font-style", "width", "max-width", "min-width", "background", "background-color", "border",
+    "border-radius", "padding", "margin", "margin-top", "margin-bottom", "margin-left", "margin-right",
+}  # fmt: skip
+_MOVING_STYLE = re.compile(r"-[\d.]|[(\\/]")
+_MOVING_CLASS = re.compile(r"fixed|absolute|sticky|inset|overlay|translate|scale|(^|[\s:!])-")
 
 
 def check_card(source: Source, record: PrivacyRecord) -> Iterator[Check]:
@@ -33,7 +46,12 @@ def check_card(source: Source, record: PrivacyRecord) -> Iterator[Check]:
     if path.stat().st_size > _LARGEST_CARD:
         yield Check("card", False, f"{path.stat().st_size} bytes are no card to be read")
         return
-    text = path.read_text(encoding="utf-8", errors="replace")
+    yield from check_text(path.read_bytes(), record, sha256(source.path(RECORD_FILE)))
+
+
+def check_text(card: bytes, record: PrivacyRecord, record_sha256: str) -> Iterator[Check]:
+    """`check_card` of a card's bytes, beside a record of this digest."""
+    text = "\n".join(re.split(r"\r\n|\r", card.decode("utf-8-sig", errors="replace")))
     header = REGEX_YAML_BLOCK.search(text)
     body = text[header.end() :] if header else text
     start, stop = body.find(BEGIN), body.find(END)
@@ -45,7 +63,7 @@ def check_card(source: Source, record: PrivacyRecord) -> Iterator[Check]:
         hidden = why_hidden(body, section)
         yield Check("card, visible", hidden is None, hidden or "the privacy section is read as it was written")
     claimed = _metadata(header[2]) if header else None
-    wanted = metadata(record, sha256(source.path(RECORD_FILE)))
+    wanted = metadata(record, record_sha256)
     if claimed is None or set(claimed) != set(wanted):
         yield Check("card, metadata", False, f"{METADATA_KEY} is missing, or not whole")
         return
@@ -100,15 +118,24 @@ def why_hidden(body: str, section: str) -> str | None:
     if here.around:
         return f"it lies inside <{'> <'.join(here.around)}>: close these before it"
     if here.styling:
-        return f"<{here.styling}> could hide it"
+        return f"{here.styling} could hide it"
     return None if here.inside == alone.inside else "it is shown otherwise than it was written"
 
 
 def _seen(text: str) -> _Page:
-    page = _Page()
-    page.feed(MarkdownIt("commonmark").enable("table").render(text))
+    rendered = MarkdownIt("commonmark").enable("table").render(text)
+    page = _Page(rendered)
+    page.feed(rendered)
     page.close()
     return page
+
+
+def _could_lie_over_others(tag: str, attribute: str, value: str) -> bool:
+    if attribute == "class":
+        return _MOVING_CLASS.search(value) is not None
+    names = {style.partition(":")[0].strip().casefold() for style in value.split(";")} - {""}
+    known = _STYLES | {"height"} if tag == "img" else _STYLES
+    return attribute == "style" and (not names <= known or _MOVING_STYLE.search(value) is not None)
 
 
 class _Page(HTMLParser):
@@ -117,11 +144,12 @@ class _Page(HTMLParser):
     Attributes:
         around: names of the elements that are open where the section begins; None if nothing begins there.
         inside: what is between the section's marks.
-        styling: an element that acts on others than those inside it, if there is one.
+        styling: what acts on others than those inside it, or is read otherwise by browsers than here, if there is any.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, rendered: str) -> None:
         super().__init__(convert_charrefs=True)
+        self._lines = rendered.split("\n")
         self.around: list[str] | None = None
         self.inside: list[tuple[object, ...]] = []
         self.styling: str | None = None
@@ -135,7 +163,9 @@ class _Page(HTMLParser):
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self._note("start", tag, *attrs)
         if tag in _STYLING:
-            self.styling = tag
+            self.styling = f"<{tag}>"
+        elif any(_could_lie_over_others(tag, name, value or "") for name, value in attrs):
+            self.styling = f"the style or class of <{tag}>"
         if tag not in _VOID:
             self._open.append(tag)
 
@@ -153,9 +183,24 @@ class _Page(HTMLParser):
         self._note("text", data)
 
     def handle_comment(self, data: str) -> None:
-        if f"<!--{data}-->" == BEGIN and self.around is None:
+        # Browsers end some comments earlier, and take other things for comments.
+        at, column = self.getpos()
+        raw, said = self._lines[at - 1 :], f"<!--{data}-->"
+        is_one = "\n".join(raw[: 1 + data.count("\n")])[column:].startswith(said)
+        if not is_one or data.startswith((">", "->")) or "--!>" in data:
+            self.styling = "what is no comment to all browsers"
+        if said == BEGIN and self.around is None:
             self.around, self._is_inside = list(self._open), True
-        elif f"<!--{data}-->" == END:
+        elif said == END:
             self._is_inside = False
         else:
             self._note("comment", data)
+
+    def handle_decl(self, decl: str) -> None:
+        self.styling = "<!...>"
+
+    def unknown_decl(self, data: str) -> None:
+        self.styling = "<![...]>"
+
+    def handle_pi(self, data: str) -> None:
+        self.styling = "<?...>"

@@ -8,6 +8,7 @@ import hashlib
 import json
 import math
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -137,7 +138,8 @@ def sha256(path: str | os.PathLike[str]) -> str:
 
 def sha256_of_text(text: str) -> str:
     """Of UTF-8 text, in hexadecimal; line ends and blanks around it do not count."""
-    lines = (line.rstrip() for line in text.strip().splitlines())
+    # Markdown knows these line ends alone; splitlines() knows more.
+    lines = (line.rstrip(" \t") for line in re.split(r"\r\n|\r|\n", text.strip(" \t\r\n")))
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 

@@ -16,12 +16,19 @@ from hf_dp.hub.card_file import set_unreadable_aside, without_claim
 from hf_dp.hub.record import CARD_FILE, RECORD_FILE, PrivacyRecord
 
 # What models, tokenizers and processors are saved as. Pickles hold arguments, optimizer and generator states.
-_KINDS = {".safetensors", ".json", ".jinja", ".py", ".model", ".spm", ".tiktoken", ".codes", ".tokenizer"}
+_KINDS = {
+    ".safetensors", ".json", ".jinja", ".py", ".model", ".spm", ".tiktoken", ".codes", ".tokenizer", ".bpe", ".vocab",
+    ".arpa",
+}  # fmt: skip
 # Other texts and tables could be anybody's.
-_NAMES = {"vocab.txt", "merges.txt", "dict.txt", "corpus.jsonl", "corpus.csv"}
+_NAMES = (
+    "*vocab*.txt", "*merges*.txt", "vocab.tsv", "dict.txt", "pieces.txt", "unigrams.txt", "lexicon.txt",
+    "corpus.jsonl", "corpus.csv",
+)  # fmt: skip
 # These hold losses, or belong to this machine.
 _NEVER = ("trainer_state.json", "*results.json", "metrics.json", "_*", ".*")
 _NEVER_INSIDE = ("checkpoint-*", "last-checkpoint", "runs", "_*", ".*")
+_ALWAYS = {CARD_FILE, RECORD_FILE, "training_args.bin"}
 _ASIDE = "_saving-model"
 # Of weights in more or fewer files than now, as `save_pretrained` takes them away.
 _SHARDS = "model-[0-9][0-9][0-9][0-9][0-9]-of-[0-9][0-9][0-9][0-9][0-9].safetensors"
@@ -34,7 +41,7 @@ def may_be_published(name: str) -> bool:
     path = PurePosixPath(name.casefold())
     *folders, last = path.parts or ("",)
     return (
-        (path.suffix in _KINDS or last in _NAMES)
+        (path.suffix in _KINDS or any(fnmatch.fnmatchcase(last, pattern) for pattern in _NAMES))
         and not path.is_absolute()
         and not any(fnmatch.fnmatchcase(folder, pattern) for folder in folders for pattern in _NEVER_INSIDE)
         and not any(fnmatch.fnmatchcase(last, pattern) for pattern in _NEVER)
@@ -45,6 +52,11 @@ def may_be_published(name: str) -> bool:
 def model_files(folder: Path) -> list[str]:
     """The files in a folder of `saved_aside` that belong to the model and may be published (POSIX paths)."""
     return [name for name in _names(folder) if may_be_published(name) and not (folder / name).is_symlink()]
+
+
+def left_out(folder: Path) -> list[str]:
+    """What else a save wrote into a folder of `saved_aside`: loading may need it, and it is not published."""
+    return sorted(set(_names(folder)) - set(model_files(folder)) - _ALWAYS)
 
 
 @contextmanager

@@ -113,6 +113,8 @@ def open_source(
     Raises:
         HubError: neither, or no access.
     """
+    if not os.fspath(repo_or_directory):
+        raise _refusal("'' is no directory, and no name of a repository")
     directory = Path(repo_or_directory)
     if os.path.isdir(directory):  # False, too, for a name that is too long for one
         return Source(str(directory), frozenset(_names(directory)), directory)

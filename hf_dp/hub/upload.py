@@ -12,6 +12,7 @@ from huggingface_hub import CommitInfo, CommitOperationAdd, HfApi
 
 from hf_dp.accounting import library_versions
 from hf_dp.errors import LedgerError
+from hf_dp.hub.page import check_text
 from hf_dp.hub.record import CARD_FILE, RECORD_FILE, PrivacyRecord, sha256
 from hf_dp.hub.saved import may_be_published
 
@@ -38,17 +39,20 @@ def upload(
         run_as_future: return at once. The files must stay as they are until the future is done.
 
     Raises:
-        LedgerError: no record, one that names no weights or a file that never goes up, or files that are no longer
-            those that it names.
+        LedgerError: no record, one that names no weights or a file that never goes up, files that are no longer those
+            that it names, or a card that no longer says what it says.
         huggingface_hub.errors.HfHubHTTPError: the hub refused. Nothing of this commit is visible then.
     """
     directory = Path(directory)
     prefix = f"{path_in_repo.strip('/')}/" if path_in_repo else ""
-    names = [RECORD_FILE, CARD_FILE, *checked_files(directory)]
+    names = [RECORD_FILE, *checked_files(directory)]
+    # As bytes: what was checked goes up, whoever writes there meanwhile.
+    files: list[tuple[str, Path | bytes]] = [(CARD_FILE, checked_card(directory))]
+    files += [(name, directory / name) for name in names]
     commit: Callable[..., Any] = _api().create_commit
     result: CommitInfo | Future[CommitInfo] = commit(
         repo_id,
-        [CommitOperationAdd(prefix + name, directory / name) for name in names],
+        [CommitOperationAdd(prefix + name, content) for name, content in files],
         commit_message=message,
         token=token,
         revision=revision,
@@ -77,6 +81,20 @@ def checked_files(directory: Path) -> list[str]:
         if not (directory / name).is_file() or sha256(directory / name) != digest:
             raise _unpublishable(f"{name!r} is not the file that {RECORD_FILE} names")
     return sorted(record.files)
+
+
+def checked_card(directory: Path) -> bytes:
+    """The card of the model saved in `directory`, with the section and the metadata of its record."""
+    record = PrivacyRecord.from_json((directory / RECORD_FILE).read_bytes())
+    try:
+        card = (directory / CARD_FILE).read_bytes()
+    except FileNotFoundError as error:
+        raise _unpublishable(f"there is no {CARD_FILE} in {str(directory)!r}") from error
+    # One that is longer than can be looked through may go up: `verify` says so of it.
+    for check in check_text(card, record, sha256(directory / RECORD_FILE)):
+        if not check.passed and check.name != "card, visible":
+            raise _unpublishable(f"{CARD_FILE} in {str(directory)!r} is not the card of {RECORD_FILE}: {check.found}")
+    return card
 
 
 def _unpublishable(what: str) -> LedgerError:

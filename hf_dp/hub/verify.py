@@ -114,6 +114,6 @@ def _notes(source: Source, record: PrivacyRecord) -> Iterator[str]:
         )
     if others := sorted(folders_of_their_own(source)):
         yield f"Models in folders of their own are not checked here: {', '.join(others)}. Verify each for itself."
-    local = sorted({name.split("/")[0] for name in source.names if is_left_over(name)})
+    local = sorted({name.split("/")[0] for name in source.names - set(record.files) if is_left_over(name)})
     if local and source.is_local:
         yield f"For your own eyes, never published by hf_dp: {', '.join(local)}."

@@ -17,10 +17,11 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 import hf_dp
 from hf_dp import PrivacyConfig, load_report
-from hf_dp.errors import ConfigurationError, HubError
+from hf_dp.errors import ConfigurationError, HubError, LedgerError
 from hf_dp.fingerprint import KEY_FILE
-from hf_dp.hub import verify
+from hf_dp.hub import upload, verify
 from hf_dp.hub.record import INSTALL
+from hf_dp.hub.upload import checked_card
 from tests.e2e.test_lora import adapted
 from tests.e2e.workbench import a_tokenizer, classifier, make, pad, rows
 from tests.hub.server import READER, Hub
@@ -304,3 +305,13 @@ def test_trackio_is_not_asked_to_publish_losses(tmp_path: Path) -> None:
         pytest.skip("this version of Transformers has no static Trackio space")
     assert make(tmp_path).args.trackio_static_space_id is False
     assert make(tmp_path, trackio_static_space_id="me/losses").args.trackio_static_space_id == "me/losses"
+
+
+@pytest.mark.parametrize("text", ["# experiment log: train loss 0.123\n", None])
+def test_a_card_that_another_process_wrote_does_not_go_up(trained: Any, tmp_path: Path, text: str | None) -> None:
+    trained.save_model(str(tmp_path / "model"))
+    card = tmp_path / "model" / "README.md"
+    assert checked_card(tmp_path / "model") == card.read_bytes()
+    card.unlink() if text is None else card.write_text(text)
+    with pytest.raises(LedgerError, match=r"there is no README\.md|is not the card of privacy\.json"):
+        upload(tmp_path / "model", "someone/model", message="x")

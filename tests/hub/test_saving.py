@@ -123,6 +123,27 @@ def test_what_a_subclass_saves_is_the_models(tmp_path: Path) -> None:
     assert (tmp_path / "training_args.bin").exists(), "as Trainer leaves it"
 
 
+def test_of_what_a_tokenizer_saves_all_goes_with_the_model_or_is_said(tmp_path: Path, caplog: Any) -> None:
+    run = trainer(tmp_path)
+    run.train()
+    texts = ("pieces.txt", "vocab.bpe", "lexicon.vocab", "language_model/unigrams.txt", "language_model/5gram.arpa")
+    own = type(run)._save
+
+    class Saving(type(run)):  # type: ignore[misc]
+        def _save(self, output_dir: Any = None, state_dict: Any = None) -> None:
+            own(self, output_dir, state_dict)
+            for name in (*texts, "words.txt", "vocab.pkl"):
+                (Path(output_dir) / name).parent.mkdir(exist_ok=True)
+                (Path(output_dir) / name).write_text("a")
+
+    run.__class__ = Saving
+    with caplog.at_level("WARNING", "hf_dp"):
+        run.save_model()
+    assert set(texts) < set(json.loads((tmp_path / "privacy.json").read_text())["files"])
+    assert "never published, as such files could hold private data: vocab.pkl, words.txt." in caplog.text
+    assert "words.txt" not in str([check for check in verify(tmp_path).checks if not check.passed])
+
+
 def test_two_saves_at_once_follow_one_another(tmp_path: Path) -> None:
     run = another(tmp_path)
     threads = [threading.Thread(target=run.save_model) for _ in range(4)]

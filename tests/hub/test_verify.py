@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import os
 import re
 import shutil
 from collections.abc import Callable
@@ -357,6 +358,27 @@ def test_report_shows_a_run_that_is_newer_than_the_finished_one_beside_it(saved:
     run.save_model()
     assert json.loads(invoke("report", str(copy), "--json").stdout)["source"] == str(copy)
     assert "older" not in invoke("report", str(saved)).stdout
+
+
+def test_report_of_one_run_does_not_ask_the_clock(copy: Path) -> None:
+    for name in ("seed-9", "checkpoint-²", "checkpoint-3x"):
+        shutil.copytree(copy / "checkpoint-2", copy / name)
+    os.utime(copy / "checkpoint-2" / "privacy.json")
+    values = json.loads(invoke("report", str(copy), "--json").stdout)
+    assert (values["source"], values["report"]["steps"]) == (str(copy), 4)
+    (copy / "privacy.json").unlink()
+    (copy / "checkpoint-1").mkdir()
+    (copy / "checkpoint-1" / "privacy.json").write_text("damaged")
+    os.utime(copy / "checkpoint-1" / "privacy.json", (0, 0))
+    assert json.loads(invoke("report", str(copy), "--json").stdout)["source"].endswith("checkpoint-4")
+
+
+def test_no_name_is_not_this_folder(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(copy)
+    for command in ("report", "verify"):
+        said = invoke(command, "")
+        assert (said.exit_code, "'' is no directory" in said.stderr) == (2, True)
+    assert invoke("verify", ".").exit_code == 0
 
 
 def test_report_of_a_folder_without_a_record_is_refused(tmp_path: Path) -> None:

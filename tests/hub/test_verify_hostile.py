@@ -144,6 +144,23 @@ AROUND: dict[str, tuple[str, str]] = {
     "style before": ("<style>table { display: none }</style>\n\n", ""),
     "style behind": ("", "\n\n<style>table { display: none }</style>"),
     "list": ("- ", ""),
+    "no comment": ("<!--> <div style='display:none'> -->\n\n", ""),
+    "no comment either": ("<!---> <div style='display:none'> -->\n\n", ""),
+    "comment with another end": ("<!-- a --!> <div style='display:none'> -->\n\n", ""),
+    "comment with a blank in its end": ("<!-- a -- > <div hidden> -->\n\n", ""),
+    "CDATA": ("<![CDATA[ > <div hidden> ]]>\n\n", ""),
+    "instruction before": ("<?x > <div hidden> ?>\n\n", ""),
+    "declaration before": ("<!X '>' <div hidden> >\n\n", ""),
+    "end of nothing": ("<div></ x='<!--'><!-- '> --></div>\n\n", ""),
+    "text for tags": ("<textarea><!-- </textarea><div hidden> --></textarea>\n\n", ""),
+    "title for tags": ("<title><!-- </title><div hidden> --></title>\n\n", ""),
+    "body": ("<body hidden></body>\n\n", ""),
+    "dialog": ("<dialog open>Epsilon is 0.1.</dialog>\n\n", ""),
+    "laid over it": ("<div style='position:fixed;inset:0;background:white'>no</div>\n\n", ""),
+    "laid over it from behind": ("", "\n\n<div style='margin-top: -90em; background: white'>no</div>"),
+    "laid over it by a class": ("<div class='fixed inset-0 bg-white'>no</div>\n\n", ""),
+    "an escape in its style": ("<div style='p\\6fsition:fixed'>no</div>\n\n", ""),
+    "a comment in its style": ("<div style='a:b;/*;*/position:fixed'>no</div>\n\n", ""),
 }
 
 
@@ -152,6 +169,20 @@ def test_a_privacy_section_that_nobody_sees_is_noticed(copy: Path, case: str) ->
     before, behind = AROUND[case]
     in_text(lambda text: text.replace(BEGIN, before + BEGIN).replace(END, END + behind))(copy)
     assert failed(copy).startswith("card, visible: "), failed(copy)
+
+
+@pytest.mark.parametrize("end", ["\u2028", "\x0c", "\x0b", "\x85"])
+def test_a_section_on_one_line_is_noticed(copy: Path, end: str) -> None:
+    text = (copy / "README.md").read_text()
+    section = text[text.index(BEGIN) : text.index(END)]
+    in_text(lambda card: card.replace(section, section.replace("\n", end)))(copy)
+    assert "card, text" in failed(copy)
+
+
+def test_a_mark_of_the_byte_order_is_no_difference(copy: Path) -> None:
+    card = copy / "README.md"
+    card.write_bytes(b"\xef\xbb\xbf" + card.read_bytes())
+    assert verify(copy).private, failed(copy)
 
 
 @pytest.mark.parametrize("before", ["    ", "> "])
@@ -179,6 +210,8 @@ def test_a_section_in_the_metadata_is_none(copy: Path) -> None:
         '<p align="center"><img src="a.png"></p>\n\n',
         "Use `<mask>` and\n\n```html\n<div hidden>\n```\n\n",
         "<!-- a note -->\n\n<details><summary>More</summary>\n\ntext\n\n</details>\n\n",
+        '<div align="center" style="text-align: center; margin: 0 auto"><img src="a.png" width="60%"/></div>\n\n',
+        "<!--- a note --->\n\n`<!-->` and <!-- two -- notes --> `<![CDATA[`\n\n",
         "a < b\n- [link](x)\n\n| a |\n| - |\n| b |\n\n",
     ],
 )
@@ -207,7 +240,10 @@ def test_a_section_is_not_written_into_code_nor_between_crossed_marks(copy: Path
     ["_evil.py", "chat_template.jinja", "added_tokens.json", "special_tokens_map.json", "tokenizer.json", "vocab.txt",
      "additional_chat_templates/rag.jinja", "custom_generate/generate.py", "custom_generate/requirements.txt",
      "modules.json", "1_Pooling/config.json", "quantized/model.gguf", "PYTORCH_MODEL.BIN", "Trainer_State.json",
-     ".hidden.py", "license.py", "model", "training_args.py", "optimizer.safetensors"],
+     ".hidden.py", "license.py", "model", "training_args.py", "optimizer.safetensors", "_hf_dp_evil.py", "runs/evil.py",
+     "checkpoint-1/evil.py", "_saved/evil.py", "_saving/EVIL.PY", "_savx/evil.json", "logs/model.safetensors",
+     "seed-0/config.json", "checkpoint-x/config.json", "checkpoint-2/pytorch_model.bin", "sub/training_args.bin",
+     "custom_generate/notes.txt", "my_vocab.txt", "pieces.txt", "data/train.py"],
 )  # fmt: skip
 def test_what_is_not_known_to_be_harmless_is_strange(copy: Path, name: str) -> None:
     (copy / name).parent.mkdir(exist_ok=True)
@@ -234,10 +270,23 @@ def test_a_linked_folder_is_seen(copy: Path, tmp_path: Path) -> None:
 def test_what_is_harmless_and_what_training_leaves_is_no_difference(copy: Path) -> None:
     for name in (".gitattributes", "LICENSE", "license.txt", "NOTES.md", "figure.png", ".cache/huggingface/x.metadata",
                  "all_results.json", "rng_state_1.pth", "runs/a/events.out.tfevents.1", "final/privacy.json",
-                 "final/model.safetensors"):  # fmt: skip
+                 "final/model.safetensors", "notes.txt", "log.txt", "metrics.json", "requirements.txt", "nohup.out",
+                 "slurm-1.out", "x.npy", "plots/x.html", "wandb/run/files/config.yaml", "wandb/run-1.wandb",
+                 "mlruns/0/params/lr", "tensorboard/events.out.tfevents.1", "logs/a.txt",
+                 "_saved/checkpoint-2/config.json", "_hf_dp_lock", "checkpoint-2/rng_state_0.pth"):  # fmt: skip
         (copy / name).parent.mkdir(parents=True, exist_ok=True)
         (copy / name).write_text("")
     assert verify(copy).private, failed(copy)
+
+
+def test_of_the_models_own_code_a_checkpoint_has_a_copy(copy: Path) -> None:
+    for name in ("modeling.py", "checkpoint-2/modeling.py"):
+        (copy / name).write_text("VALUE = 1")
+    in_record("files", to=lambda files: {**files, "modeling.py": sha256(copy / "modeling.py")})(copy)
+    seal(copy)
+    assert verify(copy).private, failed(copy)
+    (copy / "checkpoint-2" / "modeling.py").write_text("VALUE = 2")
+    assert "checkpoint-2/modeling.py" in failed(copy)
 
 
 def test_many_strange_files_are_counted(copy: Path) -> None:
