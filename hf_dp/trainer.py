@@ -439,9 +439,15 @@ class DPTrainerMixin(RestoringMixin, CheckpointMixin, LayoutsMixin, PublishingMi
 
     def _micro_batches(self, inputs: dict[str, Any]) -> Iterator[Batch]:
         """Of one logical batch, once those that are wider or narrower than all before are known to do no harm."""
+        loader: Any = self.callback_handler.train_dataloader
         for rows in inputs.get("unlike", []):
             with unchanged_global_state():
-                self._check_padding(rows)
+                known = self._left_padding.counts_columns
+                together = self._prepare_inputs(loader.collate_fn.collated(rows))
+                if self._left_padding.counts_columns == known:
+                    self._check_padding(rows)
+                else:  # The first that is padded on the left: from now on all batches have positions.
+                    self._certify(together, rows)
         return map(self._prepare_inputs, inputs["micro_batches"])
 
     def _chosen_rows(self, sparse: SparseTraining, model: nn.Module) -> TableRows | None:

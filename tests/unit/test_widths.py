@@ -13,11 +13,8 @@ Pair = tuple[str, str]
 
 def tokens(rows: list[Pair]) -> dict[str, Tensor]:
     """A source and a target, as wide as the longest in words; of the rows themselves nothing tells it."""
-    columns = {name: [row[i].split() for row in rows] for i, name in enumerate(("input_ids", "labels"))}
-    return {
-        name: torch.tensor([[len(word) for word in words] + [0] * (max(map(len, column)) - len(words)) for words in column])
-        for name, column in columns.items()
-    }
+    counts = {name: [len(row[i].split()) for row in rows] for i, name in enumerate(("input_ids", "labels"))}
+    return {name: torch.tensor([[1] * n + [0] * (max(ns) - n) for n in ns]) for name, ns in counts.items()}
 
 
 def pair(source: int, target: int) -> Pair:
