@@ -25,12 +25,10 @@ class Extremes(NamedTuple):
         rows: the shortest, the longest, those with the least and the greatest number, and those without one.
         uneven: those among them with the shortest and the longest lists, where there are different lengths; the
             shortest first.
-        is_complete: whether the lengths of all lists are known, so that no others are longer or shorter.
     """
 
     rows: list[int]
     uneven: list[int]
-    is_complete: bool
 
 
 def extreme_rows(dataset: Any) -> Extremes:
@@ -47,15 +45,14 @@ def extreme_rows(dataset: Any) -> Extremes:
         found[name, what] = max(found.get((name, what), (value, row)), (value, row))
 
     if isinstance(dataset, (list, tuple)) and all(isinstance(row, Mapping) for row in dataset):
-        is_complete = True
         for i, row in enumerate(dataset):
             for name, value in row.items():
                 note(name, "longest", length_of(value), i)
                 note(name, "shortest", -length_of(value), i)
     elif isinstance(dataset, Dataset) and dataset.format["type"] != "custom":
-        is_complete = _note_columns(dataset, note)
+        _note_columns(dataset, note)
     else:
-        return Extremes([], [], is_complete=False)
+        return Extremes([], [])
     pairs = [
         (best, found[name, what.replace("longest", "shortest")])
         for (name, what), best in found.items()
@@ -63,23 +60,21 @@ def extreme_rows(dataset: Any) -> Extremes:
     ]
     uneven = [(long, short) for (most, long), (least, short) in pairs if most != -least]
     in_order = [short for _, short in uneven] + [long for long, _ in uneven]
-    return Extremes(sorted({row for _, row in found.values()}), list(dict.fromkeys(in_order)), is_complete)
+    return Extremes(sorted({row for _, row in found.values()}), list(dict.fromkeys(in_order)))
 
 
-def _note_columns(dataset: Dataset, note: Callable[[str, str, int, int], None]) -> bool:
-    """Notes what is extreme in each column, and tells whether all of them have lengths that are known."""
+def _note_columns(dataset: Dataset, note: Callable[[str, str, int, int], None]) -> None:
+    """Notes what is extreme in each column."""
     table, selected = dataset.data.table, dataset._indices
     # Where a row of the table is in the dataset; a selection, or a shuffled dataset, is a list of rows of its table.
     places = np.arange(len(table))
     if selected is not None:
         places = np.full(len(table), -1)
         places[selected.column(0).to_numpy()] = np.arange(len(dataset))
-    is_complete = True
     for name in dataset.format["columns"]:
         kind = table.schema.field(name).type
         innermost = _innermost(kind)
         if not (pa.types.is_primitive(innermost) or _is_text(innermost)):
-            is_complete = False
             continue
         begin = 0
         for chunk in table.column(name).chunks:
@@ -91,7 +86,6 @@ def _note_columns(dataset: Dataset, note: Callable[[str, str, int, int], None]) 
                     part, rows = part.take(np.flatnonzero(rows >= 0)), rows[rows >= 0]
                 for what, value, row in _extremes(part):
                     note(name, what, value, int(rows[row]))
-    return is_complete
 
 
 def _extremes(column: pa.Array) -> Iterator[tuple[str, int, int]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,54 +14,42 @@ from hf_dp.extremes import Extremes
 from hf_dp.per_example.batch import Batch
 from hf_dp.per_example.independence import different_pair
 from hf_dp.sampling import length, length_of
+from hf_dp.widths import Measure, Widths, by_width, outermost
 
 _ROWS = 32
 _KEPT = 5
-# As short as a row is made: what has a threshold in the length (block-sparse attention, say) is below it then.
-_SHORT = 4
 _FEW_TOKENS = 16
 
 
-def telling_rows(dataset: Any) -> list[Any]:
-    """About five rows from all over `dataset`, the shortest first; data that is sorted begins with many alike."""
-    rows = sorted((dataset[i] for i in _spread(len(dataset), _ROWS)), key=length)
-    middle = rows[:: max(1, len(rows) // _KEPT)]
-    return middle if length(middle[-1]) == length(rows[-1]) else [*middle, rows[-1]]
+def telling_rows(dataset: Any, measure: Measure) -> list[Any]:
+    """About five rows from all over `dataset`, the narrowest first; data that is sorted begins with many alike.
+
+    Args:
+        measure: see `by_width`. Rows that it fails on come first; what they do is for others to say.
+    """
+
+    def tried(row: Any) -> Widths:
+        try:
+            return measure(row)
+        except Exception:  # noqa: BLE001
+            return {}
+
+    rows, ends = by_width([dataset[i] for i in _spread(len(dataset), _ROWS)], tried)
+    return [rows[i] for i in sorted({*ends, *range(0, len(rows), max(1, len(rows) // _KEPT))})]
 
 
 def _spread(n: int, count: int) -> list[int]:
     return list(range(n)) if n <= count else [i * (n - 1) // (count - 1) for i in range(count)]
 
 
-def uneven_rows(dataset: Any, extremes: Extremes, few: Sequence[Any], run: Callable[[list[Any]], object]) -> list[Any]:
-    """Rows of different lengths, the shortest first, which show whether padding leaks from one into another.
-
-    Where all lengths are known, the shortest and the longest of `dataset`. Where they are not, two of `few`, and what
-    is left of one when a piece is cut out of its middle: even if rows that were looked at are all of one length, others
-    need not be. Nothing is cut out of rows that were padded to one length before, as their masks show.
+def uneven_rows(dataset: Any, extremes: Extremes, few: Sequence[Any], measure: Measure) -> list[Any]:
+    """The narrowest and the widest rows that are known, which show whether padding leaks from one into another.
 
     Args:
         few: see `telling_rows`.
-        run: takes several rows through the collator and the model. What was cut and cannot go through is left out.
+        measure: see `by_width`.
     """
-    if extremes.is_complete:
-        return [dataset[i] for i in extremes.uneven] or list(few[:2])
-    rows = [few[0], few[-1]] if len(few) > 1 else list(few)
-    if length(rows[0]) == length(rows[-1]) and any(_is_padded(row) for row in few):
-        return rows
-    made = []
-    for kept in (_SHORT, length(rows[-1]) // 2):
-        row = _cut(rows[-1], kept)
-        try:
-            assert row is not None
-            run([row])
-            run([row, rows[-1]])
-        except torch.OutOfMemoryError:
-            raise
-        except Exception:  # noqa: BLE001
-            continue
-        made.append(row)
-    return sorted([*made, *rows], key=length)
+    return outermost([*few, *(dataset[i] for i in extremes.uneven)], measure)
 
 
 def short_rows(few: Sequence[Any], batch: Callable[[list[Any]], Batch], loss: Callable[[Batch], Tensor]) -> list[Any]:
@@ -83,11 +71,6 @@ def short_rows(few: Sequence[Any], batch: Callable[[list[Any]], Batch], loss: Ca
         return list(few)
     is_telling = bool((losses.isfinite() & losses.ne(0)).all()) and different_pair(together) is not None
     return cut if is_telling else list(few)
-
-
-def _is_padded(row: Any) -> bool:
-    mask = row.get("attention_mask") if isinstance(row, Mapping) else None
-    return mask is not None and not np.asarray(mask).all()
 
 
 def _cut(row: Any, kept: int) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Iterator, Mapping, Sized
 from contextlib import AbstractContextManager, nullcontext
@@ -11,7 +12,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from hf_dp.errors import ConfigurationError, HfDpError
-from hf_dp.randomness import Entropy, bernoulli, secret_global_state
+from hf_dp.randomness import Entropy, bernoulli, secret_global_state, unchanged_global_state
+from hf_dp.widths import Checked, Widths, widths_of
 
 Randomness = Callable[[], AbstractContextManager[None]]
 
@@ -159,8 +161,7 @@ class LogicalBatchCollator:
         reproducible: leave the randomness of collating, and of reading rows for it, to the global seeds (not private).
 
     Attributes:
-        held: a short row, and the length of the longest that it was held against (see `check_padding`); None where no
-            row can be longer.
+        checked: the widths that micro-batches may have without more ado; None: any.
         name: of the user's function.
 
     Raises:
@@ -179,15 +180,16 @@ class LogicalBatchCollator:
         _refuse_packing(collate)
         self._micro_batch_size = micro_batch_size
         self._collate = collate
-        self.held: tuple[Any, int] | None = None
+        self.checked: Checked | None = None
         self.name = _name(getattr(collate, "data_collator", collate))
         self.randomness: Randomness = nullcontext if reproducible else secret_global_state
 
     def __call__(self, examples: list[Any]) -> dict[str, Any]:
         """`{"micro_batches": [what the collator returned, ...], "n": number of examples}`; no micro-batch if n is 0.
 
-        Where there are `DUMMY` rows, their micro-batches of one example each are under "dummies"; where a row is longer
-        than all before, the short row and this one, as they were read, are under "longer".
+        Where there are `DUMMY` rows, their micro-batches of one example each are under "dummies"; where micro-batches
+        are wider or narrower than all before, the rows to hold against one another are under "unlike", as they were
+        read, a list for each such micro-batch.
 
         Raises:
             ConfigurationError: the collator did not return a mapping with tensors of one row per example.
@@ -198,17 +200,23 @@ class LogicalBatchCollator:
         # Their sum does not depend on who shares a micro-batch, but the padding that is computed does.
         examples = sorted(examples, key=length)
         parts = [examples[start : start + size] for start in range(0, len(examples), size)]
-        longer: dict[str, list[Any]] = {}
-        if self.held is not None and examples and length(examples[-1]) > self.held[1]:
-            self.held = self.held[0], length(examples[-1])
-            longer = {"longer": [self.held[0], examples[-1]]}
         with self.randomness():
+            micro_batches = [self.collated(part) for part in parts]
+            unlike = []
+            if self.checked is not None:
+                found = zip(parts, micro_batches, strict=True)
+                unlike = [rows for part, batch in found if (rows := self.checked.beyond(part, batch, self.widths))]
             return {
-                "micro_batches": [self.collated(part) for part in parts],
+                "micro_batches": micro_batches,
                 "dummies": [self.collated([row]) for row in dummies],
                 "n": len(examples),
-                **longer,
+                **({"unlike": unlike} if unlike else {}),
             }
+
+    def widths(self, row: Any) -> Widths:
+        """Of one row by itself, which is what matters: what it is made of is the collator's affair."""
+        with unchanged_global_state():
+            return widths_of(self.collated([copy.deepcopy(row)]))
 
     def collated(self, examples: list[Any]) -> Mapping[str, Any]:
         """One micro-batch of `examples` (at least one), checked. Errors as for a call."""

@@ -65,12 +65,13 @@ from hf_dp.randomness import Entropy, unchanged_global_state
 from hf_dp.re_attention import remove_re_attention
 from hf_dp.restoring import RestoringMixin
 from hf_dp.resume import SavedRun, continued, note_trained_by, refuse_trained_by_another
-from hf_dp.sampling import LogicalBatchCollator, PoissonBatchSampler, PoissonDataLoader, RankSampler, length
+from hf_dp.sampling import LogicalBatchCollator, PoissonBatchSampler, PoissonDataLoader, RankSampler
 from hf_dp.sft import forget_batch_metrics, refuse_sft
 from hf_dp.sparse_embeddings import TableRows, find_tables, with_lazy_rows
 from hf_dp.sparse_training import SparseTraining, frozen, hide_from_wrapper, show_to_wrapper
 from hf_dp.state import unchanged_state
 from hf_dp.step import private_gradient
+from hf_dp.widths import Checked
 from hf_dp.written import WrittenGradients, gradient_norm
 
 logger = logging.getLogger(__name__)
@@ -227,7 +228,8 @@ class DPTrainerMixin(RestoringMixin, CheckpointMixin, LayoutsMixin, PublishingMi
         loader: Any = self._make_loader(self._require_plan().sampler)
         self._module.train()
         with unchanged_global_state(), unchanged_state(self._module):
-            few: Batch = self._prepare_inputs(loader.collate_fn.collated(telling_rows(loader.dataset)))
+            rows = telling_rows(loader.dataset, loader.collate_fn.widths)
+            few: Batch = self._prepare_inputs(loader.collate_fn.collated(rows))
             uses = survey(self._module, self._loss, few, rules=self.per_example_rules)
         tables = find_tables(self._module, uses | uses.read, config.tables)
         refuse_weight_decay(self, tables)
@@ -342,13 +344,13 @@ class DPTrainerMixin(RestoringMixin, CheckpointMixin, LayoutsMixin, PublishingMi
         self._module.train()
         with unchanged_global_state():
             with unchanged_state(self._module):
-                few = telling_rows(loader.dataset)
+                few = telling_rows(loader.dataset, collate.widths)
                 _, extremes = batch(few), extreme_rows(loader.dataset.dataset)
                 refuse_rows_that_fail(
                     loader.dataset, extremes.rows, few, lambda row: self._loss(self._module, batch([row]))
                 )
                 check_collator(collate, few)
-                uneven = uneven_rows(loader.dataset, extremes, few, lambda rows: self._loss(self._module, batch(rows)))
+                uneven = uneven_rows(loader.dataset, extremes, few, collate.widths)
                 # Padding first: what it shows is how all batches are completed, those of one length as well.
                 batch(uneven)
             short = batch(short_rows(few, batch, loss))
@@ -358,9 +360,8 @@ class DPTrainerMixin(RestoringMixin, CheckpointMixin, LayoutsMixin, PublishingMi
                 self._certify(batch(few), uneven)
             if self._has_usual_loss:
                 check_own_loss(self._module, short)
-        # Ranks that share weights would have to look at a longer row at the same time.
-        may_be_longer = not extremes.is_complete and not is_sharded(self._module)
-        collate.held = (uneven[0], max(map(length, uneven))) if may_be_longer else None
+        # Ranks that share weights would have to look at a wider row at the same time.
+        collate.checked = None if is_sharded(self._module) else Checked(uneven, collate.widths)
 
     def _certify(self, together: Batch, uneven: list[Any]) -> None:
         self._certificate = preflight(
@@ -418,14 +419,11 @@ class DPTrainerMixin(RestoringMixin, CheckpointMixin, LayoutsMixin, PublishingMi
         if callable(switch):
             switch()
         unwrapped = self.accelerator.unwrap_model(model)
-        if "longer" in inputs:
-            with unchanged_global_state():
-                self._check_padding(inputs["longer"])
         rows = None if self._sparse is None else self._chosen_rows(self._sparse, unwrapped)
         total = private_gradient(
             unwrapped,
             functools.partial(self._record, unwrapped),
-            map(self._prepare_inputs, inputs["micro_batches"]),
+            self._micro_batches(inputs),
             self._require_plan(),
             self.ledger,
             tables=rows,
@@ -439,6 +437,19 @@ class DPTrainerMixin(RestoringMixin, CheckpointMixin, LayoutsMixin, PublishingMi
             self._sparse.note()
         return self._note(total)
 
+    def _micro_batches(self, inputs: dict[str, Any]) -> Iterator[Batch]:
+        """Of one logical batch, once those that are wider or narrower than all before are known to do no harm."""
+        loader: Any = self.callback_handler.train_dataloader
+        for rows in inputs.get("unlike", []):
+            with unchanged_global_state():
+                known = self._left_padding.counts_columns
+                together = self._prepare_inputs(loader.collate_fn.collated(rows))
+                if self._left_padding.counts_columns == known:
+                    self._check_padding(rows)
+                else:  # The first that is padded on the left: from now on all batches have positions.
+                    self._certify(together, rows)
+        return map(self._prepare_inputs, inputs["micro_batches"])
+
     def _chosen_rows(self, sparse: SparseTraining, model: nn.Module) -> TableRows | None:
         """The embedding tables of the next step; DP-FEST's rows are chosen where it is time to."""
         loader: Any = self.callback_handler.train_dataloader
@@ -446,9 +457,7 @@ class DPTrainerMixin(RestoringMixin, CheckpointMixin, LayoutsMixin, PublishingMi
         def examples(rows: Sequence[int]) -> Iterator[Batch]:
             for start in range(0, len(rows), self._expected_batch_size):
                 few = list(rows[start : start + self._expected_batch_size])
-                yield from map(
-                    self._prepare_inputs, loader.collate_fn(loader.dataset.__getitems__(few))["micro_batches"]
-                )
+                yield from self._micro_batches(loader.collate_fn(loader.dataset.__getitems__(few)))
 
         if self.budget_is_left():
             sparse.before_step(self.ledger.steps, self.ledger, functools.partial(self._whole, model), examples)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -267,30 +268,85 @@ class Lazy(torch.utils.data.Dataset[Any]):
         return self.data[index]
 
 
+@dataclasses.dataclass
+class Example:
+    ids: list[int]
+
+
+def as_text(row: dict[str, Any]) -> str:
+    """Of as many characters, whatever its tokens are."""
+    return " ".join(map(str, row["input_ids"])).ljust(100, "!")
+
+
+# What a row is, and how the collator gets its tokens out of it.
+AS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], list[int]]]] = {
+    "a list": (lambda row: row, lambda row: row["input_ids"]),
+    "a tuple": (lambda row: (row["input_ids"], 0), lambda row: row[0]),
+    "text": (as_text, lambda row: [int(word) for word in row.rstrip("!").split()]),
+    "a column of text": (lambda row: {"text": as_text(row)}, lambda row: AS["text"][1](row["text"])),
+    "a dataclass": (lambda row: Example(row["input_ids"]), lambda row: row.ids),
+    "nested": (lambda row: {"chat": [{"ids": row["input_ids"]}]}, lambda row: row["chat"][0]["ids"]),
+    "a tensor (1, T)": (lambda row: torch.tensor([row["input_ids"]]), lambda row: row[0].tolist()),
+    "beside a longer list": (lambda row: {**row, "features": [0.5] * 50}, lambda row: row["input_ids"]),
+}
 KINDS: dict[str, Callable[[list[Any]], Any]] = {
     "a list": lambda data: data,
     "a Hugging Face dataset": datasets.Dataset.from_list,
     "with a transform": lambda data: datasets.Dataset.from_list(data).with_transform(lambda rows: rows),
     "a torch dataset": Lazy,
 }
+# Of these the shortest and the longest row are known at the start, wherever they are.
+KNOWN = [("a list", "a list"), ("a list", "beside a longer list"), ("a Hugging Face dataset", "a list")]
+UNKNOWN = [
+    *(("a list", form) for form in AS if (("a list", form)) not in KNOWN),
+    ("a Hugging Face dataset", "a column of text"),
+    ("a Hugging Face dataset", "nested"),
+    ("with a transform", "a list"),
+    ("a torch dataset", "a list"),
+    ("a torch dataset", "beside a longer list"),
+]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+def parts_of(kind: str, form: str, data: list[dict[str, Any]]) -> dict[str, Any]:
+    wrap, tokens = AS[form]
+
+    def collate(examples: list[Any]) -> dict[str, Tensor]:
+        return without_mask_for_language([{"input_ids": tokens(example)} for example in examples])
+
+    return {"data_collator": collate, "train_dataset": KINDS[kind]([wrap(row) for row in data])}
+
+
+@pytest.mark.parametrize(("kind", "form"), KNOWN)
 @pytest.mark.parametrize("where", [0, 337, 799])
-def test_failure_30_one_long_row_wherever_it_is(tmp_path: Path, where: int, kind: str) -> None:
+def test_failure_30_one_long_row_wherever_it_is(tmp_path: Path, where: int, kind: str, form: str) -> None:
     data = rows(800, low=6, high=6)
     data[where]["input_ids"] = list(range(3, 33))
-    parts = {"data_collator": without_mask_for_language, "train_dataset": KINDS[kind](data)}
-    refused(tmp_path, PreflightError, "in a batch", fnet(), at_once=False, parts=parts)
+    given = {"parts": parts_of(kind, form, data), "remove_unused_columns": False}
+    refused(tmp_path, PreflightError, "in a batch", fnet(), at_once=False, **given)
 
 
-@pytest.mark.parametrize("short", [3, 30])
-def test_failure_30_a_switch_that_one_short_row_turns_for_good(tmp_path: Path, short: int) -> None:
-    """BigBird goes over to full attention; where no row is short, one that is made of another shows it."""
+@pytest.mark.parametrize("length", [3, 30])
+@pytest.mark.parametrize(("kind", "form"), UNKNOWN)
+def test_failure_30_one_row_of_another_length_is_refused_when_it_is_drawn(
+    tmp_path: Path, kind: str, form: str, length: int
+) -> None:
+    """What a row is made of tells nothing; what the collator makes of it does."""
+    data = rows(800, low=6, high=6)
+    at_the_start = {i * 799 // 31 for i in range(32)}
+    first = next(i for i in draws(7, 1, n=800)[0] if i not in at_the_start)
+    data[first]["input_ids"] = list(range(3, 3 + length))
+    # By itself in its micro-batch, for a narrow one.
+    given = {"parts": parts_of(kind, form, data), "remove_unused_columns": False, "per_device_train_batch_size": 1}
+    given["gradient_accumulation_steps"] = 8
+    refused(tmp_path, PreflightError, "in a batch", fnet(), at_once=False, **given)
+
+
+def test_failure_30_a_switch_that_one_short_row_turns_for_good(tmp_path: Path) -> None:
+    """BigBird goes over to full attention."""
     config = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 20}
     sparse = AutoConfig.for_model("big_bird", vocab_size=VOCABULARY, block_size=2, num_random_blocks=1, **config)
     data = rows(low=30, high=40)
-    data[31]["input_ids"] = data[31]["input_ids"][:short]
+    data[31]["input_ids"] = data[31]["input_ids"][:3]
     parts = {"data_collator": pad_for_language, "train_dataset": Lazy(data)}
     model = AutoModelForMaskedLM.from_config(sparse)
     words = r"change bert\.attention_type from 'block_sparse' to 'original_full', and it stays so"
@@ -319,8 +375,8 @@ def test_failure_30_a_row_longer_than_any_before_is_looked_at_before_it_counts(t
     assert make(tmp_path, models[1], parts={**parts, "train_dataset": Lazy(data)}).train().global_step == 4
 
 
-@pytest.mark.parametrize("kind", ["a list", "a Hugging Face dataset"])
-def test_failure_30_rows_that_are_known_to_be_of_one_length_have_no_padding(tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_failure_30_rows_of_one_length_have_no_padding(tmp_path: Path, kind: str) -> None:
     parts = {"data_collator": without_mask_for_language, "train_dataset": KINDS[kind](rows(low=6, high=6))}
     assert make(tmp_path, fnet(), parts=parts).train().global_step == 4
 

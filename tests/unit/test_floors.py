@@ -22,6 +22,7 @@ FLOORS = {
     "disk": 0,
     "accounting": 1,
     "sampling": 1,
+    "widths": 0,
     "losses": 1,
     "per_example": 1,
     "clipping": 1,

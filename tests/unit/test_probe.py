@@ -12,7 +12,8 @@ import torch
 import hf_dp.extremes as extremes
 import hf_dp.state as state
 from hf_dp.errors import ConfigurationError, PreflightError, UnsupportedModelError
-from hf_dp.probe import refuse_rows_that_fail, short_rows, uneven_rows
+from hf_dp.probe import refuse_rows_that_fail, short_rows, telling_rows, uneven_rows
+from hf_dp.widths import widths_of
 
 ROWS = [
     {"input_ids": [3, 4], "labels": 1},
@@ -91,9 +92,9 @@ def test_columns_that_are_not_known_or_not_of_whole_numbers_tell_nothing() -> No
 
 def test_the_shortest_and_the_longest_where_there_are_different_lengths() -> None:
     found = extremes.extreme_rows(table(ROWS))
-    assert (found.uneven, found.is_complete) == ([3, 2], True)
+    assert found.uneven == [3, 2]
     assert extremes.extreme_rows(ROWS).uneven == [3, 2]
-    assert extremes.extreme_rows(table(ROWS).select([0, 1, 4])) == ([0, 1, 2], [], True)
+    assert extremes.extreme_rows(table(ROWS).select([0, 1, 4])) == ([0, 1, 2], [])
     sounds = [{"input_values": [0.5] * n} for n in (7, 3, 9)]
     assert extremes.extreme_rows(table(sounds)).uneven == [1, 2]
     assert extremes.extreme_rows(table(sounds).shuffle(seed=3)).uneven == [
@@ -101,36 +102,35 @@ def test_the_shortest_and_the_longest_where_there_are_different_lengths() -> Non
     ]
     assert extremes.extreme_rows(table([{"text": "aa"}, {"text": ""}, {"text": "aaa"}])).uneven == [1, 2]
     for unknown in (table(ROWS).with_transform(lambda rows: rows), table([{"turns": [{"text": "a"}]}])):
-        assert extremes.extreme_rows(unknown) == ([], [], False)
+        assert extremes.extreme_rows(unknown) == ([], [])
 
 
-def uneven(data: list[dict[str, Any]], run: Any = lambda rows: None) -> list[Any]:
-    return uneven_rows(data, extremes.Extremes([], [], is_complete=False), data, run)
+def padded(chosen: list[Any]) -> dict[str, torch.Tensor]:
+    longest = max(len(row["input_ids"]) for row in chosen)
+    return {"input_ids": torch.tensor([row["input_ids"] + [0] * (longest - len(row["input_ids"])) for row in chosen])}
 
 
-def test_rows_of_other_lengths_are_cut_where_lengths_are_not_known() -> None:
-    row = {"input_ids": list(range(10)), "mask": torch.ones(10), "text": "abcdefghij", "labels": [1, 2], "n": 3}
-    short, half, *whole = uneven([row, row])
-    assert whole == [row, row]
-    assert short["input_ids"] == [0, 1, 8, 9]
-    assert half["input_ids"] == [0, 1, 2, 8, 9]
-    assert (short["mask"].tolist(), short["text"], short["labels"], short["n"]) == ([1.0] * 4, "abij", [1, 2], 3)
-    image = {"pixel_values": torch.ones(3, 8, 8), "labels": 1}
-    assert uneven([image, image]) == [image, image]
+def measure(row: Any) -> Any:
+    return widths_of(padded([row]))
 
 
-def test_what_was_cut_and_does_not_go_through_is_left_out() -> None:
-    def run(rows: list[Any]) -> None:
-        if min(len(row["input_ids"]) for row in rows) < 5:
-            raise ValueError("too short")
+def test_rows_from_all_over_the_narrowest_first_with_those_that_fail_before_them() -> None:
+    data: list[Any] = [{"input_ids": [3] * (5 + i % 7), "same": [0.5] * 100} for i in range(400)]
+    data[399]["input_ids"], data[0] = [3] * 90, {"text": "no ids"}
+    first, *few = telling_rows(data, measure)
+    sizes = [len(row["input_ids"]) for row in few]
+    assert first is data[0]
+    assert sizes == sorted(sizes)
+    assert sizes[-1] == 90
+    assert len(few) <= 8
 
-    row = {"input_ids": list(range(10))}
-    assert [len(found["input_ids"]) for found in uneven([row, row], run)] == [5, 10, 10]
 
-
-def test_rows_that_were_padded_to_one_length_are_not_cut() -> None:
-    padded = [{"input_ids": [3, 4, 5, 6, 0], "attention_mask": [1, 1, 1, 1, 0]}, {"input_ids": [3] * 5}]
-    assert uneven(padded) == padded
+def test_the_rows_known_to_be_longest_and_shortest_are_among_the_uneven() -> None:
+    data = [{"input_ids": [3] * n} for n in (5, 2, 5, 9, 5)]
+    found = extremes.extreme_rows(data)
+    assert uneven_rows(data, found, [data[0], data[2]], measure) == [data[1], data[3]]
+    alike = [data[0], data[2], data[4]]
+    assert uneven_rows(alike, extremes.extreme_rows(alike), alike, measure) == [data[0], data[4]]
 
 
 def test_rows_are_cut_short_for_the_oracle_unless_they_show_less_then() -> None:

@@ -1,0 +1,86 @@
+"""How wide a collator makes rows: what may change the gradients of others, whatever the rows were made of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+# Of each axis after the first of each tensor, under the tensor's name and the number of the axis.
+Widths = dict[tuple[str, int], int]
+Measure = Callable[[Any], Widths]
+
+
+def widths_of(batch: Mapping[str, Any]) -> Widths:
+    """Of what a collator made of one row or several."""
+    found: Widths = {}
+    for name, value in batch.items():
+        if isinstance(value, Mapping):
+            found.update({(f"{name}.{inner}", axis): n for (inner, axis), n in widths_of(value).items()})
+        elif isinstance(value, Tensor):
+            found.update({(name, axis): n for axis, n in enumerate(value.shape[1:])})
+    return found
+
+
+def by_width(rows: Sequence[Any], measure: Measure) -> tuple[list[Any], list[int]]:
+    """Rows, the narrowest first, and the places of the first, the last, and the least and the greatest of each axis.
+
+    Args:
+        measure: the widths of a row that is collated by itself.
+    """
+    measured = sorted(((row, measure(row)) for row in rows), key=lambda pair: sum(pair[1].values()))
+    places = range(len(measured))
+    ends = {*places[:1], *places[-1:]}
+    for name in {name for _, widths in measured for name in widths}:
+        sizes = [widths.get(name, 0) for _, widths in measured]
+        # The first of the least and the last of the greatest: where all axes grow together, these are two rows.
+        ends |= {min(places, key=sizes.__getitem__), max(reversed(places), key=sizes.__getitem__)}
+    return [row for row, _ in measured], sorted(ends)
+
+
+def outermost(rows: Sequence[Any], measure: Measure) -> list[Any]:
+    """The narrowest and the widest of `rows`, in each axis, the narrowest first; two of them where all are alike."""
+    in_order, ends = by_width(rows, measure)
+    return [in_order[i] for i in ends]
+
+
+class Checked:
+    """The widths between which rows were held against one another (see `check_padding`).
+
+    Args:
+        rows: at least one, which were.
+        measure: see `by_width`.
+    """
+
+    def __init__(self, rows: Sequence[Any], measure: Measure) -> None:
+        self._least: Widths = {}
+        self._most: Widths = {}
+        self._rows = self._widened(rows, measure)
+
+    def beyond(self, rows: Sequence[Any], batch: Mapping[str, Any], measure: Measure) -> list[Any]:
+        """Rows to hold against one another now, the narrowest first; none where `batch` is as wide as others were.
+
+        Args:
+            rows: of one micro-batch.
+            batch: what the collator made of them.
+        """
+        found = widths_of(batch)
+        if all(self._least.get(name, n + 1) <= n <= self._most[name] for name, n in found.items()):
+            return []
+        compared = outermost([*self._rows, *outermost(rows, measure)], measure)
+        self._note(found)
+        self._rows = self._widened(compared, measure)
+        return compared
+
+    def _widened(self, rows: Sequence[Any], measure: Measure) -> list[Any]:
+        """Notes the widths of `rows`; the narrowest and the widest, which later ones are held against."""
+        for row in rows:
+            self._note(measure(row))
+        in_order, _ = by_width(rows, measure)
+        return [in_order[0], in_order[-1]]
+
+    def _note(self, widths: Widths) -> None:
+        for name, n in widths.items():
+            self._least[name] = min(n, self._least.get(name, n))
+            self._most[name] = max(n, self._most.get(name, n))
