@@ -37,8 +37,8 @@ def full_precision(device: torch.device) -> Iterator[None]:
 def computed_in(model: nn.Module, batch: Mapping[str, Any], dtype: torch.dtype) -> Iterator[dict[str, Any]]:
     """Lets `model` compute in no fewer bits than `dtype` (float32 or float64), autocast and its own casts included.
 
-    What rounding does is told from what a model does. Nothing is checkpointed meanwhile. Parameters, buffers and `.grad` come back as they were, to the
-    bit. Shards (FSDP2), integers and quantised weights are left alone.
+    What rounding does is told from what a model does. Nothing is checkpointed meanwhile. Parameters, buffers and
+    `.grad` come back as they were, to the bit. Shards (FSDP2), integers and quantised weights are left alone.
 
     Yields:
         `batch` in as many bits.
