@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import copy
+import itertools
+import math
+from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -12,10 +16,13 @@ from hf_dp.errors import ConfigurationError
 from hf_dp.randomness import global_state, seed_global_state, unchanged_global_state
 from hf_dp.sampling import LogicalBatchCollator
 
-# With the first example in its place, each other place holds either example once; all are padded to one length.
+# With one example in its place, each other place holds either example once; all are padded to one length.
 _ARRANGEMENTS = ((0, 1, 1, 0), (0, 0, 1, 1), (0, 1, 0, 1), (0, 1, 1, 1))
-_ALIKE = (1, 1, 1, 1)
+_ALONE, _BESIDE = (0, 0, 0, 0), (0, 1, 1, 1)
 _STATES = 16
+# Two samples of 64 from one distribution, whatever it is, have distribution functions that are further apart than 0.6
+# with probability e * exp(-64 * 0.6^2) = 3e-10 at most (Wei and Dudley 2012, theorem 1).
+_SAMPLES, _APART = 64, 0.6
 
 Collated = dict[str, Tensor]
 
@@ -23,21 +30,20 @@ Collated = dict[str, Tensor]
 def check_collator(collate: LogicalBatchCollator, examples: list[Any]) -> None:
     """Refuses a collator whose row of one example depends on others, or whose random choice is one for all.
 
-    The first and the last of `examples` are collated in several arrangements, each under the same sixteen random
-    states; the first row must stay as it is. And four rows of one example must not be the same under every state, where
-    they are other ones under others. A choice for all behind choices for each row (how many tokens to mask, say) is not
-    seen.
+    Pairs of `examples` are collated in several arrangements, each under the same sixteen random states; the first row
+    must stay as it is. Where the other example is longer, so that the row is padded and numbers are drawn for more
+    elements, how many of its elements are changed, and their sum, must be distributed alike. And four rows of one
+    example must not be the same under every state, where they are other ones under others. A choice for all behind
+    choices for each row (how many tokens to mask, say) is not seen.
 
     Raises:
         ConfigurationError: with the collator's name.
     """
-    first, last = examples[0], examples[-1]
-
     draws = False
 
-    def collated(arrangement: tuple[int, ...], state: int) -> Collated:
+    def collated(pair: tuple[Any, Any], arrangement: tuple[int, ...], state: int) -> Collated:
         nonlocal draws
-        rows = [copy.deepcopy((first, last)[i]) for i in arrangement]
+        rows = [copy.deepcopy(pair[i]) for i in arrangement]
         with unchanged_global_state():
             seed_global_state(state)
             before = global_state()
@@ -45,8 +51,9 @@ def check_collator(collate: LogicalBatchCollator, examples: list[Any]) -> None:
             draws |= global_state() != before
         return {name: value for name, value in batch.items() if isinstance(value, Tensor)}
 
-    alike = [collated(_ALIKE, 0)]
-    if not _same(alike[0], collated(_ALIKE, 0)):
+    pairs = _pairs(examples)
+    alike = [collated(pairs[0], _ALONE, 0)]
+    if not _same(alike[0], collated(pairs[0], _ALONE, 0)):
         raise _refusal(
             collate,
             "draws other numbers under the same global random state",
@@ -55,9 +62,9 @@ def check_collator(collate: LogicalBatchCollator, examples: list[Any]) -> None:
             "let it draw from the global generators of torch, numpy or Python (leave its seed out): hf_dp seeds them.",
         )
     states = range(_STATES if draws else 1)
-    alike += [collated(_ALIKE, state) for state in states[1:]]
+    alike += [collated(pairs[0], _ALONE, state) for state in states[1:]]
     if any(not _same(alike[0], other) for other in alike) and all(
-        _row(batch, i, alike=batch) for batch in alike for i in range(1, len(_ALIKE))
+        _row(batch, i, alike=batch) for batch in alike for i in range(1, len(_ALONE))
     ):
         raise _refusal(
             collate,
@@ -66,8 +73,11 @@ def check_collator(collate: LogicalBatchCollator, examples: list[Any]) -> None:
             "the clipped sum moves by more than one example's bound.",
             "choose for each row by itself, in the dataset's transform (set_transform), say.",
         )
-    for state in states:
-        usual, *others = (collated(arrangement, state) for arrangement in _ARRANGEMENTS)
+    for pair, state in itertools.product(pairs, states):
+        usual, *others = (collated(pair, arrangement, state) for arrangement in _ARRANGEMENTS)
+        alone = collated(pair, _ALONE, state)
+        if _shapes(alone) == _shapes(usual):
+            others.append(alone)
         if not all(_row(batch, 0, alike=usual) for batch in others):
             raise _refusal(
                 collate,
@@ -77,11 +87,100 @@ def check_collator(collate: LogicalBatchCollator, examples: list[Any]) -> None:
                 "augment each example by itself, in the dataset's transform (set_transform), say; and draw for one row "
                 "after the other.",
             )
+    for pair in pairs if draws else ():
+        alone, beside = (collated(pair, arrangement, 0) for arrangement in (_ALONE, _BESIDE))
+        if _shapes(alone) == _shapes(beside):
+            continue
+        # Other states, so that the two samples are independent.
+        narrow = [collated(pair, _ALONE, state) for state in range(_SAMPLES)]
+        wide = [collated(pair, _BESIDE, _SAMPLES + state) for state in range(_SAMPLES)]
+        if (name := _another(narrow, wide)) is not None:
+            raise _refusal(
+                collate,
+                f"chooses otherwise for an example when a longer one is beside it ({name})",
+                "how much of a row is masked or changed depends on how far it is padded, so one long example would "
+                "change what all its neighbours add.",
+                "choose by the row's own length (where its attention mask is 1), or pad all rows to one length.",
+            )
+
+
+def _pairs(examples: list[Any]) -> list[tuple[Any, Any]]:
+    """The first and the last example, and one beside another of its label, each as the first of the pair."""
+    found = [(examples[0], examples[-1])]
+    labels = [_label(example) for example in examples]
+    indices = itertools.combinations(range(len(examples)), 2)
+    same = next(((i, j) for i, j in indices if labels[i] is not None and labels[i] == labels[j]), None)
+    if same is not None and same != (0, len(examples) - 1):
+        found.append((examples[same[0]], examples[same[1]]))
+    return [ordered for one, two in found for ordered in ((one, two), (two, one))]
+
+
+def _label(example: Any) -> Any:
+    """What number or name its class has; None where there is none."""
+    named = example if isinstance(example, Mapping) else {}
+    value: Any = next((named[name] for name in ("label", "labels", "label_ids") if name in named), None)
+    if hasattr(value, "item") and math.prod(np.shape(value)) == 1:
+        value = value.item()
+    return value if isinstance(value, (int, float, str)) else None
+
+
+def _another(narrow: list[Collated], wide: list[Collated]) -> str | None:
+    """The tensor of which the first row is distributed otherwise when it is padded; None where this is not seen."""
+    for name in narrow[0].keys() & wide[0].keys():
+        rows = [[batch[name][0] for batch in batches] for batches in (narrow, wide)]
+        if any(row.shape != some[0].shape for some in rows for row in some) or not rows[0][0].numel():
+            continue
+        own, padded = (torch.stack(some).double().cpu() for some in rows)
+        cut = _without_padding(padded, own.shape)
+        if cut is None:
+            continue
+        usual = own.mode(0).values
+        if any(
+            _distance(*pair) > _APART for pair in zip(_statistics(own, usual), _statistics(cut, usual), strict=True)
+        ):
+            return name
+    return None
+
+
+def _statistics(samples: Tensor, usual: Tensor) -> tuple[Tensor, Tensor]:
+    """Of each of (S, ...): how many elements are not as usual, and what all sum up to, (S,)."""
+    return samples.ne(usual).flatten(1).sum(1), samples.abs().flatten(1).sum(1)
+
+
+def _without_padding(padded: Tensor, shape: torch.Size) -> Tensor | None:
+    """Samples (S, ...) cut to `shape`, on the side where what is cut off is always the same; None where neither is."""
+    for side in ("right", "left"):
+        cut, is_padding = padded, True
+        for axis, kept in enumerate(shape):
+            extra = cut.shape[axis] - kept
+            if extra > 0:
+                off = cut.narrow(axis, kept if side == "right" else 0, extra)
+                is_padding &= bool(off.eq(off.flatten()[0]).all())
+                cut = cut.narrow(axis, 0 if side == "right" else extra, kept)
+        if is_padding and cut.shape == shape:
+            return cut
+    return None
+
+
+def _distance(one: Tensor, two: Tensor) -> float:
+    """The largest distance of two empirical distribution functions (Kolmogorov and Smirnov), but for rounding."""
+    at = torch.cat([one, two]).double()
+    rounding = 1e-5 * at.abs().max()
+
+    def below(samples: Tensor, by: Tensor | float) -> Tensor:
+        return samples.double().le(at[:, None] + by).double().mean(1)
+
+    further = [below(x, 0) - below(y, rounding) for x, y in ((one, two), (two, one))]
+    return float(torch.cat(further).max())
 
 
 def _row(batch: Collated, i: int, *, alike: Collated) -> bool:
     """Whether row i of `batch` is the first of `alike`."""
     return batch.keys() == alike.keys() and all(_equal(batch[name][i], alike[name][0]) for name in batch)
+
+
+def _shapes(batch: Collated) -> dict[str, torch.Size]:
+    return {name: value.shape for name, value in batch.items()}
 
 
 def _same(one: Collated, two: Collated) -> bool:

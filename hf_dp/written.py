@@ -85,6 +85,12 @@ class WrittenGradients:
 
     def _compare(self, optimizer: torch.optim.Optimizer, closure: Any) -> None:
         was_taken, self._taken = self._taken, True
+        if next(reversed(optimizer._optimizer_step_pre_hooks)) != self._handles[0].id:
+            raise ConfigurationError(
+                f"{type(optimizer).__name__}.step() with a hook that was registered after the private step.",
+                why="it comes after the comparison with the gradients of the private step, and may change them.",
+                fix="register hooks of the optimizer before the step (in on_step_begin). This step moved nothing.",
+            )
         held = [p for group in optimizer.param_groups for p in group["params"]]
         # torch.distributed makes the state of an optimizer that has none by a step with zeros, to save it.
         is_idle = was_taken and closure is None

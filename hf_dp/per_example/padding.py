@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from torch.distributed.tensor import DTensor
 import hf_dp.ranks as ranks
 from hf_dp.errors import PreflightError
 from hf_dp.per_example.batch import Batch, LossFunction, take
-from hf_dp.per_example.independence import NoDropout, forked_rng, in_mode
+from hf_dp.per_example.independence import NoDropout, draws_numbers, forked_rng, in_mode
 from hf_dp.per_example.precision import computed_in
 from hf_dp.per_example.preflight import off_zero
 from hf_dp.per_example.record import PerExampleGradients, record
@@ -59,7 +58,7 @@ def check_padding(
     """
 
     def gradients(batch: Batch) -> tuple[PerExampleGradients, dict[str, Tensor]]:
-        with _without_checkpoints(model), computed_in(model, batch, torch.float32) as exact:
+        with computed_in(model, batch, torch.float32) as exact:
             found = record(model, loss_fn, exact, certificate=certificate, rules=rules, tables=tables)
             return found, {name: values.clone() for name, values in model.named_buffers()}
 
@@ -87,23 +86,10 @@ def check_padding(
         try:
             refuse_moved(tolerance)
         except PreflightError:
-            if not _is_random(model, loss_fn, collate(list(examples[:1]))):
+            if not draws_numbers(model, loss_fn, collate(list(examples[:1]))):
                 raise
             with in_mode(model, training=False):
                 refuse_moved(tolerance)
-
-
-@contextmanager
-def _without_checkpoints(model: nn.Module) -> Iterator[None]:
-    """What gradient checkpointing computes again would be in 16 bits, under the autocast that it has noted."""
-    on = [module for module in model.modules() if getattr(module, "gradient_checkpointing", False) is True]
-    try:
-        for module in on:
-            module.gradient_checkpointing = False  # type: ignore[assignment]
-        yield
-    finally:
-        for module in on:
-            module.gradient_checkpointing = True  # type: ignore[assignment]
 
 
 def _leak(found: str) -> PreflightError:
@@ -161,12 +147,6 @@ def _cut(batch: Batch, i: int, single: Batch, left: bool) -> dict[str, Any]:
             values = values.narrow(1, extra if left else 0, values.shape[1] - extra)
         row[name] = values
     return row
-
-
-@torch.no_grad()
-def _is_random(model: nn.Module, loss_fn: LossFunction, batch: Batch) -> bool:
-    once, again = (loss_fn(model, batch).double() for _ in range(2))
-    return bool((once - again).abs().max() > _TOLERANCE * once.abs().max())
 
 
 def _is_coarse(model: nn.Module) -> bool:

@@ -37,8 +37,8 @@ def full_precision(device: torch.device) -> Iterator[None]:
 def computed_in(model: nn.Module, batch: Mapping[str, Any], dtype: torch.dtype) -> Iterator[dict[str, Any]]:
     """Lets `model` compute in no fewer bits than `dtype` (float32 or float64), autocast and its own casts included.
 
-    What rounding does is told from what a model does. Parameters, buffers and `.grad` come back as they were, to the
-    bit. Shards (FSDP2), integers and quantised weights are left alone.
+    What rounding does is told from what a model does. Nothing is checkpointed meanwhile. Parameters, buffers and
+    `.grad` come back as they were, to the bit. Shards (FSDP2), integers and quantised weights are left alone.
 
     Yields:
         `batch` in as many bits.
@@ -58,13 +58,26 @@ def computed_in(model: nn.Module, batch: Mapping[str, Any], dtype: torch.dtype) 
         for value in low:
             value.grad = None
             value.data = lifted(value.data)
-        with _NoFewerBits(dtype, {value.device.type for _, value in named}):
+        with _without_checkpoints(model), _NoFewerBits(dtype, {value.device.type for _, value in named}):
             yield {name: lifted(value) for name, value in batch.items()}
     finally:
         for value, data, gradient in kept:
             value.grad = None
             value.data = data
             value.grad = gradient
+
+
+@contextmanager
+def _without_checkpoints(model: nn.Module) -> Iterator[None]:
+    """What gradient checkpointing computes again would be in 16 bits, under the autocast that it has noted."""
+    on = [module for module in model.modules() if getattr(module, "gradient_checkpointing", False) is True]
+    try:
+        for module in on:
+            module.gradient_checkpointing = False  # type: ignore[assignment]
+        yield
+    finally:
+        for module in on:
+            module.gradient_checkpointing = True  # type: ignore[assignment]
 
 
 class _NoFewerBits(TorchFunctionMode):

@@ -85,6 +85,38 @@ def masked_and_mixed(rows: Rows) -> dict[str, Tensor]:
     return {"input_ids": swapped}
 
 
+def flipped(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Each row by itself."""
+    rows = [row.flip(-1) if torch.rand([]) < 0.5 else row for row in batch["pixel_values"]]
+    return {**batch, "pixel_values": torch.stack(rows)}
+
+
+def divided_by_the_loudest(rows: Rows) -> dict[str, Tensor]:
+    batch = stacked(rows)
+    return flipped({**batch, "pixel_values": batch["pixel_values"] / batch["pixel_values"].abs().amax()})
+
+
+def class_averaged(rows: Rows) -> dict[str, Tensor]:
+    batch = stacked(rows)
+    is_same = batch["labels"] @ batch["labels"].T
+    means = torch.einsum("ij,j...->i...", is_same / is_same.sum(1, keepdim=True), batch["pixel_values"])
+    return flipped({**batch, "pixel_values": (batch["pixel_values"] + means) / 2})
+
+
+@pytest.mark.parametrize("loudest", range(3))
+@pytest.mark.parametrize("collate", [divided_by_the_loudest, class_averaged])
+def test_failure_29_an_example_that_stays_as_it_is_where_others_do_not(
+    collate: Callable[[Rows], dict[str, Tensor]], loudest: int
+) -> None:
+    rows = images()
+    rows[loudest]["pixel_values"] *= 50
+    # The first and the last of another class.
+    for row, label in zip(rows, (0, 0, 1), strict=True):
+        row["labels"] = label
+    with pytest.raises(ConfigurationError, match="gives an example another row"):
+        check_collator(LogicalBatchCollator(4, collate), rows)
+
+
 @pytest.mark.parametrize(
     "collate",
     [
@@ -147,6 +179,36 @@ def spans_masked(rows: Rows) -> dict[str, Tensor]:
             values[start : start + length] = 3
             start += length + int(torch.randint(1, 5, ()))
     return {"input_ids": ids}
+
+
+def masked_by_width(rows: Rows, share: float = 0.3, side: str = "right") -> dict[str, Tensor]:
+    """As many tokens of each row as are a share of the longest."""
+    ids = padded(rows)["input_ids"]
+    labels = torch.full_like(ids, -100)
+    for row, values, found in zip(rows, ids, labels, strict=True):
+        n = len(row["input_ids"])
+        chosen = torch.rand(16)[:n].argsort()[: int(share * len(values))]
+        found[chosen], values[chosen] = values[chosen], 3
+        if side == "left":
+            values[:], found[:] = values.roll(len(values) - n), found.roll(len(values) - n)
+    return {"input_ids": ids, "labels": labels}
+
+
+def masked_by_width_on_the_left(rows: Rows) -> dict[str, Tensor]:
+    return masked_by_width(rows, side="left")
+
+
+def noisy_by_the_loudest(rows: Rows) -> dict[str, Tensor]:
+    sounds = [torch.tensor(row["input_ids"]).float() for row in rows]
+    loudest = max(float(sound.max()) for sound in sounds)
+    noisy = [(sound + 0.01 * torch.randn(32)[: len(sound)]) / loudest for sound in sounds]
+    return {"input_values": torch.nn.utils.rnn.pad_sequence(noisy, batch_first=True)}
+
+
+@pytest.mark.parametrize("collate", [masked_by_width, masked_by_width_on_the_left, noisy_by_the_loudest])
+def test_failure_29_what_depends_on_how_far_a_row_is_padded(collate: Callable[[Rows], dict[str, Tensor]]) -> None:
+    with pytest.raises(ConfigurationError, match="chooses otherwise for an example when a longer one is beside it"):
+        check_collator(LogicalBatchCollator(4, collate), texts())
 
 
 @pytest.mark.parametrize("collate", [padded, stacked, cropped_each, masked, whole_words_masked, spans_masked])

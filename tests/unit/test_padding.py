@@ -154,6 +154,21 @@ def test_dropout_and_noise_of_the_model_are_no_leak() -> None:
         check_padding(Noisy(tiny("gpt2", "causal_lm", torch.float32)).train(), losses, TEXTS, collator("left"))
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_a_coin_that_falls_alike_twice_is_random_all_the_same(seed: int) -> None:
+    """Two losses of one example under stochastic depth of 0.1 are the same more often than not."""
+
+    def losses(model: Any, batch: Any) -> Tensor:
+        embedded = model.get_input_embeddings()(batch["input_ids"])
+        kept = torch.rand(len(embedded), 1, 1).ge(0.1) if model.training else 1
+        rows = {"attention_mask": batch["attention_mask"], "labels": batch["labels"]}
+        return per_example_losses(model, {"inputs_embeds": embedded * kept + embedded.sin(), **rows})
+
+    model = tiny("llama", "causal_lm", torch.float32)
+    torch.manual_seed(seed)
+    check_padding(model, losses, TEXTS, collator())
+
+
 def test_autocast_in_the_loss_function_hides_nothing_and_refuses_nothing() -> None:
     def losses(model: nn.Module, batch: Any) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16):

@@ -13,7 +13,7 @@ from hf_dp.losses import per_example_losses
 from hf_dp.per_example import preflight
 from hf_dp.per_example.precision import computed_in
 from tests.unit.small import Small, batch, square
-from tests.zoo import text_batch, tiny
+from tests.zoo import adapted, text_batch, tiny
 
 
 def casting(model: Any, x: Tensor) -> Tensor:
@@ -102,6 +102,27 @@ def test_what_is_less_than_rounding_in_16_bits_is_seen_all_the_same(autocast: bo
     preflight(model(lambda m, x: m.linear(x).cos()), loss, data)
     with pytest.raises(PreflightError, match="depends on its neighbours"):
         preflight(model(leaking), loss, data)
+
+
+def test_what_checkpoints_compute_again_is_not_rounded_either() -> None:
+    """They note the autocast around them, and would compute under it again in the backward pass."""
+
+    def gradients(autocast: bool) -> list[Tensor]:
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            loss = per_example_losses(model, data).sum()
+        return list(torch.autograd.grad(loss, [p for p in model.parameters() if p.requires_grad]))
+
+    model: Any = adapted("LoRA", torch.float32)
+    data = text_batch("causal_lm", dtype=torch.float32)
+    exact = gradients(autocast=False)
+    model.enable_input_require_grads()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    layers = [module for module in model.modules() if getattr(module, "gradient_checkpointing", False)]
+    with computed_in(model, data, torch.float32):
+        assert all(torch.allclose(*pair, rtol=1e-5, atol=1e-7) for pair in zip(gradients(True), exact, strict=True))
+    assert layers
+    assert all(layer.gradient_checkpointing for layer in layers)
+    assert not all(torch.allclose(*pair, rtol=1e-3) for pair in zip(gradients(True), exact, strict=True))
 
 
 def test_a_kernel_for_16_bits_only_is_checked_in_these() -> None:
