@@ -26,7 +26,9 @@ _NAMES = (
     "corpus.jsonl", "corpus.csv",
 )  # fmt: skip
 # These hold losses, or belong to this machine.
-_NEVER = ("trainer_state.json", "*results.json", "metrics.json", "_*", ".*")
+_NEVER = (
+    "trainer_state.json", "*results.json", "metrics.json", "groups.json", "hits.json", "chosen_rows.json", "_*", ".*",
+)  # fmt: skip
 _NEVER_INSIDE = ("checkpoint-*", "last-checkpoint", "runs", "_*", ".*")
 _ALWAYS = {CARD_FILE, RECORD_FILE, "training_args.bin"}
 _ASIDE = "_saving-model"
