@@ -23,7 +23,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 from transformers import AutoModel, AutoTokenizer
 
-NEAR_COPIES, BASELINE = "for_owner_only_near_copies_results.json", "for_owner_only_real_baseline_results.json"
+NEAR_COPIES, BASELINE = "for_owner_only_near_copies.json", "for_owner_only_real_baseline.json"
 Features = Callable[[Sequence[str]], Tensor]
 _STEPS, _LEARNING_RATE, _WEIGHT_DECAY = 200, 0.1, 1e-5
 

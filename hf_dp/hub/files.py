@@ -22,7 +22,8 @@ _LEFT = (
 )  # fmt: skip
 # What recipes and people leave there; no library loads it with a model, where it is no vocabulary.
 _OF_PEOPLE = (
-    "events.out.tfevents.*", "*results.json", "metrics.json", "groups.json", "hits.json", "chosen_rows.json", "*.txt",
+    "events.out.tfevents.*", "*results.json", "metrics.json", "groups.json", "hits.json", "chosen_rows.json",
+    "for_owner_only_*", "*.txt",
     "*.csv", "*.tsv", "*.xlsx", "*.jsonl", "*.parquet", "*.npy", "*.npz", "*.log", "*.out", "*.err", "*.html",
     "*.yaml", "*.yml", "*.ipynb", "*.sh",
 )  # fmt: skip

@@ -27,7 +27,8 @@ _NAMES = (
 )  # fmt: skip
 # These hold losses, or belong to this machine.
 _NEVER = (
-    "trainer_state.json", "*results.json", "metrics.json", "groups.json", "hits.json", "chosen_rows.json", "_*", ".*",
+    "trainer_state.json", "*results.json", "metrics.json", "groups.json", "hits.json", "chosen_rows.json",
+    "for_owner_only_*", "_*", ".*",
 )  # fmt: skip
 _NEVER_INSIDE = ("checkpoint-*", "last-checkpoint", "runs", "_*", ".*")
 _ALWAYS = {CARD_FILE, RECORD_FILE, "training_args.bin"}

@@ -89,10 +89,10 @@ def test_a_corpus_verifies_until_it_is_changed(done: tuple[Any, Path], tmp_path:
 
 def test_what_reads_private_texts_is_for_the_owner_and_says_so(done: tuple[Any, Path]) -> None:
     said, output = done
-    near = json.loads((output / "for_owner_only_near_copies_results.json").read_text())
+    near = json.loads((output / "for_owner_only_near_copies.json").read_text())
     assert {"samples", "held out", "closest"} <= set(near)
     assert "trainsecret" in json.dumps(near["closest"])
-    assert "trained on real texts" in (output / "for_owner_only_real_baseline_results.json").read_text()
+    assert "trained on real texts" in (output / "for_owner_only_real_baseline.json").read_text()
     words = " ".join(said.stderr.split())
     assert "FOR THE OWNER ONLY" in words
     assert len(json.loads((output / "groups.json").read_text())["groups"]) == 2
