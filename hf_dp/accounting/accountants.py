@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import math
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -41,6 +42,7 @@ _RDP_ROUNDING = 1e-15
 _MOST_DISTRIBUTIONS = 6
 # Squares of smaller numbers vanish. Their epsilon is beyond 1e100: as good as infinite.
 _MIN_NOISE = 1e-60
+_ONE_AT_A_TIME = threading.RLock()
 
 
 def epsilon(event: dp.DpEvent, delta: float, accountant: AccountantName = "pld") -> float:
@@ -109,12 +111,14 @@ def _epsilon(counts: tuple[tuple[Mechanism, int], ...], delta: float, accountant
 def _quiet() -> Iterator[None]:
     # dp_accounting logs a warning for each Renyi order whose series does not converge; it leaves that order out.
     logger = logging.getLogger("absl")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
+    # Of two threads one would take the other's level for the one to put back.
+    with _ONE_AT_A_TIME:
+        level = logger.level
+        logger.setLevel(logging.ERROR)
+        try:
+            yield
+        finally:
+            logger.setLevel(level)
 
 
 def _rdp_epsilon(counts: tuple[tuple[Mechanism, int], ...], delta: float) -> float:
