@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from hf_dp.accounting import PrivacyReport
     from hf_dp.config import PrivacyConfig, ReAttentionConfig, SparseEmbeddingConfig
     from hf_dp.hub import load_report
-    from hf_dp.re_attention import load_re_attention, remove_re_attention
-    from hf_dp.trainer import DPTrainer, DPTrainerMixin
+    from hf_dp.parts.re_attention import load_re_attention, remove_re_attention
+    from hf_dp.training.trainer import DPTrainer, DPTrainerMixin
 
     __version__: str
 
@@ -37,15 +37,15 @@ __all__ = [
 ]
 
 _HOME = {
-    "DPTrainer": "hf_dp.trainer",
-    "DPTrainerMixin": "hf_dp.trainer",
+    "DPTrainer": "hf_dp.training.trainer",
+    "DPTrainerMixin": "hf_dp.training.trainer",
     "PrivacyConfig": "hf_dp.config",
     "PrivacyReport": "hf_dp.accounting",
     "ReAttentionConfig": "hf_dp.config",
     "SparseEmbeddingConfig": "hf_dp.config",
-    "load_re_attention": "hf_dp.re_attention",
+    "load_re_attention": "hf_dp.parts.re_attention",
     "load_report": "hf_dp.hub",
-    "remove_re_attention": "hf_dp.re_attention",
+    "remove_re_attention": "hf_dp.parts.re_attention",
 }
 _MODULES = {"accounting", "losses", "per_example"}
 

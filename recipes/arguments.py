@@ -16,8 +16,8 @@ from accelerate.utils import parse_flag_from_env
 from transformers import HfArgumentParser, TrainingArguments
 
 from hf_dp import PrivacyConfig
-from hf_dp.arguments import private_arguments
 from hf_dp.errors import ConfigurationError
+from hf_dp.training.refusals import private_arguments
 
 # Enough to see that a recipe runs from end to end on a machine: seconds, and no result.
 SMOKE = {

@@ -14,8 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from hf_dp import DPTrainer, PrivacyConfig, re_attention
+from hf_dp import DPTrainer, PrivacyConfig
 from hf_dp.errors import ConfigurationError
+from hf_dp.parts import re_attention
 
 RARITIES = ("head", "middle", "tail")
 Collator = Callable[[list[Any]], dict[str, Tensor]]

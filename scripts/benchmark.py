@@ -90,7 +90,7 @@ def count(case: Case, names: list[str], setting: Setting) -> dict[str, Counting 
 
 def measure_noise(case: Case, setting: Setting, repeats: int) -> float:
     """Seconds of the noise of one step."""
-    from hf_dp.noise import GaussianNoise
+    from hf_dp.noise.gaussian import GaussianNoise
     from hf_dp.randomness import Entropy
 
     trained = [p for p in build(case, setting).parameters() if p.requires_grad]
@@ -304,7 +304,7 @@ def noise(
     repeats: Annotated[int, typer.Option(help="Timed calls.")] = 9,
 ) -> None:
     """Numbers a second of the private noise, added to a sum, beside torch.randn."""
-    from hf_dp.noise import GaussianNoise
+    from hf_dp.noise.gaussian import GaussianNoise
     from hf_dp.randomness import Entropy
 
     device = _setting("float32", "sdpa").device
@@ -327,8 +327,8 @@ def re_attention(
 ) -> None:
     """Time of a forward pass with Re-Attention as a ratio to plain sdpa, both fidelities."""
     from hf_dp import ReAttentionConfig
-    from hf_dp.re_attention import ReAttention
-    from hf_dp.re_attention.errors import one_step, relative_counts
+    from hf_dp.parts.re_attention import ReAttention
+    from hf_dp.parts.re_attention.deviations import one_step, relative_counts
 
     setting = _setting(dtype, "sdpa")
     for name in ("tied long", "llama lora"):
@@ -373,7 +373,7 @@ def trainer(
     """What a step of DPTrainer takes beyond the engine: sampling, ledger, logging, Trainer's own loop."""
     from transformers import GPT2Config, GPT2LMHeadModel, TrainingArguments, default_data_collator
 
-    import hf_dp.trainer as module
+    import hf_dp.training.trainer as module
 
     inside: list[float] = []
     engine = module.private_gradient

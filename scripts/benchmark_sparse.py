@@ -29,12 +29,12 @@ from transformers import BertConfig, BertForSequenceClassification
 from hf_dp.accounting import Ledger
 from hf_dp.config import PrivacyConfig, SparseEmbeddingConfig
 from hf_dp.losses import per_example_losses
+from hf_dp.parts.sparse_embeddings import AdaptiveSelection, TableRows, with_lazy_rows
 from hf_dp.per_example import Tables, preflight, record
-from hf_dp.plan import Plan
 from hf_dp.randomness import Entropy
-from hf_dp.sampling import PoissonBatchSampler
-from hf_dp.sparse_embeddings import AdaptiveSelection, TableRows, with_lazy_rows
-from hf_dp.step import private_gradient
+from hf_dp.sampling.poisson import PoissonBatchSampler
+from hf_dp.step.plan import Plan
+from hf_dp.step.private_gradient import private_gradient
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 TABLE = "bert.embeddings.word_embeddings.weight"

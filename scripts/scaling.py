@@ -35,16 +35,16 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import hf_dp.ranks as ranks
 from hf_dp.accounting import Ledger
-from hf_dp.aggregate import ClippedSum
 from hf_dp.config import PrivacyConfig
 from hf_dp.losses import per_example_losses
 from hf_dp.per_example import PerExampleGradients, preflight, record
 from hf_dp.per_example.factors import Outer
-from hf_dp.plan import Plan
+from hf_dp.planning.memory import Estimate, ModelSize, estimate
 from hf_dp.randomness import Entropy
-from hf_dp.sampling import PoissonBatchSampler
-from hf_dp.scaling import Estimate, ModelSize, estimate
-from hf_dp.step import private_gradient
+from hf_dp.sampling.poisson import PoissonBatchSampler
+from hf_dp.step.clipped_sum import ClippedSum
+from hf_dp.step.plan import Plan
+from hf_dp.step.private_gradient import private_gradient
 
 LENGTH, MICRO_BATCH, MICRO_BATCHES, LORA_RANK, TOLERANCE, TURNS = 64, 4, 2, 4, 0.15, 7
 CASES = ("llama, full", "tied gpt2, full", "llama, LoRA")

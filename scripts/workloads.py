@@ -139,10 +139,10 @@ def private(case: Case, model: nn.Module, data: list[dict[str, Tensor]]) -> Call
     from hf_dp.accounting import Ledger
     from hf_dp.losses import per_example_losses
     from hf_dp.per_example import preflight, record
-    from hf_dp.plan import Plan
     from hf_dp.randomness import Entropy
-    from hf_dp.sampling import PoissonBatchSampler
-    from hf_dp.step import private_gradient
+    from hf_dp.sampling.poisson import PoissonBatchSampler
+    from hf_dp.step.plan import Plan
+    from hf_dp.step.private_gradient import private_gradient
 
     size, entropy, ledger = MICRO_BATCHES * len(data[0]["input_ids"]), Entropy(None), Ledger()
     sampler = PoissonBatchSampler(case.dataset_size or 1000 * size, size, entropy)

@@ -1,4 +1,4 @@
-"""How the coverage tables are written down; what is in them is judged in tests/exact/test_coverage.py."""
+"""How the coverage tables are written down; what is in them is judged in tests/per_example/test_coverage.py."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ import pytest
 
 import hf_dp
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 
 
 @pytest.mark.parametrize(

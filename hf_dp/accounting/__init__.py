@@ -11,7 +11,6 @@ from hf_dp.accounting.events import (
     step_event,
 )
 from hf_dp.accounting.ledger import TRAINING_STEP, Ledger
-from hf_dp.accounting.proposal import Candidate, candidate, propose
 from hf_dp.accounting.report import (
     FLOATING_POINT,
     HYPER_PARAMETER_SEARCH,
@@ -25,7 +24,7 @@ from hf_dp.accounting.report import (
     library_versions,
     standard_caveats,
 )
-from hf_dp.ranges import check_target_epsilon
+from hf_dp.config.ranges import check_target_epsilon
 
 __all__ = [
     "FLOATING_POINT",
@@ -37,12 +36,10 @@ __all__ = [
     "STANDARD_CAVEATS",
     "TOKENIZER",
     "TRAINING_STEP",
-    "Candidate",
     "Ledger",
     "PrivacyReport",
     "affordable_steps",
     "calibrate_noise_multiplier",
-    "candidate",
     "check_delta",
     "check_steps",
     "check_target_epsilon",
@@ -51,7 +48,6 @@ __all__ = [
     "event_from_dict",
     "event_to_dict",
     "library_versions",
-    "propose",
     "standard_caveats",
     "step_event",
 ]

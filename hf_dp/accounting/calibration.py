@@ -11,8 +11,8 @@ from scipy import optimize
 from hf_dp.accounting.accountants import epsilon
 from hf_dp.accounting.events import check_sampling_probability, check_steps, step_event
 from hf_dp.config import AccountantName
+from hf_dp.config.ranges import check_target_epsilon
 from hf_dp.errors import BudgetExceededError, ConfigurationError
-from hf_dp.ranges import check_target_epsilon
 
 _SMALLEST_NOISE, _LARGEST_NOISE = 1e-4, 1e12
 # Relative to epsilon. Epsilon falls at least about as fast as noise grows, so noise is as exact.

@@ -8,8 +8,8 @@ from typing import Any
 
 import dp_accounting as dp
 
+from hf_dp.config.ranges import check_noise_multiplier, is_count, is_delta, is_noise, is_number, shown
 from hf_dp.errors import ConfigurationError, LedgerError
-from hf_dp.ranges import check_noise_multiplier, is_count, is_delta, is_noise, is_number, shown
 
 # Poisson sampling probability, and noise standard deviation in units of the sensitivity.
 Mechanism = tuple[float, float]

@@ -13,8 +13,8 @@ from rich.table import Table
 from hf_dp.cli.common import AsJson, print_json, refusals
 from hf_dp.cli.sizes import size_table, sizes
 from hf_dp.config import AccountantName
+from hf_dp.config.ranges import check_clipping_norm
 from hf_dp.errors import ConfigurationError
-from hf_dp.ranges import check_clipping_norm
 
 _DEFAULTS = {"--world-size": 1, "--length": 512, "--micro-batch": 1}
 _ACCOUNTANTS: tuple[AccountantName, ...] = ("pld", "rdp")
@@ -177,11 +177,12 @@ def _propose(
             fix="give --batch-size; or --epsilon, and --epochs or --examples, for a proposal.",
         )
     from hf_dp import accounting
+    from hf_dp.planning.proposal import propose
 
     delta = accounting.default_delta(n) if delta is None else accounting.check_delta(delta, n)
     if examples is None:
         examples = n * _positive("--epochs", epochs)
-    chosen = accounting.propose(
+    chosen = propose(
         dataset_size=n,
         examples=_positive("--examples", examples),
         target_epsilon=epsilon,

@@ -10,6 +10,7 @@ import dp_accounting as dp
 
 from hf_dp import accounting
 from hf_dp.errors import ConfigurationError
+from hf_dp.planning.proposal import candidate
 
 _BLUE, _ORANGE, _GREY = "#0072b2", "#d55e00", "#7f7f7f"
 _POINTS = 13
@@ -75,9 +76,7 @@ def _noise_over_batch(axes: Any, answer: dict[str, Any], clipping_norm: float) -
     drawn = {max(1, round(largest ** (i / (_POINTS - 1)))) for i in range(_POINTS // 4, _POINTS)}
     sizes = sorted({*drawn, max(1, round(answer["expected_batch_size"]))})
     found = [
-        accounting.candidate(
-            size, dataset_size=n, examples=examples, target_epsilon=budget, target_delta=answer["delta"]
-        )
+        candidate(size, dataset_size=n, examples=examples, target_epsilon=budget, target_delta=answer["delta"])
         for size in sizes
     ]
     of_step = [plan.noise_of_a_step(clipping_norm) for plan in found]

@@ -13,14 +13,14 @@ def sizes(
 ) -> dict[str, Any]:
     """Bytes on each rank for both strategies; without a batch size, of a step of one micro-batch on each."""
     # torch and transformers take seconds to import.
-    from hf_dp import scaling
+    from hf_dp.planning import memory
 
-    size = scaling.model_size(model, lora_rank)
+    size = memory.model_size(model, lora_rank)
     at_once = max(1, world_size) * max(1, micro_batch)
     parts = 1 if batch_size is None else max(1, math.ceil(batch_size / at_once))
     found = {}
     for strategy in ("DDP", "FSDP2"):
-        one = scaling.estimate(size, strategy, world_size, length=length, micro_batch=micro_batch, micro_batches=parts)
+        one = memory.estimate(size, strategy, world_size, length=length, micro_batch=micro_batch, micro_batches=parts)
         found[strategy] = {
             "memory": {**one.memory, "in all": one.total_memory},
             "sent in one step": {**one.sent, "in all": one.total_sent},

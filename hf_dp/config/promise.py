@@ -12,9 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import Any, Literal, Self
 
-from hf_dp.errors import ConfigurationError
-from hf_dp.launched import is_first, say_once
-from hf_dp.ranges import (
+from hf_dp.config.ranges import (
     check_clipping_norm,
     check_noise_multiplier,
     check_target_delta,
@@ -23,6 +21,8 @@ from hf_dp.ranges import (
     is_number,
     shown,
 )
+from hf_dp.errors import ConfigurationError
+from hf_dp.launched import is_first, say_once
 
 # Beyond any size that means something, and far from what float32 cannot square.
 _LARGE = 1e15

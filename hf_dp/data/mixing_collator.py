@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hf_dp.data.loader import LogicalBatchCollator
 from hf_dp.errors import ConfigurationError
 from hf_dp.randomness import global_state, seed_global_state, unchanged_global_state
-from hf_dp.sampling import LogicalBatchCollator
 
 # With one example in its place, each other place holds either example once; all are padded to one length.
 _ARRANGEMENTS = ((0, 1, 1, 0), (0, 0, 1, 1), (0, 1, 0, 1), (0, 1, 1, 1))

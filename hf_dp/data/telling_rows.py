@@ -9,12 +9,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hf_dp.data.extremes import Extremes
+from hf_dp.data.loader import length, length_of
+from hf_dp.data.widths import Measure, Widths, by_width, outermost
 from hf_dp.errors import ConfigurationError, HfDpError
-from hf_dp.extremes import Extremes
 from hf_dp.per_example.batch import Batch
 from hf_dp.per_example.independence import different_pair
-from hf_dp.sampling import length, length_of
-from hf_dp.widths import Measure, Widths, by_width, outermost
 
 _ROWS = 32
 _KEPT = 5
@@ -95,7 +95,7 @@ def refuse_rows_that_fail(dataset: Any, extremes: list[int], few: list[Any], run
 
     Args:
         dataset: of which the `extremes` are tried.
-        extremes: see `hf_dp.extremes`.
+        extremes: see `hf_dp.data.extremes`.
         few: rows that are tried as well; see `telling_rows`.
         run: takes one row through the collator and the model, to its loss.
 

@@ -22,7 +22,7 @@ from transformers import (
 )
 
 from hf_dp.config import PrivacyConfig
-from hf_dp.trainer import DPTrainer
+from hf_dp.training.trainer import DPTrainer
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ def seal(key: bytes, ledger: Mapping[str, Any], data: Mapping[str, Any] | None, 
     checkpoint's other files: `privacy.json` has digests of the model's, which anyone can compute.
 
     Args:
-        key: of the output directory; see `hf_dp.fingerprint`.
+        key: of the output directory; see `hf_dp.data.fingerprint`.
         ledger, data: as they are saved.
         state: the fields of Trainer's state.
     """

@@ -13,7 +13,7 @@ from torch import Tensor
 import hf_dp.ranks as ranks
 from hf_dp.accounting import Ledger
 from hf_dp.errors import ConfigurationError
-from hf_dp.plan import Plan
+from hf_dp.step.plan import Plan
 
 LABEL = "token presence"
 # Seeded noise differs from that of every training step.

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import hf_dp.ranks as ranks
-from hf_dp.clipping import Clipping
+from hf_dp.clipping.flat import Clipping
 from hf_dp.errors import HfDpError
-from hf_dp.noise import GaussianNoise
+from hf_dp.noise.gaussian import GaussianNoise
 from hf_dp.per_example import RowSum, Tables, sparse_gradient
 from hf_dp.per_example.precision import sum_dtype
 from hf_dp.per_example.record import PerExampleGradients

@@ -11,7 +11,7 @@ from torch import nn
 import hf_dp.ranks as ranks
 from hf_dp.errors import ConfigurationError
 from hf_dp.per_example.sharding import local, total_norm
-from hf_dp.plan import Plan
+from hf_dp.step.plan import Plan
 
 logger = logging.getLogger(__name__)
 

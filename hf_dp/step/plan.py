@@ -9,11 +9,11 @@ from typing import Any
 import dp_accounting
 
 import hf_dp.accounting as accounting
-from hf_dp.clipping import Clipping
+from hf_dp.clipping.flat import Clipping
 from hf_dp.config import PrivacyConfig
-from hf_dp.noise import GaussianNoise
+from hf_dp.noise.gaussian import GaussianNoise
 from hf_dp.randomness import Entropy
-from hf_dp.sampling import PoissonBatchSampler
+from hf_dp.sampling.poisson import PoissonBatchSampler
 
 
 @dataclass(frozen=True, eq=False)

@@ -4,17 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
+from typing import Protocol
 
 from torch import nn
 
 from hf_dp.accounting import Ledger
-from hf_dp.aggregate import ClippedSum
+from hf_dp.clipping.flat import Clipping
 from hf_dp.errors import BudgetExceededError
 from hf_dp.per_example import PerExampleGradients
 from hf_dp.per_example.batch import Batch
-from hf_dp.plan import Plan
 from hf_dp.randomness import secret_global_state
-from hf_dp.sparse_embeddings import TableRows
+from hf_dp.step.clipped_sum import ClippedSum
+from hf_dp.step.plan import Plan
+
+
+class ChosenRows(Protocol):
+    """Embedding tables of which some rows alone are summed, released and moved."""
+
+    def begin(self, model: nn.Module, clipping: Clipping) -> ClippedSum: ...
+
+    def choose(self, total: ClippedSum, step: int) -> None: ...
 
 
 def private_gradient(
@@ -24,7 +33,7 @@ def private_gradient(
     plan: Plan,
     ledger: Ledger,
     *,
-    tables: TableRows | None = None,
+    tables: ChosenRows | None = None,
     dummies: Iterable[Batch] = (),
 ) -> ClippedSum:
     """Sets `.grad` of every trainable parameter to the noisy mean gradient of one logical batch (DP-SGD).

@@ -30,7 +30,7 @@ from hf_dp.hub import (
 )
 from hf_dp.hub.card import privacy_section
 from hf_dp.hub.record import sha256_of_text
-from hf_dp.plan import Plan
+from hf_dp.step.plan import Plan
 
 if TYPE_CHECKING:
     from transformers import Trainer

@@ -12,10 +12,10 @@ from torch import nn
 from torch.utils.data import IterableDataset
 
 from hf_dp.config import PrivacyConfig
+from hf_dp.config.ranges import is_count, is_number, shown
 from hf_dp.errors import ConfigurationError
 from hf_dp.randomness import unchanged_global_state
-from hf_dp.ranges import is_count, is_number, shown
-from hf_dp.sft import is_sft_trainer
+from hf_dp.training.sft import is_sft_trainer
 
 _DEFAULT_MAX_GRAD_NORM = 1.0
 # Sizes in accelerate's ParallelismConfig.

@@ -15,11 +15,11 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 import hf_dp.ranks as ranks
 from hf_dp.accounting import Ledger
+from hf_dp.data.fingerprint import KEY_FILE, Fingerprint, compare, fingerprint, fingerprint_key
 from hf_dp.errors import BudgetExceededError, LedgerError
-from hf_dp.fingerprint import KEY_FILE, Fingerprint, compare, fingerprint, fingerprint_key
 from hf_dp.hub.checkpoint import refuse_disagreement, seal
 from hf_dp.hub.record import DEEPEST, is_deep
-from hf_dp.plan import Plan
+from hf_dp.step.plan import Plan
 
 logger = logging.getLogger(__name__)
 

@@ -18,19 +18,49 @@ from transformers.trainer_utils import seed_worker
 
 import hf_dp.accounting as accounting
 import hf_dp.ranks as ranks
-from hf_dp.aggregate import ClippedSum
-from hf_dp.agreement import (
-    agree,
+from hf_dp.agreement import agree, difference, warn_if_alone
+from hf_dp.config import PrivacyConfig
+from hf_dp.data.extremes import extreme_rows
+from hf_dp.data.fingerprint import Fingerprint, fingerprint, fingerprint_key
+from hf_dp.data.left_padding import LeftPadding
+from hf_dp.data.loader import LogicalBatchCollator, PoissonDataLoader, RankSampler
+from hf_dp.data.mixing_collator import check_collator
+from hf_dp.data.telling_rows import refuse_rows_that_fail, short_rows, telling_rows, uneven_rows
+from hf_dp.data.widths import Checked
+from hf_dp.errors import ConfigurationError, UnseenUseError
+from hf_dp.losses import check_own_loss, per_example_losses
+from hf_dp.parts.re_attention import remove_re_attention
+from hf_dp.parts.re_attention.part import AttentionNoise, token_ids, without_idle_release
+from hf_dp.parts.sparse_embeddings import TableRows, find_tables, with_lazy_rows
+from hf_dp.parts.sparse_embeddings.part import SparseTraining, frozen, hide_from_wrapper, show_to_wrapper
+from hf_dp.per_example import RULES, Certificate, PerExampleGradients, Rule, preflight, record
+from hf_dp.per_example.batch import Batch
+from hf_dp.per_example.independence import survey
+from hf_dp.per_example.padding import check_padding
+from hf_dp.per_example.preflight import check_modules
+from hf_dp.per_example.sharding import is_sharded, refuse_broken_ties, tied
+from hf_dp.per_example.state import unchanged_state
+from hf_dp.randomness import Entropy, unchanged_global_state
+from hf_dp.sampling.poisson import PoissonBatchSampler
+from hf_dp.step.clipped_sum import ClippedSum
+from hf_dp.step.magnitudes import Magnitudes
+from hf_dp.step.plan import Plan
+from hf_dp.step.private_gradient import private_gradient
+from hf_dp.step.written import WrittenGradients, gradient_norm
+from hf_dp.training.callbacks import PrivacyCallback
+from hf_dp.training.checkpoints import CheckpointMixin, refuse_half
+from hf_dp.training.described import (
     described_arguments,
     described_data,
     described_model,
     described_optimizer,
     described_setup,
     described_values,
-    difference,
-    warn_if_alone,
 )
-from hf_dp.arguments import (
+from hf_dp.training.layouts import LayoutsMixin
+from hf_dp.training.output_lock import alone_in
+from hf_dp.training.publishing import PublishingMixin
+from hf_dp.training.refusals import (
     private_arguments,
     refuse_dataset,
     refuse_optimizer,
@@ -39,40 +69,9 @@ from hf_dp.arguments import (
     refuse_sharded_parts,
     refuse_weight_decay,
 )
-from hf_dp.attention_noise import AttentionNoise, token_ids, without_idle_release
-from hf_dp.callbacks import PrivacyCallback
-from hf_dp.checkpoints import CheckpointMixin, refuse_half
-from hf_dp.config import PrivacyConfig
-from hf_dp.errors import ConfigurationError, UnseenUseError
-from hf_dp.extremes import extreme_rows
-from hf_dp.fingerprint import Fingerprint, fingerprint, fingerprint_key
-from hf_dp.layouts import LayoutsMixin
-from hf_dp.left_padding import LeftPadding
-from hf_dp.losses import check_own_loss, per_example_losses
-from hf_dp.magnitudes import Magnitudes
-from hf_dp.mixing_collator import check_collator
-from hf_dp.output_lock import alone_in
-from hf_dp.per_example import RULES, Certificate, PerExampleGradients, Rule, preflight, record
-from hf_dp.per_example.batch import Batch
-from hf_dp.per_example.independence import survey
-from hf_dp.per_example.padding import check_padding
-from hf_dp.per_example.preflight import check_modules
-from hf_dp.per_example.sharding import is_sharded, refuse_broken_ties, tied
-from hf_dp.plan import Plan
-from hf_dp.probe import refuse_rows_that_fail, short_rows, telling_rows, uneven_rows
-from hf_dp.publishing import PublishingMixin
-from hf_dp.randomness import Entropy, unchanged_global_state
-from hf_dp.re_attention import remove_re_attention
-from hf_dp.restoring import RestoringMixin
-from hf_dp.resume import SavedRun, continued, note_trained_by, refuse_trained_by_another
-from hf_dp.sampling import LogicalBatchCollator, PoissonBatchSampler, PoissonDataLoader, RankSampler
-from hf_dp.sft import forget_batch_metrics, refuse_sft
-from hf_dp.sparse_embeddings import TableRows, find_tables, with_lazy_rows
-from hf_dp.sparse_training import SparseTraining, frozen, hide_from_wrapper, show_to_wrapper
-from hf_dp.state import unchanged_state
-from hf_dp.step import private_gradient
-from hf_dp.widths import Checked
-from hf_dp.written import WrittenGradients, gradient_norm
+from hf_dp.training.restoring import RestoringMixin
+from hf_dp.training.resume import SavedRun, continued, note_trained_by, refuse_trained_by_another
+from hf_dp.training.sft import forget_batch_metrics, refuse_sft
 
 logger = logging.getLogger(__name__)
 

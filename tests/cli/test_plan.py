@@ -9,8 +9,9 @@ import dp_accounting as dp
 import pytest
 from typer.testing import CliRunner
 
-from hf_dp.accounting import candidate, default_delta, epsilon, step_event
+from hf_dp.accounting import default_delta, epsilon, step_event
 from hf_dp.cli import app, plot
+from hf_dp.planning.proposal import candidate
 
 TINY = '{"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 11, "n_positions": 4}'
 BASE = ["plan", "--n", "10003", "--batch-size", "512"]

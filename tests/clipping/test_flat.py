@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from hf_dp.clipping import Clipping
+from hf_dp.clipping.flat import Clipping
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

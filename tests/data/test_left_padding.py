@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hf_dp.left_padding import LeftPadding
-from tests.e2e.workbench import EXPECTED, Rows, draws, exact, make, pad_for_language, parameters, rows
+from hf_dp.data.left_padding import LeftPadding
+from tests.training.workbench import EXPECTED, Rows, draws, exact, make, pad_for_language, parameters, rows
 from tests.zoo import adapted, tiny, with_dropout
 
 

@@ -13,9 +13,10 @@ import torch
 from accelerate import skip_first_batches
 from torch.utils.data import ConcatDataset, Subset, TensorDataset, default_collate
 
+from hf_dp.data.loader import DUMMY, LogicalBatchCollator, PoissonDataLoader, RankSampler
 from hf_dp.errors import ConfigurationError
 from hf_dp.randomness import Entropy, bernoulli
-from hf_dp.sampling import DUMMY, LogicalBatchCollator, PoissonBatchSampler, PoissonDataLoader, RankSampler
+from hf_dp.sampling.poisson import PoissonBatchSampler
 
 
 def rows(examples: list[Any]) -> dict[str, torch.Tensor]:

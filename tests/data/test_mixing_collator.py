@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from hf_dp.data.loader import LogicalBatchCollator
+from hf_dp.data.mixing_collator import check_collator
 from hf_dp.errors import ConfigurationError
-from hf_dp.mixing_collator import check_collator
-from hf_dp.sampling import LogicalBatchCollator
 
 Rows = list[dict[str, Any]]
 

@@ -9,11 +9,11 @@ import pyarrow as pa
 import pytest
 import torch
 
-import hf_dp.extremes as extremes
-import hf_dp.state as state
+import hf_dp.data.extremes as extremes
+import hf_dp.per_example.state as state
+from hf_dp.data.telling_rows import refuse_rows_that_fail, short_rows, telling_rows, uneven_rows
+from hf_dp.data.widths import widths_of
 from hf_dp.errors import ConfigurationError, PreflightError, UnsupportedModelError
-from hf_dp.probe import refuse_rows_that_fail, short_rows, telling_rows, uneven_rows
-from hf_dp.widths import widths_of
 
 ROWS = [
     {"input_ids": [3, 4], "labels": 1},

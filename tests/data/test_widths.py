@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hf_dp.sampling import LogicalBatchCollator
-from hf_dp.widths import Checked, outermost, widths_of
+from hf_dp.data.loader import LogicalBatchCollator
+from hf_dp.data.widths import Checked, outermost, widths_of
 
 Pair = tuple[str, str]
 

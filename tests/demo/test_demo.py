@@ -23,7 +23,7 @@ from hf_dp.demo.messages import Canary, Messages, generate
 from hf_dp.demo.model import new_model, train_tokenizer
 from hf_dp.demo.result import Result, Row, mean, most_by_chance
 from hf_dp.demo.run import Scale
-from tests.e2e.workbench import make
+from tests.training.workbench import make
 
 
 @pytest.fixture(scope="module")

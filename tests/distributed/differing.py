@@ -18,18 +18,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import TrainerCallback
 
-import hf_dp.agreement as agreement
 import hf_dp.randomness as randomness
 import hf_dp.ranks as ranks
+import hf_dp.training.described as described
 from hf_dp import PrivacyConfig
 from hf_dp.accounting import Ledger
 from hf_dp.errors import HfDpError
-from hf_dp.plan import Plan
 from hf_dp.randomness import Entropy
-from hf_dp.sampling import PoissonBatchSampler
-from hf_dp.step import private_gradient
+from hf_dp.sampling.poisson import PoissonBatchSampler
+from hf_dp.step.plan import Plan
+from hf_dp.step.private_gradient import private_gradient
 from tests.distributed.tasks import SHARDS, STEPS, device, fsdp2_on_cpu, promise, trainer
-from tests.e2e.workbench import rows
+from tests.training.workbench import rows
 from tests.zoo import with_dropout
 
 CHANGES: dict[str, dict[str, Any]] = {
@@ -54,7 +54,7 @@ def surroundings(what: str) -> Iterator[None]:
     if what == "another precision of torch":
         torch.set_float32_matmul_precision("medium")
     try:
-        with mock.patch.object(agreement, "version", return_value="0") if what == "another version" else nullcontext():
+        with mock.patch.object(described, "version", return_value="0") if what == "another version" else nullcontext():
             yield
     finally:
         torch.set_float32_matmul_precision(precision)

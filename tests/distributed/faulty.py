@@ -15,7 +15,7 @@ import torch
 from transformers import TrainerCallback
 
 import hf_dp.ranks as ranks
-from hf_dp.aggregate import ClippedSum
+from hf_dp.step.clipped_sum import ClippedSum
 from tests.distributed.gang import ON_GPU
 from tests.distributed.tasks import trainer
 

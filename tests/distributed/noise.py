@@ -12,14 +12,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-import hf_dp.aggregate
 import hf_dp.ranks as ranks
+import hf_dp.step.clipped_sum
 from hf_dp.accounting import Ledger
-from hf_dp.noise import GaussianNoise
-from hf_dp.plan import Plan
+from hf_dp.noise.gaussian import GaussianNoise
 from hf_dp.randomness import Entropy
-from hf_dp.sampling import PoissonBatchSampler
-from hf_dp.step import private_gradient
+from hf_dp.sampling.poisson import PoissonBatchSampler
+from hf_dp.step.plan import Plan
+from hf_dp.step.private_gradient import private_gradient
 from tests.distributed.tasks import device, promise
 
 SIGMA, CLIPPING, REPEATS = 1.5, 0.5, 400
@@ -71,7 +71,7 @@ def mistake(wrong: str | None) -> Any:
         honest(self, tensors, deviation * scale, step, name)
 
     if wrong == "noise on every rank":
-        return mock.patch.object(hf_dp.aggregate.ranks, "rank", return_value=0)
+        return mock.patch.object(hf_dp.step.clipped_sum.ranks, "rank", return_value=0)
     return mock.patch.object(GaussianNoise, "add_", add)
 
 

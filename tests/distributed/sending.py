@@ -7,10 +7,10 @@ import functools
 from hf_dp.accounting import Ledger
 from hf_dp.losses import per_example_losses
 from hf_dp.per_example import preflight, record
-from hf_dp.plan import Plan
 from hf_dp.randomness import Entropy
-from hf_dp.sampling import PoissonBatchSampler
-from hf_dp.step import private_gradient
+from hf_dp.sampling.poisson import PoissonBatchSampler
+from hf_dp.step.plan import Plan
+from hf_dp.step.private_gradient import private_gradient
 from tests.distributed.sharded import shard
 from tests.distributed.tasks import MICRO, Collectives, built, collator_of, device, prepared, promise, rows_of
 

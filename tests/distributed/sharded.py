@@ -12,12 +12,13 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import hf_dp.ranks as ranks
 from hf_dp.accounting import Ledger
+from hf_dp.data.loader import LogicalBatchCollator, RankSampler, _OwnReads
 from hf_dp.losses import per_example_losses
 from hf_dp.per_example import preflight, record
-from hf_dp.plan import Plan
 from hf_dp.randomness import Entropy
-from hf_dp.sampling import LogicalBatchCollator, PoissonBatchSampler, RankSampler, _OwnReads
-from hf_dp.step import private_gradient
+from hf_dp.sampling.poisson import PoissonBatchSampler
+from hf_dp.step.plan import Plan
+from hf_dp.step.private_gradient import private_gradient
 from tests.distributed.tasks import MICRO, STEPS, built, collator_of, device, gathered, prepared, promise, rows_of
 
 

@@ -16,7 +16,7 @@ import hf_dp.ranks as ranks
 from hf_dp import SparseEmbeddingConfig
 from hf_dp.errors import HfDpError
 from tests.distributed.tasks import MICRO, Collectives, built, fresh_accelerator, gathered, promise
-from tests.e2e.workbench import Clicks, NoWholeTable, Recommender, clicks, make, pad, rows, stack
+from tests.training.workbench import Clicks, NoWholeTable, Recommender, clicks, make, pad, rows, stack
 
 STEPS, EXPECTED = 5, 8
 WORDS = "bert.embeddings.word_embeddings.weight"
@@ -138,7 +138,7 @@ def whole_tables_made(path: str, settings: dict[str, Any], hidden: bool = True) 
     run = trainer(path, "several tables", 2, settings, {"noise_multiplier": 1.0}, model=model, max_steps=2)
     with (
         NoWholeTable(model.items.weight) as watching,
-        nullcontext() if hidden else mock.patch("hf_dp.trainer.hide_from_wrapper"),
+        nullcontext() if hidden else mock.patch("hf_dp.training.trainer.hide_from_wrapper"),
         # accelerate moves the model to "cpu:0", for which torch copies what is there already.
         mock.patch.object(nn.Module, "to", lambda self, *args, **kwargs: self),
     ):

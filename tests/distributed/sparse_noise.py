@@ -15,16 +15,16 @@ from torch import Tensor, nn
 import hf_dp.ranks as ranks
 from hf_dp import SparseEmbeddingConfig
 from hf_dp.accounting import Ledger
-from hf_dp.aggregate import ClippedSum, ContributionSum
-from hf_dp.noise import GaussianNoise
+from hf_dp.noise.gaussian import GaussianNoise
+from hf_dp.parts.sparse_embeddings import AdaptiveSelection, TableRows, gumbel_scale
+from hf_dp.parts.sparse_embeddings.part import SparseTraining
 from hf_dp.per_example import PerExampleGradients, Tables, record
 from hf_dp.per_example.batch import Batch
-from hf_dp.plan import Plan
 from hf_dp.randomness import Entropy
-from hf_dp.sampling import PoissonBatchSampler
-from hf_dp.sparse_embeddings import AdaptiveSelection, TableRows, gumbel_scale
-from hf_dp.sparse_training import SparseTraining
-from hf_dp.step import private_gradient
+from hf_dp.sampling.poisson import PoissonBatchSampler
+from hf_dp.step.clipped_sum import ClippedSum, ContributionSum
+from hf_dp.step.plan import Plan
+from hf_dp.step.private_gradient import private_gradient
 from tests.distributed.noise import LEVEL
 from tests.distributed.tasks import promise
 
@@ -247,7 +247,7 @@ def chosen(wrong: str | None = None) -> list[int]:
 
     scale = {"no noise": 1e-9, "two thirds of the noise": scale_of(plan) * 2 / 3}.get(wrong or "", scale_of(plan))
     with ExitStack() as stack:
-        stack.enter_context(mock.patch("hf_dp.sparse_training.gumbel_scale", return_value=scale))
+        stack.enter_context(mock.patch("hf_dp.parts.sparse_embeddings.part.gumbel_scale", return_value=scale))
         if wrong == "counts of the first rank alone":
             stack.enter_context(mock.patch("hf_dp.ranks.sum_"))
         for _ in range(CHOICES):

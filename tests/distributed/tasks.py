@@ -23,7 +23,7 @@ from hf_dp.errors import HfDpError
 from hf_dp.losses import per_example_losses
 from hf_dp.per_example import Tables, record
 from tests.distributed.gang import ON_GPU
-from tests.e2e.workbench import ROWS, Rows, make, pad, pad_for_language, rows
+from tests.training.workbench import ROWS, Rows, make, pad, pad_for_language, rows
 from tests.zoo import ADAPTERS, adapted, tiny
 
 STEPS, EXPECTED, MICRO = 5, 8, 2

@@ -10,8 +10,8 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-from hf_dp.fingerprint import KEY_FILE
-from hf_dp.output_lock import FILE as LOCK_FILE
+from hf_dp.data.fingerprint import KEY_FILE
+from hf_dp.training.output_lock import FILE as LOCK_FILE
 from tests.distributed.gang import Gang
 from tests.distributed.tasks import STEPS, farthest, gathered, saved_and_resumed, trained
 from tests.zoo import tiny

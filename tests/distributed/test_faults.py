@@ -13,12 +13,12 @@ import torch
 from transformers import AutoModelForSequenceClassification
 
 from hf_dp.config import PrivacyConfig
-from hf_dp.plan import Plan
 from hf_dp.randomness import Entropy
-from hf_dp.sampling import PoissonBatchSampler
+from hf_dp.sampling.poisson import PoissonBatchSampler
+from hf_dp.step.plan import Plan
 from tests.distributed.gang import ON_GPU
 from tests.distributed.tasks import EXPECTED, STEPS, farthest, gathered, trained
-from tests.e2e.workbench import ROWS
+from tests.training.workbench import ROWS
 
 SCRIPT = Path(__file__).with_name("faulty.py")
 TORCHRUN = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2")

@@ -18,9 +18,9 @@ import torch
 from typer.testing import CliRunner
 
 from hf_dp.cli import app
-from tests.e2e.workbench import a_tokenizer, classifier, pad, rows
 from tests.hub.conftest import hub  # noqa: F401 - a fixture
 from tests.hub.server import Hub
+from tests.training.workbench import a_tokenizer, classifier, pad, rows
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -13,8 +13,8 @@ from huggingface_hub import constants
 
 from hf_dp import PrivacyConfig
 from hf_dp.hub.upload import _api
-from tests.e2e.workbench import make
 from tests.hub.server import TOKEN, Hub
+from tests.training.workbench import make
 
 
 @pytest.fixture

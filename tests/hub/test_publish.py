@@ -17,14 +17,14 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 import hf_dp
 from hf_dp import PrivacyConfig, load_report
+from hf_dp.data.fingerprint import KEY_FILE
 from hf_dp.errors import ConfigurationError, HubError, LedgerError
-from hf_dp.fingerprint import KEY_FILE
 from hf_dp.hub import upload, verify
 from hf_dp.hub.record import INSTALL
 from hf_dp.hub.upload import checked_card
-from tests.e2e.test_lora import adapted
-from tests.e2e.workbench import a_tokenizer, classifier, make, pad, rows
 from tests.hub.server import READER, Hub
+from tests.training.test_lora import adapted
+from tests.training.workbench import a_tokenizer, classifier, make, pad, rows
 
 NAME = "someone/private-model"
 MODEL = {".gitattributes", "README.md", "config.json", "model.safetensors", "privacy.json"}

@@ -20,7 +20,8 @@ from huggingface_hub import constants
 from transformers import AutoTokenizer
 
 from hf_dp.errors import ConfigurationError
-from tests.e2e.conftest import (  # noqa: F401 - fixtures
+from tests.hub.server import READER, Hub
+from tests.recipes.conftest import (  # noqa: F401 - fixtures
     LABELS,
     WORDS,
     causal_directory,
@@ -28,9 +29,8 @@ from tests.e2e.conftest import (  # noqa: F401 - fixtures
     masked_directory,
     questions_directory,
 )
-from tests.e2e.test_recipes import ROOT, train  # noqa: F401 - a fixture
-from tests.e2e.test_recipes_text import TEMPLATE
-from tests.hub.server import READER, Hub
+from tests.recipes.test_recipes import ROOT, train  # noqa: F401 - a fixture
+from tests.recipes.test_recipes_text import TEMPLATE
 
 PUBLIC = ["--train_file", "someone/questions", "--test_file", "someone/questions", "--label_column", "label"]
 PRIVATE = [flag.replace("/questions", "/private-questions") for flag in PUBLIC]

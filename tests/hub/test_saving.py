@@ -19,10 +19,10 @@ from hf_dp.hub import PrivacyRecord, model_files, saved_aside, verify, write_car
 from hf_dp.hub.card import BEGIN
 from hf_dp.hub.saved import may_be_published
 from tests.crashes import digests, killed_everywhere
-from tests.e2e.test_lora import adapted
-from tests.e2e.workbench import classifier
 from tests.hub.server import Hub
 from tests.hub.test_publish import MODEL, NAME, TOKENIZER, trainer
+from tests.training.test_lora import adapted
+from tests.training.workbench import classifier
 
 
 @pytest.fixture(scope="module")

@@ -21,10 +21,10 @@ from hf_dp.errors import HfDpError, HubError, LedgerError
 from hf_dp.hub import verify, write_card
 from hf_dp.hub.record import PrivacyRecord, sha256
 from hf_dp.hub.saved import may_be_published
-from hf_dp.re_attention import load_re_attention
-from tests.e2e.workbench import make
+from hf_dp.parts.re_attention import load_re_attention
 from tests.hub.forging import digest_anew, failed, forged, in_card, in_record, in_weights, invoke, seal
 from tests.hub.server import Hub
+from tests.training.workbench import make
 from tests.zoo import tiny
 
 

@@ -344,7 +344,7 @@ def test_every_vocabulary_of_transformers_may_be_published() -> None:
 def staged(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two trainings in one ledger, the second with larger batches, under a given noise."""
     from hf_dp import PrivacyConfig
-    from tests.e2e.workbench import make
+    from tests.training.workbench import make
 
     path = tmp_path_factory.mktemp("staged") / "out"
     run = make(path, privacy=PrivacyConfig(noise_multiplier=1.5), max_steps=2)

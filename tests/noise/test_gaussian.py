@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from hf_dp import noise as noise_module
 from hf_dp.errors import ConfigurationError, HfDpError
-from hf_dp.noise import GaussianNoise
+from hf_dp.noise import gaussian as noise_module
+from hf_dp.noise.gaussian import GaussianNoise
 from hf_dp.randomness import Entropy
 
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from scipy import stats
 
-from hf_dp import noise as noise_module
-from hf_dp.noise import GaussianNoise
+from hf_dp.noise import gaussian as noise_module
+from hf_dp.noise.gaussian import GaussianNoise
 from hf_dp.randomness import Entropy
 
 # Seeds are fixed, so right noise passes always; a p-value below this says that the noise is not what it should be.

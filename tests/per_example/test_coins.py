@@ -16,7 +16,7 @@ from hf_dp.errors import PreflightError
 from hf_dp.losses import per_example_losses
 from hf_dp.per_example import loop, preflight, record
 from hf_dp.per_example.coins import switch_off
-from tests.unit.small import Small, batch, square
+from tests.per_example.small import Small, batch, square
 from tests.zoo import text_batch, tiny
 
 

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from hf_dp.errors import UnsupportedModelError
 from hf_dp.losses import per_example_losses
 from hf_dp.per_example import loop, preflight, record
-from tests.unit.small import Small, batch, parameter, relative_error, square
+from tests.per_example.small import Small, batch, parameter, relative_error, square
 from tests.zoo import text_batch, tiny
 
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from hf_dp.errors import PreflightError, UnsupportedModelError
 from hf_dp.per_example import RULES, Bound, instantiating, loop, preflight, record
-from tests.unit.small import Small, batch, parameter, relative_error, square
+from tests.per_example.small import Small, batch, parameter, relative_error, square
 
 MODELS: dict[str, Small] = {
     "group norm": Small(

@@ -9,8 +9,8 @@ import pytest
 from accelerate.utils import DistributedType
 from torch import nn
 
-from hf_dp.arguments import refuse_parallel_model
 from hf_dp.errors import ConfigurationError
+from hf_dp.training.refusals import refuse_parallel_model
 
 
 def trainer(kind: DistributedType, is_fsdp2: bool = False, version: int | None = None, **changes: Any) -> Any:

@@ -12,7 +12,7 @@ from hf_dp.errors import PreflightError
 from hf_dp.losses import per_example_losses
 from hf_dp.per_example import preflight
 from hf_dp.per_example.precision import computed_in
-from tests.unit.small import Small, batch, square
+from tests.per_example.small import Small, batch, square
 from tests.zoo import adapted, text_batch, tiny
 
 

@@ -15,7 +15,7 @@ from hf_dp.losses import per_example_losses
 from hf_dp.per_example import loop, preflight, record
 from hf_dp.per_example.independence import check_independence, check_shares
 from hf_dp.per_example.preflight import check_modules
-from tests.unit.small import Small, batch, parameter, relative_error, square
+from tests.per_example.small import Small, batch, parameter, relative_error, square
 from tests.zoo import VOCABULARY, text_batch, tiny
 
 TINY: dict[str, tuple[Any, dict[str, Any]]] = {

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from hf_dp.errors import UnsupportedModelError
 from hf_dp.per_example import RULES, Certificate, Dense, Outer, Rule, loop, preflight, record
 from hf_dp.per_example.rule import Bound
-from tests.unit.small import Small, batch, parameter, relative_error, square
+from tests.per_example.small import Small, batch, parameter, relative_error, square
 
 
 def positions(x: Tensor) -> Tensor:

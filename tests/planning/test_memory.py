@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from hf_dp.cli import app
 from hf_dp.errors import ConfigurationError
-from hf_dp.scaling import ModelSize, Parameter, estimate, model_size
+from hf_dp.planning.memory import ModelSize, Parameter, estimate, model_size
 
 SHAPE = {"vocab_size": 100, "hidden_size": 8, "intermediate_size": 24, "num_hidden_layers": 3, "num_attention_heads": 2}
 

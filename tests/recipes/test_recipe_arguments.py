@@ -10,10 +10,10 @@ import pytest
 import yaml
 
 from hf_dp import DPTrainer, PrivacyConfig
-from tests.e2e.test_recipes import ROOT, train  # noqa: F401 - a fixture
-from tests.e2e.test_recipes import local as local_questions  # noqa: F401 - a fixture
-from tests.e2e.test_recipes_text import data  # noqa: F401 - a fixture
-from tests.e2e.test_recipes_text import local as local_answers  # noqa: F401 - a fixture
+from tests.recipes.test_recipes import ROOT, train  # noqa: F401 - a fixture
+from tests.recipes.test_recipes import local as local_questions  # noqa: F401 - a fixture
+from tests.recipes.test_recipes_text import data  # noqa: F401 - a fixture
+from tests.recipes.test_recipes_text import local as local_answers  # noqa: F401 - a fixture
 
 RECIPES = sorted(path.stem for path in (ROOT / "recipes").glob("*.yaml"))
 # Unlike the defaults, and unlike the files.

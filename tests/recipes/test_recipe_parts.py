@@ -13,8 +13,8 @@ from transformers import TrainingArguments
 
 from hf_dp import ReAttentionConfig
 from hf_dp.errors import ConfigurationError
-from hf_dp.re_attention import ReAttention
-from hf_dp.re_attention.errors import one_step, relative_counts
+from hf_dp.parts.re_attention import ReAttention
+from hf_dp.parts.re_attention.deviations import one_step, relative_counts
 from tests.zoo import tiny
 
 

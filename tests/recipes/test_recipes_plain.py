@@ -13,8 +13,8 @@ import torch
 
 from hf_dp import DPTrainer
 from hf_dp.hub import verify
-from tests.e2e.test_recipe_arguments import RECIPES, data, local, local_answers, local_questions  # noqa: F401 - fixtures
-from tests.e2e.test_recipes import ROOT, train  # noqa: F401 - a fixture
+from tests.recipes.test_recipe_arguments import RECIPES, data, local, local_answers, local_questions  # noqa: F401 - fixtures
+from tests.recipes.test_recipes import ROOT, train  # noqa: F401 - a fixture
 
 READER = Path(__file__).with_name("plain_reader.py")
 QUESTION = "my card was lost, why is it?"

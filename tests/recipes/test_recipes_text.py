@@ -12,8 +12,8 @@ import pytest
 from transformers import AutoTokenizer
 
 from hf_dp.errors import ConfigurationError
-from tests.e2e.conftest import WORDS
-from tests.e2e.test_recipes import ROOT, run, train  # noqa: F401 - train is a fixture
+from tests.recipes.conftest import WORDS
+from tests.recipes.test_recipes import ROOT, run, train  # noqa: F401 - train is a fixture
 
 TEMPLATE = (
     "{% for m in messages %}{{ m.role + ': ' + m.content + ' _\n' }}{% endfor %}"

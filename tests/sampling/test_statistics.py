@@ -7,7 +7,7 @@ import pytest
 from scipy import stats
 
 from hf_dp.randomness import Entropy
-from hf_dp.sampling import PoissonBatchSampler
+from hf_dp.sampling.poisson import PoissonBatchSampler
 
 # Seeds are fixed, so a right sampler passes always; a p-value below this says that the draws are wrong.
 REJECTED = 1e-3

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hf_dp.aggregate import ClippedSum
-from hf_dp.clipping import Clipping
+from hf_dp.clipping.flat import Clipping
 from hf_dp.per_example import loop, record
 from hf_dp.per_example.batch import Batch, take
+from hf_dp.step.clipped_sum import ClippedSum
 
 
 class Tied(nn.Module):

@@ -9,9 +9,9 @@ import pytest
 import torch
 from transformers import TrainerCallback
 
-from hf_dp import output_lock
 from hf_dp.errors import ConfigurationError
-from tests.e2e.workbench import classifier, make, parameters, private, rows, same
+from hf_dp.training import output_lock
+from tests.training.workbench import classifier, make, parameters, private, rows, same
 
 WORDS = "The noise drowns the gradient"
 

@@ -11,11 +11,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from hf_dp.aggregate import ClippedSum
-from hf_dp.clipping import Clipping
+from hf_dp.clipping.flat import Clipping
 from hf_dp.losses import per_example_losses
 from hf_dp.per_example import Dense, Outer, PerExampleGradients, record
 from hf_dp.per_example.batch import Batch, take
+from hf_dp.step.clipped_sum import ClippedSum
 from tests.zoo import text_batch, tiny
 
 EXPONENTS = st.integers(-18, 18)

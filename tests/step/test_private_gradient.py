@@ -14,10 +14,10 @@ from hf_dp.accounting import Ledger
 from hf_dp.config import PrivacyConfig
 from hf_dp.errors import BudgetExceededError
 from hf_dp.per_example import record
-from hf_dp.plan import Plan
 from hf_dp.randomness import Entropy
-from hf_dp.sampling import PoissonBatchSampler
-from hf_dp.step import private_gradient
+from hf_dp.sampling.poisson import PoissonBatchSampler
+from hf_dp.step.plan import Plan
+from hf_dp.step.private_gradient import private_gradient
 
 
 def make_plan(seed: int | None = None, steps: int = 5, **config: float) -> Plan:

@@ -12,7 +12,7 @@ from transformers import TrainerCallback
 
 from hf_dp import SparseEmbeddingConfig
 from hf_dp.errors import ConfigurationError, HfDpError
-from tests.e2e.workbench import (
+from tests.training.workbench import (
     Clicks,
     Recommender,
     arguments,

@@ -15,11 +15,11 @@ import pytest
 import torch
 from transformers import TrainerCallback
 
-from hf_dp.checkpoints import finish, newest_whole
 from hf_dp.errors import LedgerError
+from hf_dp.training.checkpoints import finish, newest_whole
 from tests.crashes import digests, killed_everywhere
-from tests.e2e.test_resume import SAVED, STEPS, trainer
-from tests.e2e.workbench import make, rows
+from tests.training.test_resume import SAVED, STEPS, trainer
+from tests.training.workbench import make, rows
 
 NEWEST = f"checkpoint-{STEPS}"
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from hf_dp.errors import ConfigurationError, UnsupportedModelError
-from tests.e2e.workbench import classifier, make, pad, pad_for_language, parameters, rows, same
+from tests.training.workbench import classifier, make, pad, pad_for_language, parameters, rows, same
 from tests.zoo import tiny
 
 

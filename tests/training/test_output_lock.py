@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from hf_dp import output_lock
 from hf_dp.errors import ConfigurationError
-from hf_dp.output_lock import alone_in
+from hf_dp.training import output_lock
+from hf_dp.training.output_lock import alone_in
 
 HOLD = """
 import sys, time
-from hf_dp.output_lock import alone_in
+from hf_dp.training.output_lock import alone_in
 with alone_in(sys.argv[1]):
     print("held", flush=True)
     time.sleep(600)

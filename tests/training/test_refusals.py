@@ -24,10 +24,10 @@ from transformers import (
 )
 
 from hf_dp import DPTrainer, PrivacyConfig
-from hf_dp.arguments import private_arguments
 from hf_dp.errors import ConfigurationError, HfDpError, PreflightError, UnsupportedModelError
-from hf_dp.trainer import DPTrainerMixin
-from tests.e2e.workbench import (
+from hf_dp.training.refusals import private_arguments
+from hf_dp.training.trainer import DPTrainerMixin
+from tests.training.workbench import (
     ROWS,
     arguments,
     classifier,

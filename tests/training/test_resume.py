@@ -22,9 +22,9 @@ from datasets import Dataset
 from torch import Tensor
 from transformers import TrainerCallback
 
+from hf_dp.data.fingerprint import KEY_FILE, compare, fingerprint, fingerprint_key
 from hf_dp.errors import BudgetExceededError, LedgerError
-from hf_dp.fingerprint import KEY_FILE, compare, fingerprint, fingerprint_key
-from tests.e2e.workbench import Rows, classifier, make, parameters, private, rows, same
+from tests.training.workbench import Rows, classifier, make, parameters, private, rows, same
 
 STEPS, SAVED, KILLED = 7, 4, 6
 ROOT = Path(__file__).resolve().parents[2]
@@ -33,7 +33,7 @@ ROOT = Path(__file__).resolve().parents[2]
 KILLED_RUN = f"""
 import os, signal, sys
 from transformers import TrainerCallback
-from tests.e2e.test_resume import trainer
+from tests.training.test_resume import trainer
 
 class Kill(TrainerCallback):
     def on_step_end(self, args, state, control, **kwargs):

@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 from transformers import TrainerCallback
 
+from hf_dp.data.fingerprint import KEY_FILE
 from hf_dp.errors import LedgerError
-from hf_dp.fingerprint import KEY_FILE
 from hf_dp.hub.checkpoint import seal
-from hf_dp.resume import SavedRun
-from tests.e2e.test_resume import SAVED, STEPS, copied, edit_state, saved_ledger, trainer
-from tests.e2e.workbench import parameters, same
+from hf_dp.training.resume import SavedRun
 from tests.hub.forging import in_record
+from tests.training.test_resume import SAVED, STEPS, copied, edit_state, saved_ledger, trainer
+from tests.training.workbench import parameters, same
 
 Change = Callable[[Path], None]
 

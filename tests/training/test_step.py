@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from hf_dp import DPTrainer
-from tests.e2e.workbench import (
+from tests.training.workbench import (
     EXPECTED,
     MICRO,
     ROWS,

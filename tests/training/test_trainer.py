@@ -34,8 +34,8 @@ from transformers import (
 from hf_dp import DPTrainer, PrivacyConfig, load_report
 from hf_dp.errors import ConfigurationError, UnsupportedModelError
 from hf_dp.per_example import RULES, Bound, instantiating
-from hf_dp.trainer import DPTrainerMixin
-from tests.e2e.workbench import (
+from hf_dp.training.trainer import DPTrainerMixin
+from tests.training.workbench import (
     EXPECTED,
     ROWS,
     STEPS,

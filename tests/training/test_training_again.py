@@ -13,7 +13,7 @@ from transformers import (
 )
 
 from hf_dp.errors import BudgetExceededError, ConfigurationError, LedgerError
-from tests.e2e.workbench import (
+from tests.training.workbench import (
     STEPS,
     classifier,
     make,
@@ -68,7 +68,7 @@ def test_training_stops_at_the_budget_with_the_reason(tmp_path: Path, caplog: py
 
 def test_removing_the_privacy_callback_stops_the_training(tmp_path: Path) -> None:
     trainer = make(tmp_path)
-    from hf_dp.callbacks import PrivacyCallback
+    from hf_dp.training.callbacks import PrivacyCallback
 
     trainer.remove_callback(PrivacyCallback)
     with pytest.raises(ConfigurationError, match="PrivacyCallback"):

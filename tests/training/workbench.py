@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast, TrainerCallback, TrainingArgum
 
 from hf_dp import DPTrainer, PrivacyConfig
 from hf_dp.randomness import Entropy
-from hf_dp.sampling import PoissonBatchSampler
+from hf_dp.sampling.poisson import PoissonBatchSampler
 from tests.zoo import VOCABULARY, tiny
 
 ROWS, MICRO, EXPECTED, STEPS = 48, 4, 8, 4

@@ -22,7 +22,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from hf_dp.errors import UnsupportedModelError
-from hf_dp.re_attention.moments import Variance, wide
+from hf_dp.parts.re_attention.moments import Variance, wide
 
 NAME = "re_attention"
 # Where features share a variance, the attention of the first so many queries of an example is computed again, and of

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from hf_dp.config import ReAttentionConfig
 from hf_dp.errors import ConfigurationError
-from hf_dp.re_attention.installed import ReAttention, installed, remove_re_attention
+from hf_dp.parts.re_attention.installed import ReAttention, installed, remove_re_attention
 
 
 @dataclass(frozen=True)

@@ -21,11 +21,11 @@ from transformers import PreTrainedModel
 
 from hf_dp.config import ReAttentionConfig
 from hf_dp.errors import ConfigurationError, UnsupportedModelError
-from hf_dp.re_attention.attention import NAME, OWNERS, KeyNoise, Listener, register
-from hf_dp.re_attention.corrections import Corrections
-from hf_dp.re_attention.errors import token_tables
-from hf_dp.re_attention.moments import Moments, Tracked, Variance, tensors
-from hf_dp.re_attention.rules import RULES
+from hf_dp.parts.re_attention.attention import NAME, OWNERS, KeyNoise, Listener, register
+from hf_dp.parts.re_attention.corrections import Corrections
+from hf_dp.parts.re_attention.deviations import token_tables
+from hf_dp.parts.re_attention.moments import Moments, Tracked, Variance, tensors
+from hf_dp.parts.re_attention.rules import RULES
 
 FILE = "re_attention.safetensors"
 # Beside the errors in a checkpoint, so that a resumed run releases nothing anew.

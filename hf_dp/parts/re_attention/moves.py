@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_dp.re_attention.moments import Moments, Tracked, Variance, tensors
+from hf_dp.parts.re_attention.moments import Moments, Tracked, Variance, tensors
 
 _Args = tuple[Any, ...]
 _Kwargs = dict[str, Any]

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from hf_dp.re_attention import moves
-from hf_dp.re_attention.moments import Moments, Rule, Tracked, Variance, wide, with_slope
+from hf_dp.parts.re_attention import moves
+from hf_dp.parts.re_attention.moments import Moments, Rule, Tracked, Variance, wide, with_slope
 
 _Args = tuple[Any, ...]
 _Kwargs = dict[str, Any]

@@ -19,11 +19,11 @@ from hf_dp.accounting import Ledger
 from hf_dp.agreement import agree
 from hf_dp.config import SparseEmbeddingConfig
 from hf_dp.errors import BudgetExceededError, ConfigurationError, LedgerError
+from hf_dp.parts.sparse_embeddings import AdaptiveSelection, TableRows, gumbel_scale, noisy_top_k
 from hf_dp.per_example import PerExampleGradients, Tables
 from hf_dp.per_example.batch import Batch
-from hf_dp.plan import Plan
 from hf_dp.randomness import secret_global_state
-from hf_dp.sparse_embeddings import AdaptiveSelection, TableRows, gumbel_scale, noisy_top_k
+from hf_dp.step.plan import Plan
 
 logger = logging.getLogger(__name__)
 

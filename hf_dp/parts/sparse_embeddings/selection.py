@@ -10,7 +10,7 @@ from scipy import special
 from torch import Tensor
 
 import hf_dp.ranks as ranks
-from hf_dp.noise import GaussianNoise
+from hf_dp.noise.gaussian import GaussianNoise
 from hf_dp.randomness import Entropy, bernoulli
 
 # With no threshold given, a row that no example touched survives so often.

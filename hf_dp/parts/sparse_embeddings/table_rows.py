@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from hf_dp.aggregate import ClippedSum, ContributionSum
-from hf_dp.clipping import Clipping
+from hf_dp.clipping.flat import Clipping
+from hf_dp.parts.sparse_embeddings.selection import AdaptiveSelection, Survivors
 from hf_dp.per_example import PerExampleGradients, Tables
-from hf_dp.sparse_embeddings.selection import AdaptiveSelection, Survivors
+from hf_dp.step.clipped_sum import ClippedSum, ContributionSum
 
 
 class TableRows:

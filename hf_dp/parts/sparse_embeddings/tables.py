@@ -7,8 +7,8 @@ from collections.abc import Collection, Iterable
 from torch import nn
 
 from hf_dp.errors import ConfigurationError, UnsupportedModelError
+from hf_dp.parts.re_attention.deviations import token_tables
 from hf_dp.per_example.rule import Use
-from hf_dp.re_attention.errors import token_tables
 
 # A smaller table gains nothing worth a lazy optimizer.
 _SMALLEST = 1000

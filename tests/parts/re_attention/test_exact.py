@@ -15,15 +15,15 @@ import torch.nn.functional as F
 from peft import LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
 from torch import Tensor, nn
 
-import hf_dp.re_attention.attention as implementation
+import hf_dp.parts.re_attention.attention as implementation
 from hf_dp import ReAttentionConfig, load_re_attention, remove_re_attention
 from hf_dp.errors import ConfigurationError, UnsupportedModelError
 from hf_dp.losses import per_example_losses
+from hf_dp.parts.re_attention import FILE, ReAttention, inspect_attention, installed
+from hf_dp.parts.re_attention.deviations import one_step, relative_counts
+from hf_dp.parts.re_attention.moments import Moments
 from hf_dp.per_example import preflight, record
 from hf_dp.per_example.oracle import loop
-from hf_dp.re_attention import FILE, ReAttention, inspect_attention, installed
-from hf_dp.re_attention.errors import one_step, relative_counts
-from hf_dp.re_attention.moments import Moments
 from tests.zoo import VOCABULARY, text_batch, tiny, with_dropout
 
 FAMILIES = {

@@ -16,13 +16,13 @@ from hf_dp import ReAttentionConfig
 from hf_dp.accounting import Ledger
 from hf_dp.config import PrivacyConfig
 from hf_dp.errors import ConfigurationError
-from hf_dp.frequencies import LABEL, release_token_frequencies
-from hf_dp.plan import Plan
+from hf_dp.parts.re_attention import ReAttention
+from hf_dp.parts.re_attention.attention import OWNERS, KeyNoise, re_attention_forward
+from hf_dp.parts.re_attention.deviations import one_step, relative_counts
+from hf_dp.parts.token_frequencies import LABEL, release_token_frequencies
 from hf_dp.randomness import Entropy
-from hf_dp.re_attention import ReAttention
-from hf_dp.re_attention.attention import OWNERS, KeyNoise, re_attention_forward
-from hf_dp.re_attention.errors import one_step, relative_counts
-from hf_dp.sampling import PoissonBatchSampler
+from hf_dp.sampling.poisson import PoissonBatchSampler
+from hf_dp.step.plan import Plan
 
 DRAWS, VOCABULARY = 400, 100
 MODELS: dict[str, dict[str, int]] = {

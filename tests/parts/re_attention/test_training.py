@@ -15,11 +15,11 @@ from transformers import TrainerCallback
 from hf_dp import DPTrainer, PrivacyConfig, ReAttentionConfig, accounting, load_re_attention
 from hf_dp.accounting import Ledger
 from hf_dp.errors import ConfigurationError, LedgerError
-from hf_dp.frequencies import LABEL
 from hf_dp.hub import verify
-from hf_dp.noise import GaussianNoise
-from hf_dp.re_attention import FILE, FREQUENCIES, installed, read
-from tests.e2e.workbench import (
+from hf_dp.noise.gaussian import GaussianNoise
+from hf_dp.parts.re_attention import FILE, FREQUENCIES, installed, read
+from hf_dp.parts.token_frequencies import LABEL
+from tests.training.workbench import (
     EXPECTED,
     ROWS,
     a_tokenizer,
@@ -171,7 +171,7 @@ def test_corrections_that_rounding_would_spoil_are_refused_after_the_step_that_s
     attention = ReAttentionConfig(
         token_frequencies="public", public_frequencies=str(tmp_path / "rare.json"), scale=0.05, error=error
     )
-    monkeypatch.setattr("hf_dp.attention_noise._LARGEST", limit)
+    monkeypatch.setattr("hf_dp.parts.re_attention.part._LARGEST", limit)
     trainer = make(tmp_path, privacy=private(re_attention=attention), logging_strategy="no")
     with pytest.raises(ConfigurationError, match=r"a smaller scale.* stays in the ledger"):
         trainer.train()
@@ -200,7 +200,7 @@ def test_the_guard_on_corrections_sees_each_example_of_each_pass_and_no_log(
             if event == "on_save":
                 trainer.evaluate(rows(4))
 
-    monkeypatch.setattr("hf_dp.re_attention.attention._corrections", spoiled)
+    monkeypatch.setattr("hf_dp.parts.re_attention.attention._corrections", spoiled)
     monkeypatch.setattr(Spoils, event, staticmethod(spoil), raising=False)
     trainer = make(
         tmp_path, privacy=private(re_attention=ReAttentionConfig(token_frequencies="uniform")),
@@ -220,7 +220,7 @@ def test_corrections_that_are_too_large_in_the_check_before_the_first_step_cost_
     tmp_path: Path, monkeypatch: Any
 ) -> None:
     """Not even the release of frequencies: rare rows only have more noise than the check has followed."""
-    monkeypatch.setattr("hf_dp.attention_noise._LARGEST", 1e-6)
+    monkeypatch.setattr("hf_dp.parts.re_attention.part._LARGEST", 1e-6)
     trainer = budgeted(tmp_path)
     with pytest.raises(ConfigurationError, match=r"a smaller scale.* Nothing was spent"):
         trainer.train()

@@ -13,13 +13,13 @@ from torch import Tensor, nn
 
 from hf_dp.accounting import Ledger
 from hf_dp.config import PrivacyConfig, SparseEmbeddingConfig
+from hf_dp.parts.sparse_embeddings import AdaptiveSelection, TableRows
 from hf_dp.per_example import Tables, loop, record
 from hf_dp.per_example.batch import Batch, take
-from hf_dp.plan import Plan
 from hf_dp.randomness import Entropy, bernoulli
-from hf_dp.sampling import PoissonBatchSampler
-from hf_dp.sparse_embeddings import AdaptiveSelection, TableRows
-from hf_dp.step import private_gradient
+from hf_dp.sampling.poisson import PoissonBatchSampler
+from hf_dp.step.plan import Plan
+from hf_dp.step.private_gradient import private_gradient
 
 ROWS, OTHERS, WIDTH, EXPECTED = 40, 7, 5, 10
 TABLES = ("words.weight", "kinds.weight")

@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from hf_dp.aggregate import ClippedSum, ContributionSum
-from hf_dp.clipping import Clipping
+from hf_dp.clipping.flat import Clipping
 from hf_dp.per_example import Tables, record
 from hf_dp.per_example.batch import Batch, take
+from hf_dp.step.clipped_sum import ClippedSum, ContributionSum
 
 ROWS, NAMES = 12, ("one.weight", "two.weight")
 

@@ -16,13 +16,7 @@ from torch import Tensor, nn
 from hf_dp import accounting
 from hf_dp.config import PrivacyConfig, ReAttentionConfig, SparseEmbeddingConfig
 from hf_dp.errors import ConfigurationError, PreflightError, UnsupportedModelError
-from hf_dp.per_example import RULES, Dense, OneHot, Outer, PerExample, RowSum, Tables, loop, preflight, sparse_gradient
-from hf_dp.per_example.batch import Batch
-from hf_dp.per_example.rule import Use
-from hf_dp.plan import Plan
-from hf_dp.randomness import Entropy
-from hf_dp.sampling import PoissonBatchSampler
-from hf_dp.sparse_embeddings import (
+from hf_dp.parts.sparse_embeddings import (
     AdaptiveSelection,
     LazyRows,
     RowWiseAdam,
@@ -30,6 +24,12 @@ from hf_dp.sparse_embeddings import (
     find_tables,
     with_lazy_rows,
 )
+from hf_dp.per_example import RULES, Dense, OneHot, Outer, PerExample, RowSum, Tables, loop, preflight, sparse_gradient
+from hf_dp.per_example.batch import Batch
+from hf_dp.per_example.rule import Use
+from hf_dp.randomness import Entropy
+from hf_dp.sampling.poisson import PoissonBatchSampler
+from hf_dp.step.plan import Plan
 
 FEST = {"method": "fest", "kept_rows": 10}
 

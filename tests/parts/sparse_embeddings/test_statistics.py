@@ -10,9 +10,9 @@ import torch
 from scipy import special, stats
 from torch import Tensor
 
-from hf_dp.noise import GaussianNoise
+from hf_dp.noise.gaussian import GaussianNoise
+from hf_dp.parts.sparse_embeddings import AdaptiveSelection, gumbel_scale, noisy_top_k
 from hf_dp.randomness import Entropy
-from hf_dp.sparse_embeddings import AdaptiveSelection, gumbel_scale, noisy_top_k
 
 # Seeds are fixed; see test_noise_statistics.py.
 REJECTED = 1e-3

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from hf_dp import DPTrainer, PrivacyConfig, SparseEmbeddingConfig, accounting
 from hf_dp.errors import BudgetExceededError, ConfigurationError, LedgerError, UnsupportedModelError
-from hf_dp.sparse_embeddings import LazyRows, RowWiseAdam
-from hf_dp.sparse_training import FILE, LABEL
-from tests.e2e.workbench import (
+from hf_dp.parts.sparse_embeddings import LazyRows, RowWiseAdam
+from hf_dp.parts.sparse_embeddings.part import FILE, LABEL
+from tests.training.workbench import (
     EXPECTED,
     ROWS,
     STEPS,

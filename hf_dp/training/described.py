@@ -1,17 +1,14 @@
-"""Do all ranks train the same model on the same data with the same promise? Asked before the first step."""
+"""What all ranks of a training must have in common: data, model, arguments, optimizer and what computes."""
 
 from __future__ import annotations
 
 import dataclasses
 import enum
-import hashlib
-import json
-import logging
 import platform
 import secrets
 from collections.abc import Mapping
 from importlib.metadata import version
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,91 +16,13 @@ from torch.distributed.tensor import DTensor
 
 import hf_dp.ranks as ranks
 from hf_dp import __version__
-from hf_dp.errors import ConfigurationError, HfDpError
-from hf_dp.fingerprint import fingerprint
-from hf_dp.launched import asked_for_more
-
-logger = logging.getLogger(__name__)
+from hf_dp.data.fingerprint import fingerprint
 
 # What may differ from rank to rank: who it is, and where it writes.
 _OWN = {"local_rank", "output_dir", "logging_dir", "run_name", "hub_token", "push_to_hub_token", "log_level_replica"}
 # What computes the draws, the gradients and the epsilon.
 _LIBRARIES = ("accelerate", "dp-accounting", "numpy", "peft", "torch", "transformers")
-# A float64 holds so many bits of a digest exactly.
-_BITS = 48
 _CHUNK = 1 << 22
-Intent = Literal["goes on", "ends an epoch", "stops"]
-
-
-def agree(facts: Mapping[str, Any]) -> None:
-    """Refuses ranks that differ in `facts`. All call it together, and it is raised on all.
-
-    Args:
-        facts: by the name that the error gives them; values of plain types.
-
-    Raises:
-        ConfigurationError: with the names of what differs, and the ranks that differ from rank 0.
-    """
-    found = difference(facts)
-    if found is not None:
-        raise ConfigurationError(
-            f"{found}.",
-            why="the ranks would add up gradients of different models or data, and epsilon would hold for none.",
-            fix="start every rank with the same script, arguments, data (in the same order) and weights.",
-        )
-
-
-def difference(facts: Mapping[str, Any]) -> str | None:
-    """What differs between the ranks and on which, or None. Two small all-gathers; only digests are sent."""
-    if ranks.world_size() == 1:
-        return None
-    # Keyed with a secret of this call: a digest of private rows could be tested against guesses.
-    key = ranks.secret_from_first(secrets.token_bytes(32))
-    names = sorted(facts)
-    table = ranks.gathered([_digest(names, key), _digest(dict(facts), key)])
-    different = []
-    if bool((table[:, 0] == table[0, 0]).all()):
-        # The same questions, so that answers can be compared one by one.
-        table = ranks.gathered([_digest(facts[name], key) for name in names])
-        different = [name for name, column in zip(names, table.T, strict=True) if len(set(column.tolist())) > 1]
-    odd = [str(i) for i, row in enumerate(table) if not torch.equal(row, table[0])]
-    if not odd:
-        return None
-    return f"rank {', '.join(odd)} has not the same as rank 0: {', '.join(different) or 'which settings there are'}"
-
-
-def keep_step(step: int, intent: Intent) -> None:
-    """Refuses ranks of which one stops alone. All call it together: one small all-gather, none where there is one rank.
-
-    Args:
-        step: how many steps this rank has made.
-        intent: what it does next.
-
-    Raises:
-        HfDpError: with what each rank does.
-    """
-    if ranks.world_size() == 1:
-        return
-    intents = get_args(Intent)
-    table = ranks.gathered([step, intents.index(intent)]).tolist()
-    if any(row != table[0] for row in table):
-        each = ", ".join(f"rank {i} {intents[int(what)]} after step {int(at)}" for i, (at, what) in enumerate(table))
-        raise HfDpError(
-            f"the ranks do not do the same: {each}.",
-            why="a rank that goes on would wait for one that does not, and their steps would be no sum over all ranks.",
-            fix="let every rank take the same callbacks and stopping decisions (a metric that all have, not a clock or "
-            "a file of one); resume from the last checkpoint.",
-        )
-
-
-def warn_if_alone() -> None:
-    """Says it where accelerate was asked for several processes, and started one without a word."""
-    if ranks.world_size() == 1 and asked_for_more():
-        ranks.warn(
-            logger,
-            "This process trains alone, although accelerate seems to have been asked for several: with --cpu it starts "
-            "one. Start them with `torchrun --nproc-per-node 2 SCRIPT` (docs/scaling.md).",
-        )
 
 
 def described_data(dataset: Any) -> dict[str, Any]:
@@ -199,8 +118,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, (set, frozenset)):
         return sorted(str(_plain(item)) for item in value)
     return type(value).__name__
-
-
-def _digest(value: Any, key: bytes) -> int:
-    text = json.dumps(value, sort_keys=True, default=repr)
-    return int.from_bytes(hashlib.blake2b(text.encode(), key=key, digest_size=_BITS // 8).digest(), "little")

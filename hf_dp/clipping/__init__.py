@@ -1,0 +1,1 @@
+"""What one example may add: norms to coefficients, and the sensitivity that follows."""

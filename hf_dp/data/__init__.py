@@ -1,0 +1,1 @@
+"""Rows on their way into a step: drawn, read, collated, and looked at before."""

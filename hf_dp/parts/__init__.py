@@ -1,0 +1,1 @@
+"""Features that a private training can have, a folder or a file each."""

@@ -1,0 +1,1 @@
+"""What a run will cost before there is one: noise, batch, memory."""

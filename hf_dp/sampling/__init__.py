@@ -1,0 +1,1 @@
+"""Which examples a step is made of."""

@@ -1,0 +1,1 @@
+"""The seam to Transformers: DPTrainer and what it needs."""
