@@ -9,7 +9,15 @@ from dataclasses import dataclass
 from hf_dp.accounting import PrivacyReport, library_versions
 from hf_dp.config import AccountantName
 from hf_dp.errors import shortened
-from hf_dp.hub.claim import Check, check_claim, check_promise, check_words, is_of_this_version, recomputed
+from hf_dp.hub.claim import (
+    Check,
+    check_claim,
+    check_promise,
+    check_words,
+    is_of_this_version,
+    recomputed,
+    versions_differ,
+)
 from hf_dp.hub.files import check_files, folders_of_their_own, is_left_over
 from hf_dp.hub.page import check_card
 from hf_dp.hub.record import PrivacyRecord
@@ -102,6 +110,8 @@ def _notes(source: Source, record: PrivacyRecord) -> Iterator[str]:
     report = record.report
     if not report.private:
         yield "This is not a private model: " + ("a seed was given." if report.reproducible else "epsilon is infinite.")
+    if (said := versions_differ(report)) is not None:
+        yield said
     if not is_of_this_version(report):
         yield (
             f"The card and its caveats are in the words of hf_dp {report.versions.get('hf_dp')}; this is "
