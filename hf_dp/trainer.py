@@ -41,7 +41,7 @@ from hf_dp.arguments import (
 )
 from hf_dp.attention_noise import AttentionNoise, token_ids, without_idle_release
 from hf_dp.callbacks import PrivacyCallback
-from hf_dp.checkpoints import CheckpointMixin, refuse_half
+from hf_dp.checkpoints import CheckpointMixin, others_named, refuse_half
 from hf_dp.config import PrivacyConfig
 from hf_dp.errors import ConfigurationError, UnseenUseError
 from hf_dp.extremes import extreme_rows
@@ -268,7 +268,9 @@ class DPTrainerMixin(RestoringMixin, CheckpointMixin, LayoutsMixin, PublishingMi
         saved, self._saved_run = self._saved_run, None
         assert saved is not None or not state.global_step, "steps were taken before, but no checkpoint was read"
         refuse_trained_by_another(self._module, self, saved)
-        self.ledger = continued(self.ledger, saved, plan, self.train_dataset)
+        checkpoint = None if saved is None else self._checkpoint
+        with others_named(checkpoint, lambda other: SavedRun.read(other).check(plan.promise, self.train_dataset)):
+            self.ledger = continued(self.ledger, saved, plan, self.train_dataset)
         self.ledger.promise = plan.promise
         agree(
             {
@@ -286,7 +288,7 @@ class DPTrainerMixin(RestoringMixin, CheckpointMixin, LayoutsMixin, PublishingMi
         ranks.warn(
             logger, "Private training: %s. max_grad_norm is set to 0: gradients are clipped for each example.", plan
         )
-        noise, sparse, checkpoint = None, None, None if saved is None else self._checkpoint
+        noise, sparse = None, None
         remove_re_attention(self._module)
         try:
             if plan.config.re_attention is not None:

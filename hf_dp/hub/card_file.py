@@ -6,7 +6,7 @@ import itertools
 import logging
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import yaml
 from huggingface_hub import ModelCard, ModelCardData
@@ -96,11 +96,11 @@ def with_what_was_there(new: str, old: bytes) -> str:
         if is_own(part) and not is_drafted:
             sections[heading] = part
     after.text = "\n\n".join(part.strip() for part in sections.values()) + "\n"
-    data = after.data
-    for name, value in before.data.to_dict().items():
+    data, there = after.data, cast(Any, before.data)
+    for name, value in there.to_dict().items():
         if name not in (METADATA_KEY, "tags", "model-index") and data.get(name) is None:
             data[name] = value
-    data["tags"] = list(dict.fromkeys([*_other_tags(data), *_other_tags(before.data)])) or None
+    data["tags"] = list(dict.fromkeys([*_other_tags(data), *_other_tags(there)])) or None
     return str(after)
 
 
