@@ -18,7 +18,7 @@ from hf_dp.hub.claim import (
     recomputed,
     versions_differ,
 )
-from hf_dp.hub.files import check_files, folders_of_their_own, is_left_over
+from hf_dp.hub.files import beside, check_files, folders_of_their_own, is_left_over
 from hf_dp.hub.page import check_card
 from hf_dp.hub.record import PrivacyRecord
 from hf_dp.hub.source import Source, open_source
@@ -124,6 +124,10 @@ def _notes(source: Source, record: PrivacyRecord) -> Iterator[str]:
         )
     if others := sorted(folders_of_their_own(source)):
         yield f"Models in folders of their own are not checked here: {', '.join(others)}. Verify each for itself."
+    claimed = tuple(f"{other}/" for other in others)
+    names = {name for name in beside(source, record) if not name.startswith(claimed) and not is_left_over(name)}
+    if tops := sorted({name.split("/")[0] for name in names}):
+        yield f"Nothing is claimed of what lies in folders without a privacy.json: {', '.join(tops)}."
     local = sorted({name.split("/")[0] for name in source.names - set(record.files) if is_left_over(name)})
     if local and source.is_local:
         yield f"For your own eyes, never published by hf_dp: {', '.join(local)}."
