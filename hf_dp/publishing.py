@@ -58,12 +58,14 @@ class PublishingMixin(_Base):
         """As Trainer's, with `privacy.json` and a model card beside the weights; whole also where checkpoints are in
         shards, which have none of the three. What was saved there before stays until all is written."""
         directory, saves = Path(output_dir or str(self.args.output_dir)), self.args.should_save
+        plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
+        if plugin is not None:
+            ranks.warn_of_missing(logger, "save_model()")
         record = self._claim() if saves and self._plan is not None else None
         if saves and directory == Path(str(self.args.output_dir)):
             self._finish_current_push()  # it reads the files that are about to be replaced
         with saved_aside(directory) if saves else nullcontext(directory) as aside:
             super().save_model(str(aside), _internal_call=True)
-            plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
             is_checkpoint = _internal_call and output_dir is not None
             if plugin is not None and not is_checkpoint and "FULL" not in str(plugin.state_dict_type):
                 self._save(str(aside), state_dict=self.accelerator.get_state_dict(self.model))
