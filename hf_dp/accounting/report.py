@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from importlib import metadata
 from typing import Any
 
+from hf_dp import __version__
 from hf_dp.config import AccountantName
 from hf_dp.errors import LedgerError
 
@@ -40,15 +41,8 @@ def standard_caveats(*, withholds_logs: bool) -> tuple[str, ...]:
 
 
 def library_versions() -> dict[str, str]:
-    """The installed versions of what computed epsilon: `hf_dp` and `dp_accounting`."""
-    return {name.replace("-", "_"): _version(name) for name in ("hf-dp", "dp-accounting")}
-
-
-def _version(name: str) -> str:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return "unknown"
+    """The versions of what computes epsilon here: `hf_dp` and `dp_accounting`."""
+    return {"hf_dp": __version__, "dp_accounting": metadata.version("dp-accounting")}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,8 +23,8 @@ from hf_dp.errors import ConfigurationError, LedgerError, shortened
 from hf_dp.hub.card import epsilons, privacy_section
 from hf_dp.hub.record import PrivacyRecord, sha256_of_text
 
-# The same computation on another machine; versions of dp_accounting may differ by more, and that is then said.
-_TOLERANCE = 1e-6
+# The same computation on another machine, and that of other versions of hf_dp or dp_accounting.
+_TOLERANCE, _OF_OTHER_VERSIONS = 1e-6, 1e-3
 # Each takes about 0.1 s; a training has one, and one for each kind of release besides its steps.
 _MOST_MECHANISMS = 16
 
@@ -73,15 +73,15 @@ def recomputed(record: PrivacyRecord, title: str) -> dict[AccountantName, float]
 
 def check_claim(record: PrivacyRecord, found: dict[AccountantName, float]) -> Iterator[Check]:
     report, ledger = record.report, record.ledger
-    versions = f" (claimed with dp_accounting {report.versions.get('dp_accounting', 'unknown')})"
+    tolerance, versions = epsilon_tolerance(report), f" (claimed with {in_words(report.versions)})"
     claims: dict[AccountantName, float | None] = {"rdp": report.epsilon_rdp, report.accountant: report.epsilon}
     for name, claimed in claims.items():
         if claimed is not None:
-            agrees = same(claimed, found[name])
+            agrees = same(claimed, found[name], tolerance)
             said = f"claimed {claimed:.6g}, recomputed {found[name]:.6g}"
             yield Check(f"epsilon ({name.upper()})", agrees, said + ("" if agrees else versions))
     if report.target_epsilon is not None:
-        kept = found[report.accountant] <= report.target_epsilon * (1 + _TOLERANCE)
+        kept = found[report.accountant] <= report.target_epsilon * (1 + tolerance)
         yield Check("budget", kept, f"spent {found[report.accountant]:.6g} of {report.target_epsilon:g}")
     yield Check("steps", report.steps == ledger.steps, f"claimed {report.steps}, in the ledger {ledger.steps}")
     # The accountants here know no other; under another one the same events would cost more.
@@ -194,12 +194,33 @@ def check_words(record: PrivacyRecord) -> Iterator[Check]:
     yield Check("words of the card", agrees, "they " + ("follow" if agrees else "do not follow") + " from the record")
 
 
+def epsilon_tolerance(report: PrivacyReport) -> float:
+    """Up to which relative difference two epsilons of one ledger are the same. A forger can claim any versions."""
+    return _TOLERANCE if report.versions == library_versions() else _OF_OTHER_VERSIONS
+
+
+def versions_differ(report: PrivacyReport) -> str | None:
+    """That epsilon was claimed with other versions than it is computed with here; None if it was not."""
+    here = library_versions()
+    if report.versions == here:
+        return None
+    return (
+        f"Epsilon was claimed with {in_words(report.versions)}, and computed here with {in_words(here)}: a difference "
+        f"of up to {100 * _OF_OTHER_VERSIONS:g} % counts as none."
+    )
+
+
+def in_words(versions: Mapping[str, str]) -> str:
+    """The versions of a record, or those that are installed."""
+    return " and ".join(f"{name} {versions.get(name, 'unknown')}" for name in library_versions())
+
+
 def is_of_this_version(report: PrivacyReport) -> bool:
     return report.versions.get("hf_dp") == library_versions()["hf_dp"]
 
 
-def same(one: Any, two: Any) -> bool:
+def same(one: Any, two: Any, tolerance: float = _TOLERANCE) -> bool:
     numbers = [isinstance(value, (int, float)) and not isinstance(value, bool) for value in (one, two)]
     if all(numbers):
-        return math.isclose(one, two, rel_tol=_TOLERANCE)
+        return math.isclose(one, two, rel_tol=tolerance)
     return type(one) is type(two) and bool(one == two)

@@ -9,8 +9,16 @@ from dataclasses import dataclass
 from hf_dp.accounting import PrivacyReport, library_versions
 from hf_dp.config import AccountantName
 from hf_dp.errors import shortened
-from hf_dp.hub.claim import Check, check_claim, check_promise, check_words, is_of_this_version, recomputed
-from hf_dp.hub.files import check_files, folders_of_their_own, is_left_over
+from hf_dp.hub.claim import (
+    Check,
+    check_claim,
+    check_promise,
+    check_words,
+    is_of_this_version,
+    recomputed,
+    versions_differ,
+)
+from hf_dp.hub.files import beside, check_files, folders_of_their_own, is_left_over
 from hf_dp.hub.page import check_card
 from hf_dp.hub.record import PrivacyRecord
 from hf_dp.hub.source import Source, open_source
@@ -102,6 +110,8 @@ def _notes(source: Source, record: PrivacyRecord) -> Iterator[str]:
     report = record.report
     if not report.private:
         yield "This is not a private model: " + ("a seed was given." if report.reproducible else "epsilon is infinite.")
+    if (said := versions_differ(report)) is not None:
+        yield said
     if not is_of_this_version(report):
         yield (
             f"The card and its caveats are in the words of hf_dp {report.versions.get('hf_dp')}; this is "
@@ -114,6 +124,10 @@ def _notes(source: Source, record: PrivacyRecord) -> Iterator[str]:
         )
     if others := sorted(folders_of_their_own(source)):
         yield f"Models in folders of their own are not checked here: {', '.join(others)}. Verify each for itself."
+    claimed = tuple(f"{other}/" for other in others)
+    names = {name for name in beside(source, record) if not name.startswith(claimed) and not is_left_over(name)}
+    if tops := sorted({name.split("/")[0] for name in names}):
+        yield f"Nothing is claimed of what lies in folders without a privacy.json: {', '.join(tops)}."
     local = sorted({name.split("/")[0] for name in source.names - set(record.files) if is_left_over(name)})
     if local and source.is_local:
         yield f"For your own eyes, never published by hf_dp: {', '.join(local)}."
