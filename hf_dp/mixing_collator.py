@@ -34,8 +34,7 @@ def check_collator(collate: LogicalBatchCollator, examples: list[Any]) -> None:
     must stay as it is. Where the other example is longer, so that the row is padded and numbers are drawn for more
     elements, how many of its elements are changed, and their sum, must be distributed alike. And four rows of one
     example must not be the same under every state, where they are other ones under others; where no state changes them,
-    they must be the same. A choice for all behind
-    choices for each row (how many tokens to mask, say) is not seen.
+    they must be the same. A choice for all behind choices for each row (how many tokens to mask, say) is not seen.
 
     Raises:
         ConfigurationError: with the collator's name.
