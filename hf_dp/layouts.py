@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from accelerate.utils import load_fsdp_model
 from torch import nn
-from torch.distributed import checkpoint as distributed_checkpoint
-from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.fsdp import StateDictType
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ def load_optimizer_and_scheduler(trainer: Any, checkpoint: Path) -> None:
     layout = layout_of(checkpoint)
     if layout == "SHARDED_STATE_DICT":
         sharded = {"optimizer": get_optimizer_state_dict(model, optimizer)}
-        distributed_checkpoint.load(sharded, storage_reader=FileSystemReader(checkpoint / _SHARDED_OPTIMIZER))
+        load(sharded, storage_reader=FileSystemReader(checkpoint / _SHARDED_OPTIMIZER))
         set_optimizer_state_dict(model, optimizer, sharded["optimizer"])
     else:
         name = _OPTIMIZER if layout == "ordinary" else _FULL_OPTIMIZER
