@@ -13,15 +13,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from answers import characters
-from arguments import parse
-from data import read_rows
-from files import read_text
-from hub_names import pretrained
 from peft import LoraConfig, get_peft_model
-from results import CONTINUE, scored_by_loss, train_and_report
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel, Trainer, set_seed
 
+from common.answers import characters
+from common.arguments import parse
+from common.data import read_rows
+from common.files import read_text
+from common.hub_names import pretrained
+from common.results import CONTINUE, scored_by_loss, train_and_report
 from hf_dp.errors import ConfigurationError
 
 WITH_COLUMNS = (".csv", ".json", ".jsonl")

@@ -17,14 +17,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from arguments import parse
-from corpus_quality import encoded_by, judge
-from data import LabelledData, labelled, public_labels
 from datasets import Dataset
-from hub_names import pretrained
-from labelled_texts import Texts, check_corpus_directory, counts, share, shares
 from peft import LoraConfig, get_peft_model
-from results import CONTINUE, scored_by_loss, train_and_report
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from tqdm.auto import tqdm
 from transformers import (
@@ -38,6 +32,12 @@ from transformers import (
     set_seed,
 )
 
+from common.arguments import parse
+from common.corpus_quality import encoded_by, judge
+from common.data import LabelledData, labelled, public_labels
+from common.hub_names import pretrained
+from common.labelled_texts import Texts, check_corpus_directory, counts, share, shares
+from common.results import CONTINUE, scored_by_loss, train_and_report
 from hf_dp.errors import ConfigurationError
 
 END, PADDING = "<|end|>", "<|padding|>"

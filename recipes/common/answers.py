@@ -12,9 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
-from hub_names import pretrained
 from peft import LoraConfig, get_peft_model
-from results import Scores, scored_by_loss
 from tokenizers import Tokenizer, decoders, models
 from tqdm.auto import tqdm
 from transformers import (
@@ -26,6 +24,8 @@ from transformers import (
     Trainer,
 )
 
+from common.hub_names import pretrained
+from common.results import Scores, scored_by_loss
 from hf_dp.errors import ConfigurationError
 
 IGNORED = -100

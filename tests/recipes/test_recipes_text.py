@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import random
-import sys
 from pathlib import Path
 
 import pytest
@@ -61,14 +59,9 @@ def local(data, causal_directory):
 
 
 @pytest.fixture
-def instruct(monkeypatch):
+def instruct(part):
     """The module of the recipe `instruct`."""
-    monkeypatch.syspath_prepend(str(ROOT / "recipes"))
-    known = set(sys.modules)
-    yield importlib.import_module("instruct")
-    for name in set(sys.modules) - known:
-        if str(ROOT / "recipes") in str(getattr(sys.modules[name], "__file__", "")):
-            del sys.modules[name]
+    return part("instruct")
 
 
 @pytest.mark.parametrize(
