@@ -150,5 +150,7 @@ def test_a_template_that_changes_what_it_rendered_before(instruct, causal_direct
 
 @pytest.mark.data
 def test_table_to_text_on_restaurants(data_directory, tmp_path):
-    printed = run("table_to_text", "--smoke", "true", "--output_dir", str(tmp_path / "out"), "--samples", "2")
+    tables = data_directory / "e2e_nlg"
+    files = ("--train_file", str(tables / "devset.csv"), "--test_file", str(tables / "testset_w_refs.csv"))
+    printed = run("table_to_text", "--smoke", "true", *files, "--output_dir", str(tmp_path / "out"), "--samples", "2")
     assert "slot coverage" in printed
