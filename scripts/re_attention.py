@@ -39,6 +39,7 @@ import classify  # noqa: E402
 from common import classification  # noqa: E402
 from common.comparison import VarianceControl, folder_of, refuse_unknown  # noqa: E402
 from common.data import public_labels  # noqa: E402
+from common.language_models import characters  # noqa: E402
 from common.results import Scores, scored_by_label, scored_by_loss  # noqa: E402
 
 TASKS, RESULT = ("language", "lora", "full"), "result.json"
@@ -96,7 +97,7 @@ Task = Callable[[Run, Path], tuple[DPTrainer, Callable[[], Scores]]]
 def language() -> Task:
     """Characters of TinyShakespeare, a GPT-2 from scratch."""
     recipe, arguments = settings("causal_lm.yaml", causal_lm.RecipeArguments, **_LANGUAGE)
-    train, held_out, _ = causal_lm.read(recipe, causal_lm.characters().encode)
+    train, held_out, _ = causal_lm.read(recipe, characters().encode)
 
     def make(run: Run, folder: Path) -> tuple[DPTrainer, Callable[[], Scores]]:
         made = DPTrainer(
