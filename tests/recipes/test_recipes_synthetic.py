@@ -156,7 +156,7 @@ def test_what_are_no_shares_is_refused(part: Any, text: str, tmp_path: Path) -> 
 
 
 def test_counts_add_up(part: Any) -> None:
-    counts, shares = part("common.labelled_texts").counts, part("labelled_texts").shares
+    counts, shares = part("common.labelled_texts").counts, part("common.labelled_texts").shares
     assert counts(shares(None, NAMES), 10) == [4, 3, 3]
     assert sum(counts([1 / 77] * 77, 5000)) == 5000
     assert counts([0.5, 0.5, 0.0], 3) in ([2, 1, 0], [1, 2, 0])
