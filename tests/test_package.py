@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from fnmatch import fnmatch
 from importlib import resources
 from pathlib import Path
 
@@ -89,3 +90,14 @@ def test_no_text_names_a_package_that_is_on_no_index() -> None:
         assert not re.search(r"install (-\S+ )*['\"]?hf[-_]dp", text), path
     # Said once, so that a release changes one line.
     assert [path.name for path, text in texts.items() if "pip install ." in text] == ["record.py"]
+
+
+def test_the_source_distribution_has_all_that_its_tests_read() -> None:
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False).stdout.split()
+    if not listed:
+        pytest.skip("no checkout: what is in the source distribution is what is here")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    shipped = project["tool"]["hatch"]["build"]["targets"]["sdist"]["include"]
+    always = ["/pyproject.toml", "/LICENSE", "/.*"]  # hidden ones are of no use without a checkout
+    names = {f"/{path.split('/')[0]}" for path in listed}
+    assert {name for name in names if not any(fnmatch(name, pattern) for pattern in (*shipped, *always))} == set()
