@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from hf_dp.parts.re_attention import moves
+import hf_dp.parts.re_attention.moves as moves
 from hf_dp.parts.re_attention.moments import Moments, Rule, Tracked, Variance, wide, with_slope
 
 _Args = tuple[Any, ...]
