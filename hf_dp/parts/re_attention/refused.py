@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from hf_dp.errors import UnsupportedModelError
-from hf_dp.parts.re_attention.deviations import token_tables
+from hf_dp.parts.embeddings import token_tables
 
 
 def refuse_copies(module: nn.Module) -> None:
