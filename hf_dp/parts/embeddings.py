@@ -1,4 +1,4 @@
-"""Which parameters are token embeddings."""
+"""Which parameters embed tokens."""
 
 from __future__ import annotations
 
