@@ -172,6 +172,20 @@ def too_long(package: Path) -> list[str]:
     return [f"{name}: {n} lines" for name, n in lengths.items() if n > LONGEST and name not in TABLES_OF_RULES]
 
 
+def in_the_tree() -> set[str]:
+    """The modules and folders that the tree of docs/architecture.md shows, folders with a "/" at their end."""
+    tree = (
+        (PACKAGE.parent / "docs" / "architecture.md").read_text(encoding="utf-8").split("```")[1].strip().splitlines()
+    )
+    found, above = set(), [""]
+    for line in tree[1 : tree.index(next(line for line in tree if line.startswith("recipes/")))]:
+        depth = (len(line) - len(line.lstrip())) // 2
+        name = line.split()[0]
+        above = [*above[:depth], name]
+        found.add("".join(above))
+    return found
+
+
 def test_imports_go_down_the_floors_only() -> None:
     assert violations(PACKAGE) == []
 
@@ -182,6 +196,17 @@ def test_no_import_leads_back_to_where_it_stands() -> None:
 
 def test_every_file_can_be_read_in_one_sitting() -> None:
     assert {line.split(":")[0] for line in too_long(PACKAGE)} == NOT_YET_SPLIT
+
+
+def test_the_tree_that_is_drawn_is_the_package() -> None:
+    drawn = in_the_tree()
+    modules = {path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py")}
+    there = modules | {f"{path.relative_to(PACKAGE).as_posix()}/" for path in PACKAGE.rglob("*/")}
+    assert drawn - there == set()
+    # Of a folder drawn without a file the files are its own affair.
+    closed = {name for name in drawn if name.endswith("/") and not any(o.startswith(name) for o in drawn - {name})}
+    own = {name for name in modules if name.endswith("/__init__.py") or any(name.startswith(f) for f in closed)}
+    assert modules - drawn - own == set()
 
 
 def write_tree(root: Path, **sources: str) -> Path:
