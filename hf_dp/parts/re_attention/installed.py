@@ -34,8 +34,8 @@ class ReAttention:
         config: fidelity and scale.
 
     Attributes:
-        errors: the standard deviation of the noise in each trainable parameter, by name: (), or (rows, 1). Empty: plain
-            attention.
+        errors: the paper's effective errors, the standard deviation of the noise in each trainable parameter, by name:
+            (), or (rows, 1). Empty: plain attention.
 
     Raises:
         UnsupportedModelError: an attention that does not go through the interface, or is none.
@@ -129,18 +129,18 @@ class ReAttention:
             self._within += [id(module)] if self._within else []
             return
         refuse_copies(module)
-        errors = self._by_address()
+        variances = self._variances()
         self._refuse_unknown_inputs(module, kwargs)
         self._within = [id(module)]
         self._kept.clear()
         self._fired.clear()
         if self._moments is None:
-            self._moments = Moments(errors, self.config.fidelity == "isotropic", RULES)
-        self._moments.begin(errors)
+            self._moments = Moments(variances, self.config.fidelity == "isotropic", RULES)
+        self._moments.begin(variances)
         self._moments.__enter__()  # type: ignore[no-untyped-call]
 
-    def _by_address(self) -> dict[int, Tensor]:
-        """The variance of each noisy parameter as it is now: models are moved, cast and resized."""
+    def _variances(self) -> dict[int, Tensor]:
+        """Of each noisy parameter, by its address as it is now: models are moved, cast and resized."""
         model = self._model()
         parameters = {} if model is None else dict(model.named_parameters())
         found = {}
