@@ -95,7 +95,7 @@ def make_step(name: str, model: nn.Module, batch: dict[str, Tensor]) -> Callable
             [batch],
             plan,
             ledger,
-            tables=rows,
+            by_rows=rows,
         )
         gradient = table.grad
         assert gradient is not None

@@ -36,7 +36,7 @@ class PoissonBatchSampler(Sampler[list[int]]):
     def __init__(
         self, dataset_size: int, expected_batch_size: int, entropy: Entropy, steps_per_epoch: int | None = None
     ) -> None:
-        _check_sizes(dataset_size, expected_batch_size, steps_per_epoch)
+        check_sizes(dataset_size, expected_batch_size, steps_per_epoch)
         self.dataset_size = dataset_size
         self.expected_batch_size = expected_batch_size
         self._steps = steps_per_epoch or math.ceil(dataset_size / expected_batch_size)
@@ -68,7 +68,8 @@ class PoissonBatchSampler(Sampler[list[int]]):
             yield self.draw(step)
 
 
-def _check_sizes(dataset_size: int, expected_batch_size: int, steps_per_epoch: int | None) -> None:
+def check_sizes(dataset_size: int, expected_batch_size: int, steps_per_epoch: int | None = None) -> None:
+    """Refuses sizes without a sampling probability in (0, 1] (`ConfigurationError`); see `PoissonBatchSampler`."""
     if dataset_size < 1:
         raise ConfigurationError(
             f"a training dataset of {dataset_size} examples.",

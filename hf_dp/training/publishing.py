@@ -31,6 +31,7 @@ from hf_dp.hub import (
 from hf_dp.hub.card import privacy_section
 from hf_dp.hub.record import sha256_of_text
 from hf_dp.step.plan import Plan
+from hf_dp.training.run import PrivateRun
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -50,7 +51,16 @@ class PublishingMixin(_Base):
 
     privacy: PrivacyConfig
     ledger: Ledger
-    _plan: Plan | None
+    _run: PrivateRun | None
+
+    @property
+    def _begun(self) -> PrivateRun | None:
+        """The latest training that began."""
+        return None if self._run is None else self._run.begun
+
+    @property
+    def _plan(self) -> Plan | None:
+        return None if self._begun is None else self._begun.plan
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """As Trainer's, with `privacy.json` and a model card beside the weights; whole also where checkpoints are in
@@ -83,6 +93,9 @@ class PublishingMixin(_Base):
 
     def _save_beside(self, directory: Path) -> None:
         """What belongs to the model and is not in its weights."""
+        if self._begun is not None and self.args.should_save:
+            for part in self._begun.parts.values():
+                part.save(directory)
 
     def create_model_card(self, *args: Any, results: bool = False, **kwargs: Any) -> None:
         """As Trainer's, with a privacy section, and without seeds.

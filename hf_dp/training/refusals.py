@@ -11,7 +11,6 @@ from typing import Any
 from torch import nn
 from torch.utils.data import IterableDataset
 
-from hf_dp.config import PrivacyConfig
 from hf_dp.config.ranges import is_count, is_number, shown
 from hf_dp.errors import ConfigurationError
 from hf_dp.randomness import unchanged_global_state
@@ -206,21 +205,6 @@ def refuse_optimizer(optimizer: Any, model: nn.Module) -> None:
         )
 
 
-def refuse_weight_decay(trainer: Any, tables: Mapping[str, Any]) -> None:
-    """Refuses weight decay that Trainer's own optimizer would put on embedding tables with sparse gradients.
-
-    Raises:
-        ConfigurationError: with the table's name.
-    """
-    if trainer.optimizer is None and trainer.args.weight_decay:
-        raise ConfigurationError(
-            f"weight_decay={trainer.args.weight_decay} with sparse gradients of {', '.join(tables)}.",
-            why="weight decay moves all rows of a table in every step, so nothing about it would stay sparse.",
-            fix="set weight_decay=0, or pass an optimizer of your own for the other parameters: "
-            "optimizers=(AdamW([...], weight_decay=...), None).",
-        )
-
-
 def refuse_overrides(trainer: Any, mixin: type, base: type) -> None:
     """Refuses a Trainer whose own methods would bypass the private step, or whose loss would be ignored.
 
@@ -268,26 +252,6 @@ def refuse_parallel_model(trainer: Any, model: nn.Module) -> None:
             "the noise once.",
             fix="pass the plain model; start it with torchrun or accelerate launch, which use DDP, or choose FSDP2 "
             "(fsdp_version: 2 in accelerate's config).",
-        )
-
-
-def refuse_sharded_parts(trainer: Any, privacy: PrivacyConfig) -> None:
-    """Refuses Re-Attention and sparse embeddings with FSDP2.
-
-    Raises:
-        ConfigurationError: with which of them.
-    """
-    if trainer.is_fsdp_enabled and privacy.re_attention is not None:
-        raise ConfigurationError(
-            "Re-Attention with FSDP2.",
-            why="the noise of each row of a parameter is followed through the whole parameter, which is in shards.",
-            fix="train under DDP, or without re_attention.",
-        )
-    if trainer.is_fsdp_enabled and privacy.sparse_embeddings is not None:
-        raise ConfigurationError(
-            "sparse embeddings with FSDP2.",
-            why="a table would be in shards, and rows are looked up, chosen and moved in whole tables.",
-            fix="train under DDP, or without sparse_embeddings.",
         )
 
 

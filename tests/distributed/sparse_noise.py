@@ -16,13 +16,13 @@ import hf_dp.ranks as ranks
 from hf_dp import SparseEmbeddingConfig
 from hf_dp.accounting import Ledger
 from hf_dp.noise.gaussian import GaussianNoise
-from hf_dp.parts.sparse_embeddings import AdaptiveSelection, TableRows, gumbel_scale
-from hf_dp.parts.sparse_embeddings.part import SparseTraining
+from hf_dp.parts.sparse_embeddings import AdaptiveSelection, ContributionSum, TableRows, gumbel_scale
+from hf_dp.parts.sparse_embeddings.kept_rows import KeptRows
 from hf_dp.per_example import PerExampleGradients, Tables, record
 from hf_dp.per_example.batch import Batch
 from hf_dp.randomness import Entropy
 from hf_dp.sampling.poisson import PoissonBatchSampler
-from hf_dp.step.clipped_sum import ClippedSum, ContributionSum
+from hf_dp.step.clipped_sum import ClippedSum
 from hf_dp.step.plan import Plan
 from hf_dp.step.private_gradient import private_gradient
 from tests.distributed.noise import LEVEL
@@ -91,7 +91,7 @@ def drawn(wrong: str | None = None) -> dict[str, Tensor]:
             assert plan.contribution_noise_multiplier is not None
             deviation = plan.contribution_noise_multiplier * CONFIG.contribution_norm
             chosen = TableRows(tables, None, AdaptiveSelection(ROWS, deviation, THRESHOLD, plan.entropy))
-            private_gradient(model, lambda _: gradients, [{}], plan, Ledger(), tables=chosen)
+            private_gradient(model, lambda _: gradients, [{}], plan, Ledger(), by_rows=chosen)
             grads = {name: p.grad * EXPECTED for name, p in model.named_parameters() if p.grad is not None}
             survived = torch.zeros(ROWS, dtype=torch.bool)
             survived[grads[TABLE].coalesce().indices()[0]] = True
@@ -205,7 +205,7 @@ def rows_without_a_meeting(patched: bool) -> list[list[int]]:
         if patched:
             stack.enter_context(mock.patch("hf_dp.ranks.drawn_by_first", lambda draw: draw()))
         for _ in range(10):
-            private_gradient(model, lambda _: gradients, [{}], plan, Ledger(), tables=chosen)
+            private_gradient(model, lambda _: gradients, [{}], plan, Ledger(), by_rows=chosen)
             assert chosen.last is not None
             found.append(chosen.last.rows.tolist())
     return found
@@ -247,11 +247,11 @@ def chosen(wrong: str | None = None) -> list[int]:
 
     scale = {"no noise": 1e-9, "two thirds of the noise": scale_of(plan) * 2 / 3}.get(wrong or "", scale_of(plan))
     with ExitStack() as stack:
-        stack.enter_context(mock.patch("hf_dp.parts.sparse_embeddings.part.gumbel_scale", return_value=scale))
+        stack.enter_context(mock.patch("hf_dp.parts.sparse_embeddings.kept_rows.gumbel_scale", return_value=scale))
         if wrong == "counts of the first rank alone":
             stack.enter_context(mock.patch("hf_dp.ranks.sum_"))
         for _ in range(CHOICES):
-            training = SparseTraining({TABLE: model.words.weight}, FEST, plan)
+            training = KeptRows(Tables.of({TABLE: model.words.weight}), FEST, plan)
             training.begin(None, None)
             training.before_step(0, Ledger(), lambda batch: known[int(batch["i"])], examples)
             assert training.kept is not None

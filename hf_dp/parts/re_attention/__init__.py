@@ -1,6 +1,6 @@
 """Re-Attention: attention corrected for the noise that DP training puts into keys (arXiv:2405.18194)."""
 
-from hf_dp.parts.re_attention.deviations import token_tables
+from hf_dp.parts.embeddings import token_tables
 from hf_dp.parts.re_attention.inspection import AttentionByFrequency, inspect_attention
 from hf_dp.parts.re_attention.installed import (
     FILE,

@@ -21,9 +21,9 @@ from transformers import PreTrainedModel
 
 from hf_dp.config import ReAttentionConfig
 from hf_dp.errors import ConfigurationError, UnsupportedModelError
+from hf_dp.parts.embeddings import token_tables
 from hf_dp.parts.re_attention.attention import NAME, OWNERS, KeyNoise, Listener, register
 from hf_dp.parts.re_attention.corrections import Corrections
-from hf_dp.parts.re_attention.deviations import token_tables
 from hf_dp.parts.re_attention.moments import Moments, Tracked, Variance, tensors
 from hf_dp.parts.re_attention.rules import RULES
 

@@ -19,6 +19,7 @@ from hf_dp.hub import verify
 from hf_dp.noise.gaussian import GaussianNoise
 from hf_dp.parts.re_attention import FILE, FREQUENCIES, installed, read
 from hf_dp.parts.token_frequencies import LABEL
+from hf_dp.training.engine import Engine
 from tests.training.workbench import (
     EXPECTED,
     ROWS,
@@ -363,13 +364,13 @@ def test_random_masks_are_secret_in_the_release(tmp_path: Path, monkeypatch: Any
 
 def test_a_failed_check_spends_nothing_and_leaves_plain_attention(tmp_path: Path, monkeypatch: Any) -> None:
     trainer = budgeted(tmp_path)
-    check = DPTrainer._preflight
-    monkeypatch.setattr(DPTrainer, "_preflight", lambda self: 1 / 0)
+    check = Engine.check
+    monkeypatch.setattr(Engine, "check", lambda self: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         trainer.train()
     assert not trainer.ledger.entries
     assert installed(trainer.model) is None
-    monkeypatch.setattr(DPTrainer, "_preflight", check)
+    monkeypatch.setattr(Engine, "check", check)
     trainer.train()
     assert [label for _, _, label in trainer.ledger.entries].count(LABEL) == 1
     assert trainer.privacy_report().epsilon <= 3.0
@@ -418,12 +419,12 @@ def test_a_release_under_another_budget_is_not_taken_over(tmp_path: Path, monkey
 
 def test_what_was_released_outlives_a_failed_check(tmp_path: Path, monkeypatch: Any) -> None:
     trainer = budgeted(tmp_path)
-    kept = {name: getattr(DPTrainer, name) for name in ("training_step", "_preflight")}
-    for name in kept:
-        monkeypatch.setattr(DPTrainer, name, lambda *_, **__: 1 / 0)
+    for kind, name in ((DPTrainer, "training_step"), (Engine, "check")):
+        kept = getattr(kind, name)
+        monkeypatch.setattr(kind, name, lambda *_, **__: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             trainer.train()
-        monkeypatch.setattr(DPTrainer, name, kept[name])
+        monkeypatch.setattr(kind, name, kept)
     trainer.train()
     assert [label for _, _, label in trainer.ledger.entries].count(LABEL) == 1
     assert trainer.privacy_report().epsilon <= 3.0
@@ -438,8 +439,7 @@ def test_a_checkpoint_of_another_release_is_refused(tmp_path: Path, monkeypatch:
     with pytest.raises(ZeroDivisionError):
         other.train()
     monkeypatch.setattr(DPTrainer, "training_step", step)
-    assert other._attention_noise is not None
-    other._attention_noise.frequencies = torch.full((VOCABULARY,), 0.5)
+    other._run.parts["token_frequencies"].shares = torch.full((VOCABULARY,), 0.5)
     with pytest.raises(LedgerError, match="other token frequencies"):
         other.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
 
@@ -451,7 +451,7 @@ def test_a_checkpoint_without_the_noise_of_a_parameter_is_refused(tmp_path: Path
     of_model = installed(trainer.model)
     assert of_model is not None
     of_model.errors.popitem()
-    trainer._attention_noise.save(tmp_path / "checkpoint-2")
+    trainer._run.parts["re_attention"].save(tmp_path / "checkpoint-2")
     with pytest.raises(LedgerError, match=f"{FILE}: SHA-256"):
         budgeted(tmp_path, **options).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
 

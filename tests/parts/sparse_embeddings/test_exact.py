@@ -91,7 +91,7 @@ def sparse_step(
         micro_batches,
         plan,
         ledger or Ledger(),
-        tables=rows,
+        by_rows=rows,
     )
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
