@@ -15,8 +15,9 @@ import hf_dp.accounting as accounting
 import hf_dp.ranks as ranks
 from hf_dp.agreement import agree, difference, warn_if_alone
 from hf_dp.config import PrivacyConfig
+from hf_dp.data.collate import LogicalBatchCollator
 from hf_dp.data.left_padding import LeftPadding
-from hf_dp.data.loader import LogicalBatchCollator, PoissonDataLoader, RankSampler
+from hf_dp.data.loader import PoissonDataLoader, RankSampler
 from hf_dp.sampling.poisson import PoissonBatchSampler, check_sizes
 from hf_dp.training.described import (
     described_arguments,

@@ -43,8 +43,6 @@ from hf_dp.training.run import PrivateRun
 from hf_dp.training.sft import forget_batch_metrics, refuse_sft
 
 _UNKNOWN: Any = object()
-# Of what Trainer logs; what a private run adds says itself what is released.
-_WITHHELD = {"loss", "train_loss", "num_input_tokens_seen", "total_flos"}
 
 
 class DPTrainerMixin(RestoringMixin, CheckpointMixin, LayoutsMixin, PublishingMixin, DataMixin, LogsMixin):

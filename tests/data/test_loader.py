@@ -13,7 +13,8 @@ import torch
 from accelerate import skip_first_batches
 from torch.utils.data import ConcatDataset, Subset, TensorDataset, default_collate
 
-from hf_dp.data.loader import DUMMY, LogicalBatchCollator, PoissonDataLoader, RankSampler
+from hf_dp.data.collate import LogicalBatchCollator
+from hf_dp.data.loader import DUMMY, PoissonDataLoader, RankSampler
 from hf_dp.errors import ConfigurationError
 from hf_dp.randomness import Entropy, bernoulli
 from hf_dp.sampling.poisson import PoissonBatchSampler
