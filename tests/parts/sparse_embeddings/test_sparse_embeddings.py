@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hf_dp import accounting
-from hf_dp.config import PrivacyConfig, ReAttentionConfig, SparseEmbeddingConfig
+from hf_dp.config import PrivacyConfig, SparseEmbeddingConfig
 from hf_dp.errors import ConfigurationError, PreflightError, UnsupportedModelError
 from hf_dp.parts.sparse_embeddings import (
     AdaptiveSelection,
@@ -77,8 +77,6 @@ def test_what_does_not_go_together_is_refused() -> None:
         PrivacyConfig(target_epsilon=1.0, sparse_embeddings={"tau": 3})  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match="sparse_embeddings=3"):
         PrivacyConfig(target_epsilon=1.0, sparse_embeddings=3)  # type: ignore[arg-type]
-    with pytest.raises(ConfigurationError, match="together with"):
-        PrivacyConfig(target_epsilon=1.0, sparse_embeddings=SparseEmbeddingConfig(), re_attention=ReAttentionConfig())
     with pytest.raises(ConfigurationError, match="share of the target epsilon"):
         PrivacyConfig(noise_multiplier=1.0, sparse_embeddings=SparseEmbeddingConfig(**FEST))
 
