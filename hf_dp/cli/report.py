@@ -38,7 +38,7 @@ def report(
     """
     from hf_dp.errors import shortened
     from hf_dp.hub import RECORD_FILE, open_source
-    from hf_dp.hub.card import in_words
+    from hf_dp.accounting import in_words
 
     with refusals():
         source = open_source(directory)

@@ -20,6 +20,7 @@ import hf_dp.accounting as accounting
 import hf_dp.ranks as ranks
 from hf_dp.agreement import agree, difference, warn_if_alone
 from hf_dp.config import PrivacyConfig
+from hf_dp.config.asked import asked
 from hf_dp.data.extremes import extreme_rows
 from hf_dp.data.fingerprint import Fingerprint, fingerprint, fingerprint_key
 from hf_dp.data.left_padding import LeftPadding
@@ -197,7 +198,8 @@ class DPTrainerMixin(RestoringMixin, CheckpointMixin, LayoutsMixin, PublishingMi
         sampler = self._make_sampler(entropy)
         loader = self._make_loader(sampler)
         steps = self.set_initial_training_values(self.args, loader)[-1]
-        self._next_plan = Plan.make(without_idle_release(self.privacy, self._module), sampler, int(steps), entropy)
+        promise = without_idle_release(self.privacy, self._module)
+        self._next_plan = Plan.make(promise, sampler, int(steps), entropy, *asked(promise, int(steps)))
         return loader
 
     def _make_loader(self, sampler: PoissonBatchSampler) -> PoissonDataLoader:
