@@ -91,7 +91,7 @@ def notes(config: PrivacyConfig) -> tuple[str, ...]:
 
 
 def promised(config: PrivacyConfig) -> dict[str, Any]:
-    """What of the config a ledger must share to be continued: all that is published, but for parts that there are not."""
+    """What of the config a ledger must share to be continued: what is published, but for parts that are left out."""
     values = config.published().items()
     return {k: v for k, v in values if k not in _NOT_PROMISED and not (k in _PARTS and v is None)}
 

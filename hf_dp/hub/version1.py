@@ -1,4 +1,4 @@
-"""`privacy.json` of version 1, which named releases by features: read for ever, as a mechanism and a report of today."""
+"""`privacy.json` of version 1, which named releases by features, as a mechanism and a report of today: for ever."""
 
 from __future__ import annotations
 
@@ -54,7 +54,8 @@ def read(values: object, config: PrivacyConfig, ledger: Ledger) -> tuple[Privacy
     if not set(noises) <= labels:
         raise _damaged(f"its config does not ask for {', '.join(sorted(set(noises) - labels))}")
     # Of a release without a claim nothing is known but that it is due.
-    events = {s.label: step_event(noises[s.label], 1.0) if s.label in noises else dp.NonPrivateDpEvent() for s in shares}
+    events: dict[str, dp.DpEvent] = dict.fromkeys((share.label for share in shares), dp.NonPrivateDpEvent())
+    events |= {label: step_event(noise, 1.0) for label, noise in noises.items()}
     plain = {name: value for name, value in values.items() if name not in {_TIMES, *_NOISES.values()}}
     report = PrivacyReport.from_dict({**plain, "queries": {}, "releases": []})
     try:
@@ -86,8 +87,8 @@ def _with_claims(
     }
     # The reports of this version did not tell of what users charged under labels of their own.
     own = [made for made in ledger.releases if made.label not in (TOKEN_PRESENCE, EMBEDDING_ROWS)]
-    order = [made.label for made in ledger.releases]
-    releases = sorted([*claimed.values(), *own], key=lambda made: order.index(made.label) if made.label in order else -1)
+    order = {made.label: place for place, made in enumerate(ledger.releases)}
+    releases = sorted([*claimed.values(), *own], key=lambda made: order.get(made.label, -1))
     queries = {GRADIENT: mechanism.noise_multipliers[GRADIENT]}
     queries |= {label: noise for label, noise in noises.items() if label == ROW_COUNTS}
     return PrivacyReport.from_dict(

@@ -43,14 +43,12 @@ class Plan:
     noise: GaussianNoise = field(init=False)
 
     def __post_init__(self) -> None:
-        runs, said = (
-            (self.sampler.terms, self.sampler.dataset_size),
-            (self.mechanism.sampling, self.mechanism.unit.number),
-        )
-        if runs != said or self.entropy.reproducible > self.mechanism.reproducible:
+        sampler, said = self.sampler, self.mechanism
+        draws_alike = (sampler.terms, sampler.dataset_size) == (said.sampling, said.unit.number)
+        if not draws_alike or self.entropy.reproducible > said.reproducible:
             raise ConfigurationError(
-                f"a mechanism of {said}, reproducible={self.mechanism.reproducible}, and a sampler of {runs} with "
-                f"{self.entropy}.",
+                f"a mechanism of {said.unit} and {said.sampling}, reproducible={said.reproducible}, and a sampler of "
+                f"{sampler.dataset_size} and {sampler.terms} with {self.entropy}.",
                 why="what runs would not be what is accounted for.",
                 fix="make plans with Plan.make, from the sampler that draws.",
             )

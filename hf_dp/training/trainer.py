@@ -49,7 +49,7 @@ from hf_dp.step.plan import Plan
 from hf_dp.step.private_gradient import private_gradient
 from hf_dp.step.written import WrittenGradients, gradient_norm
 from hf_dp.training.callbacks import PrivacyCallback
-from hf_dp.training.checkpoints import CheckpointMixin, refuse_half
+from hf_dp.training.checkpoints import CheckpointMixin, others_named, refuse_half
 from hf_dp.training.described import (
     described_arguments,
     described_data,
@@ -269,7 +269,9 @@ class DPTrainerMixin(RestoringMixin, CheckpointMixin, LayoutsMixin, PublishingMi
         saved, self._saved_run = self._saved_run, None
         assert saved is not None or not state.global_step, "steps were taken before, but no checkpoint was read"
         refuse_trained_by_another(self._module, self, saved)
-        self.ledger = continued(self.ledger, saved, plan, self.train_dataset)
+        checkpoint = None if saved is None else self._checkpoint
+        with others_named(checkpoint, lambda other: SavedRun.read(other).check(plan.promise, self.train_dataset)):
+            self.ledger = continued(self.ledger, saved, plan, self.train_dataset)
         self.ledger.promise = plan.promise
         agree(
             {
@@ -287,7 +289,7 @@ class DPTrainerMixin(RestoringMixin, CheckpointMixin, LayoutsMixin, PublishingMi
         ranks.warn(
             logger, "Private training: %s. max_grad_norm is set to 0: gradients are clipped for each example.", plan
         )
-        noise, sparse, checkpoint = None, None, None if saved is None else self._checkpoint
+        noise, sparse = None, None
         remove_re_attention(self._module)
         try:
             if plan.config.re_attention is not None:
