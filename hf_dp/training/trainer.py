@@ -15,6 +15,7 @@ from transformers.trainer_callback import TrainerState
 import hf_dp.accounting as accounting
 import hf_dp.ranks as ranks
 from hf_dp.config import PrivacyConfig
+from hf_dp.config.asked import asked
 from hf_dp.data.fingerprint import Fingerprint, fingerprint, fingerprint_key
 from hf_dp.data.left_padding import LeftPadding
 from hf_dp.data.loader import PoissonDataLoader
@@ -29,7 +30,7 @@ from hf_dp.randomness import Entropy
 from hf_dp.sampling.poisson import PoissonBatchSampler
 from hf_dp.step.plan import Plan
 from hf_dp.training.callbacks import PrivacyCallback
-from hf_dp.training.checkpoints import CheckpointMixin, refuse_half
+from hf_dp.training.checkpoints import CheckpointMixin, others_named, refuse_half
 from hf_dp.training.data import DataMixin
 from hf_dp.training.engine import Engine
 from hf_dp.training.layouts import LayoutsMixin
@@ -124,7 +125,8 @@ class DPTrainerMixin(RestoringMixin, CheckpointMixin, LayoutsMixin, PublishingMi
         sampler = PoissonBatchSampler(len(self._dataset), self._expected_batch_size, entropy)
         loader = self._make_loader(sampler)
         steps = self.set_initial_training_values(self.args, loader)[-1]
-        plan = Plan.make(settled(self.privacy, self._module), sampler, int(steps), entropy)
+        promise = settled(self.privacy, self._module)
+        plan = Plan.make(promise, sampler, int(steps), entropy, *asked(promise, int(steps)))
         engine = Engine(
             *(self._module, self._loss, loader, self._prepare_inputs, self._left_padding),
             *(self.per_example_rules, self._has_usual_loss),
@@ -169,8 +171,10 @@ class DPTrainerMixin(RestoringMixin, CheckpointMixin, LayoutsMixin, PublishingMi
         assert saved is not None or not state.global_step, "steps were taken before, but no checkpoint was read"
         assert self.optimizer is not None
         run.engine.model = self._module
-        self.ledger = run.go_on(self.ledger, saved, self.train_dataset, owner=self)
-        run.begin(self.optimizer, None if saved is None else self._checkpoint, state.global_step, owner=self)
+        checkpoint = None if saved is None else self._checkpoint
+        with others_named(checkpoint, lambda other: SavedRun.read(other).check(run.plan.promise, self._dataset)):
+            self.ledger = run.go_on(self.ledger, saved, self._dataset, owner=self)
+        run.begin(self.optimizer, checkpoint, state.global_step, owner=self)
 
     def after_optimizer_step(self) -> None:
         """Looks at what the optimizer did."""

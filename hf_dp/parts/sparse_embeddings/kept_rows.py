@@ -16,6 +16,7 @@ from torch import Tensor
 import hf_dp.ranks as ranks
 from hf_dp.accounting import Ledger
 from hf_dp.config import SparseEmbeddingConfig
+from hf_dp.config.asked import EMBEDDING_ROWS
 from hf_dp.errors import BudgetExceededError, ConfigurationError, LedgerError
 from hf_dp.parts.sparse_embeddings.top_k import gumbel_scale, noisy_top_k
 from hf_dp.per_example import PerExampleGradients, Tables
@@ -24,7 +25,7 @@ from hf_dp.randomness import secret_global_state
 from hf_dp.step.plan import Plan
 
 FILE = "sparse_embeddings.safetensors"
-LABEL = "embedding rows"
+LABEL = EMBEDDING_ROWS
 _ROWS, _CHOICE = "rows/", "choice"
 
 Recorder = Callable[[Batch], PerExampleGradients]
@@ -88,13 +89,11 @@ class KeptRows:
         return was is not self.kept
 
     def _chosen(self, due: int, ledger: Ledger, record: Recorder, examples: Pass) -> Tensor:
-        event, noise, k = self._plan.row_choice_event, self._plan.row_choice_noise_multiplier, self._config.kept_rows
-        assert event is not None
-        assert noise is not None
+        release, k = self._plan.release(LABEL), self._config.kept_rows
         assert k is not None
-        if sum(count for _, count, label in ledger.entries if label == LABEL) >= self._plan.row_choices:
+        if sum(count for _, count, label in ledger.entries if label == LABEL) >= release.times:
             raise BudgetExceededError(
-                f"rows of the embedding were chosen {self._plan.row_choices} times, as often as was planned.",
+                f"rows of the embedding were chosen {release.times} times, as often as was planned.",
                 why="one more choice would spend more than was promised.",
                 fix="resume from the latest checkpoint, which holds the latest choice.",
             )
@@ -107,8 +106,9 @@ class KeptRows:
                 _, rows = self._tables.touched(record(batch).factors)
                 counts += rows.cpu().bincount(minlength=self._tables.rows)
         ranks.sum_(counts)
-        ledger.charge(event, LABEL)
-        return ranks.drawn_by_first(lambda: noisy_top_k(counts, k, gumbel_scale(noise, k), self._plan.entropy, due))
+        ledger.charge(release.event, release.label)
+        scale = gumbel_scale(release.noise_multiplier, k)
+        return ranks.drawn_by_first(lambda: noisy_top_k(counts, k, scale, self._plan.entropy, due))
 
     def save(self, directory: str | Path) -> None:
         """Writes the chosen rows beside the weights; they are a release that is in the ledger."""

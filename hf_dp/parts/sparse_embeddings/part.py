@@ -13,6 +13,7 @@ from torch import nn
 import hf_dp.ranks as ranks
 from hf_dp.agreement import agree
 from hf_dp.config import SparseEmbeddingConfig
+from hf_dp.config.asked import ROW_COUNTS
 from hf_dp.errors import ConfigurationError
 from hf_dp.parts.part import Logs, Part, Run, Setting
 from hf_dp.parts.sparse_embeddings import AdaptiveSelection, TableRows, find_tables, with_lazy_rows
@@ -126,11 +127,12 @@ class SparseTraining(Part):
         return gradients if self.rows is None else self.rows.restricted(gradients)
 
     def _set_rows(self) -> None:
-        config, deviation = self._config, self._plan.contribution_noise_multiplier
+        config = self._config
         if config.keeps_rows and self.choice.kept is None:
             return
         selection = None
-        if deviation is not None:
+        if config.adapts:
+            deviation = self._plan.noise_multiplier_of(ROW_COUNTS)
             selection = AdaptiveSelection(
                 self.tables.rows,
                 deviation * config.contribution_norm,
