@@ -10,6 +10,7 @@ from typing import Any
 import dp_accounting as dp
 
 from hf_dp.accounting.events import event_from_dict, event_to_dict, primitives
+from hf_dp.accounting.gaussian import Gaussian
 from hf_dp.config.asked import check_times
 from hf_dp.errors import ConfigurationError, LedgerError
 
@@ -46,9 +47,10 @@ class Release:
 
     @property
     def noise_multiplier(self) -> float:
-        """The standard deviation of its noise, in units of the sensitivity; 0 if it has none."""
-        found = primitives(self.event)
-        return next(iter(found)).noise if found else 0.0
+        """Of Gaussian noise: its standard deviation in units of the sensitivity; 0 if it has none."""
+        (one,) = primitives(self.event) or (Gaussian(1.0, 0.0),)
+        assert isinstance(one, Gaussian)
+        return one.noise
 
     def due(self, steps: int) -> int:
         """How often it must have been made when so many steps were."""

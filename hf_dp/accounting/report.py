@@ -10,6 +10,7 @@ import textwrap
 from dataclasses import dataclass, field
 from typing import Any
 
+from hf_dp.accounting.events import in_words
 from hf_dp.accounting.release import GRADIENT, Release, check_label
 from hf_dp.config import AccountantName
 from hf_dp.config.ranges import is_number
@@ -158,7 +159,7 @@ class PrivacyReport:
         rows = {}
         for release in self.releases:
             times = "once" if release.times == 1 else f"{release.times} times"
-            rows[release.label] = f"released {times}, noise multiplier {release.noise_multiplier:.4g}"
+            rows[release.label] = f"released {times}: {in_words(release.event)}"
         for label, noise in self.queries.items():
             if label != GRADIENT:
                 share = (self.noise_multiplier / noise) ** 2 if noise else 0.0

@@ -45,12 +45,13 @@ def read(values: object, config: PrivacyConfig, ledger: Ledger) -> tuple[Privacy
         raise _damaged(f"found {str(values)[:100]}")
     noises = {label: values[name] for label, name in _NOISES.items() if values[name] is not None}
     times, steps = values[_TIMES], ledger.promise.get("planned_steps")
-    if not all(map(is_noise, noises.values())) or not is_count(times) or not is_count(steps, at_least=1):
+    is_whole = is_count(times) and is_count(steps, at_least=1)
+    if steps is None or not is_whole or not all(map(is_noise, noises.values())):
         raise _damaged(f"noises {noises}, {times!r} choices, {steps!r} planned steps")
     if (times > 0) != (EMBEDDING_ROWS in noises):
         raise _damaged(f"{times} choices of rows, with noise {noises.get(EMBEDDING_ROWS)}")
     shares, queries = asked(config, steps)
-    labels = {asked_for.label for asked_for in (*shares, *queries)}
+    labels = {share.label for share in shares} | {query.label for query in queries}
     if not set(noises) <= labels:
         raise _damaged(f"its config does not ask for {', '.join(sorted(set(noises) - labels))}")
     # Of a release without a claim nothing is known but that it is due.
