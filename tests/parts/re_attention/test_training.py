@@ -73,7 +73,7 @@ def test_what_it_corrects_is_logged_and_saved_and_comes_back(tmp_path: Path) -> 
     corrections = [value for name, value in logged[-1].items() if name.startswith("re_attention/")]
     assert len(corrections) == 2  # layers
     assert all(value > 0 for value in corrections)
-    assert "attention corrections" in str(trainer.privacy_report().caveats)
+    assert "all else that is logged" in str(trainer.privacy_report().caveats)
     trainer.save_model()
     for folder in (tmp_path, tmp_path / "checkpoint-2"):
         config, kept = read(folder / FILE)
@@ -97,7 +97,7 @@ def test_withheld_logs_hold_no_corrections(tmp_path: Path) -> None:
     trainer = make(tmp_path, privacy=privacy, logging_steps=1)
     trainer.train()
     assert not [name for entry in trainer.state.log_history for name in entry if name.startswith("re_attention")]
-    assert "attention corrections" not in str(trainer.privacy_report().caveats)
+    assert "all else that is logged" not in str(trainer.privacy_report().caveats)
 
 
 @pytest.mark.parametrize("error", ["paper", "accumulated"])
