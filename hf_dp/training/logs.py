@@ -2,35 +2,22 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
-from hf_dp.accounting import Ledger, PrivacyReport
-from hf_dp.config import PrivacyConfig
-from hf_dp.errors import ConfigurationError
-from hf_dp.step.plan import Plan
+from hf_dp.accounting import PrivacyReport
 from hf_dp.step.written import gradient_norm
-from hf_dp.training.run import PrivateRun
+from hf_dp.training.runs import RunsMixin
 from hf_dp.training.sft import forget_batch_metrics
 
-if TYPE_CHECKING:
-    from transformers import Trainer
-
-    _Base = Trainer
-else:
-    _Base = object
 # Of what Trainer logs; what a private run adds says itself what of it is released.
 _WITHHELD = {"loss", "train_loss", "num_input_tokens_seen", "total_flos"}
 
 
-class LogsMixin(_Base):
+class LogsMixin(RunsMixin):
     """What Trainer would read from a plain batch, and what comes out of a private run in numbers."""
-
-    privacy: PrivacyConfig
-    ledger: Ledger
-    _run: PrivateRun | None
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """As Trainer's, with epsilon and the clipping statistics beside the training loss."""
@@ -38,8 +25,8 @@ class LogsMixin(_Base):
             logs["epsilon"] = round(self.ledger.epsilon(self._accounted.delta, self.privacy.accountant), 4)
             logs["noise_multiplier"] = self._accounted.noise_multiplier
         withheld = self.privacy.withhold_non_private_logs
-        if self.is_in_train and "loss" in logs:
-            logs.update(self._require_run().logs().shown(withheld))
+        if self.is_in_train and "loss" in logs and self._begun is not None:
+            logs.update(self._begun.logs().shown(withheld))
         if withheld:
             for name in _WITHHELD & set(logs):
                 del logs[name]
@@ -53,21 +40,6 @@ class LogsMixin(_Base):
             ConfigurationError: before the first call of `train()`.
         """
         return self._accounted.report(self.ledger)
-
-    @property
-    def _accounted(self) -> Plan:
-        """Of the latest training that began, or of the first one that will."""
-        run = self._require_run()
-        return (run.begun or run).plan
-
-    def _require_run(self) -> PrivateRun:
-        if self._run is None:
-            raise ConfigurationError(
-                "there is no privacy plan yet.",
-                why="it depends on the number of steps, which train() fixes.",
-                fix="call trainer.train() first.",
-            )
-        return self._run
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         # Trainer's writes the gradients, times 1, to learn it, and torch has no norm of a sparse tensor.

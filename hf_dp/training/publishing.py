@@ -9,13 +9,11 @@ import shutil
 from concurrent.futures import Future
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from transformers.utils.hub import PushInProgress
 
 import hf_dp.ranks as ranks
-from hf_dp.accounting import Ledger
-from hf_dp.config import PrivacyConfig
 from hf_dp.errors import ConfigurationError
 from hf_dp.hub import (
     CARD_FILE,
@@ -32,15 +30,8 @@ from hf_dp.hub import (
 )
 from hf_dp.hub.card import privacy_section
 from hf_dp.hub.record import sha256_of_text
-from hf_dp.step.plan import Plan
-from hf_dp.training.run import PrivateRun
+from hf_dp.training.runs import RunsMixin
 
-if TYPE_CHECKING:
-    from transformers import Trainer
-
-    _Base = Trainer
-else:
-    _Base = object
 logger = logging.getLogger(__name__)
 
 _FROM_SCRATCH = "This model was trained from scratch on "
@@ -48,21 +39,8 @@ _FROM_A_DIRECTORY = "This model is a fine-tuned version of a model that lay in a
 _RESULTS = "*The results in this card were computed without noise, and are not covered by epsilon.*"
 
 
-class PublishingMixin(_Base):
+class PublishingMixin(RunsMixin):
     """The part of DPTrainerMixin that saves and publishes. All that leaves goes through `hf_dp.hub.upload`."""
-
-    privacy: PrivacyConfig
-    ledger: Ledger
-    _run: PrivateRun | None
-
-    @property
-    def _begun(self) -> PrivateRun | None:
-        """The latest training that began."""
-        return None if self._run is None else self._run.begun
-
-    @property
-    def _plan(self) -> Plan | None:
-        return None if self._begun is None else self._begun.plan
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """As Trainer's, with `privacy.json` and a model card beside the weights; whole also where checkpoints are in

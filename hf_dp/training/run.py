@@ -236,6 +236,8 @@ class PrivateRun:
         """The optimizer may take any gradient again."""
         if self._written is not None:
             self._written.forget()
+        if self._earlier is not None:
+            self._earlier.end()
 
     # --- what comes out -------------------------------------------------------------------------------------------
 

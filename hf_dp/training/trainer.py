@@ -178,8 +178,9 @@ class DPTrainerMixin(RestoringMixin, CheckpointMixin, LayoutsMixin, PublishingMi
 
     def after_optimizer_step(self) -> None:
         """Looks at what the optimizer did."""
+        assert self._begun is not None
         assert self.optimizer is not None
-        self._require_run().after_optimizer_step(self.optimizer)
+        self._begun.after_optimizer_step(self.optimizer)
 
     def checkpoint_record(self) -> dict[str, Any]:
         """What a checkpoint keeps: the ledger, and a keyed fingerprint of the data."""
@@ -205,8 +206,8 @@ class DPTrainerMixin(RestoringMixin, CheckpointMixin, LayoutsMixin, PublishingMi
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
         """One private gradient from one logical batch; returns the mean loss of its examples (not private)."""
-        run = self._run
-        if self._privacy_callback not in self.callback_handler.callbacks or run is None or run is not run.begun:
+        run = self._begun
+        if self._privacy_callback not in self.callback_handler.callbacks or run is None:
             raise ConfigurationError(
                 "PrivacyCallback was removed, or training_step was called outside train().",
                 why="it keeps the ledger in the checkpoints and stops training at the end of the budget.",
@@ -226,7 +227,7 @@ class DPTrainerMixin(RestoringMixin, CheckpointMixin, LayoutsMixin, PublishingMi
 
     def budget_is_left(self) -> bool:
         """Whether the promised budget pays for another step."""
-        return self._require_run().budget_is_left
+        return self._begun is not None and self._begun.budget_is_left
 
     def _load_best_model(self) -> None:
         super()._load_best_model()

@@ -8,12 +8,14 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from transformers import TrainerCallback
 
 from hf_dp import DPTrainer, PrivacyConfig, ReAttentionConfig, SparseEmbeddingConfig
 from hf_dp.config.asked import asked
 from hf_dp.data.collate import LogicalBatchCollator
 from hf_dp.data.left_padding import LeftPadding
 from hf_dp.data.loader import PoissonDataLoader
+from hf_dp.errors import ConfigurationError
 from hf_dp.losses import per_example_losses
 from hf_dp.parts.table import settled
 from hf_dp.randomness import Entropy
@@ -88,3 +90,36 @@ def test_a_run_that_has_not_begun_accounts_for_nothing() -> None:
     trained(first)
     later = PrivateRun(first.plan, first.engine, first)
     assert first.begun is later.begun is first
+
+
+class Peeking(TrainerCallback):
+    """Looks at the training batches while a training is at work."""
+
+    trainer: DPTrainer
+
+    def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+        self.trainer.get_train_dataloader()
+
+
+def test_a_loader_that_is_asked_for_in_between_is_of_no_training(tmp_path: Path) -> None:
+    found = []
+    for callbacks in ([], [Peeking()]):
+        torch.manual_seed(0)
+        trainer: DPTrainer = make(tmp_path, classifier(), parts={"callbacks": callbacks}, max_steps=2)
+        Peeking.trainer = trainer
+        trainer.train()
+        found.append(parameters(trainer.model))
+        assert trainer.ledger.steps == trainer.privacy_report().steps == 2
+    assert same(*found)
+
+
+def test_an_optimizer_that_is_made_too_early_is_refused_before_anything_is_spent(tmp_path: Path) -> None:
+    trainer: DPTrainer = make(tmp_path, classifier(), private(**PARTS["sparse embeddings"]), optim="adamw_torch")
+    trainer.create_optimizer()
+    with pytest.raises(ConfigurationError, match="AdamW holds the embedding table"):
+        trainer.train()
+    assert not trainer.ledger.entries
+    plain: DPTrainer = make(tmp_path, classifier(), max_steps=1)
+    optimizer = plain.create_optimizer()
+    plain.train()
+    assert plain.optimizer.optimizer is optimizer
