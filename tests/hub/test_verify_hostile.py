@@ -10,9 +10,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import dp_accounting as dp
 import pytest
 
-from hf_dp.accounting import epsilon
+from hf_dp.accounting import epsilon, step_event
 from hf_dp.errors import LedgerError
 from hf_dp.hub import load_report, verify, write_card
 from hf_dp.hub.card import BEGIN, END

@@ -101,6 +101,6 @@ def test_a_checkpoint_of_version_1_is_gone_on_from(tmp_path: Path, name: str) ->
     assert trainer.privacy_report().epsilon == pytest.approx(before.report.epsilon, rel=1e-6)
     trainer.save_model()
     assert verify(copy).private, failed(copy)
+    other = make(copy, model, PrivacyConfig(**{**CONFIGS[name], "clipping_norm": 0.75}))
     with pytest.raises(HfDpError, match="belongs to another run"):
-        other = PrivacyConfig(**{**CONFIGS[name], "clipping_norm": 0.75})
-        make(copy, model, other).train(resume_from_checkpoint=str(copy / "checkpoint-2"))
+        other.train(resume_from_checkpoint=str(copy / "checkpoint-2"))
