@@ -57,11 +57,11 @@ class LogicalBatchCollator:
         self.randomness: Randomness = nullcontext if reproducible else secret_global_state
 
     def __call__(self, examples: list[Any]) -> dict[str, Any]:
-        """`{"micro_batches": [what the collator returned, ...], "n": number of examples}`; no micro-batch if n is 0.
+        """`{"micro_batches": [what the collator returned, ...], "dummies": [...]}`; no micro-batch of no examples.
 
-        Where there are `Dummy` rows, their micro-batches of one example each are under "dummies"; where micro-batches
-        are wider or narrower than all before, the rows to hold against one another are under "unlike", as they were
-        read, a list for each such micro-batch.
+        Dummies are micro-batches of one example each, where there are `Dummy` rows. Where micro-batches are wider or
+        narrower than all before, the rows to hold against one another are under "unlike", as they were read, a list for
+        each such micro-batch.
 
         Raises:
             ConfigurationError: the collator did not return a mapping with tensors of one row per example.
@@ -81,7 +81,6 @@ class LogicalBatchCollator:
             return {
                 "micro_batches": micro_batches,
                 "dummies": [self.collated([row]) for row in dummies],
-                "n": len(examples),
                 **({"unlike": unlike} if unlike else {}),
             }
 

@@ -343,3 +343,18 @@ def test_an_example_whose_logits_are_not_finite_leaves_the_others_alone(value: f
     assert not loss[0].isfinite()
     assert loss[1:].isfinite().all()
     assert leaf.grad[1:].isfinite().all()
+
+
+def test_logits_of_a_recorded_head_are_known_not_to_be_kept() -> None:
+    """By the name that autograd gives a recorded use: without it there would be a copy of the logits in memory."""
+    seen: list[str] = []
+
+    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        logits = model(batch["x"])
+        seen.append(type(logits.grad_fn).__name__)
+        return tokenwise.token_losses(logits, batch["y"], 0.0)
+
+    generator = torch.Generator().manual_seed(0)
+    batch = {"x": torch.randn(3, 4, 5, generator=generator), "y": torch.randint(7, (3, 4), generator=generator)}
+    record(nn.Linear(5, 7), loss, batch)
+    assert set(seen) <= set(tokenwise._DOES_NOT_KEEP_ITS_OUTPUT)
