@@ -40,7 +40,7 @@ def plan(
     min_steps: Annotated[int, typer.Option(min=1, help="The fewest steps that a proposal may take.")] = 50,
     share: Annotated[
         list[float] | None,
-        typer.Option(help="Of epsilon, for a release besides the steps: by default Re-Attention 0.2, DP-FEST 0.05."),
+        typer.Option(help="Of epsilon, for a release besides the steps: the budget_share of what asks for it."),
     ] = None,
     clipping_norm: Annotated[float, typer.Option(help="For the noise per coordinate in the plot.")] = 1.0,
     plot: Annotated[
@@ -88,8 +88,14 @@ def plan(
                 {"--world-size": world_size, "--length": length, "--micro-batch": micro_batch}, lora_rank
             )
         if n is None:
-            given = {"--epochs": epochs, "--steps": steps, "--examples": examples, "--epsilon": epsilon}
-            given |= {"--noise": noise, "--delta": delta, "--plot": plot, "--share": share or None}
+            given: dict[str, object] = {"--epochs": epochs, "--steps": steps, "--examples": examples}
+            given |= {
+                "--epsilon": epsilon,
+                "--noise": noise,
+                "--delta": delta,
+                "--plot": plot,
+                "--share": share or None,
+            }
             _refuse_without_n(model, given)
         else:
             _exactly_one({"--epsilon": epsilon, "--noise": noise})
