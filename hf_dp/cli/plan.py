@@ -38,10 +38,7 @@ def plan(
     noise: Annotated[float | None, typer.Option(help="A noise multiplier, to ask for its epsilon.")] = None,
     delta: Annotated[float | None, typer.Option(help="Probability of failure, below 1/n. Default: n ** -1.1.")] = None,
     min_steps: Annotated[int, typer.Option(min=1, help="The fewest steps that a proposal may take.")] = 50,
-    share: Annotated[
-        list[float] | None,
-        typer.Option(help="Of epsilon, for a release besides the steps: the budget_share of what asks for it."),
-    ] = None,
+    share: Annotated[list[float] | None, typer.Option(help="Of epsilon, for a release beside the steps.")] = None,
     clipping_norm: Annotated[float, typer.Option(help="For the noise per coordinate in the plot.")] = 1.0,
     plot: Annotated[
         Path | None, typer.Option(help="Draw epsilon over steps, and noise over batch size (PNG, SVG or PDF).")
@@ -52,9 +49,7 @@ def plan(
     world_size: Annotated[int, typer.Option(help="Ranks to estimate for, with --model.")] = _DEFAULTS["--world-size"],
     lora_rank: Annotated[int | None, typer.Option(min=1, help="LoRA on every matrix of the blocks.")] = None,
     length: Annotated[int, typer.Option(help="Positions of each example, with --model.")] = _DEFAULTS["--length"],
-    micro_batch: Annotated[int, typer.Option(help="Examples at a time on each rank, with --model.")] = _DEFAULTS[
-        "--micro-batch"
-    ],
+    micro_batch: Annotated[int, typer.Option(help="Examples at a time, with --model.")] = _DEFAULTS["--micro-batch"],
     as_json: AsJson = False,
 ) -> None:
     """How much noise a budget needs, what a noise costs, or how best to spend compute, before any training.
