@@ -13,15 +13,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from answers import characters
-from arguments import parse
-from data import read_rows
-from files import read_text
-from hub_names import pretrained
 from peft import LoraConfig, get_peft_model
-from results import CONTINUE, scored_by_loss, train_and_report
-from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel, Trainer, set_seed
+from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, set_seed
 
+from common.arguments import parse
+from common.data import read_rows
+from common.files import read_text
+from common.hub_names import pretrained
+from common.language_models import characters, small_gpt2
+from common.results import CONTINUE, scored_by_loss, train_and_report
 from hf_dp.errors import ConfigurationError
 
 WITH_COLUMNS = (".csv", ".json", ".jsonl")
@@ -101,13 +101,7 @@ def collate(rows: Rows) -> dict[str, torch.Tensor]:
 def build(recipe: RecipeArguments) -> Any:
     """The model before training."""
     if recipe.model is None:
-        tokenizer = characters()
-        config = GPT2Config(
-            vocab_size=len(tokenizer), n_positions=recipe.passage_length, n_embd=recipe.width, n_layer=recipe.layers,
-            n_head=recipe.width // 32, bos_token_id=tokenizer.eos_token_id, eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.pad_token_id, embd_pdrop=0.0, attn_pdrop=0.0, resid_pdrop=0.0,
-        )  # fmt: skip
-        return GPT2LMHeadModel(config)
+        return small_gpt2(characters(), positions=recipe.passage_length, width=recipe.width, layers=recipe.layers)
     model = pretrained(AutoModelForCausalLM, recipe.model)
     if recipe.method == "full":
         return model

@@ -22,14 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
-from arguments import parse
-from classify import AdaptedClassifier, adapted, apart, by_length
-from data import labelled, public_labels
 from datasets import Dataset
-from files import json_of
-from hub_names import pretrained
-from plain_classifier import TrainingForm, labelled_config
-from results import measured, scored_by_label, train_and_report
 from torch import Tensor, nn
 from transformers import (
     AutoModelForMaskedLM,
@@ -40,6 +33,13 @@ from transformers import (
 )
 from transformers.modeling_outputs import SequenceClassifierOutput
 
+from common.arguments import parse
+from common.classification import AdaptedClassifier, adapted, apart, by_length
+from common.data import labelled, public_labels
+from common.files import json_of
+from common.hub_names import pretrained
+from common.plain_classifier import TrainingForm, labelled_config
+from common.results import measured, scored_by_label, train_and_report
 from hf_dp.errors import ConfigurationError, UnsupportedModelError
 
 USAGE = """from transformers import pipeline

@@ -18,15 +18,15 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
-from arguments import parse
-from comparison import VarianceControl, collate, folder_of, refuse_unknown, scored, trainer
-from groups import report_by_group
-from next_item_results import Measures, check_same_settings, draw, show
-from results import say_how_to_use
-from sequences import PADDING, SequenceData, Sequences, item_tokenizer, load, popularity
 from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel, GPT2Model, GPT2PreTrainedModel, TrainingArguments, set_seed
 
+from common.arguments import parse
+from common.comparison import VarianceControl, collate, folder_of, refuse_unknown, scored, trainer
+from common.groups import report_by_group
+from common.next_item_results import Measures, check_same_settings, draw, show
+from common.results import say_how_to_use
+from common.sequences import PADDING, SequenceData, Sequences, item_tokenizer, load, popularity
 from hf_dp import PrivacyConfig, ReAttentionConfig
 from hf_dp.errors import ConfigurationError
 

@@ -1,8 +1,8 @@
 """Private training of large embedding tables with sparse gradients: DP-FEST and DP-AdaFEST beside dense DP-SGD.
 
 Arms: frozen (the tables are), dense (DP-SGD), adafest, adafest+, fest (rows chosen once), renewed (rows chosen in each
-period of the task). The tasks are in sparse_tasks.py. Each arm has a folder of its own in the output directory, with
-its model and its report by group.
+period of the task). The tasks are in common/sparse_tasks.py. Each arm has a folder of its own in the output directory,
+with its model and its report by group.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from arguments import OWN_OPTIMIZER, parse
-from comparison import folder_of, refuse_unknown, scored, trainer
-from groups import report_by_group
-from results import say_how_to_use
 from rich.console import Console
 from rich.table import Table
 from safetensors.torch import load_file
-from sparse_tasks import TASKS, Task, TaskArguments
 from torch import nn
 from transformers import TrainingArguments, set_seed
 
+from common.arguments import OWN_OPTIMIZER, parse
+from common.comparison import folder_of, refuse_unknown, scored, trainer
+from common.groups import report_by_group
+from common.results import say_how_to_use
+from common.sparse_tasks import TASKS, Task, TaskArguments
 from hf_dp import DPTrainer, PrivacyConfig, SparseEmbeddingConfig
 
 ARMS = ("frozen", "dense", "adafest", "adafest+", "fest", "renewed")

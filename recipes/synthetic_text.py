@@ -17,27 +17,26 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from arguments import parse
-from corpus_quality import encoded_by, judge
-from data import LabelledData, labelled, public_labels
 from datasets import Dataset
-from hub_names import pretrained
-from labelled_texts import Texts, check_corpus_directory, counts, share, shares
 from peft import LoraConfig, get_peft_model
-from results import CONTINUE, scored_by_loss, train_and_report
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from tqdm.auto import tqdm
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     DataCollatorForSeq2Seq,
-    GPT2Config,
-    GPT2LMHeadModel,
     PreTrainedTokenizerFast,
     Trainer,
     set_seed,
 )
 
+from common.arguments import parse
+from common.corpus_quality import encoded_by, judge
+from common.data import LabelledData, labelled, public_labels
+from common.hub_names import pretrained
+from common.labelled_texts import Texts, check_corpus_directory, counts, share, shares
+from common.language_models import small_gpt2
+from common.results import CONTINUE, scored_by_loss, train_and_report
 from hf_dp.errors import ConfigurationError
 
 END, PADDING = "<|end|>", "<|padding|>"
@@ -109,12 +108,7 @@ def build(recipe: RecipeArguments, names: Sequence[str]) -> tuple[Any, Any]:
         tokenizer = bytes_tokenizer() if recipe.tokenizer is None else pretrained(AutoTokenizer, recipe.tokenizer)
         tokenizer.add_special_tokens({"eos_token": tokenizer.eos_token or END})
         tokenizer.add_tokens([AddedToken(prompt(name), normalized=False, special=True) for name in names])
-        config = GPT2Config(
-            vocab_size=len(tokenizer), n_positions=recipe.max_length + 1, n_embd=recipe.width, n_layer=recipe.layers,
-            n_head=max(1, recipe.width // 32), bos_token_id=tokenizer.eos_token_id, eos_token_id=tokenizer.eos_token_id,
-            embd_pdrop=0.0, attn_pdrop=0.0, resid_pdrop=0.0,
-        )  # fmt: skip
-        model = GPT2LMHeadModel(config)
+        model = small_gpt2(tokenizer, positions=recipe.max_length + 1, width=recipe.width, layers=recipe.layers)
     if tokenizer.eos_token_id is None:
         raise ConfigurationError(
             f"the tokenizer of {recipe.model!r} has no end of text.",

@@ -10,12 +10,12 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
-from answers import AnswerData, Row, continued, labelled_row, scored_answers, tokenizer_and_model, with_an_answer
-from arguments import parse
-from data import read_rows
-from results import CONTINUE, Scores, measured, train_and_report
 from transformers import DataCollatorForSeq2Seq, Trainer, set_seed
 
+from common.answers import AnswerData, Row, continued, labelled_row, scored_answers, tokenizer_and_model, with_an_answer
+from common.arguments import parse
+from common.data import read_rows
+from common.results import CONTINUE, Scores, measured, train_and_report
 from hf_dp.errors import ConfigurationError
 
 

@@ -36,9 +36,11 @@ sys.path.insert(0, str(ROOT / "recipes"))
 
 import causal_lm  # noqa: E402
 import classify  # noqa: E402
-from comparison import VarianceControl, folder_of, refuse_unknown  # noqa: E402
-from data import public_labels  # noqa: E402
-from results import Scores, scored_by_label, scored_by_loss  # noqa: E402
+from common import classification  # noqa: E402
+from common.comparison import VarianceControl, folder_of, refuse_unknown  # noqa: E402
+from common.data import public_labels  # noqa: E402
+from common.language_models import characters  # noqa: E402
+from common.results import Scores, scored_by_label, scored_by_loss  # noqa: E402
 
 TASKS, RESULT = ("language", "lora", "full"), "result.json"
 ARMS = ("off", "on", "accumulated", "shuffled", "constant")
@@ -95,7 +97,7 @@ Task = Callable[[Run, Path], tuple[DPTrainer, Callable[[], Scores]]]
 def language() -> Task:
     """Characters of TinyShakespeare, a GPT-2 from scratch."""
     recipe, arguments = settings("causal_lm.yaml", causal_lm.RecipeArguments, **_LANGUAGE)
-    train, held_out, _ = causal_lm.read(recipe, causal_lm.characters().encode)
+    train, held_out, _ = causal_lm.read(recipe, characters().encode)
 
     def make(run: Run, folder: Path) -> tuple[DPTrainer, Callable[[], Scores]]:
         made = DPTrainer(
@@ -118,12 +120,13 @@ def pretrained(method: str, encoder: str) -> Task:
     names = public_labels(recipe)
     files = {"train": recipe.train_file, "test": recipe.test_file}
     train, test = (
-        classify.by_length(classify.read(path, split, recipe, tokenizer, names)) for split, path in files.items()
+        classification.by_length(classification.read(path, split, recipe, tokenizer, names))
+        for split, path in files.items()
     )
     test = test.select(range(0, len(test), 4))
 
     def make(run: Run, folder: Path) -> tuple[DPTrainer, Callable[[], Scores]]:
-        model, privacy = classify.build(recipe, tokenizer, names), promised(run)
+        model, privacy = classification.build(recipe, tokenizer, names), promised(run)
         made = DPTrainer(
             model=model,
             args=replace(arguments, output_dir=str(folder)),

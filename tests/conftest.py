@@ -29,15 +29,20 @@ settings.load_profile("hf_dp")
 
 
 @pytest.fixture
-def part(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Any]]:
-    """Imports a module of the recipes as they do, and forgets it afterwards."""
-    recipes = ROOT / "recipes"
-    monkeypatch.syspath_prepend(recipes)
+def forgotten() -> Iterator[None]:
+    """Whatever modules of the recipes a test imports, the next one imports them anew."""
     known = set(sys.modules)
-    yield importlib.import_module
+    yield
     for name in set(sys.modules) - known:
-        if str(recipes) in str(getattr(sys.modules[name], "__file__", "")):
+        if str(ROOT / "recipes") in str(getattr(sys.modules[name], "__file__", "")):
             del sys.modules[name]
+
+
+@pytest.fixture
+def part(forgotten: None, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
+    """Imports a recipe (`classify`), or what they share (`common.data`), as they do."""
+    monkeypatch.syspath_prepend(ROOT / "recipes")
+    return importlib.import_module
 
 
 @pytest.fixture(scope="session")

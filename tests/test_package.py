@@ -5,10 +5,14 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import tomllib
+from fnmatch import fnmatch
 from importlib import resources
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.version import Version
 
 import hf_dp
 from hf_dp.versions import library_versions
@@ -53,6 +57,24 @@ def test_the_version_is_a_version() -> None:
     assert f'__version__ = "{library_versions()["hf_dp"]}"' in (ROOT / "hf_dp" / "__init__.py").read_text()
 
 
+def test_the_bounds_of_every_dependency_are_what_the_tests_install() -> None:
+    def pinned(name: str) -> dict[str, Version]:
+        lines = (line.partition("==") for line in (ROOT / name).read_text(encoding="utf-8").splitlines())
+        return {package: Version(version) for package, equal, version in lines if equal and package[0] != "#"}
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = project["optional-dependencies"]
+    oldest, newest = pinned("constraints-oldest.txt"), pinned("constraints.txt")
+    # Those of `make oldest`.
+    required = [Requirement(line) for line in project["dependencies"] + extras["dev"] + extras["docs"] + extras["trl"]]
+    assert len(required) > 20
+    assert set(oldest) == {requirement.name for requirement in required}
+    for requirement in required:
+        lowest = [Version(bound.version) for bound in requirement.specifier if bound.operator == ">="]
+        assert lowest == [oldest[requirement.name]], requirement
+        assert newest[requirement.name] in requirement.specifier
+
+
 def test_type_information_is_shipped() -> None:
     assert resources.files("hf_dp").joinpath("py.typed").is_file()
 
@@ -68,3 +90,14 @@ def test_no_text_names_a_package_that_is_on_no_index() -> None:
         assert not re.search(r"install (-\S+ )*['\"]?hf[-_]dp", text), path
     # Said once, so that a release changes one line.
     assert [path.name for path, text in texts.items() if "pip install ." in text] == ["record.py"]
+
+
+def test_the_source_distribution_has_all_that_its_tests_read() -> None:
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False).stdout.split()
+    if not listed:
+        pytest.skip("no checkout: what is in the source distribution is what is here")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    shipped = project["tool"]["hatch"]["build"]["targets"]["sdist"]["include"]
+    always = ["/pyproject.toml", "/LICENSE", "/.*"]  # hidden ones are of no use without a checkout
+    names = {f"/{path.split('/')[0]}" for path in listed}
+    assert {name for name in names if not any(fnmatch(name, pattern) for pattern in (*shipped, *always))} == set()

@@ -83,15 +83,9 @@ def plan(
                 {"--world-size": world_size, "--length": length, "--micro-batch": micro_batch}, lora_rank
             )
         if n is None:
-            given: dict[str, object] = {"--epochs": epochs, "--steps": steps, "--examples": examples}
-            given |= {
-                "--epsilon": epsilon,
-                "--noise": noise,
-                "--delta": delta,
-                "--plot": plot,
-                "--share": share or None,
-            }
-            _refuse_without_n(model, given)
+            given = {"--epochs": epochs, "--steps": steps, "--examples": examples, "--epsilon": epsilon}
+            more = {"--noise": noise, "--delta": delta, "--plot": plot, "--share": share or None}
+            _refuse_without_n(model, {**given, **more})
         else:
             _exactly_one({"--epsilon": epsilon, "--noise": noise})
             _exactly_one({"--epochs": epochs, "--steps": steps, "--examples": examples})

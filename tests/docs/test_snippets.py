@@ -100,7 +100,9 @@ def test_commands_that_a_page_names_exist(page: Path) -> None:
     targets = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.M)
     for target in re.findall(r"^make ([a-z]+)|`make ([a-z]+)[^`]*`", text, re.M):
         assert "".join(target) in targets, target
-    for file in re.findall(r"\b((?:recipes|scripts|tests)/[\w/]+\.(?:py|yaml))", text):
+    for file, name in re.findall(r"`(?:tests/)?([\w/]+\.py)::(\w+)", text):
+        assert f"def {name}" in (ROOT / "tests" / file).read_text(encoding="utf-8"), f"{file}::{name}"
+    for file in re.findall(r"\b((?:recipes(?!/test_)|scripts|tests)/[\w/]+\.(?:py|yaml))", text):
         assert (ROOT / file).exists(), file
     commands = {command.name or command.callback.__name__ for command in app.registered_commands if command.callback}
     for command in re.findall(r"\bhf-dp ([a-z][a-z-]*)", text):

@@ -194,7 +194,7 @@ def test_what_no_token_opens_is_refused_before_training(flags, words, train, mon
 
 
 def test_rows_by_name_and_of_a_directory(named, part, tmp_path):
-    read_rows = part("data").read_rows
+    read_rows = part("common.data").read_rows
     rows = read_rows("someone/questions", split="train", columns=("text", "label"))
     assert rows == [{**row, "label": LABELS[row["label"]]} for row in questions(60)]
     assert len(read_rows("someone/private-questions", split="train", columns=())) == 60
@@ -208,7 +208,7 @@ def test_rows_by_name_and_of_a_directory(named, part, tmp_path):
 
 
 def test_a_split_or_configuration_is_named_after_a_colon(named, part):
-    read_rows = part("data").read_rows
+    read_rows = part("common.data").read_rows
     files = {f"{name}.csv": as_csv(questions(n)) for name, n in (("long", 9), ("short", 3))}
     configs = [{"config_name": file[:-4], "data_files": [{"split": "validation", "path": file}]} for file in files]
     card = f"---\nconfigs: {json.dumps(configs)}\n---\n".encode()
@@ -242,12 +242,12 @@ def test_data_that_cannot_be_read_is_refused(name, words, named, part):
     named.publish("datasets/someone/broken", {"train.jsonl": b'{"text": "a"}\n{"text": ', "test.jsonl": b"[]"})
     named.publish("datasets/someone/script", {"script.py": b"", "train.csv": b"a\n1\n"})
     with pytest.raises(ConfigurationError, match=words):
-        part("data").read_rows(name, split="train", columns=("text",))
+        part("common.data").read_rows(name, split="train", columns=("text",))
 
 
 @pytest.mark.parametrize("failure", [500, 401, "drop", "nobody is there"])
 def test_a_hub_that_fails_is_said(failure, named, part):
-    loading = part("hub_names")
+    loading = part("common.hub_names")
     named.fail = lambda method, path: failure
     if failure == "nobody is there":
         named.close()
@@ -258,7 +258,7 @@ def test_a_hub_that_fails_is_said(failure, named, part):
 
 
 def test_offline_without_a_cache_is_said(named, part, monkeypatch):
-    loading = part("hub_names")
+    loading = part("common.hub_names")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(datasets_config, "HF_HUB_OFFLINE", True)
     for read in (lambda name: loading.pretrained(AutoTokenizer, name), lambda name: loading.split_of(name, "train")):
@@ -273,7 +273,7 @@ def test_offline_without_a_cache_is_said(named, part, monkeypatch):
 @pytest.fixture
 def recipe(part) -> Callable[..., Any]:
     """Arguments of a recipe that classifies, and the module that reads its data."""
-    data = part("data")
+    data = part("common.data")
     return lambda name, **changes: (data, data.LabelledData(train_file=name, test_file=name, **changes))
 
 

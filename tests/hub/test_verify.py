@@ -104,7 +104,7 @@ TAMPERED: dict[str, tuple[list[Callable[[Path], None]], str]] = {
             in_record("ledger", "promise", "clipping_norm", to=0.1),
             seal,
         ],
-        "mechanism, config and ledger's promise: clipping_norm: 0.1 in the mechanism, 1.0 in the config",
+        "clipping_norm: 0.1 in the mechanism, 1.0 in the config",
     ),
     "noise in the mechanism": (
         [in_record("mechanism", "noise", "multiplier", to=2.0), seal], "calibrated_noise_multiplier: 2.0 claimed"
@@ -496,7 +496,7 @@ def leaves(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
 def other_than(value: Any) -> list[Any]:
     """A plausible value, and some of other types."""
     text = "f" * 64 if len(str(value)) == 64 else "something else"
-    plausible = {bool: not value, int: 5, float: 0.75, str: text, type(None): 2}
+    plausible = {bool: not value, int: 5, float: 0.75, str: text, type(None): 2, list: ["x"], dict: {"x": 1}}
     others = (plausible[type(value)], "inf", -1, [], {}, None, True)
     return [other for other in others if (type(other), other) != (type(value), value)]
 

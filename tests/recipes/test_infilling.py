@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,20 +11,14 @@ from transformers import AutoConfig, AutoModelForMaskedLM, AutoTokenizer, set_se
 
 from hf_dp.errors import ConfigurationError, UnsupportedModelError
 
-RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 # Where PEFT has no choice of its own.
 TARGETS = {"distilbert": "q_lin,v_lin", "albert": "query,value", "mpnet": "q,v", "modernbert": "Wqkv"}
 LABELS = ["card_lost", "cash_fee", "top_up"]
 
 
 @pytest.fixture
-def infilling(monkeypatch):
-    monkeypatch.syspath_prepend(RECIPES)
-    known = set(sys.modules)
-    yield __import__("classify_as_infilling")
-    for name in set(sys.modules) - known:
-        if str(RECIPES) in str(getattr(sys.modules[name], "__file__", "")):
-            del sys.modules[name]
+def infilling(part):
+    return part("classify_as_infilling")
 
 
 def arguments(infilling, model, questions, **changes):

@@ -11,7 +11,7 @@ import torch
 
 @pytest.fixture
 def quality(part: Any) -> Any:
-    return part("corpus_quality")
+    return part("common.corpus_quality")
 
 
 def corpus(count: int, seed: int) -> tuple[list[str], list[int]]:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recipes.near_copies import Closeness, EditSimilarity, Words, compare, longest_common_runs, words
+from recipes.common.near_copies import Closeness, EditSimilarity, Words, compare, longest_common_runs, words
 
 TEXT = st.lists(st.sampled_from("abcd"), max_size=7).map(tuple)
 SOME = st.lists(TEXT, min_size=1, max_size=6)

@@ -20,7 +20,7 @@ from tests.zoo import tiny
 
 def report(part, directory, values, groups, **changes):
     options = {"measure": "accuracy", "larger_is_better": True, "directory": directory, **changes}
-    part("groups").report_by_group(values, groups, **options)
+    part("common.groups").report_by_group(values, groups, **options)
     return json.loads((directory / "groups.json").read_text(encoding="utf-8"))
 
 
@@ -60,7 +60,7 @@ def test_metrics_by_hand_and_without_a_network(part, monkeypatch):
         raise AssertionError("a metric used the network")
 
     monkeypatch.setattr(socket.socket, "connect", refuse)
-    measured = part("results").measured
+    measured = part("common.results").measured
     # F1 of label 0: 2 / 3, of 1: 2 / 4, of 2, which was never right: 0.
     found = measured(("accuracy", "macro_f1"), [0, 0, 1, 2], [0, 1, 1, 1])
     assert found == pytest.approx({"accuracy": 0.5, "macro_f1": (2 / 3 + 1 / 2 + 0) / 3})
@@ -69,7 +69,7 @@ def test_metrics_by_hand_and_without_a_network(part, monkeypatch):
 
 
 def test_rows_of_files(part, tmp_path):
-    read_rows = part("data").read_rows
+    read_rows = part("common.data").read_rows
     (tmp_path / "a.csv").write_text('text,label\n"one, two",x\nthree,y\n', encoding="utf-8")
     (tmp_path / "a.jsonl").write_text('{"text": "one"}\n\n{"text": "two"}\n', encoding="utf-8")
     csv, lines = str(tmp_path / "a.csv"), str(tmp_path / "a.jsonl")
@@ -102,10 +102,10 @@ def test_files_that_are_no_rows_are_refused(name, content, words, part, tmp_path
     if content is not None:
         (tmp_path / name).write_bytes(content)
     with pytest.raises(ConfigurationError, match=words):
-        part("data").read_rows(str(tmp_path / name), split="train", columns=("text",), others=("label",))
+        part("common.data").read_rows(str(tmp_path / name), split="train", columns=("text",), others=("label",))
     (tmp_path / "folder.csv").mkdir()
     with pytest.raises(ConfigurationError, match="Is a directory"):
-        part("data").read_rows(str(tmp_path / "folder.csv"), split="train", columns=("text",))
+        part("common.data").read_rows(str(tmp_path / "folder.csv"), split="train", columns=("text",))
 
 
 def test_a_byte_order_mark_and_a_long_text_are_read(part, tmp_path):
@@ -113,7 +113,7 @@ def test_a_byte_order_mark_and_a_long_text_are_read(part, tmp_path):
     (tmp_path / "a.csv").write_text(f"text,label\n{row['text']},x\n", encoding="utf-8-sig")
     (tmp_path / "a.json").write_text(json.dumps([row]), encoding="utf-8-sig")
     for name in ("a.csv", "a.json"):
-        found = part("data").read_rows(str(tmp_path / name), split="train", columns=("text",), others=("label",))
+        found = part("common.data").read_rows(str(tmp_path / name), split="train", columns=("text",), others=("label",))
         assert found == [row]
 
 
@@ -131,7 +131,7 @@ def parsed(part, tmp_path, monkeypatch):
         path = tmp_path / "a.yaml"
         path.write_text(json.dumps({k: v if isinstance(v, int) or v is None else str(v) for k, v in values.items()}))
         monkeypatch.setattr(sys, "argv", ["recipe", str(path)])
-        return part("arguments").parse(part("classify").RecipeArguments)
+        return part("common.arguments").parse(part("classify").RecipeArguments)
 
     return parse
 
@@ -171,7 +171,7 @@ def test_places_that_cannot_be_used_are_refused_before_training(parsed, tmp_path
 
 
 def test_smoke_wins_over_the_file_and_flags_win_over_it(part, tmp_path, monkeypatch):
-    arguments, recipe = part("arguments"), part("causal_lm").RecipeArguments
+    arguments, recipe = part("common.arguments"), part("causal_lm").RecipeArguments
     path = tmp_path / "a.yaml"
     path.write_text("text_file: t.txt\nmax_steps: 500\nlearning_rate: 0.5\ntarget_epsilon: 3\n", encoding="utf-8")
 
@@ -192,11 +192,11 @@ def test_shards_that_accelerate_would_make_are_refused(part, tmp_path, monkeypat
     flags = ["--text_file", "t.txt", "--output_dir", str(tmp_path), "--use_cpu", "1", "--target_epsilon", "3"]
     monkeypatch.setattr(sys, "argv", ["recipe", *flags])
     with pytest.raises(ConfigurationError, match="a recipe under FSDP"):
-        part("arguments").parse(part("causal_lm").RecipeArguments)
+        part("common.arguments").parse(part("causal_lm").RecipeArguments)
 
 
 def test_bleu_and_slot_coverage_by_hand(part):
-    measured = part("results").measured
+    measured = part("common.results").measured
     # All n-grams are right; 6 words for references of 6 and, the closest, 1: exp(1 - 7 / 6).
     said, wanted = ["The cat sat on the", "a"], [["the cat sat on the mat"], ["b b b", "A"]]
     assert measured(("bleu",), said, wanted) == pytest.approx({"bleu": math.exp(-1 / 6)})
@@ -208,12 +208,12 @@ def test_bleu_and_slot_coverage_by_hand(part):
 
 def test_a_json_list_is_rows_as_well(part, tmp_path):
     (tmp_path / "a.json").write_text('[{"text": "one"},\n {"text": "two"}]', encoding="utf-8")
-    found = part("data").read_rows(str(tmp_path / "a.json"), split="train", columns=("text",))
+    found = part("common.data").read_rows(str(tmp_path / "a.json"), split="train", columns=("text",))
     assert found == [{"text": "one"}, {"text": "two"}]
 
 
 def test_rarity_by_hand(part):
-    comparison = part("comparison")
+    comparison = part("common.comparison")
     # Of 30 occurrences more frequent ids have 0, 9, 9, 25, 30.
     counts = np.array([9, 8, 8, 5, 0])
     assert comparison.rarity(counts).tolist() == [0, 0, 0, 2, 2]
@@ -233,7 +233,7 @@ def test_the_ordinary_trainer_takes_the_mean_over_the_examples_of_a_whole_batch(
         str(tmp_path), per_device_train_batch_size=2, gradient_accumulation_steps=4, max_steps=1, max_grad_norm=0.0,
         lr_scheduler_type="constant", report_to="none", use_cpu=True, disable_tqdm=True,
     )  # fmt: skip
-    comparison = part("comparison")
+    comparison = part("common.comparison")
     optimizers = torch.optim.SGD(model.parameters(), lr=1.0), None
     folder = comparison.folder_of(tmp_path, "epsilon 1e+2, a/b")
     comparison.trainer(
@@ -260,7 +260,7 @@ def interactions(tmp_path):
     ("column", "groups"), [("group", ["d", "e"]), ("length", ["under 5", "5 to 9"]), ("rarity", ["tail", "tail"])]
 )
 def test_groups_of_users(column, groups, part, interactions):
-    sequences = part("sequences")
+    sequences = part("common.sequences")
     found = sequences.load(sequences.SequenceData(interactions_file=str(interactions), group_column=column))
     assert found.groups == groups
     # Numbers by order of appearance: 1, 2, 3 of the first user, and of the second 2, 4, 5, 6, 7, 8.
@@ -270,7 +270,7 @@ def test_groups_of_users(column, groups, part, interactions):
 
 
 def test_public_items_have_their_places_and_others_are_refused(part, interactions, tmp_path):
-    sequences, items = part("sequences"), [f"i{number}" for number in range(20, 0, -1)]
+    sequences, items = part("common.sequences"), [f"i{number}" for number in range(20, 0, -1)]
     path = tmp_path / "items.json"
     path.write_text(json.dumps(items), encoding="utf-8")
     given = sequences.SequenceData(interactions_file=str(interactions), items_file=str(path))
@@ -288,7 +288,7 @@ def test_public_items_have_their_places_and_others_are_refused(part, interaction
     [("u i\n\nu i\n", "line 2 of"), ("u i\nu i\n", "no user"), ("u i\n" * 3, "there is no group in it")],
 )
 def test_interactions_that_cannot_be_used(text, words, part, interactions):
-    sequences = part("sequences")
+    sequences = part("common.sequences")
     interactions.write_text(text, encoding="utf-8")
     with pytest.raises(ConfigurationError, match=words):
         sequences.load(sequences.SequenceData(interactions_file=str(interactions), group_column="group"))
@@ -305,7 +305,7 @@ def test_controls_of_re_attention_change_which_row_has_which_noise_and_nothing_e
     counts = relative_counts(model, 64, torch.linspace(0.1, 1, model.config.vocab_size))
     attention.errors, table = one_step(counts, 0.1), "transformer.wte.weight"
     before = copy.deepcopy(attention.errors)
-    part("comparison").VarianceControl(arm).on_train_begin(None, None, None, model=model)
+    part("common.comparison").VarianceControl(arm).on_train_begin(None, None, None, model=model)
     others, rows = attention.errors, attention.errors.pop(table)
     expected = before.pop(table)
     torch.testing.assert_close(others, before)

@@ -27,7 +27,8 @@ def classifier(part):
         if getattr(encoder, "pooler", None) is not None:
             encoder.pooler = None
         recipe = SimpleNamespace(center=True, temperature=0.1, head_scale=1.0, **settings)
-        made = part("classify").MeanPoolingForSequenceClassification(encoder, torch.randn(3, 32), recipe).eval()
+        kind_of = part("common.classification").MeanPoolingForSequenceClassification
+        made = kind_of(encoder, torch.randn(3, 32), recipe).eval()
         made.classifier.weight.data += torch.randn(3, 32)
         return made
 
@@ -44,7 +45,7 @@ def batch() -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("kind", ["bert", "roberta", "xlm-roberta", "camembert"])
 def test_the_plain_form_gives_the_same_answers(kind, classifier, part):
-    parts, made = part("plain_classifier"), classifier(kind)
+    parts, made = part("common.plain_classifier"), classifier(kind)
     plain = parts.as_sequence_classification(made, NAMES)
     with torch.no_grad():
         wanted, found = made(**batch()).logits, plain(**batch()).logits
@@ -58,11 +59,11 @@ def test_the_plain_form_gives_the_same_answers(kind, classifier, part):
 @pytest.mark.parametrize("kind", ["distilbert", "mpnet", "electra"])
 def test_an_encoder_without_a_plain_form_is_refused(kind, classifier, part):
     with pytest.raises(UnsupportedModelError, match=f"on the mean of {kind}'s states has no form that Transformers"):
-        part("plain_classifier").check_plain_form(classifier(kind), NAMES, batch())
+        part("common.plain_classifier").check_plain_form(classifier(kind), NAMES, batch())
 
 
 def test_a_form_that_computes_something_else_is_refused(classifier, part, monkeypatch):
-    parts = part("plain_classifier")
+    parts = part("common.plain_classifier")
     monkeypatch.setattr(parts, "_SMALL", 1.0)  # tanh bends
     with pytest.raises(UnsupportedModelError, match="computes something else"):
         parts.check_plain_form(classifier("bert"), NAMES, batch())

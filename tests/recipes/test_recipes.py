@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 from statistics import fmean
+from tempfile import gettempdir
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from typer.testing import CliRunner
 
 from hf_dp import DPTrainer
 from hf_dp.cli import app
+from hf_dp.cli.train import recipe_script
 from hf_dp.errors import ConfigurationError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -44,10 +46,9 @@ def local(masked_directory, encoder_directory, causal_directory, questions_direc
 
 
 @pytest.fixture
-def train(local, tmp_path, monkeypatch):
+def train(local, forgotten, tmp_path, monkeypatch):
     """Runs a recipe as `hf-dp train` does; what it printed, and its output directory."""
     monkeypatch.chdir(tmp_path)  # no file of the real data is found by chance
-    known = set(sys.modules)
 
     def run(recipe: str, *flags: str, code: int = 0) -> tuple[str, Path]:
         out = tmp_path / "out"
@@ -57,10 +58,7 @@ def train(local, tmp_path, monkeypatch):
             raise AssertionError(done.output[-3000:]) from done.exception
         return done.output, out
 
-    yield run
-    for name in set(sys.modules) - known:
-        if str(ROOT / "recipes") in str(getattr(sys.modules[name], "__file__", "")):
-            del sys.modules[name]
+    return run
 
 
 def test_a_recipe_goes_on_from_its_checkpoint_and_never_begins_anew_instead(train):
@@ -167,10 +165,10 @@ def test_what_is_refused_before_the_first_step_is_refused_before_anything_is_sco
 
 
 def run(recipe: str, *flags: str) -> str:
-    """What a recipe prints, run with its own YAML file and flags that win over it."""
-    name = recipe.removesuffix("_full").removesuffix("_lora").removesuffix("_banking77")
-    command = [sys.executable, f"recipes/{name}.py", f"recipes/{recipe}.yaml", *flags, "--use_cpu", "True"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    """What a recipe prints, run from elsewhere with its own YAML file and flags that win over it."""
+    settings = ROOT / "recipes" / f"{recipe}.yaml"
+    command = [sys.executable, str(recipe_script(settings)), str(settings), *flags, "--use_cpu", "True"]
+    done = subprocess.run(command, cwd=gettempdir(), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout
 

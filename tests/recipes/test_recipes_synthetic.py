@@ -143,7 +143,7 @@ def test_bad_input_is_refused_before_any_budget_is_spent(
 def test_what_names_no_labels_is_refused(part: Any, text: str, tmp_path: Path) -> None:
     (tmp_path / "labels.json").write_text(text)
     with pytest.raises(ConfigurationError, match="labels_file|is not JSON"):
-        part("labelled_texts").label_names(str(tmp_path / "labels.json"))
+        part("common.labelled_texts").label_names(str(tmp_path / "labels.json"))
 
 
 @pytest.mark.parametrize(
@@ -152,18 +152,18 @@ def test_what_names_no_labels_is_refused(part: Any, text: str, tmp_path: Path) -
 def test_what_are_no_shares_is_refused(part: Any, text: str, tmp_path: Path) -> None:
     (tmp_path / "shares.json").write_text(text)
     with pytest.raises(ConfigurationError, match="does not give shares"):
-        part("labelled_texts").shares(str(tmp_path / "shares.json"), ["a", "b"])
+        part("common.labelled_texts").shares(str(tmp_path / "shares.json"), ["a", "b"])
 
 
 def test_counts_add_up(part: Any) -> None:
-    counts, shares = part("labelled_texts").counts, part("labelled_texts").shares
+    counts, shares = part("common.labelled_texts").counts, part("common.labelled_texts").shares
     assert counts(shares(None, NAMES), 10) == [4, 3, 3]
     assert sum(counts([1 / 77] * 77, 5000)) == 5000
     assert counts([0.5, 0.5, 0.0], 3) in ([2, 1, 0], [1, 2, 0])
 
 
 def test_nothing_else_may_lie_in_the_shared_folder(part: Any, tmp_path: Path) -> None:
-    texts = part("labelled_texts")
+    texts = part("common.labelled_texts")
     (tmp_path / "notes.txt").write_text("about the private texts")
     with pytest.raises(ConfigurationError, match="holds notes.txt"):
         texts.share(texts.Texts([], []), NAMES, tmp_path, tmp_path, "csv", "")

@@ -12,16 +12,17 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from hub_names import pretrained
-from labelled_texts import Texts
-from near_copies import compare, words
-from plain_classifier import pooled
-from results import measured
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 from tqdm.auto import tqdm
 from transformers import AutoModel, AutoTokenizer
+
+from common.hub_names import pretrained
+from common.labelled_texts import Texts
+from common.near_copies import compare, words
+from common.plain_classifier import pooled
+from common.results import measured
 
 NEAR_COPIES, BASELINE = "for_owner_only_near_copies.json", "for_owner_only_real_baseline.json"
 Features = Callable[[Sequence[str]], Tensor]

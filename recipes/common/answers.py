@@ -6,26 +6,18 @@ The privacy unit is a row of the training data: one prompt with its answer, or o
 from __future__ import annotations
 
 import math
-import string
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
-from hub_names import pretrained
 from peft import LoraConfig, get_peft_model
-from results import Scores, scored_by_loss
-from tokenizers import Tokenizer, decoders, models
 from tqdm.auto import tqdm
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    GPT2Config,
-    GPT2LMHeadModel,
-    PreTrainedTokenizerFast,
-    Trainer,
-)
+from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer
 
+from common.hub_names import pretrained
+from common.language_models import characters, small_gpt2
+from common.results import Scores, scored_by_loss
 from hf_dp.errors import ConfigurationError
 
 IGNORED = -100
@@ -63,7 +55,8 @@ def tokenizer_and_model(recipe: AnswerData) -> tuple[Any, Any]:
                 why="an adapter is trained on a pretrained model; this one is random.",
                 fix="add --method full.",
             )
-        return characters(), _random_model(recipe)
+        tokenizer, positions = characters(), recipe.max_length + recipe.max_new_tokens
+        return tokenizer, small_gpt2(tokenizer, positions=positions, width=recipe.width, layers=recipe.layers)
     tokenizer = pretrained(AutoTokenizer, recipe.model)
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     model = pretrained(AutoModelForCausalLM, recipe.model, dtype=torch.float32)
@@ -73,25 +66,6 @@ def tokenizer_and_model(recipe: AnswerData) -> tuple[Any, Any]:
         r=recipe.lora_rank, lora_alpha=2 * recipe.lora_rank, target_modules="all-linear", task_type="CAUSAL_LM"
     )
     return tokenizer, get_peft_model(model, lora)
-
-
-def characters() -> PreTrainedTokenizerFast:
-    """One token for each printable ASCII character."""
-    names = ["<unk>", "<pad>", "<eos>", *string.printable]
-    made = Tokenizer(models.BPE({name: i for i, name in enumerate(names)}, [], unk_token="<unk>"))
-    made.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(tokenizer_object=made, unk_token="<unk>", pad_token="<pad>", eos_token="<eos>")
-
-
-def _random_model(recipe: AnswerData) -> GPT2LMHeadModel:
-    tokenizer = characters()
-    config = GPT2Config(
-        vocab_size=len(tokenizer), n_positions=recipe.max_length + recipe.max_new_tokens, n_embd=recipe.width,
-        n_layer=recipe.layers, n_head=max(1, recipe.width // 32), bos_token_id=tokenizer.eos_token_id,
-        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, embd_pdrop=0.0, attn_pdrop=0.0,
-        resid_pdrop=0.0,
-    )  # fmt: skip
-    return GPT2LMHeadModel(config)
 
 
 def labelled_row(parts: Iterable[tuple[list[int], bool]], max_length: int) -> Row:

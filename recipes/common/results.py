@@ -12,11 +12,11 @@ from typing import Any
 
 import evaluate
 import torch
-from groups import report_by_group
 from rich.console import Console
 from rich.table import Table
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
+from common.groups import report_by_group
 from hf_dp import DPTrainer, PrivacyConfig
 from hf_dp.errors import ConfigurationError
 from hf_dp.hub import CARD_FILE

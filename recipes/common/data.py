@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from datasets import ClassLabel
-from files import read_text, unreadable
-from hub_names import split_of
-from labelled_texts import label_names
 
+from common.files import read_text, unreadable
+from common.hub_names import split_of
+from common.labelled_texts import label_names
 from hf_dp.errors import ConfigurationError
 
 _FILES = (".csv", ".json", ".jsonl")

@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from comparison import by_rarity, refuse_unknown
-from files import read_text
-from labelled_texts import label_names
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
+from common.comparison import by_rarity, refuse_unknown
+from common.files import read_text
+from common.labelled_texts import label_names
 from hf_dp.errors import ConfigurationError
 
 PADDING = 0

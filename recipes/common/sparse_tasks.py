@@ -14,16 +14,17 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-import classify
 import numpy as np
 import torch
-from comparison import Collator, by_rarity, collate, refuse_unknown
-from hub_names import pretrained
-from labelled_texts import label_names
-from plain_classifier import as_sequence_classification
-from results import CLASSIFY
 from torch import Tensor, nn
 from transformers import AutoTokenizer, BertConfig, BertForSequenceClassification, DataCollatorWithPadding
+
+from common import classification
+from common.comparison import Collator, by_rarity, collate, refuse_unknown
+from common.hub_names import pretrained
+from common.labelled_texts import label_names
+from common.plain_classifier import as_sequence_classification
+from common.results import CLASSIFY
 
 Rows = Any
 _TABLE = """import torch; from transformers import AutoModelForSequenceClassification
@@ -100,14 +101,14 @@ def banking77(recipe: TaskArguments) -> Task:
     """Questions of bank customers, 77 intents."""
     names = ("train_file", "test_file", "labels_file", "encoder", "group_column", "max_examples")
     given: dict[str, Any] = {name: getattr(recipe, name) for name in names}
-    parts = classify.RecipeArguments(method="full", head_scale=_HEAD_SCALE, **given)
+    parts = classification.EncoderClassifier(method="full", head_scale=_HEAD_SCALE, **given)
     tokenizer, labels = pretrained(AutoTokenizer, recipe.encoder), label_names(recipe.labels_file)
     tokenizer.model_max_length = parts.max_length
     splits = {"train": recipe.train_file, "test": recipe.test_file}
-    train, test = (classify.read(path, split, parts, tokenizer, labels) for split, path in splits.items())
-    train, test, groups = classify.apart(train, test)
+    train, test = (classification.read(path, split, parts, tokenizer, labels) for split, path in splits.items())
+    train, test, groups = classification.apart(train, test)
     return Task(
-        lambda: classify.build(parts, tokenizer, labels),
+        lambda: classification.build(parts, tokenizer, labels),
         [(train, test)],
         DataCollatorWithPadding(tokenizer),
         ("encoder.embeddings.word_embeddings.weight",),

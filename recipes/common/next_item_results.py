@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from files import read_text
 from rich.console import Console
 from rich.table import Table
 from transformers import TrainingArguments
 
+from common.files import read_text
 from hf_dp import PrivacyConfig
 from hf_dp.errors import ConfigurationError
 

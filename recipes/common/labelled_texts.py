@@ -10,8 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from files import json_of
-
+from common.files import json_of
 from hf_dp.errors import ConfigurationError
 from hf_dp.hub import CARD_FILE, RECORD_FILE, PrivacyRecord, write_card
 

@@ -1,0 +1,1 @@
+"""What recipes share; a recipe that is copied takes this folder along."""

@@ -1,0 +1,138 @@
+"""What recipes that classify share: an encoder with mean pooling and a head made of the labels' names, and adapters."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from datasets import Dataset
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModel, PreTrainedModel
+from transformers.modeling_outputs import SequenceClassifierOutput
+
+from common.data import LabelledData, labelled
+from common.hub_names import pretrained
+from common.plain_classifier import TRAINING_FORM, TrainingForm, check_plain_form, pooled, seen_from
+from hf_dp.errors import ConfigurationError
+
+
+@dataclass(kw_only=True)
+class AdaptedClassifier(LabelledData):
+    """Arguments of recipes that classify with adapters."""
+
+    lora_rank: int = 8
+    lora_targets: str | None = field(
+        default=None, metadata={"help": "Layers that get adapters, commas between; PEFT's choice if left out."}
+    )
+
+
+@dataclass(kw_only=True)
+class EncoderClassifier(AdaptedClassifier):
+    """Arguments of the classifier on an encoder."""
+
+    encoder: str = field(metadata={"help": "A hub name or a directory with an encoder and its tokenizer."})
+    method: Literal["head", "lora", "full"] = field(default="head", metadata={"help": "What is trained."})
+    center: bool = field(
+        default=False, metadata={"help": "Measure angles from the mean embedding of the label names, which is public."}
+    )
+    temperature: float = field(default=0.05, metadata={"help": "Logits are cosine similarities over this."})
+    head_scale: float = field(
+        default=1.0,
+        metadata={"help": "Gradients of the head count this much more in the clipping norm, beside the encoder's."},
+    )
+
+
+class MeanPoolingForSequenceClassification(TrainingForm):
+    """Logits from the normalised mean of the last hidden states, seen from an origin among the embeddings.
+
+    For training: `as_sequence_classification` makes the same classifier in a form that Transformers loads.
+    """
+
+    _supports_sdpa = True
+
+    def __init__(self, encoder: PreTrainedModel, label_embeddings: torch.Tensor, recipe: EncoderClassifier) -> None:
+        encoder.config.num_labels = len(label_embeddings)
+        encoder.config.problem_type = "single_label_classification"
+        super().__init__(encoder.config)
+        self.encoder = encoder
+        self.classifier = torch.nn.Linear(label_embeddings.shape[1], len(label_embeddings), bias=False)
+        self.register_buffer("origin", label_embeddings.mean(0) * recipe.center)
+        self.classifier.weight.data.copy_(seen_from(self.origin, label_embeddings) / recipe.head_scale)
+        self.scale = recipe.head_scale / recipe.temperature
+
+    def forward(
+        self,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        features: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
+        **_: Any,
+    ) -> SequenceClassifierOutput:
+        """(B, T) ids, or (B, d) features computed from them before, to (B, labels) logits."""
+        if features is None:
+            features = pooled(self.encoder, input_ids, attention_mask)
+        logits = self.classifier(seen_from(self.origin, features)) * self.scale
+        loss = None if labels is None else F.cross_entropy(logits, labels)
+        return SequenceClassifierOutput(loss=loss, logits=logits)
+
+
+def read(path: str, split: str, recipe: EncoderClassifier, tokenizer: Any, names: list[str]) -> Dataset:
+    """Texts as token ids, with label numbers, and groups where they are asked for."""
+    columns = labelled(path, split, recipe, names)
+    return Dataset.from_dict(
+        {**tokenizer(columns.pop("text"), truncation=True, max_length=recipe.max_length), **columns}
+    )
+
+
+def by_length(texts: Dataset) -> Dataset:
+    """The shortest first: batches in order then hold little padding."""
+    lengths = [len(ids) for ids in texts["input_ids"]]
+    return texts.select(sorted(range(len(texts)), key=lengths.__getitem__))
+
+
+def apart(train: Dataset, test: Dataset) -> tuple[Dataset, Dataset, list[str] | None]:
+    """Both without their groups, which no model reads, and those of the test."""
+    if "group" not in test.column_names:
+        return train, test, None
+    return train.remove_columns("group"), test.remove_columns("group"), list(test["group"])
+
+
+def build(recipe: EncoderClassifier, tokenizer: Any, names: list[str]) -> torch.nn.Module:
+    """The model, its head made of the label names' embeddings."""
+    encoder = pretrained(AutoModel, recipe.encoder, dtype=torch.float32).eval()
+    batch = tokenizer([name.replace("_", " ").lower() for name in names], padding=True, return_tensors="pt")
+    with torch.no_grad():
+        embeddings = pooled(encoder, batch["input_ids"], batch["attention_mask"])
+    if getattr(encoder, "pooler", None) is not None:
+        encoder.pooler = None  # unused here; it would only collect noise
+    model = MeanPoolingForSequenceClassification(encoder, embeddings, recipe)
+    check_plain_form(model, names, batch)
+    if recipe.method == "head":
+        model.encoder.requires_grad_(False)
+    if recipe.method != "lora":
+        return model
+    return adapted(model, "classifier", recipe)
+
+
+def adapted(model: PreTrainedModel, trained: str, recipe: AdaptedClassifier) -> torch.nn.Module:
+    """The model with adapters of LoRA beside its module `trained`.
+
+    Raises:
+        ConfigurationError: PEFT finds no layers to adapt.
+    """
+    rank = recipe.lora_rank
+    targets = None if recipe.lora_targets is None else recipe.lora_targets.split(",")
+    lora = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=targets, modules_to_save=[trained])
+    try:
+        made = get_peft_model(model, lora)
+    except ValueError as error:
+        linear = {name.rsplit(".")[-1] for name, part in model.named_modules() if isinstance(part, torch.nn.Linear)}
+        raise ConfigurationError(
+            f"no layers to adapt in {model.config.model_type} ({error}).",
+            why="nothing but the head would be trained.",
+            fix=f"name layers with --lora_targets A,B; linear ones here: {', '.join(sorted(linear))}.",
+        ) from error
+    made.peft_config["default"].base_model_name_or_path = TRAINING_FORM
+    return made
