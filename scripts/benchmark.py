@@ -373,7 +373,8 @@ def trainer(
     """What a step of DPTrainer takes beyond the engine: sampling, ledger, logging, Trainer's own loop."""
     from transformers import GPT2Config, GPT2LMHeadModel, TrainingArguments, default_data_collator
 
-    import hf_dp.training.trainer as module
+    import hf_dp.training.run as module
+    from hf_dp import DPTrainer, PrivacyConfig
 
     inside: list[float] = []
     engine = module.private_gradient
@@ -386,7 +387,7 @@ def trainer(
 
     config = GPT2Config(vocab_size=100, n_positions=8, n_embd=32, n_layer=1, n_head=2, bos_token_id=1, eos_token_id=1)
     with tempfile.TemporaryDirectory() as folder:
-        private = module.DPTrainer(
+        private = DPTrainer(
             GPT2LMHeadModel(config),
             TrainingArguments(
                 folder,
@@ -399,7 +400,7 @@ def trainer(
             ),
             train_dataset=_Virtual(size),
             data_collator=default_data_collator,
-            privacy=module.PrivacyConfig(noise_multiplier=1.0),
+            privacy=PrivacyConfig(noise_multiplier=1.0),
         )
         starts: list[float] = []
         step = private.training_step

@@ -15,7 +15,7 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 
 import hf_dp
-from hf_dp.accounting import library_versions
+from hf_dp.versions import library_versions
 
 ROOT = Path(__file__).resolve().parents[1]
 

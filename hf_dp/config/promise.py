@@ -163,12 +163,6 @@ class PrivacyConfig:
                 why="which rows get a gradient follows from its settings.",
                 fix="give sparse_embeddings=SparseEmbeddingConfig().",
             )
-        if self.re_attention is not None:
-            raise ConfigurationError(
-                "re_attention together with sparse_embeddings.",
-                why="Re-Attention corrects for noise in all rows of the embedding, and here only a few have any.",
-                fix="use one of the two.",
-            )
         if self.target_epsilon is None and sparse.releases_rows:
             raise ConfigurationError(
                 "sparse_embeddings with a DP top-k of rows, and noise_multiplier in place of target_epsilon.",

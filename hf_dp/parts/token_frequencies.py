@@ -3,23 +3,95 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+import logging
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import hf_dp.ranks as ranks
 from hf_dp.accounting import Ledger
-from hf_dp.errors import ConfigurationError
+from hf_dp.config import PrivacyConfig, ReAttentionConfig
+from hf_dp.config.asked import TOKEN_PRESENCE
+from hf_dp.errors import ConfigurationError, LedgerError
+from hf_dp.parts.embeddings import token_tables
+from hf_dp.parts.part import Part, Run
+from hf_dp.parts.re_attention import FILE, FREQUENCIES, read
 from hf_dp.step.plan import Plan
 
-LABEL = "token presence"
+logger = logging.getLogger(__name__)
+LABEL = TOKEN_PRESENCE
 # Seeded noise differs from that of every training step.
 _STEP = -1
 # In standard deviations of the noise.
 _STANDS_OUT = 3.0
+
+
+class TokenFrequencies(Part):
+    """One release, or one file, for all parts that read it.
+
+    What was released is kept in the file of the part that asked for it.
+
+    Attributes:
+        shares: (V,) of the examples that contain each token; None before `begin`.
+    """
+
+    name = "token_frequencies"
+
+    def __init__(self, config: ReAttentionConfig) -> None:
+        self._config = config
+        self.shares: Tensor | None = None
+
+    @classmethod
+    def of(cls, config: PrivacyConfig) -> Self | None:
+        """Asked for by Re-Attention."""
+        asks = config.re_attention
+        return None if asks is None or asks.token_frequencies == "uniform" else cls(asks)
+
+    def settled(self, config: PrivacyConfig, model: nn.Module) -> PrivacyConfig:
+        """Without a release that nothing would use."""
+        if self._config.token_frequencies != "released" or token_tables(model):
+            return config
+        ranks.warn(logger, "No token embedding is trained: token frequencies are not released, and cost nothing.")
+        return config.replace(re_attention={**self._config.to_dict(), "token_frequencies": "uniform"})
+
+    def begin(self, run: Run, checkpoint: Path | None, earlier: Self | None) -> None:
+        """Reads or releases them.
+
+        Raises:
+            ConfigurationError: unreadable public frequencies, token ids that the model cannot embed, or a checkpoint
+                without the file that they are kept in.
+            LedgerError: a checkpoint with another release than this process has made.
+        """
+        known = None if earlier is None else earlier.shares
+        if checkpoint is not None:
+            self.shares = read(checkpoint / FILE)[1].get(FREQUENCIES)
+            self._refuse_second_release(known)
+        elif self._config.token_frequencies == "public":
+            path = Path(str(self._config.public_frequencies))
+            self.shares = public_token_frequencies(path, _vocabulary_size(run.model), run.tokenizer)
+        else:
+            self.shares = self._released(run) if known is None else known
+
+    def _released(self, run: Run) -> Tensor:
+        examples, size = token_ids(run.loader, run.model), _vocabulary_size(run.model)
+        return release_token_frequencies(examples, size, self._config.presence_clipping_norm, run.plan, run.ledger)
+
+    def _refuse_second_release(self, known: Tensor | None) -> None:
+        if known is not None and (self.shares is None or not torch.equal(known, self.shares)):
+            raise LedgerError(
+                "the checkpoint holds other token frequencies than were released in this process.",
+                why="its ledger does not count that release.",
+                fix="resume from a checkpoint of this run, or in a new process if nothing of this one was seen.",
+            )
+
+
+def known_frequencies(run: Run) -> Tensor | None:
+    """(V,) what this training knows of them; None where nothing asked for them."""
+    part = run.parts.get(TokenFrequencies.name)
+    return part.shares if isinstance(part, TokenFrequencies) else None
 
 
 def release_token_frequencies(
@@ -43,9 +115,7 @@ def release_token_frequencies(
     Raises:
         ConfigurationError: an id that is not below `vocabulary_size`.
     """
-    assert plan.frequency_event is not None
-    assert plan.frequency_noise_multiplier is not None
-    n = plan.sampler.dataset_size
+    release, n = plan.release(LABEL), plan.sampler.dataset_size
     total = torch.zeros(vocabulary_size, dtype=torch.float64)
     for ids in examples:
         present = ids.flatten().unique().cpu()
@@ -57,8 +127,8 @@ def release_token_frequencies(
                 fix="resize the embeddings, or use the tokenizer that belongs to the model.",
             )
         total[present] += min(1.0, clipping_norm / max(1, len(present)) ** 0.5)
-    deviation = plan.frequency_noise_multiplier * clipping_norm
-    ledger.charge(plan.frequency_event, LABEL)
+    deviation = release.noise_multiplier * clipping_norm
+    ledger.charge(release.event, release.label)
     if ranks.rank() == 0:
         plan.noise.add_([total], deviation, _STEP)
     # One release: every rank counted the same, and only rank 0's noise is ever seen.
@@ -67,6 +137,42 @@ def release_token_frequencies(
     in_doubt = total <= _STANDS_OUT * deviation
     shares = torch.where(in_doubt, total[in_doubt].mean() if bool(in_doubt.any()) else 0.0, total) / n
     return shares.clamp(1 / n, 1.0).float()
+
+
+def token_ids(loader: Any, model: nn.Module) -> Iterator[Tensor]:
+    """The token ids of each training example, without padding; what a decoder reads too.
+
+    Args:
+        loader: the training loader, with its dataset and its `LogicalBatchCollator`.
+        model: whose config says whether there is a decoder, and what it begins with.
+
+    Raises:
+        ConfigurationError: batches without `input_ids`.
+    """
+    config = getattr(model, "config", None)
+    has_decoder = getattr(config, "is_encoder_decoder", False)
+    start = getattr(config, "decoder_start_token_id", None) if has_decoder else None
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    # Without a head for tokens, labels are classes or numbers, and the decoder reads the text once more.
+    read = ("decoder_input_ids",) if head is None else ("labels", "decoder_input_ids")
+    for index in range(len(loader.dataset)):
+        # Under a public seed one example more would change the random masks of all that follow.
+        with loader.collate_fn.randomness():
+            batch = loader.collate_fn.collated([loader.dataset[index]])
+        ids = batch.get("input_ids")
+        if not isinstance(ids, Tensor):
+            raise ConfigurationError(
+                "Re-Attention with released token frequencies, and no input_ids in the batches.",
+                why="there are no tokens to count.",
+                fix="use ReAttentionConfig(token_frequencies='uniform').",
+            )
+        mask = batch.get("attention_mask")
+        seen = [ids if mask is None or mask.shape != ids.shape else ids[mask.bool()]]
+        if has_decoder:
+            seen += [v for name in read if isinstance(v := batch.get(name), Tensor)]
+        if start is not None and "decoder_input_ids" not in batch:
+            seen.append(torch.tensor([start], device=ids.device))
+        yield torch.cat([part.flatten() for part in seen])
 
 
 def public_token_frequencies(path: Path, vocabulary_size: int, tokenizer: Any) -> Tensor:
@@ -109,3 +215,14 @@ def _shares(text: str, vocabulary_size: int, tokenizer: Any) -> Tensor:
             raise ValueError(f"the tokenizer's id {int(present[-1])}, for an embedding of {vocabulary_size} rows")
         counts[present.long()] += 1
     return counts / len(lines)
+
+
+def _vocabulary_size(model: nn.Module) -> int:
+    sizes = {len(table) for table in token_tables(model)}
+    if len(sizes) != 1:
+        raise ConfigurationError(
+            f"trained token embeddings of {sorted(sizes) or 'no'} rows.",
+            why="one table of token frequencies is needed for all of them.",
+            fix="use ReAttentionConfig(token_frequencies='uniform').",
+        )
+    return sizes.pop()

@@ -43,7 +43,7 @@ class Tables:
                 raise UnsupportedModelError(
                     f"{name} is to have a sparse private gradient, and is in shards.",
                     why="rows are looked up, chosen and get their noise in whole tables.",
-                    fix="train under DDP, leave the table out of fully_shard, or leave sparse_embeddings out.",
+                    fix="train under DDP, leave the table out of fully_shard, or give it a dense gradient.",
                 )
         return cls({n: len(p) for n, p in parameters.items()}, {n: p.shape[1] for n, p in parameters.items()})
 
@@ -162,7 +162,7 @@ def _no_lookup(name: str) -> UnsupportedModelError:
     return UnsupportedModelError(
         f"{name} has a sparse private gradient, and is used for more than looking up rows.",
         why="such a use has a gradient in every row, so noise on a few rows would not hide it.",
-        fix="untie the output embedding, leave the table out of SparseEmbeddingConfig(tables=...), or freeze it.",
+        fix="untie the output embedding, leave the table out of those that are named, or freeze it.",
     )
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from torch.utils.data import Sampler
 
+from hf_dp.accounting import PoissonSampling
 from hf_dp.errors import ConfigurationError
 from hf_dp.randomness import Entropy, bernoulli
 
@@ -36,7 +37,7 @@ class PoissonBatchSampler(Sampler[list[int]]):
     def __init__(
         self, dataset_size: int, expected_batch_size: int, entropy: Entropy, steps_per_epoch: int | None = None
     ) -> None:
-        _check_sizes(dataset_size, expected_batch_size, steps_per_epoch)
+        check_sizes(dataset_size, expected_batch_size, steps_per_epoch)
         self.dataset_size = dataset_size
         self.expected_batch_size = expected_batch_size
         self._steps = steps_per_epoch or math.ceil(dataset_size / expected_batch_size)
@@ -47,6 +48,12 @@ class PoissonBatchSampler(Sampler[list[int]]):
     def sampling_probability(self) -> float:
         """q, in (0, 1]: what is drawn with, and so what must be accounted for."""
         return self.expected_batch_size / self.dataset_size
+
+    @property
+    def terms(self) -> PoissonSampling:
+        """What is accounted for."""
+        q, size = self.sampling_probability, self.expected_batch_size
+        return PoissonSampling(probability=q, expected_batch_size=size)
 
     def set_epoch(self, epoch: int) -> None:
         """The next iteration draws epoch `epoch`, counted from 0. An iteration already begun is not affected."""
@@ -68,7 +75,8 @@ class PoissonBatchSampler(Sampler[list[int]]):
             yield self.draw(step)
 
 
-def _check_sizes(dataset_size: int, expected_batch_size: int, steps_per_epoch: int | None) -> None:
+def check_sizes(dataset_size: int, expected_batch_size: int, steps_per_epoch: int | None = None) -> None:
+    """Refuses sizes without a sampling probability in (0, 1] (`ConfigurationError`); see `PoissonBatchSampler`."""
     if dataset_size < 1:
         raise ConfigurationError(
             f"a training dataset of {dataset_size} examples.",

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +13,7 @@ import hf_dp.ranks as ranks
 from hf_dp.clipping.flat import Clipping
 from hf_dp.errors import HfDpError
 from hf_dp.noise.gaussian import GaussianNoise
-from hf_dp.per_example import RowSum, Tables, sparse_gradient
+from hf_dp.per_example import RowSum, sparse_gradient
 from hf_dp.per_example.precision import sum_dtype
 from hf_dp.per_example.record import PerExampleGradients
 from hf_dp.per_example.sharding import as_sums, like, local, trainable
@@ -21,33 +22,46 @@ from hf_dp.per_example.sharding import as_sums, like, local, trainable
 _ALIGNMENT = 32
 
 
+class SummedByRows(Protocol):
+    """Parameters whose gradients are summed by their rows, of which some are chosen when all examples are in.
+
+    All other rows are zero and get no noise. What the choice is made by is summed beside the gradients.
+    """
+
+    @property
+    def names(self) -> Collection[str]: ...
+
+    def begin(self) -> None:
+        """A new logical batch."""
+
+    def add(self, gradients: PerExampleGradients, used: Tensor) -> None:
+        """The examples of one micro-batch, of which those that are not `used` (B,) add no gradient."""
+
+    def choose(self, step: int) -> Mapping[str, Tensor]:
+        """For each parameter the rows (k,), ascending; the same on all ranks. The caller has charged the step."""
+        ...
+
+
 class ClippedSum:
     """A sum over examples of clipped gradients, and the sensitivity that it is known to have.
 
     On several ranks each adds its own examples; `meet` and `release` make it the sum over all.
 
     Attributes:
-        gradients: the sum for each trainable parameter but tables, float32 (float64 for float64 parameters); of a
-            parameter that FSDP2 shards, this rank's part.
-        rows: the sum for each embedding table whose gradient is sparse, over this rank's examples.
-        contributions: how many examples touch each row of the tables; None if they are not counted.
+        gradients: the sum for each trainable parameter but those by rows, float32 (float64 for float64 parameters); of
+            a parameter that FSDP2 shards, this rank's part.
+        rows: the sum for each parameter that is summed by rows, over this rank's examples.
         examples: how many examples were added.
         clipped: how many of them were scaled down.
         non_finite: how many had a gradient that is not finite, and so contributed nothing.
         loss: the sum of the finite examples' losses.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        clipping: Clipping,
-        tables: Tables | None = None,
-        contributions: ContributionSum | None = None,
-    ) -> None:
-        self._clipping = clipping
+    def __init__(self, model: nn.Module, clipping: Clipping, by_rows: SummedByRows | None = None) -> None:
+        self._clipping, self._by_rows = clipping, by_rows
         self._parameters = trainable(model)
-        tables_of = () if tables is None else tables.sizes
-        dense = {name: p for name, p in self._parameters.items() if name not in tables_of}
+        names = () if by_rows is None else by_rows.names
+        dense = {name: p for name, p in self._parameters.items() if name not in names}
         plain = {name: p for name, p in dense.items() if not isinstance(p, DTensor)}
         sharded = {name: p for name, p in dense.items() if isinstance(p, DTensor)}
         replicated, self._buffers = _in_buffers(plain)
@@ -58,11 +72,18 @@ class ClippedSum:
         # Shards are summed over the ranks once, if until then all whole gradients are no larger than one parameter.
         is_little = sum(p.numel() for p in sharded.values()) <= max(p.numel() for p in model.parameters())
         self._whole = {name: _whole_zeros(p) for name, p in sharded.items()} if is_little else {}
-        self.rows = {name: RowSum(name, self._parameters[name]) for name in tables_of}
+        self.rows = {name: RowSum(name, self._parameters[name]) for name in names}
         self._chosen: Mapping[str, Tensor] = {}
-        self.contributions = contributions
         self.examples = self.clipped = self.non_finite = 0
         self.loss = 0.0
+        if by_rows is not None:
+            by_rows.begin()
+
+    @property
+    def mean_loss(self) -> float:
+        """Of the examples that contributed; 0 if there were none."""
+        finite = self.examples - self.non_finite
+        return self.loss / finite if finite else 0.0
 
     @property
     def sensitivity(self) -> float:
@@ -76,8 +97,8 @@ class ClippedSum:
         coefficients = coefficients.where(gradients.losses.isfinite(), 0.0)
         gradients.add_weighted_sum_({**self._sums, **self._whole}, coefficients, self.rows)
         used = coefficients.ne(0)
-        if self.contributions is not None:
-            self.contributions.add(gradients, used)
+        if self._by_rows is not None:
+            self._by_rows.add(gradients, used)
         self.examples += gradients.batch_size
         self.non_finite += int((~used).sum())
         self.clipped += int((used & coefficients.lt(1)).sum())
@@ -107,14 +128,13 @@ class ClippedSum:
         self.examples, self.clipped, self.non_finite = (int(value) for value in table.sum(0)[1:4])
         self.loss = float(table[:, 4].sum())
 
-    def choose_rows(self, chosen: Mapping[str, Tensor]) -> None:
-        """Moves this rank's sums of some rows of the tables to `gradients`; all other rows are zero, and get no noise.
-
-        Args:
-            chosen: for each table the rows (k,), ascending; the same on all ranks.
-        """
+    def choose_rows(self, step: int) -> None:
+        """Moves this rank's sums of the rows that are chosen for this step to `gradients`."""
+        if self._by_rows is None:
+            return
+        chosen = self._by_rows.choose(step)
         self._chosen = {name: rows.to(self.rows[name].device) for name, rows in chosen.items()}
-        # The first k rows of a table have the shape and dtype of any k.
+        # The first k rows have the shape and dtype of any k.
         alike = {name: self._parameters[name].detach()[: len(rows)] for name, rows in chosen.items()}
         sums, buffers = _in_buffers(alike)
         for name, rows in self._chosen.items():
@@ -127,7 +147,7 @@ class ClippedSum:
 
         A shard gets it from the rank that holds it, which first has the sum of it. What every rank holds whole gets it
         from rank 0, before the all-reduce that gives every rank the same bits: one for each dtype, so mostly one, and
-        one more for the chosen rows of tables.
+        one more for the chosen rows.
 
         Args:
             noise: of this rank; what it gives the next rank is independent of it.
@@ -143,7 +163,7 @@ class ClippedSum:
             ranks.sum_(buffer)
 
     def set_gradients(self, divisor: float) -> None:
-        """Divides the sum in place, and makes it `.grad` of the parameters; of tables it is sparse.
+        """Divides the sum in place, and makes it `.grad` of the parameters; of those by rows it is sparse.
 
         Args:
             divisor: the expected number of examples.
@@ -176,52 +196,3 @@ def _whole_zeros(parameter: DTensor) -> Tensor:
     return torch.zeros(
         parameter.shape, dtype=sum_dtype(parameter.dtype), device=torch.device(parameter.device_mesh.device_type)
     )
-
-
-class ContributionSum:
-    """How many examples touch each row of the tables; each example's 0/1 vector is clipped to l2 norm `norm`.
-
-    DP-AdaFEST's contribution map (Ghazi et al. 2023, arXiv:2311.08357, algorithm 1) before its noise. On several ranks
-    each adds its own examples.
-
-    Args:
-        tables: whose rows are counted, all together.
-        norm: the clipping norm C1, which is the sensitivity of the counts under adding or removing one example.
-    """
-
-    def __init__(self, tables: Tables, norm: float) -> None:
-        self._tables, self._norm = tables, norm
-        self._rows = torch.empty(0, dtype=torch.int64)
-        self._counts = torch.empty(0, dtype=torch.float64)
-
-    @property
-    def sensitivity(self) -> float:
-        """How far adding or removing one example moves the counts in l2 norm."""
-        return self._norm
-
-    def add(self, gradients: PerExampleGradients, used: Tensor) -> None:
-        """Counts the examples of one micro-batch that are `used` (B,): what adds no gradient adds no count."""
-        examples, rows = self._tables.touched(gradients.factors)
-        touched = examples.bincount(minlength=gradients.batch_size)
-        weights = (self._norm / touched.clamp_min(1).double().sqrt()).clamp_max(1.0).where(used, 0.0)
-        kept = used[examples]
-        self._append(rows[kept].cpu(), weights[examples[kept]].cpu())
-
-    def _append(self, rows: Tensor, weights: Tensor) -> None:
-        found, inverse = torch.cat([self._rows, rows]).unique(return_inverse=True)
-        weights = torch.cat([self._counts, weights])
-        self._rows, self._counts = found, weights.new_zeros(len(found)).index_add_(0, inverse, weights)
-
-    def touched(self) -> tuple[Tensor, Tensor]:
-        """The rows (k,) that any example of any rank touches, ascending, and their counts (k,), float64.
-
-        On several ranks all call it together: one all-reduce of one number for each row of the tables.
-        """
-        if ranks.world_size() == 1:
-            return self._rows, self._counts
-        counts = torch.zeros(self._tables.rows, dtype=torch.float64)
-        counts[self._rows] = self._counts
-        ranks.sum_(counts)
-        # Every example adds more than zero to a row that it touches.
-        rows = counts.nonzero().squeeze(1)
-        return rows, counts[rows]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Collection
 
 import torch
 from torch import nn
@@ -35,12 +36,13 @@ class Magnitudes:
     Args:
         plan: of the run.
         model: whose trainable parameters get the noise.
+        by_rows: the names of those that get it in a few rows only.
 
     Raises:
         ConfigurationError: noise or sums that the numbers of the parameters cannot hold.
     """
 
-    def __init__(self, plan: Plan, model: nn.Module) -> None:
+    def __init__(self, plan: Plan, model: nn.Module, by_rows: Collection[str] = ()) -> None:
         trained = [p for p in model.parameters() if p.requires_grad]
         self._count = sum(p.numel() for p in trained)
         self._limit = _LOST * max(1.0, self._root_mean_square(model))
@@ -59,12 +61,11 @@ class Magnitudes:
                 "own precision would be nothing or infinite.",
                 fix="choose a noise_multiplier and a clipping_norm of ordinary size; 1.0 is the usual start for both.",
             )
-        self._warn(plan, norm / expected, clipping)
+        # Where there are some by rows, most of these numbers get none.
+        if norm / expected > _HOPELESS * clipping and not by_rows:
+            self._warn(plan, norm / expected, clipping)
 
     def _warn(self, plan: Plan, noise: float, signal: float) -> None:
-        # With sparse embeddings most of these numbers get none.
-        if noise <= _HOPELESS * signal or plan.config.sparse_embeddings is not None:
-            return
         n, epsilon = plan.sampler.dataset_size, plan.config.target_epsilon or 8.0
         epochs = max(1.0, plan.steps * plan.sampler.expected_batch_size / n)
         ranks.warn(

@@ -4,26 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
-from typing import Protocol
 
 from torch import nn
 
 from hf_dp.accounting import Ledger
-from hf_dp.clipping.flat import Clipping
 from hf_dp.errors import BudgetExceededError
 from hf_dp.per_example import PerExampleGradients
 from hf_dp.per_example.batch import Batch
 from hf_dp.randomness import secret_global_state
-from hf_dp.step.clipped_sum import ClippedSum
+from hf_dp.step.clipped_sum import ClippedSum, SummedByRows
 from hf_dp.step.plan import Plan
-
-
-class ChosenRows(Protocol):
-    """Embedding tables of which some rows alone are summed, released and moved."""
-
-    def begin(self, model: nn.Module, clipping: Clipping) -> ClippedSum: ...
-
-    def choose(self, total: ClippedSum, step: int) -> None: ...
 
 
 def private_gradient(
@@ -33,12 +23,12 @@ def private_gradient(
     plan: Plan,
     ledger: Ledger,
     *,
-    tables: ChosenRows | None = None,
+    by_rows: SummedByRows | None = None,
     dummies: Iterable[Batch] = (),
 ) -> ClippedSum:
     """Sets `.grad` of every trainable parameter to the noisy mean gradient of one logical batch (DP-SGD).
 
-    That of an embedding table among `tables` is sparse: it has noise, and is not zero, in the chosen rows alone.
+    That of a parameter `by_rows` is sparse: it has noise, and is not zero, in the chosen rows alone.
     On several ranks all call it together, each with its share of the batch, and all get the same gradient.
 
     Args:
@@ -47,7 +37,7 @@ def private_gradient(
         micro_batches: of one Poisson draw, possibly none: an empty batch is a step like any other.
         plan: clipping, noise and cost.
         ledger: charged before the noisy gradient exists.
-        tables: embedding tables with sparse gradients, and what chooses their rows.
+        by_rows: parameters that are summed by rows, and what chooses these.
         dummies: micro-batches that are computed and weighted with zero, where other ranks have more.
 
     Returns:
@@ -63,7 +53,7 @@ def private_gradient(
             why="one more step would spend more than was promised.",
             fix="stop here; to train longer, plan more steps from the start (num_train_epochs or max_steps).",
         )
-    total = ClippedSum(model, plan.clipping) if tables is None else tables.begin(model, plan.clipping)
+    total = ClippedSum(model, plan.clipping, by_rows)
     with nullcontext() if plan.entropy.reproducible else secret_global_state():
         for micro_batch in micro_batches:
             total.add(record(micro_batch))
@@ -72,8 +62,7 @@ def private_gradient(
     step = ledger.steps
     total.meet(step)
     ledger.charge(plan.event)
-    if tables is not None:
-        tables.choose(total, step)
+    total.choose_rows(step)
     total.release(plan.noise, plan.noise_standard_deviation, step)
     total.set_gradients(plan.sampler.expected_batch_size)
     return total

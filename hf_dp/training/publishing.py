@@ -9,13 +9,11 @@ import shutil
 from concurrent.futures import Future
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from transformers.utils.hub import PushInProgress
 
 import hf_dp.ranks as ranks
-from hf_dp.accounting import Ledger
-from hf_dp.config import PrivacyConfig
 from hf_dp.errors import ConfigurationError
 from hf_dp.hub import (
     CARD_FILE,
@@ -32,14 +30,8 @@ from hf_dp.hub import (
 )
 from hf_dp.hub.card import privacy_section
 from hf_dp.hub.record import sha256_of_text
-from hf_dp.step.plan import Plan
+from hf_dp.training.runs import RunsMixin
 
-if TYPE_CHECKING:
-    from transformers import Trainer
-
-    _Base = Trainer
-else:
-    _Base = object
 logger = logging.getLogger(__name__)
 
 _FROM_SCRATCH = "This model was trained from scratch on "
@@ -47,12 +39,8 @@ _FROM_A_DIRECTORY = "This model is a fine-tuned version of a model that lay in a
 _RESULTS = "*The results in this card were computed without noise, and are not covered by epsilon.*"
 
 
-class PublishingMixin(_Base):
+class PublishingMixin(RunsMixin):
     """The part of DPTrainerMixin that saves and publishes. All that leaves goes through `hf_dp.hub.upload`."""
-
-    privacy: PrivacyConfig
-    ledger: Ledger
-    _plan: Plan | None
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """As Trainer's, with `privacy.json` and a model card beside the weights; whole also where checkpoints are in
@@ -81,12 +69,17 @@ class PublishingMixin(_Base):
     def _claim(self) -> PrivacyRecord:
         """What is promised of the weights as they are now. It takes longer than writing them, and so comes first."""
         assert self._plan is not None
-        report, config = self._plan.report(self.ledger), self._plan.config
-        card = sha256_of_text(privacy_section(report, self.ledger, config))
-        return PrivacyRecord(report=report, config=config, ledger=self.ledger, files={}, card_sha256=card)
+        plan, report = self._plan, self._plan.report(self.ledger)
+        card = sha256_of_text(privacy_section(report, self.ledger, plan.config))
+        return PrivacyRecord(
+            report=report, config=plan.config, mechanism=plan.mechanism, ledger=self.ledger, files={}, card_sha256=card
+        )
 
     def _save_beside(self, directory: Path) -> None:
         """What belongs to the model and is not in its weights."""
+        if self._begun is not None and self.args.should_save:
+            for part in self._begun.parts.values():
+                part.save(directory)
 
     def create_model_card(self, *args: Any, results: bool = False, **kwargs: Any) -> None:
         """As Trainer's, with a privacy section, without seeds, and with what people wrote into the card before it.

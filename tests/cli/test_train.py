@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from hf_dp import PrivacyConfig, PrivacyReport
-from hf_dp.accounting import Ledger
+from hf_dp.accounting import ExampleUnit, FlatClipping, GaussianNoise, Ledger, Mechanism, PoissonSampling
 from hf_dp.cli import app
 from hf_dp.cli.outcome import output_dir
 from hf_dp.cli.train import recipe_script
@@ -100,8 +100,15 @@ def record():
         epsilon=3.0, delta=1e-5, noise_multiplier=1.0, clipping_norm=1.0, sampling_probability=0.1, steps=0,
         accountant="pld", dataset_size=100, expected_batch_size=10.0,
     )  # fmt: skip
-    config = PrivacyConfig(target_epsilon=3.0)
-    return PrivacyRecord(report=report, config=config, ledger=ledger, files={}, card_sha256="0" * 64).to_json()
+    mechanism = Mechanism(
+        unit=ExampleUnit(number=100), sampling=PoissonSampling(probability=0.1, expected_batch_size=10.0),
+        clipping=FlatClipping(norm=1.0), noise=GaussianNoise(multiplier=1.0), steps=5, delta=1e-5,
+    )  # fmt: skip
+    record = PrivacyRecord(
+        report=report, config=PrivacyConfig(target_epsilon=3.0), mechanism=mechanism, ledger=ledger, files={},
+        card_sha256="0" * 64,
+    )  # fmt: skip
+    return record.to_json()
 
 
 def test_json_is_the_report_and_the_metrics_of_this_run_alone_on_stdout(recipe, record, tmp_path, monkeypatch):

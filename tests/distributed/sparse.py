@@ -83,7 +83,7 @@ def trained(
     logs = [entry for entry in run.state.log_history if "loss" in entry]
     loader = run.callback_handler.train_dataloader.batch_sampler
     draws = [run._plan.sampler.draw(step) for step in range(run.args.max_steps)]
-    moved = {n: (p != before[n]).any(1).sum().item() for n, p in gathered(run.model).items() if n in run._tables}
+    moved = {n: (p != before[n]).any(1).sum().item() for n, p in gathered(run.model).items() if n in run._run.by_rows}
     return {
         "parameters": gathered(run.model),
         "moved": moved,
@@ -92,8 +92,8 @@ def trained(
             for state in run.optimizer.optimizer.rows.state.values()
             for _, value in sorted(state.items())
         ],
-        "last": run._sparse.rows.last.rows,
-        "kept": run._sparse.kept,
+        "last": run._run.parts["sparse_embeddings"].rows.last.rows,
+        "kept": run._run.parts["sparse_embeddings"].choice.kept,
         "ledger": run.ledger.to_dict(),
         "report": run.privacy_report(),
         "logs": [{k: v for k, v in entry.items() if k.startswith("sparse_embeddings/")} for entry in logs],
@@ -114,7 +114,8 @@ def sent_in_each_step(path: str, settings: dict[str, Any], accumulation: int) ->
         sent: dict[str, list[int]] = {}
         for kind, elements in counted.sent:
             sent.setdefault(kind, []).append(elements)
-        split = self._sparse.tables.split(self._sparse.rows.last.rows)
+        rows = self._run.parts["sparse_embeddings"].rows
+        split = rows.tables.split(rows.last.rows)
         sent["released"] = [len(split["items.weight"]), len(split["users.weight"])]
         found.append(sent)
         return result
@@ -138,7 +139,7 @@ def whole_tables_made(path: str, settings: dict[str, Any], hidden: bool = True) 
     run = trainer(path, "several tables", 2, settings, {"noise_multiplier": 1.0}, model=model, max_steps=2)
     with (
         NoWholeTable(model.items.weight) as watching,
-        nullcontext() if hidden else mock.patch("hf_dp.training.trainer.hide_from_wrapper"),
+        nullcontext() if hidden else mock.patch("hf_dp.parts.sparse_embeddings.part.hide_from_wrapper"),
         # accelerate moves the model to "cpu:0", for which torch copies what is there already.
         mock.patch.object(nn.Module, "to", lambda self, *args, **kwargs: self),
     ):

@@ -221,8 +221,7 @@ def re_attended(path: str, world: int) -> dict[str, Any]:
     privacy = {"noise_multiplier": None, "target_epsilon": 8.0, "seed": 3, "re_attention": attention}
     run = trainer(path, "bert", world, privacy)
     run.train()
-    assert run._attention_noise is not None
-    frequencies = run._attention_noise.frequencies.cpu()
+    frequencies = run._run.parts["token_frequencies"].shares.cpu()
     return {"parameters": gathered(run.model), "frequencies": frequencies, "ledger": run.ledger.to_dict()}
 
 

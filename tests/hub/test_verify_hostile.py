@@ -10,10 +10,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import dp_accounting as dp
 import pytest
 
-from hf_dp.accounting import epsilon
-from hf_dp.accounting.events import from_counts
+from hf_dp.accounting import epsilon, step_event
 from hf_dp.errors import LedgerError
 from hf_dp.hub import load_report, verify, write_card
 from hf_dp.hub.card import BEGIN, END
@@ -110,7 +110,7 @@ def test_a_card_beyond_all_measure_is_a_failed_check(copy: Path, change: Callabl
 
 
 def test_many_mechanisms_are_added_up_by_the_faster_accountant() -> None:
-    event = from_counts({(0.1, 1 + i / 8): 2 for i in range(7)})
+    event = dp.ComposedDpEvent([dp.SelfComposedDpEvent(step_event(1 + i / 8, 0.1), 2) for i in range(7)])
     assert epsilon(event, 1e-5) == epsilon(event, 1e-5, "rdp")
 
 

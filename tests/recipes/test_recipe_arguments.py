@@ -37,7 +37,7 @@ def begun(train, monkeypatch):  # noqa: F811
 
         def begin(trainer, **_):
             trainer.get_train_dataloader()
-            found.append((trainer, trainer._require_plan()))
+            found.append((trainer, trainer._require_run().plan))
             raise SystemExit(0)
 
         monkeypatch.setattr(DPTrainer, "train", begin)

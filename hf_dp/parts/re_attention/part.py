@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Self
 
 import torch
 from torch import Tensor, nn
 
 import hf_dp.ranks as ranks
-from hf_dp.accounting import Ledger
-from hf_dp.config import PrivacyConfig, ReAttentionConfig
-from hf_dp.errors import ConfigurationError, LedgerError
+from hf_dp.config import ReAttentionConfig
+from hf_dp.errors import ConfigurationError
 from hf_dp.parts.embeddings import token_tables
-from hf_dp.parts.re_attention import FILE, FREQUENCIES, ReAttention, read
+from hf_dp.parts.part import Logs, Part, Run, Setting
+from hf_dp.parts.re_attention import FILE, FREQUENCIES, ReAttention, read, remove_re_attention
 from hf_dp.parts.re_attention.corrections import Corrections
 from hf_dp.parts.re_attention.deviations import accumulate_, one_step, relative_counts, zeros
-from hf_dp.parts.token_frequencies import public_token_frequencies, release_token_frequencies
-from hf_dp.step.plan import Plan
+from hf_dp.parts.token_frequencies import known_frequencies
 
 logger = logging.getLogger(__name__)
 _KNOWN = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
@@ -29,78 +27,78 @@ _LARGEST = 1e4
 _FAR = 10
 
 
-class AttentionNoise:
+class AttentionNoise(Part):
     """Keeps the Re-Attention of one model in step with its private training.
 
-    From the beginning the attention is corrected, for noise that is the same in all rows; `begin` gives it its own.
+    From its installation on the attention is corrected, for noise that is the same in all rows; `begin` gives each
+    parameter its own, from token frequencies.
 
-    Args:
-        model: gets the corrected attention.
-        config: what the user chose.
-        plan: of the run.
-        optimizer: of the run.
-        tokenizer: of the model, to read public texts.
-
-    Raises:
-        ConfigurationError: an optimizer whose noise is not known.
-        UnsupportedModelError: a model whose attention cannot be corrected.
+    Attributes:
+        attention: the correction on the model.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        config: ReAttentionConfig,
-        plan: Plan,
-        optimizer: torch.optim.Optimizer | None,
-        tokenizer: Any = None,
-    ) -> None:
-        self._model, self._config, self._plan, self._tokenizer = model, config, plan, tokenizer
-        self.frequencies: Tensor | None = None
+    name = "re_attention"
+    attention: ReAttention
+
+    def __init__(self, config: ReAttentionConfig) -> None:
+        self._config = config
+        self._frequencies: Tensor | None = None
         self._compared = False
-        self._deviation = plan.noise_standard_deviation / plan.sampler.expected_batch_size
-        inner = getattr(optimizer, "optimizer", optimizer)
-        if config.error == "accumulated" and not isinstance(inner, _KNOWN):
+
+    def refuse(self, setting: Setting) -> None:
+        """FSDP2, and embeddings with sparse gradients."""
+        if setting.is_sharded:
+            raise ConfigurationError(
+                "Re-Attention with FSDP2.",
+                why="the noise of each row of a parameter is followed through the whole parameter, which is in shards.",
+                fix="train under DDP, or without re_attention.",
+            )
+        if setting.config.sparse_embeddings is not None:
+            raise ConfigurationError(
+                "re_attention together with sparse_embeddings.",
+                why="Re-Attention corrects for noise in all rows of the embedding, and here only a few have any.",
+                fix="use one of the two.",
+            )
+
+    def install(self, run: Run) -> None:
+        """Corrects the attention of the model.
+
+        Raises:
+            ConfigurationError: an optimizer whose noise is not known.
+            UnsupportedModelError: a model whose attention cannot be corrected.
+        """
+        plan, inner = run.plan, getattr(run.optimizer, "optimizer", run.optimizer)
+        self._model, self._expected_batch_size = run.model, plan.sampler.expected_batch_size
+        self._deviation = plan.noise_standard_deviation / self._expected_batch_size
+        if self._config.error == "accumulated" and not isinstance(inner, _KNOWN):
             raise ConfigurationError(
                 f"Re-Attention with error='accumulated' and the optimizer {type(inner).__name__}.",
                 why="how much noise its steps put into the parameters is not known.",
                 fix="use AdamW or SGD (optim='adamw_torch'), or ReAttentionConfig(error='paper').",
             )
-        self.attention = ReAttention(model, config)
+        self.attention = ReAttention(self._model, self._config)
         self._counts = self._counted()
         self.attention.errors = one_step(self._counts, self._deviation) if self._deviation else {}
 
-    def begin(
-        self, ledger: Ledger, examples: Iterable[Tensor], checkpoint: Path | None, earlier: AttentionNoise | None
-    ) -> None:
-        """Gives each parameter its own noise, from token frequencies.
-
-        Args:
-            ledger: charged for the frequencies where they are released now.
-            examples: the token ids of each training example, read only for a release.
-            checkpoint: a directory to continue from.
-            earlier: of a training of this model before: what was released is not released again, and noise adds up.
-
-        Raises:
-            ConfigurationError: unreadable public frequencies, a checkpoint without the Re-Attention of this model, or
-                corrections that were too large in the check before the first step.
-            LedgerError: a checkpoint with another release than this process has made.
-        """
-        config = self._config
-        if config.error == "paper":
+    def checked(self, run: Run) -> None:
+        """Refuses corrections that were too large in the check (`ConfigurationError`)."""
+        if self._config.error == "paper":
             # The check has seen them with the noise of dense parameters, and rare rows will have more.
             self._refuse_large("Nothing was spent.")
+
+    def begin(self, run: Run, checkpoint: Path | None, earlier: Self | None) -> None:
+        """Gives each parameter its own noise. In a second training of a model that of the first is still there.
+
+        Raises:
+            ConfigurationError: a checkpoint without the Re-Attention of this model.
+        """
         saved = None if checkpoint is None else read(checkpoint / FILE)[1]
         if saved is not None:
-            self.frequencies = saved.pop(FREQUENCIES, None)
-            self._refuse_second_release(earlier)
-        elif config.token_frequencies == "public":
-            path = Path(str(config.public_frequencies))
-            self.frequencies = public_token_frequencies(path, self._vocabulary_size(), self._tokenizer)
-        elif config.token_frequencies == "released":
-            known = None if earlier is None else earlier.frequencies
-            self.frequencies = self._released(ledger, examples) if known is None else known
+            saved.pop(FREQUENCIES, None)
+        self._frequencies = known_frequencies(run)
         self._counts = self._counted()
-        start = zeros(self._counts) if config.error == "accumulated" else one_step(self._counts, self._deviation)
+        is_accumulated = self._config.error == "accumulated"
+        start = zeros(self._counts) if is_accumulated else one_step(self._counts, self._deviation)
         start = start if self._deviation else {}
         if saved is not None and {n: e.shape for n, e in saved.items()} != {n: e.shape for n, e in start.items()}:
             raise ConfigurationError(
@@ -108,25 +106,16 @@ class AttentionNoise:
                 why="the correction would leave out noise that the keys have.",
                 fix="resume with the same model and the same parameters trained, or from another checkpoint.",
             )
-        if saved is None and earlier is not None and config.error == "accumulated":
+        if saved is None and earlier is not None and is_accumulated:
             saved = {**start, **earlier.attention.errors}
         self.attention.errors = {n: e if saved is None else saved[n].to(e.device) for n, e in start.items()}
         # What the check before the first step has seen is no part of the training.
         self.attention.corrections = Corrections()
 
-    def _refuse_second_release(self, earlier: AttentionNoise | None) -> None:
-        known = None if earlier is None else earlier.frequencies
-        if known is not None and (self.frequencies is None or not torch.equal(known, self.frequencies)):
-            raise LedgerError(
-                "the checkpoint holds other token frequencies than were released in this process.",
-                why="its ledger does not count that release.",
-                fix="resume from a checkpoint of this run, or in a new process if nothing of this one was seen.",
-            )
-
     def _counted(self) -> dict[str, Tensor]:
-        return relative_counts(self._model, self._plan.sampler.expected_batch_size, self.frequencies)
+        return relative_counts(self._model, self._expected_batch_size, self._frequencies)
 
-    def after_private_step(self) -> None:
+    def after_step(self) -> None:
         """Looks at the corrections of the passes that made the latest gradients.
 
         Raises:
@@ -163,18 +152,23 @@ class AttentionNoise:
                 times,
             )
 
+    def logs(self) -> Logs:
+        """By how much each layer was corrected, on average."""
+        return Logs(exact=self.attention.corrections.take_means())
+
     def load(self, checkpoint: Path) -> None:
         """Goes back to the noise that an earlier model of this training has."""
         saved = read(checkpoint / FILE)[1]
         self.attention.errors = {n: saved[n].to(e.device) for n, e in self.attention.errors.items()}
 
-    def save(self, directory: str | Path) -> None:
+    def save(self, directory: Path) -> None:
         """Writes errors and frequencies beside the weights."""
-        self.attention.save(directory, {} if self.frequencies is None else {FREQUENCIES: self.frequencies})
+        self.attention.save(directory, {} if self._frequencies is None else {FREQUENCIES: self._frequencies})
 
-    def _released(self, ledger: Ledger, examples: Iterable[Tensor]) -> Tensor:
-        size = self._vocabulary_size()
-        return release_token_frequencies(examples, size, self._config.presence_clipping_norm, self._plan, ledger)
+    @classmethod
+    def remove(cls, model: nn.Module) -> None:
+        """Plain attention again."""
+        remove_re_attention(model)
 
     def _refuse_large(self, spent: str) -> None:
         for name, correction in self.attention.corrections.take_largest().items():
@@ -186,58 +180,3 @@ class AttentionNoise:
                     fix="give ReAttentionConfig a smaller scale or error='accumulated', or train with less noise: a "
                     f"larger batch has less of it. {spent}",
                 )
-
-    def _vocabulary_size(self) -> int:
-        sizes = {len(table) for table in token_tables(self._model)}
-        if len(sizes) != 1:
-            raise ConfigurationError(
-                f"trained token embeddings of {sorted(sizes) or 'no'} rows.",
-                why="one table of token frequencies is needed for all of them.",
-                fix="use ReAttentionConfig(token_frequencies='uniform').",
-            )
-        return sizes.pop()
-
-
-def token_ids(loader: Any, model: nn.Module) -> Iterator[Tensor]:
-    """The token ids of each training example, without padding; what a decoder reads too.
-
-    Args:
-        loader: the training loader, with its dataset and its `LogicalBatchCollator`.
-        model: whose config says whether there is a decoder, and what it begins with.
-
-    Raises:
-        ConfigurationError: batches without `input_ids`.
-    """
-    config = getattr(model, "config", None)
-    has_decoder = getattr(config, "is_encoder_decoder", False)
-    start = getattr(config, "decoder_start_token_id", None) if has_decoder else None
-    head = getattr(model, "get_output_embeddings", lambda: None)()
-    # Without a head for tokens, labels are classes or numbers, and the decoder reads the text once more.
-    read = ("decoder_input_ids",) if head is None else ("labels", "decoder_input_ids")
-    for index in range(len(loader.dataset)):
-        # Under a public seed one example more would change the random masks of all that follow.
-        with loader.collate_fn.randomness():
-            batch = loader.collate_fn.collated([loader.dataset[index]])
-        ids = batch.get("input_ids")
-        if not isinstance(ids, Tensor):
-            raise ConfigurationError(
-                "Re-Attention with released token frequencies, and no input_ids in the batches.",
-                why="there are no tokens to count.",
-                fix="use ReAttentionConfig(token_frequencies='uniform').",
-            )
-        mask = batch.get("attention_mask")
-        seen = [ids if mask is None or mask.shape != ids.shape else ids[mask.bool()]]
-        if has_decoder:
-            seen += [v for name in read if isinstance(v := batch.get(name), Tensor)]
-        if start is not None and "decoder_input_ids" not in batch:
-            seen.append(torch.tensor([start], device=ids.device))
-        yield torch.cat([part.flatten() for part in seen])
-
-
-def without_idle_release(privacy: PrivacyConfig, model: nn.Module) -> PrivacyConfig:
-    """The promise, without a release of token frequencies that nothing would use."""
-    attention = privacy.re_attention
-    if attention is None or attention.token_frequencies != "released" or token_tables(model):
-        return privacy
-    ranks.warn(logger, "No token embedding is trained: token frequencies are not released, and cost nothing.")
-    return privacy.replace(re_attention={**attention.to_dict(), "token_frequencies": "uniform"})

@@ -2,188 +2,143 @@
 
 from __future__ import annotations
 
-import json
 import logging
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Self
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import nn
 
 import hf_dp.ranks as ranks
-from hf_dp.accounting import Ledger
 from hf_dp.agreement import agree
 from hf_dp.config import SparseEmbeddingConfig
-from hf_dp.errors import BudgetExceededError, ConfigurationError, LedgerError
-from hf_dp.parts.sparse_embeddings import AdaptiveSelection, TableRows, gumbel_scale, noisy_top_k
+from hf_dp.config.asked import ROW_COUNTS
+from hf_dp.errors import ConfigurationError
+from hf_dp.parts.part import Logs, Part, Run, Setting
+from hf_dp.parts.sparse_embeddings import AdaptiveSelection, TableRows, find_tables, with_lazy_rows
+from hf_dp.parts.sparse_embeddings.hidden import frozen, hide_from_wrapper, show_to_wrapper
+from hf_dp.parts.sparse_embeddings.kept_rows import KeptRows
 from hf_dp.per_example import PerExampleGradients, Tables
-from hf_dp.per_example.batch import Batch
-from hf_dp.randomness import secret_global_state
-from hf_dp.step.plan import Plan
 
 logger = logging.getLogger(__name__)
 
-FILE = "sparse_embeddings.safetensors"
-LABEL = "embedding rows"
-_ROWS, _CHOICE = "rows/", "choice"
-# What DistributedDataParallel reads off a model that it is to wrap.
-_IGNORED = "_ddp_params_and_buffers_to_ignore"
 
-Recorder = Callable[[Batch], PerExampleGradients]
-Pass = Callable[[Sequence[int]], Iterable[Batch]]
-
-
-@contextmanager
-def frozen(tables: Collection[nn.Parameter]) -> Iterator[None]:
-    """Inside, the tables are not trained."""
-    for table in tables:
-        table.requires_grad_(False)
-    try:
-        yield
-    finally:
-        for table in tables:
-            table.requires_grad_(True)
-
-
-def hide_from_wrapper(model: nn.Module, tables: Mapping[str, nn.Parameter]) -> None:
-    """Keeps DDP's wrapper, which is not run, from making a dense gradient of each table.
-
-    What it does besides is done here: every rank gets rank 0's values. A model that trains nothing else is not hidden,
-    since DDP wraps no model that has nothing to train.
-    """
-    hidden = {id(table) for table in tables.values()}
-    if ranks.world_size() == 1 or not any(p.requires_grad and id(p) not in hidden for p in model.parameters()):
-        return
-    for table in tables.values():
-        ranks.from_first_(table.detach())
-    vars(model)[_IGNORED] = {name for name, p in model.named_parameters(remove_duplicate=False) if id(p) in hidden}
-
-
-def show_to_wrapper(model: nn.Module) -> None:
-    """Undoes `hide_from_wrapper`, so that a later training without this one gets all gradients reduced."""
-    vars(model).pop(_IGNORED, None)
-
-
-class SparseTraining:
+class SparseTraining(Part):
     """Keeps the sparse embeddings of one model in step with its private training.
 
-    Args:
-        tables: the embedding tables, by the names of their parameters.
-        config: what the user chose.
-        plan: of the run.
-
     Attributes:
-        rows: what chooses rows in the next step; None before `begin`.
-        kept: (k,) the rows that DP-FEST trains; None without it.
+        tables: the embedding tables.
+        rows: what chooses rows in the next step; None until it is known which are kept.
+        choice: the rows that are kept for many steps.
     """
 
-    def __init__(self, tables: Mapping[str, nn.Parameter], config: SparseEmbeddingConfig, plan: Plan) -> None:
-        self.tables, self._config, self._plan = Tables.of(tables), config, plan
-        self.rows: TableRows | None = None
-        self.kept: Tensor | None = None
-        self._choices: dict[int, Tensor] = {}
+    name = "sparse_embeddings"
+    rows: TableRows | None = None
+    tables: Tables
+    choice: KeptRows
+
+    def __init__(self, config: SparseEmbeddingConfig) -> None:
+        self._config = config
         self._seen: dict[str, list[float]] = {}
-        if not tables:
+
+    def refuse(self, setting: Setting) -> None:
+        """FSDP2."""
+        if setting.is_sharded:
+            raise ConfigurationError(
+                "sparse embeddings with FSDP2.",
+                why="a table would be in shards, and rows are looked up, chosen and moved in whole tables.",
+                fix="train under DDP, or without sparse_embeddings.",
+            )
+
+    def make_optimizer(
+        self, run: Run, make: Callable[[], torch.optim.Optimizer], weight_decay: float
+    ) -> torch.optim.Optimizer:
+        """A lazy optimizer for the tables beside any other, which does not see them.
+
+        Raises:
+            ConfigurationError: weight decay, or an optimizer that would move rows without a gradient.
+            UnsupportedModelError: no table, or one whose gradient is not that of lookups.
+        """
+        if run.optimizer is not None and run.by_rows:
+            return make()
+        uses = run.uses()
+        tables = find_tables(run.model, uses | uses.read, self._config.tables)
+        if run.optimizer is None and weight_decay:
+            raise ConfigurationError(
+                f"weight_decay={weight_decay} with sparse gradients of {', '.join(tables)}.",
+                why="weight decay moves all rows of a table in every step, so nothing about it would stay sparse.",
+                fix="set weight_decay=0, or pass an optimizer of your own for the other parameters: "
+                "optimizers=(AdamW([...], weight_decay=...), None).",
+            )
+        # Trainer leaves out what is frozen.
+        with frozen(tables.values()):
+            rest = make()
+        optimizer = with_lazy_rows(rest, tables, self._config)
+        run.by_rows.update(tables)
+        hide_from_wrapper(run.model, tables)
+        return optimizer
+
+    @classmethod
+    def wrapped(cls, model: nn.Module) -> None:
+        """From now on nothing is hidden."""
+        show_to_wrapper(model)
+
+    def checked(self, run: Run) -> None:
+        """Refuses tables that were not looked for, or whose rows are all kept (`ConfigurationError`)."""
+        self._plan, self.tables = run.plan, Tables.of(run.by_rows)
+        if not run.by_rows:
             raise ConfigurationError(
                 "sparse embeddings, and an optimizer that was made without looking for their tables.",
                 why="create_optimizer was overridden, so all gradients would be dense.",
                 fix="call super().create_optimizer() in yours, or pass optimizers=(...) to the trainer.",
             )
-        if config.kept_rows is not None and config.kept_rows >= self.tables.rows:
+        kept = self._config.kept_rows
+        if kept is not None and kept >= self.tables.rows:
             raise ConfigurationError(
-                f"kept_rows={config.kept_rows} of {self.tables.rows} rows in {', '.join(self.tables.sizes)}.",
+                f"kept_rows={kept} of {self.tables.rows} rows in {', '.join(self.tables.sizes)}.",
                 why="all rows would get noise, and the choice of them would be paid for.",
                 fix="keep fewer, or leave sparse_embeddings out.",
             )
 
-    # --- which rows are kept (DP-FEST) -----------------------------------------------------------------------------
-
-    def begin(self, checkpoint: Path | None, earlier: SparseTraining | None) -> None:
-        """Takes over what was chosen before, by a checkpoint or by an earlier training in this process.
-
-        Raises:
-            ConfigurationError: unreadable public rows, a checkpoint without the rows of this run, or ranks that differ
-                in either.
-            LedgerError: a checkpoint that knows of fewer choices than this process has made.
-        """
-        if self._config.releases_rows:
-            if earlier is not None:
-                self._choices = dict(earlier._choices)
-            if checkpoint is not None:
-                self._resume(checkpoint)
-        elif self._config.keeps_rows:
-            self.kept = self._public()
+    def begin(self, run: Run, checkpoint: Path | None, earlier: Self | None) -> None:
+        """Takes over the rows that were chosen before; see `KeptRows.begin`. The ranks must have the same."""
+        self.choice = KeptRows(self.tables, self._config, run.plan)
+        self.choice.begin(checkpoint, None if earlier is None else earlier.choice)
+        kept = self.choice.kept
         agree(
             {
                 "the embedding tables": dict(self.tables.sizes),
-                "the embedding rows that are trained": None if self.kept is None else self.kept.tolist(),
+                "the embedding rows that are trained": None if kept is None else kept.tolist(),
                 "the embedding rows chosen before": [
-                    (due, rows.tolist()) for due, rows in sorted(self._choices.items())
+                    (due, rows.tolist()) for due, rows in sorted(self.choice.choices.items())
                 ],
             }
         )
         self._set_rows()
 
-    def before_step(self, step: int, ledger: Ledger, record: Recorder, examples: Pass) -> None:
-        """Takes the rows of this step's period, and chooses them where that was not done. A choice is charged.
-
-        Args:
-            step: which logical batch comes next.
-            ledger: charged before the noisy choice exists.
-            record: per-example gradients of a micro-batch.
-            examples: the training examples of these indices, in micro-batches.
-
-        Raises:
-            BudgetExceededError: more choices than the budget pays for.
-        """
-        if not self._config.releases_rows:
-            return
-        due = 0 if self._config.renew_every is None else step // self._config.renew_every
-        if due not in self._choices:
-            self._choices[due] = self._chosen(due, ledger, record, examples)
-        if self.kept is not self._choices[due]:
-            self.kept = self._choices[due]
+    def before_step(self, run: Run) -> None:
+        """Chooses rows where it is time to; see `KeptRows.before_step`."""
+        if self.choice.before_step(run.ledger.steps, run.ledger, run.record, run.examples):
             self._set_rows()
 
-    def _chosen(self, due: int, ledger: Ledger, record: Recorder, examples: Pass) -> Tensor:
-        event, noise, k = self._plan.row_choice_event, self._plan.row_choice_noise_multiplier, self._config.kept_rows
-        assert event is not None
-        assert noise is not None
-        assert k is not None
-        if sum(count for _, count, label in ledger.entries if label == LABEL) >= self._plan.row_choices:
-            raise BudgetExceededError(
-                f"rows of the embedding were chosen {self._plan.row_choices} times, as often as was planned.",
-                why="one more choice would spend more than was promised.",
-                fix="resume from the latest checkpoint, which holds the latest choice.",
-            )
-        counts = torch.zeros(self.tables.rows, dtype=torch.float64)
-        # Each example is counted by one rank; the sum of whole numbers is exact.
-        mine = range(ranks.rank(), self._plan.sampler.dataset_size, ranks.world_size())
-        # Dropout that zeroes a whole row must not be known, nor shift when an example is added.
-        with nullcontext() if self._plan.entropy.reproducible else secret_global_state():
-            for batch in examples(mine):
-                _, rows = self.tables.touched(record(batch).factors)
-                counts += rows.cpu().bincount(minlength=self.tables.rows)
-        ranks.sum_(counts)
-        ledger.charge(event, LABEL)
-        return ranks.drawn_by_first(lambda: noisy_top_k(counts, k, gumbel_scale(noise, k), self._plan.entropy, due))
+    def restrict(self, gradients: PerExampleGradients) -> PerExampleGradients:
+        """Without rows that are not kept."""
+        return gradients if self.rows is None else self.rows.restricted(gradients)
 
     def _set_rows(self) -> None:
-        config, deviation = self._config, self._plan.contribution_noise_multiplier
-        if config.keeps_rows and self.kept is None:
+        config = self._config
+        if config.keeps_rows and self.choice.kept is None:
             return
         selection = None
-        if deviation is not None:
+        if config.adapts:
+            deviation = self._plan.noise_multiplier_of(ROW_COUNTS)
             selection = AdaptiveSelection(
                 self.tables.rows,
                 deviation * config.contribution_norm,
                 config.threshold,
                 self._plan.entropy,
-                self.kept,
+                self.choice.kept,
             )
             if self.rows is None:
                 expected = selection.false_positive_rate * selection.candidates
@@ -194,64 +149,9 @@ class SparseTraining:
                     *(", ".join(self.tables.sizes), selection.threshold, deviation * config.contribution_norm),
                     *(selection.candidates, expected),
                 )
-        self.rows = TableRows(self.tables, self.kept, selection, config.contribution_norm)
+        self.rows = TableRows(self.tables, self.choice.kept, selection, config.contribution_norm)
 
-    def _resume(self, checkpoint: Path) -> None:
-        path = checkpoint / FILE
-        try:
-            saved = load_file(path)
-            choice = int(saved.pop(_CHOICE))
-            kept = self._numbered({name.removeprefix(_ROWS): rows for name, rows in saved.items()})
-            if len(kept) != self._config.kept_rows:
-                raise ValueError(f"{len(kept)} rows")
-        except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-            raise ConfigurationError(
-                f"{str(path)!r} holds no chosen rows of this run ({error}).",
-                why="the rows that were trained so far are not known, and another choice is not paid for.",
-                fix="resume from a checkpoint as DPTrainer wrote it, with the same model and tables.",
-            ) from error
-        known = self._choices.get(choice)
-        if known is not None and not torch.equal(kept, known):
-            raise LedgerError(
-                "the checkpoint holds other embedding rows than were chosen in this process.",
-                why="its ledger does not count that choice.",
-                fix="resume from a later checkpoint of this run, or in a new process if nothing of this one was seen.",
-            )
-        self._choices[choice] = self.kept = kept
-
-    def _public(self) -> Tensor:
-        path = Path(str(self._config.public_rows))
-        try:
-            given: Any = json.loads(path.read_text(encoding="utf-8"))
-            if isinstance(given, list):
-                if len(self.tables.sizes) > 1:
-                    raise ValueError("one list for several tables")
-                given = {next(iter(self.tables.sizes)): given}
-            kept = self._numbered({name: torch.tensor(rows, dtype=torch.int64) for name, rows in given.items()})
-            if not len(kept):
-                raise ValueError("no rows")
-        except (OSError, ValueError, TypeError, KeyError, AttributeError, RuntimeError) as error:
-            raise ConfigurationError(
-                f"public_rows={str(path)!r} ({type(error).__name__}: {error}).",
-                why="only these rows are trained.",
-                fix="give a JSON file with a list of row numbers, or {name of a table: list} for "
-                f"{', '.join(self.tables.sizes)}.",
-            ) from error
-        return kept
-
-    def _numbered(self, rows: Mapping[str, Tensor]) -> Tensor:
-        """Rows of each table as ascending numbers over all of them; `KeyError`, `ValueError` for rows of none."""
-        parts = []
-        for name, numbers in rows.items():
-            if numbers.dim() != 1 or bool(((numbers < 0) | (numbers >= self.tables.sizes[name])).any()):
-                raise ValueError(f"rows of {name} outside 0 to {self.tables.sizes[name] - 1}")
-            parts.append(numbers + self.tables.offsets[name])
-        kept: Tensor = torch.cat(parts).unique()
-        return kept
-
-    # --- what is told ----------------------------------------------------------------------------------------------
-
-    def note(self) -> None:
+    def after_step(self) -> None:
         """Remembers the latest step for the logs."""
         assert self.rows is not None
         assert self.rows.last is not None
@@ -267,15 +167,13 @@ class SparseTraining:
         for name, value in seen.items():
             self._seen.setdefault(name, []).append(float(value))
 
-    def take_logs(self) -> dict[str, float]:
+    def logs(self) -> Logs:
         """The means over the steps since the last call. All but the false positives follow from what is released."""
-        means = {name: sum(values) / len(values) for name, values in self._seen.items()}
+        released = {name: sum(values) / len(values) for name, values in self._seen.items()}
+        exact = {name: released.pop(name) for name in ("false_positives",) if name in released}
         self._seen = {}
-        return means
+        return Logs(released, exact)
 
-    def save(self, directory: str | Path) -> None:
-        """Writes the chosen rows beside the weights; they are a release that is in the ledger."""
-        if self._config.releases_rows and self.kept is not None:
-            kept = {f"{_ROWS}{name}": rows.clone() for name, rows in self.tables.split(self.kept).items()}
-            latest = next(number for number, rows in self._choices.items() if rows is self.kept)
-            save_file({**kept, _CHOICE: torch.tensor(latest)}, Path(directory) / FILE)
+    def save(self, directory: Path) -> None:
+        """Writes the rows that were chosen."""
+        self.choice.save(directory)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor, nn
+from collections.abc import Collection
 
-from hf_dp.clipping.flat import Clipping
+import torch
+from torch import Tensor
+
+from hf_dp.parts.sparse_embeddings.contributions import ContributionSum
 from hf_dp.parts.sparse_embeddings.selection import AdaptiveSelection, Survivors
 from hf_dp.per_example import PerExampleGradients, Tables
-from hf_dp.step.clipped_sum import ClippedSum, ContributionSum
 
 
 class TableRows:
@@ -21,6 +22,7 @@ class TableRows:
         contribution_norm: C1, for `selection`.
 
     Attributes:
+        contributions: how many examples of the logical batch touch each row; None if they are not counted.
         last: what was chosen in the latest step.
     """
 
@@ -35,6 +37,7 @@ class TableRows:
             raise ValueError("nothing chooses rows: all of them would get noise")
         self.tables, self.selection = tables, selection
         self._kept, self._norm = kept, contribution_norm
+        self.contributions: ContributionSum | None = None
         self._masks: dict[str, Tensor] = {}
         if kept is not None:
             mask = torch.zeros(tables.rows, dtype=torch.bool)
@@ -50,17 +53,26 @@ class TableRows:
         self._masks = {name: mask.to(gradients.losses.device) for name, mask in self._masks.items()}
         return gradients.restricted(self._masks)
 
-    def begin(self, model: nn.Module, clipping: Clipping) -> ClippedSum:
-        """An empty sum for one logical batch."""
-        counted = None if self.selection is None else ContributionSum(self.tables, self._norm)
-        return ClippedSum(model, clipping, self.tables, counted)
+    @property
+    def names(self) -> Collection[str]:
+        """Of the tables."""
+        return self.tables.sizes
 
-    def choose(self, total: ClippedSum, step: int) -> None:
-        """Chooses the rows of this step, whose sums `total` releases. The caller has charged the step."""
+    def begin(self) -> None:
+        """Nothing counted yet of one logical batch."""
+        self.contributions = None if self.selection is None else ContributionSum(self.tables, self._norm)
+
+    def add(self, gradients: PerExampleGradients, used: Tensor) -> None:
+        """Counts the examples that add a gradient."""
+        if self.contributions is not None:
+            self.contributions.add(gradients, used)
+
+    def choose(self, step: int) -> dict[str, Tensor]:
+        """The rows of this step in each table. The caller has charged it."""
         if self.selection is None:
             assert self._kept is not None
             self.last = Survivors(self._kept, 0)
         else:
-            assert total.contributions is not None
-            self.last = self.selection.survivors(*total.contributions.touched(), step)
-        total.choose_rows(self.tables.split(self.last.rows))
+            assert self.contributions is not None
+            self.last = self.selection.survivors(*self.contributions.touched(), step)
+        return self.tables.split(self.last.rows)

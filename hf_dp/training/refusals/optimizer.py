@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
@@ -33,19 +32,4 @@ def refuse_optimizer(optimizer: Any, model: nn.Module) -> None:
             f"{type(optimizer).__name__} holds none of the model's trainable parameters.",
             why="nothing would be trained, and epsilon would be spent for nothing.",
             fix="make the optimizer when the model is complete (after adding adapters, say), or leave it out.",
-        )
-
-
-def refuse_weight_decay(trainer: Any, tables: Mapping[str, Any]) -> None:
-    """Refuses weight decay that Trainer's own optimizer would put on embedding tables with sparse gradients.
-
-    Raises:
-        ConfigurationError: with the table's name.
-    """
-    if trainer.optimizer is None and trainer.args.weight_decay:
-        raise ConfigurationError(
-            f"weight_decay={trainer.args.weight_decay} with sparse gradients of {', '.join(tables)}.",
-            why="weight decay moves all rows of a table in every step, so nothing about it would stay sparse.",
-            fix="set weight_decay=0, or pass an optimizer of your own for the other parameters: "
-            "optimizers=(AdamW([...], weight_decay=...), None).",
         )

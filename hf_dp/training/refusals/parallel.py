@@ -6,7 +6,6 @@ from typing import Any
 
 from torch import nn
 
-from hf_dp.config import PrivacyConfig
 from hf_dp.errors import ConfigurationError
 
 # Sizes in accelerate's ParallelismConfig.
@@ -33,26 +32,6 @@ def refuse_parallel_model(trainer: Any, model: nn.Module) -> None:
             "the noise once.",
             fix="pass the plain model; start it with torchrun or accelerate launch, which use DDP, or choose FSDP2 "
             "(fsdp_version: 2 in accelerate's config).",
-        )
-
-
-def refuse_sharded_parts(trainer: Any, privacy: PrivacyConfig) -> None:
-    """Refuses Re-Attention and sparse embeddings with FSDP2.
-
-    Raises:
-        ConfigurationError: with which of them.
-    """
-    if trainer.is_fsdp_enabled and privacy.re_attention is not None:
-        raise ConfigurationError(
-            "Re-Attention with FSDP2.",
-            why="the noise of each row of a parameter is followed through the whole parameter, which is in shards.",
-            fix="train under DDP, or without re_attention.",
-        )
-    if trainer.is_fsdp_enabled and privacy.sparse_embeddings is not None:
-        raise ConfigurationError(
-            "sparse embeddings with FSDP2.",
-            why="a table would be in shards, and rows are looked up, chosen and moved in whole tables.",
-            fix="train under DDP, or without sparse_embeddings.",
         )
 
 

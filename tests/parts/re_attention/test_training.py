@@ -19,6 +19,7 @@ from hf_dp.hub import verify
 from hf_dp.noise.gaussian import GaussianNoise
 from hf_dp.parts.re_attention import FILE, FREQUENCIES, installed, read
 from hf_dp.parts.token_frequencies import LABEL
+from hf_dp.training.engine import Engine
 from tests.training.workbench import (
     EXPECTED,
     ROWS,
@@ -54,11 +55,11 @@ def test_the_release_is_paid_for_from_the_same_budget(tmp_path: Path) -> None:
     assert report.noise_multiplier > plain.privacy_report().noise_multiplier
     # The report alone is enough to compute epsilon again.
     again = Ledger()
-    assert report.frequency_noise_multiplier is not None
-    again.charge(accounting.step_event(report.frequency_noise_multiplier, 1.0), LABEL)
+    (release,) = report.releases
+    again.charge(accounting.step_event(release.noise_multiplier, 1.0), LABEL)
     again.charge(accounting.step_event(report.noise_multiplier, report.sampling_probability), count=report.steps)
     assert again.epsilon(report.delta) == report.epsilon
-    assert "token frequencies" in str(report)
+    assert "token presence    released once" in str(report)
     assert type(report).from_json(report.to_json()) == report
     alone = Ledger()
     alone.charge(*trainer.ledger.entries[0][:1])
@@ -72,7 +73,7 @@ def test_what_it_corrects_is_logged_and_saved_and_comes_back(tmp_path: Path) -> 
     corrections = [value for name, value in logged[-1].items() if name.startswith("re_attention/")]
     assert len(corrections) == 2  # layers
     assert all(value > 0 for value in corrections)
-    assert "attention corrections" in str(trainer.privacy_report().caveats)
+    assert "all else that is logged" in str(trainer.privacy_report().caveats)
     trainer.save_model()
     for folder in (tmp_path, tmp_path / "checkpoint-2"):
         config, kept = read(folder / FILE)
@@ -96,7 +97,7 @@ def test_withheld_logs_hold_no_corrections(tmp_path: Path) -> None:
     trainer = make(tmp_path, privacy=privacy, logging_steps=1)
     trainer.train()
     assert not [name for entry in trainer.state.log_history for name in entry if name.startswith("re_attention")]
-    assert "attention corrections" not in str(trainer.privacy_report().caveats)
+    assert "all else that is logged" not in str(trainer.privacy_report().caveats)
 
 
 @pytest.mark.parametrize("error", ["paper", "accumulated"])
@@ -363,13 +364,13 @@ def test_random_masks_are_secret_in_the_release(tmp_path: Path, monkeypatch: Any
 
 def test_a_failed_check_spends_nothing_and_leaves_plain_attention(tmp_path: Path, monkeypatch: Any) -> None:
     trainer = budgeted(tmp_path)
-    check = DPTrainer._preflight
-    monkeypatch.setattr(DPTrainer, "_preflight", lambda self: 1 / 0)
+    check = Engine.check
+    monkeypatch.setattr(Engine, "check", lambda self: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         trainer.train()
     assert not trainer.ledger.entries
     assert installed(trainer.model) is None
-    monkeypatch.setattr(DPTrainer, "_preflight", check)
+    monkeypatch.setattr(Engine, "check", check)
     trainer.train()
     assert [label for _, _, label in trainer.ledger.entries].count(LABEL) == 1
     assert trainer.privacy_report().epsilon <= 3.0
@@ -418,12 +419,12 @@ def test_a_release_under_another_budget_is_not_taken_over(tmp_path: Path, monkey
 
 def test_what_was_released_outlives_a_failed_check(tmp_path: Path, monkeypatch: Any) -> None:
     trainer = budgeted(tmp_path)
-    kept = {name: getattr(DPTrainer, name) for name in ("training_step", "_preflight")}
-    for name in kept:
-        monkeypatch.setattr(DPTrainer, name, lambda *_, **__: 1 / 0)
+    for kind, name in ((DPTrainer, "training_step"), (Engine, "check")):
+        kept = getattr(kind, name)
+        monkeypatch.setattr(kind, name, lambda *_, **__: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             trainer.train()
-        monkeypatch.setattr(DPTrainer, name, kept[name])
+        monkeypatch.setattr(kind, name, kept)
     trainer.train()
     assert [label for _, _, label in trainer.ledger.entries].count(LABEL) == 1
     assert trainer.privacy_report().epsilon <= 3.0
@@ -438,8 +439,7 @@ def test_a_checkpoint_of_another_release_is_refused(tmp_path: Path, monkeypatch:
     with pytest.raises(ZeroDivisionError):
         other.train()
     monkeypatch.setattr(DPTrainer, "training_step", step)
-    assert other._attention_noise is not None
-    other._attention_noise.frequencies = torch.full((VOCABULARY,), 0.5)
+    other._run.parts["token_frequencies"].shares = torch.full((VOCABULARY,), 0.5)
     with pytest.raises(LedgerError, match="other token frequencies"):
         other.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
 
@@ -451,7 +451,7 @@ def test_a_checkpoint_without_the_noise_of_a_parameter_is_refused(tmp_path: Path
     of_model = installed(trainer.model)
     assert of_model is not None
     of_model.errors.popitem()
-    trainer._attention_noise.save(tmp_path / "checkpoint-2")
+    trainer._run.parts["re_attention"].save(tmp_path / "checkpoint-2")
     with pytest.raises(LedgerError, match=f"{FILE}: SHA-256"):
         budgeted(tmp_path, **options).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
 
@@ -461,7 +461,7 @@ def test_nothing_is_released_where_no_embedding_is_trained(tmp_path: Path) -> No
     trainer = budgeted(tmp_path, model=model)
     trainer.train()
     assert [label for _, _, label in trainer.ledger.entries] == [accounting.TRAINING_STEP]
-    assert trainer.privacy_report().frequency_noise_multiplier is None
+    assert trainer.privacy_report().releases == ()
 
 
 def test_without_it_a_model_that_had_it_trains_plainly(tmp_path: Path) -> None:

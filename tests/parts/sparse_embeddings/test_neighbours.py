@@ -9,9 +9,11 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from hf_dp.clipping.flat import Clipping
+from hf_dp.parts.sparse_embeddings import AdaptiveSelection, TableRows
 from hf_dp.per_example import Tables, record
 from hf_dp.per_example.batch import Batch, take
-from hf_dp.step.clipped_sum import ClippedSum, ContributionSum
+from hf_dp.randomness import Entropy
+from hf_dp.step.clipped_sum import ClippedSum
 
 ROWS, NAMES = 12, ("one.weight", "two.weight")
 
@@ -36,12 +38,13 @@ def loss(model: nn.Module, batch: Batch) -> Tensor:
 def released(model: Two, batches: list[Batch], c1: float, c2: float) -> tuple[Tensor, Tensor]:
     """The contribution map and the gradient of one logical batch, without noise, as vectors."""
     tables = Tables.of({"one.weight": model.one.weight, "two.weight": model.two.weight})
-    total = ClippedSum(model, Clipping(c2), tables, ContributionSum(tables, c1))
+    chosen = TableRows(tables, None, AdaptiveSelection(tables.rows, 1.0, None, Entropy(0)), c1)
+    total = ClippedSum(model, Clipping(c2), chosen)
     for batch in batches:
         total.add(record(model, loss, batch, tables=NAMES))
     counts = torch.zeros(2 * ROWS, dtype=torch.float64)
-    assert total.contributions is not None
-    rows, values = total.contributions.touched()
+    assert chosen.contributions is not None
+    rows, values = chosen.contributions.touched()
     counts[rows] = values
     whole = torch.arange(ROWS)
     parts = [*total.gradients.values(), *(sums.of(whole) for sums in total.rows.values())]

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from hf_dp import DPTrainer, PrivacyConfig, SparseEmbeddingConfig, accounting
 from hf_dp.errors import BudgetExceededError, ConfigurationError, LedgerError, UnsupportedModelError
 from hf_dp.parts.sparse_embeddings import LazyRows, RowWiseAdam
-from hf_dp.parts.sparse_embeddings.part import FILE, LABEL
+from hf_dp.parts.sparse_embeddings.kept_rows import FILE, LABEL
 from tests.training.workbench import (
     EXPECTED,
     ROWS,
@@ -181,10 +181,10 @@ def test_a_choice_that_was_made_is_not_made_again(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="once"):
         trainer.train()
     assert [label for _, _, label in trainer.ledger.entries] == [LABEL]
-    chosen = trainer._sparse.kept
+    chosen = trainer._run.parts["sparse_embeddings"].choice.kept
     trainer.fails = False
     trainer.train()
-    assert torch.equal(trainer._sparse.kept, chosen)
+    assert torch.equal(trainer._run.parts["sparse_embeddings"].choice.kept, chosen)
     assert [label for _, _, label in trainer.ledger.entries] == [LABEL, accounting.TRAINING_STEP]
     assert trainer.privacy_report().epsilon <= 3.0
     with pytest.raises(BudgetExceededError):
@@ -205,12 +205,12 @@ def test_a_renewal_that_was_made_before_a_failure_is_charged_once_and_kept(tmp_p
     with pytest.raises(RuntimeError, match="once"):
         trainer.train()
     assert [label for _, _, label in trainer.ledger.entries] == [LABEL, accounting.TRAINING_STEP, LABEL]
-    chosen = trainer._sparse.kept
+    chosen = trainer._run.parts["sparse_embeddings"].choice.kept
     trainer.fails = False
     trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-    assert torch.equal(trainer._sparse.kept, chosen)
+    assert torch.equal(trainer._run.parts["sparse_embeddings"].choice.kept, chosen)
     assert [label for _, _, label in trainer.ledger.entries].count(LABEL) == 2
-    assert trainer.privacy_report().row_choices == 2
+    assert [made.times for made in trainer.privacy_report().releases] == [2]
     assert trainer.privacy_report().epsilon <= 3.0
 
 
@@ -264,7 +264,7 @@ def test_fest_chooses_the_frequent_rows_of_much_data(tmp_path: Path) -> None:
         max_steps=1,
     )
     trainer.train()
-    assert trainer._sparse.kept.tolist() == [3, 4, 5, 6]
+    assert trainer._run.parts["sparse_embeddings"].choice.kept.tolist() == [3, 4, 5, 6]
 
 
 # --- other models ---------------------------------------------------------------------------------------------------

@@ -1,0 +1,148 @@
+"""From rows to per-example gradients of one model: batches, loss and record, checked before the first step."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+import hf_dp.ranks as ranks
+from hf_dp.data.extremes import extreme_rows
+from hf_dp.data.left_padding import LeftPadding
+from hf_dp.data.loader import PoissonDataLoader
+from hf_dp.data.mixing_collator import check_collator
+from hf_dp.data.telling_rows import refuse_rows_that_fail, short_rows, telling_rows, uneven_rows
+from hf_dp.data.widths import Checked
+from hf_dp.errors import UnseenUseError
+from hf_dp.losses import check_own_loss
+from hf_dp.per_example import RULES, Certificate, PerExampleGradients, Rule, preflight, record
+from hf_dp.per_example.batch import Batch, LossFunction
+from hf_dp.per_example.independence import survey
+from hf_dp.per_example.padding import check_padding
+from hf_dp.per_example.sharding import is_sharded
+from hf_dp.per_example.state import unchanged_state
+from hf_dp.randomness import unchanged_global_state
+
+logger = logging.getLogger(__name__)
+
+
+class Engine:
+    """The per-example gradients of one model on one loader's data.
+
+    Args:
+        model: unwrapped.
+        loss: `loss(model, batch) -> (B,)`, each example's own.
+        loader: of the training data.
+        prepare: a collated batch on its way to the model: moved, and completed by `padding`.
+        padding: what `prepare` has learnt of batches that are padded on the left.
+        rules: how operations use their parameters.
+        has_usual_loss: whether `loss` is that of `hf_dp.losses`, which is held against the model's own.
+
+    Attributes:
+        model: as above; a later wrapper may give another.
+        by_rows: the names of the parameters whose gradients are summed by rows.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: LossFunction,
+        loader: PoissonDataLoader,
+        prepare: Callable[[Any], Any],
+        padding: LeftPadding,
+        rules: Mapping[Any, Rule] = RULES,
+        has_usual_loss: bool = False,
+    ) -> None:
+        self.model, self._loss, self.loader = model, loss, loader
+        self.prepare, self._padding, self._rules = prepare, padding, rules
+        self._has_usual_loss = has_usual_loss
+        self.by_rows: Collection[str] = ()
+        self._certificate: Certificate | None = None
+
+    def record(self, batch: Batch) -> PerExampleGradients:
+        """The gradients of one micro-batch, as they were certified."""
+        certificate, rules = self._certificate, self._rules
+        return record(self.model, self._loss, batch, certificate=certificate, rules=rules, tables=self.by_rows)
+
+    def micro_batches(self, item: Mapping[str, Any]) -> Iterator[Batch]:
+        """Of one logical batch, once those that are wider or narrower than all before are known to do no harm."""
+        for rows in item.get("unlike", []):
+            with unchanged_global_state():
+                known = self._padding.counts_columns
+                together = self._batch(rows)
+                if self._padding.counts_columns == known:
+                    self._check_padding(rows)
+                else:  # The first that is padded on the left: from now on all batches have positions.
+                    self._certify(together, rows)
+        return map(self.prepare, item["micro_batches"])
+
+    def examples(self, indices: Sequence[int], at_once: int) -> Iterator[Batch]:
+        """These training examples, in micro-batches; read so many at a time."""
+        dataset: Any = self.loader.dataset
+        for start in range(0, len(indices), at_once):
+            few = list(indices[start : start + at_once])
+            yield from self.micro_batches(self.loader.collate_fn(dataset.__getitems__(few)))
+
+    def uses(self) -> Certificate:
+        """Which operations use which parameters, for a few rows."""
+        collate: Any = self.loader.collate_fn
+        self.model.train()
+        with unchanged_global_state(), unchanged_state(self.model):
+            few = self._batch(telling_rows(self.loader.dataset, collate.widths))
+            return survey(self.model, self._loss, few, rules=self._rules)
+
+    def check(self) -> None:
+        """Holds model, collator and data against what each example does by itself. Spends nothing.
+
+        Raises:
+            UnsupportedModelError: per-example gradients of this model are not known to be exact.
+            ConfigurationError: a collator, rows or a loss that a private run cannot use.
+        """
+        ranks.warn(logger, "Checking the model, the collator and the data before the first step.")
+        dataset: Any = self.loader.dataset
+        collate: Any = self.loader.collate_fn
+
+        def loss(given: Batch) -> Tensor:
+            # Whatever short rows switch must not stay so, nor be certified.
+            with unchanged_state(self.model):
+                return self._loss(self.model, given)
+
+        self.model.train()
+        with unchanged_global_state():
+            with unchanged_state(self.model):
+                few = telling_rows(dataset, collate.widths)
+                _, extremes = self._batch(few), extreme_rows(dataset.dataset)
+                refuse_rows_that_fail(
+                    dataset, extremes.rows, few, lambda row: self._loss(self.model, self._batch([row]))
+                )
+                check_collator(collate, few)
+                uneven = uneven_rows(dataset, extremes, few, collate.widths)
+                # Padding first: what it shows is how all batches are completed, those of one length as well.
+                self._batch(uneven)
+            short = self._batch(short_rows(few, self._batch, loss))
+            try:
+                self._certify(short, uneven)
+            except UnseenUseError:
+                self._certify(self._batch(few), uneven)
+            if self._has_usual_loss:
+                check_own_loss(self.model, short)
+        # Ranks that share weights would have to look at a wider row at the same time.
+        collate.checked = None if is_sharded(self.model) else Checked(uneven, collate.widths)
+
+    def _certify(self, together: Batch, uneven: list[Any]) -> None:
+        self._certificate = preflight(self.model, self._loss, together, rules=self._rules, tables=self.by_rows)
+        self._check_padding(uneven)
+
+    def _check_padding(self, rows: list[Any]) -> None:
+        with unchanged_state(self.model):
+            check_padding(
+                self.model, self._loss, rows, self._batch,
+                certificate=self._certificate, rules=self._rules, tables=self.by_rows,
+            )  # fmt: skip
+
+    def _batch(self, rows: list[Any]) -> Batch:
+        collate: Any = self.loader.collate_fn
+        prepared: Batch = self.prepare(collate.collated(rows))
+        return prepared

@@ -1,0 +1,65 @@
+"""The part of DPTrainerMixin that logs: epsilon, what is released, and of the rest what is not withheld."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_dp.accounting import PrivacyReport
+from hf_dp.step.written import gradient_norm
+from hf_dp.training.runs import RunsMixin
+from hf_dp.training.sft import forget_batch_metrics
+
+# Of what Trainer logs; what a private run adds says itself what of it is released.
+_WITHHELD = {"loss", "train_loss", "num_input_tokens_seen", "total_flos"}
+
+
+class LogsMixin(RunsMixin):
+    """What Trainer would read from a plain batch, and what comes out of a private run in numbers."""
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """As Trainer's, with epsilon and the clipping statistics beside the training loss."""
+        if self.is_in_train and ("loss" in logs or "train_loss" in logs):
+            logs["epsilon"] = round(self.ledger.epsilon(self._accounted.delta, self.privacy.accountant), 4)
+            logs["noise_multiplier"] = self._accounted.noise_multiplier
+        withheld = self.privacy.withhold_non_private_logs
+        if self.is_in_train and "loss" in logs and self._begun is not None:
+            logs.update(self._begun.logs().shown(withheld))
+        if withheld:
+            for name in _WITHHELD & set(logs):
+                del logs[name]
+        forget_batch_metrics(self)
+        super().log(logs, start_time)
+
+    def privacy_report(self) -> PrivacyReport:
+        """What was promised and what was spent so far.
+
+        Raises:
+            ConfigurationError: before the first call of `train()`.
+        """
+        return self._accounted.report(self.ledger)
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        # Trainer's writes the gradients, times 1, to learn it, and torch has no norm of a sparse tensor.
+        return gradient_norm(model) if grad_norm is None else grad_norm
+
+    def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> None:
+        # A token count over the batch would let one example's length rescale its neighbours.
+        return None
+
+    def floating_point_ops(self, inputs: dict[str, Any]) -> int:
+        """As Trainer's, summed over the micro-batches."""
+        parts = inputs.get("micro_batches", [inputs])
+        if self.privacy.withhold_non_private_logs:
+            return 0  # It grows with the drawn batch and its lengths, and is saved in trainer_state.json.
+        return sum(int(super(LogsMixin, self).floating_point_ops(part)) for part in parts)
+
+    def _track_num_input_tokens(self, inputs: Any) -> None:
+        if self.privacy.withhold_non_private_logs:
+            return
+        # Every call adds up over the ranks, so all must make as many; of a dummy there is nothing to count.
+        nothing = [{name: value[:0] for name, value in part.items()} for part in inputs.get("dummies", [])]
+        for part in [*inputs.get("micro_batches", [inputs]), *nothing]:
+            super()._track_num_input_tokens(part)  # type: ignore[no-untyped-call]

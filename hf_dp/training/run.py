@@ -1,0 +1,251 @@
+"""One private run, without Transformers' Trainer: plan, ledger, engine and parts, from the beginning to each step."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import hf_dp.ranks as ranks
+from hf_dp.accounting import Ledger
+from hf_dp.agreement import agree
+from hf_dp.parts.part import Logs, Part
+from hf_dp.parts.table import PARTS, parts_of
+from hf_dp.per_example import Certificate, PerExampleGradients
+from hf_dp.per_example.batch import Batch
+from hf_dp.per_example.sharding import refuse_broken_ties, tied
+from hf_dp.step.clipped_sum import ClippedSum
+from hf_dp.step.magnitudes import Magnitudes
+from hf_dp.step.plan import Plan
+from hf_dp.step.private_gradient import private_gradient
+from hf_dp.step.written import WrittenGradients
+from hf_dp.training.described import described_optimizer, described_values
+from hf_dp.training.engine import Engine
+from hf_dp.training.refusals import refuse_optimizer
+from hf_dp.training.resume import SavedRun, continued, note_trained_by, refuse_trained_by_another
+
+logger = logging.getLogger(__name__)
+
+
+class PrivateRun:
+    """One training. Until it has begun nothing is spent, and what is accounted for is the one that began before it.
+
+    Args:
+        plan: of this training.
+        engine: of its model and data.
+        before: the latest training of the same model, begun or refused.
+        tokenizer: of the model, for parts that read texts.
+
+    Attributes:
+        parts: of this training, by their names.
+        by_rows: the parameters whose gradients are summed by rows. They belong to the optimizer, and so stay.
+        ledger: what was spent, by this training and by those before it.
+    """
+
+    def __init__(self, plan: Plan, engine: Engine, before: PrivateRun | None = None, tokenizer: Any = None) -> None:
+        self.plan, self.engine, self.tokenizer = plan, engine, tokenizer
+        self.parts = parts_of(plan.config)
+        self.by_rows: dict[str, nn.Parameter] = {} if before is None else before.by_rows
+        self.ledger = Ledger()
+        self.optimizer: torch.optim.Optimizer | None = None
+        self._earlier = None if before is None else before.begun
+        self._written: WrittenGradients | None = None
+        self._magnitudes: Magnitudes | None = None
+        self._ties = tied(engine.model)
+        self._statistics = {"examples": 0, "clipped": 0, "non_finite": 0}
+        self._has_begun = False
+
+    @property
+    def begun(self) -> PrivateRun | None:
+        """The latest training that began: a refused one has released nothing."""
+        return self if self._has_begun else self._earlier
+
+    @property
+    def model(self) -> nn.Module:
+        """Unwrapped."""
+        return self.engine.model
+
+    @property
+    def loader(self) -> Any:
+        """Of the training data."""
+        return self.engine.loader
+
+    # --- the beginning --------------------------------------------------------------------------------------------
+
+    def make_optimizer(
+        self, make: Callable[[], torch.optim.Optimizer], given: torch.optim.Optimizer | None, weight_decay: float = 0.0
+    ) -> torch.optim.Optimizer:
+        """What `make` makes, or gives back where there is a `given` one, as the parts would have it."""
+        self.optimizer = given
+
+        def before(part: Part, rest: Callable[[], torch.optim.Optimizer]) -> Callable[[], torch.optim.Optimizer]:
+            return lambda: part.make_optimizer(self, rest, weight_decay)
+
+        for part in reversed(self.parts.values()):
+            make = before(part, make)
+        return make()
+
+    def go_on(self, ledger: Ledger, saved: SavedRun | None, dataset: Any, owner: object) -> Ledger:
+        """The ledger that this training goes on with, in place of `ledger`: of a checkpoint, or one that begins.
+
+        Args:
+            ledger: of this process so far.
+            saved: of the checkpoint whose weights were read; None if there was none.
+            dataset: the training data.
+            owner: of `ledger`.
+
+        Raises:
+            LedgerError: a checkpoint or an earlier training with other data, config or length.
+            BudgetExceededError: the budget was already spent.
+        """
+        for kind in PARTS.values():
+            kind.wrapped(self.model)
+        refuse_trained_by_another(self.model, owner, saved)
+        self.ledger = continued(ledger, saved, self.plan, dataset)
+        self.ledger.promise = self.plan.promise
+        return self.ledger
+
+    def begin(self, optimizer: torch.optim.Optimizer, checkpoint: Path | None, step: int, owner: object) -> None:
+        """Holds the engine against the oracle; then the parts begin.
+
+        Args:
+            optimizer: as it is to step.
+            checkpoint: that the weights were read from; None if there was none.
+            step: the number of steps that were taken before.
+            owner: see `go_on`.
+
+        Raises:
+            UnsupportedModelError: per-example gradients of this model are not known to be exact.
+            ConfigurationError: what a private run cannot use.
+        """
+        self.optimizer, model = optimizer, self.model
+        agree(
+            {
+                "the promise": self.plan.promise,
+                "the step to begin at": step,
+                "the ledger": self.ledger.to_dict(),
+                **described_optimizer(optimizer),
+                **described_values(model),
+            }
+        )
+        refuse_broken_ties(self._ties, model)
+        refuse_optimizer(optimizer, model)
+        self._written = WrittenGradients(optimizer)
+        self._magnitudes = Magnitudes(self.plan, model, self.by_rows)
+        # A warning, so that it is seen: the default delta, and an argument that is not what the user left it at.
+        ranks.warn(
+            logger,
+            "Private training: %s. max_grad_norm is set to 0: gradients are clipped for each example.",
+            self.plan,
+        )
+        self.engine.by_rows = self.by_rows
+        self._remove_parts()
+        try:
+            for part in self.parts.values():
+                part.install(self)
+            self.engine.check()
+            for part in self.parts.values():
+                part.checked(self)
+            known = {} if self._earlier is None else self._earlier.parts
+            for name, part in self.parts.items():
+                part.begin(self, checkpoint, known.get(name))
+        except BaseException:
+            self._remove_parts()
+            raise
+        note_trained_by(model, owner, self.ledger)
+        # Not before: what an earlier training released must not be forgotten by one that fails, nor be reported under
+        # a plan that was refused.
+        self._has_begun, self._earlier = True, None
+
+    def _remove_parts(self) -> None:
+        for kind in PARTS.values():
+            kind.remove(self.model)
+
+    # --- what parts ask -------------------------------------------------------------------------------------------
+
+    def uses(self) -> Certificate:
+        """See `Engine.uses`."""
+        return self.engine.uses()
+
+    def record(self, batch: Batch) -> PerExampleGradients:
+        """See `Engine.record`."""
+        return self.engine.record(batch)
+
+    def examples(self, indices: Sequence[int]) -> Iterator[Batch]:
+        """See `Engine.examples`."""
+        return self.engine.examples(indices, self.plan.sampler.expected_batch_size)
+
+    # --- one step -------------------------------------------------------------------------------------------------
+
+    @property
+    def budget_is_left(self) -> bool:
+        """Whether the promised budget pays for another step."""
+        return self.ledger.steps < self.plan.budgeted_steps
+
+    def step(self, item: Mapping[str, Any]) -> ClippedSum:
+        """One private gradient from one item of the loader, in the `.grad` of the parameters.
+
+        Raises:
+            BudgetExceededError: the budget pays for no further step.
+        """
+        assert self._written is not None
+        if self.budget_is_left:
+            for part in self.parts.values():
+                part.before_step(self)
+        total = private_gradient(
+            self.model,
+            self._restricted,
+            self.engine.micro_batches(item),
+            self.plan,
+            self.ledger,
+            by_rows=next((part.rows for part in self.parts.values() if part.rows is not None), None),
+            dummies=map(self.engine.prepare, item["dummies"]),
+        )
+        self._written.note(self.model)
+        for part in self.parts.values():
+            part.after_step()
+        for name in self._statistics:
+            self._statistics[name] += getattr(total, name)
+        return total
+
+    def _restricted(self, batch: Batch) -> PerExampleGradients:
+        gradients = self.engine.record(batch)
+        for part in self.parts.values():
+            gradients = part.restrict(gradients)
+        return gradients
+
+    def after_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Looks at what the optimizer did.
+
+        Raises:
+            HfDpError: another optimizer stepped.
+            ConfigurationError: the weights are lost.
+        """
+        assert self._written is not None
+        assert self._magnitudes is not None
+        self._written.refuse_untaken()
+        self._magnitudes.refuse_lost_weights(self.model, optimizer.param_groups[0]["lr"])
+        for part in self.parts.values():
+            part.after_optimizer_step(optimizer)
+
+    def end(self) -> None:
+        """The optimizer may take any gradient again."""
+        if self._written is not None:
+            self._written.forget()
+        if self._earlier is not None:
+            self._earlier.end()
+
+    # --- what comes out -------------------------------------------------------------------------------------------
+
+    def logs(self) -> Logs:
+        """What happened since the last call."""
+        seen, self._statistics = self._statistics, dict.fromkeys(self._statistics, 0)
+        clipped = seen["clipped"] / max(1, seen["examples"])
+        logs = Logs(exact={"clipped_fraction": clipped, "non_finite_examples": seen["non_finite"]})
+        for name, part in self.parts.items():
+            logs |= part.logs().under(name)
+        return logs

@@ -1,0 +1,125 @@
+"""A private run without Trainer: in a loop of its own it gives, bit for bit, what DPTrainer gives."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import TrainerCallback
+
+from hf_dp import DPTrainer, PrivacyConfig, ReAttentionConfig, SparseEmbeddingConfig
+from hf_dp.config.asked import asked
+from hf_dp.data.collate import LogicalBatchCollator
+from hf_dp.data.left_padding import LeftPadding
+from hf_dp.data.loader import PoissonDataLoader
+from hf_dp.errors import ConfigurationError
+from hf_dp.losses import per_example_losses
+from hf_dp.parts.table import settled
+from hf_dp.randomness import Entropy
+from hf_dp.sampling.poisson import PoissonBatchSampler
+from hf_dp.step.plan import Plan
+from hf_dp.training.engine import Engine
+from hf_dp.training.run import PrivateRun
+from tests.training.workbench import EXPECTED, MICRO, classifier, make, pad, parameters, private, rows, same
+
+STEPS = 4
+PARTS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "Re-Attention": {"re_attention": ReAttentionConfig(token_frequencies="uniform")},
+    "sparse embeddings": {"sparse_embeddings": SparseEmbeddingConfig(threshold=1.0)},
+}
+
+
+def own_run(model: nn.Module, privacy: PrivacyConfig) -> PrivateRun:
+    entropy, data, padding = Entropy(privacy.seed), rows(), LeftPadding()
+    sampler = PoissonBatchSampler(len(data), EXPECTED, entropy)
+    collate = LogicalBatchCollator(MICRO, pad, reproducible=privacy.seed is not None)
+    loader = PoissonDataLoader(data, batch_sampler=sampler, collate_fn=collate)
+    privacy = settled(privacy, model)
+    plan = Plan.make(privacy, sampler, STEPS, entropy, *asked(privacy, STEPS))
+    engine = Engine(model, per_example_losses, loader, lambda batch: padding.completed(model, batch), padding)
+    return PrivateRun(plan, engine)
+
+
+def trained(run: PrivateRun, rate: float = 0.1) -> torch.optim.Optimizer:
+    """In ten lines of plain torch."""
+    optimizer = run.make_optimizer(
+        lambda: torch.optim.SGD([p for p in run.model.parameters() if p.requires_grad], lr=rate), None
+    )
+    run.go_on(run.ledger, None, run.loader.dataset.dataset, owner=run)
+    run.begin(optimizer, None, 0, owner=run)
+    while run.budget_is_left and run.ledger.steps < STEPS:
+        for item in run.loader:
+            if run.ledger.steps == STEPS:
+                break
+            run.model.train()
+            run.step(item)
+            optimizer.step()
+            run.after_optimizer_step(optimizer)
+            optimizer.zero_grad()
+    run.end()
+    return optimizer
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_a_loop_of_ones_own_trains_as_trainer_does(tmp_path: Path, part: str) -> None:
+    privacy, found, ledgers = private(**PARTS[part]), [], []
+    for own in (True, False):
+        torch.manual_seed(0)
+        model = classifier()
+        if own:
+            run = own_run(model, privacy)
+            trained(run)
+            ledgers.append(run.ledger)
+        else:
+            trainer: DPTrainer = make(tmp_path, model, privacy, max_steps=STEPS)
+            trainer.train()
+            ledgers.append(trainer.ledger)
+        found.append(parameters(model))
+    assert same(*found)
+    assert ledgers[0] == ledgers[1]
+    assert ledgers[0].steps == STEPS
+
+
+def test_a_run_that_has_not_begun_accounts_for_nothing() -> None:
+    first = own_run(classifier(), private())
+    assert first.begun is None
+    trained(first)
+    later = PrivateRun(first.plan, first.engine, first)
+    assert first.begun is later.begun is first
+
+
+class Peeking(TrainerCallback):
+    """Looks at the training batches while a training is at work."""
+
+    trainer: DPTrainer
+
+    def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+        self.trainer.get_train_dataloader()
+
+
+def test_a_loader_that_is_asked_for_in_between_is_of_no_training(tmp_path: Path) -> None:
+    found = []
+    for callbacks in ([], [Peeking()]):
+        torch.manual_seed(0)
+        trainer: DPTrainer = make(tmp_path, classifier(), parts={"callbacks": callbacks}, max_steps=2)
+        Peeking.trainer = trainer
+        trainer.train()
+        found.append(parameters(trainer.model))
+        assert trainer.ledger.steps == trainer.privacy_report().steps == 2
+    assert same(*found)
+
+
+def test_an_optimizer_that_is_made_too_early_is_refused_before_anything_is_spent(tmp_path: Path) -> None:
+    trainer: DPTrainer = make(tmp_path, classifier(), private(**PARTS["sparse embeddings"]), optim="adamw_torch")
+    trainer.create_optimizer()
+    with pytest.raises(ConfigurationError, match="AdamW holds the embedding table"):
+        trainer.train()
+    assert not trainer.ledger.entries
+    plain: DPTrainer = make(tmp_path, classifier(), max_steps=1)
+    optimizer = plain.create_optimizer()
+    plain.train()
+    assert plain.optimizer.optimizer is optimizer
