@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -51,6 +52,10 @@ FORBIDDEN = {
 }
 TRAINER_NAMES = {"Trainer", "Seq2SeqTrainer", "TrainerCallback"}
 MAY_IMPORT_TRAINER = {"training", "demo", "cli"}
+# What one can read in one sitting. A table of rules is looked up in, not read.
+LONGEST = 300
+TABLES_OF_RULES = {"per_example/rules.py", "parts/re_attention/rules.py"}
+NOT_YET_SPLIT = {"training/trainer.py"}
 
 
 class Import(NamedTuple):
@@ -130,15 +135,91 @@ def library_problems(importer: str, found: Import, library: str) -> Iterator[str
             yield f"{importer} imports {found.name or found.module}: only {', '.join(sorted(MAY_IMPORT_TRAINER))} may"
 
 
+def circle(package: Path) -> list[str]:
+    """Modules of which each imports the next, and the last the first; none where there is no circle.
+
+    Imports inside functions and for type checkers count too, but for those of the package's own __init__, which names
+    for type checkers what it loads when it is first used.
+    """
+    files = {name_of(path, package): path for path in sorted(package.rglob("*.py"))}
+    graph = {
+        name: {
+            other
+            for found in imports_of(path, package)
+            for other in (found.module, f"{found.module}.{found.name}")
+            if other in files and other != name
+        }
+        for name, path in files.items()
+        if name != package.name
+    }
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return list(reversed(error.args[1]))
+    return []
+
+
+def name_of(path: Path, package: Path) -> str:
+    """As it is imported: "hf_dp.per_example.rules", and "hf_dp.per_example" for its __init__."""
+    return ".".join(path.relative_to(package.parent).with_suffix("").parts).removesuffix(".__init__")
+
+
+def too_long(package: Path) -> list[str]:
+    """Files that nobody reads in one sitting, with their lengths."""
+    lengths = {
+        path.relative_to(package).as_posix(): len(path.read_text(encoding="utf-8").splitlines())
+        for path in sorted(package.rglob("*.py"))
+    }
+    return [f"{name}: {n} lines" for name, n in lengths.items() if n > LONGEST and name not in TABLES_OF_RULES]
+
+
+def in_the_tree() -> set[str]:
+    """The modules and folders that the tree of docs/architecture.md shows, folders with a "/" at their end."""
+    tree = (
+        (PACKAGE.parent / "docs" / "architecture.md").read_text(encoding="utf-8").split("```")[1].strip().splitlines()
+    )
+    found, above = set(), [""]
+    for line in tree[1 : tree.index(next(line for line in tree if line.startswith("recipes/")))]:
+        depth = (len(line) - len(line.lstrip())) // 2
+        name = line.split()[0]
+        above = [*above[:depth], name]
+        found.add("".join(above))
+    return found
+
+
 def test_imports_go_down_the_floors_only() -> None:
     assert violations(PACKAGE) == []
 
 
+def test_no_import_leads_back_to_where_it_stands() -> None:
+    assert circle(PACKAGE) == []
+
+
+def test_every_file_can_be_read_in_one_sitting() -> None:
+    assert {line.split(":")[0] for line in too_long(PACKAGE)} == NOT_YET_SPLIT
+
+
+def test_the_tree_that_is_drawn_is_the_package() -> None:
+    drawn = in_the_tree()
+    modules = {path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py")}
+    there = modules | {f"{path.relative_to(PACKAGE).as_posix()}/" for path in PACKAGE.rglob("*/")}
+    assert drawn - there == set()
+    # Of a folder drawn without a file the files are its own affair.
+    closed = {name for name in drawn if name.endswith("/") and not any(o.startswith(name) for o in drawn - {name})}
+    own = {name for name in modules if name.endswith("/__init__.py") or any(name.startswith(f) for f in closed)}
+    assert modules - drawn - own == set()
+
+
 def write_tree(root: Path, **sources: str) -> Path:
-    """A package hf_dp with every known module empty but for `sources`; "__" in a name stands for a folder."""
+    """A package hf_dp with every known module empty but for `sources`.
+
+    In a name "__" stands for a folder, and at its end for the folder's own __init__.
+    """
     package = root / "hf_dp"
-    for name, source in {**dict.fromkeys(FLOORS, ""), **sources}.items():
-        path = package / (name.replace("__", "/") + ".py")
+    folders = {name.split("__")[0] for name in sources if "__" in name}
+    for name, source in {**dict.fromkeys(FLOORS.keys() - folders, ""), **sources}.items():
+        *parents, last = name.split("__")
+        path = package.joinpath(*parents, f"{last or '__init__'}.py")
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(source, encoding="utf-8")
     (package / "__init__.py").write_text("from hf_dp.training.trainer import DPTrainer\n", encoding="utf-8")
@@ -155,7 +236,6 @@ def test_a_good_tree_has_no_violation(tmp_path: Path) -> None:
         step="from hf_dp import noise, sampling\nimport hf_dp.step.clipped_sum\n",
         training="from transformers import Trainer\nfrom hf_dp.step.plan import A\nfrom hf_dp import __version__\n",
     )
-    (package / "per_example.py").unlink()
     assert violations(package) == []
 
 
@@ -187,3 +267,30 @@ def test_the_checker_can_fail(tmp_path: Path, sources: dict[str, str], message: 
     found = violations(write_tree(tmp_path, **sources))
     assert len(found) == 1
     assert message in found[0]
+
+
+@pytest.mark.parametrize(
+    ("sources", "names"),
+    [
+        ({"noise__a": "from hf_dp.noise.b import x\n", "noise__b": "import hf_dp.noise.a\n"}, {"noise.a", "noise.b"}),
+        ({"noise__a": "def f():\n    from .b import x\n", "noise__b": "from . import a\n"}, {"noise.a", "noise.b"}),
+        (
+            {"noise__a": "from hf_dp.noise.b import x\n", "noise__b": "if TYPE_CHECKING:\n    from .a import A\n"},
+            {"noise.a", "noise.b"},
+        ),
+        ({"noise__": "from .a import x\n", "noise__a": "from hf_dp.noise import b\n"}, {"noise", "noise.a"}),
+        (
+            {"noise__a": "from .b import x\n", "noise__b": "from .c import x\n", "noise__c": "from .a import x\n"},
+            {"noise.a", "noise.b", "noise.c"},
+        ),
+    ],
+)
+def test_circles_are_found(tmp_path: Path, sources: dict[str, str], names: set[str]) -> None:
+    package = write_tree(tmp_path, **sources)
+    assert set(circle(package)) == {f"hf_dp.{name}" for name in names}
+
+
+def test_long_files_are_found(tmp_path: Path) -> None:
+    line = "x = 1\n"
+    package = write_tree(tmp_path, noise__a=300 * line, noise__b=301 * line, per_example__rules=301 * line)
+    assert too_long(package) == ["noise/b.py: 301 lines"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Iterable
 from typing import Any
 
 from hf_dp.errors import ConfigurationError
@@ -15,7 +16,7 @@ _SMALLEST_DELTA = 2.0**-192
 # Its square is still a number.
 LARGEST_NOISE = 1e150
 # Optimizers square gradients in float32, where a square is between 1e-38 and 1e38.
-_SMALLEST_CLIPPING, _LARGEST_CLIPPING = 1e-15, 1e15
+_SMALLEST_SIZE, LARGEST_SIZE = 1e-15, 1e15
 _LARGEST_COUNT = 2**62
 _LONGEST = 200
 
@@ -30,6 +31,12 @@ def is_number(value: object) -> bool:
 def is_count(value: object, at_least: int = 0) -> bool:
     """Whether it is a whole number that memory can count to."""
     return isinstance(value, int) and not isinstance(value, bool) and at_least <= value <= _LARGEST_COUNT
+
+
+def is_one_of(value: object, known: Iterable[str]) -> bool:
+    """Whether it is one of some words."""
+    # Arrays and tensors compare in ways of their own.
+    return isinstance(value, str) and value in known
 
 
 def is_noise(value: Any) -> bool:
@@ -87,10 +94,10 @@ def check_target_delta(target_delta: object) -> None:
 def check_clipping_norm(clipping_norm: object) -> None:
     """Refuse a clipping norm that is neither infinite nor a number of ordinary size (`ConfigurationError`)."""
     is_infinite = isinstance(clipping_norm, float) and clipping_norm == math.inf
-    if not is_infinite and not (is_number(clipping_norm) and _SMALLEST_CLIPPING <= clipping_norm <= _LARGEST_CLIPPING):  # type: ignore[operator]
+    if not is_infinite and not (is_number(clipping_norm) and _SMALLEST_SIZE <= clipping_norm <= LARGEST_SIZE):  # type: ignore[operator]
         raise ConfigurationError(
             f"clipping_norm={shown(clipping_norm)}.",
             why="it bounds the l2 norm of each example's gradient and sets the size of the noise. Optimizers square "
-            f"both in float32: outside {_SMALLEST_CLIPPING:g} to {_LARGEST_CLIPPING:g} nothing or infinity is left.",
+            f"both in float32: outside {_SMALLEST_SIZE:g} to {LARGEST_SIZE:g} nothing or infinity is left.",
             fix="give a positive number; 1.0 is the usual start, 0.1 is common for large batches.",
         )

@@ -1,22 +1,16 @@
-"""From a draw to micro-batches: each rank's share of a logical batch, read, sorted by length and collated."""
+"""From a draw to a logical batch: each rank's share of it, read row by row."""
 
 from __future__ import annotations
 
-import copy
 import math
-from collections.abc import Callable, Iterator, Mapping, Sized
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping
+from typing import Any
 
-import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from hf_dp.data.widths import Checked, Widths, widths_of
-from hf_dp.errors import ConfigurationError, HfDpError
-from hf_dp.randomness import secret_global_state, unchanged_global_state
+from hf_dp.data.collate import Dummy, LogicalBatchCollator, Randomness
+from hf_dp.errors import ConfigurationError
 from hf_dp.sampling.poisson import PoissonBatchSampler
-
-Randomness = Callable[[], AbstractContextManager[None]]
 
 # In place of an index: a micro-batch that is computed, so that all ranks compute as many, and weighted with zero.
 DUMMY = -1
@@ -94,119 +88,6 @@ class PoissonDataLoader(DataLoader[Any]):
         self.batch_sampler.set_epoch(epoch)
 
 
-class LogicalBatchCollator:
-    """Splits a logical batch into micro-batches of similar lengths and collates each with the user's function.
-
-    Picklable if the user's function is.
-
-    Args:
-        micro_batch_size: the most examples in one micro-batch.
-        collate: list of examples (never empty) -> mapping whose tensors have one row per example: (b, ...).
-        reproducible: leave the randomness of collating, and of reading rows for it, to the global seeds (not private).
-
-    Attributes:
-        checked: the widths that micro-batches may have without more ado; None: any.
-        name: of the user's function.
-
-    Raises:
-        ConfigurationError: a micro-batch size below 1, or a collator known to put several examples in one row.
-    """
-
-    def __init__(
-        self, micro_batch_size: int, collate: Callable[[list[Any]], Mapping[str, Any]], reproducible: bool = False
-    ) -> None:
-        if micro_batch_size < 1:
-            raise ConfigurationError(
-                f"a micro-batch size of {micro_batch_size!r}.",
-                why="a micro-batch holds at least one example.",
-                fix="set per_device_train_batch_size to 1 or more.",
-            )
-        _refuse_packing(collate)
-        self._micro_batch_size = micro_batch_size
-        self._collate = collate
-        self.checked: Checked | None = None
-        self.name = _name(getattr(collate, "data_collator", collate))
-        self.randomness: Randomness = nullcontext if reproducible else secret_global_state
-
-    def __call__(self, examples: list[Any]) -> dict[str, Any]:
-        """`{"micro_batches": [what the collator returned, ...], "n": number of examples}`; no micro-batch if n is 0.
-
-        Where there are `DUMMY` rows, their micro-batches of one example each are under "dummies"; where micro-batches
-        are wider or narrower than all before, the rows to hold against one another are under "unlike", as they were
-        read, a list for each such micro-batch.
-
-        Raises:
-            ConfigurationError: the collator did not return a mapping with tensors of one row per example.
-        """
-        size = self._micro_batch_size
-        dummies = [example.row for example in examples if isinstance(example, _Dummy)]
-        examples = [example for example in examples if not isinstance(example, _Dummy)]
-        # Their sum does not depend on who shares a micro-batch, but the padding that is computed does.
-        examples = sorted(examples, key=length)
-        parts = [examples[start : start + size] for start in range(0, len(examples), size)]
-        with self.randomness():
-            micro_batches = [self.collated(part) for part in parts]
-            unlike = []
-            if self.checked is not None:
-                found = zip(parts, micro_batches, strict=True)
-                unlike = [rows for part, batch in found if (rows := self.checked.beyond(part, batch, self.widths))]
-            return {
-                "micro_batches": micro_batches,
-                "dummies": [self.collated([row]) for row in dummies],
-                "n": len(examples),
-                **({"unlike": unlike} if unlike else {}),
-            }
-
-    def widths(self, row: Any) -> Widths:
-        """Of one row by itself, which is what matters: what it is made of is the collator's affair."""
-        with unchanged_global_state():
-            return widths_of(self.collated([copy.deepcopy(row)]))
-
-    def collated(self, examples: list[Any]) -> Mapping[str, Any]:
-        """One micro-batch of `examples` (at least one), checked. Errors as for a call."""
-        try:
-            batch = self._collate(examples)
-        except (ValueError, TypeError, LookupError, RuntimeError) as error:
-            if len(examples) == 1 or isinstance(error, HfDpError):  # then the row itself is to be named
-                raise
-            raise _bad_collator(
-                self._collate, f"fails on {len(examples)} examples together ({type(error).__name__}: {error})"
-            ) from error
-        if not isinstance(batch, Mapping):
-            raise _bad_collator(self._collate, f"returned {type(batch).__name__}, not a mapping of names to tensors")
-        tensors = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}
-        if not tensors:
-            raise _bad_collator(self._collate, f"returned no torch tensor, only {list(batch)}")
-        for name, tensor in tensors.items():
-            if tensor.dim() == 0:
-                raise _bad_collator(self._collate, f"returned the single number {name!r} for {len(examples)} examples")
-            if tensor.shape[0] != len(examples):
-                raise _bad_collator(
-                    self._collate, f"returned {name!r} of shape {tuple(tensor.shape)} for {len(examples)} examples"
-                )
-        return batch
-
-
-def length(example: Any) -> int:
-    """The length of the longest value of an example, 0 where nothing has a length."""
-    values = example.values() if isinstance(example, Mapping) else ()
-    return max((length_of(value) for value in values), default=0)
-
-
-def length_of(value: Any) -> int:
-    """The length of a list, a text or an array (of its first axis), 0 for what has none."""
-    shape = getattr(value, "shape", None)
-    if shape is not None:
-        return int(shape[0]) if len(shape) else 0
-    return len(value) if isinstance(value, Sized) else 0
-
-
-class _Dummy(NamedTuple):
-    """A row that is computed with and adds nothing."""
-
-    row: Any
-
-
 class _OwnReads(Dataset[Any]):
     """Reads no empty batches, which transforms are not written for, and reads each example by itself.
 
@@ -229,34 +110,10 @@ class _OwnReads(Dataset[Any]):
         indices = [index for index in indices if index != DUMMY]
         with self._randomness():
             read = self._read(indices) if indices else []
-            return read + [_Dummy(row) for row in (self._read([0]) * dummies if dummies else [])]
+            return read + [Dummy(row) for row in (self._read([0]) * dummies if dummies else [])]
 
     def _read(self, indices: list[int]) -> list[Any]:
         layout = getattr(self.dataset, "format", None)
         if isinstance(layout, Mapping) and layout.get("type") != "custom" and hasattr(self.dataset, "__getitems__"):
             return list(self.dataset.__getitems__(indices))
         return [self.dataset[index] for index in indices]
-
-
-def _refuse_packing(collate: Any) -> None:
-    while collate is not None:
-        names = [kind.__name__ for kind in type(collate).__mro__]
-        if "DataCollatorWithFlattening" in names or getattr(collate, "padding_free", False):
-            raise _bad_collator(collate, "puts several examples in one row")
-        # Trainer's column remover, among others, holds the user's collator under this name.
-        collate = getattr(collate, "data_collator", None)
-
-
-def _name(collate: Any) -> str:
-    """Of the user's collator."""
-    return str(getattr(collate, "__qualname__", type(collate).__qualname__))
-
-
-def _bad_collator(collate: Any, problem: str) -> ConfigurationError:
-    return ConfigurationError(
-        f"the data collator {_name(collate)} {problem}.",
-        why="each example's gradient is clipped on its own, so each must have its own row; packed or padding-free rows "
-        "and values shared between examples mix them.",
-        fix="use a padding collator (for example transformers.DataCollatorWithPadding) with return_tensors='pt', "
-        "without packing or padding_free, that returns tensors of shape (examples, ...) only.",
-    )

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hf_dp.data.loader import LogicalBatchCollator
+from hf_dp.data.collate import LogicalBatchCollator
 from hf_dp.errors import ConfigurationError
 from hf_dp.randomness import global_state, seed_global_state, unchanged_global_state
 

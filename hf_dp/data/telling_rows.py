@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hf_dp.data.collate import length, length_of
 from hf_dp.data.extremes import Extremes
-from hf_dp.data.loader import length, length_of
 from hf_dp.data.widths import Measure, Widths, by_width, outermost
 from hf_dp.errors import ConfigurationError, HfDpError
 from hf_dp.per_example.batch import Batch

@@ -17,7 +17,7 @@ from torch import Tensor
 from hf_dp.errors import UnsupportedModelError
 from hf_dp.per_example.factors import Factors, Outer, PerExample
 from hf_dp.per_example.rule import Axis, Operands, Rule, refuse_changed
-from hf_dp.per_example.watched import WatchedParameter, flatten, mapped
+from hf_dp.per_example.watched import WatchedParameter, flatten, mapped, plain
 
 
 @dataclass(eq=False)
@@ -87,11 +87,7 @@ def by_autograd(
             leaves[id(value)] = value, value.source.plain.detach().requires_grad_()
         return leaves[id(value)][1]
 
-    tensors = [
-        a.source.plain if isinstance(a, WatchedParameter) else a
-        for a in flatten((args, kwargs))
-        if isinstance(a, Tensor)
-    ]
+    tensors = [plain(a) for a in flatten((args, kwargs)) if isinstance(a, Tensor)]
     versions = [t._version for t in tensors]
     # Gradient checkpointing must not compute again, under vmap, what is kept here.
     kept = torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)

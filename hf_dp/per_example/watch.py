@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +29,8 @@ from hf_dp.per_example.precision import full_precision, sum_dtype
 from hf_dp.per_example.reading import Reader
 from hf_dp.per_example.rule import PLAIN, Axis, Bound, Operands, Rule, Use, refusal
 from hf_dp.per_example.sharding import refuse_unknown_shards, trainable, watched_when_whole
-from hf_dp.per_example.watched import Source, WatchedParameter, flatten, mapped
+from hf_dp.per_example.use import Call, recorded, sorted_operands
+from hf_dp.per_example.watched import Source, WatchedParameter, flatten, in_place, mapped, plain
 
 # Joins the names of the parameters behind one constant.
 _AND = ", "
@@ -42,11 +43,6 @@ _BROADCASTING = {
 }
 # The same, for operands with two axes or more.
 _PRODUCTS = {torch.matmul, *(getattr(torch.Tensor, name) for name in ("matmul", "__matmul__", "__rmatmul__"))}
-# What sorts the tokens of all examples by expert loses sight of whose they are.
-_REASONS = {
-    "grouped_mm": "it mixes the tokens of all examples (Transformers' experts keep them in order after "
-    "model.set_experts_implementation('batched_mm'), and are exact then)"
-}
 # Methods that change a tensor, or what becomes of it.
 _CHANGING = re.compile(r"[^_]_$|hook$|backward$")
 
@@ -132,37 +128,23 @@ class Watch:
 
         sharded = {id(p): name for name, p in originals.items() if isinstance(p, DTensor)}
         watched = {id(p): watch(name, p) for name, p in originals.items() if id(p) not in sharded}
-        kept_gradients = {name: p.grad for name, p in originals.items()}
-        places = [
-            (module._parameters, key, p)
-            for module in model.modules()
-            for key, p in module._parameters.items()
-            if p is not None and id(p) in watched
-        ]
         self.factors = {name: [] for name in originals}
         self.sum_dtypes = {name: sum_dtype(p.dtype) for name, p in originals.items()}
         try:
-            for holder, key, p in places:
-                holder[key] = watched[id(p)]  # type: ignore[assignment]
-            for p in originals.values():
-                p.grad = None
-            with watched_when_whole(model, sharded, watch):
-                yield
-            leaked = self.leaked | {name for name, p in originals.items() if p.grad is not None}
-            if leaked:
-                raise UnsupportedModelError(
-                    f"gradient reached {', '.join(sorted(leaked))} by a use that no rule saw.",
-                    why="a use that is not seen is missing from the norm, so the clipping bound would not hold.",
-                    fix="freeze these parameters (requires_grad_(False)) or train with LoRA instead.",
-                )
+            with in_place(model, originals, watched):
+                with watched_when_whole(model, sharded, watch):
+                    yield
+                leaked = self.leaked | {name for name, p in originals.items() if p.grad is not None}
+                if leaked:
+                    raise UnsupportedModelError(
+                        f"gradient reached {', '.join(sorted(leaked))} by a use that no rule saw.",
+                        why="a use that is not seen is missing from the norm, so the clipping bound would not hold.",
+                        fix="freeze these parameters (requires_grad_(False)) or train with LoRA instead.",
+                    )
         finally:
             # They know this watch: a cycle would keep the memory of the whole pass.
             self.constants.clear()
             self.is_closed = True
-            for holder, key, p in places:
-                holder[key] = p
-            for name, p in originals.items():
-                p.grad = kept_gradients[name]
 
     def call(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs one operation that involves a watched tensor: a use, by its rule, or one on constants alone."""
@@ -181,7 +163,7 @@ class Watch:
             output = COMPOSITES[function](*args, **kwargs)
             if output is not NotImplemented:
                 return output
-        bound = _bound(rule, name, parameters, args, kwargs)
+        bound = sorted_operands(rule, name, parameters, args, kwargs)
         if rule is not None and isinstance(bound, Bound):
             try:
                 return self._use(rule, bound, parameters, function, args, kwargs)
@@ -189,7 +171,7 @@ class Watch:
                 raise
             except (RuntimeError, TypeError, ValueError, IndexError) as error:
                 # What fails without a rule too is the model's own error.
-                function(*mapped(_plain, args), **mapped(_plain, kwargs))
+                function(*mapped(plain, args), **mapped(plain, kwargs))
                 raise refusal(parameters, f"operation {name}", f"its rule cannot read it ({error})") from error
         assert isinstance(bound, UnsupportedModelError)
         if function in _BROADCASTING or (function in _PRODUCTS and all(w.dim() > 1 for w in watched)):
@@ -212,8 +194,7 @@ class Watch:
 
     def _use(self, rule: Rule, bound: Bound, parameters: list[str], function: Any, args: Any, kwargs: Any) -> Any:
         watched = {r: p for r, p in bound.parameters.items() if isinstance(p, WatchedParameter)}
-        plain = {r: p.source.plain if isinstance(p, WatchedParameter) else p for r, p in bound.parameters.items()}
-        operands = Operands(plain, frozenset(watched), bound.options)
+        operands = Operands(mapped(plain, bound.parameters), frozenset(watched), bound.options)
         given = bound.input
         axis = Axis(self.batch_size, self.reader.read(rule, bound, parameters))
         self._note(rule.name, parameters, given, axis, self.reader.is_doubtful(rule, given, axis))
@@ -224,8 +205,7 @@ class Watch:
             if not torch.is_grad_enabled():
                 return rule.forward(given, operands)[0]
             return self._constant(parameters, *by_rule(rule, given, operands, watched))
-        anchor = torch.zeros((), requires_grad=True)
-        output: Tensor = _RecordedUse.apply(anchor, given, _Call(self, rule, operands, watched, axis))  # type: ignore[no-untyped-call]
+        output = recorded(given, Call(self, rule, operands, watched, axis))
         self.dtypes.add(output.dtype)
         return output
 
@@ -233,7 +213,7 @@ class Watch:
         self, function: Any, args: Any, kwargs: Any, parameters: list[str], refused: UnsupportedModelError
     ) -> Any:
         if not torch.is_grad_enabled():
-            return function(*mapped(_plain, args), **mapped(_plain, kwargs))
+            return function(*mapped(plain, args), **mapped(plain, kwargs))
         try:
             return by_autograd(function, args, kwargs, functools.partial(self._constant, parameters))
         except torch.OutOfMemoryError:
@@ -298,88 +278,6 @@ class Watch:
         self.versions += [(tensor, tensor._version) for tensor in kept if not tensor.is_inference()]
         # A float64 parameter may be used through a float32 derivative (Gemma's norms); its sums stay float64.
         self.factors[name].append(factors.accumulated_in(self.sum_dtypes[name]))
-
-
-def _bound(
-    rule: Rule | None, name: str, parameters: list[str], args: Any, kwargs: Any
-) -> Bound | UnsupportedModelError:
-    """The operands of a use, sorted, or why they cannot be."""
-    if rule is None:
-        reasons = (reason for part, reason in _REASONS.items() if part in name)
-        return refusal(parameters, f"operation {name}", next(reasons, "it has no rule for exact per-example gradients"))
-    try:
-        bound = rule.bind(*args, **kwargs)
-    except TypeError as error:
-        return refusal(parameters, f"operation {name}", f"its arguments are not known ({error})")
-    except UnsupportedModelError as error:
-        # Its frames would keep the memory of the whole pass.
-        return error.with_traceback(None)
-    reason = _entangled(bound)
-    return bound if reason is None else refusal(parameters, f"operation {name}", reason)
-
-
-def _entangled(bound: Bound) -> str | None:
-    """Why the operands of a use are no input and parameters, if they are not."""
-    watched = [p for p in bound.parameters.values() if isinstance(p, WatchedParameter)]
-    strays = [a for a in flatten((bound.input, bound.options)) if isinstance(a, WatchedParameter)]
-    if strays or len({id(p) for p in watched}) != len(watched):
-        return "parameters are combined with one another there"
-    plain = [p for p in bound.parameters.values() if not isinstance(p, WatchedParameter)]
-    if any(isinstance(a, Tensor) and a.requires_grad for a in flatten((plain, bound.options))):
-        return "another of its operands needs a gradient too"
-    return None
-
-
-def _plain(value: Any) -> Any:
-    return value.source.plain if isinstance(value, WatchedParameter) else value
-
-
-class _Call(NamedTuple):
-    watch: Watch
-    rule: Rule
-    operands: Operands
-    watched: dict[str, WatchedParameter]
-    axis: Axis
-
-
-class _RecordedUse(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, anchor: Tensor, given: Tensor | None, call: _Call) -> Tensor:
-        output, saved = call.rule.forward(given, call.operands)
-        if output._is_view():
-            # Autograd would let nobody change it in place.
-            output = torch.ops.aten._unsafe_view(output, output.shape)
-        ctx.save_for_backward(*saved)
-        ctx.call = call
-        ctx.input_dtype = None if given is None else given.dtype
-        return output
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, Tensor | None, None]:
-        call: _Call = ctx.call
-        if not call.watch.is_final:
-            raise refusal(
-                sorted({w.source.parameter for w in call.watched.values()}),
-                f"operation {call.rule.name}",
-                "the loss function differentiates it by itself, as gradient penalties do",
-            )
-        needs_input = bool(ctx.needs_input_grad[1])
-        # Detached: factors that held on to the graph would be held by it in turn, and never be freed.
-        saved = tuple(tensor.detach() for tensor in ctx.saved_tensors)
-        try:
-            input_gradient, factors = call.rule.backward(saved, call.operands, gradients[0], call.axis, needs_input)
-        except torch.OutOfMemoryError:
-            raise
-        except (RuntimeError, TypeError, ValueError, IndexError) as error:
-            names = sorted({w.source.parameter for w in call.watched.values()})
-            raise refusal(names, f"operation {call.rule.name}", f"its rule cannot read it ({error})") from error
-        for role, parameter in call.watched.items():
-            found = factors[role]
-            if found is not None:
-                parameter.source.pull(found)
-        if not needs_input or input_gradient is None:
-            return None, None, None
-        return None, input_gradient.to(ctx.input_dtype), None
 
 
 def _refuse_compiled(model: nn.Module) -> None:

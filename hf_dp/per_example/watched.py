@@ -7,17 +7,31 @@ else is computed from parameters is a constant (`constants.py`) or a use, which 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hf_dp.per_example.factors import Factors
 from hf_dp.per_example.rule import refusal
 
-if TYPE_CHECKING:
-    from hf_dp.per_example.watch import Watch
+
+class Recording(Protocol):
+    """What a watched tensor, and a use of one, know of the recording that they belong to.
+
+    Attributes:
+        is_final: the backward pass is that of the losses.
+        leaked: parameters that a gradient reached by a use that no rule saw.
+    """
+
+    is_final: bool
+    leaked: set[str]
+
+    def call(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs an operation that involves a watched tensor."""
+        ...
 
 
 class Source(NamedTuple):
@@ -28,7 +42,7 @@ class Source(NamedTuple):
     """
 
     parameter: str
-    watch: Watch
+    watch: Recording
     plain: Tensor
     pull: Callable[[Factors], None]
 
@@ -71,6 +85,34 @@ class WatchedParameter(torch.Tensor):
         return watch.call(func, args, kwargs)
 
 
+@contextmanager
+def in_place(
+    model: nn.Module, originals: Mapping[str, nn.Parameter], watched: Mapping[int, WatchedParameter]
+) -> Iterator[None]:
+    """Inside, watched tensors stand wherever `model` holds the parameters of these ids, and no original has a gradient.
+
+    At the end all is as it was.
+    """
+    gradients = {name: p.grad for name, p in originals.items()}
+    places = [
+        (module._parameters, key, p)
+        for module in model.modules()
+        for key, p in module._parameters.items()
+        if p is not None and id(p) in watched
+    ]
+    try:
+        for holder, key, p in places:
+            holder[key] = watched[id(p)]  # type: ignore[assignment]
+        for p in originals.values():
+            p.grad = None
+        yield
+    finally:
+        for holder, key, p in places:
+            holder[key] = p
+        for name, p in originals.items():
+            p.grad = gradients[name]
+
+
 def _getter(name: str) -> Any:
     return getattr(torch.Tensor, name).__get__
 
@@ -110,22 +152,23 @@ def _derive(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if len(watched) != 1:
         return None
     source = watched[0].source
-    plain = tuple(source.plain if a is watched[0] else a for a in args)
+    values = tuple(map(plain, args))
     if func in _CASTS and args[0] is watched[0]:
-        cast = func(*plain, **kwargs)
+        cast = func(*values, **kwargs)
         # The name of a type, or whole numbers: no gradient comes back from these.
         is_weight = isinstance(cast, Tensor) and cast.is_floating_point()
         return source.derived(cast, source.pull) if is_weight else cast
     if func in _TRANSPOSES and source.plain.dim() == 2:
         swapped = _swaps(args[1:], kwargs)
-        return source.derived(func(*plain, **kwargs), (lambda f: source.pull(f.transposed)) if swapped else source.pull)
+        return source.derived(
+            func(*values, **kwargs), (lambda f: source.pull(f.transposed)) if swapped else source.pull
+        )
     if func in (torch.Tensor.index_copy, torch.index_copy):
-        given = {k: source.plain if a is watched[0] else a for k, a in kwargs.items()}
-        return _rows_replaced(source, *plain, **given)
+        return _rows_replaced(source, *values, **mapped(plain, kwargs))
     scale = None if kwargs else _scale(_SCALES.get(func), [a for a in args if a is not watched[0]], args[0], watched[0])
     if scale is None:
         return None
-    return source.derived(func(*plain), lambda f: source.pull(f.scaled(scale)))
+    return source.derived(func(*values), lambda f: source.pull(f.scaled(scale)))
 
 
 def _scale(kind: str | None, others: list[Any], first: Any, parameter: Any) -> float | None:
@@ -179,3 +222,8 @@ def mapped(function: Callable[[Any], Any], value: Any) -> Any:
     if isinstance(value, slice):
         return slice(function(value.start), function(value.stop), function(value.step))
     return function(value)
+
+
+def plain(value: Any) -> Any:
+    """What a watched tensor stands for; anything else as it is."""
+    return value.source.plain if isinstance(value, WatchedParameter) else value

@@ -21,10 +21,11 @@ import hf_dp.ranks as ranks
 from hf_dp.agreement import agree, difference, warn_if_alone
 from hf_dp.config import PrivacyConfig
 from hf_dp.config.asked import asked
+from hf_dp.data.collate import LogicalBatchCollator
 from hf_dp.data.extremes import extreme_rows
 from hf_dp.data.fingerprint import Fingerprint, fingerprint, fingerprint_key
 from hf_dp.data.left_padding import LeftPadding
-from hf_dp.data.loader import LogicalBatchCollator, PoissonDataLoader, RankSampler
+from hf_dp.data.loader import PoissonDataLoader, RankSampler
 from hf_dp.data.mixing_collator import check_collator
 from hf_dp.data.telling_rows import refuse_rows_that_fail, short_rows, telling_rows, uneven_rows
 from hf_dp.data.widths import Checked

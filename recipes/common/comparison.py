@@ -17,6 +17,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from hf_dp import DPTrainer, PrivacyConfig
 from hf_dp.errors import ConfigurationError
 from hf_dp.parts import re_attention
+from hf_dp.parts.embeddings import token_tables
 
 RARITIES = ("head", "middle", "tail")
 Collator = Callable[[list[Any]], dict[str, Tensor]]
@@ -45,7 +46,7 @@ class VarianceControl(TrainerCallback):
         installed = re_attention.installed(model)
         if installed is None or self.arm not in ("shuffled", "constant"):
             return
-        tables = {id(table) for table in re_attention.token_tables(model)}
+        tables = {id(table) for table in token_tables(model)}
         for table in (installed.errors[name] for name, p in model.named_parameters() if id(p) in tables):
             if self.arm == "shuffled":
                 table.copy_(table[torch.randperm(len(table))])

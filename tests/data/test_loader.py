@@ -13,7 +13,8 @@ import torch
 from accelerate import skip_first_batches
 from torch.utils.data import ConcatDataset, Subset, TensorDataset, default_collate
 
-from hf_dp.data.loader import DUMMY, LogicalBatchCollator, PoissonDataLoader, RankSampler
+from hf_dp.data.collate import LogicalBatchCollator
+from hf_dp.data.loader import DUMMY, PoissonDataLoader, RankSampler
 from hf_dp.errors import ConfigurationError
 from hf_dp.randomness import Entropy, bernoulli
 from hf_dp.sampling.poisson import PoissonBatchSampler
@@ -141,7 +142,6 @@ class TestLoader:
         items = list(loader_of(sampler))
         assert [indices_of(item) for item in items] == [sampler.draw(step) for step in range(5)]
         for item in items:
-            assert item["n"] == len(indices_of(item))
             sizes = [len(micro["x"]) for micro in item["micro_batches"]]
             assert all(size == 4 for size in sizes[:-1])
             assert all(1 <= size <= 4 for size in sizes)
@@ -180,9 +180,9 @@ class TestLoader:
         sampler = PoissonBatchSampler(10, 1, Entropy(0), steps_per_epoch=100)
         items = list(loader_of(sampler))
         assert len(items) == 100
-        empty = [item for item in items if item["n"] == 0]
+        empty = [item for item in items if not item["micro_batches"]]
         assert 20 < len(empty) < 55
-        assert all(item == {"micro_batches": [], "dummies": [], "n": 0} for item in empty)
+        assert all(item == {"micro_batches": [], "dummies": []} for item in empty)
 
     def test_failure_5_empty_batches_reach_no_transform_of_a_hugging_face_dataset(self):
         datasets = pytest.importorskip("datasets")
@@ -195,7 +195,7 @@ class TestLoader:
             sampler = PoissonBatchSampler(10, 1, Entropy(0), steps_per_epoch=30)
             items = list(loader_of(sampler, dataset, collate=lambda examples: rows([each["x"] for each in examples])))
             assert [indices_of(item) for item in items] == [sampler.draw(step) for step in range(30)]
-            assert any(item["n"] == 0 for item in items)
+            assert any(not item["micro_batches"] for item in items)
 
     def test_a_transform_sees_each_example_by_itself(self):
         datasets = pytest.importorskip("datasets")
@@ -242,11 +242,11 @@ class PaddingFree:
 
 class TestCollator:
     def test_empty_is_never_shown_to_the_users_collator(self):
-        assert LogicalBatchCollator(2, rows)([]) == {"micro_batches": [], "dummies": [], "n": 0}
+        assert LogicalBatchCollator(2, rows)([]) == {"micro_batches": [], "dummies": []}
 
     def test_is_picklable(self):
         collator = pickle.loads(pickle.dumps(LogicalBatchCollator(2, rows)))
-        assert collator([1, 2, 3])["n"] == 3
+        assert indices_of(collator([1, 2, 3])) == [1, 2, 3]
 
     def test_other_mappings_and_values_pass_through(self):
         batch = UserDict({"x": torch.zeros(2, 5), "y": torch.zeros(2), "task": None, "count": 3, "names": ["a", "b"]})
@@ -343,6 +343,6 @@ class TestRanks:
                 collate_fn=LogicalBatchCollator(2, lambda few: {"x": torch.tensor([row["x"] for row in few])}),
             )
         )
-        assert [item["n"] for item in items] == [1, 1]
+        assert [len(item["micro_batches"]) for item in items] == [1, 1]
         assert [part["x"].tolist() for part in items[0]["micro_batches"]] == [[[3]]]
         assert [part["x"].tolist() for part in items[0]["dummies"]] == [[[0]], [[0]]]

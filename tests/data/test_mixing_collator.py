@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_dp.data.loader import LogicalBatchCollator
+from hf_dp.data.collate import LogicalBatchCollator
 from hf_dp.data.mixing_collator import check_collator
 from hf_dp.errors import ConfigurationError
 

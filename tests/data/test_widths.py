@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hf_dp.data.loader import LogicalBatchCollator
+from hf_dp.data.collate import LogicalBatchCollator
 from hf_dp.data.widths import Checked, outermost, widths_of
 
 Pair = tuple[str, str]

@@ -12,7 +12,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import hf_dp.ranks as ranks
 from hf_dp.accounting import Ledger
-from hf_dp.data.loader import LogicalBatchCollator, RankSampler, _OwnReads
+from hf_dp.data.collate import LogicalBatchCollator
+from hf_dp.data.loader import RankSampler, _OwnReads
 from hf_dp.losses import per_example_losses
 from hf_dp.per_example import preflight, record
 from hf_dp.randomness import Entropy

@@ -20,7 +20,8 @@ from transformers import (
 )
 
 from hf_dp.errors import ConfigurationError, UnsupportedModelError
-from hf_dp.losses import check_own_loss, loss_kind, per_example, per_example_losses
+from hf_dp.losses import check_own_loss, loss_kind, per_example_losses
+from hf_dp.losses import tokens as tokenwise
 from hf_dp.per_example import loop, preflight, record
 from hf_dp.per_example.batch import take
 from tests.zoo import text_batch, tiny
@@ -300,7 +301,7 @@ PRODUCERS: dict[str, Callable[[Tensor], Tensor]] = {
 def test_values_and_gradients_are_those_of_torch(
     producer: str, smoothing: float, chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(per_example, "_CHUNK", chunk)
+    monkeypatch.setattr(tokenwise, "_CHUNK", chunk)
     x, labels = tokens()
     found, gradients = [], []
     for ours in (True, False):
@@ -309,7 +310,7 @@ def test_values_and_gradients_are_those_of_torch(
         few = labels[:, -logits.shape[1] :]
         kept = logits.detach().clone()
         if ours:
-            loss = per_example._token_losses(logits, few, smoothing)
+            loss = tokenwise.token_losses(logits, few, smoothing)
         else:
             each = F.cross_entropy(logits.mT, few, reduction="none", label_smoothing=smoothing)
             loss = each.sum(1) / few.ne(-100).sum(1).clamp_min(1)
@@ -326,7 +327,7 @@ def test_values_and_gradients_are_those_of_torch(
 def test_no_gradient_of_the_gradient_is_promised() -> None:
     x, labels = tokens()
     leaf = x.requires_grad_()
-    loss = per_example._token_losses(F.linear(leaf, torch.eye(11, dtype=x.dtype)), labels, 0.0)
+    loss = tokenwise.token_losses(F.linear(leaf, torch.eye(11, dtype=x.dtype)), labels, 0.0)
     (gradient,) = torch.autograd.grad(loss.sum(), leaf, create_graph=True)
     with pytest.raises(RuntimeError, match="twice|once|does not require grad"):
         gradient.square().sum().backward()
@@ -337,8 +338,23 @@ def test_an_example_whose_logits_are_not_finite_leaves_the_others_alone(value: f
     x, labels = tokens()
     x[0, :, 3] = value
     leaf = x.requires_grad_()
-    loss = per_example._token_losses(F.linear(leaf, torch.eye(11, dtype=x.dtype)), labels, 0.0)
+    loss = tokenwise.token_losses(F.linear(leaf, torch.eye(11, dtype=x.dtype)), labels, 0.0)
     loss.sum().backward()
     assert not loss[0].isfinite()
     assert loss[1:].isfinite().all()
     assert leaf.grad[1:].isfinite().all()
+
+
+def test_logits_of_a_recorded_head_are_known_not_to_be_kept() -> None:
+    """By the name that autograd gives a recorded use: without it there would be a copy of the logits in memory."""
+    seen: list[str] = []
+
+    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        logits = model(batch["x"])
+        seen.append(type(logits.grad_fn).__name__)
+        return tokenwise.token_losses(logits, batch["y"], 0.0)
+
+    generator = torch.Generator().manual_seed(0)
+    batch = {"x": torch.randn(3, 4, 5, generator=generator), "y": torch.randint(7, (3, 4), generator=generator)}
+    record(nn.Linear(5, 7), loss, batch)
+    assert set(seen) <= set(tokenwise._DOES_NOT_KEEP_ITS_OUTPUT)

@@ -20,6 +20,7 @@ from transformers import (
 )
 
 from hf_dp import DPTrainer
+from hf_dp.per_example.batch import batch_size
 from tests.training.workbench import (
     EXPECTED,
     MICRO,
@@ -136,7 +137,7 @@ def test_failure_04_the_accounted_sampling_is_the_sampling_that_runs(tmp_path: P
 
     class Counting(DPTrainer):
         def training_step_sizes(self, inputs: dict[str, Any]) -> None:
-            seen.append(inputs["n"])
+            seen.append(sum(map(batch_size, inputs["micro_batches"])))
 
         def floating_point_ops(self, inputs: dict[str, Any]) -> int:
             self.training_step_sizes(inputs)

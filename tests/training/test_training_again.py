@@ -79,7 +79,7 @@ def test_removing_the_privacy_callback_stops_the_training(tmp_path: Path) -> Non
 def test_a_step_outside_train_is_refused(tmp_path: Path) -> None:
     trainer = make(tmp_path)
     with pytest.raises(ConfigurationError, match="outside train"):
-        trainer.training_step(trainer.model, {"micro_batches": [pad(rows(2))], "n": 2})
+        trainer.training_step(trainer.model, {"micro_batches": [pad(rows(2))]})
     assert trainer.ledger.steps == 0
 
 

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+
+from hf_dp.parts.embeddings import token_tables
 
 
 def relative_counts(model: nn.Module, expected_batch_size: float, frequencies: Tensor | None) -> dict[str, Tensor]:
@@ -31,20 +32,6 @@ def relative_counts(model: nn.Module, expected_batch_size: float, frequencies: T
                 share = frequencies.to(p.device).clamp_min(1 / expected_batch_size)
                 counts[name] = (1 / share).clamp_max(expected_batch_size)[:, None].float()
     return counts
-
-
-def token_tables(model: nn.Module) -> list[Tensor]:
-    """The trained token embeddings: what Transformers calls input embeddings, also where PEFT wraps them."""
-    found: dict[int, Tensor] = {}
-    for base in model.modules():
-        if isinstance(base, PreTrainedModel):
-            try:
-                embedding = base.get_input_embeddings()
-            except NotImplementedError:
-                continue
-            inner = embedding.modules() if isinstance(embedding, nn.Module) else ()
-            found |= {id(e.weight): e.weight for e in inner if isinstance(e, nn.Embedding) and e.weight.requires_grad}
-    return list(found.values())
 
 
 def one_step(counts: Mapping[str, Tensor], standard_deviation: float) -> dict[str, Tensor]:

@@ -1,9 +1,8 @@
-"""Re-Attention on a model: patched, followed, logged, saved, loaded and removed."""
+"""Re-Attention on a model: patched, followed through each pass, and removed."""
 
 from __future__ import annotations
 
 import copy
-import json
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -13,8 +12,6 @@ from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.overrides import _get_current_function_mode_stack
 from transformers import PreTrainedModel
@@ -23,14 +20,10 @@ from hf_dp.config import ReAttentionConfig
 from hf_dp.errors import ConfigurationError, UnsupportedModelError
 from hf_dp.parts.re_attention.attention import NAME, OWNERS, KeyNoise, Listener, register
 from hf_dp.parts.re_attention.corrections import Corrections
-from hf_dp.parts.re_attention.deviations import token_tables
 from hf_dp.parts.re_attention.moments import Moments, Tracked, Variance, tensors
+from hf_dp.parts.re_attention.refused import refuse_copies, refuse_embedded, refuse_encoded
 from hf_dp.parts.re_attention.rules import RULES
-
-FILE = "re_attention.safetensors"
-# Beside the errors in a checkpoint, so that a resumed run releases nothing anew.
-FREQUENCIES = "token_frequencies"
-_FORMAT = "1"
+from hf_dp.parts.re_attention.saved import FILE, write
 
 
 class ReAttention:
@@ -41,8 +34,8 @@ class ReAttention:
         config: fidelity and scale.
 
     Attributes:
-        errors: the standard deviation of the noise in each trainable parameter, by name: (), or (rows, 1). Empty: plain
-            attention.
+        errors: the paper's effective errors, the standard deviation of the noise in each trainable parameter, by name:
+            (), or (rows, 1). Empty: plain attention.
 
     Raises:
         UnsupportedModelError: an attention that does not go through the interface, or is none.
@@ -135,35 +128,19 @@ class ReAttention:
         if self._within or not self.errors:
             self._within += [id(module)] if self._within else []
             return
-        self._refuse_copies(module)
-        errors = self._by_address()
-        self._refuse_embedded(module, kwargs)
-        self._refuse_encoded(module, kwargs)
+        refuse_copies(module)
+        variances = self._variances()
+        self._refuse_unknown_inputs(module, kwargs)
         self._within = [id(module)]
         self._kept.clear()
         self._fired.clear()
         if self._moments is None:
-            self._moments = Moments(errors, self.config.fidelity == "isotropic", RULES)
-        self._moments.begin(errors)
+            self._moments = Moments(variances, self.config.fidelity == "isotropic", RULES)
+        self._moments.begin(variances)
         self._moments.__enter__()  # type: ignore[no-untyped-call]
 
-    def _refuse_copies(self, module: nn.Module) -> None:
-        """Of parameters that are copied, or merged into others, the noise would be lost."""
-        if getattr(module, "_is_replica", False):
-            raise UnsupportedModelError(
-                "a replica of torch.nn.DataParallel.",
-                why="its parameters are copies, and their noise is not known.",
-                fix="use one device, or call hf_dp.remove_re_attention(model) first.",
-            )
-        if any(getattr(part, "merged", False) is True for part in module.modules()):
-            raise UnsupportedModelError(
-                "adapters that are merged into the weights they adapt.",
-                why="the correction would leave out the noise of the adapters.",
-                fix="call model.unmerge_adapter(), or hf_dp.remove_re_attention(model).",
-            )
-
-    def _by_address(self) -> dict[int, Tensor]:
-        """The variance of each noisy parameter as it is now: models are moved, cast and resized."""
+    def _variances(self) -> dict[int, Tensor]:
+        """Of each noisy parameter, by its address as it is now: models are moved, cast and resized."""
         model = self._model()
         parameters = {} if model is None else dict(model.named_parameters())
         found = {}
@@ -197,31 +174,18 @@ class ReAttention:
                 self._moments.__exit__(None, None, None)  # type: ignore[no-untyped-call]
             self._moments.end()
 
-    def _refuse_embedded(self, module: nn.Module, kwargs: dict[str, Any]) -> None:
-        given, base = kwargs.get("inputs_embeds"), self._base()
-        known = self._moments is not None and self._moments.of(given) is not None
-        if given is None or known or base is None or module is not self._model():
+    def _refuse_unknown_inputs(self, module: nn.Module, kwargs: dict[str, Any]) -> None:
+        whole = self._model()
+        if whole is None:
             return
-        noisy = {id(p) for name, p in module.named_parameters() if name in self.errors}
-        if any(id(p) in noisy for p in token_tables(module)):
-            raise UnsupportedModelError(
-                "inputs_embeds from outside the model, whose token embedding is noisy.",
-                why="the correction would leave out the noise of the embeddings.",
-                fix="give input_ids, or call hf_dp.remove_re_attention(model) first.",
-            )
+        if module is whole and self._base() is not None and self._is_unknown(kwargs.get("inputs_embeds")):
+            refuse_embedded(whole, self.errors)
+        if self._is_unknown(next(tensors(kwargs.get("encoder_outputs")), None)):
+            refuse_encoded(whole, module, self.errors)
 
-    def _refuse_encoded(self, module: Any, kwargs: dict[str, Any]) -> None:
-        said, whole = next(tensors(kwargs.get("encoder_outputs")), None), self._model()
-        if said is None or whole is None or (self._moments is not None and self._moments.of(said) is not None):
-            return
-        noisy = {id(p) for name, p in whole.named_parameters() if name in self.errors}
-        if any(id(p) in noisy for p in module.get_encoder().parameters()):
-            raise UnsupportedModelError(
-                "encoder_outputs that were made, copied or repeated outside the model, whose encoder is noisy.",
-                why="the correction would leave out the noise of what the encoder said.",
-                fix="give input_ids, repeated for more answers in place of num_return_sequences or num_beams, or call "
-                "hf_dp.remove_re_attention(model) first.",
-            )
+    def _is_unknown(self, given: Tensor | None) -> bool:
+        """Whether it is given, and its noise is not known from a pass before."""
+        return given is not None and (self._moments is None or self._moments.of(given) is None)
 
     def _check_fired(self) -> None:
         missed = sorted(name for module, name in self._names.items() if module not in self._fired)
@@ -302,10 +266,7 @@ class ReAttention:
 
     def save(self, directory: str | Path, besides: Mapping[str, Tensor] = MappingProxyType({})) -> None:
         """Writes `re_attention.safetensors`: the errors, what is kept besides, and the config in its metadata."""
-        kept = {**self.errors, **besides}
-        tensors = {name: error.detach().cpu().float().contiguous() for name, error in kept.items()}
-        metadata = {"format": _FORMAT, "config": json.dumps(self.config.to_dict())}
-        save_file(tensors, Path(directory) / FILE, metadata=metadata)
+        write(Path(directory) / FILE, self.config, {**self.errors, **besides})
 
 
 def _weak(model: Any) -> Any:
@@ -335,66 +296,3 @@ def remove_re_attention(model: nn.Module) -> None:
     """Gives a model its plain attention back; one without Re-Attention is left as it is."""
     while (found := installed(model)) is not None:
         found.remove()
-
-
-def load_re_attention(model: nn.Module, directory_or_repo: str | Path) -> ReAttention:
-    """Puts a saved Re-Attention on a loaded model.
-
-    Args:
-        model: with the architecture and parameter names that it was saved from.
-        directory_or_repo: a directory, or a repository on the hub, with `re_attention.safetensors`.
-
-    Raises:
-        ConfigurationError: no such file, a damaged one, or one for other parameters.
-    """
-    path = Path(directory_or_repo) / FILE
-    if not Path(directory_or_repo).is_dir():
-        from huggingface_hub import hf_hub_download
-
-        try:
-            path = Path(hf_hub_download(str(directory_or_repo), FILE))
-        except (OSError, ValueError) as error:
-            raise ConfigurationError(
-                f"{str(directory_or_repo)!r} is no directory, and no repository with a readable {FILE} ({error}).",
-                why="without it the attention would not be the one that was trained.",
-                fix="check the name and the network, or leave it at plain attention.",
-            ) from error
-    config, errors = read(path)
-    errors.pop(FREQUENCIES, None)
-    shapes = {name: p.shape for name, p in model.named_parameters()}
-    strangers = [n for n, e in errors.items() if n not in shapes or e.shape not in ((), (*shapes[n][:1], 1))]
-    if strangers:
-        raise ConfigurationError(
-            f"{str(path)!r} knows parameters that {type(model).__name__} has not, or of another size: "
-            f"{', '.join(sorted(strangers)[:3])}.",
-            why="the noise of a parameter belongs to that parameter.",
-            fix="load the model that the file was saved with.",
-        )
-    made = ReAttention(model, config)
-    devices = {name: p.device for name, p in model.named_parameters()}
-    made.errors = {name: error.to(devices[name]) for name, error in errors.items()}
-    return made
-
-
-def read(path: Path) -> tuple[ReAttentionConfig, dict[str, Tensor]]:
-    """What `ReAttention.save` wrote.
-
-    Raises:
-        ConfigurationError: no such file, a damaged one, or one of another format.
-    """
-    try:
-        with safe_open(path, framework="pt") as file:
-            metadata: Mapping[str, str] = file.metadata() or {}
-            errors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dictionary
-        if metadata.get("format") != _FORMAT:
-            raise ValueError(f"format {metadata.get('format')!r}, not {_FORMAT!r}")
-        config = ReAttentionConfig(**json.loads(metadata["config"]))
-        if any(not bool(((e >= 0) & e.isfinite()).all()) for e in errors.values()):
-            raise ValueError("a standard deviation that is negative or not finite")
-    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
-        raise ConfigurationError(
-            f"{str(path)!r} is no saved Re-Attention ({error}).",
-            why="without it the attention would not be the one that was trained.",
-            fix="use a directory that DPTrainer saved with re_attention, or leave it at plain attention.",
-        ) from error
-    return config, errors

@@ -79,14 +79,14 @@ class Moments(TorchFunctionMode):
     """Follows variances through the operations of one forward pass.
 
     Args:
-        errors: the variance of each noisy parameter, by its address: a scalar, or (rows, 1).
+        of_parameters: the variance of each noisy parameter, by its address: a scalar, or (rows, 1).
         isotropic: one variance for all features of a token, or else one for each.
         rules: function -> what becomes of variances there.
     """
 
-    def __init__(self, errors: Mapping[int, Tensor], isotropic: bool, rules: Mapping[Any, Rule]) -> None:
+    def __init__(self, of_parameters: Mapping[int, Tensor], isotropic: bool, rules: Mapping[Any, Rule]) -> None:
         super().__init__()
-        self.errors, self.isotropic = errors, isotropic
+        self._of_parameters, self.isotropic = of_parameters, isotropic
         self._rules = rules
         self._table: Any = WeakIdKeyDictionary()
         self._energies: Any = WeakIdKeyDictionary()
@@ -108,9 +108,9 @@ class Moments(TorchFunctionMode):
                 self.lost.add(getattr(func, "__name__", str(func)))
         return output
 
-    def begin(self, errors: Mapping[int, Tensor]) -> None:
+    def begin(self, of_parameters: Mapping[int, Tensor]) -> None:
         """A new forward pass; what caches of earlier ones keep stays known."""
-        self.errors, self._is_paused = errors, False
+        self._of_parameters, self._is_paused = of_parameters, False
         self.lost.clear()
 
     def end(self) -> None:
@@ -137,9 +137,9 @@ class Moments(TorchFunctionMode):
         found: Tracked | None = self._table.get(tensor)
         # A watched parameter is a leaf; a frozen one, of a model that is only evaluated, is a Parameter.
         if found is None and tensor.is_leaf and (tensor.requires_grad or isinstance(tensor, nn.Parameter)):
-            error = self.errors.get(tensor.data_ptr())
-            if error is not None and (error.dim() == 0 or error.shape[0] == tensor.shape[0]):
-                found = Tracked(Variance(error.expand(tensor.shape)))
+            variance = self._of_parameters.get(tensor.data_ptr())
+            if variance is not None and (variance.dim() == 0 or variance.shape[0] == tensor.shape[0]):
+                found = Tracked(Variance(variance.expand(tensor.shape)))
         return found
 
     def put(self, tensor: Tensor, tracked: Tracked | None) -> None:

@@ -14,9 +14,10 @@ import hf_dp.ranks as ranks
 from hf_dp.accounting import Ledger
 from hf_dp.config import PrivacyConfig, ReAttentionConfig
 from hf_dp.errors import ConfigurationError, LedgerError
+from hf_dp.parts.embeddings import token_tables
 from hf_dp.parts.re_attention import FILE, FREQUENCIES, ReAttention, read
 from hf_dp.parts.re_attention.corrections import Corrections
-from hf_dp.parts.re_attention.deviations import accumulate_, one_step, relative_counts, token_tables, zeros
+from hf_dp.parts.re_attention.deviations import accumulate_, one_step, relative_counts, zeros
 from hf_dp.parts.token_frequencies import public_token_frequencies, release_token_frequencies
 from hf_dp.step.plan import Plan
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from hf_dp.parts.re_attention import moves
+import hf_dp.parts.re_attention.moves as moves
 from hf_dp.parts.re_attention.moments import Moments, Rule, Tracked, Variance, wide, with_slope
 
 _Args = tuple[Any, ...]
@@ -43,14 +43,14 @@ def _matmul(m: Moments, func: Any, output: Tensor, args: _Args, kwargs: _Kwargs)
 
 
 def _transposed(m: Moments, output: Tensor, x: Tensor, weight: Tensor, bias: Any) -> None:
-    error = m.variance(weight)
-    _mapped(m, output, x, weight.detach().T, None if error is None else error.each(lambda v: v.T), bias)
+    of_weight = m.variance(weight)
+    _mapped(m, output, x, weight.detach().T, None if of_weight is None else of_weight.each(lambda v: v.T), bias)
 
 
-def _mapped(m: Moments, output: Tensor, x: Tensor, weight: Tensor, noise_of_weight: Variance | None, bias: Any) -> None:
+def _mapped(m: Moments, output: Tensor, x: Tensor, weight: Tensor, in_weight: Variance | None, bias: Any) -> None:
     """Noise of x W^T + b: x (..., d), W (p, d)."""
     noise, shift = m.variances(x, bias)
-    error = None if noise_of_weight is None else noise_of_weight.total
+    of_weight = None if in_weight is None else in_weight.total
     parts = []
     if m.isotropic:
         outputs = weight.shape[0]
@@ -60,18 +60,20 @@ def _mapped(m: Moments, output: Tensor, x: Tensor, weight: Tensor, noise_of_weig
             stored = weight if weight.is_contiguous() else weight.T
             factor = torch.linalg.vector_norm(wide(stored)).square() / outputs
             parts.append(noise * factor)
-        if error is not None:
-            parts.append(Variance(m.energy(x) * m.over_features(error).mean()))
+        if of_weight is not None:
+            parts.append(Variance(m.energy(x) * m.over_features(of_weight).mean()))
         if shift is not None:
             parts.append(_in_common(m.over_features(shift.total).mean()))
     else:
         squares = wide(weight).square()
         if noise is not None:
             parts.append(noise.each(lambda v: v @ squares.T))
-        if error is not None:
+        if of_weight is not None:
             second = wide(x.detach()).square()
-            is_shared = error.stride(1) == 0
-            parts.append(Variance(second.sum(-1, keepdim=True) * error[:, 0] if is_shared else second @ error.T))
+            is_shared = of_weight.stride(1) == 0
+            parts.append(
+                Variance(second.sum(-1, keepdim=True) * of_weight[:, 0] if is_shared else second @ of_weight.T)
+            )
         if shift is not None:
             parts.append(_in_common(shift.total))
     m.put_sum(output, *parts)
@@ -84,22 +86,22 @@ def _in_common(variance: Tensor) -> Variance:
 
 def _embedding(m: Moments, func: Any, output: Tensor, args: _Args, kwargs: _Kwargs) -> None:
     ids, weight = _named(args, kwargs, "input", "weight")
-    error = m.variance(weight)
-    if error is not None:
-        m.put_sum(output, Variance(F.embedding(ids, error.total[:, :1].contiguous())))
+    of_weight = m.variance(weight)
+    if of_weight is not None:
+        m.put_sum(output, Variance(F.embedding(ids, of_weight.total[:, :1].contiguous())))
 
 
 def _convolution(m: Moments, func: Any, output: Tensor, args: _Args, kwargs: _Kwargs) -> None:
     x, weight, bias, *rest = _named(args, kwargs, "input", "weight", "bias", "stride", "padding", "dilation", "groups")
-    noise, error, shift = m.variances(x, weight, bias)
+    noise, of_weight, shift = m.variances(x, weight, bias)
     options = [default if value is None else value for value, default in zip(rest, (1, 0, 1, 1), strict=True)]
     parts = []
     if noise is not None:
         squares = wide(weight.detach()).square()
         parts.append(noise.each(lambda v: F.conv2d(v, squares, None, *options)))
-    if error is not None:
+    if of_weight is not None:
         second = wide(x.detach()).square()
-        parts.append(Variance(F.conv2d(second, error.total.contiguous(), None, *options)))
+        parts.append(Variance(F.conv2d(second, of_weight.total.contiguous(), None, *options)))
     if shift is not None:
         parts.append(_in_common(shift.total[:, None, None]))
     m.put_sum(output, *(part.each(lambda v: v.mean(-3, keepdim=True) if m.isotropic else v) for part in parts))
@@ -124,14 +126,14 @@ def _rms_norm(m: Moments, func: Any, output: Tensor, args: _Args, kwargs: _Kwarg
 
 def _normalized(m: Moments, output: Tensor, x: Tensor, weight: Any, bias: Any, power: Tensor, mean: Any) -> None:
     """Noise of w (x - mean) / sqrt(power) + b."""
-    noise, error, shift = m.variances(x, weight, bias)
+    noise, of_weight, shift = m.variances(x, weight, bias)
     parts = []
     if noise is not None:
         factor = 1 / power if weight is None else m.over_features(wide(weight.detach()).square()) / power
         parts.append(noise.each(m.over_features) * factor)
-    if error is not None:
+    if of_weight is not None:
         normal = 1.0 if m.isotropic else (wide(x.detach()) - mean).square() / power
-        parts.append(Variance(normal * m.over_features(error.total)))
+        parts.append(Variance(normal * m.over_features(of_weight.total)))
     if shift is not None:
         parts.append(_in_common(m.over_features(shift.total)))
     m.put_sum(output, *parts)

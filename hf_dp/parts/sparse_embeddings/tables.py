@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable
 from torch import nn
 
 from hf_dp.errors import ConfigurationError, UnsupportedModelError
-from hf_dp.parts.re_attention.deviations import token_tables
+from hf_dp.parts.embeddings import token_tables
 from hf_dp.per_example.rule import Use
 
 # A smaller table gains nothing worth a lazy optimizer.

@@ -1,0 +1,36 @@
+"""What the settings of the parts of a promise have in common. Imports no torch."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from pathlib import PurePath
+from typing import Any, Self
+
+from hf_dp.config.ranges import shown
+from hf_dp.errors import ConfigurationError
+
+
+class PartConfig:
+    """The settings of one part."""
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Self:
+        """The inverse of `to_dict`.
+
+        Raises:
+            ConfigurationError: an unknown field, or a value out of range.
+        """
+        known = {item.name for item in dataclasses.fields(cls)}  # type: ignore[arg-type]
+        if not set(values) <= known:
+            raise ConfigurationError(
+                f"{cls.__name__} got {', '.join(sorted(shown(name) for name in set(values) - known))}.",
+                why="an unknown field would change what is trained without notice.",
+                fix=f"use only these: {', '.join(sorted(known))}.",
+            )
+        return cls(**values)
+
+
+def as_path(value: object) -> object:
+    """A path as the text that JSON can hold; anything else as it is."""
+    return os.fspath(value) if isinstance(value, PurePath) else value

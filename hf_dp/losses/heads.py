@@ -1,0 +1,104 @@
+"""Losses of heads that give no logits for each position: classification, question answering, and CTC."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hf_dp.errors import ConfigurationError, UnsupportedModelError
+from hf_dp.losses.kinds import base_model
+from hf_dp.losses.tokens import accurate
+
+
+def classification(logits: Tensor, labels: Tensor, config: Any, label_smoothing: float) -> Tensor:
+    """(B,): of one class, several, or numbers for each example; the config says which, or else the labels."""
+    problem = config.problem_type
+    if problem is None:
+        if config.num_labels == 1:
+            problem = "regression"
+        elif labels.dtype in (torch.long, torch.int):
+            problem = "single_label_classification"
+        else:
+            problem = "multi_label_classification"
+    if problem == "single_label_classification":
+        return F.cross_entropy(
+            logits.view(-1, config.num_labels),
+            labels.view(-1).long(),
+            reduction="none",
+            label_smoothing=label_smoothing,
+        )
+    refuse_smoothing(label_smoothing, f"problem type {problem}")
+    if problem == "regression":
+        return F.mse_loss(
+            logits.view(len(labels), -1), labels.view(len(labels), -1).to(logits.dtype), reduction="none"
+        ).mean(1)
+    return F.binary_cross_entropy_with_logits(logits, labels.to(logits.dtype), reduction="none").flatten(1).mean(1)
+
+
+def refuse_smoothing(label_smoothing: float, what: str) -> None:
+    """Refuses label smoothing for what is no cross-entropy (`ConfigurationError`)."""
+    if label_smoothing:
+        raise ConfigurationError(
+            f"label_smoothing_factor={label_smoothing} with {what}.",
+            why="smoothing is defined for cross-entropy only.",
+            fix="set label_smoothing_factor=0.",
+        )
+
+
+def ctc_losses(base: Any, inputs: Mapping[str, Any], logits: Tensor, labels: Tensor) -> Tensor:
+    """Connectionist temporal classification; labels below 0 are padding, and the padding token is the blank."""
+    mask = inputs.get("attention_mask")
+    if mask is None:
+        mask = torch.ones(inputs[base.main_input_name].shape[:2], dtype=torch.long, device=logits.device)
+    lengths = base._get_feat_extract_output_lengths(mask.sum(-1)).long()
+    counted = labels.ge(0)
+    targets = labels.gather(1, counted.logical_not().long().argsort(stable=True, dim=1)).clamp_min(0)
+    log_probabilities = logits.log_softmax(-1).transpose(0, 1)
+    with torch.backends.cudnn.flags(enabled=False):
+        losses = F.ctc_loss(
+            log_probabilities,
+            targets,
+            lengths,
+            counted.sum(1),
+            blank=base.config.pad_token_id,
+            reduction="none",
+            zero_infinity=base.config.ctc_zero_infinity,
+        )
+    return losses / counted.sum(1).clamp_min(1) if base.config.ctc_loss_reduction == "mean" else losses
+
+
+def question_answering(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
+    """The mean over start and end; positions beyond the text count as none, as in Transformers."""
+    ends = [labels_of(batch, name) for name in ("start_positions", "end_positions")]
+    output = model(**{k: v for k, v in batch.items() if k not in ("start_positions", "end_positions")})
+    if getattr(output, "start_logits", None) is None or output.start_logits.dim() != 2:
+        raise UnsupportedModelError(
+            f"{type(base_model(model)).__name__} returns no start_logits (B, T).",
+            why="its question answering head is of another kind.",
+            fix="override DPTrainer.compute_per_example_loss(model, inputs).",
+        )
+    total: Tensor | float = 0.0
+    for logits, positions in zip((output.start_logits, output.end_logits), ends, strict=True):
+        length = logits.shape[1]
+        clamped = positions.view(-1).clamp(0, length)
+        one = F.cross_entropy(accurate(logits), clamped, ignore_index=length, reduction="none")
+        total = total + one / 2
+    assert isinstance(total, Tensor)
+    return total
+
+
+def labels_of(batch: Mapping[str, Any], name: str) -> Tensor:
+    """The labels of this name; a batch without them is refused (`ConfigurationError`)."""
+    labels = batch.get(name)
+    if not isinstance(labels, Tensor):
+        raise ConfigurationError(
+            f"the batch has no {name!r} (it has {', '.join(sorted(map(str, batch)))}).",
+            why="there is no loss without labels.",
+            fix="add the column to the dataset, or use a collator that makes it (for causal language models: "
+            "DataCollatorForLanguageModeling(tokenizer, mlm=False)).",
+        )
+    return labels

@@ -1,0 +1,72 @@
+"""Which loss a model is trained with, as Transformers itself declares it (`loss_type` and the auto classes)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from hf_dp.errors import UnsupportedModelError
+
+SHIFTED = "causal_lm"
+TOKENWISE = "token"
+
+
+def loss_kind(model: nn.Module) -> str:
+    """Which loss `model` is trained with: "causal_lm", "token", "classification", "question_answering",
+    "multiple_choice" or "ctc".
+
+    Raises:
+        UnsupportedModelError: none of them.
+    """
+    from transformers.models.auto import modeling_auto as auto
+
+    base = base_model(model)
+    # fully_shard makes a class of its own of the model's.
+    name = next(kind.__name__ for kind in type(base).__mro__ if not issubclass(kind, FSDPModule))
+    declared = getattr(base, "loss_type", None)
+    heads = (
+        (SHIFTED, ("ForCausalLM",), auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES),
+        (TOKENWISE, ("ForMaskedLM",), auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES),
+        (TOKENWISE, ("ForTokenClassification",), auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES),
+        ("question_answering", ("ForQuestionAnswering",), auto.MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES),
+        ("classification", ("ForSequenceClassification",), auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES),
+        ("classification", ("ForImageClassification",), auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES),
+        ("classification", ("ForAudioClassification",), auto.MODEL_FOR_AUDIO_CLASSIFICATION_MAPPING_NAMES),
+        ("multiple_choice", ("ForMultipleChoice",), auto.MODEL_FOR_MULTIPLE_CHOICE_MAPPING_NAMES),
+        ("ctc", ("ForCTC",), auto.MODEL_FOR_CTC_MAPPING_NAMES),
+        (TOKENWISE, (), auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES),
+        (SHIFTED, (), auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES),
+    )
+    for kind, suffixes, mapping in heads:
+        names = {n for v in mapping.values() for n in (v if isinstance(v, (tuple, list)) else (v,))}
+        if name in names or any(name.endswith(s) for s in suffixes):
+            return _of_decoder(base, kind)
+    for kind, suffixes, _ in heads:
+        if declared in suffixes:
+            return _of_decoder(base, kind)
+    raise UnsupportedModelError(
+        f"{name} (loss_type {declared!r}) has no known per-example loss.",
+        why="the model's own loss is normalised over the batch, so one example would rescale its neighbours.",
+        fix="override DPTrainer.compute_per_example_loss(model, inputs) to return one loss for each example.",
+    )
+
+
+def is_causal(model: nn.Module) -> bool:
+    """Whether `model` is trained to predict each token from those before it, by a loss that is known."""
+    try:
+        return loss_kind(model) == SHIFTED
+    except UnsupportedModelError:
+        return False
+
+
+def _of_decoder(base: Any, kind: str) -> str:
+    """An encoder-decoder feeds its decoder shifted labels, so that each position predicts its own."""
+    return TOKENWISE if kind == SHIFTED and getattr(base.config, "is_encoder_decoder", False) else kind
+
+
+def base_model(model: nn.Module) -> Any:
+    """The model of Transformers that PEFT may have been put around."""
+    unwrap = getattr(model, "get_base_model", None)
+    return unwrap() if callable(unwrap) else model

@@ -1,0 +1,81 @@
+"""Cross-entropy of each example's own labelled positions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_dp.errors import UnsupportedModelError
+
+# The label of a position that is not counted.
+IGNORED = -100
+_DOES_NOT_KEEP_ITS_OUTPUT = (
+    "_RecordedUseBackward", "ToCopyBackward0", "UnsafeViewBackward0", "AddmmBackward0", "MmBackward0", "MulBackward0",
+    "DivBackward0", "AddBackward0",
+)  # fmt: skip
+# How many logits are worked on at a time: a few MiB, which stay in the cache.
+_CHUNK = 1 << 19
+
+
+def accurate(logits: Tensor) -> Tensor:
+    """In at least float32."""
+    return logits if logits.dtype == torch.float64 else logits.float()
+
+
+def token_losses(logits: Tensor, labels: Tensor, label_smoothing: float) -> Tensor:
+    """(B,): the mean over each example's own labelled positions, of logits (B, T, V) and labels (B, T)."""
+    if logits.shape[:-1] != labels.shape:
+        raise UnsupportedModelError(
+            f"logits {tuple(logits.shape)} for labels {tuple(labels.shape)}.",
+            why="one label for each position is needed.",
+            fix="override DPTrainer.compute_per_example_loss(model, inputs), or train with LoRA.",
+        )
+    may_overwrite = type(logits.grad_fn).__name__ in _DOES_NOT_KEEP_ITS_OUTPUT and not _is_kept(logits)
+    losses: Tensor = _CrossEntropy.apply(logits.flatten(0, 1), labels.flatten(), label_smoothing, may_overwrite)  # type: ignore[no-untyped-call]
+    counted = labels.ne(IGNORED)
+    return losses.view_as(labels).sum(1) / counted.sum(1).clamp_min(1)
+
+
+def _is_kept(logits: Tensor) -> bool:
+    """Whether another operation has kept the logits for its backward pass (a penalty on them, say)."""
+    uses = getattr(logits, "_use_count", None)
+    return uses is None or uses() > 1
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """F.cross_entropy without reduction, on logits (N, V) that are large: no probabilities (N, V) are kept.
+
+    Args:
+        may_overwrite: the gradient takes the place of the logits, which nobody else has kept for the backward pass.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, label_smoothing: float, may_overwrite: bool) -> Tensor:
+        rows = max(1, _CHUNK // logits.shape[1])
+        normaliser = torch.cat([part.logsumexp(1) for part in logits.split(rows)])
+        counted = labels.ne(IGNORED)
+        labels = labels.where(counted, 0)
+        right = logits.gather(1, labels[:, None]).squeeze(1)
+        losses = normaliser - right
+        if label_smoothing:
+            losses = (1 - label_smoothing) * losses + label_smoothing * (normaliser - logits.mean(1))
+        ctx.save_for_backward(logits, labels, normaliser, counted)
+        ctx.rows, ctx.label_smoothing, ctx.may_overwrite = rows, label_smoothing, may_overwrite
+        return losses.where(counted, 0.0)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, weights: Tensor) -> tuple[Tensor, None, None, None]:
+        logits, labels, normaliser, counted = ctx.saved_tensors
+        weights = weights.where(counted, 0.0)[:, None]
+        gradient = logits.detach() if ctx.may_overwrite else torch.empty_like(logits)
+        parts = (values.split(ctx.rows) for values in (logits.detach(), normaliser[:, None], weights, gradient))
+        for part, shift, weight, out in zip(*parts, strict=True):
+            torch.sub(part, shift, out=out).exp_()
+            if ctx.label_smoothing:
+                out.sub_(ctx.label_smoothing / logits.shape[1])
+            out.mul_(weight)
+        gradient.scatter_add_(1, labels[:, None], weights * (ctx.label_smoothing - 1))
+        return gradient, None, None, None

@@ -1,0 +1,105 @@
+"""One use of watched parameters, run by its rule as an autograd Function that hands on per-example factors."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hf_dp.errors import UnsupportedModelError
+from hf_dp.per_example.rule import Axis, Bound, Operands, Rule, refusal
+from hf_dp.per_example.watched import Recording, WatchedParameter, flatten
+
+# What sorts the tokens of all examples by expert loses sight of whose they are.
+_REASONS = {
+    "grouped_mm": "it mixes the tokens of all examples (Transformers' experts keep them in order after "
+    "model.set_experts_implementation('batched_mm'), and are exact then)"
+}
+
+
+class Call(NamedTuple):
+    """One use, as its backward pass needs to know it."""
+
+    watch: Recording
+    rule: Rule
+    operands: Operands
+    watched: dict[str, WatchedParameter]
+    axis: Axis
+
+
+def recorded(given: Tensor | None, call: Call) -> Tensor:
+    """What the operation gives; its parameters' factors go where theirs go, once the backward pass comes here."""
+    anchor = torch.zeros((), requires_grad=True)
+    output: Tensor = _RecordedUse.apply(anchor, given, call)  # type: ignore[no-untyped-call]
+    return output
+
+
+class _RecordedUse(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, given: Tensor | None, call: Call) -> Tensor:
+        output, saved = call.rule.forward(given, call.operands)
+        if output._is_view():
+            # Autograd would let nobody change it in place.
+            output = torch.ops.aten._unsafe_view(output, output.shape)
+        ctx.save_for_backward(*saved)
+        ctx.call = call
+        ctx.input_dtype = None if given is None else given.dtype
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, Tensor | None, None]:
+        call: Call = ctx.call
+        if not call.watch.is_final:
+            raise refusal(
+                sorted({w.source.parameter for w in call.watched.values()}),
+                f"operation {call.rule.name}",
+                "the loss function differentiates it by itself, as gradient penalties do",
+            )
+        needs_input = bool(ctx.needs_input_grad[1])
+        # Detached: factors that held on to the graph would be held by it in turn, and never be freed.
+        saved = tuple(tensor.detach() for tensor in ctx.saved_tensors)
+        try:
+            input_gradient, factors = call.rule.backward(saved, call.operands, gradients[0], call.axis, needs_input)
+        except torch.OutOfMemoryError:
+            raise
+        except (RuntimeError, TypeError, ValueError, IndexError) as error:
+            names = sorted({w.source.parameter for w in call.watched.values()})
+            raise refusal(names, f"operation {call.rule.name}", f"its rule cannot read it ({error})") from error
+        for role, parameter in call.watched.items():
+            found = factors[role]
+            if found is not None:
+                parameter.source.pull(found)
+        if not needs_input or input_gradient is None:
+            return None, None, None
+        return None, input_gradient.to(ctx.input_dtype), None
+
+
+def sorted_operands(
+    rule: Rule | None, name: str, parameters: list[str], args: Any, kwargs: Any
+) -> Bound | UnsupportedModelError:
+    """The operands of a use, sorted, or why they cannot be."""
+    if rule is None:
+        reasons = (reason for part, reason in _REASONS.items() if part in name)
+        return refusal(parameters, f"operation {name}", next(reasons, "it has no rule for exact per-example gradients"))
+    try:
+        bound = rule.bind(*args, **kwargs)
+    except TypeError as error:
+        return refusal(parameters, f"operation {name}", f"its arguments are not known ({error})")
+    except UnsupportedModelError as error:
+        # Its frames would keep the memory of the whole pass.
+        return error.with_traceback(None)
+    reason = _entangled(bound)
+    return bound if reason is None else refusal(parameters, f"operation {name}", reason)
+
+
+def _entangled(bound: Bound) -> str | None:
+    """Why the operands of a use are no input and parameters, if they are not."""
+    watched = [p for p in bound.parameters.values() if isinstance(p, WatchedParameter)]
+    strays = [a for a in flatten((bound.input, bound.options)) if isinstance(a, WatchedParameter)]
+    if strays or len({id(p) for p in watched}) != len(watched):
+        return "parameters are combined with one another there"
+    plain = [p for p in bound.parameters.values() if not isinstance(p, WatchedParameter)]
+    if any(isinstance(a, Tensor) and a.requires_grad for a in flatten((plain, bound.options))):
+        return "another of its operands needs a gradient too"
+    return None

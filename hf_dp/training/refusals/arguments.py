@@ -1,0 +1,125 @@
+"""Training arguments that a private run cannot honour, each refused by name."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+from hf_dp.config.ranges import is_count, is_number, shown
+from hf_dp.errors import ConfigurationError
+
+_DEFAULT_MAX_GRAD_NORM = 1.0
+_COUNTS = ("per_device_train_batch_size", "gradient_accumulation_steps", "max_steps")
+_RATES = {
+    "learning_rate": (1e30, "weights would become no numbers, or learn backwards"),
+    "weight_decay": (1e6, "weights would become no numbers, or grow without end"),
+    "adam_epsilon": (1e6, "no step would move anything"),
+    "label_smoothing_factor": (1.0, "at 1 nothing is left of the labels, and outside of 0 to 1 they are no shares"),
+    "num_train_epochs": (math.inf, "the number of steps follows from it"),
+}
+
+
+def private_arguments(args: Any) -> Any:
+    """A copy of the user's `TrainingArguments` in which one dataloader item is one step and nothing clips twice.
+
+    Raises:
+        ConfigurationError: an argument that would break the guarantee.
+    """
+    for found, why, fix in _conflicts(args):
+        raise ConfigurationError(found, why=why, fix=fix)
+    private = copy.copy(args)
+    private.gradient_accumulation_steps = 1
+    private.max_grad_norm = 0.0
+    if getattr(args, "trackio_static_space_id", False) is None:
+        # Unless a space was named, Trackio would publish the logged losses with every push.
+        private.trackio_static_space_id = False
+    return private
+
+
+def _conflicts(args: Any) -> list[tuple[str, str, str]]:
+    found: list[tuple[str, str, str]] = []
+
+    def refuse(condition: Any, what: str, why: str, fix: str) -> None:
+        if condition:
+            found.append((what, why, fix))
+
+    strategy = getattr(args, "train_sampling_strategy", "random")
+    optimizer = str(getattr(args.optim, "value", args.optim))
+    refuse(
+        args.fp16,
+        "fp16=True.",
+        "its loss scaling divides the noise by the scale and skips steps depending on the data.",
+        "use bf16=True, or float32.",
+    )
+    refuse(
+        args.max_grad_norm not in (0, None, _DEFAULT_MAX_GRAD_NORM),
+        f"max_grad_norm={args.max_grad_norm}.",
+        "it clips the noisy average once more; the clipping that privacy rests on is per example.",
+        "leave max_grad_norm out (hf_dp sets it to 0) and set PrivacyConfig(clipping_norm=...).",
+    )
+    for name in _COUNTS:
+        value = getattr(args, name)
+        refuse(
+            not is_count(value) and not (name == "max_steps" and value == -1),
+            f"{name}={shown(value)}.",
+            "the sampling probability and the number of steps, which are accounted for, follow from it.",
+            "give a whole number of at least 1.",
+        )
+    for name, (limit, means) in _RATES.items():
+        value = getattr(args, name)
+        refuse(
+            not (is_number(value) and 0 <= value < limit),
+            f"{name}={shown(value)}.",
+            f"{means}, and the budget would be spent for it.",
+            "give a finite number of at least 0" + (f" and below {limit:g}." if limit < math.inf else "."),
+        )
+    refuse(
+        strategy != "random" or getattr(args, "group_by_length", False),
+        f"train_sampling_strategy={strategy!r}.",
+        "the guarantee holds for Poisson sampling, where every example is drawn independently; this strategy is not.",
+        "leave it at 'random'; hf_dp draws the batches itself.",
+    )
+    refuse(
+        args.auto_find_batch_size,
+        "auto_find_batch_size=True.",
+        "it starts over after steps that were already taken, so they would not be counted.",
+        "set per_device_train_batch_size to what fits; it is only the micro-batch here.",
+    )
+    refuse(
+        args.deepspeed,
+        "DeepSpeed.",
+        "its engine applies gradients inside backward, so there is no place for clipping and noise.",
+        "use FSDP2 (fsdp_version: 2 in accelerate's config), which shards as much.",
+    )
+    refuse(
+        args.n_gpu > 1,
+        f"nn.DataParallel on {args.n_gpu} devices.",
+        "it splits batches and sums gradients behind the clipping.",
+        "start one process for each device (torchrun or accelerate launch), or make one visible.",
+    )
+    refuse(
+        getattr(args, "use_liger_kernel", False),
+        "use_liger_kernel=True.",
+        "its fused kernels use parameters where no rule sees them.",
+        "leave it out.",
+    )
+    refuse(
+        args.torch_compile,
+        "torch_compile=True.",
+        "compiled graphs use parameters where no rule sees them.",
+        "leave it out.",
+    )
+    refuse(
+        "lomo" in optimizer or "layerwise" in optimizer,
+        f"optim={optimizer!r}.",
+        "it updates parameters during the backward pass, before clipping and noise.",
+        "use an optimizer that steps after backward, such as the default adamw_torch.",
+    )
+    refuse(
+        args.neftune_noise_alpha is not None,
+        f"neftune_noise_alpha={args.neftune_noise_alpha}.",
+        "its noise on the embeddings is scaled by the padded length, so one long example changes its neighbours.",
+        "leave it out; the noise of private training regularises as well.",
+    )
+    return found

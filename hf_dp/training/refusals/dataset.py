@@ -1,0 +1,52 @@
+"""Training data that cannot be drawn from example by example."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch.utils.data import IterableDataset
+
+from hf_dp.config.ranges import shown
+from hf_dp.errors import ConfigurationError
+from hf_dp.randomness import unchanged_global_state
+
+
+def refuse_dataset(dataset: Any) -> None:
+    """Refuses training data that cannot be drawn from example by example.
+
+    Raises:
+        ConfigurationError: with its type.
+    """
+    kind = type(dataset).__name__
+    if isinstance(dataset, Mapping):
+        raise ConfigurationError(
+            f"train_dataset is {kind} with the keys {', '.join(map(str, dataset))}.",
+            why="its length is the number of its parts, not of its examples.",
+            fix="pass one of its parts, for example train_dataset=data['train'].",
+        )
+    if isinstance(dataset, IterableDataset) or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+        raise ConfigurationError(
+            f"train_dataset is {kind}, which can only be iterated.",
+            why="Poisson sampling draws every example independently, so it needs their number and access by index.",
+            fix="use a map-style dataset (for a streamed one: Dataset.from_generator or without streaming=True).",
+        )
+    try:
+        n = len(dataset)
+        if n:
+            with unchanged_global_state():
+                dataset[n - 1]
+        again = len(dataset)
+    except (LookupError, TypeError, ValueError, OverflowError, NotImplementedError) as error:
+        raise ConfigurationError(
+            f"train_dataset is {kind}, whose last example cannot be read, or that has no length "
+            f"({type(error).__name__}: {shown(error)}).",
+            why="the sampling probability follows from its length, and each example must be there when it is drawn.",
+            fix="correct __len__ and __getitem__ so that dataset[len(dataset) - 1] is its last example.",
+        ) from error
+    if again != n:
+        raise ConfigurationError(
+            f"train_dataset is {kind}, whose length was {n} and then {again}.",
+            why="the sampling probability follows from it, and must be the same in the whole run.",
+            fix="make a dataset of fixed length: one epoch's rows, or all rows with random choices in __getitem__.",
+        )

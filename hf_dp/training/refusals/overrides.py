@@ -1,0 +1,45 @@
+"""Methods of a Trainer that would run in place of the private ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hf_dp.errors import ConfigurationError
+from hf_dp.training.sft import is_sft_trainer
+
+
+def refuse_overrides(trainer: Any, mixin: type, base: type) -> None:
+    """Refuses a Trainer whose own methods would bypass the private step, or whose loss would be ignored.
+
+    Raises:
+        ConfigurationError: with the method and the class that defines it.
+    """
+    for method in ("training_step", "get_train_dataloader"):
+        owner = _owner(trainer, method)
+        if owner is not mixin and not issubclass(mixin, owner):
+            raise ConfigurationError(
+                f"{owner.__name__}.{method} comes before DPTrainerMixin's.",
+                why="it would run instead of the private one, and nothing would be clipped, noised or counted.",
+                fix="put DPTrainerMixin first: class MyTrainer(DPTrainerMixin, MyBaseTrainer), and do not override it.",
+            )
+    owner = _owner(trainer, "_get_train_sampler")
+    if owner is not base:
+        raise ConfigurationError(
+            f"{owner.__name__} chooses its own training sampler.",
+            why="a weighted or ordered sampler draws examples with other probabilities than are accounted for.",
+            fix="leave the sampler to hf_dp; to balance classes, weight the per-example loss.",
+        )
+    has_own_loss = _owner(trainer, "compute_per_example_loss") is not mixin
+    owner = _owner(trainer, "compute_loss")
+    is_known = owner is base or is_sft_trainer(owner)
+    if not (has_own_loss or (is_known and trainer.compute_loss_func is None)):
+        name = "compute_loss_func" if is_known else f"{owner.__name__}.compute_loss"
+        raise ConfigurationError(
+            f"{name} gives one loss for the whole batch.",
+            why="clipping needs each example's own loss; training would silently use another loss than yours.",
+            fix="also override compute_per_example_loss(model, inputs) to return one loss for each example.",
+        )
+
+
+def _owner(trainer: Any, method: str) -> type:
+    return next(kind for kind in type(trainer).__mro__ if method in vars(kind))
