@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+import hf_dp.hub.version1 as version1
 from hf_dp.accounting import Ledger, Mechanism, PrivacyReport
 from hf_dp.config import PrivacyConfig
 from hf_dp.errors import ConfigurationError, LedgerError
-from hf_dp.hub import version1
 
 RECORD_FILE = "privacy.json"
 CARD_FILE = "README.md"
