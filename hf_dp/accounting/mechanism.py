@@ -149,6 +149,9 @@ class Mechanism:
         try:
             if not isinstance(values, Mapping) or set(values) != _FIELDS:
                 raise TypeError(f"expected the fields {', '.join(sorted(_FIELDS))}, found {str(values)[:100]}")
+            for name in ("queries", "releases"):
+                if not isinstance(values[name], list):
+                    raise TypeError(f"{name} is no list: {str(values[name])[:100]}")
             terms = {name: terms_from_dict(name, values[name]) for name in TERMS}
             queries = tuple(Query(**query) for query in values["queries"])
             releases = tuple(Release.from_dict(release) for release in values["releases"])

@@ -76,6 +76,13 @@ def test_every_number_of_it_has_its_range(wrong: Any) -> None:
             Mechanism.from_dict(values)
 
 
+@pytest.mark.parametrize("wrong", [{}, "", None, {"queries": 1}])
+@pytest.mark.parametrize("name", ["queries", "releases"])
+def test_lists_of_it_are_lists(name: str, wrong: Any) -> None:
+    with pytest.raises(LedgerError, match="this is no mechanism"):
+        Mechanism.from_dict({**mechanism().to_dict(), name: wrong})
+
+
 @pytest.mark.parametrize(
     "change",
     [
