@@ -21,6 +21,8 @@ from tests.distributed.sparse import (
 )
 from tests.distributed.tasks import farthest
 
+pytestmark = pytest.mark.usefixtures("checked_once")
+
 TOLERANCE = 1e-6
 BUDGET = {"noise_multiplier": None, "target_epsilon": 8.0}
 

@@ -19,6 +19,8 @@ from hf_dp import DPTrainer
 from hf_dp.cli import app
 from hf_dp.errors import ConfigurationError
 
+pytestmark = pytest.mark.usefixtures("checked_once")
+
 ROOT = Path(__file__).resolve().parents[2]
 ATTENTION = [f"{arm}, released, scale 1" for arm in ("on", "shuffled", "constant")]
 

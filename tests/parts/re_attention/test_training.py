@@ -34,6 +34,8 @@ from tests.training.workbench import (
 )
 from tests.zoo import VOCABULARY, tiny
 
+pytestmark = pytest.mark.usefixtures("checked_once")
+
 
 def budgeted(path: Path, attention: ReAttentionConfig | None = None, model: Any = None, **changes: Any) -> DPTrainer:
     privacy = private(noise_multiplier=None, target_epsilon=3.0, re_attention=attention or ReAttentionConfig(), seed=7)
