@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,8 +25,22 @@ from tests.distributed.tasks import (
 TOLERANCE = 1e-6
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("name", MODELS)
+# Of what FSDP2 splits, bert has nothing that the others have not; llama is the base of its adapter.
+LIKE_OTHERS = {"llama", "bert", "albert", "llama lora and head"}
+
+
+def models(of: Iterable[str]) -> list[Any]:
+    """With those that are like others marked as slow."""
+    return [pytest.param(name, marks=[pytest.mark.slow] * (name in LIKE_OTHERS)) for name in of]
+
+
+@pytest.mark.parametrize(
+    ("name", "checkpointing"),
+    [
+        *((name, False) for name in MODELS),
+        *(pytest.param(name, True, marks=[pytest.mark.slow] * (name in LIKE_OTHERS)) for name in MODELS),
+    ],
+)
 def test_without_noise_shards_agree_with_one_process(pair: Gang, name: str, checkpointing: bool) -> None:
     alone = pair.alone_once(stepped, name)
     for found in pair.run(stepped, name, "blocks", 8, checkpointing):
@@ -32,7 +48,7 @@ def test_without_noise_shards_agree_with_one_process(pair: Gang, name: str, chec
         assert found["loss"] == pytest.approx(alone["loss"], abs=1e-4)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", models(MODELS))
 def test_with_adam_and_every_parameter_in_one_unit(pair: Gang, name: str) -> None:
     alone = pair.alone_once(stepped, name, None, 8, False, "AdamW")
     for found in pair.run(stepped, name, "whole", 8, False, "AdamW"):
@@ -69,7 +85,7 @@ def test_further_models(pair: Gang, name: str) -> None:
             assert farthest(found["parameters"], alone["parameters"]) < TOLERANCE
 
 
-@pytest.mark.parametrize("name", [name for name in FURTHER if name != "t5"])
+@pytest.mark.parametrize("name", models(name for name in FURTHER if name != "t5"))
 def test_further_models_through_trainer(tmp_path: Path, pair: Gang, name: str) -> None:
     alone = pair.alone_once(trained_alone, name)
     for found in pair.run(trained_in_shards, str(tmp_path / "two"), name, 2):
