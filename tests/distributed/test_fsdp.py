@@ -76,13 +76,20 @@ def test_through_trainer(tmp_path: Path, pair: Gang, name: str) -> None:
         assert (found["steps"], found["report"]) == (STEPS, alone["report"])
 
 
-@pytest.mark.parametrize("name", [*(name for name in FURTHER if name != "t5"), "t5, positions frozen"])
-def test_further_models(pair: Gang, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "checkpointing"),
+    [
+        *((name, False) for name in FURTHER if name != "t5"),
+        ("t5, positions frozen", True),
+        pytest.param("t5, positions frozen", False, marks=pytest.mark.slow),
+        # ALBERT knows no checkpointing.
+        *(pytest.param(name, True, marks=pytest.mark.slow) for name in FURTHER if name not in ("t5", "albert")),
+    ],
+)
+def test_further_models(pair: Gang, name: str, checkpointing: bool) -> None:
     alone = pair.alone_once(stepped, name)
-    # ALBERT knows no checkpointing.
-    for checkpointing in (False, True) if name != "albert" else (False,):
-        for found in pair.run(stepped, name, "blocks", 8, checkpointing):
-            assert farthest(found["parameters"], alone["parameters"]) < TOLERANCE
+    for found in pair.run(stepped, name, "blocks", 8, checkpointing):
+        assert farthest(found["parameters"], alone["parameters"]) < TOLERANCE
 
 
 @pytest.mark.parametrize("name", models(name for name in FURTHER if name != "t5"))
