@@ -116,7 +116,8 @@ def _told(args: tuple[Any, ...], options: Mapping[str, Any]) -> Hashable | None:
         return None
     else:
         given = trainer.args
-        told.append((type(trainer), given.label_smoothing_factor, given.bf16, given.fp16))
+        kind = getattr(given, "loss_type", None)  # of TRL
+        told.append((type(trainer), kind, given.label_smoothing_factor, given.bf16, given.fp16))
     if collate:
         told += [_content(collate[0](rows)) for rows in (list(examples), *([row] for row in examples))]
     return (*told, _content(examples))

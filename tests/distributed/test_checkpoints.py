@@ -52,7 +52,7 @@ def test_saved_by_one_and_resumed_by_two(tmp_path: Path, pair: Gang) -> None:
         assert resumed["ledger"] == whole["ledger"]
 
 
-@pytest.mark.parametrize("kind", [None, "SHARDED_STATE_DICT"])
+@pytest.mark.parametrize("kind", [pytest.param(None, marks=pytest.mark.slow), "SHARDED_STATE_DICT"])
 def test_the_newest_whole_one_is_the_same_for_all(tmp_path: Path, pair: Gang, kind: str | None) -> None:
     whole = pair.run(saved_and_resumed, str(tmp_path), NAME, 2, kind, False)[0]
     assert {path.name for path in tmp_path.iterdir() if path.name.startswith("_")} == {KEY_FILE, LOCK_FILE}
@@ -69,7 +69,7 @@ def test_the_newest_whole_one_is_the_same_for_all(tmp_path: Path, pair: Gang, ki
     ("name", "kind"),
     [
         (NAME, "FULL_STATE_DICT"),
-        ("llama lora", "SHARDED_STATE_DICT"),
+        pytest.param("llama lora", "SHARDED_STATE_DICT", marks=pytest.mark.slow),
         pytest.param(NAME, "SHARDED_STATE_DICT", marks=pytest.mark.slow),
         pytest.param("llama lora", "FULL_STATE_DICT", marks=pytest.mark.slow),
     ],
@@ -105,6 +105,7 @@ def test_saved_in_one_layout_and_resumed_in_another(
     tmp_path: Path, pair: Gang, name: str, saved: str | None, resumed: str | None, changes: dict[str, Any]
 ) -> None:
     whole = pair.run(resumed_with, str(tmp_path), name, 2, saved, False, changes)[0]
+    loads(tmp_path, whole["parameters"])
     found = pair.run(resumed_with, str(tmp_path), name, 2, resumed, True, changes)
     if resumed is None:
         found.append(pair.alone(resumed_with, str(tmp_path), name, 1, None, True, changes))

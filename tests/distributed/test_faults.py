@@ -78,6 +78,7 @@ def test_the_first_rank_killed_between_charge_and_noise(tmp_path: Path, launcher
     goes_on(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_refusal_is_the_last_thing_seen_and_once(tmp_path: Path) -> None:
     refused = launch(str(tmp_path), "refused")
     assert refused.returncode != 0

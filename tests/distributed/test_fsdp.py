@@ -25,20 +25,21 @@ from tests.distributed.tasks import (
 TOLERANCE = 1e-6
 
 
-# Of what FSDP2 splits, bert has nothing that the others have not; llama is the base of its adapter.
+# Of what FSDP2 splits, bert has nothing that the others have not; llama is the base of its adapters.
 LIKE_OTHERS = {"llama", "bert", "albert", "llama lora and head"}
+SLOW = {True: [pytest.mark.slow], False: []}
 
 
 def models(of: Iterable[str]) -> list[Any]:
     """With those that are like others marked as slow."""
-    return [pytest.param(name, marks=[pytest.mark.slow] * (name in LIKE_OTHERS)) for name in of]
+    return [pytest.param(name, marks=SLOW[name in LIKE_OTHERS]) for name in of]
 
 
 @pytest.mark.parametrize(
     ("name", "checkpointing"),
     [
-        *((name, False) for name in MODELS),
-        *(pytest.param(name, True, marks=[pytest.mark.slow] * (name in LIKE_OTHERS)) for name in MODELS),
+        *(pytest.param(name, False, marks=SLOW[name in LIKE_OTHERS]) for name in MODELS),
+        *(pytest.param(name, True, marks=SLOW[name != "llama lora"]) for name in MODELS),
     ],
 )
 def test_without_noise_shards_agree_with_one_process(pair: Gang, name: str, checkpointing: bool) -> None:
@@ -66,7 +67,7 @@ def test_failure_06_batches_that_are_empty_on_some_ranks_or_all(pair: Gang) -> N
         assert farthest(each["parameters"], alone["parameters"]) < TOLERANCE
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", models(MODELS))
 def test_through_trainer(tmp_path: Path, pair: Gang, name: str) -> None:
     alone = pair.alone_once(trained_alone, name)
     for found in pair.run(trained_in_shards, str(tmp_path / "two"), name, 2):
@@ -79,7 +80,7 @@ def test_through_trainer(tmp_path: Path, pair: Gang, name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "checkpointing"),
     [
-        *((name, False) for name in FURTHER if name != "t5"),
+        *(pytest.param(name, False, marks=SLOW[name in LIKE_OTHERS]) for name in FURTHER if name != "t5"),
         ("t5, positions frozen", True),
         pytest.param("t5, positions frozen", False, marks=pytest.mark.slow),
         # ALBERT knows no checkpointing.

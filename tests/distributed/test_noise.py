@@ -11,7 +11,8 @@ from tests.distributed.noise import complaints, drawn
 KINDS = ("ddp", "fsdp", "mixed")
 
 
-@pytest.mark.parametrize("kind", KINDS)
+# "mixed" has shards too.
+@pytest.mark.parametrize("kind", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow), "mixed"])
 def test_each_element_gets_the_noise_once(pair: Gang, kind: str) -> None:
     first, second = pair.run(drawn, kind)
     assert complaints(first) == []

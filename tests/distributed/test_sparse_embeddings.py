@@ -47,7 +47,7 @@ def each_once(*values: Sequence[Any]) -> list[Any]:
 
 
 @pytest.mark.parametrize(("method", "optimizer"), each_once([*METHODS], ["sgd", "row_wise_adam"]))
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [pytest.param("one table", marks=pytest.mark.slow), "several tables"])
 def test_without_noise_two_processes_agree_with_one(
     tmp_path: Path, pair: Gang, name: str, method: str, optimizer: str
 ) -> None:
@@ -90,8 +90,8 @@ def lasting(
     ("name", "settings"),
     [
         ("one table", {"threshold": 2.0}),
-        ("one table", {**CHOSEN, "renew_every": 2, "method": "adafest+"}),
-        ("several tables", CHOSEN),
+        pytest.param("one table", {**CHOSEN, "renew_every": 2, "method": "adafest+"}, marks=pytest.mark.slow),
+        pytest.param("several tables", CHOSEN, marks=pytest.mark.slow),
         ("several tables", {**CHOSEN, "renew_every": 2, "method": "adafest+"}),
         pytest.param("one table", CHOSEN, marks=pytest.mark.slow),
         pytest.param("several tables", {"threshold": 2.0}, marks=pytest.mark.slow),

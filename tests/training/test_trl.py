@@ -27,6 +27,8 @@ from hf_dp.errors import ConfigurationError
 from hf_dp.training.trainer import DPTrainerMixin
 from tests.training.workbench import distance, draws, parameters, private
 
+pytestmark = pytest.mark.usefixtures("checked_once")
+
 trl = pytest.importorskip("trl")
 
 ROOT = Path(__file__).resolve().parents[2]
