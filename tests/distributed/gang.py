@@ -7,6 +7,7 @@ import importlib
 import os
 import random
 import socket
+import time
 import traceback
 from collections.abc import Callable
 from queue import Empty
@@ -75,12 +76,17 @@ class Gang:
         for task in self._tasks:
             task.put((function.__module__, function.__qualname__, args))
         found: list[tuple[str, Any]] = []
-        for answer in self._answers:
-            try:
-                found.append(answer.get(timeout=20 if any(kind == "error" for kind, _ in found) else _PATIENCE))
-            except Empty:
-                # It waits for one that failed; the error of that one tells more.
-                found.append(("error", None))
+        for answer, member in zip(self._answers, self._members, strict=True):
+            until = time.monotonic() + (20 if any(kind == "error" for kind, _ in found) else _PATIENCE)
+            while True:
+                try:
+                    found.append(answer.get(timeout=1))
+                    break
+                except Empty:
+                    # It is dead, or waits for one that failed, whose error tells more.
+                    if time.monotonic() > until or not member.is_alive():
+                        found.append(("error", None))
+                        break
         return found
 
     def dismiss(self) -> None:

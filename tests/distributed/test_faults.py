@@ -62,11 +62,22 @@ def goes_on(path: Path, pair: Gang | None = None) -> None:
 
 
 def test_a_rank_killed_in_a_step_and_what_comes_after(tmp_path: Path, pair: Gang) -> None:
+    doomed = Gang(2, pair.backend)
+    (_, said), killed = doomed.attempt(finished, str(tmp_path), "meet", 1)
+    doomed.dismiss()
+    assert killed == ("error", None)
+    assert "RanksError" in said
+    assert "gloo" not in said.splitlines()[-1]
+    goes_on(tmp_path, pair)
+
+
+@pytest.mark.slow
+def test_a_rank_of_torchrun_killed_in_a_step_and_what_comes_after(tmp_path: Path) -> None:
     died = launch(str(tmp_path), "meet", "1")
     assert died.returncode != 0
     assert "gloo" not in died.stderr
     assert "SIGKILL" in died.stderr or "Signal 9" in died.stderr
-    goes_on(tmp_path, pair)
+    goes_on(tmp_path)
 
 
 @pytest.mark.slow

@@ -265,7 +265,7 @@ def test_a_decoder_whose_noise_is_still_to_come_attends_to_a_longer_text(tmp_pat
     def answers(examples: Any) -> dict[str, torch.Tensor]:
         return {**pad([{"input_ids": e["input_ids"]} for e in examples]), "labels": torch.full((len(examples), 1), 9)}
 
-    model, attention = tiny("t5", "seq2seq", torch.float32), ReAttentionConfig(error="accumulated")
+    model, attention = tiny("t5", "seq2seq", torch.float32, num_layers=1), ReAttentionConfig(error="accumulated")
     trainer = budgeted(tmp_path, attention, model, parts={"data_collator": answers})
     trainer.train()
     assert trainer.ledger.steps == 4
@@ -324,7 +324,7 @@ def test_a_decoder_reads_its_start_token_in_each_example(tmp_path: Path, monkeyp
             "labels": torch.tensor([[9, 2]] * len(examples)),
         }
 
-    found = counted(tiny("t5", "seq2seq", torch.float32), answers, monkeypatch, tmp_path)
+    found = counted(tiny("t5", "seq2seq", torch.float32, num_layers=1), answers, monkeypatch, tmp_path)
     assert found[0] == found[9] == found[2] == ROWS
 
 
@@ -345,7 +345,7 @@ def test_what_an_encoder_decoder_tells_classes_apart_by_are_no_tokens(
             "labels": torch.tensor([label] * len(examples)),
         }
 
-    found = counted(tiny("t5", head, torch.float32), classes, monkeypatch, tmp_path)
+    found = counted(tiny("t5", head, torch.float32, num_layers=1), classes, monkeypatch, tmp_path)
     assert found[1] == 0
     assert found[0] == found[2] == ROWS
 
