@@ -28,7 +28,7 @@ from hf_dp.step.private_gradient import private_gradient
 from tests.distributed.noise import LEVEL
 from tests.distributed.tasks import promise
 
-ROWS, REPEATS, EXPECTED, CLIPPING = 24, 200, 10, 0.5
+ROWS, REPEATS, EXPECTED, CLIPPING = 24, 400, 10, 0.5
 TABLE = "words.weight"
 # So many examples touch the first rows, each example one of them; the other rows are touched by none.
 COUNTS = [1, 2, 3, 4] * 4
@@ -74,11 +74,12 @@ def plan_of(seed: int | None, **changes: Any) -> Plan:
     return Plan.make(promise(**values), PoissonBatchSampler(100, EXPECTED, Entropy(0)), 1, Entropy(seed))
 
 
-def drawn(wrong: str | None = None) -> dict[str, Tensor]:
-    """Which rows survived (REPEATS, ROWS), the noise on them (REPEATS, ROWS, 3), and that on the head (REPEATS, 8).
+def drawn(wrong: str | None = None, repeats: int = REPEATS) -> dict[str, Tensor]:
+    """Which rows survived (repeats, ROWS), the noise on them (repeats, ROWS, 3), and that on the head (repeats, 8).
 
     Args:
         wrong: which mistake to make.
+        repeats: fewer are enough for a mistake that they show.
     """
     model = Words()
     gradients = gradients_of(model, share())
@@ -86,7 +87,7 @@ def drawn(wrong: str | None = None) -> dict[str, Tensor]:
     found: dict[str, list[Tensor]] = {"survived": [], "rows": [], "head": []}
     with mistakes(wrong):
         truth = _truth(model, gradients)
-        for repeat in range(REPEATS):
+        for repeat in range(repeats):
             plan = plan_of(repeat if wrong == "one stream for both releases" else None)
             assert plan.contribution_noise_multiplier is not None
             deviation = plan.contribution_noise_multiplier * CONFIG.contribution_norm
@@ -183,9 +184,9 @@ def complaints(samples: dict[str, Tensor]) -> list[str]:
     parts = [survived[:, often].double() - torch.tensor(rates)[often], samples["rows"][:, often].flatten(1)]
     columns = torch.cat([*parts, samples["head"]], dim=1)
     columns = columns / columns.norm(dim=0).clamp_min(1e-12)
-    limit = stats.norm.isf(LEVEL / columns.shape[1] ** 2) / REPEATS**0.5
+    limit = stats.norm.isf(LEVEL / columns.shape[1] ** 2) / len(columns) ** 0.5
     for lag, words in ((0, "in a step"), (1, "from step to step")):
-        correlation = (columns[lag:].T @ columns[: REPEATS - lag]).abs()
+        correlation = (columns[lag:].T @ columns[: len(columns) - lag]).abs()
         worst = float((correlation.fill_diagonal_(0) if lag == 0 else correlation).max())
         if worst > limit:
             found.append(f"correlation {worst:.3f} {words}")

@@ -7,7 +7,7 @@ import torch
 
 from tests.distributed.gang import Gang
 from tests.distributed.noise import LEVEL
-from tests.distributed.sparse_noise import choice_p, chosen, complaints, drawn, rows_without_a_meeting
+from tests.distributed.sparse_noise import REPEATS, choice_p, chosen, complaints, drawn, rows_without_a_meeting
 
 
 def test_rows_survive_by_one_noise_and_get_one_noise(pair: Gang) -> None:
@@ -21,6 +21,7 @@ def test_one_process_passes_the_same_check() -> None:
     assert complaints(drawn()) == []
 
 
+# With half the repeats a mistake is seen that is far larger than what they show.
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
@@ -36,7 +37,8 @@ def test_one_process_passes_the_same_check() -> None:
     ],
 )
 def test_the_check_can_fail(pair: Gang, wrong: str, words: str) -> None:
-    found = complaints(pair.run(drawn, wrong)[0])
+    repeats = REPEATS if wrong == "noise of every rank on the counts" else REPEATS // 2
+    found = complaints(pair.run(drawn, wrong, repeats)[0])
     assert any(words in complaint for complaint in found), found
 
 

@@ -218,6 +218,7 @@ def test_the_guard_on_corrections_sees_each_example_of_each_pass_and_no_log(
     assert same(Spoils.before, parameters(trainer.model)), "the weights moved before the refusal"
 
 
+@pytest.mark.checked_anew
 def test_corrections_that_are_too_large_in_the_check_before_the_first_step_cost_nothing(
     tmp_path: Path, monkeypatch: Any
 ) -> None:
@@ -370,6 +371,7 @@ def test_random_masks_are_secret_in_the_release(tmp_path: Path, monkeypatch: Any
     assert not torch.equal(sums[0], sums[2])
 
 
+@pytest.mark.checked_anew
 def test_a_failed_check_spends_nothing_and_leaves_plain_attention(tmp_path: Path, monkeypatch: Any) -> None:
     trainer = budgeted(tmp_path)
     check = DPTrainer._preflight
