@@ -20,7 +20,10 @@ REFUSED_ADAPTERS = {"LoHa", "OFT"}
 
 # Of one code with another of these, but for sizes, activations and what is tied; `test_every_case` has them too.
 ALIKE = {
-    *("mistral", "qwen2", "granite", "olmo2", "smollm3", "starcoder2", "gemma"),  # llama, qwen3, gemma2
+    *("mistral", "qwen2", "granite", "olmo2", "smollm3", "starcoder2", "granite_swa", "glm4", "nemotron"),  # llama
+    *("gemma", "gemma3", "phi", "phi3", "stablelm"),  # gemma2, qwen3 and gpt_neox
+    *("gpt_bigcode", "mpnet", "dinov2"),  # gpt2, bert, vit
+    *("qwen3_moe, experts batched", "qwen3_moe, experts and router frozen"),  # mixtral
     *("xlm-roberta", "electra", "mt5"),  # roberta, bert and albert, t5 and flan-t5
     *("mbart", "m2m_100", "pegasus", "marian"),  # bart
     *("hubert", "siglip"),  # wav2vec2, clip
@@ -28,7 +31,7 @@ ALIKE = {
     *("rsLoRA", "DoRA on Conv1D", "LoRA on attention beside experts (qwen3_moe)", "LoRA, bias='lora_only'"),
     *("modules_to_save, embedding and untied head", "trainable_token_indices, untied"),
     # Heads that other models have too.
-    *((name, head) for name in ("t5", "bart") for head in ("multi_label", "regression")),
+    *((name, head) for name in ("t5", "bart") for head in ("multi_label", "regression", "qa")),
 }
 
 

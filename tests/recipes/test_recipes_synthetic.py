@@ -18,6 +18,9 @@ from hf_dp.cli import app
 from hf_dp.errors import ConfigurationError
 from hf_dp.hub import verify
 
+# `part` forgets the modules of the recipe.
+pytestmark = pytest.mark.usefixtures("part", "checked_once")
+
 ROOT = Path(__file__).resolve().parents[2]
 NAMES = ["lost_card", "late transfer", "praise"]
 TINY = ("--width", "32", "--layers", "1", "--max_length", "12", "--smoke", "true", "--use_cpu", "true")
