@@ -52,7 +52,7 @@ def test_saved_by_one_and_resumed_by_two(tmp_path: Path, pair: Gang) -> None:
         assert resumed["ledger"] == whole["ledger"]
 
 
-@pytest.mark.parametrize("kind", [pytest.param(None, marks=pytest.mark.slow), "SHARDED_STATE_DICT"])
+@pytest.mark.parametrize("kind", [None, pytest.param("SHARDED_STATE_DICT", marks=pytest.mark.slow)])
 def test_the_newest_whole_one_is_the_same_for_all(tmp_path: Path, pair: Gang, kind: str | None) -> None:
     whole = pair.run(saved_and_resumed, str(tmp_path), NAME, 2, kind, False)[0]
     assert {path.name for path in tmp_path.iterdir() if path.name.startswith("_")} == {KEY_FILE, LOCK_FILE}

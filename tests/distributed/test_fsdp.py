@@ -49,7 +49,7 @@ def test_without_noise_shards_agree_with_one_process(pair: Gang, name: str, chec
         assert found["loss"] == pytest.approx(alone["loss"], abs=1e-4)
 
 
-@pytest.mark.parametrize("name", models(MODELS))
+@pytest.mark.parametrize("name", [pytest.param(name, marks=SLOW[name != "tied gpt2"]) for name in MODELS])
 def test_with_adam_and_every_parameter_in_one_unit(pair: Gang, name: str) -> None:
     alone = pair.alone_once(stepped, name, None, 8, False, "AdamW")
     for found in pair.run(stepped, name, "whole", 8, False, "AdamW"):

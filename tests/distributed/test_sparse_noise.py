@@ -27,7 +27,7 @@ def test_one_process_passes_the_same_check() -> None:
     [
         ("noise of every rank on the gradient", "on the rows"),
         pytest.param("no noise on the gradient", "variance 0.000 on the rows", marks=pytest.mark.slow),
-        ("two thirds of the noise on the gradient", "variance 0.4"),
+        pytest.param("two thirds of the noise on the gradient", "variance 0.4", marks=pytest.mark.slow),
         ("noise of every rank on the counts", "survive"),
         pytest.param("no noise on the counts", "rows touched by 1 survive 0.000", marks=pytest.mark.slow),
         ("two thirds of the noise on the counts", "survive"),
@@ -60,8 +60,8 @@ def test_one_top_k_of_what_all_processes_count(pair: Gang) -> None:
     "wrong",
     [
         "every rank counts all",
-        "counts of the first rank alone",
         "two thirds of the noise",
+        pytest.param("counts of the first rank alone", marks=pytest.mark.slow),
         pytest.param("no noise", marks=pytest.mark.slow),
     ],
 )
