@@ -21,7 +21,7 @@ demo: $(VENV)/.ready
 	$(BIN)/hf-dp demo
 
 test:
-	@SECONDS=0; $(MAKE) --no-print-directory lint docs pytest; echo "make test took $$((SECONDS / 60)) min $$((SECONDS % 60)) s"
+	@SECONDS=0; $(MAKE) --no-print-directory -j 2 lint docs; $(MAKE) --no-print-directory pytest; echo "make test took $$((SECONDS / 60)) min $$((SECONDS % 60)) s"
 
 pytest: $(VENV)/.ready-for-tests
 	$(PYTEST)
