@@ -17,15 +17,14 @@ from typing import Any
 _CHANGES = ("os.rename", "os.remove", "os.rmdir", "os.mkdir", "shutil.rmtree", "shutil.copyfile")
 
 
-def killed(folder: Path, act: Callable[[], Any], number: int) -> bool:
-    """Whether `act`, in a fork, came to its change `number` (from 1) to a file in `folder`; it is killed before it."""
+def in_a_fork(act: Callable[[], Any]) -> int:
+    """How `act` ended in a fork of this process: 0, or the signal that killed it; it may not raise."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of threads, which the child never meets
         state, child = random.getstate(), os.fork()
     if child == 0:
         try:
             random.setstate(state)  # a fork seeds it anew
-            sys.addaudithook(_kill_at(str(folder), number))
             act()
             os._exit(0)
         except BaseException:  # noqa: BLE001
@@ -33,7 +32,17 @@ def killed(folder: Path, act: Callable[[], Any], number: int) -> bool:
             os._exit(1)
     _, status = os.waitpid(child, 0)
     assert status in (0, signal.SIGKILL), status
-    return status != 0
+    return status
+
+
+def killed(folder: Path, act: Callable[[], Any], number: int) -> bool:
+    """Whether `act`, in a fork, came to its change `number` (from 1) to a file in `folder`; it is killed before it."""
+
+    def hooked() -> None:
+        sys.addaudithook(_kill_at(str(folder), number))
+        act()
+
+    return in_a_fork(hooked) != 0
 
 
 def killed_everywhere(folder: Path, act: Callable[[], Any]) -> Iterator[None]:

@@ -76,11 +76,12 @@ def plan_of(seed: int | None, **changes: Any) -> Plan:
     return Plan.make(config, PoissonBatchSampler(100, EXPECTED, Entropy(0)), 1, Entropy(seed), *asked(config, 1))
 
 
-def drawn(wrong: str | None = None) -> dict[str, Tensor]:
-    """Which rows survived (REPEATS, ROWS), the noise on them (REPEATS, ROWS, 3), and that on the head (REPEATS, 8).
+def drawn(wrong: str | None = None, repeats: int = REPEATS) -> dict[str, Tensor]:
+    """Which rows survived (repeats, ROWS), the noise on them (repeats, ROWS, 3), and that on the head (repeats, 8).
 
     Args:
         wrong: which mistake to make.
+        repeats: fewer are enough for a mistake that they show.
     """
     model = Words()
     gradients = gradients_of(model, share())
@@ -88,7 +89,7 @@ def drawn(wrong: str | None = None) -> dict[str, Tensor]:
     found: dict[str, list[Tensor]] = {"survived": [], "rows": [], "head": []}
     with mistakes(wrong):
         truth = _truth(model, gradients)
-        for repeat in range(REPEATS):
+        for repeat in range(repeats):
             plan = plan_of(repeat if wrong == "one stream for both releases" else None)
             deviation = plan.noise_multiplier_of(ROW_COUNTS) * CONFIG.contribution_norm
             chosen = TableRows(tables, None, AdaptiveSelection(ROWS, deviation, THRESHOLD, plan.entropy))
@@ -182,9 +183,9 @@ def complaints(samples: dict[str, Tensor]) -> list[str]:
     parts = [survived[:, often].double() - torch.tensor(rates)[often], samples["rows"][:, often].flatten(1)]
     columns = torch.cat([*parts, samples["head"]], dim=1)
     columns = columns / columns.norm(dim=0).clamp_min(1e-12)
-    limit = stats.norm.isf(LEVEL / columns.shape[1] ** 2) / REPEATS**0.5
+    limit = stats.norm.isf(LEVEL / columns.shape[1] ** 2) / len(columns) ** 0.5
     for lag, words in ((0, "in a step"), (1, "from step to step")):
-        correlation = (columns[lag:].T @ columns[: REPEATS - lag]).abs()
+        correlation = (columns[lag:].T @ columns[: len(columns) - lag]).abs()
         worst = float((correlation.fill_diagonal_(0) if lag == 0 else correlation).max())
         if worst > limit:
             found.append(f"correlation {worst:.3f} {words}")

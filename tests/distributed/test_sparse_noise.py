@@ -7,7 +7,7 @@ import torch
 
 from tests.distributed.gang import Gang
 from tests.distributed.noise import LEVEL
-from tests.distributed.sparse_noise import choice_p, chosen, complaints, drawn, rows_without_a_meeting
+from tests.distributed.sparse_noise import REPEATS, choice_p, chosen, complaints, drawn, rows_without_a_meeting
 
 
 def test_rows_survive_by_one_noise_and_get_one_noise(pair: Gang) -> None:
@@ -21,14 +21,15 @@ def test_one_process_passes_the_same_check() -> None:
     assert complaints(drawn()) == []
 
 
+# With half the repeats a mistake is seen that is far larger than what they show.
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
         ("noise of every rank on the gradient", "on the rows"),
-        ("no noise on the gradient", "variance 0.000 on the rows"),
-        ("two thirds of the noise on the gradient", "variance 0.4"),
+        pytest.param("no noise on the gradient", "variance 0.000 on the rows", marks=pytest.mark.slow),
+        pytest.param("two thirds of the noise on the gradient", "variance 0.4", marks=pytest.mark.slow),
         ("noise of every rank on the counts", "survive"),
-        ("no noise on the counts", "rows touched by 1 survive 0.000"),
+        pytest.param("no noise on the counts", "rows touched by 1 survive 0.000", marks=pytest.mark.slow),
         ("two thirds of the noise on the counts", "survive"),
         ("counts of the first rank alone", "rows touched by 4 survive"),
         ("rows that any rank draws", "rows touched by 0 survive"),
@@ -36,7 +37,8 @@ def test_one_process_passes_the_same_check() -> None:
     ],
 )
 def test_the_check_can_fail(pair: Gang, wrong: str, words: str) -> None:
-    found = complaints(pair.run(drawn, wrong)[0])
+    repeats = REPEATS if wrong == "noise of every rank on the counts" else REPEATS // 2
+    found = complaints(pair.run(drawn, wrong, repeats)[0])
     assert any(words in complaint for complaint in found), found
 
 
@@ -55,7 +57,13 @@ def test_one_top_k_of_what_all_processes_count(pair: Gang) -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", ["every rank counts all", "counts of the first rank alone", "no noise", "two thirds of the noise"]
+    "wrong",
+    [
+        "every rank counts all",
+        "two thirds of the noise",
+        pytest.param("counts of the first rank alone", marks=pytest.mark.slow),
+        pytest.param("no noise", marks=pytest.mark.slow),
+    ],
 )
 def test_the_check_of_the_top_k_can_fail(pair: Gang, wrong: str) -> None:
     assert choice_p(pair.run(chosen, wrong)[0]) < LEVEL

@@ -22,6 +22,8 @@ from tests.hub.conftest import hub  # noqa: F401 - a fixture
 from tests.hub.server import Hub
 from tests.training.workbench import a_tokenizer, classifier, pad, rows
 
+pytestmark = pytest.mark.usefixtures("checked_once")
+
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"(?:<!-- not run: (?P<reason>[^>]*?) -->\n)?^```(?P<kind>\w*)\n(?P<text>.*?)^```$", re.M | re.S)
@@ -44,7 +46,7 @@ def snippets(page: Path) -> Iterator[Snippet]:
 def given() -> dict[str, Any]:
     torch.manual_seed(0)
     return {
-        "model": classifier(),
+        "model": classifier(n_layers=1),
         "train": rows(600),
         "test": rows(20, seed=1),
         "tokenizer": a_tokenizer({"a", "b"}),

@@ -32,6 +32,8 @@ from tests.recipes.conftest import (  # noqa: F401 - fixtures
 from tests.recipes.test_recipes import ROOT, train  # noqa: F401 - a fixture
 from tests.recipes.test_recipes_text import TEMPLATE
 
+pytestmark = pytest.mark.usefixtures("checked_once")
+
 PUBLIC = ["--train_file", "someone/questions", "--test_file", "someone/questions", "--label_column", "label"]
 PRIVATE = [flag.replace("/questions", "/private-questions") for flag in PUBLIC]
 PRIVATE += ["--encoder", "someone/private-encoder", "--labels_file", ""]
@@ -134,11 +136,14 @@ def steps(out: Path) -> int:
 # --- as a user runs them ----------------------------------------------------------------------------------------------
 
 
-def test_private_data_and_model_with_a_token_and_then_offline(hf_dp_train, filled, tmp_path):
+@pytest.mark.parametrize("then_offline", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_private_data_and_model_with_a_token_and_then_offline(then_offline, hf_dp_train, filled, tmp_path):
     done = hf_dp_train("classify", *PRIVATE, HF_TOKEN=READER)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "labels: the 3 names that someone/private-questions declares" in done.stdout
     assert steps(tmp_path / "out") == 2
+    if not then_offline:
+        return
     filled.requests.clear()
     done = hf_dp_train("classify_lora", *PRIVATE, HF_HUB_OFFLINE="1")
     assert done.returncode == 0, done.stderr[-3000:]

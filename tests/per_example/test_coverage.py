@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
 import pytest
 import torch
 
@@ -9,17 +12,43 @@ from hf_dp.per_example import record
 from scripts import coverage
 from tests import zoo
 
-QUICK = ((3, 7), (7, 7))
+# As many examples as positions: the numbers that tell their axes apart least.
+QUICK = ((7, 7),)
 # Those with experts in the order that Transformers sorts them into.
 REFUSED = {"mixtral", "qwen3_moe"}
 REFUSED_ADAPTERS = {"LoHa", "OFT"}
+
+
+# Of one code with another of these, but for sizes, activations and what is tied; `test_every_case` has them too.
+ALIKE = {
+    *("mistral", "qwen2", "granite", "olmo2", "smollm3", "starcoder2", "granite_swa", "glm4", "nemotron"),  # llama
+    *("gemma", "gemma3", "phi", "phi3", "stablelm"),  # gemma2, qwen3 and gpt_neox
+    *("gpt_bigcode", "mpnet", "dinov2"),  # gpt2, bert, vit
+    *("qwen3_moe, experts batched", "qwen3_moe, experts and router frozen"),  # mixtral
+    *("xlm-roberta", "electra", "mt5"),  # roberta, bert and albert, t5 and flan-t5
+    *("mbart", "m2m_100", "pegasus", "marian"),  # bart
+    *("hubert", "siglip"),  # wav2vec2, clip
+    # Adapters whose operations others have, with other numbers.
+    *("rsLoRA", "DoRA on Conv1D", "LoRA on attention beside experts (qwen3_moe)", "LoRA, bias='lora_only'"),
+    *("modules_to_save, embedding and untied head", "trainable_token_indices, untied"),
+    # Heads that other models have too.
+    *((name, head) for name in ("t5", "bart") for head in ("multi_label", "regression", "qa")),
+}
+
+
+def cases(of: Iterable[Any]) -> list[Any]:
+    """With those that are like others marked as slow."""
+    return [
+        pytest.param(*([case] if isinstance(case, str) else case), marks=[pytest.mark.slow] * (case in ALIKE))
+        for case in of
+    ]
 
 
 def assert_as_expected(result: str, refused: bool) -> None:
     assert result.startswith("refused: " if refused else ("exact ", "within ")), result
 
 
-@pytest.mark.parametrize("name", zoo.CONFIGS)
+@pytest.mark.parametrize("name", cases(zoo.CONFIGS))
 def test_architectures(name: str) -> None:
     """With their first head; `test_every_case` has all of them."""
     assert_as_expected(coverage.judge_head(name, zoo.HEADS[name][0], QUICK), name in REFUSED)
@@ -27,23 +56,25 @@ def test_architectures(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "head"),
-    [
-        *((name, head) for name in ("t5", "bart") for head in zoo.HEADS[name][1:]),
-        *((name, head) for name in ("bert", "gpt2") for head in ("multi_label", "regression")),
-        *((name, "text") for name in ("clip", "siglip")),
-    ],
+    cases(
+        [
+            *((name, head) for name in ("t5", "bart") for head in zoo.HEADS[name][1:]),
+            *((name, head) for name in ("bert", "gpt2") for head in ("multi_label", "regression")),
+            *((name, "text") for name in ("clip", "siglip")),
+        ]
+    ),
 )
 def test_heads(name: str, head: str) -> None:
     assert_as_expected(coverage.judge_head(name, head, QUICK), (name, head) == ("bart", "causal_lm"))
 
 
-@pytest.mark.parametrize("method", zoo.ADAPTERS)
+@pytest.mark.parametrize("method", cases(zoo.ADAPTERS))
 def test_adapters(method: str) -> None:
     assert_as_expected(coverage.judge_adapter(method, QUICK), method in REFUSED_ADAPTERS)
 
 
 @pytest.mark.parametrize("name", coverage.SETTING)
-@pytest.mark.parametrize("model", coverage.MODELS)
+@pytest.mark.parametrize("model", ["gpt2", pytest.param("llama", marks=pytest.mark.slow), "llama with LoRA"])
 def test_settings(name: str, model: str) -> None:
     assert_as_expected(coverage.SETTING[name](coverage.MODELS[model], QUICK), refused=False)
 
@@ -91,7 +122,7 @@ def test_a_wrong_gradient_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
         return found
 
     monkeypatch.setattr(coverage, "record", off)
-    assert coverage.judge_head("gpt2", "sequence", QUICK).startswith("WRONG by 1e-06 with 3 examples")
+    assert coverage.judge_head("gpt2", "sequence", QUICK).startswith("WRONG by 1e-06 with 7 examples")
 
 
 def test_a_neighbour_that_is_seen_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -281,8 +281,16 @@ def test_a_wrong_rule_is_found() -> None:
         preflight(model, square, batch(3, 5, 4), rules=wrong)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", ["gpt2", "bert", "llama_tied"])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        *(("gpt2", dtype) for dtype in (torch.float64, torch.float32, torch.bfloat16)),
+        ("bert", torch.float32),
+        ("llama_tied", torch.bfloat16),
+        *(pytest.param("bert", dtype, marks=pytest.mark.slow) for dtype in (torch.float64, torch.bfloat16)),
+        *(pytest.param("llama_tied", dtype, marks=pytest.mark.slow) for dtype in (torch.float64, torch.float32)),
+    ],
+)
 def test_good_models_pass_in_every_precision(name: str, dtype: torch.dtype) -> None:
     head = "masked_lm" if name == "bert" else "causal_lm"
     model, data = tiny(name, head, dtype), text_batch(head, size=5, length=12)

@@ -11,6 +11,8 @@ from transformers import AutoConfig, AutoModelForMaskedLM, AutoTokenizer, set_se
 
 from hf_dp.errors import ConfigurationError, UnsupportedModelError
 
+pytestmark = pytest.mark.usefixtures("checked_once")
+
 # Where PEFT has no choice of its own.
 TARGETS = {"distilbert": "q_lin,v_lin", "albert": "query,value", "mpnet": "q,v", "modernbert": "Wqkv"}
 LABELS = ["card_lost", "cash_fee", "top_up"]

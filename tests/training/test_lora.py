@@ -16,6 +16,8 @@ from hf_dp.errors import ConfigurationError, UnsupportedModelError
 from tests.training.workbench import classifier, make, pad, pad_for_language, parameters, rows, same
 from tests.zoo import tiny
 
+pytestmark = pytest.mark.usefixtures("checked_once")
+
 
 def adapted(model: nn.Module, **changes: Any) -> Any:
     names = ["c_attn"] if "GPT2" in type(model).__name__ else ["q_lin", "v_lin"]

@@ -325,8 +325,14 @@ def test_failure_30_one_long_row_wherever_it_is(tmp_path: Path, where: int, kind
     refused(tmp_path, PreflightError, "in a batch", fnet(), at_once=False, **given)
 
 
-@pytest.mark.parametrize("length", [3, 30])
-@pytest.mark.parametrize(("kind", "form"), UNKNOWN)
+@pytest.mark.parametrize(
+    ("kind", "form", "length"),
+    [
+        *((kind, form, 30) for kind, form in UNKNOWN),
+        *((kind, form, 3) for kind, form in UNKNOWN[::4]),
+        *(pytest.param(kind, form, 3, marks=pytest.mark.slow) for i, (kind, form) in enumerate(UNKNOWN) if i % 4),
+    ],
+)
 def test_failure_30_one_row_of_another_length_is_refused_when_it_is_drawn(
     tmp_path: Path, kind: str, form: str, length: int
 ) -> None:

@@ -24,26 +24,24 @@ from transformers import TrainerCallback
 
 from hf_dp.data.fingerprint import KEY_FILE, compare, fingerprint, fingerprint_key
 from hf_dp.errors import BudgetExceededError, LedgerError
+from tests.crashes import in_a_fork
 from tests.training.workbench import Rows, classifier, make, parameters, private, rows, same
+
+pytestmark = pytest.mark.usefixtures("checked_once")
 
 STEPS, SAVED, KILLED = 7, 4, 6
 ROOT = Path(__file__).resolve().parents[2]
 # Step 6 is made and charged in the killed process, and lost with it; the last checkpoint is of step 4, in the first
 # epoch's middle (an epoch has 6 steps).
-KILLED_RUN = f"""
-import os, signal, sys
-from transformers import TrainerCallback
-from tests.training.test_resume import trainer
+KILLED_RUN = "import sys; from tests.training.test_resume import dies; dies(sys.argv[1], None, 3.0)"
+
 
 class Kill(TrainerCallback):
-    def on_step_end(self, args, state, control, **kwargs):
-        if state.global_step == {KILLED}:
-            os.kill(os.getpid(), signal.SIGKILL)
+    """Kills this process."""
 
-run = trainer(sys.argv[1], seed=eval(sys.argv[2]), target_epsilon=eval(sys.argv[3]))
-run.add_callback(Kill())
-run.train()
-"""
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == KILLED:
+            os.kill(os.getpid(), signal.SIGKILL)
 
 
 def trainer(path: Path | str, data: Rows | None = None, seed: int | None = None, **changes: Any) -> Any:
@@ -56,24 +54,30 @@ def trainer(path: Path | str, data: Rows | None = None, seed: int | None = None,
     return make(path, classifier(dropout=0.1), privacy, parts=parts, learning_rate=1e-2, **values)
 
 
-def killed(path: Path, seed: int | None, target: float | None) -> Path:
-    command = [sys.executable, "-c", KILLED_RUN, str(path), repr(seed), repr(target)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert done.returncode == -signal.SIGKILL, done.stderr[-2000:]
-    assert sorted(p.name for p in path.glob("checkpoint-*")) == [f"checkpoint-{SAVED}"]
-    return path
+def dies(path: Path | str, seed: int | None, target: float | None) -> None:
+    run = trainer(path, seed=seed, target_epsilon=target)
+    run.add_callback(Kill())
+    run.train()
 
 
 @pytest.fixture(scope="module")
 def killed_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Under a budget, with secret randomness."""
-    return killed(tmp_path_factory.mktemp("secret") / "out", None, 3.0)
+    path = tmp_path_factory.mktemp("secret") / "out"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", KILLED_RUN, str(path)]
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == -signal.SIGKILL, done.stderr[-2000:]
+    assert [p.name for p in path.glob("checkpoint-*")] == [f"checkpoint-{SAVED}"]
+    return path
 
 
 @pytest.fixture(scope="module")
 def killed_seeded_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return killed(tmp_path_factory.mktemp("seeded") / "out", 7, None)
+    path = tmp_path_factory.mktemp("seeded") / "out"
+    assert in_a_fork(lambda: dies(path, 7, None)) == signal.SIGKILL
+    assert [p.name for p in path.glob("checkpoint-*")] == [f"checkpoint-{SAVED}"]
+    return path
 
 
 @pytest.fixture(scope="module")

@@ -41,6 +41,8 @@ from tests.training.workbench import (
 )
 from tests.zoo import tiny, with_dropout
 
+pytestmark = pytest.mark.usefixtures("checked_once")
+
 # --- a step is what it says -------------------------------------------------------------------------------------------
 
 
@@ -375,6 +377,7 @@ class Randomness(TrainerCallback):
         self.state = torch.get_rng_state().tolist(), random.getstate(), str(np.random.get_state(legacy=False))
 
 
+@pytest.mark.checked_anew
 @pytest.mark.parametrize("kind", [list, datasets.Dataset.from_list])
 def test_the_checks_before_the_first_step_draw_nothing_from_the_seed(tmp_path: Path, kind: Any) -> None:
     def drawn(token: int) -> int:

@@ -27,6 +27,8 @@ from hf_dp.errors import ConfigurationError
 from hf_dp.training.trainer import DPTrainerMixin
 from tests.training.workbench import distance, draws, parameters, private
 
+pytestmark = pytest.mark.usefixtures("checked_once")
+
 trl = pytest.importorskip("trl")
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -363,7 +365,9 @@ def from_docs(language: str, word: str) -> str:
     return snippet
 
 
-@pytest.mark.parametrize("peft", [True, False], ids=["lora", "full"])
+@pytest.mark.parametrize(
+    "peft", [pytest.param(True, id="lora"), pytest.param(False, id="full", marks=pytest.mark.slow)]
+)
 def test_the_snippet_in_the_docs_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, peft: bool) -> None:
     monkeypatch.chdir(tmp_path)
     # A directory by the name of the model on the hub.

@@ -35,6 +35,8 @@ from tests.training.workbench import (
 )
 from tests.zoo import VOCABULARY, tiny
 
+pytestmark = pytest.mark.usefixtures("checked_once")
+
 
 def budgeted(path: Path, attention: ReAttentionConfig | None = None, model: Any = None, **changes: Any) -> DPTrainer:
     privacy = private(noise_multiplier=None, target_epsilon=3.0, re_attention=attention or ReAttentionConfig(), seed=7)
@@ -217,6 +219,7 @@ def test_the_guard_on_corrections_sees_each_example_of_each_pass_and_no_log(
     assert same(Spoils.before, parameters(trainer.model)), "the weights moved before the refusal"
 
 
+@pytest.mark.checked_anew
 def test_corrections_that_are_too_large_in_the_check_before_the_first_step_cost_nothing(
     tmp_path: Path, monkeypatch: Any
 ) -> None:
@@ -264,7 +267,7 @@ def test_a_decoder_whose_noise_is_still_to_come_attends_to_a_longer_text(tmp_pat
     def answers(examples: Any) -> dict[str, torch.Tensor]:
         return {**pad([{"input_ids": e["input_ids"]} for e in examples]), "labels": torch.full((len(examples), 1), 9)}
 
-    model, attention = tiny("t5", "seq2seq", torch.float32), ReAttentionConfig(error="accumulated")
+    model, attention = tiny("t5", "seq2seq", torch.float32, num_layers=1), ReAttentionConfig(error="accumulated")
     trainer = budgeted(tmp_path, attention, model, parts={"data_collator": answers})
     trainer.train()
     assert trainer.ledger.steps == 4
@@ -323,11 +326,18 @@ def test_a_decoder_reads_its_start_token_in_each_example(tmp_path: Path, monkeyp
             "labels": torch.tensor([[9, 2]] * len(examples)),
         }
 
-    found = counted(tiny("t5", "seq2seq", torch.float32), answers, monkeypatch, tmp_path)
+    found = counted(tiny("t5", "seq2seq", torch.float32, num_layers=1), answers, monkeypatch, tmp_path)
     assert found[0] == found[9] == found[2] == ROWS
 
 
-@pytest.mark.parametrize(("head", "label"), [("sequence", 1), ("regression", 0.5), ("multi_label", [0.0, 1.0, 1.0])])
+@pytest.mark.parametrize(
+    ("head", "label"),
+    [
+        ("sequence", 1),
+        ("multi_label", [0.0, 1.0, 1.0]),
+        pytest.param("regression", 0.5, marks=pytest.mark.slow),
+    ],
+)
 def test_what_an_encoder_decoder_tells_classes_apart_by_are_no_tokens(
     tmp_path: Path, monkeypatch: Any, head: str, label: Any
 ) -> None:
@@ -337,7 +347,7 @@ def test_what_an_encoder_decoder_tells_classes_apart_by_are_no_tokens(
             "labels": torch.tensor([label] * len(examples)),
         }
 
-    found = counted(tiny("t5", head, torch.float32), classes, monkeypatch, tmp_path)
+    found = counted(tiny("t5", head, torch.float32, num_layers=1), classes, monkeypatch, tmp_path)
     assert found[1] == 0
     assert found[0] == found[2] == ROWS
 
@@ -362,6 +372,7 @@ def test_random_masks_are_secret_in_the_release(tmp_path: Path, monkeypatch: Any
     assert not torch.equal(sums[0], sums[2])
 
 
+@pytest.mark.checked_anew
 def test_a_failed_check_spends_nothing_and_leaves_plain_attention(tmp_path: Path, monkeypatch: Any) -> None:
     trainer = budgeted(tmp_path)
     check = Engine.check
