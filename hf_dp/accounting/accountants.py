@@ -46,7 +46,11 @@ _ONE_AT_A_TIME = threading.RLock()
 
 
 def epsilon(event: dp.DpEvent, delta: float, accountant: AccountantName = "pld") -> float:
-    """An upper bound on epsilon at `delta` for everything in `event`, under add-or-remove-one neighbours.
+    """An upper bound on epsilon at `delta` for everything in `event`, where one unit's contribution is replaced by
+    nothing (zero-out).
+
+    Adding or removing a unit costs as much where nothing else of the mechanism changes with it; where the sampling
+    probability follows from the number of units, it does (docs/privacy.md).
 
     "pld" composes privacy loss distributions, rounded up to a grid (Doroshenko et al. 2022, arXiv:2207.04380). The grid
     depends on the mechanisms alone, not on how often they are used, so epsilon grows with every step. Where so fine
@@ -154,7 +158,7 @@ def _pld_epsilon(counts: tuple[tuple[Mechanism, int], ...], delta: float) -> flo
 
 @functools.lru_cache(maxsize=8)
 def _step_losses(q: float, noise: float, cell: float) -> tuple[StepLoss, StepLoss]:
-    """Of one example less, and of one more."""
+    """Of one example that is replaced by nothing, and of nothing that is replaced by one."""
     pld = dp_pld.privacy_loss_distribution.from_gaussian_mechanism(
         standard_deviation=noise, value_discretization_interval=cell, sampling_prob=q
     )

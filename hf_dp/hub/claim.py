@@ -18,6 +18,7 @@ from hf_dp.accounting import (
     step_event,
 )
 from hf_dp.accounting.events import mechanisms
+from hf_dp.accounting.neighbours import is_known, read_as
 from hf_dp.config import AccountantName
 from hf_dp.errors import ConfigurationError, LedgerError, shortened
 from hf_dp.hub.card import epsilons, privacy_section
@@ -85,8 +86,9 @@ def check_claim(record: PrivacyRecord, found: dict[AccountantName, float]) -> It
         yield Check("budget", kept, f"spent {found[report.accountant]:.6g} of {report.target_epsilon:g}")
     yield Check("steps", report.steps == ledger.steps, f"claimed {report.steps}, in the ledger {ledger.steps}")
     # The accountants here know no other; under another one the same events would cost more.
-    known = all(getattr(report, name) == getattr(PrivacyReport, name) for name in ("unit", "adjacency", "sampling"))
-    yield Check("unit, adjacency and sampling", known, f"{report.unit}; {report.adjacency}; {report.sampling}")
+    known = all(getattr(report, name) == getattr(PrivacyReport, name) for name in ("unit", "sampling"))
+    known &= is_known(report.adjacency)
+    yield Check("unit, adjacency and sampling", known, f"{report.unit}; {read_as(report.adjacency)}; {report.sampling}")
     attention, sparse = record.config.re_attention, record.config.sparse_embeddings
     renewals = 1 if sparse is None or sparse.renew_every is None else math.ceil(ledger.steps / sparse.renew_every)
     has_steps, is_released = ledger.steps > 0, attention is not None and attention.token_frequencies == "released"

@@ -188,6 +188,16 @@ def test_a_text_around_the_section_may_be_written(copy: Path) -> None:
     assert verify(copy).private
 
 
+def test_a_record_that_says_add_or_remove_is_verified_in_its_own_words(copy: Path) -> None:
+    in_record("report", "adjacency", to="add or remove one")(copy)
+    seal(copy)
+    found = verify(copy)
+    assert found.private, found.checks
+    assert "absent from the training data (or present), every" in (copy / "README.md").read_text()
+    said = next(check.found for check in found.checks if check.name == "unit, adjacency and sampling")
+    assert "that is: replace one by nothing (zero-out), n public" in said
+
+
 def test_the_card_is_the_same_when_it_is_written_twice(copy: Path) -> None:
     once = (copy / "README.md").read_text()
     write_card(copy)
