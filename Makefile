@@ -1,5 +1,5 @@
 # Set-up from nothing but Python 3.11+ and make, then the main job, the checks or the tests.
-#   make demo    make test    make lint    make docs    make slow    (PYTHON=python3.12 make ... to choose the interpreter)
+#   make demo    make test    make lint    make docs    make slow    make check ROOM=clipping    (PYTHON=python3.12 make ... to choose the interpreter)
 #   make oldest  the tests with the lower bounds of pyproject.toml, in build/oldest (5 GB: its torch comes with CUDA)
 # Set-up runs again only when pyproject.toml or constraints.txt changes.
 SHELL := /bin/bash
@@ -10,19 +10,33 @@ CONSTRAINTS ?= constraints.txt
 EXTRAS ?= dev,docs,trl
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip -qq --disable-pip-version-check
+# Neighbouring tests share models and what is known of them, so a worker gets them in one piece.
+PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
+ROOM_CODE = $(if $(ROOM),$(wildcard hf_dp/$(ROOM) hf_dp/$(ROOM).py))
+ROOM_TESTS = $(if $(ROOM),$(wildcard tests/$(ROOM) tests/test_$(ROOM).py))
 
-.PHONY: demo test pytest lint docs slow oldest clean
+.PHONY: demo test pytest check lint docs slow oldest clean
 
 demo: $(VENV)/.ready
 	$(BIN)/hf-dp demo
 
-test: lint docs pytest
+test:
+	@SECONDS=0; $(MAKE) --no-print-directory lint docs pytest; echo "make test took $$((SECONDS / 60)) min $$((SECONDS % 60)) s"
 
 pytest: $(VENV)/.ready-for-tests
-	$(BIN)/python -m pytest -n 2
+	$(PYTEST)
 
 slow: $(VENV)/.ready-for-tests
-	$(BIN)/python -m pytest -m "slow and not gpu"
+	$(PYTEST) -m "slow and not gpu"
+
+# One room alone: make check ROOM=clipping (a folder of hf_dp and of tests, or a module with its test).
+check: $(VENV)/.ready-for-tests
+	@test -n "$(ROOM_CODE)$(ROOM_TESTS)" || \
+	  { echo "ROOM=$(ROOM): choose one of $(patsubst hf_dp/%/,%,$(wildcard hf_dp/[a-z]*/))" >&2; exit 1; }
+	$(BIN)/ruff check $(ROOM_CODE) $(ROOM_TESTS)
+	$(BIN)/ruff format --check $(ROOM_CODE) $(ROOM_TESTS)
+	$(if $(ROOM_CODE),$(BIN)/mypy $(ROOM_CODE))
+	$(BIN)/python -m pytest -q tests/test_floors.py $(ROOM_TESTS)
 
 # Triton's interpreter lets TRL 1.15 compute its loss on a CPU.
 oldest:

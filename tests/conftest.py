@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import importlib.util
 import os
@@ -26,6 +27,22 @@ ROOT = Path(__file__).resolve().parent.parent
 
 settings.register_profile("hf_dp", derandomize=True, deadline=None)
 settings.load_profile("hf_dp")
+
+
+@pytest.fixture
+def checked_once() -> Iterator[None]:
+    """What the check before the first step has found once is not looked for again (tests/certified.py)."""
+    from tests.certified import once
+
+    with once():
+        yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def imports_are_no_garbage() -> None:
+    """Searching for garbage among all that torch and transformers are takes longer than most tests."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

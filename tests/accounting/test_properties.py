@@ -22,7 +22,7 @@ probabilities = st.floats(1e-3, 1)
 steps = st.integers(1, 3000)
 deltas = st.sampled_from([1e-8, 1e-5, 1e-3])
 accountants = st.sampled_from(["pld", "rdp"])
-slow = settings(max_examples=15, deadline=None, derandomize=True)
+slow = settings(max_examples=8, deadline=None, derandomize=True)
 quick = settings(max_examples=60, deadline=None, derandomize=True)
 
 
@@ -54,7 +54,7 @@ def test_sampling_only_helps(noise, q, count, delta):
     assert cost(noise, q, count, delta, "pld") <= cost(noise, 1.0, count, delta, "pld") * (1 + 1e-3)
 
 
-@settings(max_examples=8, deadline=None, derandomize=True)
+@settings(max_examples=5, deadline=None, derandomize=True)
 @given(st.floats(0.01, 50), st.floats(1e-2, 1), steps, deltas, accountants)
 def test_calibration_is_tight_and_never_over(target, q, count, delta, accountant):
     noise = calibrate_noise_multiplier(

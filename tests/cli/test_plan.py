@@ -198,7 +198,7 @@ def test_examples_are_steps_times_batch():
 
 @pytest.mark.parametrize("asked", [["--epsilon", "3"], ["--noise", "1"]])
 def test_the_plan_is_drawn(tmp_path, asked, monkeypatch):
-    monkeypatch.setattr(plot, "_POINTS", 5)  # each takes a second
+    monkeypatch.setattr(plot, "_POINTS", 3)  # each takes a second
     path = tmp_path / "plan.png"
     result = invoke("plan", "--n", "400", "--batch-size", "40", "--steps", "30", *asked, "--plot", str(path))
     assert result.exit_code == 0, result.output

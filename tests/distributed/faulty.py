@@ -61,9 +61,8 @@ def happens(fault: str, run: Any) -> None:
         setattr(ClippedSum, fault, last)
 
 
-def main(output: str, fault: str = "sound", victim: int = -1) -> None:
-    if ON_GPU in os.environ:
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+def finished(output: str, fault: str = "sound", victim: int = -1) -> None:
+    """Trains, from the last checkpoint if there is one, and saves."""
     secret = {"noise_multiplier": None, "target_epsilon": 8.0, "seed": None}
     values: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2}
     if fault == "workers":
@@ -75,6 +74,12 @@ def main(output: str, fault: str = "sound", victim: int = -1) -> None:
         happens(fault, run)
     run.train(resume_from_checkpoint=any(Path(output).glob("checkpoint-*")))
     run.save_model(f"{output}/final")
+
+
+def main(*arguments: Any) -> None:
+    if ON_GPU in os.environ:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    finished(*arguments)
     # Left to the interpreter's end, gloo's threads now and then abort it.
     torch.distributed.destroy_process_group()
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import faulthandler
 import importlib
 import os
+import random
 import socket
 import traceback
 from collections.abc import Callable
 from queue import Empty
 from typing import Any
 
+import numpy as np
 import torch.multiprocessing as mp
 from torch.multiprocessing import Queue
 
@@ -30,7 +32,11 @@ class Gang:
     def __init__(self, size: int, backend: str = "gloo") -> None:
         self.backend = backend
         self._single: Gang | None = None
-        context = mp.get_context("spawn")
+        self._known: dict[Any, Any] = {}
+        # Those without a GPU are forked from one process that has imported everything.
+        context = mp.get_context("spawn" if backend == "nccl" else "forkserver")
+        if backend != "nccl":
+            context.set_forkserver_preload(["tests.distributed.preloaded"])
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
@@ -57,6 +63,12 @@ class Gang:
             return function(*args)
         self._single = self._single or Gang(1, self.backend)
         return self._single.run(function, *args)[0]
+
+    def alone_once(self, function: Callable[..., Any], *args: Any) -> Any:
+        """As `alone`, computed once: of functions that give the same for the same arguments, and leave nothing."""
+        if (asked := (function, args)) not in self._known:
+            self._known[asked] = self.alone(function, *args)
+        return self._known[asked]
 
     def attempt(self, function: Callable[..., Any], *args: Any) -> list[tuple[str, Any]]:
         """("value", what it returned) or ("error", the traceback) of each process."""
@@ -86,6 +98,9 @@ class Gang:
 def _work(rank: int, size: int, port: int, backend: str, tasks: Queue[Any], answers: Queue[Any]) -> None:
     import torch
 
+    # What was forked would begin with the same numbers everywhere.
+    random.seed()
+    np.random.seed()
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
     on_gpu = backend == "nccl"
@@ -103,15 +118,18 @@ def _work(rank: int, size: int, port: int, backend: str, tasks: Queue[Any], answ
             MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
         )  # fmt: skip
         torch.distributed.init_process_group(backend, rank=rank, world_size=size)
-    while (task := tasks.get()) is not None:
-        module, name, args = task
-        # Who waits for whom, should they wait for each other.
-        faulthandler.dump_traceback_later(_PATIENCE - 5)
-        try:
-            answers.put(("value", getattr(importlib.import_module(module), name)(*args)))
-        except BaseException:  # noqa: BLE001
-            answers.put(("error", traceback.format_exc()))
-        finally:
-            faulthandler.cancel_dump_traceback_later()
+    from tests import certified
+
+    with certified.once():
+        while (task := tasks.get()) is not None:
+            module, name, args = task
+            # Who waits for whom, should they wait for each other.
+            faulthandler.dump_traceback_later(_PATIENCE - 5)
+            try:
+                answers.put(("value", getattr(importlib.import_module(module), name)(*args)))
+            except BaseException:  # noqa: BLE001
+                answers.put(("error", traceback.format_exc()))
+            finally:
+                faulthandler.cancel_dump_traceback_later()
     if size > 1:
         torch.distributed.destroy_process_group()

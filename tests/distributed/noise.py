@@ -22,7 +22,7 @@ from hf_dp.step.plan import Plan
 from hf_dp.step.private_gradient import private_gradient
 from tests.distributed.tasks import device, promise
 
-SIGMA, CLIPPING, REPEATS = 1.5, 0.5, 400
+SIGMA, CLIPPING, REPEATS = 1.5, 0.5, 200
 # How often an honest noise may be found wrong. The mistakes below are off by ten standard deviations and more.
 LEVEL = 1e-7
 

@@ -11,6 +11,7 @@ from hf_dp.randomness import Entropy
 from hf_dp.sampling.poisson import PoissonBatchSampler
 from hf_dp.step.plan import Plan
 from hf_dp.step.private_gradient import private_gradient
+from tests.certified import remembering
 from tests.distributed.sharded import shard
 from tests.distributed.tasks import MICRO, Collectives, built, collator_of, device, prepared, promise, rows_of
 
@@ -23,7 +24,7 @@ def sent_in_one_step(name: str, sharding: str | None, micro_batches: int) -> dic
     data, collate = rows_of(name), collator_of(name)
     entropy = Entropy(0)
     plan = Plan.make(promise(noise_multiplier=1.0), PoissonBatchSampler(len(data), 8, entropy), 9, entropy)
-    certificate = preflight(model, per_example_losses, prepared(collate(data[:5])))
+    certificate = remembering(preflight)(model, per_example_losses, prepared(collate(data[:5])))
     batches = [prepared(collate(data[i * MICRO : (i + 1) * MICRO])) for i in range(micro_batches)]
     engine = functools.partial(record, model, per_example_losses, certificate=certificate)
     with Collectives() as counted:

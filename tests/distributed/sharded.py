@@ -19,6 +19,7 @@ from hf_dp.randomness import Entropy
 from hf_dp.sampling.poisson import PoissonBatchSampler
 from hf_dp.step.plan import Plan
 from hf_dp.step.private_gradient import private_gradient
+from tests.certified import remembering
 from tests.distributed.tasks import MICRO, STEPS, built, collator_of, device, gathered, prepared, promise, rows_of
 
 
@@ -62,7 +63,7 @@ def stepped(
     entropy = Entropy.of_all_ranks(config.seed)
     sampler = PoissonBatchSampler(len(data), expected, entropy)
     plan, ledger = Plan.make(config, sampler, steps, entropy), Ledger()
-    certificate = preflight(model, per_example_losses, collate(data[:5]))
+    certificate = remembering(preflight)(model, per_example_losses, collate(data[:5]))
     share = RankSampler(sampler, ranks.rank(), ranks.world_size(), MICRO)
     collator, reads = LogicalBatchCollator(MICRO, collate, reproducible=True), _OwnReads(data, collate_nothing)
     # Where a gradient is zero but for rounding (a key's bias), Adam would take whole steps without such an epsilon.

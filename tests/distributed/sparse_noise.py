@@ -28,7 +28,7 @@ from hf_dp.step.private_gradient import private_gradient
 from tests.distributed.noise import LEVEL
 from tests.distributed.tasks import promise
 
-ROWS, REPEATS, EXPECTED, CLIPPING = 24, 400, 10, 0.5
+ROWS, REPEATS, EXPECTED, CLIPPING = 24, 300, 10, 0.5
 TABLE = "words.weight"
 # So many examples touch the first rows, each example one of them; the other rows are touched by none.
 COUNTS = [1, 2, 3, 4] * 4

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -116,6 +117,12 @@ def trainer(
         "data_collator": collator_of(name),
     }
     return make(Path(path), built(name), promise(**(privacy or {})), parts=parts, **values)
+
+
+def trained_alone(name: str, privacy: tuple[tuple[str, Any], ...] = ()) -> dict[str, Any]:
+    """`trained` by one process, in a folder that goes."""
+    with TemporaryDirectory() as path:
+        return trained(path, name, 1, dict(privacy))
 
 
 def trained(path: str, name: str, world: int, privacy: dict[str, Any] | None = None, **changes: Any) -> dict[str, Any]:

@@ -16,6 +16,8 @@ from tests.distributed.gang import Gang
 from tests.distributed.tasks import STEPS, farthest, gathered, saved_and_resumed, trained
 from tests.zoo import tiny
 
+pytestmark = pytest.mark.usefixtures("checked_once")
+
 NAME, TOLERANCE = "tied gpt2", 1e-5
 
 
@@ -63,8 +65,15 @@ def test_the_newest_whole_one_is_the_same_for_all(tmp_path: Path, pair: Gang, ki
     assert spoilt.exists(), "written over"
 
 
-@pytest.mark.parametrize("kind", ["FULL_STATE_DICT", "SHARDED_STATE_DICT"])
-@pytest.mark.parametrize("name", [NAME, "llama lora"])
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        (NAME, "FULL_STATE_DICT"),
+        ("llama lora", "SHARDED_STATE_DICT"),
+        pytest.param(NAME, "SHARDED_STATE_DICT", marks=pytest.mark.slow),
+        pytest.param("llama lora", "FULL_STATE_DICT", marks=pytest.mark.slow),
+    ],
+)
 def test_shards_saved_and_resumed(tmp_path: Path, pair: Gang, name: str, kind: str) -> None:
     whole = pair.run(saved_and_resumed, str(tmp_path), name, 2, kind, False)[0]
     loads(tmp_path, whole["parameters"])
@@ -80,10 +89,10 @@ PLAIN = {"optim": "sgd", "lr_scheduler_type": "linear"}
 @pytest.mark.parametrize(
     ("name", "saved", "resumed", "changes"),
     [
-        (NAME, "FULL_STATE_DICT", None, {}),
         ("llama lora", "SHARDED_STATE_DICT", None, {}),
         (NAME, None, "FULL_STATE_DICT", PLAIN),
-        ("llama lora", None, "SHARDED_STATE_DICT", {}),
+        pytest.param(NAME, "FULL_STATE_DICT", None, {}, marks=pytest.mark.slow),
+        pytest.param("llama lora", None, "SHARDED_STATE_DICT", {}, marks=pytest.mark.slow),
         pytest.param("llama lora", "FULL_STATE_DICT", None, {}, marks=pytest.mark.slow),
         pytest.param(NAME, "SHARDED_STATE_DICT", None, {}, marks=pytest.mark.slow),
         pytest.param(NAME, None, "FULL_STATE_DICT", {}, marks=pytest.mark.slow),

@@ -8,14 +8,16 @@ import pytest
 
 from tests.distributed.gang import Gang
 from tests.distributed.sharded import stepped
-from tests.distributed.tasks import MODELS, STEPS, farthest, trained
+from tests.distributed.tasks import MODELS, STEPS, farthest, trained, trained_alone
+
+pytestmark = pytest.mark.usefixtures("checked_once")
 
 TOLERANCE = 1e-6
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_without_noise_two_processes_agree_with_one(tmp_path: Path, pair: Gang, name: str) -> None:
-    alone = pair.alone(trained, str(tmp_path / "one"), name, 1)
+    alone = pair.alone_once(trained_alone, name)
     for found in pair.run(trained, str(tmp_path / "two"), name, 2):
         assert found["wrapped"] == "DistributedDataParallel"
         assert farthest(found["parameters"], alone["parameters"]) < TOLERANCE
@@ -25,7 +27,7 @@ def test_without_noise_two_processes_agree_with_one(tmp_path: Path, pair: Gang, 
 
 
 def test_batches_that_are_empty_on_some_ranks_or_all(pair: Gang) -> None:
-    alone = pair.alone(stepped, "bert", None, 1)
+    alone = pair.alone_once(stepped, "bert", None, 1)
     found = pair.run(stepped, "bert", None, 1)
     assert [sum(each) for each in zip(*(f["sizes"] for f in found), strict=True)] == alone["sizes"]
     assert 0 in alone["sizes"]
@@ -36,6 +38,6 @@ def test_batches_that_are_empty_on_some_ranks_or_all(pair: Gang) -> None:
 
 def test_the_seeded_noise_is_that_of_one_process(tmp_path: Path, pair: Gang) -> None:
     noisy = {"noise_multiplier": 1.0}
-    alone = pair.alone(trained, str(tmp_path / "one"), "bert", 1, noisy)
+    alone = pair.alone_once(trained_alone, "bert", tuple(noisy.items()))
     for found in pair.run(trained, str(tmp_path / "two"), "bert", 2, noisy):
         assert farthest(found["parameters"], alone["parameters"]) < TOLERANCE

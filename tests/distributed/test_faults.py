@@ -16,7 +16,8 @@ from hf_dp.config import PrivacyConfig
 from hf_dp.randomness import Entropy
 from hf_dp.sampling.poisson import PoissonBatchSampler
 from hf_dp.step.plan import Plan
-from tests.distributed.gang import ON_GPU
+from tests.distributed.faulty import finished
+from tests.distributed.gang import ON_GPU, Gang
 from tests.distributed.tasks import EXPECTED, STEPS, farthest, gathered, trained
 from tests.training.workbench import ROWS
 
@@ -41,12 +42,16 @@ def launch(*arguments: str, launcher: tuple[str, ...] = TORCHRUN) -> subprocess.
     )
 
 
-def goes_on(path: Path) -> None:
-    """The run of that directory ends well from its checkpoint, and says what the whole of it cost."""
+def goes_on(path: Path, pair: Gang | None = None) -> None:
+    """The run of that directory ends well from its checkpoint, launched or by a pair of processes that are there, and
+    says what the whole of it cost."""
     assert (path / "checkpoint-2").is_dir()
     assert not (path / "final").exists()
-    went_on = launch(str(path))
-    assert went_on.returncode == 0, went_on.stderr[-3000:]
+    if pair is None:
+        went_on = launch(str(path))
+        assert went_on.returncode == 0, went_on.stderr[-3000:]
+    else:
+        pair.run(finished, str(path))
     report = json.loads((path / "final" / "privacy.json").read_text())["report"]
     entropy = Entropy(0)
     plan = Plan.make(PrivacyConfig(target_epsilon=8.0), PoissonBatchSampler(ROWS, EXPECTED, entropy), STEPS, entropy)
@@ -56,12 +61,12 @@ def goes_on(path: Path) -> None:
     assert 7.9 < report["epsilon"] <= 8.0
 
 
-def test_a_rank_killed_in_a_step_and_what_comes_after(tmp_path: Path) -> None:
+def test_a_rank_killed_in_a_step_and_what_comes_after(tmp_path: Path, pair: Gang) -> None:
     died = launch(str(tmp_path), "meet", "1")
     assert died.returncode != 0
     assert "gloo" not in died.stderr
     assert "SIGKILL" in died.stderr or "Signal 9" in died.stderr
-    goes_on(tmp_path)
+    goes_on(tmp_path, pair)
 
 
 @pytest.mark.slow

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,7 +17,7 @@ from tests.distributed.tasks import (
     STEPS,
     evaluated_in_shards,
     farthest,
-    trained,
+    trained_alone,
     trained_in_shards,
     trained_with_its_checkpointing,
 )
@@ -23,24 +25,38 @@ from tests.distributed.tasks import (
 TOLERANCE = 1e-6
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("name", MODELS)
+# Of what FSDP2 splits, bert has nothing that the others have not; llama is the base of its adapter.
+LIKE_OTHERS = {"llama", "bert", "albert", "llama lora and head"}
+
+
+def models(of: Iterable[str]) -> list[Any]:
+    """With those that are like others marked as slow."""
+    return [pytest.param(name, marks=[pytest.mark.slow] * (name in LIKE_OTHERS)) for name in of]
+
+
+@pytest.mark.parametrize(
+    ("name", "checkpointing"),
+    [
+        *((name, False) for name in MODELS),
+        *(pytest.param(name, True, marks=[pytest.mark.slow] * (name in LIKE_OTHERS)) for name in MODELS),
+    ],
+)
 def test_without_noise_shards_agree_with_one_process(pair: Gang, name: str, checkpointing: bool) -> None:
-    alone = pair.alone(stepped, name)
+    alone = pair.alone_once(stepped, name)
     for found in pair.run(stepped, name, "blocks", 8, checkpointing):
         assert farthest(found["parameters"], alone["parameters"]) < TOLERANCE
         assert found["loss"] == pytest.approx(alone["loss"], abs=1e-4)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", models(MODELS))
 def test_with_adam_and_every_parameter_in_one_unit(pair: Gang, name: str) -> None:
-    alone = pair.alone(stepped, name, None, 8, False, "AdamW")
+    alone = pair.alone_once(stepped, name, None, 8, False, "AdamW")
     for found in pair.run(stepped, name, "whole", 8, False, "AdamW"):
         assert farthest(found["parameters"], alone["parameters"]) < TOLERANCE
 
 
 def test_failure_06_batches_that_are_empty_on_some_ranks_or_all(pair: Gang) -> None:
-    alone = pair.alone(stepped, "tied gpt2", None, 1)
+    alone = pair.alone_once(stepped, "tied gpt2", None, 1)
     found = pair.run(stepped, "tied gpt2", "blocks", 1)
     sizes = [sum(each) for each in zip(*(f["sizes"] for f in found), strict=True)]
     assert sizes == alone["sizes"]
@@ -52,7 +68,7 @@ def test_failure_06_batches_that_are_empty_on_some_ranks_or_all(pair: Gang) -> N
 
 @pytest.mark.parametrize("name", MODELS)
 def test_through_trainer(tmp_path: Path, pair: Gang, name: str) -> None:
-    alone = pair.alone(trained, str(tmp_path / "one"), name, 1)
+    alone = pair.alone_once(trained_alone, name)
     for found in pair.run(trained_in_shards, str(tmp_path / "two"), name, 2):
         assert found["wrapped"].startswith("FSDP")
         assert farthest(found["parameters"], alone["parameters"]) < TOLERANCE
@@ -62,16 +78,16 @@ def test_through_trainer(tmp_path: Path, pair: Gang, name: str) -> None:
 
 @pytest.mark.parametrize("name", [*(name for name in FURTHER if name != "t5"), "t5, positions frozen"])
 def test_further_models(pair: Gang, name: str) -> None:
-    alone = pair.alone(stepped, name)
+    alone = pair.alone_once(stepped, name)
     # ALBERT knows no checkpointing.
     for checkpointing in (False, True) if name != "albert" else (False,):
         for found in pair.run(stepped, name, "blocks", 8, checkpointing):
             assert farthest(found["parameters"], alone["parameters"]) < TOLERANCE
 
 
-@pytest.mark.parametrize("name", [name for name in FURTHER if name != "t5"])
+@pytest.mark.parametrize("name", models(name for name in FURTHER if name != "t5"))
 def test_further_models_through_trainer(tmp_path: Path, pair: Gang, name: str) -> None:
-    alone = pair.alone(trained, str(tmp_path / "one"), name, 1)
+    alone = pair.alone_once(trained_alone, name)
     for found in pair.run(trained_in_shards, str(tmp_path / "two"), name, 2):
         assert found["wrapped"].startswith("FSDP")
         assert farthest(found["parameters"], alone["parameters"]) < TOLERANCE
@@ -87,20 +103,20 @@ def test_a_tie_that_accelerate_breaks(tmp_path: Path, pair: Gang) -> None:
 
 
 def test_checkpointing_of_accelerate(tmp_path: Path, pair: Gang) -> None:
-    alone = pair.alone(trained, str(tmp_path / "one"), "llama", 1)
+    alone = pair.alone_once(trained_alone, "llama")
     for found in pair.run(trained_with_its_checkpointing, str(tmp_path / "two"), "llama"):
         assert farthest(found["parameters"], alone["parameters"]) < TOLERANCE
 
 
 def test_in_bfloat16_sums_are_reduced_in_float32(pair: Gang) -> None:
     pair.run(sent_in_one_step, "llama", "bf16", 2)
-    alone = pair.alone(stepped, "llama")
+    alone = pair.alone_once(stepped, "llama")
     for found in pair.run(stepped, "llama", "bf16"):
         assert 1e-6 < farthest(found["parameters"], alone["parameters"]) < 1e-2
 
 
 def test_evaluation_between_steps(tmp_path: Path, pair: Gang) -> None:
-    alone = pair.alone(trained, str(tmp_path / "one"), "tied gpt2", 1)
+    alone = pair.alone_once(trained_alone, "tied gpt2")
     for found in pair.run(evaluated_in_shards, str(tmp_path / "two"), "tied gpt2"):
         assert len(found["losses"]) >= 2
         assert farthest(found["parameters"], alone["parameters"]) < TOLERANCE

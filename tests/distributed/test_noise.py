@@ -31,11 +31,11 @@ def test_four_processes(four: Gang, kind: str) -> None:
         ("ddp", "noise on every rank", "variance of elements [0"),
         ("mixed", "noise on every rank", "variance of elements"),
         ("ddp", "noise missing on the first rank", "total variance 0.000"),
-        ("fsdp", "noise missing on the first rank", "variance of elements"),
+        pytest.param("fsdp", "noise missing on the first rank", "variance of elements", marks=pytest.mark.slow),
         ("fsdp", "noise missing on one rank", "variance of elements"),
         ("fsdp", "the same noise on two shards", "correlation 1.000"),
         ("ddp", "two thirds of the noise", "total variance 0.4"),
-        ("fsdp", "two thirds of the noise", "total variance 0.4"),
+        pytest.param("fsdp", "two thirds of the noise", "total variance 0.4", marks=pytest.mark.slow),
     ],
 )
 def test_the_check_can_fail(pair: Gang, kind: str, wrong: str, words: str) -> None:

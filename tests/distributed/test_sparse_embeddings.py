@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ from tests.distributed.sparse import (
 )
 from tests.distributed.tasks import farthest
 
+pytestmark = pytest.mark.usefixtures("checked_once")
+
 TOLERANCE = 1e-6
 BUDGET = {"noise_multiplier": None, "target_epsilon": 8.0}
 
@@ -32,8 +35,18 @@ def same_bits(first: dict[str, Any], second: dict[str, Any]) -> bool:
     return all(torch.equal(one, two) for one, two in pairs)
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "row_wise_adam"])
-@pytest.mark.parametrize("method", METHODS)
+def each_once(*values: Sequence[Any]) -> list[Any]:
+    """Each value beside the one that follows in the other list; all other pairs are slow."""
+    first, second = values
+    usual = [(i, i % len(second)) for i in range(max(len(first), len(second)))]
+    return [
+        pytest.param(one, two, marks=[] if (i, j) in usual else [pytest.mark.slow])
+        for i, one in enumerate(first)
+        for j, two in enumerate(second)
+    ]
+
+
+@pytest.mark.parametrize(("method", "optimizer"), each_once([*METHODS], ["sgd", "row_wise_adam"]))
 @pytest.mark.parametrize("name", MODELS)
 def test_without_noise_two_processes_agree_with_one(
     tmp_path: Path, pair: Gang, name: str, method: str, optimizer: str
@@ -73,8 +86,17 @@ def lasting(
     return trained(path, name, 2, settings, privacy, expected, max_steps=steps)
 
 
-@pytest.mark.parametrize("settings", [{"threshold": 2.0}, CHOSEN, {**CHOSEN, "renew_every": 2, "method": "adafest+"}])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("one table", {"threshold": 2.0}),
+        ("one table", {**CHOSEN, "renew_every": 2, "method": "adafest+"}),
+        ("several tables", CHOSEN),
+        ("several tables", {**CHOSEN, "renew_every": 2, "method": "adafest+"}),
+        pytest.param("one table", CHOSEN, marks=pytest.mark.slow),
+        pytest.param("several tables", {"threshold": 2.0}, marks=pytest.mark.slow),
+    ],
+)
 def test_the_seeded_draws_are_those_of_one_process(
     tmp_path: Path, pair: Gang, name: str, settings: dict[str, Any]
 ) -> None:
@@ -111,8 +133,10 @@ def saved(path: str, world: int, settings: dict[str, Any], resume: bool) -> dict
     return trained(path, "several tables", world, settings, BUDGET, resume=checkpoint, **SAVED)
 
 
-@pytest.mark.parametrize("optimizer", ["row_wise_adam", "sparse_adam"])
-@pytest.mark.parametrize("settings", [{"threshold": 2.0}, {**CHOSEN, "renew_every": 4}])
+@pytest.mark.parametrize(
+    ("settings", "optimizer"),
+    each_once([{"threshold": 2.0}, {**CHOSEN, "renew_every": 4}], ["row_wise_adam", "sparse_adam"]),
+)
 def test_saved_by_some_and_resumed_by_others(
     tmp_path: Path, pair: Gang, settings: dict[str, Any], optimizer: str
 ) -> None:

@@ -26,6 +26,8 @@ from tests.hub.server import READER, Hub
 from tests.training.test_lora import adapted
 from tests.training.workbench import a_tokenizer, classifier, make, pad, rows
 
+pytestmark = pytest.mark.usefixtures("checked_once")
+
 NAME = "someone/private-model"
 MODEL = {".gitattributes", "README.md", "config.json", "model.safetensors", "privacy.json"}
 TOKENIZER = {"tokenizer.json", "tokenizer_config.json"}

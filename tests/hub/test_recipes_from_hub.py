@@ -32,6 +32,8 @@ from tests.recipes.conftest import (  # noqa: F401 - fixtures
 from tests.recipes.test_recipes import ROOT, train  # noqa: F401 - a fixture
 from tests.recipes.test_recipes_text import TEMPLATE
 
+pytestmark = pytest.mark.usefixtures("checked_once")
+
 PUBLIC = ["--train_file", "someone/questions", "--test_file", "someone/questions", "--label_column", "label"]
 PRIVATE = [flag.replace("/questions", "/private-questions") for flag in PUBLIC]
 PRIVATE += ["--encoder", "someone/private-encoder", "--labels_file", ""]

@@ -24,6 +24,8 @@ from tests.hub.test_publish import MODEL, NAME, TOKENIZER, trainer
 from tests.training.test_lora import adapted
 from tests.training.workbench import classifier
 
+pytestmark = pytest.mark.usefixtures("checked_once")
+
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:

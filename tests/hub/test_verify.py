@@ -27,6 +27,8 @@ from tests.hub.server import Hub
 from tests.training.workbench import make
 from tests.zoo import tiny
 
+pytestmark = pytest.mark.usefixtures("checked_once")
+
 
 def test_what_was_saved_verifies_and_so_do_its_checkpoints(saved: Path) -> None:
     for directory in (saved, saved / "checkpoint-2", saved / "checkpoint-4"):

@@ -21,6 +21,8 @@ from hf_dp.hub.record import sha256
 from hf_dp.hub.saved import may_be_published
 from tests.hub.forging import failed, in_card, in_record, invoke, seal
 
+pytestmark = pytest.mark.usefixtures("checked_once")
+
 BILLION_LAUGHS = "a0: &a0 [lol]\n" + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]\n" for i in range(1, 12))
 EVENT = {"type": "poisson_sampled", "sampling_probability": 0.1}
 

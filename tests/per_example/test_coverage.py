@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
 import pytest
 import torch
 
@@ -15,11 +18,30 @@ REFUSED = {"mixtral", "qwen3_moe"}
 REFUSED_ADAPTERS = {"LoHa", "OFT"}
 
 
+# Of one code with another of these, but for sizes, activations and what is tied; `test_every_case` has them too.
+ALIKE = {
+    *("mistral", "qwen2", "granite", "olmo2", "smollm3", "starcoder2", "gemma"),  # llama, qwen3, gemma2
+    *("xlm-roberta", "electra", "mt5"),  # roberta, bert and albert, t5 and flan-t5
+    *("mbart", "m2m_100", "pegasus", "marian"),  # bart
+    *("hubert", "siglip"),  # wav2vec2, clip
+    # Heads that other models have too.
+    *((name, head) for name in ("t5", "bart") for head in ("multi_label", "regression")),
+}
+
+
+def cases(of: Iterable[Any]) -> list[Any]:
+    """With those that are like others marked as slow."""
+    return [
+        pytest.param(*([case] if isinstance(case, str) else case), marks=[pytest.mark.slow] * (case in ALIKE))
+        for case in of
+    ]
+
+
 def assert_as_expected(result: str, refused: bool) -> None:
     assert result.startswith("refused: " if refused else ("exact ", "within ")), result
 
 
-@pytest.mark.parametrize("name", zoo.CONFIGS)
+@pytest.mark.parametrize("name", cases(zoo.CONFIGS))
 def test_architectures(name: str) -> None:
     """With their first head; `test_every_case` has all of them."""
     assert_as_expected(coverage.judge_head(name, zoo.HEADS[name][0], QUICK), name in REFUSED)
@@ -27,11 +49,13 @@ def test_architectures(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "head"),
-    [
-        *((name, head) for name in ("t5", "bart") for head in zoo.HEADS[name][1:]),
-        *((name, head) for name in ("bert", "gpt2") for head in ("multi_label", "regression")),
-        *((name, "text") for name in ("clip", "siglip")),
-    ],
+    cases(
+        [
+            *((name, head) for name in ("t5", "bart") for head in zoo.HEADS[name][1:]),
+            *((name, head) for name in ("bert", "gpt2") for head in ("multi_label", "regression")),
+            *((name, "text") for name in ("clip", "siglip")),
+        ]
+    ),
 )
 def test_heads(name: str, head: str) -> None:
     assert_as_expected(coverage.judge_head(name, head, QUICK), (name, head) == ("bart", "causal_lm"))

@@ -13,6 +13,8 @@ from transformers import AutoConfig, AutoModelForMaskedLM, AutoTokenizer, set_se
 
 from hf_dp.errors import ConfigurationError, UnsupportedModelError
 
+pytestmark = pytest.mark.usefixtures("checked_once")
+
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 # Where PEFT has no choice of its own.
 TARGETS = {"distilbert": "q_lin,v_lin", "albert": "query,value", "mpnet": "q,v", "modernbert": "Wqkv"}

@@ -16,6 +16,8 @@ from hf_dp.hub import verify
 from tests.recipes.test_recipe_arguments import RECIPES, data, local, local_answers, local_questions  # noqa: F401 - fixtures
 from tests.recipes.test_recipes import ROOT, train  # noqa: F401 - a fixture
 
+pytestmark = pytest.mark.usefixtures("checked_once")
+
 READER = Path(__file__).with_name("plain_reader.py")
 QUESTION = "my card was lost, why is it?"
 # The class, what it is given, and what of its logits is the answer.

@@ -102,11 +102,12 @@ def test_adapters_on_a_model_from_a_folder_and_public_frequencies(
     data: Path, done: tuple[Any, Path], tmp_path: Path
 ) -> None:
     (tmp_path / "shares.json").write_text(json.dumps({"praise": 1, "lost_card": 3}))
-    said = run(
-        data, tmp_path / "out", "--model", str(done[1]), "--method", "lora", "--corpus_format", "csv", "--samples", "8",
-        "--label_frequencies", str(tmp_path / "shares.json"), "--privacy_seed", "1",
-    )  # fmt: skip
-    assert said.returncode == 0, said.stderr[-3000:]
+    flags = (
+        *("--model", str(done[1]), "--method", "lora", "--corpus_format", "csv", "--samples", "8"),
+        *("--label_frequencies", str(tmp_path / "shares.json"), "--privacy_seed", "1"),
+    )
+    said = CliRunner().invoke(app, ["train", *arguments(data, tmp_path / "out"), *flags])
+    assert said.exit_code == 0, said.output[-3000:]
     with (tmp_path / "out" / "corpus_not_private" / "corpus.csv").open(newline="") as file:
         assert Counter(row["label"] for row in csv.DictReader(file)) == {"lost_card": 6, "praise": 2}
     assert not (tmp_path / "out" / "corpus").exists()

@@ -15,6 +15,8 @@ from hf_dp.errors import ConfigurationError
 from tests.recipes.conftest import WORDS
 from tests.recipes.test_recipes import ROOT, run, train  # noqa: F401 - train is a fixture
 
+pytestmark = pytest.mark.usefixtures("checked_once")
+
 TEMPLATE = (
     "{% for m in messages %}{{ m.role + ': ' + m.content + ' _\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"

@@ -13,6 +13,8 @@ from hf_dp.errors import ConfigurationError
 from hf_dp.training import output_lock
 from tests.training.workbench import classifier, make, parameters, private, rows, same
 
+pytestmark = pytest.mark.usefixtures("checked_once")
+
 WORDS = "The noise drowns the gradient"
 
 

@@ -27,6 +27,8 @@ from tests.training.workbench import (
     stack,
 )
 
+pytestmark = pytest.mark.usefixtures("checked_once")
+
 Action = Callable[[Any, torch.optim.Optimizer], None]
 
 

@@ -21,6 +21,8 @@ from tests.crashes import digests, killed_everywhere
 from tests.training.test_resume import SAVED, STEPS, trainer
 from tests.training.workbench import make, rows
 
+pytestmark = pytest.mark.usefixtures("checked_once")
+
 NEWEST = f"checkpoint-{STEPS}"
 
 

@@ -26,6 +26,8 @@ from hf_dp.data.fingerprint import KEY_FILE, compare, fingerprint, fingerprint_k
 from hf_dp.errors import BudgetExceededError, LedgerError
 from tests.training.workbench import Rows, classifier, make, parameters, private, rows, same
 
+pytestmark = pytest.mark.usefixtures("checked_once")
+
 STEPS, SAVED, KILLED = 7, 4, 6
 ROOT = Path(__file__).resolve().parents[2]
 # Step 6 is made and charged in the killed process, and lost with it; the last checkpoint is of step 4, in the first

@@ -22,6 +22,8 @@ from tests.hub.forging import in_record
 from tests.training.test_resume import SAVED, STEPS, copied, edit_state, saved_ledger, trainer
 from tests.training.workbench import parameters, same
 
+pytestmark = pytest.mark.usefixtures("checked_once")
+
 Change = Callable[[Path], None]
 
 

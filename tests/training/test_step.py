@@ -40,6 +40,8 @@ from tests.training.workbench import (
 )
 from tests.zoo import tiny, with_dropout
 
+pytestmark = pytest.mark.usefixtures("checked_once")
+
 # --- a step is what it says -------------------------------------------------------------------------------------------
 
 

@@ -57,6 +57,8 @@ from tests.training.workbench import (
 )
 from tests.zoo import VOCABULARY, tiny
 
+pytestmark = pytest.mark.usefixtures("checked_once")
+
 # --- the snippet of the README, on text ------------------------------------------------------------------------------
 
 

@@ -25,6 +25,8 @@ from tests.training.workbench import (
     trained,
 )
 
+pytestmark = pytest.mark.usefixtures("checked_once")
+
 # --- training again ---------------------------------------------------------------------------------------------------
 
 

@@ -34,6 +34,8 @@ from tests.training.workbench import (
 )
 from tests.zoo import VOCABULARY, tiny
 
+pytestmark = pytest.mark.usefixtures("checked_once")
+
 
 def budgeted(path: Path, attention: ReAttentionConfig | None = None, model: Any = None, **changes: Any) -> DPTrainer:
     privacy = private(noise_multiplier=None, target_epsilon=3.0, re_attention=attention or ReAttentionConfig(), seed=7)
@@ -326,7 +328,14 @@ def test_a_decoder_reads_its_start_token_in_each_example(tmp_path: Path, monkeyp
     assert found[0] == found[9] == found[2] == ROWS
 
 
-@pytest.mark.parametrize(("head", "label"), [("sequence", 1), ("regression", 0.5), ("multi_label", [0.0, 1.0, 1.0])])
+@pytest.mark.parametrize(
+    ("head", "label"),
+    [
+        ("sequence", 1),
+        ("multi_label", [0.0, 1.0, 1.0]),
+        pytest.param("regression", 0.5, marks=pytest.mark.slow),
+    ],
+)
 def test_what_an_encoder_decoder_tells_classes_apart_by_are_no_tokens(
     tmp_path: Path, monkeypatch: Any, head: str, label: Any
 ) -> None:

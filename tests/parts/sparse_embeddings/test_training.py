@@ -38,6 +38,8 @@ from tests.training.workbench import (
 )
 from tests.zoo import VOCABULARY, tiny
 
+pytestmark = pytest.mark.usefixtures("checked_once")
+
 WORDS = "distilbert.embeddings.word_embeddings.weight"
 FEST = {"method": "fest", "kept_rows": 9}
 

@@ -1,0 +1,131 @@
+"""Checks before the first step that were made of the same model, loss and examples before are not made again.
+
+For tests of what comes after the checks: `pytestmark = pytest.mark.usefixtures("checked_once")`. In each process the
+first test that needs a check has it made; a refusal is never remembered, so one that a test expects always comes from
+the check. Checks that change the model are made each time, and so are those of a loss that is not a trainer's own.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib
+import sys
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+import hf_dp.ranks as ranks
+from hf_dp.losses import per_example_losses
+from hf_dp.parts.re_attention import installed
+from hf_dp.per_example import RULES, preflight
+from hf_dp.per_example.padding import check_padding
+
+_known: dict[Hashable, Any] = {}
+
+
+@contextmanager
+def once() -> Iterator[None]:
+    """The checks that trainings call are remembered."""
+    importlib.import_module("hf_dp.training.trainer")
+    found = 0
+    with ExitStack() as patches:
+        for check in (preflight, check_padding):
+            wrapped = remembering(check)
+            for name, module in list(sys.modules.items()):
+                if name.startswith("hf_dp.training") and getattr(module, check.__name__, None) is check:
+                    patches.enter_context(mock.patch.object(module, check.__name__, wrapped))
+                    found += 1
+        assert found >= 2, "the checks are called from elsewhere, and nothing is remembered"
+        yield
+
+
+def remembering(check: Callable[..., Any]) -> Callable[..., Any]:
+    """`check(model, loss, ...)` that is made once."""
+
+    @functools.wraps(check)
+    def remembered(model: nn.Module, *args: Any, **options: Any) -> Any:
+        before, given = _structure(model), _told(args, options)
+        asked = None if before is None or given is None else (check, before, given)
+        known = asked in _known
+        if any(isinstance(p, DTensor) for p in model.parameters()):
+            # The check is one that all ranks make together.
+            known = bool(ranks.gathered([float(known)]).all())
+        if known:
+            return _known[asked]
+        result = check(model, *args, **options)
+        if asked is not None and _structure(model) == before:
+            _known[asked] = result
+        return result
+
+    return remembered
+
+
+def _structure(model: nn.Module) -> Hashable | None:
+    """Modules with what is set in them, parameters but for their values, the config, and what stands around; None
+    where a forward pass was replaced."""
+    if any("forward" in vars(m) for m in model.modules()):
+        return None
+    modules = [(name, _hooks(m), _plain(vars(m))) for name, m in model.named_modules()]
+    numbers: dict[int, int] = {}
+    parameters = [
+        (name, type(p), p.shape, p.dtype, p.requires_grad, numbers.setdefault(id(p), len(numbers)), _placed(p))
+        for name, p in model.named_parameters(remove_duplicate=False)
+    ]
+    buffers = [(name, b.shape, b.dtype) for name, b in model.named_buffers()]
+    attention = installed(model)
+    noise = None if attention is None else (attention.config, [(n, e.shape) for n, e in attention.errors.items()])
+    around = (torch.get_default_dtype(), torch.is_autocast_enabled("cpu"), ranks.world_size())
+    config = getattr(model, "config", None)
+    settings = (config, getattr(config, "_attn_implementation", None), getattr(model, "peft_config", None))
+    # Classes themselves, since those of two tests may have one name.
+    return tuple(map(type, model.modules())), repr((modules, parameters, buffers, noise, around, settings))
+
+
+def _hooks(module: nn.Module) -> list[str]:
+    hooks = (module._forward_pre_hooks, module._forward_hooks, module._backward_hooks)
+    return [getattr(hook, "__qualname__", type(hook).__name__) for kind in hooks for hook in kind.values()]
+
+
+def _plain(values: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """What is a number or a word."""
+    return [(n, v) for n, v in sorted(values.items()) if v is None or isinstance(v, bool | int | float | str)]
+
+
+def _placed(p: Tensor) -> Any:
+    return (p.placements, p.device_mesh) if isinstance(p, DTensor) else p.device
+
+
+def _told(args: tuple[Any, ...], options: Mapping[str, Any]) -> Hashable | None:
+    """Loss, examples and options as values; None for a loss whose likeness is not known."""
+    told: list[Hashable] = [tuple(sorted(options.get("tables", ())))]
+    if (certificate := options.get("certificate")) is not None:
+        told.append((certificate, certificate.read))
+    loss, examples, *collate = args
+    trainer = getattr(loss, "__self__", None)
+    if options.get("rules", RULES) is not RULES:
+        return None
+    if loss is per_example_losses:
+        told.append(loss)
+    elif not hasattr(trainer, "compute_per_example_loss") or "compute_per_example_loss" in vars(trainer):
+        return None
+    else:
+        given = trainer.args
+        told.append((type(trainer), given.label_smoothing_factor, given.bf16, given.fp16))
+    if collate:
+        told += [_content(collate[0](rows)) for rows in (list(examples), *([row] for row in examples))]
+    return (*told, _content(examples))
+
+
+def _content(examples: Any) -> Hashable:
+    """A batch, or rows that no collator has seen."""
+    if isinstance(examples, Mapping):
+        return tuple((name, _content(value)) for name, value in sorted(examples.items()))
+    if isinstance(examples, Tensor):
+        return examples.dtype, examples.shape, hashlib.sha256(repr(examples.tolist()).encode()).digest()
+    return tuple(map(_content, examples)) if isinstance(examples, list | tuple) else repr(examples)
