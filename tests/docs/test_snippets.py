@@ -25,7 +25,7 @@ from tests.training.workbench import a_tokenizer, classifier, pad, rows
 pytestmark = pytest.mark.usefixtures("checked_once")
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"(?:<!-- not run: (?P<reason>[^>]*?) -->\n)?^```(?P<kind>\w*)\n(?P<text>.*?)^```$", re.M | re.S)
 SHOWN_ONLY = {"", "text", "yaml", "json"}
 
