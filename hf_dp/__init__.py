@@ -7,7 +7,6 @@ transformers.
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -18,7 +17,8 @@ if TYPE_CHECKING:
     from hf_dp.parts.re_attention import load_re_attention, remove_re_attention
     from hf_dp.training.trainer import DPTrainer, DPTrainerMixin
 
-    __version__: str
+# In every record: it changes when another epsilon is computed from the same ledger, too.
+__version__ = "0.1.0.dev1"
 
 __all__ = [
     "DPTrainer",
@@ -51,12 +51,10 @@ _MODULES = {"accounting", "losses", "per_example"}
 
 
 def __getattr__(name: str) -> Any:
-    if name == "__version__":
-        value: Any = _version()
-    elif name in _MODULES:
+    if name in _MODULES:
         return importlib.import_module(f"{__name__}.{name}")  # the import itself sets the attribute
-    elif name in _HOME:
-        value = getattr(importlib.import_module(_HOME[name]), name)
+    if name in _HOME:
+        value: Any = getattr(importlib.import_module(_HOME[name]), name)
     else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     globals()[name] = value
@@ -65,10 +63,3 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
-
-
-def _version() -> str:
-    try:
-        return importlib.metadata.version("hf-dp")
-    except importlib.metadata.PackageNotFoundError:  # a source tree on the path, never installed
-        return "0+uninstalled"

@@ -20,6 +20,8 @@ from hf_dp.launched import of_the_backend
 
 # Seconds in which a rank that failed has said why.
 _PATIENCE = 5.0
+# Seconds in which other ranks come where this one is, if they are not at work on something else.
+_SILENCE = 60.0
 _LONGEST_REASON = 2000
 
 
@@ -146,6 +148,27 @@ def _lost(error: BaseException, given: dict[int, str]) -> RanksError:
         why="every step is one sum over all ranks.",
         fix="look at the output of that rank, remove the cause, and resume from the last checkpoint.",
     )
+
+
+def warn_of_missing(logger: logging.Logger, call: str) -> None:
+    """Before ranks wait for each other in a call that all must make: says after a while which have not made it.
+
+    It then returns, and what waits is the backend, as long as its own time limit.
+    """
+    store = dist.distributed_c10d._get_default_store() if world_size() > 1 else None
+    if store is None:  # MPI has none
+        return
+    name = f"hf_dp/calls of {call} by rank"
+    mine, end = store.add(f"{name} {rank()}", 1), time.monotonic() + _SILENCE
+    missing = [other for other in range(world_size()) if other != rank()]
+    while missing := [other for other in missing if store.add(f"{name} {other}", 0) < mine]:
+        if time.monotonic() > end:
+            logger.warning(
+                "Rank %d waits in %s for rank %s: every rank must call it, not the first alone.",
+                rank(), call, ", ".join(map(str, missing)),
+            )  # fmt: skip
+            return
+        time.sleep(0.05)
 
 
 def wait() -> None:

@@ -27,7 +27,14 @@ from data import LabelledData, labelled, public_labels
 from datasets import Dataset
 from hub_names import pretrained
 from peft import LoraConfig, get_peft_model
-from plain_classifier import as_sequence_classification, check_plain_form, pooled, seen_from
+from plain_classifier import (
+    TRAINING_FORM,
+    TrainingForm,
+    as_sequence_classification,
+    check_plain_form,
+    pooled,
+    seen_from,
+)
 from results import CLASSIFY, measured, scored_by_label, train_and_report
 from tqdm.auto import tqdm
 from transformers import (
@@ -83,7 +90,7 @@ class RecipeArguments(AdaptedClassifier):
     )
 
 
-class MeanPoolingForSequenceClassification(PreTrainedModel):
+class MeanPoolingForSequenceClassification(TrainingForm):
     """Logits from the normalised mean of the last hidden states, seen from an origin among the embeddings.
 
     For training: `as_sequence_classification` makes the same classifier in a form that Transformers loads.
@@ -185,7 +192,7 @@ def adapted(model: PreTrainedModel, trained: str, recipe: AdaptedClassifier) -> 
     targets = None if recipe.lora_targets is None else recipe.lora_targets.split(",")
     lora = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=targets, modules_to_save=[trained])
     try:
-        return get_peft_model(model, lora)
+        made = get_peft_model(model, lora)
     except ValueError as error:
         linear = {name.rsplit(".")[-1] for name, part in model.named_modules() if isinstance(part, torch.nn.Linear)}
         raise ConfigurationError(
@@ -193,6 +200,8 @@ def adapted(model: PreTrainedModel, trained: str, recipe: AdaptedClassifier) -> 
             why="nothing but the head would be trained.",
             fix=f"name layers with --lora_targets A,B; linear ones here: {', '.join(sorted(linear))}.",
         ) from error
+    made.peft_config["default"].base_model_name_or_path = TRAINING_FORM
+    return made
 
 
 @torch.no_grad()

@@ -28,7 +28,7 @@ from data import labelled, public_labels
 from datasets import Dataset
 from files import json_of
 from hub_names import pretrained
-from plain_classifier import labelled_config
+from plain_classifier import TrainingForm, labelled_config
 from results import measured, scored_by_label, train_and_report
 from torch import Tensor, nn
 from transformers import (
@@ -59,7 +59,7 @@ class RecipeArguments(AdaptedClassifier):
     method: Literal["lora", "full"] = field(default="lora", metadata={"help": "What is trained beside the label rows."})
 
 
-class InfillingForSequenceClassification(PreTrainedModel):
+class InfillingForSequenceClassification(TrainingForm):
     """Logits (B, labels) at the mask of each text.
 
     Args:

@@ -9,8 +9,10 @@ numbers so small that tanh does not bend them; the head's weights take all facto
 from __future__ import annotations
 
 import copy
+import json
 import math
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,8 +24,22 @@ from hf_dp.errors import UnsupportedModelError
 
 # How much more the mean counts than the first token's state beside it.
 _MEAN = 64.0
+# What checkpoints name as their type of model, or adapters as their base: no name that a hub can have.
+TRAINING_FORM = "form_for_training of a recipe of hf_dp"
 # Tanh is straight to 2e-5 there.
 _SMALL = 1 / 128
+
+
+class TrainingForm(PreTrainedModel):
+    """A classifier in the form that trains, whose saved configuration nobody takes for that of a plain model."""
+
+    def save_pretrained(self, save_directory: Any, **options: Any) -> Any:
+        """As Transformers', under a type of model that it refuses to load, where it would make a fresh head."""
+        super().save_pretrained(save_directory, **options)
+        path = Path(save_directory, "config.json")
+        if path.exists():  # one rank writes it
+            config = json.loads(path.read_text(encoding="utf-8"))
+            path.write_text(json.dumps({**config, "model_type": TRAINING_FORM}, indent=2), encoding="utf-8")
 
 
 def pooled(encoder: nn.Module, input_ids: Tensor, attention_mask: Tensor) -> Tensor:

@@ -117,6 +117,9 @@ def train_and_report(
             not private, and neither is what is said of them.
     """
     directory, checkpoint = Path(str(arguments.output_dir)), checkpoint_of(arguments)
+    if plain is not None and arguments.push_to_hub and arguments.hub_strategy != "end":
+        print("Pushed when it has ended: until then the model has a form that only this recipe knows.")
+        arguments = replace(arguments, hub_strategy="end")
     initial = copy.deepcopy(model) if compare_without_privacy else None
     trainer: Any = make(DPTrainer, model=model, args=arguments, privacy=privacy)
     untrained = _Untrained(lambda: score(trainer))
@@ -128,9 +131,11 @@ def train_and_report(
     after, without = score(trainer), None
     if plain is not None:
         trainer.model = trainer.model_wrapped = plain(trainer.accelerator.unwrap_model(trainer.model))
-    trainer.save_model()
+    trainer.save_model(_internal_call=True)  # pushed when its card says how it is used
     if trainer.is_world_process_zero():
         say_how_to_use(directory, usage, privacy, changed=plain is not None)
+    if arguments.push_to_hub:
+        trainer.push_to_hub(commit_message="Model save")
     if initial is not None:
         aside = {"output_dir": str(directory / "without_privacy"), "save_strategy": "no", "push_to_hub": False}
         ordinary = make(Trainer, model=initial, args=replace(arguments, **aside))

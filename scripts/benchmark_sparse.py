@@ -28,6 +28,7 @@ from transformers import BertConfig, BertForSequenceClassification
 
 from hf_dp.accounting import Ledger
 from hf_dp.config import PrivacyConfig, SparseEmbeddingConfig
+from hf_dp.config.asked import ROW_COUNTS, asked
 from hf_dp.losses import per_example_losses
 from hf_dp.parts.sparse_embeddings import AdaptiveSelection, TableRows, with_lazy_rows
 from hf_dp.per_example import Tables, preflight, record
@@ -70,19 +71,15 @@ def make_step(name: str, model: nn.Module, batch: dict[str, Tensor]) -> Callable
     """One private step of a variant; it tells how many coordinates of the table's gradient are not zero."""
     size, entropy = len(batch["labels"]), Entropy(None)
     sparse = SparseEmbeddingConfig(noise_ratio=5.0) if name == "adafest" else None
-    plan = Plan.make(
-        PrivacyConfig(target_epsilon=8.0, sparse_embeddings=sparse),
-        PoissonBatchSampler(DATASET, size, entropy),
-        STEPS,
-        entropy,
-    )
+    config = PrivacyConfig(target_epsilon=8.0, sparse_embeddings=sparse)
+    sampler = PoissonBatchSampler(DATASET, size, entropy)
+    plan = Plan.make(config, sampler, STEPS, entropy, *asked(config, STEPS))
     table = dict(model.named_parameters())[TABLE]
     tables = [TABLE] if sparse is not None else []
     rows, held = None, [p for p in model.parameters() if p is not table or sparse is None]
     optimizer: torch.optim.Optimizer = torch.optim.AdamW(held, lr=1e-4, fused=True, weight_decay=0.0)
     if sparse is not None:
-        numbered, noise = Tables.of({TABLE: table}), plan.contribution_noise_multiplier
-        assert noise is not None
+        numbered, noise = Tables.of({TABLE: table}), plan.noise_multiplier_of(ROW_COUNTS)
         rows = TableRows(numbered, None, AdaptiveSelection(len(table), noise, None, entropy), sparse.contribution_norm)
         optimizer = with_lazy_rows(optimizer, {TABLE: table}, sparse)
     certificate = preflight(model, per_example_losses, {k: v[:3] for k, v in batch.items()}, tables=tables)

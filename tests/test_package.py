@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import hf_dp
+from hf_dp.versions import library_versions
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -48,6 +49,8 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
 
 def test_the_version_is_a_version() -> None:
     assert re.fullmatch(r"\d+(\.\d+)*([.+][0-9a-z.]+)?", hf_dp.__version__)
+    # Of the code that runs: what was installed once, or not at all, may have been another checkout's.
+    assert f'__version__ = "{library_versions()["hf_dp"]}"' in (ROOT / "hf_dp" / "__init__.py").read_text()
 
 
 def test_type_information_is_shipped() -> None:

@@ -1,16 +1,18 @@
-"""Privacy accounting with `dp_accounting`: events, epsilon, calibration, ledger and report. Imports no torch."""
+"""Privacy accounting with `dp_accounting`: events, epsilon, calibration, mechanism, ledger and report. No torch."""
 
 from hf_dp.accounting.accountants import epsilon
-from hf_dp.accounting.calibration import affordable_steps, calibrate_noise_multiplier
+from hf_dp.accounting.calibration import calibrate_noise_multiplier, smallest_noise_multiplier
 from hf_dp.accounting.events import (
     check_delta,
     check_steps,
     default_delta,
     event_from_dict,
     event_to_dict,
-    step_event,
+    in_words,
 )
-from hf_dp.accounting.ledger import TRAINING_STEP, Ledger
+from hf_dp.accounting.ledger import Ledger
+from hf_dp.accounting.mechanism import Mechanism
+from hf_dp.accounting.release import GRADIENT, TRAINING_STEP, Release
 from hf_dp.accounting.report import (
     FLOATING_POINT,
     HYPER_PARAMETER_SEARCH,
@@ -21,13 +23,15 @@ from hf_dp.accounting.report import (
     STANDARD_CAVEATS,
     TOKENIZER,
     PrivacyReport,
-    library_versions,
     standard_caveats,
 )
+from hf_dp.accounting.terms import ExampleUnit, FlatClipping, GaussianNoise, PoissonSampling, step_event
+from hf_dp.config.asked import Query, Share
 from hf_dp.config.ranges import check_target_epsilon
 
 __all__ = [
     "FLOATING_POINT",
+    "GRADIENT",
     "HYPER_PARAMETER_SEARCH",
     "LOGGED_METRICS",
     "MODEL_SELECTION",
@@ -36,9 +40,16 @@ __all__ = [
     "STANDARD_CAVEATS",
     "TOKENIZER",
     "TRAINING_STEP",
+    "ExampleUnit",
+    "FlatClipping",
+    "GaussianNoise",
     "Ledger",
+    "Mechanism",
+    "PoissonSampling",
     "PrivacyReport",
-    "affordable_steps",
+    "Query",
+    "Release",
+    "Share",
     "calibrate_noise_multiplier",
     "check_delta",
     "check_steps",
@@ -47,7 +58,8 @@ __all__ = [
     "epsilon",
     "event_from_dict",
     "event_to_dict",
-    "library_versions",
+    "in_words",
+    "smallest_noise_multiplier",
     "standard_caveats",
     "step_event",
 ]

@@ -6,19 +6,17 @@ import functools
 import logging
 import math
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
 
 import dp_accounting as dp
 import numpy as np
-from dp_accounting import pld as dp_pld
 from dp_accounting import rdp as dp_rdp
-from dp_accounting.pld import privacy_loss_mechanism
 from dp_accounting.rdp import rdp_privacy_accountant
 
-from hf_dp.accounting.composition import StepLoss, composed_epsilon
-from hf_dp.accounting.events import Mechanism, from_counts, mechanisms
+from hf_dp.accounting.composition import composed_epsilon
+from hf_dp.accounting.events import primitives
+from hf_dp.accounting.kinds import Primitive
 from hf_dp.config import AccountantName
 from hf_dp.errors import ConfigurationError
 
@@ -40,9 +38,8 @@ _MIN_CELL, _MAX_CELL = 1e-7, 30.0
 _RDP_ROUNDING = 1e-15
 # Each takes about 0.2 s, and up to a second with the others; a training has three at most.
 _MOST_DISTRIBUTIONS = 6
-# Squares of smaller numbers vanish. Their epsilon is beyond 1e100: as good as infinite.
-_MIN_NOISE = 1e-60
 _ONE_AT_A_TIME = threading.RLock()
+Counts = tuple[tuple[Primitive, int], ...]
 
 
 def epsilon(event: dp.DpEvent, delta: float, accountant: AccountantName = "pld") -> float:
@@ -60,7 +57,7 @@ def epsilon(event: dp.DpEvent, delta: float, accountant: AccountantName = "pld")
     bound come from `dp_accounting`, the sum over steps from `composition`, which bounds its rounding.
 
     Args:
-        event: Gaussian mechanisms, Poisson-sampled or not, in any composition.
+        event: mechanisms of `kinds`, in any composition.
         delta: strictly between 0 and 1.
         accountant: "pld" or "rdp".
 
@@ -83,26 +80,26 @@ def epsilon(event: dp.DpEvent, delta: float, accountant: AccountantName = "pld")
             why="only 'pld' and 'rdp' are known, and an unknown accountant promises nothing.",
             fix="use 'pld' (tight, the default) or 'rdp'.",
         )
-    counts = mechanisms(event)
+    counts = primitives(event)
     if counts is None:
         return math.inf
-    return _epsilon(_merge_unsampled(counts), float(delta), accountant)
+    return _epsilon(_merged(counts), float(delta), accountant)
 
 
-def _merge_unsampled(counts: dict[Mechanism, int]) -> tuple[tuple[Mechanism, int], ...]:
-    # Gaussians on the whole dataset compose exactly into one: their precisions add.
-    precision = math.fsum(n / noise / noise for (q, noise), n in counts.items() if q == 1)
-    sampled = {key: n for key, n in counts.items() if key[0] < 1}
-    if precision > 0:
-        sampled[1.0, precision**-0.5] = 1
-    return tuple(sorted(sampled.items()))
+def _merged(counts: Mapping[Primitive, int]) -> Counts:
+    found: list[tuple[Primitive, int]] = []
+    for kind in sorted({type(one) for one in counts}, key=lambda kind: kind.__name__):
+        merged = kind.merged({one: n for one, n in counts.items() if type(one) is kind})
+        found += sorted(merged.items())
+    return tuple(found)
 
 
 @functools.lru_cache(maxsize=1024)
-def _epsilon(counts: tuple[tuple[Mechanism, int], ...], delta: float, accountant: AccountantName) -> float:
+def _epsilon(counts: Counts, delta: float, accountant: AccountantName) -> float:
     if not counts:
         return 0.0
-    if any(q == 1 and not 0 < noise < math.inf for (q, noise), _ in counts):
+    # Two that are finite can be merged into one that is not.
+    if not all(one.is_finite for one, _ in counts):
         return math.inf
     with _quiet(), np.errstate(all="ignore"):
         bound = _rdp_epsilon(counts, delta)
@@ -125,77 +122,28 @@ def _quiet() -> Iterator[None]:
             logger.setLevel(level)
 
 
-def _rdp_epsilon(counts: tuple[tuple[Mechanism, int], ...], delta: float) -> float:
-    if min(noise for (_, noise), _ in counts) < _MIN_NOISE:
-        return math.inf
-    event = from_counts(dict(counts))
+def _rdp_epsilon(counts: Counts, delta: float) -> float:
+    event = dp.ComposedDpEvent([dp.SelfComposedDpEvent(one.event, n) for one, n in counts])
     bound = float(dp_rdp.RdpAccountant(RDP_ORDERS).compose(event).get_epsilon(delta))
     # A smaller epsilon has its best order where the slow large orders begin.
     if bound < 0.02:
         bound = min(bound, float(dp_rdp.RdpAccountant(LARGE_RDP_ORDERS).compose(event).get_epsilon(delta)))
-    rounding = _RDP_ROUNDING * sum(n for (q, _), n in counts if q < 1)
+    rounding = _RDP_ROUNDING * sum(n for one, n in counts if one.is_a_sum)
     return math.inf if math.isnan(bound) else max(bound, math.sqrt(-2 * rounding * math.log(delta)))
 
 
-def _pld_epsilon(counts: tuple[tuple[Mechanism, int], ...], delta: float) -> float:
-    if min(noise for (_, noise), _ in counts) < _MIN_NOISE:
-        return math.inf
-    scales = {key: _loss_scale(*key) for key, _ in counts}
-    cell = min(deviation for deviation, _ in scales.values()) / _CELLS_PER_DEVIATION
+def _pld_epsilon(counts: Counts, delta: float) -> float:
+    scales = [one.scale() for one, _ in counts]
+    cell = min(deviation for deviation, _ in scales) / _CELLS_PER_DEVIATION
     cell = min(cell, _LARGEST_WANTED_CELL)
-    cell = max(cell, max(width for _, width in scales.values()) / _MAX_STEP_CELLS, _MIN_CELL)
+    cell = max(cell, max(width for _, width in scales) / _MAX_STEP_CELLS, _MIN_CELL)
     if cell > _MAX_CELL:
         return math.inf
     bound = 0.0
     try:
         for adjacency in range(2):
-            steps = [(_step_losses(q, noise, cell)[adjacency], n) for (q, noise), n in counts]
+            steps = [(one.losses(cell)[adjacency], n) for one, n in counts]
             bound = composed_epsilon(steps, cell, delta, at_least=bound)
     except (MemoryError, OverflowError, ValueError, ZeroDivisionError):
         return math.inf
     return math.inf if math.isnan(bound) else bound
-
-
-@functools.lru_cache(maxsize=8)
-def _step_losses(q: float, noise: float, cell: float) -> tuple[StepLoss, StepLoss]:
-    """Of one example that is replaced by nothing, and of nothing that is replaced by one."""
-    pld = dp_pld.privacy_loss_distribution.from_gaussian_mechanism(
-        standard_deviation=noise, value_discretization_interval=cell, sampling_prob=q
-    )
-    # Not public; a test holds what is made of them against exact integrals.
-    remove, add = (pmf.to_dense_pmf() for pmf in (pld._pmf_remove, pld._pmf_add))
-    return _as_step_loss(remove), _as_step_loss(add)
-
-
-def _as_step_loss(pmf: Any) -> StepLoss:
-    return StepLoss(pmf._lower_loss, np.asarray(pmf._probs), pmf._infinity_mass)
-
-
-def _loss_scale(q: float, noise: float) -> tuple[float, float]:
-    """Standard deviation and width of one step's privacy loss, the larger of adding and removing an example."""
-    z = np.linspace(-10, 10, 4001)
-    density = np.exp(-(z**2) / 2) / math.sqrt(2 * math.pi) * (z[1] - z[0])
-
-    def loss(x: np.ndarray) -> np.ndarray:
-        exponent = (x - 0.5 / noise) / noise
-        if q == 1:
-            return exponent
-        small = np.log1p(q * np.expm1(np.minimum(exponent, 30)))
-        return np.where(exponent > 30, np.log(q) + exponent, small)
-
-    without, with_it = loss(z), loss(z + 1 / noise)
-    removed = _variance(np.concatenate([without, with_it]), np.concatenate([density * (1 - q), density * q]))
-    added = _variance(without, density)
-    kinds = privacy_loss_mechanism.AdjacencyType
-    widths = []
-    for kind in (kinds.REMOVE, kinds.ADD) if q < 1 else (kinds.REMOVE,):
-        bounds = privacy_loss_mechanism.GaussianPrivacyLoss(
-            noise, sampling_prob=q, adjacency_type=kind
-        ).connect_dots_bounds()
-        widths.append(bounds.epsilon_upper - bounds.epsilon_lower)
-    return math.sqrt(max(removed, added)), max(widths)
-
-
-def _variance(values: np.ndarray, weights: np.ndarray) -> float:
-    mean = float(values @ weights)
-    return float(((values - mean) ** 2) @ weights)

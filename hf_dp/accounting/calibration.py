@@ -1,4 +1,4 @@
-"""The inverse questions: how much noise a budget needs, and how many steps it still allows."""
+"""The inverse question: how much noise a budget needs."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ import dp_accounting as dp
 from scipy import optimize
 
 from hf_dp.accounting.accountants import epsilon
-from hf_dp.accounting.events import check_sampling_probability, check_steps, step_event
+from hf_dp.accounting.events import check_sampling_probability, check_steps
+from hf_dp.accounting.terms import step_event
 from hf_dp.config import AccountantName
 from hf_dp.config.ranges import check_target_epsilon
-from hf_dp.errors import BudgetExceededError, ConfigurationError
+from hf_dp.errors import ConfigurationError
 
 _SMALLEST_NOISE, _LARGEST_NOISE = 1e-4, 1e12
 # Relative to epsilon. Epsilon falls at least about as fast as noise grows, so noise is as exact.
@@ -28,15 +29,41 @@ def calibrate_noise_multiplier(
     accountant: AccountantName = "pld",
     spent: dp.DpEvent | None = None,
 ) -> float:
+    """The smallest noise multiplier with which a run of Poisson-sampled steps stays within its budget.
+
+    Args, Returns, Raises: as `smallest_noise_multiplier`, and
+
+        sampling_probability: of each unit in each step, in (0, 1].
+    """
+    check_sampling_probability(sampling_probability)
+    return smallest_noise_multiplier(
+        lambda noise: step_event(noise, sampling_probability),
+        target_epsilon=target_epsilon,
+        target_delta=target_delta,
+        steps=steps,
+        accountant=accountant,
+        spent=spent,
+    )
+
+
+def smallest_noise_multiplier(
+    step: Callable[[float], dp.DpEvent],
+    *,
+    target_epsilon: float,
+    target_delta: float,
+    steps: int,
+    accountant: AccountantName = "pld",
+    spent: dp.DpEvent | None = None,
+) -> float:
     """The smallest noise multiplier with which a whole run stays within its budget.
 
     The result is never too small: its epsilon was computed and is at most `target_epsilon`. It is at most about
     0.1 % too large.
 
     Args:
+        step: the event of one step, given its noise multiplier.
         target_epsilon: the budget, finite and above 0, in nats.
         target_delta: strictly between 0 and 1; see `check_delta` for what is sensible.
-        sampling_probability: of each unit in each step, in (0, 1].
         steps: optimizer steps of the run.
         accountant: "pld" or "rdp".
         spent: what is released besides, and paid for with the same budget.
@@ -48,11 +75,10 @@ def calibrate_noise_multiplier(
         ConfigurationError: a value out of range, or a budget so small that this accountant shows it for no noise.
     """
     check_target_epsilon(target_epsilon)
-    check_sampling_probability(sampling_probability)
     check_steps(steps)
 
     def cost(noise: float, by: AccountantName) -> float:
-        run = dp.SelfComposedDpEvent(step_event(noise, sampling_probability), steps)
+        run = dp.SelfComposedDpEvent(step(noise), steps)
         return epsilon(run if spent is None else dp.ComposedDpEvent([spent, run]), target_delta, by)
 
     # The Renyi bound takes milliseconds, and its answer is a good first guess at the tight one.
@@ -107,63 +133,3 @@ def _smallest_noise(cost: Callable[[float], float], target: float, start: float,
     while x < high[0] and excess(x) > 0:
         x *= 1 + tolerance / 3
     return min(x, high[0])
-
-
-def affordable_steps(
-    event: dp.DpEvent,
-    *,
-    target_epsilon: float,
-    delta: float,
-    at_most: int,
-    spent: dp.DpEvent | None = None,
-    accountant: AccountantName = "pld",
-) -> int:
-    """How many more times `event` may happen after `spent` before epsilon would exceed the budget.
-
-    Args:
-        event: the event of one step.
-        target_epsilon: the budget in nats, above 0.
-        delta: strictly between 0 and 1.
-        at_most: the largest answer of interest, such as the steps still planned; at least 0.
-        spent: what is already charged, for example `Ledger.event`.
-        accountant: "pld" or "rdp".
-
-    Returns:
-        The largest m <= at_most such that `spent` and m events cost at most `target_epsilon`.
-
-    Raises:
-        BudgetExceededError: `spent` alone exceeds the budget.
-        ConfigurationError: a value out of range.
-    """
-    check_target_epsilon(target_epsilon)
-    charged = dp.NoOpDpEvent() if spent is None else spent
-
-    def cost(m: int) -> float:
-        return epsilon(dp.ComposedDpEvent([charged, dp.SelfComposedDpEvent(event, m)]), delta, accountant)
-
-    already = epsilon(charged, delta, accountant)
-    if already > target_epsilon:
-        raise BudgetExceededError(
-            f"epsilon {already:.4g} is spent already, of a budget of {target_epsilon:.4g} at delta {delta:.3g}.",
-            why="every further step would overrun it more.",
-            fix="stop here, or start a new run with a budget that covers what was released before.",
-        )
-    if at_most <= 0:
-        return 0
-    fits, exceeds = (0, already), (at_most, cost(at_most))
-    if exceeds[1] <= target_epsilon:
-        return at_most
-    halve = False
-    while exceeds[0] - fits[0] > 1:
-        gap = exceeds[0] - fits[0]
-        ratio = 0.5
-        if not halve and math.isfinite(exceeds[1]):
-            ratio = (target_epsilon - fits[1]) / (exceeds[1] - fits[1])
-        m = min(max(fits[0] + round(gap * ratio), fits[0] + 1), exceeds[0] - 1)
-        value = cost(m)
-        if value <= target_epsilon:
-            fits = (m, value)
-        else:
-            exceeds = (m, value)
-        halve = exceeds[0] - fits[0] > gap / 2 and not halve
-    return fits[0]

@@ -1,49 +1,31 @@
-"""What a release costs, said in `dp_accounting`'s language of events: Gaussian noise, Poisson-sampled or not."""
+"""What was released, in `dp_accounting`'s language of events: taken apart, to JSON and back, and in words."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import Any
 
 import dp_accounting as dp
 
-from hf_dp.config.ranges import check_noise_multiplier, is_count, is_delta, is_noise, is_number, shown
+from hf_dp.accounting.kinds import KINDS, Primitive
+from hf_dp.config.ranges import is_count, is_delta, is_number, shown
 from hf_dp.errors import ConfigurationError, LedgerError
 
-# Poisson sampling probability, and noise standard deviation in units of the sensitivity.
-Mechanism = tuple[float, float]
+_KINDS_BY_TYPE = {kind.event: kind for kind in KINDS}
+_KINDS_BY_NAME = {kind.name: kind for kind in KINDS}
 
 
-def step_event(noise_multiplier: float, sampling_probability: float) -> dp.DpEvent:
-    """The event of one private step: a Poisson-sampled sum with Gaussian noise (Abadi et al. 2016, arXiv:1607.00133).
-
-    Args:
-        noise_multiplier: standard deviation of the noise, in units of the sensitivity of the sum. 0 gives an event
-            with infinite epsilon.
-        sampling_probability: probability in (0, 1] with which each unit enters the batch, independently.
-
-    Raises:
-        ConfigurationError: a noise multiplier or a probability out of range.
-    """
-    check_noise_multiplier(noise_multiplier)
-    check_sampling_probability(sampling_probability)
-    if noise_multiplier == 0:
-        return dp.NonPrivateDpEvent()
-    return dp.PoissonSampledDpEvent(float(sampling_probability), dp.GaussianDpEvent(float(noise_multiplier)))
-
-
-def mechanisms(event: dp.DpEvent) -> dict[Mechanism, int] | None:
+def primitives(event: dp.DpEvent) -> dict[Primitive, int] | None:
     """How often each mechanism is used by an event, whatever its nesting; None if any part has infinite epsilon.
 
     Raises:
-        LedgerError: a part that is no composition of (Poisson-sampled) Gaussians.
+        LedgerError: a part that is no composition of known mechanisms.
     """
-    counts: dict[Mechanism, int] = {}
+    counts: dict[Primitive, int] = {}
     return counts if _count(event, 1, counts) else None
 
 
-def _count(event: dp.DpEvent, times: int, counts: dict[Mechanism, int]) -> bool:
+def _count(event: dp.DpEvent, times: int, counts: dict[Primitive, int]) -> bool:
     match event:
         case dp.NoOpDpEvent():
             return True
@@ -55,43 +37,37 @@ def _count(event: dp.DpEvent, times: int, counts: dict[Mechanism, int]) -> bool:
             # Every part is looked at, so that an unknown one is refused wherever it stands.
             finite = [_count(part, times, counts) for part in parts]
             return all(finite)
-        case dp.GaussianDpEvent(noise_multiplier=noise) if is_noise(noise):
-            key = (1.0, float(noise))
-        case dp.PoissonSampledDpEvent(sampling_probability=q, event=dp.GaussianDpEvent(noise_multiplier=noise)) if (
-            is_noise(noise) and is_number(q) and 0 <= q <= 1
-        ):
-            key = (float(q), float(noise))
-        case _:
-            raise LedgerError(
-                f"the accounting event {event!r} is not known here.",
-                why="an event that no accountant here interprets could cost any amount of privacy.",
-                fix="express the release as Gaussian noise, Poisson-sampled or not, or as a composition of these.",
-            )
-    if times and key[0] > 0:
-        counts[key] = counts.get(key, 0) + times
-    return key[0] == 0 or key[1] > 0 or times == 0
+    kind = _KINDS_BY_TYPE.get(type(event))
+    primitive = None if kind is None or kind.primitive is None else kind.primitive(event)
+    if primitive is None:
+        raise LedgerError(
+            f"the accounting event {event!r} is not known here.",
+            why="an event that no accountant here interprets could cost any amount of privacy.",
+            fix="express the release as Gaussian noise, Poisson-sampled or not, or as a composition of these.",
+        )
+    if times and not primitive.is_free:
+        counts[primitive] = counts.get(primitive, 0) + times
+    return primitive.is_free or primitive.is_finite or times == 0
 
 
 def event_to_dict(event: dp.DpEvent) -> dict[str, Any]:
     """An event as plain values for strict JSON; `event_from_dict` is the inverse.
 
     Raises:
-        LedgerError: an event that is no composition of (Poisson-sampled) Gaussians.
+        LedgerError: an event that is no composition of known mechanisms.
     """
-    mechanisms(event)
-    match event:
-        case dp.SelfComposedDpEvent():
-            return {"type": "self_composed", "count": event.count, "event": event_to_dict(event.event)}
-        case dp.ComposedDpEvent():
-            return {"type": "composed", "events": [event_to_dict(part) for part in event.events]}
-        case dp.PoissonSampledDpEvent():
-            inner = event_to_dict(event.event)
-            return {"type": "poisson_sampled", "sampling_probability": event.sampling_probability, "event": inner}
-        case dp.GaussianDpEvent():
-            return {"type": "gaussian", "noise_multiplier": event.noise_multiplier}
-        case dp.NonPrivateDpEvent():
-            return {"type": "non_private"}
-    return {"type": "no_op"}
+    primitives(event)
+    return _written(event)
+
+
+def _written(event: dp.DpEvent) -> dict[str, Any]:
+    def plain(value: Any) -> Any:
+        if isinstance(value, (list, tuple)):
+            return [plain(item) for item in value]
+        return _written(value) if isinstance(value, dp.DpEvent) else value
+
+    fields = {name: plain(getattr(event, name)) for name in type(event).__match_args__}
+    return {"type": _KINDS_BY_TYPE[type(event)].name, **fields}
 
 
 def event_from_dict(values: object) -> dp.DpEvent:
@@ -101,33 +77,33 @@ def event_from_dict(values: object) -> dp.DpEvent:
         LedgerError: anything else, for example an unknown type, a missing field or a negative count.
     """
     try:
-        event = _read_event(values)
+        event = _read(values)
+        primitives(event)
     except (KeyError, TypeError, AttributeError, RecursionError) as error:
         raise LedgerError(
             f"{str(values)[:200]} is not an accounting event ({type(error).__name__}: {error}).",
             why="what it cost cannot be known.",
             fix="restore the file from a backup or an earlier checkpoint; do not edit it by hand.",
         ) from error
-    mechanisms(event)
     return event
 
 
-def _read_event(values: Any) -> dp.DpEvent:
-    kind, fields = values["type"], {key: value for key, value in values.items() if key != "type"}
-    match kind:
-        case "self_composed":
-            return dp.SelfComposedDpEvent(event=_read_event(fields.pop("event")), **fields)
-        case "composed":
-            return dp.ComposedDpEvent([_read_event(part) for part in fields["events"]])
-        case "poisson_sampled":
-            return dp.PoissonSampledDpEvent(event=_read_event(fields.pop("event")), **fields)
-        case "gaussian":
-            return dp.GaussianDpEvent(**fields)
-        case "non_private":
-            return dp.NonPrivateDpEvent(**fields)
-        case "no_op":
-            return dp.NoOpDpEvent(**fields)
-    raise KeyError(f"unknown event type {kind!r}")
+def _read(values: Any) -> dp.DpEvent:
+    if values["type"] not in _KINDS_BY_NAME:
+        raise KeyError(f"unknown event type {values['type']!r}")
+    fields = {name: _inner(value) for name, value in values.items() if name != "type"}
+    return _KINDS_BY_NAME[values["type"]].event(**fields)
+
+
+def _inner(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_read(item) for item in value]
+    return _read(value) if isinstance(value, dict) else value
+
+
+def in_words(event: dp.DpEvent) -> str:
+    """One release, for a reader of a card."""
+    return _KINDS_BY_TYPE[type(event)].in_words(event, in_words)
 
 
 def default_delta(n: int) -> float:
@@ -184,8 +160,3 @@ def check_steps(steps: int) -> None:
             why="the cost of a run is the cost of its steps, so it needs a whole number of at least 1.",
             fix="give the number of optimizer steps of the whole run.",
         )
-
-
-def from_counts(counts: Mapping[Mechanism, int]) -> dp.DpEvent:
-    """The event of using each mechanism that often."""
-    return dp.ComposedDpEvent([dp.SelfComposedDpEvent(step_event(s, q), n) for (q, s), n in counts.items()])

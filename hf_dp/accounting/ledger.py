@@ -4,24 +4,18 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import re
-import tempfile
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import dp_accounting as dp
 
 from hf_dp.accounting.accountants import epsilon
-from hf_dp.accounting.events import event_from_dict, event_to_dict, mechanisms
+from hf_dp.accounting.events import event_from_dict, event_to_dict, primitives
+from hf_dp.accounting.release import TRAINING_STEP, Release, check_label
 from hf_dp.config import AccountantName
 from hf_dp.errors import LedgerError
 
 VERSION = 1
-TRAINING_STEP = "training step"
-# Labels stand on model cards: a name, and no room for a claim in Markdown.
-_LABEL = re.compile(r"\w[\w .,()+-]{0,59}")
 
 
 class Ledger:
@@ -44,19 +38,14 @@ class Ledger:
         Raises:
             LedgerError: an event that no accountant here interprets, a count below 1, or a label that is no short name.
         """
-        if not isinstance(label, str) or not _LABEL.fullmatch(label):
-            raise LedgerError(
-                f"a release with the label {str(label)[:100]!r}.",
-                why="labels stand on model cards, where anything else could pass for a claim.",
-                fix="name it in at most 60 letters, digits, blanks and . , ( ) + -, such as 'training step'.",
-            )
+        check_label(label)
         if isinstance(count, bool) or not isinstance(count, int) or count < 1:
             raise LedgerError(
                 f"a charge of {count!r} times {label!r}.",
                 why="a ledger only grows: what was released cannot be taken back.",
                 fix="charge a whole number of at least 1 before each release.",
             )
-        mechanisms(event)
+        primitives(event)
         if self._entries and (self._entries[-1][0], self._entries[-1][2]) == (event, label):
             count += self._entries.pop()[1]
         self._entries.append((event, count, label))
@@ -66,6 +55,20 @@ class Ledger:
     def steps(self) -> int:
         """How many training steps were charged."""
         return sum(count for _, count, label in self._entries if label == TRAINING_STEP)
+
+    @property
+    def releases(self) -> tuple[Release, ...]:
+        """All that was charged beside the training steps, equal ones together, in the order of the first of each."""
+        made: dict[tuple[str, int], Release] = {}
+        seen: list[dp.DpEvent] = []
+        for event, count, label in self._entries:
+            if label == TRAINING_STEP:
+                continue
+            if event not in seen:
+                seen.append(event)
+            key = label, seen.index(event)
+            made[key] = Release(label, event, count + (made[key].times if key in made else 0))
+        return tuple(made.values())
 
     @property
     def charges(self) -> int:
@@ -146,42 +149,6 @@ class Ledger:
             ledger.charge(event_from_dict(entry["event"]), entry["label"], entry["count"])
         return ledger
 
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the ledger as JSON. A crash leaves the old file or the new one, never half of one."""
-        path = Path(path)
-        text = json.dumps(self.to_dict(), indent=2, allow_nan=False)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, path)
-        except BaseException:
-            Path(temporary).unlink(missing_ok=True)
-            raise
-
-    @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> Ledger:
-        """Read what `save` wrote.
-
-        Raises:
-            LedgerError: a file that is missing, truncated or damaged.
-        """
-        try:
-            text = Path(path).read_bytes().decode("utf-8")
-            return cls.from_dict(json.loads(text, parse_constant=_no_constant))
-        except FileNotFoundError as error:
-            raise LedgerError(
-                f"there is no privacy ledger at {str(path)!r}.",
-                why="without it the budget that the earlier steps spent is unknown.",
-                fix="resume from a checkpoint that was written by a private run, or start anew without resuming.",
-            ) from error
-        except (OSError, ValueError, RecursionError) as error:
-            raise _damaged(f"{str(path)!r}: {error}") from error
-        except LedgerError as error:
-            raise LedgerError(f"{str(path)!r}: {error.found}", why=error.why, fix=error.fix) from error
-
 
 def _damaged(what: str) -> LedgerError:
     return LedgerError(
@@ -189,10 +156,6 @@ def _damaged(what: str) -> LedgerError:
         why="a ledger that is not whole could hide privacy that was already spent.",
         fix="resume from an earlier checkpoint whose ledger is whole, or start anew without resuming.",
     )
-
-
-def _no_constant(name: str) -> float:
-    raise ValueError(f"{name} is not JSON")
 
 
 def _jsonable(promise: dict[str, Any]) -> dict[str, Any]:

@@ -8,19 +8,22 @@ import math
 import re
 import textwrap
 from dataclasses import dataclass, field
-from importlib import metadata
 from typing import Any
 
+from hf_dp.accounting.events import in_words
 from hf_dp.accounting.neighbours import ZERO_OUT
+from hf_dp.accounting.release import GRADIENT, Release, check_label
 from hf_dp.config import AccountantName
+from hf_dp.config.ranges import is_number
 from hf_dp.errors import LedgerError
+from hf_dp.versions import library_versions
 
 HYPER_PARAMETER_SEARCH = (
     "Hyper-parameters chosen by comparing runs on the private data are not covered: each run leaks."
 )
 MODEL_SELECTION = "Early stopping and choosing a checkpoint by a metric on private data are not covered."
 LOGGED_METRICS = (
-    "The logged training loss, clipping statistics, attention corrections and counts of false positives are exact "
+    "The logged training loss, clipping statistics and all else that is logged of a batch without noise are exact "
     "functions of the private data and are not covered; withhold_non_private_logs keeps them out."
 )
 TOKENIZER = "A tokenizer, vocabulary or preprocessing fitted to the private text is not covered."
@@ -40,18 +43,6 @@ def standard_caveats(*, withholds_logs: bool) -> tuple[str, ...]:
     return tuple(caveat for caveat in STANDARD_CAVEATS if not (withholds_logs and caveat == LOGGED_METRICS))
 
 
-def library_versions() -> dict[str, str]:
-    """The installed versions of what computed epsilon: `hf_dp` and `dp_accounting`."""
-    return {name.replace("-", "_"): _version(name) for name in ("hf-dp", "dp-accounting")}
-
-
-def _version(name: str) -> str:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return "unknown"
-
-
 @dataclass(frozen=True, kw_only=True)
 class PrivacyReport:
     """The privacy that a run gave, with everything needed to judge or recompute it.
@@ -59,19 +50,16 @@ class PrivacyReport:
     Attributes:
         epsilon: in nats, at `delta`, of everything released; infinite without noise.
         delta: probability with which the bound may fail.
-        noise_multiplier: standard deviation of the noise on the sum, in units of the clipping norm.
+        noise_multiplier: standard deviation of a step's noise, in units of the sensitivity.
         clipping_norm: l2 norm to which each unit's gradient was clipped.
         sampling_probability: of each unit in each step.
         steps: training steps charged.
         accountant: which bound `epsilon` is, "pld" or "rdp".
         target_epsilon: the budget, or None if the noise was given.
         epsilon_rdp: the Renyi bound as a cross-check; None if not computed.
-        frequency_noise_multiplier: of the one release of token frequencies from all units; None if there was none.
-        row_choice_noise_multiplier: of each DP top-k of embedding rows from all units (DP-FEST), as the Gaussian
-            mechanism that dominates it; None if there was none.
-        row_choices: how many of these were made.
-        contribution_noise_multiplier: of the counts by which DP-AdaFEST chooses rows in each step, in units of their
-            clipping norm. `noise_multiplier` is that of counts and gradient together. None without counts.
+        queries: the noise multiplier of each query of a step by its label, in units of its own sensitivity.
+            `noise_multiplier` is that of all together.
+        releases: what was released beside the steps.
         dataset_size: number of units.
         expected_batch_size: mean number of units in a step.
         reproducible: a seed was given, so that the noise is not secret and the run is not private.
@@ -93,10 +81,8 @@ class PrivacyReport:
     expected_batch_size: float
     target_epsilon: float | None = None
     epsilon_rdp: float | None = None
-    frequency_noise_multiplier: float | None = None
-    row_choice_noise_multiplier: float | None = None
-    row_choices: int = 0
-    contribution_noise_multiplier: float | None = None
+    queries: dict[str, float] = field(default_factory=dict)
+    releases: tuple[Release, ...] = ()
     reproducible: bool = False
     unit: str = "one training example"
     adjacency: str = ZERO_OUT
@@ -113,6 +99,7 @@ class PrivacyReport:
         """Plain values for strict JSON, infinities as the string "inf". `private` is included, for readers."""
         values = {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}
         values = {name: "inf" if value == math.inf else value for name, value in values.items()}
+        values |= {"queries": dict(self.queries), "releases": [release.to_dict() for release in self.releases]}
         return {**values, "caveats": list(self.caveats), "versions": dict(self.versions), "private": self.private}
 
     @classmethod
@@ -161,12 +148,7 @@ class PrivacyReport:
             "steps": f"{self.steps}",
             "accountant": self.accountant.upper()
             + ("" if self.epsilon_rdp is None else f" (RDP cross-check: epsilon {self.epsilon_rdp:.4g})"),
-            **(
-                {}
-                if self.frequency_noise_multiplier is None
-                else {"token frequencies": f"released once, noise multiplier {self.frequency_noise_multiplier:.4g}"}
-            ),
-            **self._sparse_rows(),
+            **self._besides(),
             "versions": ", ".join(f"{name} {version}" for name, version in self.versions.items()),
         }
         lines += [f"  {name:<17} {value}" for name, value in rows.items()]
@@ -174,27 +156,23 @@ class PrivacyReport:
         lines += [textwrap.fill(c, 100, initial_indent="  - ", subsequent_indent="    ") for c in self.caveats]
         return "\n".join(lines)
 
-    def _sparse_rows(self) -> dict[str, str]:
-        """What the choice of embedding rows took of the budget, for reading."""
+    def _besides(self) -> dict[str, str]:
+        """What took of the budget beside the gradients, by its label, for reading."""
         rows = {}
-        if self.row_choice_noise_multiplier is not None:
-            rows["DP-FEST"] = (
-                f"rows chosen {self.row_choices} times, noise multiplier {self.row_choice_noise_multiplier:.4g}"
-            )
-        counts, both = self.contribution_noise_multiplier, self.noise_multiplier
-        if counts is not None:
-            share = (both / counts) ** 2 if both else 0.0
-            rows["DP-AdaFEST"] = (
-                f"rows chosen in each step, noise multiplier {counts:.4g}, gradient {both * (1 - share) ** -0.5:.4g}: "
-                f"the choice is {share:.1%} of a step's precision"
-            )
+        for release in self.releases:
+            times = "once" if release.times == 1 else f"{release.times} times"
+            rows[release.label] = f"released {times}: {in_words(release.event)}"
+        for label, noise in self.queries.items():
+            if label != GRADIENT:
+                share = (self.noise_multiplier / noise) ** 2 if noise else 0.0
+                rows[label] = (
+                    f"released in each step, noise multiplier {noise:.4g}, gradient {self.queries[GRADIENT]:.4g}: "
+                    f"{share:.1%} of a step's precision"
+                )
         return rows
 
 
-_OPTIONAL = (
-    "target_epsilon", "epsilon_rdp", "frequency_noise_multiplier", "row_choice_noise_multiplier",
-    "contribution_noise_multiplier",
-)  # fmt: skip
+_OPTIONAL = ("target_epsilon", "epsilon_rdp")
 _VERSION = re.compile(r"[\w.+!-]{1,60}", re.ASCII)
 _NUMBERS = ("epsilon", "delta", "noise_multiplier", "clipping_norm", "sampling_probability", "expected_batch_size")
 
@@ -211,7 +189,7 @@ def _read(cls: type[PrivacyReport], values: object) -> PrivacyReport | str:
     for name in (*_NUMBERS, *optional):
         if isinstance(fields[name], bool) or not isinstance(fields[name], (int, float)) or not fields[name] >= 0:
             return f"{name} is {fields[name]!r}"
-    for name in ("steps", "dataset_size", "row_choices"):
+    for name in ("steps", "dataset_size"):
         if isinstance(fields[name], bool) or not isinstance(fields[name], int) or fields[name] < 0:
             return f"{name} is {fields[name]!r}"
     if not isinstance(fields["reproducible"], bool) or fields["accountant"] not in ("pld", "rdp"):
@@ -225,7 +203,17 @@ def _read(cls: type[PrivacyReport], values: object) -> PrivacyReport | str:
     is_version = all(_VERSION.fullmatch(str(text)) for pair in versions for text in pair)
     if not is_version or not all(type(v) is str for _, v in versions):
         return f"versions is {fields['versions']!r}"
-    report = cls(**{**fields, "caveats": tuple(fields["caveats"])})
+    queries, releases = fields["queries"], fields["releases"]
+    if not isinstance(queries, dict) or not all(is_number(noise) and noise >= 0 for noise in queries.values()):
+        return f"queries is {str(queries)[:100]}"
+    if queries and GRADIENT not in queries:
+        return f"queries has none of the gradient: {', '.join(map(str, queries))[:100]}"
+    if not isinstance(releases, list):
+        return f"releases is {str(releases)[:100]}"
+    for label in queries:
+        check_label(label)
+    found = tuple(map(Release.from_dict, releases))
+    report = cls(**{**fields, "caveats": tuple(fields["caveats"]), "releases": found})
     if values.get("private", report.private) != report.private:
         return f"it says private={values['private']!r}, which does not follow from its epsilon and its seed"
     return report

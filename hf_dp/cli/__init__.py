@@ -17,7 +17,7 @@ app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
 
 def _show_version(wanted: bool) -> None:
     if wanted:
-        from hf_dp.accounting import library_versions
+        from hf_dp.versions import library_versions
 
         typer.echo(" ".join(f"{name.replace('_', '-')} {version}" for name, version in library_versions().items()))
         raise typer.Exit

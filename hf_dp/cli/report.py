@@ -36,9 +36,9 @@ def report(
 
     Exit codes: 0, read; 2, there is no report, or it cannot be read.
     """
+    from hf_dp.accounting import in_words
     from hf_dp.errors import shortened
     from hf_dp.hub import RECORD_FILE, open_source
-    from hf_dp.hub.card import in_words
 
     with refusals():
         source = open_source(directory)

@@ -1,6 +1,6 @@
 """What a private model carries when it is saved or published, and how others check it. Imports no torch."""
 
-from hf_dp.hub.card_file import set_unreadable_aside, write_card
+from hf_dp.hub.card_file import set_unreadable_aside, with_what_was_there, write_card
 from hf_dp.hub.claim import Check
 from hf_dp.hub.record import CARD_FILE, RECORD_FILE, PrivacyRecord
 from hf_dp.hub.saved import left_out, model_files, refuse_in_the_way, saved_aside
@@ -24,5 +24,6 @@ __all__ = [
     "set_unreadable_aside",
     "upload",
     "verify",
+    "with_what_was_there",
     "write_card",
 ]

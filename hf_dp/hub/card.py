@@ -5,11 +5,9 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import dp_accounting as dp
-
-from hf_dp.accounting import NO_NOISE, REPRODUCIBLE, Ledger, PrivacyReport
-from hf_dp.accounting.neighbours import had_it
+from hf_dp.accounting import NO_NOISE, REPRODUCIBLE, Ledger, PrivacyReport, in_words
 from hf_dp.config import AccountantName, PrivacyConfig
+from hf_dp.config.asked import notes
 from hf_dp.hub.record import INSTALL, RECORD_FILE, PrivacyRecord
 
 BEGIN, END = "<!-- hf_dp privacy begins -->", "<!-- hf_dp privacy ends -->"
@@ -18,10 +16,6 @@ TAGS = ("differential-privacy", "dp-sgd")
 _BASE_MODEL = "The data that the base model was trained on before this run is not covered."
 _LARGEST_EXPONENT = 700  # of a float
 _EVALUATION = "Evaluation data, and metrics computed from it, are not covered."
-_RE_ATTENTION = (
-    "**Re-Attention.** The model was trained with its attention corrected for the noise in keys. Loaded without hf_dp "
-    'it is the plain model; `hf_dp.load_re_attention(model, "OWNER/NAME")` puts the correction back on it.'
-)
 _PEOPLE = "A person behind k training examples is protected k times less (group privacy)."
 
 
@@ -41,7 +35,7 @@ def privacy_section(report: PrivacyReport, ledger: Ledger, config: PrivacyConfig
     lines += [f"| {label} | {count} | {in_words(event)} |" for event, count, label in ledger.entries]
     lines += ["", "**What is not covered.**", ""]
     lines += [f"- {caveat}" for caveat in (*report.caveats, _BASE_MODEL, _EVALUATION, _PEOPLE)]
-    lines += ["", _RE_ATTENTION] if config.re_attention is not None else []
+    lines += [line for note in notes(config) for line in ("", note)]
     lines += [
         "",
         f"**How to verify.** Install hf_dp, version {report.versions.get('hf_dp', 'unknown')}, {INSTALL}. "
@@ -63,7 +57,7 @@ def _promise(report: PrivacyReport, found: dict[AccountantName, float]) -> list[
         "Fine-tuned with differential privacy (DP-SGD) by hf_dp.",
         "",
         f'**What is protected:** {report.unit}, in the sense of "{report.adjacency}". Had any single one '
-        f"{had_it(report.adjacency)}, every conclusion that anyone can draw from these weights, or from what is made "
+        "added nothing to the training, every conclusion that anyone can draw from these weights, or from what is made "
         f"of them alone, would have been at most {likelier} times as likely or as unlikely, but for a "
         f"probability of {report.delta:.3g}.",
     ]
@@ -85,22 +79,6 @@ def _rows(report: PrivacyReport, found: dict[AccountantName, float]) -> dict[str
         "clipping norm": f"{report.clipping_norm:g}",
         "versions": ", ".join(f"{name} {version}" for name, version in report.versions.items()),
     }
-
-
-def in_words(event: dp.DpEvent) -> str:
-    """One release, for a reader of the card."""
-    match event:
-        case dp.PoissonSampledDpEvent(sampling_probability=q, event=inner):
-            return f"{in_words(inner)}, on a Poisson sample with probability {q:.4g}"
-        case dp.GaussianDpEvent(noise_multiplier=noise):
-            return f"Gaussian noise, {noise:.4g} times the sensitivity"
-        case dp.NonPrivateDpEvent():
-            return "no noise"
-        case dp.ComposedDpEvent(events=parts):
-            return " and ".join(map(in_words, parts))
-        case dp.SelfComposedDpEvent(event=inner, count=count):
-            return f"{count} times: {in_words(inner)}"
-    return str(event)
 
 
 def metadata(record: PrivacyRecord, record_sha256: str) -> dict[str, Any]:

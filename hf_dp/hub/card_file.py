@@ -6,7 +6,7 @@ import itertools
 import logging
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import yaml
 from huggingface_hub import ModelCard, ModelCardData
@@ -20,6 +20,9 @@ from hf_dp.hub.page import why_hidden
 from hf_dp.hub.record import CARD_FILE, RECORD_FILE, PrivacyRecord, sha256
 
 logger = logging.getLogger(__name__)
+
+# In cards that Trainer drafts.
+_BY_TRAINER, _TO_BE_FILLED = "<!-- This model card has been generated automatically", "More information needed"
 
 
 def write_card(directory: str | os.PathLike[str], name: str | None = None, record: PrivacyRecord | None = None) -> None:
@@ -69,6 +72,48 @@ def set_unreadable_aside(directory: Path) -> None:
         "%s in %r cannot be read as a model card (UTF-8, with metadata in YAML): it is kept as %s, which is not "
         "published.", CARD_FILE, str(directory), kept.name,
     )  # fmt: skip
+
+
+def with_what_was_there(new: str, old: bytes) -> str:
+    """A card that was drafted anew, with all that a person or a recipe wrote into the one before it.
+
+    That is what neither the draft nor the hub's template has: sections, metadata, and the introduction, once Trainer's
+    mark of its own is taken out of it. Of a section that the draft has, its own text counts, where it is one.
+    """
+    before, after = _read(old), _read(new.encode())
+    if before is None or after is None:
+        return new
+    template = ModelCard.from_template(ModelCardData()).text
+    drafted = {line.strip() for text in (after.text, template) for line in text.split("\n")}
+
+    def is_own(part: str) -> bool:
+        return any(line.strip() not in drafted for line in part.split("\n") if not line.startswith("# "))
+
+    sections = _sections(after.text)
+    for heading, part in _sections(_without_sections(before.text)).items():
+        now = sections.get(heading, "")
+        is_drafted = _BY_TRAINER in part if heading == "" else now and not now.rstrip().endswith(f"\n{_TO_BE_FILLED}")
+        if is_own(part) and not is_drafted:
+            sections[heading] = part
+    after.text = "\n\n".join(part.strip() for part in sections.values()) + "\n"
+    data, there = after.data, cast(Any, before.data)
+    for name, value in there.to_dict().items():
+        if name not in (METADATA_KEY, "tags", "model-index") and data.get(name) is None:
+            data[name] = value
+    data["tags"] = list(dict.fromkeys([*_other_tags(data), *_other_tags(there)])) or None
+    return str(after)
+
+
+def _sections(text: str) -> dict[str, str]:
+    """What stands under each heading of the second level, with it; the introduction under ""."""
+    lines = text.split("\n")
+    tokens = MarkdownIt("commonmark").parse(text)
+    starts = [token.map[0] for token in tokens if token.map and (token.tag, token.level) == ("h2", 0)]
+    found = {"": "\n".join(lines[: starts[0]] if starts else lines)}
+    for start, stop in itertools.pairwise([*starts, len(lines)]):
+        heading = lines[start].strip()
+        found[heading] = "\n".join([*([found[heading]] if heading in found else []), *lines[start:stop]])
+    return found
 
 
 def without_claim(card: bytes) -> bytes | None:

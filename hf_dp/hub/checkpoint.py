@@ -10,12 +10,13 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from hf_dp.accounting import Ledger, library_versions
+from hf_dp.accounting import Ledger
 from hf_dp.errors import LedgerError
 from hf_dp.hub.claim import check_claim, check_promise, recomputed, same, steps_are
 from hf_dp.hub.files import check_files
 from hf_dp.hub.record import RECORD_FILE
 from hf_dp.hub.source import open_source
+from hf_dp.versions import library_versions
 
 _LOGGED_DIGITS = 1e-4
 _UNSEALED = ("stateful_callbacks", "log_history")

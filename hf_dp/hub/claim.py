@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,22 +11,27 @@ from hf_dp.accounting import (
     TRAINING_STEP,
     Ledger,
     PrivacyReport,
+    Release,
     check_delta,
-    library_versions,
+    in_words,
     standard_caveats,
     step_event,
 )
-from hf_dp.accounting.events import mechanisms
-from hf_dp.accounting.neighbours import is_known, read_as
+from hf_dp.accounting.events import primitives
+from hf_dp.accounting.neighbours import ADD_OR_REMOVE, ZERO_OUT
 from hf_dp.config import AccountantName
+from hf_dp.config.asked import asked
 from hf_dp.errors import ConfigurationError, LedgerError, shortened
 from hf_dp.hub.card import epsilons, privacy_section
-from hf_dp.hub.record import PrivacyRecord, sha256_of_text
+from hf_dp.hub.record import VERSION, PrivacyRecord, sha256_of_text
+from hf_dp.versions import library_versions
 
-# The same computation on another machine; versions of dp_accounting may differ by more, and that is then said.
-_TOLERANCE = 1e-6
+# The same computation on another machine, and that of other versions of hf_dp or dp_accounting.
+_TOLERANCE, _OF_OTHER_VERSIONS = 1e-6, 1e-3
 # Each takes about 0.1 s; a training has one, and one for each kind of release besides its steps.
 _MOST_MECHANISMS = 16
+# Numbers that other machines and versions compute a little otherwise, and words.
+_CHECKED_APART = {"epsilon", "epsilon_rdp", "versions", "caveats", "steps", "adjacency"}
 
 
 @dataclass(frozen=True)
@@ -59,7 +63,7 @@ def recomputed(record: PrivacyRecord, title: str) -> dict[AccountantName, float]
         LedgerError: it cannot be computed, or not soon.
     """
     try:
-        different = len(mechanisms(record.ledger.event) or ())
+        different = len(primitives(record.ledger.event) or ())
         if different <= _MOST_MECHANISMS:
             return epsilons(record.report, record.ledger)
         problem = f"it has {different} different mechanisms, and at most {_MOST_MECHANISMS} are added up here"
@@ -74,42 +78,20 @@ def recomputed(record: PrivacyRecord, title: str) -> dict[AccountantName, float]
 
 def check_claim(record: PrivacyRecord, found: dict[AccountantName, float]) -> Iterator[Check]:
     report, ledger = record.report, record.ledger
-    versions = f" (claimed with dp_accounting {report.versions.get('dp_accounting', 'unknown')})"
+    tolerance, versions = epsilon_tolerance(report), f" (claimed with {versions_in_words(report.versions)})"
     claims: dict[AccountantName, float | None] = {"rdp": report.epsilon_rdp, report.accountant: report.epsilon}
     for name, claimed in claims.items():
         if claimed is not None:
-            agrees = same(claimed, found[name])
+            agrees = same(claimed, found[name], tolerance)
             said = f"claimed {claimed:.6g}, recomputed {found[name]:.6g}"
             yield Check(f"epsilon ({name.upper()})", agrees, said + ("" if agrees else versions))
     if report.target_epsilon is not None:
-        kept = found[report.accountant] <= report.target_epsilon * (1 + _TOLERANCE)
+        kept = found[report.accountant] <= report.target_epsilon * (1 + tolerance)
         yield Check("budget", kept, f"spent {found[report.accountant]:.6g} of {report.target_epsilon:g}")
     yield Check("steps", report.steps == ledger.steps, f"claimed {report.steps}, in the ledger {ledger.steps}")
-    # The accountants here know no other; under another one the same events would cost more.
-    known = all(getattr(report, name) == getattr(PrivacyReport, name) for name in ("unit", "sampling"))
-    known &= is_known(report.adjacency)
-    yield Check("unit, adjacency and sampling", known, f"{report.unit}; {read_as(report.adjacency)}; {report.sampling}")
-    attention, sparse = record.config.re_attention, record.config.sparse_embeddings
-    renewals = 1 if sparse is None or sparse.renew_every is None else math.ceil(ledger.steps / sparse.renew_every)
-    has_steps, is_released = ledger.steps > 0, attention is not None and attention.token_frequencies == "released"
-    # The release comes before the first step; a training may have failed between them.
-    frequencies = int(is_released and (has_steps or report.frequency_noise_multiplier is not None))
-    releases = {
-        "token frequencies": (report.frequency_noise_multiplier, frequencies),
-        "choices of rows": (report.row_choice_noise_multiplier, report.row_choices),
-    }
-    for release, (noise, times) in releases.items():
-        there = sum(count for event, count, _ in ledger.entries if mechanisms(event) == {(1.0, noise): 1})
-        if noise is not None or times:
-            said = f"{times} with noise multiplier {noise} claimed, in the ledger {there}"
-            yield Check(release, noise is not None and there == times > 0, said)
-    if sparse is not None and sparse.releases_rows and has_steps:
-        said = f"{report.row_choices} claimed, {renewals} needed for {ledger.steps} steps"
-        yield Check("enough choices of rows", report.row_choices >= renewals, said)
-    counts = report.contribution_noise_multiplier
-    wanted = report.noise_multiplier * math.hypot(1, sparse.noise_ratio) if sparse and sparse.adapts else None
-    if counts is not None or wanted is not None:
-        yield Check("counts of rows", same(counts, wanted), f"noise multiplier {counts} claimed, {wanted} follows")
+    yield _check_neighbours(record)
+    yield _check_what_follows(record)
+    yield from _check_releases(record)
     try:
         check_delta(report.delta, report.dataset_size)
     except ConfigurationError as error:
@@ -127,6 +109,50 @@ def check_claim(record: PrivacyRecord, found: dict[AccountantName, float]) -> It
     yield Check("noise of the steps", alike, said_noise)
     said = f"expected batch {report.expected_batch_size:g} of n = {n}, charged with {charged:.6g}"
     yield Check("sampling probability", agrees, said)
+
+
+def _check_neighbours(record: PrivacyRecord) -> Check:
+    """The relation that the accountants compute epsilon for; under another one the same events would cost more."""
+    said, holds = record.report.adjacency, record.mechanism.unit.adjacency
+    if (said, holds) == (ADD_OR_REMOVE, ZERO_OUT):
+        return Check("neighbouring datasets", True, f"{said}, that is: {holds}")
+    return Check("neighbouring datasets", said == holds, said if said == holds else f"{said} claimed, {holds} follows")
+
+
+def _check_what_follows(record: PrivacyRecord) -> Check:
+    """Every number and word of the report that follows from the mechanism, the ledger and the config."""
+    follows = record.mechanism.report(record.ledger, record.config)
+    differing = [
+        f"{name}: {_told(value)} claimed, {_told(getattr(follows, name))} follows"
+        for name, value in vars(record.report).items()
+        if name not in _CHECKED_APART and not same(value, getattr(follows, name))
+    ]
+    return Check("claim and mechanism", not differing, "; ".join(differing) or "the claim follows")
+
+
+def _check_releases(record: PrivacyRecord) -> Iterator[Check]:
+    """What was asked for beside the steps was planned, and what was planned was made, no more often and in time."""
+    mechanism, made = record.mechanism, record.ledger.releases
+    shares, queries = asked(record.config, mechanism.steps)
+    wanted = [(share.label, share.times, share.every) for share in shares]
+    planned = [(release.label, release.times, release.every) for release in mechanism.releases]
+    agree = sorted(map(str, wanted)) == sorted(map(str, planned)) and set(queries) == set(mechanism.queries)
+    if wanted or planned or queries or mechanism.queries:
+        labels = ", ".join([*(release.label for release in mechanism.releases), *(q.label for q in mechanism.queries)])
+        asked_for = ", ".join([*(share.label for share in shares), *(query.label for query in queries)])
+        yield Check("what the config asks for", agree, f"{labels or 'nothing'} planned, {asked_for or 'nothing'} asked")
+    for release in mechanism.releases:
+        alike = [one for one in made if one.label == release.label]
+        times, due = sum(one.times for one in alike), release.due(record.ledger.steps)
+        kept = due <= times <= release.times and all(one.event == release.event for one in alike)
+        said = f"{times} in the ledger ({_told(alike) if alike else 'none'}), {due} due, {release.times} planned"
+        yield Check(release.label, kept, f"{said} ({in_words(release.event)})")
+
+
+def _told(value: object) -> str:
+    if isinstance(value, (tuple, list)):
+        return ", ".join(map(_told, value)) or "nothing"
+    return f"{value.times} x {value.label}: {in_words(value.event)}" if isinstance(value, Release) else repr(value)
 
 
 def steps_are(ledger: Ledger, noise_multiplier: float, q: float, n: int, *, one_stage: bool) -> bool:
@@ -148,43 +174,28 @@ def steps_are(ledger: Ledger, noise_multiplier: float, q: float, n: int, *, one_
 
 
 def check_promise(record: PrivacyRecord) -> Iterator[Check]:
-    """The claim and the config against what the ledger was opened for: three places that say the same."""
-    report, promise = record.report, record.ledger.promise
-    config = json.loads(record.config.to_json())
-    # As in Plan.promise: not these, and no parts that the run did without.
-    left_out = {"seed", "withhold_non_private_logs"}
-    left_out |= {name for name in ("re_attention", "sparse_embeddings") if config[name] is None}
-    wanted = {
-        **{name: value for name, value in config.items() if name not in left_out},
-        "dataset_size": report.dataset_size,
-        "expected_batch_size": report.expected_batch_size,
-        "calibrated_noise_multiplier": report.noise_multiplier,
-        "delta": report.delta,
-        "reproducible": report.reproducible,
-    }
+    """The mechanism and the config against what the ledger was opened for: three places that say the same."""
+    mechanism, config, promise = record.mechanism, record.config, record.ledger.promise
     differing = [
         f"{name}: {value!r} claimed, {promise.get(name, 'absent')!r} in the ledger's promise"
-        for name, value in wanted.items()
+        for name, value in mechanism.promise(config).items()
         if not same(promise.get(name, "absent"), value)
     ]
+    # The config may leave two of these to be found.
+    given = {"clipping_norm": mechanism.clipping.norm}
+    given |= {"noise_multiplier": mechanism.noise.multiplier} if config.noise_multiplier is not None else {}
+    given |= {"target_delta": mechanism.delta} if config.target_delta is not None else {}
     differing += [
-        f"{name}: {getattr(report, name)!r} in the report, {getattr(record.config, name)!r} in the config"
-        for name in ("clipping_norm", "accountant", "target_epsilon")
-        if not same(getattr(report, name), getattr(record.config, name))
-    ]
-    # The config may leave these to be found.
-    given = {"noise_multiplier": report.noise_multiplier, "target_delta": report.delta}
-    differing += [
-        f"{name}: {value!r} in the report, {getattr(record.config, name)!r} in the config"
+        f"{name}: {value!r} in the mechanism, {getattr(config, name)!r} in the config"
         for name, value in given.items()
-        if getattr(record.config, name) is not None and not same(value, getattr(record.config, name))
+        if not same(value, getattr(config, name))
     ]
-    yield Check("claim, config and ledger's promise", not differing, "; ".join(differing) or "they agree")
+    yield Check("mechanism, config and ledger's promise", not differing, "; ".join(differing) or "they agree")
 
 
 def check_words(record: PrivacyRecord) -> Iterator[Check]:
     """What is said in words follows from the rest too, but only the version that wrote it knows how."""
-    if not is_of_this_version(record.report):
+    if not is_of_this_version(record):
         return
     wanted = standard_caveats(withholds_logs=record.config.withhold_non_private_logs)
     missing = [caveat for caveat in wanted if caveat not in record.report.caveats]
@@ -196,12 +207,35 @@ def check_words(record: PrivacyRecord) -> Iterator[Check]:
     yield Check("words of the card", agrees, "they " + ("follow" if agrees else "do not follow") + " from the record")
 
 
-def is_of_this_version(report: PrivacyReport) -> bool:
-    return report.versions.get("hf_dp") == library_versions()["hf_dp"]
+def epsilon_tolerance(report: PrivacyReport) -> float:
+    """Up to which relative difference two epsilons of one ledger are the same. A forger can claim any versions."""
+    return _TOLERANCE if report.versions == library_versions() else _OF_OTHER_VERSIONS
 
 
-def same(one: Any, two: Any) -> bool:
+def versions_differ(report: PrivacyReport) -> str | None:
+    """That epsilon was claimed with other versions than it is computed with here; None if it was not."""
+    here = library_versions()
+    if report.versions == here:
+        return None
+    return (
+        f"Epsilon was claimed with {versions_in_words(report.versions)}, and computed here with "
+        f"{versions_in_words(here)}: a difference of up to {100 * _OF_OTHER_VERSIONS:g} % counts as none."
+    )
+
+
+def versions_in_words(versions: Mapping[str, str]) -> str:
+    """The versions of a record, or those that are installed."""
+    return " and ".join(f"{name} {versions.get(name, 'unknown')}" for name in library_versions())
+
+
+def is_of_this_version(record: PrivacyRecord) -> bool:
+    return record.version == VERSION and record.report.versions.get("hf_dp") == library_versions()["hf_dp"]
+
+
+def same(one: Any, two: Any, tolerance: float = _TOLERANCE) -> bool:
     numbers = [isinstance(value, (int, float)) and not isinstance(value, bool) for value in (one, two)]
     if all(numbers):
-        return math.isclose(one, two, rel_tol=_TOLERANCE)
+        return math.isclose(one, two, rel_tol=tolerance)
+    if isinstance(one, dict) and isinstance(two, dict):
+        return one.keys() == two.keys() and all(same(one[name], two[name], tolerance) for name in one)
     return type(one) is type(two) and bool(one == two)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import json
 import re
 from collections.abc import Iterator
 from pathlib import PurePosixPath
@@ -33,6 +34,7 @@ _SAVES = re.compile(r"checkpoint-[0-9]+|_saving|_saved|_saving-model")
 _RUN = {".py", ".pyc", ".so", ".pkl", ".pickle", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".dll", ".dylib"}
 # Folders of a model's own folder in which Transformers looks for code and for chat templates.
 _LOADED_FOLDERS = ("custom_generate", "additional_chat_templates")
+_VOCABULARIES = {"tokenizer.json", "vocab.json"}
 _FEW = 10
 
 
@@ -68,6 +70,7 @@ def strange_files(source: Source, record: PrivacyRecord) -> list[str]:
     if source.is_local and not _is_a_corpus(record):
         known = set(record.files.values())
         others -= {name for name in others if is_left_over(name) or _is_the_models_own_code(source, name, known)}
+        others -= beside(source, record)
     own = folders_of_their_own(source)
     return sorted(name for name in others if not harmless(name) and not _is_in_one_of(own, name))
 
@@ -76,6 +79,41 @@ def folders_of_their_own(source: Source) -> set[str]:
     """Folders with a record of their own, each a model to be verified for itself."""
     paths = [PurePosixPath(name) for name in source.names if name.endswith(f"/{RECORD_FILE}")]
     return {path.parent.as_posix() for path in paths if path.parts[0] not in _LOADED_FOLDERS}
+
+
+def beside(source: Source, record: PrivacyRecord) -> set[str]:
+    """Files of models in other folders of a local one, which only who names that folder loads."""
+    names = source.names - record.files.keys() if source.is_local and not _is_a_corpus(record) else set()
+    found = {name for name in names if _is_of_another_model(name)}
+    named = _folders_named(source, record) if found else set()
+    return set() if named is None else {name for name in found if name.casefold().split("/")[0] not in named}
+
+
+def _is_of_another_model(name: str) -> bool:
+    path = PurePosixPath(name.casefold())
+    is_its_own = may_be_published(path.name) or _is_one_of(_LEFT, path.name)
+    return len(path.parts) > 1 and path.parts[0] not in _LOADED_FOLDERS and is_its_own and path.suffix not in _RUN
+
+
+def _folders_named(source: Source, record: PrivacyRecord) -> set[str] | None:
+    """All parts of what could be a path in the model's own configuration; None if it cannot be read."""
+    found: set[str] = set()
+    for name in record.files.keys() & source.names:
+        # Vocabularies name no files, and all words.
+        if name.endswith(".json") and name not in _VOCABULARIES:
+            try:
+                level = [json.loads(source.path(name).read_bytes())] if source.is_regular(name) else []
+            except (OSError, ValueError, RecursionError):
+                return None
+            while level:
+                value = level.pop()
+                if isinstance(value, dict):
+                    level += [*value, *value.values()]
+                elif isinstance(value, list):
+                    level += value
+                elif isinstance(value, str):
+                    found.update(re.split(r"[\\/]", value.casefold()))
+    return found
 
 
 def is_left_over(name: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterator
 from html.parser import HTMLParser
@@ -12,7 +13,7 @@ from huggingface_hub.repocard import REGEX_YAML_BLOCK
 from markdown_it import MarkdownIt
 
 from hf_dp.hub.card import BEGIN, END, METADATA_KEY, metadata
-from hf_dp.hub.claim import Check, same
+from hf_dp.hub.claim import Check, epsilon_tolerance, same
 from hf_dp.hub.record import CARD_FILE, RECORD_FILE, PrivacyRecord, sha256, sha256_of_text
 from hf_dp.hub.source import Source
 
@@ -67,8 +68,11 @@ def check_text(card: bytes, record: PrivacyRecord, record_sha256: str) -> Iterat
     if claimed is None or set(claimed) != set(wanted):
         yield Check("card, metadata", False, f"{METADATA_KEY} is missing, or not whole")
         return
+    near = functools.partial(same, tolerance=epsilon_tolerance(record.report))
     differing = [
-        f"{name} {claimed[name]!r}, not {value!r}" for name, value in wanted.items() if not same(claimed[name], value)
+        f"{name} {claimed[name]!r}, not {value!r}"
+        for name, value in wanted.items()
+        if not (near if name.startswith("epsilon") else same)(claimed[name], value)
     ]
     yield Check("card, metadata", not differing, "; ".join(differing) or "as in the record")
 

@@ -14,14 +14,15 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from hf_dp.accounting import Ledger, PrivacyReport
+from hf_dp.accounting import Ledger, Mechanism, PrivacyReport
 from hf_dp.config import PrivacyConfig
 from hf_dp.errors import ConfigurationError, LedgerError
+from hf_dp.hub import version1
 
 RECORD_FILE = "privacy.json"
 CARD_FILE = "README.md"
 FORMAT = "hf_dp privacy record"
-VERSION = 1
+VERSION = 2
 # How hf_dp is had, on every card and in refusals. What is released to a package index is named here, and then only.
 INSTALL = "with `pip install .` in a checkout of its source (no package index has it)"
 # As Transformers and PEFT name them; other tensors beside them are not the model.
@@ -32,7 +33,7 @@ _CORPORA = {"corpus.jsonl", "corpus.csv"}
 _LARGEST_RECORD, _MOST_FILES = 1 << 20, 2000  # bytes
 # Lists and objects in one another; Python follows some hundreds.
 DEEPEST = 100
-_FIELDS = {"format", "version", "report", "config", "ledger", "files", "card_sha256"}
+_FIELDS = {"format", "version", "report", "config", "mechanism", "ledger", "files", "card_sha256"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,17 +42,21 @@ class PrivacyRecord:
 
     Attributes:
         report: the claim: epsilon, delta, n, unit, adjacency, sampling, caveats, versions.
-        config: the promise of the run. Never with a seed: that one was used stands in `report.reproducible`.
+        config: the promise of the run. Never with a seed: that one was used stands in `mechanism.reproducible`.
+        mechanism: what the run did, in numbers.
         ledger: every release, as accounting events.
         files: SHA-256 (hexadecimal) of each file that belongs to the model, by its POSIX path beside the record.
         card_sha256: of the privacy section of the model card; see `hf_dp.hub.card`.
+        version: of the file that it was read from; another one's words are not known here.
     """
 
     report: PrivacyReport
     config: PrivacyConfig
+    mechanism: Mechanism
     ledger: Ledger
     files: Mapping[str, str]
     card_sha256: str
+    version: int = VERSION
 
     @property
     def weights(self) -> list[str]:
@@ -65,13 +70,14 @@ class PrivacyRecord:
         return sorted(_CORPORA.intersection(self.files))
 
     def to_json(self) -> str:
-        """Strict JSON; `from_json` is the inverse, but for the seed."""
+        """Strict JSON of this version; `from_json` is the inverse, but for the seed."""
         config = {name: "inf" if value == math.inf else value for name, value in self.config.published().items()}
         values = {
             "format": FORMAT,
             "version": VERSION,
             "report": self.report.to_dict(),
             "config": config,
+            "mechanism": self.mechanism.to_dict(),
             "ledger": self.ledger.to_dict(),
             "files": dict(sorted(self.files.items())),
             "card_sha256": self.card_sha256,
@@ -80,7 +86,7 @@ class PrivacyRecord:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> PrivacyRecord:
-        """The record that `to_json` wrote.
+        """The record that `to_json` wrote, in this version or an earlier one.
 
         Raises:
             LedgerError: anything else: another version, a missing or unknown field, an unknown event, a number that
@@ -98,14 +104,16 @@ class PrivacyRecord:
             raise _damaged("it has control characters, or half a character, in a text")
         if not isinstance(values, dict) or values.get("format") != FORMAT:
             raise _damaged(f"it does not begin with the format {FORMAT!r}")
-        if values.get("version") != VERSION or isinstance(values["version"], bool):
+        version = values.get("version")
+        if not isinstance(version, int) or isinstance(version, bool) or version not in (version1.VERSION, VERSION):
             raise LedgerError(
-                f"this {RECORD_FILE} has version {values.get('version')!r}; this release reads version {VERSION}.",
+                f"this {RECORD_FILE} has version {version!r}; this release reads versions up to {VERSION}.",
                 why="fields that are not known here could change what is promised; guessing at them proves nothing.",
                 fix=f"install a newer hf_dp {INSTALL}.",
             )
-        if set(values) != _FIELDS:
-            raise _damaged(f"missing or unknown fields {sorted(set(values) ^ _FIELDS)}")
+        fields = _FIELDS if version == VERSION else _FIELDS - {"mechanism"}
+        if set(values) != fields:
+            raise _damaged(f"missing or unknown fields {sorted(set(values) ^ fields)}")
         if not isinstance(values["config"], dict) or "seed" in values["config"]:
             raise _damaged("config is not an object, or it holds a seed")
         try:
@@ -120,10 +128,19 @@ class PrivacyRecord:
         if not _is_digest(values["card_sha256"]):
             raise _damaged(f"card_sha256 is {str(values['card_sha256'])[:100]!r}")
         try:
-            report, ledger = PrivacyReport.from_dict(values["report"]), Ledger.from_dict(values["ledger"])
+            ledger = Ledger.from_dict(values["ledger"])
+            if version == version1.VERSION:
+                report, mechanism = version1.read(values["report"], config, ledger)
+            else:
+                report = PrivacyReport.from_dict(values["report"])
+                mechanism = Mechanism.from_dict(values["mechanism"])
         except (ArithmeticError, RecursionError) as error:
             raise _damaged(f"it holds what cannot be computed with ({error})") from error
-        return cls(report=report, config=config, ledger=ledger, files=files, card_sha256=values["card_sha256"])
+        card = values["card_sha256"]
+        return cls(
+            report=report, config=config, mechanism=mechanism, ledger=ledger, files=files, card_sha256=card,
+            version=version,
+        )  # fmt: skip
 
     def with_files(self, directory: str | os.PathLike[str], names: list[str]) -> PrivacyRecord:
         """This record, about these files below `directory` as they are now."""

@@ -19,9 +19,9 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 
-from hf_dp.accounting import library_versions
 from hf_dp.errors import HubError, LedgerError
 from hf_dp.hub.record import RECORD_FILE, PrivacyRecord
+from hf_dp.versions import library_versions
 
 # Where accelerate puts them in a checkpoint.
 _SHARDS = "pytorch_model_fsdp_0"

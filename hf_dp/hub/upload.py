@@ -10,11 +10,11 @@ from typing import Any
 
 from huggingface_hub import CommitInfo, CommitOperationAdd, HfApi
 
-from hf_dp.accounting import library_versions
 from hf_dp.errors import LedgerError
 from hf_dp.hub.page import check_text
 from hf_dp.hub.record import CARD_FILE, RECORD_FILE, PrivacyRecord, sha256
 from hf_dp.hub.saved import may_be_published
+from hf_dp.versions import library_versions
 
 
 def upload(

@@ -6,14 +6,23 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from hf_dp.accounting import PrivacyReport, library_versions
+from hf_dp.accounting import PrivacyReport
 from hf_dp.config import AccountantName
 from hf_dp.errors import shortened
-from hf_dp.hub.claim import Check, check_claim, check_promise, check_words, is_of_this_version, recomputed
-from hf_dp.hub.files import check_files, folders_of_their_own, is_left_over
+from hf_dp.hub.claim import (
+    Check,
+    check_claim,
+    check_promise,
+    check_words,
+    is_of_this_version,
+    recomputed,
+    versions_differ,
+)
+from hf_dp.hub.files import beside, check_files, folders_of_their_own, is_left_over
 from hf_dp.hub.page import check_card
 from hf_dp.hub.record import PrivacyRecord
 from hf_dp.hub.source import Source, open_source
+from hf_dp.versions import library_versions
 
 PROVEN = (
     "The stated epsilon follows from the ledger: what is said to have been released costs no more at this delta.",
@@ -40,6 +49,7 @@ class Verification:
         epsilons: recomputed from the ledger alone, by accountant, in nats.
         checks: all comparisons, those that failed included.
         notes: what a reader should know besides.
+        knows_the_words: the record is of this version of hf_dp, which knows the words that go with it.
     """
 
     source: str
@@ -47,6 +57,7 @@ class Verification:
     epsilons: dict[AccountantName, float]
     checks: tuple[Check, ...]
     notes: tuple[str, ...]
+    knows_the_words: bool
 
     @property
     def consistent(self) -> bool:
@@ -61,7 +72,7 @@ class Verification:
     @property
     def proven(self) -> tuple[str, ...]:
         """What follows where every comparison agrees."""
-        words = (IN_WORDS,) if is_of_this_version(self.report) else ()
+        words = (IN_WORDS,) if self.knows_the_words else ()
         return (*PROVEN, *words) if self.consistent else ()
 
 
@@ -95,14 +106,17 @@ def verify(
     checks = [*check_claim(record, found), *check_promise(record), *check_words(record)]
     checks += [*check_files(source, record), *check_card(source, record)]
     notes = tuple(map(shortened, _notes(source, record)))
-    return Verification(shortened(source.title), record.report, found, tuple(checks), notes)
+    title, words = shortened(source.title), is_of_this_version(record)
+    return Verification(title, record.report, found, tuple(checks), notes, words)
 
 
 def _notes(source: Source, record: PrivacyRecord) -> Iterator[str]:
     report = record.report
     if not report.private:
         yield "This is not a private model: " + ("a seed was given." if report.reproducible else "epsilon is infinite.")
-    if not is_of_this_version(report):
+    if (said := versions_differ(report)) is not None:
+        yield said
+    if not is_of_this_version(record):
         yield (
             f"The card and its caveats are in the words of hf_dp {report.versions.get('hf_dp')}; this is "
             f"{library_versions()['hf_dp']}, and compared them with the record's digest alone."
@@ -114,6 +128,10 @@ def _notes(source: Source, record: PrivacyRecord) -> Iterator[str]:
         )
     if others := sorted(folders_of_their_own(source)):
         yield f"Models in folders of their own are not checked here: {', '.join(others)}. Verify each for itself."
+    claimed = tuple(f"{other}/" for other in others)
+    names = {name for name in beside(source, record) if not name.startswith(claimed) and not is_left_over(name)}
+    if tops := sorted({name.split("/")[0] for name in names}):
+        yield f"Nothing is claimed of what lies in folders without a privacy.json: {', '.join(tops)}."
     local = sorted({name.split("/")[0] for name in source.names - set(record.files) if is_left_over(name)})
     if local and source.is_local:
         yield f"For your own eyes, never published by hf_dp: {', '.join(local)}."

@@ -12,10 +12,11 @@ from torch import Tensor
 
 import hf_dp.ranks as ranks
 from hf_dp.accounting import Ledger
+from hf_dp.config.asked import TOKEN_PRESENCE
 from hf_dp.errors import ConfigurationError
 from hf_dp.step.plan import Plan
 
-LABEL = "token presence"
+LABEL = TOKEN_PRESENCE
 # Seeded noise differs from that of every training step.
 _STEP = -1
 # In standard deviations of the noise.
@@ -43,9 +44,7 @@ def release_token_frequencies(
     Raises:
         ConfigurationError: an id that is not below `vocabulary_size`.
     """
-    assert plan.frequency_event is not None
-    assert plan.frequency_noise_multiplier is not None
-    n = plan.sampler.dataset_size
+    release, n = plan.release(LABEL), plan.sampler.dataset_size
     total = torch.zeros(vocabulary_size, dtype=torch.float64)
     for ids in examples:
         present = ids.flatten().unique().cpu()
@@ -57,8 +56,8 @@ def release_token_frequencies(
                 fix="resize the embeddings, or use the tokenizer that belongs to the model.",
             )
         total[present] += min(1.0, clipping_norm / max(1, len(present)) ** 0.5)
-    deviation = plan.frequency_noise_multiplier * clipping_norm
-    ledger.charge(plan.frequency_event, LABEL)
+    deviation = release.noise_multiplier * clipping_norm
+    ledger.charge(release.event, release.label)
     if ranks.rank() == 0:
         plan.noise.add_([total], deviation, _STEP)
     # One release: every rank counted the same, and only rank 0's noise is ever seen.

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from torch.utils.data import Sampler
 
+from hf_dp.accounting import PoissonSampling
 from hf_dp.errors import ConfigurationError
 from hf_dp.randomness import Entropy, bernoulli
 
@@ -50,6 +51,12 @@ class PoissonBatchSampler(Sampler[list[int]]):
     def sampling_probability(self) -> float:
         """q, in (0, 1]: what is drawn with, and so what must be accounted for."""
         return self.expected_batch_size / self.dataset_size
+
+    @property
+    def terms(self) -> PoissonSampling:
+        """What is accounted for."""
+        q, size = self.sampling_probability, self.expected_batch_size
+        return PoissonSampling(probability=q, expected_batch_size=size)
 
     def set_epoch(self, epoch: int) -> None:
         """The next iteration draws epoch `epoch`, counted from 0. An iteration already begun is not affected."""

@@ -1,16 +1,19 @@
-"""One config made concrete for one dataset: sampler, clipping, noise and event, so that they cannot disagree."""
+"""One config made concrete for one dataset: a mechanism, and the sampler, clipping and noise that are made from it."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-import dp_accounting
+import dp_accounting as dp
 
 import hf_dp.accounting as accounting
+from hf_dp.accounting import GRADIENT, Mechanism, Query, Release, Share
 from hf_dp.clipping.flat import Clipping
 from hf_dp.config import PrivacyConfig
+from hf_dp.errors import ConfigurationError
 from hf_dp.noise.gaussian import GaussianNoise
 from hf_dp.randomness import Entropy
 from hf_dp.sampling.poisson import PoissonBatchSampler
@@ -22,105 +25,122 @@ class Plan:
 
     Attributes:
         config: the promise.
-        sampler: draws each logical batch; the event's sampling probability is its own.
-        steps: how many steps are planned, and, under a target epsilon, the most that the budget pays for.
-        delta: the promised delta.
-        noise_multiplier: given, or calibrated so that `steps` steps, and the release of token frequencies or the
-            choices of rows if there are any, cost at most the target epsilon. Of all that a step releases, together.
+        mechanism: what the run does, in numbers; all that runs is made from it.
+        sampler: draws each logical batch.
+        entropy: where sampling and noise get their randomness.
         clipping: each example's contribution to the sum.
         noise: what is added to the sum, once for each logical batch.
-        entropy: where sampling and noise get their randomness.
-        frequency_noise_multiplier: of the release of token frequencies; None if nothing is released.
-        row_choice_noise_multiplier: of each DP top-k of embedding rows, as the Gaussian mechanism that dominates it;
-            None if there is none.
+
+    Raises:
+        ConfigurationError: a sampler or an entropy that is not the mechanism's.
     """
 
     config: PrivacyConfig
+    mechanism: Mechanism
     sampler: PoissonBatchSampler
-    steps: int
-    delta: float
-    noise_multiplier: float
-    clipping: Clipping
-    noise: GaussianNoise
     entropy: Entropy
-    frequency_noise_multiplier: float | None = None
-    row_choice_noise_multiplier: float | None = None
+    clipping: Clipping = field(init=False)
+    noise: GaussianNoise = field(init=False)
+
+    def __post_init__(self) -> None:
+        sampler, said = self.sampler, self.mechanism
+        draws_alike = (sampler.terms, sampler.dataset_size) == (said.sampling, said.unit.number)
+        if not draws_alike or self.entropy.reproducible > said.reproducible:
+            raise ConfigurationError(
+                f"a mechanism of {said.unit} and {said.sampling}, reproducible={said.reproducible}, and a sampler of "
+                f"{sampler.dataset_size} and {sampler.terms} with {self.entropy}.",
+                why="what runs would not be what is accounted for.",
+                fix="make plans with Plan.make, from the sampler that draws.",
+            )
+        object.__setattr__(self, "clipping", Clipping(self.mechanism.clipping.norm))
+        object.__setattr__(self, "noise", GaussianNoise(self.entropy))
 
     @classmethod
-    def make(cls, config: PrivacyConfig, sampler: PoissonBatchSampler, steps: int, entropy: Entropy) -> Plan:
-        """Calibrates the noise to the config's budget, for `steps` steps of `sampler`.
+    def make(
+        cls,
+        config: PrivacyConfig,
+        sampler: PoissonBatchSampler,
+        steps: int,
+        entropy: Entropy,
+        shares: Sequence[Share] = (),
+        queries: Sequence[Query] = (),
+    ) -> Plan:
+        """Calibrates the noise to the config's budget, for `steps` steps of `sampler` and all that is released besides.
+
+        Args:
+            shares: releases that are paid for with a share of the target epsilon each, before the steps are.
+            queries: what each step releases beside the gradient.
 
         Raises:
-            ConfigurationError: delta at or above 1/n, or a budget that no noise can meet.
+            ConfigurationError: delta at or above 1/n, shares that are no part of a budget, or a budget that no noise
+                can meet.
         """
-        n = sampler.dataset_size
-        wanted = config.target_delta
+        n, wanted = sampler.dataset_size, config.target_delta
         delta = accounting.check_delta(accounting.default_delta(n) if wanted is None else wanted, n)
-        noise_multiplier, frequency_noise = config.noise_multiplier, None
-        attention = config.re_attention
-        sparse, choices, row_noise, spent = config.sparse_embeddings, _row_choices(config, steps), None, None
-        if attention is not None and attention.token_frequencies == "released":
-            frequency_noise = _release_noise(config, attention.budget_share, 1, delta)
-            spent = accounting.step_event(frequency_noise, 1.0)
-        if sparse is not None and choices:
-            row_noise = _release_noise(config, sparse.budget_share, choices, delta)
-            spent = dp_accounting.SelfComposedDpEvent(accounting.step_event(row_noise, 1.0), choices)
+        releases = _releases(config, shares, delta)
+        noise_multiplier = config.noise_multiplier
         if noise_multiplier is None:
             assert config.target_epsilon is not None
-            noise_multiplier = accounting.calibrate_noise_multiplier(
+            spent = [dp.SelfComposedDpEvent(release.event, release.times) for release in releases]
+            noise_multiplier = accounting.smallest_noise_multiplier(
+                lambda noise: sampler.terms.event(accounting.GaussianNoise(multiplier=noise).event()),
                 target_epsilon=config.target_epsilon,
                 target_delta=delta,
-                sampling_probability=sampler.sampling_probability,
                 steps=steps,
                 accountant=config.accountant,
-                spent=spent,
+                spent=dp.ComposedDpEvent(spent) if spent else None,
             )
-        clipping, noise = Clipping(config.clipping_norm), GaussianNoise(entropy)
-        return cls(
-            config, sampler, steps, delta, noise_multiplier, clipping, noise, entropy, frequency_noise, row_noise
+        mechanism = Mechanism(
+            unit=accounting.ExampleUnit(number=n),
+            sampling=sampler.terms,
+            clipping=accounting.FlatClipping(norm=config.clipping_norm),
+            noise=accounting.GaussianNoise(multiplier=noise_multiplier),
+            steps=steps,
+            delta=delta,
+            queries=tuple(queries),
+            releases=releases,
+            reproducible=entropy.reproducible or config.seed is not None,
         )
+        return cls(config, mechanism, sampler, entropy)
 
     @property
-    def frequency_event(self) -> dp_accounting.DpEvent | None:
-        """What the release of token frequencies costs; None if nothing is released."""
-        noise = self.frequency_noise_multiplier
-        return None if noise is None else accounting.step_event(noise, 1.0)
+    def steps(self) -> int:
+        """How many steps are planned, and, under a target epsilon, the most that the budget pays for."""
+        return self.mechanism.steps
 
     @property
-    def row_choice_event(self) -> dp_accounting.DpEvent | None:
-        """What one DP top-k of embedding rows costs; None if there is none."""
-        noise = self.row_choice_noise_multiplier
-        return None if noise is None else accounting.step_event(noise, 1.0)
+    def delta(self) -> float:
+        """The promised delta."""
+        return self.mechanism.delta
 
     @property
-    def row_choices(self) -> int:
-        """How many DP top-k of embedding rows the budget pays for."""
-        return _row_choices(self.config, self.steps)
+    def noise_multiplier(self) -> float:
+        """Of all that a step releases, together: given, or calibrated so that `steps` steps and all `releases` cost at
+        most the target epsilon."""
+        return self.mechanism.noise.multiplier
 
     @property
-    def contribution_noise_multiplier(self) -> float | None:
-        """sigma1, on DP-AdaFEST's counts, in units of their clipping norm; None where rows are not counted."""
-        sparse = self.config.sparse_embeddings
-        if sparse is None or not sparse.adapts:
-            return None
-        return self.noise_multiplier * math.hypot(1.0, sparse.noise_ratio)
+    def event(self) -> dp.DpEvent:
+        """What one step costs."""
+        return self.mechanism.step_event
+
+    @property
+    def releases(self) -> tuple[Release, ...]:
+        """What the budget pays for beside the steps."""
+        return self.mechanism.releases
+
+    def release(self, label: str) -> Release:
+        """The release of this label (`KeyError` if there is none)."""
+        return self.mechanism.release(label)
+
+    def noise_multiplier_of(self, label: str) -> float:
+        """Of a release or of a query of each step (`KeyError` if there is none), in units of its own sensitivity."""
+        return self.mechanism.noise_multiplier_of(label)
 
     @property
     def gradient_noise_multiplier(self) -> float:
-        """sigma2, on the clipped sum, in units of the clipping norm.
-
-        The two releases of a DP-AdaFEST step are of one Poisson batch: one Gaussian mechanism with noise multiplier
-        (sigma1^-2 + sigma2^-2)^(-1/2) (Ghazi et al. 2023, arXiv:2311.08357). Without counts it is all.
-        """
-        counts = self.contribution_noise_multiplier
-        if counts is None or self.config.sparse_embeddings is None:
-            return self.noise_multiplier
-        return counts / self.config.sparse_embeddings.noise_ratio
-
-    @property
-    def event(self) -> dp_accounting.DpEvent:
-        """What one step costs; derived from the sampler and the noise that run."""
-        return accounting.step_event(self.noise_multiplier, self.sampler.sampling_probability)
+        """On the clipped sum, in units of the clipping norm. Without further queries it is all of a step's noise."""
+        return self.noise_multiplier_of(GRADIENT)
 
     @property
     def noise_standard_deviation(self) -> float:
@@ -135,45 +155,11 @@ class Plan:
     @property
     def promise(self) -> dict[str, Any]:
         """What a ledger must share to be continued under this plan."""
-        config = {k: v for k, v in self.config.published().items() if k != "withhold_non_private_logs"}
-        for part in ("re_attention", "sparse_embeddings"):
-            if config[part] is None:
-                del config[part]
-        return {
-            **{k: "inf" if v == math.inf else v for k, v in config.items()},
-            "dataset_size": self.sampler.dataset_size,
-            "expected_batch_size": self.sampler.expected_batch_size,
-            "calibrated_noise_multiplier": self.noise_multiplier,
-            "delta": self.delta,
-            "planned_steps": self.steps,
-            # Steps whose noise anyone can repeat stay steps that are not private.
-            "reproducible": self.config.seed is not None,
-        }
+        return self.mechanism.promise(self.config)
 
     def report(self, ledger: accounting.Ledger) -> accounting.PrivacyReport:
         """What is promised, and what `ledger` says was spent so far."""
-        config = self.config
-        released = any(event == self.frequency_event for event, _, _ in ledger.entries)
-        choices = sum(count for event, count, _ in ledger.entries if event == self.row_choice_event)
-        return accounting.PrivacyReport(
-            epsilon=ledger.epsilon(self.delta, config.accountant),
-            delta=self.delta,
-            noise_multiplier=self.noise_multiplier,
-            clipping_norm=self.clipping.norm,
-            sampling_probability=self.sampler.sampling_probability,
-            steps=ledger.steps,
-            accountant=config.accountant,
-            dataset_size=self.sampler.dataset_size,
-            expected_batch_size=self.sampler.expected_batch_size,
-            target_epsilon=config.target_epsilon,
-            epsilon_rdp=ledger.epsilon(self.delta, "rdp"),
-            frequency_noise_multiplier=self.frequency_noise_multiplier if released else None,
-            row_choice_noise_multiplier=self.row_choice_noise_multiplier if choices else None,
-            row_choices=choices,
-            contribution_noise_multiplier=self.contribution_noise_multiplier,
-            reproducible=config.seed is not None,
-            caveats=accounting.standard_caveats(withholds_logs=config.withhold_non_private_logs),
-        )
+        return self.mechanism.report(ledger, self.config)
 
     def __str__(self) -> str:
         return (
@@ -183,20 +169,34 @@ class Plan:
         )
 
 
-def _row_choices(config: PrivacyConfig, steps: int) -> int:
-    sparse = config.sparse_embeddings
-    if sparse is None or not sparse.releases_rows:
-        return 0
-    return 1 if sparse.renew_every is None else math.ceil(steps / sparse.renew_every)
+def _releases(config: PrivacyConfig, shares: Sequence[Share], delta: float) -> tuple[Release, ...]:
+    """Each with the noise with which all its times together cost its share of the target epsilon."""
+    if not shares:
+        return ()
+    labels = ", ".join(share.label for share in shares)
+    if config.target_epsilon is None:
+        raise ConfigurationError(
+            f"noise_multiplier in place of target_epsilon, with a release of {labels}.",
+            why="it is paid for with a share of the target epsilon.",
+            fix="give target_epsilon, or do without the release.",
+        )
+    together = math.fsum(share.budget_share for share in shares)
+    if together >= 1:
+        raise ConfigurationError(
+            f"{labels} take {together:g} of the target epsilon together.",
+            why="nothing would be left for the steps.",
+            fix="lower budget_share of each so that their sum is well below 1.",
+        )
+    return tuple(_release(config, share, delta) for share in shares)
 
 
-def _release_noise(config: PrivacyConfig, share: float, releases: int, delta: float) -> float:
-    """The noise multiplier with which so many releases from all units cost that share of the target epsilon."""
+def _release(config: PrivacyConfig, share: Share, delta: float) -> Release:
     assert config.target_epsilon is not None
-    return accounting.calibrate_noise_multiplier(
-        target_epsilon=share * config.target_epsilon,
+    noise = accounting.calibrate_noise_multiplier(
+        target_epsilon=share.budget_share * config.target_epsilon,
         target_delta=delta,
         sampling_probability=1.0,
-        steps=releases,
+        steps=share.times,
         accountant=config.accountant,
     )
+    return Release(share.label, accounting.step_event(noise, 1.0), share.times, share.every)

@@ -9,7 +9,7 @@ import os
 import re
 import shutil
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -189,6 +189,34 @@ def newest_whole(output_dir: str) -> str | None:
 def _numbers(folder: str) -> list[int]:
     found = (_NUMBERED.fullmatch(path.name) for path in Path(folder).iterdir() if path.is_dir())
     return [int(match[1]) for match in found if match]
+
+
+@contextlib.contextmanager
+def others_named(checkpoint: Path | None, check: Callable[[Path], None]) -> Iterator[None]:
+    """Where a training does not go on from `checkpoint`, the refusal names those beside it that it can go on from.
+
+    Args:
+        check: refuses a checkpoint of another training.
+
+    Raises:
+        LedgerError: the one that is raised inside, with the whole checkpoints that `check` lets pass, newest first.
+    """
+    try:
+        yield
+    except LedgerError as error:
+        if checkpoint is None:
+            raise
+        own, folder = list[str](), checkpoint.absolute().parent
+        for number in sorted(_numbers(str(folder)), reverse=True):
+            other = folder / f"{PREFIX_CHECKPOINT_DIR}-{number}"
+            with contextlib.suppress(LedgerError):
+                if what_lacks(other) is None:
+                    check(other)
+                    own.append(repr(str(other)))
+        if not own:
+            raise
+        way = f"{error.fix} Or name a checkpoint of this training in resume_from_checkpoint: {', '.join(own)}."
+        raise LedgerError(error.found, why=error.why, fix=way) from error
 
 
 def refuse_half(checkpoint: str) -> None:

@@ -23,9 +23,11 @@ from hf_dp.hub import (
     PrivacyRecord,
     left_out,
     model_files,
+    refuse_in_the_way,
     saved_aside,
     set_unreadable_aside,
     upload,
+    with_what_was_there,
     write_card,
 )
 from hf_dp.hub.card import privacy_section
@@ -56,12 +58,14 @@ class PublishingMixin(_Base):
         """As Trainer's, with `privacy.json` and a model card beside the weights; whole also where checkpoints are in
         shards, which have none of the three. What was saved there before stays until all is written."""
         directory, saves = Path(output_dir or str(self.args.output_dir)), self.args.should_save
+        plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
+        if plugin is not None:
+            ranks.warn_of_missing(logger, "save_model()")
         record = self._claim() if saves and self._plan is not None else None
         if saves and directory == Path(str(self.args.output_dir)):
             self._finish_current_push()  # it reads the files that are about to be replaced
         with saved_aside(directory) if saves else nullcontext(directory) as aside:
             super().save_model(str(aside), _internal_call=True)
-            plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
             is_checkpoint = _internal_call and output_dir is not None
             if plugin is not None and not is_checkpoint and "FULL" not in str(plugin.state_dict_type):
                 self._save(str(aside), state_dict=self.accelerator.get_state_dict(self.model))
@@ -77,30 +81,37 @@ class PublishingMixin(_Base):
     def _claim(self) -> PrivacyRecord:
         """What is promised of the weights as they are now. It takes longer than writing them, and so comes first."""
         assert self._plan is not None
-        report, config = self._plan.report(self.ledger), self._plan.config
-        card = sha256_of_text(privacy_section(report, self.ledger, config))
-        return PrivacyRecord(report=report, config=config, ledger=self.ledger, files={}, card_sha256=card)
+        plan, report = self._plan, self._plan.report(self.ledger)
+        card = sha256_of_text(privacy_section(report, self.ledger, plan.config))
+        return PrivacyRecord(
+            report=report, config=plan.config, mechanism=plan.mechanism, ledger=self.ledger, files={}, card_sha256=card
+        )
 
     def _save_beside(self, directory: Path) -> None:
         """What belongs to the model and is not in its weights."""
 
     def create_model_card(self, *args: Any, results: bool = False, **kwargs: Any) -> None:
-        """As Trainer's, with a privacy section, and without seeds.
+        """As Trainer's, with a privacy section, without seeds, and with what people wrote into the card before it.
 
         Args:
             args, kwargs: as Trainer's.
             results: whether to publish the training losses and evaluation metrics that Trainer logged. They are exact
                 functions of the data: epsilon does not cover them.
+
+        Raises:
+            ConfigurationError: something else has the name of the card.
         """
+        path = Path(str(self.args.output_dir)) / CARD_FILE
         if self.is_world_process_zero():
-            set_unreadable_aside(Path(str(self.args.output_dir)))  # Trainer reads it too
+            refuse_in_the_way(path.parent)
+            set_unreadable_aside(path.parent)  # Trainer reads it too
+        old = path.read_bytes() if path.is_file() else b""
         logged = self.state.log_history
         try:
             self.state.log_history = logged if results else []
             super().create_model_card(*args, **kwargs)
         finally:
             self.state.log_history = logged
-        path = Path(str(self.args.output_dir)) / CARD_FILE
         if not self.is_world_process_zero() or not path.exists():
             return
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -108,7 +119,8 @@ class PublishingMixin(_Base):
         if getattr(getattr(self.model, "config", None), "_name_or_path", ""):
             # Trainer says so of every base model that lay in a directory.
             lines = [line.replace(_FROM_SCRATCH, _FROM_A_DIRECTORY) for line in lines]
-        path.write_text("\n".join([*lines, "", _RESULTS] if results else lines) + "\n", encoding="utf-8")
+        new = "\n".join([*lines, "", _RESULTS] if results else lines) + "\n"
+        path.write_text(with_what_was_there(new, old), encoding="utf-8")
         if (path.parent / RECORD_FILE).exists():
             write_card(path.parent)
 

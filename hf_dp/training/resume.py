@@ -189,8 +189,8 @@ def note_trained_by(model: nn.Module, trainer: object, ledger: Ledger) -> None:
 
 def _refuse_strangers(ledger: Ledger, plan: Plan) -> None:
     """Of a training that took no step, nothing but what this plan has set budget aside for."""
-    known = (plan.frequency_event, plan.row_choice_event)
-    strangers = sorted({label for event, _, label in ledger.entries if event not in known})
+    known = [(release.label, release.event) for release in plan.releases]
+    strangers = sorted(made.label for made in ledger.releases if (made.label, made.event) not in known)
     if strangers or (ledger.entries and ledger.promise["dataset_size"] != plan.sampler.dataset_size):
         labels = ", ".join(strangers or sorted({label for _, _, label in ledger.entries}))
         raise LedgerError(
@@ -202,13 +202,13 @@ def _refuse_strangers(ledger: Ledger, plan: Plan) -> None:
 
 def _refuse_other_releases(ledger: Ledger, plan: Plan) -> None:
     """Of a training that took steps, each release that the plan sets budget aside for, with the noise of the plan."""
-    wanted = {plan.frequency_event: 1, plan.row_choice_event: 1}
-    made = {event: sum(count for other, count, _ in ledger.entries if other == event) for event in wanted}
-    for event, least in wanted.items():
-        if event is not None and ledger.steps and made[event] < least:
+    for planned in plan.releases:
+        made = sum(one.times for one in ledger.releases if (one.label, one.event) == (planned.label, planned.event))
+        if made < planned.due(ledger.steps):
             raise LedgerError(
-                f"the checkpoint's ledger has {ledger.steps} steps, and before them no release of {event}.",
-                why="the plan has one, of token frequencies or embedding rows, and what it cost would not be charged.",
+                f"the checkpoint's ledger has {ledger.steps} steps, and before them {made or 'no'} release of "
+                f"{planned.label} ({planned.event}).",
+                why=f"the plan has {planned.due(ledger.steps)} by then, and what it cost would not be charged.",
                 fix="use a checkpoint whose trainer_state.json is as DPTrainer wrote it.",
             )
 

@@ -20,6 +20,7 @@ import hf_dp.accounting as accounting
 import hf_dp.ranks as ranks
 from hf_dp.agreement import agree, difference, warn_if_alone
 from hf_dp.config import PrivacyConfig
+from hf_dp.config.asked import asked
 from hf_dp.data.extremes import extreme_rows
 from hf_dp.data.fingerprint import Fingerprint, fingerprint, fingerprint_key
 from hf_dp.data.left_padding import LeftPadding
@@ -48,7 +49,7 @@ from hf_dp.step.plan import Plan
 from hf_dp.step.private_gradient import private_gradient
 from hf_dp.step.written import WrittenGradients, gradient_norm
 from hf_dp.training.callbacks import PrivacyCallback
-from hf_dp.training.checkpoints import CheckpointMixin, refuse_half
+from hf_dp.training.checkpoints import CheckpointMixin, others_named, refuse_half
 from hf_dp.training.described import (
     described_arguments,
     described_data,
@@ -197,7 +198,8 @@ class DPTrainerMixin(RestoringMixin, CheckpointMixin, LayoutsMixin, PublishingMi
         sampler = self._make_sampler(entropy)
         loader = self._make_loader(sampler)
         steps = self.set_initial_training_values(self.args, loader)[-1]
-        self._next_plan = Plan.make(without_idle_release(self.privacy, self._module), sampler, int(steps), entropy)
+        promise = without_idle_release(self.privacy, self._module)
+        self._next_plan = Plan.make(promise, sampler, int(steps), entropy, *asked(promise, int(steps)))
         return loader
 
     def _make_loader(self, sampler: PoissonBatchSampler) -> PoissonDataLoader:
@@ -267,7 +269,9 @@ class DPTrainerMixin(RestoringMixin, CheckpointMixin, LayoutsMixin, PublishingMi
         saved, self._saved_run = self._saved_run, None
         assert saved is not None or not state.global_step, "steps were taken before, but no checkpoint was read"
         refuse_trained_by_another(self._module, self, saved)
-        self.ledger = continued(self.ledger, saved, plan, self.train_dataset)
+        checkpoint = None if saved is None else self._checkpoint
+        with others_named(checkpoint, lambda other: SavedRun.read(other).check(plan.promise, self.train_dataset)):
+            self.ledger = continued(self.ledger, saved, plan, self.train_dataset)
         self.ledger.promise = plan.promise
         agree(
             {
@@ -285,7 +289,7 @@ class DPTrainerMixin(RestoringMixin, CheckpointMixin, LayoutsMixin, PublishingMi
         ranks.warn(
             logger, "Private training: %s. max_grad_norm is set to 0: gradients are clipped for each example.", plan
         )
-        noise, sparse, checkpoint = None, None, None if saved is None else self._checkpoint
+        noise, sparse = None, None
         remove_re_attention(self._module)
         try:
             if plan.config.re_attention is not None:

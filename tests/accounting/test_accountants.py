@@ -11,7 +11,6 @@ import pytest
 from scipy import optimize, stats
 
 from hf_dp.accounting import (
-    affordable_steps,
     calibrate_noise_multiplier,
     check_delta,
     default_delta,
@@ -20,7 +19,7 @@ from hf_dp.accounting import (
     event_to_dict,
     step_event,
 )
-from hf_dp.errors import BudgetExceededError, ConfigurationError, LedgerError
+from hf_dp.errors import ConfigurationError, LedgerError
 
 
 def run(noise, q, steps):
@@ -173,35 +172,6 @@ def test_calibration_names_what_it_refuses(change, named):
     good = {"target_epsilon": 8, "target_delta": 1e-5, "sampling_probability": 0.1, "steps": 10}
     with pytest.raises(ConfigurationError, match=named):
         calibrate_noise_multiplier(**{**good, **change})
-
-
-@pytest.mark.parametrize("accountant", ["pld", "rdp"])
-@pytest.mark.parametrize("spent", [None, dp.GaussianDpEvent(5.0), dp.SelfComposedDpEvent(step_event(0.8, 0.01), 77)])
-def test_budget_stop_is_exact(spent, accountant):
-    step = step_event(0.8, 0.01)
-    m = affordable_steps(step, target_epsilon=4, delta=1e-5, at_most=10**6, spent=spent, accountant=accountant)
-
-    def after(count):
-        parts = [dp.SelfComposedDpEvent(step, count), *([spent] if spent else [])]
-        return epsilon(dp.ComposedDpEvent(parts), 1e-5, accountant)
-
-    assert m > 100
-    assert after(m) <= 4 < after(m + 1)
-
-
-def test_budget_stop_at_its_edges():
-    step = step_event(0.8, 0.01)
-    assert affordable_steps(step, target_epsilon=4, delta=1e-5, at_most=50) == 50
-    assert affordable_steps(step, target_epsilon=4, delta=1e-5, at_most=0) == 0
-    assert affordable_steps(dp.NonPrivateDpEvent(), target_epsilon=4, delta=1e-5, at_most=9) == 0
-    with pytest.raises(BudgetExceededError, match="spent already"):
-        affordable_steps(step, target_epsilon=0.1, delta=1e-5, at_most=9, spent=dp.GaussianDpEvent(1.0))
-
-
-def test_calibrated_steps_are_affordable_and_one_more_is_not():
-    noise = calibrate_noise_multiplier(target_epsilon=2, target_delta=1e-5, sampling_probability=0.1, steps=60)
-    m = affordable_steps(step_event(noise, 0.1), target_epsilon=2, delta=1e-5, at_most=1000)
-    assert m == 60
 
 
 @pytest.mark.parametrize("n", [2, 1000, 10**8])

@@ -6,8 +6,9 @@ import math
 
 import pytest
 
-from hf_dp.accounting import STANDARD_CAVEATS, PrivacyReport, library_versions
+from hf_dp.accounting import STANDARD_CAVEATS, PrivacyReport
 from hf_dp.errors import LedgerError
+from hf_dp.versions import library_versions
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import secrets
+import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -194,3 +195,14 @@ def drifted() -> str:
     except HfDpError as error:
         return str(error)
     return "no error"
+
+
+def told_of_the_missing(late: float) -> list[str]:
+    """What each rank says where rank 1 comes so many seconds late, the second time."""
+    said: list[str] = []
+    log = SimpleNamespace(warning=lambda words, *values: said.append(words % values))
+    with mock.patch.object(ranks, "_SILENCE", 1.0):
+        for seconds in (0.0, late):
+            time.sleep(seconds * ranks.rank())
+            ranks.warn_of_missing(log, "a_call()")
+    return said

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import hf_dp.ranks as ranks
 from hf_dp import SparseEmbeddingConfig
 from hf_dp.accounting import Ledger
+from hf_dp.config.asked import EMBEDDING_ROWS, ROW_COUNTS, asked
 from hf_dp.noise.gaussian import GaussianNoise
 from hf_dp.parts.sparse_embeddings import AdaptiveSelection, TableRows, gumbel_scale
 from hf_dp.parts.sparse_embeddings.part import SparseTraining
@@ -71,7 +72,8 @@ def plan_of(seed: int | None, **changes: Any) -> Plan:
         "sparse_embeddings": CONFIG,
         **changes,
     }
-    return Plan.make(promise(**values), PoissonBatchSampler(100, EXPECTED, Entropy(0)), 1, Entropy(seed))
+    config = promise(**values)
+    return Plan.make(config, PoissonBatchSampler(100, EXPECTED, Entropy(0)), 1, Entropy(seed), *asked(config, 1))
 
 
 def drawn(wrong: str | None = None) -> dict[str, Tensor]:
@@ -88,8 +90,7 @@ def drawn(wrong: str | None = None) -> dict[str, Tensor]:
         truth = _truth(model, gradients)
         for repeat in range(REPEATS):
             plan = plan_of(repeat if wrong == "one stream for both releases" else None)
-            assert plan.contribution_noise_multiplier is not None
-            deviation = plan.contribution_noise_multiplier * CONFIG.contribution_norm
+            deviation = plan.noise_multiplier_of(ROW_COUNTS) * CONFIG.contribution_norm
             chosen = TableRows(tables, None, AdaptiveSelection(ROWS, deviation, THRESHOLD, plan.entropy))
             private_gradient(model, lambda _: gradients, [{}], plan, Ledger(), tables=chosen)
             grads = {name: p.grad * EXPECTED for name, p in model.named_parameters() if p.grad is not None}
@@ -130,8 +131,7 @@ def mistakes(wrong: str | None) -> Iterator[None]:
     def noisy_counts_of_every_rank(self: ContributionSum) -> tuple[Tensor, Tensor]:
         rows, counts = touched(self)
         plan = plan_of(None)
-        assert plan.contribution_noise_multiplier is not None
-        noise(GaussianNoise(plan.entropy), [counts], plan.contribution_noise_multiplier, 0)
+        noise(GaussianNoise(plan.entropy), [counts], plan.noise_multiplier_of(ROW_COUNTS), 0)
         return rows, counts
 
     def counts_of_this_rank(self: ContributionSum) -> tuple[Tensor, Tensor]:
@@ -162,10 +162,9 @@ def mistakes(wrong: str | None) -> Iterator[None]:
 def complaints(samples: dict[str, Tensor]) -> list[str]:
     """What is wrong with samples of one choice of rows and one noise on them and on the head."""
     plan, found = plan_of(0), []
-    assert plan.contribution_noise_multiplier is not None
     survived, unit = samples["survived"], plan.gradient_noise_multiplier * CLIPPING
     counts = torch.tensor([*COUNTS, *[0] * (ROWS - len(COUNTS))])
-    rates = special.ndtr((counts.double() - THRESHOLD).numpy() / plan.contribution_noise_multiplier)
+    rates = special.ndtr((counts.double() - THRESHOLD).numpy() / plan.noise_multiplier_of(ROW_COUNTS))
     for count in sorted(set(counts.tolist())):
         chosen = survived[:, counts == count]
         test = stats.binomtest(int(chosen.sum()), chosen.numel(), float(rates[counts.tolist().index(count)]))
@@ -197,8 +196,7 @@ def rows_without_a_meeting(patched: bool) -> list[list[int]]:
     model = Words()
     gradients = gradients_of(model, share())
     tables, plan = Tables.of({TABLE: model.words.weight}), plan_of(None)
-    assert plan.contribution_noise_multiplier is not None
-    chosen = TableRows(tables, None, AdaptiveSelection(ROWS, plan.contribution_noise_multiplier, 2.0, plan.entropy))
+    chosen = TableRows(tables, None, AdaptiveSelection(ROWS, plan.noise_multiplier_of(ROW_COUNTS), 2.0, plan.entropy))
     found = []
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(ClippedSum, "release"))
@@ -223,13 +221,13 @@ def choosing_plan() -> Plan:
     """Of a run that chooses one row."""
     budget = {"noise_multiplier": None, "target_epsilon": 2.0, "target_delta": 1e-2, "seed": None}
     sampler = PoissonBatchSampler(len(TOUCHING), 2, Entropy(0))
-    return Plan.make(promise(**budget, sparse_embeddings=FEST), sampler, 1, Entropy(None))
+    config = promise(**budget, sparse_embeddings=FEST)
+    return Plan.make(config, sampler, 1, Entropy(None), *asked(config, 1))
 
 
 def scale_of(plan: Plan) -> float:
     """Of the Gumbel noise that was paid for."""
-    assert plan.row_choice_noise_multiplier is not None
-    return gumbel_scale(plan.row_choice_noise_multiplier, 1)
+    return gumbel_scale(plan.noise_multiplier_of(EMBEDDING_ROWS), 1)
 
 
 def chosen(wrong: str | None = None) -> list[int]:

@@ -14,6 +14,7 @@ from tests.distributed.differing import (
     secrets_in_files,
     stopped_alone,
     told,
+    told_of_the_missing,
 )
 from tests.distributed.gang import Gang
 
@@ -99,3 +100,9 @@ def test_saved_generators_have_seen_no_secret(tmp_path: Path, pair: Gang) -> Non
     once, again = (pair.run(generators_in_checkpoint, str(tmp_path / name)) for name in ("one", "two"))
     assert once == again
     assert {"python", "numpy", "cpu"} <= set(once[0])
+
+
+def test_who_waits_in_a_call_says_for_whom(pair: Gang) -> None:
+    said = "Rank 0 waits in a_call() for rank 1: every rank must call it, not the first alone."
+    assert pair.run(told_of_the_missing, 3.0) == [[said], []]
+    assert pair.run(told_of_the_missing, 0.0) == [[], []]

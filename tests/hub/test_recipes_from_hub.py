@@ -316,3 +316,14 @@ def test_rows_that_no_model_can_read_are_refused(recipe, tmp_path):
         file.write_text(f'{{"text": "my card", "label": "top_up"}}\n{line}\n', encoding="utf-8")
         with pytest.raises(ConfigurationError, match=words):
             data.labelled(str(file), "train", asked, LABELS)
+
+
+def test_nothing_goes_up_in_a_form_that_only_the_recipe_loads(train, hub):  # noqa: F811
+    flags = ("--save_strategy", "steps", "--save_steps", "1", "--push_to_hub", "true", "--hub_always_push", "true")
+    strategy = ("--hub_model_id", "someone/classifier", "--hub_strategy", "every_save")
+    printed, _ = train("classify", "--smoke", "true", *flags, *strategy)
+    assert "Pushed when it has ended" in printed
+    commits = [files for _, _, files in hub.repositories["someone/classifier"].commits if "config.json" in files]
+    kinds = [json.loads(files["config.json"])["architectures"] for files in commits]
+    assert kinds == [["BertForSequenceClassification"]]
+    assert "## How to use it" in commits[-1]["README.md"].decode()

@@ -330,6 +330,53 @@ def test_what_has_the_name_of_what_is_written_is_refused_before_training(tmp_pat
             raise AssertionError("nothing is written")
 
 
+def test_a_readme_that_is_a_folder_is_refused_by_a_card_alone(tmp_path: Path) -> None:
+    run = another(tmp_path / "out")
+    (tmp_path / "out" / "README.md").mkdir(parents=True)
+    with pytest.raises(ConfigurationError, match="README.md is a folder") as caught:
+        run.create_model_card()
+    assert "rename it" in str(caught.value)
+
+
+OWN = "\n## How to use it\n\n```python\n## no heading\nload()\n```\n\n## Contact\n\nAsk A.\n\n## Contact\n\nOr B.\n"
+
+
+@pytest.mark.parametrize("kind", [classifier, lambda: adapted(classifier())])
+def test_a_card_that_is_made_anew_keeps_what_people_wrote(tmp_path: Path, kind: Any) -> None:
+    path = tmp_path / "out"
+    run = another(path, kind(), eval_strategy="epoch")
+    run.save_model()
+    (path / "README.md").write_text(text(path).replace("---\n", "---\nlicense: mit\n", 1) + OWN)
+    run.create_model_card(results=True)
+    assert "Training Loss" in text(path)
+    filled = text(path).replace("## Model description\n\nMore information needed", "## Model description\n\nMine.", 1)
+    (path / "README.md").write_text(filled)
+    found = []
+    for _ in range(2):
+        run.save_model()
+        run.create_model_card()
+        found.append(text(path))
+    assert found[0] == found[1]
+    for part in (OWN, "license: mit", "description\n\nMine.\n", "### Training hyperparameters"):
+        assert found[0].count(part) == 1, part
+    for words in ("Training Loss", "Loss:", "computed without noise", "Model Card Contact", "[More Information"):
+        assert words not in found[0], words
+    assert verify(path).private
+
+
+def test_an_introduction_of_ones_own_takes_the_place_of_trainers(tmp_path: Path) -> None:
+    path = tmp_path / "out"
+    run = another(path)
+    run.save_model()
+    (path / "README.md").write_text("# A name\n\nWhat it is for.\n\n## How\n\nSo.\n")
+    for _ in range(2):
+        run.save_model()
+        run.create_model_card()
+    assert text(path).count("# A name\n\nWhat it is for.\n") == 1
+    assert "generated automatically" not in text(path)
+    assert verify(path).private
+
+
 def copied(saved: Path, tmp_path: Path) -> Path:
     shutil.copytree(saved, tmp_path / "out")
     return tmp_path / "out"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import math
 import os
@@ -22,6 +23,7 @@ from hf_dp.hub import verify, write_card
 from hf_dp.hub.record import PrivacyRecord, sha256
 from hf_dp.hub.saved import may_be_published
 from hf_dp.parts.re_attention import load_re_attention
+from hf_dp.versions import library_versions
 from tests.hub.forging import digest_anew, failed, forged, in_card, in_record, in_weights, invoke, seal
 from tests.hub.server import Hub
 from tests.training.workbench import make
@@ -98,7 +100,7 @@ TAMPERED: dict[str, tuple[list[Callable[[Path], None]], str]] = {
     "the seed": ([in_record("ledger", "promise", "reproducible", to=True), seal], "reproducible: False claimed"),
     "clipping norm": ([in_record("report", "clipping_norm", to=0.1), seal], "claim, config and ledger's promise"),
     "config": ([in_record("config", "target_epsilon", to=1.0), seal], "target_epsilon"),
-    "adjacency": ([in_record("report", "adjacency", to="replace one"), seal], "one training example; replace one"),
+    "adjacency": ([in_record("report", "adjacency", to="replace one"), seal], "neighbouring datasets: replace one"),
     "unit": ([in_record("report", "unit", to="one person")], "card, metadata: unit 'one training example'"),
     "caveats": ([in_record("report", "caveats", to=[])], "card, metadata: record_sha256"),
     "card, text": ([in_card(r"\| delta \| 0.01415", "| delta | 1e-9")], "card, text: the privacy section is changed"),
@@ -188,16 +190,6 @@ def test_a_text_around_the_section_may_be_written(copy: Path) -> None:
     card = copy / "README.md"
     card.write_text(card.read_text().replace("# out", "# My model\n\nIt sorts mail.").replace("\n", "\r\n"), newline="")
     assert verify(copy).private
-
-
-def test_a_record_that_says_add_or_remove_is_verified_in_its_own_words(copy: Path) -> None:
-    in_record("report", "adjacency", to="add or remove one")(copy)
-    seal(copy)
-    found = verify(copy)
-    assert found.private, found.checks
-    assert "absent from the training data (or present), every" in (copy / "README.md").read_text()
-    said = next(check.found for check in found.checks if check.name == "unit, adjacency and sampling")
-    assert "that is: replace one by nothing (zero-out), n public" in said
 
 
 def test_the_card_is_the_same_when_it_is_written_twice(copy: Path) -> None:
@@ -586,6 +578,54 @@ def test_words_of_another_version_are_said_to_be_unchecked(copy: Path) -> None:
     digest_anew(copy)
     in_card(r"record_sha256: .*", f"record_sha256: {sha256(copy / 'privacy.json')}")(copy)
     assert not any("privacy section" in line for line in verify(copy).proven)
+
+
+def claimed_less(directory: Path, share: float, **versions: str) -> None:
+    """The record, and card, of a computation whose epsilons are smaller by this share, under other versions."""
+    file = directory / "privacy.json"
+    record = PrivacyRecord.from_json(file.read_text())
+    report, smaller = record.report, 1 - share
+    claims = {"epsilon": report.epsilon * smaller, "epsilon_rdp": report.epsilon_rdp * smaller}
+    report = dataclasses.replace(report, **claims, versions={**report.versions, **versions})
+    file.write_text(dataclasses.replace(record, report=report).to_json())
+    seal(directory)
+    text = (directory / "README.md").read_text()
+    for name in ("epsilon_pld", "epsilon_rdp"):
+        text = re.sub(rf"{name}: (\S+)", lambda found: f"{found[0].split()[0]} {float(found[1]) * smaller!r}", text)
+    (directory / "README.md").write_text(text)
+
+
+@pytest.mark.parametrize("library", ["hf_dp", "dp_accounting"])
+def test_other_versions_may_have_computed_a_thousandth_less_and_no_more(copy: Path, library: str) -> None:
+    whole = {path: path.read_bytes() for path in (copy / "privacy.json", copy / "README.md")}
+    claimed_less(copy, 3e-4, **{library: "0.0.1"})
+    found = verify(copy)
+    assert found.private, failed(copy)
+    told = f"{library} 0.0.1", f"{library} {library_versions()[library]}", "0.1 %"
+    assert any(all(words in note for words in told) for note in found.notes), found.notes
+    assert found.epsilons["pld"] > found.report.epsilon, "what is said is what follows here"
+    for share, versions in ((3e-4, {}), (2e-3, {library: "0.0.1"})):
+        for path, content in whole.items():
+            path.write_bytes(content)
+        claimed_less(copy, share, **versions)
+        assert {"epsilon (PLD)", "epsilon (RDP)", "card, metadata"} <= {
+            check.name for check in verify(copy).checks if not check.passed
+        }
+
+
+@pytest.mark.parametrize(("share", "versions", "kept"), [
+    (3e-4, {"hf_dp": "0.0.1"}, True), (3e-4, {}, False), (2e-3, {"hf_dp": "0.0.1"}, False),
+])  # fmt: skip
+def test_a_budget_is_kept_to_what_other_versions_compute(
+    copy: Path, share: float, versions: dict[str, str], kept: bool
+) -> None:
+    record = PrivacyRecord.from_json((copy / "privacy.json").read_text())
+    target = record.ledger.epsilon(record.report.delta) * (1 - share)
+    for place in (("report", "target_epsilon"), ("config", "target_epsilon"), ("ledger", "promise", "target_epsilon")):
+        in_record(*place, to=target)(copy)
+    in_record("report", "versions", to={**record.report.versions, **versions})(copy)
+    seal(copy)
+    assert ("budget: spent" not in failed(copy)) is kept
 
 
 def test_what_a_forger_can_change_who_writes_the_card_anew(copy: Path) -> None:

@@ -10,10 +10,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import dp_accounting as dp
 import pytest
 
-from hf_dp.accounting import epsilon
-from hf_dp.accounting.events import from_counts
+from hf_dp.accounting import epsilon, step_event
 from hf_dp.errors import LedgerError
 from hf_dp.hub import load_report, verify, write_card
 from hf_dp.hub.card import BEGIN, END
@@ -112,7 +112,7 @@ def test_a_card_beyond_all_measure_is_a_failed_check(copy: Path, change: Callabl
 
 
 def test_many_mechanisms_are_added_up_by_the_faster_accountant() -> None:
-    event = from_counts({(0.1, 1 + i / 8): 2 for i in range(7)})
+    event = dp.ComposedDpEvent([dp.SelfComposedDpEvent(step_event(1 + i / 8, 0.1), 2) for i in range(7)])
     assert epsilon(event, 1e-5) == epsilon(event, 1e-5, "rdp")
 
 
@@ -241,10 +241,11 @@ def test_a_section_is_not_written_into_code_nor_between_crossed_marks(copy: Path
     "name",
     ["_evil.py", "chat_template.jinja", "added_tokens.json", "special_tokens_map.json", "tokenizer.json", "vocab.txt",
      "additional_chat_templates/rag.jinja", "custom_generate/generate.py", "custom_generate/requirements.txt",
-     "modules.json", "1_Pooling/config.json", "quantized/model.gguf", "PYTORCH_MODEL.BIN", "Trainer_State.json",
+     "modules.json", "quantized/model.gguf", "PYTORCH_MODEL.BIN", "Trainer_State.json",
      ".hidden.py", "license.py", "model", "training_args.py", "optimizer.safetensors", "_hf_dp_evil.py", "runs/evil.py",
-     "checkpoint-1/evil.py", "_saved/evil.py", "_saving/EVIL.PY", "_savx/evil.json", "logs/model.safetensors",
-     "seed-0/config.json", "checkpoint-x/config.json", "checkpoint-2/pytorch_model.bin", "sub/training_args.bin",
+     "checkpoint-1/evil.py", "_saved/evil.py", "_saving/EVIL.PY", "seed-0/evil.py", "seed-0/model.pkl",
+     "Custom_Generate/config.json", "seed-0/training_args.bin", "seed-0/x", "checkpoint-2/pytorch_model.bin",
+     "sub/training_args.bin",
      "custom_generate/notes.txt", "my_vocab.txt", "pieces.txt", "data/train.py"],
 )  # fmt: skip
 def test_what_is_not_known_to_be_harmless_is_strange(copy: Path, name: str) -> None:
@@ -279,6 +280,37 @@ def test_what_is_harmless_and_what_training_leaves_is_no_difference(copy: Path) 
         (copy / name).parent.mkdir(parents=True, exist_ok=True)
         (copy / name).write_text("")
     assert verify(copy).private, failed(copy)
+
+
+def test_a_model_in_a_folder_of_its_own_loads_nothing_here_and_is_said_to_claim_nothing(copy: Path) -> None:
+    names = ("seed-0/config.json", "seed-0/model.safetensors", "seed-0/_hf_dp_lock", "seed-0/tokenizer.json",
+             "seed-0/trainer_state.json", "checkpoint-best/config.json", "1_Pooling/config.json",
+             "checkpoint-best/adapter_model.safetensors", "logs/model.safetensors")  # fmt: skip
+    for name in names:
+        (copy / name).parent.mkdir(parents=True, exist_ok=True)
+        (copy / name).write_text("{}")
+    found = verify(copy)
+    assert found.private, failed(copy)
+    assert any("without a privacy.json" in note and "checkpoint-best" in note for note in found.notes), found.notes
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("tokenizer_config.json", {"vocab_file": "./seed-0/vocab.json"}),
+        ("config.json", {"base": ["a", {"at": "/home/me/copy/Seed-0"}]}),
+        ("model.safetensors.index.json", {"weight_map": {"w": "seed-0\\config.json"}}),
+        ("modules.json", "[not JSON"),
+    ],
+)
+def test_a_folder_that_the_model_names_is_loaded_with_it(copy: Path, file: str, content: Any) -> None:
+    (copy / "seed-0").mkdir()
+    (copy / "seed-0" / "config.json").write_text("{}")
+    assert verify(copy).private
+    (copy / file).write_text(content if isinstance(content, str) else json.dumps(content))
+    in_record("files", to=lambda files: {**files, file: sha256(copy / file)})(copy)
+    seal(copy)
+    assert failed(copy).startswith("other files: not named in the record: seed-0/config.json")
 
 
 def test_of_the_models_own_code_a_checkpoint_has_a_copy(copy: Path) -> None:

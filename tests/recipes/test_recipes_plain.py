@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -100,3 +101,18 @@ def test_what_a_recipe_saves_is_loaded_without_it(recipe, train, own, plainly): 
     assert said["printed"]
     checked = verify(folder)
     assert checked.private, checked.checks
+
+
+@pytest.mark.parametrize("recipe", ["classify", "classify_lora", "classify_as_infilling"])
+def test_checkpoints_in_the_form_that_trains_are_taken_for_no_plain_model(recipe, train, plainly):  # noqa: F811
+    flags = ("--smoke", "true", "--save_strategy", "steps", "--save_steps", "1")
+    _, out = train(recipe, *flags)
+    kind, given, answer = FORMS[recipe]
+    for number in (1, 2):
+        usage = f"from transformers import {kind}\n{kind}.from_pretrained({str(out / f'checkpoint-{number}')!r})\n"
+        said = plainly(directory=str(out), kind=kind, given=given, answer=answer, usage=usage + "print('loaded')")
+        assert "form_for_training" in said.get("error", "it loads"), said
+    shutil.rmtree(out / "checkpoint-2")
+    (out / "privacy.json").unlink()
+    train(recipe, *flags, "--resume_from_checkpoint", "true")
+    assert verify(out).private

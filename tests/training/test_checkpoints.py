@@ -170,3 +170,36 @@ def test_a_renaming_that_was_broken_off_is_finished(checkpointed: Path, tmp_path
     (path / NEWEST).rename(path / "_saved" / NEWEST)
     finish(str(path))
     assert digests(path) == digests(checkpointed)
+
+
+def test_of_two_trainings_in_turns_the_refusal_names_the_checkpoints_of_this_one(tmp_path: Path) -> None:
+    path = tmp_path / "out"
+    mine = trainer(path, seed=7)
+    mine.train()
+    trainer(path, seed=7, max_steps=STEPS + 2, save_steps=STEPS + 2, per_device_train_batch_size=1).train()
+    newest = path / f"checkpoint-{STEPS + 2}"
+    assert newest_whole(str(path)) == str(newest)
+    (path / NEWEST / "rng_state.pth").unlink()
+    with pytest.raises(LedgerError, match="belongs to another run") as caught:
+        trainer(path, seed=7).train(resume_from_checkpoint=True)
+    own = f"in resume_from_checkpoint: {str(path / f'checkpoint-{SAVED}')!r}."
+    assert own in str(caught.value), "the other one is a half"
+    with pytest.raises(LedgerError, match="belongs to another run") as caught:
+        trainer(path, seed=7, max_steps=STEPS + 4).train(resume_from_checkpoint=True)
+    assert "Or name" not in str(caught.value)
+    resumed = trainer(path, seed=7)
+    resumed.train(resume_from_checkpoint=str(path / f"checkpoint-{SAVED}"))
+    assert resumed.ledger.steps == STEPS
+
+
+def test_of_two_trainings_on_other_data_the_refusal_names_this_ones(tmp_path: Path) -> None:
+    path = tmp_path / "out"
+    trainer(path, seed=7).train()
+    for name in (f"checkpoint-{SAVED}", NEWEST):
+        shutil.move(path / name, path / f"_{name}")
+    trainer(path, rows(seed=9), seed=7).train()
+    (path / f"checkpoint-{SAVED}").rename(path / "elsewhere")
+    (path / f"_checkpoint-{SAVED}").rename(path / f"checkpoint-{SAVED}")
+    with pytest.raises(LedgerError, match="is not the data that the checkpoint") as caught:
+        trainer(path, seed=7).train(resume_from_checkpoint=True)
+    assert f"in resume_from_checkpoint: {str(path / f'checkpoint-{SAVED}')!r}." in str(caught.value)

@@ -18,6 +18,7 @@ import hf_dp.ranks as ranks
 from hf_dp.accounting import Ledger
 from hf_dp.agreement import agree
 from hf_dp.config import SparseEmbeddingConfig
+from hf_dp.config.asked import EMBEDDING_ROWS, ROW_COUNTS
 from hf_dp.errors import BudgetExceededError, ConfigurationError, LedgerError
 from hf_dp.parts.sparse_embeddings import AdaptiveSelection, TableRows, gumbel_scale, noisy_top_k
 from hf_dp.per_example import PerExampleGradients, Tables
@@ -28,7 +29,7 @@ from hf_dp.step.plan import Plan
 logger = logging.getLogger(__name__)
 
 FILE = "sparse_embeddings.safetensors"
-LABEL = "embedding rows"
+LABEL = EMBEDDING_ROWS
 _ROWS, _CHOICE = "rows/", "choice"
 # What DistributedDataParallel reads off a model that it is to wrap.
 _IGNORED = "_ddp_params_and_buffers_to_ignore"
@@ -150,13 +151,11 @@ class SparseTraining:
             self._set_rows()
 
     def _chosen(self, due: int, ledger: Ledger, record: Recorder, examples: Pass) -> Tensor:
-        event, noise, k = self._plan.row_choice_event, self._plan.row_choice_noise_multiplier, self._config.kept_rows
-        assert event is not None
-        assert noise is not None
+        release, k = self._plan.release(LABEL), self._config.kept_rows
         assert k is not None
-        if sum(count for _, count, label in ledger.entries if label == LABEL) >= self._plan.row_choices:
+        if sum(count for _, count, label in ledger.entries if label == LABEL) >= release.times:
             raise BudgetExceededError(
-                f"rows of the embedding were chosen {self._plan.row_choices} times, as often as was planned.",
+                f"rows of the embedding were chosen {release.times} times, as often as was planned.",
                 why="one more choice would spend more than was promised.",
                 fix="resume from the latest checkpoint, which holds the latest choice.",
             )
@@ -169,15 +168,17 @@ class SparseTraining:
                 _, rows = self.tables.touched(record(batch).factors)
                 counts += rows.cpu().bincount(minlength=self.tables.rows)
         ranks.sum_(counts)
-        ledger.charge(event, LABEL)
-        return ranks.drawn_by_first(lambda: noisy_top_k(counts, k, gumbel_scale(noise, k), self._plan.entropy, due))
+        ledger.charge(release.event, release.label)
+        scale = gumbel_scale(release.noise_multiplier, k)
+        return ranks.drawn_by_first(lambda: noisy_top_k(counts, k, scale, self._plan.entropy, due))
 
     def _set_rows(self) -> None:
-        config, deviation = self._config, self._plan.contribution_noise_multiplier
+        config = self._config
         if config.keeps_rows and self.kept is None:
             return
         selection = None
-        if deviation is not None:
+        if config.adapts:
+            deviation = self._plan.noise_multiplier_of(ROW_COUNTS)
             selection = AdaptiveSelection(
                 self.tables.rows,
                 deviation * config.contribution_norm,

@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from hf_dp import ReAttentionConfig
 from hf_dp.accounting import Ledger
 from hf_dp.config import PrivacyConfig
+from hf_dp.config.asked import asked
 from hf_dp.errors import ConfigurationError
 from hf_dp.parts.re_attention import ReAttention
 from hf_dp.parts.re_attention.attention import OWNERS, KeyNoise, re_attention_forward
@@ -200,7 +201,7 @@ def test_noise_draws_attention_to_keys_of_any_length_and_not_to_normalised_ones(
 def plan(target: float = 3.0, n: int = 1000) -> Plan:
     config = PrivacyConfig(target_epsilon=target, re_attention=ReAttentionConfig(), seed=3)
     entropy = Entropy(3)
-    return Plan.make(config, PoissonBatchSampler(n, 50, entropy), 20, entropy)
+    return Plan.make(config, PoissonBatchSampler(n, 50, entropy), 20, entropy, *asked(config, 20))
 
 
 def test_released_frequencies_are_noisy_shares_and_are_charged() -> None:
@@ -208,7 +209,7 @@ def test_released_frequencies_are_noisy_shares_and_are_charged() -> None:
     examples = [torch.tensor([[0, 0, 1, -100]]) for _ in range(1000)]
     found = release_token_frequencies(examples, 50, 4.0, made, ledger)
     assert [(label, count) for _, count, label in ledger.entries] == [(LABEL, 1)]
-    deviation = made.frequency_noise_multiplier * 4.0 / 1000
+    deviation = made.noise_multiplier_of(LABEL) * 4.0 / 1000
     assert float((found[:2] - 1).abs().max()) < 5 * deviation
     assert float(found.min()) >= 1 / 1000
     # What does not stand out from the noise shares one number.
@@ -219,7 +220,7 @@ def test_the_noise_of_the_release_has_the_planned_deviation(monkeypatch: Any) ->
     made, seen = plan(), []
     monkeypatch.setattr(type(made.noise), "add_", lambda _, tensors, deviation, step: seen.append((deviation, step)))
     release_token_frequencies([torch.tensor([1])] * 1000, 50, 4.0, made, Ledger())
-    assert seen == [(pytest.approx(4.0 * made.frequency_noise_multiplier), -1)]
+    assert seen == [(pytest.approx(4.0 * made.noise_multiplier_of(LABEL)), -1)]
 
 
 def test_one_example_moves_the_histogram_by_the_clipping_norm_at_most(monkeypatch: Any) -> None:

@@ -56,11 +56,11 @@ def test_the_release_is_paid_for_from_the_same_budget(tmp_path: Path) -> None:
     assert report.noise_multiplier > plain.privacy_report().noise_multiplier
     # The report alone is enough to compute epsilon again.
     again = Ledger()
-    assert report.frequency_noise_multiplier is not None
-    again.charge(accounting.step_event(report.frequency_noise_multiplier, 1.0), LABEL)
+    (release,) = report.releases
+    again.charge(accounting.step_event(release.noise_multiplier, 1.0), LABEL)
     again.charge(accounting.step_event(report.noise_multiplier, report.sampling_probability), count=report.steps)
     assert again.epsilon(report.delta) == report.epsilon
-    assert "token frequencies" in str(report)
+    assert "token presence    released once" in str(report)
     assert type(report).from_json(report.to_json()) == report
     alone = Ledger()
     alone.charge(*trainer.ledger.entries[0][:1])
@@ -470,7 +470,7 @@ def test_nothing_is_released_where_no_embedding_is_trained(tmp_path: Path) -> No
     trainer = budgeted(tmp_path, model=model)
     trainer.train()
     assert [label for _, _, label in trainer.ledger.entries] == [accounting.TRAINING_STEP]
-    assert trainer.privacy_report().frequency_noise_multiplier is None
+    assert trainer.privacy_report().releases == ()
 
 
 def test_without_it_a_model_that_had_it_trains_plainly(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from hf_dp.accounting import Ledger
 from hf_dp.config import PrivacyConfig, SparseEmbeddingConfig
+from hf_dp.config.asked import ROW_COUNTS, asked
 from hf_dp.parts.sparse_embeddings import AdaptiveSelection, TableRows
 from hf_dp.per_example import Tables, loop, record
 from hf_dp.per_example.batch import Batch, take
@@ -68,16 +69,16 @@ def plan_of(**sparse: Any) -> Plan:
     config = PrivacyConfig(
         noise_multiplier=0.4, clipping_norm=0.7, seed=5, sparse_embeddings=SparseEmbeddingConfig(**sparse)
     )
-    return Plan.make(config, PoissonBatchSampler(100, EXPECTED, entropy), 5, entropy)
+    return Plan.make(config, PoissonBatchSampler(100, EXPECTED, entropy), 5, entropy, *asked(config, 5))
 
 
 def rows_of(model: Model, plan: Plan, kept: Tensor | None = None) -> TableRows:
     tables = Tables.of({name: p for name, p in model.named_parameters() if name in TABLES})
-    sparse, noise = plan.config.sparse_embeddings, plan.contribution_noise_multiplier
+    sparse = plan.config.sparse_embeddings
     assert sparse is not None
     selection = None
-    if noise is not None:
-        deviation = noise * sparse.contribution_norm
+    if sparse.adapts:
+        deviation = plan.noise_multiplier_of(ROW_COUNTS) * sparse.contribution_norm
         selection = AdaptiveSelection(tables.rows, deviation, sparse.threshold, plan.entropy, kept)
     return TableRows(tables, kept, selection, sparse.contribution_norm)
 
@@ -122,9 +123,7 @@ def dense_step(model: Model, plan: Plan, batch: Batch | None, kept: Tensor | Non
     if not sparse.adapts:
         survive = allowed
     else:
-        noise = plan.contribution_noise_multiplier
-        assert noise is not None
-        deviation = noise * sparse.contribution_norm
+        deviation = plan.noise_multiplier_of(ROW_COUNTS) * sparse.contribution_norm
         selection = AdaptiveSelection(total_rows, deviation, sparse.threshold, plan.entropy, kept)
         m = counts[touched_by_any].clone()
         selection._noise.add_([m], deviation, 0)

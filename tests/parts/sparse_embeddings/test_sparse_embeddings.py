@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from hf_dp import accounting
 from hf_dp.config import PrivacyConfig, ReAttentionConfig, SparseEmbeddingConfig
+from hf_dp.config.asked import ROW_COUNTS, asked
 from hf_dp.errors import ConfigurationError, PreflightError, UnsupportedModelError
 from hf_dp.parts.sparse_embeddings import (
     AdaptiveSelection,
@@ -89,15 +90,17 @@ def test_what_does_not_go_together_is_refused() -> None:
 def plan_of(steps: int = 30, **sparse: Any) -> Plan:
     entropy = Entropy(0)
     config = PrivacyConfig(target_epsilon=2.0, clipping_norm=0.5, sparse_embeddings=SparseEmbeddingConfig(**sparse))
-    return Plan.make(config, PoissonBatchSampler(1000, 50, entropy), steps, entropy)
+    return Plan.make(config, PoissonBatchSampler(1000, 50, entropy), steps, entropy, *asked(config, steps))
 
 
 @pytest.mark.parametrize("ratio", [0.3, 1.0, 5.0])
 def test_both_noise_scales_come_from_one_budget(ratio: float) -> None:
     """Epsilon of the two releases, composed by hand: one Gaussian whose precision is the sum of theirs."""
     plan = plan_of(noise_ratio=ratio)
-    first, second = plan.contribution_noise_multiplier, plan.gradient_noise_multiplier
-    assert first is not None
+    first, second = plan.noise_multiplier_of(ROW_COUNTS), plan.gradient_noise_multiplier
+    # To the last bit as ever: the same noise under the same seed.
+    assert first == plan.noise_multiplier * math.hypot(1.0, ratio)
+    assert second == first / ratio
     assert first / second == pytest.approx(ratio)
     together = (first**-2 + second**-2) ** -0.5
     by_hand = dp.SelfComposedDpEvent(dp.PoissonSampledDpEvent(0.05, dp.GaussianDpEvent(together)), 30)
@@ -114,22 +117,21 @@ def test_both_noise_scales_come_from_one_budget(ratio: float) -> None:
 @pytest.mark.parametrize(("settings", "choices"), [(FEST, 1), ({**FEST, "renew_every": 7}, 5)])
 def test_choices_of_rows_are_paid_for_from_the_same_budget(settings: dict[str, Any], choices: int) -> None:
     plan = plan_of(**settings)
-    assert plan.row_choices == choices
-    assert plan.row_choice_event is not None
-    assert plan.contribution_noise_multiplier is None
+    (release,) = plan.releases
+    assert (release.label, release.times, release.every) == ("embedding rows", choices, settings.get("renew_every"))
     assert plan.gradient_noise_multiplier == plan.noise_multiplier
     ledger = accounting.Ledger()
-    ledger.charge(plan.row_choice_event, "embedding rows", choices)
+    ledger.charge(release.event, release.label, choices)
     assert ledger.epsilon(plan.delta) == pytest.approx(0.05 * 2.0, rel=1e-2)
     ledger.charge(plan.event, count=30)
     assert 1.99 < ledger.epsilon(plan.delta) <= 2.0
     report = plan.report(ledger)
-    assert report.row_choices == choices
-    assert f"rows chosen {choices} times" in str(report)
+    assert report.releases == (accounting.Release("embedding rows", release.event, choices),)
+    assert ("embedding rows    released once" if choices == 1 else "released 5 times: Gaussian noise") in str(report)
     assert type(report).from_json(report.to_json()) == report
     again = accounting.Ledger()
-    assert report.row_choice_noise_multiplier is not None
-    again.charge(accounting.step_event(report.row_choice_noise_multiplier, 1.0), "embedding rows", report.row_choices)
+    for made in report.releases:
+        again.charge(made.event, made.label, made.times)
     again.charge(accounting.step_event(report.noise_multiplier, report.sampling_probability), count=report.steps)
     assert again.epsilon(report.delta) == report.epsilon
 
@@ -139,7 +141,7 @@ def test_a_plan_without_sparse_embeddings_promises_what_it_did() -> None:
     plan = Plan.make(PrivacyConfig(noise_multiplier=1.0), PoissonBatchSampler(100, 10, entropy), 3, entropy)
     assert "sparse_embeddings" not in plan.promise
     assert plan.gradient_noise_multiplier == 1.0
-    assert plan.row_choices == 0
+    assert plan.releases == ()
 
 
 # --- which tables ---------------------------------------------------------------------------------------------------

@@ -10,11 +10,23 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_dp.accounting import TRAINING_STEP, Ledger, PrivacyReport, epsilon, step_event
+from hf_dp.accounting import (
+    TRAINING_STEP,
+    ExampleUnit,
+    FlatClipping,
+    GaussianNoise,
+    Ledger,
+    Mechanism,
+    PoissonSampling,
+    PrivacyReport,
+    epsilon,
+    in_words,
+    step_event,
+)
 from hf_dp.config import PrivacyConfig
 from hf_dp.errors import LedgerError
 from hf_dp.hub import PrivacyRecord
-from hf_dp.hub.card import epsilons, in_words, metadata, privacy_section
+from hf_dp.hub.card import epsilons, metadata, privacy_section
 
 noises = st.floats(0.5, 50)
 events = st.recursive(
@@ -37,8 +49,13 @@ def record_of(charges: list[tuple[dp.DpEvent, str, int]]) -> PrivacyRecord:
         epsilon=1.0, delta=1e-4, noise_multiplier=1.0, clipping_norm=1.0, sampling_probability=0.1, steps=ledger.steps,
         accountant="rdp", dataset_size=1000, expected_batch_size=100,
     )  # fmt: skip
+    mechanism = Mechanism(
+        unit=ExampleUnit(number=1000), sampling=PoissonSampling(probability=0.1, expected_batch_size=100),
+        clipping=FlatClipping(norm=1.0), noise=GaussianNoise(multiplier=1.0), steps=10, delta=1e-4,
+    )  # fmt: skip
+    config = PrivacyConfig(noise_multiplier=1.0, seed=3)
     return PrivacyRecord(
-        report=report, config=PrivacyConfig(noise_multiplier=1.0, seed=3), ledger=ledger, files={}, card_sha256="0" * 64
+        report=report, config=config, mechanism=mechanism, ledger=ledger, files={}, card_sha256="0" * 64
     )
 
 

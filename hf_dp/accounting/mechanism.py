@@ -1,0 +1,162 @@
+"""What a private run does, as one frozen value: its step's event, its promise and its report are derived from it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import dp_accounting as dp
+
+from hf_dp.accounting.events import check_steps
+from hf_dp.accounting.ledger import Ledger
+from hf_dp.accounting.release import GRADIENT, TRAINING_STEP, Release, check_label
+from hf_dp.accounting.report import PrivacyReport, standard_caveats
+from hf_dp.accounting.terms import TERMS, ExampleUnit, FlatClipping, GaussianNoise, PoissonSampling, terms_from_dict
+from hf_dp.config import PrivacyConfig
+from hf_dp.config.asked import Query, promised
+from hf_dp.config.ranges import check_target_delta
+from hf_dp.errors import ConfigurationError, HfDpError, LedgerError
+
+_FIELDS = {*TERMS, "steps", "delta", "queries", "releases", "reproducible"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mechanism:
+    """What is done with the data, in numbers. Whoever has it can compute what a run costs.
+
+    Attributes:
+        unit: whose presence is hidden, and how many there are.
+        sampling: which units a step is made of.
+        clipping: what each of them may add.
+        noise: of a step.
+        steps: how many are planned.
+        delta: the promised delta.
+        queries: what each step releases beside the gradient.
+        releases: what is released beside the steps, in the order of their calibration.
+        reproducible: sampling and noise follow from a seed that somebody knows.
+
+    Raises:
+        ConfigurationError: numbers out of range, or two releases or queries of one label.
+        LedgerError: a label that is no short name.
+    """
+
+    unit: ExampleUnit
+    sampling: PoissonSampling
+    clipping: FlatClipping
+    noise: GaussianNoise
+    steps: int
+    delta: float
+    queries: tuple[Query, ...] = ()
+    releases: tuple[Release, ...] = ()
+    reproducible: bool = False
+
+    def __post_init__(self) -> None:
+        check_steps(self.steps)
+        check_target_delta(self.delta)
+        labels = [GRADIENT, TRAINING_STEP, *(query.label for query in self.queries)]
+        labels += [release.label for release in self.releases]
+        for label in labels:
+            check_label(label)
+        if len(set(labels)) < len(labels) or not isinstance(self.reproducible, bool):
+            raise ConfigurationError(
+                f"a mechanism with the labels {', '.join(labels)}, and reproducible={self.reproducible!r}.",
+                why="a label is the one way in which a release is known, and reproducible is True or False.",
+                fix="give each release and each query a label of its own.",
+            )
+
+    @property
+    def step_event(self) -> dp.DpEvent:
+        """What one step costs, with all of its queries."""
+        return self.sampling.event(self.noise.event())
+
+    @property
+    def event(self) -> dp.DpEvent:
+        """What the whole run costs, as planned."""
+        releases = [dp.SelfComposedDpEvent(release.event, release.times) for release in self.releases]
+        return dp.ComposedDpEvent([*releases, dp.SelfComposedDpEvent(self.step_event, self.steps)])
+
+    @property
+    def noise_multipliers(self) -> dict[str, float]:
+        """Of each query of a step by its label, the gradient first, in units of its own sensitivity."""
+        ratios = {query.label: query.ratio for query in self.queries}
+        return {GRADIENT: self.noise.of_gradient(ratios), **self.noise.of_queries(ratios)}
+
+    def release(self, label: str) -> Release:
+        """The planned release of this label (`KeyError` if there is none)."""
+        return {release.label: release for release in self.releases}[label]
+
+    def noise_multiplier_of(self, label: str) -> float:
+        """Of a query or a release (`KeyError` if there is none), in units of its own sensitivity."""
+        queries = self.noise_multipliers
+        return queries[label] if label in queries else self.release(label).noise_multiplier
+
+    def promise(self, config: PrivacyConfig) -> dict[str, Any]:
+        """What a ledger must share to be continued by a run of this config."""
+        return {
+            **{name: "inf" if value == math.inf else value for name, value in promised(config).items()},
+            "dataset_size": self.unit.number,
+            "expected_batch_size": self.sampling.expected_batch_size,
+            "calibrated_noise_multiplier": self.noise.multiplier,
+            "delta": self.delta,
+            "planned_steps": self.steps,
+            # Steps whose noise anyone can repeat stay steps that are not private.
+            "reproducible": self.reproducible,
+        }
+
+    def report(self, ledger: Ledger, config: PrivacyConfig) -> PrivacyReport:
+        """What is promised, and what `ledger` says was spent so far."""
+        return PrivacyReport(
+            epsilon=ledger.epsilon(self.delta, config.accountant),
+            delta=self.delta,
+            noise_multiplier=self.noise.multiplier,
+            clipping_norm=self.clipping.norm,
+            sampling_probability=self.sampling.probability,
+            steps=ledger.steps,
+            accountant=config.accountant,
+            dataset_size=self.unit.number,
+            expected_batch_size=self.sampling.expected_batch_size,
+            target_epsilon=config.target_epsilon,
+            epsilon_rdp=ledger.epsilon(self.delta, "rdp"),
+            queries=self.noise_multipliers,
+            releases=ledger.releases,
+            reproducible=self.reproducible,
+            unit=self.unit.name,
+            adjacency=self.unit.adjacency,
+            sampling=self.sampling.name,
+            caveats=standard_caveats(withholds_logs=config.withhold_non_private_logs),
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for strict JSON; `from_dict` is the inverse."""
+        return {
+            **{name: getattr(self, name).to_dict() for name in TERMS},
+            "steps": self.steps,
+            "delta": self.delta,
+            "queries": [{"label": query.label, "ratio": query.ratio} for query in self.queries],
+            "releases": [release.to_dict() for release in self.releases],
+            "reproducible": self.reproducible,
+        }
+
+    @classmethod
+    def from_dict(cls, values: object) -> Mechanism:
+        """The mechanism that `to_dict` wrote.
+
+        Raises:
+            LedgerError: anything else: an unknown kind, a missing field, a number out of range.
+        """
+        try:
+            if not isinstance(values, Mapping) or set(values) != _FIELDS:
+                raise TypeError(f"expected the fields {', '.join(sorted(_FIELDS))}, found {str(values)[:100]}")
+            terms = {name: terms_from_dict(name, values[name]) for name in TERMS}
+            queries = tuple(Query(**query) for query in values["queries"])
+            releases = tuple(Release.from_dict(release) for release in values["releases"])
+            numbers = {name: values[name] for name in ("steps", "delta", "reproducible")}
+            return cls(**terms, **numbers, queries=queries, releases=releases)
+        except (TypeError, ConfigurationError) as error:
+            raise LedgerError(
+                f"this is no mechanism: {error.found if isinstance(error, HfDpError) else error}",
+                why="what the run did, and so what it cost, cannot be known.",
+                fix="take the file again from the folder that the private run saved; do not edit it by hand.",
+            ) from error

@@ -1,0 +1,188 @@
+"""What a step is made of, each term a kind of its own: unit, sampling, clipping, noise. Plain values, checked."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import dp_accounting as dp
+
+from hf_dp.accounting.events import check_sampling_probability
+from hf_dp.accounting.neighbours import ZERO_OUT
+from hf_dp.config.ranges import check_clipping_norm, check_noise_multiplier, is_count, is_number, shown
+from hf_dp.errors import ConfigurationError
+
+
+class _Terms:
+    """To JSON: the fields, infinity as the string "inf". `terms_from_dict` is the inverse."""
+
+    kind: str
+
+    def __post_init__(self) -> None:
+        (known,) = (item.default for item in dataclasses.fields(self) if item.name == "kind")  # type: ignore[arg-type]
+        if self.kind != known:
+            _refuse("kind", self.kind, f"it is {known!r}")
+        self._check()
+
+    def _check(self) -> None: ...
+
+    def to_dict(self) -> dict[str, Any]:
+        values = dataclasses.asdict(self)  # type: ignore[call-overload]
+        return {name: "inf" if value == math.inf else value for name, value in values.items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExampleUnit(_Terms):
+    """Each training example is a unit of its own.
+
+    Attributes:
+        number: n, how many there are.
+    """
+
+    number: int
+    kind: str = "example"
+    name: ClassVar[str] = "one training example"
+    adjacency: ClassVar[str] = ZERO_OUT
+
+    def _check(self) -> None:
+        if not is_count(self.number, at_least=1):
+            _refuse("number", self.number, "it is a whole number of at least 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PoissonSampling(_Terms):
+    """Each unit enters each step independently.
+
+    Attributes:
+        probability: q, in (0, 1].
+        expected_batch_size: what sums are divided by, above 0.
+    """
+
+    probability: float
+    expected_batch_size: float
+    kind: str = "poisson"
+    name: ClassVar[str] = "Poisson"
+
+    def _check(self) -> None:
+        check_sampling_probability(self.probability)
+        if not (is_number(self.expected_batch_size) and 0 < self.expected_batch_size < math.inf):
+            _refuse("expected_batch_size", self.expected_batch_size, "it is a finite number above 0")
+
+    def event(self, inner: dp.DpEvent) -> dp.DpEvent:
+        """What a step costs whose release would cost `inner` on all units."""
+        return _poisson_sampled(self.probability, inner)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FlatClipping(_Terms):
+    """Each unit's gradient is scaled to l2 norm at most `norm`, over all parameters together.
+
+    Attributes:
+        norm: C > 0; infinite without clipping.
+    """
+
+    norm: float
+    kind: str = "flat"
+
+    def _check(self) -> None:
+        check_clipping_norm(self.norm)
+
+    @property
+    def sensitivity(self) -> float:
+        """How far one unit moves the sum in l2 norm."""
+        return self.norm
+
+
+@dataclass(frozen=True, kw_only=True)
+class GaussianNoise(_Terms):
+    """Independent Gaussian noise on each query of a step.
+
+    Queries of one sampled batch are one Gaussian mechanism, whose precision is the sum of theirs (in units of their
+    sensitivities; Ghazi et al. 2023, arXiv:2311.08357): what the step costs follows from that sum alone.
+
+    Attributes:
+        multiplier: sigma = (sum of sigma_i^-2)^(-1/2) over all queries of a step, in units of the sensitivity; 0 for
+            no noise.
+    """
+
+    multiplier: float
+    kind: str = "gaussian"
+
+    def _check(self) -> None:
+        check_noise_multiplier(self.multiplier)
+
+    def event(self) -> dp.DpEvent:
+        """What a step would cost on all units, whatever its queries."""
+        return dp.NonPrivateDpEvent() if self.multiplier == 0 else dp.GaussianDpEvent(float(self.multiplier))
+
+    def of_queries(self, ratios: Mapping[str, float]) -> dict[str, float]:
+        """sigma_i of further queries, given their ratios to that of the gradient."""
+        return {
+            label: self.multiplier * math.hypot(*(ratio / other for other in ratios.values()), ratio)
+            for label, ratio in ratios.items()
+        }
+
+    def of_gradient(self, ratios: Mapping[str, float]) -> float:
+        """sigma_0, of the clipped sum."""
+        label = next(iter(ratios), None)
+        return self.multiplier if label is None else self.of_queries(ratios)[label] / ratios[label]
+
+
+def step_event(noise_multiplier: float, sampling_probability: float) -> dp.DpEvent:
+    """The event of one private step: a Poisson-sampled sum with Gaussian noise (Abadi et al. 2016, arXiv:1607.00133).
+
+    Args:
+        noise_multiplier: standard deviation of the noise, in units of the sensitivity of the sum. 0 gives an event
+            with infinite epsilon.
+        sampling_probability: probability in (0, 1] with which each unit enters the batch, independently.
+
+    Raises:
+        ConfigurationError: a noise multiplier or a probability out of range.
+    """
+    check_sampling_probability(sampling_probability)
+    return _poisson_sampled(sampling_probability, GaussianNoise(multiplier=noise_multiplier).event())
+
+
+def _poisson_sampled(probability: float, inner: dp.DpEvent) -> dp.DpEvent:
+    if isinstance(inner, dp.NonPrivateDpEvent):
+        return inner
+    return dp.PoissonSampledDpEvent(float(probability), inner)
+
+
+# By the field of a mechanism, then by their kind in JSON.
+TERMS: dict[str, dict[str, type[Any]]] = {
+    "unit": {"example": ExampleUnit},
+    "sampling": {"poisson": PoissonSampling},
+    "clipping": {"flat": FlatClipping},
+    "noise": {"gaussian": GaussianNoise},
+}
+
+
+def terms_from_dict(field: str, values: object) -> Any:
+    """The terms that `to_dict` wrote of this field of a mechanism.
+
+    Raises:
+        ConfigurationError: an unknown kind, a missing or unknown value, or one out of range.
+    """
+    kind = values.get("kind") if isinstance(values, dict) else None
+    known = TERMS[field]
+    if not isinstance(values, dict) or not isinstance(kind, str) or kind not in known:
+        raise ConfigurationError(
+            f"{field} is {shown(values)}.",
+            why="what is not known here could cost any amount of privacy.",
+            fix=f"use one of the kinds {', '.join(map(repr, known))}, or a newer hf_dp.",
+        )
+    if set(values) != {item.name for item in dataclasses.fields(known[kind])}:
+        _refuse(field, values, f"of kind {kind!r} it has other values")
+    return known[kind](**{name: math.inf if value == "inf" else value for name, value in values.items()})
+
+
+def _refuse(name: str, value: object, rule: str) -> None:
+    raise ConfigurationError(
+        f"{name}={shown(value)} in the terms of a mechanism.",
+        why=f"{rule}; what a run costs follows from it.",
+        fix="make mechanisms with Plan.make, or take the file again from where it was written.",
+    )
