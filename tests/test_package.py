@@ -5,10 +5,13 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import tomllib
 from importlib import resources
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.version import Version
 
 import hf_dp
 from hf_dp.versions import library_versions
@@ -51,6 +54,24 @@ def test_the_version_is_a_version() -> None:
     assert re.fullmatch(r"\d+(\.\d+)*([.+][0-9a-z.]+)?", hf_dp.__version__)
     # Of the code that runs: what was installed once, or not at all, may have been another checkout's.
     assert f'__version__ = "{library_versions()["hf_dp"]}"' in (ROOT / "hf_dp" / "__init__.py").read_text()
+
+
+def test_the_bounds_of_every_dependency_are_what_the_tests_install() -> None:
+    def pinned(name: str) -> dict[str, Version]:
+        lines = (line.partition("==") for line in (ROOT / name).read_text(encoding="utf-8").splitlines())
+        return {package: Version(version) for package, equal, version in lines if equal and package[0] != "#"}
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = project["optional-dependencies"]
+    oldest, newest = pinned("constraints-oldest.txt"), pinned("constraints.txt")
+    # Those of `make oldest`.
+    required = [Requirement(line) for line in project["dependencies"] + extras["dev"] + extras["docs"] + extras["trl"]]
+    assert len(required) > 20
+    assert set(oldest) == {requirement.name for requirement in required}
+    for requirement in required:
+        lowest = [Version(bound.version) for bound in requirement.specifier if bound.operator == ">="]
+        assert lowest == [oldest[requirement.name]], requirement
+        assert newest[requirement.name] in requirement.specifier
 
 
 def test_type_information_is_shipped() -> None:

@@ -33,8 +33,8 @@ def check_collator(collate: LogicalBatchCollator, examples: list[Any]) -> None:
     Pairs of `examples` are collated in several arrangements, each under the same sixteen random states; the first row
     must stay as it is. Where the other example is longer, so that the row is padded and numbers are drawn for more
     elements, how many of its elements are changed, and their sum, must be distributed alike. And four rows of one
-    example must not be the same under every state, where they are other ones under others. A choice for all behind
-    choices for each row (how many tokens to mask, say) is not seen.
+    example must not be the same under every state, where they are other ones under others; where no state changes them,
+    they must be the same. A choice for all behind choices for each row (how many tokens to mask, say) is not seen.
 
     Raises:
         ConfigurationError: with the collator's name.
@@ -63,9 +63,17 @@ def check_collator(collate: LogicalBatchCollator, examples: list[Any]) -> None:
         )
     states = range(_STATES if draws else 1)
     alike += [collated(pairs[0], _ALONE, state) for state in states[1:]]
-    if any(not _same(alike[0], other) for other in alike) and all(
-        _row(batch, i, alike=batch) for batch in alike for i in range(1, len(_ALONE))
-    ):
+    changes = any(not _same(alike[0], other) for other in alike)
+    is_alike = all(_row(batch, i, alike=batch) for batch in alike for i in range(1, len(_ALONE)))
+    if not changes and not is_alike:
+        raise _refusal(
+            collate,
+            "makes another row of an example at another place in the batch",
+            "one example more or less moves others to other places, and where no secret random number decides (a seed "
+            "that is set in each call, say) this is known to all.",
+            "make each row of its example alone; draw from torch's, numpy's or Python's global generator, unseeded.",
+        )
+    if changes and is_alike:
         raise _refusal(
             collate,
             "makes one random choice for all rows of a batch",

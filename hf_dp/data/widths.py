@@ -7,9 +7,11 @@ from typing import Any
 
 from torch import Tensor
 
-# Of each axis after the first of each tensor, under the tensor's name and the number of the axis.
+# Of each axis after the first of each tensor, under the tensor's name and the number of the axis; under `_TOLD` how
+# much a mask shows of a row, or how far positions go: where all rows are of one width, models can still read it there.
 Widths = dict[tuple[str, int], int]
 Measure = Callable[[Any], Widths]
+_TOLD = -1
 
 
 def widths_of(batch: Mapping[str, Any]) -> Widths:
@@ -20,6 +22,10 @@ def widths_of(batch: Mapping[str, Any]) -> Widths:
             found.update({(f"{name}.{inner}", axis): n for (inner, axis), n in widths_of(value).items()})
         elif isinstance(value, Tensor):
             found.update({(name, axis): n for axis, n in enumerate(value.shape[1:])})
+            if value.dim() == 2 and value.numel() and name.endswith("mask"):
+                found[name, _TOLD] = int(value.ne(0).sum(1).max())
+            elif value.dim() == 2 and value.numel() and name.endswith("position_ids"):
+                found[name, _TOLD] = int(value.max())
     return found
 
 

@@ -154,6 +154,11 @@ def shared_draws(run: Run, size: int, place: Callable[[], str]) -> list[Draw]:
 
     if usual.has_own_generator or moved(Change()):
         raise _unseen("a generator of its own")
+    again = observed(Change(start=1))[0]
+    if any(
+        one == other for pair in zip(usual.states, again.states, strict=False) for one, other in zip(*pair, strict=True)
+    ):
+        raise _unseen("a generator that it seeds itself")
     if usual.has_unseen and any(moved(Change(start=start)) for start in range(1, _UNSEEN)):
         raise _unseen("a function that is not called as random.f or numpy.random.f (`from random import ...`)")
     shared = [index for index, draw in enumerate(usual.seen) if draw.is_shared]

@@ -69,6 +69,7 @@ class Draws(TorchDispatchMode):
         seen: all draws, in order.
         has_own_generator: a draw came from a generator other than the global ones.
         has_unseen: a global generator gave numbers in another way, as by `from random import random`.
+        states: of the global generators, before each draw; no draw that is seen moves them.
     """
 
     def __init__(self, size: int, change: Change, place: Callable[[], str] = str) -> None:
@@ -76,6 +77,7 @@ class Draws(TorchDispatchMode):
         self.size, self.change, self.place = size, change, place
         self.seen: list[Draw] = []
         self.has_own_generator = self.has_unseen = False
+        self.states: list[tuple[int, ...]] = []
 
     @contextmanager
     def attached(self) -> Iterator[None]:
@@ -109,6 +111,7 @@ class Draws(TorchDispatchMode):
 
     def _drawn(self, name: str, draw: Callable[[], Any]) -> Any:
         index, change = len(self.seen), self.change
+        self.states.append(tuple(map(hash, global_state())))
         with unchanged_global_state():
             seed_global_state(index)
             usual = draw()

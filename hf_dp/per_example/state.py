@@ -73,13 +73,9 @@ def _attributes(model: nn.Module) -> _Attributes:
             if hasattr(holder, "__dict__"):
                 holders.setdefault(id(holder), (path, holder))
     return [
-        (path, holder, {k: v for k, v in vars(holder).items() if isinstance(v, _PLAIN) and _is_own(k)})
+        (path, holder, {k: v for k, v in vars(holder).items() if isinstance(v, _PLAIN) and k != "training"})
         for path, holder in holders.values()
     ]
-
-
-def _is_own(name: str) -> bool:
-    return not name.startswith("_") and name != "training"
 
 
 def _put_back(
@@ -102,6 +98,11 @@ def _put_back(
             if isinstance(value, (str, bool)) and isinstance(found, (str, bool)):
                 switched.append(f"{path}.{name}".lstrip(".") + f" from {value!r} to {found!r}")
             setattr(holder, name, value)
+        for name, found in list(vars(holder).items()):
+            if name not in before and isinstance(found, _PLAIN) and name != "training":
+                if isinstance(found, (str, bool)):
+                    switched.append(f"{path}.{name}".lstrip(".") + f" from nothing to {found!r}")
+                delattr(holder, name)
     return changed, switched
 
 

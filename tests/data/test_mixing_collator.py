@@ -103,6 +103,32 @@ def class_averaged(rows: Rows) -> dict[str, Tensor]:
     return flipped({**batch, "pixel_values": (batch["pixel_values"] + means) / 2})
 
 
+def seeded_anew(rows: Rows) -> dict[str, Tensor]:
+    batch = padded(rows)
+    hidden = torch.rand(batch["input_ids"].shape, generator=torch.Generator().manual_seed(1)) < 0.5
+    return {"input_ids": batch["input_ids"].masked_fill(hidden, 1)}
+
+
+def seeded_for_all(rows: Rows) -> dict[str, Tensor]:
+    torch.manual_seed(1)
+    batch = padded(rows)
+    return {"input_ids": batch["input_ids"].masked_fill(torch.rand(batch["input_ids"].shape) < 0.5, 1)}
+
+
+def every_other_row(rows: Rows) -> dict[str, Tensor]:
+    batch = padded(rows)
+    batch["input_ids"][1::2, 0] = 1
+    return batch
+
+
+@pytest.mark.parametrize("collate", [seeded_anew, seeded_for_all, every_other_row])
+def test_failure_29_a_row_that_depends_on_its_place_is_refused(collate: Callable[[Rows], dict[str, Tensor]]) -> None:
+    with pytest.raises(
+        ConfigurationError, match=f"{collate.__name__} makes another row of an example at another place"
+    ):
+        check_collator(LogicalBatchCollator(4, collate), texts())
+
+
 @pytest.mark.parametrize("loudest", range(3))
 @pytest.mark.parametrize("collate", [divided_by_the_loudest, class_averaged])
 def test_failure_29_an_example_that_stays_as_it_is_where_others_do_not(

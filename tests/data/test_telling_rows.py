@@ -155,6 +155,7 @@ class Switching(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.kind, self.is_long, self.width, self.cache = "sparse", True, 0, torch.zeros(2)
+        self._own = "sparse"
         self.register_buffer("frequencies", torch.ones(2), persistent=False)
 
 
@@ -162,16 +163,20 @@ def test_switches_are_refused_and_everything_is_put_back() -> None:
     model = Switching()
     before = dict(vars(model))
     with state.unchanged_state(model):
-        model.width, model.cache, model.frequencies = 7, torch.ones(3), torch.zeros(2)
+        model.width, model.cache, model.frequencies, model.added = 7, torch.ones(3), torch.zeros(2), 0.5
     assert vars(model) == before
     assert model.frequencies.tolist() == [1, 1]
-    words = "change kind from 'sparse' to 'full', and it stays so"
-    for error in ([], [PreflightError("this", why="it", fix="that")]):
-        with pytest.raises(UnsupportedModelError, match=words), state.unchanged_state(model):  # noqa: PT012
-            model.kind = "full"
-            for reason in error:
-                raise reason
-        assert model.kind == "sparse"
+    for name in ("kind", "_own"):
+        words = f"change {name} from 'sparse' to 'full', and it stays so"
+        for error in ([], [PreflightError("this", why="it", fix="that")]):
+            with pytest.raises(UnsupportedModelError, match=words), state.unchanged_state(model):  # noqa: PT012
+                setattr(model, name, "full")
+                for reason in error:
+                    raise reason
+            assert getattr(model, name) == "sparse"
+    with pytest.raises(UnsupportedModelError, match="added from nothing to 'short'"), state.unchanged_state(model):
+        model.added = "short"
+    assert not hasattr(model, "added")
 
 
 def test_a_row_that_fails_is_named_with_its_error() -> None:

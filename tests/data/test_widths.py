@@ -31,6 +31,17 @@ def test_widths_are_those_of_all_axes_but_the_first() -> None:
     assert widths_of(batch) == {("x", 0): 3, ("x", 1): 4, ("inner.z", 0): 5}
 
 
+def test_what_a_mask_and_positions_tell_where_all_are_of_one_width() -> None:
+    mask = torch.tensor([[1, 1, 0, 0], [1, 1, 1, 0]])
+    found = widths_of({"attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp_min(0)})
+    assert found == {
+        ("attention_mask", 0): 4,
+        ("attention_mask", -1): 3,
+        ("position_ids", 0): 4,
+        ("position_ids", -1): 2,
+    }
+
+
 def test_the_outermost_of_each_axis_the_narrowest_first() -> None:
     rows = [pair(5, 5), pair(2, 9), pair(7, 1), pair(3, 3), pair(8, 8)]
     measure = LogicalBatchCollator(2, tokens).widths

@@ -19,7 +19,6 @@ from transformers import (
     TrainingArguments,
 )
 
-from hf_dp import losses
 from hf_dp.errors import ConfigurationError, UnsupportedModelError
 from hf_dp.losses import check_own_loss, loss_kind, per_example, per_example_losses
 from hf_dp.per_example import loop, preflight, record
@@ -301,7 +300,7 @@ PRODUCERS: dict[str, Callable[[Tensor], Tensor]] = {
 def test_values_and_gradients_are_those_of_torch(
     producer: str, smoothing: float, chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(losses, "_CHUNK", chunk)
+    monkeypatch.setattr(per_example, "_CHUNK", chunk)
     x, labels = tokens()
     found, gradients = [], []
     for ours in (True, False):

@@ -138,6 +138,22 @@ def own_numpy_generator(m: Any, x: Tensor) -> Tensor:
     return m.linear(x * torch.from_numpy(_NUMPY.random((len(x), 1, 1)))).cos()
 
 
+def seeded_anew(m: Any, x: Tensor) -> Tensor:
+    torch.manual_seed(1)
+    return m.linear(F.dropout(x, 0.3)).cos()
+
+
+def seeded_within(m: Any, x: Tensor) -> Tensor:
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        return m.linear(F.dropout(x, 0.3)).cos()
+
+
+def seeded_python(m: Any, x: Tensor) -> Tensor:
+    random.seed(1)
+    return python_numbers_row_by_row(m, x)
+
+
 @pytest.mark.parametrize(
     ("function", "found"),
     [
@@ -153,6 +169,9 @@ def own_numpy_generator(m: Any, x: Tensor) -> Tensor:
         (both_coins, r"rand of shape \(\)"),
         (own_generator, "a generator of its own"),
         (own_numpy_generator, "a generator of its own"),
+        (seeded_anew, "a generator that it seeds itself"),
+        (seeded_within, "a generator that it seeds itself"),
+        (seeded_python, "a generator that it seeds itself"),
     ],
 )
 def test_failure_28_one_coin_for_a_micro_batch_is_refused(function: Any, found: str) -> None:

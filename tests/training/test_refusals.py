@@ -375,6 +375,25 @@ def test_failure_30_a_row_longer_than_any_before_is_looked_at_before_it_counts(t
     assert make(tmp_path, models[1], parts={**parts, "train_dataset": Lazy(data)}).train().global_step == 4
 
 
+def test_failure_30_a_long_row_where_all_are_of_one_width(tmp_path: Path) -> None:
+    """Positions that follow the mask tell a model which row is the longest."""
+    factors = {"short_factor": [1.0] * 3, "long_factor": [2.0] * 3, "original_max_position_embeddings": 16}
+    rope = {"rope_parameters": {"rope_type": "longrope", "rope_theta": 10000.0, **factors}}
+    model = tiny("phi3", "causal_lm", torch.float32, **rope, original_max_position_embeddings=16)
+
+    def on_the_left(examples: list[dict[str, Any]]) -> dict[str, Tensor]:
+        wide = pad_for_language([*examples, {"input_ids": [3] * 24}])
+        lengths = wide["attention_mask"].sum(1).tolist()
+        return {k: torch.stack([r.roll(-n) for r, n in zip(v, lengths, strict=True)])[:-1] for k, v in wide.items()}
+
+    data = rows(low=4, high=9)
+    data[draws(7)[0][0]]["input_ids"] = list(range(3, 23))
+    trainer = make(tmp_path, model, parts={"data_collator": on_the_left, "train_dataset": Lazy(data)})
+    with pytest.raises(PreflightError, match="in a batch|inv_freq is another"):
+        trainer.train()
+    assert trainer.ledger.steps == 0
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_failure_30_rows_of_one_length_have_no_padding(tmp_path: Path, kind: str) -> None:
     parts = {"data_collator": without_mask_for_language, "train_dataset": KINDS[kind](rows(low=6, high=6))}
