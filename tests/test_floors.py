@@ -18,6 +18,7 @@ FLOORS = {
     "disk": 0,
     "ranks": 0,
     "randomness": 0,
+    "versions": 0,
     "agreement": 0,
     "config": 1,
     "losses": 1,

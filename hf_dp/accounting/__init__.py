@@ -1,7 +1,7 @@
 """Privacy accounting with `dp_accounting`: events, epsilon, calibration, mechanism, ledger and report. No torch."""
 
 from hf_dp.accounting.accountants import epsilon
-from hf_dp.accounting.calibration import calibrate_noise_multiplier, smallest_noise_multiplier
+from hf_dp.accounting.calibration import calibrate_noise_multiplier, paid_releases, smallest_noise_multiplier
 from hf_dp.accounting.events import (
     check_delta,
     check_steps,
@@ -59,6 +59,7 @@ __all__ = [
     "event_from_dict",
     "event_to_dict",
     "in_words",
+    "paid_releases",
     "smallest_noise_multiplier",
     "standard_caveats",
     "step_event",

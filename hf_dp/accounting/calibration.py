@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import dp_accounting as dp
 from scipy import optimize
 
 from hf_dp.accounting.accountants import epsilon
 from hf_dp.accounting.events import check_sampling_probability, check_steps
+from hf_dp.accounting.release import Release
 from hf_dp.accounting.terms import step_event
 from hf_dp.config import AccountantName
+from hf_dp.config.asked import Share
 from hf_dp.config.ranges import check_target_epsilon
 from hf_dp.errors import ConfigurationError
 
@@ -93,6 +95,42 @@ def smallest_noise_multiplier(
             fix="raise target_epsilon or delta, take fewer steps, or use accountant='pld'.",
         )
     return noise
+
+
+def paid_releases(
+    shares: Sequence[Share], *, target_epsilon: float | None, target_delta: float, accountant: AccountantName = "pld"
+) -> tuple[Release, ...]:
+    """Each with the noise with which all its times together cost its share of the target epsilon.
+
+    Raises:
+        ConfigurationError: no target epsilon, or shares that leave nothing of it.
+    """
+    labels = ", ".join(share.label for share in shares)
+    if shares and target_epsilon is None:
+        raise ConfigurationError(
+            f"a noise multiplier in place of a target epsilon, with a release of {labels}.",
+            why="it is paid for with a share of the target epsilon.",
+            fix="give target_epsilon, or do without the release.",
+        )
+    together = math.fsum(share.budget_share for share in shares)
+    if together >= 1:
+        raise ConfigurationError(
+            f"{labels} take {together:g} of the target epsilon together.",
+            why="nothing would be left for the steps.",
+            fix="lower budget_share of each so that their sum is well below 1.",
+        )
+    releases = []
+    for share in shares:
+        assert target_epsilon is not None
+        noise = calibrate_noise_multiplier(
+            target_epsilon=share.budget_share * target_epsilon,
+            target_delta=target_delta,
+            sampling_probability=1.0,
+            steps=share.times,
+            accountant=accountant,
+        )
+        releases.append(Release(share.label, step_event(noise, 1.0), share.times, share.every))
+    return tuple(releases)
 
 
 def _smallest_noise(cost: Callable[[float], float], target: float, start: float, *, tolerance: float) -> float | None:

@@ -38,6 +38,10 @@ def plan(
     noise: Annotated[float | None, typer.Option(help="A noise multiplier, to ask for its epsilon.")] = None,
     delta: Annotated[float | None, typer.Option(help="Probability of failure, below 1/n. Default: n ** -1.1.")] = None,
     min_steps: Annotated[int, typer.Option(min=1, help="The fewest steps that a proposal may take.")] = 50,
+    share: Annotated[
+        list[float] | None,
+        typer.Option(help="Of epsilon, for a release besides the steps: by default Re-Attention 0.2, DP-FEST 0.05."),
+    ] = None,
     clipping_norm: Annotated[float, typer.Option(help="For the noise per coordinate in the plot.")] = 1.0,
     plot: Annotated[
         Path | None, typer.Option(help="Draw epsilon over steps, and noise over batch size (PNG, SVG or PDF).")
@@ -77,7 +81,7 @@ def plan(
     """
     with refusals(), Console(stderr=True).status("Computing"):
         if plot is not None:
-            _refuse_no_place(plot)
+            _refuse_no_place(plot, share or [])
         answer: dict[str, Any] = {}
         if model is None:
             _refuse_without_model(
@@ -85,7 +89,8 @@ def plan(
             )
         if n is None:
             given = {"--epochs": epochs, "--steps": steps, "--examples": examples, "--epsilon": epsilon}
-            _refuse_without_n(model, {**given, "--noise": noise, "--delta": delta, "--plot": plot})
+            given |= {"--noise": noise, "--delta": delta, "--plot": plot, "--share": share or None}
+            _refuse_without_n(model, given)
         else:
             _exactly_one({"--epsilon": epsilon, "--noise": noise})
             _exactly_one({"--epochs": epochs, "--steps": steps, "--examples": examples})
@@ -93,7 +98,7 @@ def plan(
             proposed = batch_size is None
             if batch_size is None:
                 batch_size, steps = _propose(n, epochs, steps, examples, epsilon, delta, min_steps)
-            answer = _plan(n, batch_size, epochs, steps, examples, epsilon, noise, delta)
+            answer = _plan(n, batch_size, epochs, steps, examples, epsilon, noise, delta, share or [])
             answer |= _derived(answer, proposed, clipping_norm)
         if model is not None:
             answer |= sizes(model, lora_rank, world_size, length, micro_batch, batch_size)
@@ -120,7 +125,11 @@ def plan(
         console.print(f"Figure: {plot}", soft_wrap=True)
 
 
-def _refuse_no_place(plot: Path) -> None:
+def _refuse_no_place(plot: Path, shares: list[float]) -> None:
+    if shares:
+        raise ConfigurationError(
+            "--plot with --share.", why="the figure is of steps alone.", fix="leave out one of the two."
+        )
     # Without an ending Matplotlib would choose one, and write beside a directory of that name.
     if not plot.suffix or plot.is_dir() or not plot.parent.is_dir():
         found = "no ending" if plot.parent.is_dir() and not plot.is_dir() else "no such place for a file"
@@ -201,6 +210,7 @@ def _plan(
     target_epsilon: float | None,
     noise: float | None,
     delta: float | None,
+    shares: list[float],
 ) -> dict[str, Any]:
     # dp_accounting and scipy take most of a second to import; --help should not wait for them.
     import dp_accounting as dp
@@ -224,22 +234,22 @@ def _plan(
     accounting.check_steps(steps)
     q = batch_size / n
     plans: dict[str, Any] = {}
+    asked = [accounting.Share(f"release {i}", share, 1) for i, share in enumerate(shares, start=1)]
     for accountant in _ACCOUNTANTS:
         multiplier = noise
+        budget: Any = {"target_epsilon": target_epsilon, "target_delta": delta, "accountant": accountant}
+        paid = accounting.paid_releases(asked, **budget)
+        spent = dp.ComposedDpEvent([release.event for release in paid])
         if target_epsilon is not None:
             multiplier = accounting.calibrate_noise_multiplier(
-                target_epsilon=target_epsilon,
-                target_delta=delta,
-                sampling_probability=q,
-                steps=steps,
-                accountant=accountant,
+                sampling_probability=q, steps=steps, spent=spent, **budget
             )
         assert multiplier is not None
-        event = dp.SelfComposedDpEvent(accounting.step_event(multiplier, q), steps)
-        cost = accounting.epsilon(event, delta, accountant)
+        run = dp.SelfComposedDpEvent(accounting.step_event(multiplier, q), steps)
+        cost = accounting.epsilon(dp.ComposedDpEvent([spent, run]), delta, accountant)
         plans[accountant] = {"noise_multiplier": multiplier, "epsilon": cost}
     common = {"dataset_size": n, "expected_batch_size": batch_size, "sampling_probability": q, "steps": steps}
-    return {**common, "delta": delta, "target_epsilon": target_epsilon, **plans}
+    return {**common, "delta": delta, "target_epsilon": target_epsilon, "shares": shares, **plans}
 
 
 def _exactly_one(options: dict[str, object]) -> None:
@@ -282,6 +292,7 @@ def _table(answer: dict[str, Any]) -> Table:
         "steps": str(answer["steps"]),
         "sampling probability": f"{answer['sampling_probability']:.4g}",
         "examples processed": f"{answer['examples_processed']:,.0f}",
+        "of epsilon for other releases": ", ".join(f"{share:g}" for share in answer["shares"]) or "nothing (--share)",
     }.items():
         table.add_row(label, value, value)
     return table

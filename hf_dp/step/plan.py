@@ -77,7 +77,9 @@ class Plan:
         """
         n, wanted = sampler.dataset_size, config.target_delta
         delta = accounting.check_delta(accounting.default_delta(n) if wanted is None else wanted, n)
-        releases = _releases(config, shares, delta)
+        releases = accounting.paid_releases(
+            shares, target_epsilon=config.target_epsilon, target_delta=delta, accountant=config.accountant
+        )
         noise_multiplier = config.noise_multiplier
         if noise_multiplier is None:
             assert config.target_epsilon is not None
@@ -167,36 +169,3 @@ class Plan:
             f"{self.clipping.norm:g}, sampling probability {self.sampler.sampling_probability:.4g}, {self.steps} steps "
             f"of expected batch size {self.sampler.expected_batch_size}"
         )
-
-
-def _releases(config: PrivacyConfig, shares: Sequence[Share], delta: float) -> tuple[Release, ...]:
-    """Each with the noise with which all its times together cost its share of the target epsilon."""
-    if not shares:
-        return ()
-    labels = ", ".join(share.label for share in shares)
-    if config.target_epsilon is None:
-        raise ConfigurationError(
-            f"noise_multiplier in place of target_epsilon, with a release of {labels}.",
-            why="it is paid for with a share of the target epsilon.",
-            fix="give target_epsilon, or do without the release.",
-        )
-    together = math.fsum(share.budget_share for share in shares)
-    if together >= 1:
-        raise ConfigurationError(
-            f"{labels} take {together:g} of the target epsilon together.",
-            why="nothing would be left for the steps.",
-            fix="lower budget_share of each so that their sum is well below 1.",
-        )
-    return tuple(_release(config, share, delta) for share in shares)
-
-
-def _release(config: PrivacyConfig, share: Share, delta: float) -> Release:
-    assert config.target_epsilon is not None
-    noise = accounting.calibrate_noise_multiplier(
-        target_epsilon=share.budget_share * config.target_epsilon,
-        target_delta=delta,
-        sampling_probability=1.0,
-        steps=share.times,
-        accountant=config.accountant,
-    )
-    return Release(share.label, accounting.step_event(noise, 1.0), share.times, share.every)
