@@ -88,7 +88,12 @@ def plan(
                 {"--world-size": world_size, "--length": length, "--micro-batch": micro_batch}, lora_rank
             )
         if n is None:
-            given = {"--epochs": epochs, "--steps": steps, "--examples": examples, "--epsilon": epsilon}
+            given: dict[str, object] = {
+                "--epochs": epochs,
+                "--steps": steps,
+                "--examples": examples,
+                "--epsilon": epsilon,
+            }
             given |= {"--noise": noise, "--delta": delta, "--plot": plot, "--share": share or None}
             _refuse_without_n(model, given)
         else:

@@ -235,3 +235,21 @@ def test_plan_answers_without_torch():
         "assert not {'torch', 'transformers'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+def test_a_release_besides_the_steps_is_paid_for_before_them():
+    arguments = (*BASE, "--steps", "40", "--epsilon", "8", "--json")
+    plain, shared = (json.loads(invoke(*arguments, *given).stdout) for given in ((), ("--share", "0.2")))
+    assert shared["shares"] == [0.2]
+    for accountant in ("pld", "rdp"):
+        assert 1 < shared[accountant]["noise_multiplier"] / plain[accountant]["noise_multiplier"] < 1.05
+        assert 7.99 < shared[accountant]["epsilon"] <= 8
+
+
+@pytest.mark.parametrize(
+    "wrong", [("--noise", "1"), ("--epsilon", "8", "--share", "0.9"), ("--epsilon", "8", "--plot", "x.png")]
+)
+def test_a_share_that_is_none_is_refused(wrong):
+    said = invoke(*BASE, "--steps", "40", "--share", "0.2", *wrong)
+    assert said.exit_code == 2
+    assert "What to do" in said.stderr

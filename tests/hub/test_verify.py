@@ -98,7 +98,28 @@ TAMPERED: dict[str, tuple[list[Callable[[Path], None]], str]] = {
         "budget",
     ),
     "the seed": ([in_record("ledger", "promise", "reproducible", to=True), seal], "reproducible: False claimed"),
-    "clipping norm": ([in_record("report", "clipping_norm", to=0.1), seal], "claim, config and ledger's promise"),
+    "clipping norm": ([in_record("report", "clipping_norm", to=0.1), seal], "clipping_norm: 0.1 claimed, 1.0 follows"),
+    "clipping norm, everywhere but in the config": (
+        [
+            in_record("report", "clipping_norm", to=0.1),
+            in_record("mechanism", "clipping", "norm", to=0.1),
+            in_record("ledger", "promise", "clipping_norm", to=0.1),
+            seal,
+        ],
+        "mechanism, config and ledger's promise: clipping_norm: 0.1 in the mechanism, 1.0 in the config",
+    ),
+    "noise in the mechanism": (
+        [in_record("mechanism", "noise", "multiplier", to=2.0), seal], "calibrated_noise_multiplier: 2.0 claimed"
+    ),
+    "a release that nothing asks for": (
+        [
+            in_record("mechanism", "releases", to=[
+                {"label": "rows", "event": {"type": "gaussian", "noise_multiplier": 9.0}, "times": 1, "every": None}
+            ]),
+            seal,
+        ],
+        "what the config asks for: rows planned, nothing asked",
+    ),
     "config": ([in_record("config", "target_epsilon", to=1.0), seal], "target_epsilon"),
     "adjacency": ([in_record("report", "adjacency", to="replace one"), seal], "neighbouring datasets: replace one"),
     "unit": ([in_record("report", "unit", to="one person")], "card, metadata: unit 'one training example'"),
@@ -141,7 +162,7 @@ def test_tampering_is_noticed(copy: Path, case: str) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (in_record("version", to=2), "version 2; this release reads version 1"),
+        (in_record("version", to=3), "version 3; this release reads versions up to 2"),
         (in_record("ledger", "version", to=2), "version 2 was written by another release"),
         (in_record("ledger", "entries", 0, "event", "type", to="quantum"), "unknown event type"),
         (in_record("report", "accountant", to="gdp"), "not a privacy report"),
@@ -436,8 +457,17 @@ def test_a_release_that_was_promised_is_in_the_ledger(tmp_path: Path) -> None:
     assert verify(tmp_path).consistent
     report = load_report(tmp_path)
     steps = [(step_event(report.noise_multiplier, report.sampling_probability), report.steps)]
-    forged(tmp_path, steps, frequency_noise_multiplier=None)
-    assert "token frequencies" in {check.name for check in verify(tmp_path).checks if not check.passed}
+    whole = (tmp_path / "privacy.json").read_text()
+    forged(tmp_path, steps, releases=())
+    assert "token presence: 0 in the ledger (none), 1 due, 1 planned" in failed(tmp_path)
+    # Nor where the mechanism does without it too.
+    in_record("mechanism", "releases", to=[])(tmp_path)
+    seal(tmp_path)
+    assert "what the config asks for: nothing planned, token presence asked" in failed(tmp_path)
+    (tmp_path / "privacy.json").write_text(whole)
+    (release,) = report.releases
+    forged(tmp_path, [(release.event, 1), *steps], releases=report.releases)
+    assert "claim and mechanism" in failed(tmp_path), "charged as a step, it is none"
 
 
 def test_a_record_without_the_models_own_weights_is_no_record_of_a_model(copy: Path) -> None:
@@ -650,5 +680,4 @@ def test_what_a_forger_can_change_who_writes_the_card_anew(copy: Path) -> None:
     assert believed == {
         "report.versions.hf_dp", "report.versions.dp_accounting",
         "report.epsilon_rdp",  # left out: it is on the card all the same
-        "ledger.promise.planned_steps",
     }  # fmt: skip

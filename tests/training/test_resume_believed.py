@@ -136,7 +136,7 @@ BELIEVED_BEFORE: dict[str, tuple[list[Change], str]] = {
     ),
     "the step": ([in_state(lambda state: state.update(global_step=0))], "of step 0, the folder's name of step 4"),
     "the claim": ([in_its_record("report", "epsilon", to=0.5)], "epsilon (PLD): claimed 0.5"),
-    "the config": ([in_its_record("config", "noise_multiplier", to=8.0)], "claim, config and ledger's promise"),
+    "the config": ([in_its_record("config", "noise_multiplier", to=8.0)], "mechanism, config and ledger's promise"),
     "logged epsilon": ([logged(epsilon=10.76)], "log_history has epsilon 10.76 at step 2"),
     "logged noise": ([logged(noise_multiplier=0.5)], "log_history has noise multiplier 0.5"),
     "logged step": ([logged(step=6)], "log_history goes on to step 6"),

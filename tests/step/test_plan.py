@@ -1,0 +1,53 @@
+"""A plan: what runs is made from its mechanism, and all that is released is paid for from one budget."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from hf_dp.accounting import PoissonSampling, Query, Share, epsilon
+from hf_dp.config import PrivacyConfig
+from hf_dp.errors import ConfigurationError
+from hf_dp.randomness import Entropy
+from hf_dp.sampling.poisson import PoissonBatchSampler
+from hf_dp.step.plan import Plan
+
+SHARES = (Share("presence", 0.2, 1), Share("rows", 0.1, 3, 4))
+
+
+def made(seed: int | None = None, **given: Any) -> Plan:
+    entropy = Entropy(seed)
+    config = PrivacyConfig(target_epsilon=4.0, clipping_norm=0.5, accountant="rdp", seed=seed)
+    return Plan.make(config, PoissonBatchSampler(1000, 50, entropy), 10, entropy, **given)
+
+
+def test_releases_of_several_parts_and_queries_are_paid_for_from_one_budget() -> None:
+    plan = made(shares=SHARES, queries=[Query("counts", 2.0)])
+    assert [(release.label, release.times, release.every) for release in plan.releases] == [
+        ("presence", 1, None), ("rows", 3, 4)
+    ]  # fmt: skip
+    assert 3.98 < epsilon(plan.mechanism.event, plan.delta, "rdp") <= 4.0
+    # Negative control: calibrated for one of the two, both cost more than was promised.
+    for share in SHARES:
+        less = dataclasses.replace(made(shares=[share]).mechanism, releases=plan.releases)
+        assert epsilon(less.event, plan.delta, "rdp") > 4.0
+    assert plan.noise_standard_deviation == plan.gradient_noise_multiplier * 0.5 > plan.noise_multiplier * 0.5
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"sampling": PoissonSampling(probability=0.04, expected_batch_size=50)},
+        {"sampling": PoissonSampling(probability=0.05, expected_batch_size=49)},
+    ],
+)
+def test_a_sampler_that_is_not_the_mechanisms_is_refused(change: dict[str, Any]) -> None:
+    plan = made()
+    other = dataclasses.replace(plan.mechanism, **change)
+    with pytest.raises(ConfigurationError, match="what runs would not be what is accounted for"):
+        Plan(plan.config, other, plan.sampler, plan.entropy)
+    with pytest.raises(ConfigurationError, match="what runs would not be"):
+        Plan(plan.config, plan.mechanism, plan.sampler, Entropy(3))
+    assert made(seed=3).mechanism.reproducible
