@@ -1,7 +1,16 @@
 # Set-up from nothing but Python 3.11+ and make, then the main job, the checks or the tests.
-#   make demo    make test    make lint    make docs    make slow    make check ROOM=clipping    (PYTHON=python3.12 make ... to choose the interpreter)
-#   make oldest  the tests with the lower bounds of pyproject.toml, in build/oldest (5 GB: its torch comes with CUDA)
-# Set-up runs again only when pyproject.toml or constraints.txt changes.
+#   make demo                 a model that leaks planted secrets, and one that does not
+#   make test                 linters, types, docs and tests: what continuous integration runs
+#   make check ROOM=clipping  linters, types and tests of one room
+#   make lint                 linters and types
+#   make docs                 the site, in build/site
+#   make pytest               the tests alone
+#   make slow                 the tests that take minutes
+#   make oldest               the tests with the lower bounds of pyproject.toml, in build/oldest (5 GB: its torch comes
+#                             with CUDA)
+#   make clean                everything that these have made goes
+#   make help                 this
+# PYTHON=python3.12 make ... chooses the interpreter. Set-up runs again only when pyproject.toml or constraints.txt changes.
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 PYTHON ?= python3
@@ -15,7 +24,7 @@ PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
 ROOM_CODE = $(if $(ROOM),$(wildcard hf_dp/$(ROOM) hf_dp/$(ROOM).py))
 ROOM_TESTS = $(if $(ROOM),$(wildcard tests/$(ROOM) tests/test_$(ROOM).py))
 
-.PHONY: demo test pytest check lint docs slow oldest clean
+.PHONY: demo test pytest check lint docs slow oldest clean help
 
 demo: $(VENV)/.ready
 	$(BIN)/hf-dp demo
@@ -54,6 +63,9 @@ docs: $(VENV)/.ready
 
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+
+help:
+	@sed -n 's/^#   //p' $(firstword $(MAKEFILE_LIST))
 
 # torch goes first and alone: a later range that it satisfies then installs nothing more.
 $(VENV)/.ready: pyproject.toml $(CONSTRAINTS)

@@ -43,7 +43,11 @@ Counts = tuple[tuple[Primitive, int], ...]
 
 
 def epsilon(event: dp.DpEvent, delta: float, accountant: AccountantName = "pld") -> float:
-    """An upper bound on epsilon at `delta` for everything in `event`, under add-or-remove-one neighbours.
+    """An upper bound on epsilon at `delta` for everything in `event`, where one unit's contribution is replaced by
+    nothing (zero-out).
+
+    Adding or removing a unit costs as much where nothing else of the mechanism changes with it; where the sampling
+    probability follows from the number of units, it does (docs/privacy.md).
 
     "pld" composes privacy loss distributions, rounded up to a grid (Doroshenko et al. 2022, arXiv:2207.04380). The grid
     depends on the mechanisms alone, not on how often they are used, so epsilon grows with every step. Where so fine

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hf_dp.accounting.events import in_words
+from hf_dp.accounting.neighbours import ZERO_OUT
 from hf_dp.accounting.release import GRADIENT, Release, check_label
 from hf_dp.config import AccountantName
 from hf_dp.config.ranges import is_number
@@ -62,8 +63,8 @@ class PrivacyReport:
         dataset_size: number of units.
         expected_batch_size: mean number of units in a step.
         reproducible: a seed was given, so that the noise is not secret and the run is not private.
-        unit: what one added or removed record is.
-        adjacency: how neighbouring datasets differ.
+        unit: whose contribution is replaced by nothing.
+        adjacency: how neighbouring datasets differ; earlier records say "add or remove one".
         sampling: how each step's batch was drawn.
         caveats: what the numbers do not cover.
         versions: of the libraries that computed epsilon.
@@ -84,7 +85,7 @@ class PrivacyReport:
     releases: tuple[Release, ...] = ()
     reproducible: bool = False
     unit: str = "one training example"
-    adjacency: str = "add or remove one"
+    adjacency: str = ZERO_OUT
     sampling: str = "Poisson"
     caveats: tuple[str, ...] = STANDARD_CAVEATS
     versions: dict[str, str] = field(default_factory=library_versions)
@@ -138,7 +139,8 @@ class PrivacyReport:
             reason = NO_NOISE if not math.isfinite(self.epsilon) else REPRODUCIBLE
             lines = [f"NOT PRIVATE. {reason}", lines[0] + (" (if the noise were secret)" if self.reproducible else "")]
         rows = {
-            "unit": f"{self.unit} ({self.adjacency})",
+            "unit": self.unit,
+            "neighbours": self.adjacency,
             "sampling": f"{self.sampling}, probability {self.sampling_probability:.4g} a step "
             f"(on average {self.expected_batch_size:g} of {self.dataset_size})",
             "noise multiplier": f"{self.noise_multiplier:.4g}",

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import dp_accounting as dp
 
 from hf_dp.accounting.events import check_sampling_probability
+from hf_dp.accounting.neighbours import ZERO_OUT
 from hf_dp.config.ranges import check_clipping_norm, check_noise_multiplier, is_count, is_number, shown
 from hf_dp.errors import ConfigurationError
 
@@ -44,7 +45,7 @@ class ExampleUnit(_Terms):
     number: int
     kind: str = "example"
     name: ClassVar[str] = "one training example"
-    adjacency: ClassVar[str] = "add or remove one"
+    adjacency: ClassVar[str] = ZERO_OUT
 
     def _check(self) -> None:
         if not is_count(self.number, at_least=1):

@@ -64,11 +64,11 @@ def plan(
 
         hf-dp plan --n 10003 --epochs 6 --epsilon 8 --plot plan.png
 
-    Sampling is Poisson with probability batch-size / n; neighbouring datasets
-    differ by one added or removed example. PLD is the tight accountant and the
-    default in training; RDP is a looser cross-check. With --model, also how much
-    memory each of --world-size ranks needs and what it sends (docs/scaling.md);
-    that alone, where nothing of the privacy is given:
+    Sampling is Poisson with probability batch-size / n; n is public, and in
+    neighbouring datasets one example is replaced by nothing. PLD is the tight
+    accountant and the default in training; RDP is a looser cross-check. With
+    --model, also how much memory each of --world-size ranks needs and what it
+    sends (docs/scaling.md); that alone, where nothing of the privacy is given:
 
         hf-dp plan --model DIRECTORY --world-size 8 --length 1024
 

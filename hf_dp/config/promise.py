@@ -31,9 +31,9 @@ AccountantName = Literal["pld", "rdp"]
 class PrivacyConfig:
     """The promise of a private training run.
 
-    Exactly one of `target_epsilon` and `noise_multiplier` is given. The neighbouring relation is add-or-remove-one
-    training example, batches are Poisson-sampled, and noise is Gaussian (DP-SGD; Abadi et al. 2016,
-    arXiv:1607.00133, algorithm 1).
+    Exactly one of `target_epsilon` and `noise_multiplier` is given. In neighbouring datasets one of n training examples
+    is replaced by nothing (zero-out), and n is public; batches are Poisson-sampled, and noise is Gaussian (DP-SGD;
+    Abadi et al. 2016, arXiv:1607.00133, algorithm 1).
 
     Attributes:
         target_epsilon: the budget epsilon > 0; the noise multiplier is calibrated to it.

@@ -56,9 +56,9 @@ def _promise(report: PrivacyReport, found: dict[AccountantName, float]) -> list[
     return [
         "Fine-tuned with differential privacy (DP-SGD) by hf_dp.",
         "",
-        f'**What is protected:** {report.unit}, in the sense of "{report.adjacency}". Had any single one been absent '
-        "from the training data (or present), every conclusion that anyone can draw from these weights, or from what "
-        f"is made of them alone, would have been at most {likelier} times as likely or as unlikely, but for a "
+        f'**What is protected:** {report.unit}, in the sense of "{report.adjacency}". Had any single one '
+        "added nothing to the training, every conclusion that anyone can draw from these weights, or from what is made "
+        f"of them alone, would have been at most {likelier} times as likely or as unlikely, but for a "
         f"probability of {report.delta:.3g}.",
     ]
 

@@ -18,6 +18,7 @@ from hf_dp.accounting import (
     step_event,
 )
 from hf_dp.accounting.events import primitives
+from hf_dp.accounting.neighbours import ADD_OR_REMOVE, ZERO_OUT
 from hf_dp.config import AccountantName
 from hf_dp.config.asked import asked
 from hf_dp.errors import ConfigurationError, LedgerError, shortened
@@ -30,7 +31,7 @@ _TOLERANCE, _OF_OTHER_VERSIONS = 1e-6, 1e-3
 # Each takes about 0.1 s; a training has one, and one for each kind of release besides its steps.
 _MOST_MECHANISMS = 16
 # Numbers that other machines and versions compute a little otherwise, and words.
-_CHECKED_APART = {"epsilon", "epsilon_rdp", "versions", "caveats", "steps"}
+_CHECKED_APART = {"epsilon", "epsilon_rdp", "versions", "caveats", "steps", "adjacency"}
 
 
 @dataclass(frozen=True)
@@ -88,6 +89,7 @@ def check_claim(record: PrivacyRecord, found: dict[AccountantName, float]) -> It
         kept = found[report.accountant] <= report.target_epsilon * (1 + tolerance)
         yield Check("budget", kept, f"spent {found[report.accountant]:.6g} of {report.target_epsilon:g}")
     yield Check("steps", report.steps == ledger.steps, f"claimed {report.steps}, in the ledger {ledger.steps}")
+    yield _check_neighbours(record)
     yield _check_what_follows(record)
     yield from _check_releases(record)
     try:
@@ -107,6 +109,14 @@ def check_claim(record: PrivacyRecord, found: dict[AccountantName, float]) -> It
     yield Check("noise of the steps", alike, said_noise)
     said = f"expected batch {report.expected_batch_size:g} of n = {n}, charged with {charged:.6g}"
     yield Check("sampling probability", agrees, said)
+
+
+def _check_neighbours(record: PrivacyRecord) -> Check:
+    """The relation that the accountants compute epsilon for; under another one the same events would cost more."""
+    said, holds = record.report.adjacency, record.mechanism.unit.adjacency
+    if (said, holds) == (ADD_OR_REMOVE, ZERO_OUT):
+        return Check("neighbouring datasets", True, f"{said}, that is: {holds}")
+    return Check("neighbouring datasets", said == holds, said if said == holds else f"{said} claimed, {holds} follows")
 
 
 def _check_what_follows(record: PrivacyRecord) -> Check:

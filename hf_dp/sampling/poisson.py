@@ -15,6 +15,9 @@ from hf_dp.randomness import Entropy, bernoulli
 class PoissonBatchSampler(Sampler[list[int]]):
     """At every step each of n examples is drawn independently with probability q = expected batch size / n.
 
+    n is public. With another n everybody's q would be another: what follows from q is about one of n examples that is
+    replaced by nothing.
+
     Batches vary in size and may be empty; an empty batch is a step like any other. The draw of a step depends only on
     (entropy, step), so it is the same whoever asks, in whatever order and however far ahead. Indices ascend.
 

@@ -81,7 +81,7 @@ def labelled_row(parts: Iterable[tuple[list[int], bool]], max_length: int) -> Ro
 def with_an_answer(rows: list[Row], name: str) -> list[int]:
     """The indices of rows whose answer was not cut off altogether: the others would teach nothing.
 
-    Each row stays or goes for itself, so one example more is at most one row more.
+    Each row stays or goes for itself. How many stay is n, and public.
 
     Raises:
         ConfigurationError: none is left.

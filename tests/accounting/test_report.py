@@ -23,8 +23,8 @@ def test_a_private_report_says_what_was_promised(report):
     text = str(report)
     assert report.private
     assert "NOT PRIVATE" not in text
-    for said in ("epsilon 7.99", "4e-05", "budget of 8", "one training example", "add or remove one", "Poisson",
-                 "0.0512", "512 of 10003", "0.76", "200", "PLD", "8.9"):  # fmt: skip
+    for said in ("epsilon 7.99", "4e-05", "budget of 8", "one training example", "replace one by nothing", "n public",
+                 "Poisson", "0.0512", "512 of 10003", "0.76", "200", "PLD", "8.9"):  # fmt: skip
         assert said in text
     for caveat in STANDARD_CAVEATS:
         assert caveat.split()[0] in text

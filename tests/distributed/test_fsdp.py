@@ -104,7 +104,7 @@ def test_further_models_through_trainer(tmp_path: Path, pair: Gang, name: str) -
 def test_a_tie_that_accelerate_breaks(tmp_path: Path, pair: Gang) -> None:
     """T5's encoder and decoder hold its embedding in modules of their own. accelerate breaks this tie since it splits
     embeddings by themselves, and keeps it before."""
-    alone = pair.alone(trained, str(tmp_path / "one"), "t5, positions frozen", 1)
+    alone = pair.alone_once(trained_alone, "t5, positions frozen")
     for kind, found in pair.attempt(trained_in_shards, str(tmp_path / "two"), "t5, positions frozen", 2):
         if kind == "error":
             assert "UnsupportedModelError" in found

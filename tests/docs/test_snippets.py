@@ -25,7 +25,7 @@ from tests.training.workbench import a_tokenizer, classifier, pad, rows
 pytestmark = pytest.mark.usefixtures("checked_once")
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"(?:<!-- not run: (?P<reason>[^>]*?) -->\n)?^```(?P<kind>\w*)\n(?P<text>.*?)^```$", re.M | re.S)
 SHOWN_ONLY = {"", "text", "yaml", "json"}
 
@@ -109,6 +109,16 @@ def test_commands_that_a_page_names_exist(page: Path) -> None:
     commands = {command.name or command.callback.__name__ for command in app.registered_commands if command.callback}
     for command in re.findall(r"\bhf-dp ([a-z][a-z-]*)", text):
         assert command in commands, command
+
+
+def test_every_failure_in_the_table_names_tests_that_exist() -> None:
+    rows = re.findall(r"^\| (\d+) \|.*\| ([^|]*) \|$", (ROOT / "docs" / "privacy.md").read_text(), re.M)
+    assert [int(number) for number, _ in rows] == list(range(1, len(rows) + 1))
+    for number, cell in rows:
+        named = re.findall(r"`([\w/]+\.py)::(\w+)`", cell)
+        assert named, number
+        for file, name in named:
+            assert re.search(rf"^ *def {name}", (ROOT / "tests" / file).read_text(encoding="utf-8"), re.M), (file, name)
 
 
 def test_the_headings_of_the_faq_are_said_by_the_library() -> None:

@@ -121,10 +121,7 @@ TAMPERED: dict[str, tuple[list[Callable[[Path], None]], str]] = {
         "what the config asks for: rows planned, nothing asked",
     ),
     "config": ([in_record("config", "target_epsilon", to=1.0), seal], "target_epsilon"),
-    "adjacency": (
-        [in_record("report", "adjacency", to="replace one"), seal],
-        "adjacency: 'replace one' claimed, 'add or remove one' follows",
-    ),
+    "adjacency": ([in_record("report", "adjacency", to="replace one"), seal], "neighbouring datasets: replace one"),
     "unit": ([in_record("report", "unit", to="one person")], "card, metadata: unit 'one training example'"),
     "caveats": ([in_record("report", "caveats", to=[])], "card, metadata: record_sha256"),
     "card, text": ([in_card(r"\| delta \| 0.01415", "| delta | 1e-9")], "card, text: the privacy section is changed"),

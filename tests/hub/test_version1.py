@@ -36,6 +36,8 @@ def test_a_record_of_version_1_verifies(name: str) -> None:
             assert found.private is (name not in NOT_PRIVATE)
             assert not any("privacy section" in line for line in found.proven)
             assert invoke("verify", str(directory)).exit_code == int(name in NOT_PRIVATE)
+            (said,) = (check.found for check in found.checks if check.name == "neighbouring datasets")
+            assert said == "add or remove one, that is: replace one by nothing (zero-out), n public"
 
 
 def numbers(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:

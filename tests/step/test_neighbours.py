@@ -1,4 +1,4 @@
-"""Neighbours: adding or removing one example moves the clipped sum by at most C, whatever the gradients are."""
+"""Neighbours: one example replaced by nothing moves the clipped sum by at most C, whatever the gradients are."""
 
 from __future__ import annotations
 
@@ -82,10 +82,15 @@ def test_one_example_moves_the_sum_by_at_most_c(
     full = clipped(model, batch, split, norm)
     without = clipped(model, batch, [[i for i in part if i != removed] for part in split], norm)
     alone = clipped(model, batch, [[removed]], norm)
+    # In its place, an example that adds nothing.
+    nothing = {**batch, "scale": batch["scale"].clone()}
+    nothing["scale"][removed] = 0
+    zeroed = clipped(model, nothing, split, norm)
     slack = SLACK[next(iter(full.values())).dtype]
     assert all(v.isfinite().all() for v in full.values())
     assert l2(alone.values()) <= norm
     assert l2(full[k].double() - without[k].double() for k in full) <= norm + slack * (l2(full.values()) + norm)
+    assert l2(zeroed[k].double() - without[k].double() for k in full) <= slack * (l2(full.values()) + norm)
 
 
 @settings(max_examples=80)

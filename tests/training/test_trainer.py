@@ -113,7 +113,7 @@ def test_the_report_says_what_was_done(tmp_path: Path) -> None:
         "delta": 1e-3, "noise_multiplier": 1.0, "clipping_norm": 0.5, "sampling_probability": EXPECTED / ROWS,
         "steps": STEPS, "accountant": "rdp", "dataset_size": ROWS, "expected_batch_size": EXPECTED,
         "target_epsilon": None, "reproducible": False, "unit": "one training example",
-        "adjacency": "add or remove one", "sampling": "Poisson",
+        "adjacency": "replace one by nothing (zero-out), n public", "sampling": "Poisson",
     }  # fmt: skip
     assert {name: getattr(report, name) for name in by_hand} == by_hand
     assert report.epsilon == report.epsilon_rdp

@@ -1,0 +1,8 @@
+"""Which datasets epsilon compares, in the words of records and cards."""
+
+# Both have n units, which is public: the sampling probability, the number of steps and delta may follow from it. In one
+# of them one unit adds nothing to any sum. `dp_accounting`'s REPLACE_SPECIAL (Kairouz et al. 2021, arXiv:2103.00039,
+# definition 1.1).
+ZERO_OUT = "replace one by nothing (zero-out), n public"
+# What records said before: from their ledgers the same numbers follow, of the relation above.
+ADD_OR_REMOVE = "add or remove one"
