@@ -38,17 +38,19 @@ class SavedRun:
         ledger: everything released up to the checkpoint, perhaps more than its global step.
         data: the keyed fingerprint of the training data; None if there was none.
         key: the key of `data`, from the directory that the checkpoint lies in; None if it is gone.
+        values: checksums of the weights and of the optimizer's state; see `hf_dp.training.loaded`.
     """
 
     ledger: Ledger
     data: Fingerprint | None
     key: bytes | None
+    values: Mapping[str, str] | None = None
 
-    @staticmethod
-    def record(ledger: Ledger, data: Fingerprint | None, key: bytes | None, state: Mapping[str, Any]) -> dict[str, Any]:
+    def record(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """What the callback saves, for `read` to find, beside the fields of Trainer's `state`."""
-        values: dict[str, Any] = {"ledger": ledger.to_dict(), "data": data}
-        return {**values, "seal": None if key is None else seal(key, **values, state=state)}
+        sealed: dict[str, Any] = {"ledger": self.ledger.to_dict(), "data": self.data}
+        made = None if self.key is None else seal(self.key, **sealed, state=state)
+        return {**sealed, "seal": made, "values": self.values}
 
     @classmethod
     def read(cls, checkpoint: str | Path) -> SavedRun:
@@ -87,7 +89,8 @@ class SavedRun:
                 why="something in it was changed, or the checkpoint is of another output directory with another key.",
                 fix="use a checkpoint whose trainer_state.json is as DPTrainer wrote it, in its own output directory.",
             )
-        return cls(ledger, data if isinstance(data, dict) else None, key)
+        values = found.get("values")
+        return cls(ledger, data if isinstance(data, dict) else None, key, values if isinstance(values, dict) else None)
 
     def check(self, promise: Mapping[str, Any], dataset: Any) -> None:
         """Refuses to continue under another promise or on other data.

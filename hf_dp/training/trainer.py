@@ -58,6 +58,7 @@ from hf_dp.training.described import (
     described_values,
 )
 from hf_dp.training.layouts import LayoutsMixin
+from hf_dp.training.loaded import refuse_other_values
 from hf_dp.training.output_lock import alone_in
 from hf_dp.training.publishing import PublishingMixin
 from hf_dp.training.refusals import (
@@ -282,6 +283,8 @@ class DPTrainerMixin(RestoringMixin, CheckpointMixin, LayoutsMixin, PublishingMi
         )
         refuse_broken_ties(self._ties, self._module)
         refuse_optimizer(self.optimizer, self._module)
+        if saved is not None:
+            refuse_other_values(self._checkpoint, saved.values, self._module, self.optimizer)
         self._written, self._magnitudes = WrittenGradients(self.optimizer), Magnitudes(plan, self._module)
         # A warning, so that it is seen: the default delta, and an argument that is not what the user left it at.
         ranks.warn(
@@ -326,7 +329,8 @@ class DPTrainerMixin(RestoringMixin, CheckpointMixin, LayoutsMixin, PublishingMi
         key = fingerprint_key(self._output_dir, create=True) if ranks.rank() == 0 else None
         if self._fingerprint is _UNKNOWN and self.train_dataset is not None:
             self._fingerprint = fingerprint(self.train_dataset, key) if key else None
-        return SavedRun.record(self.ledger, self._fingerprint, key, dataclasses.asdict(self.state))
+        saved = SavedRun(self.ledger, self._fingerprint, key, self._values_to_save)
+        return saved.record(dataclasses.asdict(self.state))
 
     def _preflight(self) -> None:
         ranks.warn(logger, "Checking the model, the collator and the data before the first step.")
