@@ -46,9 +46,8 @@ def seal(
     # Where the best checkpoint lies may be learnt later; the others' states hold this seal.
     kept = {name: value for name, value in state.items() if name not in _UNSEALED and not name.startswith("best")}
     # As it will be read: there keys that are numbers are texts, and have another order.
-    text = json.dumps(
-        json.loads(json.dumps([ledger, data, kept, *([] if values is None else [values])])), sort_keys=True
-    )
+    sealed = [ledger, data, kept] if values is None else [ledger, data, kept, values]
+    text = json.dumps(json.loads(json.dumps(sealed)), sort_keys=True)
     return hashlib.blake2b(text.encode(), key=key, digest_size=32, person=b"hf_dp ledger").hexdigest()
 
 

@@ -48,9 +48,8 @@ class SavedRun:
 
     def record(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """What the callback saves, for `read` to find, beside the fields of Trainer's `state`."""
-        sealed: dict[str, Any] = {"ledger": self.ledger.to_dict(), "data": self.data}
-        made = None if self.key is None else seal(self.key, **sealed, state=state)
-        return {**sealed, "seal": made, "values": self.values}
+        sealed: dict[str, Any] = {"ledger": self.ledger.to_dict(), "data": self.data, "values": self.values}
+        return {**sealed, "seal": None if self.key is None else seal(self.key, **sealed, state=state)}
 
     @classmethod
     def read(cls, checkpoint: str | Path) -> SavedRun:
@@ -81,16 +80,17 @@ class SavedRun:
             )
         refuse_disagreement(checkpoint, state, ledger)
         key, data = fingerprint_key(Path(checkpoint).absolute().parent, create=False), found.get("data")
+        values = found.get("values")
         if key is None:
             ranks.warn(logger, "The seal of %r was not checked: there is no whole key (%s).", str(path), KEY_FILE)
-        elif found.get("seal") != seal(key, found["ledger"], data, state):
+        elif found.get("seal") != seal(key, found["ledger"], data, state, values):
             raise LedgerError(
                 f"{str(path)!r} does not fit the seal that it was saved with.",
                 why="something in it was changed, or the checkpoint is of another output directory with another key.",
                 fix="use a checkpoint whose trainer_state.json is as DPTrainer wrote it, in its own output directory.",
             )
-        values = found.get("values")
-        return cls(ledger, data if isinstance(data, dict) else None, key, values if isinstance(values, dict) else None)
+        data, values = (each if isinstance(each, dict) else None for each in (data, values))
+        return cls(ledger, data, key, values)
 
     def check(self, promise: Mapping[str, Any], dataset: Any) -> None:
         """Refuses to continue under another promise or on other data.

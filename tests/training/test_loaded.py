@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from transformers import Trainer
 
+from hf_dp.data.fingerprint import KEY_FILE
 from hf_dp.errors import LedgerError
 from hf_dp.training.loaded import checksums
 from tests.training.test_resume import SAVED, copied, edit_state, saved_ledger, trainer
@@ -87,6 +88,7 @@ def test_a_checkpoint_that_cannot_be_compared_is_said(
     checkpointed: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = copied(checkpointed, tmp_path)
+    (path / KEY_FILE).unlink()
     edit_state(path, lambda state: saved_ledger(state).pop("values"))
     with caplog.at_level(logging.WARNING):
         trainer(path, seed=7).train(resume_from_checkpoint=f"{path}/checkpoint-{SAVED}")
