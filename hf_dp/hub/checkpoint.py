@@ -26,21 +26,29 @@ _INTERVALS = ("logging_steps", "eval_steps", "save_steps", "train_batch_size")
 _NOT_HERE = ("other files", "weights")
 
 
-def seal(key: bytes, ledger: Mapping[str, Any], data: Mapping[str, Any] | None, state: Mapping[str, Any]) -> str:
+def seal(
+    key: bytes,
+    ledger: Mapping[str, Any],
+    data: Mapping[str, Any] | None,
+    state: Mapping[str, Any],
+    values: Mapping[str, str] | None = None,
+) -> str:
     """A keyed digest of what trainer_state.json says of its training: who has no key can change none of that unseen.
 
     Not sealed are the logs, which callbacks may write again and whose epsilons are held against the ledger, and the
-    checkpoint's other files: `privacy.json` has digests of the model's, which anyone can compute.
+    checkpoint's other files, but for the checksums of the weights and of the optimizer's state.
 
     Args:
         key: of the output directory; see `hf_dp.data.fingerprint`.
         ledger, data: as they are saved.
         state: the fields of Trainer's state.
+        values: the checksums, where there are any.
     """
     # Where the best checkpoint lies may be learnt later; the others' states hold this seal.
     kept = {name: value for name, value in state.items() if name not in _UNSEALED and not name.startswith("best")}
     # As it will be read: there keys that are numbers are texts, and have another order.
-    text = json.dumps(json.loads(json.dumps([ledger, data, kept])), sort_keys=True)
+    sealed = [ledger, data, kept] if values is None else [ledger, data, kept, values]
+    text = json.dumps(json.loads(json.dumps(sealed)), sort_keys=True)
     return hashlib.blake2b(text.encode(), key=key, digest_size=32, person=b"hf_dp ledger").hexdigest()
 
 

@@ -22,7 +22,6 @@ from torch.nn.utils import get_total_norm
 import hf_dp.ranks as ranks
 from hf_dp.errors import UnsupportedModelError
 
-# What accelerate's activation checkpointing puts into names.
 _CHECKPOINTED = "_checkpoint_wrapped_module."
 
 
@@ -69,11 +68,16 @@ def refuse_unknown_shards(model: nn.Module) -> None:
             )
 
 
+def plain_name(name: str) -> str:
+    """A parameter's name without what accelerate's activation checkpointing puts into it."""
+    return name.replace(_CHECKPOINTED, "")
+
+
 def tied(model: nn.Module) -> set[frozenset[str]]:
     """The names of each parameter that has several."""
     names: dict[int, list[str]] = {}
     for name, p in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(p), []).append(name.replace(_CHECKPOINTED, ""))
+        names.setdefault(id(p), []).append(plain_name(name))
     return {frozenset(group) for group in names.values() if len(group) > 1}
 
 

@@ -22,6 +22,7 @@ import hf_dp.ranks as ranks
 from hf_dp.disk import flush, full_disk_is_named
 from hf_dp.errors import LedgerError
 from hf_dp.hub import refuse_in_the_way
+from hf_dp.training.loaded import checksums
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -47,6 +48,7 @@ class CheckpointMixin(_Base):
     """The part of DPTrainerMixin that writes checkpoints aside and renames them, and finds the newest whole one."""
 
     _is_aside = False
+    _values_to_save: dict[str, str] | None = None
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """As Trainer's; with `resume_from_checkpoint=True` from the newest checkpoint that is whole, and the same on
@@ -80,6 +82,7 @@ class CheckpointMixin(_Base):
         aside = Path(run_dir, _ASIDE)
         self._once_on_each_machine(lambda: _clear(run_dir))
         self._is_aside = True
+        self._values_to_save = checksums(self.model, None if self.args.save_only_model else self.optimizer)
         try:
             with full_disk_is_named(Path(run_dir), "The checkpoints before this one are as they were."):
                 super()._save_checkpoint(model, trial)

@@ -22,7 +22,7 @@ from hf_dp.data.fingerprint import fingerprint
 _OWN = {"local_rank", "output_dir", "logging_dir", "run_name", "hub_token", "push_to_hub_token", "log_level_replica"}
 # What computes the draws, the gradients and the epsilon.
 _LIBRARIES = ("accelerate", "dp-accounting", "numpy", "peft", "torch", "transformers")
-_CHUNK = 1 << 22
+_CHUNK, _WRAP = 1 << 22, 1 << 64
 
 
 def described_data(dataset: Any) -> dict[str, Any]:
@@ -93,14 +93,13 @@ def described_values(model: nn.Module) -> dict[str, Any]:
 
 def checksum(values: Tensor) -> list[int]:
     """Of the bits: their sum, and their sum weighted by place, in wrapping 64-bit integers."""
-    plain = weighted = 0
+    plain = weighted = place = 0
     integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[values.element_size()]
-    for start, part in enumerate(values.contiguous().view(-1).view(integers).split(_CHUNK)):
+    for part in values.contiguous().view(-1).view(integers).split(_CHUNK):
         bits = part.long()
-        places = torch.arange(1, len(bits) + 1, device=bits.device)
-        plain += int(bits.sum())
-        weighted += (start + 1) * int((bits * places).sum())
-    return [plain, weighted]
+        places = torch.arange(place + 1, place + len(bits) + 1, device=bits.device)
+        plain, weighted, place = plain + int(bits.sum()), weighted + int((bits * places).sum()), place + len(bits)
+    return [plain % _WRAP, weighted % _WRAP]
 
 
 def _plain(value: Any) -> Any:

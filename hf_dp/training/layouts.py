@@ -12,12 +12,15 @@ from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
+    get_model_state_dict,
     get_optimizer_state_dict,
     set_model_state_dict,
     set_optimizer_state_dict,
 )
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.fsdp import StateDictType
+
+from hf_dp.training.loaded import SCHEDULE
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -28,7 +31,7 @@ else:
 # As accelerate and Trainer name them.
 _MODEL, _SHARDED_MODEL = "pytorch_model_fsdp.bin", "pytorch_model_fsdp_0"
 _FULL_OPTIMIZER, _SHARDED_OPTIMIZER = "optimizer.bin", "optimizer_0"
-_OPTIMIZER, _SCHEDULER = "optimizer.pt", "scheduler.pt"
+_OPTIMIZER = "optimizer.pt"
 Layout = Literal["ordinary", "FULL_STATE_DICT", "SHARDED_STATE_DICT"]
 
 
@@ -52,15 +55,30 @@ class LayoutsMixin(_Base):
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         checkpoint, self._read_whole, was_read = Path(resume_from_checkpoint), None, self._read_whole
-        layout = layout_of(checkpoint)
-        if layout not in ("ordinary", _layout_read_by(self)):
+        if layout_of(checkpoint) != "ordinary":
             load_weights(self, model or self.model, checkpoint)
         elif was_read != checkpoint:
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
+    def _load_best_model(self) -> None:
+        best = self.state.best_model_checkpoint
+        if self.is_fsdp_enabled and best is not None:
+            load_weights(self, self.model, Path(best))
+        else:
+            super()._load_best_model()
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        super()._save_optimizer_and_scheduler(output_dir)
+        if _layout_read_by(self) == "FULL_STATE_DICT" and hasattr(self.model, "peft_config"):
+            # accelerate below 1.15 saves of an adapter what rank 0 holds, and reads no more on any other rank.
+            options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True)
+            whole = get_model_state_dict(self.model, options=options)  # type: ignore[arg-type]
+            if self.args.should_save:
+                torch.save(whole, Path(output_dir, _MODEL))
+
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         # Without a schedule it is a checkpoint of the weights alone, of which Trainer reads no more.
-        if checkpoint is None or not (Path(checkpoint) / _SCHEDULER).is_file():
+        if checkpoint is None or not (Path(checkpoint) / SCHEDULE).is_file():
             super()._load_optimizer_and_scheduler(checkpoint)
             return
         # Others read too little: accelerate of FULL_STATE_DICT for plain SGD, and its 1.10 of SHARDED_STATE_DICT for
@@ -109,7 +127,7 @@ def load_optimizer_and_scheduler(trainer: Any, checkpoint: Path) -> None:
             # Of plain SGD, which torch does not take.
             for group, kept in zip(optimizer.param_groups, saved["param_groups"], strict=True):
                 group.update({key: value for key, value in kept.items() if key != "params"})
-    trainer.lr_scheduler.load_state_dict(torch.load(checkpoint / _SCHEDULER, weights_only=True))
+    trainer.lr_scheduler.load_state_dict(torch.load(checkpoint / SCHEDULE, weights_only=True))
 
 
 def _by_name(saved: dict[str, Any], groups: list[dict[str, Any]]) -> dict[str, Any]:

@@ -38,17 +38,18 @@ class SavedRun:
         ledger: everything released up to the checkpoint, perhaps more than its global step.
         data: the keyed fingerprint of the training data; None if there was none.
         key: the key of `data`, from the directory that the checkpoint lies in; None if it is gone.
+        values: checksums of the weights and of the optimizer's state; see `hf_dp.training.loaded`.
     """
 
     ledger: Ledger
     data: Fingerprint | None
     key: bytes | None
+    values: Mapping[str, str] | None = None
 
-    @staticmethod
-    def record(ledger: Ledger, data: Fingerprint | None, key: bytes | None, state: Mapping[str, Any]) -> dict[str, Any]:
+    def record(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """What the callback saves, for `read` to find, beside the fields of Trainer's `state`."""
-        values: dict[str, Any] = {"ledger": ledger.to_dict(), "data": data}
-        return {**values, "seal": None if key is None else seal(key, **values, state=state)}
+        sealed: dict[str, Any] = {"ledger": self.ledger.to_dict(), "data": self.data, "values": self.values}
+        return {**sealed, "seal": None if self.key is None else seal(self.key, **sealed, state=state)}
 
     @classmethod
     def read(cls, checkpoint: str | Path) -> SavedRun:
@@ -79,15 +80,17 @@ class SavedRun:
             )
         refuse_disagreement(checkpoint, state, ledger)
         key, data = fingerprint_key(Path(checkpoint).absolute().parent, create=False), found.get("data")
+        values = found.get("values")
         if key is None:
             ranks.warn(logger, "The seal of %r was not checked: there is no whole key (%s).", str(path), KEY_FILE)
-        elif found.get("seal") != seal(key, found["ledger"], data, state):
+        elif found.get("seal") != seal(key, found["ledger"], data, state, values):
             raise LedgerError(
                 f"{str(path)!r} does not fit the seal that it was saved with.",
                 why="something in it was changed, or the checkpoint is of another output directory with another key.",
                 fix="use a checkpoint whose trainer_state.json is as DPTrainer wrote it, in its own output directory.",
             )
-        return cls(ledger, data if isinstance(data, dict) else None, key)
+        data, values = (each if isinstance(each, dict) else None for each in (data, values))
+        return cls(ledger, data, key, values)
 
     def check(self, promise: Mapping[str, Any], dataset: Any) -> None:
         """Refuses to continue under another promise or on other data.

@@ -34,6 +34,7 @@ from hf_dp.training.checkpoints import CheckpointMixin, others_named, refuse_hal
 from hf_dp.training.data import DataMixin
 from hf_dp.training.engine import Engine
 from hf_dp.training.layouts import LayoutsMixin
+from hf_dp.training.loaded import refuse_other_values
 from hf_dp.training.logs import LogsMixin
 from hf_dp.training.output_lock import alone_in
 from hf_dp.training.publishing import PublishingMixin
@@ -174,6 +175,8 @@ class DPTrainerMixin(RestoringMixin, CheckpointMixin, LayoutsMixin, PublishingMi
         checkpoint = None if saved is None else self._checkpoint
         with others_named(checkpoint, lambda other: SavedRun.read(other).check(run.plan.promise, self._dataset)):
             self.ledger = run.go_on(self.ledger, saved, self._dataset, owner=self)
+        if saved is not None:
+            refuse_other_values(self._checkpoint, saved.values, self._module, self.optimizer)
         run.begin(self.optimizer, checkpoint, state.global_step, owner=self)
 
     def after_optimizer_step(self) -> None:
@@ -188,7 +191,8 @@ class DPTrainerMixin(RestoringMixin, CheckpointMixin, LayoutsMixin, PublishingMi
         key = fingerprint_key(self._output_dir, create=True) if ranks.rank() == 0 else None
         if self._fingerprint is _UNKNOWN and self.train_dataset is not None:
             self._fingerprint = fingerprint(self.train_dataset, key) if key else None
-        return SavedRun.record(self.ledger, self._fingerprint, key, dataclasses.asdict(self.state))
+        saved = SavedRun(self.ledger, self._fingerprint, key, self._values_to_save)
+        return saved.record(dataclasses.asdict(self.state))
 
     # --- one step -------------------------------------------------------------------------------------------------
 

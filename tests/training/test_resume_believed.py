@@ -242,6 +242,7 @@ def test_a_seal_is_of_the_state_as_json_gives_it_back() -> None:
     read = json.loads(json.dumps(state, sort_keys=True))
     assert seal(b"k" * 32, {}, None, state) == seal(b"k" * 32, {}, None, read)
     assert seal(b"k" * 32, {}, None, state) != seal(b"k" * 32, {}, None, {**read, "global_step": 2})
+    assert seal(b"k" * 32, {}, None, state) != seal(b"k" * 32, {}, None, state, {"weight": "0 0"})
 
 
 def test_a_seal_that_no_whole_key_checks_is_said(copy: Path, caplog: pytest.LogCaptureFixture) -> None:
