@@ -59,14 +59,11 @@ class Ledger:
     @property
     def releases(self) -> tuple[Release, ...]:
         """All that was charged beside the training steps, equal ones together, in the order of the first of each."""
-        made: dict[tuple[str, int], Release] = {}
-        seen: list[dp.DpEvent] = []
+        made: dict[tuple[str, str], Release] = {}
         for event, count, label in self._entries:
             if label == TRAINING_STEP:
                 continue
-            if event not in seen:
-                seen.append(event)
-            key = label, seen.index(event)
+            key = label, repr(event)
             made[key] = Release(label, event, count + (made[key].times if key in made else 0))
         return tuple(made.values())
 

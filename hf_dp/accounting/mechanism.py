@@ -19,6 +19,8 @@ from hf_dp.config.asked import Query, promised
 from hf_dp.config.ranges import check_target_delta
 from hf_dp.errors import ConfigurationError, HfDpError, LedgerError
 
+# Queries in a step, and kinds of release; each part of a training has one or two.
+_MOST = 16
 _FIELDS = {*TERMS, "steps", "delta", "queries", "releases", "reproducible"}
 
 
@@ -55,6 +57,12 @@ class Mechanism:
     def __post_init__(self) -> None:
         check_steps(self.steps)
         check_target_delta(self.delta)
+        if len(self.queries) > _MOST or len(self.releases) > _MOST:
+            raise ConfigurationError(
+                f"a mechanism with {len(self.queries)} queries in a step and {len(self.releases)} kinds of release.",
+                why=f"no training has more than {_MOST} of either, and adding up thousands takes minutes.",
+                fix="use a record as hf_dp wrote it.",
+            )
         labels = [GRADIENT, TRAINING_STEP, *(query.label for query in self.queries)]
         labels += [release.label for release in self.releases]
         for label in labels:

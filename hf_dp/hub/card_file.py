@@ -17,7 +17,7 @@ from markdown_it import MarkdownIt
 
 from hf_dp.hub.card import BEGIN, END, METADATA_KEY, TAGS, metadata, privacy_section
 from hf_dp.hub.page import why_hidden
-from hf_dp.hub.record import CARD_FILE, RECORD_FILE, PrivacyRecord, sha256
+from hf_dp.hub.record import CARD_FILE, RECORD_FILE, PrivacyRecord, sha256, sha256_of_text
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +46,10 @@ def write_card(directory: str | os.PathLike[str], name: str | None = None, recor
     if card is None:
         new = ModelCardData(library_name="transformers").to_yaml()
         card = ModelCard(f"---\n{new}\n---\n\n# {name or directory.absolute().name}\n")
-    card.text = _with_section(card.text, privacy_section(record.report, record.ledger, record.config))
+    section = privacy_section(record.report, record.ledger, record.config)
+    # The words of an earlier release are those that its record has the digest of.
+    kept = _section(card.text)
+    card.text = _with_section(card.text, kept if sha256_of_text(kept) == record.card_sha256 else section)
     data = card.data
     tags = _other_tags(data)
     if not _is_on_the_hub(data.get("base_model")):
@@ -147,6 +150,12 @@ def _read(content: bytes) -> ModelCard | None:
 
 def _other_tags(data: Any) -> list[str]:
     return [str(tag) for tag in data.get("tags") or [] if tag not in (*TAGS, "hf_dp")]
+
+
+def _section(text: str) -> str:
+    """The one that is there, with its markers; empty where there is none, or more than one."""
+    start, stop = text.find(BEGIN), text.find(END)
+    return text[start : stop + len(END)] if text.count(BEGIN) == text.count(END) == 1 and start < stop else ""
 
 
 def _with_section(text: str, section: str) -> str:

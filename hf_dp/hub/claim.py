@@ -114,7 +114,8 @@ def check_claim(record: PrivacyRecord, found: dict[AccountantName, float]) -> It
 def _check_neighbours(record: PrivacyRecord) -> Check:
     """The relation that the accountants compute epsilon for; under another one the same events would cost more."""
     said, holds = record.report.adjacency, record.mechanism.unit.adjacency
-    if (said, holds) == (ADD_OR_REMOVE, ZERO_OUT):
+    # Earlier versions knew no other words.
+    if record.version < VERSION and (said, holds) == (ADD_OR_REMOVE, ZERO_OUT):
         return Check("neighbouring datasets", True, f"{said}, that is: {holds}")
     return Check("neighbouring datasets", said == holds, said if said == holds else f"{said} claimed, {holds} follows")
 

@@ -30,6 +30,8 @@ _NOISES = {
     ROW_COUNTS: "contribution_noise_multiplier",
 }
 _TIMES = "row_choices"
+# What reports have said since.
+_LATER = {"queries", "releases"}
 
 
 def read(values: object, config: PrivacyConfig, ledger: Ledger) -> tuple[PrivacyReport, Mechanism]:
@@ -41,7 +43,7 @@ def read(values: object, config: PrivacyConfig, ledger: Ledger) -> tuple[Privacy
     Raises:
         LedgerError: a report that is not whole, or says of a release what its config does not ask for.
     """
-    if not isinstance(values, dict) or not {_TIMES, *_NOISES.values()} <= set(values):
+    if not isinstance(values, dict) or not {_TIMES, *_NOISES.values()} <= set(values) or _LATER & set(values):
         raise _damaged(f"found {str(values)[:100]}")
     noises = {label: values[name] for label, name in _NOISES.items() if values[name] is not None}
     times, steps = values[_TIMES], ledger.promise.get("planned_steps")

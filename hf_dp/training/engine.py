@@ -73,7 +73,7 @@ class Engine:
                 known = self._padding.counts_columns
                 together = self._batch(rows)
                 if self._padding.counts_columns == known:
-                    self._check_padding(rows)
+                    self._check_padding(rows, self._certificate)
                 else:  # The first that is padded on the left: from now on all batches have positions.
                     self._certify(together, rows)
         return map(self.prepare, item["micro_batches"])
@@ -132,14 +132,15 @@ class Engine:
         collate.checked = None if is_sharded(self.model) else Checked(uneven, collate.widths)
 
     def _certify(self, together: Batch, uneven: list[Any]) -> None:
-        self._certificate = preflight(self.model, self._loss, together, rules=self._rules, tables=self.by_rows)
-        self._check_padding(uneven)
+        certificate = preflight(self.model, self._loss, together, rules=self._rules, tables=self.by_rows)
+        self._check_padding(uneven, certificate)
+        self._certificate = certificate
 
-    def _check_padding(self, rows: list[Any]) -> None:
+    def _check_padding(self, rows: list[Any], certificate: Certificate | None) -> None:
         with unchanged_state(self.model):
             check_padding(
                 self.model, self._loss, rows, self._batch,
-                certificate=self._certificate, rules=self._rules, tables=self.by_rows,
+                certificate=certificate, rules=self._rules, tables=self.by_rows,
             )  # fmt: skip
 
     def _batch(self, rows: list[Any]) -> Batch:

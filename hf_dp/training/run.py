@@ -13,11 +13,12 @@ from torch import nn
 import hf_dp.ranks as ranks
 from hf_dp.accounting import Ledger
 from hf_dp.agreement import agree
-from hf_dp.parts.part import Logs, Part
+from hf_dp.errors import ConfigurationError
+from hf_dp.parts.part import Logs, Part, Setting
 from hf_dp.parts.table import PARTS, parts_of
 from hf_dp.per_example import Certificate, PerExampleGradients
 from hf_dp.per_example.batch import Batch
-from hf_dp.per_example.sharding import refuse_broken_ties, tied
+from hf_dp.per_example.sharding import is_sharded, refuse_broken_ties, tied
 from hf_dp.step.clipped_sum import ClippedSum
 from hf_dp.step.magnitudes import Magnitudes
 from hf_dp.step.plan import Plan
@@ -123,6 +124,8 @@ class PrivateRun:
             ConfigurationError: what a private run cannot use.
         """
         self.optimizer, model = optimizer, self.model
+        for part in self.parts.values():
+            part.refuse(Setting(self.plan.config, is_sharded(model)))
         agree(
             {
                 "the promise": self.plan.promise,
@@ -191,8 +194,14 @@ class PrivateRun:
 
         Raises:
             BudgetExceededError: the budget pays for no further step.
+            ConfigurationError: the training has not begun.
         """
-        assert self._written is not None
+        if not self._has_begun or self._written is None:
+            raise ConfigurationError(
+                "a private step of a training that has not begun.",
+                why="what is checked before the first step was not, or it was refused.",
+                fix="call begin(), and no step where it raises.",
+            )
         if self.budget_is_left:
             for part in self.parts.values():
                 part.before_step(self)

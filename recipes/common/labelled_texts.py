@@ -13,6 +13,8 @@ from pathlib import Path
 from common.files import json_of
 from hf_dp.errors import ConfigurationError
 from hf_dp.hub import CARD_FILE, RECORD_FILE, PrivacyRecord, write_card
+from hf_dp.hub.card import privacy_section
+from hf_dp.hub.record import sha256_of_text
 
 _SHARED = (CARD_FILE, RECORD_FILE, "corpus.jsonl", "corpus.csv")
 
@@ -111,8 +113,11 @@ def share(corpus: Texts, names: Sequence[str], directory: Path, model: Path, kin
         else:
             out.writelines(json.dumps(pair, ensure_ascii=False) + "\n" for pair in pairs)
     record = PrivacyRecord.from_json((model / RECORD_FILE).read_bytes())
-    text = dataclasses.replace(record, files={}).with_files(directory, [file.name]).to_json()
-    (directory / RECORD_FILE).write_text(text, encoding="utf-8")
+    # A record of an earlier release is written in the words of this one.
+    report = dataclasses.replace(record.report, adjacency=record.mechanism.unit.adjacency)
+    card = sha256_of_text(privacy_section(report, record.ledger, record.config))
+    shared = dataclasses.replace(record, report=report, files={}, card_sha256=card).with_files(directory, [file.name])
+    (directory / RECORD_FILE).write_text(shared.to_json(), encoding="utf-8")
     (directory / CARD_FILE).write_text(
         f"""---
 task_categories: [text-classification]

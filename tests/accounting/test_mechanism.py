@@ -88,6 +88,8 @@ def test_lists_of_it_are_lists(name: str, wrong: Any) -> None:
     [
         {"queries": (Query("presence", 1.0),)},
         {"queries": (Query(GRADIENT, 1.0),)},
+        {"queries": tuple(Query(f"counts {i}", 2.0) for i in range(17))},
+        {"releases": tuple(Release(f"rows {i}", step_event(9.0, 1.0), 1) for i in range(17))},
         {"queries": (Query("| **epsilon 0.1** |", 1.0),)},
         {"steps": 0},
         {"delta": 1.0},

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -17,8 +18,9 @@ from transformers import AutoModelForSequenceClassification
 from hf_dp import PrivacyConfig, ReAttentionConfig, SparseEmbeddingConfig
 from hf_dp.accounting import Mechanism
 from hf_dp.errors import HfDpError
-from hf_dp.hub import verify
-from hf_dp.hub.record import PrivacyRecord, sha256
+from hf_dp.hub import verify, write_card
+from hf_dp.hub.card import privacy_section
+from hf_dp.hub.record import PrivacyRecord, sha256, sha256_of_text
 from tests.hub.forging import failed, in_card, in_record, invoke
 from tests.training.workbench import make
 
@@ -106,3 +108,32 @@ def test_a_checkpoint_of_version_1_is_gone_on_from(tmp_path: Path, name: str) ->
     other = make(copy, model, PrivacyConfig(**{**CONFIGS[name], "clipping_norm": 0.75}))
     with pytest.raises(HfDpError, match="belongs to another run"):
         other.train(resume_from_checkpoint=str(copy / "checkpoint-2"))
+
+
+def test_a_card_that_is_written_again_keeps_the_words_that_its_record_knows(tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(SAVED / "plain", tmp_path / "copy"))
+    write_card(copy)
+    assert verify(copy).consistent, failed(copy)
+
+
+@pytest.mark.parametrize("name", ["queries", "releases"])
+def test_a_claim_in_words_of_later_versions_is_refused(tmp_path: Path, name: str) -> None:
+    copy = Path(shutil.copytree(SAVED / "plain", tmp_path / "copy"))
+    values = json.loads((copy / "privacy.json").read_text())
+    values["report"][name] = []
+    (copy / "privacy.json").write_text(json.dumps(values))
+    with pytest.raises(HfDpError, match="report"):
+        verify(copy)
+
+
+def test_only_earlier_versions_may_say_add_or_remove(tmp_path: Path) -> None:
+    """As `--share` of a corpus would from a model of version 1, were its words not put right."""
+    copy = Path(shutil.copytree(SAVED / "plain", tmp_path / "copy"))
+    record = PrivacyRecord.from_json((copy / "privacy.json").read_bytes())
+    (copy / "privacy.json").write_text(record.to_json())
+    assert "neighbouring datasets" in " ".join(failed(copy))
+    report = dataclasses.replace(record.report, adjacency=record.mechanism.unit.adjacency)
+    card = sha256_of_text(privacy_section(report, record.ledger, record.config))
+    (copy / "privacy.json").write_text(dataclasses.replace(record, report=report, card_sha256=card).to_json())
+    write_card(copy)
+    assert "neighbouring datasets" not in " ".join(failed(copy))

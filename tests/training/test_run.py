@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from transformers import TrainerCallback
 
+import hf_dp.training.engine as engine_module
 from hf_dp import DPTrainer, PrivacyConfig, ReAttentionConfig, SparseEmbeddingConfig
 from hf_dp.config.asked import asked
 from hf_dp.data.collate import LogicalBatchCollator
@@ -123,3 +124,29 @@ def test_an_optimizer_that_is_made_too_early_is_refused_before_anything_is_spent
     optimizer = plain.create_optimizer()
     plain.train()
     assert plain.optimizer.optimizer is optimizer
+
+
+def begin(run: PrivateRun) -> None:
+    optimizer = run.make_optimizer(lambda: torch.optim.SGD(run.model.parameters(), lr=0.1), None)
+    run.go_on(run.ledger, None, run.loader.dataset.dataset, owner=run)
+    run.begin(optimizer, None, 0, owner=run)
+
+
+def test_no_step_of_a_training_whose_beginning_was_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: Any, **options: Any) -> None:
+        raise ConfigurationError("padding", why="a test", fix="none")
+
+    run = own_run(classifier(), private())
+    monkeypatch.setattr(engine_module, "check_padding", refuse)
+    with pytest.raises(ConfigurationError, match="padding"):
+        begin(run)
+    with pytest.raises(ConfigurationError, match="has not begun"):
+        run.step(next(iter(run.loader)))
+    assert run.ledger.steps == 0
+    assert run.begun is None
+
+
+def test_parts_that_exclude_one_another_are_refused_without_trainer_too() -> None:
+    run = own_run(classifier(), private(**PARTS["Re-Attention"], **PARTS["sparse embeddings"]))
+    with pytest.raises(ConfigurationError, match="together"):
+        begin(run)

@@ -211,6 +211,7 @@ def test_the_users_arguments_are_left_alone(tmp_path: Path) -> None:
 CHECKPOINTING = "activation_checkpointing" if hasattr(TrainingArguments, "activation_checkpointing") else None
 
 
+@pytest.mark.checked_anew
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_failure_19_checkpointing_changes_nothing(tmp_path: Path, reentrant: bool) -> None:
     results = []
@@ -224,6 +225,7 @@ def test_failure_19_checkpointing_changes_nothing(tmp_path: Path, reentrant: boo
     assert distance(*results) < 1e-5
 
 
+@pytest.mark.checked_anew
 @pytest.mark.skipif(CHECKPOINTING is None, reason="this Transformers knows gradient_checkpointing only")
 def test_failure_19_checkpointing_under_its_newer_name(tmp_path: Path) -> None:
     results = []

@@ -75,6 +75,7 @@ class SparseTraining(Part):
         with frozen(tables.values()):
             rest = make()
         optimizer = with_lazy_rows(rest, tables, self._config)
+        run.by_rows.clear()
         run.by_rows.update(tables)
         hide_from_wrapper(run.model, tables)
         return optimizer
