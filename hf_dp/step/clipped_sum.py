@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import hf_dp.ranks as ranks
-from hf_dp.clipping.flat import Clipping
+from hf_dp.clipping.rule import ClippingRule
 from hf_dp.errors import HfDpError
 from hf_dp.noise.gaussian import GaussianNoise
 from hf_dp.per_example import RowSum, sparse_gradient
@@ -57,7 +57,7 @@ class ClippedSum:
         loss: the sum of the finite examples' losses.
     """
 
-    def __init__(self, model: nn.Module, clipping: Clipping, by_rows: SummedByRows | None = None) -> None:
+    def __init__(self, model: nn.Module, clipping: ClippingRule, by_rows: SummedByRows | None = None) -> None:
         self._clipping, self._by_rows = clipping, by_rows
         self._parameters = trainable(model)
         names = () if by_rows is None else by_rows.names

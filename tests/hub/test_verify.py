@@ -106,7 +106,7 @@ TAMPERED: dict[str, tuple[list[Callable[[Path], None]], str]] = {
             in_record("ledger", "promise", "clipping_norm", to=0.1),
             seal,
         ],
-        "clipping_norm: 0.1 in the mechanism, 1.0 in the config",
+        "clipping: {'norm': 0.1, 'kind': 'flat'} in the mechanism, {'norm': 1.0, 'kind': 'flat'} in the config",
     ),
     "noise in the mechanism": (
         [in_record("mechanism", "noise", "multiplier", to=2.0), seal], "calibrated_noise_multiplier: 2.0 claimed"

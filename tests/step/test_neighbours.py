@@ -11,7 +11,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from hf_dp.clipping.flat import Clipping
+from hf_dp.accounting import FlatClipping
+from hf_dp.clipping.flat import Flat
 from hf_dp.losses import per_example_losses
 from hf_dp.per_example import Dense, Outer, PerExampleGradients, record
 from hf_dp.per_example.batch import Batch, take
@@ -49,7 +50,7 @@ def loss(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def clipped(model: nn.Module, batch: Batch, split: list[list[int]], norm: float) -> dict[str, Tensor]:
-    total = ClippedSum(model, Clipping(norm))
+    total = ClippedSum(model, Flat(FlatClipping(norm=norm)))
     for index in split:
         if index:
             total.add(record(model, loss, take(batch, index)))
@@ -133,7 +134,7 @@ def test_one_contribution_is_at_most_c_where_huge_terms_cancel(
         uses = [uses[0].instantiated(), uses[1]]
     weight = nn.Parameter(torch.zeros(widths, dtype=dtype))
     gradients = PerExampleGradients(torch.zeros(2), {"w": uses}, {"w": weight})
-    coefficients = Clipping(10.0**norm).coefficients(gradients.squared_norms(), gradients.rounding())
+    coefficients = Flat(FlatClipping(norm=10.0**norm)).coefficients(gradients.squared_norms(), gradients.rounding())
     for i in range(2):
         only = torch.zeros_like(coefficients).index_fill_(0, torch.tensor([i]), 1.0) * coefficients
         assert l2(gradients.weighted_sum(only).values()) <= 10.0**norm * (1 + 1e-12)
@@ -150,7 +151,7 @@ def test_failure_01_the_clipped_norm_of_a_tied_weight_is_exactly_c(is_tied: bool
 
 
 def of_example(gradients: PerExampleGradients, i: int, norm: float) -> dict[str, Tensor]:
-    coefficients = Clipping(norm).coefficients(gradients.squared_norms(), gradients.rounding())
+    coefficients = Flat(FlatClipping(norm=norm)).coefficients(gradients.squared_norms(), gradients.rounding())
     return gradients.weighted_sum(coefficients * torch.eye(len(coefficients), dtype=coefficients.dtype)[i])
 
 

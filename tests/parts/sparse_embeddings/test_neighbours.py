@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from hf_dp.clipping.flat import Clipping
+from hf_dp.accounting import FlatClipping
+from hf_dp.clipping.flat import Flat
 from hf_dp.parts.sparse_embeddings import AdaptiveSelection, TableRows
 from hf_dp.per_example import Tables, record
 from hf_dp.per_example.batch import Batch, take
@@ -39,7 +40,7 @@ def released(model: Two, batches: list[Batch], c1: float, c2: float) -> tuple[Te
     """The contribution map and the gradient of one logical batch, without noise, as vectors."""
     tables = Tables.of({"one.weight": model.one.weight, "two.weight": model.two.weight})
     chosen = TableRows(tables, None, AdaptiveSelection(tables.rows, 1.0, None, Entropy(0)), c1)
-    total = ClippedSum(model, Clipping(c2), chosen)
+    total = ClippedSum(model, Flat(FlatClipping(norm=c2)), chosen)
     for batch in batches:
         total.add(record(model, loss, batch, tables=NAMES))
     counts = torch.zeros(2 * ROWS, dtype=torch.float64)
