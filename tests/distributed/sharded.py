@@ -73,7 +73,7 @@ def stepped(
     sizes = []
     for step in range(steps):
         item = collator(reads.__getitems__(share.share(sampler.draw(step))))
-        sizes.append(item["n"])
+        sizes.append(sum(len(next(iter(batch.values()))) for batch in item["micro_batches"]))
         total = private_gradient(
             model,
             functools.partial(record, model, per_example_losses, certificate=certificate),

@@ -430,7 +430,7 @@ def test_the_noise_that_a_config_gives_is_that_of_the_claim(staged: Path, tmp_pa
     in_record("config", "noise_multiplier", to=3.0)(copy)
     in_record("ledger", "promise", "noise_multiplier", to=3.0)(copy)
     seal(copy)
-    assert "noise_multiplier: 1.5 in the report, 3.0 in the config" in failed(copy)
+    assert "noise_multiplier: 1.5 in the mechanism, 3.0 in the config" in failed(copy)
 
 
 def test_a_report_reads_what_a_forger_wrote_without_being_kept_busy(copy: Path) -> None:
