@@ -52,7 +52,7 @@ class ClippedSum:
             a parameter that FSDP2 shards, this rank's part.
         rows: the sum for each parameter that is summed by rows, over this rank's examples.
         examples: how many examples were added.
-        clipped: how many of them were scaled down.
+        clipped: how many of them were scaled down; a rule may scale others up.
         non_finite: how many had a gradient that is not finite, and so contributed nothing.
         loss: the sum of the finite examples' losses.
     """
