@@ -111,7 +111,9 @@ def load_optimizer_and_scheduler(trainer: Any, checkpoint: Path) -> None:
     """Reads the optimizer's state of any layout into that of any model, and the schedule, on all ranks together."""
     model, optimizer = trainer.model, getattr(trainer.optimizer, "optimizer", trainer.optimizer)
     layout = layout_of(checkpoint)
-    if layout == "SHARDED_STATE_DICT":
+    if {layout, _layout_read_by(trainer)} == {"ordinary"}:
+        trainer.optimizer.load_state_dict(torch.load(checkpoint / _OPTIMIZER, map_location="cpu", weights_only=True))
+    elif layout == "SHARDED_STATE_DICT":
         sharded = {"optimizer": get_optimizer_state_dict(model, optimizer)}
         load(sharded, storage_reader=FileSystemReader(checkpoint / _SHARDED_OPTIMIZER))
         set_optimizer_state_dict(model, optimizer, sharded["optimizer"])

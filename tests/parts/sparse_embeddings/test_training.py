@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +19,7 @@ from hf_dp import DPTrainer, PrivacyConfig, SparseEmbeddingConfig, accounting
 from hf_dp.errors import BudgetExceededError, ConfigurationError, LedgerError, UnsupportedModelError
 from hf_dp.parts.sparse_embeddings import LazyRows, RowWiseAdam
 from hf_dp.parts.sparse_embeddings.kept_rows import FILE, LABEL
+from hf_dp.training.run import PrivateRun
 from tests.training.workbench import (
     EXPECTED,
     ROWS,
@@ -168,23 +172,28 @@ def test_a_checkpoint_without_the_rows_or_under_another_promise_is_refused(tmp_p
         sparse(tmp_path, sparse=FEST, **options).train(resume_from_checkpoint=str(checkpoint))
 
 
+@contextmanager
+def failing_from(step: int) -> Iterator[None]:
+    """Gradients of that step, and of those after it, cannot be computed."""
+    computed = PrivateRun._restricted
+
+    def failing(run: PrivateRun, batch: Any) -> Any:
+        if run.ledger.steps >= step:
+            raise RuntimeError("once")
+        return computed(run, batch)
+
+    with mock.patch.object(PrivateRun, "_restricted", failing):
+        yield
+
+
 def test_a_choice_that_was_made_is_not_made_again(tmp_path: Path) -> None:
     """A training that fails after its choice, and is begun again, keeps it; a second one is not paid for."""
 
-    class Failing(DPTrainer):
-        fails = True
-
-        def _record(self, *args: Any) -> Any:
-            if self.fails:
-                raise RuntimeError("once")
-            return super()._record(*args)
-
-    trainer = sparse(tmp_path, sparse=FEST, kind=Failing)
-    with pytest.raises(RuntimeError, match="once"):
+    trainer = sparse(tmp_path, sparse=FEST)
+    with failing_from(0), pytest.raises(RuntimeError, match="once"):
         trainer.train()
     assert [label for _, _, label in trainer.ledger.entries] == [LABEL]
     chosen = trainer._run.parts["sparse_embeddings"].choice.kept
-    trainer.fails = False
     trainer.train()
     assert torch.equal(trainer._run.parts["sparse_embeddings"].choice.kept, chosen)
     assert [label for _, _, label in trainer.ledger.entries] == [LABEL, accounting.TRAINING_STEP]
@@ -194,21 +203,12 @@ def test_a_choice_that_was_made_is_not_made_again(tmp_path: Path) -> None:
 
 
 def test_a_renewal_that_was_made_before_a_failure_is_charged_once_and_kept(tmp_path: Path) -> None:
-    class Failing(DPTrainer):
-        fails = True
-
-        def _record(self, *args: Any) -> Any:
-            if self.fails and self.ledger.steps == 2:
-                raise RuntimeError("once")
-            return super()._record(*args)
-
     settings = {**FEST, "renew_every": 2}
-    trainer = sparse(tmp_path, sparse=settings, kind=Failing, save_strategy="steps", save_steps=2)
-    with pytest.raises(RuntimeError, match="once"):
+    trainer = sparse(tmp_path, sparse=settings, save_strategy="steps", save_steps=2)
+    with failing_from(2), pytest.raises(RuntimeError, match="once"):
         trainer.train()
     assert [label for _, _, label in trainer.ledger.entries] == [LABEL, accounting.TRAINING_STEP, LABEL]
     chosen = trainer._run.parts["sparse_embeddings"].choice.kept
-    trainer.fails = False
     trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     assert torch.equal(trainer._run.parts["sparse_embeddings"].choice.kept, chosen)
     assert [label for _, _, label in trainer.ledger.entries].count(LABEL) == 2
