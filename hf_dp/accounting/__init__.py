@@ -23,9 +23,19 @@ from hf_dp.accounting.report import (
     STANDARD_CAVEATS,
     TOKENIZER,
     PrivacyReport,
+    clipping_in_words,
     standard_caveats,
 )
-from hf_dp.accounting.terms import ExampleUnit, FlatClipping, GaussianNoise, PoissonSampling, step_event
+from hf_dp.accounting.terms import (
+    AutomaticClipping,
+    ClippingTerms,
+    ExampleUnit,
+    FlatClipping,
+    GaussianNoise,
+    PoissonSampling,
+    clipping_terms,
+    step_event,
+)
 from hf_dp.config.asked import Query, Share
 from hf_dp.config.ranges import check_target_epsilon
 
@@ -40,6 +50,8 @@ __all__ = [
     "STANDARD_CAVEATS",
     "TOKENIZER",
     "TRAINING_STEP",
+    "AutomaticClipping",
+    "ClippingTerms",
     "ExampleUnit",
     "FlatClipping",
     "GaussianNoise",
@@ -54,6 +66,8 @@ __all__ = [
     "check_delta",
     "check_steps",
     "check_target_epsilon",
+    "clipping_in_words",
+    "clipping_terms",
     "default_delta",
     "epsilon",
     "event_from_dict",

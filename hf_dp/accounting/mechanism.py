@@ -13,7 +13,7 @@ from hf_dp.accounting.events import check_steps
 from hf_dp.accounting.ledger import Ledger
 from hf_dp.accounting.release import GRADIENT, TRAINING_STEP, Release, check_label
 from hf_dp.accounting.report import PrivacyReport, standard_caveats
-from hf_dp.accounting.terms import TERMS, ExampleUnit, FlatClipping, GaussianNoise, PoissonSampling, terms_from_dict
+from hf_dp.accounting.terms import TERMS, ClippingTerms, ExampleUnit, GaussianNoise, PoissonSampling, terms_from_dict
 from hf_dp.config import PrivacyConfig
 from hf_dp.config.asked import Query, promised
 from hf_dp.config.ranges import check_target_delta
@@ -46,7 +46,7 @@ class Mechanism:
 
     unit: ExampleUnit
     sampling: PoissonSampling
-    clipping: FlatClipping
+    clipping: ClippingTerms
     noise: GaussianNoise
     steps: int
     delta: float
@@ -119,6 +119,7 @@ class Mechanism:
             epsilon=ledger.epsilon(self.delta, config.accountant),
             delta=self.delta,
             noise_multiplier=self.noise.multiplier,
+            clipping=self.clipping.kind,
             clipping_norm=self.clipping.norm,
             sampling_probability=self.sampling.probability,
             steps=ledger.steps,

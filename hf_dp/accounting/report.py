@@ -8,13 +8,14 @@ import math
 import re
 import textwrap
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, get_args
 
 from hf_dp.accounting.events import in_words
 from hf_dp.accounting.neighbours import ZERO_OUT
 from hf_dp.accounting.release import GRADIENT, Release, check_label
 from hf_dp.config import AccountantName
-from hf_dp.config.ranges import is_number
+from hf_dp.config.promise import ClippingName
+from hf_dp.config.ranges import is_number, is_one_of
 from hf_dp.errors import LedgerError
 from hf_dp.versions import library_versions
 
@@ -43,6 +44,11 @@ def standard_caveats(*, withholds_logs: bool) -> tuple[str, ...]:
     return tuple(caveat for caveat in STANDARD_CAVEATS if not (withholds_logs and caveat == LOGGED_METRICS))
 
 
+def clipping_in_words(kind: str, norm: float) -> str:
+    """The clipping norm, and what is done with gradients that are shorter."""
+    return f"{norm:g}" if kind == "flat" else f"{norm:g} ({kind}: shorter gradients are brought near it too)"
+
+
 @dataclass(frozen=True, kw_only=True)
 class PrivacyReport:
     """The privacy that a run gave, with everything needed to judge or recompute it.
@@ -52,6 +58,7 @@ class PrivacyReport:
         delta: probability with which the bound may fail.
         noise_multiplier: standard deviation of a step's noise, in units of the sensitivity.
         clipping_norm: l2 norm to which each unit's gradient was clipped.
+        clipping: the kind of clipping rule.
         sampling_probability: of each unit in each step.
         steps: training steps charged.
         accountant: which bound `epsilon` is, "pld" or "rdp".
@@ -79,6 +86,7 @@ class PrivacyReport:
     accountant: AccountantName
     dataset_size: int
     expected_batch_size: float
+    clipping: str = "flat"
     target_epsilon: float | None = None
     epsilon_rdp: float | None = None
     queries: dict[str, float] = field(default_factory=dict)
@@ -96,9 +104,14 @@ class PrivacyReport:
         return math.isfinite(self.epsilon) and not self.reproducible
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for strict JSON, infinities as the string "inf". `private` is included, for readers."""
+        """Plain values for strict JSON, infinities as the string "inf". `private` is included, for readers.
+
+        Flat clipping is not named, as in reports of before there was another kind.
+        """
         values = {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}
         values = {name: "inf" if value == math.inf else value for name, value in values.items()}
+        if self.clipping == "flat":
+            del values["clipping"]
         values |= {"queries": dict(self.queries), "releases": [release.to_dict() for release in self.releases]}
         return {**values, "caveats": list(self.caveats), "versions": dict(self.versions), "private": self.private}
 
@@ -144,7 +157,7 @@ class PrivacyReport:
             "sampling": f"{self.sampling}, probability {self.sampling_probability:.4g} a step "
             f"(on average {self.expected_batch_size:g} of {self.dataset_size})",
             "noise multiplier": f"{self.noise_multiplier:.4g}",
-            "clipping norm": f"{self.clipping_norm:g}",
+            "clipping norm": clipping_in_words(self.clipping, self.clipping_norm),
             "steps": f"{self.steps}",
             "accountant": self.accountant.upper()
             + ("" if self.epsilon_rdp is None else f" (RDP cross-check: epsilon {self.epsilon_rdp:.4g})"),
@@ -180,7 +193,7 @@ _NUMBERS = ("epsilon", "delta", "noise_multiplier", "clipping_norm", "sampling_p
 def _read(cls: type[PrivacyReport], values: object) -> PrivacyReport | str:
     if not isinstance(values, dict):
         return f"found {str(values)[:100]}"
-    fields = {key: value for key, value in values.items() if key != "private"}
+    fields = {"clipping": "flat"} | {key: value for key, value in values.items() if key != "private"}
     known = {item.name for item in dataclasses.fields(cls)}
     if set(fields) != known:
         return f"missing or unknown fields {sorted(map(str, set(fields) ^ known))}"
@@ -194,6 +207,8 @@ def _read(cls: type[PrivacyReport], values: object) -> PrivacyReport | str:
             return f"{name} is {fields[name]!r}"
     if not isinstance(fields["reproducible"], bool) or fields["accountant"] not in ("pld", "rdp"):
         return f"reproducible is {fields['reproducible']!r}, accountant is {fields['accountant']!r}"
+    if not is_one_of(fields["clipping"], get_args(ClippingName)):
+        return f"clipping is {fields['clipping']!r}"
     texts = [fields[name] for name in ("unit", "adjacency", "sampling")]
     texts += fields["caveats"] if isinstance(fields["caveats"], list) else [None]
     if not all(isinstance(text, str) for text in texts):

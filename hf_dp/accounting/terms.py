@@ -12,6 +12,7 @@ import dp_accounting as dp
 
 from hf_dp.accounting.events import check_sampling_probability
 from hf_dp.accounting.neighbours import ZERO_OUT
+from hf_dp.config import PrivacyConfig
 from hf_dp.config.ranges import check_clipping_norm, check_noise_multiplier, is_count, is_number, shown
 from hf_dp.errors import ConfigurationError
 
@@ -97,6 +98,36 @@ class FlatClipping(_Terms):
 
 
 @dataclass(frozen=True, kw_only=True)
+class AutomaticClipping(_Terms):
+    """Each unit's gradient g is scaled by `norm` / (|g| + `gamma`), to l2 norm below `norm`, over all parameters.
+
+    Attributes:
+        norm: C > 0, finite.
+        gamma: between 1e-4 and 1e4. Gradients much shorter than that stay short; it costs nothing.
+    """
+
+    norm: float
+    gamma: float = 0.01
+    kind: str = "automatic"
+
+    def _check(self) -> None:
+        check_clipping_norm(self.norm)
+        if self.norm == math.inf:
+            _refuse("norm", self.norm, "gradients that are brought near it need a finite one")
+        # A larger coefficient could make infinities of finite gradients.
+        if not (is_number(self.gamma) and 1e-4 <= self.gamma <= 1e4):
+            _refuse("gamma", self.gamma, "it is a number between 0.0001 and 10000")
+
+    @property
+    def sensitivity(self) -> float:
+        """How far one unit moves the sum in l2 norm, at most: C |g| / (|g| + gamma) < C."""
+        return self.norm
+
+
+ClippingTerms = FlatClipping | AutomaticClipping
+
+
+@dataclass(frozen=True, kw_only=True)
 class GaussianNoise(_Terms):
     """Independent Gaussian noise on each query of a step.
 
@@ -156,9 +187,15 @@ def _poisson_sampled(probability: float, inner: dp.DpEvent) -> dp.DpEvent:
 TERMS: dict[str, dict[str, type[Any]]] = {
     "unit": {"example": ExampleUnit},
     "sampling": {"poisson": PoissonSampling},
-    "clipping": {"flat": FlatClipping},
+    "clipping": {"flat": FlatClipping, "automatic": AutomaticClipping},
     "noise": {"gaussian": GaussianNoise},
 }
+
+
+def clipping_terms(config: PrivacyConfig) -> ClippingTerms:
+    """The clipping that a config promises."""
+    terms: ClippingTerms = TERMS["clipping"][config.clipping](norm=config.clipping_norm)
+    return terms
 
 
 def terms_from_dict(field: str, values: object) -> Any:

@@ -8,7 +8,7 @@ import math
 import warnings
 from dataclasses import dataclass, field
 from pathlib import PurePath
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from hf_dp.config.ranges import (
     check_clipping_norm,
@@ -25,6 +25,7 @@ from hf_dp.errors import ConfigurationError
 from hf_dp.launched import is_first, say_once
 
 AccountantName = Literal["pld", "rdp"]
+ClippingName = Literal["flat", "automatic"]
 
 
 @dataclass(frozen=True, init=False)
@@ -42,6 +43,8 @@ class PrivacyConfig:
         target_delta: delta, strictly between 0 and 1/n. None: n ** -1.1 for n training examples.
         clipping_norm: l2 norm C > 0 to which each example's gradient is clipped. `math.inf` (no clipping) is
             allowed only with `noise_multiplier=0`.
+        clipping: "flat" cuts longer gradients to norm C and leaves shorter ones; "automatic" scales every gradient g by
+            C / (|g| + 0.01), below C (Bu et al. 2022, arXiv:2206.07136), which leaves only the learning rate to choose.
         accountant: "pld" (privacy loss distributions, tight) or "rdp" (Renyi, an upper bound).
         withhold_non_private_logs: keep training loss and clipping statistics, which are functions of the
             private data with no noise, out of the logs and the trainer state.
@@ -64,6 +67,9 @@ class PrivacyConfig:
     )
     target_delta: float | None = field(default=None, metadata={"help": "Delta; by default n ** -1.1 for n examples."})
     clipping_norm: float = field(default=1.0, metadata={"help": "The l2 norm each example's gradient is clipped to."})
+    clipping: ClippingName = field(
+        default="flat", metadata={"help": "flat (long gradients are cut) or automatic (all are brought near the norm)."}
+    )
     accountant: AccountantName = field(default="pld", metadata={"help": "Accountant: pld (tight) or rdp."})
     withhold_non_private_logs: bool = field(
         default=False, metadata={"help": "Keep training loss and clipping statistics out of the logs."}
@@ -83,6 +89,7 @@ class PrivacyConfig:
         seed: int | None = None,
         re_attention: ReAttentionConfig | None = None,
         sparse_embeddings: SparseEmbeddingConfig | None = None,
+        clipping: ClippingName = "flat",
     ) -> None:
         values = dict(locals())
         # Every private run makes one of these before anything can be refused.
@@ -114,6 +121,7 @@ class PrivacyConfig:
                 why="without clipping one example's influence is unbounded, and no finite noise hides it.",
                 fix="give a finite clipping_norm, or noise_multiplier=0 for a run without privacy.",
             )
+        self._check_clipping()
         if self.target_delta is not None:
             check_target_delta(self.target_delta)
         if not is_one_of(self.accountant, ("pld", "rdp")):
@@ -151,6 +159,20 @@ class PrivacyConfig:
             warnings.warn(
                 "noise_multiplier=0: this run adds no noise and is not private; its epsilon is infinite.",
                 stacklevel=3,
+            )
+
+    def _check_clipping(self) -> None:
+        if not is_one_of(self.clipping, get_args(ClippingName)):
+            raise ConfigurationError(
+                f"clipping={shown(self.clipping)}.",
+                why="what one example may add follows from the rule, and of an unknown one nothing follows.",
+                fix="use 'flat' (the default) or 'automatic'.",
+            )
+        if self.clipping != "flat" and self.clipping_norm == math.inf:
+            raise ConfigurationError(
+                f"clipping={self.clipping!r} with clipping_norm=inf.",
+                why="it brings every gradient near the clipping norm, and none can be brought near infinity.",
+                fix="give a finite clipping_norm, or clipping='flat'.",
             )
 
     def _check_sparse_embeddings(self) -> None:

@@ -13,6 +13,7 @@ from hf_dp.accounting import (
     PrivacyReport,
     Release,
     check_delta,
+    clipping_terms,
     in_words,
     standard_caveats,
     step_event,
@@ -183,13 +184,15 @@ def check_promise(record: PrivacyRecord) -> Iterator[Check]:
         if not same(promise.get(name, "absent"), value)
     ]
     # The config may leave two of these to be found.
-    given = {"clipping_norm": mechanism.clipping.norm}
-    given |= {"noise_multiplier": mechanism.noise.multiplier} if config.noise_multiplier is not None else {}
-    given |= {"target_delta": mechanism.delta} if config.target_delta is not None else {}
+    given: dict[str, tuple[Any, Any]] = {
+        "clipping": (mechanism.clipping.to_dict(), clipping_terms(config).to_dict()),
+        "noise_multiplier": (mechanism.noise.multiplier, config.noise_multiplier),
+        "target_delta": (mechanism.delta, config.target_delta),
+    }
     differing += [
-        f"{name}: {value!r} in the mechanism, {getattr(config, name)!r} in the config"
-        for name, value in given.items()
-        if not same(value, getattr(config, name))
+        f"{name}: {said!r} in the mechanism, {wanted!r} in the config"
+        for name, (said, wanted) in given.items()
+        if wanted is not None and not same(said, wanted)
     ]
     yield Check("mechanism, config and ledger's promise", not differing, "; ".join(differing) or "they agree")
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import hf_dp.ranks as ranks
-from hf_dp.clipping.flat import Clipping
+from hf_dp.clipping.rule import ClippingRule
 from hf_dp.errors import HfDpError
 from hf_dp.noise.gaussian import GaussianNoise
 from hf_dp.per_example import RowSum, sparse_gradient
@@ -52,12 +52,12 @@ class ClippedSum:
             a parameter that FSDP2 shards, this rank's part.
         rows: the sum for each parameter that is summed by rows, over this rank's examples.
         examples: how many examples were added.
-        clipped: how many of them were scaled down.
+        clipped: how many of them were scaled down; a rule may scale others up.
         non_finite: how many had a gradient that is not finite, and so contributed nothing.
         loss: the sum of the finite examples' losses.
     """
 
-    def __init__(self, model: nn.Module, clipping: Clipping, by_rows: SummedByRows | None = None) -> None:
+    def __init__(self, model: nn.Module, clipping: ClippingRule, by_rows: SummedByRows | None = None) -> None:
         self._clipping, self._by_rows = clipping, by_rows
         self._parameters = trainable(model)
         names = () if by_rows is None else by_rows.names

@@ -46,7 +46,7 @@ class Magnitudes:
         trained = [p for p in model.parameters() if p.requires_grad]
         self._count = sum(p.numel() for p in trained)
         self._limit = _LOST * max(1.0, self._root_mean_square(model))
-        deviation, clipping = plan.noise_standard_deviation, plan.clipping.norm
+        deviation, clipping = plan.noise_standard_deviation, plan.clipping.sensitivity
         expected = plan.sampler.expected_batch_size
         if not deviation:
             return

@@ -11,7 +11,8 @@ import dp_accounting as dp
 
 import hf_dp.accounting as accounting
 from hf_dp.accounting import GRADIENT, Mechanism, Query, Release, Share
-from hf_dp.clipping.flat import Clipping
+from hf_dp.clipping.rule import ClippingRule
+from hf_dp.clipping.table import rule_of
 from hf_dp.config import PrivacyConfig
 from hf_dp.errors import ConfigurationError
 from hf_dp.noise.gaussian import GaussianNoise
@@ -39,7 +40,7 @@ class Plan:
     mechanism: Mechanism
     sampler: PoissonBatchSampler
     entropy: Entropy
-    clipping: Clipping = field(init=False)
+    clipping: ClippingRule = field(init=False)
     noise: GaussianNoise = field(init=False)
 
     def __post_init__(self) -> None:
@@ -52,7 +53,7 @@ class Plan:
                 why="what runs would not be what is accounted for.",
                 fix="make plans with Plan.make, from the sampler that draws.",
             )
-        object.__setattr__(self, "clipping", Clipping(self.mechanism.clipping.norm))
+        object.__setattr__(self, "clipping", rule_of(self.mechanism.clipping))
         object.__setattr__(self, "noise", GaussianNoise(self.entropy))
 
     @classmethod
@@ -95,7 +96,7 @@ class Plan:
         mechanism = Mechanism(
             unit=accounting.ExampleUnit(number=n),
             sampling=sampler.terms,
-            clipping=accounting.FlatClipping(norm=config.clipping_norm),
+            clipping=accounting.clipping_terms(config),
             noise=accounting.GaussianNoise(multiplier=noise_multiplier),
             steps=steps,
             delta=delta,
@@ -164,8 +165,9 @@ class Plan:
         return self.mechanism.report(ledger, self.config)
 
     def __str__(self) -> str:
+        clipping = accounting.clipping_in_words(self.mechanism.clipping.kind, self.mechanism.clipping.norm)
         return (
-            f"delta {self.delta:.3g}, noise multiplier {self.noise_multiplier:.4g}, clipping norm "
-            f"{self.clipping.norm:g}, sampling probability {self.sampler.sampling_probability:.4g}, {self.steps} steps "
-            f"of expected batch size {self.sampler.expected_batch_size}"
+            f"delta {self.delta:.3g}, noise multiplier {self.noise_multiplier:.4g}, clipping norm {clipping}, sampling "
+            f"probability {self.sampler.sampling_probability:.4g}, {self.steps} steps of expected batch size "
+            f"{self.sampler.expected_batch_size}"
         )

@@ -36,8 +36,9 @@ def test_batches_that_are_empty_on_some_ranks_or_all(pair: Gang) -> None:
         assert (each["examples"], each["loss"]) == (alone["examples"], pytest.approx(alone["loss"]))
 
 
-def test_the_seeded_noise_is_that_of_one_process(tmp_path: Path, pair: Gang) -> None:
-    noisy = {"noise_multiplier": 1.0}
+@pytest.mark.parametrize("clipping", [{}, {"clipping": "automatic"}], ids=["flat", "automatic"])
+def test_the_seeded_noise_is_that_of_one_process(tmp_path: Path, pair: Gang, clipping: dict[str, str]) -> None:
+    noisy = {"noise_multiplier": 1.0, **clipping}
     alone = pair.alone_once(trained_alone, "bert", tuple(noisy.items()))
     for found in pair.run(trained, str(tmp_path / "two"), "bert", 2, noisy):
         assert farthest(found["parameters"], alone["parameters"]) < TOLERANCE

@@ -56,6 +56,13 @@ def test_with_adam_and_every_parameter_in_one_unit(pair: Gang, name: str) -> Non
         assert farthest(found["parameters"], alone["parameters"]) < TOLERANCE
 
 
+def test_automatic_clipping_in_shards(pair: Gang) -> None:
+    automatic = {"clipping": "automatic"}
+    alone = pair.alone(stepped, "tied gpt2", None, 8, False, "SGD", automatic)
+    for found in pair.run(stepped, "tied gpt2", "blocks", 8, False, "SGD", automatic):
+        assert farthest(found["parameters"], alone["parameters"]) < TOLERANCE
+
+
 def test_failure_06_batches_that_are_empty_on_some_ranks_or_all(pair: Gang) -> None:
     alone = pair.alone_once(stepped, "tied gpt2", None, 1)
     found = pair.run(stepped, "tied gpt2", "blocks", 1)

@@ -84,7 +84,11 @@ def test_every_release_is_told(charges: list[tuple[dp.DpEvent, str, int]]) -> No
     }.items() <= said.items()
 
 
-@given(st.dictionaries(st.sampled_from([field.name for field in dataclasses.fields(PrivacyReport)]), st.none()))
+# Without its kind clipping is flat, which is held against the mechanism.
+NEEDED = [field.name for field in dataclasses.fields(PrivacyReport) if field.name != "clipping"]
+
+
+@given(st.dictionaries(st.sampled_from(NEEDED), st.none()))
 def test_half_a_report_is_refused(holes: dict[str, None]) -> None:
     values = json.loads(record_of([(step_event(1.0, 0.1), TRAINING_STEP, 1)]).to_json())
     for name in holes:

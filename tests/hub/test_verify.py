@@ -106,7 +106,7 @@ TAMPERED: dict[str, tuple[list[Callable[[Path], None]], str]] = {
             in_record("ledger", "promise", "clipping_norm", to=0.1),
             seal,
         ],
-        "clipping_norm: 0.1 in the mechanism, 1.0 in the config",
+        "clipping: {'norm': 0.1, 'kind': 'flat'} in the mechanism, {'norm': 1.0, 'kind': 'flat'} in the config",
     ),
     "noise in the mechanism": (
         [in_record("mechanism", "noise", "multiplier", to=2.0), seal], "calibrated_noise_multiplier: 2.0 claimed"
@@ -241,6 +241,34 @@ def test_every_release_is_on_the_card_and_in_the_ledger(tmp_path: Path) -> None:
     load_re_attention(tiny("gpt2", "sequence"), tmp_path / "out")
     in_record("ledger", "entries", to=lambda entries: entries[1:])(tmp_path / "out")
     assert "epsilon (PLD)" in failed(tmp_path / "out")
+
+
+def test_another_clipping_rule_is_on_the_card_and_changed_nowhere_alone(tmp_path: Path) -> None:
+    run = make(tmp_path / "out", privacy=PrivacyConfig(target_epsilon=3.0, clipping="automatic"))
+    run.train()
+    run.save_model()
+    found = verify(tmp_path / "out")
+    assert found.private, found.checks
+    assert found.report.clipping == "automatic"
+    assert "1 (automatic: shorter gradients are brought near it too)" in (tmp_path / "out" / "README.md").read_text()
+    changes = {
+        "clipping: 'flat' claimed, 'automatic' follows": in_record("report", "clipping", to="flat"),
+        "clipping: 'automatic' claimed, 'absent' in the ledger": in_record("ledger", "promise", to=without_clipping),
+        "'kind': 'flat'} in the config": in_record("config", "clipping", to="flat"),
+        "'gamma': 1.0": in_record("mechanism", "clipping", "gamma", to=1.0),
+        "{'norm': 1.0, 'kind': 'flat'} in the mechanism": in_record(
+            "mechanism", "clipping", to={"norm": 1.0, "kind": "flat"}
+        ),
+    }
+    for number, (words, change) in enumerate(changes.items()):
+        copy = Path(shutil.copytree(tmp_path / "out", tmp_path / str(number)))
+        change(copy)
+        seal(copy)
+        assert words in failed(copy)
+
+
+def without_clipping(promise: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in promise.items() if name != "clipping"}
 
 
 def test_an_epsilon_whose_exponential_is_no_float_has_a_card_too(tmp_path: Path) -> None:

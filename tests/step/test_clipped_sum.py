@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hf_dp.clipping.flat import Clipping
+from hf_dp.accounting import FlatClipping
+from hf_dp.clipping.flat import Flat
 from hf_dp.per_example import loop, record
 from hf_dp.per_example.batch import Batch, take
 from hf_dp.step.clipped_sum import ClippedSum
@@ -43,7 +44,7 @@ def batch_of(size: int, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]
 
 
 def clipped(model: nn.Module, batches: list[dict[str, Tensor]], norm: float) -> ClippedSum:
-    total = ClippedSum(model, Clipping(norm))
+    total = ClippedSum(model, Flat(FlatClipping(norm=norm)))
     for batch in batches:
         total.add(record(model, losses, batch))
     return total
@@ -108,7 +109,7 @@ def test_failure_14_neighbours_of_nan_keep_every_bit() -> None:
 
 def test_failure_15_small_contributions_are_not_swallowed_by_a_bf16_sum() -> None:
     model = Tied().bfloat16()
-    total = ClippedSum(model, Clipping(1.0))
+    total = ClippedSum(model, Flat(FlatClipping(norm=1.0)))
     batch = batch_of(1, torch.float32)
     batch["scale"] = torch.tensor([1e-3])
     for _ in range(1000):
@@ -140,7 +141,7 @@ def test_parameters_laid_out_otherwise_are_summed_right() -> None:
         loss: Tensor = model(batch["x"]).square().flatten(1).mean(1)
         return loss
 
-    total, truth = ClippedSum(model, Clipping(math.inf)), loop(model, square, batch)
+    total, truth = ClippedSum(model, Flat(FlatClipping(norm=math.inf))), loop(model, square, batch)
     total.add(record(model, square, batch))
     for name, expected in truth.weighted_sum(torch.ones(5)).items():
         assert torch.allclose(total.gradients[name], expected, rtol=1e-12)

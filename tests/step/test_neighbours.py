@@ -11,7 +11,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from hf_dp.clipping.flat import Clipping
+from hf_dp.accounting.terms import TERMS
+from hf_dp.clipping.rule import ClippingRule
+from hf_dp.clipping.table import RULES, rule_of
 from hf_dp.losses import per_example_losses
 from hf_dp.per_example import Dense, Outer, PerExampleGradients, record
 from hf_dp.per_example.batch import Batch, take
@@ -19,6 +21,7 @@ from hf_dp.step.clipped_sum import ClippedSum
 from tests.zoo import text_batch, tiny
 
 EXPONENTS = st.integers(-18, 18)
+KINDS = st.sampled_from(sorted(RULES))
 DTYPES = st.sampled_from([torch.float32, torch.float64, torch.bfloat16])
 # Rounding of one sum relative to its size, in its own dtype: what no summation in floating point can be better than.
 SLACK = {torch.float64: 1e-12, torch.float32: 1e-5}
@@ -48,8 +51,14 @@ def loss(model: nn.Module, batch: Batch) -> Tensor:
     return each.view(batch["ids"].shape).mean(1) * batch["scale"].to(logits.dtype)
 
 
-def clipped(model: nn.Module, batch: Batch, split: list[list[int]], norm: float) -> dict[str, Tensor]:
-    total = ClippedSum(model, Clipping(norm))
+def rule(kind: str, norm: float) -> ClippingRule:
+    return rule_of(TERMS["clipping"][kind](norm=norm))
+
+
+def clipped(
+    model: nn.Module, batch: Batch, split: list[list[int]], norm: float, kind: str = "flat"
+) -> dict[str, Tensor]:
+    total = ClippedSum(model, rule(kind, norm))
     for index in split:
         if index:
             total.add(record(model, loss, take(batch, index)))
@@ -61,9 +70,9 @@ def l2(values: Any) -> float:
 
 
 @settings(max_examples=60)
-@given(data=st.data(), dtype=DTYPES, is_tied=st.booleans(), seed=st.integers(0, 99))
+@given(data=st.data(), dtype=DTYPES, is_tied=st.booleans(), seed=st.integers(0, 99), kind=KINDS)
 def test_one_example_moves_the_sum_by_at_most_c(
-    data: st.DataObject, dtype: torch.dtype, is_tied: bool, seed: int
+    data: st.DataObject, dtype: torch.dtype, is_tied: bool, seed: int, kind: str
 ) -> None:
     size, length = data.draw(st.integers(2, 6)), data.draw(st.integers(1, 5))
     width = data.draw(st.integers(1, 7))
@@ -79,13 +88,13 @@ def test_one_example_moves_the_sum_by_at_most_c(
         "scale": torch.tensor([10.0**e for e in exponents], dtype=torch.float64),
     }
     split = [list(range(a, b)) for a, b in zip([0, *cuts], [*cuts, size], strict=True)]
-    full = clipped(model, batch, split, norm)
-    without = clipped(model, batch, [[i for i in part if i != removed] for part in split], norm)
-    alone = clipped(model, batch, [[removed]], norm)
+    full = clipped(model, batch, split, norm, kind)
+    without = clipped(model, batch, [[i for i in part if i != removed] for part in split], norm, kind)
+    alone = clipped(model, batch, [[removed]], norm, kind)
     # In its place, an example that adds nothing.
     nothing = {**batch, "scale": batch["scale"].clone()}
     nothing["scale"][removed] = 0
-    zeroed = clipped(model, nothing, split, norm)
+    zeroed = clipped(model, nothing, split, norm, kind)
     slack = SLACK[next(iter(full.values())).dtype]
     assert all(v.isfinite().all() for v in full.values())
     assert l2(alone.values()) <= norm
@@ -102,11 +111,12 @@ def test_one_example_moves_the_sum_by_at_most_c(
     cancelled=st.integers(0, 17),
     kind=st.sampled_from(["one use", "between positions", "between uses", "between instantiated uses"]),
     norm=st.integers(-3, 3),
+    clipping=KINDS,
 )
-@example(torch.float32, 12, (20, 20), (9, 9), 7, "between positions", 0)
-@example(torch.float32, 12, (20, 20), (9, 9), 7, "between instantiated uses", 0)
-@example(torch.float64, 12, (20, 20), (18, 0), 15, "between uses", 0)
-@example(torch.float32, 2, (2, 2), (-18, 18), 0, "one use", -3)
+@example(torch.float32, 12, (20, 20), (9, 9), 7, "between positions", 0, "flat")
+@example(torch.float32, 12, (20, 20), (9, 9), 7, "between instantiated uses", 0, "flat")
+@example(torch.float64, 12, (20, 20), (18, 0), 15, "between uses", 0, "automatic")
+@example(torch.float32, 2, (2, 2), (-18, 18), 0, "one use", -3, "automatic")
 def test_one_contribution_is_at_most_c_where_huge_terms_cancel(
     dtype: torch.dtype,
     positions: int,
@@ -115,6 +125,7 @@ def test_one_contribution_is_at_most_c_where_huge_terms_cancel(
     cancelled: int,
     kind: str,
     norm: int,
+    clipping: str,
 ) -> None:
     """A norm far below its terms is mostly rounding; the bound is on what is summed, not on what was meant."""
     generator = torch.Generator().manual_seed(positions)
@@ -133,7 +144,7 @@ def test_one_contribution_is_at_most_c_where_huge_terms_cancel(
         uses = [uses[0].instantiated(), uses[1]]
     weight = nn.Parameter(torch.zeros(widths, dtype=dtype))
     gradients = PerExampleGradients(torch.zeros(2), {"w": uses}, {"w": weight})
-    coefficients = Clipping(10.0**norm).coefficients(gradients.squared_norms(), gradients.rounding())
+    coefficients = rule(clipping, 10.0**norm).coefficients(gradients.squared_norms(), gradients.rounding())
     for i in range(2):
         only = torch.zeros_like(coefficients).index_fill_(0, torch.tensor([i]), 1.0) * coefficients
         assert l2(gradients.weighted_sum(only).values()) <= 10.0**norm * (1 + 1e-12)
@@ -150,7 +161,7 @@ def test_failure_01_the_clipped_norm_of_a_tied_weight_is_exactly_c(is_tied: bool
 
 
 def of_example(gradients: PerExampleGradients, i: int, norm: float) -> dict[str, Tensor]:
-    coefficients = Clipping(norm).coefficients(gradients.squared_norms(), gradients.rounding())
+    coefficients = rule("flat", norm).coefficients(gradients.squared_norms(), gradients.rounding())
     return gradients.weighted_sum(coefficients * torch.eye(len(coefficients), dtype=coefficients.dtype)[i])
 
 

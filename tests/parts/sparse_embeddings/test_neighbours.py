@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from hf_dp.clipping.flat import Clipping
+from hf_dp.accounting.terms import TERMS
+from hf_dp.clipping.table import RULES, rule_of
 from hf_dp.parts.sparse_embeddings import AdaptiveSelection, TableRows
 from hf_dp.per_example import Tables, record
 from hf_dp.per_example.batch import Batch, take
@@ -35,11 +36,11 @@ def loss(model: nn.Module, batch: Batch) -> Tensor:
     return F.cross_entropy(model(batch["ids"]), batch["y"], reduction="none") * batch["scale"]
 
 
-def released(model: Two, batches: list[Batch], c1: float, c2: float) -> tuple[Tensor, Tensor]:
+def released(model: Two, batches: list[Batch], c1: float, c2: float, clipping: str) -> tuple[Tensor, Tensor]:
     """The contribution map and the gradient of one logical batch, without noise, as vectors."""
     tables = Tables.of({"one.weight": model.one.weight, "two.weight": model.two.weight})
     chosen = TableRows(tables, None, AdaptiveSelection(tables.rows, 1.0, None, Entropy(0)), c1)
-    total = ClippedSum(model, Clipping(c2), chosen)
+    total = ClippedSum(model, rule_of(TERMS["clipping"][clipping](norm=c2)), chosen)
     for batch in batches:
         total.add(record(model, loss, batch, tables=NAMES))
     counts = torch.zeros(2 * ROWS, dtype=torch.float64)
@@ -58,9 +59,10 @@ def released(model: Two, batches: list[Batch], c1: float, c2: float) -> tuple[Te
     c1=st.sampled_from([0.5, 1.0, 1.7, 2.0, 10.0]),
     cut=st.integers(1, 5),
     left_out=st.integers(0, 5),
+    clipping=st.sampled_from(sorted(RULES)),
 )
 def test_one_unit_moves_the_contribution_map_by_at_most_c1(
-    ids: list[list[int]], scale: list[float], c1: float, cut: int, left_out: int
+    ids: list[list[int]], scale: list[float], c1: float, cut: int, left_out: int, clipping: str
 ) -> None:
     n = len(ids)
     batch = {
@@ -71,8 +73,8 @@ def test_one_unit_moves_the_contribution_map_by_at_most_c1(
     rest = [i for i in range(n) if i != left_out % n]
     cuts = [range(n)[:cut], range(n)[cut:]]
     model = Two()
-    counts, gradient = released(model, [take(batch, part) for part in cuts if len(part)], c1, 0.5)
-    without, other = released(model, [take(batch, rest)] if rest else [], c1, 0.5)
+    counts, gradient = released(model, [take(batch, part) for part in cuts if len(part)], c1, 0.5, clipping)
+    without, other = released(model, [take(batch, rest)] if rest else [], c1, 0.5, clipping)
     assert float((counts - without).norm()) <= c1 * (1 + 1e-12)
     assert float((gradient - other).norm()) <= 0.5 * (1 + 1e-9)
     # Negative control: all of its rows count, and only the clipping bounds them.

@@ -1,0 +1,56 @@
+"""What a clipping rule is: terms, the sensitivity that they promise, and a coefficient for each norm that keeps it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor
+
+from hf_dp.accounting import ClippingTerms
+
+# Room, in units of machine epsilon, for rounding in the coefficient itself and in the weighted sum.
+_MARGIN = 8.0
+
+
+class ClippingRule(ABC):
+    """Scales each example's gradient to a bounded l2 norm.
+
+    A rule says one thing, `scales`. What privacy rests on besides is here, once for all rules: rounding is counted
+    against the bound, and what is not finite adds nothing.
+
+    Args:
+        terms: what the mechanism says of clipping.
+    """
+
+    def __init__(self, terms: ClippingTerms) -> None:
+        self.terms = terms
+
+    @property
+    def sensitivity(self) -> float:
+        """How far one example, added or removed, moves the clipped sum in l2 norm."""
+        return self.terms.sensitivity
+
+    def coefficients(self, squared_norms: Tensor, rounding: Tensor) -> Tensor:
+        """What each example's gradient is multiplied by: exactly 0 where its norm is not finite.
+
+        Args:
+            squared_norms: (B,) squared l2 norms.
+            rounding: (B,) a bound on their floating-point error; the norm is taken as large as it can be.
+
+        Returns:
+            (B,) in the dtype of `squared_norms`. Each times its norm is at most `sensitivity`, in floating point too.
+        """
+        bound = self.sensitivity * (1 - _MARGIN * torch.finfo(squared_norms.dtype).eps)
+        norms = (squared_norms.double() + rounding.double()).sqrt()
+        finite = (squared_norms + rounding).isfinite()
+        return self.scales(norms, bound).where(finite, 0.0).to(squared_norms.dtype)
+
+    @abstractmethod
+    def scales(self, norms: Tensor, bound: float) -> Tensor:
+        """(B,) float64: numbers from 0, each at most `bound` / norm, so that no scaled norm exceeds `bound`.
+
+        Args:
+            norms: (B,) l2 norms, float64; the answer to one that is not finite is not used.
+            bound: on every scaled norm; infinite where nothing is promised.
+        """
