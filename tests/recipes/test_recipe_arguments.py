@@ -17,7 +17,13 @@ from tests.recipes.test_recipes_text import local as local_answers  # noqa: F401
 
 RECIPES = sorted(path.stem for path in (ROOT / "recipes").glob("*.yaml"))
 # Unlike the defaults, and unlike the files.
-PROMISE = {"target_delta": 1e-6, "clipping_norm": 0.7, "accountant": "rdp", "withhold_non_private_logs": True}
+PROMISE = {
+    "clipping": "automatic",
+    "target_delta": 1e-6,
+    "clipping_norm": 0.7,
+    "accountant": "rdp",
+    "withhold_non_private_logs": True,
+}
 OF_THE_PROMISE = {**PROMISE, "target_epsilon": 2.5, "privacy_seed": 5, "re_attention": {"budget_share": 0.3}}
 OF_TRAINING = {"learning_rate": 0.0123, "seed": 7, "gradient_accumulation_steps": 3, "per_device_train_batch_size": 4}
 
