@@ -62,7 +62,7 @@ docs: $(VENV)/.ready
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 clean:
-	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) build dist hf-dp-demo .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
 help:
 	@sed -n 's/^#   //p' $(firstword $(MAKEFILE_LIST))

@@ -92,6 +92,10 @@ def plan(
             check_clipping_norm(_positive("--clipping-norm", clipping_norm))
             proposed = batch_size is None
             if batch_size is None:
+                if share:
+                    raise ConfigurationError(
+                        "--share without --batch-size.", why="a batch is proposed for steps alone.", fix="give it."
+                    )
                 batch_size, steps = _propose(n, epochs, steps, examples, epsilon, delta, min_steps)
             answer = _plan(n, batch_size, epochs, steps, examples, epsilon, noise, delta, share or [])
             answer |= _derived(answer, proposed, clipping_norm)

@@ -20,7 +20,7 @@ from hf_dp.hub.claim import (
 )
 from hf_dp.hub.files import beside, check_files, folders_of_their_own, is_left_over
 from hf_dp.hub.page import check_card
-from hf_dp.hub.record import PrivacyRecord
+from hf_dp.hub.record import RECORD_FILE, VERSION, PrivacyRecord
 from hf_dp.hub.source import Source, open_source
 from hf_dp.versions import library_versions
 
@@ -118,8 +118,9 @@ def _notes(source: Source, record: PrivacyRecord) -> Iterator[str]:
         yield said
     if not is_of_this_version(record):
         yield (
-            f"The card and its caveats are in the words of hf_dp {report.versions.get('hf_dp')}; this is "
-            f"{library_versions()['hf_dp']}, and compared them with the record's digest alone."
+            f"The card and its caveats are in the words of hf_dp {report.versions.get('hf_dp')} and version "
+            f"{record.version} of {RECORD_FILE}; this is {library_versions()['hf_dp']}, which writes version {VERSION}, "
+            "and compared them with the record's digest alone."
         )
     if record.corpus and not record.weights:
         yield (

@@ -253,3 +253,9 @@ def test_a_share_that_is_none_is_refused(wrong):
     said = invoke(*BASE, "--steps", "40", "--share", "0.2", *wrong)
     assert said.exit_code == 2
     assert "What to do" in said.stderr
+
+
+def test_no_batch_is_proposed_for_what_is_shared():
+    said = invoke("plan", "--n", "10003", "--epochs", "6", "--epsilon", "8", "--share", "0.2")
+    assert said.exit_code == 2
+    assert "--share without --batch-size" in said.stderr
