@@ -17,7 +17,7 @@ from markdown_it import MarkdownIt
 
 from hf_dp.hub.card import BEGIN, END, METADATA_KEY, TAGS, metadata, privacy_section
 from hf_dp.hub.page import why_hidden
-from hf_dp.hub.record import CARD_FILE, RECORD_FILE, PrivacyRecord, sha256, sha256_of_text
+from hf_dp.hub.record import CARD_FILE, RECORD_FILE, VERSION, PrivacyRecord, sha256, sha256_of_text
 
 logger = logging.getLogger(__name__)
 
@@ -47,9 +47,9 @@ def write_card(directory: str | os.PathLike[str], name: str | None = None, recor
         new = ModelCardData(library_name="transformers").to_yaml()
         card = ModelCard(f"---\n{new}\n---\n\n# {name or directory.absolute().name}\n")
     section = privacy_section(record.report, record.ledger, record.config)
-    # The words of an earlier release are those that its record has the digest of.
-    kept = _section(card.text)
-    card.text = _with_section(card.text, kept if sha256_of_text(kept) == record.card_sha256 else section)
+    if record.version < VERSION and sha256_of_text(kept := _section(card.text)) == record.card_sha256:
+        section = kept  # in the words that its record has the digest of
+    card.text = _with_section(card.text, section)
     data = card.data
     tags = _other_tags(data)
     if not _is_on_the_hub(data.get("base_model")):

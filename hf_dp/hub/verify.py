@@ -119,7 +119,7 @@ def _notes(source: Source, record: PrivacyRecord) -> Iterator[str]:
     if not is_of_this_version(record):
         yield (
             f"The card and its caveats are in the words of hf_dp {report.versions.get('hf_dp')} and version "
-            f"{record.version} of {RECORD_FILE}; this is {library_versions()['hf_dp']}, which writes version {VERSION}, "
+            f"{record.version} of {RECORD_FILE}; this is {library_versions()['hf_dp']}, which writes {VERSION}, "
             "and compared them with the record's digest alone."
         )
     if record.corpus and not record.weights:
