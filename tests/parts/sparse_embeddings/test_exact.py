@@ -116,7 +116,7 @@ def dense_step(model: Model, plan: Plan, batch: Batch | None, kept: Tensor | Non
         gradient = {n: g * masks[n] if n in masks else g for n, g in gradient.items()}
         norm = torch.cat([g.flatten() for g in gradient.values()]).norm()
         for name, g in gradient.items():
-            sums[name] += g * (plan.clipping.norm / norm).clamp_max(1)
+            sums[name] += g * (plan.clipping.sensitivity / norm).clamp_max(1)
         touched = torch.cat([gradient[name].ne(0).any(1) for name in TABLES])
         counts += touched / max(1.0, float(touched.sum()) ** 0.5 / sparse.contribution_norm)
         touched_by_any |= touched
