@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import dp_accounting as dp
 import numpy as np
@@ -29,6 +30,20 @@ class Risk:
     true_positive_rates: dict[float, float]
     advantage: float
     posterior: float
+
+    def __str__(self) -> str:
+        rate, found = min(self.true_positive_rates.items(), key=lambda pair: abs(pair[0] - 0.01))
+        return (
+            "Whoever sees everything that was released, knows all of the training data but one example, and asks "
+            f"whether that one was in it: if they wrongly say yes of {rate:.1%} of those that were not, they rightly "
+            f"say so of at most {found:.1%} of those that were. Who thought it an even chance before is right in at "
+            f"most {self.posterior:.1%} of all cases after."
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for strict JSON."""
+        rates = {f"{rate:g}": found for rate, found in self.true_positive_rates.items()}
+        return {"true_positive_rates": rates, "advantage": self.advantage, "posterior": self.posterior}
 
 
 def risk(event: dp.DpEvent, false_positive_rates: tuple[float, ...] = FALSE_POSITIVE_RATES) -> Risk:
