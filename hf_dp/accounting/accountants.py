@@ -14,7 +14,7 @@ import numpy as np
 from dp_accounting import rdp as dp_rdp
 from dp_accounting.rdp import rdp_privacy_accountant
 
-from hf_dp.accounting.composition import composed_epsilon
+from hf_dp.accounting.composition import StepLoss, composed_deltas, composed_epsilon
 from hf_dp.accounting.events import primitives
 from hf_dp.accounting.kinds import Primitive
 from hf_dp.config import AccountantName
@@ -39,6 +39,8 @@ _RDP_ROUNDING = 1e-15
 # Each takes about 0.2 s, and up to a second with the others; a training has three at most.
 _MOST_DISTRIBUTIONS = 6
 _ONE_AT_A_TIME = threading.RLock()
+# What a grid that is too fine, or numbers that are too large for one, end in.
+_NO_GRID = (MemoryError, OverflowError, ValueError, ZeroDivisionError)
 Counts = tuple[tuple[Primitive, int], ...]
 
 
@@ -133,17 +135,49 @@ def _rdp_epsilon(counts: Counts, delta: float) -> float:
 
 
 def _pld_epsilon(counts: Counts, delta: float) -> float:
+    bound = 0.0
+    try:
+        for steps, cell in _directions(counts):
+            bound = composed_epsilon(steps, cell, delta, at_least=bound)
+    except _NO_GRID:
+        return math.inf
+    return math.inf if math.isnan(bound) else bound
+
+
+def _directions(counts: Counts) -> Iterator[tuple[list[tuple[StepLoss, int]], float]]:
+    """Losses on a grid, and its width, of one unit less and of one more; none where so fine a grid does not fit."""
     scales = [one.scale() for one, _ in counts]
     cell = min(deviation for deviation, _ in scales) / _CELLS_PER_DEVIATION
     cell = min(cell, _LARGEST_WANTED_CELL)
     cell = max(cell, max(width for _, width in scales) / _MAX_STEP_CELLS, _MIN_CELL)
     if cell > _MAX_CELL:
-        return math.inf
-    bound = 0.0
-    try:
-        for adjacency in range(2):
-            steps = [(one.losses(cell)[adjacency], n) for one, n in counts]
-            bound = composed_epsilon(steps, cell, delta, at_least=bound)
-    except (MemoryError, OverflowError, ValueError, ZeroDivisionError):
-        return math.inf
-    return math.inf if math.isnan(bound) else bound
+        raise OverflowError(cell)
+    for adjacency in range(2):
+        yield [(one.losses(cell)[adjacency], n) for one, n in counts], cell
+
+
+def deltas(event: dp.DpEvent, epsilons: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Upper bounds on delta at each of `epsilons`, from 0, in the two directions.
+
+    Returns:
+        Of outcomes with a unit's contribution against those without it, and the reverse: both shaped as `epsilons`.
+        From privacy loss distributions; 1 where those of the event do not fit into memory.
+
+    Raises:
+        LedgerError: an event that is not known here.
+    """
+    ones = np.ones_like(epsilons)
+    counts = primitives(event)
+    if counts is None:
+        return ones, ones
+    merged = _merged(counts)
+    if not merged:
+        return 0 * ones, 0 * ones
+    if not all(one.is_finite for one, _ in merged) or len(merged) > _MOST_DISTRIBUTIONS:
+        return ones, ones
+    with _quiet(), np.errstate(all="ignore"):
+        try:
+            with_it, without = (composed_deltas(steps, cell, epsilons) for steps, cell in _directions(merged))
+        except _NO_GRID:
+            return ones, ones
+    return np.fmin(with_it, 1.0), np.fmin(without, 1.0)

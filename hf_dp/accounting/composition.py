@@ -9,8 +9,9 @@ and weighted back it is small beside delta.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from scipy import fft, optimize
@@ -18,6 +19,8 @@ from scipy import fft, optimize
 # What lies outside of the window of the transform has probability exp(-50) on either side.
 _OUTSIDE = 50.0
 _LARGEST_WINDOW = 4_000_000
+# Where the bounds on delta at many epsilons are to be tightest.
+_MIDDLE = 1e-3
 _ROUNDING = float(np.finfo(np.float64).eps)
 
 
@@ -53,10 +56,10 @@ def composed_epsilon(
     Source: exponential tilting, the saddle point of Chernoff's bound; errors of the transforms as in Higham 2002,
     "Accuracy and Stability of Numerical Algorithms", theorem 24.2.
     """
-    infinite = -math.expm1(math.fsum(n * math.log1p(-step.infinite) for step, n in steps))
+    infinite = _infinite(steps)
     # Roundings of the cumulants, each of a few units, are multiplied by the number of steps.
     certain = math.log(delta - infinite) if infinite < delta else -math.inf
-    certain -= 8 * _ROUNDING * sum(n for _, n in steps)
+    certain -= _cumulant_rounding(steps)
     if certain == -math.inf:
         return math.inf
     sums = _Sums(steps, cell)
@@ -66,11 +69,41 @@ def composed_epsilon(
         return (sums.cumulant(order) - certain + _log_share(order)) / order
 
     # Any order gives a true bound; the best one of Chernoff's is where the tilted sum lies around epsilon.
-    start = min(np.linspace(-12, 10, 45), key=chernoff)
-    best = optimize.minimize_scalar(chernoff, bounds=(start - 0.5, start + 0.5), method="bounded")
+    best = _best(chernoff)
     if best.fun <= at_least or (tilted := sums.tilted(math.exp(best.x))) is None:
         return max(at_least, float(best.fun))
     return max(at_least, tilted.epsilon(certain, at_most=float(best.fun)))
+
+
+def composed_deltas(steps: Sequence[tuple[StepLoss, int]], cell: float, epsilons: np.ndarray) -> np.ndarray:
+    """Upper bounds on delta at each of `epsilons`, from 0, of independent steps. Args as for `composed_epsilon`.
+
+    They are tight where delta is above about 1e-9. 1 where no bound is found.
+    """
+    sums = _Sums(steps, cell)
+
+    def chernoff(log_order: float) -> float:
+        order = math.exp(log_order)
+        return (sums.cumulant(order) - math.log(_MIDDLE) + _log_share(order)) / order
+
+    tilted = sums.tilted(math.exp(_best(chernoff).x))
+    if tilted is None:
+        return np.ones_like(epsilons)
+    logs = np.array([tilted.log_delta(float(epsilon)) for epsilon in epsilons])
+    return np.minimum(1.0, np.exp(logs + _cumulant_rounding(steps)) * (1 + 1e-9) + _infinite(steps))
+
+
+def _best(bound: Callable[[float], float]) -> Any:
+    start = min(np.linspace(-12, 10, 45), key=bound)
+    return optimize.minimize_scalar(bound, bounds=(start - 0.5, start + 0.5), method="bounded")
+
+
+def _infinite(steps: Sequence[tuple[StepLoss, int]]) -> float:
+    return -math.expm1(math.fsum(n * math.log1p(-step.infinite) for step, n in steps))
+
+
+def _cumulant_rounding(steps: Sequence[tuple[StepLoss, int]]) -> float:
+    return 8 * _ROUNDING * sum(n for _, n in steps)
 
 
 class _Sums:

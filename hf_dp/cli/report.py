@@ -13,6 +13,7 @@ from rich.table import Table
 from hf_dp.cli.common import AsJson, print_json, refusals
 
 if TYPE_CHECKING:
+    from hf_dp.accounting.risk import Risk
     from hf_dp.hub import Source
 
 _CHECKPOINT = re.compile(r"checkpoint-([0-9]{1,18})/privacy\.json")
@@ -37,19 +38,22 @@ def report(
     Exit codes: 0, read; 2, there is no report, or it cannot be read.
     """
     from hf_dp.accounting import in_words
+    from hf_dp.accounting.risk import risk
     from hf_dp.errors import shortened
     from hf_dp.hub import RECORD_FILE, open_source
 
     with refusals():
         source = open_source(directory)
-        found = [name for name in source.names if name == RECORD_FILE or _CHECKPOINT.fullmatch(name)]
-        place = f"{directory}/{chosen.rpartition('/')[0]}" if "/" in (chosen := _chosen(source, found)) else directory
+        names = [name for name in source.names if name == RECORD_FILE or _CHECKPOINT.fullmatch(name)]
+        place = f"{directory}/{chosen.rpartition('/')[0]}" if "/" in (chosen := _chosen(source, names)) else directory
         older = place != directory and RECORD_FILE in source.names
         if place != directory:
             source = open_source(place)
         record = source.record()
+        found = risk(record.ledger.event) if record.report.private else None
     if as_json:
-        print_json({"source": place, "report": record.report.to_dict(), "ledger": record.ledger.to_dict()})
+        told = {"report": record.report.to_dict(), "ledger": record.ledger.to_dict()}
+        print_json({"source": place, **told, "risk": found and found.to_dict()})
         return
     console = Console(soft_wrap=True)
     besides = f", the newest here; {directory} holds an older model" if older else ""
@@ -61,6 +65,18 @@ def report(
     for event, count, label in record.ledger.entries:
         table.add_row(label, str(count), in_words(event))
     Console().print("\n", table)
+    if found is not None:
+        _print_risk(found)
+
+
+def _print_risk(found: Risk) -> None:
+    table = Table(title="How well membership can be told, at most", title_justify="left")
+    table.add_column("of those who are not in it, taken for members", justify="right")
+    table.add_column("of those who are, found", justify="right")
+    for rate, most in found.true_positive_rates.items():
+        table.add_row(f"{rate:.1%}", f"{most:.2%}")
+    Console().print("\n", table)
+    Console().print(str(found), markup=False, highlight=False)
 
 
 def _chosen(source: Source, names: list[str]) -> str:

@@ -18,6 +18,7 @@ import pytest
 
 from hf_dp import PrivacyConfig, ReAttentionConfig, load_report
 from hf_dp.accounting import Ledger, step_event
+from hf_dp.accounting.risk import risk
 from hf_dp.errors import HfDpError, HubError, LedgerError
 from hf_dp.hub import verify, write_card
 from hf_dp.hub.record import PrivacyRecord, sha256
@@ -392,13 +393,27 @@ def test_offline_is_said(tmp_path: Path) -> None:
 def test_report_reads_a_folder_a_checkpoint_and_an_interrupted_run(saved: Path, copy: Path) -> None:
     said = invoke("report", str(saved))
     assert said.exit_code == 0
-    for words in ("epsilon 3 at delta", "one training example", "training step", "Poisson sample"):
+    for words in (
+        "epsilon 3 at delta",
+        "one training example",
+        "training step",
+        "Poisson sample",
+        "How well membership",
+    ):
         assert words in said.stdout
     (copy / "privacy.json").unlink()
     values = json.loads(invoke("report", str(copy), "--json").stdout)
     assert values["source"].endswith("checkpoint-4")
     assert values["report"] == load_report(saved / "checkpoint-4").to_dict()
     assert Ledger.from_dict(values["ledger"]).steps == 4
+    assert values["risk"] == risk(Ledger.from_dict(values["ledger"]).event).to_dict()
+
+
+def test_report_of_a_run_that_is_not_private_tells_no_risk() -> None:
+    saved = str(Path(__file__).parent / "version1" / "reproducible")
+    values = json.loads(invoke("report", saved, "--json").stdout)
+    assert (values["report"]["private"], values["risk"]) == (False, None)
+    assert "membership" not in invoke("report", saved).stdout
 
 
 def test_report_shows_a_run_that_is_newer_than_the_finished_one_beside_it(saved: Path, copy: Path) -> None:

@@ -1,0 +1,80 @@
+"""What a promise means for one person, in the language of attacks: how well membership can be told at most."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import dp_accounting as dp
+import numpy as np
+
+from hf_dp.accounting.accountants import deltas
+from hf_dp.config.ranges import is_number, shown
+from hf_dp.errors import ConfigurationError
+
+FALSE_POSITIVE_RATES = (0.001, 0.01, 0.1)
+# Any epsilon gives a true bound; between these the best is missed by less than 1 %.
+_EPSILONS = np.concatenate([np.linspace(0, 2, 401), np.geomspace(2.005, 60, 600)])
+
+
+@dataclass(frozen=True)
+class Risk:
+    """Upper bounds for everyone who sees all that was released, and knows everything but one unit.
+
+    Attributes:
+        true_positive_rates: of any attack that tells members from others, by its false positive rate.
+        advantage: the largest true positive rate less the false positive rate.
+        posterior: how sure such an attacker may be on average, who held it for as likely as not, that he is right.
+    """
+
+    true_positive_rates: dict[float, float]
+    advantage: float
+    posterior: float
+
+    def __str__(self) -> str:
+        rate, found = min(self.true_positive_rates.items(), key=lambda pair: abs(pair[0] - 0.01))
+        return (
+            "Whoever sees everything that was released, knows all of the training data but one example, and asks "
+            f"whether that one was in it: if they wrongly say yes of {rate:.1%} of those that were not, they rightly "
+            f"say so of at most {found:.1%} of those that were. Who thought it an even chance before is right in at "
+            f"most {self.posterior:.1%} of all cases after."
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for strict JSON."""
+        rates = {f"{rate:g}": found for rate, found in self.true_positive_rates.items()}
+        return {"true_positive_rates": rates, "advantage": self.advantage, "posterior": self.posterior}
+
+
+def risk(event: dp.DpEvent, false_positive_rates: tuple[float, ...] = FALSE_POSITIVE_RATES) -> Risk:
+    """What can be told of one unit from everything in `event`.
+
+    Args:
+        event: mechanisms of `kinds`, in any composition.
+        false_positive_rates: each strictly between 0 and 1.
+
+    Raises:
+        ConfigurationError: a rate out of range.
+        LedgerError: an event that is not known here.
+
+    Source: the region of privacy of each (epsilon, delta) (Kairouz, Oh and Viswanath 2015, arXiv:1311.0776, theorem
+    2.1), of which all that hold together leave the trade-off of hypothesis testing (Dong, Roth and Su 2019,
+    arXiv:1905.02383, proposition 2.12).
+    """
+    for rate in false_positive_rates:
+        if not (is_number(rate) and 0 < rate < 1):
+            raise ConfigurationError(
+                f"a false positive rate of {shown(rate)}.",
+                why="it is the share of outsiders that an attack takes for members: strictly between 0 and 1.",
+                fix="give rates such as 0.001, 0.01 and 0.1.",
+            )
+    with_it, without = deltas(event, _EPSILONS)
+    growth = np.exp(_EPSILONS)
+
+    def most(rate: float) -> float:
+        above = (growth * rate + with_it).min()
+        below = (1 - (1 - rate - without) / growth).min()
+        return float(min(1.0, above, below))
+
+    advantage = float(min(with_it[0], without[0]))
+    return Risk({rate: most(rate) for rate in false_positive_rates}, advantage, (1 + advantage) / 2)
