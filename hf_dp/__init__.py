@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from hf_dp.config import PrivacyConfig, ReAttentionConfig, SparseEmbeddingConfig
     from hf_dp.hub import load_report
     from hf_dp.parts.re_attention import load_re_attention, remove_re_attention
+    from hf_dp.training.private_run import PrivateRun
     from hf_dp.training.trainer import DPTrainer, DPTrainerMixin
 
 # In every record: it changes when another epsilon is computed from the same ledger, too.
@@ -25,6 +26,7 @@ __all__ = [
     "DPTrainerMixin",
     "PrivacyConfig",
     "PrivacyReport",
+    "PrivateRun",
     "ReAttentionConfig",
     "SparseEmbeddingConfig",
     "__version__",
@@ -41,6 +43,7 @@ _HOME = {
     "DPTrainerMixin": "hf_dp.training.trainer",
     "PrivacyConfig": "hf_dp.config",
     "PrivacyReport": "hf_dp.accounting",
+    "PrivateRun": "hf_dp.training.private_run",
     "ReAttentionConfig": "hf_dp.config",
     "SparseEmbeddingConfig": "hf_dp.config",
     "load_re_attention": "hf_dp.parts.re_attention",

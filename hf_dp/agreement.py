@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 # A float64 holds so many bits of a digest exactly.
 _BITS = 48
-Intent = Literal["goes on", "ends an epoch", "stops"]
+Intent = Literal["goes on", "ends an epoch", "stops", "saves"]
 
 
 def agree(facts: Mapping[str, Any]) -> None:

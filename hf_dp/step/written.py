@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,12 +22,14 @@ class WrittenGradients:
 
     Args:
         optimizer: as accelerate wrapped it, or plain.
+        then: called when it has taken the gradients of a private step, before its `step()` returns.
 
     Raises:
         ConfigurationError: an optimizer that calls no hooks before its step.
     """
 
-    def __init__(self, optimizer: Any) -> None:
+    def __init__(self, optimizer: Any, then: Callable[[], None] | None = None) -> None:
+        self._then = then
         self._optimizer: torch.optim.Optimizer = getattr(optimizer, "optimizer", optimizer)
         self._marks: dict[int, Mark] = {}
         self._taken, self._depth = False, 0
@@ -82,6 +85,9 @@ class WrittenGradients:
 
     def _end(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         self._depth -= 1
+        # Once for each private step: whoever looks at it calls `refuse_untaken`.
+        if self._then is not None and not self._depth and self._taken and self._marks:
+            self._then()
 
     def _compare(self, optimizer: torch.optim.Optimizer, closure: Any) -> None:
         was_taken, self._taken = self._taken, True
@@ -104,6 +110,42 @@ class WrittenGradients:
                 fix="leave .grad and the optimizer alone between training_step and the optimizer's step (no backward "
                 "pass there), and put what belongs to the loss into compute_per_example_loss. This step moved nothing.",
             )
+
+
+class Weights:
+    """The weights after the optimizer's latest step, which nothing else may move between two steps.
+
+    As of gradients, what torch does not count is not seen: changes through `.data`, NumPy or DLPack.
+
+    Args:
+        model: of whose parameters, trained or not, the versions are noted.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._marks: dict[str, tuple[Tensor, int]] = {}
+
+    def note(self) -> None:
+        """They are as they should be."""
+        self._marks = {name: (p, p._version) for name, p in self._model.named_parameters()}
+
+    def refuse_moved(self, what: str) -> None:
+        """Refuses `what` follows, if something else has changed, exchanged or added weights since.
+
+        Raises:
+            ConfigurationError: with the name of one.
+        """
+        now = dict(self._model.named_parameters())
+        for name in sorted({*now, *self._marks}):
+            p, (was, version) = now.get(name), self._marks.get(name, (None, 0))
+            if p is None or p is not was or p._version != version:
+                raise ConfigurationError(
+                    f"{what}, after something else than the run's optimizer has changed {name}.",
+                    why="what it put into the weights may be neither clipped nor noised nor counted, and the claim "
+                    "beside them would be untrue.",
+                    fix="move the weights by the optimizer of begin() alone; wrap, load, freeze and average before "
+                    "begin() or in a copy of the model.",
+                )
 
 
 def gradient_norm(model: nn.Module) -> Tensor:

@@ -14,7 +14,7 @@ from hf_dp.agreement import keep_step
 logger = logging.getLogger(__name__)
 
 
-class PrivateRun(Protocol):
+class PrivateTrainer(Protocol):
     """What the callback needs of the trainer that it is bound to."""
 
     callback_handler: Any
@@ -31,7 +31,7 @@ class PrivateRun(Protocol):
 class PrivacyCallback(TrainerCallback, ExportableState):
     """Bound to one DPTrainer, which adds it itself."""
 
-    def __init__(self, trainer: PrivateRun | None = None) -> None:
+    def __init__(self, trainer: PrivateTrainer | None = None) -> None:
         self.trainer = trainer
 
     def state(self) -> dict[str, Any]:

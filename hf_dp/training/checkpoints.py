@@ -58,7 +58,7 @@ class CheckpointMixin(_Base):
             ConfigurationError: something else in the output directory has the name of what will be written there.
             LedgerError: there are checkpoints, and none is whole.
         """
-        refuse_in_the_way(str(self.args.output_dir), _ASIDE, _WHOLE)
+        refuse_files_in_the_way(str(self.args.output_dir))
         if resume_from_checkpoint is True:
             # Where there is none at all, Trainer says so.
             resume_from_checkpoint = newest_whole(str(self.args.output_dir)) or True
@@ -79,22 +79,17 @@ class CheckpointMixin(_Base):
             OSError: with the disk's name, where it is full.
         """
         run_dir, name = self._get_output_dir(trial), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-        aside = Path(run_dir, _ASIDE)
-        self._once_on_each_machine(lambda: _clear(run_dir))
+        self._once_on_each_machine(lambda: clear(run_dir))
         self._is_aside = True
         self._values_to_save = checksums(self.model, None if self.args.save_only_model else self.optimizer)
         try:
-            with full_disk_is_named(Path(run_dir), "The checkpoints before this one are as they were."):
+            with written_aside(run_dir) as aside:
                 super()._save_checkpoint(model, trial)
                 self._remember_best(run_dir, aside)
-                flush(aside)
-        except BaseException:
-            shutil.rmtree(aside, ignore_errors=True)
-            raise
         finally:
             self._is_aside = False
         ranks.wait()
-        self._once_on_each_machine(lambda: _put_in_place(run_dir, name))
+        self._once_on_each_machine(lambda: put_in_place(run_dir, name))
         if self.args.push_to_hub:
             self._push_from_checkpoint(os.path.join(run_dir, name))
         if self.args.should_save:
@@ -122,13 +117,36 @@ class CheckpointMixin(_Base):
             super()._push_from_checkpoint(checkpoint_folder)
 
 
-def _clear(run_dir: str) -> None:
+def refuse_files_in_the_way(output_dir: str) -> None:
+    """Refuses an output directory in which something else has the name of what is written (`ConfigurationError`)."""
+    refuse_in_the_way(output_dir, _ASIDE, _WHOLE)
+
+
+@contextlib.contextmanager
+def written_aside(run_dir: str) -> Iterator[Path]:
+    """The folder for a checkpoint that is being written, on the disk at the end; an error takes it away.
+
+    Raises:
+        OSError: with the disk's name, where it is full.
+    """
+    aside = Path(run_dir, _ASIDE)
+    try:
+        with full_disk_is_named(Path(run_dir), "The checkpoints before this one are as they were."):
+            yield aside
+            flush(aside)
+    except BaseException:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise
+
+
+def clear(run_dir: str) -> None:
     """Of what a process that was killed has left, the whole is put in its place, and the rest goes."""
     finish(run_dir)
     shutil.rmtree(Path(run_dir, _ASIDE), ignore_errors=True)
 
 
-def _put_in_place(run_dir: str, name: str) -> None:
+def put_in_place(run_dir: str, name: str) -> None:
+    """What was written aside under this name is a checkpoint from now on."""
     aside, whole = Path(run_dir, _ASIDE), Path(run_dir, _WHOLE)
     if (aside / name).exists():
         whole.mkdir(exist_ok=True)

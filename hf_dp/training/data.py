@@ -2,31 +2,21 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 from typing import TYPE_CHECKING, Any
 
 import torch
 from datasets import Dataset
 from torch import nn
-from transformers.trainer_utils import seed_worker
 
-import hf_dp.accounting as accounting
 import hf_dp.ranks as ranks
-from hf_dp.agreement import agree, difference, warn_if_alone
+from hf_dp.agreement import agree, difference
 from hf_dp.config import PrivacyConfig
-from hf_dp.data.collate import LogicalBatchCollator
 from hf_dp.data.left_padding import LeftPadding
-from hf_dp.data.loader import PoissonDataLoader, RankSampler
-from hf_dp.sampling.poisson import PoissonBatchSampler, check_sizes
-from hf_dp.training.described import (
-    described_arguments,
-    described_data,
-    described_model,
-    described_setup,
-    described_values,
-)
-from hf_dp.training.refusals import refuse_dataset
+from hf_dp.data.loader import PoissonDataLoader
+from hf_dp.step.plan import Plan
+from hf_dp.training.described import described_arguments, described_values
+from hf_dp.training.planned import check_ranks, planned
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -53,19 +43,10 @@ class DataMixin(_Base):
     def _dataset(self) -> Any:
         return self.train_dataset
 
-    def _check_dataset(self) -> None:
-        refuse_dataset(self._dataset)
-        n = len(self._dataset)
-        check_sizes(n, self._expected_batch_size)
-        accounting.check_delta(self.privacy.target_delta or accounting.default_delta(n), n)
-
     def _check_ranks(self) -> None:
-        """Refuses ranks that differ, before the model is wrapped, which may overwrite what differs."""
-        warn_if_alone()
-        data, model = described_data(self._dataset), described_model(self._module)
         # Of its factors, `self.args` no longer has the user's gradient_accumulation_steps.
         batch = {"the expected batch size": self._expected_batch_size, "PrivacyConfig": self.privacy.to_dict()}
-        agree({**batch, **described_arguments(self.args), **described_setup(self.accelerator), **data, **model})
+        check_ranks(self._dataset, self._module, {**batch, **described_arguments(self.args)}, self.accelerator)
         plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
         if plugin is not None and not plugin.cpu_ram_efficient_loading:
             agree(described_values(self._module))
@@ -76,22 +57,25 @@ class DataMixin(_Base):
         """The expected logical batch size."""
         return self._expected_batch_size
 
-    def _make_loader(self, sampler: PoissonBatchSampler) -> PoissonDataLoader:
+    def _planned(self) -> tuple[Plan, PoissonDataLoader]:
+        """Of the next training, whose number of steps Trainer reads off the loader."""
         dataset, collate = self._dataset, self.data_collator
         if isinstance(dataset, Dataset):
             dataset = self._remove_unused_columns(dataset, description="training")
         else:
             collate = self._get_collator_with_removed_columns(collate, description="training")
-        workers, size = self.args.dataloader_num_workers, self.args.per_device_train_batch_size
-        return PoissonDataLoader(
+        return planned(
+            self.privacy,
+            self._module,
             dataset,
-            batch_sampler=RankSampler(sampler, ranks.rank(), ranks.world_size(), size),
-            collate_fn=LogicalBatchCollator(size, collate, reproducible=self.privacy.seed is not None),
-            num_workers=workers,
+            collate,
+            expected_batch_size=self._expected_batch_size,
+            micro_batch_size=self.args.per_device_train_batch_size,
+            steps=lambda loader: self.set_initial_training_values(self.args, loader)[-1],
+            num_workers=self.args.dataloader_num_workers,
             pin_memory=self.args.dataloader_pin_memory and torch.cuda.is_available(),
             persistent_workers=self.args.dataloader_persistent_workers,
             prefetch_factor=self.args.dataloader_prefetch_factor,
-            worker_init_fn=functools.partial(seed_worker, num_workers=workers, rank=self.args.process_index),
         )
 
     def _prepare_inputs(self, inputs: Any) -> Any:

@@ -42,10 +42,9 @@ def described_arguments(args: Any) -> dict[str, Any]:
     }
 
 
-def described_setup(accelerator: Any) -> dict[str, Any]:
+def described_setup(accelerator: Any = None) -> dict[str, Any]:
     """What computes: the versions, and what of the environment and of accelerate's config changes results."""
-    plugin = getattr(accelerator.state, "fsdp_plugin", None)
-    return {
+    found: dict[str, Any] = {
         "the versions of the libraries": {
             "python": platform.python_version(),
             "hf_dp": __version__,
@@ -56,12 +55,15 @@ def described_setup(accelerator: Any) -> dict[str, Any]:
             torch.get_float32_matmul_precision(),
             torch.are_deterministic_algorithms_enabled(),
         ],
-        "accelerate's settings": [
+    }
+    if accelerator is not None:
+        plugin = getattr(accelerator.state, "fsdp_plugin", None)
+        found["accelerate's settings"] = [
             str(accelerator.distributed_type),
             str(accelerator.mixed_precision),
             None if plugin is None else _plain(vars(plugin)),
-        ],
-    }
+        ]
+    return found
 
 
 def described_optimizer(optimizer: Any) -> dict[str, Any]:

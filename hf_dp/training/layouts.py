@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.fsdp import StateDictType
 
-from hf_dp.training.loaded import SCHEDULE
+from hf_dp.training.loaded import OPTIMIZER, SCHEDULE
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -31,7 +31,6 @@ else:
 # As accelerate and Trainer name them.
 _MODEL, _SHARDED_MODEL = "pytorch_model_fsdp.bin", "pytorch_model_fsdp_0"
 _FULL_OPTIMIZER, _SHARDED_OPTIMIZER = "optimizer.bin", "optimizer_0"
-_OPTIMIZER = "optimizer.pt"
 Layout = Literal["ordinary", "FULL_STATE_DICT", "SHARDED_STATE_DICT"]
 
 
@@ -112,13 +111,13 @@ def load_optimizer_and_scheduler(trainer: Any, checkpoint: Path) -> None:
     model, optimizer = trainer.model, getattr(trainer.optimizer, "optimizer", trainer.optimizer)
     layout = layout_of(checkpoint)
     if {layout, _layout_read_by(trainer)} == {"ordinary"}:
-        trainer.optimizer.load_state_dict(torch.load(checkpoint / _OPTIMIZER, map_location="cpu", weights_only=True))
+        trainer.optimizer.load_state_dict(torch.load(checkpoint / OPTIMIZER, map_location="cpu", weights_only=True))
     elif layout == "SHARDED_STATE_DICT":
         sharded = {"optimizer": get_optimizer_state_dict(model, optimizer)}
         load(sharded, storage_reader=FileSystemReader(checkpoint / _SHARDED_OPTIMIZER))
         set_optimizer_state_dict(model, optimizer, sharded["optimizer"])
     else:
-        name = _OPTIMIZER if layout == "ordinary" else _FULL_OPTIMIZER
+        name = OPTIMIZER if layout == "ordinary" else _FULL_OPTIMIZER
         saved = torch.load(checkpoint / name, map_location="cpu", weights_only=True, mmap=True)
         if saved["state"]:
             if layout == "ordinary":

@@ -18,8 +18,8 @@ from hf_dp.training.described import checksum
 
 logger = logging.getLogger(__name__)
 
-# Trainer writes it beside the optimizer's state; without it, it reads the weights alone.
-SCHEDULE = "scheduler.pt"
+# Trainer writes the second beside the first; without it, it reads the weights alone.
+OPTIMIZER, SCHEDULE = "optimizer.pt", "scheduler.pt"
 _OF, _MOST_NAMED = " of ", 3
 
 

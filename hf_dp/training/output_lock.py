@@ -46,7 +46,8 @@ def alone_in(directory: str | Path) -> Iterator[None]:
                 f"another training writes into output_dir={str(directory)!r}.",
                 why="the two would overwrite each other's checkpoints and ledgers, and what is left would be true of "
                 "neither.",
-                fix="give each training an output_dir of its own, or wait for the other one to end.",
+                fix="give each training an output_dir of its own, or wait for the other one to end (end() of a "
+                "PrivateRun whose loop was left).",
             )
         yield
     finally:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import logging
 import shutil
@@ -19,8 +18,6 @@ from hf_dp.hub import (
     CARD_FILE,
     RECORD_FILE,
     PrivacyRecord,
-    left_out,
-    model_files,
     refuse_in_the_way,
     saved_aside,
     set_unreadable_aside,
@@ -28,9 +25,8 @@ from hf_dp.hub import (
     with_what_was_there,
     write_card,
 )
-from hf_dp.hub.card import privacy_section
-from hf_dp.hub.record import sha256_of_text
 from hf_dp.training.runs import RunsMixin
+from hf_dp.training.saving import claim, say_once, write_claim
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +45,7 @@ class PublishingMixin(RunsMixin):
         plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
         if plugin is not None:
             ranks.warn_of_missing(logger, "save_model()")
-        record = self._claim() if saves and self._plan is not None else None
+        record = claim(self._plan, self.ledger) if saves and self._plan is not None else None
         if saves and directory == Path(str(self.args.output_dir)):
             self._finish_current_push()  # it reads the files that are about to be replaced
         with saved_aside(directory) if saves else nullcontext(directory) as aside:
@@ -58,28 +54,15 @@ class PublishingMixin(RunsMixin):
             if plugin is not None and not is_checkpoint and "FULL" not in str(plugin.state_dict_type):
                 self._save(str(aside), state_dict=self.accelerator.get_state_dict(self.model))
             self._save_beside(aside)
-            if record is not None and (names := model_files(aside)):
-                _say_what_is_left_out(left_out(aside))
-                record = record.with_files(aside, names)
-                (aside / RECORD_FILE).write_text(record.to_json(), encoding="utf-8")
-                write_card(aside, directory.absolute().name, record)
+            if record is not None:
+                write_claim(aside, directory.absolute().name, record)
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
-
-    def _claim(self) -> PrivacyRecord:
-        """What is promised of the weights as they are now. It takes longer than writing them, and so comes first."""
-        assert self._plan is not None
-        plan, report = self._plan, self._plan.report(self.ledger)
-        card = sha256_of_text(privacy_section(report, self.ledger, plan.config))
-        return PrivacyRecord(
-            report=report, config=plan.config, mechanism=plan.mechanism, ledger=self.ledger, files={}, card_sha256=card
-        )
 
     def _save_beside(self, directory: Path) -> None:
         """What belongs to the model and is not in its weights."""
         if self._begun is not None and self.args.should_save:
-            for part in self._begun.parts.values():
-                part.save(directory)
+            self._begun.save_beside(directory)
 
     def create_model_card(self, *args: Any, results: bool = False, **kwargs: Any) -> None:
         """As Trainer's, with a privacy section, without seeds, and with what people wrote into the card before it.
@@ -170,10 +153,10 @@ class PublishingMixin(RunsMixin):
         if running and not self.args.hub_always_push:
             return
         if not (Path(checkpoint_folder) / RECORD_FILE).exists():
-            _say_once("Checkpoints are in shards, of which none goes up; push_to_hub pushes the whole model.")
+            say_once("Checkpoints are in shards, of which none goes up; push_to_hub pushes the whole model.")
             return
         if strategy != "every_save":
-            _say_once(f"hub_strategy={strategy!r}: the models of checkpoints go up, not what resuming them needs.")
+            say_once(f"hub_strategy={strategy!r}: the models of checkpoints go up, not what resuming them needs.")
         self._finish_current_push()
         self._announce_push()
         # Not from the checkpoint itself: Trainer deletes old ones, perhaps while they are being sent.
@@ -209,29 +192,15 @@ class PublishingMixin(RunsMixin):
             raise
 
 
-@functools.cache
-def _say_once(message: str) -> None:
-    ranks.warn(logger, message)
-
-
 def _say_where_the_base_model_lies(directory: Path) -> None:
     try:
         base = json.loads((directory / "adapter_config.json").read_text(encoding="utf-8"))["base_model_name_or_path"]
     except (OSError, ValueError, KeyError, TypeError):
         return
     if isinstance(base, str) and Path(base).exists():
-        _say_once(
+        say_once(
             f"PEFT's adapter_config.json names the base model by a place on this machine, {base!r}, which goes up with "
             "it. For a name on the hub set model.peft_config['default'].base_model_name_or_path before training."
-        )
-
-
-def _say_what_is_left_out(names: list[str]) -> None:
-    if names:
-        _say_once(
-            f"Saved with the model, but never published, as such files could hold private data: {', '.join(names)}. "
-            "If the tokenizer or the processor needs one of them to be loaded, it does not load from the hub: let it "
-            "save its vocabulary as .json, or as a .txt with 'vocab' or 'merges' in its name."
         )
 
 

@@ -26,27 +26,27 @@ class RestoringMixin(_Base):
     """Trainer's own methods, with refusals in place of the words of pickles, archives and JSON."""
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        with _damage_is_named(resume_from_checkpoint, "trainer_state.json"):
+        with damage_is_named(resume_from_checkpoint, "trainer_state.json"):
             TrainerState.load_from_json(str(Path(resume_from_checkpoint, "trainer_state.json")))
-        with _damage_is_named(resume_from_checkpoint, "*.safetensors", "*.json"):
+        with damage_is_named(resume_from_checkpoint, "*.safetensors", "*.json"):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        with _damage_is_named(checkpoint, "optimizer*", "scheduler.pt"):
+        with damage_is_named(checkpoint, "optimizer*", "scheduler.pt"), settings_are_kept(self.optimizer):
             super()._load_optimizer_and_scheduler(checkpoint)
 
     def _load_scaler(self, checkpoint: str | None) -> None:
-        with _damage_is_named(checkpoint, "scaler.pt"):
+        with damage_is_named(checkpoint, "scaler.pt"):
             super()._load_scaler(checkpoint)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         # After the preflight, and before the first step.
-        with _damage_is_named(checkpoint, f"rng_state{f'_{self.args.process_index}' * (self.args.world_size > 1)}.pth"):
+        with damage_is_named(checkpoint, f"rng_state{f'_{self.args.process_index}' * (self.args.world_size > 1)}.pth"):
             super()._load_rng_state(checkpoint)
 
 
 @contextmanager
-def _damage_is_named(checkpoint: str | None, *patterns: str) -> Iterator[None]:
+def damage_is_named(checkpoint: str | None, *patterns: str) -> Iterator[None]:
     try:
         yield
     except HfDpError:
@@ -61,6 +61,25 @@ def _damage_is_named(checkpoint: str | None, *patterns: str) -> Iterator[None]:
             why="training would not go on from where the checkpoint's ledger stands.",
             fix="resume from another checkpoint, with the model and the optimizer that it was saved with.",
         ) from error
+
+
+@contextmanager
+def settings_are_kept(optimizer: Any) -> Iterator[None]:
+    """Inside, an optimizer reads its state. With that of another kind, and its settings, the next step would fail.
+
+    Raises:
+        LedgerError: with the settings that are gone.
+    """
+    before = [set(group) for group in optimizer.param_groups]
+    yield
+    lost = {name for had, group in zip(before, optimizer.param_groups, strict=True) for name in had - set(group)}
+    if lost:
+        kind = type(getattr(optimizer, "optimizer", optimizer)).__name__
+        raise LedgerError(
+            f"the checkpoint's optimizer has no {', '.join(sorted(lost))}: it is not {kind}.",
+            why="the next step would be paid for, and could not be taken.",
+            fix="resume with the optimizer of the first run.",
+        )
 
 
 def _is_damaged(path: Path) -> bool:

@@ -1,4 +1,4 @@
-"""One private run, without Transformers' Trainer: plan, ledger, engine and parts, from the beginning to each step."""
+"""One private run, whatever loop it is in: plan, ledger, engine and parts, from the beginning to each step."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from hf_dp.training.resume import SavedRun, continued, note_trained_by, refuse_t
 logger = logging.getLogger(__name__)
 
 
-class PrivateRun:
+class Run:
     """One training. Until it has begun nothing is spent, and what is accounted for is the one that began before it.
 
     Args:
@@ -47,7 +47,7 @@ class PrivateRun:
         ledger: what was spent, by this training and by those before it.
     """
 
-    def __init__(self, plan: Plan, engine: Engine, before: PrivateRun | None = None, tokenizer: Any = None) -> None:
+    def __init__(self, plan: Plan, engine: Engine, before: Run | None = None, tokenizer: Any = None) -> None:
         self.plan, self.engine, self.tokenizer = plan, engine, tokenizer
         self.parts = parts_of(plan.config)
         self.by_rows: dict[str, nn.Parameter] = {} if before is None else before.by_rows
@@ -61,7 +61,7 @@ class PrivateRun:
         self._has_begun = False
 
     @property
-    def begun(self) -> PrivateRun | None:
+    def begun(self) -> Run | None:
         """The latest training that began: a refused one has released nothing."""
         return self if self._has_begun else self._earlier
 
@@ -110,7 +110,14 @@ class PrivateRun:
         self.ledger.promise = self.plan.promise
         return self.ledger
 
-    def begin(self, optimizer: torch.optim.Optimizer, checkpoint: Path | None, step: int, owner: object) -> None:
+    def begin(
+        self,
+        optimizer: torch.optim.Optimizer,
+        checkpoint: Path | None,
+        step: int,
+        owner: object,
+        then: Callable[[], None] | None = None,
+    ) -> None:
         """Holds the engine against the oracle; then the parts begin.
 
         Args:
@@ -118,6 +125,7 @@ class PrivateRun:
             checkpoint: that the weights were read from; None if there was none.
             step: the number of steps that were taken before.
             owner: see `go_on`.
+            then: see `WrittenGradients`.
 
         Raises:
             UnsupportedModelError: per-example gradients of this model are not known to be exact.
@@ -137,7 +145,7 @@ class PrivateRun:
         )
         refuse_broken_ties(self._ties, model)
         refuse_optimizer(optimizer, model)
-        self._written = WrittenGradients(optimizer)
+        self._written = WrittenGradients(optimizer, then)
         self._magnitudes = Magnitudes(self.plan, model, self.by_rows)
         # A warning, so that it is seen: the default delta, and an argument that is not what the user left it at.
         ranks.warn(
@@ -258,3 +266,8 @@ class PrivateRun:
         for name, part in self.parts.items():
             logs |= part.logs().under(name)
         return logs
+
+    def save_beside(self, directory: Path) -> None:
+        """Writes what belongs to the model and is not in its weights."""
+        for part in self.parts.values():
+            part.save(directory)

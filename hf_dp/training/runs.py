@@ -8,7 +8,7 @@ from hf_dp.accounting import Ledger
 from hf_dp.config import PrivacyConfig
 from hf_dp.errors import ConfigurationError
 from hf_dp.step.plan import Plan
-from hf_dp.training.run import PrivateRun
+from hf_dp.training.run import Run
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -23,10 +23,10 @@ class RunsMixin(_Base):
 
     privacy: PrivacyConfig
     ledger: Ledger
-    _run: PrivateRun | None
+    _run: Run | None
 
     @property
-    def _begun(self) -> PrivateRun | None:
+    def _begun(self) -> Run | None:
         """The latest training that began; the one at work, if one is."""
         return None if self._run is None else self._run.begun
 
@@ -39,7 +39,7 @@ class RunsMixin(_Base):
         """Of the latest training that began, or of the first one that will."""
         return self._plan or self._require_run().plan
 
-    def _require_run(self) -> PrivateRun:
+    def _require_run(self) -> Run:
         if self._run is None:
             raise ConfigurationError(
                 "there is no privacy plan yet.",

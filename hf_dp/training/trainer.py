@@ -15,20 +15,15 @@ from transformers.trainer_callback import TrainerState
 import hf_dp.accounting as accounting
 import hf_dp.ranks as ranks
 from hf_dp.config import PrivacyConfig
-from hf_dp.config.asked import asked
-from hf_dp.data.fingerprint import Fingerprint, fingerprint, fingerprint_key
 from hf_dp.data.left_padding import LeftPadding
 from hf_dp.data.loader import PoissonDataLoader
 from hf_dp.errors import ConfigurationError
 from hf_dp.losses import per_example_losses
 from hf_dp.parts.part import Setting
-from hf_dp.parts.table import parts_of, settled
+from hf_dp.parts.table import parts_of
 from hf_dp.per_example import RULES, Rule
 from hf_dp.per_example.batch import Batch
 from hf_dp.per_example.preflight import check_modules
-from hf_dp.randomness import Entropy
-from hf_dp.sampling.poisson import PoissonBatchSampler
-from hf_dp.step.plan import Plan
 from hf_dp.training.callbacks import PrivacyCallback
 from hf_dp.training.checkpoints import CheckpointMixin, others_named, refuse_half
 from hf_dp.training.data import DataMixin
@@ -37,14 +32,13 @@ from hf_dp.training.layouts import LayoutsMixin
 from hf_dp.training.loaded import refuse_other_values
 from hf_dp.training.logs import LogsMixin
 from hf_dp.training.output_lock import alone_in
+from hf_dp.training.planned import check_data, check_privacy
 from hf_dp.training.publishing import PublishingMixin
 from hf_dp.training.refusals import private_arguments, refuse_optimizer, refuse_overrides, refuse_parallel_model
 from hf_dp.training.restoring import RestoringMixin
-from hf_dp.training.resume import SavedRun
-from hf_dp.training.run import PrivateRun
+from hf_dp.training.resume import Fingerprints, SavedRun
+from hf_dp.training.run import Run
 from hf_dp.training.sft import forget_batch_metrics, refuse_sft
-
-_UNKNOWN: Any = object()
 
 
 class DPTrainerMixin(RestoringMixin, CheckpointMixin, LayoutsMixin, PublishingMixin, DataMixin, LogsMixin):
@@ -66,19 +60,14 @@ class DPTrainerMixin(RestoringMixin, CheckpointMixin, LayoutsMixin, PublishingMi
     per_example_rules: Mapping[Any, Rule] = RULES
 
     def __init__(self, *args: Any, privacy: PrivacyConfig, **kwargs: Any) -> None:
-        if not isinstance(privacy, PrivacyConfig):
-            raise ConfigurationError(
-                f"privacy={privacy!r}.",
-                why="without a PrivacyConfig there is no promise to keep.",
-                fix="pass privacy=PrivacyConfig(target_epsilon=8.0).",
-            )
+        check_privacy(privacy)
         self.privacy = privacy
         self.ledger = accounting.Ledger()
-        self._run: PrivateRun | None = None
+        self._run: Run | None = None
         self._left_padding = LeftPadding()
         self._saved_run: SavedRun | None = None
         self._checkpoint: Path | None = None
-        self._fingerprint: Fingerprint | None = _UNKNOWN
+        self._fingerprints = Fingerprints()
         super().__init__(*args, **kwargs)
         self._privacy_callback = PrivacyCallback(self)
         self.add_callback(self._privacy_callback)
@@ -109,7 +98,7 @@ class DPTrainerMixin(RestoringMixin, CheckpointMixin, LayoutsMixin, PublishingMi
         for part in parts_of(self.privacy).values():
             part.refuse(Setting(self.privacy, is_sharded=self.is_fsdp_enabled))
         if self.train_dataset is not None:
-            self._check_dataset()
+            check_data(self._dataset, self._expected_batch_size, self.privacy)
             check_modules(self._module)
             refuse_optimizer(self.optimizer, self._module)
         super()._validate_args()
@@ -120,19 +109,14 @@ class DPTrainerMixin(RestoringMixin, CheckpointMixin, LayoutsMixin, PublishingMi
             raise ConfigurationError(
                 "DPTrainer has no train_dataset.", why="there is nothing to train on.", fix="pass train_dataset=..."
             )
-        self._check_dataset()
+        check_data(self._dataset, self._expected_batch_size, self.privacy)
         self._check_ranks()
-        entropy = Entropy.of_all_ranks(self.privacy.seed)
-        sampler = PoissonBatchSampler(len(self._dataset), self._expected_batch_size, entropy)
-        loader = self._make_loader(sampler)
-        steps = self.set_initial_training_values(self.args, loader)[-1]
-        promise = settled(self.privacy, self._module)
-        plan = Plan.make(promise, sampler, int(steps), entropy, *asked(promise, int(steps)))
+        plan, loader = self._planned()
         engine = Engine(
             *(self._module, self._loss, loader, self._prepare_inputs, self._left_padding),
             *(self.per_example_rules, self._has_usual_loss),
         )
-        self._run = PrivateRun(plan, engine, self._run, self.processing_class)
+        self._run = Run(plan, engine, self._run, self.processing_class)
         return loader
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
@@ -187,11 +171,7 @@ class DPTrainerMixin(RestoringMixin, CheckpointMixin, LayoutsMixin, PublishingMi
 
     def checkpoint_record(self) -> dict[str, Any]:
         """What a checkpoint keeps: the ledger, and a keyed fingerprint of the data."""
-        # Every rank is asked, and one writes.
-        key = fingerprint_key(self._output_dir, create=True) if ranks.rank() == 0 else None
-        if self._fingerprint is _UNKNOWN and self.train_dataset is not None:
-            self._fingerprint = fingerprint(self.train_dataset, key) if key else None
-        saved = SavedRun(self.ledger, self._fingerprint, key, self._values_to_save)
+        saved = self._fingerprints.saved(self.ledger, self.train_dataset, self._output_dir, self._values_to_save)
         return saved.record(dataclasses.asdict(self.state))
 
     # --- one step -------------------------------------------------------------------------------------------------

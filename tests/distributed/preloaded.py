@@ -9,6 +9,7 @@ import hf_dp.training.trainer  # noqa: F401
 import tests.certified
 import tests.distributed.differing
 import tests.distributed.noise
+import tests.distributed.own
 import tests.distributed.sending
 import tests.distributed.sharded
 import tests.distributed.sparse

@@ -74,6 +74,17 @@ def test_what_was_not_loaded_as_it_was_saved_is_refused(
     assert run.ledger.steps <= SAVED, "spent"
 
 
+@pytest.mark.parametrize(("first", "second", "words"), [("sgd", "adamw_torch", "betas"), ("adamw_torch", "sgd", "mom")])
+def test_another_optimizer_is_refused_before_a_step_is_paid_for(
+    tmp_path: Path, first: str, second: str, words: str
+) -> None:
+    trainer(tmp_path, seed=7, optim=first, max_steps=1, save_steps=1).train()
+    other = trainer(tmp_path, seed=7, optim=second, save_steps=1)
+    with pytest.raises(LedgerError, match=f"the checkpoint's optimizer has no .*{words}"):
+        other.train(resume_from_checkpoint=True)
+    assert not other.ledger.steps
+
+
 def test_weights_alone_are_compared_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer(tmp_path, seed=7, save_only_model=True).train()
     resumed = trainer(tmp_path, seed=7)

@@ -1,4 +1,4 @@
-"""A private run without Trainer: in a loop of its own it gives, bit for bit, what DPTrainer gives."""
+"""One training by itself: what it accounts for, and when it has begun."""
 
 from __future__ import annotations
 
@@ -12,40 +12,30 @@ from transformers import TrainerCallback
 
 import hf_dp.training.engine as engine_module
 from hf_dp import DPTrainer, PrivacyConfig, ReAttentionConfig, SparseEmbeddingConfig
-from hf_dp.config.asked import asked
-from hf_dp.data.collate import LogicalBatchCollator
 from hf_dp.data.left_padding import LeftPadding
-from hf_dp.data.loader import PoissonDataLoader
 from hf_dp.errors import ConfigurationError
 from hf_dp.losses import per_example_losses
-from hf_dp.parts.table import settled
-from hf_dp.randomness import Entropy
-from hf_dp.sampling.poisson import PoissonBatchSampler
-from hf_dp.step.plan import Plan
 from hf_dp.training.engine import Engine
-from hf_dp.training.run import PrivateRun
+from hf_dp.training.planned import planned
+from hf_dp.training.run import Run
 from tests.training.workbench import EXPECTED, MICRO, classifier, make, pad, parameters, private, rows, same
 
 STEPS = 4
 PARTS: dict[str, dict[str, Any]] = {
-    "none": {},
     "Re-Attention": {"re_attention": ReAttentionConfig(token_frequencies="uniform")},
     "sparse embeddings": {"sparse_embeddings": SparseEmbeddingConfig(threshold=1.0)},
 }
 
 
-def own_run(model: nn.Module, privacy: PrivacyConfig) -> PrivateRun:
-    entropy, data, padding = Entropy(privacy.seed), rows(), LeftPadding()
-    sampler = PoissonBatchSampler(len(data), EXPECTED, entropy)
-    collate = LogicalBatchCollator(MICRO, pad, reproducible=privacy.seed is not None)
-    loader = PoissonDataLoader(data, batch_sampler=sampler, collate_fn=collate)
-    privacy = settled(privacy, model)
-    plan = Plan.make(privacy, sampler, STEPS, entropy, *asked(privacy, STEPS))
-    engine = Engine(model, per_example_losses, loader, lambda batch: padding.completed(model, batch), padding)
-    return PrivateRun(plan, engine)
+def own_run(model: nn.Module, privacy: PrivacyConfig) -> Run:
+    padding = LeftPadding()
+    plan, loader = planned(
+        privacy, model, rows(), pad, expected_batch_size=EXPECTED, micro_batch_size=MICRO, steps=lambda _: STEPS
+    )
+    return Run(plan, Engine(model, per_example_losses, loader, lambda b: padding.completed(model, b), padding))
 
 
-def trained(run: PrivateRun, rate: float = 0.1) -> torch.optim.Optimizer:
+def trained(run: Run, rate: float = 0.1) -> torch.optim.Optimizer:
     """In ten lines of plain torch."""
     optimizer = run.make_optimizer(
         lambda: torch.optim.SGD([p for p in run.model.parameters() if p.requires_grad], lr=rate), None
@@ -65,31 +55,11 @@ def trained(run: PrivateRun, rate: float = 0.1) -> torch.optim.Optimizer:
     return optimizer
 
 
-@pytest.mark.parametrize("part", PARTS)
-def test_a_loop_of_ones_own_trains_as_trainer_does(tmp_path: Path, part: str) -> None:
-    privacy, found, ledgers = private(**PARTS[part]), [], []
-    for own in (True, False):
-        torch.manual_seed(0)
-        model = classifier()
-        if own:
-            run = own_run(model, privacy)
-            trained(run)
-            ledgers.append(run.ledger)
-        else:
-            trainer: DPTrainer = make(tmp_path, model, privacy, max_steps=STEPS)
-            trainer.train()
-            ledgers.append(trainer.ledger)
-        found.append(parameters(model))
-    assert same(*found)
-    assert ledgers[0] == ledgers[1]
-    assert ledgers[0].steps == STEPS
-
-
 def test_a_run_that_has_not_begun_accounts_for_nothing() -> None:
     first = own_run(classifier(), private())
     assert first.begun is None
     trained(first)
-    later = PrivateRun(first.plan, first.engine, first)
+    later = Run(first.plan, first.engine, first)
     assert first.begun is later.begun is first
 
 
@@ -126,7 +96,7 @@ def test_an_optimizer_that_is_made_too_early_is_refused_before_anything_is_spent
     assert plain.optimizer.optimizer is optimizer
 
 
-def begin(run: PrivateRun) -> None:
+def begin(run: Run) -> None:
     optimizer = run.make_optimizer(lambda: torch.optim.SGD(run.model.parameters(), lr=0.1), None)
     run.go_on(run.ledger, None, run.loader.dataset.dataset, owner=run)
     run.begin(optimizer, None, 0, owner=run)

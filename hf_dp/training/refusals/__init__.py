@@ -1,9 +1,10 @@
-"""What a private run cannot honour of a Trainer, each refused by name."""
+"""What a private run cannot honour of a Trainer, or of a loop of one's own, each refused by name."""
 
 from hf_dp.training.refusals.arguments import private_arguments
 from hf_dp.training.refusals.dataset import refuse_dataset
 from hf_dp.training.refusals.optimizer import refuse_optimizer
 from hf_dp.training.refusals.overrides import refuse_overrides
+from hf_dp.training.refusals.own_loop import refuse_own_optimizer, refuse_own_processes, refuse_sizes, unwrapped
 from hf_dp.training.refusals.parallel import refuse_parallel_model
 
 __all__ = [
@@ -11,5 +12,9 @@ __all__ = [
     "refuse_dataset",
     "refuse_optimizer",
     "refuse_overrides",
+    "refuse_own_optimizer",
+    "refuse_own_processes",
     "refuse_parallel_model",
+    "refuse_sizes",
+    "unwrapped",
 ]

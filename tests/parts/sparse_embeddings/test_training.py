@@ -19,7 +19,7 @@ from hf_dp import DPTrainer, PrivacyConfig, SparseEmbeddingConfig, accounting
 from hf_dp.errors import BudgetExceededError, ConfigurationError, LedgerError, UnsupportedModelError
 from hf_dp.parts.sparse_embeddings import LazyRows, RowWiseAdam
 from hf_dp.parts.sparse_embeddings.kept_rows import FILE, LABEL
-from hf_dp.training.run import PrivateRun
+from hf_dp.training.run import Run
 from tests.training.workbench import (
     EXPECTED,
     ROWS,
@@ -175,14 +175,14 @@ def test_a_checkpoint_without_the_rows_or_under_another_promise_is_refused(tmp_p
 @contextmanager
 def failing_from(step: int) -> Iterator[None]:
     """Gradients of that step, and of those after it, cannot be computed."""
-    computed = PrivateRun._restricted
+    computed = Run._restricted
 
-    def failing(run: PrivateRun, batch: Any) -> Any:
+    def failing(run: Run, batch: Any) -> Any:
         if run.ledger.steps >= step:
             raise RuntimeError("once")
         return computed(run, batch)
 
-    with mock.patch.object(PrivateRun, "_restricted", failing):
+    with mock.patch.object(Run, "_restricted", failing):
         yield
 
 

@@ -1,0 +1,148 @@
+"""In which order a loop of one's own does what belongs to a step: drawn, stepped, taken by the optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from accelerate import skip_first_batches
+from torch import nn
+
+from hf_dp.data.loader import PoissonDataLoader
+from hf_dp.errors import ConfigurationError
+from hf_dp.step.written import Weights
+from hf_dp.training.generators import put_back
+
+
+class LogicalBatch:
+    """One Poisson draw of `PrivateRun.batches`, to be given to `PrivateRun.step` once."""
+
+    def __init__(self, item: Mapping[str, Any]) -> None:
+        self._item = item
+
+
+class LoopOrder:
+    """What was done last, and so what may come next. Every method refuses what does not (`ConfigurationError`).
+
+    Args:
+        model: whose weights the optimizer alone may move.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._weights = Weights(model)
+        self._drawn: LogicalBatch | None = None
+        self._has_begun, self._has_ended, self._is_untaken = False, False, False
+        self._loop = 0
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether no step will follow."""
+        return self._has_ended
+
+    def begin(self) -> None:
+        """The weights are those to begin with."""
+        self._has_begun = True
+        self._weights.note()
+
+    def refuse_second_beginning(self) -> None:
+        """Before a run begins."""
+        if self._has_begun:
+            raise ConfigurationError(
+                "begin() of a run that has begun.",
+                why="one PrivateRun is one training, with one optimizer and one ledger.",
+                fix="go on with run.batches(), or make another PrivateRun of a model that is loaded anew.",
+            )
+
+    def new_loop(self) -> int:
+        """A loop over batches begins, in place of the one before; its number."""
+        self._refuse_without_beginning("batches()")
+        self._loop += 1
+        return self._loop
+
+    def draw(self, item: Mapping[str, Any]) -> LogicalBatch:
+        """The next batch."""
+        self._drawn = LogicalBatch(item)
+        return self._drawn
+
+    def refuse_unused(self, loop: int) -> None:
+        """Before the next batch of a loop."""
+        if loop != self._loop or self._drawn is not None:
+            raise ConfigurationError(
+                "a batch of batches() without its step()"
+                + ", since another loop has begun" * (loop != self._loop)
+                + ".",
+                why="each drawn batch, an empty one too, is a step: choosing among them by what is in them is nothing "
+                "that epsilon accounts for.",
+                fix="call step(batch) for every batch, in one loop over run.batches() at a time.",
+            )
+        self._refuse_untaken("the next batch")
+
+    def used(self, batch: LogicalBatch) -> Mapping[str, Any]:
+        """What is in a batch, for its step."""
+        self._refuse_without_beginning("step()")
+        if batch is not self._drawn or self._has_ended:
+            raise ConfigurationError(
+                "step() with what is not the latest batch of batches(), or was used before.",
+                why="epsilon holds for batches that are drawn anew, by Poisson sampling, for each step.",
+                fix="call step(batch) once for each batch, inside `for batch in run.batches()`.",
+            )
+        self.refuse_unsteady("step()")
+        return batch._item
+
+    def stepped(self) -> None:
+        """There is a gradient, for the optimizer to take."""
+        self._drawn, self._is_untaken = None, True
+
+    def taken(self) -> None:
+        """The optimizer has moved the weights by it."""
+        self._is_untaken = False
+        self._weights.note()
+
+    def end(self) -> None:
+        """No step will follow."""
+        self._has_ended, self._drawn = True, None
+
+    def refuse_unsteady(self, what: str) -> None:
+        """Before weights are used: they must be those of the steps that the ledger counts."""
+        self._refuse_without_beginning(what)
+        self._refuse_untaken(what)
+        self._weights.refuse_moved(what)
+
+    def _refuse_untaken(self, what: str) -> None:
+        if self._is_untaken:
+            raise ConfigurationError(
+                f"{what} before the run's optimizer has taken the gradient of the latest step.",
+                why="it is paid for, and the weights would be without it, or be moved by an optimizer that is not "
+                "known here.",
+                fix="call step() of the optimizer that begin() was given, right after step(batch) of the run.",
+            )
+
+    def _refuse_without_beginning(self, what: str) -> None:
+        if not self._has_begun:
+            raise ConfigurationError(
+                f"{what} of a run that has not begun.",
+                why="nothing was checked yet, and nothing is known of these weights.",
+                fix="call run.begin(optimizer) first, and go no further where it raises.",
+            )
+
+
+def items_of_epoch(loader: PoissonDataLoader, step: int, generators: dict[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """The rest of the epoch in which `step` lies, as the run without a break would have read it.
+
+    Args:
+        generators: the states of a checkpoint that is gone on from, which are put back once.
+    """
+
+    def put_back_once() -> None:
+        if generators:
+            put_back(generators)
+        generators.clear()
+
+    epoch, done = divmod(step, len(loader))
+    loader.set_epoch(epoch)
+    if not done:
+        put_back_once()
+    # Its making draws a number from the global generator: in the middle of an epoch that was before the checkpoint.
+    items = iter(skip_first_batches(loader, done) if done else loader)
+    put_back_once()
+    yield from items

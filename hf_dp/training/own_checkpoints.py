@@ -1,0 +1,149 @@
+"""Checkpoints of a loop of one's own, in the files of Trainer's: written aside by all ranks together, and read."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_model
+from torch import nn
+from transformers.trainer_callback import TrainerState
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+import hf_dp.ranks as ranks
+from hf_dp.errors import LedgerError
+from hf_dp.training.checkpoints import STATE_FILE, clear, finish, newest_whole, put_in_place, refuse_half, written_aside
+from hf_dp.training.generators import file_of_this_rank, read_generators, save_generators
+from hf_dp.training.loaded import OPTIMIZER, SCHEDULE
+from hf_dp.training.restoring import damage_is_named, settings_are_kept
+from hf_dp.training.resume import STATE_KEY, SavedRun
+
+logger = logging.getLogger(__name__)
+
+_WEIGHTS = "model.safetensors"
+
+
+def write_model(folder: Path, model: Any, tokenizer: Any = None) -> None:
+    """Writes weights and what loading them needs: by `save_pretrained`, or without it in one safetensors file."""
+    if callable(getattr(model, "save_pretrained", None)):
+        model.save_pretrained(folder)
+    else:
+        save_model(model, str(folder / _WEIGHTS), metadata={"format": "pt"})
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
+
+
+def write_checkpoint(
+    output_dir: Path,
+    step: int,
+    steps: int,
+    saved: Callable[[], SavedRun],
+    model: Callable[[Path], None],
+    optimizer: Any,
+    scheduler: Any,
+) -> Path:
+    """Writes `checkpoint-STEP`, which is whole or not there. All ranks call it together.
+
+    Args:
+        step, steps: how many were taken, and are planned.
+        saved: what the checkpoint knows of its run; asked for on the first rank.
+        model: writes the weights, their record and their card; on the first rank.
+        scheduler: None if there is none.
+
+    Raises:
+        OSError: with the disk's name, where it is full.
+    """
+    run_dir, name, is_first = str(output_dir), f"{PREFIX_CHECKPOINT_DIR}-{step}", ranks.rank() == 0
+    ranks.warn_of_missing(logger, "save_checkpoint()")
+    if is_first:
+        clear(run_dir)
+    ranks.wait()
+    with written_aside(run_dir) as aside:
+        folder = aside / name
+        folder.mkdir(parents=True, exist_ok=True)
+        save_generators(folder)
+        if is_first:
+            run = saved()
+            model(folder)
+            torch.save(optimizer.state_dict(), folder / OPTIMIZER)
+            torch.save({} if scheduler is None else scheduler.state_dict(), folder / SCHEDULE)
+            state = TrainerState(global_step=step, max_steps=steps)
+            known = {"saved_ledger": run.record(dataclasses.asdict(state))}
+            of_callbacks: Any = {STATE_KEY: {"args": {}, "attributes": known}}
+            state.stateful_callbacks = of_callbacks
+            state.save_to_json(str(folder / STATE_FILE))
+        ranks.wait()
+    if is_first:
+        put_in_place(run_dir, name)
+    ranks.wait()
+    return output_dir / name
+
+
+def found_checkpoint(resume_from: str | os.PathLike[str] | bool | None, output_dir: Path | None) -> Path | None:
+    """The checkpoint to go on from; None to begin. Of `True` the newest whole one in the output directory, if any.
+
+    Raises:
+        LedgerError: it is not whole, or of those in the output directory none is.
+    """
+    if not resume_from:
+        return None
+    if resume_from is True:
+        newest = None if output_dir is None else newest_whole(str(output_dir))
+        return None if newest is None else Path(newest)
+    path = Path(resume_from)
+    if ranks.rank() == 0:
+        finish(str(path.absolute().parent))
+    ranks.wait()
+    refuse_half(str(path))
+    return path
+
+
+def step_of(checkpoint: Path) -> int:
+    """How many steps were taken before (`LedgerError` if that cannot be read)."""
+    with damage_is_named(str(checkpoint), STATE_FILE):
+        return int(TrainerState.load_from_json(str(checkpoint / STATE_FILE)).global_step)
+
+
+def read_into(checkpoint: Path, model: Any, optimizer: Any, scheduler: Any) -> dict[str, Any]:
+    """Reads weights, the optimizer's state and the schedule into these; gives back the generators' states.
+
+    What was read is to be held against the checksums of what was saved: names that are missing are no error here.
+
+    Raises:
+        LedgerError: with the file that cannot be loaded.
+    """
+    with damage_is_named(str(checkpoint), "*.safetensors"):
+        _read_weights(checkpoint, model)
+    with damage_is_named(str(checkpoint), "optimizer*", SCHEDULE):
+        if (checkpoint / SCHEDULE).is_file():
+            kept = torch.load(checkpoint / SCHEDULE, weights_only=True)
+            if set(kept) != set({} if scheduler is None else scheduler.state_dict()):
+                raise LedgerError(
+                    f"{str(checkpoint)!r} was saved {'with another' if kept else 'without a'} scheduler than this run "
+                    f"has ({type(scheduler).__name__}).",
+                    why="training would not go on as it was planned, and nothing would show it.",
+                    fix="begin with the optimizer and the scheduler of the first run.",
+                )
+            with settings_are_kept(optimizer):
+                saved = torch.load(checkpoint / OPTIMIZER, map_location="cpu", weights_only=True)
+                optimizer.load_state_dict(saved)
+            if kept:
+                scheduler.load_state_dict(kept)
+    with damage_is_named(str(checkpoint), file_of_this_rank()):
+        return read_generators(checkpoint)
+
+
+def _read_weights(checkpoint: Path, model: Any) -> None:
+    if hasattr(model, "peft_config"):
+        model.load_adapter(str(checkpoint), model.active_adapter, is_trainable=True)
+        return
+    device = next(model.parameters()).device
+    for path in sorted(checkpoint.glob("model*.safetensors")):
+        nn.Module.load_state_dict(model, load_file(path, device=str(device)), strict=False)
+    if callable(getattr(model, "tie_weights", None)):
+        model.tie_weights()

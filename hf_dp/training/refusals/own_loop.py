@@ -1,0 +1,106 @@
+"""What a loop of one's own brings with it, and a private run cannot use: wrappers, processes and optimizers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+import hf_dp.ranks as ranks
+from hf_dp.config.ranges import is_count, shown
+from hf_dp.errors import ConfigurationError
+from hf_dp.launched import is_one_of_many
+from hf_dp.per_example.sharding import is_sharded
+
+# Wrappers that compute gradients in a way of their own; by name, since some are of libraries that are not there.
+_WRAPPERS = {
+    "DataParallel": "it splits batches and sums gradients behind the clipping",
+    "DeepSpeedEngine": "its engine applies gradients inside backward, so there is no place for clipping and noise",
+    "FullyShardedDataParallel": "FSDP1 reduces gradients behind the clipping",
+    "OptimizedModule": "compiled graphs use parameters where no rule sees them",
+}
+
+
+def refuse_sizes(sizes: Mapping[str, Any]) -> None:
+    """Refuses what are no numbers of examples and steps (`ConfigurationError`)."""
+    for name, value in sizes.items():
+        if not is_count(value, at_least=1):
+            raise ConfigurationError(
+                f"{name}={shown(value)}.",
+                why="the sampling probability and the number of steps, which are accounted for, follow from these.",
+                fix="give a whole number of at least 1.",
+            )
+
+
+def unwrapped(model: Any) -> nn.Module:
+    """The module in DistributedDataParallel, or the plain one.
+
+    Raises:
+        ConfigurationError: anything else, with its name.
+    """
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        model = model.module
+    kind = type(model).__name__
+    if kind in _WRAPPERS:
+        raise ConfigurationError(
+            f"PrivateRun with a model in {kind}.",
+            why=f"{_WRAPPERS[kind]}.",
+            fix="pass the plain model, or one in DistributedDataParallel.",
+        )
+    if not isinstance(model, nn.Module):
+        raise ConfigurationError(
+            f"PrivateRun with {kind} for a model.",
+            why="per-example gradients are those of a torch module's parameters.",
+            fix="pass a torch.nn.Module.",
+        )
+    _refuse_shards(model)
+    return model
+
+
+def refuse_own_processes() -> None:
+    """Refuses one of many processes that has no process group (`ConfigurationError`)."""
+    if is_one_of_many() and ranks.world_size() == 1:
+        raise ConfigurationError(
+            "PrivateRun in one of several processes, and no process group.",
+            why="each would train alone, with a budget of its own, on the same data.",
+            fix="make the group first: accelerate.Accelerator(), or torch.distributed.init_process_group().",
+        )
+
+
+def refuse_own_optimizer(optimizer: Any, model: nn.Module) -> None:
+    """Refuses what is no optimizer, and those that move weights otherwise than by the gradient as it is.
+
+    Raises:
+        ConfigurationError: with its name.
+    """
+    _refuse_shards(model)
+    inner = getattr(optimizer, "optimizer", optimizer)
+    kind = type(inner).__name__
+    if not hasattr(inner, "param_groups") or not hasattr(inner, "step"):
+        raise ConfigurationError(
+            f"begin() with {kind} for an optimizer.",
+            why="it has no parameters to move.",
+            fix="pass the optimizer itself, such as torch.optim.AdamW(model.parameters()).",
+        )
+    if getattr(optimizer, "scaler", None) is not None:
+        raise ConfigurationError(
+            f"{kind} with a scaler of losses (mixed_precision='fp16').",
+            why="it divides the noise by the scale and skips steps depending on the data.",
+            fix="use mixed_precision='bf16', or float32.",
+        )
+    if any("train_mode" in group for group in inner.param_groups):  # schedule-free ones
+        raise ConfigurationError(
+            f"{kind}, which exchanges weights between training and evaluation, in a loop of one's own.",
+            why="that cannot be told from weights that something else has moved between two steps.",
+            fix="use DPTrainer, which switches it, or another optimizer.",
+        )
+
+
+def _refuse_shards(model: nn.Module) -> None:
+    if is_sharded(model):
+        raise ConfigurationError(
+            "PrivateRun with a model in shards (FSDP2, or tensor parallelism).",
+            why="what a loop of one's own saves and resumes is whole on every rank.",
+            fix="use DPTrainer, which trains under FSDP2, or PrivateRun under DDP.",
+        )

@@ -1,0 +1,54 @@
+"""What is promised of weights as they are saved: the record and the card that lie beside them."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from pathlib import Path
+
+import hf_dp.ranks as ranks
+from hf_dp.accounting import Ledger
+from hf_dp.hub import RECORD_FILE, PrivacyRecord, left_out, model_files, write_card
+from hf_dp.hub.card import privacy_section
+from hf_dp.hub.record import sha256_of_text
+from hf_dp.step.plan import Plan
+
+logger = logging.getLogger(__name__)
+
+
+def claim(plan: Plan, ledger: Ledger) -> PrivacyRecord:
+    """What is promised of the weights as they are now. It takes longer than writing them, and so comes first."""
+    report = plan.report(ledger)
+    card = sha256_of_text(privacy_section(report, ledger, plan.config))
+    return PrivacyRecord(
+        report=report, config=plan.config, mechanism=plan.mechanism, ledger=ledger, files={}, card_sha256=card
+    )
+
+
+def write_claim(folder: Path, title: str, record: PrivacyRecord) -> None:
+    """Writes `privacy.json` and the card of the model in a folder of `saved_aside`, if there is one.
+
+    Args:
+        title: of a new card.
+        record: a `claim`, of these weights.
+    """
+    if names := model_files(folder):
+        _say_what_is_left_out(left_out(folder))
+        record = record.with_files(folder, names)
+        (folder / RECORD_FILE).write_text(record.to_json(), encoding="utf-8")
+        write_card(folder, title, record)
+
+
+@functools.cache
+def say_once(message: str) -> None:
+    """A warning that is said once in this process."""
+    ranks.warn(logger, message)
+
+
+def _say_what_is_left_out(names: list[str]) -> None:
+    if names:
+        say_once(
+            f"Saved with the model, but never published, as such files could hold private data: {', '.join(names)}. "
+            "If the tokenizer or the processor needs one of them to be loaded, it does not load from the hub: let it "
+            "save its vocabulary as .json, or as a .txt with 'vocab' or 'merges' in its name."
+        )
