@@ -56,7 +56,7 @@ class DataMixin(_Base):
     def _check_dataset(self) -> None:
         refuse_dataset(self._dataset)
         n = len(self._dataset)
-        check_sizes(n, self._expected_batch_size)
+        check_sizes(n, self._expected_batch_size, sampling_probability=self.privacy.sampling_probability)
         accounting.check_delta(self.privacy.target_delta or accounting.default_delta(n), n)
 
     def _check_ranks(self) -> None:
