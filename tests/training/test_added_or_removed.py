@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from hf_dp import PrivacyConfig
+from hf_dp import PrivacyConfig, ReAttentionConfig, SparseEmbeddingConfig
 from hf_dp.accounting.neighbours import ADD_OR_REMOVE, ZERO_OUT
 from hf_dp.errors import ConfigurationError, LedgerError
 from hf_dp.hub import verify
@@ -92,6 +92,27 @@ def test_negative_control_where_n_is_public_all_of_it_differs(tmp_path: Path) ->
     for found in (published, kept):
         assert found(paths[0]) != found(paths[1])
     assert (one.privacy_report().adjacency, one.privacy_report().dataset_size) == (ZERO_OUT, ROWS)
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"re_attention": ReAttentionConfig()},
+        {"sparse_embeddings": SparseEmbeddingConfig(method="adafest+", kept_rows=20)},
+    ],
+    ids=lambda part: next(iter(part)),
+)
+def test_what_parts_release_does_not_follow_from_n_either(tmp_path: Path, part: dict[str, Any]) -> None:
+    config = PrivacyConfig(target_epsilon=50, accountant="rdp", seed=7, withhold_non_private_logs=True, **OWN, **part)
+    found = []
+    for n in (MORE, MORE - 1):
+        trainer, _ = after(tmp_path / str(n) / "out", n, config)
+        record = json.loads((tmp_path / str(n) / "out" / "privacy.json").read_text())
+        assert len(record.pop("files")) == 3
+        assert verify(tmp_path / str(n) / "out").consistent
+        found.append((record, trainer._plan.mechanism))
+    assert found[0] == found[1]
+    assert len(found[0][0]["ledger"]["entries"]) == 2
 
 
 def test_the_record_says_so_and_verifies(tmp_path: Path) -> None:
