@@ -116,7 +116,8 @@ def make_optimizer(
             noise_multiplier = accounting.calibrate_noise_multiplier(
                 target_epsilon=privacy.target_epsilon,
                 target_delta=privacy.target_delta or accounting.default_delta(n),
-                sampling_probability=min(1.0, batch_size / n),
+                # Where it is given, n is secret, and the rate must not follow from it.
+                sampling_probability=privacy.sampling_probability or min(1.0, batch_size / n),
                 steps=steps,
                 accountant=privacy.accountant,
             )

@@ -33,8 +33,11 @@ from hf_dp.accounting.terms import (
     FlatClipping,
     GaussianNoise,
     PoissonSampling,
+    UncountedExampleUnit,
+    UnitTerms,
     clipping_terms,
     step_event,
+    unit_kind,
 )
 from hf_dp.config.asked import Query, Share
 from hf_dp.config.ranges import check_target_epsilon
@@ -62,6 +65,8 @@ __all__ = [
     "Query",
     "Release",
     "Share",
+    "UncountedExampleUnit",
+    "UnitTerms",
     "calibrate_noise_multiplier",
     "check_delta",
     "check_steps",
@@ -77,4 +82,5 @@ __all__ = [
     "smallest_noise_multiplier",
     "standard_caveats",
     "step_event",
+    "unit_kind",
 ]

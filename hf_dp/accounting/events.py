@@ -8,7 +8,7 @@ from typing import Any
 import dp_accounting as dp
 
 from hf_dp.accounting.kinds import KINDS, Primitive
-from hf_dp.config.ranges import is_count, is_delta, is_number, shown
+from hf_dp.config.ranges import is_count, is_delta, is_probability, shown
 from hf_dp.errors import ConfigurationError, LedgerError
 
 _KINDS_BY_TYPE = {kind.event: kind for kind in KINDS}
@@ -144,10 +144,10 @@ def _check_dataset_size(n: int) -> None:
 
 def check_sampling_probability(sampling_probability: float) -> None:
     """Refuse a sampling probability outside (0, 1] (`ConfigurationError`)."""
-    if not (is_number(sampling_probability) and 0 < sampling_probability <= 1):
+    if not is_probability(sampling_probability):
         raise ConfigurationError(
-            f"sampling_probability={sampling_probability!r}.",
-            why="it is the expected batch size divided by the dataset's size: above 0, and at most 1.",
+            f"sampling_probability={shown(sampling_probability)}.",
+            why="it is the expected batch size divided by the dataset's size, or given: above 0, and at most 1.",
             fix="use an expected batch size between 1 and the number of training examples.",
         )
 

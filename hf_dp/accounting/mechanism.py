@@ -13,7 +13,7 @@ from hf_dp.accounting.events import check_steps
 from hf_dp.accounting.ledger import Ledger
 from hf_dp.accounting.release import GRADIENT, TRAINING_STEP, Release, check_label
 from hf_dp.accounting.report import PrivacyReport, standard_caveats
-from hf_dp.accounting.terms import TERMS, ClippingTerms, ExampleUnit, GaussianNoise, PoissonSampling, terms_from_dict
+from hf_dp.accounting.terms import TERMS, ClippingTerms, GaussianNoise, PoissonSampling, UnitTerms, terms_from_dict
 from hf_dp.config import PrivacyConfig
 from hf_dp.config.asked import Query, promised
 from hf_dp.config.ranges import check_target_delta
@@ -29,7 +29,7 @@ class Mechanism:
     """What is done with the data, in numbers. Whoever has it can compute what a run costs.
 
     Attributes:
-        unit: whose presence is hidden, and how many there are.
+        unit: whose presence is hidden, and how many there are where that is public.
         sampling: which units a step is made of.
         clipping: what each of them may add.
         noise: of a step.
@@ -44,7 +44,7 @@ class Mechanism:
         LedgerError: a label that is no short name.
     """
 
-    unit: ExampleUnit
+    unit: UnitTerms
     sampling: PoissonSampling
     clipping: ClippingTerms
     noise: GaussianNoise

@@ -4,5 +4,8 @@
 # of them one unit adds nothing to any sum. `dp_accounting`'s REPLACE_SPECIAL (Kairouz et al. 2021, arXiv:2103.00039,
 # definition 1.1).
 ZERO_OUT = "replace one by nothing (zero-out), n public"
-# What records said before: from their ledgers the same numbers follow, of the relation above.
-ADD_OR_REMOVE = "add or remove one"
+# One of them has a unit more. The sampling probability, the number of steps, delta and what sums are divided by are
+# numbers of their own, and nothing that is released follows from n. `dp_accounting`'s ADD_OR_REMOVE_ONE.
+ADD_OR_REMOVE = "add or remove one, n secret"
+# What the first records said of zero-out: from their ledgers the same numbers follow, of that relation alone.
+SAID_BEFORE = "add or remove one"

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, get_args
 
 from hf_dp.accounting.events import in_words
-from hf_dp.accounting.neighbours import ZERO_OUT
+from hf_dp.accounting.neighbours import ADD_OR_REMOVE, ZERO_OUT
 from hf_dp.accounting.release import GRADIENT, Release, check_label
 from hf_dp.config import AccountantName
 from hf_dp.config.promise import ClippingName
@@ -67,11 +67,12 @@ class PrivacyReport:
         queries: the noise multiplier of each query of a step by its label, in units of its own sensitivity.
             `noise_multiplier` is that of all together.
         releases: what was released beside the steps.
-        dataset_size: number of units.
-        expected_batch_size: mean number of units in a step.
+        dataset_size: number of units; None where it is secret.
+        expected_batch_size: what the sum of a step is divided by; where the number of units is public, the mean
+            number of them in a step.
         reproducible: a seed was given, so that the noise is not secret and the run is not private.
-        unit: whose contribution is replaced by nothing.
-        adjacency: how neighbouring datasets differ; earlier records say "add or remove one".
+        unit: whose contribution is replaced by nothing, or whose presence is secret.
+        adjacency: how neighbouring datasets differ; the first records say "add or remove one" of zero-out.
         sampling: how each step's batch was drawn.
         caveats: what the numbers do not cover.
         versions: of the libraries that computed epsilon.
@@ -84,7 +85,7 @@ class PrivacyReport:
     sampling_probability: float
     steps: int
     accountant: AccountantName
-    dataset_size: int
+    dataset_size: int | None
     expected_batch_size: float
     clipping: str = "flat"
     target_epsilon: float | None = None
@@ -154,8 +155,7 @@ class PrivacyReport:
         rows = {
             "unit": self.unit,
             "neighbours": self.adjacency,
-            "sampling": f"{self.sampling}, probability {self.sampling_probability:.4g} a step "
-            f"(on average {self.expected_batch_size:g} of {self.dataset_size})",
+            "sampling": f"{self.sampling}, probability {self.sampling_probability:.4g} a step ({self._of_how_many()})",
             "noise multiplier": f"{self.noise_multiplier:.4g}",
             "clipping norm": clipping_in_words(self.clipping, self.clipping_norm),
             "steps": f"{self.steps}",
@@ -168,6 +168,10 @@ class PrivacyReport:
         lines += ["Not covered:"] * bool(self.caveats)
         lines += [textwrap.fill(c, 100, initial_indent="  - ", subsequent_indent="    ") for c in self.caveats]
         return "\n".join(lines)
+
+    def _of_how_many(self) -> str:
+        size = f"{self.expected_batch_size:g}"
+        return f"sums divided by {size}" if self.dataset_size is None else f"on average {size} of {self.dataset_size}"
 
     def _besides(self) -> dict[str, str]:
         """What took of the budget beside the gradients, by its label, for reading."""
@@ -202,7 +206,10 @@ def _read(cls: type[PrivacyReport], values: object) -> PrivacyReport | str:
     for name in (*_NUMBERS, *optional):
         if isinstance(fields[name], bool) or not isinstance(fields[name], (int, float)) or not fields[name] >= 0:
             return f"{name} is {fields[name]!r}"
-    for name in ("steps", "dataset_size"):
+    is_secret = fields["adjacency"] == ADD_OR_REMOVE
+    if (fields["dataset_size"] is None) != is_secret:
+        return f"dataset_size is {fields['dataset_size']!r}, for neighbours {str(fields['adjacency'])[:100]!r}"
+    for name in ("steps",) if is_secret else ("steps", "dataset_size"):
         if isinstance(fields[name], bool) or not isinstance(fields[name], int) or fields[name] < 0:
             return f"{name} is {fields[name]!r}"
     if not isinstance(fields["reproducible"], bool) or fields["accountant"] not in ("pld", "rdp"):

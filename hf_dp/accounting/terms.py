@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import dp_accounting as dp
 
 from hf_dp.accounting.events import check_sampling_probability
-from hf_dp.accounting.neighbours import ZERO_OUT
+from hf_dp.accounting.neighbours import ADD_OR_REMOVE, ZERO_OUT
 from hf_dp.config import PrivacyConfig
 from hf_dp.config.ranges import check_clipping_norm, check_noise_multiplier, is_count, is_number, shown
 from hf_dp.errors import ConfigurationError
@@ -54,12 +54,25 @@ class ExampleUnit(_Terms):
 
 
 @dataclass(frozen=True, kw_only=True)
+class UncountedExampleUnit(_Terms):
+    """Each training example is a unit of its own, and how many there are is secret: nothing may follow from it."""
+
+    kind: str = "uncounted example"
+    name: ClassVar[str] = "one training example"
+    adjacency: ClassVar[str] = ADD_OR_REMOVE
+    number: ClassVar[None] = None
+
+
+UnitTerms = ExampleUnit | UncountedExampleUnit
+
+
+@dataclass(frozen=True, kw_only=True)
 class PoissonSampling(_Terms):
     """Each unit enters each step independently.
 
     Attributes:
         probability: q, in (0, 1].
-        expected_batch_size: what sums are divided by, above 0.
+        expected_batch_size: what sums are divided by, above 0. Of units whose number is public, q n.
     """
 
     probability: float
@@ -185,11 +198,16 @@ def _poisson_sampled(probability: float, inner: dp.DpEvent) -> dp.DpEvent:
 
 # By the field of a mechanism, then by their kind in JSON.
 TERMS: dict[str, dict[str, type[Any]]] = {
-    "unit": {"example": ExampleUnit},
+    "unit": {"example": ExampleUnit, "uncounted example": UncountedExampleUnit},
     "sampling": {"poisson": PoissonSampling},
     "clipping": {"flat": FlatClipping, "automatic": AutomaticClipping},
     "noise": {"gaussian": GaussianNoise},
 }
+
+
+def unit_kind(config: PrivacyConfig) -> type[ExampleUnit] | type[UncountedExampleUnit]:
+    """The kind of unit that a config promises: where it leaves the sampling probability to n, n must be public."""
+    return ExampleUnit if config.sampling_probability is None else UncountedExampleUnit
 
 
 def clipping_terms(config: PrivacyConfig) -> ClippingTerms:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,18 +10,20 @@ from rich.console import Console
 from rich.table import Table
 
 from hf_dp.cli.common import AsJson, print_json, refusals
+from hf_dp.cli.costs import ACCOUNTANTS, costs, exactly_one, positive, proposal
 from hf_dp.cli.sizes import size_table, sizes
-from hf_dp.config import AccountantName
 from hf_dp.config.ranges import check_clipping_norm
 from hf_dp.errors import ConfigurationError
 
 _DEFAULTS = {"--world-size": 1, "--length": 512, "--micro-batch": 1}
-_ACCOUNTANTS: tuple[AccountantName, ...] = ("pld", "rdp")
 
 
 def plan(
     n: Annotated[
         int | None, typer.Option("--n", help="Number of training examples; without it, --model alone is answered.")
+    ] = None,
+    sampling_probability: Annotated[
+        float | None, typer.Option(help="In place of --n, where that is secret; with --batch-size, --steps, --delta.")
     ] = None,
     batch_size: Annotated[
         float | None,
@@ -65,8 +66,10 @@ def plan(
         hf-dp plan --n 10003 --epochs 6 --epsilon 8 --plot plan.png
 
     Sampling is Poisson with probability batch-size / n; n is public, and in
-    neighbouring datasets one example is replaced by nothing. PLD is the tight
-    accountant and the default in training; RDP is a looser cross-check. With
+    neighbouring datasets one example is replaced by nothing. Give
+    --sampling-probability in place of --n, and batch size, steps and delta as
+    numbers of their own, where n is secret and one example more or less is the
+    claim (docs/privacy.md). PLD is the tight accountant and the default in training; RDP is a looser cross-check. With
     --model, also how much memory each of --world-size ranks needs and what it
     sends (docs/scaling.md); that alone, where nothing of the privacy is given:
 
@@ -82,22 +85,32 @@ def plan(
             _refuse_without_model(
                 {"--world-size": world_size, "--length": length, "--micro-batch": micro_batch}, lora_rank
             )
-        if n is None:
+        has_data = n is not None or sampling_probability is not None
+        if not has_data:
             given = {"--epochs": epochs, "--steps": steps, "--examples": examples, "--epsilon": epsilon}
             more = {"--noise": noise, "--delta": delta, "--plot": plot, "--share": share or None}
             _refuse_without_n(model, {**given, **more})
         else:
-            _exactly_one({"--epsilon": epsilon, "--noise": noise})
-            _exactly_one({"--epochs": epochs, "--steps": steps, "--examples": examples})
-            check_clipping_norm(_positive("--clipping-norm", clipping_norm))
+            exactly_one({"--n": n, "--sampling-probability": sampling_probability})
+            exactly_one({"--epsilon": epsilon, "--noise": noise})
+            exactly_one({"--epochs": epochs, "--steps": steps, "--examples": examples})
+            check_clipping_norm(positive("--clipping-norm", clipping_norm))
             proposed = batch_size is None
             if batch_size is None:
+                if n is None:
+                    raise ConfigurationError(
+                        "--sampling-probability without --batch-size.",
+                        why="sums are divided by it, and must not follow from n.",
+                        fix="give it; to have one proposed, give a public guess of n as --n.",
+                    )
                 if share:
                     raise ConfigurationError(
                         "--share without --batch-size.", why="a batch is proposed for steps alone.", fix="give it."
                     )
-                batch_size, steps = _propose(n, epochs, steps, examples, epsilon, delta, min_steps)
-            answer = _plan(n, batch_size, epochs, steps, examples, epsilon, noise, delta, share or [])
+                batch_size, steps = proposal(n, epochs, steps, examples, epsilon, delta, min_steps)
+            answer = costs(
+                n, sampling_probability, batch_size, epochs, steps, examples, epsilon, noise, delta, share or []
+            )
             answer |= _derived(answer, proposed, clipping_norm)
         if model is not None:
             answer |= sizes(model, lora_rank, world_size, length, micro_batch, batch_size)
@@ -109,11 +122,11 @@ def plan(
         print_json(answer)
         return
     console = Console()
-    if n is not None:
+    if has_data:
         console.print(_table(answer))
     if model is not None:
         console.print(size_table(answer["per_rank"], world_size))
-    if n is None:
+    if not has_data:
         console.print("For what a budget costs as well, give --n, --epsilon and --epochs.")
     elif answer["proposed"]:
         console.print(
@@ -163,114 +176,10 @@ def _refuse_without_model(of_model: dict[str, int], lora_rank: int | None) -> No
 def _derived(answer: dict[str, Any], proposed: bool, clipping_norm: float) -> dict[str, Any]:
     """What else is told of a plan."""
     batch_size = answer["expected_batch_size"]
-    for name in _ACCOUNTANTS:
+    for name in ACCOUNTANTS:
         answer[name]["noise_per_coordinate"] = answer[name]["noise_multiplier"] * clipping_norm / batch_size
     processed = batch_size * answer["steps"]
     return {"proposed": proposed, "examples_processed": processed, "clipping_norm": clipping_norm}
-
-
-def _propose(
-    n: int,
-    epochs: float | None,
-    steps: int | None,
-    examples: float | None,
-    epsilon: float | None,
-    delta: float | None,
-    min_steps: int,
-) -> tuple[float, int]:
-    if epsilon is None or steps is not None:
-        raise ConfigurationError(
-            "no --batch-size, with " + ("--noise." if epsilon is None else "--steps."),
-            why="a batch is proposed for a privacy budget and a compute budget (batch size x steps).",
-            fix="give --batch-size; or --epsilon, and --epochs or --examples, for a proposal.",
-        )
-    from hf_dp import accounting
-    from hf_dp.planning.proposal import propose
-
-    delta = accounting.default_delta(n) if delta is None else accounting.check_delta(delta, n)
-    if examples is None:
-        examples = n * _positive("--epochs", epochs)
-    chosen = propose(
-        dataset_size=n,
-        examples=_positive("--examples", examples),
-        target_epsilon=epsilon,
-        target_delta=delta,
-        min_steps=min_steps,
-    )
-    return chosen.batch_size, chosen.steps
-
-
-def _plan(
-    n: int,
-    batch_size: float,
-    epochs: float | None,
-    steps: int | None,
-    examples: float | None,
-    target_epsilon: float | None,
-    noise: float | None,
-    delta: float | None,
-    shares: list[float],
-) -> dict[str, Any]:
-    # dp_accounting and scipy take most of a second to import; --help should not wait for them.
-    import dp_accounting as dp
-
-    from hf_dp import accounting
-
-    delta = accounting.default_delta(n) if delta is None else accounting.check_delta(delta, n)
-    if not 1 <= batch_size <= n:
-        raise ConfigurationError(
-            f"--batch-size {batch_size:g} for a dataset of {n} examples.",
-            why="each example enters a batch with probability batch-size / n, which must be at most 1.",
-            fix=f"give the expected number of examples in a logical batch: between 1 and {n}.",
-        )
-    if steps is None:
-        # Trainer counts epochs in whole batches.
-        steps = (
-            math.ceil(_positive("--epochs", epochs) * math.ceil(n / batch_size))
-            if examples is None
-            else max(1, int(_positive("--examples", examples) / batch_size))
-        )
-    accounting.check_steps(steps)
-    q = batch_size / n
-    plans: dict[str, Any] = {}
-    asked = [accounting.Share(f"release {i}", share, 1) for i, share in enumerate(shares, start=1)]
-    for accountant in _ACCOUNTANTS:
-        multiplier = noise
-        budget: Any = {"target_epsilon": target_epsilon, "target_delta": delta, "accountant": accountant}
-        paid = accounting.paid_releases(asked, **budget)
-        spent = dp.ComposedDpEvent([release.event for release in paid])
-        if target_epsilon is not None:
-            multiplier = accounting.calibrate_noise_multiplier(
-                sampling_probability=q, steps=steps, spent=spent, **budget
-            )
-        assert multiplier is not None
-        run = dp.SelfComposedDpEvent(accounting.step_event(multiplier, q), steps)
-        cost = accounting.epsilon(dp.ComposedDpEvent([spent, run]), delta, accountant)
-        plans[accountant] = {"noise_multiplier": multiplier, "epsilon": cost}
-    common = {"dataset_size": n, "expected_batch_size": batch_size, "sampling_probability": q, "steps": steps}
-    return {**common, "delta": delta, "target_epsilon": target_epsilon, "shares": shares, **plans}
-
-
-def _exactly_one(options: dict[str, object]) -> None:
-    given = [name for name, value in options.items() if value is not None]
-    if len(given) != 1:
-        names = list(options)
-        either = " or ".join(names)
-        raise ConfigurationError(
-            f"{'both ' if given else 'neither of '}{' and '.join(given or names)}.",
-            why="one of them determines the other.",
-            fix=f"give exactly one, {either}; `hf-dp plan --help` has an example.",
-        )
-
-
-def _positive(option: str, value: float | None) -> float:
-    if value is None or not 0 < value < math.inf:
-        raise ConfigurationError(
-            f"{option} {value!r}.",
-            why="a plan follows from it, and there would be none, or no end.",
-            fix="give a positive number such as 10.",
-        )
-    return value
 
 
 def _table(answer: dict[str, Any]) -> Table:
@@ -280,10 +189,10 @@ def _table(answer: dict[str, Any]) -> Table:
     table.add_column("")
     table.add_column("PLD", justify="right")
     table.add_column("RDP", justify="right")
-    table.add_row("noise multiplier", *(f"{answer[name]['noise_multiplier']:.4f}" for name in _ACCOUNTANTS))
-    per_coordinate = (f"{answer[name]['noise_per_coordinate']:.3g}" for name in _ACCOUNTANTS)
+    table.add_row("noise multiplier", *(f"{answer[name]['noise_multiplier']:.4f}" for name in ACCOUNTANTS))
+    per_coordinate = (f"{answer[name]['noise_per_coordinate']:.3g}" for name in ACCOUNTANTS)
     table.add_row(f"noise per coordinate (C = {answer['clipping_norm']:g})", *per_coordinate)
-    table.add_row("epsilon", *(f"{answer[name]['epsilon']:.4g}" for name in _ACCOUNTANTS))
+    table.add_row("epsilon", *(f"{answer[name]['epsilon']:.4g}" for name in ACCOUNTANTS))
     table.add_section()
     for label, value in {
         "delta": f"{answer['delta']:.3g}",

@@ -71,6 +71,8 @@ def _epsilon_over_steps(axes: Any, answer: dict[str, Any]) -> None:
 
 def _noise_over_batch(axes: Any, answer: dict[str, Any], clipping_norm: float) -> None:
     n, examples = answer["dataset_size"], answer["examples_processed"]
+    if n is None:  # that of which the probability would draw the batch
+        n = max(1, round(answer["expected_batch_size"] / answer["sampling_probability"]))
     budget = answer["target_epsilon"] or answer["pld"]["epsilon"]
     largest = min(n, int(examples))
     drawn = {max(1, round(largest ** (i / (_POINTS - 1)))) for i in range(_POINTS // 4, _POINTS)}

@@ -12,6 +12,7 @@ from typing import Any, Literal, get_args
 
 from hf_dp.config.ranges import (
     check_clipping_norm,
+    check_given_probability,
     check_noise_multiplier,
     check_target_delta,
     check_target_epsilon,
@@ -33,8 +34,9 @@ class PrivacyConfig:
     """The promise of a private training run.
 
     Exactly one of `target_epsilon` and `noise_multiplier` is given. In neighbouring datasets one of n training examples
-    is replaced by nothing (zero-out), and n is public; batches are Poisson-sampled, and noise is Gaussian (DP-SGD;
-    Abadi et al. 2016, arXiv:1607.00133, algorithm 1).
+    is replaced by nothing (zero-out), and n is public; with a `sampling_probability` of your own one example is added
+    or removed, and n is secret. Batches are Poisson-sampled, and noise is Gaussian (DP-SGD; Abadi et al. 2016,
+    arXiv:1607.00133, algorithm 1).
 
     Attributes:
         target_epsilon: the budget epsilon > 0; the noise multiplier is calibrated to it.
@@ -51,6 +53,10 @@ class PrivacyConfig:
         seed: None draws sampling and noise from the operating system's entropy. An integer makes both
             reproducible, for tests, and marks the report as not private. It is not a command-line argument:
             beside `TrainingArguments`, whose `seed` is public, one flag would set both.
+        sampling_probability: None for the expected batch size divided by n, which is public. A number between 1e-12
+            and 1 is what examples are drawn with whatever n is, for a claim of "add or remove one" that keeps n secret:
+            `target_delta` and `max_steps` must then be given, and sums are divided by the expected batch size of the
+            arguments. Choose all four without a look at n.
         re_attention: None for plain attention, or a `ReAttentionConfig`.
         sparse_embeddings: None for dense noise on all rows, or a `SparseEmbeddingConfig`. With AdaFEST
             `noise_multiplier` is that of both releases of a step together.
@@ -74,6 +80,10 @@ class PrivacyConfig:
     withhold_non_private_logs: bool = field(
         default=False, metadata={"help": "Keep training loss and clipping statistics out of the logs."}
     )
+    sampling_probability: float | None = field(
+        default=None,
+        metadata={"help": "What examples are drawn with, whatever their number, which is then secret (add or remove)."},
+    )
     seed: int | None = field(default=None, init=False)
     re_attention: ReAttentionConfig | None = field(default=None, init=False)
     sparse_embeddings: SparseEmbeddingConfig | None = field(default=None, init=False)
@@ -90,6 +100,7 @@ class PrivacyConfig:
         re_attention: ReAttentionConfig | None = None,
         sparse_embeddings: SparseEmbeddingConfig | None = None,
         clipping: ClippingName = "flat",
+        sampling_probability: float | None = None,
     ) -> None:
         values = dict(locals())
         # Every private run makes one of these before anything can be refused.
@@ -124,6 +135,7 @@ class PrivacyConfig:
         self._check_clipping()
         if self.target_delta is not None:
             check_target_delta(self.target_delta)
+        self._check_sampling()
         if not is_one_of(self.accountant, ("pld", "rdp")):
             raise ConfigurationError(
                 f"accountant={shown(self.accountant)}.",
@@ -159,6 +171,17 @@ class PrivacyConfig:
             warnings.warn(
                 "noise_multiplier=0: this run adds no noise and is not private; its epsilon is infinite.",
                 stacklevel=3,
+            )
+
+    def _check_sampling(self) -> None:
+        if self.sampling_probability is None:
+            return
+        check_given_probability(self.sampling_probability)
+        if self.target_delta is None:
+            raise ConfigurationError(
+                f"sampling_probability={self.sampling_probability:g} without target_delta.",
+                why="n is secret then, and the default delta, n ** -1.1, would tell it.",
+                fix="give target_delta, well below 1 over the most examples that there could be, such as 1e-8.",
             )
 
     def _check_clipping(self) -> None:

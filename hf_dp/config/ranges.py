@@ -18,6 +18,8 @@ LARGEST_NOISE = 1e150
 # Optimizers square gradients in float32, where a square is between 1e-38 and 1e38.
 _SMALLEST_SIZE, LARGEST_SIZE = 1e-15, 1e15
 _LARGEST_COUNT = 2**62
+# No dataset has so many rows that less would draw any.
+_SMALLEST_PROBABILITY = 1e-12
 _LONGEST = 200
 
 
@@ -88,6 +90,23 @@ def check_target_delta(target_delta: object) -> None:
             why=f"delta is a probability below 1 (and below 1/n, which is checked with the data), and of at least "
             f"{_SMALLEST_DELTA:.1g}: with more than that, the key of the noise can be guessed.",
             fix="leave it out for n ** -1.1, or give a small number such as 1e-6.",
+        )
+
+
+def is_probability(value: Any) -> bool:
+    """Whether units can be sampled with it: above 0, and at most 1."""
+    return is_number(value) and bool(0 < value <= 1)
+
+
+def check_given_probability(sampling_probability: object) -> None:
+    """Refuse a sampling probability of the user's own that is no number between 1e-12 and 1 (`ConfigurationError`)."""
+    if not (is_probability(sampling_probability) and sampling_probability >= _SMALLEST_PROBABILITY):  # type: ignore[operator]
+        raise ConfigurationError(
+            f"sampling_probability={shown(sampling_probability)}.",
+            why=f"each example enters each step with it: it is a number of at least {_SMALLEST_PROBABILITY:g}, and at "
+            "most 1.",
+            fix="give about the expected batch size divided by a public guess of the number of examples, or leave it "
+            "out, where the number of examples may be public.",
         )
 
 

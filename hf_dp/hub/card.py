@@ -15,6 +15,7 @@ METADATA_KEY = "differential_privacy"
 TAGS = ("differential-privacy", "dp-sgd")
 _BASE_MODEL = "The data that the base model was trained on before this run is not covered."
 _LARGEST_EXPONENT = 700  # of a float
+_SECRET = "secret"
 _EVALUATION = "Evaluation data, and metrics computed from it, are not covered."
 _PEOPLE = "A person behind k training examples is protected k times less (group privacy)."
 
@@ -57,23 +58,28 @@ def _promise(report: PrivacyReport, found: dict[AccountantName, float]) -> list[
         "Fine-tuned with differential privacy (DP-SGD) by hf_dp.",
         "",
         f'**What is protected:** {report.unit}, in the sense of "{report.adjacency}". Had any single one '
-        "added nothing to the training, every conclusion that anyone can draw from these weights, or from what is made "
+        f"{_absent(report)}, every conclusion that anyone can draw from these weights, or from what is made "
         f"of them alone, would have been at most {likelier} times as likely or as unlikely, but for a "
         f"probability of {report.delta:.3g}.",
     ]
 
 
+def _absent(report: PrivacyReport) -> str:
+    return "added nothing to the training" if report.dataset_size is not None else "not been in the data"
+
+
 def _rows(report: PrivacyReport, found: dict[AccountantName, float]) -> dict[str, str]:
     budget = "" if report.target_epsilon is None else f" (budget {report.target_epsilon:g})"
+    size = f"{report.expected_batch_size:g}"
     return {
         "epsilon, PLD accountant (tight)": f"{found['pld']:.5g}{budget}",
         "epsilon, RDP accountant (looser)": f"{found['rdp']:.5g}",
         "delta": f"{report.delta:.4g}",
         "privacy unit": report.unit,
         "neighbouring datasets": report.adjacency,
-        "number of units": f"{report.dataset_size}",
+        "number of units": _SECRET if report.dataset_size is None else f"{report.dataset_size}",
         "sampling": f"{report.sampling}: each unit with probability {report.sampling_probability:.4g} in each step, "
-        f"{report.expected_batch_size:g} on average",
+        + (f"sums divided by {size}" if report.dataset_size is None else f"{size} on average"),
         "steps": f"{report.steps}",
         "noise multiplier": f"{report.noise_multiplier:.4g}",
         "clipping norm": clipping_in_words(report.clipping, report.clipping_norm),
@@ -92,7 +98,7 @@ def metadata(record: PrivacyRecord, record_sha256: str) -> dict[str, Any]:
         "unit": report.unit,
         "adjacency": report.adjacency,
         "sampling": report.sampling,
-        "dataset_size": report.dataset_size,
+        "dataset_size": _SECRET if report.dataset_size is None else report.dataset_size,
         "record": RECORD_FILE,
         "record_sha256": record_sha256,
     }

@@ -80,8 +80,9 @@ def _of_promise(ledger: Ledger) -> Iterator[str]:
     promise = ledger.promise
     try:
         noise, n = promise["calibrated_noise_multiplier"], promise["dataset_size"]
-        q, one_stage = promise["expected_batch_size"] / n, promise["target_epsilon"] is not None
-        agree = steps_are(ledger, noise, q, n, one_stage=one_stage)
+        given, one_stage = promise.get("sampling_probability"), promise["target_epsilon"] is not None
+        q = promise["expected_batch_size"] / n if given is None else given
+        agree = (n is None) == (given is not None) and steps_are(ledger, noise, q, n, one_stage=one_stage)
     except (KeyError, TypeError, ValueError, ArithmeticError):
         yield "the ledger's promise has no noise multiplier, batch size and dataset size"
     else:

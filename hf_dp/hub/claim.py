@@ -17,11 +17,13 @@ from hf_dp.accounting import (
     in_words,
     standard_caveats,
     step_event,
+    unit_kind,
 )
 from hf_dp.accounting.events import primitives
-from hf_dp.accounting.neighbours import ADD_OR_REMOVE, ZERO_OUT
+from hf_dp.accounting.neighbours import SAID_BEFORE, ZERO_OUT
 from hf_dp.config import AccountantName
 from hf_dp.config.asked import asked
+from hf_dp.config.ranges import is_probability
 from hf_dp.errors import ConfigurationError, LedgerError, shortened
 from hf_dp.hub.card import epsilons, privacy_section
 from hf_dp.hub.record import VERSION, PrivacyRecord, sha256_of_text
@@ -93,14 +95,8 @@ def check_claim(record: PrivacyRecord, found: dict[AccountantName, float]) -> It
     yield _check_neighbours(record)
     yield _check_what_follows(record)
     yield from _check_releases(record)
-    try:
-        check_delta(report.delta, report.dataset_size)
-    except ConfigurationError as error:
-        yield Check("delta", False, error.found)
-    else:
-        yield Check("delta", True, f"{report.delta:.3g} is below 1/n = {1 / report.dataset_size:.3g}")
-    n = report.dataset_size
-    q = report.expected_batch_size / n if n else math.nan
+    yield _check_delta(report)
+    n, q = report.dataset_size, _probability(record)
     steps = [event for event, _, label in ledger.entries if label == TRAINING_STEP]
     # The last, since earlier stages of one ledger may have had other batches.
     charged = getattr(steps[-1], "sampling_probability", q) if steps else q
@@ -108,15 +104,40 @@ def check_claim(record: PrivacyRecord, found: dict[AccountantName, float]) -> It
     alike = steps_are(ledger, report.noise_multiplier, q, n, one_stage=report.target_epsilon is not None)
     said_noise = f"noise multiplier {report.noise_multiplier:g} " + ("is" if alike else "is not") + " that of the steps"
     yield Check("noise of the steps", alike, said_noise)
-    said = f"expected batch {report.expected_batch_size:g} of n = {n}, charged with {charged:.6g}"
+    from_n = f"expected batch {report.expected_batch_size:g} of n = {n}"
+    said = f"{f'{q:.6g} whatever n is' if n is None else from_n}, charged with {charged:.6g}"
     yield Check("sampling probability", agrees, said)
 
 
+def _check_delta(report: PrivacyReport) -> Check:
+    if report.dataset_size is None:
+        return Check("delta", True, f"{report.delta:.3g}, a number of its own: 1/n is secret, as n is")
+    try:
+        check_delta(report.delta, report.dataset_size)
+    except ConfigurationError as error:
+        return Check("delta", False, error.found)
+    return Check("delta", True, f"{report.delta:.3g} is below 1/n = {1 / report.dataset_size:.3g}")
+
+
+def _probability(record: PrivacyRecord) -> float:
+    """The sampling probability that was promised, or that follows from n; NaN where neither is there."""
+    n, given = record.report.dataset_size, record.config.sampling_probability
+    follows = math.nan if not n else record.report.expected_batch_size / n
+    return follows if given is None else given
+
+
 def _check_neighbours(record: PrivacyRecord) -> Check:
-    """The relation that the accountants compute epsilon for; under another one the same events would cost more."""
+    """The relation that the accountants compute epsilon for; under another one the same events would cost more.
+
+    Of one example more or less it is only where the config gives the sampling probability: if that followed from n,
+    everybody's would be another.
+    """
     said, holds = record.report.adjacency, record.mechanism.unit.adjacency
+    promised = unit_kind(record.config).adjacency
+    if holds != promised:
+        return Check("neighbouring datasets", False, f"{holds} in the mechanism, {promised} follows from the config")
     # Earlier versions knew no other words.
-    if record.version < VERSION and (said, holds) == (ADD_OR_REMOVE, ZERO_OUT):
+    if record.version < VERSION and (said, holds) == (SAID_BEFORE, ZERO_OUT):
         return Check("neighbouring datasets", True, f"{said}, that is: {holds}")
     return Check("neighbouring datasets", said == holds, said if said == holds else f"{said} claimed, {holds} follows")
 
@@ -157,22 +178,29 @@ def _told(value: object) -> str:
     return f"{value.times} x {value.label}: {in_words(value.event)}" if isinstance(value, Release) else repr(value)
 
 
-def steps_are(ledger: Ledger, noise_multiplier: float, q: float, n: int, *, one_stage: bool) -> bool:
+def steps_are(ledger: Ledger, noise_multiplier: float, q: float, n: int | None, *, one_stage: bool) -> bool:
     """Whether all training steps were charged with this noise, and the last with this sampling probability.
 
     Args:
         one_stage: all with this probability, as under a budget. Otherwise earlier ones may have had another expected
-            batch size, which is a whole number of the n examples.
+            batch size, which is a whole number of the n examples; where n is secret, q is the same in all of them.
     """
+    if not is_probability(q):
+        return False
     steps = [event for event, _, label in ledger.entries if label == TRAINING_STEP]
     for event in steps:
         other = getattr(event, "sampling_probability", q)
-        is_free = not one_stage and event is not steps[-1]
-        if is_free and not (0 < other <= 1 and round(other * n) >= 1 and same(other * n, float(round(other * n)))):
+        is_free = not one_stage and n is not None and event is not steps[-1]
+        if is_free and not (0 < other <= 1 and _is_batch_of(n, other)):
             return False
         if event != step_event(noise_multiplier, other if is_free else q):
             return False
     return True
+
+
+def _is_batch_of(n: int | None, q: float) -> bool:
+    expected = (n or 0) * q
+    return round(expected) >= 1 and same(expected, float(round(expected)))
 
 
 def check_promise(record: PrivacyRecord) -> Iterator[Check]:
@@ -183,11 +211,12 @@ def check_promise(record: PrivacyRecord) -> Iterator[Check]:
         for name, value in mechanism.promise(config).items()
         if not same(promise.get(name, "absent"), value)
     ]
-    # The config may leave two of these to be found.
+    # The config may leave three of these to be found.
     given: dict[str, tuple[Any, Any]] = {
         "clipping": (mechanism.clipping.to_dict(), clipping_terms(config).to_dict()),
         "noise_multiplier": (mechanism.noise.multiplier, config.noise_multiplier),
         "target_delta": (mechanism.delta, config.target_delta),
+        "sampling_probability": (mechanism.sampling.probability, config.sampling_probability),
     }
     differing += [
         f"{name}: {said!r} in the mechanism, {wanted!r} in the config"

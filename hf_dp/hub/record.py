@@ -41,7 +41,7 @@ class PrivacyRecord:
     """A claim, the ledger that it follows from, and the files that it is about.
 
     Attributes:
-        report: the claim: epsilon, delta, n, unit, adjacency, sampling, caveats, versions.
+        report: the claim: epsilon, delta, n where it is public, unit, adjacency, sampling, caveats, versions.
         config: the promise of the run. Never with a seed: that one was used stands in `mechanism.reproducible`.
         mechanism: what the run did, in numbers.
         ledger: every release, as accounting events.

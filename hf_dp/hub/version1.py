@@ -61,6 +61,8 @@ def read(values: object, config: PrivacyConfig, ledger: Ledger) -> tuple[Privacy
     events |= {label: step_event(noise, 1.0) for label, noise in noises.items()}
     plain = {name: value for name, value in values.items() if name not in {_TIMES, *_NOISES.values()}}
     report = PrivacyReport.from_dict({**plain, "queries": {}, "releases": []})
+    if report.dataset_size is None:
+        raise _damaged("it says nothing of how many units there are")
     try:
         mechanism = Mechanism(
             unit=ExampleUnit(number=report.dataset_size),

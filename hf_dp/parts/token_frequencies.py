@@ -110,12 +110,13 @@ def release_token_frequencies(
         ledger: charged before the noisy counts exist; a refusal charges nothing.
 
     Returns:
-        (V,) float32 in [1/n, 1]. Tokens that do not stand out from the noise share their mean.
+        (V,) float32 in [1/n, 1], where a secret n is replaced by the number of examples of which the sampling
+        probability would draw the expected batch size. Tokens that do not stand out from the noise share their mean.
 
     Raises:
         ConfigurationError: an id that is not below `vocabulary_size`.
     """
-    release, n = plan.release(LABEL), plan.sampler.dataset_size
+    release, n = plan.release(LABEL), plan.sampler.public_size
     total = torch.zeros(vocabulary_size, dtype=torch.float64)
     for ids in examples:
         present = ids.flatten().unique().cpu()

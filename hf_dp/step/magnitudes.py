@@ -1,4 +1,5 @@
-"""Are noise, sums and weights of sizes that mean something? All of it follows from what is public or released."""
+"""Are noise, sums and weights of sizes that mean something? What follows from neither what is public nor what is
+released is refused or warned of here alone, and written nowhere."""
 
 from __future__ import annotations
 
@@ -24,6 +25,8 @@ _HOPELESS = 20.0
 _LARGEST, _SMALLEST = math.sqrt(torch.finfo(torch.float32).max), math.sqrt(torch.finfo(torch.float32).tiny)
 # No element of the noise is this many standard deviations out.
 _FAR_OUT = 15.0
+# A mistake is likelier than a guess of n that is so far off.
+_FAR = 1.5
 # Root mean square of weights. Those of neural networks are below 10.
 _LOST = 1e6
 
@@ -31,7 +34,7 @@ _LOST = 1e6
 class Magnitudes:
     """Looks at what a run will do to a model before it begins, and at the weights after each step.
 
-    Warns once of noise that drowns any gradient.
+    Warns once of noise that drowns any gradient, and of batches that are far from what their sums are divided by.
 
     Args:
         plan: of the run.
@@ -48,6 +51,7 @@ class Magnitudes:
         self._limit = _LOST * max(1.0, self._root_mean_square(model))
         deviation, clipping = plan.noise_standard_deviation, plan.clipping.sensitivity
         expected = plan.sampler.expected_batch_size
+        self._warn_of_other_batches(plan)
         if not deviation:
             return
         norm = deviation * math.sqrt(self._count)
@@ -66,7 +70,7 @@ class Magnitudes:
             self._warn(plan, norm / expected, clipping)
 
     def _warn(self, plan: Plan, noise: float, signal: float) -> None:
-        n, epsilon = plan.sampler.dataset_size, plan.config.target_epsilon or 8.0
+        n, epsilon = round(plan.sampler.public_size), plan.config.target_epsilon or 8.0
         epochs = max(1.0, plan.steps * plan.sampler.expected_batch_size / n)
         ranks.warn(
             logger,
@@ -75,6 +79,18 @@ class Magnitudes:
             "less of it; for a batch of the same compute: hf-dp plan --n %d --epochs %.3g --epsilon %g",
             *(noise, signal, n, epochs, epsilon),
         )
+
+    def _warn_of_other_batches(self, plan: Plan) -> None:
+        # Without a probability that was given the two are the same.
+        n, q, expected = plan.sampler.dataset_size, plan.sampler.sampling_probability, plan.sampler.expected_batch_size
+        if not expected / _FAR <= n * q <= expected * _FAR:
+            ranks.warn(
+                logger,
+                "sampling_probability=%g draws %.4g of the %d examples in a step, on average, and their sum is divided "
+                "by %d, the expected batch size of the arguments: gradients are %.3g times as long as a mean. That is "
+                "as private, if it was chosen without a look at the data. This line tells n, which is secret.",
+                *(q, n * q, n, expected, n * q / expected),
+            )
 
     def refuse_lost_weights(self, model: nn.Module, learning_rate: float) -> None:
         """Looks at the weights after a step. All ranks call it together.

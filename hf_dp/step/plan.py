@@ -45,11 +45,14 @@ class Plan:
 
     def __post_init__(self) -> None:
         sampler, said = self.sampler, self.mechanism
-        draws_alike = (sampler.terms, sampler.dataset_size) == (said.sampling, said.unit.number)
-        if not draws_alike or self.entropy.reproducible > said.reproducible:
+        draws_alike = (sampler.terms, sampler.unit) == (said.sampling, said.unit)
+        given = self.config.sampling_probability
+        as_promised = type(said.unit) is accounting.unit_kind(self.config)
+        as_promised &= given in (None, said.sampling.probability)
+        if not (draws_alike and as_promised) or self.entropy.reproducible > said.reproducible:
             raise ConfigurationError(
                 f"a mechanism of {said.unit} and {said.sampling}, reproducible={said.reproducible}, and a sampler of "
-                f"{sampler.dataset_size} and {sampler.terms} with {self.entropy}.",
+                f"{sampler.unit} and {sampler.terms} with {self.entropy}, for sampling_probability={given}.",
                 why="what runs would not be what is accounted for.",
                 fix="make plans with Plan.make, from the sampler that draws.",
             )
@@ -76,6 +79,7 @@ class Plan:
             ConfigurationError: delta at or above 1/n, shares that are no part of a budget, or a budget that no noise
                 can meet.
         """
+        # A refusal is seen by nobody else: it may depend on n where n is secret.
         n, wanted = sampler.dataset_size, config.target_delta
         delta = accounting.check_delta(accounting.default_delta(n) if wanted is None else wanted, n)
         releases = accounting.paid_releases(
@@ -94,7 +98,7 @@ class Plan:
                 spent=dp.ComposedDpEvent(spent) if spent else None,
             )
         mechanism = Mechanism(
-            unit=accounting.ExampleUnit(number=n),
+            unit=sampler.unit,
             sampling=sampler.terms,
             clipping=accounting.clipping_terms(config),
             noise=accounting.GaussianNoise(multiplier=noise_multiplier),

@@ -39,7 +39,7 @@ def check_data(dataset: Any, expected_batch_size: int, privacy: PrivacyConfig) -
     """Refuses data that cannot be drawn from so, or under this delta (`ConfigurationError`)."""
     refuse_dataset(dataset)
     n = len(dataset)
-    check_sizes(n, expected_batch_size)
+    check_sizes(n, expected_batch_size, sampling_probability=privacy.sampling_probability)
     accounting.check_delta(privacy.target_delta or accounting.default_delta(n), n)
 
 
@@ -79,7 +79,9 @@ def planned(
         options: of `DataLoader`.
     """
     entropy, rank = Entropy.of_all_ranks(privacy.seed), ranks.rank()
-    sampler = PoissonBatchSampler(len(dataset), expected_batch_size, entropy)
+    sampler = PoissonBatchSampler(
+        len(dataset), expected_batch_size, entropy, sampling_probability=privacy.sampling_probability
+    )
     loader = PoissonDataLoader(
         dataset,
         batch_sampler=RankSampler(sampler, rank, ranks.world_size(), micro_batch_size),

@@ -162,8 +162,8 @@ def continued(ledger: Ledger, saved: SavedRun | None, plan: Plan, dataset: Any) 
     before, now = ledger.promise, plan.promise
     if any(before[name] != now[name] for name in ("dataset_size", "delta")):
         raise LedgerError(
-            f"train() was called again with {now['dataset_size']} examples and delta {now['delta']:.3g}, after "
-            f"{ledger.steps} private steps on {before['dataset_size']} with delta {before['delta']:.3g}.",
+            f"train() was called again with {_examples(now)} and delta {now['delta']:.3g}, after "
+            f"{ledger.steps} private steps on {_examples(before)} with delta {before['delta']:.3g}.",
             why="one epsilon for both would be stated at a delta that is too large for one of them.",
             fix="use a new trainer, whose ledger is its own, and load the model anew; or the same data and delta.",
         )
@@ -189,7 +189,7 @@ def refuse_trained_by_another(model: nn.Module, trainer: object, saved: SavedRun
             continue
         raise LedgerError(
             f"another DPTrainer has trained this model before: {ledger.steps} private steps on "
-            f"{ledger.promise['dataset_size']} examples.",
+            f"{_examples(ledger.promise)}.",
             why="this trainer's ledger begins at nothing, so its report and its card would leave out what those cost.",
             fix="call train() of that trainer again, whose ledger goes on, or begin from a new model object (not from "
             "this one with weights put back) or without the adapter that was trained (delete_adapter); to go on with "
@@ -208,7 +208,7 @@ def _refuse_strangers(ledger: Ledger, plan: Plan) -> None:
     """Of a training that took no step, nothing but what this plan has set budget aside for."""
     known = [(release.label, release.event) for release in plan.releases]
     strangers = sorted(made.label for made in ledger.releases if (made.label, made.event) not in known)
-    if strangers or (ledger.entries and ledger.promise["dataset_size"] != plan.sampler.dataset_size):
+    if strangers or (ledger.entries and ledger.promise["dataset_size"] != plan.promise["dataset_size"]):
         labels = ", ".join(strangers or sorted({label for _, _, label in ledger.entries}))
         raise LedgerError(
             f"an earlier training that took no step has released {labels}, under another budget or of other data.",
@@ -228,6 +228,11 @@ def _refuse_other_releases(ledger: Ledger, plan: Plan) -> None:
                 why=f"the plan has {planned.due(ledger.steps)} by then, and what it cost would not be charged.",
                 fix="use a checkpoint whose trainer_state.json is as DPTrainer wrote it.",
             )
+
+
+def _examples(promise: Mapping[str, Any]) -> str:
+    n = promise["dataset_size"]
+    return "examples whose number is secret" if n is None else f"{n} examples"
 
 
 def _no_ledger(what: str) -> LedgerError:

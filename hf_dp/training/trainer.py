@@ -45,7 +45,8 @@ class DPTrainerMixin(RestoringMixin, CheckpointMixin, LayoutsMixin, PublishingMi
     """Makes any Trainer subclass train with DP-SGD: `class MyTrainer(DPTrainerMixin, MyBaseTrainer)`.
 
     One dataloader item is one logical batch, Poisson-sampled with expected size `per_device_train_batch_size` x
-    `gradient_accumulation_steps` x processes; `per_device_train_batch_size` is the micro-batch. In the trainer's own
+    `gradient_accumulation_steps` x processes, by which sums are divided (with a `sampling_probability` of your own the
+    batches may be of another mean size); `per_device_train_batch_size` is the micro-batch. In the trainer's own
     copy of the arguments `gradient_accumulation_steps` is 1 and `max_grad_norm` is 0; yours are left alone.
 
     Args:
@@ -88,7 +89,7 @@ class DPTrainerMixin(RestoringMixin, CheckpointMixin, LayoutsMixin, PublishingMi
 
     def _validate_args(self) -> None:
         user_args = self.args
-        self.args = private_arguments(user_args)
+        self.args = private_arguments(user_args, self.privacy)
         self._expected_batch_size = (
             user_args.train_batch_size * user_args.gradient_accumulation_steps * ranks.world_size()
         )

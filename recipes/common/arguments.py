@@ -108,7 +108,7 @@ def parse(recipe: type) -> tuple[Any, TrainingArguments, PrivacyConfig]:
             fix="train under DDP (accelerate launch or torchrun without FSDP); or train in shards with DPTrainer in a "
             "script of your own, and sample from the saved model in one process.",
         )
-    private_arguments(training)  # what it refuses, DPTrainer would refuse when the model is made
+    private_arguments(training, privacy)  # what it refuses, DPTrainer would refuse when the model is made
     _refuse_sizes(made)
     _refuse_paths(made, training)
     if privacy.withhold_non_private_logs and getattr(made, "compare_without_privacy", False):

@@ -11,9 +11,17 @@ import pytest
 from dp_accounting import pld, rdp
 from scipy import special, stats
 
-from hf_dp.accounting import ExampleUnit, PrivacyReport, default_delta, epsilon, step_event
+from hf_dp.accounting import (
+    ExampleUnit,
+    PoissonSampling,
+    PrivacyReport,
+    UncountedExampleUnit,
+    default_delta,
+    epsilon,
+    step_event,
+)
 from hf_dp.accounting.accountants import RDP_ORDERS
-from hf_dp.accounting.neighbours import ZERO_OUT
+from hf_dp.accounting.neighbours import ADD_OR_REMOVE, SAID_BEFORE, ZERO_OUT
 from hf_dp.parts.sparse_embeddings.top_k import gumbel_scale
 from hf_dp.randomness import Entropy
 from hf_dp.sampling.poisson import PoissonBatchSampler
@@ -151,6 +159,44 @@ def test_with_another_n_another_mechanism_runs() -> None:
     assert (other.sampling_probability, len(other), default_delta(101)) == (50 / 101, 3, 101**-1.1)
 
 
+def test_with_a_probability_of_its_own_the_same_mechanism_runs_whatever_n_is() -> None:
+    samplers = [PoissonBatchSampler(n, 50, Entropy(0), sampling_probability=0.4) for n in (30, 100, 101)]
+    assert {(s.terms, s.unit, len(s), s.public_size) for s in samplers} == {
+        (PoissonSampling(probability=0.4, expected_batch_size=50), UncountedExampleUnit(), 3, 125.0)
+    }
+    # One example more is drawn, or not, and moves nobody else.
+    for step in range(50):
+        few, some, more = (sampler.draw(step) for sampler in samplers)
+        assert (few, some) == ([i for i in more if i < 30], [i for i in more if i < 100])
+
+
+@pytest.mark.parametrize("others", [0, 40])
+def test_with_a_probability_of_its_own_one_example_more_or_less_costs_what_is_charged(others: int) -> None:
+    """Sums of `others` examples whose clipped gradient is 1, and of one more, whose is -1: their densities."""
+    noise, q, eps = 1.5, 0.3, 1.0
+    x, width = np.linspace(-20, others + 20, 40_001, retstep=True)
+
+    def density(probability_of_one_more: float, size: float = 1.0) -> np.ndarray:
+        drawn = stats.binom.pmf(np.arange(others + 1), others, q)
+        one_more = ((0, 1 - probability_of_one_more), (size, probability_of_one_more))
+        means = [(k - added, p * share) for k, p in enumerate(drawn) for added, share in one_more if p * share > 1e-20]
+        return sum(p * stats.norm.pdf(x, mean, noise) for mean, p in means) * width
+
+    charged = pld.privacy_loss_distribution.from_gaussian_mechanism(
+        noise, value_discretization_interval=1e-4, sampling_prob=q, neighboring_relation=ADDED
+    ).get_delta_for_epsilon(eps)
+    found = excess_delta(density(0.0), density(q), eps)
+    # Alone it is the mechanism that is charged; other examples hide it.
+    assert found < charged if others else found == pytest.approx(charged, rel=1e-3)
+    # Negative controls: a gradient over the bound, and a probability that is not the one that is charged.
+    if not others:
+        assert excess_delta(density(0.0), density(q, size=1.2), eps) > 1.2 * charged
+        assert excess_delta(density(0.0), density(1.2 * q), eps) > 1.2 * charged
+
+
 def test_every_record_says_which_relation_it_is() -> None:
     assert PrivacyReport.adjacency == ExampleUnit.adjacency == ZERO_OUT
     assert ZERO_OUT == "replace one by nothing (zero-out), n public"
+    assert UncountedExampleUnit.adjacency == ADD_OR_REMOVE == "add or remove one, n secret"
+    # What the first records said, of zero-out.
+    assert SAID_BEFORE == "add or remove one"

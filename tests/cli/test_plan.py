@@ -237,6 +237,29 @@ def test_plan_answers_without_torch():
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
 
 
+OWN = ["plan", "--sampling-probability", "0.05", "--batch-size", "50"]
+
+
+def test_where_n_is_secret_a_plan_has_numbers_of_its_own():
+    flags = ["--steps", "10", "--delta", "1e-5", "--epsilon", "8", "--json"]
+    of_1000 = ["plan", "--n", "1000", "--batch-size", "50"]
+    own, of_n = (json.loads(invoke(*base, *flags).stdout) for base in (OWN, of_1000))
+    assert (own["dataset_size"], of_n["dataset_size"]) == (None, 1000)
+    # q is the same, and so is what it costs.
+    assert {**own, "dataset_size": 1000} == of_n
+    for given, named in (
+        (["--steps", "10", "--noise", "1"], "--sampling-probability without --delta"),
+        (["--epochs", "2", "--delta", "1e-5", "--noise", "1"], "--sampling-probability with --epochs"),
+        (["--steps", "9", "--delta", "1e-5", "--noise", "1", "--n", "9"], "both --n and --sampling-probability"),
+        (["--steps", "9", "--delta", "1e-5", "--noise", "1", "--batch-size", "0"], "--batch-size 0"),
+        (["--steps", "9", "--delta", "1e-5", "--noise", "1", "--sampling-probability", "2"], "sampling_probability=2"),
+    ):
+        refused = invoke(*OWN, *given)
+        assert (refused.exit_code, named in refused.stderr) == (2, True), refused.stderr
+    without = invoke("plan", "--sampling-probability", "0.05", "--examples", "9", "--epsilon", "1", "--delta", "1e-5")
+    assert "--sampling-probability without --batch-size" in without.stderr
+
+
 def test_a_release_besides_the_steps_is_paid_for_before_them():
     arguments = (*BASE, "--steps", "40", "--epsilon", "8", "--json")
     plain, shared = (json.loads(invoke(*arguments, *given).stdout) for given in ((), ("--share", "0.2")))

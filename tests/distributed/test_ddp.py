@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -36,9 +37,13 @@ def test_batches_that_are_empty_on_some_ranks_or_all(pair: Gang) -> None:
         assert (each["examples"], each["loss"]) == (alone["examples"], pytest.approx(alone["loss"]))
 
 
-@pytest.mark.parametrize("clipping", [{}, {"clipping": "automatic"}], ids=["flat", "automatic"])
-def test_the_seeded_noise_is_that_of_one_process(tmp_path: Path, pair: Gang, clipping: dict[str, str]) -> None:
-    noisy = {"noise_multiplier": 1.0, **clipping}
+@pytest.mark.parametrize(
+    "promise",
+    [{}, {"clipping": "automatic"}, {"sampling_probability": 0.3, "target_delta": 1e-5}],
+    ids=["flat", "automatic", "n secret"],
+)
+def test_the_seeded_noise_is_that_of_one_process(tmp_path: Path, pair: Gang, promise: dict[str, Any]) -> None:
+    noisy = {"noise_multiplier": 1.0, **promise}
     alone = pair.alone_once(trained_alone, "bert", tuple(noisy.items()))
     for found in pair.run(trained, str(tmp_path / "two"), "bert", 2, noisy):
         assert farthest(found["parameters"], alone["parameters"]) < TOLERANCE

@@ -23,6 +23,7 @@ PROMISE = {
     "clipping_norm": 0.7,
     "accountant": "rdp",
     "withhold_non_private_logs": True,
+    "sampling_probability": 0.05,
 }
 OF_THE_PROMISE = {**PROMISE, "target_epsilon": 2.5, "privacy_seed": 5, "re_attention": {"budget_share": 0.3}}
 OF_TRAINING = {"learning_rate": 0.0123, "seed": 7, "gradient_accumulation_steps": 3, "per_device_train_batch_size": 4}

@@ -14,9 +14,9 @@ REJECTED = 1e-3
 STEPS = 2000
 
 
-def poisson(n: int, expected: int, seed: int = 0) -> np.ndarray:
+def poisson(n: int, expected: int, seed: int = 0, q: float | None = None) -> np.ndarray:
     """Which step (row) drew which example (column): (steps, n) of bool."""
-    sampler = PoissonBatchSampler(n, expected, Entropy(seed))
+    sampler = PoissonBatchSampler(n, expected, Entropy(seed), sampling_probability=q)
     drawn = np.zeros((STEPS, n), dtype=bool)
     for step in range(STEPS):
         drawn[step, sampler.draw(step)] = True
@@ -94,6 +94,15 @@ SHAPES = [(240, 12), (240, 72), (240, 120), (24, 12), (240, 192)]
 def test_the_sampler_is_poisson(check, n, expected):
     q = PoissonBatchSampler(n, expected, Entropy(0)).sampling_probability
     assert check(poisson(n, expected), q) > REJECTED
+
+
+@pytest.mark.parametrize("check", CHECKS)
+@pytest.mark.parametrize("q", [0.05, 0.4])
+def test_the_sampler_is_poisson_with_a_probability_of_its_own(check, q):
+    drawn = poisson(24 if q > 0.1 else 240, 60, q=q)
+    assert check(drawn, q) > REJECTED
+    if check is total_p:  # negative control: what would follow from n
+        assert check(drawn, 60 / 240) < REJECTED
 
 
 @pytest.mark.parametrize("check", CHECKS)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hf_dp.accounting import PoissonSampling, Query, Share, epsilon
+from hf_dp.accounting import PoissonSampling, Query, Share, UncountedExampleUnit, epsilon
 from hf_dp.config import PrivacyConfig
 from hf_dp.errors import ConfigurationError
 from hf_dp.randomness import Entropy
@@ -50,4 +50,17 @@ def test_a_sampler_that_is_not_the_mechanisms_is_refused(change: dict[str, Any])
         Plan(plan.config, other, plan.sampler, plan.entropy)
     with pytest.raises(ConfigurationError, match="what runs would not be"):
         Plan(plan.config, plan.mechanism, plan.sampler, Entropy(3))
+    # A claim that keeps n secret is the config's, the sampler's and the mechanism's, or nobody's.
+    own = plan.config.replace(sampling_probability=0.05, target_delta=1e-6)
+    sampler = PoissonBatchSampler(1000, 50, plan.entropy, sampling_probability=0.05)
+    unit = UncountedExampleUnit()
+    for config, mechanism, drawing in (
+        (own, plan.mechanism, plan.sampler),
+        (own.replace(sampling_probability=0.04), dataclasses.replace(plan.mechanism, unit=unit), sampler),
+        (plan.config, dataclasses.replace(plan.mechanism, unit=unit), sampler),
+        (own, dataclasses.replace(plan.mechanism, unit=unit), plan.sampler),
+    ):
+        with pytest.raises(ConfigurationError, match="what runs would not be"):
+            Plan(config, mechanism, drawing, plan.entropy)
+    assert Plan(own, dataclasses.replace(plan.mechanism, unit=unit), sampler, plan.entropy).sampler is sampler
     assert made(seed=3).mechanism.reproducible

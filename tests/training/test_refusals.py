@@ -569,7 +569,7 @@ def test_failure_23_arguments_that_not_every_machine_lets_be_made(
     for name, value in changes.items():
         setattr(args, name, value)
     with pytest.raises(ConfigurationError, match=words) as caught:
-        private_arguments(args)
+        private_arguments(args, PrivacyConfig(target_epsilon=1))
     assert caught.value.fix
 
 

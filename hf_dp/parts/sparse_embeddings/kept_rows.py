@@ -98,7 +98,8 @@ class KeptRows:
                 fix="resume from the latest checkpoint, which holds the latest choice.",
             )
         counts = torch.zeros(self._tables.rows, dtype=torch.float64)
-        # Each example is counted by one rank; the sum of whole numbers is exact.
+        # Each example is counted by one rank; the sum of whole numbers is exact. All are counted, also where nobody
+        # may know how many.
         mine = range(ranks.rank(), self._plan.sampler.dataset_size, ranks.world_size())
         # Dropout that zeroes a whole row must not be known, nor shift when an example is added.
         with nullcontext() if self._plan.entropy.reproducible else secret_global_state():

@@ -6,6 +6,7 @@ import copy
 import math
 from typing import Any
 
+from hf_dp.config import PrivacyConfig
 from hf_dp.config.ranges import is_count, is_number, shown
 from hf_dp.errors import ConfigurationError
 
@@ -20,13 +21,13 @@ _RATES = {
 }
 
 
-def private_arguments(args: Any) -> Any:
+def private_arguments(args: Any, privacy: PrivacyConfig) -> Any:
     """A copy of the user's `TrainingArguments` in which one dataloader item is one step and nothing clips twice.
 
     Raises:
         ConfigurationError: an argument that would break the guarantee.
     """
-    for found, why, fix in _conflicts(args):
+    for found, why, fix in _conflicts(args, privacy.sampling_probability):
         raise ConfigurationError(found, why=why, fix=fix)
     private = copy.copy(args)
     private.gradient_accumulation_steps = 1
@@ -37,7 +38,7 @@ def private_arguments(args: Any) -> Any:
     return private
 
 
-def _conflicts(args: Any) -> list[tuple[str, str, str]]:
+def _conflicts(args: Any, probability: float | None) -> list[tuple[str, str, str]]:
     found: list[tuple[str, str, str]] = []
 
     def refuse(condition: Any, what: str, why: str, fix: str) -> None:
@@ -66,6 +67,12 @@ def _conflicts(args: Any) -> list[tuple[str, str, str]]:
             "the sampling probability and the number of steps, which are accounted for, follow from it.",
             "give a whole number of at least 1.",
         )
+    refuse(
+        probability is not None and args.max_steps == -1,
+        f"num_train_epochs={shown(args.num_train_epochs)} and no max_steps, with sampling_probability={probability}.",
+        "an epoch is n examples, and n is secret: the number of steps must be a number of its own.",
+        f"give max_steps; in {math.ceil(1 / (probability or 1))} steps each example is drawn once on average.",
+    )
     for name, (limit, means) in _RATES.items():
         value = getattr(args, name)
         refuse(

@@ -1,0 +1,138 @@
+"""What a budget costs, or what a noise does, from numbers alone; and a batch for a budget and a compute."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from hf_dp.config import AccountantName
+from hf_dp.config.ranges import check_given_probability, check_target_delta
+from hf_dp.errors import ConfigurationError
+
+ACCOUNTANTS: tuple[AccountantName, ...] = ("pld", "rdp")
+
+
+def proposal(
+    n: int,
+    epochs: float | None,
+    steps: int | None,
+    examples: float | None,
+    epsilon: float | None,
+    delta: float | None,
+    min_steps: int,
+) -> tuple[float, int]:
+    if epsilon is None or steps is not None:
+        raise ConfigurationError(
+            "no --batch-size, with " + ("--noise." if epsilon is None else "--steps."),
+            why="a batch is proposed for a privacy budget and a compute budget (batch size x steps).",
+            fix="give --batch-size; or --epsilon, and --epochs or --examples, for a proposal.",
+        )
+    from hf_dp import accounting
+    from hf_dp.planning.proposal import propose
+
+    delta = accounting.default_delta(n) if delta is None else accounting.check_delta(delta, n)
+    if examples is None:
+        examples = n * positive("--epochs", epochs)
+    chosen = propose(
+        dataset_size=n,
+        examples=positive("--examples", examples),
+        target_epsilon=epsilon,
+        target_delta=delta,
+        min_steps=min_steps,
+    )
+    return chosen.batch_size, chosen.steps
+
+
+def costs(
+    n: int | None,
+    q: float | None,
+    batch_size: float,
+    epochs: float | None,
+    steps: int | None,
+    examples: float | None,
+    target_epsilon: float | None,
+    noise: float | None,
+    delta: float | None,
+    shares: list[float],
+) -> dict[str, Any]:
+    # dp_accounting and scipy take most of a second to import; --help should not wait for them.
+    import dp_accounting as dp
+
+    from hf_dp import accounting
+
+    if n is None:
+        delta, size = _own_delta(q, batch_size, epochs, delta), math.nan
+    else:
+        delta, size = accounting.default_delta(n) if delta is None else accounting.check_delta(delta, n), float(n)
+    if n is not None and not 1 <= batch_size <= n:
+        raise ConfigurationError(
+            f"--batch-size {batch_size:g} for a dataset of {n} examples.",
+            why="each example enters a batch with probability batch-size / n, which must be at most 1.",
+            fix=f"give the expected number of examples in a logical batch: between 1 and {n}.",
+        )
+    if steps is None:
+        # Trainer counts epochs in whole batches.
+        steps = (
+            math.ceil(positive("--epochs", epochs) * math.ceil(size / batch_size))
+            if examples is None
+            else max(1, int(positive("--examples", examples) / batch_size))
+        )
+    accounting.check_steps(steps)
+    q = batch_size / size if q is None else q
+    plans: dict[str, Any] = {}
+    asked = [accounting.Share(f"release {i}", share, 1) for i, share in enumerate(shares, start=1)]
+    for accountant in ACCOUNTANTS:
+        multiplier = noise
+        budget: Any = {"target_epsilon": target_epsilon, "target_delta": delta, "accountant": accountant}
+        paid = accounting.paid_releases(asked, **budget)
+        spent = dp.ComposedDpEvent([release.event for release in paid])
+        if target_epsilon is not None:
+            multiplier = accounting.calibrate_noise_multiplier(
+                sampling_probability=q, steps=steps, spent=spent, **budget
+            )
+        assert multiplier is not None
+        run = dp.SelfComposedDpEvent(accounting.step_event(multiplier, q), steps)
+        cost = accounting.epsilon(dp.ComposedDpEvent([spent, run]), delta, accountant)
+        plans[accountant] = {"noise_multiplier": multiplier, "epsilon": cost}
+    common = {"dataset_size": n, "expected_batch_size": batch_size, "sampling_probability": q, "steps": steps}
+    return {**common, "delta": delta, "target_epsilon": target_epsilon, "shares": shares, **plans}
+
+
+def _own_delta(q: float | None, batch_size: float, epochs: float | None, delta: float | None) -> float:
+    """Of a plan that must not follow from n (`ConfigurationError`)."""
+    check_given_probability(q)
+    if epochs is not None or delta is None:
+        raise ConfigurationError(
+            "--sampling-probability " + ("with --epochs." if epochs is not None else "without --delta."),
+            why="n is secret then, and from n the steps of an epoch and the default delta would follow.",
+            fix="give --steps and --delta, each a number of its own; to choose them from a public guess of n, leave "
+            "out --sampling-probability and give --n.",
+        )
+    check_target_delta(delta)
+    if not 1 <= batch_size < math.inf:
+        raise ConfigurationError(
+            f"--batch-size {batch_size:g}.", why="sums are divided by it.", fix="give a finite number of at least 1."
+        )
+    return delta
+
+
+def exactly_one(options: dict[str, object]) -> None:
+    given = [name for name, value in options.items() if value is not None]
+    if len(given) != 1:
+        names = list(options)
+        either = " or ".join(names)
+        raise ConfigurationError(
+            f"{'both ' if given else 'neither of '}{' and '.join(given or names)}.",
+            why="one of them determines the other.",
+            fix=f"give exactly one, {either}; `hf-dp plan --help` has an example.",
+        )
+
+
+def positive(option: str, value: float | None) -> float:
+    if value is None or not 0 < value < math.inf:
+        raise ConfigurationError(
+            f"{option} {value!r}.",
+            why="a plan follows from it, and there would be none, or no end.",
+            fix="give a positive number such as 10.",
+        )
+    return value
