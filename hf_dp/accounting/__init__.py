@@ -1,6 +1,6 @@
 """Privacy accounting with `dp_accounting`: events, epsilon, calibration, mechanism, ledger and report. No torch."""
 
-from hf_dp.accounting.accountants import epsilon
+from hf_dp.accounting.accountants import epsilon, has_renyi
 from hf_dp.accounting.calibration import calibrate_noise_multiplier, paid_releases, smallest_noise_multiplier
 from hf_dp.accounting.events import (
     check_delta,
@@ -33,7 +33,10 @@ from hf_dp.accounting.terms import (
     FlatClipping,
     GaussianNoise,
     PoissonSampling,
+    SamplingTerms,
+    TruncatedPoissonSampling,
     clipping_terms,
+    sampling_terms,
     step_event,
 )
 from hf_dp.config.asked import Query, Share
@@ -61,7 +64,9 @@ __all__ = [
     "PrivacyReport",
     "Query",
     "Release",
+    "SamplingTerms",
     "Share",
+    "TruncatedPoissonSampling",
     "calibrate_noise_multiplier",
     "check_delta",
     "check_steps",
@@ -72,8 +77,10 @@ __all__ = [
     "epsilon",
     "event_from_dict",
     "event_to_dict",
+    "has_renyi",
     "in_words",
     "paid_releases",
+    "sampling_terms",
     "smallest_noise_multiplier",
     "standard_caveats",
     "step_event",

@@ -8,16 +8,14 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from hf_dp.cli.common import AsJson, print_json, refusals
+from hf_dp.cli.planned import ACCOUNTANTS, answered, plan_table
 from hf_dp.cli.sizes import size_table, sizes
-from hf_dp.config import AccountantName
 from hf_dp.config.ranges import check_clipping_norm
 from hf_dp.errors import ConfigurationError
 
 _DEFAULTS = {"--world-size": 1, "--length": 512, "--micro-batch": 1}
-_ACCOUNTANTS: tuple[AccountantName, ...] = ("pld", "rdp")
 
 
 def plan(
@@ -36,6 +34,9 @@ def plan(
     examples: Annotated[float | None, typer.Option(help="Compute: examples to process, batch size x steps.")] = None,
     epsilon: Annotated[float | None, typer.Option(help="The budget to calibrate the noise to.")] = None,
     noise: Annotated[float | None, typer.Option(help="A noise multiplier, to ask for its epsilon.")] = None,
+    max_batch_size: Annotated[
+        int | None, typer.Option(help="The most examples of one step; of a larger draw so many, at random.")
+    ] = None,
     delta: Annotated[float | None, typer.Option(help="Probability of failure, below 1/n. Default: n ** -1.1.")] = None,
     min_steps: Annotated[int, typer.Option(min=1, help="The fewest steps that a proposal may take.")] = 50,
     share: Annotated[list[float] | None, typer.Option(help="Of epsilon, for a release beside the steps.")] = None,
@@ -64,7 +65,8 @@ def plan(
 
         hf-dp plan --n 10003 --epochs 6 --epsilon 8 --plot plan.png
 
-    Sampling is Poisson with probability batch-size / n; n is public, and in
+    Sampling is Poisson with probability batch-size / n, and of more than
+    --max-batch-size so many are kept, if it is given; n is public, and in
     neighbouring datasets one example is replaced by nothing. PLD is the tight
     accountant and the default in training; RDP is a looser cross-check. With
     --model, also how much memory each of --world-size ranks needs and what it
@@ -76,7 +78,7 @@ def plan(
     """
     with refusals(), Console(stderr=True).status("Computing"):
         if plot is not None:
-            _refuse_no_place(plot, share or [])
+            _refuse_no_place(plot, share or [], max_batch_size)
         answer: dict[str, Any] = {}
         if model is None:
             _refuse_without_model(
@@ -85,6 +87,7 @@ def plan(
         if n is None:
             given = {"--epochs": epochs, "--steps": steps, "--examples": examples, "--epsilon": epsilon}
             more = {"--noise": noise, "--delta": delta, "--plot": plot, "--share": share or None}
+            more["--max-batch-size"] = max_batch_size
             _refuse_without_n(model, {**given, **more})
         else:
             _exactly_one({"--epsilon": epsilon, "--noise": noise})
@@ -92,12 +95,14 @@ def plan(
             check_clipping_norm(_positive("--clipping-norm", clipping_norm))
             proposed = batch_size is None
             if batch_size is None:
-                if share:
+                if share or max_batch_size is not None:
                     raise ConfigurationError(
-                        "--share without --batch-size.", why="a batch is proposed for steps alone.", fix="give it."
+                        f"{'--share' if share else '--max-batch-size'} without --batch-size.",
+                        why="a batch is proposed for steps alone, of plain Poisson samples.",
+                        fix="give it.",
                     )
                 batch_size, steps = _propose(n, epochs, steps, examples, epsilon, delta, min_steps)
-            answer = _plan(n, batch_size, epochs, steps, examples, epsilon, noise, delta, share or [])
+            answer = _plan(n, batch_size, epochs, steps, examples, epsilon, noise, delta, share or [], max_batch_size)
             answer |= _derived(answer, proposed, clipping_norm)
         if model is not None:
             answer |= sizes(model, lora_rank, world_size, length, micro_batch, batch_size)
@@ -110,7 +115,7 @@ def plan(
         return
     console = Console()
     if n is not None:
-        console.print(_table(answer))
+        console.print(plan_table(answer))
     if model is not None:
         console.print(size_table(answer["per_rank"], world_size))
     if n is None:
@@ -124,10 +129,12 @@ def plan(
         console.print(f"Figure: {plot}", soft_wrap=True)
 
 
-def _refuse_no_place(plot: Path, shares: list[float]) -> None:
-    if shares:
+def _refuse_no_place(plot: Path, shares: list[float], max_batch_size: int | None) -> None:
+    if shares or max_batch_size is not None:
         raise ConfigurationError(
-            "--plot with --share.", why="the figure is of steps alone.", fix="leave out one of the two."
+            f"--plot with {'--share' if shares else '--max-batch-size'}.",
+            why="the figure is of steps alone, of plain Poisson samples.",
+            fix="leave out one of the two.",
         )
     # Without an ending Matplotlib would choose one, and write beside a directory of that name.
     if not plot.suffix or plot.is_dir() or not plot.parent.is_dir():
@@ -163,7 +170,7 @@ def _refuse_without_model(of_model: dict[str, int], lora_rank: int | None) -> No
 def _derived(answer: dict[str, Any], proposed: bool, clipping_norm: float) -> dict[str, Any]:
     """What else is told of a plan."""
     batch_size = answer["expected_batch_size"]
-    for name in _ACCOUNTANTS:
+    for name in answered(answer):
         answer[name]["noise_per_coordinate"] = answer[name]["noise_multiplier"] * clipping_norm / batch_size
     processed = batch_size * answer["steps"]
     return {"proposed": proposed, "examples_processed": processed, "clipping_norm": clipping_norm}
@@ -210,6 +217,7 @@ def _plan(
     noise: float | None,
     delta: float | None,
     shares: list[float],
+    max_batch_size: int | None,
 ) -> dict[str, Any]:
     # dp_accounting and scipy take most of a second to import; --help should not wait for them.
     import dp_accounting as dp
@@ -231,24 +239,31 @@ def _plan(
             else max(1, int(_positive("--examples", examples) / batch_size))
         )
     accounting.check_steps(steps)
-    q = batch_size / n
+    sampling = accounting.sampling_terms(n, batch_size, max_batch_size)
+
+    def step(noise: float) -> dp.DpEvent:
+        return sampling.event(accounting.GaussianNoise(multiplier=noise).event(), n)
+
     plans: dict[str, Any] = {}
     asked = [accounting.Share(f"release {i}", share, 1) for i, share in enumerate(shares, start=1)]
-    for accountant in _ACCOUNTANTS:
+    for accountant in ACCOUNTANTS if accounting.has_renyi(step(1.0)) else ACCOUNTANTS[:1]:
         multiplier = noise
         budget: Any = {"target_epsilon": target_epsilon, "target_delta": delta, "accountant": accountant}
         paid = accounting.paid_releases(asked, **budget)
         spent = dp.ComposedDpEvent([release.event for release in paid])
         if target_epsilon is not None:
-            multiplier = accounting.calibrate_noise_multiplier(
-                sampling_probability=q, steps=steps, spent=spent, **budget
-            )
+            multiplier = accounting.smallest_noise_multiplier(step, steps=steps, spent=spent, **budget)
         assert multiplier is not None
-        run = dp.SelfComposedDpEvent(accounting.step_event(multiplier, q), steps)
+        run = dp.SelfComposedDpEvent(step(multiplier), steps)
         cost = accounting.epsilon(dp.ComposedDpEvent([spent, run]), delta, accountant)
         plans[accountant] = {"noise_multiplier": multiplier, "epsilon": cost}
-    common = {"dataset_size": n, "expected_batch_size": batch_size, "sampling_probability": q, "steps": steps}
-    return {**common, "delta": delta, "target_epsilon": target_epsilon, "shares": shares, **plans}
+    common: dict[str, Any] = {
+        "dataset_size": n,
+        "expected_batch_size": batch_size,
+        "sampling_probability": sampling.probability,
+    }
+    common |= {"max_batch_size": max_batch_size, "steps": steps, "delta": delta}
+    return {**common, "target_epsilon": target_epsilon, "shares": shares, **plans}
 
 
 def _exactly_one(options: dict[str, object]) -> None:
@@ -271,27 +286,3 @@ def _positive(option: str, value: float | None) -> float:
             fix="give a positive number such as 10.",
         )
     return value
-
-
-def _table(answer: dict[str, Any]) -> Table:
-    wanted = answer["target_epsilon"]
-    title = "What this noise costs" if wanted is None else f"Noise for epsilon {wanted:g}"
-    table = Table(title=title, caption="PLD is tight and the default in training; RDP is a looser cross-check.")
-    table.add_column("")
-    table.add_column("PLD", justify="right")
-    table.add_column("RDP", justify="right")
-    table.add_row("noise multiplier", *(f"{answer[name]['noise_multiplier']:.4f}" for name in _ACCOUNTANTS))
-    per_coordinate = (f"{answer[name]['noise_per_coordinate']:.3g}" for name in _ACCOUNTANTS)
-    table.add_row(f"noise per coordinate (C = {answer['clipping_norm']:g})", *per_coordinate)
-    table.add_row("epsilon", *(f"{answer[name]['epsilon']:.4g}" for name in _ACCOUNTANTS))
-    table.add_section()
-    for label, value in {
-        "delta": f"{answer['delta']:.3g}",
-        "expected batch size": f"{answer['expected_batch_size']:g}" + (" (proposed)" if answer["proposed"] else ""),
-        "steps": str(answer["steps"]),
-        "sampling probability": f"{answer['sampling_probability']:.4g}",
-        "examples processed": f"{answer['examples_processed']:,.0f}",
-        "of epsilon for other releases": ", ".join(f"{share:g}" for share in answer["shares"]) or "nothing (--share)",
-    }.items():
-        table.add_row(label, value, value)
-    return table

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from hf_dp.accounting import Ledger
+from hf_dp.accounting import Ledger, sampling_terms
 from hf_dp.errors import LedgerError
 from hf_dp.hub.claim import check_claim, check_promise, recomputed, same, steps_are
 from hf_dp.hub.files import check_files
@@ -80,8 +80,9 @@ def _of_promise(ledger: Ledger) -> Iterator[str]:
     promise = ledger.promise
     try:
         noise, n = promise["calibrated_noise_multiplier"], promise["dataset_size"]
-        q, one_stage = promise["expected_batch_size"] / n, promise["target_epsilon"] is not None
-        agree = steps_are(ledger, noise, q, n, one_stage=one_stage)
+        sampling = sampling_terms(n, promise["expected_batch_size"], promise.get("max_batch_size"))
+        q, one_stage = sampling.probability, promise["target_epsilon"] is not None
+        agree = steps_are(ledger, sampling, noise, n, one_stage=one_stage)
     except (KeyError, TypeError, ValueError, ArithmeticError):
         yield "the ledger's promise has no noise multiplier, batch size and dataset size"
     else:

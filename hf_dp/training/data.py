@@ -18,7 +18,7 @@ from hf_dp.config import PrivacyConfig
 from hf_dp.data.collate import LogicalBatchCollator
 from hf_dp.data.left_padding import LeftPadding
 from hf_dp.data.loader import PoissonDataLoader, RankSampler
-from hf_dp.sampling.poisson import PoissonBatchSampler, check_sizes
+from hf_dp.sampling.sampler import BatchSampler, check_sizes
 from hf_dp.training.described import (
     described_arguments,
     described_data,
@@ -43,6 +43,7 @@ class DataMixin(_Base):
     privacy: PrivacyConfig
     _expected_batch_size: int
     _left_padding: LeftPadding
+    _sampling: accounting.SamplingTerms
 
     @property
     def _module(self) -> nn.Module:
@@ -57,6 +58,7 @@ class DataMixin(_Base):
         refuse_dataset(self._dataset)
         n = len(self._dataset)
         check_sizes(n, self._expected_batch_size)
+        self._sampling = accounting.sampling_terms(n, self._expected_batch_size, self.privacy.max_batch_size)
         accounting.check_delta(self.privacy.target_delta or accounting.default_delta(n), n)
 
     def _check_ranks(self) -> None:
@@ -76,7 +78,7 @@ class DataMixin(_Base):
         """The expected logical batch size."""
         return self._expected_batch_size
 
-    def _make_loader(self, sampler: PoissonBatchSampler) -> PoissonDataLoader:
+    def _make_loader(self, sampler: BatchSampler) -> PoissonDataLoader:
         dataset, collate = self._dataset, self.data_collator
         if isinstance(dataset, Dataset):
             dataset = self._remove_unused_columns(dataset, description="training")

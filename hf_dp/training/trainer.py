@@ -27,7 +27,7 @@ from hf_dp.per_example import RULES, Rule
 from hf_dp.per_example.batch import Batch
 from hf_dp.per_example.preflight import check_modules
 from hf_dp.randomness import Entropy
-from hf_dp.sampling.poisson import PoissonBatchSampler
+from hf_dp.sampling.table import sampler_of
 from hf_dp.step.plan import Plan
 from hf_dp.training.callbacks import PrivacyCallback
 from hf_dp.training.checkpoints import CheckpointMixin, others_named, refuse_half
@@ -123,7 +123,7 @@ class DPTrainerMixin(RestoringMixin, CheckpointMixin, LayoutsMixin, PublishingMi
         self._check_dataset()
         self._check_ranks()
         entropy = Entropy.of_all_ranks(self.privacy.seed)
-        sampler = PoissonBatchSampler(len(self._dataset), self._expected_batch_size, entropy)
+        sampler = sampler_of(self._sampling, len(self._dataset), entropy)
         loader = self._make_loader(sampler)
         steps = self.set_initial_training_values(self.args, loader)[-1]
         promise = settled(self.privacy, self._module)

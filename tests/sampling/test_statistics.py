@@ -16,7 +16,7 @@ STEPS = 2000
 
 def poisson(n: int, expected: int, seed: int = 0) -> np.ndarray:
     """Which step (row) drew which example (column): (steps, n) of bool."""
-    sampler = PoissonBatchSampler(n, expected, Entropy(seed))
+    sampler = PoissonBatchSampler.of(n, expected, Entropy(seed))
     drawn = np.zeros((STEPS, n), dtype=bool)
     for step in range(STEPS):
         drawn[step, sampler.draw(step)] = True
@@ -92,7 +92,7 @@ SHAPES = [(240, 12), (240, 72), (240, 120), (24, 12), (240, 192)]
 @pytest.mark.parametrize("check", CHECKS)
 @pytest.mark.parametrize(("n", "expected"), SHAPES)
 def test_the_sampler_is_poisson(check, n, expected):
-    q = PoissonBatchSampler(n, expected, Entropy(0)).sampling_probability
+    q = PoissonBatchSampler.of(n, expected, Entropy(0)).sampling_probability
     assert check(poisson(n, expected), q) > REJECTED
 
 
@@ -134,7 +134,7 @@ def test_failure_5_batches_are_empty_as_often_as_they_should_be():
 def test_a_hundred_million_examples():
     """Sizes and places, where no array of n fits the test: sizes are Binomial, places uniform."""
     n, expected = 100_000_000, 1000
-    sampler = PoissonBatchSampler(n, expected, Entropy(0))
+    sampler = PoissonBatchSampler.of(n, expected, Entropy(0))
     batches = [sampler.draw(step) for step in range(300)]
     total = sum(map(len, batches))
     assert stats.binomtest(total, n * len(batches), expected / n).pvalue > REJECTED

@@ -20,7 +20,7 @@ SHARES = (Share("presence", 0.2, 1), Share("rows", 0.1, 3, 4))
 def made(seed: int | None = None, **given: Any) -> Plan:
     entropy = Entropy(seed)
     config = PrivacyConfig(target_epsilon=4.0, clipping_norm=0.5, accountant="rdp", seed=seed)
-    return Plan.make(config, PoissonBatchSampler(1000, 50, entropy), 10, entropy, **given)
+    return Plan.make(config, PoissonBatchSampler.of(1000, 50, entropy), 10, entropy, **given)
 
 
 def test_releases_of_several_parts_and_queries_are_paid_for_from_one_budget() -> None:

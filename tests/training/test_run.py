@@ -36,7 +36,7 @@ PARTS: dict[str, dict[str, Any]] = {
 
 def own_run(model: nn.Module, privacy: PrivacyConfig) -> PrivateRun:
     entropy, data, padding = Entropy(privacy.seed), rows(), LeftPadding()
-    sampler = PoissonBatchSampler(len(data), EXPECTED, entropy)
+    sampler = PoissonBatchSampler.of(len(data), EXPECTED, entropy)
     collate = LogicalBatchCollator(MICRO, pad, reproducible=privacy.seed is not None)
     loader = PoissonDataLoader(data, batch_sampler=sampler, collate_fn=collate)
     privacy = settled(privacy, model)

@@ -208,7 +208,7 @@ def test_noise_draws_attention_to_keys_of_any_length_and_not_to_normalised_ones(
 def plan(target: float = 3.0, n: int = 1000) -> Plan:
     config = PrivacyConfig(target_epsilon=target, re_attention=ReAttentionConfig(), seed=3)
     entropy = Entropy(3)
-    return Plan.make(config, PoissonBatchSampler(n, 50, entropy), 20, entropy, *asked(config, 20))
+    return Plan.make(config, PoissonBatchSampler.of(n, 50, entropy), 20, entropy, *asked(config, 20))
 
 
 def test_released_frequencies_are_noisy_shares_and_are_charged() -> None:
