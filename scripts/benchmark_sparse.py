@@ -72,7 +72,7 @@ def make_step(name: str, model: nn.Module, batch: dict[str, Tensor]) -> Callable
     size, entropy = len(batch["labels"]), Entropy(None)
     sparse = SparseEmbeddingConfig(noise_ratio=5.0) if name == "adafest" else None
     config = PrivacyConfig(target_epsilon=8.0, sparse_embeddings=sparse)
-    sampler = PoissonBatchSampler(DATASET, size, entropy)
+    sampler = PoissonBatchSampler.of(DATASET, size, entropy)
     plan = Plan.make(config, sampler, STEPS, entropy, *asked(config, STEPS))
     table = dict(model.named_parameters())[TABLE]
     tables = [TABLE] if sparse is not None else []

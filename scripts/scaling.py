@@ -131,7 +131,7 @@ class Run:
         self._batches = [{"input_ids": part, "labels": part} for part in ids.split(MICRO_BATCH)]
         entropy = Entropy(None)
         config = PrivacyConfig(noise_multiplier=1.0)
-        self._plan = Plan.make(config, PoissonBatchSampler(1000, 16, entropy), 100, entropy)
+        self._plan = Plan.make(config, PoissonBatchSampler.of(1000, 16, entropy), 100, entropy)
         few = {name: values[:3] for name, values in self._batches[0].items()}
         self._certificate = preflight(self.model, per_example_losses, few)
         self.optimizer = torch.optim.AdamW([p for p in self.model.parameters() if p.requires_grad])

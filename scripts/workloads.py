@@ -145,7 +145,7 @@ def private(case: Case, model: nn.Module, data: list[dict[str, Tensor]]) -> Call
     from hf_dp.step.private_gradient import private_gradient
 
     size, entropy, ledger = MICRO_BATCHES * len(data[0]["input_ids"]), Entropy(None), Ledger()
-    sampler = PoissonBatchSampler(case.dataset_size or 1000 * size, size, entropy)
+    sampler = PoissonBatchSampler.of(case.dataset_size or 1000 * size, size, entropy)
     plan = Plan.make(PrivacyConfig(noise_multiplier=1.0), sampler, 10**6, entropy)
     optimizer = optimizer_of(model)
     few = {name: value[:3, :17] if value.dim() > 1 else value[:3] for name, value in data[0].items()}

@@ -1,6 +1,6 @@
 """Privacy accounting with `dp_accounting`: events, epsilon, calibration, mechanism, ledger and report. No torch."""
 
-from hf_dp.accounting.accountants import epsilon
+from hf_dp.accounting.accountants import epsilon, has_renyi
 from hf_dp.accounting.calibration import calibrate_noise_multiplier, paid_releases, smallest_noise_multiplier
 from hf_dp.accounting.events import (
     check_delta,
@@ -33,9 +33,12 @@ from hf_dp.accounting.terms import (
     FlatClipping,
     GaussianNoise,
     PoissonSampling,
+    SamplingTerms,
+    TruncatedPoissonSampling,
     UncountedExampleUnit,
     UnitTerms,
     clipping_terms,
+    sampling_terms,
     step_event,
     unit_kind,
 )
@@ -64,7 +67,9 @@ __all__ = [
     "PrivacyReport",
     "Query",
     "Release",
+    "SamplingTerms",
     "Share",
+    "TruncatedPoissonSampling",
     "UncountedExampleUnit",
     "UnitTerms",
     "calibrate_noise_multiplier",
@@ -77,8 +82,10 @@ __all__ = [
     "epsilon",
     "event_from_dict",
     "event_to_dict",
+    "has_renyi",
     "in_words",
     "paid_releases",
+    "sampling_terms",
     "smallest_noise_multiplier",
     "standard_caveats",
     "step_event",

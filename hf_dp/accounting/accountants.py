@@ -54,7 +54,7 @@ def epsilon(event: dp.DpEvent, delta: float, accountant: AccountantName = "pld")
     "pld" composes privacy loss distributions, rounded up to a grid (Doroshenko et al. 2022, arXiv:2207.04380). The grid
     depends on the mechanisms alone, not on how often they are used, so epsilon grows with every step. Where so fine
     a grid would not fit into memory, where there are more than six different mechanisms (minutes), or where the Renyi
-    bound is smaller, that is returned: both are true.
+    bound is smaller, that is returned, where there is one: both are true.
     "rdp" is the Renyi bound (Mironov et al. 2019, arXiv:1908.10530). The distributions of single steps and the Renyi
     bound come from `dp_accounting`, the sum over steps from `composition`, which bounds its rounding.
 
@@ -67,7 +67,7 @@ def epsilon(event: dp.DpEvent, delta: float, accountant: AccountantName = "pld")
         epsilon >= 0 in nats. Infinity if any part is not private or has no noise.
 
     Raises:
-        ConfigurationError: delta out of range, or an unknown accountant.
+        ConfigurationError: delta out of range, an unknown accountant, or "rdp" of an event that it does not have.
         LedgerError: an event that is not known here.
     """
     if not 0 < delta < 1:
@@ -85,7 +85,22 @@ def epsilon(event: dp.DpEvent, delta: float, accountant: AccountantName = "pld")
     counts = primitives(event)
     if counts is None:
         return math.inf
+    if accountant == "rdp" and not all(one.has_renyi for one in counts):
+        raise ConfigurationError(
+            "accountant='rdp' for batches with a hard cap.",
+            why="dp_accounting has no Renyi divergence of a truncated Poisson sample.",
+            fix="use accountant='pld', or leave out max_batch_size.",
+        )
     return _epsilon(_merged(counts), float(delta), accountant)
+
+
+def has_renyi(event: dp.DpEvent) -> bool:
+    """Whether the accountant "rdp" has an epsilon for everything in `event`.
+
+    Raises:
+        LedgerError: an event that is not known here.
+    """
+    return all(one.has_renyi for one in primitives(event) or ())
 
 
 def _merged(counts: Mapping[Primitive, int]) -> Counts:
@@ -104,6 +119,8 @@ def _epsilon(counts: Counts, delta: float, accountant: AccountantName) -> float:
     if not all(one.is_finite for one, _ in counts):
         return math.inf
     with _quiet(), np.errstate(all="ignore"):
+        if not all(one.has_renyi for one, _ in counts):
+            return _pld_epsilon(counts, delta)
         bound = _rdp_epsilon(counts, delta)
         if accountant == "rdp" or len(counts) > _MOST_DISTRIBUTIONS:
             return bound

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import dp_accounting as dp
 from scipy import optimize
 
-from hf_dp.accounting.accountants import epsilon
+from hf_dp.accounting.accountants import epsilon, has_renyi
 from hf_dp.accounting.events import check_sampling_probability, check_steps
 from hf_dp.accounting.release import Release
 from hf_dp.accounting.terms import step_event
@@ -85,7 +85,7 @@ def smallest_noise_multiplier(
 
     # The Renyi bound takes milliseconds, and its answer is a good first guess at the tight one.
     start = 1.0
-    if accountant == "pld":
+    if accountant == "pld" and has_renyi(step(start)):
         start = _smallest_noise(lambda noise: cost(noise, "rdp"), target_epsilon, start, tolerance=0.1) or start
     noise = _smallest_noise(lambda noise: cost(noise, accountant), target_epsilon, start, tolerance=_TOLERANCE)
     if noise is None or not cost(noise, accountant) <= target_epsilon:

@@ -90,7 +90,7 @@ def event_from_dict(values: object) -> dp.DpEvent:
 
 def _read(values: Any) -> dp.DpEvent:
     if values["type"] not in _KINDS_BY_NAME:
-        raise KeyError(f"unknown event type {values['type']!r}")
+        raise KeyError(f"unknown event type {values['type']!r}, which a newer hf_dp or dp-accounting may know")
     fields = {name: _inner(value) for name, value in values.items() if name != "type"}
     return _KINDS_BY_NAME[values["type"]].event(**fields)
 

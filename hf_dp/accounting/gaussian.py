@@ -69,6 +69,10 @@ class Gaussian:
     def is_a_sum(self) -> bool:
         return self.probability < 1
 
+    @property
+    def has_renyi(self) -> bool:
+        return True
+
     def losses(self, cell: float) -> tuple[StepLoss, StepLoss]:
         return _losses(self.probability, self.noise, cell)
 
@@ -104,10 +108,11 @@ def _losses(q: float, noise: float, cell: float) -> tuple[StepLoss, StepLoss]:
     )
     # Not public; a test holds what is made of them against exact integrals.
     remove, add = (pmf.to_dense_pmf() for pmf in (pld._pmf_remove, pld._pmf_add))
-    return _as_step_loss(remove), _as_step_loss(add)
+    return as_step_loss(remove), as_step_loss(add)
 
 
-def _as_step_loss(pmf: Any) -> StepLoss:
+def as_step_loss(pmf: Any) -> StepLoss:
+    """Of `dp_accounting`'s loss on a dense grid."""
     return StepLoss(pmf._lower_loss, np.asarray(pmf._probs), pmf._infinity_mass)
 
 

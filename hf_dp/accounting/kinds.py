@@ -10,6 +10,7 @@ import dp_accounting as dp
 
 from hf_dp.accounting.composition import StepLoss
 from hf_dp.accounting.gaussian import Gaussian
+from hf_dp.accounting.truncated import EVENT, Truncated
 
 
 class Primitive(Protocol):
@@ -21,7 +22,11 @@ class Primitive(Protocol):
 
     @property
     def event(self) -> dp.DpEvent:
-        """For the Renyi accountant of `dp_accounting`."""
+        """For the Renyi accountant of `dp_accounting`, where it `has_renyi`."""
+
+    @property
+    def has_renyi(self) -> bool:
+        """The Renyi accountant of `dp_accounting` knows it."""
 
     @property
     def is_free(self) -> bool:
@@ -79,3 +84,16 @@ KINDS: tuple[Kind, ...] = (
         Gaussian.of,
     ),
 )
+if EVENT is not None:
+    KINDS += (
+        Kind(
+            "truncated_subsampled_gaussian",
+            EVENT,
+            lambda event, told: (
+                f"Gaussian noise, {event.noise_multiplier:.4g} times the sensitivity, on a Poisson sample with "
+                f"probability {event.sampling_probability:.4g}, truncated to {event.truncated_batch_size} of "
+                f"{event.dataset_size}"
+            ),
+            Truncated.of,
+        ),
+    )

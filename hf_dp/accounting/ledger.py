@@ -9,7 +9,7 @@ from typing import Any
 
 import dp_accounting as dp
 
-from hf_dp.accounting.accountants import epsilon
+from hf_dp.accounting.accountants import epsilon, has_renyi
 from hf_dp.accounting.events import event_from_dict, event_to_dict, primitives
 from hf_dp.accounting.release import TRAINING_STEP, Release, check_label
 from hf_dp.config import AccountantName
@@ -91,6 +91,11 @@ class Ledger:
         if key not in self._epsilons:
             self._epsilons[key] = epsilon(self.event, delta, accountant)
         return self._epsilons[key]
+
+    def epsilons(self, delta: float) -> dict[AccountantName, float]:
+        """Epsilon of everything charged by each accountant that has one, in nats."""
+        names: tuple[AccountantName, ...] = ("pld", "rdp") if has_renyi(self.event) else ("pld",)
+        return {name: self.epsilon(delta, name) for name in names}
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Ledger) and (self.promise, self._entries) == (other.promise, other._entries)

@@ -13,7 +13,7 @@ from hf_dp.accounting.events import check_steps
 from hf_dp.accounting.ledger import Ledger
 from hf_dp.accounting.release import GRADIENT, TRAINING_STEP, Release, check_label
 from hf_dp.accounting.report import PrivacyReport, standard_caveats
-from hf_dp.accounting.terms import TERMS, ClippingTerms, GaussianNoise, PoissonSampling, UnitTerms, terms_from_dict
+from hf_dp.accounting.terms import TERMS, ClippingTerms, GaussianNoise, SamplingTerms, UnitTerms, terms_from_dict
 from hf_dp.config import PrivacyConfig
 from hf_dp.config.asked import Query, promised
 from hf_dp.config.ranges import check_target_delta
@@ -45,7 +45,7 @@ class Mechanism:
     """
 
     unit: UnitTerms
-    sampling: PoissonSampling
+    sampling: SamplingTerms
     clipping: ClippingTerms
     noise: GaussianNoise
     steps: int
@@ -77,7 +77,7 @@ class Mechanism:
     @property
     def step_event(self) -> dp.DpEvent:
         """What one step costs, with all of its queries."""
-        return self.sampling.event(self.noise.event())
+        return self.sampling.event(self.noise.event(), self.unit.number)
 
     @property
     def event(self) -> dp.DpEvent:
@@ -127,7 +127,7 @@ class Mechanism:
             dataset_size=self.unit.number,
             expected_batch_size=self.sampling.expected_batch_size,
             target_epsilon=config.target_epsilon,
-            epsilon_rdp=ledger.epsilon(self.delta, "rdp"),
+            epsilon_rdp=ledger.epsilons(self.delta).get("rdp"),
             queries=self.noise_multipliers,
             releases=ledger.releases,
             reproducible=self.reproducible,

@@ -63,7 +63,7 @@ class PrivacyReport:
         steps: training steps charged.
         accountant: which bound `epsilon` is, "pld" or "rdp".
         target_epsilon: the budget, or None if the noise was given.
-        epsilon_rdp: the Renyi bound as a cross-check; None if not computed.
+        epsilon_rdp: the Renyi bound as a cross-check; None where there is none.
         queries: the noise multiplier of each query of a step by its label, in units of its own sensitivity.
             `noise_multiplier` is that of all together.
         releases: what was released beside the steps.

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 import dp_accounting as dp
 
+import hf_dp.accounting.truncated as truncated
 from hf_dp.accounting.events import check_sampling_probability
 from hf_dp.accounting.neighbours import ADD_OR_REMOVE, ZERO_OUT
 from hf_dp.config import PrivacyConfig
@@ -85,9 +86,45 @@ class PoissonSampling(_Terms):
         if not (is_number(self.expected_batch_size) and 0 < self.expected_batch_size < math.inf):
             _refuse("expected_batch_size", self.expected_batch_size, "it is a finite number above 0")
 
-    def event(self, inner: dp.DpEvent) -> dp.DpEvent:
-        """What a step costs whose release would cost `inner` on all units."""
+    def event(self, inner: dp.DpEvent, number: int | None) -> dp.DpEvent:
+        """What a step costs whose release would cost `inner` on all units, `number` of them; None where that is secret."""
         return _poisson_sampled(self.probability, inner)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TruncatedPoissonSampling(_Terms):
+    """Each unit is drawn for each step independently; of more than `max_batch_size`, so many are kept, at random.
+
+    Attributes:
+        probability: q, in (0, 1].
+        expected_batch_size: of the draw; what sums are divided by, above 0.
+        max_batch_size: B, at least the expected batch size.
+
+    Raises:
+        ConfigurationError: besides, dp_accounting without an event for it.
+    """
+
+    probability: float
+    expected_batch_size: float
+    max_batch_size: int
+    kind: str = "truncated_poisson"
+
+    def _check(self) -> None:
+        PoissonSampling(probability=self.probability, expected_batch_size=self.expected_batch_size)
+        truncated.check_cap(self.max_batch_size, self.expected_batch_size)
+
+    @property
+    def name(self) -> str:
+        return f"Poisson before truncation to {self.max_batch_size}"
+
+    def event(self, inner: dp.DpEvent, number: int | None) -> dp.DpEvent:
+        """As of `PoissonSampling`; here their number counts."""
+        if isinstance(inner, dp.NonPrivateDpEvent):
+            return inner
+        return truncated.sampled(inner, number, self.probability, self.max_batch_size)
+
+
+SamplingTerms = PoissonSampling | TruncatedPoissonSampling
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,7 +236,7 @@ def _poisson_sampled(probability: float, inner: dp.DpEvent) -> dp.DpEvent:
 # By the field of a mechanism, then by their kind in JSON.
 TERMS: dict[str, dict[str, type[Any]]] = {
     "unit": {"example": ExampleUnit, "uncounted example": UncountedExampleUnit},
-    "sampling": {"poisson": PoissonSampling},
+    "sampling": {"poisson": PoissonSampling, "truncated_poisson": TruncatedPoissonSampling},
     "clipping": {"flat": FlatClipping, "automatic": AutomaticClipping},
     "noise": {"gaussian": GaussianNoise},
 }
@@ -208,6 +245,19 @@ TERMS: dict[str, dict[str, type[Any]]] = {
 def unit_kind(config: PrivacyConfig) -> type[ExampleUnit] | type[UncountedExampleUnit]:
     """The kind of unit that a config promises: where it leaves the sampling probability to n, n must be public."""
     return ExampleUnit if config.sampling_probability is None else UncountedExampleUnit
+
+
+def sampling_terms(
+    number: int | None, expected_batch_size: float, max_batch_size: int | None, probability: float | None = None
+) -> SamplingTerms:
+    """The sampling that is promised of `number` units, or of a secret number, each drawn with `probability`."""
+    if probability is None:
+        assert number is not None
+        probability = expected_batch_size / number
+    said = {"probability": probability, "expected_batch_size": expected_batch_size}
+    given = {} if max_batch_size is None else {"max_batch_size": max_batch_size}
+    terms: SamplingTerms = TERMS["sampling"]["truncated_poisson" if given else "poisson"](**said, **given)
+    return terms
 
 
 def clipping_terms(config: PrivacyConfig) -> ClippingTerms:

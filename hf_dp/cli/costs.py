@@ -5,11 +5,9 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from hf_dp.config import AccountantName
+from hf_dp.cli.planned import ACCOUNTANTS
 from hf_dp.config.ranges import check_given_probability, check_target_delta
 from hf_dp.errors import ConfigurationError
-
-ACCOUNTANTS: tuple[AccountantName, ...] = ("pld", "rdp")
 
 
 def proposal(
@@ -54,6 +52,7 @@ def costs(
     noise: float | None,
     delta: float | None,
     shares: list[float],
+    max_batch_size: int | None,
 ) -> dict[str, Any]:
     # dp_accounting and scipy take most of a second to import; --help should not wait for them.
     import dp_accounting as dp
@@ -78,24 +77,37 @@ def costs(
             else max(1, int(positive("--examples", examples) / batch_size))
         )
     accounting.check_steps(steps)
-    q = batch_size / size if q is None else q
+    if q is not None and max_batch_size is not None:
+        raise ConfigurationError(
+            "--max-batch-size with --sampling-probability.",
+            why="what a truncated batch costs follows from n, which is secret then.",
+            fix="leave out one of the two.",
+        )
+    sampling = accounting.sampling_terms(n, batch_size, max_batch_size, q)
+
+    def step(noise: float) -> dp.DpEvent:
+        return sampling.event(accounting.GaussianNoise(multiplier=noise).event(), n)
+
     plans: dict[str, Any] = {}
     asked = [accounting.Share(f"release {i}", share, 1) for i, share in enumerate(shares, start=1)]
-    for accountant in ACCOUNTANTS:
+    for accountant in ACCOUNTANTS if accounting.has_renyi(step(1.0)) else ACCOUNTANTS[:1]:
         multiplier = noise
         budget: Any = {"target_epsilon": target_epsilon, "target_delta": delta, "accountant": accountant}
         paid = accounting.paid_releases(asked, **budget)
         spent = dp.ComposedDpEvent([release.event for release in paid])
         if target_epsilon is not None:
-            multiplier = accounting.calibrate_noise_multiplier(
-                sampling_probability=q, steps=steps, spent=spent, **budget
-            )
+            multiplier = accounting.smallest_noise_multiplier(step, steps=steps, spent=spent, **budget)
         assert multiplier is not None
-        run = dp.SelfComposedDpEvent(accounting.step_event(multiplier, q), steps)
+        run = dp.SelfComposedDpEvent(step(multiplier), steps)
         cost = accounting.epsilon(dp.ComposedDpEvent([spent, run]), delta, accountant)
         plans[accountant] = {"noise_multiplier": multiplier, "epsilon": cost}
-    common = {"dataset_size": n, "expected_batch_size": batch_size, "sampling_probability": q, "steps": steps}
-    return {**common, "delta": delta, "target_epsilon": target_epsilon, "shares": shares, **plans}
+    common: dict[str, Any] = {
+        "dataset_size": n,
+        "expected_batch_size": batch_size,
+        "sampling_probability": sampling.probability,
+    }
+    common |= {"max_batch_size": max_batch_size, "steps": steps, "delta": delta}
+    return {**common, "target_epsilon": target_epsilon, "shares": shares, **plans}
 
 
 def _own_delta(q: float | None, batch_size: float, epochs: float | None, delta: float | None) -> float:

@@ -7,10 +7,10 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from hf_dp.cli.common import AsJson, print_json, refusals
-from hf_dp.cli.costs import ACCOUNTANTS, costs, exactly_one, positive, proposal
+from hf_dp.cli.costs import costs, exactly_one, positive, proposal
+from hf_dp.cli.planned import answered, plan_table
 from hf_dp.cli.sizes import size_table, sizes
 from hf_dp.config.ranges import check_clipping_norm
 from hf_dp.errors import ConfigurationError
@@ -37,6 +37,9 @@ def plan(
     examples: Annotated[float | None, typer.Option(help="Compute: examples to process, batch size x steps.")] = None,
     epsilon: Annotated[float | None, typer.Option(help="The budget to calibrate the noise to.")] = None,
     noise: Annotated[float | None, typer.Option(help="A noise multiplier, to ask for its epsilon.")] = None,
+    max_batch_size: Annotated[
+        int | None, typer.Option(help="The most examples of one step; of a larger draw so many, at random.")
+    ] = None,
     delta: Annotated[float | None, typer.Option(help="Probability of failure, below 1/n. Default: n ** -1.1.")] = None,
     min_steps: Annotated[int, typer.Option(min=1, help="The fewest steps that a proposal may take.")] = 50,
     share: Annotated[list[float] | None, typer.Option(help="Of epsilon, for a release beside the steps.")] = None,
@@ -65,11 +68,13 @@ def plan(
 
         hf-dp plan --n 10003 --epochs 6 --epsilon 8 --plot plan.png
 
-    Sampling is Poisson with probability batch-size / n; n is public, and in
+    Sampling is Poisson with probability batch-size / n, and of more than
+    --max-batch-size so many are kept, if it is given; n is public, and in
     neighbouring datasets one example is replaced by nothing. Give
     --sampling-probability in place of --n, and batch size, steps and delta as
     numbers of their own, where n is secret and one example more or less is the
-    claim (docs/privacy.md). PLD is the tight accountant and the default in training; RDP is a looser cross-check. With
+    claim (docs/privacy.md). PLD is the tight accountant and the default in
+    training; RDP is a looser cross-check. With
     --model, also how much memory each of --world-size ranks needs and what it
     sends (docs/scaling.md); that alone, where nothing of the privacy is given:
 
@@ -79,7 +84,7 @@ def plan(
     """
     with refusals(), Console(stderr=True).status("Computing"):
         if plot is not None:
-            _refuse_no_place(plot, share or [])
+            _refuse_no_place(plot, share or [], max_batch_size)
         answer: dict[str, Any] = {}
         if model is None:
             _refuse_without_model(
@@ -89,6 +94,7 @@ def plan(
         if not has_data:
             given = {"--epochs": epochs, "--steps": steps, "--examples": examples, "--epsilon": epsilon}
             more = {"--noise": noise, "--delta": delta, "--plot": plot, "--share": share or None}
+            more["--max-batch-size"] = max_batch_size
             _refuse_without_n(model, {**given, **more})
         else:
             exactly_one({"--n": n, "--sampling-probability": sampling_probability})
@@ -103,14 +109,17 @@ def plan(
                         why="sums are divided by it, and must not follow from n.",
                         fix="give it; to have one proposed, give a public guess of n as --n.",
                     )
-                if share:
+                if share or max_batch_size is not None:
                     raise ConfigurationError(
-                        "--share without --batch-size.", why="a batch is proposed for steps alone.", fix="give it."
+                        f"{'--share' if share else '--max-batch-size'} without --batch-size.",
+                        why="a batch is proposed for steps alone, of plain Poisson samples.",
+                        fix="give it.",
                     )
                 batch_size, steps = proposal(n, epochs, steps, examples, epsilon, delta, min_steps)
             answer = costs(
-                n, sampling_probability, batch_size, epochs, steps, examples, epsilon, noise, delta, share or []
-            )
+                n, sampling_probability, batch_size, epochs, steps, examples, epsilon, noise, delta, share or [],
+                max_batch_size,
+            )  # fmt: skip
             answer |= _derived(answer, proposed, clipping_norm)
         if model is not None:
             answer |= sizes(model, lora_rank, world_size, length, micro_batch, batch_size)
@@ -123,7 +132,7 @@ def plan(
         return
     console = Console()
     if has_data:
-        console.print(_table(answer))
+        console.print(plan_table(answer))
     if model is not None:
         console.print(size_table(answer["per_rank"], world_size))
     if not has_data:
@@ -137,10 +146,12 @@ def plan(
         console.print(f"Figure: {plot}", soft_wrap=True)
 
 
-def _refuse_no_place(plot: Path, shares: list[float]) -> None:
-    if shares:
+def _refuse_no_place(plot: Path, shares: list[float], max_batch_size: int | None) -> None:
+    if shares or max_batch_size is not None:
         raise ConfigurationError(
-            "--plot with --share.", why="the figure is of steps alone.", fix="leave out one of the two."
+            f"--plot with {'--share' if shares else '--max-batch-size'}.",
+            why="the figure is of steps alone, of plain Poisson samples.",
+            fix="leave out one of the two.",
         )
     # Without an ending Matplotlib would choose one, and write beside a directory of that name.
     if not plot.suffix or plot.is_dir() or not plot.parent.is_dir():
@@ -176,31 +187,9 @@ def _refuse_without_model(of_model: dict[str, int], lora_rank: int | None) -> No
 def _derived(answer: dict[str, Any], proposed: bool, clipping_norm: float) -> dict[str, Any]:
     """What else is told of a plan."""
     batch_size = answer["expected_batch_size"]
-    for name in ACCOUNTANTS:
+    for name in answered(answer):
         answer[name]["noise_per_coordinate"] = answer[name]["noise_multiplier"] * clipping_norm / batch_size
     processed = batch_size * answer["steps"]
     return {"proposed": proposed, "examples_processed": processed, "clipping_norm": clipping_norm}
 
 
-def _table(answer: dict[str, Any]) -> Table:
-    wanted = answer["target_epsilon"]
-    title = "What this noise costs" if wanted is None else f"Noise for epsilon {wanted:g}"
-    table = Table(title=title, caption="PLD is tight and the default in training; RDP is a looser cross-check.")
-    table.add_column("")
-    table.add_column("PLD", justify="right")
-    table.add_column("RDP", justify="right")
-    table.add_row("noise multiplier", *(f"{answer[name]['noise_multiplier']:.4f}" for name in ACCOUNTANTS))
-    per_coordinate = (f"{answer[name]['noise_per_coordinate']:.3g}" for name in ACCOUNTANTS)
-    table.add_row(f"noise per coordinate (C = {answer['clipping_norm']:g})", *per_coordinate)
-    table.add_row("epsilon", *(f"{answer[name]['epsilon']:.4g}" for name in ACCOUNTANTS))
-    table.add_section()
-    for label, value in {
-        "delta": f"{answer['delta']:.3g}",
-        "expected batch size": f"{answer['expected_batch_size']:g}" + (" (proposed)" if answer["proposed"] else ""),
-        "steps": str(answer["steps"]),
-        "sampling probability": f"{answer['sampling_probability']:.4g}",
-        "examples processed": f"{answer['examples_processed']:,.0f}",
-        "of epsilon for other releases": ", ".join(f"{share:g}" for share in answer["shares"]) or "nothing (--share)",
-    }.items():
-        table.add_row(label, value, value)
-    return table

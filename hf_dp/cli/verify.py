@@ -68,16 +68,14 @@ def verify(
         console.print(table)
         for note in found.notes:
             console.print(f"Note: {note}", markup=False)
-        pld, rdp = found.epsilons["pld"], found.epsilons["rdp"]
+        epsilons = ", ".join(f"{value:.5g} ({name.upper()})" for name, value in found.epsilons.items())
         if not found.consistent:
             failed = ", ".join(item.name for item in found.checks if not item.passed)
             console.print(f"\n[bold red]Not verified.[/bold red] These do not agree: {escape(failed)}.")
             console.print("Do not rely on the claim: something was changed after training, or was never true.")
         else:
             verdict = "[bold green]Verified" if found.private else "[bold red]Consistent, and not private"
-            console.print(
-                f"\n{verdict}[/]: epsilon {pld:.5g} (PLD), {rdp:.5g} (RDP) at delta {found.report.delta:.3g}."
-            )
+            console.print(f"\n{verdict}[/]: epsilon {epsilons} at delta {found.report.delta:.3g}.")
             console.print("Proven:")
             for line in found.proven:
                 console.print(f"  - {line}", markup=False)

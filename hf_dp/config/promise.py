@@ -12,6 +12,7 @@ from typing import Any, Literal, get_args
 
 from hf_dp.config.ranges import (
     check_clipping_norm,
+    check_max_batch_size,
     check_given_probability,
     check_noise_multiplier,
     check_target_delta,
@@ -47,6 +48,10 @@ class PrivacyConfig:
             allowed only with `noise_multiplier=0`.
         clipping: "flat" cuts longer gradients to norm C and leaves shorter ones; "automatic" scales every gradient g by
             C / (|g| + 0.01), below C (Bu et al. 2022, arXiv:2206.07136), which leaves only the learning rate to choose.
+        max_batch_size: None, or the most examples that a step uses, over all processes: of a larger draw so many are
+            kept, chosen at random (Ganesh 2025, arXiv:2508.15089). Not below the expected batch size, which sums are
+            divided by all the same; five times its square root above, it costs next to nothing. Needs
+            dp-accounting 0.6, and accountant="pld".
         accountant: "pld" (privacy loss distributions, tight) or "rdp" (Renyi, an upper bound).
         withhold_non_private_logs: keep training loss and clipping statistics, which are functions of the
             private data with no noise, out of the logs and the trainer state.
@@ -76,6 +81,9 @@ class PrivacyConfig:
     clipping: ClippingName = field(
         default="flat", metadata={"help": "flat (long gradients are cut) or automatic (all are brought near the norm)."}
     )
+    max_batch_size: int | None = field(
+        default=None, metadata={"help": "The most examples that a step uses; of a larger draw so many, at random."}
+    )
     accountant: AccountantName = field(default="pld", metadata={"help": "Accountant: pld (tight) or rdp."})
     withhold_non_private_logs: bool = field(
         default=False, metadata={"help": "Keep training loss and clipping statistics out of the logs."}
@@ -101,6 +109,7 @@ class PrivacyConfig:
         sparse_embeddings: SparseEmbeddingConfig | None = None,
         clipping: ClippingName = "flat",
         sampling_probability: float | None = None,
+        max_batch_size: int | None = None,
     ) -> None:
         values = dict(locals())
         # Every private run makes one of these before anything can be refused.
@@ -142,6 +151,7 @@ class PrivacyConfig:
                 why="only 'pld' and 'rdp' are known, and an unknown accountant promises nothing.",
                 fix="use 'pld' (tight, the default) or 'rdp'.",
             )
+        self._check_max_batch_size()
         if not isinstance(self.withhold_non_private_logs, bool):
             raise ConfigurationError(
                 f"withhold_non_private_logs={shown(self.withhold_non_private_logs)}.",
@@ -177,6 +187,12 @@ class PrivacyConfig:
         if self.sampling_probability is None:
             return
         check_given_probability(self.sampling_probability)
+        if self.max_batch_size is not None:
+            raise ConfigurationError(
+                f"sampling_probability={self.sampling_probability:g} with max_batch_size={shown(self.max_batch_size)}.",
+                why="what a truncated batch costs follows from n, which is secret then.",
+                fix="leave out one of the two.",
+            )
         if self.target_delta is None:
             raise ConfigurationError(
                 f"sampling_probability={self.sampling_probability:g} without target_delta.",
@@ -196,6 +212,17 @@ class PrivacyConfig:
                 f"clipping={self.clipping!r} with clipping_norm=inf.",
                 why="it brings every gradient near the clipping norm, and none can be brought near infinity.",
                 fix="give a finite clipping_norm, or clipping='flat'.",
+            )
+
+    def _check_max_batch_size(self) -> None:
+        if self.max_batch_size is None:
+            return
+        check_max_batch_size(self.max_batch_size)
+        if self.accountant == "rdp":
+            raise ConfigurationError(
+                f"max_batch_size={self.max_batch_size} with accountant='rdp'.",
+                why="what a truncated batch costs is known to the accountant 'pld' alone.",
+                fix="use accountant='pld' (tight, the default), or leave out max_batch_size.",
             )
 
     def _check_sparse_embeddings(self) -> None:

@@ -110,6 +110,16 @@ def check_given_probability(sampling_probability: object) -> None:
         )
 
 
+def check_max_batch_size(max_batch_size: object) -> None:
+    """Refuse a cap on batches that is no whole number of at least 1 (`ConfigurationError`)."""
+    if not is_count(max_batch_size, at_least=1):
+        raise ConfigurationError(
+            f"max_batch_size={shown(max_batch_size)}.",
+            why="it is the most examples that one step may use: a whole number of at least 1.",
+            fix="leave it out, or give the expected batch size and five times its square root.",
+        )
+
+
 def check_clipping_norm(clipping_norm: object) -> None:
     """Refuse a clipping norm that is neither infinite nor a number of ordinary size (`ConfigurationError`)."""
     is_infinite = isinstance(clipping_norm, float) and clipping_norm == math.inf

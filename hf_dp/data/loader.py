@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from hf_dp.data.collate import Dummy, LogicalBatchCollator, Randomness
 from hf_dp.errors import ConfigurationError
-from hf_dp.sampling.poisson import PoissonBatchSampler
+from hf_dp.sampling.sampler import BatchSampler
 
 # In place of an index: a micro-batch that is computed, so that all ranks compute as many, and weighted with zero.
 DUMMY = -1
@@ -29,7 +29,7 @@ class RankSampler(Sampler[list[int]]):
         micro_batch_size: the most examples in one micro-batch.
     """
 
-    def __init__(self, sampler: PoissonBatchSampler, rank: int, world_size: int, micro_batch_size: int) -> None:
+    def __init__(self, sampler: BatchSampler, rank: int, world_size: int, micro_batch_size: int) -> None:
         self.sampler = sampler
         self._rank, self._world_size, self._micro_batch_size = rank, world_size, micro_batch_size
 
@@ -67,7 +67,7 @@ class PoissonDataLoader(DataLoader[Any]):
         self,
         dataset: Any,
         *,
-        batch_sampler: PoissonBatchSampler | RankSampler,
+        batch_sampler: BatchSampler | RankSampler,
         collate_fn: LogicalBatchCollator,
         **options: Any,
     ) -> None:
@@ -84,7 +84,7 @@ class PoissonDataLoader(DataLoader[Any]):
 
     def set_epoch(self, epoch: int) -> None:
         """Draws epoch `epoch` next. Trainer calls it before each epoch."""
-        assert isinstance(self.batch_sampler, (PoissonBatchSampler, RankSampler))
+        assert isinstance(self.batch_sampler, (BatchSampler, RankSampler))
         self.batch_sampler.set_epoch(epoch)
 
 

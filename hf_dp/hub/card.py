@@ -21,9 +21,8 @@ _PEOPLE = "A person behind k training examples is protected k times less (group 
 
 
 def epsilons(report: PrivacyReport, ledger: Ledger) -> dict[AccountantName, float]:
-    """Epsilon of everything in the ledger at the report's delta, by each accountant, in nats."""
-    names: tuple[AccountantName, ...] = ("pld", "rdp")
-    return {name: ledger.epsilon(report.delta, name) for name in names}
+    """Epsilon of everything in the ledger at the report's delta, by each accountant that has one, in nats."""
+    return ledger.epsilons(report.delta)
 
 
 def privacy_section(report: PrivacyReport, ledger: Ledger, config: PrivacyConfig) -> str:
@@ -71,9 +70,10 @@ def _absent(report: PrivacyReport) -> str:
 def _rows(report: PrivacyReport, found: dict[AccountantName, float]) -> dict[str, str]:
     budget = "" if report.target_epsilon is None else f" (budget {report.target_epsilon:g})"
     size = f"{report.expected_batch_size:g}"
+    rdp = f"{found['rdp']:.5g}" if "rdp" in found else "not offered for truncated batches"
     return {
-        "epsilon, PLD accountant (tight)": f"{found['pld']:.5g}{budget}",
-        "epsilon, RDP accountant (looser)": f"{found['rdp']:.5g}",
+        f"epsilon, PLD accountant ({'tight' if 'rdp' in found else 'an upper bound'})": f"{found['pld']:.5g}{budget}",
+        "epsilon, RDP accountant (looser)": rdp,
         "delta": f"{report.delta:.4g}",
         "privacy unit": report.unit,
         "neighbouring datasets": report.adjacency,

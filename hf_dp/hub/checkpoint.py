@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from hf_dp.accounting import Ledger
+from hf_dp.accounting import Ledger, sampling_terms
 from hf_dp.errors import LedgerError
 from hf_dp.hub.claim import check_claim, check_promise, recomputed, same, steps_are
 from hf_dp.hub.files import check_files
@@ -81,8 +81,9 @@ def _of_promise(ledger: Ledger) -> Iterator[str]:
     try:
         noise, n = promise["calibrated_noise_multiplier"], promise["dataset_size"]
         given, one_stage = promise.get("sampling_probability"), promise["target_epsilon"] is not None
-        q = promise["expected_batch_size"] / n if given is None else given
-        agree = (n is None) == (given is not None) and steps_are(ledger, noise, q, n, one_stage=one_stage)
+        sampling = sampling_terms(n, promise["expected_batch_size"], promise.get("max_batch_size"), given)
+        q = sampling.probability
+        agree = (n is None) == (given is not None) and steps_are(ledger, sampling, noise, n, one_stage=one_stage)
     except (KeyError, TypeError, ValueError, ArithmeticError):
         yield "the ledger's promise has no noise multiplier, batch size and dataset size"
     else:

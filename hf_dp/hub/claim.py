@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -9,14 +10,15 @@ from typing import Any
 
 from hf_dp.accounting import (
     TRAINING_STEP,
+    GaussianNoise,
     Ledger,
     PrivacyReport,
     Release,
+    SamplingTerms,
     check_delta,
     clipping_terms,
     in_words,
     standard_caveats,
-    step_event,
     unit_kind,
 )
 from hf_dp.accounting.events import primitives
@@ -84,11 +86,13 @@ def check_claim(record: PrivacyRecord, found: dict[AccountantName, float]) -> It
     tolerance, versions = epsilon_tolerance(report), f" (claimed with {versions_in_words(report.versions)})"
     claims: dict[AccountantName, float | None] = {"rdp": report.epsilon_rdp, report.accountant: report.epsilon}
     for name, claimed in claims.items():
-        if claimed is not None:
+        if claimed is not None and name not in found:
+            yield Check(f"epsilon ({name.upper()})", False, f"claimed {claimed:.6g}, of what this accountant has not")
+        elif claimed is not None:
             agrees = same(claimed, found[name], tolerance)
             said = f"claimed {claimed:.6g}, recomputed {found[name]:.6g}"
             yield Check(f"epsilon ({name.upper()})", agrees, said + ("" if agrees else versions))
-    if report.target_epsilon is not None:
+    if report.target_epsilon is not None and report.accountant in found:
         kept = found[report.accountant] <= report.target_epsilon * (1 + tolerance)
         yield Check("budget", kept, f"spent {found[report.accountant]:.6g} of {report.target_epsilon:g}")
     yield Check("steps", report.steps == ledger.steps, f"claimed {report.steps}, in the ledger {ledger.steps}")
@@ -101,7 +105,10 @@ def check_claim(record: PrivacyRecord, found: dict[AccountantName, float]) -> It
     # The last, since earlier stages of one ledger may have had other batches.
     charged = getattr(steps[-1], "sampling_probability", q) if steps else q
     agrees = same(q, report.sampling_probability) and same(q, charged)
-    alike = steps_are(ledger, report.noise_multiplier, q, n, one_stage=report.target_epsilon is not None)
+    one_stage, noise = report.target_epsilon is not None, report.noise_multiplier
+    alike = is_probability(q) and steps_are(
+        ledger, dataclasses.replace(record.mechanism.sampling, probability=q), noise, n, one_stage=one_stage
+    )
     said_noise = f"noise multiplier {report.noise_multiplier:g} " + ("is" if alike else "is not") + " that of the steps"
     yield Check("noise of the steps", alike, said_noise)
     from_n = f"expected batch {report.expected_batch_size:g} of n = {n}"
@@ -178,22 +185,24 @@ def _told(value: object) -> str:
     return f"{value.times} x {value.label}: {in_words(value.event)}" if isinstance(value, Release) else repr(value)
 
 
-def steps_are(ledger: Ledger, noise_multiplier: float, q: float, n: int | None, *, one_stage: bool) -> bool:
-    """Whether all training steps were charged with this noise, and the last with this sampling probability.
+def steps_are(
+    ledger: Ledger, sampling: SamplingTerms, noise_multiplier: float, n: int | None, *, one_stage: bool
+) -> bool:
+    """Whether all training steps were charged with this noise, and the last with this sampling.
 
     Args:
         one_stage: all with this probability, as under a budget. Otherwise earlier ones may have had another expected
             batch size, which is a whole number of the n examples; where n is secret, q is the same in all of them.
     """
-    if not is_probability(q):
-        return False
     steps = [event for event, _, label in ledger.entries if label == TRAINING_STEP]
+    inner = GaussianNoise(multiplier=noise_multiplier).event()
     for event in steps:
-        other = getattr(event, "sampling_probability", q)
+        other = getattr(event, "sampling_probability", sampling.probability)
         is_free = not one_stage and n is not None and event is not steps[-1]
         if is_free and not (0 < other <= 1 and _is_batch_of(n, other)):
             return False
-        if event != step_event(noise_multiplier, other if is_free else q):
+        drawn = dataclasses.replace(sampling, probability=other) if is_free else sampling
+        if event != drawn.event(inner, n):
             return False
     return True
 
@@ -214,6 +223,7 @@ def check_promise(record: PrivacyRecord) -> Iterator[Check]:
     # The config may leave three of these to be found.
     given: dict[str, tuple[Any, Any]] = {
         "clipping": (mechanism.clipping.to_dict(), clipping_terms(config).to_dict()),
+        "max_batch_size": (str(getattr(mechanism.sampling, "max_batch_size", None)), str(config.max_batch_size)),
         "noise_multiplier": (mechanism.noise.multiplier, config.noise_multiplier),
         "target_delta": (mechanism.delta, config.target_delta),
         "sampling_probability": (mechanism.sampling.probability, config.sampling_probability),

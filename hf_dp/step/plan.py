@@ -17,7 +17,7 @@ from hf_dp.config import PrivacyConfig
 from hf_dp.errors import ConfigurationError
 from hf_dp.noise.gaussian import GaussianNoise
 from hf_dp.randomness import Entropy
-from hf_dp.sampling.poisson import PoissonBatchSampler
+from hf_dp.sampling.sampler import BatchSampler
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,7 +38,7 @@ class Plan:
 
     config: PrivacyConfig
     mechanism: Mechanism
-    sampler: PoissonBatchSampler
+    sampler: BatchSampler
     entropy: Entropy
     clipping: ClippingRule = field(init=False)
     noise: GaussianNoise = field(init=False)
@@ -63,7 +63,7 @@ class Plan:
     def make(
         cls,
         config: PrivacyConfig,
-        sampler: PoissonBatchSampler,
+        sampler: BatchSampler,
         steps: int,
         entropy: Entropy,
         shares: Sequence[Share] = (),
@@ -90,7 +90,7 @@ class Plan:
             assert config.target_epsilon is not None
             spent = [dp.SelfComposedDpEvent(release.event, release.times) for release in releases]
             noise_multiplier = accounting.smallest_noise_multiplier(
-                lambda noise: sampler.terms.event(accounting.GaussianNoise(multiplier=noise).event()),
+                lambda noise: sampler.terms.event(accounting.GaussianNoise(multiplier=noise).event(), n),
                 target_epsilon=config.target_epsilon,
                 target_delta=delta,
                 steps=steps,
@@ -171,7 +171,7 @@ class Plan:
     def __str__(self) -> str:
         clipping = accounting.clipping_in_words(self.mechanism.clipping.kind, self.mechanism.clipping.norm)
         return (
-            f"delta {self.delta:.3g}, noise multiplier {self.noise_multiplier:.4g}, clipping norm {clipping}, sampling "
-            f"probability {self.sampler.sampling_probability:.4g}, {self.steps} steps of expected batch size "
-            f"{self.sampler.expected_batch_size}"
+            f"delta {self.delta:.3g}, noise multiplier {self.noise_multiplier:.4g}, clipping norm {clipping}, "
+            f"{self.mechanism.sampling.name} with sampling probability {self.sampler.sampling_probability:.4g}, "
+            f"{self.steps} steps of expected batch size {self.sampler.expected_batch_size}"
         )

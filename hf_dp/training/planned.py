@@ -19,7 +19,8 @@ from hf_dp.data.loader import PoissonDataLoader, RankSampler
 from hf_dp.errors import ConfigurationError
 from hf_dp.parts.table import settled
 from hf_dp.randomness import Entropy
-from hf_dp.sampling.poisson import PoissonBatchSampler, check_sizes
+from hf_dp.sampling.sampler import check_sizes
+from hf_dp.sampling.table import sampler_of
 from hf_dp.step.plan import Plan
 from hf_dp.training.described import described_data, described_model, described_setup
 from hf_dp.training.refusals import refuse_dataset
@@ -39,7 +40,8 @@ def check_data(dataset: Any, expected_batch_size: int, privacy: PrivacyConfig) -
     """Refuses data that cannot be drawn from so, or under this delta (`ConfigurationError`)."""
     refuse_dataset(dataset)
     n = len(dataset)
-    check_sizes(n, expected_batch_size, sampling_probability=privacy.sampling_probability)
+    check_sizes(n, expected_batch_size, is_secret=privacy.sampling_probability is not None)
+    _sampling(n, expected_batch_size, privacy)
     accounting.check_delta(privacy.target_delta or accounting.default_delta(n), n)
 
 
@@ -79,9 +81,8 @@ def planned(
         options: of `DataLoader`.
     """
     entropy, rank = Entropy.of_all_ranks(privacy.seed), ranks.rank()
-    sampler = PoissonBatchSampler(
-        len(dataset), expected_batch_size, entropy, sampling_probability=privacy.sampling_probability
-    )
+    terms = _sampling(len(dataset), expected_batch_size, privacy)
+    sampler = sampler_of(terms, len(dataset), entropy, is_secret=privacy.sampling_probability is not None)
     loader = PoissonDataLoader(
         dataset,
         batch_sampler=RankSampler(sampler, rank, ranks.world_size(), micro_batch_size),
@@ -91,3 +92,7 @@ def planned(
     )
     number, promise = int(steps(loader)), settled(privacy, model)
     return Plan.make(promise, sampler, number, entropy, *asked(promise, number)), loader
+
+
+def _sampling(n: int, expected_batch_size: int, privacy: PrivacyConfig) -> accounting.SamplingTerms:
+    return accounting.sampling_terms(n, expected_batch_size, privacy.max_batch_size, privacy.sampling_probability)

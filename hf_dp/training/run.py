@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -188,7 +189,7 @@ class Run:
 
     def examples(self, indices: Sequence[int]) -> Iterator[Batch]:
         """See `Engine.examples`."""
-        return self.engine.examples(indices, self.plan.sampler.expected_batch_size)
+        return self.engine.examples(indices, math.ceil(self.plan.sampler.expected_batch_size))
 
     # --- one step -------------------------------------------------------------------------------------------------
 

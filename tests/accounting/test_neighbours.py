@@ -154,13 +154,13 @@ def test_failure_31_with_q_from_n_add_or_remove_would_be_untrue(epsilon: float, 
 
 
 def test_with_another_n_another_mechanism_runs() -> None:
-    one, other = (PoissonBatchSampler(n, 50, Entropy(0)) for n in (100, 101))
+    one, other = (PoissonBatchSampler.of(n, 50, Entropy(0)) for n in (100, 101))
     assert (one.sampling_probability, len(one), default_delta(100)) == (0.5, 2, 100**-1.1)
     assert (other.sampling_probability, len(other), default_delta(101)) == (50 / 101, 3, 101**-1.1)
 
 
 def test_with_a_probability_of_its_own_the_same_mechanism_runs_whatever_n_is() -> None:
-    samplers = [PoissonBatchSampler(n, 50, Entropy(0), sampling_probability=0.4) for n in (30, 100, 101)]
+    samplers = [PoissonBatchSampler.of(n, 50, Entropy(0), sampling_probability=0.4) for n in (30, 100, 101)]
     assert {(s.terms, s.unit, len(s), s.public_size) for s in samplers} == {
         (PoissonSampling(probability=0.4, expected_batch_size=50), UncountedExampleUnit(), 3, 125.0)
     }

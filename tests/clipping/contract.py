@@ -34,7 +34,7 @@ def promise(**changes: Any) -> PrivacyConfig:
 
 def plan_of(config: PrivacyConfig) -> Plan:
     entropy = Entropy(config.seed)
-    return Plan.make(config, PoissonBatchSampler(1000, 50, entropy), 10, entropy)
+    return Plan.make(config, PoissonBatchSampler.of(1000, 50, entropy), 10, entropy)
 
 
 def squares(norm: float, dtype: torch.dtype) -> Tensor:

@@ -39,21 +39,21 @@ def indices_of(item: dict[str, Any]) -> list[int]:
 
 class TestSampler:
     def test_probability_and_length(self):
-        sampler = PoissonBatchSampler(1000, 30, Entropy(0))
+        sampler = PoissonBatchSampler.of(1000, 30, Entropy(0))
         assert sampler.sampling_probability == 30 / 1000
         assert len(sampler) == 34
         assert len(list(sampler)) == 34
-        assert len(PoissonBatchSampler(1000, 30, Entropy(0), steps_per_epoch=5)) == 5
+        assert len(PoissonBatchSampler.of(1000, 30, Entropy(0), steps_per_epoch=5)) == 5
 
     def test_draws_are_keyed_by_step(self):
-        sampler = PoissonBatchSampler(1000, 100, Entropy(0))
+        sampler = PoissonBatchSampler.of(1000, 100, Entropy(0))
         backwards = [sampler.draw(step) for step in reversed(range(10))]
         assert list(sampler) == backwards[::-1]
-        assert list(PoissonBatchSampler(1000, 100, Entropy(0))) == backwards[::-1]
+        assert list(PoissonBatchSampler.of(1000, 100, Entropy(0))) == backwards[::-1]
         assert len({tuple(batch) for batch in backwards}) == 10
 
     def test_epochs_are_different_steps(self):
-        sampler = PoissonBatchSampler(1000, 100, Entropy(0))
+        sampler = PoissonBatchSampler.of(1000, 100, Entropy(0))
         sampler.set_epoch(3)
         third = list(sampler)
         assert third == [sampler.draw(step) for step in range(30, 40)]
@@ -61,23 +61,23 @@ class TestSampler:
         assert list(sampler) == third
 
     def test_without_set_epoch_the_next_iteration_is_the_next_epoch(self):
-        sampler = PoissonBatchSampler(1000, 100, Entropy(0))
+        sampler = PoissonBatchSampler.of(1000, 100, Entropy(0))
         assert list(sampler) + list(sampler) == [sampler.draw(step) for step in range(20)]
 
     def test_set_epoch_leaves_a_running_iterator_alone(self):
-        sampler = PoissonBatchSampler(1000, 100, Entropy(0))
+        sampler = PoissonBatchSampler.of(1000, 100, Entropy(0))
         running = iter(sampler)
         first = next(running)
         sampler.set_epoch(5)
         assert [first, *running] == [sampler.draw(step) for step in range(10)]
 
     def test_an_iterator_that_is_never_used_costs_nothing(self):
-        sampler = PoissonBatchSampler(1000, 100, Entropy(0))
+        sampler = PoissonBatchSampler.of(1000, 100, Entropy(0))
         iter(sampler)
         assert list(sampler) == [sampler.draw(step) for step in range(10)]
 
     def test_failure_8_each_unit_enters_a_step_at_most_once(self):
-        sampler = PoissonBatchSampler(50, 40, Entropy(0))
+        sampler = PoissonBatchSampler.of(50, 40, Entropy(0))
         for step in range(200):
             batch = sampler.draw(step)
             assert batch == sorted(set(batch))
@@ -85,7 +85,7 @@ class TestSampler:
 
     @pytest.mark.parametrize("n", [1, 2, 1000])
     def test_probability_one_draws_everything(self, n):
-        assert PoissonBatchSampler(n, n, Entropy(0)).draw(0) == list(range(n))
+        assert PoissonBatchSampler.of(n, n, Entropy(0)).draw(0) == list(range(n))
 
     @pytest.mark.parametrize(("n", "q"), [(100_000_000, 1e-5), (2**40, 1e-10), (2**50, 1e-12), (10, 1e-300)])
     def test_a_tiny_probability_does_not_overflow(self, n, q):
@@ -102,7 +102,7 @@ class TestSampler:
         assert bernoulli(Ones(), 1000, 0.01) == list(range(1000))  # type: ignore[arg-type]
 
     def test_a_hundred_million_examples_take_the_memory_of_a_batch(self):
-        sampler = PoissonBatchSampler(100_000_000, 1024, Entropy(0))
+        sampler = PoissonBatchSampler.of(100_000_000, 1024, Entropy(0))
         tracemalloc.start()
         try:
             sizes = [len(sampler.draw(step)) for step in range(20)]
@@ -118,7 +118,7 @@ class TestSampler:
         for _ in range(2):
             torch.manual_seed(42)
             np.random.seed(42)
-            seen.append(PoissonBatchSampler(10_000, 1000, Entropy(None)).draw(0))
+            seen.append(PoissonBatchSampler.of(10_000, 1000, Entropy(None)).draw(0))
         assert seen[0] != seen[1]
 
     @pytest.mark.parametrize(
@@ -133,12 +133,12 @@ class TestSampler:
     )
     def test_refusals(self, n, expected, steps, message):
         with pytest.raises(ConfigurationError, match=f"(?s){message}.*Why this is refused.*What to do"):
-            PoissonBatchSampler(n, expected, Entropy(0), steps)
+            PoissonBatchSampler.of(n, expected, Entropy(0), steps)
 
 
 class TestLoader:
     def test_an_item_is_a_logical_batch_in_micro_batches(self):
-        sampler = PoissonBatchSampler(100, 20, Entropy(0))
+        sampler = PoissonBatchSampler.of(100, 20, Entropy(0))
         items = list(loader_of(sampler))
         assert [indices_of(item) for item in items] == [sampler.draw(step) for step in range(5)]
         for item in items:
@@ -147,19 +147,19 @@ class TestLoader:
             assert all(1 <= size <= 4 for size in sizes)
 
     def test_failure_8_the_draw_does_not_depend_on_the_micro_batch_size(self):
-        loaders = [loader_of(PoissonBatchSampler(60, 20, Entropy(0)), micro=micro) for micro in (1, 3, 64)]
+        loaders = [loader_of(PoissonBatchSampler.of(60, 20, Entropy(0)), micro=micro) for micro in (1, 3, 64)]
         seen = [[indices_of(item) for item in loader] for loader in loaders]
         assert seen[0] == seen[1] == seen[2]
 
     def test_set_epoch_is_forwarded(self):
-        sampler = PoissonBatchSampler(100, 20, Entropy(0))
+        sampler = PoissonBatchSampler.of(100, 20, Entropy(0))
         loader = loader_of(sampler)
         loader.set_epoch(2)
         assert [indices_of(item) for item in loader] == [sampler.draw(step) for step in range(10, 15)]
 
     @pytest.mark.parametrize("context", ["fork", "spawn"])
     def test_workers_that_prefetch_see_the_same_draws(self, context):
-        sampler = PoissonBatchSampler(100, 20, Entropy(0))
+        sampler = PoissonBatchSampler.of(100, 20, Entropy(0))
         loader = loader_of(sampler, num_workers=1, multiprocessing_context=context, persistent_workers=True)
         for epoch in (1, 0) if context == "fork" else (1,):
             loader.set_epoch(epoch)
@@ -169,7 +169,7 @@ class TestLoader:
     @pytest.mark.parametrize("skipped", [1, 3, 4])
     def test_failure_21_a_resumed_epoch_goes_on_with_its_own_draws(self, skipped):
         """As Trainer does it: skip, then set the epoch on the sampler below the skipping one."""
-        sampler = PoissonBatchSampler(100, 20, Entropy(0))
+        sampler = PoissonBatchSampler.of(100, 20, Entropy(0))
         resumed = skip_first_batches(loader_of(sampler), skipped)
         assert not hasattr(resumed, "set_epoch")
         resumed.batch_sampler.batch_sampler.set_epoch(2)
@@ -177,7 +177,7 @@ class TestLoader:
         assert [indices_of(item) for item in resumed] == [sampler.draw(step) for step in range(10 + skipped, 15)]
 
     def test_failure_5_empty_batches_are_real_batches(self):
-        sampler = PoissonBatchSampler(10, 1, Entropy(0), steps_per_epoch=100)
+        sampler = PoissonBatchSampler.of(10, 1, Entropy(0), steps_per_epoch=100)
         items = list(loader_of(sampler))
         assert len(items) == 100
         empty = [item for item in items if not item["micro_batches"]]
@@ -192,7 +192,7 @@ class TestLoader:
 
         plain = datasets.Dataset.from_dict({"x": list(range(10))})
         for dataset in (plain, plain.with_format("torch"), plain.with_transform(transform)):
-            sampler = PoissonBatchSampler(10, 1, Entropy(0), steps_per_epoch=30)
+            sampler = PoissonBatchSampler.of(10, 1, Entropy(0), steps_per_epoch=30)
             items = list(loader_of(sampler, dataset, collate=lambda examples: rows([each["x"] for each in examples])))
             assert [indices_of(item) for item in items] == [sampler.draw(step) for step in range(30)]
             assert any(not item["micro_batches"] for item in items)
@@ -205,19 +205,19 @@ class TestLoader:
 
         mixed = datasets.Dataset.from_dict({"x": list(range(10))}).with_transform(mixing)
         for dataset in (mixed, Subset(mixed, range(10)), ConcatDataset([Subset(mixed, range(10))])):
-            sampler = PoissonBatchSampler(10, 5, Entropy(0))
+            sampler = PoissonBatchSampler.of(10, 5, Entropy(0))
             items = list(loader_of(sampler, dataset, collate=lambda examples: rows([each["x"] for each in examples])))
             assert [indices_of(item) for item in items] == [sampler.draw(0), sampler.draw(1)]
 
     def test_datasets_without_batched_reads(self):
-        sampler = PoissonBatchSampler(10, 5, Entropy(0))
+        sampler = PoissonBatchSampler.of(10, 5, Entropy(0))
         dataset = TensorDataset(torch.arange(10))
         items = list(loader_of(sampler, dataset, collate=lambda examples: {"x": default_collate(examples)[0]}))
         assert [indices_of(item) for item in items] == [sampler.draw(0), sampler.draw(1)]
 
     def test_a_dataset_of_another_size_is_refused(self):
         with pytest.raises(ConfigurationError, match=r"(?s)9 examples with a sampler for 10.*What to do"):
-            loader_of(PoissonBatchSampler(10, 5, Entropy(0)), list(range(9)))
+            loader_of(PoissonBatchSampler.of(10, 5, Entropy(0)), list(range(9)))
 
 
 class DataCollatorWithFlattening:
@@ -304,7 +304,7 @@ def test_random_transforms_of_the_data_follow_the_public_seed_only_under_a_priva
         torch.manual_seed(1)
         loader = PoissonDataLoader(
             Augmented(),
-            batch_sampler=PoissonBatchSampler(6, 6, Entropy(0)),
+            batch_sampler=PoissonBatchSampler.of(6, 6, Entropy(0)),
             collate_fn=LogicalBatchCollator(6, torch.utils.data.default_collate, reproducible=reproducible),
         )
         return next(iter(loader))["micro_batches"][0]["x"]
@@ -318,7 +318,7 @@ class TestRanks:
     def test_failure_7_every_example_is_on_one_rank_and_all_make_as_many_micro_batches(
         self, world_size, micro_batch_size
     ):
-        whole = PoissonBatchSampler(60, 6, Entropy(1))
+        whole = PoissonBatchSampler.of(60, 6, Entropy(1))
         ranks = [RankSampler(whole, rank, world_size, micro_batch_size) for rank in range(world_size)]
         for step in range(30):
             drawn = whole.draw(step)
@@ -335,7 +335,7 @@ class TestRanks:
             def share(self, drawn):
                 return [3, DUMMY, DUMMY]
 
-        sampler = Uneven(PoissonBatchSampler(10, 2, Entropy(0), steps_per_epoch=2), 1, 2, 2)
+        sampler = Uneven(PoissonBatchSampler.of(10, 2, Entropy(0), steps_per_epoch=2), 1, 2, 2)
         items = list(
             PoissonDataLoader(
                 [{"x": [i]} for i in range(10)],

@@ -176,7 +176,7 @@ def draws_of_all() -> dict[str, Any]:
     """What is the same on every rank, and what is not, without a seed."""
     entropy = Entropy.of_all_ranks(None)
     return {
-        "draws": [PoissonBatchSampler(100, 10, entropy).draw(step) for step in range(5)],
+        "draws": [PoissonBatchSampler.of(100, 10, entropy).draw(step) for step in range(5)],
         "noise": entropy.fresh("noise", 0).entropy,
         "key": entropy._key,
     }
@@ -186,7 +186,7 @@ def drifted() -> str:
     """The error of ranks that are at different steps."""
     model = nn.Linear(2, 2).to(device())
     entropy = Entropy(0)
-    plan = Plan.make(promise(noise_multiplier=1.0), PoissonBatchSampler(100, 10, entropy), 9, entropy)
+    plan = Plan.make(promise(noise_multiplier=1.0), PoissonBatchSampler.of(100, 10, entropy), 9, entropy)
     ledger = Ledger()
     for _ in range(dist.get_rank()):
         ledger.charge(plan.event)

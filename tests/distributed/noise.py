@@ -46,7 +46,7 @@ def drawn(kind: str, wrong: str | None = None) -> dict[str, Tensor]:
     with mistake(wrong):
         for repeat in range(REPEATS):
             seed = repeat if wrong == "the same noise on two shards" else None
-            sampler = PoissonBatchSampler(100, 10, Entropy(0))
+            sampler = PoissonBatchSampler.of(100, 10, Entropy(0))
             plan = Plan.make(
                 promise(noise_multiplier=SIGMA, clipping_norm=CLIPPING, seed=seed), sampler, 1, Entropy(seed)
             )

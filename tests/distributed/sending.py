@@ -23,7 +23,7 @@ def sent_in_one_step(name: str, sharding: str | None, micro_batches: int) -> dic
         shard(model, sharding)
     data, collate = rows_of(name), collator_of(name)
     entropy = Entropy(0)
-    plan = Plan.make(promise(noise_multiplier=1.0), PoissonBatchSampler(len(data), 8, entropy), 9, entropy)
+    plan = Plan.make(promise(noise_multiplier=1.0), PoissonBatchSampler.of(len(data), 8, entropy), 9, entropy)
     certificate = remembering(preflight)(model, per_example_losses, prepared(collate(data[:5])))
     batches = [prepared(collate(data[i * MICRO : (i + 1) * MICRO])) for i in range(micro_batches)]
     engine = functools.partial(record, model, per_example_losses, certificate=certificate)

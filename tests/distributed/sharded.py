@@ -62,7 +62,7 @@ def stepped(
         return prepared(own(examples))
 
     entropy = Entropy.of_all_ranks(config.seed)
-    sampler = PoissonBatchSampler(len(data), expected, entropy)
+    sampler = PoissonBatchSampler.of(len(data), expected, entropy)
     plan, ledger = Plan.make(config, sampler, steps, entropy), Ledger()
     certificate = remembering(preflight)(model, per_example_losses, collate(data[:5]))
     share = RankSampler(sampler, ranks.rank(), ranks.world_size(), MICRO)

@@ -73,7 +73,7 @@ def plan_of(seed: int | None, **changes: Any) -> Plan:
         **changes,
     }
     config = promise(**values)
-    return Plan.make(config, PoissonBatchSampler(100, EXPECTED, Entropy(0)), 1, Entropy(seed), *asked(config, 1))
+    return Plan.make(config, PoissonBatchSampler.of(100, EXPECTED, Entropy(0)), 1, Entropy(seed), *asked(config, 1))
 
 
 def drawn(wrong: str | None = None, repeats: int = REPEATS) -> dict[str, Tensor]:
@@ -221,7 +221,7 @@ FEST = SparseEmbeddingConfig(method="fest", kept_rows=1, budget_share=0.5)
 def choosing_plan() -> Plan:
     """Of a run that chooses one row."""
     budget = {"noise_multiplier": None, "target_epsilon": 2.0, "target_delta": 1e-2, "seed": None}
-    sampler = PoissonBatchSampler(len(TOUCHING), 2, Entropy(0))
+    sampler = PoissonBatchSampler.of(len(TOUCHING), 2, Entropy(0))
     config = promise(**budget, sparse_embeddings=FEST)
     return Plan.make(config, sampler, 1, Entropy(None), *asked(config, 1))
 

@@ -54,7 +54,7 @@ def goes_on(path: Path, pair: Gang | None = None) -> None:
         pair.run(finished, str(path))
     report = json.loads((path / "final" / "privacy.json").read_text())["report"]
     entropy = Entropy(0)
-    plan = Plan.make(PrivacyConfig(target_epsilon=8.0), PoissonBatchSampler(ROWS, EXPECTED, entropy), STEPS, entropy)
+    plan = Plan.make(PrivacyConfig(target_epsilon=8.0), PoissonBatchSampler.of(ROWS, EXPECTED, entropy), STEPS, entropy)
     assert report["steps"] == STEPS
     assert report["noise_multiplier"] == plan.noise_multiplier
     assert report["sampling_probability"] == EXPECTED / ROWS

@@ -20,7 +20,7 @@ SHARES = (Share("presence", 0.2, 1), Share("rows", 0.1, 3, 4))
 def made(seed: int | None = None, **given: Any) -> Plan:
     entropy = Entropy(seed)
     config = PrivacyConfig(target_epsilon=4.0, clipping_norm=0.5, accountant="rdp", seed=seed)
-    return Plan.make(config, PoissonBatchSampler(1000, 50, entropy), 10, entropy, **given)
+    return Plan.make(config, PoissonBatchSampler.of(1000, 50, entropy), 10, entropy, **given)
 
 
 def test_releases_of_several_parts_and_queries_are_paid_for_from_one_budget() -> None:
@@ -52,7 +52,7 @@ def test_a_sampler_that_is_not_the_mechanisms_is_refused(change: dict[str, Any])
         Plan(plan.config, plan.mechanism, plan.sampler, Entropy(3))
     # A claim that keeps n secret is the config's, the sampler's and the mechanism's, or nobody's.
     own = plan.config.replace(sampling_probability=0.05, target_delta=1e-6)
-    sampler = PoissonBatchSampler(1000, 50, plan.entropy, sampling_probability=0.05)
+    sampler = PoissonBatchSampler.of(1000, 50, plan.entropy, sampling_probability=0.05)
     unit = UncountedExampleUnit()
     for config, mechanism, drawing in (
         (own, plan.mechanism, plan.sampler),

@@ -22,7 +22,7 @@ from hf_dp.step.private_gradient import private_gradient
 
 def make_plan(seed: int | None = None, steps: int = 5, **config: float) -> Plan:
     entropy = Entropy(seed)
-    sampler = PoissonBatchSampler(100, 10, entropy)
+    sampler = PoissonBatchSampler.of(100, 10, entropy)
     with pytest.warns(UserWarning, match="not private") if config.get("noise_multiplier") == 0 else nullcontext():
         return Plan.make(PrivacyConfig(seed=seed, **config), sampler, steps, entropy)
 

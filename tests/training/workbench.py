@@ -124,7 +124,7 @@ class Trajectory(TrainerCallback):
 
 def draws(seed: int, steps: int = STEPS, n: int = ROWS, expected: int = EXPECTED) -> list[list[int]]:
     """The logical batches of a seeded run."""
-    sampler = PoissonBatchSampler(n, expected, Entropy(seed))
+    sampler = PoissonBatchSampler.of(n, expected, Entropy(seed))
     return [sampler.draw(step) for step in range(steps)]
 
 

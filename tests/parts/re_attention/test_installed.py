@@ -208,7 +208,7 @@ def test_noise_draws_attention_to_keys_of_any_length_and_not_to_normalised_ones(
 def plan(target: float = 3.0, n: int = 1000, **own: float) -> Plan:
     config = PrivacyConfig(target_epsilon=target, re_attention=ReAttentionConfig(), seed=3, **own)
     entropy = Entropy(3)
-    sampler = PoissonBatchSampler(n, 50, entropy, sampling_probability=config.sampling_probability)
+    sampler = PoissonBatchSampler.of(n, 50, entropy, sampling_probability=config.sampling_probability)
     return Plan.make(config, sampler, 20, entropy, *asked(config, 20))
 
 

@@ -69,7 +69,7 @@ def plan_of(**sparse: Any) -> Plan:
     config = PrivacyConfig(
         noise_multiplier=0.4, clipping_norm=0.7, seed=5, sparse_embeddings=SparseEmbeddingConfig(**sparse)
     )
-    return Plan.make(config, PoissonBatchSampler(100, EXPECTED, entropy), 5, entropy, *asked(config, 5))
+    return Plan.make(config, PoissonBatchSampler.of(100, EXPECTED, entropy), 5, entropy, *asked(config, 5))
 
 
 def rows_of(model: Model, plan: Plan, kept: Tensor | None = None) -> TableRows:

@@ -88,7 +88,7 @@ def test_what_does_not_go_together_is_refused() -> None:
 def plan_of(steps: int = 30, **sparse: Any) -> Plan:
     entropy = Entropy(0)
     config = PrivacyConfig(target_epsilon=2.0, clipping_norm=0.5, sparse_embeddings=SparseEmbeddingConfig(**sparse))
-    return Plan.make(config, PoissonBatchSampler(1000, 50, entropy), steps, entropy, *asked(config, steps))
+    return Plan.make(config, PoissonBatchSampler.of(1000, 50, entropy), steps, entropy, *asked(config, steps))
 
 
 @pytest.mark.parametrize("ratio", [0.3, 1.0, 5.0])
@@ -136,7 +136,7 @@ def test_choices_of_rows_are_paid_for_from_the_same_budget(settings: dict[str, A
 
 def test_a_plan_without_sparse_embeddings_promises_what_it_did() -> None:
     entropy = Entropy(0)
-    plan = Plan.make(PrivacyConfig(noise_multiplier=1.0), PoissonBatchSampler(100, 10, entropy), 3, entropy)
+    plan = Plan.make(PrivacyConfig(noise_multiplier=1.0), PoissonBatchSampler.of(100, 10, entropy), 3, entropy)
     assert "sparse_embeddings" not in plan.promise
     assert plan.gradient_noise_multiplier == 1.0
     assert plan.releases == ()
