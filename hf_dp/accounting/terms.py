@@ -87,7 +87,7 @@ class PoissonSampling(_Terms):
             _refuse("expected_batch_size", self.expected_batch_size, "it is a finite number above 0")
 
     def event(self, inner: dp.DpEvent, number: int | None) -> dp.DpEvent:
-        """What a step costs whose release would cost `inner` on all units, `number` of them; None where that is secret."""
+        """What a step costs whose release would cost `inner` on all units, `number` of them (None if it is secret)."""
         return _poisson_sampled(self.probability, inner)
 
 

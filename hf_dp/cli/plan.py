@@ -191,5 +191,3 @@ def _derived(answer: dict[str, Any], proposed: bool, clipping_norm: float) -> di
         answer[name]["noise_per_coordinate"] = answer[name]["noise_multiplier"] * clipping_norm / batch_size
     processed = batch_size * answer["steps"]
     return {"proposed": proposed, "examples_processed": processed, "clipping_norm": clipping_norm}
-
-

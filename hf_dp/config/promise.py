@@ -12,8 +12,8 @@ from typing import Any, Literal, get_args
 
 from hf_dp.config.ranges import (
     check_clipping_norm,
-    check_max_batch_size,
     check_given_probability,
+    check_max_batch_size,
     check_noise_multiplier,
     check_target_delta,
     check_target_epsilon,

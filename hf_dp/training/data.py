@@ -33,7 +33,6 @@ class DataMixin(_Base):
     privacy: PrivacyConfig
     _expected_batch_size: int
     _left_padding: LeftPadding
-    _sampling: accounting.SamplingTerms
 
     @property
     def _module(self) -> nn.Module:

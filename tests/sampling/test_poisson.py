@@ -139,3 +139,12 @@ def test_a_hundred_million_examples() -> None:
     sizes = np.array([len(batch) for batch in batches])
     assert chi_square_p(float(((sizes - expected) ** 2).sum() / (expected * (1 - expected / n))), len(sizes)) > REJECTED
     assert math.isclose(sampler.sampling_probability, 1e-5)
+
+
+@pytest.mark.parametrize("check", CHECKS)
+@pytest.mark.parametrize(("n", "q"), [(240, 0.05), (24, 0.4)])
+def test_a_probability_of_its_own_is_what_is_drawn_with(check: Callable[..., float], n: int, q: float) -> None:
+    drawn = drawn_by(PoissonBatchSampler.of(n, 60, Entropy(0), sampling_probability=q))
+    assert check(drawn, Law(stats.binom.pmf(np.arange(n + 1), n, q))) > REJECTED
+    if check is total_p:  # negative control: what would follow from another n
+        assert check(drawn, Law(stats.binom.pmf(np.arange(n + 1), n, 60 / 240))) < REJECTED
