@@ -24,6 +24,7 @@ from hf_dp.accounting.report import (
     TOKENIZER,
     PrivacyReport,
     clipping_in_words,
+    noise_in_words,
     standard_caveats,
 )
 from hf_dp.accounting.terms import (
@@ -73,6 +74,7 @@ __all__ = [
     "event_from_dict",
     "event_to_dict",
     "in_words",
+    "noise_in_words",
     "paid_releases",
     "smallest_noise_multiplier",
     "standard_caveats",

@@ -17,7 +17,7 @@ from hf_dp.errors import ConfigurationError
 TOKEN_PRESENCE, EMBEDDING_ROWS, ROW_COUNTS = "token presence", "embedding rows", "counts of rows"
 _NOT_PROMISED = ("withhold_non_private_logs",)
 # What ledgers leave out, as those did that were made before it could be chosen.
-_PLAIN = {"re_attention": None, "sparse_embeddings": None, "clipping": "flat"}
+_PLAIN = {"re_attention": None, "sparse_embeddings": None, "clipping": "flat", "noise": "gaussian"}
 _RE_ATTENTION = (
     "**Re-Attention.** The model was trained with its attention corrected for the noise in keys. Loaded without hf_dp "
     'it is the plain model; `hf_dp.load_re_attention(model, "OWNER/NAME")` puts the correction back on it.'

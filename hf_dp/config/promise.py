@@ -26,6 +26,7 @@ from hf_dp.launched import is_first, say_once
 
 AccountantName = Literal["pld", "rdp"]
 ClippingName = Literal["flat", "automatic"]
+NoiseName = Literal["gaussian", "chacha20"]
 
 
 @dataclass(frozen=True, init=False)
@@ -45,6 +46,8 @@ class PrivacyConfig:
             allowed only with `noise_multiplier=0`.
         clipping: "flat" cuts longer gradients to norm C and leaves shorter ones; "automatic" scales every gradient g by
             C / (|g| + 0.01), below C (Bu et al. 2022, arXiv:2206.07136), which leaves only the learning rate to choose.
+        noise: which generator makes the noise, which is Gaussian: "gaussian", a fast statistical one, or "chacha20", a
+            stream cipher, which needs `pip install 'hf-dp[secure]'`.
         accountant: "pld" (privacy loss distributions, tight) or "rdp" (Renyi, an upper bound).
         withhold_non_private_logs: keep training loss and clipping statistics, which are functions of the
             private data with no noise, out of the logs and the trainer state.
@@ -70,6 +73,9 @@ class PrivacyConfig:
     clipping: ClippingName = field(
         default="flat", metadata={"help": "flat (long gradients are cut) or automatic (all are brought near the norm)."}
     )
+    noise: NoiseName = field(
+        default="gaussian", metadata={"help": "Generator of the noise: gaussian (fast) or chacha20 (a stream cipher)."}
+    )
     accountant: AccountantName = field(default="pld", metadata={"help": "Accountant: pld (tight) or rdp."})
     withhold_non_private_logs: bool = field(
         default=False, metadata={"help": "Keep training loss and clipping statistics out of the logs."}
@@ -90,6 +96,7 @@ class PrivacyConfig:
         re_attention: ReAttentionConfig | None = None,
         sparse_embeddings: SparseEmbeddingConfig | None = None,
         clipping: ClippingName = "flat",
+        noise: NoiseName = "gaussian",
     ) -> None:
         values = dict(locals())
         # Every private run makes one of these before anything can be refused.
@@ -122,6 +129,7 @@ class PrivacyConfig:
                 fix="give a finite clipping_norm, or noise_multiplier=0 for a run without privacy.",
             )
         self._check_clipping()
+        self._check_noise()
         if self.target_delta is not None:
             check_target_delta(self.target_delta)
         if not is_one_of(self.accountant, ("pld", "rdp")):
@@ -173,6 +181,14 @@ class PrivacyConfig:
                 f"clipping={self.clipping!r} with clipping_norm=inf.",
                 why="it brings every gradient near the clipping norm, and none can be brought near infinity.",
                 fix="give a finite clipping_norm, or clipping='flat'.",
+            )
+
+    def _check_noise(self) -> None:
+        if not is_one_of(self.noise, get_args(NoiseName)):
+            raise ConfigurationError(
+                f"noise={shown(self.noise)}.",
+                why="it names the generator that makes the noise, and an unknown one makes none.",
+                fix="use 'gaussian' (the default) or 'chacha20'; how much noise there is says noise_multiplier.",
             )
 
     def _check_sparse_embeddings(self) -> None:

@@ -186,6 +186,7 @@ def check_promise(record: PrivacyRecord) -> Iterator[Check]:
     # The config may leave two of these to be found.
     given: dict[str, tuple[Any, Any]] = {
         "clipping": (mechanism.clipping.to_dict(), clipping_terms(config).to_dict()),
+        "noise": (mechanism.noise.kind, config.noise),
         "noise_multiplier": (mechanism.noise.multiplier, config.noise_multiplier),
         "target_delta": (mechanism.delta, config.target_delta),
     }
