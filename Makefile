@@ -18,7 +18,7 @@ SHELL := /bin/bash
 PYTHON ?= python3
 VENV ?= .venv
 CONSTRAINTS ?= constraints.txt
-EXTRAS ?= dev,docs,trl
+EXTRAS ?= dev,docs,trl,secure
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip -qq --disable-pip-version-check
 # Neighbouring tests share models and what is known of them, so a worker gets them in one piece.

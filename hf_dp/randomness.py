@@ -24,7 +24,8 @@ class Entropy:
     is 256 bits from the operating system; it is held in this process's memory only, never printed, and cannot be
     pickled. Nothing here reads or changes the global states of `torch`, `numpy` or `random`.
 
-    The streams themselves are SFC64: fast, with 192 bits of seed, but not a cryptographic generator.
+    Streams that can be asked for again are SFC64: fast, with 192 bits of seed, but not a cryptographic generator. What
+    is added as noise comes from a source of noise (`hf_dp.noise`), out of `fresh` keys.
 
     Args:
         seed: None for a secret, or an integer for draws that anyone can repeat (for tests; not private).
@@ -55,19 +56,19 @@ class Entropy:
 
         Streams of different purposes or steps are independent.
         """
-        return np.random.Generator(np.random.SFC64(self._keyed(purpose, step)))
+        return np.random.Generator(np.random.SFC64(seed_sequence(self._keyed(purpose, step))))
 
-    def fresh(self, purpose: str, step: int) -> np.random.SeedSequence:
-        """The start of streams that nobody can ask for again: a new draw from the operating system at every call.
+    def fresh(self, purpose: str, step: int) -> bytes:
+        """A key of streams that nobody can ask for again: a new draw from the operating system at every call.
 
         Only with a seed does it depend on (seed, `purpose`, `step`). It is for noise: a step that is repeated
         after a resume must not repeat its noise, since the difference of the two releases would then have none.
         """
-        return self._keyed(purpose, step) if self.reproducible else _sequence(secrets.token_bytes(32))
+        return self._keyed(purpose, step) if self.reproducible else secrets.token_bytes(32)
 
-    def _keyed(self, purpose: str, step: int) -> np.random.SeedSequence:
+    def _keyed(self, purpose: str, step: int) -> bytes:
         # A keyed cryptographic hash, because SeedSequence's own mixing is not made to hide one key from another.
-        return _sequence(hashlib.blake2b(f"{step}:{purpose}".encode(), key=self._key).digest())
+        return hashlib.blake2b(f"{step}:{purpose}".encode(), key=self._key).digest()
 
     def __repr__(self) -> str:
         return f"Entropy({'reproducible: not private' if self.reproducible else 'secret'})"
@@ -157,6 +158,7 @@ def bernoulli(generator: np.random.Generator, n: int, q: float) -> list[int]:
     return chosen
 
 
-def _sequence(key: bytes) -> np.random.SeedSequence:
+def seed_sequence(key: bytes, path: tuple[int, ...] = ()) -> np.random.SeedSequence:
+    """The start of the streams of a key; each `path`, of any length, has one of its own."""
     # The default pool of 4 words would squeeze the key to 128 bits.
-    return np.random.SeedSequence(int.from_bytes(key, "little"), pool_size=8)
+    return np.random.SeedSequence(int.from_bytes(key, "little"), spawn_key=path, pool_size=8)

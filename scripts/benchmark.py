@@ -7,6 +7,7 @@
     python scripts/benchmark.py operations --case bert
     python scripts/benchmark.py forms
     python scripts/benchmark.py noise
+    python scripts/benchmark.py kinds
     python scripts/benchmark.py trainer
     python scripts/benchmark.py re-attention
 
@@ -57,7 +58,7 @@ def _synchronize(device: torch.device) -> None:
 
 def measure_times(case: Case, names: list[str], repeats: int, setting: Setting) -> dict[str, Any]:
     """The seconds of each variant's steps; the variants take turns."""
-    steps: dict[str, Callable[[], None]] = {}
+    steps: dict[str, Callable[[], object]] = {}
     failed: dict[str, Any] = {}
     for name in names:
         try:
@@ -66,11 +67,16 @@ def measure_times(case: Case, names: list[str], repeats: int, setting: Setting) 
         except Exception as error:  # noqa: BLE001 - a peer that cannot run a case is a result
             steps.pop(name, None)
             failed[name] = f"{type(error).__name__}: {str(error).splitlines()[0][:80]}"
-    seconds: dict[str, list[float]] = {name: [] for name in steps}
+    return {**_in_turns(steps, repeats, setting.device), **failed}
+
+
+def _in_turns(calls: dict[str, Callable[[], object]], repeats: int, device: torch.device) -> dict[str, list[float]]:
+    """Seconds of each, which take turns, in one order and in the other."""
+    seconds: dict[str, list[float]] = {name: [] for name in calls}
     for repeat in range(repeats):
-        for name in list(steps)[:: -1 if repeat % 2 else 1]:
-            seconds[name].append(_timed(steps[name], setting.device))
-    return {**seconds, **failed}
+        for name in list(calls)[:: -1 if repeat % 2 else 1]:
+            seconds[name].append(_timed(calls[name], device))
+    return seconds
 
 
 def count(case: Case, names: list[str], setting: Setting) -> dict[str, Counting | str]:
@@ -303,20 +309,35 @@ def noise(
     size: Annotated[int, typer.Option(help="Numbers.")] = 2 * 10**7,
     repeats: Annotated[int, typer.Option(help="Timed calls.")] = 9,
 ) -> None:
-    """Numbers a second of the private noise, added to a sum, beside torch.randn."""
-    from hf_dp.noise.gaussian import GaussianNoise
+    """Numbers a second of torch.randn and of each source of noise, added to a sum; ratios to gaussian. In turns."""
+    from hf_dp.accounting import GaussianNoise
+    from hf_dp.noise.table import SOURCES, source_of
     from hf_dp.randomness import Entropy
 
     device = _setting("float32", "sdpa").device
-    private, total, plain = (
-        GaussianNoise(Entropy(None)),
-        torch.zeros(size, device=device),
-        torch.empty(size, device=device),
-    )
-    calls = {"hf_dp, drawn, scaled and added": lambda: private.add_([total], 1.0, 0), "torch, drawn": plain.normal_}
-    for name, call in calls.items():
-        seconds = [_timed(call, device) for _ in range(repeats + 1)]
-        print(f"{name}: {size / statistics.median(seconds[1:]) / 1e6:.0f} million a second")
+    total, plain = torch.zeros(size, device=device), torch.empty(size, device=device)
+    calls: dict[str, Callable[[], object]] = {"torch, drawn": plain.normal_}
+    for kind in SOURCES:
+        source = source_of(GaussianNoise(multiplier=1.0, kind=kind), Entropy(None))
+        calls[f"{kind}, drawn, scaled and added"] = functools.partial(source.add_, [total], 1.0, 0)
+    seconds = _in_turns(calls, repeats, device)
+    usual = seconds["gaussian, drawn, scaled and added"]
+    for name, times in seconds.items():
+        took, ratio = _median(times), _ratio(times, usual)
+        print(f"{name}: {size / took / 1e6:.0f} million a second, {1e9 * took / size:.1f} ns a number, {ratio:.2f}")
+
+
+@app.command()
+def kinds(
+    case: Annotated[list[str] | None, typer.Option(help="Cases to run; bert by default.")] = None,
+    repeats: Annotated[int, typer.Option(help="Timed steps of each.")] = 15,
+) -> None:
+    """A step with each further clipping rule and source of noise, as a ratio to the usual one; they take turns."""
+    setting, names = _setting("float32", "sdpa"), ["hf_dp", "hf_dp automatic", "hf_dp chacha20"]
+    for name in case or ["bert"]:
+        seconds = measure_times(CASES[name], names, repeats, setting)
+        shown = (f"{other} {_ratio(seconds[other], seconds['hf_dp']):.3f}" for other in names[1:])
+        print(f"{name}: a step of hf_dp takes {_median(seconds['hf_dp']):.3f} s, and of it {', '.join(shown)}")
 
 
 @app.command()

@@ -79,8 +79,8 @@ def make_step(name: str, model: nn.Module, batch: dict[str, Tensor]) -> Callable
     rows, held = None, [p for p in model.parameters() if p is not table or sparse is None]
     optimizer: torch.optim.Optimizer = torch.optim.AdamW(held, lr=1e-4, fused=True, weight_decay=0.0)
     if sparse is not None:
-        numbered, noise = Tables.of({TABLE: table}), plan.noise_multiplier_of(ROW_COUNTS)
-        rows = TableRows(numbered, None, AdaptiveSelection(len(table), noise, None, entropy), sparse.contribution_norm)
+        selection = AdaptiveSelection(len(table), plan.noise_multiplier_of(ROW_COUNTS), None, plan.noise)
+        rows = TableRows(Tables.of({TABLE: table}), None, selection, sparse.contribution_norm)
         optimizer = with_lazy_rows(optimizer, {TABLE: table}, sparse)
     certificate = preflight(model, per_example_losses, {k: v[:3] for k, v in batch.items()}, tables=tables)
     ledger = Ledger()

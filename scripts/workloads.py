@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -133,7 +134,7 @@ def ordinary(case: Case, model: nn.Module, data: list[dict[str, Tensor]]) -> Cal
     return step
 
 
-def private(case: Case, model: nn.Module, data: list[dict[str, Tensor]]) -> Callable[[], None]:
+def private(case: Case, model: nn.Module, data: list[dict[str, Tensor]], **promise: Any) -> Callable[[], None]:
     """The library's own step; draw, noise and ledger included."""
     from hf_dp import PrivacyConfig
     from hf_dp.accounting import Ledger
@@ -146,7 +147,7 @@ def private(case: Case, model: nn.Module, data: list[dict[str, Tensor]]) -> Call
 
     size, entropy, ledger = MICRO_BATCHES * len(data[0]["input_ids"]), Entropy(None), Ledger()
     sampler = PoissonBatchSampler.of(case.dataset_size or 1000 * size, size, entropy)
-    plan = Plan.make(PrivacyConfig(noise_multiplier=1.0), sampler, 10**6, entropy)
+    plan = Plan.make(PrivacyConfig(noise_multiplier=1.0, **promise), sampler, 10**6, entropy)
     optimizer = optimizer_of(model)
     few = {name: value[:3, :17] if value.dim() > 1 else value[:3] for name, value in data[0].items()}
     certificate = preflight(model, per_example_losses, few)
@@ -212,6 +213,8 @@ def _opacus(mode: str) -> Variant:
 VARIANTS: dict[str, Variant] = {
     "ordinary": ordinary,
     "hf_dp": private,
+    "hf_dp automatic": functools.partial(private, clipping="automatic"),
+    "hf_dp chacha20": functools.partial(private, noise="chacha20"),
     "opacus ghost": _opacus("ghost"),
     "opacus hooks": _opacus("hooks"),
 }

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from hf_dp.errors import HfDpError
-from hf_dp.randomness import Entropy, secret_global_state
+from hf_dp.randomness import Entropy, secret_global_state, seed_sequence
 
 
 def words(entropy: Entropy, purpose: str = "test", step: int = 0) -> list[int]:
@@ -19,7 +19,7 @@ def words(entropy: Entropy, purpose: str = "test", step: int = 0) -> list[int]:
 
 
 def fresh(entropy: Entropy, purpose: str = "test", step: int = 0) -> list[int]:
-    return entropy.fresh(purpose, step).generate_state(4).tolist()
+    return list(entropy.fresh(purpose, step))
 
 
 @pytest.mark.parametrize("draw", [words, fresh])
@@ -96,7 +96,7 @@ def test_256_bits_come_from_the_operating_system_and_none_is_lost(monkeypatch):
     assert words(first) != words(second)
     assert fresh(first) != fresh(second)
     assert asked == [32] * 4
-    assert first.fresh("test", 0).pool_size * 32 >= 256
+    assert seed_sequence(first.fresh("test", 0)).pool_size * 32 >= 256
 
 
 def test_a_secret_global_state_is_fresh_inside_and_leaves_the_public_one_alone() -> None:

@@ -24,6 +24,7 @@ from hf_dp.accounting.report import (
     TOKENIZER,
     PrivacyReport,
     clipping_in_words,
+    noise_in_words,
     standard_caveats,
 )
 from hf_dp.accounting.terms import (
@@ -84,6 +85,7 @@ __all__ = [
     "event_to_dict",
     "has_renyi",
     "in_words",
+    "noise_in_words",
     "paid_releases",
     "sampling_terms",
     "smallest_noise_multiplier",

@@ -121,6 +121,7 @@ class Mechanism:
             noise_multiplier=self.noise.multiplier,
             clipping=self.clipping.kind,
             clipping_norm=self.clipping.norm,
+            noise=self.noise.kind,
             sampling_probability=self.sampling.probability,
             steps=ledger.steps,
             accountant=config.accountant,

@@ -14,7 +14,7 @@ from hf_dp.accounting.events import in_words
 from hf_dp.accounting.neighbours import ADD_OR_REMOVE, ZERO_OUT
 from hf_dp.accounting.release import GRADIENT, Release, check_label
 from hf_dp.config import AccountantName
-from hf_dp.config.promise import ClippingName
+from hf_dp.config.promise import ClippingName, NoiseName
 from hf_dp.config.ranges import is_number, is_one_of
 from hf_dp.errors import LedgerError
 from hf_dp.versions import library_versions
@@ -49,6 +49,11 @@ def clipping_in_words(kind: str, norm: float) -> str:
     return f"{norm:g}" if kind == "flat" else f"{norm:g} ({kind}: shorter gradients are brought near it too)"
 
 
+def noise_in_words(kind: str, multiplier: float) -> str:
+    """The noise multiplier, and what makes the noise where that is not the usual generator."""
+    return f"{multiplier:.4g}" if kind == "gaussian" else f"{multiplier:.4g} (Gaussian, from the generator {kind})"
+
+
 @dataclass(frozen=True, kw_only=True)
 class PrivacyReport:
     """The privacy that a run gave, with everything needed to judge or recompute it.
@@ -59,6 +64,7 @@ class PrivacyReport:
         noise_multiplier: standard deviation of a step's noise, in units of the sensitivity.
         clipping_norm: l2 norm to which each unit's gradient was clipped.
         clipping: the kind of clipping rule.
+        noise: the kind of source that made the noise.
         sampling_probability: of each unit in each step.
         steps: training steps charged.
         accountant: which bound `epsilon` is, "pld" or "rdp".
@@ -88,6 +94,7 @@ class PrivacyReport:
     dataset_size: int | None
     expected_batch_size: float
     clipping: str = "flat"
+    noise: str = "gaussian"
     target_epsilon: float | None = None
     epsilon_rdp: float | None = None
     queries: dict[str, float] = field(default_factory=dict)
@@ -107,12 +114,11 @@ class PrivacyReport:
     def to_dict(self) -> dict[str, Any]:
         """Plain values for strict JSON, infinities as the string "inf". `private` is included, for readers.
 
-        Flat clipping is not named, as in reports of before there was another kind.
+        Flat clipping and the usual noise are not named, as in reports of before there was another kind.
         """
         values = {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}
         values = {name: "inf" if value == math.inf else value for name, value in values.items()}
-        if self.clipping == "flat":
-            del values["clipping"]
+        values = {name: value for name, value in values.items() if name not in _PLAIN or value != _PLAIN[name]}
         values |= {"queries": dict(self.queries), "releases": [release.to_dict() for release in self.releases]}
         return {**values, "caveats": list(self.caveats), "versions": dict(self.versions), "private": self.private}
 
@@ -156,7 +162,7 @@ class PrivacyReport:
             "unit": self.unit,
             "neighbours": self.adjacency,
             "sampling": f"{self.sampling}, probability {self.sampling_probability:.4g} a step ({self._of_how_many()})",
-            "noise multiplier": f"{self.noise_multiplier:.4g}",
+            "noise multiplier": noise_in_words(self.noise, self.noise_multiplier),
             "clipping norm": clipping_in_words(self.clipping, self.clipping_norm),
             "steps": f"{self.steps}",
             "accountant": self.accountant.upper()
@@ -189,6 +195,7 @@ class PrivacyReport:
         return rows
 
 
+_PLAIN = {"clipping": "flat", "noise": "gaussian"}
 _OPTIONAL = ("target_epsilon", "epsilon_rdp")
 _VERSION = re.compile(r"[\w.+!-]{1,60}", re.ASCII)
 _NUMBERS = ("epsilon", "delta", "noise_multiplier", "clipping_norm", "sampling_probability", "expected_batch_size")
@@ -197,7 +204,7 @@ _NUMBERS = ("epsilon", "delta", "noise_multiplier", "clipping_norm", "sampling_p
 def _read(cls: type[PrivacyReport], values: object) -> PrivacyReport | str:
     if not isinstance(values, dict):
         return f"found {str(values)[:100]}"
-    fields = {"clipping": "flat"} | {key: value for key, value in values.items() if key != "private"}
+    fields = _PLAIN | {key: value for key, value in values.items() if key != "private"}
     known = {item.name for item in dataclasses.fields(cls)}
     if set(fields) != known:
         return f"missing or unknown fields {sorted(map(str, set(fields) ^ known))}"
@@ -214,8 +221,9 @@ def _read(cls: type[PrivacyReport], values: object) -> PrivacyReport | str:
             return f"{name} is {fields[name]!r}"
     if not isinstance(fields["reproducible"], bool) or fields["accountant"] not in ("pld", "rdp"):
         return f"reproducible is {fields['reproducible']!r}, accountant is {fields['accountant']!r}"
-    if not is_one_of(fields["clipping"], get_args(ClippingName)):
-        return f"clipping is {fields['clipping']!r}"
+    for name, kinds in (("clipping", ClippingName), ("noise", NoiseName)):
+        if not is_one_of(fields[name], get_args(kinds)):
+            return f"{name} is {fields[name]!r}"
     texts = [fields[name] for name in ("unit", "adjacency", "sampling")]
     texts += fields["caveats"] if isinstance(fields["caveats"], list) else [None]
     if not all(isinstance(text, str) for text in texts):

@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, get_args
 
 import dp_accounting as dp
 
@@ -14,6 +14,7 @@ import hf_dp.accounting.truncated as truncated
 from hf_dp.accounting.events import check_sampling_probability
 from hf_dp.accounting.neighbours import ADD_OR_REMOVE, ZERO_OUT
 from hf_dp.config import PrivacyConfig
+from hf_dp.config.promise import NoiseName
 from hf_dp.config.ranges import check_clipping_norm, check_noise_multiplier, is_count, is_number, shown
 from hf_dp.errors import ConfigurationError
 
@@ -24,10 +25,14 @@ class _Terms:
     kind: str
 
     def __post_init__(self) -> None:
-        (known,) = (item.default for item in dataclasses.fields(self) if item.name == "kind")  # type: ignore[arg-type]
-        if self.kind != known:
-            _refuse("kind", self.kind, f"it is {known!r}")
+        known = self._kinds()
+        if self.kind not in known:
+            _refuse("kind", self.kind, f"it is {' or '.join(map(repr, known))}")
         self._check()
+
+    @classmethod
+    def _kinds(cls) -> tuple[str, ...]:
+        return tuple(str(item.default) for item in dataclasses.fields(cls) if item.name == "kind")  # type: ignore[arg-type]
 
     def _check(self) -> None: ...
 
@@ -182,15 +187,21 @@ class GaussianNoise(_Terms):
     """Independent Gaussian noise on each query of a step.
 
     Queries of one sampled batch are one Gaussian mechanism, whose precision is the sum of theirs (in units of their
-    sensitivities; Ghazi et al. 2023, arXiv:2311.08357): what the step costs follows from that sum alone.
+    sensitivities; Ghazi et al. 2023, arXiv:2311.08357): what the step costs follows from that sum alone, whichever
+    source makes the noise.
 
     Attributes:
         multiplier: sigma = (sum of sigma_i^-2)^(-1/2) over all queries of a step, in units of the sensitivity; 0 for
             no noise.
+        kind: which source makes it.
     """
 
     multiplier: float
     kind: str = "gaussian"
+
+    @classmethod
+    def _kinds(cls) -> tuple[str, ...]:
+        return get_args(NoiseName)
 
     def _check(self) -> None:
         check_noise_multiplier(self.multiplier)
@@ -238,7 +249,7 @@ TERMS: dict[str, dict[str, type[Any]]] = {
     "unit": {"example": ExampleUnit, "uncounted example": UncountedExampleUnit},
     "sampling": {"poisson": PoissonSampling, "truncated_poisson": TruncatedPoissonSampling},
     "clipping": {"flat": FlatClipping, "automatic": AutomaticClipping},
-    "noise": {"gaussian": GaussianNoise},
+    "noise": dict.fromkeys(get_args(NoiseName), GaussianNoise),
 }
 
 

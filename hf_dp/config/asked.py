@@ -21,6 +21,7 @@ _PLAIN = {
     "re_attention": None,
     "sparse_embeddings": None,
     "clipping": "flat",
+    "noise": "gaussian",
     "sampling_probability": None,
     "max_batch_size": None,
 }

@@ -28,6 +28,7 @@ from hf_dp.launched import is_first, say_once
 
 AccountantName = Literal["pld", "rdp"]
 ClippingName = Literal["flat", "automatic"]
+NoiseName = Literal["gaussian", "chacha20"]
 
 
 @dataclass(frozen=True, init=False)
@@ -48,6 +49,8 @@ class PrivacyConfig:
             allowed only with `noise_multiplier=0`.
         clipping: "flat" cuts longer gradients to norm C and leaves shorter ones; "automatic" scales every gradient g by
             C / (|g| + 0.01), below C (Bu et al. 2022, arXiv:2206.07136), which leaves only the learning rate to choose.
+        noise: which generator makes the noise, which is Gaussian: "gaussian", a fast statistical one, or "chacha20", a
+            stream cipher, which needs `pip install 'hf-dp[secure]'`.
         max_batch_size: None, or the most examples that a step uses, over all processes: of a larger draw so many are
             kept, chosen at random (Ganesh 2025, arXiv:2508.15089). Not below the expected batch size, which sums are
             divided by all the same; five times its square root above, it costs next to nothing. Needs
@@ -81,6 +84,9 @@ class PrivacyConfig:
     clipping: ClippingName = field(
         default="flat", metadata={"help": "flat (long gradients are cut) or automatic (all are brought near the norm)."}
     )
+    noise: NoiseName = field(
+        default="gaussian", metadata={"help": "Generator of the noise: gaussian (fast) or chacha20 (a stream cipher)."}
+    )
     max_batch_size: int | None = field(
         default=None, metadata={"help": "The most examples that a step uses; of a larger draw so many, at random."}
     )
@@ -108,6 +114,7 @@ class PrivacyConfig:
         re_attention: ReAttentionConfig | None = None,
         sparse_embeddings: SparseEmbeddingConfig | None = None,
         clipping: ClippingName = "flat",
+        noise: NoiseName = "gaussian",
         sampling_probability: float | None = None,
         max_batch_size: int | None = None,
     ) -> None:
@@ -142,6 +149,7 @@ class PrivacyConfig:
                 fix="give a finite clipping_norm, or noise_multiplier=0 for a run without privacy.",
             )
         self._check_clipping()
+        self._check_noise()
         if self.target_delta is not None:
             check_target_delta(self.target_delta)
         self._check_sampling()
@@ -212,6 +220,14 @@ class PrivacyConfig:
                 f"clipping={self.clipping!r} with clipping_norm=inf.",
                 why="it brings every gradient near the clipping norm, and none can be brought near infinity.",
                 fix="give a finite clipping_norm, or clipping='flat'.",
+            )
+
+    def _check_noise(self) -> None:
+        if not is_one_of(self.noise, get_args(NoiseName)):
+            raise ConfigurationError(
+                f"noise={shown(self.noise)}.",
+                why="it names the generator that makes the noise, and an unknown one makes none.",
+                fix="use 'gaussian' (the default) or 'chacha20'; how much noise there is says noise_multiplier.",
             )
 
     def _check_max_batch_size(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from hf_dp.accounting import NO_NOISE, REPRODUCIBLE, Ledger, PrivacyReport, clipping_in_words, in_words
+from hf_dp.accounting import NO_NOISE, REPRODUCIBLE, Ledger, PrivacyReport, clipping_in_words, in_words, noise_in_words
 from hf_dp.config import AccountantName, PrivacyConfig
 from hf_dp.config.asked import notes
 from hf_dp.hub.record import INSTALL, RECORD_FILE, PrivacyRecord
@@ -81,7 +81,7 @@ def _rows(report: PrivacyReport, found: dict[AccountantName, float]) -> dict[str
         "sampling": f"{report.sampling}: each unit with probability {report.sampling_probability:.4g} in each step, "
         + (f"sums divided by {size}" if report.dataset_size is None else f"{size} on average"),
         "steps": f"{report.steps}",
-        "noise multiplier": f"{report.noise_multiplier:.4g}",
+        "noise multiplier": noise_in_words(report.noise, report.noise_multiplier),
         "clipping norm": clipping_in_words(report.clipping, report.clipping_norm),
         "versions": ", ".join(f"{name} {version}" for name, version in report.versions.items()),
     }

@@ -224,6 +224,7 @@ def check_promise(record: PrivacyRecord) -> Iterator[Check]:
     given: dict[str, tuple[Any, Any]] = {
         "clipping": (mechanism.clipping.to_dict(), clipping_terms(config).to_dict()),
         "max_batch_size": (str(getattr(mechanism.sampling, "max_batch_size", None)), str(config.max_batch_size)),
+        "noise": (mechanism.noise.kind, config.noise),
         "noise_multiplier": (mechanism.noise.multiplier, config.noise_multiplier),
         "target_delta": (mechanism.delta, config.target_delta),
         "sampling_probability": (mechanism.sampling.probability, config.sampling_probability),

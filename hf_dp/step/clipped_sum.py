@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 import hf_dp.ranks as ranks
 from hf_dp.clipping.rule import ClippingRule
 from hf_dp.errors import HfDpError
-from hf_dp.noise.gaussian import GaussianNoise
+from hf_dp.noise.source import NoiseSource
 from hf_dp.per_example import RowSum, sparse_gradient
 from hf_dp.per_example.precision import sum_dtype
 from hf_dp.per_example.record import PerExampleGradients
@@ -142,7 +142,7 @@ class ClippedSum:
         self.gradients.update(sums)
         self._buffers += buffers
 
-    def release(self, noise: GaussianNoise, standard_deviation: float, step: int) -> None:
+    def release(self, noise: NoiseSource, standard_deviation: float, step: int) -> None:
         """Makes `gradients` the sum over all ranks with noise, added to each element by one rank only.
 
         A shard gets it from the rank that holds it, which first has the sum of it. What every rank holds whole gets it

@@ -15,7 +15,8 @@ from hf_dp.clipping.rule import ClippingRule
 from hf_dp.clipping.table import rule_of
 from hf_dp.config import PrivacyConfig
 from hf_dp.errors import ConfigurationError
-from hf_dp.noise.gaussian import GaussianNoise
+from hf_dp.noise.source import NoiseSource
+from hf_dp.noise.table import source_of
 from hf_dp.randomness import Entropy
 from hf_dp.sampling.sampler import BatchSampler
 
@@ -33,7 +34,7 @@ class Plan:
         noise: what is added to the sum, once for each logical batch.
 
     Raises:
-        ConfigurationError: a sampler or an entropy that is not the mechanism's.
+        ConfigurationError: a sampler or an entropy that is not the mechanism's, or noise whose package is missing.
     """
 
     config: PrivacyConfig
@@ -41,7 +42,7 @@ class Plan:
     sampler: BatchSampler
     entropy: Entropy
     clipping: ClippingRule = field(init=False)
-    noise: GaussianNoise = field(init=False)
+    noise: NoiseSource = field(init=False)
 
     def __post_init__(self) -> None:
         sampler, said = self.sampler, self.mechanism
@@ -57,7 +58,7 @@ class Plan:
                 fix="make plans with Plan.make, from the sampler that draws.",
             )
         object.__setattr__(self, "clipping", rule_of(self.mechanism.clipping))
-        object.__setattr__(self, "noise", GaussianNoise(self.entropy))
+        object.__setattr__(self, "noise", source_of(self.mechanism.noise, self.entropy))
 
     @classmethod
     def make(
@@ -101,7 +102,7 @@ class Plan:
             unit=sampler.unit,
             sampling=sampler.terms,
             clipping=accounting.clipping_terms(config),
-            noise=accounting.GaussianNoise(multiplier=noise_multiplier),
+            noise=accounting.GaussianNoise(multiplier=noise_multiplier, kind=config.noise),
             steps=steps,
             delta=delta,
             queries=tuple(queries),
@@ -170,8 +171,9 @@ class Plan:
 
     def __str__(self) -> str:
         clipping = accounting.clipping_in_words(self.mechanism.clipping.kind, self.mechanism.clipping.norm)
+        noise = accounting.noise_in_words(self.mechanism.noise.kind, self.noise_multiplier)
         return (
-            f"delta {self.delta:.3g}, noise multiplier {self.noise_multiplier:.4g}, clipping norm {clipping}, "
+            f"delta {self.delta:.3g}, noise multiplier {noise}, clipping norm {clipping}, "
             f"{self.mechanism.sampling.name} with sampling probability {self.sampler.sampling_probability:.4g}, "
             f"{self.steps} steps of expected batch size {self.sampler.expected_batch_size}"
         )

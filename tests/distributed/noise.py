@@ -27,12 +27,13 @@ SIGMA, CLIPPING, REPEATS = 1.5, 0.5, 400
 LEVEL = 1e-7
 
 
-def drawn(kind: str, wrong: str | None = None) -> dict[str, Tensor]:
+def drawn(kind: str, wrong: str | None = None, noise: str = "gaussian") -> dict[str, Tensor]:
     """The noise on each parameter (REPEATS, ...) of a model with rows that do not divide evenly, and rank 0's scalar.
 
     Args:
         kind: "ddp", "fsdp", or "mixed", where FSDP2 is told to leave a parameter alone.
         wrong: which mistake to make.
+        noise: its source.
     """
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 1), nn.Linear(1, 3)).to(device())
@@ -47,9 +48,8 @@ def drawn(kind: str, wrong: str | None = None) -> dict[str, Tensor]:
         for repeat in range(REPEATS):
             seed = repeat if wrong == "the same noise on two shards" else None
             sampler = PoissonBatchSampler.of(100, 10, Entropy(0))
-            plan = Plan.make(
-                promise(noise_multiplier=SIGMA, clipping_norm=CLIPPING, seed=seed), sampler, 1, Entropy(seed)
-            )
+            config = promise(noise_multiplier=SIGMA, clipping_norm=CLIPPING, seed=seed, noise=noise)
+            plan = Plan.make(config, sampler, 1, Entropy(seed))
             private_gradient(model, None, [], plan, Ledger())  # type: ignore[arg-type]
             for name, p in model.named_parameters():
                 whole = p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad

@@ -92,7 +92,7 @@ def drawn(wrong: str | None = None, repeats: int = REPEATS) -> dict[str, Tensor]
         for repeat in range(repeats):
             plan = plan_of(repeat if wrong == "one stream for both releases" else None)
             deviation = plan.noise_multiplier_of(ROW_COUNTS) * CONFIG.contribution_norm
-            chosen = TableRows(tables, None, AdaptiveSelection(ROWS, deviation, THRESHOLD, plan.entropy))
+            chosen = TableRows(tables, None, AdaptiveSelection(ROWS, deviation, THRESHOLD, plan.noise))
             private_gradient(model, lambda _: gradients, [{}], plan, Ledger(), by_rows=chosen)
             grads = {name: p.grad * EXPECTED for name, p in model.named_parameters() if p.grad is not None}
             survived = torch.zeros(ROWS, dtype=torch.bool)
@@ -116,13 +116,13 @@ def mistakes(wrong: str | None) -> Iterator[None]:
     """A context in which one is made."""
     noise, release, touched = GaussianNoise.add_, ClippedSum.release, ContributionSum.touched
     select, keyed = AdaptiveSelection._drawn, Entropy.fresh
-    what = {"counts": "contribution noise", "gradient": "noise"}.get((wrong or "").rpartition(" ")[2])
+    what = {"counts": "contribution noise", "gradient": "noise"}.get((wrong or "").rpartition(" ")[2], "nothing")
 
-    def changed_noise(self: GaussianNoise, tensors: Any, deviation: float, *rest: Any, **more: Any) -> None:
-        if self._purpose == what:
+    def changed_noise(self: GaussianNoise, tensors: Any, deviation: float, step: int, stream: str = "noise") -> None:
+        if stream.startswith(what):
             scale = {"no": 0.0, "two": 2 / 3}.get((wrong or "").split()[0], 1.0)
             deviation *= scale
-        noise(self, tensors, deviation, *rest, **more)
+        noise(self, tensors, deviation, step, stream)
 
     def noise_on_every_rank(self: ClippedSum, source: GaussianNoise, deviation: float, step: int) -> None:
         if ranks.rank():
@@ -197,7 +197,7 @@ def rows_without_a_meeting(patched: bool) -> list[list[int]]:
     model = Words()
     gradients = gradients_of(model, share())
     tables, plan = Tables.of({TABLE: model.words.weight}), plan_of(None)
-    chosen = TableRows(tables, None, AdaptiveSelection(ROWS, plan.noise_multiplier_of(ROW_COUNTS), 2.0, plan.entropy))
+    chosen = TableRows(tables, None, AdaptiveSelection(ROWS, plan.noise_multiplier_of(ROW_COUNTS), 2.0, plan.noise))
     found = []
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(ClippedSum, "release"))

@@ -7,6 +7,7 @@ import torch
 
 from tests.distributed.gang import Gang
 from tests.distributed.noise import complaints, drawn
+from tests.noise.contract import needs_randomgen
 
 KINDS = ("ddp", "fsdp", "mixed")
 
@@ -17,6 +18,15 @@ def test_each_element_gets_the_noise_once(pair: Gang, kind: str) -> None:
     first, second = pair.run(drawn, kind)
     assert complaints(first) == []
     # Every process has the same bits, of its own parameters and of the gathered ones.
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+@needs_randomgen
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["ddp", "mixed"])
+def test_of_another_source_too(pair: Gang, kind: str) -> None:
+    first, second = pair.run(drawn, kind, None, "chacha20")
+    assert complaints(first) == []
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 

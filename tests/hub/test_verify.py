@@ -27,6 +27,7 @@ from hf_dp.parts.re_attention import load_re_attention
 from hf_dp.versions import library_versions
 from tests.hub.forging import digest_anew, failed, forged, in_card, in_record, in_weights, invoke, seal
 from tests.hub.server import Hub
+from tests.noise.contract import needs_randomgen
 from tests.training.workbench import make
 from tests.zoo import tiny
 
@@ -270,6 +271,31 @@ def test_another_clipping_rule_is_on_the_card_and_changed_nowhere_alone(tmp_path
 
 def without_clipping(promise: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in promise.items() if name != "clipping"}
+
+
+@needs_randomgen
+def test_the_source_of_the_noise_is_on_the_card_and_changed_nowhere_alone(tmp_path: Path) -> None:
+    run = make(tmp_path / "out", privacy=PrivacyConfig(noise_multiplier=1.5, noise="chacha20"))
+    run.train()
+    run.save_model()
+    found = verify(tmp_path / "out")
+    assert found.private, found.checks
+    assert (
+        "| noise multiplier | 1.5 (Gaussian, from the generator chacha20) |" in (tmp_path / "out/README.md").read_text()
+    )
+    changes = {
+        "noise: 'gaussian' claimed, 'chacha20' follows": in_record("report", "noise", to="gaussian"),
+        "noise: 'chacha20' claimed, 'gaussian' in the ledger": in_record("ledger", "promise", "noise", to="gaussian"),
+        "noise: 'chacha20' in the mechanism, 'gaussian' in the config": in_record("config", "noise", to="gaussian"),
+        "noise: 'gaussian' in the mechanism, 'chacha20' in the config": in_record(
+            "mechanism", "noise", "kind", to="gaussian"
+        ),
+    }
+    for number, (words, change) in enumerate(changes.items()):
+        copy = Path(shutil.copytree(tmp_path / "out", tmp_path / str(number)))
+        change(copy)
+        seal(copy)
+        assert words in failed(copy)
 
 
 def test_an_epsilon_whose_exponential_is_no_float_has_a_card_too(tmp_path: Path) -> None:

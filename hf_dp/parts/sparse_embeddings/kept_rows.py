@@ -109,7 +109,7 @@ class KeptRows:
         ranks.sum_(counts)
         ledger.charge(release.event, release.label)
         scale = gumbel_scale(release.noise_multiplier, k)
-        return ranks.drawn_by_first(lambda: noisy_top_k(counts, k, scale, self._plan.entropy, due))
+        return ranks.drawn_by_first(lambda: noisy_top_k(counts, k, scale, self._plan.noise, due))
 
     def save(self, directory: str | Path) -> None:
         """Writes the chosen rows beside the weights; they are a release that is in the ledger."""

@@ -138,7 +138,7 @@ class SparseTraining(Part):
                 self.tables.rows,
                 deviation * config.contribution_norm,
                 config.threshold,
-                self._plan.entropy,
+                self._plan.noise,
                 self.choice.kept,
             )
             if self.rows is None:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from scipy import special
 from torch import Tensor
 
 import hf_dp.ranks as ranks
-from hf_dp.noise.gaussian import GaussianNoise
-from hf_dp.randomness import Entropy, bernoulli
+from hf_dp.noise.source import NoiseSource
+from hf_dp.randomness import bernoulli
 
 # With no threshold given, a row that no example touched survives so often.
 _DEFAULT_FALSE_POSITIVE_RATE = 1e-4
@@ -41,7 +40,7 @@ class AdaptiveSelection:
         rows: how many rows there are, numbered from 0.
         standard_deviation: of the noise on the counts, sigma1 x C1.
         threshold: tau > 0; None for the default.
-        entropy: where the noise comes from.
+        noise: where it comes from, and all that is drawn.
         among: (k,) ascending: only these rows can survive (DP-AdaFEST+); None for all.
     """
 
@@ -50,11 +49,10 @@ class AdaptiveSelection:
         rows: int,
         standard_deviation: float,
         threshold: float | None,
-        entropy: Entropy,
+        noise: NoiseSource,
         among: Tensor | None = None,
     ) -> None:
-        self._deviation, self._entropy, self._among = standard_deviation, entropy, among
-        self._noise = GaussianNoise(entropy, "contribution noise")
+        self._deviation, self._noise, self._among = standard_deviation, noise, among
         self._size = rows if among is None else len(among)
         default = -standard_deviation * float(special.ndtri(_DEFAULT_FALSE_POSITIVE_RATE))
         self.threshold = default if threshold is None else threshold
@@ -84,10 +82,10 @@ class AdaptiveSelection:
 
     def _drawn(self, rows: Tensor, counts: Tensor, step: int) -> Tensor:
         noisy = counts.clone()
-        self._noise.add_([noisy], self._deviation, step)
+        self._noise.add_([noisy], self._deviation, step, "contribution noise")
         true = rows[noisy >= self.threshold]
         places = rows if self._among is None else torch.searchsorted(self._among, rows)
-        generator = np.random.Generator(np.random.SFC64(self._entropy.fresh("false positives", step)))
+        generator = self._noise.generator("false positives", step)
         rate = self.false_positive_rate
         drawn = bernoulli(generator, self._size - len(rows), rate) if rate > 0 else []
         false = _skipping(torch.tensor(drawn, dtype=torch.int64), places)

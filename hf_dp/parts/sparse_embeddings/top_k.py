@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 
-import numpy as np
 import torch
 from scipy import special
 from torch import Tensor
 
-from hf_dp.randomness import Entropy
+from hf_dp.noise.source import NoiseSource
 
 
 def gumbel_scale(noise_multiplier: float, k: int) -> float:
@@ -35,15 +34,16 @@ def gumbel_scale(noise_multiplier: float, k: int) -> float:
     return 0.5 / float(special.log_ndtr(x) - special.log_ndtr(-x))
 
 
-def noisy_top_k(counts: Tensor, k: int, scale: float, entropy: Entropy, release: int) -> Tensor:
+def noisy_top_k(counts: Tensor, k: int, scale: float, noise: NoiseSource, release: int) -> Tensor:
     """The k rows with the largest counts and Gumbel noise, ascending. The caller has charged it.
 
     Args:
         counts: (V,) how many examples touch each row.
         k: at most V.
         scale: of the noise.
+        noise: where it comes from.
         release: which choice of the run this is.
     """
-    generator = np.random.Generator(np.random.SFC64(entropy.fresh("top-k", release)))
-    noisy = counts.double() + torch.from_numpy(generator.gumbel(0.0, scale, len(counts)))
+    drawn = noise.generator("top-k", release).gumbel(0.0, scale, len(counts))
+    noisy = counts.double() + torch.from_numpy(drawn)
     return noisy.topk(k).indices.sort().values

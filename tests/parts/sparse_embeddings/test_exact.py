@@ -5,7 +5,6 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -79,7 +78,7 @@ def rows_of(model: Model, plan: Plan, kept: Tensor | None = None) -> TableRows:
     selection = None
     if sparse.adapts:
         deviation = plan.noise_multiplier_of(ROW_COUNTS) * sparse.contribution_norm
-        selection = AdaptiveSelection(tables.rows, deviation, sparse.threshold, plan.entropy, kept)
+        selection = AdaptiveSelection(tables.rows, deviation, sparse.threshold, plan.noise, kept)
     return TableRows(tables, kept, selection, sparse.contribution_norm)
 
 
@@ -124,13 +123,13 @@ def dense_step(model: Model, plan: Plan, batch: Batch | None, kept: Tensor | Non
         survive = allowed
     else:
         deviation = plan.noise_multiplier_of(ROW_COUNTS) * sparse.contribution_norm
-        selection = AdaptiveSelection(total_rows, deviation, sparse.threshold, plan.entropy, kept)
+        selection = AdaptiveSelection(total_rows, deviation, sparse.threshold, plan.noise, kept)
         m = counts[touched_by_any].clone()
-        selection._noise.add_([m], deviation, 0)
+        selection._noise.add_([m], deviation, 0, "contribution noise")
         survive = torch.zeros(total_rows, dtype=torch.bool)
         survive[touched_by_any] = m >= selection.threshold
         free = (allowed & ~touched_by_any).nonzero().squeeze(1)
-        generator = np.random.Generator(np.random.SFC64(plan.entropy.fresh("false positives", 0)))
+        generator = plan.noise.generator("false positives", 0)
         survive[free[bernoulli(generator, len(free), selection.false_positive_rate)]] = True
     dense = [name for name in parameters if name not in TABLES]
     chosen = {TABLES[0]: survive[:ROWS], TABLES[1]: survive[ROWS:]}

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from hf_dp.accounting.terms import TERMS
 from hf_dp.clipping.table import RULES, rule_of
+from hf_dp.noise.gaussian import GaussianNoise
 from hf_dp.parts.sparse_embeddings import AdaptiveSelection, TableRows
 from hf_dp.per_example import Tables, record
 from hf_dp.per_example.batch import Batch, take
@@ -39,7 +40,7 @@ def loss(model: nn.Module, batch: Batch) -> Tensor:
 def released(model: Two, batches: list[Batch], c1: float, c2: float, clipping: str) -> tuple[Tensor, Tensor]:
     """The contribution map and the gradient of one logical batch, without noise, as vectors."""
     tables = Tables.of({"one.weight": model.one.weight, "two.weight": model.two.weight})
-    chosen = TableRows(tables, None, AdaptiveSelection(tables.rows, 1.0, None, Entropy(0)), c1)
+    chosen = TableRows(tables, None, AdaptiveSelection(tables.rows, 1.0, None, GaussianNoise(Entropy(0))), c1)
     total = ClippedSum(model, rule_of(TERMS["clipping"][clipping](norm=c2)), chosen)
     for batch in batches:
         total.add(record(model, loss, batch, tables=NAMES))

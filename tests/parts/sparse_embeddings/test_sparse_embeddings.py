@@ -17,6 +17,7 @@ from hf_dp import accounting
 from hf_dp.config import PrivacyConfig, SparseEmbeddingConfig
 from hf_dp.config.asked import ROW_COUNTS, asked
 from hf_dp.errors import ConfigurationError, PreflightError, UnsupportedModelError
+from hf_dp.noise.gaussian import GaussianNoise
 from hf_dp.parts.sparse_embeddings import (
     AdaptiveSelection,
     LazyRows,
@@ -214,7 +215,7 @@ def test_a_sum_of_rows_is_that_of_the_whole_table() -> None:
 
 def test_nothing_can_survive_but_what_is_kept() -> None:
     kept = torch.tensor([2, 5, 6])
-    selection = AdaptiveSelection(10, 1.0, 0.01, Entropy(0), kept)
+    selection = AdaptiveSelection(10, 1.0, 0.01, GaussianNoise(Entropy(0)), kept)
     seen = {
         row
         for step in range(40)
@@ -224,7 +225,7 @@ def test_nothing_can_survive_but_what_is_kept() -> None:
 
 
 def test_without_noise_touched_rows_alone_survive_and_nothing_is_kept_without_a_choice() -> None:
-    found = AdaptiveSelection(10**9, 0.0, None, Entropy(0)).survivors(
+    found = AdaptiveSelection(10**9, 0.0, None, GaussianNoise(Entropy(0))).survivors(
         torch.tensor([3, 999_999_999]), torch.tensor([0.1, 2.0], dtype=torch.float64), 0
     )
     assert (found.rows.tolist(), found.false_positives) == ([3, 999_999_999], 0)

@@ -23,7 +23,7 @@ RATE = float(special.ndtr(-THRESHOLD / DEVIATION))
 
 
 def by_skipping(deviation: float) -> list[Tensor]:
-    selection = AdaptiveSelection(ROWS, deviation, THRESHOLD, Entropy(1))
+    selection = AdaptiveSelection(ROWS, deviation, THRESHOLD, GaussianNoise(Entropy(1)))
     return [selection.survivors(TOUCHED, COUNTS.clone(), step).rows for step in range(STEPS)]
 
 
@@ -113,7 +113,7 @@ def test_the_number_of_false_positives_does_not_follow_the_touched_rows():
 def first_place_p(scale: float, claimed: float) -> float:
     """The winner of a Gumbel top-1 is drawn by the exponential mechanism: P proportional to exp(count / scale)."""
     counts = torch.tensor([0.0, 1.0, 2.0, 3.0])
-    winners = [int(noisy_top_k(counts, 1, scale, Entropy(0), i)[0]) for i in range(2_000)]
+    winners = [int(noisy_top_k(counts, 1, scale, GaussianNoise(Entropy(0)), i)[0]) for i in range(2_000)]
     weights = torch.softmax(counts / claimed, 0).double().numpy()
     return float(stats.chisquare(np.bincount(winners, minlength=4), 2_000 * weights / weights.sum()).pvalue)
 
@@ -126,7 +126,7 @@ def test_the_top_k_is_an_exponential_mechanism():
 
 def test_the_second_place_is_an_exponential_mechanism_among_the_rest():
     counts, scale = torch.tensor([3.0, 0.0, 2.0]), 1.2
-    both = [tuple(noisy_top_k(counts, 2, scale, Entropy(3), i).tolist()) for i in range(2_000)]
+    both = [tuple(noisy_top_k(counts, 2, scale, GaussianNoise(Entropy(3)), i).tolist()) for i in range(2_000)]
     w = torch.exp(counts / scale).double().numpy()
     pair = {
         (i, j): w[i] / w.sum() * w[j] / (w.sum() - w[i]) + w[j] / w.sum() * w[i] / (w.sum() - w[j])
