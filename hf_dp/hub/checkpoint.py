@@ -72,7 +72,7 @@ def refuse_disagreement(checkpoint: str | Path, state: Mapping[str, Any], ledger
         raise LedgerError(
             f"the checkpoint {str(checkpoint)!r} contradicts itself: {'; '.join(found)}.",
             why="one of these was changed after it was saved, and what was really spent is unknown.",
-            fix="resume from a checkpoint that is as DPTrainer wrote it, or start a new run on new data.",
+            fix="resume from a checkpoint that is as it was saved, or start a new run on new data.",
         )
 
 

@@ -105,10 +105,11 @@ class WrittenGradients:
         if closure is not None or not all(_is_same(p.grad, self._marks.get(id(p))) for p in held):
             raise ConfigurationError(
                 f"{type(optimizer).__name__}.step() with gradients that are not those of the private step.",
-                why="a callback or a hook changed them after the noise, or steps by itself: what it adds is neither "
-                "clipped nor noised nor counted.",
-                fix="leave .grad and the optimizer alone between training_step and the optimizer's step (no backward "
-                "pass there), and put what belongs to the loss into compute_per_example_loss. This step moved nothing.",
+                why="a callback, a hook or a line of the loop changed them after the noise, or steps by itself: what "
+                "it adds is neither clipped nor noised nor counted.",
+                fix="leave .grad and the optimizer alone between the private step and the optimizer's (no backward "
+                "pass and no clipping there), and put what belongs to the loss into that of each example "
+                "(compute_per_example_loss). This step moved nothing.",
             )
 
 

@@ -76,7 +76,7 @@ class SavedRun:
             raise LedgerError(
                 f"the checkpoint's ledger counts {ledger.steps} private steps, its trainer state {step}.",
                 why="steps that are not in the ledger would be missing from epsilon.",
-                fix="use a checkpoint whose trainer_state.json is as DPTrainer wrote it.",
+                fix="use a checkpoint whose trainer_state.json is as it was saved.",
             )
         refuse_disagreement(checkpoint, state, ledger)
         key, data = fingerprint_key(Path(checkpoint).absolute().parent, create=False), found.get("data")
@@ -87,7 +87,7 @@ class SavedRun:
             raise LedgerError(
                 f"{str(path)!r} does not fit the seal that it was saved with.",
                 why="something in it was changed, or the checkpoint is of another output directory with another key.",
-                fix="use a checkpoint whose trainer_state.json is as DPTrainer wrote it, in its own output directory.",
+                fix="use a checkpoint whose trainer_state.json is as it was saved, in its own output directory.",
             )
         data, values = (each if isinstance(each, dict) else None for each in (data, values))
         return cls(ledger, data, key, values)
@@ -188,9 +188,9 @@ def refuse_trained_by_another(model: nn.Module, trainer: object, saved: SavedRun
         if ledger is None or who() is trainer or not ledger.steps:
             continue
         raise LedgerError(
-            f"another DPTrainer has trained this model before: {ledger.steps} private steps on "
+            f"another private training has trained this model before: {ledger.steps} private steps on "
             f"{_examples(ledger.promise)}.",
-            why="this trainer's ledger begins at nothing, so its report and its card would leave out what those cost.",
+            why="the ledger of this one begins at nothing, so its report and its card would leave out what those cost.",
             fix="call train() of that trainer again, whose ledger goes on, or begin from a new model object (not from "
             "this one with weights put back) or without the adapter that was trained (delete_adapter); to go on with "
             "other people's data, save the model and load it from there, or train a copy.",
@@ -226,7 +226,7 @@ def _refuse_other_releases(ledger: Ledger, plan: Plan) -> None:
                 f"the checkpoint's ledger has {ledger.steps} steps, and before them {made or 'no'} release of "
                 f"{planned.label} ({planned.event}).",
                 why=f"the plan has {planned.due(ledger.steps)} by then, and what it cost would not be charged.",
-                fix="use a checkpoint whose trainer_state.json is as DPTrainer wrote it.",
+                fix="use a checkpoint whose trainer_state.json is as it was saved.",
             )
 
 

@@ -112,10 +112,12 @@ def test_another_trainers_steps_are_not_left_out_of_the_report(tmp_path: Path) -
     first.train()
     before = parameters(model)
     second = make(tmp_path, model)
-    with pytest.raises(LedgerError, match=r"another DPTrainer has trained this model before: 4 private steps on 48"):
+    with pytest.raises(
+        LedgerError, match=r"another private training has trained this model before: 4 private steps on 48"
+    ):
         second.train()
     del first
-    with pytest.raises(LedgerError, match="another DPTrainer"):
+    with pytest.raises(LedgerError, match="another private training"):
         second.train()
     assert second.ledger.steps == 0
     assert same(before, parameters(model))
@@ -125,7 +127,7 @@ def test_frozen_weights_that_were_trained_count_and_an_adapter_beside_them_does_
     model = classifier()
     trained(tmp_path, model=model)
     adapter = get_peft_model(model, LoraConfig(task_type="SEQ_CLS", target_modules=["q_lin"]))
-    with pytest.raises(LedgerError, match="another DPTrainer"):
+    with pytest.raises(LedgerError, match="another private training"):
         make(tmp_path, adapter).train()
 
     base = classifier()
@@ -167,5 +169,5 @@ def test_weights_that_an_adapters_checkpoint_does_not_bring_back_are_not_left_ou
     base = classifier()
     trained(tmp_path / "full", model=base)
     again = make(tmp_path / "adapter", get_peft_model(base, LoraConfig(task_type="SEQ_CLS", target_modules=["q_lin"])))
-    with pytest.raises(LedgerError, match="another DPTrainer"):
+    with pytest.raises(LedgerError, match="another private training"):
         again.train(resume_from_checkpoint=True)

@@ -91,8 +91,9 @@ class SparseTraining(Part):
         if not run.by_rows:
             raise ConfigurationError(
                 "sparse embeddings, and an optimizer that was made without looking for their tables.",
-                why="create_optimizer was overridden, so all gradients would be dense.",
-                fix="call super().create_optimizer() in yours, or pass optimizers=(...) to the trainer.",
+                why="create_optimizer was overridden, or a loop of one's own made it, so all gradients would be dense.",
+                fix="call super().create_optimizer() in yours, or pass optimizers=(...) to the trainer; without one, "
+                "run.make_optimizer(lambda trained: ...).",
             )
         kept = self._config.kept_rows
         if kept is not None and kept >= self.tables.rows:
