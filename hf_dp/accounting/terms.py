@@ -229,10 +229,11 @@ TERMS: dict[str, dict[str, type[Any]]] = {
 }
 
 
-def sampling_terms(number: int, expected_batch_size: float, max_batch_size: int | None) -> SamplingTerms:
-    """The sampling that is promised of `number` units."""
+def sampling_terms(number: int, expected_batch_size: float, asked: Mapping[str, Any]) -> SamplingTerms:
+    """The sampling of `number` units that a config asks for, given its fields, or a ledger's promise."""
     said = {"probability": expected_batch_size / number, "expected_batch_size": expected_batch_size}
-    given = {} if max_batch_size is None else {"max_batch_size": max_batch_size}
+    most = asked.get("max_batch_size")
+    given = {} if most is None else {"max_batch_size": most}
     terms: SamplingTerms = TERMS["sampling"]["truncated_poisson" if given else "poisson"](**said, **given)
     return terms
 

@@ -239,7 +239,7 @@ def _plan(
             else max(1, int(_positive("--examples", examples) / batch_size))
         )
     accounting.check_steps(steps)
-    sampling = accounting.sampling_terms(n, batch_size, max_batch_size)
+    sampling = accounting.sampling_terms(n, batch_size, {"max_batch_size": max_batch_size})
 
     def step(noise: float) -> dp.DpEvent:
         return sampling.event(accounting.GaussianNoise(multiplier=noise).event(), n)

@@ -27,6 +27,8 @@ from hf_dp.launched import is_first, say_once
 
 AccountantName = Literal["pld", "rdp"]
 ClippingName = Literal["flat", "automatic"]
+# What ledgers leave out, as those did that were made before it could be chosen.
+PLAIN = {"re_attention": None, "sparse_embeddings": None, "clipping": "flat", "max_batch_size": None}
 
 
 @dataclass(frozen=True, init=False)

@@ -80,7 +80,7 @@ def _of_promise(ledger: Ledger) -> Iterator[str]:
     promise = ledger.promise
     try:
         noise, n = promise["calibrated_noise_multiplier"], promise["dataset_size"]
-        sampling = sampling_terms(n, promise["expected_batch_size"], promise.get("max_batch_size"))
+        sampling = sampling_terms(n, promise["expected_batch_size"], promise)
         q, one_stage = sampling.probability, promise["target_epsilon"] is not None
         agree = steps_are(ledger, sampling, noise, n, one_stage=one_stage)
     except (KeyError, TypeError, ValueError, ArithmeticError):

@@ -58,7 +58,7 @@ class DataMixin(_Base):
         refuse_dataset(self._dataset)
         n = len(self._dataset)
         check_sizes(n, self._expected_batch_size)
-        self._sampling = accounting.sampling_terms(n, self._expected_batch_size, self.privacy.max_batch_size)
+        self._sampling = accounting.sampling_terms(n, self._expected_batch_size, self.privacy.to_dict())
         accounting.check_delta(self.privacy.target_delta or accounting.default_delta(n), n)
 
     def _check_ranks(self) -> None:

@@ -43,7 +43,9 @@ def test_a_cap_on_batches_is_answered_by_the_one_accountant_that_has_it():
     plain, capped = planned(), planned("--max-batch-size", "560")
     assert (plain["max_batch_size"], capped["max_batch_size"], "rdp" in capped) == (None, 560, False)
     assert plain["pld"]["noise_multiplier"] < capped["pld"]["noise_multiplier"]
-    event = sampling_terms(10003, 512, 560).event(dp.GaussianDpEvent(capped["pld"]["noise_multiplier"]), 10003)
+    event = sampling_terms(10003, 512, {"max_batch_size": 560}).event(
+        dp.GaussianDpEvent(capped["pld"]["noise_multiplier"]), 10003
+    )
     found = epsilon(dp.SelfComposedDpEvent(event, 50), capped["delta"])
     assert found == capped["pld"]["epsilon"] <= 8
     table = invoke(*BASE, "--steps", "50", "--noise", "1", "--max-batch-size", "560").stdout

@@ -62,7 +62,7 @@ def stepped(
         return prepared(own(examples))
 
     entropy = Entropy.of_all_ranks(config.seed)
-    sampler = sampler_of(sampling_terms(len(data), expected, config.max_batch_size), len(data), entropy)
+    sampler = sampler_of(sampling_terms(len(data), expected, config.to_dict()), len(data), entropy)
     plan, ledger = Plan.make(config, sampler, steps, entropy), Ledger()
     certificate = remembering(preflight)(model, per_example_losses, collate(data[:5]))
     share = RankSampler(sampler, ranks.rank(), ranks.world_size(), MICRO)

@@ -286,9 +286,12 @@ def test_another_sampling_is_on_the_card_and_changed_nowhere_alone(tmp_path: Pat
     changes = {
         "follows": in_record("report", "sampling", to="Poisson"),
         "max_batch_size: 10 claimed, 'absent' in the ledger": in_record("ledger", "promise", to=without_cap),
-        "'10' in the mechanism, 'None' in the config": in_record("config", "max_batch_size", to=None),
-        "'None' in the mechanism, '10' in the config": in_record("mechanism", "sampling", to=plain),
-        "'11' in the mechanism, '10' in the config": in_record("mechanism", "sampling", "max_batch_size", to=11),
+        "'kind': 'poisson'} in the config": in_record("config", "max_batch_size", to=None),
+        "'max_batch_size=7 below the expected batch size of 8.' in the config": in_record(
+            "config", "max_batch_size", to=7
+        ),
+        "'kind': 'poisson'} in the mechanism": in_record("mechanism", "sampling", to=plain),
+        "'max_batch_size': 11, 'kind'": in_record("mechanism", "sampling", "max_batch_size", to=11),
         "noise of the steps": in_record(*event, "truncated_batch_size", to=20),
         "is not that of the steps": in_record(*event, "dataset_size", to=20),
         "claimed 1, of what this accountant has not": in_record("report", "epsilon_rdp", to=1.0),

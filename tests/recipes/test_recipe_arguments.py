@@ -90,11 +90,8 @@ def test_a_flag_takes_the_place_of_what_the_file_says_in_another_way(recipe, beg
     # With noise that is given there is no budget for Re-Attention's release.
     arms = {"arms": "off"} if recipe == "sequential_recommendation" else {}
     _, plan = begun(recipe, noise_multiplier=1.3, num_train_epochs=2, **arms, **CAPPED)
-    assert (
-        plan.config.max_batch_size
-        == getattr(plan.sampler.terms, "max_batch_size", None)
-        == CAPPED.get("max_batch_size")
-    )
+    assert plan.config.max_batch_size == CAPPED.get("max_batch_size")
+    assert plan.sampler.terms.kind == ("truncated_poisson" if CAPPED else "poisson")
     assert (plan.config.target_epsilon, plan.noise_multiplier) == (None, 1.3)
     assert plan.steps == 2 * len(plan.sampler)
     assert plan.config.target_delta == (None if "target_delta" not in given else float(given["target_delta"]))
