@@ -258,15 +258,15 @@ def unit_kind(config: PrivacyConfig) -> type[ExampleUnit] | type[UncountedExampl
     return ExampleUnit if config.sampling_probability is None else UncountedExampleUnit
 
 
-def sampling_terms(
-    number: int | None, expected_batch_size: float, max_batch_size: int | None, probability: float | None = None
-) -> SamplingTerms:
-    """The sampling that is promised of `number` units, or of a secret number, each drawn with `probability`."""
-    if probability is None:
+def sampling_terms(number: int | None, expected_batch_size: float, asked: Mapping[str, Any]) -> SamplingTerms:
+    """The sampling of `number` units (None if it is secret) that a config asks for, given its fields, or a ledger's
+    promise."""
+    q, most = asked.get("sampling_probability"), asked.get("max_batch_size")
+    if q is None:
         assert number is not None
-        probability = expected_batch_size / number
-    said = {"probability": probability, "expected_batch_size": expected_batch_size}
-    given = {} if max_batch_size is None else {"max_batch_size": max_batch_size}
+        q = expected_batch_size / number
+    said = {"probability": q, "expected_batch_size": expected_batch_size}
+    given = {} if most is None else {"max_batch_size": most}
     terms: SamplingTerms = TERMS["sampling"]["truncated_poisson" if given else "poisson"](**said, **given)
     return terms
 

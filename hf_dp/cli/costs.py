@@ -83,7 +83,7 @@ def costs(
             why="what a truncated batch costs follows from n, which is secret then.",
             fix="leave out one of the two.",
         )
-    sampling = accounting.sampling_terms(n, batch_size, max_batch_size, q)
+    sampling = accounting.sampling_terms(n, batch_size, {"sampling_probability": q, "max_batch_size": max_batch_size})
 
     def step(noise: float) -> dp.DpEvent:
         return sampling.event(accounting.GaussianNoise(multiplier=noise).event(), n)

@@ -9,22 +9,13 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from hf_dp.config.promise import PrivacyConfig
+from hf_dp.config.promise import PLAIN, PrivacyConfig
 from hf_dp.config.ranges import is_count, is_number, shown
 from hf_dp.errors import ConfigurationError
 
 # In ledgers, and so in records that are read for ever.
 TOKEN_PRESENCE, EMBEDDING_ROWS, ROW_COUNTS = "token presence", "embedding rows", "counts of rows"
 _NOT_PROMISED = ("withhold_non_private_logs",)
-# What ledgers leave out, as those did that were made before it could be chosen.
-_PLAIN = {
-    "re_attention": None,
-    "sparse_embeddings": None,
-    "clipping": "flat",
-    "noise": "gaussian",
-    "sampling_probability": None,
-    "max_batch_size": None,
-}
 _RE_ATTENTION = (
     "**Re-Attention.** The model was trained with its attention corrected for the noise in keys. Loaded without hf_dp "
     'it is the plain model; `hf_dp.load_re_attention(model, "OWNER/NAME")` puts the correction back on it.'
@@ -101,7 +92,7 @@ def notes(config: PrivacyConfig) -> tuple[str, ...]:
 def promised(config: PrivacyConfig) -> dict[str, Any]:
     """What of the config a ledger must share to be continued: what is published, but for what is left out."""
     values = config.published().items()
-    return {k: v for k, v in values if k not in _NOT_PROMISED and not (k in _PLAIN and v == _PLAIN[k])}
+    return {k: v for k, v in values if k not in _NOT_PROMISED and not (k in PLAIN and v == PLAIN[k])}
 
 
 def _refuse(label: str, name: str, value: object, rule: str) -> None:

@@ -29,6 +29,15 @@ from hf_dp.launched import is_first, say_once
 AccountantName = Literal["pld", "rdp"]
 ClippingName = Literal["flat", "automatic"]
 NoiseName = Literal["gaussian", "chacha20"]
+# What ledgers leave out, as those did that were made before it could be chosen.
+PLAIN = {
+    "re_attention": None,
+    "sparse_embeddings": None,
+    "clipping": "flat",
+    "noise": "gaussian",
+    "sampling_probability": None,
+    "max_batch_size": None,
+}
 
 
 @dataclass(frozen=True, init=False)

@@ -95,4 +95,4 @@ def planned(
 
 
 def _sampling(n: int, expected_batch_size: int, privacy: PrivacyConfig) -> accounting.SamplingTerms:
-    return accounting.sampling_terms(n, expected_batch_size, privacy.max_batch_size, privacy.sampling_probability)
+    return accounting.sampling_terms(n, expected_batch_size, privacy.to_dict())

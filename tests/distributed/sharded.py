@@ -11,13 +11,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import hf_dp.ranks as ranks
-from hf_dp.accounting import Ledger
+from hf_dp.accounting import Ledger, sampling_terms
 from hf_dp.data.collate import LogicalBatchCollator
 from hf_dp.data.loader import RankSampler, _OwnReads
 from hf_dp.losses import per_example_losses
 from hf_dp.per_example import preflight, record
 from hf_dp.randomness import Entropy
-from hf_dp.sampling.poisson import PoissonBatchSampler
+from hf_dp.sampling.table import sampler_of
 from hf_dp.step.plan import Plan
 from hf_dp.step.private_gradient import private_gradient
 from tests.certified import remembering
@@ -62,7 +62,7 @@ def stepped(
         return prepared(own(examples))
 
     entropy = Entropy.of_all_ranks(config.seed)
-    sampler = PoissonBatchSampler.of(len(data), expected, entropy)
+    sampler = sampler_of(sampling_terms(len(data), expected, config.to_dict()), len(data), entropy)
     plan, ledger = Plan.make(config, sampler, steps, entropy), Ledger()
     certificate = remembering(preflight)(model, per_example_losses, collate(data[:5]))
     share = RankSampler(sampler, ranks.rank(), ranks.world_size(), MICRO)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from hf_dp.accounting import truncated
 from tests.distributed.gang import Gang
 from tests.distributed.sending import sent_in_one_step
 from tests.distributed.sharded import stepped
@@ -61,6 +62,18 @@ def test_automatic_clipping_in_shards(pair: Gang) -> None:
     alone = pair.alone(stepped, "tied gpt2", None, 8, False, "SGD", automatic)
     for found in pair.run(stepped, "tied gpt2", "blocks", 8, False, "SGD", automatic):
         assert farthest(found["parameters"], alone["parameters"]) < TOLERANCE
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(truncated.EVENT is None, reason="dp-accounting 0.5 has no event for it")
+def test_truncated_batches_in_shards(pair: Gang) -> None:
+    capped = {"max_batch_size": 9}
+    alone = pair.alone(stepped, "tied gpt2", None, 8, False, "SGD", capped)
+    found = pair.run(stepped, "tied gpt2", "blocks", 8, False, "SGD", capped)
+    assert [sum(each) for each in zip(*(f["sizes"] for f in found), strict=True)] == alone["sizes"]
+    assert max(alone["sizes"]) == 9
+    for each in found:
+        assert farthest(each["parameters"], alone["parameters"]) < TOLERANCE
 
 
 def test_failure_06_batches_that_are_empty_on_some_ranks_or_all(pair: Gang) -> None:

@@ -17,7 +17,7 @@ import dp_accounting as dp
 import pytest
 
 from hf_dp import PrivacyConfig, ReAttentionConfig, load_report
-from hf_dp.accounting import Ledger, step_event
+from hf_dp.accounting import Ledger, step_event, truncated
 from hf_dp.accounting.risk import risk
 from hf_dp.errors import HfDpError, HubError, LedgerError
 from hf_dp.hub import verify, write_card
@@ -267,6 +267,47 @@ def test_another_clipping_rule_is_on_the_card_and_changed_nowhere_alone(tmp_path
         change(copy)
         seal(copy)
         assert words in failed(copy)
+
+
+@pytest.mark.skipif(truncated.EVENT is None, reason="dp-accounting 0.5 has no event for it")
+def test_another_sampling_is_on_the_card_and_changed_nowhere_alone(tmp_path: Path) -> None:
+    run = make(tmp_path / "out", privacy=PrivacyConfig(target_epsilon=3.0, max_batch_size=10))
+    run.train()
+    run.save_model()
+    found = verify(tmp_path / "out")
+    assert found.private, found.checks
+    assert found.epsilons.keys() == {"pld"}
+    card = (tmp_path / "out" / "README.md").read_text()
+    for words in ("Poisson before truncation to 10", "truncated to 10 of 48", "| not offered for truncated batches |"):
+        assert words in card
+    assert "epsilon_rdp" not in card
+    assert "(PLD) at delta" in invoke("verify", str(tmp_path / "out")).stdout
+    assert "truncated to 10 of 48" in invoke("report", str(tmp_path / "out")).stdout.replace("\n", " ")
+    plain = {"probability": 8 / 48, "expected_batch_size": 8, "kind": "poisson"}
+    event = ("ledger", "entries", 0, "event")
+    changes = {
+        "follows": in_record("report", "sampling", to="Poisson"),
+        "max_batch_size: 10 claimed, 'absent' in the ledger": in_record("ledger", "promise", to=without_cap),
+        "'kind': 'poisson'} in the config": in_record("config", "max_batch_size", to=None),
+        "'max_batch_size=7 below the expected batch size of 8.' in the config": in_record(
+            "config", "max_batch_size", to=7
+        ),
+        "'kind': 'poisson'} in the mechanism": in_record("mechanism", "sampling", to=plain),
+        "'max_batch_size': 11, 'kind'": in_record("mechanism", "sampling", "max_batch_size", to=11),
+        "noise of the steps": in_record(*event, "truncated_batch_size", to=20),
+        "is not that of the steps": in_record(*event, "dataset_size", to=20),
+        "claimed 1, of what this accountant has not": in_record("report", "epsilon_rdp", to=1.0),
+        "epsilon (RDP)": in_record("report", "accountant", to="rdp"),
+    }
+    for number, (words, change) in enumerate(changes.items()):
+        copy = Path(shutil.copytree(tmp_path / "out", tmp_path / str(number)))
+        change(copy)
+        seal(copy)
+        assert words in failed(copy)
+
+
+def without_cap(promise: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in promise.items() if name != "max_batch_size"}
 
 
 def without_clipping(promise: dict[str, Any]) -> dict[str, Any]:

@@ -225,7 +225,7 @@ def test_the_renyi_accountant_is_refused_by_name() -> None:
 
 
 def test_promise_and_report_without_a_cap_do_not_name_it() -> None:
-    terms = sampling_terms(48, 8, None)
+    terms = sampling_terms(48, 8, private().to_dict())
     assert (terms.kind, terms.name) == ("poisson", "Poisson")
     assert sampler_of(terms, 48, Entropy(0)).draw(3) == PoissonBatchSampler.of(48, 8, Entropy(0)).draw(3)
 
