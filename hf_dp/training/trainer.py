@@ -122,6 +122,7 @@ class DPTrainerMixin(RestoringMixin, CheckpointMixin, LayoutsMixin, PublishingMi
                 "DPTrainer has no train_dataset.", why="there is nothing to train on.", fix="pass train_dataset=..."
             )
         self._check_dataset()
+        self._fingerprint = _UNKNOWN  # checkpoints are of this data, which may not be that of the training before
         self._check_ranks()
         entropy = Entropy.of_all_ranks(self.privacy.seed)
         sampler = PoissonBatchSampler(

@@ -119,6 +119,22 @@ def test_what_parts_release_does_not_follow_from_n_either(tmp_path: Path, part: 
     assert len(found[0][0]["ledger"]["entries"]) == 2
 
 
+def test_a_second_training_on_other_data_adds_up_and_is_resumed_on_that(tmp_path: Path) -> None:
+    config, saves = private(**OWN), {"save_strategy": "steps", "save_steps": 2}
+    trainer, _ = after(tmp_path, ROWS, config)
+    trainer.train_dataset = rows()[:30]
+    trainer.train()
+    trainer.save_model()
+    found = verify(tmp_path)
+    assert (found.consistent, found.report.steps, found.report.dataset_size) == (True, 2 * STEPS, None)
+    checkpoint = str(tmp_path / "checkpoint-2")
+    resumed, other = (make(tmp_path, privacy=config, parts={"train_dataset": rows()[:n]}, **saves) for n in (30, ROWS))
+    with pytest.raises(LedgerError, match="is not the data that the checkpoint was trained on"):
+        other.train(resume_from_checkpoint=checkpoint)
+    resumed.train(resume_from_checkpoint=checkpoint)
+    assert resumed.ledger.steps == 2 * STEPS
+
+
 def test_an_adapter_is_trained_under_it_too(tmp_path: Path) -> None:
     found = []
     for n in (MORE, MORE - 1):
