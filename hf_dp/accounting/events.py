@@ -128,7 +128,7 @@ def check_delta(delta: float, n: int) -> float:
             f"delta={shown(delta)} for a dataset of {n} training examples (1/n is {1 / n:.3g}).",
             why="with delta of 1/n or more, publishing one whole example at random would count as private; "
             "with delta 0 no amount of Gaussian noise is enough.",
-            fix=f"leave delta out for n ** -1.1 = {default_delta(n):.3g}, or give a number well below 1/n.",
+            fix=f"give a number well below 1/n, such as the default, n ** -1.1 = {default_delta(n):.3g}.",
         )
     return float(delta)
 

@@ -120,7 +120,9 @@ def check_claim(record: PrivacyRecord, found: dict[AccountantName, float]) -> It
 
 def _check_delta(report: PrivacyReport) -> Check:
     if report.dataset_size is None:
-        return Check("delta", True, f"{report.delta:.3g}, a number of its own: 1/n is secret, as n is")
+        # Whatever n is, it is 2 at least.
+        said = f"{report.delta:.3g}, a number of its own: 1/n is secret, as n is, and at most 0.5"
+        return Check("delta", report.delta < 1 / 2, said)
     try:
         check_delta(report.delta, report.dataset_size)
     except ConfigurationError as error:

@@ -111,6 +111,7 @@ class DPTrainerMixin(RestoringMixin, CheckpointMixin, LayoutsMixin, PublishingMi
                 "DPTrainer has no train_dataset.", why="there is nothing to train on.", fix="pass train_dataset=..."
             )
         check_data(self._dataset, self._expected_batch_size, self.privacy)
+        self._fingerprints = Fingerprints()  # of this data, which may not be that of the training before
         self._check_ranks()
         plan, loader = self._planned()
         engine = Engine(

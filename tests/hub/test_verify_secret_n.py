@@ -53,7 +53,7 @@ def mine(secret: Path, tmp_path: Path) -> Path:
 def test_it_is_verified_and_told_without_n(secret: Path) -> None:
     found = {check.name: check.found for check in verify(secret).checks if check.passed}
     assert found["neighbouring datasets"] == ADD_OR_REMOVE == "add or remove one, n secret"
-    assert found["delta"] == "1e-05, a number of its own: 1/n is secret, as n is"
+    assert found["delta"] == "1e-05, a number of its own: 1/n is secret, as n is, and at most 0.5"
     assert found["sampling probability"] == "0.2 whatever n is, charged with 0.2"
     assert verify(secret).private
     said = invoke("verify", str(secret))
@@ -76,6 +76,7 @@ def test_it_is_verified_and_told_without_n(secret: Path) -> None:
         ([in_record("config", "sampling_probability", to=None)], "follows from the config"),
         ([in_record("mechanism", "sampling", "probability", to=0.1)], "sampling_probability: 0.1 in the mechanism"),
         ([in_record("ledger", "promise", "sampling_probability", to=0.1)], "in the ledger's promise"),
+        ([in_record("report", "delta", to=0.5)], "delta: 0.5, a number of its own"),
         ([in_record("ledger", "promise", "dataset_size", to=48)], "dataset_size: None claimed, 48 in the ledger's"),
     ],
 )

@@ -9,7 +9,12 @@ import pytest
 import torch
 from transformers import TrainerCallback
 
+from hf_dp import PrivacyConfig
 from hf_dp.errors import ConfigurationError
+from hf_dp.randomness import Entropy
+from hf_dp.sampling.poisson import PoissonBatchSampler
+from hf_dp.step.magnitudes import Magnitudes
+from hf_dp.step.plan import Plan
 from hf_dp.training import output_lock
 from tests.training.workbench import classifier, make, parameters, private, rows, same
 
@@ -92,3 +97,14 @@ def test_a_second_training_in_one_output_directory(tmp_path: Path, monkeypatch: 
     assert not other.ledger.entries
     other.train()
     assert other.ledger.steps
+
+
+def test_the_hint_at_a_larger_batch_does_not_tell_a_secret_n(caplog: pytest.LogCaptureFixture) -> None:
+    entropy = Entropy(None)
+    config = PrivacyConfig(noise_multiplier=1.0, target_delta=1e-5, sampling_probability=0.01)
+    sampler = PoissonBatchSampler(450, 4, entropy, sampling_probability=0.01)
+    Magnitudes(Plan.make(config, sampler, 100, entropy), torch.nn.Linear(200, 200))
+    (said,) = caplog.messages
+    assert WORDS in said
+    assert "--n 400 --epochs 1 " in said
+    assert "450" not in said

@@ -11,12 +11,14 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
 
 from hf_dp import PrivacyConfig, ReAttentionConfig, SparseEmbeddingConfig
 from hf_dp.accounting.neighbours import ADD_OR_REMOVE, ZERO_OUT
 from hf_dp.errors import ConfigurationError, LedgerError
 from hf_dp.hub import verify
-from tests.training.workbench import EXPECTED, ROWS, STEPS, Trajectory, distance, make, private, rows
+from tests.training.workbench import EXPECTED, ROWS, STEPS, Trajectory, classifier, distance, make, private, rows
 
 pytestmark = pytest.mark.usefixtures("checked_once")
 
@@ -25,11 +27,13 @@ MORE = 43  # examples, of which the last is drawn in one step of this seed
 OWN = {"sampling_probability": Q, "target_delta": 1e-5}
 
 
-def after(path: Path, n: int, privacy: PrivacyConfig, **changes: Any) -> tuple[Any, Trajectory]:
+def after(
+    path: Path, n: int, privacy: PrivacyConfig, model: nn.Module | None = None, **changes: Any
+) -> tuple[Any, Trajectory]:
     """A trainer that has trained on the first n of one list of rows, and saved; and where its weights went."""
     seen = Trajectory()
     trainer = make(
-        path, privacy=privacy, parts={"train_dataset": rows()[:n], "callbacks": [seen]}, save_strategy="steps",
+        path, model, privacy=privacy, parts={"train_dataset": rows()[:n], "callbacks": [seen]}, save_strategy="steps",
         save_steps=2, logging_steps=1, learning_rate=RATE, **changes,
     )  # fmt: skip
     trainer.train()
@@ -113,6 +117,34 @@ def test_what_parts_release_does_not_follow_from_n_either(tmp_path: Path, part: 
         found.append((record, trainer._plan.mechanism))
     assert found[0] == found[1]
     assert len(found[0][0]["ledger"]["entries"]) == 2
+
+
+def test_a_second_training_on_other_data_adds_up_and_is_resumed_on_that(tmp_path: Path) -> None:
+    config, saves = private(**OWN), {"save_strategy": "steps", "save_steps": 2}
+    trainer, _ = after(tmp_path, ROWS, config)
+    trainer.train_dataset = rows()[:30]
+    trainer.train()
+    trainer.save_model()
+    found = verify(tmp_path)
+    assert (found.consistent, found.report.steps, found.report.dataset_size) == (True, 2 * STEPS, None)
+    checkpoint = str(tmp_path / "checkpoint-2")
+    resumed, other = (make(tmp_path, privacy=config, parts={"train_dataset": rows()[:n]}, **saves) for n in (30, ROWS))
+    with pytest.raises(LedgerError, match="is not the data that the checkpoint was trained on"):
+        other.train(resume_from_checkpoint=checkpoint)
+    resumed.train(resume_from_checkpoint=checkpoint)
+    assert resumed.ledger.steps == 2 * STEPS
+
+
+def test_an_adapter_is_trained_under_it_too(tmp_path: Path) -> None:
+    found = []
+    for n in (MORE, MORE - 1):
+        lora = LoraConfig(r=2, target_modules=["q_lin", "v_lin"], task_type="SEQ_CLS")
+        trainer, _ = after(tmp_path / str(n) / "out", n, private(**OWN), get_peft_model(classifier(), lora))
+        record = json.loads((tmp_path / str(n) / "out" / "privacy.json").read_text())
+        assert "adapter_model.safetensors" in record.pop("files")
+        assert trainer.privacy_report().adjacency == ADD_OR_REMOVE
+        found.append(record)
+    assert found[0] == found[1]
 
 
 def test_the_record_says_so_and_verifies(tmp_path: Path) -> None:
