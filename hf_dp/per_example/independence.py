@@ -215,19 +215,20 @@ def _observe(
 
 def _rows_agree(mixed: Tensor, only_first: Tensor, only_second: Tensor, *, in_place: bool) -> bool:
     """Whether an example has the same row beside the other as beside itself, and (unless `in_place`) in every place."""
-    alone = (only_first, only_second)
-    if any(rows.shape != mixed.shape for rows in alone):
+    if any(rows.shape != mixed.shape for rows in (only_first, only_second)):
         return False
-    pairs = [(mixed[i], alone[example][i]) for i, example in enumerate(_MIXED)]
+    beside, *alone = (rows.unbind() for rows in (mixed, only_first, only_second))
+    pairs = [(row, alone[example][i]) for i, (row, example) in enumerate(zip(beside, _MIXED, strict=True))]
     if not in_place:
-        pairs += [(rows[i], rows[0]) for rows in alone for i in range(1, len(_MIXED))]
+        pairs += [(row, rows[0]) for rows in alone for row in rows[1:]]
     return all(close(x, y) for x, y in pairs)
 
 
 def close(x: Tensor, y: Tensor) -> bool:
     """Whether two tensors are equal but for rounding."""
-    if not x.is_floating_point():
-        return bool(x.eq(y).all())
+    # Most are the same to the bit, which is found out at once.
+    if torch.equal(x, y) or not x.is_floating_point():
+        return torch.equal(x, y)
     tolerance = _MIXING_TOLERANCE.get(x.dtype, _LOW_PRECISION_TOLERANCE)
     x, y = x.double(), y.double()
     finite = x.isfinite() & y.isfinite()

@@ -84,25 +84,28 @@ class _NoFewerBits(TorchFunctionMode):
     """Where an operation would give fewer bits than `dtype`, it gives `dtype`."""
 
     def __init__(self, dtype: torch.dtype, kinds: set[str]) -> None:
-        self.dtype, self.kinds = dtype, kinds
+        self.dtype, self.kinds, self.fewer = dtype, kinds, _FEWER_BITS[dtype]
         super().__init__()
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        fewer = _FEWER_BITS[self.dtype]
-
-        def enough(value: Any) -> Any:
-            return self.dtype if isinstance(value, torch.dtype) and value in fewer else value
-
+        # It is asked for every operation and every attribute of a tensor, so what changes nothing is found out first.
+        kwargs = kwargs or {}
         # A parameter that is watched must be seen in the operation that it is used by.
-        if _CASTS.get(func) in fewer and type(args[0]) is Tensor:
+        if _CASTS.get(func) in self.fewer and type(args[0]) is Tensor:
             func, args = Tensor.to, (args[0], self.dtype)
-        values, named = map(enough, args), {name: enough(value) for name, value in (kwargs or {}).items()}
+        if any(type(value) is torch.dtype for value in (*args, *kwargs.values())):
+            args, kwargs = [*map(self._enough, args)], {name: self._enough(value) for name, value in kwargs.items()}
+        if not any(map(torch.is_autocast_enabled, self.kinds)):
+            return func(*args, **kwargs)
         with ExitStack() as without:
             for kind in filter(torch.is_autocast_enabled, self.kinds):
                 without.enter_context(torch.autocast(kind, enabled=False))
-            return func(*values, **named)
+            return func(*args, **kwargs)
+
+    def _enough(self, value: Any) -> Any:
+        return self.dtype if isinstance(value, torch.dtype) and value in self.fewer else value
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -10,7 +10,7 @@ from scipy import stats
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 import hf_dp.ranks as ranks
 import hf_dp.step.clipped_sum
@@ -27,13 +27,14 @@ SIGMA, CLIPPING, REPEATS = 1.5, 0.5, 400
 LEVEL = 1e-7
 
 
-def drawn(kind: str, wrong: str | None = None, noise: str = "gaussian") -> dict[str, Tensor]:
-    """The noise on each parameter (REPEATS, ...) of a model with rows that do not divide evenly, and rank 0's scalar.
+def drawn(kind: str, wrong: str | None = None, repeats: int = REPEATS, noise: str = "gaussian") -> dict[str, Tensor]:
+    """The noise on each parameter (repeats, ...) of a model with rows that do not divide evenly, and rank 0's scalar.
 
     Args:
         kind: "ddp", "fsdp", or "mixed", where FSDP2 is told to leave a parameter alone.
         wrong: which mistake to make.
         noise: its source.
+        repeats: fewer are enough for a mistake that they show.
     """
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 1), nn.Linear(1, 3)).to(device())
@@ -45,16 +46,25 @@ def drawn(kind: str, wrong: str | None = None, noise: str = "gaussian") -> dict[
         fully_shard(model, mesh=mesh, ignored_params=ignored)
     rows: dict[str, list[Tensor]] = {name: [] for name, _ in model.named_parameters()}
     with mistake(wrong):
-        for repeat in range(REPEATS):
+        for repeat in range(repeats):
             seed = repeat if wrong == "the same noise on two shards" else None
             sampler = PoissonBatchSampler.of(100, 10, Entropy(0))
             config = promise(noise_multiplier=SIGMA, clipping_norm=CLIPPING, seed=seed, noise=noise)
             plan = Plan.make(config, sampler, 1, Entropy(seed))
             private_gradient(model, None, [], plan, Ledger())  # type: ignore[arg-type]
             for name, p in model.named_parameters():
-                whole = p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
-                rows[name].append(whole.cpu().clone() * sampler.expected_batch_size)
-    return {name: torch.stack(values) for name, values in rows.items()}
+                held = p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad
+                rows[name].append(held.clone() * sampler.expected_batch_size)
+    return {name: _whole(torch.stack(rows[name]), p).cpu() for name, p in model.named_parameters()}
+
+
+def _whole(samples: Tensor, p: nn.Parameter) -> Tensor:
+    """Samples (repeats, ...) of what this rank holds of `p`, with those of the other shards."""
+    if not isinstance(p, DTensor):
+        return samples
+    like = samples.new_empty(len(samples), *p.shape)
+    layout = {"shape": like.shape, "stride": like.stride()}
+    return DTensor.from_local(samples, p.device_mesh, [Shard(1)], run_check=False, **layout).full_tensor()
 
 
 def mistake(wrong: str | None) -> Any:

@@ -46,7 +46,7 @@ def snippets(page: Path) -> Iterator[Snippet]:
 def given() -> dict[str, Any]:
     torch.manual_seed(0)
     return {
-        "model": classifier(n_layers=1),
+        "model": classifier(),
         "train": rows(600),
         "test": rows(20, seed=1),
         "tokenizer": a_tokenizer({"a", "b"}),

@@ -54,13 +54,18 @@ def train(local, forgotten, tmp_path, monkeypatch):
 
     def run(recipe: str, *flags: str, code: int = 0) -> tuple[str, Path]:
         out = tmp_path / "out"
-        words = ["train", str(ROOT / "recipes" / f"{recipe}.yaml"), *local(recipe), "--output_dir", str(out)]
-        done = CliRunner().invoke(app, [*words, "--use_cpu", "True", *flags], env={"COLUMNS": "160", "NO_COLOR": "1"})
-        if done.exit_code != code:
-            raise AssertionError(done.output[-3000:]) from done.exception
-        return done.output, out
+        return called(recipe, *local(recipe), "--output_dir", str(out), *flags, code=code), out
 
     return run
+
+
+def called(recipe: str, *flags: str, code: int = 0) -> str:
+    """What `hf-dp train` prints for a recipe with its own YAML file and flags that win over it."""
+    words = ["train", str(ROOT / "recipes" / f"{recipe}.yaml"), "--use_cpu", "True", *flags]
+    done = CliRunner().invoke(app, words, env={"COLUMNS": "160", "NO_COLOR": "1"})
+    if done.exit_code != code:
+        raise AssertionError(done.output[-3000:]) from done.exception
+    return done.output
 
 
 def test_a_recipe_goes_on_from_its_checkpoint_and_never_begins_anew_instead(train):
@@ -166,8 +171,15 @@ def test_what_is_refused_before_the_first_step_is_refused_before_anything_is_sco
     assert not scored
 
 
-def run(recipe: str, *flags: str) -> str:
-    """What a recipe prints, run from elsewhere with its own YAML file and flags that win over it."""
+@pytest.fixture
+def run(forgotten, monkeypatch):
+    """`called` from elsewhere, with no data but those that flags name."""
+    monkeypatch.chdir(gettempdir())
+    return called
+
+
+def launched(recipe: str, *flags: str) -> str:
+    """What a recipe prints that is run as a script, in a process of its own."""
     settings = ROOT / "recipes" / f"{recipe}.yaml"
     command = [sys.executable, str(recipe_script(settings)), str(settings), *flags, "--use_cpu", "True"]
     done = subprocess.run(command, cwd=gettempdir(), capture_output=True, text=True, check=False)
@@ -189,7 +201,7 @@ def head(source: Path, target: Path, lines: int) -> str:
 
 @pytest.mark.data
 @pytest.mark.parametrize("recipe", ["classify", "classify_lora", "classify_full"])
-def test_classification_of_bank_questions(recipe, data_directory, minilm_directory, tmp_path):
+def test_classification_of_bank_questions(recipe, run, data_directory, minilm_directory, tmp_path):
     data = data_directory / "banking77"
     printed = run(
         recipe,
@@ -210,7 +222,7 @@ def test_a_head_trained_on_features_is_saved_with_its_encoder_and_scored_on_text
 ):
     data = data_directory / "banking77"
     questions = head(data / "train.csv", tmp_path / "questions.csv", 121)
-    run(
+    launched(
         "classify",
         *("--encoder", str(minilm_directory), "--labels_file", str(data / "categories.json")),
         *("--train_file", questions, "--test_file", questions),
@@ -228,11 +240,12 @@ def test_a_head_trained_on_features_is_saved_with_its_encoder_and_scored_on_text
 
 
 @pytest.mark.data
-def test_a_language_model_of_plays(data_directory, tmp_path):
+def test_a_language_model_of_plays(run, data_directory, tmp_path):
     run(
         "causal_lm",
         *("--text_file", head(data_directory / "tinyshakespeare" / "input.txt", tmp_path / "plays.txt", 1500)),
-        *("--max_steps", "20", "--per_device_train_batch_size", "32", "--gradient_accumulation_steps", "2"),
+        *("--max_steps", "10", "--per_device_train_batch_size", "32", "--gradient_accumulation_steps", "2"),
+        *("--width", "64"),
         *("--output_dir", str(tmp_path / "out")),
     )
     before, after = accuracies(tmp_path / "out", "loss")
@@ -329,7 +342,7 @@ def test_sparse_word_embeddings_by_a_column(train):
 
 
 @pytest.mark.data
-def test_sparse_word_embeddings_of_bank_questions(data_directory, minilm_directory, tmp_path):
+def test_sparse_word_embeddings_of_bank_questions(run, data_directory, minilm_directory, tmp_path):
     data = data_directory / "banking77"
     printed = run(
         "sparse_embeddings_banking77",

@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 
 from hf_dp.errors import ConfigurationError
 from tests.recipes.conftest import WORDS
-from tests.recipes.test_recipes import ROOT, run, train  # noqa: F401 - train is a fixture
+from tests.recipes.test_recipes import ROOT, run, train  # noqa: F401 - fixtures
 
 pytestmark = pytest.mark.usefixtures("checked_once")
 
@@ -151,7 +151,7 @@ def test_a_template_that_changes_what_it_rendered_before(instruct, causal_direct
 
 
 @pytest.mark.data
-def test_table_to_text_on_restaurants(data_directory, tmp_path):
+def test_table_to_text_on_restaurants(run, data_directory, tmp_path):  # noqa: F811
     tables = data_directory / "e2e_nlg"
     files = ("--train_file", str(tables / "devset.csv"), "--test_file", str(tables / "testset_w_refs.csv"))
     printed = run("table_to_text", "--smoke", "true", *files, "--output_dir", str(tmp_path / "out"), "--samples", "2")

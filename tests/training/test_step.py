@@ -239,7 +239,7 @@ def test_failure_15_small_contributions_are_not_swallowed(tmp_path: Path) -> Non
     """The sum over many examples is kept in float32 though the parameters are bf16."""
     results = []
     for dtype in (torch.bfloat16, torch.float32):
-        model = classifier(torch.bfloat16).to(dtype)
+        model = classifier(torch.bfloat16, n_layers=2).to(dtype)
         with pytest.warns(UserWarning, match="not private"):
             config = private(noise_multiplier=0, clipping_norm=1e-3)
         trainer = make(

@@ -69,7 +69,7 @@ def test_the_release_is_paid_for_from_the_same_budget(tmp_path: Path) -> None:
 
 
 def test_what_it_corrects_is_logged_and_saved_and_comes_back(tmp_path: Path) -> None:
-    trainer = budgeted(tmp_path, save_strategy="steps", save_steps=2, logging_steps=2)
+    trainer = budgeted(tmp_path, model=classifier(n_layers=2), save_strategy="steps", save_steps=2, logging_steps=2)
     trainer.train()
     logged = [entry for entry in trainer.state.log_history if "loss" in entry]
     corrections = [value for name, value in logged[-1].items() if name.startswith("re_attention/")]
