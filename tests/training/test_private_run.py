@@ -155,7 +155,7 @@ def test_a_run_ends_with_its_budget_and_a_checkpoint_counts_what_was_spent(tmp_p
 
 def after_one_step() -> Any:
     """A run after its first step, and what is in hand then."""
-    model = classifier()
+    model = classifier(n_layers=1)
     run = a_run(model, steps=3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     run.begin(optimizer)
