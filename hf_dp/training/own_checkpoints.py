@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_model
 from torch import nn
-from transformers.trainer_callback import TrainerState
+from transformers.trainer_callback import TrainerControl, TrainerState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 import hf_dp.ranks as ranks
@@ -42,6 +42,7 @@ def write_checkpoint(
     output_dir: Path,
     step: int,
     steps: int,
+    micro_batch_size: int,
     saved: Callable[[], SavedRun],
     model: Callable[[Path], None],
     optimizer: Any,
@@ -51,6 +52,7 @@ def write_checkpoint(
 
     Args:
         step, steps: how many were taken, and are planned.
+        micro_batch_size: for Trainer, which may go on from it.
         saved: what the checkpoint knows of its run; asked for on the first rank.
         model: writes the weights, their record and their card; on the first rank.
         scheduler: None if there is none.
@@ -72,12 +74,15 @@ def write_checkpoint(
             model(folder)
             torch.save(optimizer.state_dict(), folder / OPTIMIZER)
             torch.save({} if scheduler is None else scheduler.state_dict(), folder / SCHEDULE)
-            state = TrainerState(global_step=step, max_steps=steps)
+            state = TrainerState(global_step=step, max_steps=steps, train_batch_size=micro_batch_size)
             known = {"saved_ledger": run.record(dataclasses.asdict(state))}
-            of_callbacks: Any = {STATE_KEY: {"args": {}, "attributes": known}}
+            of_callbacks: Any = {
+                STATE_KEY: {"args": {}, "attributes": known},
+                "TrainerControl": TrainerControl().state(),
+            }
             state.stateful_callbacks = of_callbacks
             state.save_to_json(str(folder / STATE_FILE))
-        ranks.wait()
+    ranks.wait()
     if is_first:
         put_in_place(run_dir, name)
     ranks.wait()

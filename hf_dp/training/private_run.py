@@ -115,7 +115,7 @@ class PrivateRun:
 
         engine = Engine(self.model, loss, self._loader, prepare, padding, rules, loss is per_example_losses)
         self._run, self._dataset, self._tokenizer = Run(plan, engine, tokenizer=tokenizer), dataset, tokenizer
-        self._output_dir = None if output_dir is None else Path(output_dir)
+        self._micro_batch_size, self._output_dir = micro_batch_size, None if output_dir is None else Path(output_dir)
         self._optimizer: Any = None
         self._scheduler: Any = None
         self._generators: dict[str, Any] = {}
@@ -165,6 +165,7 @@ class PrivateRun:
                 refuse_files_in_the_way(str(self._output_dir))
                 lock.enter_context(alone_in(self._output_dir))
             self._optimizer, self._scheduler = optimizer, scheduler
+            lock.callback(self._run.end)
             self._begin(found_checkpoint(resume_from_checkpoint, self._output_dir))
             self._lock = lock.pop_all()
         self._order.begin()
@@ -242,7 +243,6 @@ class PrivateRun:
     def end(self) -> None:
         """The run takes no further step, and the optimizer may take any gradient; the output directory is free."""
         self._order.end()
-        self._run.end()
         self._lock.close()
 
     # --- what comes out -------------------------------------------------------------------------------------------
@@ -293,7 +293,7 @@ class PrivateRun:
         with ranks.together(), alone_in(output_dir) if self._order.has_ended else nullcontext():
             keep_step(self.global_step, "saves")
             return write_checkpoint(
-                output_dir, self.global_step, self.steps,
+                output_dir, self.global_step, self.steps, self._micro_batch_size,
                 lambda: self._fingerprints.saved(self.ledger, self._dataset, output_dir, values),
                 self._save, self._optimizer, self._scheduler,
             )  # fmt: skip

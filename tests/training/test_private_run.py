@@ -155,7 +155,7 @@ def test_a_run_ends_with_its_budget_and_a_checkpoint_counts_what_was_spent(tmp_p
 
 def after_one_step() -> Any:
     """A run after its first step, and what is in hand then."""
-    model = classifier()
+    model = classifier(n_layers=1)
     run = a_run(model, steps=3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     run.begin(optimizer)
@@ -301,27 +301,26 @@ def test_two_runs_on_one_model_are_refused_at_the_first_step_of_the_second() -> 
 
 
 def test_what_does_no_harm_changes_nothing() -> None:
-    found = []
+    found, first = [], classifier()
     for careless in (False, True):
-        torch.manual_seed(0)
-        model = classifier(dropout=0.1)
+        model = copy.deepcopy(first)
         run, optimizer, scheduler = begun(model, steps=3)
         while run.global_step < 3:
             for batch in run.batches():
                 run.step(batch)
                 optimizer.step()
                 scheduler.step()
-                if careless:  # breaks, evaluates, and leaves the gradients
+                if careless:  # breaks, evaluates, averages in a copy, and leaves the gradients
+                    torch.optim.swa_utils.AveragedModel(model)
                     model.eval()
-                    with torch.no_grad():
-                        model(**pad(rows(4)))
+                    model(**pad(rows(4)))
                     break
                 optimizer.zero_grad()
         found.append(parameters(model))
+        assert run.ledger.steps == 3
         run.end()
         optimizer.step()  # nobody listens any more
-    # The loop that breaks begins to read anew, and of dropout's generator a number is drawn for it.
-    assert run.ledger.steps == 3
+    assert same(*found)
 
 
 @pytest.mark.parametrize(
@@ -371,17 +370,47 @@ def test_models_processes_and_optimizers_are_refused_by_name(monkeypatch: pytest
         a_run(model)
 
 
-def test_a_beginning_that_was_refused_can_be_made_good() -> None:
+def test_a_beginning_that_was_refused_can_be_made_good(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: Any, **options: Any) -> None:
+        raise ConfigurationError("padding", why="a test", fix="none")
+
     model = classifier()
     run = a_run(model, steps=1)
-    with pytest.raises(ConfigurationError, match="LBFGS"):
-        run.begin(torch.optim.LBFGS(model.parameters()))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with monkeypatch.context() as patch:
+        patch.setattr("hf_dp.training.engine.check_padding", refuse)
+        with pytest.raises(ConfigurationError, match="padding"):
+            run.begin(optimizer)
+    assert not run.ledger.entries
     run.begin(optimizer)
     for batch in run.batches():
         run.step(batch)
         optimizer.step()
     assert run.ledger.steps == run.global_step == 1
+
+
+@pytest.mark.parametrize("first", ["Trainer", "own"])
+def test_a_checkpoint_goes_on_in_the_other_loop(tmp_path: Path, first: str) -> None:
+    def trained(loop: str, resume: bool) -> dict[str, torch.Tensor]:
+        model = classifier(dropout=0.1)
+        trainer: DPTrainer = make(tmp_path, model, max_steps=4, save_strategy="steps", save_steps=2)
+        if loop == "Trainer":
+            trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2") if resume else None)
+            return parameters(model)
+        optimizer = trainer.create_optimizer()
+        scheduler = LambdaLR(optimizer, lambda step: 1.0)
+        run = a_run(model, steps=4, output_dir=tmp_path)
+        run.begin(optimizer, scheduler, resume_from_checkpoint=tmp_path / "checkpoint-2" if resume else None)
+        for batch in run.batches():
+            run.step(batch)
+            optimizer.step()
+            scheduler.step()
+            if run.global_step == 2:
+                run.save_checkpoint()
+        return parameters(model)
+
+    second = "own" if first == "Trainer" else "Trainer"
+    assert same(trained(first, resume=False), trained(second, resume=True))
 
 
 def resumed_with(**changes: Any) -> Callable[[Path], None]:
