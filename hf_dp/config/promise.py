@@ -47,7 +47,7 @@ class PrivacyConfig:
         clipping: "flat" cuts longer gradients to norm C and leaves shorter ones; "automatic" scales every gradient g by
             C / (|g| + 0.01), below C (Bu et al. 2022, arXiv:2206.07136), which leaves only the learning rate to choose.
         noise: which generator makes the noise, which is Gaussian: "gaussian", a fast statistical one, or "chacha20", a
-            stream cipher, which needs `pip install 'hf-dp[secure]'`.
+            stream cipher, which needs `pip install 'randomgen>=2.0,<3'`.
         accountant: "pld" (privacy loss distributions, tight) or "rdp" (Renyi, an upper bound).
         withhold_non_private_logs: keep training loss and clipping statistics, which are functions of the
             private data with no noise, out of the logs and the trainer state.
