@@ -69,6 +69,16 @@ class LedgerError(HfDpError):
     """A privacy ledger that is missing, damaged, or belongs to another run."""
 
 
+def damaged(
+    kind: str,
+    what: str,
+    why: str = "what is not whole promises nothing.",
+    fix: str = "take the file again from the folder that the private run saved; do not edit it by hand.",
+) -> LedgerError:
+    """What is read is not what was written: `what` is wrong with what should be a `kind`."""
+    return LedgerError(f"this is {kind}: {what.removesuffix('.')}.", why=why, fix=fix)
+
+
 class HubError(HfDpError):
     """A repository on the hub that cannot be read: no such name, no access, no network."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from collections.abc import Mapping
@@ -13,9 +14,16 @@ from hf_dp.accounting.accountants import epsilon, has_renyi
 from hf_dp.accounting.events import event_from_dict, event_to_dict, primitives
 from hf_dp.accounting.release import TRAINING_STEP, Release, check_label
 from hf_dp.config import AccountantName
-from hf_dp.errors import LedgerError
+from hf_dp.config.ranges import is_count
+from hf_dp.errors import LedgerError, damaged
 
 VERSION = 1
+_damaged = functools.partial(
+    damaged,
+    "not a readable privacy ledger",
+    why="a ledger that is not whole could hide privacy that was already spent.",
+    fix="resume from an earlier checkpoint whose ledger is whole, or start anew without resuming.",
+)
 
 
 class Ledger:
@@ -39,7 +47,7 @@ class Ledger:
             LedgerError: an event that no accountant here interprets, a count below 1, or a label that is no short name.
         """
         check_label(label)
-        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+        if not is_count(count, at_least=1):
             raise LedgerError(
                 f"a charge of {count!r} times {label!r}.",
                 why="a ledger only grows: what was released cannot be taken back.",
@@ -150,14 +158,6 @@ class Ledger:
                 raise _damaged(f"entry {str(entry)[:100]} has not the fields event, count and label")
             ledger.charge(event_from_dict(entry["event"]), entry["label"], entry["count"])
         return ledger
-
-
-def _damaged(what: str) -> LedgerError:
-    return LedgerError(
-        f"this is not a readable privacy ledger: {what}.",
-        why="a ledger that is not whole could hide privacy that was already spent.",
-        fix="resume from an earlier checkpoint whose ledger is whole, or start anew without resuming.",
-    )
 
 
 def _jsonable(promise: dict[str, Any]) -> dict[str, Any]:

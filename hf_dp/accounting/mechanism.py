@@ -17,7 +17,7 @@ from hf_dp.accounting.terms import TERMS, ClippingTerms, GaussianNoise, Sampling
 from hf_dp.config import PrivacyConfig
 from hf_dp.config.asked import Query, promised
 from hf_dp.config.ranges import check_target_delta
-from hf_dp.errors import ConfigurationError, HfDpError, LedgerError
+from hf_dp.errors import ConfigurationError, HfDpError, damaged
 
 # Queries in a step, and kinds of release; each part of a training has one or two.
 _MOST = 16
@@ -168,8 +168,4 @@ class Mechanism:
             numbers = {name: values[name] for name in ("steps", "delta", "reproducible")}
             return cls(**terms, **numbers, queries=queries, releases=releases)
         except (TypeError, ConfigurationError) as error:
-            raise LedgerError(
-                f"this is no mechanism: {error.found if isinstance(error, HfDpError) else error}",
-                why="what the run did, and so what it cost, cannot be known.",
-                fix="take the file again from the folder that the private run saved; do not edit it by hand.",
-            ) from error
+            raise damaged("no mechanism", error.found if isinstance(error, HfDpError) else str(error)) from error

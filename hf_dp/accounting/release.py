@@ -12,7 +12,7 @@ import dp_accounting as dp
 from hf_dp.accounting.events import event_from_dict, event_to_dict, primitives
 from hf_dp.accounting.gaussian import Gaussian
 from hf_dp.config.asked import check_times
-from hf_dp.errors import ConfigurationError, LedgerError
+from hf_dp.errors import ConfigurationError, LedgerError, damaged
 
 # What steps are called in ledgers, and the first query of each.
 TRAINING_STEP, GRADIENT = "training step", "gradient"
@@ -70,11 +70,11 @@ class Release:
             LedgerError: anything else.
         """
         if not isinstance(values, dict) or set(values) != {"label", "event", "times", "every"}:
-            raise _damaged(f"{str(values)[:100]} has not the fields label, event, times and every")
+            raise damaged("no release", f"{str(values)[:100]} has not the fields label, event, times and every")
         try:
             return cls(**{**values, "event": event_from_dict(values["event"])})
         except ConfigurationError as error:
-            raise _damaged(error.found) from error
+            raise damaged("no release", error.found) from error
 
 
 def check_label(label: object) -> None:
@@ -85,11 +85,3 @@ def check_label(label: object) -> None:
             why="labels stand on model cards, where anything else could pass for a claim.",
             fix="name it in at most 60 letters, digits, blanks and . , ( ) + -, such as 'training step'.",
         )
-
-
-def _damaged(what: str) -> LedgerError:
-    return LedgerError(
-        f"this is no release: {what}.",
-        why="what it cost cannot be known.",
-        fix="restore the file from a backup or an earlier checkpoint; do not edit it by hand.",
-    )

@@ -15,8 +15,8 @@ from hf_dp.accounting.neighbours import ADD_OR_REMOVE, ZERO_OUT
 from hf_dp.accounting.release import GRADIENT, Release, check_label
 from hf_dp.config import AccountantName
 from hf_dp.config.promise import ClippingName, NoiseName
-from hf_dp.config.ranges import is_number, is_one_of
-from hf_dp.errors import LedgerError
+from hf_dp.config.ranges import is_count, is_number, is_one_of
+from hf_dp.errors import damaged
 from hf_dp.versions import library_versions
 
 HYPER_PARAMETER_SEARCH = (
@@ -132,11 +132,7 @@ class PrivacyReport:
         """
         report = _read(cls, values)
         if isinstance(report, str):
-            raise LedgerError(
-                f"this is not a privacy report: {report}.",
-                why="a report that is not whole promises nothing.",
-                fix="take the report from the run's output folder again; do not edit it by hand.",
-            )
+            raise damaged("not a privacy report", report)
         return report
 
     def to_json(self) -> str:
@@ -211,13 +207,13 @@ def _read(cls: type[PrivacyReport], values: object) -> PrivacyReport | str:
     fields = {key: math.inf if value == "inf" else value for key, value in fields.items()}
     optional = {n for n in _OPTIONAL if fields[n] is not None}
     for name in (*_NUMBERS, *optional):
-        if isinstance(fields[name], bool) or not isinstance(fields[name], (int, float)) or not fields[name] >= 0:
+        if not (is_number(fields[name]) and fields[name] >= 0):
             return f"{name} is {fields[name]!r}"
     is_secret = fields["adjacency"] == ADD_OR_REMOVE
     if (fields["dataset_size"] is None) != is_secret:
         return f"dataset_size is {fields['dataset_size']!r}, for neighbours {str(fields['adjacency'])[:100]!r}"
     for name in ("steps",) if is_secret else ("steps", "dataset_size"):
-        if isinstance(fields[name], bool) or not isinstance(fields[name], int) or fields[name] < 0:
+        if not is_count(fields[name]):
             return f"{name} is {fields[name]!r}"
     if not isinstance(fields["reproducible"], bool) or fields["accountant"] not in ("pld", "rdp"):
         return f"reproducible is {fields['reproducible']!r}, accountant is {fields['accountant']!r}"

@@ -59,7 +59,7 @@ class PrivacyConfig:
         clipping: "flat" cuts longer gradients to norm C and leaves shorter ones; "automatic" scales every gradient g by
             C / (|g| + 0.01), below C (Bu et al. 2022, arXiv:2206.07136), which leaves only the learning rate to choose.
         noise: which generator makes the noise, which is Gaussian: "gaussian", a fast statistical one, or "chacha20", a
-            stream cipher, which needs `pip install 'hf-dp[secure]'`.
+            stream cipher, which needs `pip install 'randomgen>=2.0,<3'`.
         max_batch_size: None, or the most examples that a step uses, over all processes: of a larger draw so many are
             kept, chosen at random (Ganesh 2025, arXiv:2508.15089). Not below the expected batch size, which sums are
             divided by all the same; five times its square root above, it costs next to nothing. Needs

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_dp.accounting import Ledger, sampling_terms
+from hf_dp.config.ranges import is_number
 from hf_dp.errors import LedgerError
 from hf_dp.hub.claim import check_claim, check_promise, recomputed, same, steps_are
 from hf_dp.hub.files import check_files
@@ -103,7 +104,7 @@ def _of_numbers(state: Mapping[str, Any]) -> Iterator[str]:
         value = state.get(name, 0)
         if value is None and name in _INTERVALS:
             continue
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < math.inf:
+        if not (is_number(value) and abs(value) < math.inf):
             yield f"{name} in trainer_state.json is {value!r}"
     logs = state.get("log_history", [])
     if not isinstance(logs, list) or not all(isinstance(entry, dict) for entry in logs):

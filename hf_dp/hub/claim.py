@@ -27,7 +27,7 @@ from hf_dp.accounting.events import primitives
 from hf_dp.accounting.neighbours import SAID_BEFORE, ZERO_OUT
 from hf_dp.config import AccountantName, PrivacyConfig
 from hf_dp.config.asked import asked
-from hf_dp.config.ranges import is_probability
+from hf_dp.config.ranges import is_number, is_probability
 from hf_dp.errors import ConfigurationError, LedgerError, shortened
 from hf_dp.hub.card import epsilons, privacy_section
 from hf_dp.hub.record import VERSION, PrivacyRecord, sha256_of_text
@@ -289,8 +289,7 @@ def is_of_this_version(record: PrivacyRecord) -> bool:
 
 
 def same(one: Any, two: Any, tolerance: float = _TOLERANCE) -> bool:
-    numbers = [isinstance(value, (int, float)) and not isinstance(value, bool) for value in (one, two)]
-    if all(numbers):
+    if is_number(one) and is_number(two):
         return math.isclose(one, two, rel_tol=tolerance)
     if isinstance(one, dict) and isinstance(two, dict):
         return one.keys() == two.keys() and all(same(one[name], two[name], tolerance) for name in one)

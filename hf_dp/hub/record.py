@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
+import functools
 import hashlib
 import json
 import math
@@ -17,7 +18,8 @@ from typing import Any
 import hf_dp.hub.version1 as version1
 from hf_dp.accounting import Ledger, Mechanism, PrivacyReport
 from hf_dp.config import PrivacyConfig
-from hf_dp.errors import ConfigurationError, LedgerError
+from hf_dp.config.ranges import is_count
+from hf_dp.errors import ConfigurationError, LedgerError, damaged
 
 RECORD_FILE = "privacy.json"
 CARD_FILE = "README.md"
@@ -33,6 +35,7 @@ _CORPORA = {"corpus.jsonl", "corpus.csv"}
 _LARGEST_RECORD, _MOST_FILES = 1 << 20, 2000  # bytes
 # Lists and objects in one another; Python follows some hundreds.
 DEEPEST = 100
+_damaged = functools.partial(damaged, f"not a readable {RECORD_FILE}")
 _FIELDS = {"format", "version", "report", "config", "mechanism", "ledger", "files", "card_sha256"}
 
 
@@ -105,7 +108,7 @@ class PrivacyRecord:
         if not isinstance(values, dict) or values.get("format") != FORMAT:
             raise _damaged(f"it does not begin with the format {FORMAT!r}")
         version = values.get("version")
-        if not isinstance(version, int) or isinstance(version, bool) or version not in (version1.VERSION, VERSION):
+        if not is_count(version) or version not in (version1.VERSION, VERSION):
             raise LedgerError(
                 f"this {RECORD_FILE} has version {version!r}; this release reads versions up to {VERSION}.",
                 why="fields that are not known here could change what is promised; guessing at them proves nothing.",
@@ -184,14 +187,6 @@ def _is_printable(value: Any) -> bool:
 
 def _is_digest(value: object) -> bool:
     return isinstance(value, str) and len(value) == 64 and set(value) <= set("0123456789abcdef")
-
-
-def _damaged(what: str) -> LedgerError:
-    return LedgerError(
-        f"this is not a readable {RECORD_FILE}: {what}.",
-        why="a record that is not whole promises nothing.",
-        fix="take the file again from the folder that the private run saved; do not edit it by hand.",
-    )
 
 
 def _no_constant(name: str) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import dp_accounting as dp
@@ -21,9 +22,10 @@ from hf_dp.accounting import (
 from hf_dp.config import PrivacyConfig
 from hf_dp.config.asked import EMBEDDING_ROWS, ROW_COUNTS, TOKEN_PRESENCE, asked
 from hf_dp.config.ranges import is_count, is_noise
-from hf_dp.errors import ConfigurationError, LedgerError
+from hf_dp.errors import ConfigurationError, damaged
 
 VERSION = 1
+_damaged = partial(damaged, "not a privacy report of version 1")
 _NOISES = {
     TOKEN_PRESENCE: "frequency_noise_multiplier",
     EMBEDDING_ROWS: "row_choice_noise_multiplier",
@@ -31,7 +33,7 @@ _NOISES = {
 }
 _TIMES = "row_choices"
 # What reports have said since.
-_LATER = {"queries", "releases"}
+_LATER = {"queries", "releases", "clipping", "noise"}
 
 
 def read(values: object, config: PrivacyConfig, ledger: Ledger) -> tuple[PrivacyReport, Mechanism]:
@@ -98,12 +100,4 @@ def _with_claims(
     queries |= {label: noise for label, noise in noises.items() if label == ROW_COUNTS}
     return PrivacyReport.from_dict(
         {**plain, "queries": queries, "releases": [release.to_dict() for release in releases]}
-    )
-
-
-def _damaged(what: str) -> LedgerError:
-    return LedgerError(
-        f"this is not a privacy report of version 1: {what}.",
-        why="a report that is not whole promises nothing.",
-        fix="take the file again from the folder that the private run saved; do not edit it by hand.",
     )

@@ -123,9 +123,11 @@ def test_every_failure_in_the_table_names_tests_that_exist() -> None:
 
 def test_the_headings_of_the_faq_are_said_by_the_library() -> None:
     source = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "hf_dp").rglob("*.py"))
-    quoted = re.findall(r"^## `(.*)`$", (ROOT / "docs" / "faq.md").read_text(encoding="utf-8"), re.M)
+    page = (ROOT / "docs" / "faq.md").read_text(encoding="utf-8")
+    quoted, in_table = (re.findall(words, page, re.M) for words in (r"^## `(.*)`$", r"^\| .* \| `([^`]*)` \|$"))
     assert len(quoted) > 10
-    for words in quoted:
+    assert len(in_table) > 5
+    for words in quoted + in_table:
         assert words in source, words
 
 

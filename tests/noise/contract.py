@@ -32,7 +32,7 @@ from tests.training.workbench import make, parameters, private, same
 from tests.zoo import tiny
 
 HAS_RANDOMGEN = find_spec("randomgen") is not None
-needs_randomgen = pytest.mark.skipif(not HAS_RANDOMGEN, reason="needs randomgen: pip install 'hf-dp[secure]'")
+needs_randomgen = pytest.mark.skipif(not HAS_RANDOMGEN, reason="needs randomgen: pip install 'randomgen>=2.0,<3'")
 # Seeds are fixed, so right noise passes always; a p-value below this says that the noise is not what it should be.
 REJECTED = 1e-3
 SIZE = 20_000

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -10,12 +11,13 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
-from hf_dp import PrivacyConfig, PrivacyReport
+from hf_dp import PrivacyConfig, PrivacyReport, SparseEmbeddingConfig
 from hf_dp.accounting import Ledger
 from hf_dp.errors import ConfigurationError, LedgerError
 from tests.noise.contract import NoiseSourceContract, needs_randomgen, plan_of
-from tests.training.workbench import make, private
+from tests.training.workbench import classifier, make, private
 
 
 def round_of(state: list[int], *words: int) -> None:
@@ -76,6 +78,34 @@ class TestChaCha20(NoiseSourceContract):
                 PrivacyReport.from_dict({**told.to_dict(), "noise": wrong})
 
 
+def with_lora() -> nn.Module:
+    from tests.training.test_lora import adapted
+
+    return adapted(classifier())
+
+
+@needs_randomgen
+@pytest.mark.usefixtures("checked_once")
+@pytest.mark.parametrize(
+    ("model", "settings"),
+    [(with_lora, {"accountant": "rdp"}), (classifier, {"sparse_embeddings": SparseEmbeddingConfig(threshold=2.0)})],
+    ids=["LoRA", "sparse embeddings"],
+)
+def test_with_automatic_clipping_it_costs_what_the_usual_noise_costs(
+    tmp_path: Path, model: Callable[[], nn.Module], settings: dict[str, Any]
+) -> None:
+    reports = []
+    for noise in ("gaussian", "chacha20"):
+        privacy = private(
+            noise_multiplier=None, target_epsilon=3.0, seed=None, clipping="automatic", noise=noise, **settings
+        )
+        trainer = make(tmp_path / noise, model(), privacy)
+        trainer.train()
+        reports.append(trainer.privacy_report().to_dict())
+    assert reports[1] == {**reports[0], "noise": "chacha20"}
+    assert reports[1]["private"]
+
+
 def test_the_definition_gives_the_published_test_vector() -> None:
     wanted = "76b8e0ada0f13d90405d6ae55386bd28bdd219b8a08ded1aa836efcc8b770dc7"
     assert key_stream(bytes(32), 0)[:32].hex() == wanted
@@ -90,7 +120,7 @@ def test_a_generator_that_is_not_known_is_refused(noise: Any) -> None:
 @pytest.mark.usefixtures("checked_once")
 def test_without_the_package_nothing_is_spent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "randomgen", None)
-    with pytest.raises(ConfigurationError, match=r"(?s)randomgen.*pip install 'hf-dp\[secure\]'"):
+    with pytest.raises(ConfigurationError, match=r"(?s)randomgen.*pip install 'randomgen"):
         plan_of(noise="chacha20")
     trainer = make(tmp_path, privacy=private(noise="chacha20"))
     with pytest.raises(ConfigurationError, match="randomgen"):
