@@ -15,6 +15,9 @@ from torch.optim.lr_scheduler import LambdaLR
 from hf_dp import DPTrainer, PrivacyConfig, PrivateRun, ReAttentionConfig, SparseEmbeddingConfig
 from hf_dp.errors import BudgetExceededError, ConfigurationError, LedgerError
 from hf_dp.hub import verify
+from hf_dp.training.own_checkpoints import found_checkpoint, step_of
+from hf_dp.training.resume import SavedRun
+from tests.crashes import killed, killed_everywhere
 from tests.training.workbench import (
     EXPECTED,
     MICRO,
@@ -459,6 +462,41 @@ def test_a_checkpoint_of_another_training_is_refused(
     run.end()
     with pytest.raises((LedgerError, ConfigurationError), match=words):
         resume(tmp_path)
+
+
+@pytest.mark.parametrize("all_moments", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_killed_in_a_save_there_is_a_whole_checkpoint_with_its_ledger(tmp_path: Path, all_moments: bool) -> None:
+    out = tmp_path / "out"
+    run, optimizer, scheduler = begun(classifier(n_layers=1), output_dir=out)
+    loop(run, optimizer, scheduler, save_at=1, until=2)
+    found, one = [], (killed(out, run.save_checkpoint, number) for number in (4,))
+    for _ in killed_everywhere(out, run.save_checkpoint) if all_moments else one:
+        checkpoint = found_checkpoint(True, out)
+        assert checkpoint is not None
+        assert SavedRun.read(checkpoint).ledger.steps == step_of(checkpoint)
+        found.append(step_of(checkpoint))
+    assert found == (sorted(found) if all_moments else [1])
+    assert set(found) == ({1, 2} if all_moments else {1})
+
+
+def test_a_save_that_fails_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: Any, **options: Any) -> None:
+        raise OSError("a test")
+
+    run, optimizer, _ = begun(classifier(n_layers=1), steps=2, output_dir=tmp_path)
+    batches = run.batches()
+    run.step(next(batches))
+    optimizer.step()
+    with monkeypatch.context() as patch:
+        patch.setattr(LambdaLR, "state_dict", fail)
+        with pytest.raises(OSError, match="a test"):
+            run.save_checkpoint()
+    assert not list(tmp_path.glob("*saving*")) + list(tmp_path.glob("checkpoint-*"))
+    run.save_checkpoint()
+    run.step(next(batches))
+    optimizer.step()
+    assert list(batches) == []
+    assert (tmp_path / "checkpoint-1").is_dir()
 
 
 def test_two_runs_do_not_write_into_one_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
