@@ -28,10 +28,7 @@ from hf_dp.accounting.report import (
     standard_caveats,
 )
 from hf_dp.accounting.terms import (
-    AutomaticClipping,
-    ClippingTerms,
     ExampleUnit,
-    FlatClipping,
     GaussianNoise,
     PoissonSampling,
     SamplingTerms,
@@ -44,6 +41,7 @@ from hf_dp.accounting.terms import (
     unit_kind,
 )
 from hf_dp.config.asked import Query, Share
+from hf_dp.config.clipping import AutomaticClipping, ClippingTerms, FlatClipping
 from hf_dp.config.ranges import check_target_epsilon
 
 __all__ = [

@@ -13,9 +13,10 @@ from hf_dp.accounting.events import check_steps
 from hf_dp.accounting.ledger import Ledger
 from hf_dp.accounting.release import GRADIENT, TRAINING_STEP, Release, check_label
 from hf_dp.accounting.report import PrivacyReport, standard_caveats
-from hf_dp.accounting.terms import TERMS, ClippingTerms, GaussianNoise, SamplingTerms, UnitTerms, terms_from_dict
+from hf_dp.accounting.terms import TERMS, GaussianNoise, SamplingTerms, UnitTerms, terms_from_dict
 from hf_dp.config import PrivacyConfig
 from hf_dp.config.asked import Query, promised
+from hf_dp.config.clipping import ClippingTerms
 from hf_dp.config.ranges import check_target_delta
 from hf_dp.errors import ConfigurationError, HfDpError, damaged
 

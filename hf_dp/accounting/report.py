@@ -14,7 +14,8 @@ from hf_dp.accounting.events import in_words
 from hf_dp.accounting.neighbours import ADD_OR_REMOVE, ZERO_OUT
 from hf_dp.accounting.release import GRADIENT, Release, check_label
 from hf_dp.config import AccountantName
-from hf_dp.config.promise import ClippingName, NoiseName
+from hf_dp.config.clipping import ClippingName
+from hf_dp.config.promise import NoiseName
 from hf_dp.config.ranges import is_count, is_number, is_one_of
 from hf_dp.errors import damaged
 from hf_dp.versions import library_versions

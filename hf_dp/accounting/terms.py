@@ -14,35 +14,15 @@ import hf_dp.accounting.truncated as truncated
 from hf_dp.accounting.events import check_sampling_probability
 from hf_dp.accounting.neighbours import ADD_OR_REMOVE, ZERO_OUT
 from hf_dp.config import PrivacyConfig
+from hf_dp.config.clipping import CLIPPINGS, ClippingTerms
+from hf_dp.config.plain import Terms, refuse_term
 from hf_dp.config.promise import NoiseName
-from hf_dp.config.ranges import check_clipping_norm, check_noise_multiplier, is_count, is_number, shown
+from hf_dp.config.ranges import check_noise_multiplier, is_count, is_number, shown
 from hf_dp.errors import ConfigurationError
 
 
-class _Terms:
-    """To JSON: the fields, infinity as the string "inf". `terms_from_dict` is the inverse."""
-
-    kind: str
-
-    def __post_init__(self) -> None:
-        known = self._kinds()
-        if self.kind not in known:
-            _refuse("kind", self.kind, f"it is {' or '.join(map(repr, known))}")
-        self._check()
-
-    @classmethod
-    def _kinds(cls) -> tuple[str, ...]:
-        return tuple(str(item.default) for item in dataclasses.fields(cls) if item.name == "kind")  # type: ignore[arg-type]
-
-    def _check(self) -> None: ...
-
-    def to_dict(self) -> dict[str, Any]:
-        values = dataclasses.asdict(self)  # type: ignore[call-overload]
-        return {name: "inf" if value == math.inf else value for name, value in values.items()}
-
-
 @dataclass(frozen=True, kw_only=True)
-class ExampleUnit(_Terms):
+class ExampleUnit(Terms):
     """Each training example is a unit of its own.
 
     Attributes:
@@ -56,11 +36,11 @@ class ExampleUnit(_Terms):
 
     def _check(self) -> None:
         if not is_count(self.number, at_least=1):
-            _refuse("number", self.number, "it is a whole number of at least 1")
+            refuse_term("number", self.number, "it is a whole number of at least 1")
 
 
 @dataclass(frozen=True, kw_only=True)
-class UncountedExampleUnit(_Terms):
+class UncountedExampleUnit(Terms):
     """Each training example is a unit of its own, and how many there are is secret: nothing may follow from it."""
 
     kind: str = "uncounted example"
@@ -73,7 +53,7 @@ UnitTerms = ExampleUnit | UncountedExampleUnit
 
 
 @dataclass(frozen=True, kw_only=True)
-class PoissonSampling(_Terms):
+class PoissonSampling(Terms):
     """Each unit enters each step independently.
 
     Attributes:
@@ -89,7 +69,7 @@ class PoissonSampling(_Terms):
     def _check(self) -> None:
         check_sampling_probability(self.probability)
         if not (is_number(self.expected_batch_size) and 0 < self.expected_batch_size < math.inf):
-            _refuse("expected_batch_size", self.expected_batch_size, "it is a finite number above 0")
+            refuse_term("expected_batch_size", self.expected_batch_size, "it is a finite number above 0")
 
     def event(self, inner: dp.DpEvent, number: int | None) -> dp.DpEvent:
         """What a step costs whose release would cost `inner` on all units, `number` of them (None if it is secret)."""
@@ -97,7 +77,7 @@ class PoissonSampling(_Terms):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TruncatedPoissonSampling(_Terms):
+class TruncatedPoissonSampling(Terms):
     """Each unit is drawn for each step independently; of more than `max_batch_size`, so many are kept, at random.
 
     Attributes:
@@ -133,57 +113,7 @@ SamplingTerms = PoissonSampling | TruncatedPoissonSampling
 
 
 @dataclass(frozen=True, kw_only=True)
-class FlatClipping(_Terms):
-    """Each unit's gradient is scaled to l2 norm at most `norm`, over all parameters together.
-
-    Attributes:
-        norm: C > 0; infinite without clipping.
-    """
-
-    norm: float
-    kind: str = "flat"
-
-    def _check(self) -> None:
-        check_clipping_norm(self.norm)
-
-    @property
-    def sensitivity(self) -> float:
-        """How far one unit moves the sum in l2 norm."""
-        return self.norm
-
-
-@dataclass(frozen=True, kw_only=True)
-class AutomaticClipping(_Terms):
-    """Each unit's gradient g is scaled by `norm` / (|g| + `gamma`), to l2 norm below `norm`, over all parameters.
-
-    Attributes:
-        norm: C > 0, finite.
-        gamma: between 1e-4 and 1e4. Gradients much shorter than that stay short; it costs nothing.
-    """
-
-    norm: float
-    gamma: float = 0.01
-    kind: str = "automatic"
-
-    def _check(self) -> None:
-        check_clipping_norm(self.norm)
-        if self.norm == math.inf:
-            _refuse("norm", self.norm, "gradients that are brought near it need a finite one")
-        # A larger coefficient could make infinities of finite gradients.
-        if not (is_number(self.gamma) and 1e-4 <= self.gamma <= 1e4):
-            _refuse("gamma", self.gamma, "it is a number between 0.0001 and 10000")
-
-    @property
-    def sensitivity(self) -> float:
-        """How far one unit moves the sum in l2 norm, at most: C |g| / (|g| + gamma) < C."""
-        return self.norm
-
-
-ClippingTerms = FlatClipping | AutomaticClipping
-
-
-@dataclass(frozen=True, kw_only=True)
-class GaussianNoise(_Terms):
+class GaussianNoise(Terms):
     """Independent Gaussian noise on each query of a step.
 
     Queries of one sampled batch are one Gaussian mechanism, whose precision is the sum of theirs (in units of their
@@ -248,7 +178,7 @@ def _poisson_sampled(probability: float, inner: dp.DpEvent) -> dp.DpEvent:
 TERMS: dict[str, dict[str, type[Any]]] = {
     "unit": {"example": ExampleUnit, "uncounted example": UncountedExampleUnit},
     "sampling": {"poisson": PoissonSampling, "truncated_poisson": TruncatedPoissonSampling},
-    "clipping": {"flat": FlatClipping, "automatic": AutomaticClipping},
+    "clipping": CLIPPINGS,
     "noise": dict.fromkeys(get_args(NoiseName), GaussianNoise),
 }
 
@@ -292,13 +222,5 @@ def terms_from_dict(field: str, values: object) -> Any:
             fix=f"use one of the kinds {', '.join(map(repr, known))}, or a newer hf_dp.",
         )
     if set(values) != {item.name for item in dataclasses.fields(known[kind])}:
-        _refuse(field, values, f"of kind {kind!r} it has other values")
+        refuse_term(field, values, f"of kind {kind!r} it has other values")
     return known[kind](**{name: math.inf if value == "inf" else value for name, value in values.items()})
-
-
-def _refuse(name: str, value: object, rule: str) -> None:
-    raise ConfigurationError(
-        f"{name}={shown(value)} in the terms of a mechanism.",
-        why=f"{rule}; what a run costs follows from it.",
-        fix="make mechanisms with Plan.make, or take the file again from where it was written.",
-    )

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import Any, Literal, get_args
 
+from hf_dp.config.clipping import ClippingName, check_clipping
 from hf_dp.config.ranges import (
     check_clipping_norm,
     check_given_probability,
@@ -27,7 +28,6 @@ from hf_dp.errors import ConfigurationError
 from hf_dp.launched import is_first, say_once
 
 AccountantName = Literal["pld", "rdp"]
-ClippingName = Literal["flat", "automatic"]
 NoiseName = Literal["gaussian", "chacha20"]
 # What ledgers leave out, as those did that were made before it could be chosen.
 PLAIN = {
@@ -157,7 +157,7 @@ class PrivacyConfig:
                 why="without clipping one example's influence is unbounded, and no finite noise hides it.",
                 fix="give a finite clipping_norm, or noise_multiplier=0 for a run without privacy.",
             )
-        self._check_clipping()
+        check_clipping(self.clipping, self.clipping_norm)
         self._check_noise()
         if self.target_delta is not None:
             check_target_delta(self.target_delta)
@@ -215,20 +215,6 @@ class PrivacyConfig:
                 f"sampling_probability={self.sampling_probability:g} without target_delta.",
                 why="n is secret then, and the default delta, n ** -1.1, would tell it.",
                 fix="give target_delta, well below 1 over the most examples that there could be, such as 1e-8.",
-            )
-
-    def _check_clipping(self) -> None:
-        if not is_one_of(self.clipping, get_args(ClippingName)):
-            raise ConfigurationError(
-                f"clipping={shown(self.clipping)}.",
-                why="what one example may add follows from the rule, and of an unknown one nothing follows.",
-                fix="use 'flat' (the default) or 'automatic'.",
-            )
-        if self.clipping != "flat" and self.clipping_norm == math.inf:
-            raise ConfigurationError(
-                f"clipping={self.clipping!r} with clipping_norm=inf.",
-                why="it brings every gradient near the clipping norm, and none can be brought near infinity.",
-                fix="give a finite clipping_norm, or clipping='flat'.",
             )
 
     def _check_noise(self) -> None:
