@@ -190,10 +190,11 @@ def unit_kind(config: PrivacyConfig) -> type[ExampleUnit] | type[UncountedExampl
 
 def sampling_terms(number: int | None, expected_batch_size: float, asked: Mapping[str, Any]) -> SamplingTerms:
     """The sampling of `number` units (None if it is secret) that a config asks for, given its fields, or a ledger's
-    promise."""
+    promise (`ConfigurationError` where none follows)."""
     q, most = asked.get("sampling_probability"), asked.get("max_batch_size")
     if q is None:
-        assert number is not None
+        if number is None:
+            refuse_term("number", number, "the probability of sampling follows from it")
         q = expected_batch_size / number
     said = {"probability": q, "expected_batch_size": expected_batch_size}
     given = {} if most is None else {"max_batch_size": most}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
+from typing import Any, NoReturn
 
 from hf_dp.config.ranges import shown
 from hf_dp.errors import ConfigurationError
@@ -32,7 +32,7 @@ class Terms:
         return {name: "inf" if value == math.inf else value for name, value in values.items()}
 
 
-def refuse_term(name: str, value: object, rule: str) -> None:
+def refuse_term(name: str, value: object, rule: str) -> NoReturn:
     """Refuses a value that no mechanism has (`ConfigurationError`); `rule` is what it must be."""
     raise ConfigurationError(
         f"{name}={shown(value)} in the terms of a mechanism.",

@@ -102,7 +102,7 @@ def test_a_second_training_in_one_output_directory(tmp_path: Path, monkeypatch: 
 def test_the_hint_at_a_larger_batch_does_not_tell_a_secret_n(caplog: pytest.LogCaptureFixture) -> None:
     entropy = Entropy(None)
     config = PrivacyConfig(noise_multiplier=1.0, target_delta=1e-5, sampling_probability=0.01)
-    sampler = PoissonBatchSampler(450, 4, entropy, sampling_probability=0.01)
+    sampler = PoissonBatchSampler.of(450, 4, entropy, sampling_probability=0.01)
     Magnitudes(Plan.make(config, sampler, 100, entropy), torch.nn.Linear(200, 200))
     (said,) = caplog.messages
     assert WORDS in said
