@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import dp_accounting as dp
 
 import hf_dp.accounting as accounting
 from hf_dp.accounting import GRADIENT, Mechanism, Query, Release, Share
+from hf_dp.accounting.events import primitives
+from hf_dp.accounting.gaussian import Gaussian
 from hf_dp.clipping.rule import ClippingRule
 from hf_dp.clipping.table import rule_of
 from hf_dp.config import PrivacyConfig
+from hf_dp.config.ranges import is_number
 from hf_dp.errors import ConfigurationError
 from hf_dp.noise.source import NoiseSource
 from hf_dp.noise.table import source_of
 from hf_dp.randomness import Entropy
 from hf_dp.sampling.sampler import BatchSampler
+
+# Of a calibration by other versions of the same computation. Epsilon changes by no more than that, relatively.
+_ROUNDING = 1e-9
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,6 +117,24 @@ class Plan:
         )
         return cls(config, mechanism, sampler, entropy)
 
+    def continuing(self, ledger: accounting.Ledger) -> Plan:
+        """This plan, with the noise of `ledger` where the two differ by rounding alone.
+
+        Another version of scipy or dp_accounting calibrates to other last digits; what was begun goes on as it was.
+        """
+        noise = self.mechanism.noise
+        saved: Any = ledger.promise.get("calibrated_noise_multiplier")
+        if is_number(saved) and _is_rounding(noise.multiplier, saved):
+            noise = replace(noise, multiplier=saved)
+        made = {release.label: release.event for release in ledger.releases}
+        releases = tuple(
+            replace(planned, event=made[planned.label])
+            if planned.label in made and _is_rounding_of(planned.event, made[planned.label])
+            else planned
+            for planned in self.releases
+        )
+        return replace(self, mechanism=replace(self.mechanism, noise=noise, releases=releases))
+
     @property
     def steps(self) -> int:
         """How many steps are planned, and, under a target epsilon, the most that the budget pays for."""
@@ -177,3 +201,16 @@ class Plan:
             f"{self.mechanism.sampling.name} with sampling probability {self.sampler.sampling_probability:.4g}, "
             f"{self.steps} steps of expected batch size {self.sampler.expected_batch_size}"
         )
+
+
+def _is_rounding(one: float, other: float) -> bool:
+    return math.isclose(one, other, rel_tol=_ROUNDING, abs_tol=0.0)
+
+
+def _is_rounding_of(event: dp.DpEvent, other: dp.DpEvent) -> bool:
+    """Whether both are one Gaussian mechanism, on samples of one probability, with noise alike."""
+    ones = [tuple((primitives(each) or {}).items()) for each in (event, other)]
+    match ones:
+        case [((Gaussian() as one, 1),), ((Gaussian() as two, 1),)]:
+            return one.probability == two.probability and _is_rounding(one.noise, two.noise)
+    return False

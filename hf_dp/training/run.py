@@ -107,6 +107,8 @@ class Run:
         for kind in PARTS.values():
             kind.wrapped(self.model)
         refuse_trained_by_another(self.model, owner, saved)
+        if saved is not None:
+            self.plan = self.plan.continuing(saved.ledger)
         self.ledger = continued(ledger, saved, self.plan, dataset)
         self.ledger.promise = self.plan.promise
         return self.ledger

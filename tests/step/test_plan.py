@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import dp_accounting as dp
 import pytest
 
-from hf_dp.accounting import PoissonSampling, Query, Share, UncountedExampleUnit, epsilon
+from hf_dp.accounting import Ledger, PoissonSampling, Query, Share, UncountedExampleUnit, epsilon
 from hf_dp.config import PrivacyConfig
-from hf_dp.errors import ConfigurationError
+from hf_dp.errors import ConfigurationError, LedgerError
 from hf_dp.randomness import Entropy
 from hf_dp.sampling.poisson import PoissonBatchSampler
 from hf_dp.step.plan import Plan
@@ -64,3 +65,42 @@ def test_a_sampler_that_is_not_the_mechanisms_is_refused(change: dict[str, Any])
             Plan(config, mechanism, drawing, plan.entropy)
     assert Plan(own, dataclasses.replace(plan.mechanism, unit=unit), sampler, plan.entropy).sampler is sampler
     assert made(seed=3).mechanism.reproducible
+
+
+def rounded(plan: Plan, factor: float) -> Ledger:
+    """That of a run whose noise another version calibrated."""
+    ledger = Ledger({**plan.promise, "calibrated_noise_multiplier": plan.noise_multiplier * factor})
+    for release in plan.releases:
+        ledger.charge(dp.GaussianDpEvent(release.noise_multiplier * factor), release.label)
+    return ledger
+
+
+def test_a_ledger_whose_noise_is_another_rounding_is_gone_on_with_as_it_is() -> None:
+    plan = made(shares=SHARES, queries=[Query("counts", 2.0)])
+    ledger = rounded(plan, 1 + 1e-13)
+    continued = plan.continuing(ledger)
+    ledger.check_same_promise(continued.promise)
+    assert {(made.label, made.event) for made in ledger.releases} == {(r.label, r.event) for r in continued.releases}
+    assert continued.noise_multiplier == ledger.promise["calibrated_noise_multiplier"] != plan.noise_multiplier
+    assert continued.sampler is plan.sampler
+    assert continued.entropy is plan.entropy
+    # What is another noise stays refused, and so does what is no number.
+    for other in (rounded(plan, 1 - 1e-6), Ledger(), Ledger({"calibrated_noise_multiplier": "1"})):
+        assert plan.continuing(other).mechanism == plan.mechanism
+    with pytest.raises(LedgerError, match="calibrated_noise_multiplier"):
+        rounded(plan, 1 - 1e-6).check_same_promise(plan.continuing(rounded(plan, 1 - 1e-6)).promise)
+
+
+def test_a_release_of_another_kind_is_not_gone_on_with() -> None:
+    plan = made(shares=SHARES[:1])
+    same = dp.GaussianDpEvent(plan.releases[0].noise_multiplier)
+    for event in (
+        dp.NoOpDpEvent(),
+        dp.NonPrivateDpEvent(),
+        dp.PoissonSampledDpEvent(0.5, same),
+        dp.SelfComposedDpEvent(same, 2),
+        dp.ComposedDpEvent([same, dp.GaussianDpEvent(1.0)]),
+    ):
+        ledger = Ledger(plan.promise)
+        ledger.charge(event, "presence")
+        assert plan.continuing(ledger).releases == plan.releases
