@@ -86,11 +86,15 @@ def composed_deltas(steps: Sequence[tuple[StepLoss, int]], cell: float, epsilons
         order = math.exp(log_order)
         return (sums.cumulant(order) - math.log(_MIDDLE) + _log_share(order)) / order
 
-    tilted = sums.tilted(math.exp(_best(chernoff).x))
-    if tilted is None:
-        return np.ones_like(epsilons)
-    logs = np.array([tilted.log_delta(float(epsilon)) for epsilon in epsilons])
-    return np.minimum(1.0, np.exp(logs + _cumulant_rounding(steps)) * (1 + 1e-9) + _infinite(steps))
+    best = math.exp(_best(chernoff).x)
+    found = np.ones_like(epsilons)
+    # Losses that have an end have no best order; with a large one what they are at epsilons well below is lost.
+    for order in {best, min(1.0, best)}:
+        if (tilted := sums.tilted(order)) is not None:
+            logs = np.array([tilted.log_delta(float(epsilon)) for epsilon in epsilons])
+            bound = np.exp(logs + _cumulant_rounding(steps)) * (1 + 1e-9) + _infinite(steps)
+            found = np.fmin(found, bound)
+    return found
 
 
 def _best(bound: Callable[[float], float]) -> Any:

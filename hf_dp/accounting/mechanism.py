@@ -13,7 +13,15 @@ from hf_dp.accounting.events import check_steps
 from hf_dp.accounting.ledger import Ledger
 from hf_dp.accounting.release import GRADIENT, TRAINING_STEP, Release, check_label
 from hf_dp.accounting.report import PrivacyReport, standard_caveats
-from hf_dp.accounting.terms import TERMS, GaussianNoise, SamplingTerms, UnitTerms, terms_from_dict
+from hf_dp.accounting.terms import (
+    TERMS,
+    GaussianNoise,
+    SamplingTerms,
+    UnitTerms,
+    clipping_terms,
+    sampling_terms,
+    terms_from_dict,
+)
 from hf_dp.config import PrivacyConfig
 from hf_dp.config.asked import Query, promised
 from hf_dp.config.clipping import ClippingTerms
@@ -113,6 +121,23 @@ class Mechanism:
             # Steps whose noise anyone can repeat stay steps that are not private.
             "reproducible": self.reproducible,
         }
+
+    def beside(self, config: PrivacyConfig) -> dict[str, tuple[Any, Any]]:
+        """By its name, what is said here and what the config asks for of it, where it does: pairs that must agree."""
+        try:
+            sampling: Any = sampling_terms(self.unit.number, self.sampling.expected_batch_size, config.to_dict())
+            sampling = sampling.to_dict()
+        except ConfigurationError as error:
+            sampling = error.found
+        pairs = {
+            "clipping": (self.clipping.to_dict(), clipping_terms(config).to_dict()),
+            "sampling": (self.sampling.to_dict(), sampling),
+            "noise": (self.noise.kind, config.noise),
+            # The config may leave these to be found.
+            "noise_multiplier": (self.noise.multiplier, config.noise_multiplier),
+            "target_delta": (self.delta, config.target_delta),
+        }
+        return {name: (said, wanted) for name, (said, wanted) in pairs.items() if wanted is not None}
 
     def report(self, ledger: Ledger, config: PrivacyConfig) -> PrivacyReport:
         """What is promised, and what `ledger` says was spent so far."""

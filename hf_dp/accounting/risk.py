@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,14 +37,20 @@ class Risk:
         return (
             "Whoever sees everything that was released, knows all of the training data but one example, and asks "
             f"whether that one was in it: if they wrongly say yes of {rate:.1%} of those that were not, they rightly "
-            f"say so of at most {found:.1%} of those that were. Who thought it an even chance before is right in at "
-            f"most {self.posterior:.1%} of all cases after."
+            f"say so of at most {at_most(found)} of those that were. Who thought it an even chance before is right in "
+            f"at most {at_most(self.posterior)} of all cases after."
         )
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for strict JSON."""
         rates = {f"{rate:g}": found for rate, found in self.true_positive_rates.items()}
         return {"true_positive_rates": rates, "advantage": self.advantage, "posterior": self.posterior}
+
+
+def at_most(share: float, digits: int = 1) -> str:
+    """A bound as a percentage: rounded up, since a smaller one would not be true."""
+    scale = 10 ** (digits + 2)
+    return f"{math.ceil(share * scale - 1e-9) / scale:.{digits}%}"
 
 
 def risk(event: dp.DpEvent, false_positive_rates: tuple[float, ...] = FALSE_POSITIVE_RATES) -> Risk:

@@ -121,6 +121,12 @@ def _own_delta(q: float | None, batch_size: float, epochs: float | None, delta: 
             "out --sampling-probability and give --n.",
         )
     check_target_delta(delta)
+    if delta >= 1 / 2:
+        raise ConfigurationError(
+            f"--delta {delta:g} with --sampling-probability.",
+            why="delta is below 1/n in every training, and n is 2 at least.",
+            fix="give a number well below 1 over the most examples that there could be, such as 1e-8.",
+        )
     if not 1 <= batch_size < math.inf:
         raise ConfigurationError(
             f"--batch-size {batch_size:g}.", why="sums are divided by it.", fix="give a finite number of at least 1."

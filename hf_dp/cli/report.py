@@ -70,11 +70,13 @@ def report(
 
 
 def _print_risk(found: Risk) -> None:
+    from hf_dp.accounting.risk import at_most
+
     table = Table(title="How well membership can be told, at most", title_justify="left")
     table.add_column("of those who are not in it, taken for members", justify="right")
     table.add_column("of those who are, found", justify="right")
     for rate, most in found.true_positive_rates.items():
-        table.add_row(f"{rate:.1%}", f"{most:.2%}")
+        table.add_row(f"{rate:.1%}", at_most(most, digits=2))
     Console().print("\n", table)
     Console().print(str(found), markup=False, highlight=False)
 

@@ -12,20 +12,17 @@ from hf_dp.accounting import (
     TRAINING_STEP,
     GaussianNoise,
     Ledger,
-    Mechanism,
     PrivacyReport,
     Release,
     SamplingTerms,
     check_delta,
-    clipping_terms,
     in_words,
-    sampling_terms,
     standard_caveats,
     unit_kind,
 )
 from hf_dp.accounting.events import primitives
 from hf_dp.accounting.neighbours import SAID_BEFORE, ZERO_OUT
-from hf_dp.config import AccountantName, PrivacyConfig
+from hf_dp.config import AccountantName
 from hf_dp.config.asked import asked
 from hf_dp.config.ranges import is_number, is_probability
 from hf_dp.errors import ConfigurationError, LedgerError, shortened
@@ -224,29 +221,12 @@ def check_promise(record: PrivacyRecord) -> Iterator[Check]:
         for name, value in mechanism.promise(config).items()
         if not same(promise.get(name, "absent"), value)
     ]
-    # The config may leave three of these to be found.
-    given: dict[str, tuple[Any, Any]] = {
-        "clipping": (mechanism.clipping.to_dict(), clipping_terms(config).to_dict()),
-        "sampling": (mechanism.sampling.to_dict(), _sampling(mechanism, config)),
-        "noise": (mechanism.noise.kind, config.noise),
-        "noise_multiplier": (mechanism.noise.multiplier, config.noise_multiplier),
-        "target_delta": (mechanism.delta, config.target_delta),
-        "sampling_probability": (mechanism.sampling.probability, config.sampling_probability),
-    }
     differing += [
         f"{name}: {said!r} in the mechanism, {wanted!r} in the config"
-        for name, (said, wanted) in given.items()
-        if wanted is not None and not same(said, wanted)
+        for name, (said, wanted) in mechanism.beside(config).items()
+        if not same(said, wanted)
     ]
     yield Check("mechanism, config and ledger's promise", not differing, "; ".join(differing) or "they agree")
-
-
-def _sampling(mechanism: Mechanism, config: PrivacyConfig) -> dict[str, Any] | str:
-    try:
-        said = mechanism.sampling.expected_batch_size
-        return sampling_terms(mechanism.unit.number, said, config.to_dict()).to_dict()
-    except ConfigurationError as error:
-        return error.found
 
 
 def check_words(record: PrivacyRecord) -> Iterator[Check]:

@@ -18,7 +18,7 @@ from typing import Any
 import hf_dp.hub.version1 as version1
 from hf_dp.accounting import Ledger, Mechanism, PrivacyReport
 from hf_dp.config import PrivacyConfig
-from hf_dp.config.ranges import is_count
+from hf_dp.config.ranges import LARGEST_NOISE, is_count
 from hf_dp.errors import ConfigurationError, LedgerError, damaged
 
 RECORD_FILE = "privacy.json"
@@ -33,6 +33,8 @@ _WEIGHTS = ("model*.safetensors", "adapter_model*.safetensors")
 _CORPORA = {"corpus.jsonl", "corpus.csv"}
 # Far above any real record: a model of a thousand files has a tenth of it.
 _LARGEST_RECORD, _MOST_FILES = 1 << 20, 2000  # bytes
+# Of the largest noise multiplier, given as a whole number. Python takes the square of the digits to read more.
+_LONGEST_NUMBER = len(f"{LARGEST_NOISE:.0f}")
 # Lists and objects in one another; Python follows some hundreds.
 DEEPEST = 100
 _damaged = functools.partial(damaged, f"not a readable {RECORD_FILE}")
@@ -194,7 +196,7 @@ def _no_constant(name: str) -> float:
 
 
 def _whole(digits: str) -> int:
-    if len(digits) > 18:
+    if len(digits) > _LONGEST_NUMBER:
         raise ValueError(f"a whole number of {len(digits)} digits")
     return int(digits)
 

@@ -22,6 +22,7 @@ from hf_dp.noise.source import NoiseSource
 from hf_dp.noise.table import source_of
 from hf_dp.randomness import Entropy
 from hf_dp.sampling.sampler import BatchSampler
+from hf_dp.sampling.table import SAMPLERS
 
 # Of a calibration by other versions of the same computation. Epsilon changes by no more than that, relatively.
 _ROUNDING = 1e-9
@@ -40,7 +41,8 @@ class Plan:
         noise: what is added to the sum, once for each logical batch.
 
     Raises:
-        ConfigurationError: a sampler or an entropy that is not the mechanism's, or noise whose package is missing.
+        ConfigurationError: a sampler or an entropy that is not the mechanism's, a mechanism that is not the config's,
+            or noise whose package is missing.
     """
 
     config: PrivacyConfig
@@ -52,16 +54,27 @@ class Plan:
 
     def __post_init__(self) -> None:
         sampler, said = self.sampler, self.mechanism
-        draws_alike = (sampler.terms, sampler.unit) == (said.sampling, said.unit)
-        given = self.config.sampling_probability
+        # Terms say what a draw costs, and the class draws.
+        draws_alike = type(sampler) is SAMPLERS[said.sampling.kind]
+        draws_alike &= (sampler.terms, sampler.unit) == (said.sampling, said.unit)
         as_promised = type(said.unit) is accounting.unit_kind(self.config)
-        as_promised &= given in (None, said.sampling.probability)
+        pairs = said.beside(self.config)
+        sampling, wanted = pairs.pop("sampling")
+        as_promised &= sampling == wanted
         if not (draws_alike and as_promised) or self.entropy.reproducible > said.reproducible:
             raise ConfigurationError(
-                f"a mechanism of {said.unit} and {said.sampling}, reproducible={said.reproducible}, and a sampler of "
-                f"{sampler.unit} and {sampler.terms} with {self.entropy}, for sampling_probability={given}.",
+                f"a mechanism of {said.unit} and {said.sampling}, reproducible={said.reproducible}, and a "
+                f"{type(sampler).__name__} of {sampler.unit} and {sampler.terms} with {self.entropy}, for a config "
+                f"with sampling_probability={self.config.sampling_probability} and "
+                f"max_batch_size={self.config.max_batch_size}.",
                 why="what runs would not be what is accounted for.",
                 fix="make plans with Plan.make, from the sampler that draws.",
+            )
+        if differing := [f"{name} {one!r} and not {other!r}" for name, (one, other) in pairs.items() if one != other]:
+            raise ConfigurationError(
+                f"a mechanism with {', '.join(differing)}.",
+                why="these are not those of the config, and what was promised would not be what is done.",
+                fix="make plans with Plan.make.",
             )
         object.__setattr__(self, "clipping", rule_of(self.mechanism.clipping))
         object.__setattr__(self, "noise", source_of(self.mechanism.noise, self.entropy))
@@ -124,7 +137,7 @@ class Plan:
         """
         noise = self.mechanism.noise
         saved: Any = ledger.promise.get("calibrated_noise_multiplier")
-        if is_number(saved) and _is_rounding(noise.multiplier, saved):
+        if self.config.noise_multiplier is None and is_number(saved) and _is_rounding(noise.multiplier, saved):
             noise = replace(noise, multiplier=saved)
         made = {release.label: release.event for release in ledger.releases}
         releases = tuple(

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from hf_dp.accounting import step_event
+from hf_dp.accounting import step_event, truncated
 from hf_dp.accounting.accountants import deltas, epsilon
 from hf_dp.accounting.risk import FALSE_POSITIVE_RATES, Risk, risk
 from hf_dp.errors import ConfigurationError, LedgerError
@@ -46,6 +46,52 @@ def test_of_a_single_sampled_step_it_is_the_integral() -> None:
         true = (1 - q) * rate + q * stats.norm.sf((threshold - 1) / sigma)
         assert true <= most <= true * 1.01
     assert 0 <= found.advantage - q * (2 * stats.norm.cdf(1 / (2 * sigma)) - 1) < 1e-5
+
+
+@pytest.mark.parametrize(("q", "sigma"), [(0.434, 0.607), (0.3, 0.7), (0.01, 1.0)])
+def test_it_is_tight_in_the_direction_whose_loss_has_an_end_too(q: float, sigma: float) -> None:
+    """Without a unit no likelihood ratio is above 1 / (1 - q)."""
+    x, width = np.linspace(-9 * sigma, 1 + 9 * sigma, 400_001, retstep=True)
+    zero, one = stats.norm.pdf(x, 0, sigma) * width, stats.norm.pdf(x, 1, sigma) * width
+    epsilons = -math.log1p(-q) * np.array([0, 0.1, 0.5, 0.9])
+    for found, (here, there) in zip(
+        deltas(step_event(sigma, q), epsilons),
+        (((1 - q) * zero + q * one, zero), (zero, (1 - q) * zero + q * one)), strict=True,
+    ):  # fmt: skip
+        true = np.array([np.maximum(here - math.exp(eps) * there, 0).sum() for eps in epsilons])
+        assert (true * (1 - 1e-6) <= found).all()
+        # Of one step the grid shows.
+        assert (found <= true * 1.01 + 1e-2 * true[0]).all()
+
+
+@pytest.mark.skipif(truncated.EVENT is None, reason="dp-accounting 0.5 has no event for it")
+def test_no_attack_on_truncated_batches_does_better() -> None:
+    """Of three units one is kept, and the others point away from it; half the noise breaks the bound."""
+    n, q, sigma, games, steps = 3, 0.5, 0.8, 50_000, 3
+    found = risk(dp.SelfComposedDpEvent(truncated.sampled(dp.GaussianDpEvent(sigma), n, q, 1), steps))
+    kept = (1 - (1 - q) ** n) / n
+    laws = {member: [(float(member), kept), (-1.0, 2 * kept), (0.0, 1 - 3 * kept)] for member in (True, False)}
+
+    def log_density(x: np.ndarray, law: list[tuple[float, float]]) -> np.ndarray:
+        return np.log(sum(p * np.exp(-((x - mean) ** 2) / 2 / sigma**2) for mean, p in law))
+
+    def advantage(factor: float) -> float:
+        rng, scores = np.random.default_rng(0), {}
+        for member, law in laws.items():
+            means, probabilities = zip(*law, strict=True)
+            x = rng.choice(means, (games, steps), p=probabilities) + rng.normal(0, sigma * factor, (games, steps))
+            scores[member] = (log_density(x, laws[True]) - log_density(x, laws[False])).sum(axis=1)
+        return float(stats.ks_2samp(scores[True], scores[False]).statistic)
+
+    assert 0.2 < advantage(1.0) < found.advantage < advantage(0.5)
+
+
+def test_what_is_said_to_be_the_most_is_not_rounded_down() -> None:
+    said = str(Risk({0.01: 0.010401}, 0.0002, 0.5001))
+    assert "at most 1.1% of those that were" in said
+    assert "at most 50.1% of all cases" in said
+    # What a float cannot hold is no reason to say more.
+    assert "at most 7.0% of those" in str(Risk({0.01: 0.07}, 0.1, 0.55))
 
 
 @pytest.mark.parametrize("run", RUNS)

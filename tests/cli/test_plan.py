@@ -275,6 +275,7 @@ def test_where_n_is_secret_a_plan_has_numbers_of_its_own():
         (["--steps", "10", "--noise", "1"], "--sampling-probability without --delta"),
         (["--epochs", "2", "--delta", "1e-5", "--noise", "1"], "--sampling-probability with --epochs"),
         (["--steps", "9", "--delta", "1e-5", "--noise", "1", "--n", "9"], "both --n and --sampling-probability"),
+        (["--steps", "9", "--delta", "0.5", "--noise", "1"], "--delta 0.5 with --sampling-probability"),
         (["--steps", "9", "--delta", "1e-5", "--noise", "1", "--batch-size", "0"], "--batch-size 0"),
         (["--steps", "9", "--delta", "1e-5", "--noise", "1", "--sampling-probability", "2"], "sampling_probability=2"),
     ):

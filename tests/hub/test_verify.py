@@ -17,13 +17,16 @@ import dp_accounting as dp
 import pytest
 
 from hf_dp import PrivacyConfig, ReAttentionConfig, load_report
-from hf_dp.accounting import Ledger, step_event, truncated
+from hf_dp.accounting import Ledger, sampling_terms, step_event, truncated
 from hf_dp.accounting.risk import risk
 from hf_dp.errors import HfDpError, HubError, LedgerError
 from hf_dp.hub import verify, write_card
 from hf_dp.hub.record import PrivacyRecord, sha256
 from hf_dp.hub.saved import may_be_published
 from hf_dp.parts.re_attention import load_re_attention
+from hf_dp.randomness import Entropy
+from hf_dp.sampling.table import sampler_of
+from hf_dp.step.plan import Plan
 from hf_dp.versions import library_versions
 from tests.hub.forging import digest_anew, failed, forged, in_card, in_record, in_weights, invoke, seal
 from tests.hub.server import Hub
@@ -543,6 +546,35 @@ def test_a_record_goes_to_json_and_back(saved: Path) -> None:
     assert record.weights == ["model.safetensors"]
     assert record.ledger.entries[0][0] == step_event(record.report.noise_multiplier, 8 / 48)
     assert '"seed"' not in text
+
+
+@pytest.mark.parametrize(
+    "promise",
+    [
+        {"noise_multiplier": 10**149},
+        {"noise_multiplier": 10**20},
+        pytest.param(
+            {"noise_multiplier": 1.0, "max_batch_size": 2**62},
+            marks=pytest.mark.skipif(truncated.EVENT is None, reason="dp-accounting 0.5 has no event for it"),
+        ),
+    ],
+)
+def test_the_largest_whole_numbers_of_a_promise_are_read_again(
+    copy: Path, saved: Path, promise: dict[str, Any]
+) -> None:
+    """What a training was paid for with, its record must say."""
+    entropy, config = Entropy(None), PrivacyConfig(target_delta=1e-3, **promise)
+    terms = sampling_terms(48, 8, config.to_dict())
+    plan = Plan.make(config, sampler_of(terms, 48, entropy), 4, entropy)
+    ledger = Ledger(plan.promise)
+    ledger.charge(plan.event, count=4)
+    old = PrivacyRecord.from_json((saved / "privacy.json").read_text())
+    record = dataclasses.replace(
+        old, config=config, mechanism=plan.mechanism, ledger=ledger, report=plan.report(ledger)
+    )  # fmt: skip
+    (copy / "privacy.json").write_text(record.to_json())
+    seal(copy)
+    assert verify(copy).private, failed(copy)
 
 
 def test_steps_with_other_noise_or_without_sampling_are_no_basis_of_the_claim(copy: Path) -> None:

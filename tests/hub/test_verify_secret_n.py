@@ -74,7 +74,7 @@ def test_it_is_verified_and_told_without_n(secret: Path) -> None:
         ),
         ([in_record("config", "sampling_probability", to=0.1)], "sampling probability: 0.1 whatever n is"),
         ([in_record("config", "sampling_probability", to=None)], "follows from the config"),
-        ([in_record("mechanism", "sampling", "probability", to=0.1)], "sampling_probability: 0.1 in the mechanism"),
+        ([in_record("mechanism", "sampling", "probability", to=0.1)], "sampling: {'probability': 0.1,"),
         ([in_record("ledger", "promise", "sampling_probability", to=0.1)], "in the ledger's promise"),
         ([in_record("report", "delta", to=0.5)], "delta: 0.5, a number of its own"),
         ([in_record("ledger", "promise", "dataset_size", to=48)], "dataset_size: None claimed, 48 in the ledger's"),

@@ -8,11 +8,24 @@ from typing import Any
 import dp_accounting as dp
 import pytest
 
-from hf_dp.accounting import Ledger, PoissonSampling, Query, Share, UncountedExampleUnit, epsilon
+from hf_dp.accounting import (
+    FlatClipping,
+    GaussianNoise,
+    Ledger,
+    PoissonSampling,
+    Query,
+    Share,
+    TruncatedPoissonSampling,
+    UncountedExampleUnit,
+    epsilon,
+    truncated,
+)
 from hf_dp.config import PrivacyConfig
 from hf_dp.errors import ConfigurationError, LedgerError
 from hf_dp.randomness import Entropy
 from hf_dp.sampling.poisson import PoissonBatchSampler
+from hf_dp.sampling.sampler import BatchSampler
+from hf_dp.sampling.truncated import TruncatedPoissonBatchSampler
 from hf_dp.step.plan import Plan
 
 SHARES = (Share("presence", 0.2, 1), Share("rows", 0.1, 3, 4))
@@ -54,16 +67,16 @@ def test_a_sampler_that_is_not_the_mechanisms_is_refused(change: dict[str, Any])
     # A claim that keeps n secret is the config's, the sampler's and the mechanism's, or nobody's.
     own = plan.config.replace(sampling_probability=0.05, target_delta=1e-6)
     sampler = PoissonBatchSampler.of(1000, 50, plan.entropy, sampling_probability=0.05)
-    unit = UncountedExampleUnit()
+    counted_by_nobody = dataclasses.replace(plan.mechanism, unit=UncountedExampleUnit(), delta=1e-6)
     for config, mechanism, drawing in (
         (own, plan.mechanism, plan.sampler),
-        (own.replace(sampling_probability=0.04), dataclasses.replace(plan.mechanism, unit=unit), sampler),
-        (plan.config, dataclasses.replace(plan.mechanism, unit=unit), sampler),
-        (own, dataclasses.replace(plan.mechanism, unit=unit), plan.sampler),
+        (own.replace(sampling_probability=0.04), counted_by_nobody, sampler),
+        (plan.config, counted_by_nobody, sampler),
+        (own, counted_by_nobody, plan.sampler),
     ):
         with pytest.raises(ConfigurationError, match="what runs would not be"):
             Plan(config, mechanism, drawing, plan.entropy)
-    assert Plan(own, dataclasses.replace(plan.mechanism, unit=unit), sampler, plan.entropy).sampler is sampler
+    assert Plan(own, counted_by_nobody, sampler, plan.entropy).sampler is sampler
     assert made(seed=3).mechanism.reproducible
 
 
@@ -104,3 +117,49 @@ def test_a_release_of_another_kind_is_not_gone_on_with() -> None:
         ledger = Ledger(plan.promise)
         ledger.charge(event, "presence")
         assert plan.continuing(ledger).releases == plan.releases
+
+
+class Everyone(PoissonBatchSampler):
+    """Says what `PoissonBatchSampler` says, and draws otherwise."""
+
+    def draw(self, step: int) -> list[int]:
+        return list(range(self.dataset_size))
+
+
+@pytest.mark.skipif(truncated.EVENT is None, reason="dp-accounting 0.5 has no event for it")
+@pytest.mark.parametrize(
+    ("kind", "cap", "promised"),
+    [
+        # Charged for a cap of one, which costs next to nothing, and drawn without it.
+        (PoissonBatchSampler, 50, 50),
+        (TruncatedPoissonBatchSampler, None, None),
+        (TruncatedPoissonBatchSampler, 60, None),
+        (TruncatedPoissonBatchSampler, 60, 70),
+        (PoissonBatchSampler, None, 60),
+        (Everyone, None, None),
+    ],
+)
+def test_a_sampler_that_does_not_draw_what_its_terms_say_is_refused(
+    kind: type[BatchSampler], cap: int | None, promised: int | None
+) -> None:
+    said: dict[str, Any] = {"probability": 0.05, "expected_batch_size": 50}
+    terms = PoissonSampling(**said) if cap is None else TruncatedPoissonSampling(**said, max_batch_size=cap)
+    config, entropy = PrivacyConfig(noise_multiplier=1.0, max_batch_size=promised), Entropy(None)
+    with pytest.raises(ConfigurationError, match="what runs would not be"):
+        Plan.make(config, kind(terms, 1000, entropy), 10, entropy)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"clipping": FlatClipping(norm=1.0)},
+        {"noise": GaussianNoise(multiplier=0.9)},
+        {"noise": GaussianNoise(multiplier=1.0, kind="chacha20")},
+        {"delta": 1e-5},
+    ],
+)
+def test_a_mechanism_that_is_not_the_configs_is_refused(change: dict[str, Any]) -> None:
+    config, entropy = PrivacyConfig(noise_multiplier=1.0, clipping_norm=0.5, target_delta=1e-6), Entropy(None)
+    plan = Plan.make(config, PoissonBatchSampler.of(1000, 50, entropy), 10, entropy)
+    with pytest.raises(ConfigurationError, match="not those of the config"):
+        Plan(config, dataclasses.replace(plan.mechanism, **change), plan.sampler, entropy)
