@@ -86,7 +86,7 @@ def a_step_counted_by_hand(model: Any, run: Any, optimizer: Any, batches: Any) -
         (another_optimizer_before, "something else than the run's optimizer has changed"),
         (zeroed_gradients, "gradients that are not those of the private step"),
         (with_a_closure, "gradients that are not those of the private step"),
-        (other_precision, "the parameters' dtypes"),
+        (other_precision, "something else than the run's optimizer has changed"),
         (autocast_later, "torch.autocast"),
         (without_gradients, r"torch\.no_grad\(\)"),
         (in_inference_mode, r"torch\.inference_mode\(\)"),

@@ -9,17 +9,15 @@ from hf_dp.errors import ConfigurationError
 
 
 def surroundings(model: nn.Module) -> dict[str, object]:
-    """What decides in which precision the model computes.
+    """What decides, outside of the model, in which precision it computes.
 
     Raises:
         ConfigurationError: no gradients can be computed here.
     """
     _refuse_no_gradients()
-    parameters = list(model.parameters())
-    kinds = sorted({p.device.type for p in parameters})
+    kinds = sorted({p.device.type for p in model.parameters()})
     return {
         "torch.autocast": [torch.get_autocast_dtype(kind) for kind in kinds if torch.is_autocast_enabled(kind)],
-        "the parameters' dtypes": [p.dtype for p in parameters],
     }
 
 
