@@ -29,6 +29,7 @@ def private_gradient(
     """Sets `.grad` of every trainable parameter to the noisy mean gradient of one logical batch (DP-SGD).
 
     That of a parameter `by_rows` is sparse: it has noise, and is not zero, in the chosen rows alone.
+    Parameters that are not trained have none afterwards.
     On several ranks all call it together, each with its share of the batch, and all get the same gradient.
 
     Args:
@@ -65,4 +66,8 @@ def private_gradient(
     total.choose_rows(step)
     total.release(plan.noise, plan.noise_standard_deviation, step)
     total.set_gradients(plan.sampler.expected_batch_size)
+    for p in model.parameters():
+        # An optimizer may hold it, and its gradient be of a backward pass without noise.
+        if not p.requires_grad:
+            p.grad = None
     return total

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from hf_dp.errors import ConfigurationError, HfDpError
 from hf_dp.per_example.sharding import local, total_norm
 
+Around = tuple[Callable[[], None], Callable[[], None]]
 Mark = tuple[Tensor, int, int, int]
 
 
@@ -22,14 +23,15 @@ class WrittenGradients:
 
     Args:
         optimizer: as accelerate wrapped it, or plain.
-        then: called when it has taken the gradients of a private step, before its `step()` returns.
+        around: called before it takes the gradients of a private step (what it raises moves nothing), and when it has
+            taken them, before its `step()` returns.
 
     Raises:
         ConfigurationError: an optimizer that calls no hooks before its step.
     """
 
-    def __init__(self, optimizer: Any, then: Callable[[], None] | None = None) -> None:
-        self._then = then
+    def __init__(self, optimizer: Any, around: Around | None = None) -> None:
+        self._around = around
         self._optimizer: torch.optim.Optimizer = getattr(optimizer, "optimizer", optimizer)
         self._marks: dict[int, Mark] = {}
         self._taken, self._depth = False, 0
@@ -81,13 +83,15 @@ class WrittenGradients:
         # Torch calls the hooks again in super().step() of a subclass, which may have clipped by then.
         if not self._depth:
             self._compare(optimizer, kwargs.get("closure", args[1] if len(args) > 1 else None))
+            if self._around is not None and self._marks:
+                self._around[0]()
         self._depth += 1
 
     def _end(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         self._depth -= 1
         # Once for each private step: whoever looks at it calls `refuse_untaken`.
-        if self._then is not None and not self._depth and self._taken and self._marks:
-            self._then()
+        if self._around is not None and not self._depth and self._taken and self._marks:
+            self._around[1]()
 
     def _compare(self, optimizer: torch.optim.Optimizer, closure: Any) -> None:
         was_taken, self._taken = self._taken, True
@@ -124,11 +128,11 @@ class Weights:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._marks: dict[str, tuple[Tensor, int]] = {}
+        self._marks: dict[str, tuple[Tensor, int, torch.dtype]] = {}
 
     def note(self) -> None:
         """They are as they should be."""
-        self._marks = {name: (p, p._version) for name, p in self._model.named_parameters()}
+        self._marks = {name: (p, p._version, p.dtype) for name, p in self._model.named_parameters()}
 
     def refuse_moved(self, what: str) -> None:
         """Refuses `what` follows, if something else has changed, exchanged or added weights since.
@@ -138,8 +142,8 @@ class Weights:
         """
         now = dict(self._model.named_parameters())
         for name in sorted({*now, *self._marks}):
-            p, (was, version) = now.get(name), self._marks.get(name, (None, 0))
-            if p is None or p is not was or p._version != version:
+            p, mark = now.get(name), self._marks.get(name)
+            if p is None or mark is None or p is not mark[0] or (p._version, p.dtype) != mark[1:]:
                 raise ConfigurationError(
                     f"{what}, after something else than the run's optimizer has changed {name}.",
                     why="what it put into the weights may be neither clipped nor noised nor counted, and the claim "

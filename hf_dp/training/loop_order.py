@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from accelerate import skip_first_batches
 from torch import nn
 
+from hf_dp.accounting import Ledger
 from hf_dp.data.loader import PoissonDataLoader
 from hf_dp.errors import ConfigurationError
 from hf_dp.step.written import Weights
@@ -32,6 +34,7 @@ class LoopOrder:
         self._weights = Weights(model)
         self._drawn: LogicalBatch | None = None
         self._has_begun, self._has_ended, self._is_untaken = False, False, False
+        self._is_half = False
         self._loop = 0
 
     @property
@@ -66,6 +69,7 @@ class LoopOrder:
 
     def refuse_unused(self, loop: int) -> None:
         """Before the next batch of a loop."""
+        self._refuse_half("the next batch")
         if loop != self._loop or self._drawn is not None:
             raise ConfigurationError(
                 "a batch of batches() without its step()"
@@ -77,9 +81,11 @@ class LoopOrder:
             )
         self._refuse_untaken("the next batch")
 
-    def used(self, batch: LogicalBatch) -> Mapping[str, Any]:
-        """What is in a batch, for its step."""
+    @contextmanager
+    def used(self, batch: LogicalBatch, ledger: Ledger) -> Iterator[Mapping[str, Any]]:
+        """What is in a batch, for its step. One that fails before it is in the ledger can be taken again."""
         self._refuse_without_beginning("step()")
+        self._refuse_half("step()")
         if batch is not self._drawn or self._has_ended:
             raise ConfigurationError(
                 "step() with what is not the latest batch of batches(), or was used before.",
@@ -87,11 +93,15 @@ class LoopOrder:
                 fix="call step(batch) once for each batch, inside `for batch in run.batches()`.",
             )
         self.refuse_unsteady("step()")
-        return batch._item
-
-    def stepped(self) -> None:
-        """There is a gradient, for the optimizer to take."""
-        self._drawn, self._is_untaken = None, True
+        # Before the step, so that neither another thread nor a loop that goes on after an error can use it again.
+        self._drawn, self._is_half, spent = None, True, ledger.steps
+        try:
+            yield batch._item
+        except BaseException:
+            if ledger.steps == spent:
+                self._drawn, self._is_half = batch, False
+            raise
+        self._is_untaken, self._is_half = True, False
 
     def taken(self) -> None:
         """The optimizer has moved the weights by it."""
@@ -107,6 +117,18 @@ class LoopOrder:
         self._refuse_without_beginning(what)
         self._refuse_untaken(what)
         self._weights.refuse_moved(what)
+
+    def refuse_moved(self) -> None:
+        """Before the optimizer moves the weights."""
+        self._weights.refuse_moved("step() of the optimizer")
+
+    def _refuse_half(self, what: str) -> None:
+        if self._is_half:
+            raise ConfigurationError(
+                f"{what} after a step that was paid for and did not come to its end, or while another is at work.",
+                why="each draw is for one release, and of this one a part may have been seen.",
+                fix="call save_checkpoint(), which has what was spent, and go on from there with another PrivateRun.",
+            )
 
     def _refuse_untaken(self, what: str) -> None:
         if self._is_untaken:

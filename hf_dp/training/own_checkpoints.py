@@ -148,7 +148,14 @@ def _read_weights(checkpoint: Path, model: Any) -> None:
         model.load_adapter(str(checkpoint), model.active_adapter, is_trainable=True)
         return
     device = next(model.parameters()).device
-    for path in sorted(checkpoint.glob("model*.safetensors")):
+    paths = sorted(checkpoint.glob("model*.safetensors"))
+    if not paths:
+        raise LedgerError(
+            f"{str(checkpoint)!r} has its weights in no model.safetensors.",
+            why="a loop of one's own reads no others, and would go on from weights that were not trained.",
+            fix="resume with DPTrainer, or from a checkpoint with save_safetensors and whole weights.",
+        )
+    for path in paths:
         nn.Module.load_state_dict(model, load_file(path, device=str(device)), strict=False)
     if callable(getattr(model, "tie_weights", None)):
         model.tie_weights()

@@ -18,7 +18,6 @@ from hf_dp.accounting import Ledger, PrivacyReport
 from hf_dp.agreement import keep_step
 from hf_dp.config import PrivacyConfig
 from hf_dp.data.left_padding import LeftPadding
-from hf_dp.errors import ConfigurationError
 from hf_dp.hub import saved_aside
 from hf_dp.losses import per_example_losses
 from hf_dp.parts.part import Setting
@@ -33,8 +32,8 @@ from hf_dp.training.loop_order import LogicalBatch, LoopOrder, items_of_epoch
 from hf_dp.training.output_lock import alone_in
 from hf_dp.training.own_checkpoints import found_checkpoint, read_into, step_of, write_checkpoint, write_model
 from hf_dp.training.planned import check_data, check_privacy, check_ranks, planned
-from hf_dp.training.refusals import refuse_own_optimizer, refuse_own_processes, refuse_sizes, unwrapped
-from hf_dp.training.resume import Fingerprints, SavedRun
+from hf_dp.training.refusals import refuse_no_output_dir, refuse_own_optimizer, refuse_own_settings, unwrapped
+from hf_dp.training.resume import Fingerprints, SavedRun, note_trained_by
 from hf_dp.training.run import Run
 from hf_dp.training.saving import claim, write_claim
 
@@ -69,9 +68,6 @@ class PrivateRun:
         output_dir: where checkpoints lie, with the key of what they say of the data; without it there are none.
         options: of torch's `DataLoader`, such as `num_workers` and `pin_memory`.
 
-    Attributes:
-        global_step: how many steps of this training were taken, those before a checkpoint too.
-
     Raises:
         ConfigurationError: data, a model or settings that would break the promise.
         UnsupportedModelError: a model that cannot be trained privately.
@@ -95,9 +91,8 @@ class PrivateRun:
     ) -> None:
         check_privacy(privacy)
         sizes = {"expected_batch_size": expected_batch_size, "micro_batch_size": micro_batch_size, "steps": steps}
-        refuse_sizes(sizes)
-        refuse_own_processes()
-        self.model, self.privacy, self.global_step = unwrapped(model), privacy, 0
+        refuse_own_settings(sizes, options)
+        self.model, self.privacy, self._step = unwrapped(model), privacy, 0
         for part in parts_of(privacy).values():
             part.refuse(Setting(privacy))
         check_data(dataset, expected_batch_size, privacy)
@@ -120,6 +115,11 @@ class PrivateRun:
         self._scheduler: Any = None
         self._generators: dict[str, Any] = {}
         self._fingerprints, self._order, self._lock = Fingerprints(), LoopOrder(self.model), ExitStack()
+
+    @property
+    def global_step(self) -> int:
+        """How many steps of this training were taken, those before a checkpoint too."""
+        return self._step
 
     @property
     def steps(self) -> int:
@@ -160,6 +160,8 @@ class PrivateRun:
         """
         self._order.refuse_second_beginning()
         refuse_own_optimizer(optimizer, self.model)
+        if resume_from_checkpoint is True:
+            refuse_no_output_dir(self._output_dir, "resume_from_checkpoint=True")
         with ranks.together(), ExitStack() as lock:
             if self._output_dir is not None:
                 refuse_files_in_the_way(str(self._output_dir))
@@ -176,10 +178,12 @@ class PrivateRun:
         with others_named(checkpoint, lambda other: SavedRun.read(other).check(run.plan.promise, data)):
             run.go_on(run.ledger, saved, data, owner=self)
         if checkpoint is not None and saved is not None:
-            self.global_step = step_of(checkpoint)
+            self._step = step_of(checkpoint)
+            note_trained_by(self.model, saved, saved.ledger)  # as long as this run has not begun
             self._generators = read_into(checkpoint, self.model, self._optimizer, self._scheduler)
             refuse_other_values(checkpoint, saved.values, self.model, self._optimizer)
-        run.begin(self._optimizer, checkpoint, self.global_step, owner=self, then=self._after_optimizer_step)
+        around = self._order.refuse_moved, self._after_optimizer_step
+        run.begin(self._optimizer, checkpoint, self.global_step, owner=self, around=around)
 
     # --- the loop -------------------------------------------------------------------------------------------------
 
@@ -226,13 +230,11 @@ class PrivateRun:
             ConfigurationError: a batch that is not the latest of `batches`, a gradient that no optimizer took, or
                 weights that something else has moved.
         """
-        item = self._order.used(batch)
-        with ranks.together():
+        with self._order.used(batch, self.ledger) as item, ranks.together():
             keep_step(self.global_step, "goes on")
             self.model.train()
             mean = self._run.step(item).mean_loss
-        self._order.stepped()
-        self.global_step += 1
+            self._step += 1
         return 0.0 if self.privacy.withhold_non_private_logs else mean
 
     def _after_optimizer_step(self) -> None:
@@ -282,14 +284,9 @@ class PrivateRun:
         Raises:
             ConfigurationError: no output directory, or the optimizer has not stepped yet.
         """
-        if self._output_dir is None:
-            raise ConfigurationError(
-                "save_checkpoint() without output_dir.",
-                why="the checkpoints of a run lie beside the key with which they are sealed.",
-                fix="make the run with PrivateRun(..., output_dir=...).",
-            )
+        output_dir = refuse_no_output_dir(self._output_dir, "save_checkpoint()")
         self._order.refuse_unsteady("save_checkpoint()")
-        output_dir, values = self._output_dir, checksums(self.model, self._optimizer)
+        values = checksums(self.model, self._optimizer)
         with ranks.together(), alone_in(output_dir) if self._order.has_ended else nullcontext():
             keep_step(self.global_step, "saves")
             return write_checkpoint(

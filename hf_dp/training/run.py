@@ -24,10 +24,10 @@ from hf_dp.step.clipped_sum import ClippedSum
 from hf_dp.step.magnitudes import Magnitudes
 from hf_dp.step.plan import Plan
 from hf_dp.step.private_gradient import private_gradient
-from hf_dp.step.written import WrittenGradients
+from hf_dp.step.written import Around, WrittenGradients
 from hf_dp.training.described import described_optimizer, described_values
 from hf_dp.training.engine import Engine
-from hf_dp.training.refusals import refuse_optimizer
+from hf_dp.training.refusals import refuse_optimizer, refuse_other_surroundings, surroundings
 from hf_dp.training.resume import SavedRun, continued, note_trained_by, refuse_trained_by_another
 
 logger = logging.getLogger(__name__)
@@ -58,6 +58,7 @@ class Run:
         self._written: WrittenGradients | None = None
         self._magnitudes: Magnitudes | None = None
         self._ties = tied(engine.model)
+        self._surroundings: dict[str, object] = {}
         self._statistics = {"examples": 0, "clipped": 0, "non_finite": 0}
         self._has_begun = False
 
@@ -119,7 +120,7 @@ class Run:
         checkpoint: Path | None,
         step: int,
         owner: object,
-        then: Callable[[], None] | None = None,
+        around: Around | None = None,
     ) -> None:
         """Holds the engine against the oracle; then the parts begin.
 
@@ -128,7 +129,7 @@ class Run:
             checkpoint: that the weights were read from; None if there was none.
             step: the number of steps that were taken before.
             owner: see `go_on`.
-            then: see `WrittenGradients`.
+            around: see `WrittenGradients`.
 
         Raises:
             UnsupportedModelError: per-example gradients of this model are not known to be exact.
@@ -147,8 +148,9 @@ class Run:
             }
         )
         refuse_broken_ties(self._ties, model)
+        self._surroundings = surroundings(model)
         refuse_optimizer(optimizer, model)
-        self._written = WrittenGradients(optimizer, then)
+        self._written = WrittenGradients(optimizer, around)
         self._magnitudes = Magnitudes(self.plan, model, self.by_rows)
         # A warning, so that it is seen: the default delta, and an argument that is not what the user left it at.
         ranks.warn(
@@ -213,6 +215,7 @@ class Run:
                 why="what is checked before the first step was not, or it was refused.",
                 fix="call begin(), and no step where it raises.",
             )
+        refuse_other_surroundings(self._surroundings, self.model)
         if self.budget_is_left:
             for part in self.parts.values():
                 part.before_step(self)

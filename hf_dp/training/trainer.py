@@ -36,7 +36,7 @@ from hf_dp.training.planned import check_data, check_privacy
 from hf_dp.training.publishing import PublishingMixin
 from hf_dp.training.refusals import private_arguments, refuse_optimizer, refuse_overrides, refuse_parallel_model
 from hf_dp.training.restoring import RestoringMixin
-from hf_dp.training.resume import Fingerprints, SavedRun
+from hf_dp.training.resume import Fingerprints, SavedRun, note_trained_by
 from hf_dp.training.run import Run
 from hf_dp.training.sft import forget_batch_metrics, refuse_sft
 
@@ -144,6 +144,8 @@ class DPTrainerMixin(RestoringMixin, CheckpointMixin, LayoutsMixin, PublishingMi
         refuse_half(resume_from_checkpoint)
         # A checkpoint without a ledger is refused before its weights are read.
         self._saved_run, self._checkpoint = SavedRun.read(resume_from_checkpoint), Path(resume_from_checkpoint)
+        # Until a training with its ledger has begun: a refused one has read the weights too.
+        note_trained_by(self._module, self._saved_run, self._saved_run.ledger)
         super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def begin_private_run(self, state: TrainerState) -> None:

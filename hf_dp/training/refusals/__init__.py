@@ -4,17 +4,20 @@ from hf_dp.training.refusals.arguments import private_arguments
 from hf_dp.training.refusals.dataset import refuse_dataset
 from hf_dp.training.refusals.optimizer import refuse_optimizer
 from hf_dp.training.refusals.overrides import refuse_overrides
-from hf_dp.training.refusals.own_loop import refuse_own_optimizer, refuse_own_processes, refuse_sizes, unwrapped
+from hf_dp.training.refusals.own_loop import refuse_no_output_dir, refuse_own_optimizer, refuse_own_settings, unwrapped
 from hf_dp.training.refusals.parallel import refuse_parallel_model
+from hf_dp.training.refusals.surroundings import refuse_other_surroundings, surroundings
 
 __all__ = [
     "private_arguments",
     "refuse_dataset",
+    "refuse_no_output_dir",
     "refuse_optimizer",
+    "refuse_other_surroundings",
     "refuse_overrides",
     "refuse_own_optimizer",
-    "refuse_own_processes",
+    "refuse_own_settings",
     "refuse_parallel_model",
-    "refuse_sizes",
+    "surroundings",
     "unwrapped",
 ]

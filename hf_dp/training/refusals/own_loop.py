@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -21,9 +22,26 @@ _WRAPPERS = {
     "OptimizedModule": "compiled graphs use parameters where no rule sees them",
 }
 
+# Of torch's DataLoader: how rows are read, not which.
+_OPTIONS = {
+    *("num_workers", "persistent_workers", "prefetch_factor", "multiprocessing_context", "timeout"),
+    *("pin_memory", "pin_memory_device"),
+}
 
-def refuse_sizes(sizes: Mapping[str, Any]) -> None:
-    """Refuses what are no numbers of examples and steps (`ConfigurationError`)."""
+
+def refuse_own_settings(sizes: Mapping[str, Any], options: Mapping[str, Any]) -> None:
+    """Refuses settings of a loop of one's own (`ConfigurationError`).
+
+    Args:
+        sizes: numbers of examples and steps.
+        options: of `DataLoader`, of which none may draw or order batches otherwise.
+    """
+    _refuse_sizes(sizes)
+    _refuse_options(options)
+    _refuse_processes()
+
+
+def _refuse_sizes(sizes: Mapping[str, Any]) -> None:
     for name, value in sizes.items():
         if not is_count(value, at_least=1):
             raise ConfigurationError(
@@ -31,6 +49,26 @@ def refuse_sizes(sizes: Mapping[str, Any]) -> None:
                 why="the sampling probability and the number of steps, which are accounted for, follow from these.",
                 fix="give a whole number of at least 1.",
             )
+
+
+def _refuse_options(options: Mapping[str, Any]) -> None:
+    if others := sorted({*options} - _OPTIONS):
+        raise ConfigurationError(
+            f"PrivateRun with {', '.join(others)}.",
+            why="batches are drawn, ordered and collated as epsilon accounts for them, and in no other way.",
+            fix=f"leave it out; of DataLoader's options there are {', '.join(sorted(_OPTIONS))}.",
+        )
+
+
+def refuse_no_output_dir(output_dir: Path | None, what: str) -> Path:
+    """The directory; refuses `what` reads or writes checkpoints, where there is none (`ConfigurationError`)."""
+    if output_dir is None:
+        raise ConfigurationError(
+            f"{what} without output_dir.",
+            why="the checkpoints of a run lie beside the key with which they are sealed.",
+            fix="make the run with PrivateRun(..., output_dir=...).",
+        )
+    return output_dir
 
 
 def unwrapped(model: Any) -> nn.Module:
@@ -42,10 +80,10 @@ def unwrapped(model: Any) -> nn.Module:
     if isinstance(model, nn.parallel.DistributedDataParallel):
         model = model.module
     kind = type(model).__name__
-    if kind in _WRAPPERS:
+    if (base := next((base.__name__ for base in type(model).__mro__ if base.__name__ in _WRAPPERS), None)) is not None:
         raise ConfigurationError(
             f"PrivateRun with a model in {kind}.",
-            why=f"{_WRAPPERS[kind]}.",
+            why=f"{_WRAPPERS[base]}.",
             fix="pass the plain model, or one in DistributedDataParallel.",
         )
     if not isinstance(model, nn.Module):
@@ -58,8 +96,7 @@ def unwrapped(model: Any) -> nn.Module:
     return model
 
 
-def refuse_own_processes() -> None:
-    """Refuses one of many processes that has no process group (`ConfigurationError`)."""
+def _refuse_processes() -> None:
     if is_one_of_many() and ranks.world_size() == 1:
         raise ConfigurationError(
             "PrivateRun in one of several processes, and no process group.",
