@@ -43,8 +43,8 @@ def test_batches_that_are_empty_on_some_ranks_or_all(pair: Gang) -> None:
     "promise",
     [
         {},
-        {"clipping": "automatic"},
-        {"sampling_probability": 0.3, "target_delta": 1e-5},
+        pytest.param({"clipping": "automatic"}, marks=pytest.mark.slow),
+        pytest.param({"sampling_probability": 0.3, "target_delta": 1e-5}, marks=pytest.mark.slow),
         pytest.param({"max_batch_size": 8}, marks=NEEDS_THE_EVENT),
     ],
     ids=["flat", "automatic", "n secret", "truncated"],

@@ -200,7 +200,7 @@ def head(source: Path, target: Path, lines: int) -> str:
 
 
 @pytest.mark.data
-@pytest.mark.parametrize("recipe", ["classify", "classify_lora", "classify_full"])
+@pytest.mark.parametrize("recipe", ["classify", "classify_lora", pytest.param("classify_full", marks=pytest.mark.slow)])
 def test_classification_of_bank_questions(recipe, run, data_directory, minilm_directory, tmp_path):
     data = data_directory / "banking77"
     printed = run(
@@ -301,7 +301,8 @@ ARMS = "frozen,dense,fest,renewed,adafest,adafest+"
 @pytest.mark.parametrize(
     ("task", "arms", "ratios"),
     [
-        ("stream", ARMS, (1, 5)),
+        ("stream", "dense,renewed", (1,)),
+        pytest.param("stream", ARMS, (1, 5), marks=pytest.mark.slow),
         ("table", "dense,adafest", (1,)),
         pytest.param("table", ARMS, (1, 5), marks=pytest.mark.slow),
     ],
@@ -341,6 +342,7 @@ def test_sparse_word_embeddings_by_a_column(train):
     assert "without_privacy" in found["all"]
 
 
+@pytest.mark.slow
 @pytest.mark.data
 def test_sparse_word_embeddings_of_bank_questions(run, data_directory, minilm_directory, tmp_path):
     data = data_directory / "banking77"
