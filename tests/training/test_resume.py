@@ -336,8 +336,8 @@ class Images:
     def __getitem__(self, index: int) -> dict[str, Any]:
         from PIL import Image
 
-        pixels = torch.zeros(64, 64)
-        pixels[32, 32] = self.middle
+        pixels = torch.zeros(40, 40)
+        pixels[20, 20] = self.middle
         return {"image": Image.new("L", (4, 4), index), "pixels": pixels, "array": pixels.numpy(), "label": index}
 
 
