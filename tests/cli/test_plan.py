@@ -207,6 +207,7 @@ def test_a_batch_is_proposed_for_compute_and_privacy():
     assert chosen <= 1.1 * best < smaller
 
 
+@pytest.mark.slow
 def test_fewer_steps_are_not_proposed():
     plan = json.loads(
         invoke("plan", "--n", "900", "--examples", "900", "--epsilon", "8", "--min-steps", "30", "--json").stdout
@@ -220,7 +221,7 @@ def test_examples_are_steps_times_batch():
     assert plan["proposed"] is False
 
 
-@pytest.mark.parametrize("asked", [["--epsilon", "3"], ["--noise", "1"]])
+@pytest.mark.parametrize("asked", [pytest.param(["--epsilon", "3"], marks=pytest.mark.slow), ["--noise", "1"]])
 def test_the_plan_is_drawn(tmp_path, asked, monkeypatch):
     monkeypatch.setattr(plot, "_POINTS", 3)  # each takes a second
     path = tmp_path / "plan.png"

@@ -38,7 +38,9 @@ def sum_over_single_rows(model: nn.Module, data: Rows) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("is_known", [True, False])
-@pytest.mark.parametrize("name", ["gpt2", "gpt_neo", "opt", "llama", "bloom"])
+@pytest.mark.parametrize(
+    "name", ["gpt2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpt_neo", "opt")), "llama", "bloom"]
+)
 def test_failure_30_one_long_row_among_short_ones(tmp_path: Path, name: str, is_known: bool) -> None:
     data, model = one_long(), tiny(name, "causal_lm", torch.float32)
     drawn = [data[i] for i in draws(7, n=80)[0]]

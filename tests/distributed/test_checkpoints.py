@@ -90,7 +90,7 @@ PLAIN = {"optim": "sgd", "lr_scheduler_type": "linear"}
     ("name", "saved", "resumed", "changes"),
     [
         ("llama lora", "SHARDED_STATE_DICT", None, {}),
-        (NAME, None, "FULL_STATE_DICT", PLAIN),
+        pytest.param(NAME, None, "FULL_STATE_DICT", PLAIN, marks=pytest.mark.slow),
         pytest.param(NAME, "FULL_STATE_DICT", None, {}, marks=pytest.mark.slow),
         pytest.param("llama lora", None, "SHARDED_STATE_DICT", {}, marks=pytest.mark.slow),
         pytest.param("llama lora", "FULL_STATE_DICT", None, {}, marks=pytest.mark.slow),

@@ -61,6 +61,7 @@ def goes_on(path: Path, pair: Gang | None = None) -> None:
     assert 7.9 < report["epsilon"] <= 8.0
 
 
+@pytest.mark.slow
 def test_a_rank_killed_in_a_step_and_what_comes_after(tmp_path: Path, pair: Gang) -> None:
     doomed = Gang(2, pair.backend)
     (_, said), killed = doomed.attempt(finished, str(tmp_path), "meet", 1)

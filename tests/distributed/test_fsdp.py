@@ -40,7 +40,7 @@ def models(of: Iterable[str]) -> list[Any]:
     ("name", "checkpointing"),
     [
         *(pytest.param(name, False, marks=SLOW[name in LIKE_OTHERS]) for name in MODELS),
-        *(pytest.param(name, True, marks=SLOW[name != "llama lora"]) for name in MODELS),
+        *(pytest.param(name, True, marks=pytest.mark.slow) for name in MODELS),
     ],
 )
 def test_without_noise_shards_agree_with_one_process(pair: Gang, name: str, checkpointing: bool) -> None:

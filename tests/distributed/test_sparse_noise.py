@@ -28,10 +28,10 @@ def test_one_process_passes_the_same_check() -> None:
         ("noise of every rank on the gradient", "on the rows"),
         pytest.param("no noise on the gradient", "variance 0.000 on the rows", marks=pytest.mark.slow),
         pytest.param("two thirds of the noise on the gradient", "variance 0.4", marks=pytest.mark.slow),
-        ("noise of every rank on the counts", "survive"),
+        pytest.param("noise of every rank on the counts", "survive", marks=pytest.mark.slow),
         pytest.param("no noise on the counts", "rows touched by 1 survive 0.000", marks=pytest.mark.slow),
         ("two thirds of the noise on the counts", "survive"),
-        ("counts of the first rank alone", "rows touched by 4 survive"),
+        pytest.param("counts of the first rank alone", "rows touched by 4 survive", marks=pytest.mark.slow),
         ("rows that any rank draws", "rows touched by 0 survive"),
         ("one stream for both releases", "in a step"),
     ],
@@ -59,7 +59,7 @@ def test_one_top_k_of_what_all_processes_count(pair: Gang) -> None:
 @pytest.mark.parametrize(
     "wrong",
     [
-        "every rank counts all",
+        pytest.param("every rank counts all", marks=pytest.mark.slow),
         "two thirds of the noise",
         pytest.param("counts of the first rank alone", marks=pytest.mark.slow),
         pytest.param("no noise", marks=pytest.mark.slow),

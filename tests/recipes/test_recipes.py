@@ -200,7 +200,9 @@ def head(source: Path, target: Path, lines: int) -> str:
 
 
 @pytest.mark.data
-@pytest.mark.parametrize("recipe", ["classify", "classify_lora", pytest.param("classify_full", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "recipe", ["classify_lora", *(pytest.param(name, marks=pytest.mark.slow) for name in ("classify", "classify_full"))]
+)
 def test_classification_of_bank_questions(recipe, run, data_directory, minilm_directory, tmp_path):
     data = data_directory / "banking77"
     printed = run(
@@ -217,6 +219,7 @@ def test_classification_of_bank_questions(recipe, run, data_directory, minilm_di
 
 
 @pytest.mark.data
+@pytest.mark.slow
 def test_a_head_trained_on_features_is_saved_with_its_encoder_and_scored_on_texts(
     data_directory, minilm_directory, tmp_path
 ):

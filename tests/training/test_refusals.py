@@ -317,7 +317,9 @@ def parts_of(kind: str, form: str, data: list[dict[str, Any]]) -> dict[str, Any]
 
 
 @pytest.mark.parametrize(("kind", "form"), KNOWN)
-@pytest.mark.parametrize("where", [0, 337, 799])
+@pytest.mark.parametrize(
+    "where", [pytest.param(0, marks=pytest.mark.slow), 337, pytest.param(799, marks=pytest.mark.slow)]
+)
 def test_failure_30_one_long_row_wherever_it_is(tmp_path: Path, where: int, kind: str, form: str) -> None:
     data = rows(800, low=6, high=6)
     data[where]["input_ids"] = list(range(3, 33))
@@ -328,9 +330,11 @@ def test_failure_30_one_long_row_wherever_it_is(tmp_path: Path, where: int, kind
 @pytest.mark.parametrize(
     ("kind", "form", "length"),
     [
-        *((kind, form, 30) for kind, form in UNKNOWN),
-        *((kind, form, 3) for kind, form in UNKNOWN[::4]),
-        *(pytest.param(kind, form, 3, marks=pytest.mark.slow) for i, (kind, form) in enumerate(UNKNOWN) if i % 4),
+        *(pytest.param(kind, form, 30, marks=[pytest.mark.slow] * (i % 2)) for i, (kind, form) in enumerate(UNKNOWN)),
+        *(
+            pytest.param(kind, form, 3, marks=[pytest.mark.slow] * (i % 4 > 0))
+            for i, (kind, form) in enumerate(UNKNOWN)
+        ),
     ],
 )
 def test_failure_30_one_row_of_another_length_is_refused_when_it_is_drawn(

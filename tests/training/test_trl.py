@@ -106,6 +106,15 @@ def adapter() -> LoraConfig:
     return LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
 
 
+ANSWERS: dict[str, Any] = {
+    "answers only": (conversations(), {}),
+    "completions only": (completions(), {"assistant_only_loss": False}),
+    "cut off": (conversations(), {"max_length": 12}),
+    "smoothed": (conversations(), {"label_smoothing_factor": 0.2}),
+}
+USUAL = {("answers only", True), ("completions only", False), ("smoothed", False)}
+
+
 # --- the private step -----------------------------------------------------------------------------------------------
 
 
@@ -119,16 +128,13 @@ def gradients_of_single_examples(trainer: Any, chosen: list[int]) -> Iterator[di
         yield {name: p.grad.clone() for name, p in trainer.model.named_parameters() if p.requires_grad}
 
 
-@pytest.mark.parametrize("peft", [False, True], ids=["full", "lora"])
 @pytest.mark.parametrize(
-    ("data", "options"),
+    ("data", "options", "peft"),
     [
-        (conversations(), {}),
-        (completions(), {"assistant_only_loss": False}),
-        (conversations(), {"max_length": 12}),
-        (conversations(), {"label_smoothing_factor": 0.2}),
+        pytest.param(data, options, peft, marks=[] if (what, peft) in USUAL else pytest.mark.slow, id=f"{what} {peft}")
+        for what, (data, options) in ANSWERS.items()
+        for peft in (False, True)
     ],
-    ids=["answers only", "completions only", "cut off", "smoothed"],
 )
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_the_clipped_sum_is_that_of_single_examples_under_trls_own_loss(
@@ -301,7 +307,9 @@ def of_version(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
     hf_dp.training.sft._warn_of_a_new_version.cache_clear()
 
 
-@pytest.mark.parametrize("version", ["1.17.0.dev0", "1.100.0", "2.0rc1"])
+@pytest.mark.parametrize(
+    "version", ["1.17.0.dev0", *(pytest.param(newer, marks=pytest.mark.slow) for newer in ("1.100.0", "2.0rc1"))]
+)
 def test_a_newer_version_than_the_tested_ones_trains_with_one_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str
 ) -> None:
@@ -381,12 +389,14 @@ def test_the_snippet_in_the_docs_runs(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(datasets, "load_dataset", lambda name, split: Dataset.from_list(rows))
     monkeypatch.setitem(sys.modules, "snippet", type(sys)("snippet"))
     namespace: dict[str, Any] = {"__name__": "snippet"}
-    snippet = from_docs("python", "SFTTrainer").replace('SFTConfig("out",', 'SFTConfig("out", use_cpu=True,')
+    snippet = from_docs("python", "SFTTrainer").replace(
+        'SFTConfig("out",', 'SFTConfig("out", use_cpu=True, max_steps=2,'
+    )
     snippet = snippet if peft else re.sub(r"^ +peft_config=.*\n", "", snippet, flags=re.M)
     exec(snippet, namespace)
     trainer = namespace["trainer"]
     report = trainer.privacy_report()
-    assert (report.steps, report.dataset_size) == (9, 300)
+    assert (report.steps, report.dataset_size) == (2, 300)
     assert 7.9 < report.epsilon <= 8.0
     for row, labelled in zip(rows, trainer.train_dataset, strict=True):
         kept = [label for label in labelled["labels"] if label != -100]

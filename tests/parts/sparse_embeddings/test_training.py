@@ -145,8 +145,17 @@ def test_empty_batches_are_steps_in_which_rows_survive_by_chance(tmp_path: Path)
     assert trainer.ledger.steps == 12
 
 
-@pytest.mark.parametrize("settings", [{"threshold": 2.0}, FEST, {**FEST, "renew_every": 1, "method": "adafest+"}])
-@pytest.mark.parametrize("optimizer", ["row_wise_adam", "sparse_adam"])
+@pytest.mark.parametrize(
+    ("settings", "optimizer"),
+    [
+        ({"threshold": 2.0}, "row_wise_adam"),
+        ({**FEST, "renew_every": 1, "method": "adafest+"}, "sparse_adam"),
+        pytest.param({"threshold": 2.0}, "sparse_adam", marks=pytest.mark.slow),
+        pytest.param(FEST, "row_wise_adam", marks=pytest.mark.slow),
+        pytest.param(FEST, "sparse_adam", marks=pytest.mark.slow),
+        pytest.param({**FEST, "renew_every": 1, "method": "adafest+"}, "row_wise_adam", marks=pytest.mark.slow),
+    ],
+)
 def test_resumed_it_is_the_same_run(tmp_path: Path, settings: dict[str, Any], optimizer: str) -> None:
     options = {"save_strategy": "steps", "save_steps": 2, "optim": "adamw_torch", "lr_scheduler_type": "linear"}
     whole = sparse(tmp_path, sparse={**settings, "optimizer": optimizer}, **options)
