@@ -49,10 +49,10 @@ def check_data(dataset: Any, expected_batch_size: int, micro_batch_size: int, pr
             "max_examples_per_unit.",
         )
     n = len(dataset if units is None else units)
-    is_secret = privacy.sampling_probability is not None
-    check_sizes(n, expected_batch_size, is_secret=is_secret, of="examples" if units is None else "units")
+    is_secret, of = privacy.sampling_probability is not None, "training examples" if units is None else "units"
+    check_sizes(n, expected_batch_size, is_secret=is_secret, of=of.removeprefix("training "))
     _sampling(n, expected_batch_size, privacy)
-    accounting.check_delta(privacy.target_delta or accounting.default_delta(n), n)
+    accounting.check_delta(privacy.target_delta or accounting.default_delta(n, of), n, of)
 
 
 def units_of(dataset: Any, privacy: PrivacyConfig) -> UnitRows | None:
@@ -101,6 +101,8 @@ def planned(
         units: of its rows; see `units_of`.
         options: of `DataLoader`.
     """
+    if units is not None:
+        agree({"whose the rows of train_dataset are": units.described})
     entropy, rank = Entropy.of_all_ranks(privacy.seed), ranks.rank()
     n = len(dataset if units is None else units)
     sampler = sampler_of(

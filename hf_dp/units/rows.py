@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -51,6 +52,11 @@ class UnitRows:
     def rows(self) -> int:
         """Of all units together."""
         return len(self._order)
+
+    @property
+    def described(self) -> str:
+        """The same for data that is divided alike, and for no other."""
+        return hashlib.blake2b(self._order.tobytes() + self._starts.tobytes()).hexdigest()
 
     def count(self, unit: int) -> int:
         """How many rows of a unit a step uses."""
