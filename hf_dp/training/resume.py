@@ -104,7 +104,7 @@ class SavedRun:
         if self.key is None or self.data is None:
             ranks.warn(logger, "The data could not be compared with the checkpoint's (no fingerprint or no key to it).")
             return
-        differs, unknown = compare(self.data, fingerprint(dataset, self.key))
+        differs, unknown = compare(self.data, fingerprint(dataset, self.key, promise.get("unit")))
         if differs:
             raise LedgerError(
                 "the training data is not the data that the checkpoint was trained on.",
@@ -129,7 +129,7 @@ class Fingerprints:
         """What the next checkpoint in `output_dir` will know; see `SavedRun`. Every rank may ask, and one writes."""
         key = fingerprint_key(output_dir, create=True) if ranks.rank() == 0 else None
         if not self._known and dataset is not None:
-            self._known.append(fingerprint(dataset, key) if key else None)
+            self._known.append(fingerprint(dataset, key, ledger.promise.get("unit")) if key else None)
         return SavedRun(ledger, self._known[0] if self._known else None, key, values)
 
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from hf_dp import DPTrainer, PrivacyConfig, PrivateRun
 from hf_dp.accounting import truncated
+from hf_dp.data.fingerprint import fingerprint
 from hf_dp.errors import ConfigurationError, LedgerError
 from hf_dp.hub.verify import verify
 from hf_dp.losses import per_example_losses
@@ -219,6 +220,19 @@ def test_resumed_it_goes_on_as_if_there_had_been_no_break(tmp_path: Path) -> Non
             make(tmp_path / "whole", privacy=other, parts={"train_dataset": owned()}, max_steps=5).train(
                 resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-2")
             )
+
+
+def test_one_row_that_changes_hands_makes_other_data(tmp_path: Path) -> None:
+    """Also where few of many rows are looked at."""
+    data = owned([i % 150 for i in range(300)], rows(300))
+    make(
+        tmp_path, privacy=by_user(), parts={"train_dataset": data}, max_steps=2, save_strategy="steps", save_steps=1
+    ).train()
+    others = [{**row, "user": 3} if i == 154 else row for i, row in enumerate(data)]
+    assert fingerprint(data, b"k") == fingerprint(others, b"k")
+    again = make(tmp_path, privacy=by_user(), parts={"train_dataset": others}, max_steps=2)
+    with pytest.raises(LedgerError, match="not the data that the checkpoint was trained on"):
+        again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
 
 
 def test_trained_again_it_must_be_by_the_same_unit(tmp_path: Path) -> None:
