@@ -332,8 +332,10 @@ def kinds(
     case: Annotated[list[str] | None, typer.Option(help="Cases to run; bert by default.")] = None,
     repeats: Annotated[int, typer.Option(help="Timed steps of each.")] = 15,
 ) -> None:
-    """A step with each further clipping rule and source of noise, as a ratio to the usual one; they take turns."""
+    """A step with each further clipping rule and source of noise, and on units of 4 rows and of 1, 3 and 4, as a ratio
+    to the usual one; they take turns."""
     setting, names = _setting("float32", "sdpa"), ["hf_dp", "hf_dp automatic", "hf_dp chacha20"]
+    names += ["hf_dp by user", "hf_dp by user, uneven"]
     for name in case or ["bert"]:
         seconds = measure_times(CASES[name], names, repeats, setting)
         shown = (f"{other} {_ratio(seconds[other], seconds['hf_dp']):.3f}" for other in names[1:])

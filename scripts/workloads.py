@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -134,12 +135,19 @@ def ordinary(case: Case, model: nn.Module, data: list[dict[str, Tensor]]) -> Cal
     return step
 
 
-def private(case: Case, model: nn.Module, data: list[dict[str, Tensor]], **promise: Any) -> Callable[[], None]:
-    """The library's own step; draw, noise and ledger included."""
+def private(
+    case: Case,
+    model: nn.Module,
+    data: list[dict[str, Tensor]],
+    sizes: tuple[int, ...] | None = None,
+    **promise: Any,
+) -> Callable[[], None]:
+    """The library's own step; draw, noise and ledger included. With `sizes` the rows are those of units with so many
+    each, over and over."""
     from hf_dp import PrivacyConfig
     from hf_dp.accounting import Ledger
     from hf_dp.losses import per_example_losses
-    from hf_dp.per_example import preflight, record
+    from hf_dp.per_example import PerExampleGradients, preflight, record
     from hf_dp.randomness import Entropy
     from hf_dp.sampling.poisson import PoissonBatchSampler
     from hf_dp.step.plan import Plan
@@ -154,15 +162,22 @@ def private(case: Case, model: nn.Module, data: list[dict[str, Tensor]], **promi
 
     draws = iter(sampler)
 
+    def recorded(batch: dict[str, Tensor]) -> PerExampleGradients:
+        found = record(model, per_example_losses, batch, certificate=certificate)
+        return found if sizes is None else found.grouped(_owners(sizes, len(batch["input_ids"])))
+
     def step() -> None:
         next(draws)
-        private_gradient(
-            model, lambda b: record(model, per_example_losses, b, certificate=certificate), data, plan, ledger
-        )
+        private_gradient(model, recorded, data, plan, ledger)
         optimizer.step()
         optimizer.zero_grad()
 
     return step
+
+
+def _owners(sizes: tuple[int, ...], rows: int) -> list[int]:
+    units = enumerate(itertools.cycle(sizes))
+    return list(itertools.islice((unit for unit, size in units for _ in range(size)), rows))
 
 
 def _opacus(mode: str) -> Variant:
@@ -215,6 +230,8 @@ VARIANTS: dict[str, Variant] = {
     "hf_dp": private,
     "hf_dp automatic": functools.partial(private, clipping="automatic"),
     "hf_dp chacha20": functools.partial(private, noise="chacha20"),
+    "hf_dp by user": functools.partial(private, sizes=(4,)),
+    "hf_dp by user, uneven": functools.partial(private, sizes=(1, 3, 4)),
     "opacus ghost": _opacus("ghost"),
     "opacus hooks": _opacus("hooks"),
 }

@@ -26,6 +26,7 @@ FLOORS = {
     "losses": 1,
     "per_example": 1,
     "accounting": 2,
+    "units": 2,
     "clipping": 3,
     "sampling": 3,
     "noise": 3,

@@ -28,6 +28,7 @@ from hf_dp.accounting.report import (
     standard_caveats,
 )
 from hf_dp.accounting.terms import (
+    ColumnUnit,
     ExampleUnit,
     GaussianNoise,
     PoissonSampling,
@@ -38,7 +39,7 @@ from hf_dp.accounting.terms import (
     clipping_terms,
     sampling_terms,
     step_event,
-    unit_kind,
+    unit_terms,
 )
 from hf_dp.config.asked import Query, Share
 from hf_dp.config.clipping import AutomaticClipping, ClippingTerms, FlatClipping
@@ -57,6 +58,7 @@ __all__ = [
     "TRAINING_STEP",
     "AutomaticClipping",
     "ClippingTerms",
+    "ColumnUnit",
     "ExampleUnit",
     "FlatClipping",
     "GaussianNoise",
@@ -89,5 +91,5 @@ __all__ = [
     "smallest_noise_multiplier",
     "standard_caveats",
     "step_event",
-    "unit_kind",
+    "unit_terms",
 ]

@@ -13,6 +13,7 @@ from hf_dp.errors import ConfigurationError, LedgerError
 
 _KINDS_BY_TYPE = {kind.event: kind for kind in KINDS}
 _KINDS_BY_NAME = {kind.name: kind for kind in KINDS}
+_EXAMPLES = "training examples"
 
 
 def primitives(event: dp.DpEvent) -> dict[Primitive, int] | None:
@@ -106,39 +107,39 @@ def in_words(event: dp.DpEvent) -> str:
     return _KINDS_BY_TYPE[type(event)].in_words(event, in_words)
 
 
-def default_delta(n: int) -> float:
+def default_delta(n: int, of: str = _EXAMPLES) -> float:
     """n ** -1.1 for a dataset of n units: comfortably below 1/n, and no larger than any default may be.
 
     Raises:
-        ConfigurationError: n below 2.
+        ConfigurationError: n below 2; `of` is what the units are called in it.
     """
-    _check_dataset_size(n)
+    _check_dataset_size(n, of)
     return math.pow(n, -1.1)
 
 
-def check_delta(delta: float, n: int) -> float:
+def check_delta(delta: float, n: int, of: str = _EXAMPLES) -> float:
     """delta itself, if it is a meaningful promise for a dataset of n units.
 
     Raises:
-        ConfigurationError: delta not strictly between 0 and 1/n, or n below 2.
+        ConfigurationError: delta not strictly between 0 and 1/n, or n below 2; `of` is what the units are called in it.
     """
-    _check_dataset_size(n)
+    _check_dataset_size(n, of)
     if not (is_delta(delta) and delta < 1 / n):
         raise ConfigurationError(
-            f"delta={shown(delta)} for a dataset of {n} training examples (1/n is {1 / n:.3g}).",
-            why="with delta of 1/n or more, publishing one whole example at random would count as private; "
+            f"delta={shown(delta)} for a dataset of {n} {of} (1/n is {1 / n:.3g}).",
+            why="with delta of 1/n or more, publishing all of one of them at random would count as private; "
             "with delta 0 no amount of Gaussian noise is enough.",
             fix=f"give a number well below 1/n, such as the default, n ** -1.1 = {default_delta(n):.3g}.",
         )
     return float(delta)
 
 
-def _check_dataset_size(n: int) -> None:
+def _check_dataset_size(n: int, of: str) -> None:
     if not is_count(n, at_least=2):
         raise ConfigurationError(
-            f"a dataset of n={shown(n)} training examples.",
-            why="privacy hides one example among the others; a whole number of at least 2 is needed for any other.",
-            fix="give the number of rows of the training dataset, and train on more of them.",
+            f"a dataset of n={shown(n)} {of}.",
+            why="privacy hides one of them among the others; a whole number of at least 2 is needed for any other.",
+            fix="give the number of rows of the training dataset, or of its units, and train on more of them.",
         )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ from hf_dp.accounting.terms import (
     clipping_terms,
     sampling_terms,
     terms_from_dict,
+    unit_terms,
 )
 from hf_dp.config import PrivacyConfig
 from hf_dp.config.asked import Query, promised
@@ -124,14 +125,11 @@ class Mechanism:
 
     def beside(self, config: PrivacyConfig) -> dict[str, tuple[Any, Any]]:
         """By its name, what is said here and what the config asks for of it, where it does: pairs that must agree."""
-        try:
-            sampling: Any = sampling_terms(self.unit.number, self.sampling.expected_batch_size, config.to_dict())
-            sampling = sampling.to_dict()
-        except ConfigurationError as error:
-            sampling = error.found
+        n, expected = self.unit.number, self.sampling.expected_batch_size
         pairs = {
+            "unit": (self.unit.to_dict(), _asked_for(lambda: unit_terms(n, config))),
             "clipping": (self.clipping.to_dict(), clipping_terms(config).to_dict()),
-            "sampling": (self.sampling.to_dict(), sampling),
+            "sampling": (self.sampling.to_dict(), _asked_for(lambda: sampling_terms(n, expected, config.to_dict()))),
             "noise": (self.noise.kind, config.noise),
             # The config may leave these to be found.
             "noise_multiplier": (self.noise.multiplier, config.noise_multiplier),
@@ -195,3 +193,11 @@ class Mechanism:
             return cls(**terms, **numbers, queries=queries, releases=releases)
         except (TypeError, ConfigurationError) as error:
             raise damaged("no mechanism", error.found if isinstance(error, HfDpError) else str(error)) from error
+
+
+def _asked_for(terms: Callable[[], Any]) -> Any:
+    """As plain values, or why there are none."""
+    try:
+        return terms().to_dict()
+    except ConfigurationError as error:
+        return error.found

@@ -33,9 +33,13 @@ class Risk:
     posterior: float
 
     def __str__(self) -> str:
+        return self.in_words()
+
+    def in_words(self, one: str = "example") -> str:
+        """As one sentence about `one` unit."""
         rate, found = min(self.true_positive_rates.items(), key=lambda pair: abs(pair[0] - 0.01))
         return (
-            "Whoever sees everything that was released, knows all of the training data but one example, and asks "
+            f"Whoever sees everything that was released, knows all of the training data but one {one}, and asks "
             f"whether that one was in it: if they wrongly say yes of {rate:.1%} of those that were not, they rightly "
             f"say so of at most {at_most(found)} of those that were. Who thought it an even chance before is right in "
             f"at most {at_most(self.posterior)} of all cases after."

@@ -18,6 +18,7 @@ from hf_dp.config.clipping import CLIPPINGS, ClippingTerms
 from hf_dp.config.plain import Terms, refuse_term
 from hf_dp.config.promise import NoiseName
 from hf_dp.config.ranges import check_noise_multiplier, is_count, is_number, shown
+from hf_dp.config.units import is_column
 from hf_dp.errors import ConfigurationError
 
 
@@ -49,7 +50,35 @@ class UncountedExampleUnit(Terms):
     number: ClassVar[None] = None
 
 
-UnitTerms = ExampleUnit | UncountedExampleUnit
+@dataclass(frozen=True, kw_only=True)
+class ColumnUnit(Terms):
+    """All training examples with one value in a column are a unit together.
+
+    Attributes:
+        number: n, how many values there are.
+        column: its name.
+        max_examples: of one unit in one step.
+    """
+
+    number: int
+    column: str
+    max_examples: int
+    kind: str = "column"
+    adjacency: ClassVar[str] = ZERO_OUT
+
+    def _check(self) -> None:
+        for name in ("number", "max_examples"):
+            if not is_count(getattr(self, name), at_least=1):
+                refuse_term(name, getattr(self, name), "it is a whole number of at least 1")
+        if not is_column(self.column):
+            refuse_term("column", self.column, "it is the short name of a column")
+
+    @property
+    def name(self) -> str:
+        return f"all training examples of one {self.column} together, at most {self.max_examples} in a step"
+
+
+UnitTerms = ExampleUnit | UncountedExampleUnit | ColumnUnit
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,16 +205,23 @@ def _poisson_sampled(probability: float, inner: dp.DpEvent) -> dp.DpEvent:
 
 # By the field of a mechanism, then by their kind in JSON.
 TERMS: dict[str, dict[str, type[Any]]] = {
-    "unit": {"example": ExampleUnit, "uncounted example": UncountedExampleUnit},
+    "unit": {"example": ExampleUnit, "uncounted example": UncountedExampleUnit, "column": ColumnUnit},
     "sampling": {"poisson": PoissonSampling, "truncated_poisson": TruncatedPoissonSampling},
     "clipping": CLIPPINGS,
     "noise": dict.fromkeys(get_args(NoiseName), GaussianNoise),
 }
 
 
-def unit_kind(config: PrivacyConfig) -> type[ExampleUnit] | type[UncountedExampleUnit]:
-    """The kind of unit that a config promises: where it leaves the sampling probability to n, n must be public."""
-    return ExampleUnit if config.sampling_probability is None else UncountedExampleUnit
+def unit_terms(number: int | None, config: PrivacyConfig) -> UnitTerms:
+    """The unit that a config promises, of which there are `number` (None if it is secret). Where the config leaves the
+    sampling probability to n, n must be public (`ConfigurationError`)."""
+    if config.sampling_probability is not None:
+        return UncountedExampleUnit()
+    counted: Any = number
+    if config.unit is None:
+        return ExampleUnit(number=counted)
+    most: Any = config.max_examples_per_unit
+    return ColumnUnit(number=counted, column=config.unit, max_examples=most)
 
 
 def sampling_terms(number: int | None, expected_batch_size: float, asked: Mapping[str, Any]) -> SamplingTerms:

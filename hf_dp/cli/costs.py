@@ -65,9 +65,9 @@ def costs(
         delta, size = accounting.default_delta(n) if delta is None else accounting.check_delta(delta, n), float(n)
     if n is not None and not 1 <= batch_size <= n:
         raise ConfigurationError(
-            f"--batch-size {batch_size:g} for a dataset of {n} examples.",
-            why="each example enters a batch with probability batch-size / n, which must be at most 1.",
-            fix=f"give the expected number of examples in a logical batch: between 1 and {n}.",
+            f"--batch-size {batch_size:g} for n = {n}.",
+            why="each example (or unit) enters a batch with probability batch-size / n, which must be at most 1.",
+            fix=f"give the expected number of them in a logical batch: between 1 and {n}.",
         )
     if steps is None:
         # Trainer counts epochs in whole batches.

@@ -22,6 +22,9 @@ def plan(
     n: Annotated[
         int | None, typer.Option("--n", help="Number of training examples; without it, --model alone is answered.")
     ] = None,
+    units: Annotated[
+        int | None, typer.Option(help="In place of --n, where a unit has several examples: the number of units.")
+    ] = None,
     sampling_probability: Annotated[
         float | None, typer.Option(help="In place of --n, where that is secret; with --batch-size, --steps, --delta.")
     ] = None,
@@ -73,7 +76,8 @@ def plan(
     neighbouring datasets one example is replaced by nothing. Give
     --sampling-probability in place of --n, and batch size, steps and delta as
     numbers of their own, where n is secret and one example more or less is the
-    claim (docs/privacy.md). PLD is the tight accountant and the default in
+    claim (docs/privacy.md). Where all examples of one user are a unit, give
+    the number of users as --units, and batches in units. PLD is the tight accountant and the default in
     training; RDP is a looser cross-check. With
     --model, also how much memory each of --world-size ranks needs and what it
     sends (docs/scaling.md); that alone, where nothing of the privacy is given:
@@ -90,14 +94,16 @@ def plan(
             _refuse_without_model(
                 {"--world-size": world_size, "--length": length, "--micro-batch": micro_batch}, lora_rank
             )
-        has_data = n is not None or sampling_probability is not None
+        of_data: dict[str, object] = {"--n": n, "--units": units, "--sampling-probability": sampling_probability}
+        has_data = any(value is not None for value in of_data.values())
         if not has_data:
             given = {"--epochs": epochs, "--steps": steps, "--examples": examples, "--epsilon": epsilon}
             more = {"--noise": noise, "--delta": delta, "--plot": plot, "--share": share or None}
             more["--max-batch-size"] = max_batch_size
             _refuse_without_n(model, {**given, **more})
         else:
-            exactly_one({"--n": n, "--sampling-probability": sampling_probability})
+            exactly_one(of_data)
+            n = units if n is None else n
             exactly_one({"--epsilon": epsilon, "--noise": noise})
             exactly_one({"--epochs": epochs, "--steps": steps, "--examples": examples})
             check_clipping_norm(positive("--clipping-norm", clipping_norm))
@@ -120,7 +126,7 @@ def plan(
                 n, sampling_probability, batch_size, epochs, steps, examples, epsilon, noise, delta, share or [],
                 max_batch_size,
             )  # fmt: skip
-            answer |= _derived(answer, proposed, clipping_norm)
+            answer |= {**_derived(answer, proposed, clipping_norm), "counts": "examples" if units is None else "units"}
         if model is not None:
             answer |= sizes(model, lora_rank, world_size, length, micro_batch, batch_size)
         if plot is not None:

@@ -39,7 +39,7 @@ def plan_table(answer: dict[str, Any]) -> Table:
         **({} if most is None else {"largest batch": f"{most}"}),
         "steps": str(answer["steps"]),
         "sampling probability": f"{answer['sampling_probability']:.4g}",
-        "examples processed": f"{answer['examples_processed']:,.0f}",
+        f"{answer['counts']} processed": f"{answer['examples_processed']:,.0f}",
         "of epsilon for other releases": ", ".join(f"{share:g}" for share in answer["shares"]) or "nothing (--share)",
     }.items():
         table.add_row(label, *[value] * len(names))

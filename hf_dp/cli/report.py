@@ -66,10 +66,10 @@ def report(
         table.add_row(label, str(count), in_words(event))
     Console().print("\n", table)
     if found is not None:
-        _print_risk(found)
+        _print_risk(found, record.config.unit or "example")
 
 
-def _print_risk(found: Risk) -> None:
+def _print_risk(found: Risk, one: str) -> None:
     from hf_dp.accounting.risk import at_most
 
     table = Table(title="How well membership can be told, at most", title_justify="left")
@@ -78,7 +78,7 @@ def _print_risk(found: Risk) -> None:
     for rate, most in found.true_positive_rates.items():
         table.add_row(f"{rate:.1%}", at_most(most, digits=2))
     Console().print("\n", table)
-    Console().print(str(found), markup=False, highlight=False)
+    Console().print(found.in_words(one), markup=False, highlight=False)
 
 
 def _chosen(source: Source, names: list[str]) -> str:

@@ -11,10 +11,9 @@ from pathlib import PurePath
 from typing import Any, Literal, get_args
 
 from hf_dp.config.clipping import ClippingName, check_clipping
+from hf_dp.config.parts import check_parts
 from hf_dp.config.ranges import (
     check_clipping_norm,
-    check_given_probability,
-    check_max_batch_size,
     check_noise_multiplier,
     check_target_delta,
     check_target_epsilon,
@@ -23,7 +22,9 @@ from hf_dp.config.ranges import (
     shown,
 )
 from hf_dp.config.re_attention import ReAttentionConfig
+from hf_dp.config.sampling import check_sampling
 from hf_dp.config.sparse_embeddings import SparseEmbeddingConfig
+from hf_dp.config.units import UnitSamplingName, check_unit
 from hf_dp.errors import ConfigurationError
 from hf_dp.launched import is_first, say_once
 
@@ -37,6 +38,9 @@ PLAIN = {
     "noise": "gaussian",
     "sampling_probability": None,
     "max_batch_size": None,
+    "unit": None,
+    "max_examples_per_unit": None,
+    "unit_sampling": "units",
 }
 
 
@@ -74,6 +78,12 @@ class PrivacyConfig:
             and 1 is what examples are drawn with whatever n is, for a claim of "add or remove one" that keeps n secret:
             `target_delta` and `max_steps` must then be given, and sums are divided by the expected batch size of the
             arguments. Choose all four without a look at n.
+        unit: None for each training example by itself, or the column of the dataset that says whose each example is,
+            such as "user", which no model sees: all examples with one value are hidden together. Batches, n, q and
+            delta count units then, and a unit's gradient is the mean over its examples in the step, clipped as one.
+        max_examples_per_unit: with `unit`, the most examples of one unit that a step uses; of more, so many are drawn
+            at random in each step.
+        unit_sampling: "units": each unit is drawn for a step with all of these, independently.
         re_attention: None for plain attention, or a `ReAttentionConfig`.
         sparse_embeddings: None for dense noise on all rows, or a `SparseEmbeddingConfig`. With AdaFEST
             `noise_multiplier` is that of both releases of a step together.
@@ -107,6 +117,15 @@ class PrivacyConfig:
         default=None,
         metadata={"help": "What examples are drawn with, whatever their number, which is then secret (add or remove)."},
     )
+    unit: str | None = field(
+        default=None, metadata={"help": "The dataset's column that says whose each example is: the unit of privacy."}
+    )
+    max_examples_per_unit: int | None = field(
+        default=None, metadata={"help": "With unit, the most examples of one unit that a step uses."}
+    )
+    unit_sampling: UnitSamplingName = field(
+        default="units", metadata={"help": "How the examples of units are drawn: units, whole."}
+    )
     seed: int | None = field(default=None, init=False)
     re_attention: ReAttentionConfig | None = field(default=None, init=False)
     sparse_embeddings: SparseEmbeddingConfig | None = field(default=None, init=False)
@@ -126,6 +145,9 @@ class PrivacyConfig:
         noise: NoiseName = "gaussian",
         sampling_probability: float | None = None,
         max_batch_size: int | None = None,
+        unit: str | None = None,
+        max_examples_per_unit: int | None = None,
+        unit_sampling: UnitSamplingName = "units",
     ) -> None:
         values = dict(locals())
         # Every private run makes one of these before anything can be refused.
@@ -161,14 +183,14 @@ class PrivacyConfig:
         self._check_noise()
         if self.target_delta is not None:
             check_target_delta(self.target_delta)
-        self._check_sampling()
         if not is_one_of(self.accountant, ("pld", "rdp")):
             raise ConfigurationError(
                 f"accountant={shown(self.accountant)}.",
                 why="only 'pld' and 'rdp' are known, and an unknown accountant promises nothing.",
                 fix="use 'pld' (tight, the default) or 'rdp'.",
             )
-        self._check_max_batch_size()
+        check_sampling(self.sampling_probability, self.max_batch_size, self.target_delta, self.accountant)
+        check_unit(self.unit, self.max_examples_per_unit, self.unit_sampling, self.sampling_probability)
         if not isinstance(self.withhold_non_private_logs, bool):
             raise ConfigurationError(
                 f"withhold_non_private_logs={shown(self.withhold_non_private_logs)}.",
@@ -181,40 +203,11 @@ class PrivacyConfig:
                 why="it must be None (secret randomness) or a non-negative integer (reproducible, not private).",
                 fix="leave it out for a private run.",
             )
-        if self.re_attention is not None and not isinstance(self.re_attention, ReAttentionConfig):
-            raise ConfigurationError(
-                f"re_attention={shown(self.re_attention)}.",
-                why="the correction needs its settings.",
-                fix="give re_attention=ReAttentionConfig().",
-            )
-        if budget is None and self.re_attention is not None and self.re_attention.token_frequencies == "released":
-            raise ConfigurationError(
-                "re_attention with released token frequencies, and noise_multiplier in place of target_epsilon.",
-                why="the release is paid for with a share of the target epsilon.",
-                fix="give target_epsilon, or ReAttentionConfig(token_frequencies='uniform' or 'public').",
-            )
-        self._check_sparse_embeddings()
+        check_parts(self.re_attention, self.sparse_embeddings, budget)
         if noise == 0 and is_first():
             warnings.warn(
                 "noise_multiplier=0: this run adds no noise and is not private; its epsilon is infinite.",
                 stacklevel=3,
-            )
-
-    def _check_sampling(self) -> None:
-        if self.sampling_probability is None:
-            return
-        check_given_probability(self.sampling_probability)
-        if self.max_batch_size is not None:
-            raise ConfigurationError(
-                f"sampling_probability={self.sampling_probability:g} with max_batch_size={shown(self.max_batch_size)}.",
-                why="what a truncated batch costs follows from n, which is secret then.",
-                fix="leave out one of the two.",
-            )
-        if self.target_delta is None:
-            raise ConfigurationError(
-                f"sampling_probability={self.sampling_probability:g} without target_delta.",
-                why="n is secret then, and the default delta, n ** -1.1, would tell it.",
-                fix="give target_delta, well below 1 over the most examples that there could be, such as 1e-8.",
             )
 
     def _check_noise(self) -> None:
@@ -223,34 +216,6 @@ class PrivacyConfig:
                 f"noise={shown(self.noise)}.",
                 why="it names the generator that makes the noise, and an unknown one makes none.",
                 fix="use 'gaussian' (the default) or 'chacha20'; how much noise there is says noise_multiplier.",
-            )
-
-    def _check_max_batch_size(self) -> None:
-        if self.max_batch_size is None:
-            return
-        check_max_batch_size(self.max_batch_size)
-        if self.accountant == "rdp":
-            raise ConfigurationError(
-                f"max_batch_size={self.max_batch_size} with accountant='rdp'.",
-                why="what a truncated batch costs is known to the accountant 'pld' alone.",
-                fix="use accountant='pld' (tight, the default), or leave out max_batch_size.",
-            )
-
-    def _check_sparse_embeddings(self) -> None:
-        sparse = self.sparse_embeddings
-        if sparse is None:
-            return
-        if not isinstance(sparse, SparseEmbeddingConfig):
-            raise ConfigurationError(
-                f"sparse_embeddings={shown(sparse)}.",
-                why="which rows get a gradient follows from its settings.",
-                fix="give sparse_embeddings=SparseEmbeddingConfig().",
-            )
-        if self.target_epsilon is None and sparse.releases_rows:
-            raise ConfigurationError(
-                "sparse_embeddings with a DP top-k of rows, and noise_multiplier in place of target_epsilon.",
-                why="the choice is paid for with a share of the target epsilon.",
-                fix="give target_epsilon, or SparseEmbeddingConfig(row_choice='public', ...), or method='adafest'.",
             )
 
     def replace(self, **changes: Any) -> PrivacyConfig:

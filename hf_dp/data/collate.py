@@ -12,6 +12,7 @@ import torch
 from hf_dp.data.widths import Checked, Widths, widths_of
 from hf_dp.errors import ConfigurationError, HfDpError
 from hf_dp.randomness import secret_global_state, unchanged_global_state
+from hf_dp.units.packing import packed
 
 Randomness = Callable[[], AbstractContextManager[None]]
 
@@ -20,6 +21,12 @@ class Dummy(NamedTuple):
     """A row that is computed with and adds nothing."""
 
     row: Any
+
+
+class Unit(NamedTuple):
+    """Rows that are one example together."""
+
+    rows: list[Any]
 
 
 class LogicalBatchCollator:
@@ -61,17 +68,20 @@ class LogicalBatchCollator:
 
         Dummies are micro-batches of one example each, where there are `Dummy` rows. Where micro-batches are wider or
         narrower than all before, the rows to hold against one another are under "unlike", as they were read, a list for
-        each such micro-batch.
+        each such micro-batch. Where there are `Unit`s, each lies whole in one micro-batch, and "owners" has for each
+        micro-batch the number, counted there, of the unit of each row.
 
         Raises:
             ConfigurationError: the collator did not return a mapping with tensors of one row per example.
         """
         size = self._micro_batch_size
         dummies = [example.row for example in examples if isinstance(example, Dummy)]
-        examples = [example for example in examples if not isinstance(example, Dummy)]
+        has_units = any(isinstance(example, Unit) for example in examples)
+        whole = [e.rows if isinstance(e, Unit) else [e] for e in examples if not isinstance(e, Dummy)]
         # Their sum does not depend on who shares a micro-batch, but the padding that is computed does.
-        examples = sorted(examples, key=length)
-        parts = [examples[start : start + size] for start in range(0, len(examples), size)]
+        whole = sorted(whole, key=lambda rows: (len(rows), max(map(length, rows))))
+        cut = [whole[part.start : part.stop] for part in packed(map(len, whole), size)]
+        parts = [[row for rows in part for row in rows] for part in cut]
         with self.randomness():
             micro_batches = [self.collated(part) for part in parts]
             unlike = []
@@ -82,6 +92,7 @@ class LogicalBatchCollator:
                 "micro_batches": micro_batches,
                 "dummies": [self.collated([row]) for row in dummies],
                 **({"unlike": unlike} if unlike else {}),
+                **({"owners": list(map(_owners, cut))} if has_units else {}),
             }
 
     def widths(self, row: Any) -> Widths:
@@ -112,6 +123,10 @@ class LogicalBatchCollator:
                     self._collate, f"returned {name!r} of shape {tuple(tensor.shape)} for {len(examples)} examples"
                 )
         return batch
+
+
+def _owners(units: list[list[Any]]) -> list[int]:
+    return [place for place, rows in enumerate(units) for _ in rows]
 
 
 def length(example: Any) -> int:

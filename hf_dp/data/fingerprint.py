@@ -14,6 +14,7 @@ from datasets import Dataset
 
 from hf_dp.errors import LedgerError
 from hf_dp.randomness import keyed_global_state
+from hf_dp.units.rows import UnitRows
 
 # Trainer's uploads leave out files in the output directory whose names begin with an underscore.
 KEY_FILE = "_hf_dp_fingerprint_key"
@@ -56,22 +57,33 @@ def fingerprint_key(output_dir: str | Path, create: bool) -> bytes | None:
     return key if len(key) == _KEY_BYTES else None
 
 
-def fingerprint(dataset: Any, key: bytes) -> Fingerprint:
+def fingerprint(dataset: Any, key: bytes, unit: str | None = None) -> Fingerprint:
     """Keyed digests of rows spread over `dataset`, column by column.
 
     Of a `datasets.Dataset` they are of what it stores, before its transform. Rows of others are read under global
     generators that are seeded with the key, so that what is drawn there is the same at each look and in each process.
+
+    Args:
+        unit: the column that says whose each row is: of that, all rows count.
     """
+    whose = {} if unit is None else _whose(UnitRows.of(dataset, unit, 1), key)
     if isinstance(dataset, Dataset):
         dataset = dataset.with_format(None)
     n = len(dataset)
     chosen = sorted({i * (n - 1) // (_ROWS - 1) for i in range(_ROWS)}) if n > _ROWS else range(n)
     # Of few rows more looks: two could be the same by chance.
     looks = [_columns(dataset, chosen, key) for _ in range(max(2, _ROWS // max(1, n)))]
-    return {
-        name: digest if all(look.get(name) == digest for look in looks) else None
-        for name, digest in {name: digest for look in looks for name, digest in look.items()}.items()
-    }
+    found = {name: digest for look in looks for name, digest in look.items()}
+    return whose | {n: d if all(look.get(n) == d for look in looks) else None for n, d in found.items()}
+
+
+def _whose(units: UnitRows, key: bytes) -> Fingerprint:
+    name, value = (text.encode() for text in ("whose each row is", units.described))
+    return {_digest(name, key, 8): _digest(value, key, 16)}
+
+
+def _digest(value: bytes, key: bytes, size: int) -> str:
+    return hashlib.blake2b(value, key=key, digest_size=size).hexdigest()
 
 
 def compare(one: Fingerprint, two: Fingerprint) -> tuple[bool, int]:
@@ -90,7 +102,7 @@ def _columns(dataset: Any, chosen: Any, key: bytes) -> dict[str, str]:
             digest = digests.setdefault(name, hashlib.blake2b(key=key, digest_size=16))
             for part in (str(index).encode(), *_parts(value)):
                 digest.update(len(part).to_bytes(8, "little") + part)
-    return {hashlib.blake2b(n.encode(), key=key, digest_size=8).hexdigest(): d.hexdigest() for n, d in digests.items()}
+    return {_digest(n.encode(), key, 8): d.hexdigest() for n, d in digests.items()}
 
 
 def _named(row: Any) -> Iterator[tuple[str, Any]]:

@@ -3,58 +3,98 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from hf_dp.data.collate import Dummy, LogicalBatchCollator, Randomness
+from hf_dp.data.collate import Dummy, LogicalBatchCollator, Randomness, Unit
 from hf_dp.errors import ConfigurationError
+from hf_dp.randomness import Entropy
 from hf_dp.sampling.sampler import BatchSampler
+from hf_dp.units.packing import packed
+from hf_dp.units.rows import UnitRows
 
 # In place of an index: a micro-batch that is computed, so that all ranks compute as many, and weighted with zero.
 DUMMY = -1
+_NO_STEP = -1
+# A row, or the rows of a unit.
+Index = int | tuple[int, ...]
 
 
-class RankSampler(Sampler[list[int]]):
-    """One rank's share of each logical batch: every `world_size`-th example of the one draw that all ranks make.
+class DrawnUnits(NamedTuple):
+    """Units that are drawn in place of examples: their rows, and where the rows of each step come from."""
 
-    All ranks take the same number of micro-batches, ceil(ceil(n / ranks) / micro-batch size) for n examples drawn;
-    where a share has fewer, `DUMMY` stands in its place, once for each that is missing. With one rank this is the draw.
+    rows: UnitRows
+    entropy: Entropy
+
+
+class RankSampler(Sampler[list[Index]]):
+    """One rank's share of each logical batch: every `world_size`-th example of the one draw that all ranks make; or
+    every `world_size`-th unit, as a tuple of its rows in this step.
+
+    All ranks take the same number of micro-batches, the most that any share needs; where a share has fewer, `DUMMY`
+    stands in its place, once for each that is missing. With one rank this is the draw.
 
     Args:
         sampler: draws the logical batches, from entropy that all ranks have.
         rank: of this process, from 0.
         world_size: how many there are.
         micro_batch_size: the most examples in one micro-batch.
+        units: what the sampler draws, where that is no example.
     """
 
-    def __init__(self, sampler: BatchSampler, rank: int, world_size: int, micro_batch_size: int) -> None:
-        self.sampler = sampler
+    def __init__(
+        self,
+        sampler: BatchSampler,
+        rank: int,
+        world_size: int,
+        micro_batch_size: int,
+        units: DrawnUnits | None = None,
+    ) -> None:
+        self.sampler, self.units = sampler, units
         self._rank, self._world_size, self._micro_batch_size = rank, world_size, micro_batch_size
+
+    @property
+    def rows(self) -> int:
+        """Of the dataset that is drawn from."""
+        return self.sampler.dataset_size if self.units is None else self.units.rows.rows
 
     def set_epoch(self, epoch: int) -> None:
         """As the whole sampler's."""
         self.sampler.set_epoch(epoch)
 
-    def share(self, drawn: list[int]) -> list[int]:
+    def share(self, drawn: list[int], step: int = 0) -> list[Index]:
         """This rank's part of a logical batch, and a `DUMMY` for each micro-batch that it is short of."""
-        size = self._micro_batch_size
-        most, mine = math.ceil(len(drawn) / self._world_size), drawn[self._rank :: self._world_size]
-        return mine + [DUMMY] * (math.ceil(most / size) - math.ceil(len(mine) / size))
+        shares = [drawn[rank :: self._world_size] for rank in range(self._world_size)]
+        needed = [self._micro_batches(share) for share in shares]
+        mine = self.examples(shares[self._rank], step)
+        return [*mine, *[DUMMY] * (max(needed) - needed[self._rank])]
+
+    def examples(self, drawn: Iterable[int], step: int = _NO_STEP) -> Iterator[Index]:
+        """Of what was drawn, the rows that `step` uses, or what is released beside the steps."""
+        if self.units is None:
+            return iter(drawn)
+        units, entropy = self.units
+        return (tuple(units.drawn(unit, step, entropy)) for unit in drawn)
+
+    def _micro_batches(self, drawn: list[int]) -> int:
+        if self.units is None:
+            return math.ceil(len(drawn) / self._micro_batch_size)
+        return len(packed(sorted(map(self.units.rows.count, drawn)), self._micro_batch_size))
 
     def __len__(self) -> int:
         return len(self.sampler)
 
-    def __iter__(self) -> Iterator[list[int]]:
-        return map(self.share, self.sampler)
+    def __iter__(self) -> Iterator[list[Index]]:
+        return (self.share(drawn, step) for step, drawn in self.sampler.numbered())
 
 
 class PoissonDataLoader(DataLoader[Any]):
     """A `DataLoader` whose every item is one logical batch, collated by `LogicalBatchCollator`.
 
     Args:
-        dataset: a map-style dataset of the sampler's size. It is never asked for an empty batch.
+        dataset: a map-style dataset with as many rows as are drawn from. It is never asked for an empty batch.
         batch_sampler: what draws this rank's part of the batches.
         collate_fn: what splits and collates them.
         options: further options of `DataLoader`, such as `num_workers` and `pin_memory`.
@@ -71,16 +111,21 @@ class PoissonDataLoader(DataLoader[Any]):
         collate_fn: LogicalBatchCollator,
         **options: Any,
     ) -> None:
-        whole = batch_sampler.sampler if isinstance(batch_sampler, RankSampler) else batch_sampler
-        if len(dataset) != whole.dataset_size:
+        whole = batch_sampler if isinstance(batch_sampler, RankSampler) else RankSampler(batch_sampler, 0, 1, 1)
+        if len(dataset) != whole.rows:
             raise ConfigurationError(
-                f"a dataset of {len(dataset)} examples with a sampler for {whole.dataset_size}.",
+                f"a dataset of {len(dataset)} examples with a sampler for {whole.rows}.",
                 why="the sampling probability that is accounted for would not be the one that examples are drawn with.",
                 fix="make the sampler with dataset_size=len(dataset).",
             )
         super().__init__(
             _OwnReads(dataset, collate_fn.randomness), batch_sampler=batch_sampler, collate_fn=collate_fn, **options
         )
+        self._whole = whole
+
+    def examples(self, drawn: Iterable[int] | None = None) -> Iterator[Index]:
+        """What can be drawn (None: all of it), as the dataset is indexed: for what is released beside the steps."""
+        return self._whole.examples(range(self._whole.sampler.dataset_size) if drawn is None else drawn)
 
     def set_epoch(self, epoch: int) -> None:
         """Draws epoch `epoch` next. Trainer calls it before each epoch."""
@@ -105,12 +150,15 @@ class _OwnReads(Dataset[Any]):
     def __getitem__(self, index: int) -> Any:
         return self.dataset[index]
 
-    def __getitems__(self, indices: list[int]) -> list[Any]:
+    def __getitems__(self, indices: list[Index]) -> list[Any]:
         dummies = indices.count(DUMMY)
         indices = [index for index in indices if index != DUMMY]
+        flat = [row for index in indices for row in (index if isinstance(index, tuple) else (index,))]
         with self._randomness():
-            read = self._read(indices) if indices else []
-            return read + [Dummy(row) for row in (self._read([0]) * dummies if dummies else [])]
+            read = iter(self._read(flat) if flat else [])
+            # In the order in which they were read.
+            found = [Unit([next(read) for _ in index]) if isinstance(index, tuple) else next(read) for index in indices]
+            return found + [Dummy(row) for row in (self._read([0]) * dummies if dummies else [])]
 
     def _read(self, indices: list[int]) -> list[Any]:
         layout = getattr(self.dataset, "format", None)

@@ -28,13 +28,13 @@ def epsilons(report: PrivacyReport, ledger: Ledger) -> dict[AccountantName, floa
 def privacy_section(report: PrivacyReport, ledger: Ledger, config: PrivacyConfig) -> str:
     """The section as Markdown, between its two markers."""
     found = epsilons(report, ledger)
-    lines = [BEGIN, "## Privacy", "", *_promise(report, found), "", "| quantity | value |", "| --- | --- |"]
+    lines = [BEGIN, "## Privacy", "", *_promise(report, found, config), "", "| quantity | value |", "| --- | --- |"]
     lines += [f"| {name} | {value} |" for name, value in _rows(report, found).items()]
     lines += ["", "Everything that was released of the training data:", "", "| release | times | mechanism |"]
     lines += ["| --- | --- | --- |"]
     lines += [f"| {label} | {count} | {in_words(event)} |" for event, count, label in ledger.entries]
     lines += ["", "**What is not covered.**", ""]
-    lines += [f"- {caveat}" for caveat in (*report.caveats, _BASE_MODEL, _EVALUATION, _PEOPLE)]
+    lines += [f"- {caveat}" for caveat in (*report.caveats, _BASE_MODEL, _EVALUATION, _people(config))]
     lines += [line for note in notes(config) for line in ("", note)]
     lines += [
         "",
@@ -47,7 +47,16 @@ def privacy_section(report: PrivacyReport, ledger: Ledger, config: PrivacyConfig
     return "\n".join(lines)
 
 
-def _promise(report: PrivacyReport, found: dict[AccountantName, float]) -> list[str]:
+def _people(config: PrivacyConfig) -> str:
+    if config.unit is None:
+        return _PEOPLE
+    return (
+        f"Whose each example is says its column {config.unit}. A person behind k values of it is protected k times "
+        "less (group privacy)."
+    )
+
+
+def _promise(report: PrivacyReport, found: dict[AccountantName, float], config: PrivacyConfig) -> list[str]:
     if not report.private:
         reason = NO_NOISE if not math.isfinite(report.epsilon) else REPRODUCIBLE
         return [f"**This model is not private.** {reason} The numbers below describe the run; they protect nobody."]
@@ -56,11 +65,15 @@ def _promise(report: PrivacyReport, found: dict[AccountantName, float]) -> list[
     return [
         "Fine-tuned with differential privacy (DP-SGD) by hf_dp.",
         "",
-        f'**What is protected:** {report.unit}, in the sense of "{report.adjacency}". Had any single one '
+        f'**What is protected:** {report.unit}, in the sense of "{report.adjacency}". Had {_any(config)} '
         f"{_absent(report)}, every conclusion that anyone can draw from these weights, or from what is made "
         f"of them alone, would have been at most {likelier} times as likely or as unlikely, but for a "
         f"probability of {report.delta:.3g}.",
     ]
+
+
+def _any(config: PrivacyConfig) -> str:
+    return "any single one" if config.unit is None else f"those of any single {config.unit}"
 
 
 def _absent(report: PrivacyReport) -> str:

@@ -18,7 +18,7 @@ from hf_dp.accounting import (
     check_delta,
     in_words,
     standard_caveats,
-    unit_kind,
+    unit_terms,
 )
 from hf_dp.accounting.events import primitives
 from hf_dp.accounting.neighbours import SAID_BEFORE, ZERO_OUT
@@ -141,7 +141,7 @@ def _check_neighbours(record: PrivacyRecord) -> Check:
     everybody's would be another.
     """
     said, holds = record.report.adjacency, record.mechanism.unit.adjacency
-    promised = unit_kind(record.config).adjacency
+    promised = unit_terms(1, record.config).adjacency  # whatever their number
     if holds != promised:
         return Check("neighbouring datasets", False, f"{holds} in the mechanism, {promised} follows from the config")
     # Earlier versions knew no other words.

@@ -13,7 +13,6 @@ from torch import nn
 from hf_dp.accounting import Ledger
 from hf_dp.config import PrivacyConfig
 from hf_dp.per_example import Certificate, PerExampleGradients
-from hf_dp.per_example.batch import Batch
 from hf_dp.step.clipped_sum import SummedByRows
 from hf_dp.step.plan import Plan
 
@@ -88,12 +87,12 @@ class Run(Protocol):
         """Which operations use which parameters, for a few rows of the data."""
         ...
 
-    def record(self, batch: Batch) -> PerExampleGradients:
+    def record(self, micro_batch: Any) -> PerExampleGradients:
         """The per-example gradients of a micro-batch, as no part restricts them."""
         ...
 
-    def examples(self, indices: Sequence[int]) -> Iterator[Batch]:
-        """These training examples, in micro-batches."""
+    def examples(self, indices: Sequence[int]) -> Iterator[Any]:
+        """These training examples, in micro-batches for `record`."""
         ...
 
 

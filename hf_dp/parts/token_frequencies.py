@@ -141,7 +141,7 @@ def release_token_frequencies(
 
 
 def token_ids(loader: Any, model: nn.Module) -> Iterator[Tensor]:
-    """The token ids of each training example, without padding; what a decoder reads too.
+    """The token ids of each training example, or unit, without padding; what a decoder reads too.
 
     Args:
         loader: the training loader, with its dataset and its `LogicalBatchCollator`.
@@ -156,10 +156,11 @@ def token_ids(loader: Any, model: nn.Module) -> Iterator[Tensor]:
     head = getattr(model, "get_output_embeddings", lambda: None)()
     # Without a head for tokens, labels are classes or numbers, and the decoder reads the text once more.
     read = ("decoder_input_ids",) if head is None else ("labels", "decoder_input_ids")
-    for index in range(len(loader.dataset)):
+
+    def seen(row: int) -> Iterator[Tensor]:
         # Under a public seed one example more would change the random masks of all that follow.
         with loader.collate_fn.randomness():
-            batch = loader.collate_fn.collated([loader.dataset[index]])
+            batch = loader.collate_fn.collated([loader.dataset[row]])
         ids = batch.get("input_ids")
         if not isinstance(ids, Tensor):
             raise ConfigurationError(
@@ -168,12 +169,15 @@ def token_ids(loader: Any, model: nn.Module) -> Iterator[Tensor]:
                 fix="use ReAttentionConfig(token_frequencies='uniform').",
             )
         mask = batch.get("attention_mask")
-        seen = [ids if mask is None or mask.shape != ids.shape else ids[mask.bool()]]
+        yield ids if mask is None or mask.shape != ids.shape else ids[mask.bool()]
         if has_decoder:
-            seen += [v for name in read if isinstance(v := batch.get(name), Tensor)]
+            yield from (v for name in read if isinstance(v := batch.get(name), Tensor))
         if start is not None and "decoder_input_ids" not in batch:
-            seen.append(torch.tensor([start], device=ids.device))
-        yield torch.cat([part.flatten() for part in seen])
+            yield torch.tensor([start], device=ids.device)
+
+    for index in loader.examples():
+        rows = index if isinstance(index, tuple) else (index,)
+        yield torch.cat([part.flatten() for row in rows for part in seen(row)])
 
 
 def public_token_frequencies(path: Path, vocabulary_size: int, tokenizer: Any) -> Tensor:

@@ -13,6 +13,7 @@ from hf_dp.errors import UnseenUseError, UnsupportedModelError
 from hf_dp.per_example.batch import Batch, LossFunction, batch_size
 from hf_dp.per_example.factors import Factors, joined, squared_norms
 from hf_dp.per_example.gram import SelfGrams
+from hf_dp.per_example.grouped import Grouping
 from hf_dp.per_example.independence import ambiguous_sizes, check_independence, check_shares, survey
 from hf_dp.per_example.precision import full_precision, sum_dtype
 from hf_dp.per_example.reading import Reader
@@ -93,6 +94,25 @@ class PerExampleGradients:
         """
         factors = {n: restricted(uses, kept[n]) if n in kept else uses for n, uses in self.factors.items()}
         return PerExampleGradients(self.losses, factors, self._parameters, self.uses, self._versions)
+
+    @torch.no_grad()
+    def grouped(self, owners: Sequence[int]) -> PerExampleGradients:
+        """The gradients of examples that are several rows each: the sums over their rows.
+
+        The factors are taken away from here, so that they are not in memory twice.
+
+        Args:
+            owners: for each row the number of its example, from 0 to U - 1; each has a row.
+        """
+        if len(owners) != self.batch_size:
+            raise ValueError(f"owners of {len(owners)} rows for {self.batch_size}")
+        refuse_changed(self._versions)
+        grouping = Grouping(owners, [use for uses in self.factors.values() for use in uses])
+        versions, factors = self._versions if grouping.is_view else (), {}
+        self._versions = ()
+        for name in list(self.factors):
+            factors[name] = [grouping.of(use) for use in self.factors.pop(name)]
+        return PerExampleGradients(grouping.summed(self.losses), factors, self._parameters, self.uses, versions)
 
     def add_weighted_sum_(
         self, out: Mapping[str, Tensor | Shard], coefficients: Tensor, rows: Mapping[str, RowSum] = _NO_TABLES

@@ -14,7 +14,7 @@ from hf_dp.randomness import Entropy
 
 
 class BatchSampler(Sampler[list[int]], ABC):
-    """Draws one logical batch, over all ranks, for each step.
+    """Draws one logical batch, over all ranks, for each step: examples, or, where these are not the units, units.
 
     A sampler says one thing, `draw`. It draws with the numbers of its terms, which are what is accounted for. The draw
     knows nothing of the data: an example that is replaced by nothing is drawn as it was.
@@ -29,10 +29,11 @@ class BatchSampler(Sampler[list[int]], ABC):
 
     Args:
         terms: what the mechanism says of sampling.
-        dataset_size: n, the number of examples.
+        dataset_size: n, the number of examples, or of units.
         entropy: where the draws come from; on several ranks all need the same.
         steps_per_epoch: batches per epoch, at least 1. None: ceil(n / expected batch size), or ceil(1 / q).
         is_secret: whether n is.
+        unit: what is drawn, where that is no example.
 
     Raises:
         ConfigurationError: no examples, fewer examples than the expected batch where q follows from n, or a size that
@@ -47,11 +48,18 @@ class BatchSampler(Sampler[list[int]], ABC):
         steps_per_epoch: int | None = None,
         *,
         is_secret: bool = False,
+        unit: UnitTerms | None = None,
     ) -> None:
         check_sizes(dataset_size, terms.expected_batch_size, steps_per_epoch, is_secret=is_secret)
         self.terms = terms
         self.dataset_size = dataset_size
-        self._is_secret = is_secret
+        self._is_secret, self._unit = is_secret, unit
+        if unit is not None and (is_secret or unit.number != dataset_size):
+            raise ConfigurationError(
+                f"a sampler for {dataset_size} of {unit}.",
+                why="what is accounted for would not be what is drawn.",
+                fix="make it with dataset_size=unit.number, and for a number that is secret without unit.",
+            )
         by_itself = 1 / terms.probability if is_secret else dataset_size / terms.expected_batch_size
         self._steps = steps_per_epoch or math.ceil(by_itself)
         self._entropy = entropy
@@ -76,6 +84,8 @@ class BatchSampler(Sampler[list[int]], ABC):
     @property
     def unit(self) -> UnitTerms:
         """Whose presence is hidden, and how many there are where q follows from that."""
+        if self._unit is not None:
+            return self._unit
         return UncountedExampleUnit() if self._is_secret else ExampleUnit(number=self.dataset_size)
 
     def set_epoch(self, epoch: int) -> None:
@@ -93,20 +103,30 @@ class BatchSampler(Sampler[list[int]], ABC):
         return self._steps
 
     def __iter__(self) -> Iterator[list[int]]:
+        return (drawn for _, drawn in self.numbered())
+
+    def numbered(self) -> Iterator[tuple[int, list[int]]]:
+        """The draws of the next epoch, each with its step."""
         # This runs at the first draw, not at iter(): a DataLoader with workers makes an iterator that it never uses.
         first = self._epoch * self._steps
         self._epoch += 1
         for step in range(first, first + self._steps):
-            yield self.draw(step)
+            yield step, self.draw(step)
 
 
 def check_sizes(
-    dataset_size: int, expected_batch_size: float, steps_per_epoch: int | None = None, *, is_secret: bool = False
+    dataset_size: int,
+    expected_batch_size: float,
+    steps_per_epoch: int | None = None,
+    *,
+    is_secret: bool = False,
+    of: str = "examples",
 ) -> None:
-    """Refuses sizes without a sampling probability in (0, 1] (`ConfigurationError`); see `BatchSampler`."""
+    """Refuses sizes without a sampling probability in (0, 1] (`ConfigurationError`); see `BatchSampler`. `of` is what
+    is drawn."""
     if dataset_size < 1:
         raise ConfigurationError(
-            f"a training dataset of {dataset_size} examples.",
+            f"a training dataset of {dataset_size} {of}.",
             why="there is nothing to draw from, and no sampling probability.",
             fix="check the path and the filters of the training dataset.",
         )
@@ -118,8 +138,8 @@ def check_sizes(
         )
     if not is_secret and dataset_size < expected_batch_size:
         raise ConfigurationError(
-            f"an expected batch of {expected_batch_size} from a training dataset of {dataset_size} examples.",
-            why="each example would be drawn with a probability above 1.",
+            f"an expected batch of {expected_batch_size} from a training dataset of {dataset_size} {of}.",
+            why=f"each of the {of} would be drawn with a probability above 1.",
             fix="lower per_device_train_batch_size x gradient_accumulation_steps x processes to at most "
             f"{dataset_size} (privacy is better the smaller it is beside the data), or use more data.",
         )

@@ -57,15 +57,13 @@ class Plan:
         # Terms say what a draw costs, and the class draws.
         draws_alike = type(sampler) is SAMPLERS[said.sampling.kind]
         draws_alike &= (sampler.terms, sampler.unit) == (said.sampling, said.unit)
-        as_promised = type(said.unit) is accounting.unit_kind(self.config)
         pairs = said.beside(self.config)
-        sampling, wanted = pairs.pop("sampling")
-        as_promised &= sampling == wanted
+        as_promised = all(one == other for one, other in (pairs.pop("unit"), pairs.pop("sampling")))
         if not (draws_alike and as_promised) or self.entropy.reproducible > said.reproducible:
             raise ConfigurationError(
                 f"a mechanism of {said.unit} and {said.sampling}, reproducible={said.reproducible}, and a "
                 f"{type(sampler).__name__} of {sampler.unit} and {sampler.terms} with {self.entropy}, for a config "
-                f"with sampling_probability={self.config.sampling_probability} and "
+                f"with unit={self.config.unit}, sampling_probability={self.config.sampling_probability} and "
                 f"max_batch_size={self.config.max_batch_size}.",
                 why="what runs would not be what is accounted for.",
                 fix="make plans with Plan.make, from the sampler that draws.",

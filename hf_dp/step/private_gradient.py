@@ -4,27 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
+from typing import TypeVar
 
 from torch import nn
 
 from hf_dp.accounting import Ledger
 from hf_dp.errors import BudgetExceededError
 from hf_dp.per_example import PerExampleGradients
-from hf_dp.per_example.batch import Batch
 from hf_dp.randomness import secret_global_state
 from hf_dp.step.clipped_sum import ClippedSum, SummedByRows
 from hf_dp.step.plan import Plan
 
+MicroBatch = TypeVar("MicroBatch")
+
 
 def private_gradient(
     model: nn.Module,
-    record: Callable[[Batch], PerExampleGradients],
-    micro_batches: Iterable[Batch],
+    record: Callable[[MicroBatch], PerExampleGradients],
+    micro_batches: Iterable[MicroBatch],
     plan: Plan,
     ledger: Ledger,
     *,
     by_rows: SummedByRows | None = None,
-    dummies: Iterable[Batch] = (),
+    dummies: Iterable[MicroBatch] = (),
 ) -> ClippedSum:
     """Sets `.grad` of every trainable parameter to the noisy mean gradient of one logical batch (DP-SGD).
 
@@ -34,7 +36,7 @@ def private_gradient(
 
     Args:
         model: whose trainable parameters are updated.
-        record: the per-example gradients of one micro-batch.
+        record: the per-example gradients of one micro-batch, or those of its units.
         micro_batches: of one Poisson draw, possibly none: an empty batch is a step like any other.
         plan: clipping, noise and cost.
         ledger: charged before the noisy gradient exists.

@@ -16,7 +16,8 @@ from hf_dp.data.left_padding import LeftPadding
 from hf_dp.data.loader import PoissonDataLoader
 from hf_dp.step.plan import Plan
 from hf_dp.training.described import described_arguments, described_values
-from hf_dp.training.planned import check_ranks, planned
+from hf_dp.training.planned import check_ranks, planned, units_of
+from hf_dp.units.rows import without_column
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -59,7 +60,8 @@ class DataMixin(_Base):
 
     def _planned(self) -> tuple[Plan, PoissonDataLoader]:
         """Of the next training, whose number of steps Trainer reads off the loader."""
-        dataset, collate = self._dataset, self.data_collator
+        collate, units = self.data_collator, units_of(self._dataset, self.privacy)
+        dataset = self._dataset if units is None else without_column(self._dataset, str(self.privacy.unit))
         if isinstance(dataset, Dataset):
             dataset = self._remove_unused_columns(dataset, description="training")
         else:
@@ -71,6 +73,7 @@ class DataMixin(_Base):
             collate,
             expected_batch_size=self._expected_batch_size,
             micro_batch_size=self.args.per_device_train_batch_size,
+            units=units,
             steps=lambda loader: self.set_initial_training_values(self.args, loader)[-1],
             num_workers=self.args.dataloader_num_workers,
             pin_memory=self.args.dataloader_pin_memory and torch.cuda.is_available(),

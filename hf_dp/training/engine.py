@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import logging
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -18,7 +20,7 @@ from hf_dp.data.widths import Checked
 from hf_dp.errors import UnseenUseError
 from hf_dp.losses import check_own_loss
 from hf_dp.per_example import RULES, Certificate, PerExampleGradients, Rule, preflight, record
-from hf_dp.per_example.batch import Batch, LossFunction
+from hf_dp.per_example.batch import Batch, LossFunction, check_losses
 from hf_dp.per_example.independence import survey
 from hf_dp.per_example.padding import check_padding
 from hf_dp.per_example.sharding import is_sharded
@@ -26,6 +28,18 @@ from hf_dp.per_example.state import unchanged_state
 from hf_dp.randomness import unchanged_global_state
 
 logger = logging.getLogger(__name__)
+
+
+class MicroBatch(NamedTuple):
+    """What is recorded at once.
+
+    Attributes:
+        batch: for the model.
+        owners: for each row the number of its unit, from 0, where units are no single rows. The model does not see it.
+    """
+
+    batch: Batch
+    owners: Sequence[int] | None = None
 
 
 class Engine:
@@ -61,12 +75,20 @@ class Engine:
         self.by_rows: Collection[str] = ()
         self._certificate: Certificate | None = None
 
-    def record(self, batch: Batch) -> PerExampleGradients:
-        """The gradients of one micro-batch, as they were certified."""
+    def record(self, micro_batch: MicroBatch) -> PerExampleGradients:
+        """The gradients of one micro-batch, as they were certified; of units, of the means of their rows' losses."""
+        batch, owners = micro_batch
+        loss = self._loss if owners is None else functools.partial(self._share_of_mean, owners)
         certificate, rules = self._certificate, self._rules
-        return record(self.model, self._loss, batch, certificate=certificate, rules=rules, tables=self.by_rows)
+        found = record(self.model, loss, batch, certificate=certificate, rules=rules, tables=self.by_rows)
+        return found if owners is None else found.grouped(owners)
 
-    def micro_batches(self, item: Mapping[str, Any]) -> Iterator[Batch]:
+    def _share_of_mean(self, owners: Sequence[int], model: Any, batch: Batch) -> Tensor:
+        losses, rows = self._loss(model, batch), Counter(owners)
+        check_losses(losses, len(owners))
+        return losses * losses.new_tensor([1 / rows[owner] for owner in owners])
+
+    def micro_batches(self, item: Mapping[str, Any]) -> Iterator[MicroBatch]:
         """Of one logical batch, once those that are wider or narrower than all before are known to do no harm."""
         for rows in item.get("unlike", []):
             with unchanged_global_state():
@@ -76,13 +98,18 @@ class Engine:
                     self._check_padding(rows, self._certificate)
                 else:  # The first that is padded on the left: from now on all batches have positions.
                     self._certify(together, rows)
-        return map(self.prepare, item["micro_batches"])
+        owners = item.get("owners", [None] * len(item["micro_batches"]))
+        return map(MicroBatch, map(self.prepare, item["micro_batches"]), owners)
 
-    def examples(self, indices: Sequence[int], at_once: int) -> Iterator[Batch]:
-        """These training examples, in micro-batches; read so many at a time."""
+    def dummies(self, item: Mapping[str, Any]) -> Iterator[MicroBatch]:
+        """Of one logical batch."""
+        return map(MicroBatch, map(self.prepare, item["dummies"]))
+
+    def examples(self, indices: Sequence[int], at_once: int) -> Iterator[MicroBatch]:
+        """These training examples, or units, in micro-batches; read so many at a time."""
         dataset: Any = self.loader.dataset
         for start in range(0, len(indices), at_once):
-            few = list(indices[start : start + at_once])
+            few = list(self.loader.examples(indices[start : start + at_once]))
             yield from self.micro_batches(self.loader.collate_fn(dataset.__getitems__(few)))
 
     def uses(self) -> Certificate:

@@ -15,7 +15,7 @@ from hf_dp.agreement import agree, warn_if_alone
 from hf_dp.config import PrivacyConfig
 from hf_dp.config.asked import asked
 from hf_dp.data.collate import LogicalBatchCollator
-from hf_dp.data.loader import PoissonDataLoader, RankSampler
+from hf_dp.data.loader import DrawnUnits, PoissonDataLoader, RankSampler
 from hf_dp.errors import ConfigurationError
 from hf_dp.parts.table import settled
 from hf_dp.randomness import Entropy
@@ -24,6 +24,7 @@ from hf_dp.sampling.table import sampler_of
 from hf_dp.step.plan import Plan
 from hf_dp.training.described import described_data, described_model, described_setup
 from hf_dp.training.refusals import refuse_dataset
+from hf_dp.units.rows import UnitRows
 
 
 def check_privacy(privacy: object) -> None:
@@ -36,13 +37,31 @@ def check_privacy(privacy: object) -> None:
         )
 
 
-def check_data(dataset: Any, expected_batch_size: int, privacy: PrivacyConfig) -> None:
+def check_data(dataset: Any, expected_batch_size: int, micro_batch_size: int, privacy: PrivacyConfig) -> None:
     """Refuses data that cannot be drawn from so, or under this delta (`ConfigurationError`)."""
     refuse_dataset(dataset)
-    n = len(dataset)
-    check_sizes(n, expected_batch_size, is_secret=privacy.sampling_probability is not None)
+    most, units = privacy.max_examples_per_unit, units_of(dataset, privacy)
+    if most is not None and most > micro_batch_size:
+        raise ConfigurationError(
+            f"max_examples_per_unit={most} with micro-batches of {micro_batch_size} examples.",
+            why="the gradient of a unit is clipped as one, and all of its examples in a step are computed together.",
+            fix=f"set per_device_train_batch_size (of PrivateRun: micro_batch_size) to {most} or more, or lower "
+            "max_examples_per_unit.",
+        )
+    n = len(dataset if units is None else units)
+    is_secret, of = privacy.sampling_probability is not None, "training examples" if units is None else "units"
+    check_sizes(n, expected_batch_size, is_secret=is_secret, of=of.removeprefix("training "))
     _sampling(n, expected_batch_size, privacy)
-    accounting.check_delta(privacy.target_delta or accounting.default_delta(n), n)
+    accounting.check_delta(privacy.target_delta or accounting.default_delta(n, of), n, of)
+
+
+def units_of(dataset: Any, privacy: PrivacyConfig) -> UnitRows | None:
+    """Whose rows are hidden together (`ConfigurationError` where the data does not say); None: each by itself."""
+    if privacy.unit is None:
+        return None
+    most = privacy.max_examples_per_unit
+    assert most is not None
+    return UnitRows.of(dataset, privacy.unit, most)
 
 
 def check_ranks(dataset: Any, model: nn.Module, facts: Mapping[str, Any], accelerator: Any = None) -> None:
@@ -69,23 +88,32 @@ def planned(
     expected_batch_size: int,
     micro_batch_size: int,
     steps: Callable[[PoissonDataLoader], int],
+    units: UnitRows | None = None,
     **options: Any,
 ) -> tuple[Plan, PoissonDataLoader]:
     """A loader whose items are logical batches, and the plan that goes with its sampler. All ranks call it together.
 
     Args:
-        dataset: the training data, as `check_data` lets it pass.
+        dataset: the training data, as `check_data` lets it pass, without the column of units.
         collate: the user's data collator.
         micro_batch_size: the most examples that a rank computes at once.
         steps: how many are planned, once there is a loader to ask how long an epoch is.
+        units: of its rows; see `units_of`.
         options: of `DataLoader`.
     """
+    if units is not None:
+        agree({"whose the rows of train_dataset are": units.described})
     entropy, rank = Entropy.of_all_ranks(privacy.seed), ranks.rank()
-    terms = _sampling(len(dataset), expected_batch_size, privacy)
-    sampler = sampler_of(terms, len(dataset), entropy, is_secret=privacy.sampling_probability is not None)
+    n = len(dataset if units is None else units)
+    sampler = sampler_of(
+        _sampling(n, expected_batch_size, privacy), n, entropy,
+        is_secret=privacy.sampling_probability is not None,
+        unit=None if units is None else accounting.unit_terms(n, privacy),
+    )  # fmt: skip
+    drawn = None if units is None else DrawnUnits(units, entropy)
     loader = PoissonDataLoader(
         dataset,
-        batch_sampler=RankSampler(sampler, rank, ranks.world_size(), micro_batch_size),
+        batch_sampler=RankSampler(sampler, rank, ranks.world_size(), micro_batch_size, drawn),
         collate_fn=LogicalBatchCollator(micro_batch_size, collate, reproducible=privacy.seed is not None),
         worker_init_fn=functools.partial(seed_worker, num_workers=options.get("num_workers", 0), rank=rank),
         **options,

@@ -31,11 +31,12 @@ from hf_dp.training.loaded import checksums, refuse_other_values
 from hf_dp.training.loop_order import LogicalBatch, LoopOrder, items_of_epoch
 from hf_dp.training.output_lock import alone_in
 from hf_dp.training.own_checkpoints import found_checkpoint, read_into, step_of, write_checkpoint, write_model
-from hf_dp.training.planned import check_data, check_privacy, check_ranks, planned
+from hf_dp.training.planned import check_data, check_privacy, check_ranks, planned, units_of
 from hf_dp.training.refusals import refuse_no_output_dir, refuse_own_optimizer, refuse_own_settings, unwrapped
 from hf_dp.training.resume import Fingerprints, SavedRun, note_trained_by
 from hf_dp.training.run import Run
 from hf_dp.training.saving import claim, write_claim
+from hf_dp.units.rows import without_column
 
 logger = logging.getLogger(__name__)
 
@@ -95,13 +96,14 @@ class PrivateRun:
         self.model, self.privacy, self._step = unwrapped(model), privacy, 0
         for part in parts_of(privacy).values():
             part.refuse(Setting(privacy))
-        check_data(dataset, expected_batch_size, privacy)
+        check_data(dataset, expected_batch_size, micro_batch_size, privacy)
         check_modules(self.model)
         check_ranks(dataset, self.model, {**sizes, "PrivacyConfig": privacy.to_dict()})
+        units = units_of(dataset, privacy)
         plan, self._loader = planned(
-            privacy, self.model, dataset, collate,
+            privacy, self.model, dataset if units is None else without_column(dataset, str(privacy.unit)), collate,
             expected_batch_size=expected_batch_size, micro_batch_size=micro_batch_size, steps=lambda _: steps,
-            **options,
+            units=units, **options,
         )  # fmt: skip
         padding = LeftPadding()
 

@@ -28,6 +28,8 @@ STATE_KEY = "PrivacyCallback"
 _PATH = ("stateful_callbacks", STATE_KEY, "attributes", "saved_ledger")
 # Which trainer has trained a parameter in this process, and its ledger.
 _TRAINED_BY: Any = WeakTensorKeyDictionary()
+# Of a ledger's promise: whose data was trained on. One epsilon is about units of one kind.
+_OF_UNITS = ("dataset_size", "unit", "max_examples_per_unit")
 
 
 @dataclass(frozen=True)
@@ -102,7 +104,7 @@ class SavedRun:
         if self.key is None or self.data is None:
             ranks.warn(logger, "The data could not be compared with the checkpoint's (no fingerprint or no key to it).")
             return
-        differs, unknown = compare(self.data, fingerprint(dataset, self.key))
+        differs, unknown = compare(self.data, fingerprint(dataset, self.key, promise.get("unit")))
         if differs:
             raise LedgerError(
                 "the training data is not the data that the checkpoint was trained on.",
@@ -127,7 +129,7 @@ class Fingerprints:
         """What the next checkpoint in `output_dir` will know; see `SavedRun`. Every rank may ask, and one writes."""
         key = fingerprint_key(output_dir, create=True) if ranks.rank() == 0 else None
         if not self._known and dataset is not None:
-            self._known.append(fingerprint(dataset, key) if key else None)
+            self._known.append(fingerprint(dataset, key, ledger.promise.get("unit")) if key else None)
         return SavedRun(ledger, self._known[0] if self._known else None, key, values)
 
 
@@ -160,7 +162,7 @@ def continued(ledger: Ledger, saved: SavedRun | None, plan: Plan, dataset: Any) 
             fix="plan the whole training at once, or use noise_multiplier, where the ledger adds up what is spent.",
         )
     before, now = ledger.promise, plan.promise
-    if any(before[name] != now[name] for name in ("dataset_size", "delta")):
+    if any(before.get(name) != now.get(name) for name in (*_OF_UNITS, "delta")):
         raise LedgerError(
             f"train() was called again with {_examples(now)} and delta {now['delta']:.3g}, after "
             f"{ledger.steps} private steps on {_examples(before)} with delta {before['delta']:.3g}.",
@@ -208,7 +210,8 @@ def _refuse_strangers(ledger: Ledger, plan: Plan) -> None:
     """Of a training that took no step, nothing but what this plan has set budget aside for."""
     known = [(release.label, release.event) for release in plan.releases]
     strangers = sorted(made.label for made in ledger.releases if (made.label, made.event) not in known)
-    if strangers or (ledger.entries and ledger.promise["dataset_size"] != plan.promise["dataset_size"]):
+    others = [name for name in _OF_UNITS if ledger.promise.get(name) != plan.promise.get(name)]
+    if strangers or (ledger.entries and others):
         labels = ", ".join(strangers or sorted({label for _, _, label in ledger.entries}))
         raise LedgerError(
             f"an earlier training that took no step has released {labels}, under another budget or of other data.",
@@ -231,7 +234,9 @@ def _refuse_other_releases(ledger: Ledger, plan: Plan) -> None:
 
 
 def _examples(promise: Mapping[str, Any]) -> str:
-    n = promise["dataset_size"]
+    n, column = promise["dataset_size"], promise.get("unit")
+    if column is not None:
+        return f"{n} units (column {column}, {promise.get('max_examples_per_unit')} examples at most)"
     return "examples whose number is secret" if n is None else f"{n} examples"
 
 

@@ -18,7 +18,6 @@ from hf_dp.errors import ConfigurationError
 from hf_dp.parts.part import Logs, Part, Setting
 from hf_dp.parts.table import PARTS, parts_of
 from hf_dp.per_example import Certificate, PerExampleGradients
-from hf_dp.per_example.batch import Batch
 from hf_dp.per_example.sharding import is_sharded, refuse_broken_ties, tied
 from hf_dp.step.clipped_sum import ClippedSum
 from hf_dp.step.magnitudes import Magnitudes
@@ -26,7 +25,7 @@ from hf_dp.step.plan import Plan
 from hf_dp.step.private_gradient import private_gradient
 from hf_dp.step.written import Around, WrittenGradients
 from hf_dp.training.described import described_optimizer, described_values
-from hf_dp.training.engine import Engine
+from hf_dp.training.engine import Engine, MicroBatch
 from hf_dp.training.refusals import refuse_optimizer, refuse_other_surroundings, surroundings
 from hf_dp.training.resume import SavedRun, continued, note_trained_by, refuse_trained_by_another
 
@@ -187,11 +186,11 @@ class Run:
         """See `Engine.uses`."""
         return self.engine.uses()
 
-    def record(self, batch: Batch) -> PerExampleGradients:
+    def record(self, micro_batch: MicroBatch) -> PerExampleGradients:
         """See `Engine.record`."""
-        return self.engine.record(batch)
+        return self.engine.record(micro_batch)
 
-    def examples(self, indices: Sequence[int]) -> Iterator[Batch]:
+    def examples(self, indices: Sequence[int]) -> Iterator[MicroBatch]:
         """See `Engine.examples`."""
         return self.engine.examples(indices, math.ceil(self.plan.sampler.expected_batch_size))
 
@@ -226,7 +225,7 @@ class Run:
             self.plan,
             self.ledger,
             by_rows=next((part.rows for part in self.parts.values() if part.rows is not None), None),
-            dummies=map(self.engine.prepare, item["dummies"]),
+            dummies=self.engine.dummies(item),
         )
         self._written.note(self.model)
         for part in self.parts.values():
@@ -235,8 +234,8 @@ class Run:
             self._statistics[name] += getattr(total, name)
         return total
 
-    def _restricted(self, batch: Batch) -> PerExampleGradients:
-        gradients = self.engine.record(batch)
+    def _restricted(self, micro_batch: MicroBatch) -> PerExampleGradients:
+        gradients = self.engine.record(micro_batch)
         for part in self.parts.values():
             gradients = part.restrict(gradients)
         return gradients

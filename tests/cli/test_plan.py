@@ -55,6 +55,16 @@ def test_a_cap_on_batches_is_answered_by_the_one_accountant_that_has_it():
     assert (below.exit_code, "below the expected batch size of 512" in below.stderr) == (2, True)
 
 
+def test_a_plan_for_units_is_that_of_as_many_examples():
+    rest = ("--batch-size", "32", "--steps", "4", "--noise", "1")
+    one, two = (json.loads(invoke("plan", option, "150", *rest, "--json").stdout) for option in ("--n", "--units"))
+    assert (one.pop("counts"), two.pop("counts")) == ("examples", "units")
+    assert one == two
+    assert "units processed" in invoke("plan", "--units", "150", *rest).stdout
+    both = invoke("plan", "--units", "150", "--n", "600", *rest)
+    assert (both.exit_code, "both --n and --units" in both.stderr) == (2, True)
+
+
 @pytest.mark.parametrize(("epochs", "steps"), [("1", 20), ("1.5", 30), ("0.01", 1)])
 def test_epochs_are_counted_in_whole_batches_as_trainer_does(epochs, steps):
     plan = json.loads(invoke(*BASE, "--epochs", epochs, "--noise", "1", "--json").stdout)

@@ -65,6 +65,16 @@ def test_automatic_clipping_in_shards(pair: Gang) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["tied gpt2", "llama lora"])
+def test_users_in_shards(tmp_path: Path, pair: Gang, name: str) -> None:
+    by_user = {"unit": "user", "max_examples_per_unit": 2}
+    alone = pair.alone_once(trained_alone, name, tuple(by_user.items()))
+    for found in pair.run(trained_in_shards, str(tmp_path / "two"), name, 2, by_user):
+        assert farthest(found["parameters"], alone["parameters"]) < TOLERANCE
+        assert found["report"] == alone["report"]
+
+
+@pytest.mark.slow
 @pytest.mark.skipif(truncated.EVENT is None, reason="dp-accounting 0.5 has no event for it")
 def test_truncated_batches_in_shards(pair: Gang) -> None:
     capped = {"max_batch_size": 9}

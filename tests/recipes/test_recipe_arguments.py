@@ -67,6 +67,7 @@ def begun(train, monkeypatch):  # noqa: F811
 
 def test_what_is_asked_for_is_all_that_the_promise_has():
     by_other_flags = {"seed", "re_attention", "noise_multiplier", "target_epsilon", "max_batch_size"}
+    by_other_flags |= {"unit", "max_examples_per_unit", "unit_sampling"}
     not_for_flags = {"sparse_embeddings"}
     assert PROMISE.keys() | by_other_flags | not_for_flags == {f.name for f in dataclasses.fields(PrivacyConfig)}
     assert all(getattr(PrivacyConfig(target_epsilon=1), name) != value for name, value in PROMISE.items())
@@ -110,6 +111,7 @@ def test_a_flag_takes_the_place_of_what_the_file_says_in_another_way(recipe, beg
     [
         ("causal_lm", {"target_epsilon": 1, "noise_multiplier": 1}, "--target_epsilon and --noise_multiplier"),
         ("causal_lm", {"max_steps": 1, "num_train_epochs": 1}, "--max_steps and --num_train_epochs"),
+        ("causal_lm", {"unit": "user", "max_examples_per_unit": 2}, "unit='user', and the training dataset"),
         ("sequential_recommendation", {"epsilons": 1, "target_epsilon": 2}, "--epsilons and --target_epsilon"),
         ("sequential_recommendation", {"epsilons": 1, "noise_multiplier": 2}, "--epsilons and --noise_multiplier"),
         ("sequential_recommendation", {"seeds": 1, "seed": 2}, "--seeds and --seed"),

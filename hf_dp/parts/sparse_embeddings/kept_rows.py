@@ -20,7 +20,6 @@ from hf_dp.config.asked import EMBEDDING_ROWS
 from hf_dp.errors import BudgetExceededError, ConfigurationError, LedgerError
 from hf_dp.parts.sparse_embeddings.top_k import gumbel_scale, noisy_top_k
 from hf_dp.per_example import PerExampleGradients, Tables
-from hf_dp.per_example.batch import Batch
 from hf_dp.randomness import secret_global_state
 from hf_dp.step.plan import Plan
 
@@ -28,8 +27,8 @@ FILE = "sparse_embeddings.safetensors"
 LABEL = EMBEDDING_ROWS
 _ROWS, _CHOICE = "rows/", "choice"
 
-Recorder = Callable[[Batch], PerExampleGradients]
-Pass = Callable[[Sequence[int]], Iterable[Batch]]
+Recorder = Callable[[Any], PerExampleGradients]
+Pass = Callable[[Sequence[int]], Iterable[Any]]
 
 
 class KeptRows:

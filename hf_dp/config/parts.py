@@ -1,0 +1,36 @@
+"""What the settings of parts do not go with in a promise. Imports no torch."""
+
+from __future__ import annotations
+
+from hf_dp.config.ranges import shown
+from hf_dp.config.re_attention import ReAttentionConfig
+from hf_dp.config.sparse_embeddings import SparseEmbeddingConfig
+from hf_dp.errors import ConfigurationError
+
+
+def check_parts(attention: object, sparse: object, budget: float | None) -> None:
+    """Refuse settings that are none, or that a promise without a budget cannot pay for (`ConfigurationError`)."""
+    if attention is not None and not isinstance(attention, ReAttentionConfig):
+        raise ConfigurationError(
+            f"re_attention={shown(attention)}.",
+            why="the correction needs its settings.",
+            fix="give re_attention=ReAttentionConfig().",
+        )
+    if budget is None and attention is not None and attention.token_frequencies == "released":
+        raise ConfigurationError(
+            "re_attention with released token frequencies, and noise_multiplier in place of target_epsilon.",
+            why="the release is paid for with a share of the target epsilon.",
+            fix="give target_epsilon, or ReAttentionConfig(token_frequencies='uniform' or 'public').",
+        )
+    if sparse is not None and not isinstance(sparse, SparseEmbeddingConfig):
+        raise ConfigurationError(
+            f"sparse_embeddings={shown(sparse)}.",
+            why="which rows get a gradient follows from its settings.",
+            fix="give sparse_embeddings=SparseEmbeddingConfig().",
+        )
+    if budget is None and sparse is not None and sparse.releases_rows:
+        raise ConfigurationError(
+            "sparse_embeddings with a DP top-k of rows, and noise_multiplier in place of target_epsilon.",
+            why="the choice is paid for with a share of the target epsilon.",
+            fix="give target_epsilon, or SparseEmbeddingConfig(row_choice='public', ...), or method='adafest'.",
+        )

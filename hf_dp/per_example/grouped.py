@@ -1,0 +1,83 @@
+"""Rows of a micro-batch that are one example together: its gradient is the sum of theirs.
+
+Rows of one example are more positions of it: a side (B, T, n) becomes (U, r T, n) for examples of at most r rows, where
+positions that are missing add nothing. So norms and sums come from the same factors, cross terms between rows included.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_dp.per_example.factors import Factors, Outer, PerExample
+from hf_dp.per_example.gram import Dense
+
+
+class Grouping:
+    """Which rows of a micro-batch are one example.
+
+    Args:
+        owners: for each of B rows the number of its example, from 0 to U - 1; each example has a row.
+        factors: of all uses that will be grouped. Layers that read the same input share what is made of it.
+
+    Attributes:
+        size: U.
+        is_view: whether no row has to be moved, as where all examples have as many, one after another.
+    """
+
+    def __init__(self, owners: Sequence[int], factors: Iterable[Factors] = ()) -> None:
+        rows = Counter(owners)
+        self.size, self._most = len(rows), max(rows.values(), default=0)
+        if set(rows) != set(range(self.size)):
+            raise ValueError(f"the examples of {len(owners)} rows are not numbered from 0: {sorted(rows)[:10]}")
+        self.is_view = list(owners) == [row // self._most for row in range(self.size * self._most)]
+        self._owners = torch.tensor(owners, dtype=torch.int64)
+        seen: Counter[int] = Counter()
+        self._places = torch.empty_like(self._owners)
+        for row, owner in enumerate(owners):
+            self._places[row] = owner * self._most + seen[owner]
+            seen[owner] += 1
+        sides = [side for one in factors if isinstance(one, Outer) for side in (one.left, one.right)]
+        self._to_come = Counter(_key(side.tensor) for side in sides)
+        self._known: dict[Any, Tensor] = {}
+
+    def of(self, factors: Factors) -> Factors:
+        """The gradients of one use, (U, ...) from (B, ...)."""
+        if isinstance(factors, PerExample):
+            return PerExample(self.summed(factors.values))
+        joined = Outer(
+            factors.left.of(self._joined(factors.left.tensor)),
+            factors.right.of(self._joined(factors.right.tensor)),
+            factors.scale,
+        )
+        # The longer an example is, the sooner its factors are larger than its gradient. Looked-up rows stay such.
+        is_dense = isinstance(joined.left, Dense) and isinstance(joined.right, Dense)
+        return joined.settled() if is_dense and self._most > 1 else joined
+
+    def summed(self, values: Tensor) -> Tensor:
+        """(U, ...): the sums over the rows (B, ...) of each example."""
+        if self.is_view:
+            return values.unflatten(0, (self.size, self._most)).sum(1) if self._most > 1 else values
+        return values.new_zeros(self.size, *values.shape[1:]).index_add_(0, self._owners.to(values.device), values)
+
+    def _joined(self, tensor: Tensor) -> Tensor:
+        """(U, r T, ...) from (B, T, ...). Missing positions are zero, as ids and as numbers: on a dense side beside
+        looked-up ids a zero is what adds nothing."""
+        shape = self.size, self._most * tensor.shape[1], *tensor.shape[2:]
+        if self.is_view:
+            return tensor.reshape(shape)
+        key = _key(tensor)
+        if key not in self._known:
+            places = tensor.new_zeros(self.size * self._most, *tensor.shape[1:])
+            self._known[key] = places.index_copy_(0, self._places.to(tensor.device), tensor).view(shape)
+        # Kept no longer than the rows that it was made of, whose memory would then be another's.
+        self._to_come[key] -= 1
+        return self._known[key] if self._to_come[key] > 0 else self._known.pop(key)
+
+
+def _key(tensor: Tensor) -> Any:
+    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()

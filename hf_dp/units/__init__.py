@@ -1,0 +1,1 @@
+"""Which examples are hidden together."""

@@ -1,0 +1,117 @@
+"""Which rows of a dataset belong to which unit, and which of them a step uses."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+from datasets import Dataset
+
+from hf_dp.config.ranges import shown
+from hf_dp.errors import ConfigurationError
+from hf_dp.randomness import Entropy
+
+
+class UnitRows:
+    """The rows of each unit, numbered in the order of their first rows.
+
+    Args:
+        values: of each row, whose it is: texts, or bytes, or whole numbers.
+        column: where they stand, for refusals.
+        most: rows of one unit in one step.
+
+    Raises:
+        ConfigurationError: a row that says nothing, or something else.
+    """
+
+    def __init__(self, values: Iterable[Any], column: str, most: int) -> None:
+        numbers: dict[Any, int] = {}
+        owners = []
+        kind: type[Any] | None = None
+        for row, value in enumerate(values):
+            kind = _kind(value, row, column) if kind is None else kind
+            if _kind(value, row, column) is not kind:
+                raise _refused(column, row, value, f"others are {kind.__name__}, and one person would be two")
+            owners.append(numbers.setdefault(value, len(numbers)))
+        self._most = most
+        self._order = np.argsort(owners, kind="stable")
+        self._starts = np.concatenate([[0], np.bincount(owners, minlength=len(numbers)).cumsum()]).astype(np.int64)
+
+    @classmethod
+    def of(cls, dataset: Any, column: str, most: int) -> UnitRows:
+        """Those of a dataset with such a column (`ConfigurationError` without it)."""
+        return cls(_values(dataset, column), column, most)
+
+    def __len__(self) -> int:
+        """n, the number of units."""
+        return len(self._starts) - 1
+
+    @property
+    def rows(self) -> int:
+        """Of all units together."""
+        return len(self._order)
+
+    @property
+    def described(self) -> str:
+        """The same for data that is divided alike, and for no other."""
+        return hashlib.blake2b(self._order.tobytes() + self._starts.tobytes()).hexdigest()
+
+    def count(self, unit: int) -> int:
+        """How many rows of a unit a step uses."""
+        return min(self._most, int(self._starts[unit + 1] - self._starts[unit]))
+
+    def drawn(self, unit: int, step: int, entropy: Entropy) -> list[int]:
+        """The rows of a unit that `step` uses, ascending: all, or of more than it may have so many, each subset as
+        likely, whatever other units have."""
+        rows = self._order[self._starts[unit] : self._starts[unit + 1]]
+        if len(rows) > self._most:
+            generator = entropy.generator(f"rows of unit {unit}", step)
+            rows = rows[np.sort(generator.choice(len(rows), self._most, replace=False))]
+        return [int(row) for row in rows]
+
+
+def without_column(dataset: Any, column: str) -> Any:
+    """The dataset as models may see it."""
+    if isinstance(dataset, Dataset):
+        return dataset.remove_columns([column])
+    return [{name: value for name, value in row.items() if name != column} for row in dataset]
+
+
+def _values(dataset: Any, column: str) -> Iterable[Any]:
+    if isinstance(dataset, Dataset) and column in dataset.column_names:
+        return list(dataset.with_format(None)[column])
+    if isinstance(dataset, list) and all(isinstance(row, Mapping) and column in row for row in dataset):
+        return [row[column] for row in dataset]
+    has = "is no such table"
+    if isinstance(dataset, Dataset):
+        has = f"has the columns {', '.join(dataset.column_names)}"
+    elif isinstance(dataset, list):
+        has = "has a row without it"
+    raise ConfigurationError(
+        f"unit={column!r}, and the training dataset ({type(dataset).__name__}) {has}.",
+        why="whose each example is must be known before any is drawn.",
+        fix="give a datasets.Dataset, or a list of dicts, with that column. What prepares the data (map(), a trainer) "
+        "may have dropped it: keep it beside the model's columns; the model does not see it.",
+    )
+
+
+def _kind(value: Any, row: int, column: str) -> type[Any]:
+    if value is None or (isinstance(value, (str, bytes)) and not value):
+        raise _refused(column, row, value, "it says nothing, and all such rows would be one unit")
+    for kind in (str, bytes):
+        if isinstance(value, kind):
+            return kind
+    if isinstance(value, (int, np.integer)) and not isinstance(value, bool):
+        return int
+    what = "a row of several units is not offered" if isinstance(value, (list, tuple, set)) else "it names no unit"
+    raise _refused(column, row, value, f"it is a {type(value).__name__}: {what}")
+
+
+def _refused(column: str, row: int, value: Any, problem: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"row {row} of the training data has {shown(value)} in the column {column!r}.",
+        why=f"{problem}.",
+        fix="give each row one value, a text or a whole number; a row that is nobody's gets one that no other row has.",
+    )

@@ -1,0 +1,67 @@
+"""Units in a promise: a column and a bound, or neither; what a ledger keeps of them, and what no unit is called."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from hf_dp.accounting import ColumnUnit, ExampleUnit, UncountedExampleUnit, unit_terms
+from hf_dp.accounting.terms import terms_from_dict
+from hf_dp.config import PrivacyConfig
+from hf_dp.config.asked import promised
+from hf_dp.errors import ConfigurationError
+
+
+def config(**changes: Any) -> PrivacyConfig:
+    return PrivacyConfig(target_epsilon=1.0, **{"unit": "user", "max_examples_per_unit": 3, **changes})
+
+
+def test_it_comes_back_from_json_and_stands_in_the_promise() -> None:
+    assert PrivacyConfig.from_json(config().to_json()) == config()
+    assert {name: promised(config())[name] for name in ("unit", "max_examples_per_unit")} == {
+        "unit": "user", "max_examples_per_unit": 3
+    }  # fmt: skip
+    plain = PrivacyConfig(target_epsilon=1.0)
+    assert not {"unit", "max_examples_per_unit", "unit_sampling"} & promised(plain).keys()
+
+
+@pytest.mark.parametrize(
+    ("changes", "found"),
+    [
+        ({"unit": None}, "max_examples_per_unit=3 without unit"),
+        ({"max_examples_per_unit": None}, "with max_examples_per_unit=None"),
+        ({"max_examples_per_unit": 0}, "with max_examples_per_unit=0"),
+        ({"max_examples_per_unit": 2.5}, "with max_examples_per_unit=2.5"),
+        ({"max_examples_per_unit": True}, "with max_examples_per_unit=True"),
+        ({"unit": ""}, "unit=''"),
+        ({"unit": "user | x"}, "unit='user | x'"),
+        ({"unit": "u" * 61}, "unit='uuu"),
+        ({"unit": ["user"]}, "unit=\\['user'\\]"),
+        ({"unit_sampling": "examples"}, "unit_sampling='examples'"),
+        ({"unit": None, "max_examples_per_unit": None, "unit_sampling": "x"}, "unit_sampling='x'"),
+        ({"sampling_probability": 0.1, "target_delta": 1e-6}, "unit='user' with sampling_probability=0.1"),
+    ],
+)
+def test_what_is_no_unit_is_refused(changes: dict[str, Any], found: str) -> None:
+    with pytest.raises(ConfigurationError, match=found):
+        config(**changes)
+
+
+def test_the_terms_follow_from_the_promise() -> None:
+    unit = unit_terms(7, config())
+    assert unit == ColumnUnit(number=7, column="user", max_examples=3)
+    assert terms_from_dict("unit", unit.to_dict()) == unit
+    assert unit_terms(7, PrivacyConfig(target_epsilon=1.0)) == ExampleUnit(number=7)
+    secret = PrivacyConfig(target_epsilon=1.0, sampling_probability=0.1, target_delta=1e-6)
+    assert unit_terms(None, secret) == UncountedExampleUnit()
+    with pytest.raises(ConfigurationError, match="number=None"):
+        unit_terms(None, config())
+
+
+@pytest.mark.parametrize(
+    "change", [{"number": 0}, {"column": "a\nb"}, {"column": 3}, {"max_examples": 0}, {"kind": "x"}]
+)
+def test_terms_that_are_none_are_refused(change: dict[str, Any]) -> None:
+    with pytest.raises(ConfigurationError, match=next(iter(change)) if "kind" not in change else "unit"):
+        terms_from_dict("unit", {**unit_terms(7, config()).to_dict(), **change})

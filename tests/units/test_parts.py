@@ -1,0 +1,97 @@
+"""What parts release besides counts units: in each sum and count one unit stands once, whatever rows it has."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hf_dp import PrivacyConfig, ReAttentionConfig, SparseEmbeddingConfig
+from hf_dp.parts.sparse_embeddings.contributions import ContributionSum
+from hf_dp.randomness import Entropy
+from hf_dp.units.rows import UnitRows
+from tests.training.workbench import Clicks, Recommender, classifier, clicks, make, pad, rows, stack
+
+pytestmark = pytest.mark.usefixtures("checked_once")
+
+MOST = 3
+OWNERS = [0] * 25 + [1] * 10 + [2 + i % 13 for i in range(25)]
+
+
+def by_user(**changes: Any) -> PrivacyConfig:
+    return PrivacyConfig(target_epsilon=8.0, seed=5, unit="user", max_examples_per_unit=MOST, **changes)
+
+
+def owned(data: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{**row, "user": owner} for row, owner in zip(data, OWNERS, strict=True)]
+
+
+def used(step: int) -> list[list[int]]:
+    """The rows of each unit in one step, or in what is released beside the steps (-1)."""
+    units = UnitRows(OWNERS, "user", MOST)
+    return [units.drawn(unit, step, Entropy(5)) for unit in range(len(units))]
+
+
+def recommended(path: Path, sparse: SparseEmbeddingConfig) -> Any:
+    parts = {"train_dataset": owned(clicks(60)), "data_collator": stack}
+    options = {"kind": Clicks, "parts": parts, "remove_unused_columns": False, "max_steps": 3}
+    return make(path, Recommender(), by_user(sparse_embeddings=sparse), **options)
+
+
+def test_the_choice_of_rows_counts_units(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import hf_dp.parts.sparse_embeddings.kept_rows as kept_rows
+
+    seen, choose = [], kept_rows.noisy_top_k
+    monkeypatch.setattr(kept_rows, "noisy_top_k", lambda counts, *rest: (seen.append(counts), choose(counts, *rest))[1])
+    recommended(tmp_path, SparseEmbeddingConfig(method="fest", kept_rows=20)).train()
+    (counts,) = seen
+    data, truth = clicks(60), torch.zeros_like(counts)
+    for chosen in used(-1):
+        for offset, column in ((0, 0), (3000, 1)):
+            for item in {data[row]["features"][column] for row in chosen}:
+                truth[offset + item] += 1
+    assert torch.equal(counts, truth)
+    assert counts.max() < len(set(OWNERS))
+
+
+def test_the_counts_of_a_step_hold_one_unit_at_their_norm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[int, float]] = []
+    add = ContributionSum.add
+
+    def watched(self: ContributionSum, gradients: Any, every: Tensor) -> None:
+        for place in range(gradients.batch_size):
+            alone = ContributionSum(self._tables, self._norm)
+            add(alone, gradients, torch.arange(gradients.batch_size) == place)
+            seen.append((len(alone._rows), float(alone._counts.norm()) / self._norm))
+        add(self, gradients, every)
+
+    monkeypatch.setattr(ContributionSum, "add", watched)
+    trainer = recommended(tmp_path, SparseEmbeddingConfig(threshold=1.0))
+    trainer.train()
+    assert max(rows for rows, _ in seen) > 2  # More than one row of the data touches.
+    assert all(norm <= 1 + 1e-9 for _, norm in seen)
+    assert trainer.privacy_report().dataset_size == len(set(OWNERS))
+
+
+def test_token_frequencies_count_units(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import hf_dp.parts.token_frequencies as frequencies
+
+    seen: list[list[Tensor]] = []
+    release = frequencies.release_token_frequencies
+
+    def watched(examples: Any, *rest: Any) -> Tensor:
+        seen.append(list(examples))
+        return release(seen[-1], *rest)
+
+    monkeypatch.setattr(frequencies, "release_token_frequencies", watched)
+    data, privacy = rows(60), by_user(re_attention=ReAttentionConfig())
+    trainer = make(
+        tmp_path, classifier(), privacy, parts={"train_dataset": owned(data), "data_collator": pad}, max_steps=1
+    )
+    trainer.train()
+    ids = [[token for row in chosen for token in data[row]["input_ids"]] for chosen in used(-1)]
+    assert [part.tolist() for part in seen[0]] == ids
+    assert sum(entry[1] for entry in trainer.ledger.entries) == 2

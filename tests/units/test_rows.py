@@ -1,0 +1,99 @@
+"""Whose each row is, which rows a step uses, and which micro-batch they lie in."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+from datasets import Dataset
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hf_dp.errors import ConfigurationError
+from hf_dp.randomness import Entropy
+from hf_dp.units.packing import packed
+from hf_dp.units.rows import UnitRows, without_column
+
+
+@given(owners=st.lists(st.integers(-3, 3), min_size=1, max_size=30), most=st.integers(1, 4), step=st.integers(0, 9))
+def test_each_row_has_one_unit_and_a_step_uses_at_most_so_many(owners: list[int], most: int, step: int) -> None:
+    units, entropy = UnitRows(owners, "user", most), Entropy(3)
+    names = list(dict.fromkeys(owners))
+    assert (len(units), units.rows) == (len(names), len(owners))
+    for unit, name in enumerate(names):
+        own = [row for row, owner in enumerate(owners) if owner == name]
+        drawn = units.drawn(unit, step, entropy)
+        assert drawn == sorted(set(drawn)) == units.drawn(unit, step, entropy)
+        assert set(drawn) <= set(own)
+        assert len(drawn) == units.count(unit) == min(most, len(own))
+
+
+def test_of_many_rows_each_subset_is_as_likely_whatever_other_units_have() -> None:
+    units = UnitRows(["a"] * 4 + ["b"], "user", 2)
+    more = UnitRows(["a"] * 4 + ["b"] * 9, "user", 2)
+    entropy = Entropy(0)
+    found = [tuple(units.drawn(0, step, entropy)) for step in range(3000)]
+    assert found == [tuple(more.drawn(0, step, entropy)) for step in range(3000)]
+    counts = Counter(found)
+    # Standard deviation of each of 6 counts: 20.
+    assert len(counts) == 6
+    assert all(abs(count - 500) < 100 for count in counts.values())
+    assert [units.drawn(0, 5, Entropy(None)) for _ in range(20)] != [units.drawn(0, 5, Entropy(None))] * 20
+
+
+def test_one_unit_with_ten_thousand_rows_and_ten_thousand_units_with_one() -> None:
+    one, many = UnitRows(["x"] * 10_000, "user", 4), UnitRows(range(10_000), "user", 4)
+    assert (len(one), one.count(0), len(many), many.count(9_999)) == (1, 4, 10_000, 1)
+    assert many.drawn(1234, 0, Entropy(0)) == [1234]
+
+
+@pytest.mark.parametrize(
+    ("values", "found"),
+    [
+        (["a", None], "row 1 of the training data has None in the column 'user'"),
+        (["", "a"], "row 0 of the training data has ''"),
+        ([1.0, 2.0], "it is a float"),
+        ([1, float("nan")], "it is a float"),
+        ([True, False], "it is a bool"),
+        ([["a", "b"], ["a"]], "a row of several units is not offered"),
+        ([{"a": 1}], "it is a dict"),
+        ([1, "1"], "others are int"),
+    ],
+)
+def test_a_row_that_does_not_say_whose_it_is_is_refused(values: list[Any], found: str) -> None:
+    with pytest.raises(ConfigurationError, match=found):
+        UnitRows.of([{"user": value} for value in values], "user", 2)
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    assert len(UnitRows.of([{"user": value} for value in (np.int64(1), 1, np.int32(2))], "user", 2)) == 2
+
+
+@pytest.mark.parametrize(
+    "data", [Dataset.from_dict({"x": [1]}), [{"x": 1}], [{"user": 1}, {"x": 1}], ("a", "b")], ids=str
+)
+def test_data_without_the_column_is_refused(data: Any) -> None:
+    with pytest.raises(ConfigurationError, match="unit='user', and the training dataset"):
+        UnitRows.of(data, "user", 2)
+
+
+def test_the_column_is_read_whatever_the_format_and_then_gone() -> None:
+    plain = Dataset.from_dict({"x": [1, 2, 3], "user": ["a", "b", "a"]})
+    seen = plain.with_transform(lambda batch: {name: [f"{name}!"] * len(next(iter(batch.values()))) for name in batch})
+    for data in (plain, plain.with_format("torch", columns=["x"]), seen):
+        assert len(UnitRows.of(data, "user", 2)) == 2
+        assert set(without_column(data, "user")[0]) == {"x"}
+    assert without_column([{"x": 1, "user": 2}], "user") == [{"x": 1}]
+
+
+@given(sizes=st.lists(st.integers(1, 9), max_size=30).map(sorted), most=st.integers(1, 9))
+def test_units_are_packed_whole_and_in_order(sizes: list[int], most: int) -> None:
+    parts = packed(sizes, most)
+    assert [place for part in parts for place in part] == list(range(len(sizes)))
+    filled = [sum(sizes[place] for place in part) for part in parts]
+    # More only where one alone has more.
+    assert all(total <= most or len(part) == 1 for total, part in zip(filled, parts, strict=True))
+    ones = packed([1] * len(sizes), most)
+    assert [len(part) for part in ones[:-1]] == [most] * (len(ones) - 1)
