@@ -2,46 +2,39 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from hf_dp.data.collate import Dummy, LogicalBatchCollator, Randomness
+import hf_dp.ranks as ranks
+from hf_dp.data.collate import LogicalBatchCollator, Randomness
 from hf_dp.errors import ConfigurationError
 from hf_dp.sampling.sampler import BatchSampler
-
-# In place of an index: a micro-batch that is computed, so that all ranks compute as many, and weighted with zero.
-DUMMY = -1
 
 
 class RankSampler(Sampler[list[int]]):
     """One rank's share of each logical batch: every `world_size`-th example of the one draw that all ranks make.
 
-    All ranks take the same number of micro-batches, ceil(ceil(n / ranks) / micro-batch size) for n examples drawn;
-    where a share has fewer, `DUMMY` stands in its place, once for each that is missing. With one rank this is the draw.
+    With one rank this is the draw.
 
     Args:
         sampler: draws the logical batches, from entropy that all ranks have.
         rank: of this process, from 0.
         world_size: how many there are.
-        micro_batch_size: the most examples in one micro-batch.
     """
 
-    def __init__(self, sampler: BatchSampler, rank: int, world_size: int, micro_batch_size: int) -> None:
+    def __init__(self, sampler: BatchSampler, rank: int, world_size: int) -> None:
         self.sampler = sampler
-        self._rank, self._world_size, self._micro_batch_size = rank, world_size, micro_batch_size
+        self._rank, self._world_size = rank, world_size
 
     def set_epoch(self, epoch: int) -> None:
         """As the whole sampler's."""
         self.sampler.set_epoch(epoch)
 
     def share(self, drawn: list[int]) -> list[int]:
-        """This rank's part of a logical batch, and a `DUMMY` for each micro-batch that it is short of."""
-        size = self._micro_batch_size
-        most, mine = math.ceil(len(drawn) / self._world_size), drawn[self._rank :: self._world_size]
-        return mine + [DUMMY] * (math.ceil(most / size) - math.ceil(len(mine) / size))
+        """This rank's part of a logical batch."""
+        return drawn[self._rank :: self._world_size]
 
     def __len__(self) -> int:
         return len(self.sampler)
@@ -87,6 +80,16 @@ class PoissonDataLoader(DataLoader[Any]):
         assert isinstance(self.batch_sampler, (BatchSampler, RankSampler))
         self.batch_sampler.set_epoch(epoch)
 
+    def dummies(self, item: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+        """Micro-batches of the first row alone, as many as the rank that has most of this item has more than this one.
+
+        To be weighted with zero: so all ranks compute as many. All call it together: one small all-gather.
+        """
+        dataset: Any = self.dataset
+        collate: Any = self.collate_fn
+        known = len(item["micro_batches"])
+        return [collate.dummy(dataset.__getitems__([0])[0]) for _ in range(ranks.most(known) - known)]
+
 
 class _OwnReads(Dataset[Any]):
     """Reads no empty batches, which transforms are not written for, and reads each example by itself.
@@ -106,11 +109,8 @@ class _OwnReads(Dataset[Any]):
         return self.dataset[index]
 
     def __getitems__(self, indices: list[int]) -> list[Any]:
-        dummies = indices.count(DUMMY)
-        indices = [index for index in indices if index != DUMMY]
         with self._randomness():
-            read = self._read(indices) if indices else []
-            return read + [Dummy(row) for row in (self._read([0]) * dummies if dummies else [])]
+            return self._read(indices) if indices else []
 
     def _read(self, indices: list[int]) -> list[Any]:
         layout = getattr(self.dataset, "format", None)

@@ -69,6 +69,7 @@ def planned(
     expected_batch_size: int,
     micro_batch_size: int,
     steps: Callable[[PoissonDataLoader], int],
+    max_tokens_per_micro_batch: int | None = None,
     **options: Any,
 ) -> tuple[Plan, PoissonDataLoader]:
     """A loader whose items are logical batches, and the plan that goes with its sampler. All ranks call it together.
@@ -78,15 +79,16 @@ def planned(
         collate: the user's data collator.
         micro_batch_size: the most examples that a rank computes at once.
         steps: how many are planned, once there is a loader to ask how long an epoch is.
+        max_tokens_per_micro_batch: padding included; None: any number.
         options: of `DataLoader`.
     """
-    entropy, rank = Entropy.of_all_ranks(privacy.seed), ranks.rank()
+    entropy, rank, cap = Entropy.of_all_ranks(privacy.seed), ranks.rank(), max_tokens_per_micro_batch
     terms = _sampling(len(dataset), expected_batch_size, privacy)
     sampler = sampler_of(terms, len(dataset), entropy, is_secret=privacy.sampling_probability is not None)
     loader = PoissonDataLoader(
         dataset,
-        batch_sampler=RankSampler(sampler, rank, ranks.world_size(), micro_batch_size),
-        collate_fn=LogicalBatchCollator(micro_batch_size, collate, reproducible=privacy.seed is not None),
+        batch_sampler=RankSampler(sampler, rank, ranks.world_size()),
+        collate_fn=LogicalBatchCollator(micro_batch_size, collate, privacy.seed is not None, cap),
         worker_init_fn=functools.partial(seed_worker, num_workers=options.get("num_workers", 0), rank=rank),
         **options,
     )

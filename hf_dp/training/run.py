@@ -226,7 +226,7 @@ class Run:
             self.plan,
             self.ledger,
             by_rows=next((part.rows for part in self.parts.values() if part.rows is not None), None),
-            dummies=map(self.engine.prepare, item["dummies"]),
+            dummies=map(self.engine.prepare, self.loader.dummies(item)),
         )
         self._written.note(self.model)
         for part in self.parts.values():
