@@ -93,6 +93,11 @@ def gathered(numbers: Sequence[float]) -> Tensor:
     return torch.stack(rows).cpu()
 
 
+def most(number: int) -> int:
+    """The largest of the ranks' numbers. One small all-gather."""
+    return int(gathered([number]).max())
+
+
 @contextmanager
 def together() -> Iterator[None]:
     """What all ranks do together: of one that fails the others learn why, once the backend tells them that it is gone.

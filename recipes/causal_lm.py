@@ -16,7 +16,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, set_seed
 
-from common.arguments import parse
+from common.arguments import TextArguments, parse
 from common.data import read_rows
 from common.files import read_text
 from common.hub_names import pretrained
@@ -29,7 +29,7 @@ Rows = list[dict[str, list[int]]]
 
 
 @dataclass
-class RecipeArguments:
+class RecipeArguments(TextArguments):
     """What the recipe trains on, and its model."""
 
     text_file: str = field(
@@ -135,6 +135,7 @@ def main() -> None:
         usage=CONTINUE.replace("PROMPT", repr(recipe.prompt)),
         groups=groups,
         compare_without_privacy=recipe.compare_without_privacy,
+        max_tokens=recipe.max_tokens_per_micro_batch,
     )
     prompt = torch.tensor([tokenizer.encode(recipe.prompt)], device=trainer.args.device)
     room = getattr(trainer.model.config, "max_position_embeddings", 1024) - prompt.shape[1]

@@ -169,6 +169,7 @@ def main() -> None:
         privacy,
         groups=groups,
         compare_without_privacy=recipe.compare_without_privacy,
+        max_tokens=recipe.max_tokens_per_micro_batch,
         plain=functools.partial(as_sequence_classification, names=names),
         usage=CLASSIFY,
     )

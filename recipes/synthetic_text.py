@@ -214,6 +214,7 @@ def main() -> None:
         usage=CONTINUE.replace("PROMPT", repr(prompt(names[0]))),
         groups=found["test"].get("group"),
         compare_without_privacy=recipe.compare_without_privacy,
+        max_tokens=recipe.max_tokens_per_micro_batch,
     )
     if not trainer.is_world_process_zero():
         return

@@ -111,6 +111,7 @@ def main() -> None:
         usage=CONTINUE.replace("PROMPT", repr("name[Blue Spice], food[Italian] ||")),
         groups=groups,
         compare_without_privacy=recipe.compare_without_privacy,
+        max_tokens=recipe.max_tokens_per_micro_batch,
     )
 
 

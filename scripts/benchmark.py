@@ -8,6 +8,7 @@
     python scripts/benchmark.py forms
     python scripts/benchmark.py noise
     python scripts/benchmark.py kinds
+    python scripts/benchmark.py lengths --texts DEVSET.csv --tokenizer DIRECTORY
     python scripts/benchmark.py trainer
     python scripts/benchmark.py re-attention
 
@@ -21,10 +22,12 @@ private step would take if it did these operations as fast as an ordinary one, a
 
 from __future__ import annotations
 
+import csv
 import dataclasses
 import functools
 import json
 import platform
+import random
 import statistics
 import subprocess
 import sys
@@ -340,6 +343,81 @@ def kinds(
         seconds = measure_times(CASES[name], names, repeats, setting)
         shown = (f"{other} {_ratio(seconds[other], seconds['hf_dp']):.3f}" for other in names[1:])
         print(f"{name}: a step of hf_dp takes {_median(seconds['hf_dp']):.3f} s, and of it {', '.join(shown)}")
+
+
+def _rows_of_lengths(texts: Path | None, tokenizer: str | None, rows: int) -> list[dict[str, list[int]]]:
+    """Random tokens: as many as whole rows of a CSV file have, or from 16 to 512, each as likely."""
+    draw, vocabulary = random.Random(0), CASES["llama lora"].config["vocab_size"]
+    if texts is None:
+        counts = [draw.randint(16, 512) for _ in range(rows)]
+    else:
+        from transformers import AutoTokenizer
+
+        encode = AutoTokenizer.from_pretrained(tokenizer)
+        with texts.open(encoding="utf-8", newline="") as file:
+            lines = [" || ".join(row.values()) for row in csv.DictReader(file)]
+        counts = [len(encode(line)["input_ids"]) for line in draw.sample(lines, rows)]
+    return [{"input_ids": [draw.randrange(vocabulary) for _ in range(count)]} for count in counts]
+
+
+def _cut(rows: list[dict[str, list[int]]], cut: str, device: torch.device) -> list[dict[str, torch.Tensor]]:
+    """The micro-batches of a logical batch; `cut` is "8 rows", or "2048 tokens" of any number of rows."""
+    from hf_dp.data.collate import LogicalBatchCollator
+
+    def pad(few: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
+        longest = max(len(row["input_ids"]) for row in few)
+        made = {"input_ids": 0, "attention_mask": 0, "labels": -100}
+        for name, filler in made.items():
+            kept = ([1] * len(row["input_ids"]) if name == "attention_mask" else row["input_ids"] for row in few)
+            made[name] = torch.tensor([ids + [filler] * (longest - len(ids)) for ids in kept], device=device)
+        return made
+
+    number, what = cut.split()
+    size, cap = (int(number), None) if what == "rows" else (len(rows), int(number))
+    found: list[dict[str, torch.Tensor]] = LogicalBatchCollator(size, pad, max_tokens=cap)(rows)["micro_batches"]
+    return found
+
+
+@app.command()
+def lengths(
+    texts: Annotated[Path | None, typer.Option(help="CSV, a row an example; without it 16 to 512 tokens.")] = None,
+    tokenizer: Annotated[str | None, typer.Option(help="Of the texts.")] = None,
+    rows: Annotated[int, typer.Option(help="In the logical batch.")] = 64,
+    cut: Annotated[list[str] | None, typer.Option(help="How it is cut, the first for comparison.")] = None,
+    repeats: Annotated[int, typer.Option(help="Timed steps of each.")] = 3,
+    alone: Annotated[bool, typer.Option(hidden=True, help="Only the peak memory of the first, in MiB.")] = False,
+) -> None:
+    """A private step on rows of mixed lengths, cut by rows and by tokens: ratios of time and memory, in turns."""
+    setting, case, data = _setting("float32", "sdpa"), CASES["llama lora"], _rows_of_lengths(texts, tokenizer, rows)
+    cuts = cut or ["8 rows", "1024 tokens", "2048 tokens", "4096 tokens"]
+    import peft
+    import transformers.models.auto.modeling_auto  # noqa: F401 - not part of what is measured
+
+    del peft
+    before = _peak_mib()
+    made = {name: _cut(data, name, setting.device) for name in (cuts[:1] if alone else cuts)}
+    steps = {name: VARIANTS["hf_dp"](case, build(case, setting), parts) for name, parts in made.items()}
+    for step in steps.values():
+        step()
+    if alone:
+        print(torch.cuda.max_memory_allocated() / 2**20 if setting.device.type == "cuda" else _peak_mib() - before)
+        return
+    seconds = _in_turns(steps, repeats, setting.device)
+    asked = [*(["--texts", str(texts), "--tokenizer", str(tokenizer)] if texts else []), "--rows", str(rows), "--alone"]
+    table = Table("cut", "micro-batches", "tokens with padding", "time", "memory", "seconds", "MiB")
+    peaks = {}
+    for name, parts in made.items():
+        command = [sys.executable, __file__, "lengths", *asked, "--cut", name]
+        peaks[name] = float(subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[-1])
+        padded = sum(batch["input_ids"].numel() for batch in parts)
+        ratios = _ratio(seconds[name], seconds[cuts[0]]), peaks[name] / peaks[cuts[0]]
+        table.add_row(
+            name, str(len(parts)), str(padded), *(f"{ratio:.2f}" for ratio in ratios),
+            f"{_median(seconds[name]):.2f}", f"{peaks[name]:.0f}",
+        )  # fmt: skip
+    counts = [len(row["input_ids"]) for row in data]
+    print(f"{rows} rows of {min(counts)} to {max(counts)} tokens, {sum(counts)} in all, median {_median(counts):.0f}")
+    Console(width=120).print(table)
 
 
 @app.command()

@@ -37,6 +37,7 @@ from hf_dp.per_example.coins import switch_off
 from hf_dp.per_example.precision import computed_in
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+import low_bits
 import zoo
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -49,6 +50,7 @@ _SHAPES = ((3, 7), (7, 7), (6, 7), (1, 7))
 # Patches, and patches with a class token; the positions of a soft prompt, and these with the text's.
 SHAPES = {"image": ((3, 7), (9, 7), (10, 7), (6, 7), (1, 7)), "prompt": (*_SHAPES, (5, 7), (12, 7))}
 ARCHITECTURES, PEFT, SETTINGS = "Architectures", "PEFT", "Precision and settings"
+QUANTISED = "LoRA over a base in few bits"
 Results = Mapping[str, Mapping[str, Mapping[str, str]]]
 Build = Callable[[torch.dtype], nn.Module]
 Shapes = tuple[tuple[int, int], ...]
@@ -198,6 +200,27 @@ def judge_adapter(method: str, shapes: Shapes | None = None) -> str:
     )
 
 
+def judge_quantised(kind: str) -> str:
+    """One way to hold a frozen base in few bits, before and after an evaluation, in float32; "-" without its package.
+
+    Against a loop over single examples, and against one over whole weights that are what these bits stand for: where a
+    frozen layer passes a gradient on wrongly, a loop over it is as wrong.
+    """
+    if not low_bits.is_there(kind):
+        return "-"
+    model, batch, largest = low_bits.adapted(low_bits.base(kind)), language(5, 16, torch.float32), 0.0
+    try:
+        certificate = preflight(model, per_example_losses, batch)
+    except HfDpError as refusal:
+        return f"refused: {refusal.found}"
+    for _ in range(2):
+        found = record(model, per_example_losses, batch, certificate=certificate)
+        for truth in (model, low_bits.whole(model)):
+            largest = worst((largest, error(found, loop(truth, per_example_losses, batch))))
+        low_bits.evaluated(model, batch)
+    return f"exact {largest:.0e}" if largest <= TOLERANCE[torch.float32] else f"WRONG by {largest:.1g}"
+
+
 MODELS: dict[str, Build] = {
     "gpt2": functools.partial(zoo.tiny, "gpt2", "causal_lm"),
     "llama": functools.partial(zoo.tiny, "llama", "causal_lm"),
@@ -292,6 +315,7 @@ def judge_all(only: list[str] | None = None) -> dict[str, dict[str, dict[str, st
         SETTINGS: {
             name: {model: SETTING[name](build, _SHAPES) for model, build in MODELS.items()} for name in chosen(SETTING)
         },
+        QUANTISED: {name: {"llama": judge_quantised(name)} for name in chosen(low_bits.KINDS)},
     }
 
 
@@ -377,6 +401,9 @@ def main(
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     results = judge_all(only)
+    lacking = {low_bits.KINDS[kind][0] for kind in results.get(QUANTISED, ()) if not low_bits.is_there(kind)}
+    if write and lacking:
+        raise typer.BadParameter(f"rows would get lost; install {' and '.join(sorted(lacking))}")
     if write:
         readme = ROOT / "README.md"
         readme.write_text(between_marks(readme.read_text(encoding="utf-8"), summary(results)), encoding="utf-8")

@@ -9,18 +9,13 @@ from typing import Any, NamedTuple
 
 import torch
 
+from hf_dp.data.cut import by_rows, by_tokens, check_max_tokens
 from hf_dp.data.widths import Checked, Widths, widths_of
 from hf_dp.errors import ConfigurationError, HfDpError
 from hf_dp.randomness import secret_global_state, unchanged_global_state
 from hf_dp.units.packing import packed
 
 Randomness = Callable[[], AbstractContextManager[None]]
-
-
-class Dummy(NamedTuple):
-    """A row that is computed with and adds nothing."""
-
-    row: Any
 
 
 class Unit(NamedTuple):
@@ -38,6 +33,7 @@ class LogicalBatchCollator:
         micro_batch_size: the most examples in one micro-batch.
         collate: list of examples (never empty) -> mapping whose tensors have one row per example: (b, ...).
         reproducible: leave the randomness of collating, and of reading rows for it, to the global seeds (not private).
+        max_tokens: the most tokens in one, padding included; None: any number. See `hf_dp.data.cut`.
 
     Attributes:
         checked: the widths that micro-batches may have without more ado; None: any.
@@ -48,7 +44,11 @@ class LogicalBatchCollator:
     """
 
     def __init__(
-        self, micro_batch_size: int, collate: Callable[[list[Any]], Mapping[str, Any]], reproducible: bool = False
+        self,
+        micro_batch_size: int,
+        collate: Callable[[list[Any]], Mapping[str, Any]],
+        reproducible: bool = False,
+        max_tokens: int | None = None,
     ) -> None:
         if micro_batch_size < 1:
             raise ConfigurationError(
@@ -56,49 +56,57 @@ class LogicalBatchCollator:
                 why="a micro-batch holds at least one example.",
                 fix="set per_device_train_batch_size to 1 or more.",
             )
+        check_max_tokens(max_tokens)
         _refuse_packing(collate)
-        self._micro_batch_size = micro_batch_size
+        self._micro_batch_size, self._max_tokens = micro_batch_size, max_tokens
         self._collate = collate
         self.checked: Checked | None = None
         self.name = _name(getattr(collate, "data_collator", collate))
         self.randomness: Randomness = nullcontext if reproducible else secret_global_state
 
     def __call__(self, examples: list[Any]) -> dict[str, Any]:
-        """`{"micro_batches": [what the collator returned, ...], "dummies": [...]}`; no micro-batch of no examples.
+        """`{"micro_batches": [what the collator returned, ...]}`; no micro-batch of no examples.
 
-        Dummies are micro-batches of one example each, where there are `Dummy` rows. Where micro-batches are wider or
-        narrower than all before, the rows to hold against one another are under "unlike", as they were read, a list for
-        each such micro-batch. Where there are `Unit`s, each lies whole in one micro-batch, and "owners" has for each
-        micro-batch the number, counted there, of the unit of each row.
+        Where micro-batches are wider or narrower than all before, the rows to hold against one another are under
+        "unlike", as they were read, a list for each such micro-batch. Where there are `Unit`s, each lies whole in one
+        micro-batch, and "owners" has for each micro-batch the number, counted there, of the unit of each row.
 
         Raises:
             ConfigurationError: the collator did not return a mapping with tensors of one row per example.
         """
-        size = self._micro_batch_size
-        dummies = [example.row for example in examples if isinstance(example, Dummy)]
-        has_units = any(isinstance(example, Unit) for example in examples)
-        whole = [e.rows if isinstance(e, Unit) else [e] for e in examples if not isinstance(e, Dummy)]
-        # Their sum does not depend on who shares a micro-batch, but the padding that is computed does.
-        whole = sorted(whole, key=lambda rows: (len(rows), max(map(length, rows))))
-        cut = [whole[part.start : part.stop] for part in packed(map(len, whole), size)]
-        parts = [[row for rows in part for row in rows] for part in cut]
+        size, most, owners = self._micro_batch_size, self._max_tokens, None
         with self.randomness():
-            micro_batches = [self.collated(part) for part in parts]
+            # Their sum does not depend on who shares a micro-batch, but the padding that is computed does.
+            if any(isinstance(example, Unit) for example in examples):
+                whole = sorted((e.rows for e in examples), key=lambda rows: (len(rows), max(map(length, rows))))
+                cut = [whole[part.start : part.stop] for part in packed(map(len, whole), size)]
+                owners = list(map(_owners, cut))
+                parts = [(rows, self.collated(rows)) for rows in ([row for unit in few for row in unit] for few in cut)]
+            elif most is None:
+                parts = [*by_rows(sorted(examples, key=length), size, self.collated)]
+            else:
+                parts = [*by_tokens(sorted(examples, key=length), size, most, self.collated, self._alone)]
             unlike = []
             if self.checked is not None:
-                found = zip(parts, micro_batches, strict=True)
-                unlike = [rows for part, batch in found if (rows := self.checked.beyond(part, batch, self.widths))]
+                unlike = [rows for part, batch in parts if (rows := self.checked.beyond(part, batch, self.widths))]
             return {
-                "micro_batches": micro_batches,
-                "dummies": [self.collated([row]) for row in dummies],
+                "micro_batches": [batch for _, batch in parts],
                 **({"unlike": unlike} if unlike else {}),
-                **({"owners": list(map(_owners, cut))} if has_units else {}),
+                **({"owners": owners} if owners is not None else {}),
             }
+
+    def dummy(self, row: Any) -> Mapping[str, Any]:
+        """A micro-batch of one row, to be computed with and to add nothing."""
+        with self.randomness():
+            return self.collated([row])
 
     def widths(self, row: Any) -> Widths:
         """Of one row by itself, which is what matters: what it is made of is the collator's affair."""
+        return widths_of(self._alone(row))
+
+    def _alone(self, row: Any) -> Mapping[str, Any]:
         with unchanged_global_state():
-            return widths_of(self.collated([copy.deepcopy(row)]))
+            return self.collated([copy.deepcopy(row)])
 
     def collated(self, examples: list[Any]) -> Mapping[str, Any]:
         """One micro-batch of `examples` (at least one), checked. Errors as for a call."""

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from hf_dp.data.collate import Dummy, LogicalBatchCollator, Randomness, Unit
+import hf_dp.ranks as ranks
+from hf_dp.data.collate import LogicalBatchCollator, Randomness, Unit
 from hf_dp.errors import ConfigurationError
 from hf_dp.randomness import Entropy
 from hf_dp.sampling.sampler import BatchSampler
-from hf_dp.units.packing import packed
 from hf_dp.units.rows import UnitRows
 
-# In place of an index: a micro-batch that is computed, so that all ranks compute as many, and weighted with zero.
-DUMMY = -1
 _NO_STEP = -1
 # A row, or the rows of a unit.
 Index = int | tuple[int, ...]
@@ -31,29 +28,18 @@ class DrawnUnits(NamedTuple):
 
 class RankSampler(Sampler[list[Index]]):
     """One rank's share of each logical batch: every `world_size`-th example of the one draw that all ranks make; or
-    every `world_size`-th unit, as a tuple of its rows in this step.
-
-    All ranks take the same number of micro-batches, the most that any share needs; where a share has fewer, `DUMMY`
-    stands in its place, once for each that is missing. With one rank this is the draw.
+    every `world_size`-th unit, as a tuple of its rows in this step. With one rank this is the draw.
 
     Args:
         sampler: draws the logical batches, from entropy that all ranks have.
         rank: of this process, from 0.
         world_size: how many there are.
-        micro_batch_size: the most examples in one micro-batch.
         units: what the sampler draws, where that is no example.
     """
 
-    def __init__(
-        self,
-        sampler: BatchSampler,
-        rank: int,
-        world_size: int,
-        micro_batch_size: int,
-        units: DrawnUnits | None = None,
-    ) -> None:
+    def __init__(self, sampler: BatchSampler, rank: int, world_size: int, units: DrawnUnits | None = None) -> None:
         self.sampler, self.units = sampler, units
-        self._rank, self._world_size, self._micro_batch_size = rank, world_size, micro_batch_size
+        self._rank, self._world_size = rank, world_size
 
     @property
     def rows(self) -> int:
@@ -65,11 +51,8 @@ class RankSampler(Sampler[list[Index]]):
         self.sampler.set_epoch(epoch)
 
     def share(self, drawn: list[int], step: int = 0) -> list[Index]:
-        """This rank's part of a logical batch, and a `DUMMY` for each micro-batch that it is short of."""
-        shares = [drawn[rank :: self._world_size] for rank in range(self._world_size)]
-        needed = [self._micro_batches(share) for share in shares]
-        mine = self.examples(shares[self._rank], step)
-        return [*mine, *[DUMMY] * (max(needed) - needed[self._rank])]
+        """This rank's part of a logical batch."""
+        return list(self.examples(drawn[self._rank :: self._world_size], step))
 
     def examples(self, drawn: Iterable[int], step: int = _NO_STEP) -> Iterator[Index]:
         """Of what was drawn, the rows that `step` uses, or what is released beside the steps."""
@@ -77,11 +60,6 @@ class RankSampler(Sampler[list[Index]]):
             return iter(drawn)
         units, entropy = self.units
         return (tuple(units.drawn(unit, step, entropy)) for unit in drawn)
-
-    def _micro_batches(self, drawn: list[int]) -> int:
-        if self.units is None:
-            return math.ceil(len(drawn) / self._micro_batch_size)
-        return len(packed(sorted(map(self.units.rows.count, drawn)), self._micro_batch_size))
 
     def __len__(self) -> int:
         return len(self.sampler)
@@ -111,7 +89,7 @@ class PoissonDataLoader(DataLoader[Any]):
         collate_fn: LogicalBatchCollator,
         **options: Any,
     ) -> None:
-        whole = batch_sampler if isinstance(batch_sampler, RankSampler) else RankSampler(batch_sampler, 0, 1, 1)
+        whole = batch_sampler if isinstance(batch_sampler, RankSampler) else RankSampler(batch_sampler, 0, 1)
         if len(dataset) != whole.rows:
             raise ConfigurationError(
                 f"a dataset of {len(dataset)} examples with a sampler for {whole.rows}.",
@@ -132,6 +110,16 @@ class PoissonDataLoader(DataLoader[Any]):
         assert isinstance(self.batch_sampler, (BatchSampler, RankSampler))
         self.batch_sampler.set_epoch(epoch)
 
+    def dummies(self, item: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+        """Micro-batches of the first row alone, as many as the rank that has most of this item has more than this one.
+
+        To be weighted with zero: so all ranks compute as many. All call it together: one small all-gather.
+        """
+        dataset: Any = self.dataset
+        collate: Any = self.collate_fn
+        known = len(item["micro_batches"])
+        return [collate.dummy(dataset.__getitems__([0])[0]) for _ in range(ranks.most(known) - known)]
+
 
 class _OwnReads(Dataset[Any]):
     """Reads no empty batches, which transforms are not written for, and reads each example by itself.
@@ -151,14 +139,11 @@ class _OwnReads(Dataset[Any]):
         return self.dataset[index]
 
     def __getitems__(self, indices: list[Index]) -> list[Any]:
-        dummies = indices.count(DUMMY)
-        indices = [index for index in indices if index != DUMMY]
         flat = [row for index in indices for row in (index if isinstance(index, tuple) else (index,))]
         with self._randomness():
             read = iter(self._read(flat) if flat else [])
             # In the order in which they were read.
-            found = [Unit([next(read) for _ in index]) if isinstance(index, tuple) else next(read) for index in indices]
-            return found + [Dummy(row) for row in (self._read([0]) * dummies if dummies else [])]
+            return [Unit([next(read) for _ in index]) if isinstance(index, tuple) else next(read) for index in indices]
 
     def _read(self, indices: list[int]) -> list[Any]:
         layout = getattr(self.dataset, "format", None)

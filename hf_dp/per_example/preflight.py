@@ -33,6 +33,7 @@ from hf_dp.per_example.independence import (
 )
 from hf_dp.per_example.oracle import loop
 from hf_dp.per_example.precision import computed_in, full_precision
+from hf_dp.per_example.quantised import check_quantised, passing_gradients
 from hf_dp.per_example.reading import Reader
 from hf_dp.per_example.record import PerExampleGradients, record
 from hf_dp.per_example.rows import RowSum
@@ -101,7 +102,7 @@ def preflight(
     certificate = Certificate(watch.uses, read=watch.read | seen | seen.read)
     few = take(batch, [i % batch_size(batch) for i in range(size)])
     # As in training: what its mode alone does (dropout, checkpoints) must not be refused only after the start.
-    with forked_rng(model):
+    with forked_rng(model), passing_gradients(model):
         record(model, loss_fn, few, certificate=certificate, rules=rules, tables=tables)
     return certificate
 
@@ -155,6 +156,7 @@ def check_modules(model: nn.Module) -> None:
             why="it computes each example's output from the whole batch, so no per-example gradient exists.",
             fix="replace it by GroupNorm or LayerNorm, or override its train() so that it stays in eval mode.",
         )
+    check_quantised(model)
     if not any(p.requires_grad for p in model.parameters()):
         raise UnsupportedModelError(
             "the model has no trainable parameter.",

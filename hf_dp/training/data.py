@@ -32,6 +32,7 @@ class DataMixin(_Base):
     """One item of the training loader is one logical batch; each batch is completed where it is padded on the left."""
 
     privacy: PrivacyConfig
+    max_tokens_per_micro_batch: int | None
     _expected_batch_size: int
     _left_padding: LeftPadding
 
@@ -46,7 +47,11 @@ class DataMixin(_Base):
 
     def _check_ranks(self) -> None:
         # Of its factors, `self.args` no longer has the user's gradient_accumulation_steps.
-        batch = {"the expected batch size": self._expected_batch_size, "PrivacyConfig": self.privacy.to_dict()}
+        batch = {
+            "the expected batch size": self._expected_batch_size,
+            "max_tokens_per_micro_batch": self.max_tokens_per_micro_batch,
+            "PrivacyConfig": self.privacy.to_dict(),
+        }
         check_ranks(self._dataset, self._module, {**batch, **described_arguments(self.args)}, self.accelerator)
         plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
         if plugin is not None and not plugin.cpu_ram_efficient_loading:
@@ -74,6 +79,7 @@ class DataMixin(_Base):
             expected_batch_size=self._expected_batch_size,
             micro_batch_size=self.args.per_device_train_batch_size,
             units=units,
+            max_tokens_per_micro_batch=self.max_tokens_per_micro_batch,
             steps=lambda loader: self.set_initial_training_values(self.args, loader)[-1],
             num_workers=self.args.dataloader_num_workers,
             pin_memory=self.args.dataloader_pin_memory and torch.cuda.is_available(),

@@ -102,8 +102,8 @@ class Engine:
         return map(MicroBatch, map(self.prepare, item["micro_batches"]), owners)
 
     def dummies(self, item: Mapping[str, Any]) -> Iterator[MicroBatch]:
-        """Of one logical batch."""
-        return map(MicroBatch, map(self.prepare, item["dummies"]))
+        """Of one logical batch, so that all ranks compute as many micro-batches. All call it together."""
+        return map(MicroBatch, map(self.prepare, self.loader.dummies(item)))
 
     def examples(self, indices: Sequence[int], at_once: int) -> Iterator[MicroBatch]:
         """These training examples, or units, in micro-batches; read so many at a time."""

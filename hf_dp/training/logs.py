@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hf_dp.accounting import PrivacyReport
 from hf_dp.step.written import gradient_norm
@@ -59,7 +59,10 @@ class LogsMixin(RunsMixin):
     def _track_num_input_tokens(self, inputs: Any) -> None:
         if self.privacy.withhold_non_private_logs:
             return
-        # Every call adds up over the ranks, so all must make as many; of a dummy there is nothing to count.
-        nothing = [{name: value[:0] for name, value in part.items()} for part in inputs.get("dummies", [])]
-        for part in [*inputs.get("micro_batches", [inputs]), *nothing]:
-            super()._track_num_input_tokens(part)  # type: ignore[no-untyped-call]
+        # One call, for each adds up over the ranks, which may have other numbers of micro-batches, or none.
+        parts = inputs.get("micro_batches", [inputs])
+        flat: dict[str, list[Tensor]] = {getattr(self.model, "main_input_name", "input_ids"): []}
+        flat |= {"attention_mask": []} if any("attention_mask" in part for part in parts) else {}
+        for name, found in flat.items():
+            found += [part[name].flatten() for part in parts if name in part] or [torch.empty(0)]
+        super()._track_num_input_tokens({name: torch.cat(found) for name, found in flat.items()})  # type: ignore[no-untyped-call]

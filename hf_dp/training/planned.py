@@ -89,6 +89,7 @@ def planned(
     micro_batch_size: int,
     steps: Callable[[PoissonDataLoader], int],
     units: UnitRows | None = None,
+    max_tokens_per_micro_batch: int | None = None,
     **options: Any,
 ) -> tuple[Plan, PoissonDataLoader]:
     """A loader whose items are logical batches, and the plan that goes with its sampler. All ranks call it together.
@@ -99,10 +100,15 @@ def planned(
         micro_batch_size: the most examples that a rank computes at once.
         steps: how many are planned, once there is a loader to ask how long an epoch is.
         units: of its rows; see `units_of`.
+        max_tokens_per_micro_batch: padding included; None: any number.
         options: of `DataLoader`.
+
+    Raises:
+        ConfigurationError: units, and a cap of tokens.
     """
     if units is not None:
         agree({"whose the rows of train_dataset are": units.described})
+        _refuse_cut_units(max_tokens_per_micro_batch)
     entropy, rank = Entropy.of_all_ranks(privacy.seed), ranks.rank()
     n = len(dataset if units is None else units)
     sampler = sampler_of(
@@ -113,8 +119,10 @@ def planned(
     drawn = None if units is None else DrawnUnits(units, entropy)
     loader = PoissonDataLoader(
         dataset,
-        batch_sampler=RankSampler(sampler, rank, ranks.world_size(), micro_batch_size, drawn),
-        collate_fn=LogicalBatchCollator(micro_batch_size, collate, reproducible=privacy.seed is not None),
+        batch_sampler=RankSampler(sampler, rank, ranks.world_size(), drawn),
+        collate_fn=LogicalBatchCollator(
+            micro_batch_size, collate, privacy.seed is not None, max_tokens_per_micro_batch
+        ),
         worker_init_fn=functools.partial(seed_worker, num_workers=options.get("num_workers", 0), rank=rank),
         **options,
     )
@@ -124,3 +132,12 @@ def planned(
 
 def _sampling(n: int, expected_batch_size: int, privacy: PrivacyConfig) -> accounting.SamplingTerms:
     return accounting.sampling_terms(n, expected_batch_size, privacy.to_dict())
+
+
+def _refuse_cut_units(max_tokens: int | None) -> None:
+    if max_tokens is not None:
+        raise ConfigurationError(
+            f"max_tokens_per_micro_batch={max_tokens}, and a unit of several examples.",
+            why="the examples of a unit are clipped together, so they lie in one micro-batch, however long.",
+            fix="leave it out, and cut long examples (truncation=True) or lower max_examples_per_unit.",
+        )

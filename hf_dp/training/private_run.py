@@ -63,6 +63,7 @@ class PrivateRun:
         expected_batch_size: the mean size of a logical batch, of all ranks together.
         micro_batch_size: the most examples that a rank computes at once.
         steps: how many are planned.
+        max_tokens_per_micro_batch: of more than one row, padding included; None: any number.
         loss: `loss(model, batch) -> (B,)`, each example's own.
         rules: how operations use their parameters; see docs/rules.md.
         tokenizer: of the model (or its processor), saved beside it.
@@ -84,6 +85,7 @@ class PrivateRun:
         expected_batch_size: int,
         micro_batch_size: int,
         steps: int,
+        max_tokens_per_micro_batch: int | None = None,
         loss: LossFunction = per_example_losses,
         rules: Mapping[Any, Rule] = RULES,
         tokenizer: Any = None,
@@ -98,12 +100,16 @@ class PrivateRun:
             part.refuse(Setting(privacy))
         check_data(dataset, expected_batch_size, micro_batch_size, privacy)
         check_modules(self.model)
-        check_ranks(dataset, self.model, {**sizes, "PrivacyConfig": privacy.to_dict()})
+        check_ranks(
+            dataset,
+            self.model,
+            {**sizes, "max_tokens_per_micro_batch": max_tokens_per_micro_batch, "PrivacyConfig": privacy.to_dict()},
+        )
         units = units_of(dataset, privacy)
         plan, self._loader = planned(
             privacy, self.model, dataset if units is None else without_column(dataset, str(privacy.unit)), collate,
             expected_batch_size=expected_batch_size, micro_batch_size=micro_batch_size, steps=lambda _: steps,
-            units=units, **options,
+            units=units, max_tokens_per_micro_batch=max_tokens_per_micro_batch, **options,
         )  # fmt: skip
         padding = LeftPadding()
 

@@ -15,6 +15,7 @@ from transformers.trainer_callback import TrainerState
 import hf_dp.accounting as accounting
 import hf_dp.ranks as ranks
 from hf_dp.config import PrivacyConfig
+from hf_dp.data.cut import check_max_tokens
 from hf_dp.data.left_padding import LeftPadding
 from hf_dp.data.loader import PoissonDataLoader
 from hf_dp.errors import ConfigurationError
@@ -50,7 +51,10 @@ class DPTrainerMixin(RestoringMixin, CheckpointMixin, LayoutsMixin, PublishingMi
     copy of the arguments `gradient_accumulation_steps` is 1 and `max_grad_norm` is 0; yours are left alone.
 
     Args:
-        privacy: the promise. All other arguments are those of the Trainer behind this class.
+        privacy: the promise.
+        max_tokens_per_micro_batch: the most tokens of a micro-batch, padding included, that has more than one row; so
+            a long row does not decide the memory. No part of the promise. None: rows alone are counted.
+        args, kwargs: those of the Trainer behind this class.
 
     Raises:
         ConfigurationError: arguments, data or overrides that would break the guarantee.
@@ -60,9 +64,12 @@ class DPTrainerMixin(RestoringMixin, CheckpointMixin, LayoutsMixin, PublishingMi
     #: How operations use their parameters. Extend it for operations of your own; see docs/rules.md.
     per_example_rules: Mapping[Any, Rule] = RULES
 
-    def __init__(self, *args: Any, privacy: PrivacyConfig, **kwargs: Any) -> None:
+    def __init__(
+        self, *args: Any, privacy: PrivacyConfig, max_tokens_per_micro_batch: int | None = None, **kwargs: Any
+    ) -> None:
         check_privacy(privacy)
-        self.privacy = privacy
+        check_max_tokens(max_tokens_per_micro_batch)
+        self.privacy, self.max_tokens_per_micro_batch = privacy, max_tokens_per_micro_batch
         self.ledger = accounting.Ledger()
         self._run: Run | None = None
         self._left_padding = LeftPadding()

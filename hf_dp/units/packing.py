@@ -8,8 +8,7 @@ from collections.abc import Iterable
 def packed(sizes: Iterable[int], most: int) -> list[range]:
     """Which of ascending `sizes` go together, one after another, with at most `most` in all: as many as go.
 
-    Units of one size lie together, so that few positions are missing where they are computed as one. How many
-    micro-batches there are depends on the sizes alone: all ranks know it of each other.
+    Units of one size lie together, so that few positions are missing where they are computed as one.
     """
     parts: list[range] = []
     start = filled = place = 0

@@ -15,6 +15,7 @@ from peft import LoraConfig, get_peft_model
 from tqdm.auto import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer
 
+from common.arguments import TextArguments
 from common.hub_names import pretrained
 from common.language_models import characters, small_gpt2
 from common.results import Scores, scored_by_loss
@@ -25,7 +26,7 @@ Row = dict[str, list[int]]
 
 
 @dataclass(kw_only=True)
-class AnswerData:
+class AnswerData(TextArguments):
     """Arguments of recipes that train a causal language model on answers."""
 
     train_file: str = field(metadata={"help": "CSV, JSON or JSON lines, or a hub data set; this is private."})

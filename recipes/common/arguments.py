@@ -35,7 +35,10 @@ OWN_OPTIMIZER = dict.fromkeys(
     ("optim", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon"), "the recipe has an optimizer of its own"
 )
 # What sizes and shares must be, in whichever recipe has them.
-_AT_LEAST_1 = ("max_examples", "max_length", "max_new_tokens", "passage_length", "width", "layers", "lora_rank")
+_AT_LEAST_1 = (
+    *("max_examples", "max_length", "max_new_tokens", "passage_length", "width", "layers", "lora_rank"),
+    "max_tokens_per_micro_batch",
+)
 _ABOVE_0 = ("temperature", "head_noise", "head_scale", "head_learning_rate")
 _BELOW_1 = ("average", "evaluation_share")
 # On the hub; the oldest models have no owner.
@@ -61,6 +64,15 @@ class CommonArguments:
     privacy_seed: int | None = field(
         default=None,
         metadata={"help": "Batches and noise from this seed, to compare settings: such a run is not private."},
+    )
+
+
+@dataclass(kw_only=True)
+class TextArguments:
+    """What recipes know whose rows are as long as their texts."""
+
+    max_tokens_per_micro_batch: int | None = field(
+        default=None, metadata={"help": "Of the rows that are computed at once, padding included, unless it is one."}
     )
 
 

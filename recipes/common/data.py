@@ -12,6 +12,7 @@ from typing import Any
 
 from datasets import ClassLabel
 
+from common.arguments import TextArguments
 from common.files import read_text, unreadable
 from common.hub_names import split_of
 from common.labelled_texts import label_names
@@ -101,7 +102,7 @@ def _named(kind: ClassLabel, number: int | None) -> str | None:
 
 
 @dataclass(kw_only=True)
-class LabelledData:
+class LabelledData(TextArguments):
     """Arguments of recipes that classify."""
 
     train_file: str = field(

@@ -101,6 +101,7 @@ def train_and_report(
     plain: Callable[[Any], Any] | None = None,
     groups: Sequence[str] | None = None,
     compare_without_privacy: bool = False,
+    max_tokens: int | None = None,
 ) -> DPTrainer:
     """Trains privately, saves, and shows what came of it; `results.json` in the output directory says the same.
 
@@ -115,13 +116,14 @@ def train_and_report(
             arguments, optimizer and callbacks: as many steps of shuffled batches of the same size, with no clipping of
             examples (only max_grad_norm, which Trainer has by itself) and no noise. It is not saved: its weights are
             not private, and neither is what is said of them.
+        max_tokens: of a micro-batch of the private training; see `DPTrainer`.
     """
     directory, checkpoint = Path(str(arguments.output_dir)), checkpoint_of(arguments)
     if plain is not None and arguments.push_to_hub and arguments.hub_strategy != "end":
         print("Pushed when it has ended: until then the model has a form that only this recipe knows.")
         arguments = replace(arguments, hub_strategy="end")
     initial = copy.deepcopy(model) if compare_without_privacy else None
-    trainer: Any = make(DPTrainer, model=model, args=arguments, privacy=privacy)
+    trainer: Any = make(DPTrainer, model=model, args=arguments, privacy=privacy, max_tokens_per_micro_batch=max_tokens)
     untrained = _Untrained(lambda: score(trainer))
     if checkpoint is None and privacy.re_attention is None:
         trainer.add_callback(untrained)

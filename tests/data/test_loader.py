@@ -14,7 +14,7 @@ from accelerate import skip_first_batches
 from torch.utils.data import ConcatDataset, Subset, TensorDataset, default_collate
 
 from hf_dp.data.collate import LogicalBatchCollator
-from hf_dp.data.loader import DUMMY, PoissonDataLoader, RankSampler
+from hf_dp.data.loader import PoissonDataLoader, RankSampler
 from hf_dp.errors import ConfigurationError
 from hf_dp.randomness import Entropy, bernoulli
 from hf_dp.sampling.poisson import PoissonBatchSampler
@@ -182,7 +182,7 @@ class TestLoader:
         assert len(items) == 100
         empty = [item for item in items if not item["micro_batches"]]
         assert 20 < len(empty) < 55
-        assert all(item == {"micro_batches": [], "dummies": []} for item in empty)
+        assert all(item == {"micro_batches": []} for item in empty)
 
     def test_failure_5_empty_batches_reach_no_transform_of_a_hugging_face_dataset(self):
         datasets = pytest.importorskip("datasets")
@@ -242,7 +242,7 @@ class PaddingFree:
 
 class TestCollator:
     def test_empty_is_never_shown_to_the_users_collator(self):
-        assert LogicalBatchCollator(2, rows)([]) == {"micro_batches": [], "dummies": []}
+        assert LogicalBatchCollator(2, rows)([]) == {"micro_batches": []}
 
     def test_is_picklable(self):
         collator = pickle.loads(pickle.dumps(LogicalBatchCollator(2, rows)))
@@ -314,35 +314,30 @@ def test_random_transforms_of_the_data_follow_the_public_seed_only_under_a_priva
 
 class TestRanks:
     @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-    @pytest.mark.parametrize("micro_batch_size", [1, 2, 5])
-    def test_failure_7_every_example_is_on_one_rank_and_all_make_as_many_micro_batches(
-        self, world_size, micro_batch_size
-    ):
+    def test_failure_7_every_example_is_on_one_rank(self, world_size):
         whole = PoissonBatchSampler.of(60, 6, Entropy(1))
-        ranks = [RankSampler(whole, rank, world_size, micro_batch_size) for rank in range(world_size)]
+        ranks = [RankSampler(whole, rank, world_size) for rank in range(world_size)]
         for step in range(30):
             drawn = whole.draw(step)
             shares = [rank.share(drawn) for rank in ranks]
-            assert sorted(i for share in shares for i in share if i != DUMMY) == drawn
-            sizes = [len([i for i in share if i != DUMMY]) for share in shares]
-            assert max(sizes) - min(sizes) <= 1
-            parts = [-(-size // micro_batch_size) + s.count(DUMMY) for size, s in zip(sizes, shares, strict=True)]
-            assert len(set(parts)) == 1
+            assert sorted(i for share in shares for i in share) == drawn
+            assert max(map(len, shares)) - min(map(len, shares)) <= 1
             assert world_size > 1 or shares == [drawn]
 
-    def test_a_dummy_is_a_row_by_itself_and_counts_for_nothing(self):
-        class Uneven(RankSampler):
-            def share(self, drawn):
-                return [3, DUMMY, DUMMY]
+    @pytest.mark.parametrize("of_others", [1, 3])
+    def test_failure_6_a_rank_that_lacks_micro_batches_computes_on_the_first_row(self, monkeypatch, of_others):
+        def collate(few):
+            return {"x": torch.tensor([row.pop("x") for row in few])}
 
-        sampler = Uneven(PoissonBatchSampler.of(10, 2, Entropy(0), steps_per_epoch=2), 1, 2, 2)
-        items = list(
-            PoissonDataLoader(
-                [{"x": [i]} for i in range(10)],
-                batch_sampler=sampler,
-                collate_fn=LogicalBatchCollator(2, lambda few: {"x": torch.tensor([row["x"] for row in few])}),
-            )
-        )
-        assert [len(item["micro_batches"]) for item in items] == [1, 1]
-        assert [part["x"].tolist() for part in items[0]["micro_batches"]] == [[[3]]]
-        assert [part["x"].tolist() for part in items[0]["dummies"]] == [[[0]], [[0]]]
+        class Rows:
+            def __len__(self):
+                return 10
+
+            def __getitem__(self, index):
+                return {"x": [index]}
+
+        loader = loader_of(PoissonBatchSampler.of(10, 2, Entropy(0)), Rows(), 2, collate)
+        monkeypatch.setattr("hf_dp.ranks.most", lambda mine: max(mine, of_others))
+        item = loader.collate_fn([{"x": [3]}])
+        assert [part["x"].tolist() for part in item["micro_batches"]] == [[[3]]]
+        assert [part["x"].tolist() for part in loader.dummies(item)] == [[[0]]] * (of_others - 1)

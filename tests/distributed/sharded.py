@@ -65,7 +65,7 @@ def stepped(
     sampler = sampler_of(sampling_terms(len(data), expected, config.to_dict()), len(data), entropy)
     plan, ledger = Plan.make(config, sampler, steps, entropy), Ledger()
     certificate = remembering(preflight)(model, per_example_losses, collate(data[:5]))
-    share = RankSampler(sampler, ranks.rank(), ranks.world_size(), MICRO)
+    share = RankSampler(sampler, ranks.rank(), ranks.world_size())
     collator, reads = LogicalBatchCollator(MICRO, collate, reproducible=True), _OwnReads(data, collate_nothing)
     # Where a gradient is zero but for rounding (a key's bias), Adam would take whole steps without such an epsilon.
     settings = {"lr": 0.1} if optimizer == "SGD" else {"lr": 1e-2, "eps": 1e-3}
@@ -73,6 +73,7 @@ def stepped(
     sizes = []
     for step in range(steps):
         item = collator(reads.__getitems__(share.share(sampler.draw(step))))
+        lacking = ranks.most(len(item["micro_batches"])) - len(item["micro_batches"])
         sizes.append(sum(len(next(iter(batch.values()))) for batch in item["micro_batches"]))
         total = private_gradient(
             model,
@@ -80,7 +81,7 @@ def stepped(
             item["micro_batches"],
             plan,
             ledger,
-            dummies=item["dummies"],
+            dummies=[collate(data[:1]) for _ in range(lacking)],
         )
         update.step()
         update.zero_grad()

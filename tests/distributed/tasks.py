@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from hf_dp import PrivacyConfig, ReAttentionConfig, SparseEmbeddingConfig
+from hf_dp.data.loader import PoissonDataLoader
 from hf_dp.errors import HfDpError
 from hf_dp.losses import per_example_losses
 from hf_dp.per_example import Tables, record
@@ -115,6 +116,7 @@ def trainer(
         "train_dataset": rows_of(name) if data is None else data,
         "eval_dataset": rows_of(name)[:8],
         "data_collator": collator_of(name),
+        "max_tokens_per_micro_batch": values.pop("tokens", None),
     }
     return make(Path(path), built(name), promise(**(privacy or {})), parts=parts, **values)
 
@@ -164,6 +166,27 @@ def trained_in_shards(
     with fsdp2_on_cpu():
         config = {"version": 2, **SHARDS, **layers, **(sharding or {})}
         return trained(path, name, world, privacy, fsdp=True, fsdp_config=config)
+
+
+def trained_by_tokens(path: str, name: str, in_shards: bool) -> dict[str, Any]:
+    """`trained` on two ranks whose shares are cut into other numbers of micro-batches; and how many these lacked."""
+    lacking: list[int] = []
+    dummies = PoissonDataLoader.dummies
+
+    def counted(loader: Any, item: Any) -> Any:
+        found = dummies(loader, item)
+        lacking.append(len(found))
+        return found
+
+    PoissonDataLoader.dummies = counted  # type: ignore[method-assign]
+    config = {"version": 2, **SHARDS, "transformer_layer_cls_to_wrap": ["BertLayer"]}
+    shards: dict[str, Any] = {"fsdp": True, "fsdp_config": config} if in_shards else {}
+    try:
+        with fsdp2_on_cpu() if in_shards else nullcontext():
+            found = trained(path, name, 2, None, tokens=12, include_num_input_tokens_seen="non_padding", **shards)
+    finally:
+        PoissonDataLoader.dummies = dummies  # type: ignore[method-assign]
+    return {**found, "lacking": sum(lacking)}
 
 
 @contextmanager

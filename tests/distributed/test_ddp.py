@@ -10,7 +10,7 @@ import pytest
 from hf_dp.accounting import truncated
 from tests.distributed.gang import Gang
 from tests.distributed.sharded import stepped
-from tests.distributed.tasks import MODELS, STEPS, farthest, trained, trained_alone
+from tests.distributed.tasks import MODELS, STEPS, farthest, trained, trained_alone, trained_by_tokens
 
 pytestmark = pytest.mark.usefixtures("checked_once")
 
@@ -26,6 +26,16 @@ def test_without_noise_two_processes_agree_with_one(tmp_path: Path, pair: Gang, 
         assert farthest(found["parameters"], alone["parameters"]) < TOLERANCE
         assert found["losses"] == pytest.approx(alone["losses"], abs=1e-4)
         assert found["steps"] == STEPS
+        assert found["report"] == alone["report"]
+
+
+@pytest.mark.parametrize("in_shards", [pytest.param(False, marks=pytest.mark.slow), True], ids=["DDP", "FSDP2"])
+def test_ranks_that_cut_by_tokens_compute_as_many_micro_batches(tmp_path: Path, pair: Gang, in_shards: bool) -> None:
+    alone = pair.alone_once(trained_alone, "bert")
+    both = pair.run(trained_by_tokens, str(tmp_path / "two"), "bert", in_shards)
+    assert sum(found["lacking"] for found in both) > 0
+    for found in both:
+        assert farthest(found["parameters"], alone["parameters"]) < TOLERANCE
         assert found["report"] == alone["report"]
 
 

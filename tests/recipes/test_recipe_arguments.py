@@ -79,7 +79,10 @@ def test_every_argument_is_heeded(recipe, begun):
     asked = {name: value for name, value in OF_THE_PROMISE.items() if name not in decides_itself}
     if recipe.startswith("sparse_embeddings"):
         del asked["re_attention"]  # two ways to spend on the tables, which PrivacyConfig does not have together
+    has_texts = not recipe.startswith(("sparse_embeddings", "sequential_recommendation"))
+    asked |= {"max_tokens_per_micro_batch": 777} if has_texts else {}
     trainer, plan = begun(recipe, **asked, **OF_TRAINING, max_steps=3)
+    assert trainer.max_tokens_per_micro_batch == (777 if has_texts else None)
     config = plan.config
     assert {name: getattr(config, name) for name in PROMISE} == PROMISE
     assert (config.target_epsilon, config.noise_multiplier, config.seed, plan.delta) == (2.5, None, 5, 1e-6)

@@ -101,7 +101,7 @@ class TestTruncated(SamplerContract):
     @pytest.mark.parametrize(("ranks", "micro"), [(1, 4), (2, 4), (3, 1)])
     def test_no_rank_has_more_micro_batches_than_fit_the_cap(self, ranks: int, micro: int) -> None:
         sampler = self.sampler(240, 12)
-        shares = [RankSampler(sampler, rank, ranks, micro) for rank in range(ranks)]
+        shares = [RankSampler(sampler, rank, ranks) for rank in range(ranks)]
         for step in range(200):
             for share in shares:
                 assert math.ceil(len(share.share(sampler.draw(step))) / micro) <= math.ceil(cap_of(12) / ranks / micro)

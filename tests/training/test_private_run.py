@@ -153,7 +153,7 @@ def test_a_run_ends_with_its_budget_and_a_checkpoint_counts_what_was_spent(tmp_p
     loop(spent, optimizer, scheduler)
     assert spent.global_step == 1
     with pytest.raises(BudgetExceededError):
-        spent._run.step({"micro_batches": [], "dummies": []})
+        spent._run.step({"micro_batches": []})
 
 
 def after_one_step() -> Any:

@@ -1,0 +1,79 @@
+"""How a logical batch is cut: by rows, and by tokens, so that a long row does not decide the memory of all.
+
+Whatever the cut, the drawn examples are the same, and so is the sum of their clipped gradients, up to rounding: none of
+them depends on which others share its micro-batch. So the cut is no part of the promise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from hf_dp.config.ranges import is_count, shown
+from hf_dp.errors import ConfigurationError
+from hf_dp.per_example.batch import take
+
+Part = tuple[list[Any], Mapping[str, Any]]
+Collate = Callable[[list[Any]], Mapping[str, Any]]
+
+
+def by_rows(rows: list[Any], size: int, collate: Collate) -> Iterator[Part]:
+    """At most `size` rows at a time, in order, and what the collator makes of them."""
+    for start in range(0, len(rows), size):
+        part = rows[start : start + size]
+        yield part, collate(part)
+
+
+def by_tokens(
+    rows: list[Any], size: int, most: int, collate: Collate, alone: Callable[[Any], Mapping[str, Any]]
+) -> Iterator[Part]:
+    """At most `size` rows and `most` tokens, padding included, at a time; a row with more is by itself.
+
+    From the last row on, as many as fit if none is wider. Where one is, the batch is cut once more as it is: to collate
+    its rows again would choose, by which rows are beside it, among the random choices that are made for an example.
+
+    Args:
+        rows: the widest last, as far as that is known.
+        alone: what the collator makes of a copy of one row.
+    """
+    rest = list(rows)
+    while rest:
+        fitting = min(size, max(1, most // tokens_across(alone(rest[-1]))))
+        few = rest[-fitting:]
+        del rest[-fitting:]
+        batch = collate(few)
+        fitting = max(1, most // tokens_across(batch))
+        if len(few) <= fitting:
+            yield few, batch
+            continue
+        for start in range(0, len(few), fitting):
+            places = range(start, min(start + fitting, len(few)))
+            yield [few[i] for i in places], take(batch, places)
+
+
+def tokens_across(batch: Mapping[str, Any]) -> int:
+    """How many tokens a row of a collated batch has, padding included: the longest of its tensors (rows, tokens).
+
+    Raises:
+        ConfigurationError: it has no such tensor.
+    """
+    found = [value.shape[1] for value in batch.values() if isinstance(value, Tensor) and value.dim() == 2]
+    if not any(found):
+        raise ConfigurationError(
+            "max_tokens_per_micro_batch, and a collator that returns no tensor of shape (examples, tokens).",
+            why="there are no tokens to count, and nothing would keep the cap.",
+            fix="leave it out: rows of one size are cut by the number of examples alone.",
+        )
+    return max(found)
+
+
+def check_max_tokens(value: object) -> None:
+    """Refuses what is no number of tokens, nor None (`ConfigurationError`)."""
+    if value is not None and not is_count(value, at_least=1):
+        raise ConfigurationError(
+            f"max_tokens_per_micro_batch={shown(value)}.",
+            why="it is how many tokens, padding included, a micro-batch may have.",
+            fix="give a whole number of at least 1, or leave it out to cut by the number of examples alone.",
+        )
