@@ -71,8 +71,7 @@ class PrivateRun:
         options: of torch's `DataLoader`, such as `num_workers` and `pin_memory`.
 
     Raises:
-        ConfigurationError: data, a model or settings that would break the promise.
-        UnsupportedModelError: a model that cannot be trained privately.
+        ConfigurationError, UnsupportedModelError: data, a model or settings that would break the promise.
     """
 
     def __init__(
@@ -94,22 +93,19 @@ class PrivateRun:
     ) -> None:
         check_privacy(privacy)
         sizes = {"expected_batch_size": expected_batch_size, "micro_batch_size": micro_batch_size, "steps": steps}
+        cap = {"max_tokens_per_micro_batch": max_tokens_per_micro_batch}
         refuse_own_settings(sizes, options)
         self.model, self.privacy, self._step = unwrapped(model), privacy, 0
         for part in parts_of(privacy).values():
             part.refuse(Setting(privacy))
         check_data(dataset, expected_batch_size, micro_batch_size, privacy)
         check_modules(self.model)
-        check_ranks(
-            dataset,
-            self.model,
-            {**sizes, "max_tokens_per_micro_batch": max_tokens_per_micro_batch, "PrivacyConfig": privacy.to_dict()},
-        )
+        check_ranks(dataset, self.model, {**sizes, **cap, "PrivacyConfig": privacy.to_dict()})
         units = units_of(dataset, privacy)
         plan, self._loader = planned(
             privacy, self.model, dataset if units is None else without_column(dataset, str(privacy.unit)), collate,
             expected_batch_size=expected_batch_size, micro_batch_size=micro_batch_size, steps=lambda _: steps,
-            units=units, max_tokens_per_micro_batch=max_tokens_per_micro_batch, **options,
+            units=units, **cap, **options,
         )  # fmt: skip
         padding = LeftPadding()
 
