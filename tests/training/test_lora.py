@@ -14,9 +14,12 @@ from torch import nn
 
 from hf_dp.errors import ConfigurationError, UnsupportedModelError
 from tests.training.workbench import classifier, make, pad, pad_for_language, parameters, rows, same
-from tests.zoo import tiny
+from tests.zoo import VOCABULARY, tiny
 
 pytestmark = pytest.mark.usefixtures("checked_once")
+
+
+SEES = ".*(vision_model|connector).*"
 
 
 def adapted(model: nn.Module, **changes: Any) -> Any:
@@ -156,3 +159,27 @@ def test_an_adapter_that_is_frozen_is_refused(tmp_path: Path) -> None:
     model = adapted(classifier()).requires_grad_(False)
     with pytest.raises(UnsupportedModelError, match="no trainable parameter"):
         make(tmp_path, model)
+
+
+def test_chats_about_pictures_train_with_any_number_of_pictures_in_a_row(tmp_path: Path) -> None:
+    """Adapters on the language model; the collator fills rows up with blank pictures, as SmolVLM's processor does."""
+    draw = torch.Generator().manual_seed(0)
+
+    def chat(pictures: int, words: int) -> dict[str, Any]:
+        ids = [3] * pictures + torch.randint(4, VOCABULARY, (words,), generator=draw).tolist()
+        return {"input_ids": ids, "pixel_values": torch.randn(pictures, 3, 8, 8, generator=draw)}
+
+    def collate(chats: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        return pad_for_language(chats) | {
+            "pixel_values": nn.utils.rnn.pad_sequence([row["pixel_values"] for row in chats], batch_first=True)
+        }
+
+    base = tiny("smolvlm", "image_text", torch.float32)
+    model = get_peft_model(base, LoraConfig(r=2, target_modules="all-linear", exclude_modules=SEES))
+    chats = [chat(1 + i % 2, 3 + i % 4) for i in range(24)]
+    trainer = make(tmp_path, model, parts={"train_dataset": chats, "data_collator": collate})
+    before = parameters(model)
+    trainer.train()
+    assert {name for name, p in parameters(model).items() if not torch.equal(p, before[name])} == {
+        name for name, p in model.named_parameters() if p.requires_grad
+    }
