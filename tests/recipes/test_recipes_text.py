@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import random
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
-from transformers import AutoTokenizer
+import torch
+from transformers import AutoTokenizer, DataCollatorForSeq2Seq
 
 from hf_dp.errors import ConfigurationError
 from tests.recipes.conftest import WORDS
 from tests.recipes.test_recipes import ROOT, run, train  # noqa: F401 - fixtures
+from tests.training.workbench import a_chat_tokenizer
 
 pytestmark = pytest.mark.usefixtures("checked_once")
 
@@ -140,6 +143,57 @@ def test_answers_alone_are_learnt(first, instruct, causal_directory):
     whole = tokenizer.apply_chat_template(messages[:4], tokenize=False)
     assert "".join(text for text, _ in parts) == whole.rstrip()
     assert [text for text, is_answer in parts if is_answer] == ["was lost _", "cash fee _"][1 if first else 0 :]
+
+
+CONVERSATION = [
+    {"role": "user", "content": "Hi, I'm Ada.\n"},
+    {"role": "assistant", "content": "Hello Ada!"},
+    {"role": "user", "content": "Name  two fruits: not <apples>"},
+    {"role": "assistant", "content": "- a pear \n- a fig: 20 %"},
+    {"role": "user", "content": "And a third?"},
+    {"role": "assistant", "content": "A plum."},
+    {"role": "user", "content": "Thanks, bye."},
+]
+
+
+@pytest.fixture(params=["tiny", pytest.param("smollm2", marks=pytest.mark.data)])
+def chat_tokenizer(request):
+    """A tiny one with a template as real ones have it, and a real one where it is present."""
+    if request.param == "tiny":
+        return a_chat_tokenizer()
+    return AutoTokenizer.from_pretrained(request.getfixturevalue("smollm2_directory"))
+
+
+def test_what_is_trained_of_a_conversation_decoded(instruct, chat_tokenizer):
+    """Each answer and its end, after the very tokens that it is asked with; padding is no end of a turn."""
+    recipe = SimpleNamespace(max_length=512)
+    rows = [
+        instruct.encoded({"messages": messages}, chat_tokenizer, recipe)
+        for messages in (
+            CONVERSATION,
+            CONVERSATION[:2],
+            [{"role": "system", "content": "Be brief."}, *CONVERSATION[:4]],
+        )
+    ]
+    batch = DataCollatorForSeq2Seq(chat_tokenizer)([dict(row) for row in rows])
+    end = chat_tokenizer.eos_token
+    for labels, ids, row, count in zip(batch["labels"], batch["input_ids"], rows, (3, 1, 2), strict=True):
+        assert torch.equal(labels[labels.ne(-100)], ids[labels.ne(-100)])
+        said = chat_tokenizer.decode(labels[labels.ne(-100)])
+        assert said == "".join(CONVERSATION[2 * i + 1]["content"] + end for i in range(count))
+        assert batch["attention_mask"].sum(1).max() == len(rows[0]["input_ids"])
+        assert labels[len(row["labels"]) :].eq(-100).all()
+    asked = chat_tokenizer.apply_chat_template(CONVERSATION[:5], tokenize=False, add_generation_prompt=True)
+    prompt = chat_tokenizer(asked, add_special_tokens=False)["input_ids"]
+    assert rows[0]["input_ids"][: len(prompt)] == prompt
+    assert chat_tokenizer.decode(rows[0]["labels"][len(prompt) :]) == "A plum." + end
+
+
+def test_an_answer_that_is_cut_off_is_trained_as_far_as_it_goes(instruct, chat_tokenizer):
+    row = instruct.encoded({"messages": CONVERSATION}, chat_tokenizer, SimpleNamespace(max_length=512))
+    first = next(i for i, label in enumerate(row["labels"]) if label != -100)
+    cut = instruct.encoded({"messages": CONVERSATION}, chat_tokenizer, SimpleNamespace(max_length=first + 2))
+    assert cut["labels"] == [-100] * first + row["labels"][first : first + 2]
 
 
 def test_a_template_that_changes_what_it_rendered_before(instruct, causal_directory):

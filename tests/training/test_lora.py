@@ -11,6 +11,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from torch import nn
+from transformers import AutoModelForCausalLM
 
 from hf_dp.errors import ConfigurationError, UnsupportedModelError
 from tests.training.workbench import classifier, make, pad, pad_for_language, parameters, rows, same
@@ -183,3 +184,26 @@ def test_chats_about_pictures_train_with_any_number_of_pictures_in_a_row(tmp_pat
     assert {name for name, p in parameters(model).items() if not torch.equal(p, before[name])} == {
         name for name, p in model.named_parameters() if p.requires_grad
     }
+
+
+def test_adapters_are_merged_into_a_model_that_is_saved_with_its_record(tmp_path: Path) -> None:
+    model = adapted(tiny("gpt2", "causal_lm", torch.float32), fan_in_fan_out=True)
+    trainer = make(tmp_path, model, parts={"data_collator": pad_for_language})
+    trainer.train()
+    batch = pad(rows(3))
+    with torch.no_grad():
+        before = model.eval()(batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+        said = model.generate(batch["input_ids"][:1, :2], max_new_tokens=3, do_sample=False)
+    merged = model.merge_and_unload()
+    with pytest.raises(ConfigurationError, match="the adapter was taken out of the model"):
+        trainer.save_model()
+    assert not (tmp_path / "adapter_model.safetensors").exists()
+    trainer.model = model.get_base_model()
+    assert trainer.model is merged
+    trainer.save_model(str(tmp_path / "merged"))
+    assert (tmp_path / "merged" / "privacy.json").exists()
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
+    with torch.no_grad():
+        after = again(batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+        assert torch.allclose(before, after, atol=1e-5)
+        assert torch.equal(said, again.generate(batch["input_ids"][:1, :2], max_new_tokens=3, do_sample=False))
