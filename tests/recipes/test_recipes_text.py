@@ -10,7 +10,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 from transformers import AutoTokenizer, DataCollatorForSeq2Seq
+from typer.testing import CliRunner
 
+from hf_dp.cli import app
 from hf_dp.errors import ConfigurationError
 from tests.recipes.conftest import WORDS
 from tests.recipes.test_recipes import ROOT, run, train  # noqa: F401 - fixtures
@@ -118,10 +120,6 @@ def test_a_tokenizer_without_a_template(data, causal_directory, train, local, mo
     without = [flag for flag in local("instruct") if "template" not in flag]
     monkeypatch.setattr("sys.argv", ["unused"])
     out = data / "refused"
-    from typer.testing import CliRunner
-
-    from hf_dp.cli import app
-
     words = ["train", str(ROOT / "recipes" / "instruct.yaml"), *without, "--output_dir", str(out), "--use_cpu", "True"]
     done = CliRunner().invoke(app, words, env={"COLUMNS": "160", "NO_COLOR": "1"})
     assert done.exit_code == 2
@@ -202,6 +200,19 @@ def test_a_template_that_changes_what_it_rendered_before(instruct, causal_direct
     messages = [{"role": role, "content": "it"} for role in ("user", "assistant", "user", "assistant")]
     with pytest.raises(ConfigurationError, match="in another way than the whole"):
         instruct.rendered(messages, 0, tokenizer)
+
+
+@pytest.mark.slow
+@pytest.mark.data
+def test_a_real_model_learns_conversations_through_its_own_template(data, smollm2_directory, run, tmp_path):  # noqa: F811
+    files = [f"--{split}_file={data}/chats_{split}.jsonl" for split in ("train", "test")]
+    flags = ("--model", str(smollm2_directory), "--target_epsilon", "1000", "--max_new_tokens", "8", "--samples", "1")
+    printed = run("instruct", "--smoke", "true", *files, *flags, "--output_dir", str(tmp_path / "out"))
+    before, after = json.loads((tmp_path / "out" / "results.json").read_text(encoding="utf-8")).values()
+    assert after["loss per target token"] < before["loss per target token"]
+    assert "<|im_start|>assistant" in printed
+    found = CliRunner().invoke(app, ["verify", str(tmp_path / "out")])
+    assert found.exit_code == 0, found.output
 
 
 @pytest.mark.data

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from huggingface_hub import ModelCard
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from torch import nn
@@ -194,6 +195,8 @@ def test_adapters_are_merged_into_a_model_that_is_saved_with_its_record(tmp_path
     with torch.no_grad():
         before = model.eval()(batch["input_ids"], attention_mask=batch["attention_mask"]).logits
         said = model.generate(batch["input_ids"][:1, :2], max_new_tokens=3, do_sample=False)
+    trainer.save_model(str(tmp_path / "merged"))
+    assert ModelCard.load(tmp_path / "merged" / "README.md").data.library_name == "peft"
     merged = model.merge_and_unload()
     with pytest.raises(ConfigurationError, match="the adapter was taken out of the model"):
         trainer.save_model()
@@ -202,6 +205,10 @@ def test_adapters_are_merged_into_a_model_that_is_saved_with_its_record(tmp_path
     assert trainer.model is merged
     trainer.save_model(str(tmp_path / "merged"))
     assert (tmp_path / "merged" / "privacy.json").exists()
+    assert not (tmp_path / "merged" / "adapter_config.json").exists()
+    card = ModelCard.load(tmp_path / "merged" / "README.md").data
+    assert card.library_name == "transformers"
+    assert not [tag for tag in card.tags if tag == "lora" or tag.startswith("base_model:adapter:")]
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
     with torch.no_grad():
         after = again(batch["input_ids"], attention_mask=batch["attention_mask"]).logits
