@@ -3,12 +3,13 @@
     python scripts/coverage.py
     python scripts/coverage.py --only gpt2 --only DoRA
     python scripts/coverage.py --write
+    python scripts/coverage.py --write --only gpt2
 
 Every case is a tiny random model. `record` is held against a loop over single examples in float64 and float32, with as
 many examples as positions, with as many examples as head dimensions, with one example, and with one example replaced,
 which must not move the gradients of the others. "Exact" shows the largest relative error in float64; anything that is
 neither exact nor refused makes the script fail. `--write` puts the tables into docs/coverage.md and a summary into
-README.md.
+README.md; with `--only` the other rows stay as they are.
 """
 
 from __future__ import annotations
@@ -48,7 +49,11 @@ TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-3}
 LOW_PRECISION = 0.01
 _SHAPES = ((3, 7), (7, 7), (6, 7), (1, 7))
 # Patches, and patches with a class token; the positions of a soft prompt, and these with the text's.
-SHAPES = {"image": ((3, 7), (9, 7), (10, 7), (6, 7), (1, 7)), "prompt": (*_SHAPES, (5, 7), (12, 7))}
+SHAPES = {
+    "image": ((3, 7), (9, 7), (10, 7), (6, 7), (1, 7)),
+    "prompt": (*_SHAPES, (5, 7), (12, 7)),
+    "image_text": (*_SHAPES, (4, 7), (5, 7)),
+}
 ARCHITECTURES, PEFT, SETTINGS = "Architectures", "PEFT", "Precision and settings"
 QUANTISED = "LoRA over a base in few bits"
 Results = Mapping[str, Mapping[str, Mapping[str, str]]]
@@ -180,7 +185,7 @@ def judge_head(name: str, head: str, shapes: Shapes | None = None) -> str:
         raise
     return judge(
         functools.partial(zoo.tiny, name, head),
-        functools.partial(zoo.text_batch, head),
+        zoo.batches_of(name, head),
         zoo.loss_of(head),
         shapes or SHAPES.get(head, _SHAPES),
     )
@@ -324,9 +329,8 @@ def judge_all(only: list[str] | None = None) -> dict[str, dict[str, dict[str, st
 
 def markdown(results: Results) -> str:
     """The whole page: a table for each part, and below it why something is refused."""
-    versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "peft"))
     about = (
-        f'Written by `{COMMAND}` ({versions}), which explains how each case is judged. "exact" is followed by the '
+        f'Written by `{COMMAND}` ({_versions()}), which explains how each case is judged. "exact" is followed by the '
         'largest relative error of norms and sums in float64 against a loop over single examples, "within" by that of '
         "bf16 norms against a loop in float32. What is refused is refused by name before anything is released; its "
         "reasons are below each table. \"Experts batched\" is `model.set_experts_implementation('batched_mm')`."
@@ -340,6 +344,40 @@ def markdown(results: Results) -> str:
             lines.append(f"| {name} | {' | '.join(cells)} |")
         lines += _reasons(rows)
     return "\n".join(lines) + "\n"
+
+
+def _versions() -> str:
+    return ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "peft"))
+
+
+def read(page: str) -> dict[str, dict[str, dict[str, str]]]:
+    """The results that `markdown` made a page of.
+
+    Raises:
+        ValueError: they were found with other versions, so that rows of both would not be comparable.
+    """
+    if _versions() not in page.replace("\n", " "):
+        raise ValueError(f"docs/coverage.md was not written with {_versions()}; write all rows")
+    results: dict[str, dict[str, dict[str, str]]] = {}
+    for section in page.split("\n## ")[1:]:
+        title, header, _, *lines = [line for line in section.splitlines() if line]
+        columns, rows = _cells(header), results.setdefault(title, {})
+        for name, *cells in (_cells(line) for line in lines if line.startswith("|")):
+            rows[name] = {c: text for c, text in zip(columns[1:], cells, strict=True) if text != "-"}
+            for line in lines:
+                if line.startswith(f"- {name} ("):
+                    where, _, reason = line.removeprefix(f"- {name} (").partition("): ")
+                    rows[name] |= {column: f"{rows[name][column]}: {reason}" for column in where.split(", ")}
+    return results
+
+
+def _cells(line: str) -> list[str]:
+    return [cell.strip() for cell in line.strip("|").split("|")]
+
+
+def merged(old: Results, new: Results) -> dict[str, dict[str, Mapping[str, str]]]:
+    """`old` with the rows of `new` in place of theirs, or after them."""
+    return {title: {**old.get(title, {}), **rows} for title, rows in new.items()}
 
 
 def _reasons(rows: Mapping[str, Mapping[str, str]]) -> list[str]:
@@ -393,21 +431,24 @@ def between_marks(text: str, new: str) -> str:
 @app.command()
 def main(
     only: Annotated[list[str] | None, typer.Option(help="Rows; all by default.")] = None,
-    write: Annotated[bool, typer.Option(help="Put the tables into docs/coverage.md and README.md.")] = False,
+    write: Annotated[bool, typer.Option(help="Put them into docs/coverage.md and README.md.")] = False,
 ) -> None:
     """Judges every case."""
-    if only and write:
-        raise typer.BadParameter("some rows would replace the whole tables; leave out --only or --write")
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
+    readme, page = ROOT / "README.md", ROOT / "docs/coverage.md"
+    try:
+        kept = read(page.read_text(encoding="utf-8")) if write and only else {}
+    except (OSError, ValueError) as error:
+        raise typer.BadParameter(f"rows can only be written beside those that are there: {error}") from error
     results = judge_all(only)
     lacking = {low_bits.KINDS[kind][0] for kind in results.get(QUANTISED, ()) if not low_bits.is_there(kind)}
     if write and lacking:
         raise typer.BadParameter(f"rows would get lost; install {' and '.join(sorted(lacking))}")
     if write:
-        readme = ROOT / "README.md"
-        readme.write_text(between_marks(readme.read_text(encoding="utf-8"), summary(results)), encoding="utf-8")
-        (ROOT / "docs/coverage.md").write_text(markdown(results), encoding="utf-8")
+        whole = merged(kept, results)
+        readme.write_text(between_marks(readme.read_text(encoding="utf-8"), summary(whole)), encoding="utf-8")
+        page.write_text(markdown(whole), encoding="utf-8")
     cells = [
         (title, name, column, result)
         for title, rows in results.items()

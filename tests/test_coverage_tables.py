@@ -88,6 +88,35 @@ def test_anything_wrong_makes_the_script_fail(tmp_path: Path, monkeypatch: pytes
     assert not (tmp_path / "docs/coverage.md").exists()
 
 
-def test_some_rows_are_not_written_in_place_of_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_page_is_read_as_it_was_written() -> None:
+    page = coverage.markdown({**RESULTS, "PEFT": {"LoRA": {"causal_lm": "exact 0e+00"}}})
+    found = coverage.read(page)
+    assert found["Architectures"]["bart"] == RESULTS["Architectures"]["bart"]
+    assert coverage.markdown(found) == page
+
+
+def test_some_rows_take_the_place_of_theirs_and_leave_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert written(tmp_path, monkeypatch, {**RESULTS, "PEFT": {}}, "--write") == 0
+    new = {
+        "Architectures": {"opt": {"qa": "exact 5e-16"}, "t5": {"seq2seq": "exact 1e-16"}},
+        "PEFT": {},
+        "Settings": {},
+    }
+    monkeypatch.setattr(coverage, "judge_all", lambda _: new)
+    assert CliRunner().invoke(coverage.app, ["--write", "--only", "opt", "--only", "t5"]).exit_code == 0
+    rows = coverage.read((tmp_path / "docs/coverage.md").read_text(encoding="utf-8"))["Architectures"]
+    assert list(rows) == ["gpt2", "opt", "bart", "mixtral", "t5"]
+    assert rows["opt"] == {"qa": "exact 5e-16"}
+    assert rows["gpt2"] == RESULTS["Architectures"]["gpt2"]
+    assert "gpt2; opt; bart; t5" in (tmp_path / "README.md").read_text(encoding="utf-8")
+
+
+def test_rows_are_not_written_beside_those_of_other_versions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert written(tmp_path, monkeypatch, RESULTS, "--write", "--only", "LoRA") == 2
-    assert not (tmp_path / "docs/coverage.md").exists()
+    page = tmp_path / "docs/coverage.md"
+    page.write_text(coverage.markdown(RESULTS).replace("torch ", "torch 1."), encoding="utf-8")
+    before = page.read_text(encoding="utf-8")
+    assert CliRunner().invoke(coverage.app, ["--write", "--only", "LoRA"]).exit_code == 2
+    assert page.read_text(encoding="utf-8") == before

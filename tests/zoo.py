@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import peft
@@ -13,6 +15,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForCTC,
     AutoModelForImageClassification,
+    AutoModelForImageTextToText,
     AutoModelForMaskedLM,
     AutoModelForMultipleChoice,
     AutoModelForQuestionAnswering,
@@ -38,6 +41,7 @@ _AUTO = {
     "ctc": AutoModelForCTC,
     "choice": AutoModelForMultipleChoice,
     "text": AutoModel,
+    "image_text": AutoModelForImageTextToText,
 }
 _LLAMA_LIKE: dict[str, Any] = {
     "vocab_size": VOCABULARY, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2,
@@ -145,6 +149,21 @@ CONFIGS["granite_swa"] = ("granite_swa", _LLAMA_LIKE)
 CONFIGS |= {name: (name, _BART) for name in ("mbart", "m2m_100", "pegasus", "marian")}
 for _name in ("mixtral", "qwen3_moe"):
     CONFIGS |= dict.fromkeys((f"{_name}, experts batched", f"{_name}, experts and router frozen"), CONFIGS[_name])
+# Four patches of an image stand for as many tokens, or (by their scale factor) for one.
+_IMAGE_TOKEN, _VISION = 3, {**_TOWER, "image_size": 8, "patch_size": 4, "num_channels": 3}
+_SEEING: dict[str, Any] = {
+    "text_config": {**_LLAMA_LIKE, "model_type": "llama"}, "image_token_id": _IMAGE_TOKEN, "pad_token_id": 0,
+}  # fmt: skip
+_SEVERAL_IMAGES = ("idefics3", "smolvlm")
+CONFIGS["llava"] = ("llava", {**_SEEING, "vision_config": {**_VISION, "model_type": "clip_vision_model"}})
+CONFIGS["paligemma"] = ("paligemma", {
+    **_SEEING, "text_config": {**_LLAMA_LIKE, "head_dim": 6, "model_type": "gemma"}, "projection_dim": 24,
+    "vision_config": {**_VISION, "model_type": "siglip_vision_model", "vision_use_head": False},
+})  # fmt: skip
+CONFIGS |= {
+    name: (name, {**_SEEING, "scale_factor": 2, "vision_config": {**_VISION, "model_type": f"{name}_vision"}})
+    for name in _SEVERAL_IMAGES
+}
 _FROZEN = {name: ".mlp." for name in CONFIGS if name.endswith("frozen")}
 # Its config cannot say so; a checkpoint with weights of its own for the head does.
 _UNTIED = ("flan-t5",)
@@ -166,6 +185,7 @@ HEADS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("vit", "swin", "dinov2"), ("image",)),
     "clip": ("image", "text"),
     "siglip": ("image", "text"),
+    **dict.fromkeys(("llava", "paligemma", *_SEVERAL_IMAGES), ("image_text",)),
 }
 
 
@@ -260,6 +280,31 @@ def text_batch(head: str, size: int = 3, length: int = 7, dtype: torch.dtype = t
     if head in ("regression", "text"):
         return {**batch, "labels": torch.randn(size, generator=generator).to(dtype)}
     return {**batch, "labels": draw(0, 3, size)}
+
+
+def image_text_batch(
+    name: str, size: int = 3, length: int = 7, dtype: torch.dtype = torch.float64, images: int = 2
+) -> dict[str, Tensor]:
+    """Texts that begin with the tokens of an image, or of so many `images` where the family takes several.
+
+    Image tokens have labels too, but for PaliGemma's: the prefix, which sees itself whole, has none.
+    """
+    batch = text_batch("causal_lm", size, length, dtype)
+    shape, slots = ((size, images), images) if name in _SEVERAL_IMAGES else ((size,), 4)
+    ids, labels = batch["input_ids"], batch["labels"]
+    ids[ids.eq(_IMAGE_TOKEN)] = _IMAGE_TOKEN + 1
+    ids[:, :slots] = _IMAGE_TOKEN
+    batch["labels"] = ids.where(labels.ne(-100), -100)
+    batch["pixel_values"] = torch.randn(*shape, 3, 8, 8, generator=torch.Generator().manual_seed(2)).to(dtype)
+    if name == "paligemma":
+        batch["token_type_ids"] = (torch.arange(length) >= slots).long().expand(size, -1).contiguous()
+        batch["labels"] = batch["labels"].masked_fill(batch["token_type_ids"].eq(0), -100)
+    return batch
+
+
+def batches_of(name: str, head: str) -> Callable[[int, int, torch.dtype], dict[str, Tensor]]:
+    """Batches for this architecture with this head, of so many examples and positions."""
+    return functools.partial(image_text_batch, name) if head == "image_text" else functools.partial(text_batch, head)
 
 
 # --- PEFT -----------------------------------------------------------------------------------------------------------

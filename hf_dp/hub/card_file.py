@@ -21,6 +21,7 @@ from hf_dp.hub.record import CARD_FILE, RECORD_FILE, VERSION, PrivacyRecord, sha
 
 logger = logging.getLogger(__name__)
 
+_ADAPTER = "adapter_config.json"
 # In cards that Trainer drafts.
 _BY_TRAINER, _TO_BE_FILLED = "<!-- This model card has been generated automatically", "More information needed"
 
@@ -56,6 +57,10 @@ def write_card(directory: str | os.PathLike[str], name: str | None = None, recor
         # A path on this machine is no model on the hub, which refuses such metadata.
         data.pop("base_model", None)
         tags = [tag for tag in tags if not tag.startswith("base_model:")]
+    if data.get("library_name") == "peft" and _ADAPTER not in record.files:
+        # Of an adapter that was saved here before it was merged.
+        data["library_name"] = "transformers"
+        tags = [tag for tag in tags if tag != "lora" and not tag.startswith("base_model:adapter:")]
     data["tags"] = [*tags, *(TAGS if record.report.private else ()), "hf_dp"]
     data[METADATA_KEY] = metadata(record, sha256(directory / RECORD_FILE))
     aside = path.with_name(f"_{CARD_FILE}")

@@ -36,8 +36,10 @@ def loss_kind(model: nn.Module) -> str:
         ("classification", ("ForAudioClassification",), auto.MODEL_FOR_AUDIO_CLASSIFICATION_MAPPING_NAMES),
         ("multiple_choice", ("ForMultipleChoice",), auto.MODEL_FOR_MULTIPLE_CHOICE_MAPPING_NAMES),
         ("ctc", ("ForCTC",), auto.MODEL_FOR_CTC_MAPPING_NAMES),
-        (TOKENWISE, (), auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES),
+        # With and without an encoder: what hears, and what sees, is often a decoder.
+        (SHIFTED, (), auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES),
         (SHIFTED, (), auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES),
+        (SHIFTED, (), auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES),
     )
     for kind, suffixes, mapping in heads:
         names = {n for v in mapping.values() for n in (v if isinstance(v, (tuple, list)) else (v,))}

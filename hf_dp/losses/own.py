@@ -20,10 +20,10 @@ def check_own_loss(model: nn.Module, batch: Mapping[str, Any]) -> None:
     """Checks, on each example of a small batch by itself, that `per_example_losses` equals the loss the model returns.
 
     Some models shift labels where others of the same family do not, or add a loss for their router. An own loss that is
-    absent or not finite (an example without labels) is not compared.
+    not finite (an example without labels) is not compared.
 
     Raises:
-        UnsupportedModelError: they differ, or the model's own cannot be computed.
+        UnsupportedModelError: they differ, or the model's own cannot be computed, or is none.
     """
     rows = next(len(v) for v in batch.values() if isinstance(v, Tensor))
     devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
@@ -34,7 +34,13 @@ def check_own_loss(model: nn.Module, batch: Mapping[str, Any]) -> None:
                 ours = float(per_example_losses(model, one))
             with torch.random.fork_rng(devices=devices):
                 own = _own_loss(model, one)
-        if own is None or not bool(own.isfinite()):
+        if own is None:
+            raise UnsupportedModelError(
+                f"{type(base_model(model)).__name__} returns no loss of its own for labels.",
+                why="what it was made to be trained for is unknown, and so whether the per-example loss is that.",
+                fix="override DPTrainer.compute_per_example_loss(model, inputs).",
+            )
+        if not bool(own.isfinite()):
             continue
         if abs(ours - float(own)) > _SAME * max(1.0, abs(float(own))):
             raise UnsupportedModelError(

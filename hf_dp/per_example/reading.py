@@ -25,6 +25,7 @@ class Reader:
         readings: what is known of them.
         length: positions of each example in the ids of the batch.
         folded_lengths: rows of each example in plain views.
+        images: how many each example has, where it may have several.
     """
 
     batch_size: int
@@ -32,6 +33,7 @@ class Reader:
     readings: Readings = field(default_factory=dict)
     length: int = 0
     folded_lengths: set[int] = field(default_factory=set)
+    images: list[int] = field(default_factory=list)
     _storages: set[int] = field(default_factory=set)
     _has_positions: bool = True
 
@@ -42,6 +44,13 @@ class Reader:
         ids = [v for v in given if v.dim() == 2 and not v.is_floating_point()]
         self._has_positions = bool(ids)
         self.length = max((v.shape[1] for v in ids or [v for v in given if v.dim() > 2]), default=0)
+        # (B, N, C, H, W): models drop the images that are all zero, which fill up an example with fewer than others.
+        self.images = next((v.ne(0).flatten(2).any(2).sum(1).tolist() for v in given if v.dim() == 5), [])
+
+    @property
+    def has_uneven_images(self) -> bool:
+        """Whether some examples have more images than others."""
+        return len(set(self.images)) > 1
 
     def known(self, operation: str, parameters: list[str], given: Tensor | None) -> str | None:
         """How preflight saw such a use read, if it did."""
@@ -74,6 +83,8 @@ class Reader:
             self._check_folded(rule, given, parameters)
         if given.requires_grad or known in ("batch", "folded", "data"):
             return found or self._unreadable(rule, given, parameters, "no axis of that shape can be read as")
+        if not found and self.has_uneven_images and given.shape[0] == sum(self.images):
+            self._unreadable(rule, given, parameters, "no axis of that shape can be read as")
         if found and known == "either" and self.batch_size > 1 and _storage(given) not in self._storages:
             self._unreadable(rule, given, parameters, "it may be what all examples share, or rows of")
         return found if found and known != "constant" else "constant"
@@ -106,12 +117,16 @@ class Reader:
             return
         if not self._has_positions and each in self.folded_lengths:
             return  # Windows of an image; there is no mask by which some rows could have been chosen.
+        if self.images == [each] * self.batch_size:
+            return  # The images of each example, none of them dropped.
         # A choice among n positions of each example gives n for each only where it takes them all.
         whole = [n for n in (self.length, max(self.folded_lengths, default=0)) if n and n >= self.length]
         if self.batch_size > 1 and given.numel() and all(each % n for n in whole):
             self._unreadable(rule, given, parameters, "it may be packed, with other numbers of rows for each of")
 
     def _unreadable(self, rule: Rule, given: Tensor, parameters: list[str], reason: str) -> NoReturn:
+        if self.has_uneven_images:
+            reason = "it may hold other numbers of images of each of"
         raise refusal(
             parameters,
             f"operation {rule.name} on an input of shape {tuple(given.shape)}",

@@ -203,6 +203,7 @@ def record(
         )
     if watch.doubts:
         check_independence(model, loss_fn, batch, rules=rules, readings=seen.readings)
+    if watch.doubts or watch.reader.has_uneven_images:  # As many images as examples need not be one image of each.
         check_shares(model, loss_fn, batch, rules=rules, readings=seen.readings)
     if certificate is not None and size > 1 and not certificate.covers(watch.uses):
         unseen = sorted(watch.uses - certificate)[0]

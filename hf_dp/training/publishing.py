@@ -26,7 +26,7 @@ from hf_dp.hub import (
     write_card,
 )
 from hf_dp.training.runs import RunsMixin
-from hf_dp.training.saving import claim, say_once, write_claim
+from hf_dp.training.saving import claim, refuse_unloaded, say_once, write_claim
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +40,12 @@ class PublishingMixin(RunsMixin):
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """As Trainer's, with `privacy.json` and a model card beside the weights; whole also where checkpoints are in
-        shards, which have none of the three. What was saved there before stays until all is written."""
+        shards, which have none of the three. What was saved there before stays until all is written.
+
+        Raises:
+            ConfigurationError: a PEFT model whose adapter was taken out.
+        """
+        refuse_unloaded(self.model)
         directory, saves = Path(output_dir or str(self.args.output_dir)), self.args.should_save
         plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
         if plugin is not None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import functools
 import logging
 from pathlib import Path
+from typing import Any
 
 import hf_dp.ranks as ranks
 from hf_dp.accounting import Ledger
+from hf_dp.errors import ConfigurationError
 from hf_dp.hub import RECORD_FILE, PrivacyRecord, left_out, model_files, write_card
 from hf_dp.hub.card import privacy_section
 from hf_dp.hub.record import sha256_of_text
@@ -37,6 +39,25 @@ def write_claim(folder: Path, title: str, record: PrivacyRecord) -> None:
         record = record.with_files(folder, names)
         (folder / RECORD_FILE).write_text(record.to_json(), encoding="utf-8")
         write_card(folder, title, record)
+
+
+def refuse_unloaded(model: Any) -> None:
+    """Refuses a model of PEFT without its adapter: nothing of what was trained would be saved.
+
+    Raises:
+        ConfigurationError: with what to save in its place.
+    """
+    if not hasattr(model, "peft_config"):
+        return
+    from peft import get_peft_model_state_dict
+
+    if not get_peft_model_state_dict(model):
+        raise ConfigurationError(
+            "the adapter was taken out of the model (merge_and_unload(), unload()).",
+            why="what is saved of a PEFT model is its adapter: a record would stand beside nothing that was trained.",
+            fix="save what merge_and_unload() returned: trainer.model = trainer.model.merge_and_unload(), or "
+            "trainer.model = trainer.model.get_base_model() where that was done before.",
+        )
 
 
 @functools.cache

@@ -20,7 +20,8 @@ from typer.testing import CliRunner
 from hf_dp.cli import app
 from tests.hub.conftest import hub  # noqa: F401 - a fixture
 from tests.hub.server import Hub
-from tests.training.workbench import a_tokenizer, classifier, pad, rows
+from tests.training.workbench import a_chat_tokenizer, a_tokenizer, classifier, pad, rows
+from tests.zoo import tiny
 
 pytestmark = pytest.mark.usefixtures("checked_once")
 
@@ -28,6 +29,8 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"(?:<!-- not run: (?P<reason>[^>]*?) -->\n)?^```(?P<kind>\w*)\n(?P<text>.*?)^```$", re.M | re.S)
 SHOWN_ONLY = {"", "text", "yaml", "json"}
+# Of the tutorial, where its model is tiny too.
+QUICK = {"max_steps=12": "max_steps=3", "letters(4000,": "letters(200,", "max_new_tokens=40": "max_new_tokens=9"}
 
 
 class Snippet(NamedTuple):
@@ -54,6 +57,15 @@ def given() -> dict[str, Any]:
     }
 
 
+def a_chat_model(folder: Path, words: str) -> None:
+    """What `make model` makes, tiny and random, for these words."""
+    tokenizer = a_chat_tokenizer([words])
+    ids = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": 1}
+    model = tiny("llama", "causal_lm", torch.float32, vocab_size=len(tokenizer), max_position_embeddings=512, **ids)
+    for part in (model, tokenizer):
+        part.save_pretrained(folder)
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_the_snippets_of_a_page_run(
     page: Path,
@@ -61,7 +73,38 @@ def test_the_snippets_of_a_page_run(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.chdir(tmp_path)
+    if page.stem == "tutorial":
+        text = page.read_text(encoding="utf-8")
+        a_chat_model(tmp_path / "build/smollm2", text)
+        for whole, part in QUICK.items():
+            assert whole in text
+            text = text.replace(whole, part)
+        page = tmp_path / page.name
+        page.write_text(text, encoding="utf-8")
+    ran(page, tmp_path, monkeypatch)
+
+
+@pytest.mark.slow
+@pytest.mark.data
+def test_the_tutorial_with_the_real_model(
+    hub: Hub,  # noqa: F811
+    smollm2_directory: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (tmp_path / "build").mkdir()
+    (tmp_path / "build/smollm2").symlink_to(smollm2_directory.absolute())
+    found = ran(ROOT / "docs/tutorial.md", tmp_path, monkeypatch)
+    before, after = found["losses"]
+    assert after < before / 2
+    assert found["report"].private
+    assert found["report"].epsilon <= 8
+    assert (tmp_path / "loss_and_epsilon.png").exists()
+
+
+def ran(page: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What the snippets of a page have left behind, run in a folder."""
+    monkeypatch.chdir(folder)
     # Classes that snippets define look for their module.
     namespace: dict[str, Any] = {"__name__": "snippet", **given()}
     monkeypatch.setitem(sys.modules, "snippet", type(sys)("snippet"))
@@ -76,6 +119,7 @@ def test_the_snippets_of_a_page_run(
                 run(line, f"{page.name}:{snippet.line}")
         else:
             assert snippet.kind in SHOWN_ONLY, f"{page.name}:{snippet.line}: how is {snippet.kind!r} to be run?"
+    return namespace
 
 
 def run(line: str, where: str) -> None:

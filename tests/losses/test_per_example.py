@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import peft
@@ -24,7 +25,7 @@ from hf_dp.losses import check_own_loss, loss_kind, per_example_losses
 from hf_dp.losses import tokens as tokenwise
 from hf_dp.per_example import loop, preflight, record
 from hf_dp.per_example.batch import take
-from tests.zoo import text_batch, tiny
+from tests.zoo import batches_of, text_batch, tiny
 
 
 def assert_own(model: nn.Module, batch: dict[str, Tensor], size: int = 3) -> None:
@@ -49,10 +50,11 @@ def assert_own(model: nn.Module, batch: dict[str, Tensor], size: int = 3) -> Non
         *((name, "image") for name in ("vit", "clip", "siglip")),
         ("whisper", "speech"),
         *((name, "choice") for name in ("bert", "roberta")),
+        *((name, "image_text") for name in ("llava", "paligemma", "idefics3", "smolvlm")),
     ],
 )
 def test_equals_the_models_own_loss(name: str, head: str) -> None:
-    assert_own(tiny(name, head), text_batch(head))
+    assert_own(tiny(name, head), batches_of(name, head)(3, 7, torch.float64))
 
 
 @pytest.mark.parametrize("reduction", ["sum", "mean"])
@@ -258,6 +260,14 @@ def test_a_model_that_cannot_compute_its_own_loss_is_refused() -> None:
         check_own_loss(model, text_batch("causal_lm"))
 
 
+def test_a_model_without_a_loss_of_its_own_is_refused() -> None:
+    model = tiny("gpt2", "causal_lm")
+    plain = model.forward
+    model.forward = lambda labels=None, **inputs: plain(**inputs)
+    with pytest.raises(UnsupportedModelError, match="GPT2LMHeadModel returns no loss of its own for labels"):
+        check_own_loss(model, text_batch("causal_lm"))
+
+
 def test_own_loss_with_dropout_compares_the_same_masks() -> None:
     model = tiny("bert", "sequence", hidden_dropout_prob=0.5, attention_probs_dropout_prob=0.5)
     state = torch.get_rng_state()
@@ -271,6 +281,16 @@ def test_auto_classes_are_known() -> None:
     for make in (AutoModelForSequenceClassification, AutoModelForImageClassification):
         name = "vit" if make is AutoModelForImageClassification else "bert"
         assert loss_kind(tiny(name, "image" if name == "vit" else "sequence")) == "classification"
+
+
+def test_what_hears_or_sees_is_an_encoder_decoder_only_where_its_config_says_so() -> None:
+    class Qwen2AudioForConditionalGeneration(nn.Module):
+        config = SimpleNamespace(is_encoder_decoder=False)
+
+    model: Any = Qwen2AudioForConditionalGeneration()
+    assert loss_kind(model) == "causal_lm"
+    model.config = SimpleNamespace(is_encoder_decoder=True)
+    assert loss_kind(model) == "token"
 
 
 # --- the cross-entropy of many tokens -------------------------------------------------------------------------------

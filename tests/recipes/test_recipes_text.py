@@ -5,13 +5,18 @@ from __future__ import annotations
 import json
 import random
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
-from transformers import AutoTokenizer
+import torch
+from transformers import AutoTokenizer, DataCollatorForSeq2Seq
+from typer.testing import CliRunner
 
+from hf_dp.cli import app
 from hf_dp.errors import ConfigurationError
 from tests.recipes.conftest import WORDS
 from tests.recipes.test_recipes import ROOT, run, train  # noqa: F401 - fixtures
+from tests.training.workbench import a_chat_tokenizer
 
 pytestmark = pytest.mark.usefixtures("checked_once")
 
@@ -115,10 +120,6 @@ def test_a_tokenizer_without_a_template(data, causal_directory, train, local, mo
     without = [flag for flag in local("instruct") if "template" not in flag]
     monkeypatch.setattr("sys.argv", ["unused"])
     out = data / "refused"
-    from typer.testing import CliRunner
-
-    from hf_dp.cli import app
-
     words = ["train", str(ROOT / "recipes" / "instruct.yaml"), *without, "--output_dir", str(out), "--use_cpu", "True"]
     done = CliRunner().invoke(app, words, env={"COLUMNS": "160", "NO_COLOR": "1"})
     assert done.exit_code == 2
@@ -142,12 +143,76 @@ def test_answers_alone_are_learnt(first, instruct, causal_directory):
     assert [text for text, is_answer in parts if is_answer] == ["was lost _", "cash fee _"][1 if first else 0 :]
 
 
+CONVERSATION = [
+    {"role": "user", "content": "Hi, I'm Ada.\n"},
+    {"role": "assistant", "content": "Hello Ada!"},
+    {"role": "user", "content": "Name  two fruits: not <apples>"},
+    {"role": "assistant", "content": "- a pear \n- a fig: 20 %"},
+    {"role": "user", "content": "And a third?"},
+    {"role": "assistant", "content": "A plum."},
+    {"role": "user", "content": "Thanks, bye."},
+]
+
+
+@pytest.fixture(params=["tiny", pytest.param("smollm2", marks=pytest.mark.data)])
+def chat_tokenizer(request):
+    """A tiny one with a template as real ones have it, and a real one where it is present."""
+    if request.param == "tiny":
+        return a_chat_tokenizer()
+    return AutoTokenizer.from_pretrained(request.getfixturevalue("smollm2_directory"))
+
+
+def test_what_is_trained_of_a_conversation_decoded(instruct, chat_tokenizer):
+    """Each answer and its end, after the very tokens that it is asked with; padding is no end of a turn."""
+    recipe = SimpleNamespace(max_length=512)
+    rows = [
+        instruct.encoded({"messages": messages}, chat_tokenizer, recipe)
+        for messages in (
+            CONVERSATION,
+            CONVERSATION[:2],
+            [{"role": "system", "content": "Be brief."}, *CONVERSATION[:4]],
+        )
+    ]
+    batch = DataCollatorForSeq2Seq(chat_tokenizer)([dict(row) for row in rows])
+    end = chat_tokenizer.eos_token
+    for labels, ids, row, count in zip(batch["labels"], batch["input_ids"], rows, (3, 1, 2), strict=True):
+        assert torch.equal(labels[labels.ne(-100)], ids[labels.ne(-100)])
+        said = chat_tokenizer.decode(labels[labels.ne(-100)])
+        assert said == "".join(CONVERSATION[2 * i + 1]["content"] + end for i in range(count))
+        assert batch["attention_mask"].sum(1).max() == len(rows[0]["input_ids"])
+        assert labels[len(row["labels"]) :].eq(-100).all()
+    asked = chat_tokenizer.apply_chat_template(CONVERSATION[:5], tokenize=False, add_generation_prompt=True)
+    prompt = chat_tokenizer(asked, add_special_tokens=False)["input_ids"]
+    assert rows[0]["input_ids"][: len(prompt)] == prompt
+    assert chat_tokenizer.decode(rows[0]["labels"][len(prompt) :]) == "A plum." + end
+
+
+def test_an_answer_that_is_cut_off_is_trained_as_far_as_it_goes(instruct, chat_tokenizer):
+    row = instruct.encoded({"messages": CONVERSATION}, chat_tokenizer, SimpleNamespace(max_length=512))
+    first = next(i for i, label in enumerate(row["labels"]) if label != -100)
+    cut = instruct.encoded({"messages": CONVERSATION}, chat_tokenizer, SimpleNamespace(max_length=first + 2))
+    assert cut["labels"] == [-100] * first + row["labels"][first : first + 2]
+
+
 def test_a_template_that_changes_what_it_rendered_before(instruct, causal_directory):
     tokenizer = AutoTokenizer.from_pretrained(causal_directory)
     tokenizer.chat_template = TEMPLATE.replace("m.role +", "(m.role if loop.last else m.role|upper) +")
     messages = [{"role": role, "content": "it"} for role in ("user", "assistant", "user", "assistant")]
     with pytest.raises(ConfigurationError, match="in another way than the whole"):
         instruct.rendered(messages, 0, tokenizer)
+
+
+@pytest.mark.slow
+@pytest.mark.data
+def test_a_real_model_learns_conversations_through_its_own_template(data, smollm2_directory, run, tmp_path):  # noqa: F811
+    files = [f"--{split}_file={data}/chats_{split}.jsonl" for split in ("train", "test")]
+    flags = ("--model", str(smollm2_directory), "--target_epsilon", "1000", "--max_new_tokens", "8", "--samples", "1")
+    printed = run("instruct", "--smoke", "true", *files, *flags, "--output_dir", str(tmp_path / "out"))
+    before, after = json.loads((tmp_path / "out" / "results.json").read_text(encoding="utf-8")).values()
+    assert after["loss per target token"] < before["loss per target token"]
+    assert "<|im_start|>assistant" in printed
+    found = CliRunner().invoke(app, ["verify", str(tmp_path / "out")])
+    assert found.exit_code == 0, found.output
 
 
 @pytest.mark.data

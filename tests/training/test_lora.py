@@ -8,15 +8,20 @@ from typing import Any
 
 import pytest
 import torch
+from huggingface_hub import ModelCard
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from torch import nn
+from transformers import AutoModelForCausalLM
 
 from hf_dp.errors import ConfigurationError, UnsupportedModelError
 from tests.training.workbench import classifier, make, pad, pad_for_language, parameters, rows, same
-from tests.zoo import tiny
+from tests.zoo import VOCABULARY, tiny
 
 pytestmark = pytest.mark.usefixtures("checked_once")
+
+
+SEES = ".*(vision_model|connector).*"
 
 
 def adapted(model: nn.Module, **changes: Any) -> Any:
@@ -156,3 +161,56 @@ def test_an_adapter_that_is_frozen_is_refused(tmp_path: Path) -> None:
     model = adapted(classifier()).requires_grad_(False)
     with pytest.raises(UnsupportedModelError, match="no trainable parameter"):
         make(tmp_path, model)
+
+
+def test_chats_about_pictures_train_with_any_number_of_pictures_in_a_row(tmp_path: Path) -> None:
+    """Adapters on the language model; the collator fills rows up with blank pictures, as SmolVLM's processor does."""
+    draw = torch.Generator().manual_seed(0)
+
+    def chat(pictures: int, words: int) -> dict[str, Any]:
+        ids = [3] * pictures + torch.randint(4, VOCABULARY, (words,), generator=draw).tolist()
+        return {"input_ids": ids, "pixel_values": torch.randn(pictures, 3, 8, 8, generator=draw)}
+
+    def collate(chats: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        return pad_for_language(chats) | {
+            "pixel_values": nn.utils.rnn.pad_sequence([row["pixel_values"] for row in chats], batch_first=True)
+        }
+
+    base = tiny("smolvlm", "image_text", torch.float32)
+    model = get_peft_model(base, LoraConfig(r=2, target_modules="all-linear", exclude_modules=SEES))
+    chats = [chat(1 + i % 2, 3 + i % 4) for i in range(24)]
+    trainer = make(tmp_path, model, parts={"train_dataset": chats, "data_collator": collate})
+    before = parameters(model)
+    trainer.train()
+    assert {name for name, p in parameters(model).items() if not torch.equal(p, before[name])} == {
+        name for name, p in model.named_parameters() if p.requires_grad
+    }
+
+
+def test_adapters_are_merged_into_a_model_that_is_saved_with_its_record(tmp_path: Path) -> None:
+    model = adapted(tiny("gpt2", "causal_lm", torch.float32), fan_in_fan_out=True)
+    trainer = make(tmp_path, model, parts={"data_collator": pad_for_language})
+    trainer.train()
+    batch = pad(rows(3))
+    with torch.no_grad():
+        before = model.eval()(batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+        said = model.generate(batch["input_ids"][:1, :2], max_new_tokens=3, do_sample=False)
+    trainer.save_model(str(tmp_path / "merged"))
+    assert ModelCard.load(tmp_path / "merged" / "README.md").data.library_name == "peft"
+    merged = model.merge_and_unload()
+    with pytest.raises(ConfigurationError, match="the adapter was taken out of the model"):
+        trainer.save_model()
+    assert not (tmp_path / "adapter_model.safetensors").exists()
+    trainer.model = model.get_base_model()
+    assert trainer.model is merged
+    trainer.save_model(str(tmp_path / "merged"))
+    assert (tmp_path / "merged" / "privacy.json").exists()
+    assert not (tmp_path / "merged" / "adapter_config.json").exists()
+    card = ModelCard.load(tmp_path / "merged" / "README.md").data
+    assert card.library_name == "transformers"
+    assert not [tag for tag in card.tags if tag == "lora" or tag.startswith("base_model:adapter:")]
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
+    with torch.no_grad():
+        after = again(batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+        assert torch.allclose(before, after, atol=1e-5)
+        assert torch.equal(said, again.generate(batch["input_ids"][:1, :2], max_new_tokens=3, do_sample=False))

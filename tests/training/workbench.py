@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import warnings
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -137,6 +138,32 @@ def a_tokenizer(words: set[str]) -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="[PAD]", unk_token="[UNK]")
+
+
+# Of the family that SmolLM2 and Qwen have: a message each, with a system message where none is given.
+CHAT_TEMPLATE = (
+    "{% for m in messages %}{% if loop.first and m.role != 'system' %}"
+    "<|im_start|>system\nYou help.<|im_end|>\n{% endif %}"
+    "{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>' + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def a_chat_tokenizer(texts: Iterable[str] = ()) -> PreTrainedTokenizerFast:
+    """Of bytes, and of what is frequent in `texts`; it pads with the end of a turn, and has a chat template."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    special, alphabet = ["<|im_start|>", "<|im_end|>"], pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=1000, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token=special[0], eos_token=special[1], pad_token=special[1],
+        chat_template=CHAT_TEMPLATE,
+    )  # fmt: skip
 
 
 def last_log(trainer: Any, name: str) -> Any:

@@ -1,0 +1,67 @@
+"""Several images of an example: models drop those that only fill up, and put the others together as rows."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hf_dp.errors import PreflightError, UnsupportedModelError
+from hf_dp.losses import per_example_losses
+from hf_dp.per_example import Certificate, loop, preflight, record
+from tests.zoo import image_text_batch, tiny
+
+
+def batch_with(*counts: int, most: int = 2) -> dict[str, Tensor]:
+    """So many images of each example, filled up with images that are all zero to `most`."""
+    batch = image_text_batch("idefics3", len(counts), 9, images=most)
+    for i, count in enumerate(counts):
+        batch["input_ids"][i, count:most] = 5
+        batch["pixel_values"][i, count:] = 0
+    return batch
+
+
+@functools.cache
+def certified(*counts: int, frozen: bool = False) -> tuple[Any, Certificate]:
+    model = tiny("idefics3", "image_text")
+    for name, p in model.named_parameters():
+        p.requires_grad_(not frozen or "text_model" in name)
+    return model, preflight(model, per_example_losses, batch_with(*counts))
+
+
+def losses_alone(model: Any, batch: Any) -> Tensor:
+    """As a collator makes an example that has no image."""
+    return per_example_losses(model, {k: v for k, v in batch.items() if k != "pixel_values" or bool(v.any())})
+
+
+def assert_exact(model: Any, certificate: Certificate, *counts: int) -> None:
+    batch = batch_with(*counts)
+    found = record(model, per_example_losses, batch, certificate=certificate)
+    assert torch.allclose(found.squared_norms(), loop(model, losses_alone, batch).squared_norms(), rtol=1e-10)
+
+
+def test_as_many_images_of_each() -> None:
+    model, certificate = certified(1, 1, 1)
+    for counts in ((2, 2), (2,)):
+        assert_exact(model, certificate, *counts)
+
+
+def test_other_numbers_of_images_are_refused_where_what_sees_them_is_trained() -> None:
+    with pytest.raises(UnsupportedModelError, match="it may hold other numbers of images of each of"):
+        certified(1, 2, 1)
+
+
+def test_as_many_images_as_examples_are_not_taken_for_one_of_each() -> None:
+    """After a check in which all examples had one, none and two look like that."""
+    model, certificate = certified(1, 1, 1)
+    with pytest.raises(PreflightError, match="vision_model.* depends on the losses of others"):
+        record(model, per_example_losses, batch_with(0, 2), certificate=certificate)
+
+
+def test_any_number_of_images_where_what_sees_them_is_frozen() -> None:
+    model, certificate = certified(1, 2, 1, frozen=True)
+    for counts in ((0, 2), (1, 2, 2)):
+        assert_exact(model, certificate, *counts)
