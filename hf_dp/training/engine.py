@@ -136,9 +136,10 @@ class Engine:
         self._certificate = certificate
 
     def _check_padding(self, rows: list[Any], certificate: Certificate | None) -> None:
+        collate: Any = self.loader.collate_fn
         with unchanged_state(self.model):
             check_padding(
-                self.model, self._loss, rows, self._batch,
+                self.model, self._loss, rows, collate.collated, self.prepare,
                 certificate=certificate, rules=self._rules, tables=self.by_rows,
             )  # fmt: skip
 

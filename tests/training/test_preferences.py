@@ -132,7 +132,7 @@ def assert_step_is_that_of_single_pairs(path: Path, kinds: tuple[Any, Any], **pa
     ],
 )
 def test_the_clipped_sum_is_that_of_single_pairs_under_trls_own_loss(tmp_path: Path, loss: str, peft: bool) -> None:
-    parts = {"loss_type": loss, "beta": 0.5, **({"peft_config": adapter()} if peft else {})}
+    parts = {"loss_type": loss, "beta": 0.1, **({"peft_config": adapter()} if peft else {})}
     assert_step_is_that_of_single_pairs(tmp_path, (trl.DPOTrainer, DPDPOTrainer), **parts)
 
 
@@ -268,6 +268,19 @@ def test_a_reference_that_sees_other_pairs(tmp_path: Path) -> None:
     for kind, beforehand in ((Seeing, True), (Seeing, False)):
         with pytest.raises(PreflightError):
             make(tmp_path, kind, peft_config=adapter(), precompute_ref_log_probs=beforehand).train()
+
+
+def test_a_reference_that_rounds(tmp_path: Path) -> None:
+    """As in 16 bits, where numbers are rounded otherwise beside others: that is no influence of theirs."""
+
+    class Rounding(DPDPOTrainer):
+        def compute_ref_log_probs(self, model: nn.Module, inputs: Any) -> Any:
+            by = 1 + len(inputs["input_ids"]) / 3
+            return tuple(
+                (by * values).bfloat16().float() / by for values in super().compute_ref_log_probs(model, inputs)
+            )
+
+    make(tmp_path, Rounding, peft_config=adapter(), precompute_ref_log_probs=False).train()
 
 
 def test_a_subclass_with_another_loss_says_so_pair_by_pair(tmp_path: Path) -> None:

@@ -57,8 +57,10 @@ class Dpo(Pairs):
 
     def check_losses(self, model: nn.Module, batch: Mapping[str, Any], alone: Iterable[Mapping[str, Any]]) -> None:
         super().check_losses(model, batch, alone)
-        # Without an adapter or a model of its own the reference is the model before the first step, which is checked.
-        if self.trainer.ref_model is None and not hasattr(model, "peft_config"):
+        # What is computed in each step is checked with it. Without an adapter or a model of its own the reference is
+        # the model before the first step, which is checked too.
+        has_its_own = self.trainer.ref_model is not None or hasattr(model, "peft_config")
+        if not (self.trainer.precompute_ref_logps and has_its_own):
             return
         for pair in alone:
             for name, value in self._reference(model, pair).items():
