@@ -31,6 +31,8 @@ VALUES = {
     "priceRange": ("cheap", "moderate", "high", "less than £20", "£20-25", "more than £30"),
     "customer rating": ("low", "average", "high", "1 out of 5", "3 out of 5", "5 out of 5"),
 }
+# In nats: the rounding of sums over an answer, not what was learnt.
+_NOTHING = 1e-3
 
 
 @dataclass(kw_only=True)
@@ -121,10 +123,13 @@ def scored(trainer: Any, data: Dataset) -> Scores:
         inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
         with trainer.compute_loss_context_manager():
             now = model(**inputs, labels=labels, use_cache=False, fused_lm_head=True).log_probs.sum(1).chunk(2)
-        before = trainer.compute_ref_log_probs(trainer.ref_model or model, batch)
+        if trainer.precompute_ref_logps:  # the model was another one then
+            before = batch["ref_chosen_logps"], batch["ref_rejected_logps"]
+        else:
+            before = trainer.compute_ref_log_probs(model, batch)
         gain = (now[0] - before[0]) - (now[1] - before[1])
         likelier += now[0].gt(now[1]).float().tolist()
-        gained += (0.5 * (gain.sign() + 1)).tolist()  # a half where neither did
+        gained += (0.5 * (gain.sign() * gain.abs().gt(_NOTHING) + 1)).tolist()  # a half where neither did
         margins += gain.tolist()
     measures = {"accuracy": likelier, "share with gain": gained, "gain in nats": margins}
     return Scores({name: sum(values) / len(values) for name, values in measures.items()}, likelier)

@@ -280,7 +280,7 @@ def test_a_reference_that_rounds(tmp_path: Path) -> None:
                 (by * values).bfloat16().float() / by for values in super().compute_ref_log_probs(model, inputs)
             )
 
-    make(tmp_path, Rounding, peft_config=adapter(), precompute_ref_log_probs=False).train()
+    make(tmp_path, Rounding, peft_config=adapter(), precompute_ref_log_probs=False, beta=5.0).train()
 
 
 def test_a_subclass_with_another_loss_says_so_pair_by_pair(tmp_path: Path) -> None:
