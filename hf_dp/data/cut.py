@@ -54,12 +54,15 @@ def by_tokens(
 
 
 def tokens_across(batch: Mapping[str, Any]) -> int:
-    """How many tokens a row of a collated batch has, padding included: the longest of its tensors (rows, tokens).
+    """How many tokens a row of a collated batch has, padding included: by the longest of its tensors (rows, tokens), or
+    (rows, texts, tokens) where a row has several texts.
 
     Raises:
         ConfigurationError: it has no such tensor.
     """
-    found = [value.shape[1] for value in batch.values() if isinstance(value, Tensor) and value.dim() == 2]
+    given = [value for value in batch.values() if isinstance(value, Tensor)]
+    texts = [value for value in given if value.dim() == 3 and not value.is_floating_point()]
+    found = [*(value.shape[1] for value in given if value.dim() == 2), *(v.shape[1] * v.shape[2] for v in texts)]
     if not any(found):
         raise ConfigurationError(
             "max_tokens_per_micro_batch, and a collator that returns no tensor of shape (examples, tokens).",

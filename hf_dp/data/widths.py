@@ -22,8 +22,8 @@ def widths_of(batch: Mapping[str, Any]) -> Widths:
             found.update({(f"{name}.{inner}", axis): n for (inner, axis), n in widths_of(value).items()})
         elif isinstance(value, Tensor):
             found.update({(name, axis): n for axis, n in enumerate(value.shape[1:])})
-            if value.dim() == 2 and value.numel() and name.endswith("mask"):
-                found[name, _TOLD] = int(value.ne(0).sum(1).max())
+            if value.dim() in (2, 3) and value.numel() and name.endswith("mask"):
+                found[name, _TOLD] = int(value.ne(0).sum(-1).max())
             elif value.dim() == 2 and value.numel() and name.endswith("position_ids"):
                 found[name, _TOLD] = int(value.max())
     return found

@@ -3,5 +3,15 @@
 from hf_dp.losses.kinds import is_causal, loss_kind
 from hf_dp.losses.own import check_own_loss
 from hf_dp.losses.per_example import per_example_losses
+from hf_dp.losses.preferences import PREFERENCE_LOSSES, Preferences, Shape, log_probabilities
 
-__all__ = ["check_own_loss", "is_causal", "loss_kind", "per_example_losses"]
+__all__ = [
+    "PREFERENCE_LOSSES",
+    "Preferences",
+    "Shape",
+    "check_own_loss",
+    "is_causal",
+    "log_probabilities",
+    "loss_kind",
+    "per_example_losses",
+]

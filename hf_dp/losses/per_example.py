@@ -43,9 +43,7 @@ def per_example_losses(model: nn.Module, batch: Mapping[str, Any], label_smoothi
         inputs |= _decoder_inputs(base, batch, labels)
     logits = accurate(model(**inputs).logits)
     if kind == SHIFTED:
-        labels = _past_the_prompt(model, labels, logits.shape[1])
-        # The last position predicts nothing; shifting the labels spares a copy of the logits.
-        return token_losses(logits, F.pad(labels, (0, 1), value=IGNORED)[:, 1:], label_smoothing)
+        return token_losses(logits, next_token_labels(model, labels, logits.shape[1]), label_smoothing)
     if kind == TOKENWISE:
         return token_losses(logits, labels, label_smoothing)
     if kind == "multiple_choice":
@@ -65,9 +63,13 @@ def _decoder_inputs(base: Any, batch: Mapping[str, Any], labels: Tensor) -> dict
     return {"labels": labels} if prepare is None else {"decoder_input_ids": prepare(labels=labels)}
 
 
-def _past_the_prompt(model: nn.Module, labels: Tensor, positions: int) -> Tensor:
-    """`labels` with none for the positions that a soft prompt of PEFT puts in front, the last of which predicts."""
+def next_token_labels(model: nn.Module, labels: Tensor, positions: int) -> Tensor:
+    """What each of `positions` predicts, of labels (B, T): the label after it.
+
+    A soft prompt of PEFT puts positions in front, the last of which predicts; the last of all predicts nothing.
+    """
     extra = positions - labels.shape[1]
     if extra and extra == getattr(getattr(model, "active_peft_config", None), "num_virtual_tokens", None):
-        return F.pad(labels, (extra, 0), value=IGNORED)
-    return labels
+        labels = F.pad(labels, (extra, 0), value=IGNORED)
+    # Shifting the labels spares a copy of the logits.
+    return F.pad(labels, (0, 1), value=IGNORED)[:, 1:]

@@ -26,6 +26,11 @@ def accurate(logits: Tensor) -> Tensor:
 
 def token_losses(logits: Tensor, labels: Tensor, label_smoothing: float) -> Tensor:
     """(B,): the mean over each example's own labelled positions, of logits (B, T, V) and labels (B, T)."""
+    return token_sums(logits, labels, label_smoothing) / labels.ne(IGNORED).sum(1).clamp_min(1)
+
+
+def token_sums(logits: Tensor, labels: Tensor, label_smoothing: float = 0.0) -> Tensor:
+    """(B,): the sum over each example's own labelled positions, of logits (B, T, V) and labels (B, T)."""
     if logits.shape[:-1] != labels.shape:
         raise UnsupportedModelError(
             f"logits {tuple(logits.shape)} for labels {tuple(labels.shape)}.",
@@ -34,8 +39,7 @@ def token_losses(logits: Tensor, labels: Tensor, label_smoothing: float) -> Tens
         )
     may_overwrite = type(logits.grad_fn).__name__ in _DOES_NOT_KEEP_ITS_OUTPUT and not _is_kept(logits)
     losses: Tensor = _CrossEntropy.apply(logits.flatten(0, 1), labels.flatten(), label_smoothing, may_overwrite)  # type: ignore[no-untyped-call]
-    counted = labels.ne(IGNORED)
-    return losses.view_as(labels).sum(1) / counted.sum(1).clamp_min(1)
+    return losses.view_as(labels).sum(1)
 
 
 def _is_kept(logits: Tensor) -> bool:

@@ -34,6 +34,7 @@ def check_padding(
     loss_fn: LossFunction,
     examples: Sequence[Any],
     collate: Callable[[list[Any]], Batch],
+    prepare: Callable[[Batch], Batch] = dict,
     *,
     certificate: Certificate | None = None,
     rules: Mapping[Any, Rule] = RULES,
@@ -49,6 +50,7 @@ def check_padding(
         examples: two or more, of different lengths where possible, the shortest first: what a short one leaves behind
             in the model is seen by the longer ones after it.
         collate: list of examples -> batch.
+        prepare: such a batch on its way to the model; in float32 as well, if it computes anything.
         certificate: of `preflight`, so that no more is computed than the gradients.
         rules: the table of operations.
         tables: parameters that are only looked up in; their gradients are compared by the rows that were.
@@ -59,7 +61,7 @@ def check_padding(
 
     def gradients(batch: Batch) -> tuple[PerExampleGradients, dict[str, Tensor]]:
         with computed_in(model, batch, torch.float32) as exact:
-            found = record(model, loss_fn, exact, certificate=certificate, rules=rules, tables=tables)
+            found = record(model, loss_fn, prepare(exact), certificate=certificate, rules=rules, tables=tables)
             return found, {name: values.clone() for name, values in model.named_buffers()}
 
     def refuse_moved(tolerance: float) -> None:
@@ -86,7 +88,7 @@ def check_padding(
         try:
             refuse_moved(tolerance)
         except PreflightError:
-            if not draws_numbers(model, loss_fn, collate(list(examples[:1]))):
+            if not draws_numbers(model, loss_fn, prepare(collate(list(examples[:1])))):
                 raise
             with in_mode(model, training=False):
                 refuse_moved(tolerance)

@@ -23,7 +23,8 @@ class Reader:
         batch_size: B.
         ambiguous_sizes: sizes that other axes have too, or None where readings are certified.
         readings: what is known of them.
-        length: positions of each example in the ids of the batch.
+        length: positions of each row in the ids of the batch.
+        rows: how many rows of ids each example has: two of a pair of texts.
         folded_lengths: rows of each example in plain views.
         images: how many each example has, where it may have several.
     """
@@ -32,6 +33,7 @@ class Reader:
     ambiguous_sizes: frozenset[int] | None = None
     readings: Readings = field(default_factory=dict)
     length: int = 0
+    rows: int = 1
     folded_lengths: set[int] = field(default_factory=set)
     images: list[int] = field(default_factory=list)
     _storages: set[int] = field(default_factory=set)
@@ -42,8 +44,11 @@ class Reader:
         given = list(tensors)
         self._storages = {_storage(v) for v in given}
         ids = [v for v in given if v.dim() == 2 and not v.is_floating_point()]
+        others = [v for v in given if v.dim() > 2]
+        if not ids and all(v.dim() == 3 and not v.is_floating_point() for v in others):
+            ids, self.rows = others, max((v.shape[1] for v in others), default=1)
         self._has_positions = bool(ids)
-        self.length = max((v.shape[1] for v in ids or [v for v in given if v.dim() > 2]), default=0)
+        self.length = max([*(v.shape[-1] for v in ids), *(v.shape[1] for v in others if not ids)], default=0)
         # (B, N, C, H, W): models drop the images that are all zero, which fill up an example with fewer than others.
         self.images = next((v.ne(0).flatten(2).any(2).sum(1).tolist() for v in given if v.dim() == 5), [])
 
@@ -115,8 +120,8 @@ class Reader:
         if _is_plainly_folded(given, self.batch_size):
             self.folded_lengths.add(each)
             return
-        if not self._has_positions and each in self.folded_lengths:
-            return  # Windows of an image; there is no mask by which some rows could have been chosen.
+        if each == self.rows > 1 or (not self._has_positions and each in self.folded_lengths):
+            return  # All rows, or windows of an image, where there is no mask by which some could have been chosen.
         if self.images == [each] * self.batch_size:
             return  # The images of each example, none of them dropped.
         # A choice among n positions of each example gives n for each only where it takes them all.

@@ -46,6 +46,19 @@ def unchanged_state(model: nn.Module) -> Iterator[None]:
         raise found
 
 
+@contextmanager
+def put_back(model: nn.Module) -> Iterator[None]:
+    """Puts back what passes leave in a model (see `unchanged_state`), and which of its parameters are trained."""
+    buffers = {name: (buffer, buffer.detach().clone()) for name, buffer in model.named_buffers()}
+    attributes, trained = _attributes(model), [(p, p.requires_grad) for p in model.parameters()]
+    try:
+        yield
+    finally:
+        _put_back(model, buffers, attributes)
+        for p, is_trained in trained:
+            p.requires_grad_(is_trained)
+
+
 def _left_behind(
     model: nn.Module, buffers: dict[str, tuple[Tensor, Tensor]], attributes: _Attributes
 ) -> UnsupportedModelError | None:

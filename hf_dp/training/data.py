@@ -15,6 +15,7 @@ from hf_dp.config import PrivacyConfig
 from hf_dp.data.left_padding import LeftPadding
 from hf_dp.data.loader import PoissonDataLoader
 from hf_dp.step.plan import Plan
+from hf_dp.training.behind.usual import Usual
 from hf_dp.training.described import described_arguments, described_values
 from hf_dp.training.planned import check_ranks, planned, units_of
 from hf_dp.units.rows import without_column
@@ -33,6 +34,7 @@ class DataMixin(_Base):
 
     privacy: PrivacyConfig
     max_tokens_per_micro_batch: int | None
+    _behind: Usual
     _expected_batch_size: int
     _left_padding: LeftPadding
 
@@ -65,7 +67,7 @@ class DataMixin(_Base):
 
     def _planned(self) -> tuple[Plan, PoissonDataLoader]:
         """Of the next training, whose number of steps Trainer reads off the loader."""
-        collate, units = self.data_collator, units_of(self._dataset, self.privacy)
+        collate, units = self._behind.collator(self.data_collator), units_of(self._dataset, self.privacy)
         dataset = self._dataset if units is None else without_column(self._dataset, str(self.privacy.unit))
         if isinstance(dataset, Dataset):
             dataset = self._remove_unused_columns(dataset, description="training")
@@ -90,6 +92,10 @@ class DataMixin(_Base):
     def _prepare_inputs(self, inputs: Any) -> Any:
         """As Trainer's, in training and in evaluation; what is padded on the left is completed."""
         return self._left_padding.completed(self._module, super()._prepare_inputs(inputs))
+
+    def _prepare_examples(self, inputs: Any) -> Any:
+        """`_prepare_inputs` of a micro-batch of training."""
+        return self._behind.prepared(self._module, self._prepare_inputs(inputs))
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         """As Trainer's; none after the last step, where Trainer resumed from its checkpoint would make one more."""

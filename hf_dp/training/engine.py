@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -18,7 +18,6 @@ from hf_dp.data.mixing_collator import check_collator
 from hf_dp.data.telling_rows import refuse_rows_that_fail, short_rows, telling_rows, uneven_rows
 from hf_dp.data.widths import Checked
 from hf_dp.errors import UnseenUseError
-from hf_dp.losses import check_own_loss
 from hf_dp.per_example import RULES, Certificate, PerExampleGradients, Rule, preflight, record
 from hf_dp.per_example.batch import Batch, LossFunction, check_losses
 from hf_dp.per_example.independence import survey
@@ -52,7 +51,7 @@ class Engine:
         prepare: a collated batch on its way to the model: moved, and completed by `padding`.
         padding: what `prepare` has learnt of batches that are padded on the left.
         rules: how operations use their parameters.
-        has_usual_loss: whether `loss` is that of `hf_dp.losses`, which is held against the model's own.
+        check_losses: holds `loss` of a few examples against what it is meant to be; None where nobody else knows that.
 
     Attributes:
         model: as above; a later wrapper may give another.
@@ -67,11 +66,11 @@ class Engine:
         prepare: Callable[[Any], Any],
         padding: LeftPadding,
         rules: Mapping[Any, Rule] = RULES,
-        has_usual_loss: bool = False,
+        check_losses: Callable[[nn.Module, Batch, Iterable[Batch]], None] | None = None,
     ) -> None:
         self.model, self._loss, self.loader = model, loss, loader
         self.prepare, self._padding, self._rules = prepare, padding, rules
-        self._has_usual_loss = has_usual_loss
+        self._check_losses = check_losses
         self.by_rows: Collection[str] = ()
         self._certificate: Certificate | None = None
 
@@ -153,8 +152,8 @@ class Engine:
                 self._certify(short, uneven)
             except UnseenUseError:
                 self._certify(self._batch(few), uneven)
-            if self._has_usual_loss:
-                check_own_loss(self.model, short)
+            if self._check_losses is not None:
+                self._check_losses(self.model, short, (self._batch([row]) for row in few))
         # Ranks that share weights would have to look at a wider row at the same time.
         collate.checked = None if is_sharded(self.model) else Checked(uneven, collate.widths)
 
@@ -164,9 +163,10 @@ class Engine:
         self._certificate = certificate
 
     def _check_padding(self, rows: list[Any], certificate: Certificate | None) -> None:
+        collate: Any = self.loader.collate_fn
         with unchanged_state(self.model):
             check_padding(
-                self.model, self._loss, rows, self._batch,
+                self.model, self._loss, rows, collate.collated, self.prepare,
                 certificate=certificate, rules=self._rules, tables=self.by_rows,
             )  # fmt: skip
 

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from hf_dp.accounting import PrivacyReport
 from hf_dp.step.written import gradient_norm
+from hf_dp.training.behind.usual import Usual
 from hf_dp.training.runs import RunsMixin
-from hf_dp.training.sft import forget_batch_metrics
 
 # Of what Trainer logs; what a private run adds says itself what of it is released.
 _WITHHELD = {"loss", "train_loss", "num_input_tokens_seen", "total_flos"}
@@ -18,6 +18,8 @@ _WITHHELD = {"loss", "train_loss", "num_input_tokens_seen", "total_flos"}
 
 class LogsMixin(RunsMixin):
     """What Trainer would read from a plain batch, and what comes out of a private run in numbers."""
+
+    _behind: Usual
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """As Trainer's, with epsilon and the clipping statistics beside the training loss."""
@@ -30,7 +32,7 @@ class LogsMixin(RunsMixin):
         if withheld:
             for name in _WITHHELD & set(logs):
                 del logs[name]
-        forget_batch_metrics(self)
+        self._behind.forget_batch_metrics()
         super().log(logs, start_time)
 
     def privacy_report(self) -> PrivacyReport:

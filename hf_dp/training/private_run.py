@@ -19,7 +19,7 @@ from hf_dp.agreement import keep_step
 from hf_dp.config import PrivacyConfig
 from hf_dp.data.left_padding import LeftPadding
 from hf_dp.hub import saved_aside
-from hf_dp.losses import per_example_losses
+from hf_dp.losses import check_own_loss, per_example_losses
 from hf_dp.parts.part import Setting
 from hf_dp.parts.table import parts_of
 from hf_dp.per_example import RULES, Rule
@@ -112,7 +112,8 @@ class PrivateRun:
         def prepare(batch: Any) -> Any:
             return padding.completed(self.model, send_to_device(batch, next(self.model.parameters()).device))
 
-        engine = Engine(self.model, loss, self._loader, prepare, padding, rules, loss is per_example_losses)
+        known = (lambda model, few, alone: check_own_loss(model, few)) if loss is per_example_losses else None
+        engine = Engine(self.model, loss, self._loader, prepare, padding, rules, known)
         self._run, self._dataset, self._tokenizer = Run(plan, engine, tokenizer=tokenizer), dataset, tokenizer
         self._micro_batch_size, self._output_dir = micro_batch_size, None if output_dir is None else Path(output_dir)
         self._optimizer: Any = None
@@ -157,8 +158,7 @@ class PrivateRun:
                 ledger, weights, optimizer, scheduler and generators go on as if there had been no break.
 
         Raises:
-            ConfigurationError: what a private run cannot use.
-            UnsupportedModelError: per-example gradients of this model are not known to be exact.
+            ConfigurationError, UnsupportedModelError: what a private run cannot use, or what is not known to be exact.
             LedgerError: a checkpoint of other data, config, weights or optimizer, damaged or changed.
             BudgetExceededError: the budget was already spent.
         """

@@ -19,12 +19,12 @@ from hf_dp.data.cut import check_max_tokens
 from hf_dp.data.left_padding import LeftPadding
 from hf_dp.data.loader import PoissonDataLoader
 from hf_dp.errors import ConfigurationError
-from hf_dp.losses import per_example_losses
 from hf_dp.parts.part import Setting
 from hf_dp.parts.table import parts_of
 from hf_dp.per_example import RULES, Rule
 from hf_dp.per_example.batch import Batch
 from hf_dp.per_example.preflight import check_modules
+from hf_dp.training.behind.table import behind
 from hf_dp.training.callbacks import PrivacyCallback
 from hf_dp.training.checkpoints import CheckpointMixin, others_named, refuse_half
 from hf_dp.training.data import DataMixin
@@ -39,7 +39,6 @@ from hf_dp.training.refusals import private_arguments, refuse_optimizer, refuse_
 from hf_dp.training.restoring import RestoringMixin
 from hf_dp.training.resume import Fingerprints, SavedRun, note_trained_by
 from hf_dp.training.run import Run
-from hf_dp.training.sft import forget_batch_metrics, refuse_sft
 
 
 class DPTrainerMixin(RestoringMixin, CheckpointMixin, LayoutsMixin, PublishingMixin, DataMixin, LogsMixin):
@@ -76,10 +75,11 @@ class DPTrainerMixin(RestoringMixin, CheckpointMixin, LayoutsMixin, PublishingMi
         self._saved_run: SavedRun | None = None
         self._checkpoint: Path | None = None
         self._fingerprints = Fingerprints()
+        self._behind = behind(self)
         super().__init__(*args, **kwargs)
         self._privacy_callback = PrivacyCallback(self)
         self.add_callback(self._privacy_callback)
-        forget_batch_metrics(self)  # where it cannot, that is refused now
+        self._behind.forget_batch_metrics()  # where it cannot, that is refused now
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """As Trainer's; refuses an output directory in which another training is at work, and where a rank fails, the
@@ -96,12 +96,12 @@ class DPTrainerMixin(RestoringMixin, CheckpointMixin, LayoutsMixin, PublishingMi
 
     def _validate_args(self) -> None:
         user_args = self.args
+        self._behind.refuse(own_loss=not self._has_usual_loss)
         self.args = private_arguments(user_args, self.privacy)
         self._expected_batch_size = (
             user_args.train_batch_size * user_args.gradient_accumulation_steps * ranks.world_size()
         )
         refuse_overrides(self, DPTrainerMixin, Trainer)
-        refuse_sft(self, own_loss=not self._has_usual_loss)
         refuse_parallel_model(self, self._module)
         for part in parts_of(self.privacy).values():
             part.refuse(Setting(self.privacy, is_sharded=self.is_fsdp_enabled))
@@ -122,8 +122,8 @@ class DPTrainerMixin(RestoringMixin, CheckpointMixin, LayoutsMixin, PublishingMi
         self._check_ranks()
         plan, loader = self._planned()
         engine = Engine(
-            *(self._module, self._loss, loader, self._prepare_inputs, self._left_padding),
-            *(self.per_example_rules, self._has_usual_loss),
+            *(self._module, self._loss, loader, self._prepare_examples, self._left_padding),
+            *(self.per_example_rules, self._behind.check_losses if self._has_usual_loss else None),
         )
         self._run = Run(plan, engine, self._run, self.processing_class)
         return loader
@@ -197,7 +197,7 @@ class DPTrainerMixin(RestoringMixin, CheckpointMixin, LayoutsMixin, PublishingMi
         Returns:
             (B,): entry i must depend on example i alone.
         """
-        return per_example_losses(model, inputs, label_smoothing=self.args.label_smoothing_factor)
+        return self._behind.losses(model, inputs)
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
         """One private gradient from one logical batch; returns the mean loss of its examples (not private)."""

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from hf_dp import DPTrainer, PrivacyConfig
+from hf_dp import PrivacyConfig
 from hf_dp.accounting import truncated
+from hf_dp.training.trainer import DPTrainerMixin
 from tests.recipes.test_recipes import ROOT, train  # noqa: F401 - a fixture
 from tests.recipes.test_recipes import local as local_questions  # noqa: F401 - a fixture
 from tests.recipes.test_recipes_text import data  # noqa: F401 - a fixture
@@ -42,7 +43,9 @@ def no_cipher(monkeypatch):
 @pytest.fixture
 def local(local_questions, local_answers):  # noqa: F811
     """For a recipe, the flags that make it read local models and data."""
-    return lambda recipe: (local_answers if recipe in ("instruct", "table_to_text") else local_questions)(recipe)
+    return lambda recipe: (
+        local_answers if recipe in ("instruct", "table_to_text", "preferences") else local_questions
+    )(recipe)
 
 
 @pytest.fixture
@@ -57,7 +60,7 @@ def begun(train, monkeypatch):  # noqa: F811
             found.append((trainer, trainer._require_run().plan))
             raise SystemExit(0)
 
-        monkeypatch.setattr(DPTrainer, "train", begin)
+        monkeypatch.setattr(DPTrainerMixin, "train", begin)
         values = {k: json.dumps(v) if isinstance(v, dict) else str(v) for k, v in given.items()}
         train(recipe, "--smoke", "true", *(part for name, value in values.items() for part in (f"--{name}", value)))
         return found[0]

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from hf_dp import DPTrainer
 from hf_dp.hub import verify
+from hf_dp.training.trainer import DPTrainerMixin
 from tests.recipes.test_recipe_arguments import RECIPES, data, local, local_answers, local_questions  # noqa: F401 - fixtures
 from tests.recipes.test_recipes import ROOT, train  # noqa: F401 - a fixture
 
@@ -33,6 +33,7 @@ FORMS = {
     "causal_lm": ("AutoModelForCausalLM", "my card was", "logits[0]"),
     "instruct": ("AutoModelForCausalLM", "my card was", "logits[0]"),
     "synthetic_text": ("AutoModelForCausalLM", "card lost\nmy card was", "logits[0]"),
+    "preferences": ("AutoModelForCausalLM", "name[my] ||", "logits[0]"),
     "table_to_text": ("AutoModelForCausalLM", "name[my] ||", "logits[0]"),
     "sequential_recommendation": ("AutoModelForCausalLM", "3 5 7 11", "logits[0, -1]"),
     "sparse_embeddings_banking77": ("AutoModelForSequenceClassification", QUESTION, "logits[0]"),
@@ -64,7 +65,7 @@ def own(monkeypatch):
     answers = {}
 
     def of(given):
-        real = DPTrainer.train
+        real = DPTrainerMixin.train
 
         def then_asked(trainer, *args, **kwargs):
             real(trainer, *args, **kwargs)
@@ -75,7 +76,7 @@ def own(monkeypatch):
                 found = model(**inputs)
             answers["own"] = getattr(found, "logits", found)[0]
 
-        monkeypatch.setattr(DPTrainer, "train", then_asked)
+        monkeypatch.setattr(DPTrainerMixin, "train", then_asked)
         return answers
 
     return of

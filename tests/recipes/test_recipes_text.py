@@ -44,6 +44,8 @@ def data(tmp_path_factory) -> Path:
         ]
         lines = "".join(json.dumps(chat) + "\n" for chat in chats)
         (path / f"chats_{split}.jsonl").write_text(lines, encoding="utf-8")
+        choices = [{"prompt": said(), "chosen": f" {said()}", "rejected": f" {said()}"} for _ in range(n)]
+        (path / f"preferences_{split}.json").write_text(json.dumps(choices), encoding="utf-8")
         pairs = [{"prompt": said(), "completion": said()} for _ in range(n)]
         (path / f"pairs_{split}.json").write_text(json.dumps(pairs), encoding="utf-8")
         tables = [f'"name[{WORDS[i % 9]}], fee[{"top" if i % 3 else "up"}]",{said()}\n' for i in range(n)]
@@ -57,9 +59,10 @@ def local(data, causal_directory):
     """For a recipe, the flags that make it read these, for the fixture `train`."""
 
     def flags(recipe: str) -> list[str]:
-        kind, ending = ("tables", "csv") if recipe == "table_to_text" else ("chats", "jsonl")
+        forms = {"table_to_text": ("tables", "csv"), "preferences": ("preferences", "json")}
+        kind, ending = forms.get(recipe, ("chats", "jsonl"))
         found = [f"--{split}_file={data}/{kind}_{split}.{ending}" for split in ("train", "test")]
-        template = [] if recipe == "table_to_text" else ["--chat_template", str(data / "template.jinja")]
+        template = [] if recipe in forms else ["--chat_template", str(data / "template.jinja")]
         return [*found, *template, "--model", str(causal_directory), "--max_new_tokens", "8"]
 
     return flags
@@ -213,6 +216,32 @@ def test_a_real_model_learns_conversations_through_its_own_template(data, smollm
     assert "<|im_start|>assistant" in printed
     found = CliRunner().invoke(app, ["verify", str(tmp_path / "out")])
     assert found.exit_code == 0, found.output
+
+
+@pytest.mark.parametrize("method", ["full", pytest.param("lora", marks=pytest.mark.slow)])
+def test_preferences_before_and_after(method, train):  # noqa: F811
+    pytest.importorskip("trl")
+    _, out = train("preferences", "--smoke", "true", "--method", method)
+    assert json.loads((out / "privacy.json").read_text(encoding="utf-8"))["report"]["dataset_size"] == 64
+    before, after = json.loads((out / "results.json").read_text(encoding="utf-8")).values()
+    assert before["share with gain"] == 0.5
+    assert abs(before["gain in nats"]) < 1e-3 < abs(after["gain in nats"])
+
+
+def test_a_description_is_corrupted_by_its_own_row_and_public_values(part):
+    recipe = part("preferences")
+    table = "name[The Mill], food[Italian], area[riverside], near[Café Rouge]"
+    text = "The Mill by the Riverside serves italian food near Café Rouge."
+    found = {recipe.corrupted(table, text + " " * i) for i in range(60)}
+    assert {wrong.strip() for wrong in found} == {
+        "Café Rouge by the Riverside serves italian food near The Mill.",
+        "The Mill by the city centre serves italian food near Café Rouge.",
+        *(f"The Mill by the Riverside serves {food} food near Café Rouge." for food in recipe.VALUES["food"][:-2]),
+        "The Mill by the Riverside serves Japanese food near Café Rouge.",
+    }
+    assert recipe.corrupted(table, text) == recipe.corrupted(table, text)
+    assert recipe.corrupted(table, "A place to eat.") is None
+    assert recipe.slots(table) == {"name": "The Mill", "food": "Italian", "area": "riverside", "near": "Café Rouge"}
 
 
 @pytest.mark.data

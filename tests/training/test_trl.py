@@ -21,9 +21,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM, PreTrainedTokenizerFast
 
-import hf_dp.training.sft
 from hf_dp import PrivacyConfig, load_report
 from hf_dp.errors import ConfigurationError
+from hf_dp.training.behind import trl as behind
 from hf_dp.training.trainer import DPTrainerMixin
 from tests.training.workbench import distance, draws, parameters, private
 
@@ -303,8 +303,8 @@ def test_a_subclass_with_another_loss_says_so_example_by_example(tmp_path: Path)
 
 
 def of_version(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
-    monkeypatch.setattr(hf_dp.training.sft.importlib.metadata, "version", lambda name: version)
-    hf_dp.training.sft._warn_of_a_new_version.cache_clear()
+    monkeypatch.setattr(behind.importlib.metadata, "version", lambda name: version)
+    behind._warn_of_a_new_version.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -332,7 +332,7 @@ def test_a_version_with_which_training_failed(tmp_path: Path, monkeypatch: pytes
 def test_a_part_that_a_newer_version_no_longer_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: str) -> None:
     class Without(trl.SFTTrainer):
         def __getattribute__(self, name: str) -> Any:
-            if name == part and sys._getframe(1).f_globals["__name__"] == "hf_dp.training.sft":
+            if name == part and sys._getframe(1).f_globals["__name__"].startswith("hf_dp.training.behind."):
                 raise AttributeError(name)
             return super().__getattribute__(name)
 
@@ -349,7 +349,7 @@ def test_the_tested_versions_are_those_of_the_project_and_its_constraints() -> N
         return version
 
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-    oldest, newest = ("{}.{}".format(*version) for version in (hf_dp.training.sft.OLDEST, hf_dp.training.sft.NEWEST))
+    oldest, newest = ("{}.{}".format(*version) for version in (behind.OLDEST, behind.NEWEST))
     assert project["project"]["optional-dependencies"]["trl"] == [f"trl>={oldest},<2"]
     assert (pinned("constraints-oldest.txt"), pinned("constraints.txt")) == (oldest, newest)
     assert f"TRL {oldest} to {newest}" in (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8")

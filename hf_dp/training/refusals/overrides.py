@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from hf_dp.errors import ConfigurationError
-from hf_dp.training.sft import is_sft_trainer
+from hf_dp.training.behind.table import has_known_loss
 
 
 def refuse_overrides(trainer: Any, mixin: type, base: type) -> None:
@@ -31,7 +31,7 @@ def refuse_overrides(trainer: Any, mixin: type, base: type) -> None:
         )
     has_own_loss = _owner(trainer, "compute_per_example_loss") is not mixin
     owner = _owner(trainer, "compute_loss")
-    is_known = owner is base or is_sft_trainer(owner)
+    is_known = owner is base or has_known_loss(owner)
     if not (has_own_loss or (is_known and trainer.compute_loss_func is None)):
         name = "compute_loss_func" if is_known else f"{owner.__name__}.compute_loss"
         raise ConfigurationError(

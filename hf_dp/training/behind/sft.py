@@ -1,0 +1,82 @@
+"""TRL's SFTTrainer behind DPTrainerMixin: what of it a private run cannot honour, refused by name.
+
+TRL prepares the data (chat templates, masks, truncation) and evaluates. A private step runs nothing of its
+`compute_loss`: for one example by itself that is the loss of `hf_dp.losses`, the mean over the example's own labels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+from typing import Any
+
+from hf_dp.errors import ConfigurationError
+from hf_dp.training.behind.trl import Conflicts, Trl
+
+_IGNORED = -100
+
+
+class Sft(Trl):
+    """Of SFTTrainer."""
+
+    name = "SFTTrainer"
+
+    def refuse(self, own_loss: bool) -> None:
+        super().refuse(own_loss)
+        with self.known_parts():
+            if self.trainer.args.assistant_only_loss:
+                _check_answers(self.trainer)
+
+    def conflicts(self, own_loss: bool) -> Conflicts:
+        trainer, args = self.trainer, self.trainer.args
+        one_row = "an example must be a row of its own to be clipped; several in one row would be clipped together."
+        if args.packing:
+            yield "packing=True.", one_row, "leave it out; micro-batches of similar lengths have little padding."
+        if "seq_lengths" in (getattr(trainer.train_dataset, "column_names", None) or ()):
+            yield "packed rows (train_dataset has the column 'seq_lengths').", one_row, "pass one example in each row."
+        if trainer.padding_free:
+            yield "padding_free=True.", one_row, "leave it out; micro-batches of similar lengths have little padding."
+        if args.loss_type != "nll" and not own_loss:
+            yield (
+                f"loss_type={args.loss_type!r}.",
+                "the private step computes the negative log-likelihood, so it would be trained for another loss.",
+                "leave it out, or override compute_per_example_loss(model, inputs) to return it for each example.",
+            )
+        yield from super().conflicts(own_loss)
+        if trainer._is_vlm or trainer._is_vision_dataset:
+            yield (
+                "SFTTrainer with images.",
+                "how its collator spreads images over the rows of a batch was not tested.",
+                "pass a tokenizer as processing_class and data without images.",
+            )
+
+
+def _check_answers(trainer: Any) -> None:
+    """Refuses labels that hold more than the assistant's turns.
+
+    Transformers marks a `{% generation %}` block from character to token. Where its last character belongs to no token
+    (a space, for some tokenizers), it marks everything up to the end of the conversation, the user's words included.
+    """
+    data, most = trainer.train_dataset, trainer.args.max_length
+    columns = set(getattr(data, "column_names", None) or ())
+    turns = ["messages"] if "messages" in columns else ["completion"]
+    if "prompt" in columns and not trainer.completion_only_loss:
+        turns = ["prompt", "completion"]
+    if not {*turns, "labels"} <= columns:
+        return
+    for index, row in enumerate(data.select_columns([*turns, "labels"])):
+        labels, roles = row["labels"], [turn["role"] for name in turns for turn in row[name]]
+        if most is not None and len(labels) >= most:
+            continue  # answers may have been cut off
+        answers, marked = _runs([role == "assistant" for role in roles]), _runs([x != _IGNORED for x in labels])
+        if marked < answers or (roles[-1] != "assistant" and labels[-1] != _IGNORED):
+            raise ConfigurationError(
+                f"assistant_only_loss=True, but the labels of row {index} are not the assistant's words alone.",
+                why=f"they are in {marked} part(s) for {answers} answer(s): others' words would be learnt as answers.",
+                fix="end the {% generation %} block of the chat template on a character that is a token of its own, "
+                "such as an end-of-turn token, not on a space; or pass input_ids and labels.",
+            )
+
+
+def _runs(marks: Sequence[bool]) -> int:
+    return sum(mark for mark, _ in groupby(marks))

@@ -1,0 +1,64 @@
+"""What a private run asks of the trainer behind the mixin, answered for Transformers' own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from hf_dp.losses import check_own_loss, per_example_losses
+
+Collate = Callable[[list[Any]], Mapping[str, Any]]
+
+
+class Usual:
+    """Of a trainer whose loss is the model's own. A row of a batch is an example.
+
+    Args:
+        trainer: of which nothing is read before its own `__init__` has.
+    """
+
+    #: Whether `compute_loss` of that very class is the loss that `losses` gives, example by example.
+    has_known_loss = True
+
+    def __init__(self, trainer: Any) -> None:
+        self.trainer = trainer
+
+    def refuse(self, own_loss: bool) -> None:
+        """Refuses what the trainer was asked for and a private run does not do.
+
+        Args:
+            own_loss: whether `compute_per_example_loss` is overridden.
+
+        Raises:
+            ConfigurationError: with the name of the option.
+        """
+
+    def collator(self, collate: Collate) -> Collate:
+        """What gives the batches of training, whose tensors have a row for each example."""
+        return collate
+
+    def losses(self, model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
+        """(B,): each example's own loss."""
+        return per_example_losses(model, batch, label_smoothing=self.trainer.args.label_smoothing_factor)
+
+    def prepared(self, model: nn.Module, batch: Mapping[str, Any]) -> Mapping[str, Any]:
+        """A batch that is on the model's device, with what its losses need besides: each example's from it alone."""
+        return batch
+
+    def check_losses(self, model: nn.Module, batch: Mapping[str, Any], alone: Iterable[Mapping[str, Any]]) -> None:
+        """Holds `losses` against the loss of each example by itself that would be computed without privacy.
+
+        Args:
+            model: unwrapped.
+            batch: a few examples, cut short.
+            alone: the same as they are, each by itself.
+
+        Raises:
+            UnsupportedModelError: they differ.
+        """
+        check_own_loss(model, batch)
+
+    def forget_batch_metrics(self) -> None:
+        """Drops what the trainer would log of training batches."""

@@ -1,0 +1,172 @@
+"""Preferences: a causal language model learns which of two answers to the same prompt is wanted, by TRL's DPOTrainer.
+
+Rows have `prompt`, `chosen` and `rejected`; or they are tables with descriptions (E2E NLG), and the rejected answer is
+the description with one value of the table in the place of another. The privacy unit is a row: one pair of answers.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import torch
+from datasets import Dataset
+from transformers import Trainer, TrainingArguments, set_seed
+from trl import DPOConfig, DPOTrainer
+
+from common.answers import AnswerData, tokenizer_and_model
+from common.arguments import parse
+from common.data import read_rows
+from common.results import CONTINUE, Scores, train_and_report
+from hf_dp import DPTrainer
+from hf_dp.errors import ConfigurationError
+from hf_dp.training.trainer import DPTrainerMixin
+
+# Of E2E's slots, as its authors list them: a list made from the rows would put one row's words into another.
+VALUES = {
+    "food": ("Chinese", "English", "Fast food", "French", "Indian", "Italian", "Japanese"),
+    "area": ("city centre", "riverside"),
+    "priceRange": ("cheap", "moderate", "high", "less than £20", "£20-25", "more than £30"),
+    "customer rating": ("low", "average", "high", "1 out of 5", "3 out of 5", "5 out of 5"),
+}
+# In nats: the rounding of sums over an answer, not what was learnt.
+_NOTHING = 1e-3
+
+
+@dataclass(kw_only=True)
+class RecipeArguments(AnswerData):
+    """What the recipe trains on, and how."""
+
+    model: str = field(
+        default="HuggingFaceTB/SmolLM2-135M-Instruct",
+        metadata={"help": "A hub name or a directory; scratch: a small random GPT-2 over characters."},
+    )
+    loss: str = field(default="sigmoid", metadata={"help": "One of DPOConfig's loss_type."})
+    beta: float = field(default=0.1, metadata={"help": "How closely the model is held to what it was before."})
+    table_column: str = "mr"
+    text_column: str = "ref"
+    max_test_examples: int | None = field(
+        default=None, metadata={"help": "Score only so many test pairs, drawn by seed."}
+    )
+
+
+class DPDPOTrainer(DPTrainerMixin, DPOTrainer):
+    """A pair of answers is one example."""
+
+
+def slots(table: str) -> dict[str, str]:
+    """The values of a table by their names."""
+    return dict(re.findall(r"([^,\[\]]+)\[([^\]]*)\]", table.replace(", ", ",")))
+
+
+def corrupted(table: str, text: str) -> str | None:
+    """`text` with one value of the table replaced by another of that slot, or with two names exchanged; None where it
+    names none of them. Chosen by a seed that is the row itself, so that no other row has a part in it."""
+    draw, found = random.Random(f"{table} || {text}"), slots(table)
+
+    def named(value: str) -> re.Pattern[str]:
+        return re.compile(rf"(?<!\w){re.escape(value)}(?!\w)", re.IGNORECASE)
+
+    wrong = []
+    for slot, values in VALUES.items():
+        if slot in found and named(found[slot]).search(text):
+            other = draw.choice([value for value in values if value != found[slot]])
+            wrong.append(named(found[slot]).sub(lambda _, other=other: other, text))
+    one, two = found.get("name"), found.get("near")
+    if one and two and named(one).search(text) and named(two).search(text):
+        either = re.compile(f"{named(one).pattern}|{named(two).pattern}", re.IGNORECASE)
+        wrong.append(either.sub(lambda match: one if match[0].lower() == two.lower() else two, text))
+    return draw.choice(wrong) if wrong else None
+
+
+def pairs(name: str, split: str, recipe: RecipeArguments, most: int | None) -> Dataset:
+    """Prompts with a chosen and a rejected answer: those of the rows, or made of tables and their descriptions.
+
+    A row whose description names no value stays out, for itself. How many stay is n, and public.
+
+    Raises:
+        ConfigurationError: none is left, or other columns.
+    """
+    rows = read_rows(name, split=split, columns=(), max_examples=most)
+    if rows and {"prompt", "chosen", "rejected"} <= rows[0].keys():
+        return Dataset.from_list([{key: row[key] for key in ("prompt", "chosen", "rejected")} for row in rows])
+    rows = read_rows(name, split=split, columns=(recipe.table_column, recipe.text_column), max_examples=most)
+    tables = ((row[recipe.table_column], row[recipe.text_column]) for row in rows)
+    made = [
+        {"prompt": f"{table} ||", "chosen": f" {text}", "rejected": f" {wrong}"}
+        for table, text in tables
+        if (wrong := corrupted(table, text)) is not None
+    ]
+    if not made:
+        raise ConfigurationError(
+            f"no description in {name} names a value of its table.",
+            why="there is nothing to put in another's place, so there are no pairs.",
+            fix="give rows with prompt, chosen and rejected, or tables as E2E NLG has them: food[Italian].",
+        )
+    print(f"{name}: {len(made)} pairs of {len(rows)} rows")
+    return Dataset.from_list(made)
+
+
+@torch.no_grad()
+def scored(trainer: Any, data: Dataset) -> Scores:
+    """How often the chosen answer is the likelier one, and how often it has gained more than the rejected one."""
+    likelier, gained, margins = [], [], []
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    model.eval()
+    size = trainer.args.per_device_eval_batch_size
+    for start in range(0, len(data), size):
+        some = trainer.data_collator([data[i] for i in range(start, min(start + size, len(data)))])
+        batch = {name: value.to(trainer.args.device) for name, value in some.items()}
+        labels = batch["input_ids"].masked_fill(batch["completion_mask"] == 0, -100)
+        inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
+        with trainer.compute_loss_context_manager():
+            now = model(**inputs, labels=labels, use_cache=False, fused_lm_head=True).log_probs.sum(1).chunk(2)
+        if trainer.precompute_ref_logps:  # the model was another one then
+            before = batch["ref_chosen_logps"], batch["ref_rejected_logps"]
+        else:
+            before = trainer.compute_ref_log_probs(model, batch)
+        gain = (now[0] - before[0]) - (now[1] - before[1])
+        likelier += now[0].gt(now[1]).float().tolist()
+        gained += (0.5 * (gain.sign() * gain.abs().gt(_NOTHING) + 1)).tolist()  # a half where neither did
+        margins += gain.tolist()
+    measures = {"accuracy": likelier, "share with gain": gained, "gain in nats": margins}
+    return Scores({name: sum(values) / len(values) for name, values in measures.items()}, likelier)
+
+
+def main() -> None:
+    """Trains, then prints accuracies of preferences before and after, and the privacy report."""
+    recipe, arguments, privacy = parse(RecipeArguments)
+    train = pairs(recipe.train_file, "train", recipe, recipe.max_examples)
+    test = pairs(recipe.test_file, "test", recipe, recipe.max_examples).shuffle(seed=arguments.seed)
+    test = test.select(range(min(len(test), recipe.max_test_examples or len(test))))
+    set_seed(arguments.seed)
+    tokenizer, model = tokenizer_and_model(recipe)
+
+    def make(kind: type[Trainer], *, args: TrainingArguments, **others: Any) -> Trainer:
+        given = {f.name: getattr(args, f.name) for f in fields(TrainingArguments) if f.init}
+        config = DPOConfig(
+            **given, loss_type=[recipe.loss], beta=recipe.beta, max_length=recipe.max_length,
+            # Full training has no other reference than the model as it is now.
+            precompute_ref_log_probs=recipe.method == "full",
+        )  # fmt: skip
+        behind = DPDPOTrainer if kind is DPTrainer else DPOTrainer
+        trainer: Trainer = behind(
+            train_dataset=train, eval_dataset=test, processing_class=tokenizer, args=config, **others
+        )
+        return trainer
+
+    train_and_report(
+        model,
+        make,
+        lambda trainer: scored(trainer, trainer.eval_dataset),
+        arguments,
+        privacy,
+        usage=CONTINUE.replace("PROMPT", repr("name[Blue Spice], food[Italian] ||")),
+        compare_without_privacy=recipe.compare_without_privacy,
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,301 @@
+"""DPTrainerMixin in front of TRL's trainers on pairs: a pair is one example, clipped as one, with its own loss."""
+
+from __future__ import annotations
+
+import copy
+import random
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from peft import get_peft_model
+from torch import Tensor, nn
+from transformers import LlamaForSequenceClassification
+
+from hf_dp import PrivacyConfig, load_report
+from hf_dp.errors import ConfigurationError, PreflightError, UnsupportedModelError
+from hf_dp.losses import PREFERENCE_LOSSES
+from hf_dp.training.trainer import DPTrainerMixin
+from tests.training.test_trl import a_model, adapter, said, tokenizer
+from tests.training.workbench import distance, draws, parameters, private
+
+pytestmark = pytest.mark.usefixtures("checked_once")
+
+trl = pytest.importorskip("trl")
+
+ROWS, MICRO, EXPECTED = 40, 3, 9
+
+
+class DPDPOTrainer(DPTrainerMixin, trl.DPOTrainer):
+    pass
+
+
+class DPRewardTrainer(DPTrainerMixin, trl.RewardTrainer):
+    pass
+
+
+def pairs(n: int = ROWS) -> Dataset:
+    draw = random.Random(0)
+    rows = [{"prompt": said(draw), "chosen": " " + said(draw), "rejected": " " + said(draw)} for _ in range(n)]
+    return Dataset.from_list(rows)
+
+
+def make(path: Path, kind: Any = DPDPOTrainer, privacy: PrivacyConfig | None = None, **parts: Any) -> Any:
+    """A trainer of `kind`; `parts` are the trainer's arguments or those of its config."""
+    own = ("model", "train_dataset", "eval_dataset", "peft_config", "ref_model")
+    given = {name: parts.pop(name) for name in own if name in parts}
+    values: dict[str, Any] = {
+        "per_device_train_batch_size": MICRO, "gradient_accumulation_steps": EXPECTED // MICRO, "max_steps": 1,
+        "optim": "sgd", "learning_rate": 1.0, "lr_scheduler_type": "constant", "weight_decay": 0.0, "logging_steps": 1,
+        "save_strategy": "no", "report_to": "none", "disable_tqdm": True, "use_cpu": True, "bf16": False,
+        "gradient_checkpointing": False,
+    }  # fmt: skip
+    if issubclass(kind, DPTrainerMixin):
+        given["privacy"] = privacy or private()
+    is_reward = issubclass(kind, trl.RewardTrainer)
+    if not is_reward:
+        values["precompute_ref_log_probs"] = True
+    config = (trl.RewardConfig if is_reward else trl.DPOConfig)(str(path), **{**values, **parts})
+    model = rewarding() if is_reward else a_model()
+    return kind(args=config, **{"model": model, "train_dataset": pairs(), "processing_class": tokenizer(), **given})
+
+
+def rewarding() -> nn.Module:
+    torch.manual_seed(1)
+    config = a_model().config
+    config.num_labels = 1
+    return LlamaForSequenceClassification(config)
+
+
+def moved(model: nn.Module) -> nn.Module:
+    """As after some steps: at the reference itself some losses have no curvature, and all pairs the same loss."""
+    torch.manual_seed(2)
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.requires_grad:
+                p += 0.05 * torch.randn_like(p)
+    return model
+
+
+def gradients_of_single_pairs(trainer: Any, chosen: list[int]) -> Iterator[dict[str, Tensor]]:
+    """TRL's own loss and torch's own backward, on batches of one pair."""
+    trainer.model.train()
+    for i in chosen:
+        trainer.model.zero_grad()
+        batch = trainer.data_collator([trainer.train_dataset[i]])
+        trainer.compute_loss(trainer.model, dict(batch)).backward()
+        yield {
+            name: torch.zeros_like(p) if p.grad is None else p.grad.clone()
+            for name, p in trainer.model.named_parameters()
+            if p.requires_grad
+        }
+
+
+def assert_step_is_that_of_single_pairs(path: Path, kinds: tuple[Any, Any], **parts: Any) -> None:
+    """The private step without noise, and the sum of the clipped gradients of single pairs under TRL's own loss."""
+    of_trl, of_ours = kinds
+    oracle = make(path / "oracle", of_trl, **copy.deepcopy(parts))
+    moved(oracle.model)
+    drawn = draws(7, steps=1, n=ROWS, expected=EXPECTED)[0]
+    assert len(drawn) > MICRO
+    single = list(gradients_of_single_pairs(oracle, drawn))
+    norms = [float(torch.stack([g.norm() for g in one.values()]).norm()) for one in single]
+    bound = sorted(norms)[len(norms) // 2]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        privacy = private(noise_multiplier=0, clipping_norm=bound)
+    trainer = make(path, of_ours, privacy, **parts)
+    before = parameters(moved(trainer.model))
+    trainer.train()
+    after = parameters(trainer.model)
+    assert min(norms) < bound < max(norms)
+    assert trainer.privacy_report().dataset_size == ROWS
+    for name in single[0]:
+        total = sum(min(1.0, bound / max(norm, 1e-30)) * one[name] for one, norm in zip(single, norms, strict=True))
+        torch.testing.assert_close((before[name] - after[name]) * EXPECTED, total, rtol=1e-4, atol=1e-4 * bound)
+
+
+@pytest.mark.parametrize(
+    ("loss", "peft"),
+    [
+        ("sigmoid", False),
+        ("hinge", True),
+        ("ipo", True),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (("sigmoid", True), ("hinge", False), ("ipo", False))
+        ),
+    ],
+)
+def test_the_clipped_sum_is_that_of_single_pairs_under_trls_own_loss(tmp_path: Path, loss: str, peft: bool) -> None:
+    parts = {"loss_type": loss, "beta": 0.1, **({"peft_config": adapter()} if peft else {})}
+    assert_step_is_that_of_single_pairs(tmp_path, (trl.DPOTrainer, DPDPOTrainer), **parts)
+
+
+@pytest.mark.parametrize("loss", sorted(PREFERENCE_LOSSES))
+def test_every_loss_of_a_pair_is_trls_loss_of_that_pair(losses_of: Any, loss: str) -> None:
+    ours, trls = losses_of(loss, [1.0])
+    torch.testing.assert_close(ours, trls, rtol=1e-5, atol=1e-6)
+    assert len(set(trls.tolist())) > 3
+
+
+def test_losses_that_are_added_up(losses_of: Any) -> None:
+    torch.testing.assert_close(*losses_of(["sigmoid", "sft", "apo_zero"], [0.8, 0.3, 1.0]), rtol=1e-5, atol=1e-6)
+
+
+@pytest.fixture(scope="module")
+def losses_of(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Ours of five pairs together, and TRL's of each by itself."""
+    trainer = make(tmp_path_factory.mktemp("losses"), beta=0.2, label_smoothing=0.1)
+    model = moved(trainer.model)
+    rows = [trainer.train_dataset[i] for i in range(5)]
+
+    def found(names: Any, weights: list[float]) -> tuple[Tensor, Tensor]:
+        trainer.loss_types, trainer.loss_weights = [names] if isinstance(names, str) else names, weights
+        together = trainer._behind.collator(trainer.data_collator)(rows)
+        with torch.no_grad():
+            ours = trainer.compute_per_example_loss(model, together)
+            trls = [trainer.compute_loss(model, dict(trainer.data_collator([row]))) for row in rows]
+        return ours, torch.stack(trls)
+
+    return found
+
+
+def references() -> dict[str, dict[str, Any]]:
+    now = {"precompute_ref_log_probs": False}
+    return {
+        "adapter switched off": {"peft_config": adapter(), "gradient_checkpointing": True, **now},
+        "copy of an adapter": {"model": get_peft_model(a_model(), adapter()), **now},
+        "a model of its own": {"ref_model": moved(a_model()), **now},
+        "a model of its own, beforehand": {"ref_model": moved(a_model())},
+    }
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "adapter switched off",
+        pytest.param("copy of an adapter", marks=pytest.mark.slow),
+        "a model of its own",
+        pytest.param("a model of its own, beforehand", marks=pytest.mark.slow),
+    ],
+)
+def test_each_kind_of_reference(tmp_path: Path, kind: str) -> None:
+    parts = references()[kind]
+    assert_step_is_that_of_single_pairs(tmp_path, (trl.DPOTrainer, DPDPOTrainer), beta=0.5, **parts)
+
+
+def test_rewards(tmp_path: Path) -> None:
+    kinds = (trl.RewardTrainer, DPRewardTrainer)
+    margins = pairs().add_column("margin", [0.1 * i for i in range(ROWS)])
+    assert_step_is_that_of_single_pairs(tmp_path, kinds, center_rewards_coefficient=0.1, train_dataset=margins)
+
+
+def test_a_checkpoint_its_resumption_and_evaluation(tmp_path: Path) -> None:
+    """bf16 and gradient checkpointing are DPOConfig's defaults."""
+    options = {"bf16": None, "gradient_checkpointing": True, "max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+    options |= {"eval_dataset": pairs(6), "peft_config": adapter(), "precompute_ref_log_probs": False}
+    whole = make(tmp_path / "whole", **copy.deepcopy(options))
+    whole.train()
+    resumed = make(tmp_path / "again", **copy.deepcopy(options))
+    resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-2"))
+    assert distance(parameters(whole.model), parameters(resumed.model)) < 1e-6
+    assert resumed.privacy_report().steps == 4
+    resumed.save_model(str(tmp_path / "saved"))
+    assert load_report(tmp_path / "saved") == resumed.privacy_report()
+    assert 0 <= resumed.evaluate()["eval_rewards/accuracies"] <= 1
+    training = [entry for entry in resumed.state.log_history if "loss" in entry]
+    assert len(training) == 4
+    assert not any(name.startswith(("rewards", "logps", "logits")) for entry in training for name in entry)
+
+
+# --- refusals -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"loss_type": "aot"}, "loss_type='aot'"),
+        ({"loss_type": ["sigmoid", "aot_unpaired"]}, "loss_type='aot_unpaired'"),
+        ({"f_divergence_type": "js_divergence"}, "f_divergence_type='js_divergence'"),
+        ({"ld_alpha": 0.5}, "ld_alpha=0.5"),
+        ({"use_weighting": True}, "use_weighting=True"),
+        ({"sync_ref_model": True, "precompute_ref_log_probs": False}, "sync_ref_model=True"),
+        ({"activation_offloading": True}, "activation_offloading=True"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
+def test_what_is_no_pairs_own(tmp_path: Path, options: dict[str, Any], words: str) -> None:
+    parts = {"ref_model": a_model()} if "sync_ref_model" in options else {}
+    with pytest.raises(ConfigurationError) as caught:
+        make(tmp_path, **options, **parts)
+    assert words in caught.value.found
+    assert caught.value.why
+    assert caught.value.fix
+
+
+def test_losses_of_other_rows_and_of_the_batch(tmp_path: Path) -> None:
+    class Private(DPTrainerMixin, trl.KTOTrainer):
+        pass
+
+    rows = [{"prompt": row["prompt"], "completion": row["chosen"], "label": True} for row in pairs(8)]
+    config = trl.KTOConfig(str(tmp_path), report_to="none", use_cpu=True, bf16=False, per_device_train_batch_size=2)
+    with pytest.raises(ConfigurationError, match="KTOTrainer"):
+        Private(
+            a_model(), args=config, train_dataset=Dataset.from_list(rows), processing_class=tokenizer(),
+            ref_model=a_model(), privacy=private(),
+        )  # fmt: skip
+
+
+def test_another_loss_than_trls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(PREFERENCE_LOSSES, "sigmoid", PREFERENCE_LOSSES["hinge"])
+    with pytest.raises(UnsupportedModelError, match="DPOTrainer computes .* as its loss of one pair"):
+        make(tmp_path).train()
+
+
+def test_a_reference_that_sees_other_pairs(tmp_path: Path) -> None:
+    """As one that counts padding as positions would; TRL computes it before there is a private step."""
+
+    class Seeing(DPDPOTrainer):
+        def compute_ref_log_probs(self, model: nn.Module, inputs: Any) -> Any:
+            chosen, rejected = super().compute_ref_log_probs(model, inputs)
+            return chosen + 10 * len(chosen), rejected
+
+    for kind, beforehand in ((Seeing, True), (Seeing, False)):
+        with pytest.raises(PreflightError):
+            make(tmp_path, kind, peft_config=adapter(), precompute_ref_log_probs=beforehand).train()
+
+
+def test_a_reference_that_rounds(tmp_path: Path) -> None:
+    """As in 16 bits, where numbers are rounded otherwise beside others: that is no influence of theirs."""
+
+    class Rounding(DPDPOTrainer):
+        def compute_ref_log_probs(self, model: nn.Module, inputs: Any) -> Any:
+            by = 1 + len(inputs["input_ids"]) / 3
+            return tuple(
+                (by * values).bfloat16().float() / by for values in super().compute_ref_log_probs(model, inputs)
+            )
+
+    make(tmp_path, Rounding, peft_config=adapter(), precompute_ref_log_probs=False, beta=5.0).train()
+
+
+def test_a_subclass_with_another_loss_says_so_pair_by_pair(tmp_path: Path) -> None:
+    class Doubled(trl.DPOTrainer):
+        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+            return 2 * super().compute_loss(*args, **kwargs)
+
+    class Private(DPTrainerMixin, Doubled):
+        pass
+
+    with pytest.raises(ConfigurationError, match=r"Doubled\.compute_loss gives one loss"):
+        make(tmp_path, Private)
+
+    class Known(DPDPOTrainer):
+        def compute_per_example_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
+            return 2 * super().compute_per_example_loss(model, inputs)
+
+    make(tmp_path, Known, loss_type="sigmoid").train()
