@@ -332,7 +332,7 @@ class TestRanks:
 
     def test_a_dummy_is_a_row_by_itself_and_counts_for_nothing(self):
         class Uneven(RankSampler):
-            def share(self, drawn):
+            def share(self, drawn, step):
                 return [3, DUMMY, DUMMY]
 
         sampler = Uneven(PoissonBatchSampler.of(10, 2, Entropy(0), steps_per_epoch=2), 1, 2, 2)

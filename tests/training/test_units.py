@@ -84,8 +84,9 @@ def oracle(model: nn.Module, data: Rows, collate: Any, expected: int) -> list[di
 
 
 @pytest.mark.filterwarnings("ignore:noise_multiplier=0")
-@pytest.mark.parametrize("kind", ["classifier", "tied, checkpointed", "LoRA"])
-@pytest.mark.parametrize("micro", [MICRO, 7])
+@pytest.mark.parametrize(
+    ("kind", "micro"), [("classifier", MICRO), ("classifier", 7), ("tied, checkpointed", 7), ("LoRA", MICRO)]
+)
 def test_it_is_the_training_of_a_loop_over_users(tmp_path: Path, kind: str, micro: int) -> None:
     model, collate = classifier(torch.float64), pad
     if kind != "classifier":
@@ -121,19 +122,18 @@ def test_users_with_one_row_each_are_examples(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:noise_multiplier=0")
-@pytest.mark.parametrize("owners", [["one"] * 46 + ["two"] * 2, list(range(24)) * 2], ids=["46 and 2", "2 each"])
-def test_one_user_moves_a_step_by_at_most_c(tmp_path: Path, owners: list[Any]) -> None:
+def test_one_user_moves_a_step_by_at_most_c(tmp_path: Path) -> None:
     """In place of its rows such as add nothing, or others."""
-    expected = len(set(owners))  # All are drawn.
+    owners = ["one"] * 6 + ["two"] * 12  # Both are drawn.
 
     def step(change: Any) -> dict[str, Tensor]:
-        data = [{"input_ids": row["input_ids"], "labels": row["input_ids"]} for row in rows()]
-        data = [change(row) if owner == owners[0] else row for row, owner in zip(data, owners, strict=True)]
+        data = [{"input_ids": row["input_ids"], "labels": row["input_ids"]} for row in rows(18)]
+        data = [change(row) if owner == "one" else row for row, owner in zip(data, owners, strict=True)]
         model = tiny("llama_tied", "causal_lm", num_hidden_layers=1)
-        options = {"max_steps": 1, "per_device_train_batch_size": 2, "gradient_accumulation_steps": expected // 2}
+        options = {"max_steps": 1, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 1}
         before, privacy = parameters(model), noiseless(max_examples_per_unit=2)
         make(tmp_path, model, privacy, parts={"train_dataset": owned(owners, data)}, **options).train()
-        return {name: (value - before[name]) * expected / 0.1 for name, value in parameters(model).items()}
+        return {name: (value - before[name]) * 2 / 0.1 for name, value in parameters(model).items()}
 
     full = step(lambda row: row)
     for bound, change in (
@@ -179,13 +179,13 @@ def keep_all(examples: Rows) -> dict[str, Any]:
     return {**pad(examples), **{name: [row[name] for row in examples] for name in others}}
 
 
-@pytest.mark.parametrize("kind", [Dataset.from_list, list])
-def test_no_model_sees_whose_a_row_is(tmp_path: Path, kind: Any) -> None:
+def test_no_model_sees_whose_a_row_is(tmp_path: Path) -> None:
     """Also where all columns are kept, and the collator would hand them on."""
-    parts = {"train_dataset": kind(owned()), "data_collator": keep_all}
-    trainer = make(tmp_path, privacy=by_user(), kind=Seen, parts=parts, remove_unused_columns=False, max_steps=2)
-    trainer.train()
-    assert trainer.names == {"input_ids", "attention_mask", "labels"}
+    for kind in (Dataset.from_list, list):
+        parts = {"train_dataset": kind(owned()), "data_collator": keep_all}
+        trainer = make(tmp_path, privacy=by_user(), kind=Seen, parts=parts, remove_unused_columns=False, max_steps=1)
+        trainer.train()
+        assert trainer.names == {"input_ids", "attention_mask", "labels"}
 
 
 def test_an_own_loop_trains_as_trainer_does(tmp_path: Path) -> None:
@@ -269,20 +269,19 @@ def test_a_cap_counts_users(tmp_path: Path) -> None:
     assert (event.dataset_size, event.truncated_batch_size) == (len(set(OWNERS)), 9)
 
 
-@pytest.mark.parametrize(
-    "change", [{"unit": None, "max_examples_per_unit": None}, {"max_examples_per_unit": 2}, {"unit": "author"}]
-)
-def test_verify_sees_another_unit_than_was_trained_with(tmp_path: Path, change: dict[str, Any]) -> None:
+def test_verify_sees_another_unit_than_was_trained_with(tmp_path: Path) -> None:
     trainer = make(tmp_path, privacy=by_user(), parts={"train_dataset": owned()}, max_steps=1)
     trainer.train()
     trainer.save_model(str(tmp_path / "model"))
-    path = tmp_path / "model" / "privacy.json"
-    for place in (("config",), ("ledger", "promise"), ("config", "ledger")):
-        record = json.loads(path.read_text())
-        for name in place:
-            held = record["ledger"]["promise"] if name == "promise" else record[name]
-            held = held["promise"] if name == "ledger" else held
-            held.update(change)
-        (tmp_path / "forged").mkdir(exist_ok=True)
-        (tmp_path / "forged" / "privacy.json").write_text(json.dumps(record))
-        assert not verify(tmp_path / "forged").consistent
+    text = (tmp_path / "model" / "privacy.json").read_text()
+    (tmp_path / "forged").mkdir()
+    changes = {"unit": None, "max_examples_per_unit": None}, {"max_examples_per_unit": 2}, {"unit": "author"}
+    for change in changes:
+        for places in (["config"], ["promise"], ["config", "promise"]):
+            record = json.loads(text)
+            held = {"config": record["config"], "promise": record["ledger"]["promise"]}
+            for place in places:
+                held[place].update(change)
+            (tmp_path / "forged" / "privacy.json").write_text(json.dumps(record))
+            found = {check.name for check in verify(tmp_path / "forged").checks if not check.passed}
+            assert "mechanism, config and ledger's promise" in found
