@@ -125,7 +125,7 @@ def test_examples_in_another_order_are_the_same() -> None:
     assert torch.allclose(one.squared_norms(), two.squared_norms(), rtol=1e-12)
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @example([0, 0, 1], 1, (1, 1), ["dense"], 0, False, torch.float32)
 @given(
     owners=st.lists(st.integers(0, 3), min_size=1, max_size=7),
