@@ -167,7 +167,9 @@ def run(
 ) -> None:
     """Measures each case and prints ratios to the ordinary step."""
     setting = _setting(dtype, attention)
-    names = ["ordinary", "hf_dp"] + (["opacus ghost", "opacus hooks"] if opacus else [])
+    names = ["ordinary", "hf_dp", "hf_dp by user", "hf_dp by user, uneven"] + (
+        ["opacus ghost", "opacus hooks"] if opacus else []
+    )
     columns = [f"{n} {what}" for n in names[1:] for what in ("time", "memory", "operations")]
     table = Table("case", *columns, "limit", "ordinary step")
     results: dict[str, Any] = {}
@@ -233,8 +235,11 @@ def operations(
     case: Annotated[list[str] | None, typer.Option(help="Cases to count; all by default.")] = None,
     opacus: Annotated[bool, typer.Option(help="Beside it Opacus, ghost and hooks.")] = False,
 ) -> None:
-    """Counts operations, and bytes read and written, as ratios to the ordinary step; nothing is timed."""
-    names = ["ordinary", "hf_dp"] + (["opacus ghost", "opacus hooks"] if opacus else [])
+    """Counts operations, and bytes read and written, as ratios to the ordinary step; nothing is timed. By user: rows of
+    units with 4 each, or with 1, 3 and 4."""
+    names = ["ordinary", "hf_dp", "hf_dp by user", "hf_dp by user, uneven"] + (
+        ["opacus ghost", "opacus hooks"] if opacus else []
+    )
     for case_name in case or list(CASES):
         counts = count(CASES[case_name], names, _setting("float32", "sdpa"))
         base = counts.pop("ordinary")

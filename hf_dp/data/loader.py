@@ -101,6 +101,11 @@ class PoissonDataLoader(DataLoader[Any]):
         )
         self._whole = whole
 
+    @property
+    def draws_units(self) -> bool:
+        """Whether an item says whose each of its rows is."""
+        return self._whole.units is not None
+
     def examples(self, drawn: Iterable[int] | None = None) -> Iterator[Index]:
         """What can be drawn (None: all of it), as the dataset is indexed: for what is released beside the steps."""
         return self._whole.examples(range(self._whole.sampler.dataset_size) if drawn is None else drawn)

@@ -207,8 +207,9 @@ class Plan:
     def __str__(self) -> str:
         clipping = accounting.clipping_in_words(self.mechanism.clipping.kind, self.mechanism.clipping.norm)
         noise = accounting.noise_in_words(self.mechanism.noise.kind, self.noise_multiplier)
+        unit = "" if self.config.unit is None else f"{self.mechanism.unit.name}, "
         return (
-            f"delta {self.delta:.3g}, noise multiplier {noise}, clipping norm {clipping}, "
+            f"{unit}delta {self.delta:.3g}, noise multiplier {noise}, clipping norm {clipping}, "
             f"{self.mechanism.sampling.name} with sampling probability {self.sampler.sampling_probability:.4g}, "
             f"{self.steps} steps of expected batch size {self.sampler.expected_batch_size}"
         )

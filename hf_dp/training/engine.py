@@ -17,7 +17,7 @@ from hf_dp.data.loader import PoissonDataLoader
 from hf_dp.data.mixing_collator import check_collator
 from hf_dp.data.telling_rows import refuse_rows_that_fail, short_rows, telling_rows, uneven_rows
 from hf_dp.data.widths import Checked
-from hf_dp.errors import UnseenUseError
+from hf_dp.errors import HfDpError, UnseenUseError
 from hf_dp.per_example import RULES, Certificate, PerExampleGradients, Rule, preflight, record
 from hf_dp.per_example.batch import Batch, LossFunction, check_losses
 from hf_dp.per_example.independence import survey
@@ -97,8 +97,16 @@ class Engine:
                     self._check_padding(rows, self._certificate)
                 else:  # The first that is padded on the left: from now on all batches have positions.
                     self._certify(together, rows)
-        owners = item.get("owners", [None] * len(item["micro_batches"]))
-        return map(MicroBatch, map(self.prepare, item["micro_batches"]), owners)
+        batches = item["micro_batches"]
+        # Without them a unit would be clipped row by row.
+        owners = item.get("owners", []) if self.loader.draws_units else [None] * len(batches)
+        if len(owners) != len(batches):
+            raise HfDpError(
+                f"a logical batch of {len(batches)} micro-batches, of which {len(owners)} say whose their rows are.",
+                why="each unit is clipped as one.",
+                fix="hand on the items of the loader as they are.",
+            )
+        return map(MicroBatch, map(self.prepare, batches), owners)
 
     def dummies(self, item: Mapping[str, Any]) -> Iterator[MicroBatch]:
         """Of one logical batch, so that all ranks compute as many micro-batches. All call it together."""

@@ -296,6 +296,6 @@ class PrivateRun:
             keep_step(self.global_step, "saves")
             return write_checkpoint(
                 output_dir, self.global_step, self.steps, self._micro_batch_size,
-                lambda: self._fingerprints.saved(self.ledger, self._dataset, output_dir, values),
+                lambda: self._fingerprints.saved(self.ledger, self._dataset, output_dir, values, self.privacy.unit),
                 self._save, self._optimizer, self._scheduler,
             )  # fmt: skip

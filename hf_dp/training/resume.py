@@ -125,11 +125,18 @@ class Fingerprints:
     def __init__(self) -> None:
         self._known: list[Fingerprint | None] = []
 
-    def saved(self, ledger: Ledger, dataset: Any, output_dir: str | Path, values: Mapping[str, str] | None) -> SavedRun:
+    def saved(
+        self,
+        ledger: Ledger,
+        dataset: Any,
+        output_dir: str | Path,
+        values: Mapping[str, str] | None,
+        unit: str | None,
+    ) -> SavedRun:
         """What the next checkpoint in `output_dir` will know; see `SavedRun`. Every rank may ask, and one writes."""
         key = fingerprint_key(output_dir, create=True) if ranks.rank() == 0 else None
         if not self._known and dataset is not None:
-            self._known.append(fingerprint(dataset, key, ledger.promise.get("unit")) if key else None)
+            self._known.append(fingerprint(dataset, key, unit) if key else None)
         return SavedRun(ledger, self._known[0] if self._known else None, key, values)
 
 

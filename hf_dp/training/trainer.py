@@ -182,7 +182,9 @@ class DPTrainerMixin(RestoringMixin, CheckpointMixin, LayoutsMixin, PublishingMi
 
     def checkpoint_record(self) -> dict[str, Any]:
         """What a checkpoint keeps: the ledger, and a keyed fingerprint of the data."""
-        saved = self._fingerprints.saved(self.ledger, self.train_dataset, self._output_dir, self._values_to_save)
+        saved = self._fingerprints.saved(
+            self.ledger, self.train_dataset, self._output_dir, self._values_to_save, self.privacy.unit
+        )
         return saved.record(dataclasses.asdict(self.state))
 
     # --- one step -------------------------------------------------------------------------------------------------

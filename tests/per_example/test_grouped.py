@@ -52,11 +52,10 @@ def error(model: nn.Module, loss: Callable[..., Tensor], data: dict[str, Any], o
     )
 
 
-@pytest.mark.parametrize("owners", [EVEN, UNEVEN], ids=["even", "uneven"])
 @pytest.mark.parametrize("name", [*EXACT, *MODELS])
-def test_every_rule_is_exact_for_rows_that_are_one_example(name: str, owners: list[int]) -> None:
-    model = {**EXACT, **MODELS}[name]
-    assert error(model, square, batch(len(owners), 5 if name in EXACT or "images" in name else 10, 4), owners) <= 1e-12
+def test_every_rule_is_exact_for_rows_that_are_one_example(name: str) -> None:
+    model, length = {**EXACT, **MODELS}[name], 5 if name in EXACT or "images" in name else 10
+    assert error(model, square, batch(len(UNEVEN), length, 4), UNEVEN) <= 1e-12
 
 
 def lora() -> nn.Module:
@@ -87,12 +86,12 @@ ARCHITECTURES: dict[str, tuple[Callable[[], nn.Module], str]] = {
 }
 
 
-@pytest.mark.parametrize("length", [2, 7])
+@pytest.mark.parametrize(("length", "owners"), [(2, UNEVEN), (7, EVEN)], ids=["kept as factors", "as gradients"])
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_architectures_are_exact(name: str, length: int) -> None:
+def test_architectures_are_exact(name: str, length: int, owners: list[int]) -> None:
     make, head = ARCHITECTURES[name]
     data = text_batch(head, size=6, length=length)
-    assert error(make(), per_example_losses, data, UNEVEN) <= 1e-10
+    assert error(make(), per_example_losses, data, owners) <= 1e-10
 
 
 def test_both_ways_to_a_norm_were_tried() -> None:
@@ -126,7 +125,7 @@ def test_examples_in_another_order_are_the_same() -> None:
     assert torch.allclose(one.squared_norms(), two.squared_norms(), rtol=1e-12)
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @example([0, 0, 1], 1, (1, 1), ["dense"], 0, False, torch.float32)
 @given(
     owners=st.lists(st.integers(0, 3), min_size=1, max_size=7),
@@ -176,10 +175,11 @@ def test_what_an_example_adds_is_at_most_its_norm(
     found = PerExampleGradients(torch.zeros(size), {"w": uses}, {"w": weight}).grouped(owners)
     norms, rounding = found.squared_norms(), found.rounding()
     # Rows that cancel leave the rounding of their size behind.
-    scale = sum(float(use.values.abs().max()) if isinstance(use, PerExample) else 100 * 10.0**exponent for use in uses)
+    scale = sum(100 * 10.0 ** (exponent if kind == "dense" else exponent / 2) for kind in kinds)
     for place in range(found.batch_size):
         added = found.weighted_sum(torch.eye(found.batch_size)[place])["w"].double()
-        assert float(added.square().sum()) <= float(norms[place] + rounding[place]) * (1 + 1e-5)
+        # No clipping norm is below 1e-15.
+        assert float(added.square().sum()) <= float(norms[place] + rounding[place]) * (1 + 1e-5) + 1e-35
         assert float((added - truth[place]).abs().max()) <= 1e-5 * scale
 
 

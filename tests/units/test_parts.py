@@ -41,6 +41,7 @@ def recommended(path: Path, sparse: SparseEmbeddingConfig) -> Any:
     return make(path, Recommender(), by_user(sparse_embeddings=sparse), **options)
 
 
+@pytest.mark.slow
 def test_the_choice_of_rows_counts_units(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import hf_dp.parts.sparse_embeddings.kept_rows as kept_rows
 
@@ -76,6 +77,7 @@ def test_the_counts_of_a_step_hold_one_unit_at_their_norm(tmp_path: Path, monkey
     assert trainer.privacy_report().dataset_size == len(set(OWNERS))
 
 
+@pytest.mark.slow
 def test_token_frequencies_count_units(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import hf_dp.parts.token_frequencies as frequencies
 
