@@ -27,7 +27,8 @@ ALIKE = {
     *("qwen3_moe, experts batched", "qwen3_moe, experts and router frozen"),  # mixtral
     *("xlm-roberta", "electra", "mt5"),  # roberta, bert and albert, t5 and flan-t5
     *("mbart", "m2m_100", "pegasus", "marian"),  # bart
-    *("hubert", "siglip", "smolvlm"),  # wav2vec2, clip, idefics3
+    *("hubert", "siglip"),  # wav2vec2, clip
+    *("smolvlm", "llava", "paligemma"),  # idefics3, with one image of the towers of clip and siglip
     # Adapters whose operations others have, with other numbers.
     *("rsLoRA", "DoRA on Conv1D", "LoRA on attention beside experts (qwen3_moe)", "LoRA, bias='lora_only'"),
     *("modules_to_save, embedding and untied head", "trainable_token_indices, untied"),
