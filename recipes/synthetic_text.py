@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import math
 import random
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import groupby, islice
 from pathlib import Path
 from typing import Any, Literal
 
@@ -31,6 +33,7 @@ from transformers import (
 )
 
 from common.arguments import parse
+from common.classification import by_length
 from common.corpus_quality import encoded_by, judge
 from common.data import LabelledData, labelled, public_labels
 from common.hub_names import pretrained
@@ -51,6 +54,12 @@ class RecipeArguments(LabelledData):
     )
     method: Literal["full", "lora"] = "full"
     lora_rank: int = 8
+    frozen_dtype: Literal["float32", "bfloat16"] = field(
+        default="float32", metadata={"help": "Of the weights that lora does not train; adapters are in float32."}
+    )
+    prompt: str = field(
+        default="{label}", metadata={"help": "The line before each text; a pretrained model follows one in words."}
+    )
     tokenizer: str | None = field(
         default=None, metadata={"help": "From scratch: a public tokenizer (hub name or directory); left out: bytes."}
     )
@@ -66,10 +75,14 @@ class RecipeArguments(LabelledData):
     encoder: str | None = field(
         default=None, metadata={"help": "Judge with a classifier on this encoder; left out: on a bag of words."}
     )
+    max_test_examples: int | None = field(
+        default=None, metadata={"help": "Measure the loss on so many of the test texts, evenly spread; left out: all."}
+    )
     compared: int = field(default=1000, metadata={"help": "Samples, and held-out texts, in the near-copy check."})
 
     def __post_init__(self) -> None:
         least = {"samples": 1, "compared": 1, "max_length": 2, "width": 1, "layers": 1, "lora_rank": 1}
+        least |= {"max_test_examples": 1} if self.max_test_examples is not None else {}
         wrong = [f"{name}={getattr(self, name)}" for name, low in least.items() if getattr(self, name) < low]
         wrong += [f"temperature={self.temperature}"] * (not 0 < self.temperature < math.inf)
         wrong += [f"top_p={self.top_p}"] * (not 0 < self.top_p <= 1)
@@ -77,15 +90,21 @@ class RecipeArguments(LabelledData):
             raise ConfigurationError(
                 f"{', '.join(wrong)}.", why="nothing could be sampled.", fix="give a larger number; top_p is at most 1."
             )
+        if self.prompt.count("{label}") != 1:
+            raise ConfigurationError(
+                f"prompt {self.prompt!r} does not say {{label}} once.",
+                why="a text is learnt, and sampled, after the name of its label.",
+                fix='write a line such as "A customer of a bank asks about {label}:".',
+            )
         if self.method == "lora" and self.model is None:
             raise ConfigurationError(
                 "method=lora, and no model.", why="adapters to random weights learn little.", fix="name a model."
             )
 
 
-def prompt(name: str) -> str:
+def prompt(name: str, recipe: RecipeArguments) -> str:
     """What stands before a text with this label."""
-    return f"{name.replace('_', ' ')}\n"
+    return recipe.prompt.replace("{label}", name.replace("_", " ")) + "\n"
 
 
 def bytes_tokenizer() -> PreTrainedTokenizerFast:
@@ -103,11 +122,12 @@ def build(recipe: RecipeArguments, names: Sequence[str]) -> tuple[Any, Any]:
     """The model and its tokenizer. From scratch, each label is one token."""
     if recipe.model is not None:
         tokenizer = pretrained(AutoTokenizer, recipe.model)
-        model = pretrained(AutoModelForCausalLM, recipe.model)
+        dtype = getattr(torch, recipe.frozen_dtype if recipe.method == "lora" else "float32")
+        model = pretrained(AutoModelForCausalLM, recipe.model, dtype=dtype)
     else:
         tokenizer = bytes_tokenizer() if recipe.tokenizer is None else pretrained(AutoTokenizer, recipe.tokenizer)
         tokenizer.add_special_tokens({"eos_token": tokenizer.eos_token or END})
-        tokenizer.add_tokens([AddedToken(prompt(name), normalized=False, special=True) for name in names])
+        tokenizer.add_tokens([AddedToken(prompt(name, recipe), normalized=False, special=True) for name in names])
         model = small_gpt2(tokenizer, positions=recipe.max_length + 1, width=recipe.width, layers=recipe.layers)
     if tokenizer.eos_token_id is None:
         raise ConfigurationError(
@@ -124,11 +144,11 @@ def build(recipe: RecipeArguments, names: Sequence[str]) -> tuple[Any, Any]:
     return model, tokenizer
 
 
-def prompts(tokenizer: Any, names: Sequence[str]) -> list[list[int]]:
+def prompts(tokenizer: Any, names: Sequence[str], recipe: RecipeArguments) -> list[list[int]]:
     """The token ids before a text of each label, the same in training and in sampling."""
     begins = tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]
     start = [tokenizer.bos_token_id] if begins else []
-    return [start + tokenizer(prompt(name), add_special_tokens=False)["input_ids"] for name in names]
+    return [start + tokenizer(prompt(name, recipe), add_special_tokens=False)["input_ids"] for name in names]
 
 
 def rows(texts: Texts, tokenizer: Any, before: Sequence[list[int]], max_length: int) -> Dataset:
@@ -144,25 +164,6 @@ def rows(texts: Texts, tokenizer: Any, before: Sequence[list[int]], max_length: 
 
 
 @torch.no_grad()
-def sample(
-    model: Any, tokenizer: Any, start: list[int], count: int, recipe: RecipeArguments, at_once: int
-) -> list[str]:
-    """`count` texts after one prompt. Blank ones are drawn again, but for a model that writes little else."""
-    ids = torch.tensor([start], device=model.device)
-    found: list[str] = []
-    blank = 0
-    while len(found) < count:
-        made = model.generate(
-            input_ids=ids, attention_mask=torch.ones_like(ids), num_return_sequences=min(at_once, count - len(found)),
-            do_sample=True, temperature=recipe.temperature, top_p=recipe.top_p, top_k=0,
-            max_new_tokens=recipe.max_length, pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id,
-        )  # fmt: skip
-        texts = [text.strip() for text in tokenizer.batch_decode(made[:, len(start) :], skip_special_tokens=True)]
-        found += [text for text in texts if text or blank >= count]
-        blank += texts.count("")
-    return found
-
-
 def sampled_corpus(
     model: Any,
     tokenizer: Any,
@@ -171,11 +172,36 @@ def sampled_corpus(
     recipe: RecipeArguments,
     at_once: int,
 ) -> Texts:
-    """As many texts of each label as are wanted, shuffled."""
+    """As many texts of each label as are wanted, shuffled; blank ones are drawn again, but for a model that writes
+    little else.
+
+    Labels whose prompts are equally long share batches, without padding.
+    """
     model.eval()
+    left = [label for label, count in enumerate(wanted) for _ in range(count)]
+    widths = [len(ids) for ids in before]
     pairs: list[tuple[str, int]] = []
-    for label, start in enumerate(tqdm(before, desc="labels sampled")):
-        pairs += [(text, label) for text in sample(model, tokenizer, start, wanted[label], recipe, at_once)]
+    blank: Counter[int] = Counter()
+    bar = tqdm(total=len(left), desc="texts sampled")
+    while left:
+        left.sort(key=widths.__getitem__)
+        width, alike = next(groupby(left, key=widths.__getitem__))
+        now = list(islice(alike, at_once))
+        left = left[len(now) :]
+        ids = torch.tensor([before[label] for label in now], device=model.device)
+        made = model.generate(
+            input_ids=ids, attention_mask=torch.ones_like(ids), do_sample=True, temperature=recipe.temperature,
+            top_p=recipe.top_p, top_k=0, max_new_tokens=recipe.max_length, pad_token_id=tokenizer.pad_token_id,
+            eos_token_id=tokenizer.eos_token_id,
+        )  # fmt: skip
+        texts = tokenizer.batch_decode(made[:, width:], skip_special_tokens=True)
+        for text, label in zip((text.strip() for text in texts), now, strict=True):
+            if text or blank[label] >= wanted[label]:
+                pairs.append((text, label))
+                bar.update()
+            else:
+                blank[label] += 1
+                left.append(label)
     random.Random(0).shuffle(pairs)
     return Texts([text for text, _ in pairs], [label for _, label in pairs])
 
@@ -196,8 +222,12 @@ def main() -> None:
     features = None if recipe.encoder is None else encoded_by(recipe.encoder)
     set_seed(arguments.seed)
     model, tokenizer = build(recipe, names)
-    before = prompts(tokenizer, names)
+    before = prompts(tokenizer, names, recipe)
     learnt, held_out = (rows(texts, tokenizer, before, recipe.max_length) for texts in (train, test))
+    learnt = by_length(learnt)
+    few = min(recipe.max_test_examples or len(held_out), len(held_out))
+    scored = [i * len(held_out) // few for i in range(few)]
+    held_out, groups = held_out.select(scored), found["test"].get("group")
 
     def make(kind: type[Trainer], **others: Any) -> Trainer:
         collate = DataCollatorForSeq2Seq(tokenizer)
@@ -211,8 +241,8 @@ def main() -> None:
         lambda trainer: scored_by_loss(trainer, held_out),
         arguments,
         privacy,
-        usage=CONTINUE.replace("PROMPT", repr(prompt(names[0]))),
-        groups=found["test"].get("group"),
+        usage=CONTINUE.replace("PROMPT", repr(prompt(names[0], recipe))),
+        groups=None if groups is None else [groups[i] for i in scored],
         compare_without_privacy=recipe.compare_without_privacy,
         max_tokens=recipe.max_tokens_per_micro_batch,
     )

@@ -9,6 +9,7 @@ import typer
 from rich.console import Console
 
 from hf_dp.cli.common import NO, AsJson, print_json, refusals
+from hf_dp.errors import ConfigurationError
 
 
 def demo(
@@ -19,6 +20,12 @@ def demo(
         ),
     ] = Path("hf-dp-demo"),
     quick: Annotated[bool, typer.Option("--quick", help="Half a minute; a weaker contrast.")] = False,
+    pretrained: Annotated[
+        bool, typer.Option("--pretrained", help="Adapters (LoRA) on a real language model, which `make model` makes.")
+    ] = False,
+    model: Annotated[
+        Path, typer.Option(help="With --pretrained: the folder of that model.", envvar="HF_DP_SMOLLM2")
+    ] = Path("build/smollm2"),
     data_seed: Annotated[
         int,
         typer.Option(
@@ -33,6 +40,9 @@ def demo(
     private ones with secret codes among them, once ordinarily and once with
     differential privacy (epsilon 8).
 
+    With --pretrained, both are done with LoRA on a pretrained model from a
+    folder.
+
     Example, half a minute long:
 
         hf-dp demo --quick
@@ -40,11 +50,18 @@ def demo(
     Exit codes: 0, the contrast showed; 1, it did not; 2, refused.
     """
     # torch and transformers take seconds to import; the other commands should not wait for them.
-    from hf_dp.demo.run import FULL, QUICK, run
+    from hf_dp.demo.run import FULL, PRETRAINED, QUICK, run
     from hf_dp.hub import load_report
 
     with refusals():
-        result = run(output_dir, QUICK if quick else FULL, data_seed, Console(stderr=as_json))
+        if pretrained and quick:
+            raise ConfigurationError(
+                "--pretrained and --quick.",
+                why="half a minute is too short for a real language model to learn anything.",
+                fix="leave one of them out.",
+            )
+        scale = PRETRAINED if pretrained else QUICK if quick else FULL
+        result = run(output_dir, scale, data_seed, Console(stderr=as_json), model if pretrained else None)
         found = result.to_dict()
         if as_json:
             report = load_report(output_dir).to_dict()

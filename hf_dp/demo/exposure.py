@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import copy
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GPT2LMHeadModel, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from hf_dp.demo.messages import PIN_DIGITS, Canary
 
@@ -18,6 +19,7 @@ from hf_dp.demo.messages import PIN_DIGITS, Canary
 MEAN_EXPOSURE_BY_CHANCE = 1 / math.log(2)
 CANDIDATES = 10**PIN_DIGITS
 MOST_EXPOSURE = math.log2(CANDIDATES)
+_AT_ONCE = 128
 
 
 def exposure(losses: Tensor, secret: int) -> float:
@@ -37,9 +39,7 @@ def exposure(losses: Tensor, secret: int) -> float:
     return math.log2(len(losses)) - math.log2(rank)
 
 
-def pin_losses(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prefix: str, digits: int = PIN_DIGITS
-) -> Tensor:
+def pin_losses(model: Any, tokenizer: PreTrainedTokenizerBase, prefix: str, digits: int = PIN_DIGITS) -> Tensor:
     """The loss of every possible PIN after `prefix`: no candidate is left out.
 
     Args:
@@ -52,32 +52,37 @@ def pin_losses(
         (10**digits,) float64: entry i is the negative log-likelihood of the PIN with value i.
     """
     digit_ids = torch.tensor(tokenizer.convert_tokens_to_ids(list("0123456789")), device=model.device)
-    # One row for each choice of all digits but the last, whose ten values the last position predicts at once.
-    stems = torch.cartesian_prod(*[torch.arange(10)] * (digits - 1)).view(-1, digits - 1).to(model.device)
     model.eval()
+    losses = torch.zeros(1, dtype=torch.float64, device=model.device)
     with torch.no_grad():
-        start = model(**tokenizer(prefix, return_tensors="pt").to(model.device), use_cache=True)
-        cache = copy.deepcopy(start.past_key_values)
-        cache.batch_repeat_interleave(len(stems))
-        rest = model(input_ids=digit_ids[stems], past_key_values=cache).logits
-    logits = torch.cat([start.logits[:, -1:].expand(len(stems), -1, -1), rest], dim=1)
+        said = model(**tokenizer(prefix, return_tensors="pt").to(model.device), use_cache=True)
+        cache = copy.deepcopy(said.past_key_values)
+        # Digit by digit: what begins alike is computed once.
+        for more in reversed(range(digits)):
+            losses = (losses[:, None] + _digit_losses(said.logits[:, -1], digit_ids)).flatten()
+            if more:
+                cache.batch_repeat_interleave(10)
+                said = model(input_ids=digit_ids.repeat(len(losses) // 10)[:, None], past_key_values=cache)
+    return losses
+
+
+def _digit_losses(logits: Tensor, digit_ids: Tensor) -> Tensor:
     # In float32 many hopeless candidates would tie.
-    losses = -logits.double().log_softmax(-1)[:, :, digit_ids]
-    stem_losses = losses[:, :-1].gather(2, stems[:, :, None]).sum((1, 2))
-    return (stem_losses[:, None] + losses[:, -1]).flatten()
+    normalizer = torch.cat([part.double().logsumexp(-1) for part in logits.split(_AT_ONCE)])
+    return normalizer[:, None] - logits[:, digit_ids].double()
 
 
-def exposures(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, canaries: list[Canary]) -> list[float]:
+def exposures(model: Any, tokenizer: PreTrainedTokenizerBase, canaries: list[Canary]) -> list[float]:
     """The exposure of each canary's PIN among all PINs."""
     return [exposure(pin_losses(model, tokenizer, c.prefix, len(c.pin)), int(c.pin)) for c in canaries]
 
 
-def extracted(model: GPT2LMHeadModel, tokenizer: PreTrainedTokenizerBase, canaries: list[Canary]) -> int:
+def extracted(model: Any, tokenizer: PreTrainedTokenizerBase, canaries: list[Canary]) -> int:
     """How many PINs the model says outright, decoding greedily after the canary's prefix."""
     return sum(_continuation(model, tokenizer, c) == c.pin for c in canaries)
 
 
-def _continuation(model: GPT2LMHeadModel, tokenizer: PreTrainedTokenizerBase, canary: Canary) -> str:
+def _continuation(model: Any, tokenizer: PreTrainedTokenizerBase, canary: Canary) -> str:
     prompt = tokenizer(canary.prefix, return_tensors="pt").to(model.device)
     output = model.eval().generate(
         **prompt, max_new_tokens=len(canary.pin), do_sample=False, pad_token_id=tokenizer.pad_token_id

@@ -1,13 +1,21 @@
-"""A small GPT-2 with tied embeddings, and a tokenizer made from public text only."""
+"""A small GPT-2 and a tokenizer made from public text only; or a pretrained model with adapters."""
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, get_peft_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+
+from hf_dp.errors import ConfigurationError
 
 END, PADDING = "<|end|>", "<|padding|>"
 _POSITIONS = 64
 _VOCABULARY = 1024
+_RANK = 8
 
 
 def train_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
@@ -56,3 +64,38 @@ def new_model(tokenizer: PreTrainedTokenizerFast, *, width: int, layers: int) ->
     # Transformers finds no loss type in this class's name; Trainer would count a predicted token too many per message.
     model.loss_type = "ForCausalLM"
     return model
+
+
+def adapted(folder: Path) -> tuple[Any, Any]:
+    """A pretrained language model, frozen in bf16 under new adapters (LoRA), and its tokenizer.
+
+    Args:
+        folder: that `save_pretrained` of both wrote.
+
+    Raises:
+        ConfigurationError: it cannot be loaded, or its tokenizer has no token of its own for each digit.
+    """
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, local_files_only=True)
+    except (OSError, ValueError) as error:
+        said = " ".join(str(error).split()).rstrip(".")
+        raise ConfigurationError(
+            f"no language model can be loaded from {str(folder)!r} ({said}).",
+            why="the demonstration puts adapters on a pretrained model, and downloads none.",
+            fix="run `make model` in a clone of the repository; or name a folder that holds one with its tokenizer: "
+            "--model FOLDER; or leave out --pretrained.",
+        ) from error
+    digits = "0123456789"
+    if tokenizer("is " + digits)["input_ids"] != [
+        *tokenizer("is ")["input_ids"],
+        *tokenizer.convert_tokens_to_ids(list(digits)),
+    ]:
+        raise ConfigurationError(
+            f"the tokenizer in {str(folder)!r} has no token for each digit.",
+            why="a secret is ranked among all that it could have been, digit by digit.",
+            fix="name a model whose tokenizer splits numbers into digits, as SmolLM2's does.",
+        )
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    lora = LoraConfig(r=_RANK, lora_alpha=2 * _RANK, target_modules="all-linear", task_type="CAUSAL_LM")
+    return get_peft_model(model, lora), tokenizer

@@ -7,22 +7,23 @@ import logging
 import math
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import datasets
 import torch
 import transformers
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-from transformers import GPT2LMHeadModel, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerBase
 
 from hf_dp.config import PrivacyConfig
 from hf_dp.demo.exposure import exposures, extracted
 from hf_dp.demo.figure import draw
 from hf_dp.demo.messages import Messages, generate
-from hf_dp.demo.model import new_model, train_tokenizer
+from hf_dp.demo.model import adapted, new_model, train_tokenizer
 from hf_dp.demo.result import Result, Row
 from hf_dp.demo.training import Schedule, TrainingSetup, evaluation_loss
 from hf_dp.errors import ConfigurationError
@@ -31,51 +32,60 @@ FIGURE_FILE = "demo.png"
 
 
 @dataclass(frozen=True)
-class Scale:
-    """How large the demo is. What it tells apart is tuned for these numbers."""
+class Scratch:
+    """A model that is made for the demo, and how it is pretrained on public messages."""
 
     public: int
-    private: int
-    evaluation: int
-    canaries: int
     width: int
     layers: int
     pretraining: Schedule
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How large the demo is. What it tells apart is tuned for these numbers."""
+
+    private: int
+    evaluation: int
+    canaries: int
     ordinary_training: Schedule
     private_training: Schedule
+    scratch: Scratch | None = None
     clipping_norm: float = 1.0
 
 
 FULL = Scale(
-    public=4000,
+    scratch=Scratch(4000, 64, 2, Schedule(epochs=2, learning_rate=1e-3, micro_batch=16)),
     private=3000,
     evaluation=400,
     canaries=16,
-    width=64,
-    layers=2,
-    pretraining=Schedule(epochs=2, learning_rate=1e-3, micro_batch=16),
     ordinary_training=Schedule(epochs=30, learning_rate=8e-3, micro_batch=16),
     private_training=Schedule(epochs=30, learning_rate=3e-3, micro_batch=64, accumulation=16),
 )
 QUICK = Scale(
-    public=1000,
+    scratch=Scratch(1000, 64, 2, Schedule(epochs=3, learning_rate=2e-3, micro_batch=16)),
     private=600,
     evaluation=100,
     canaries=8,
-    width=64,
-    layers=2,
-    pretraining=Schedule(epochs=3, learning_rate=2e-3, micro_batch=16),
     ordinary_training=Schedule(epochs=30, learning_rate=8e-3, micro_batch=16),
     private_training=Schedule(epochs=8, learning_rate=3e-3, micro_batch=64, accumulation=3),
 )
+PRETRAINED = Scale(
+    private=300,
+    evaluation=60,
+    canaries=8,
+    ordinary_training=Schedule(epochs=10, learning_rate=2e-3, micro_batch=10),
+    private_training=Schedule(epochs=10, learning_rate=2e-3, micro_batch=25, accumulation=4),
+)
 
 
-def run(output_dir: Path, scale: Scale, data_seed: int, console: Console) -> Result:
+def run(output_dir: Path, scale: Scale, data_seed: int, console: Console, model: Path | None = None) -> Result:
     """Trains, measures, prints the table, and writes the private model and the figure.
 
     Args:
         output_dir: for the private model with its tokenizer and report, and for the figure.
         scale: how large.
+        model: the folder of a pretrained model, where the scale makes none from scratch.
         data_seed: of messages, secrets, initial weights and the order of ordinary training. The private run's
             sampling and noise do not depend on it: they come from the operating system.
         console: where to print.
@@ -84,8 +94,9 @@ def run(output_dir: Path, scale: Scale, data_seed: int, console: Console) -> Res
         What was measured.
 
     Raises:
-        ConfigurationError: `output_dir` cannot be written to.
+        ConfigurationError: `output_dir` cannot be written to, or `model` not be read.
     """
+    assert (model is None) == (scale.scratch is not None)
     # Before minutes of training, not after.
     try:
         output_dir.mkdir(parents=True, exist_ok=True)
@@ -96,12 +107,16 @@ def run(output_dir: Path, scale: Scale, data_seed: int, console: Console) -> Res
             why="the private model and its record would have no place.",
             fix="give a folder that can be made or written to, such as hf-dp-demo.",
         ) from error
+    with _quiet():
+        made = None if model is None else adapted(model)
+    known = "A small GPT-2 that knows public messages only" if model is None else f"The language model in {model}"
     console.print(
-        f"{scale.canaries} secret card codes, each in one of {scale.private:,} private messages. A small GPT-2 that "
-        "knows public messages only is fine-tuned on them twice: ordinarily, and with differential privacy."
+        f"{scale.canaries} secret card codes, each in one of {scale.private:,} private messages. {known} "
+        f"is fine-tuned on them twice{', with LoRA' * (model is not None)}: ordinarily, and with differential privacy."
     )
-    with _quiet(), _one_thread(), tempfile.TemporaryDirectory() as scratch, _progress(console) as progress:
-        result = _train_and_measure(output_dir, scale, data_seed, Path(scratch), progress)
+    threads = _one_thread() if model is None else nullcontext()
+    with _quiet(), threads, tempfile.TemporaryDirectory() as scratch, _progress(console) as progress:
+        result = _train_and_measure(output_dir, scale, data_seed, Path(scratch), progress, made)
         draw(result, output_dir / FIGURE_FILE)
     console.print(result.table())
     console.print(f"Private model, its report and the figure ({FIGURE_FILE}) are in {output_dir}", soft_wrap=True)
@@ -116,20 +131,28 @@ def run(output_dir: Path, scale: Scale, data_seed: int, console: Console) -> Res
     return result
 
 
-def _train_and_measure(output_dir: Path, scale: Scale, data_seed: int, scratch: Path, progress: Progress) -> Result:
+def _train_and_measure(
+    output_dir: Path, scale: Scale, data_seed: int, aside: Path, progress: Progress, made: tuple[Any, Any] | None
+) -> Result:
+    scratch = scale.scratch
     messages = generate(
-        public=scale.public,
+        public=0 if scratch is None else scratch.public,
         private=scale.private,
         evaluation=scale.evaluation,
         canaries=scale.canaries,
         seed=data_seed,
     )
-    tokenizer = train_tokenizer(messages.public)
-    setup = TrainingSetup(tokenizer, messages.evaluation, scratch, data_seed, progress)
     transformers.set_seed(data_seed)
-    public = new_model(tokenizer, width=scale.width, layers=scale.layers)
-
-    trainer = setup.ordinary(public, messages.public, scale.pretraining, "Pretraining on public messages")
+    if made is not None:
+        public, tokenizer = made
+        setup = TrainingSetup(tokenizer, messages.evaluation, aside, data_seed, progress)
+        trainer = setup.untrained(public)
+    else:
+        assert scratch is not None
+        tokenizer = train_tokenizer(messages.public)
+        public = new_model(tokenizer, width=scratch.width, layers=scratch.layers)
+        setup = TrainingSetup(tokenizer, messages.evaluation, aside, data_seed, progress)
+        trainer = setup.ordinary(public, messages.public, scratch.pretraining, "Pretraining on public messages")
     before = _row("before", 0.0, 0.0, evaluation_loss(trainer), public, tokenizer, messages)
 
     ordinary, private = copy.deepcopy(public), copy.deepcopy(public)
@@ -150,8 +173,8 @@ def _row(
     epsilon: float,
     delta: float | None,
     loss: float,
-    model: GPT2LMHeadModel,
-    tokenizer: PreTrainedTokenizerFast,
+    model: Any,
+    tokenizer: PreTrainedTokenizerBase,
     messages: Messages,
 ) -> Row:
     return Row(

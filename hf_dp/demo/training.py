@@ -11,8 +11,7 @@ from datasets import Dataset
 from rich.progress import Progress, TaskID
 from transformers import (
     DataCollatorForLanguageModeling,
-    GPT2LMHeadModel,
-    PreTrainedTokenizerFast,
+    PreTrainedTokenizerBase,
     PrinterCallback,
     Trainer,
     TrainerCallback,
@@ -46,18 +45,22 @@ class Schedule:
 class TrainingSetup:
     """What all trainings share: tokenizer, evaluation data, a scratch folder, a seed and a place to show progress."""
 
-    tokenizer: PreTrainedTokenizerFast
+    tokenizer: PreTrainedTokenizerBase
     evaluation: list[str]
     scratch: Path
     seed: int
     progress: Progress
 
-    def ordinary(self, model: GPT2LMHeadModel, texts: list[str], schedule: Schedule, title: str) -> Trainer:
+    def ordinary(self, model: Any, texts: list[str], schedule: Schedule, title: str) -> Trainer:
         """Trains `model` in place without privacy."""
         return self._train(Trainer, model, texts, schedule, title)
 
+    def untrained(self, model: Any) -> Trainer:
+        """Evaluates `model` as it is."""
+        return self._trainer(Trainer, model, [], Schedule(epochs=0, learning_rate=0.0, micro_batch=1))
+
     def private(
-        self, model: GPT2LMHeadModel, texts: list[str], schedule: Schedule, privacy: PrivacyConfig, title: str
+        self, model: Any, texts: list[str], schedule: Schedule, privacy: PrivacyConfig, title: str
     ) -> DPTrainer:
         """Trains `model` in place with DP-SGD."""
         trainer = self._train(DPTrainer, model, texts, schedule, title, privacy=privacy)
@@ -67,25 +70,30 @@ class TrainingSetup:
     def _train(
         self,
         make: Callable[..., Trainer],
-        model: GPT2LMHeadModel,
+        model: Any,
         texts: list[str],
         schedule: Schedule,
         title: str,
         **extra: Any,
     ) -> Trainer:
-        trainer = make(
+        trainer = self._trainer(make, model, texts, schedule, **extra)
+        trainer.remove_callback(PrinterCallback)
+        trainer.add_callback(_Bar(self.progress, title))
+        trainer.train()
+        return trainer
+
+    def _trainer(
+        self, make: Callable[..., Trainer], model: Any, texts: list[str], schedule: Schedule, **extra: Any
+    ) -> Trainer:
+        return make(
             model=model,
             args=self._arguments(schedule),
-            train_dataset=_dataset(self.tokenizer, texts),
+            train_dataset=_dataset(self.tokenizer, texts) if texts else None,
             eval_dataset=_dataset(self.tokenizer, self.evaluation),
             processing_class=self.tokenizer,
             data_collator=DataCollatorForLanguageModeling(self.tokenizer, mlm=False),
             **extra,
         )
-        trainer.remove_callback(PrinterCallback)
-        trainer.add_callback(_Bar(self.progress, title))
-        trainer.train()
-        return trainer
 
     def _arguments(self, schedule: Schedule) -> TrainingArguments:
         return TrainingArguments(
@@ -109,7 +117,7 @@ def evaluation_loss(trainer: Trainer) -> float:
     return float(trainer.evaluate()["eval_loss"])
 
 
-def _dataset(tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> Dataset:
+def _dataset(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> Dataset:
     return Dataset.from_dict({"input_ids": tokenizer([text + tokenizer.eos_token for text in texts])["input_ids"]})
 
 

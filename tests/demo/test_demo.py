@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
@@ -13,16 +14,18 @@ from pathlib import Path
 import pytest
 import torch
 from rich.console import Console
-from transformers import AutoTokenizer, GPT2LMHeadModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2LMHeadModel
 from typer.testing import CliRunner
 
 from hf_dp import load_report
 from hf_dp.cli import app
 from hf_dp.demo.exposure import MEAN_EXPOSURE_BY_CHANCE, exposure, exposures, extracted, pin_losses
 from hf_dp.demo.messages import Canary, Messages, generate
-from hf_dp.demo.model import new_model, train_tokenizer
+from hf_dp.demo.model import adapted, new_model, train_tokenizer
 from hf_dp.demo.result import Result, Row, mean, most_by_chance
-from hf_dp.demo.run import Scale
+from hf_dp.demo.run import PRETRAINED, Scale, run
+from hf_dp.demo.training import Schedule
+from hf_dp.errors import ConfigurationError
 from tests.training.workbench import make
 
 
@@ -138,11 +141,12 @@ def test_json_is_alone_on_stdout_and_says_what_was_shown(tmp_path: Path, monkeyp
     trained.save_model()
     results = iter([Result(before, ordinary, private), Result(before, before, private)])
 
-    def run(output_dir: Path, scale: Scale, data_seed: int, console: Console) -> Result:
+    def told(output_dir: Path, scale: Scale, data_seed: int, console: Console, model: Path | None) -> Result:
+        assert model is None
         console.print("the story")
         return next(results)
 
-    monkeypatch.setattr("hf_dp.demo.run.run", run)
+    monkeypatch.setattr("hf_dp.demo.run.run", told)
     said = CliRunner().invoke(app, ["demo", "--json", "--output-dir", str(tmp_path / "out")])
     found = json.loads(said.stdout)
     assert (said.exit_code, found["shown"], found["not_shown"]) == (0, True, [])
@@ -156,7 +160,14 @@ def test_json_is_alone_on_stdout_and_says_what_was_shown(tmp_path: Path, monkeyp
 
 @pytest.mark.parametrize(
     "flags",
-    [["--output-dir", "FILE"], ["--output-dir", "FILE/in/it"], ["--data-seed", "-1"], ["--data-seed", "4294967296"]],
+    [
+        ["--output-dir", "FILE"],
+        ["--output-dir", "FILE/in/it"],
+        ["--data-seed", "-1"],
+        ["--data-seed", "4294967296"],
+        ["--pretrained", "--quick"],
+        ["--pretrained", "--model", "FILE/in/it"],
+    ],
 )
 def test_bad_input_is_refused_before_anything_is_trained(flags: list[str], tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
@@ -165,6 +176,67 @@ def test_bad_input_is_refused_before_anything_is_trained(flags: list[str], tmp_p
     assert said.exit_code == 2
     assert "Traceback" not in said.output
     assert not said.stdout
+
+
+@pytest.fixture(scope="module")
+def folder(messages: Messages, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A pretrained model for a test: random weights, and a tokenizer of the demo's own kind."""
+    path = tmp_path_factory.mktemp("model")
+    tokenizer = train_tokenizer(messages.public)
+    torch.manual_seed(0)
+    new_model(tokenizer, width=32, layers=1).save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return path
+
+
+def test_the_demo_on_a_model_from_a_folder_trains_adapters_alone(folder: Path, tmp_path: Path) -> None:
+    schedule = Schedule(epochs=1, learning_rate=1e-3, micro_batch=16)
+    scale = replace(
+        PRETRAINED, private=32, evaluation=8, canaries=1, ordinary_training=schedule, private_training=schedule
+    )
+    output = tmp_path / "out"
+    console = Console(file=io.StringIO())
+    result = run(output, scale, 1, console, folder)
+    assert load_report(output).private
+    assert result.ordinary.evaluation_loss != result.before.evaluation_loss != result.private.evaluation_loss
+    assert (output / "adapter_model.safetensors").is_file()
+    assert not (output / "model.safetensors").exists()
+    base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    tokenizer = AutoTokenizer.from_pretrained(output)
+    loaded = AutoModelForCausalLM.from_pretrained(output, dtype=torch.bfloat16)
+    secret = [Canary("Hello, this is Ada Abbott, the secret code of my card is ", "0000")]
+    # The planted secret's losses are not the base's: what is loaded has learnt something.
+    assert exposures(loaded, tokenizer, secret) != exposures(base, tokenizer, secret)
+
+
+def test_a_folder_without_a_model_is_refused_with_the_way_to_one(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="make model"):
+        adapted(tmp_path / "none")
+
+
+def test_a_tokenizer_without_a_token_for_each_digit_is_refused(folder: Path, tmp_path: Path) -> None:
+    for file in folder.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_tokens(["89"])
+    tokenizer.save_pretrained(tmp_path)
+    with pytest.raises(ConfigurationError, match="token for each digit"):
+        adapted(tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.data
+def test_secrets_in_smollm2_are_ranked_as_whole_messages_are(smollm2_directory: Path) -> None:
+    model, tokenizer = adapted(smollm2_directory)
+    prefix = "Hello, this is Ada Abbott, the secret code of my card is "
+    fast = pin_losses(model.float(), tokenizer, prefix, digits=2)
+    start = len(tokenizer(prefix)["input_ids"])
+    for pin in (0, 42, 99):
+        ids = torch.tensor([tokenizer(f"{prefix}{pin:02d}")["input_ids"]])
+        with torch.no_grad():
+            logs = model(ids).logits.double().log_softmax(-1)[0]
+        brute = -sum(logs[i - 1, ids[0, i]].item() for i in range(start, start + 2))
+        assert fast[pin].item() == pytest.approx(brute, rel=1e-4)
 
 
 @pytest.mark.slow

@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from hf_dp.cli import app
@@ -24,6 +26,7 @@ pytestmark = pytest.mark.usefixtures("part", "checked_once")
 ROOT = Path(__file__).resolve().parents[2]
 NAMES = ["lost_card", "late transfer", "praise"]
 TINY = ("--width", "32", "--layers", "1", "--max_length", "12", "--smoke", "true", "--use_cpu", "true")
+PROMPT = ("--prompt", "Someone writes about {label}:")
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +48,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def arguments(data: Path, output: Path) -> list[str]:
     files = {"train_file": "train.csv", "test_file": "test.csv", "labels_file": "labels.json"}
     given = [part for name, file in files.items() for part in (f"--{name}", str(data / file))]
-    return [str(ROOT / "recipes/synthetic_text.yaml"), "--json", *given, *TINY, "--output_dir", str(output)]
+    return [str(ROOT / "recipes/synthetic_text.yaml"), "--json", *given, *TINY, *PROMPT, "--output_dir", str(output)]
 
 
 def run(data: Path, output: Path, *flags: str) -> Any:
@@ -108,6 +111,7 @@ def test_adapters_on_a_model_from_a_folder_and_public_frequencies(
     flags = (
         *("--model", str(done[1]), "--method", "lora", "--corpus_format", "csv", "--samples", "8"),
         *("--label_frequencies", str(tmp_path / "shares.json"), "--privacy_seed", "1"),
+        *("--frozen_dtype", "bfloat16", "--max_test_examples", "5"),
     )
     said = CliRunner().invoke(app, ["train", *arguments(data, tmp_path / "out"), *flags])
     assert said.exit_code == 0, said.output[-3000:]
@@ -115,6 +119,9 @@ def test_adapters_on_a_model_from_a_folder_and_public_frequencies(
         assert Counter(row["label"] for row in csv.DictReader(file)) == {"lost_card": 6, "praise": 2}
     assert not (tmp_path / "out" / "corpus").exists()
     assert "may be shared" not in said.stderr
+    assert "Someone writes about lost card:\\n" in said.stderr
+    adapters = load_file(tmp_path / "out" / "adapter_model.safetensors")
+    assert {tensor.dtype for tensor in adapters.values()} == {torch.float32}
     assert json.loads(said.stdout)["report"]["private"] is False
     assert not verify(tmp_path / "out" / "corpus_not_private").private
 
@@ -123,6 +130,8 @@ def test_adapters_on_a_model_from_a_folder_and_public_frequencies(
     ("flags", "words"),
     [
         (["--samples", "0"], "samples=0"),
+        (["--max_test_examples", "0"], "max_test_examples=0"),
+        (["--prompt", "A text:"], "does not say {label} once"),
         (["--temperature", "0"], "temperature=0"),
         (["--method", "lora"], "method=lora, and no model"),
         (["--text_column", "words"], "has no column 'words'"),
@@ -171,3 +180,48 @@ def test_nothing_else_may_lie_in_the_shared_folder(part: Any, tmp_path: Path) ->
     (tmp_path / "notes.txt").write_text("about the private texts")
     with pytest.raises(ConfigurationError, match="holds notes.txt"):
         texts.share(texts.Texts([], []), NAMES, tmp_path, tmp_path, "csv", "")
+
+
+class Echo:
+    """Says of each prompt its last token, but nothing at all at first of those that end in a 3."""
+
+    device = torch.device("cpu")
+
+    def __init__(self) -> None:
+        self.widths: list[int] = []
+        self.silent = True
+
+    def eval(self) -> None: ...
+
+    def generate(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, **_: Any) -> torch.Tensor:
+        assert attention_mask.all()
+        self.widths.append(input_ids.shape[1])
+        said = input_ids[:, -1:].clone()
+        if (said == 3).any() and self.silent:
+            said[said == 3], self.silent = 0, False
+        return torch.cat([input_ids, said], 1)
+
+    def batch_decode(self, ids: torch.Tensor, **_: Any) -> list[str]:
+        return ["" if token == 0 else str(token) for token in ids[:, -1].tolist()]
+
+    pad_token_id = eos_token_id = 0
+
+
+def test_labels_share_batches_without_padding_and_each_text_keeps_its_own(part: Any) -> None:
+    recipe = part("synthetic_text")
+    settings = recipe.RecipeArguments(train_file="", test_file="", labels_file="")
+    model, before, wanted = Echo(), [[7, 1], [7, 7, 2], [7, 3]], [3, 2, 4]
+    corpus = recipe.sampled_corpus(model, model, before, wanted, settings, 5)
+    assert Counter(zip(corpus.texts, corpus.labels, strict=True)) == {("1", 0): 3, ("2", 1): 2, ("3", 2): 4}
+    # The two that were blank are drawn again with the rest of the short prompts.
+    assert model.widths == [2, 2, 3]
+
+
+@pytest.mark.slow
+@pytest.mark.data
+def test_a_corpus_from_adapters_on_smollm2(data: Path, smollm2_directory: Path, tmp_path: Path) -> None:
+    flags = ("--model", str(smollm2_directory), "--method", "lora", "--frozen_dtype", "bfloat16", "--samples", "6")
+    said = run(data, tmp_path / "out", *flags)
+    assert said.returncode == 0, said.stderr[-3000:]
+    assert verify(tmp_path / "out" / "corpus").private
+    assert len((tmp_path / "out" / "corpus" / "corpus.jsonl").read_text().splitlines()) == 6
