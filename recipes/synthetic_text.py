@@ -22,7 +22,6 @@ from peft import LoraConfig, get_peft_model
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from tqdm.auto import tqdm
 from transformers import (
-    AutoModelForCausalLM,
     AutoTokenizer,
     DataCollatorForSeq2Seq,
     PreTrainedTokenizerFast,
@@ -31,6 +30,7 @@ from transformers import (
 )
 
 from common.arguments import parse
+from common.base_models import FourBits, language_model, refuse_four_bits
 from common.corpus_quality import encoded_by, judge
 from common.data import LabelledData, labelled, public_labels
 from common.hub_names import pretrained
@@ -43,7 +43,7 @@ END, PADDING = "<|end|>", "<|padding|>"
 
 
 @dataclass(kw_only=True)
-class RecipeArguments(LabelledData):
+class RecipeArguments(LabelledData, FourBits):
     """What is learnt, and what is sampled."""
 
     model: str | None = field(
@@ -101,9 +101,10 @@ def bytes_tokenizer() -> PreTrainedTokenizerFast:
 
 def build(recipe: RecipeArguments, names: Sequence[str]) -> tuple[Any, Any]:
     """The model and its tokenizer. From scratch, each label is one token."""
+    refuse_four_bits(recipe)
     if recipe.model is not None:
         tokenizer = pretrained(AutoTokenizer, recipe.model)
-        model = pretrained(AutoModelForCausalLM, recipe.model)
+        model = language_model(recipe)
     else:
         tokenizer = bytes_tokenizer() if recipe.tokenizer is None else pretrained(AutoTokenizer, recipe.tokenizer)
         tokenizer.add_special_tokens({"eos_token": tokenizer.eos_token or END})
