@@ -20,6 +20,7 @@ import textwrap
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -218,7 +219,7 @@ def judge_quantised(kind: str) -> str:
         for truth in (model, low_bits.whole(model)):
             largest = worst((largest, error(found, loop(truth, per_example_losses, batch))))
         low_bits.evaluated(model, batch)
-    return f"exact {largest:.0e}" if largest <= TOLERANCE[torch.float32] else f"WRONG by {largest:.1g}"
+    return f"exact {largest:.0e} in float32" if largest <= TOLERANCE[torch.float32] else f"WRONG by {largest:.1g}"
 
 
 MODELS: dict[str, Build] = {
@@ -324,7 +325,8 @@ def judge_all(only: list[str] | None = None) -> dict[str, dict[str, dict[str, st
 
 def markdown(results: Results) -> str:
     """The whole page: a table for each part, and below it why something is refused."""
-    versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "peft"))
+    packages = ("torch", "transformers", "peft", *dict.fromkeys(name for name, _ in low_bits.KINDS.values()))
+    versions = ", ".join(f"{name} {version(name)}" for name in packages if find_spec(name))
     about = (
         f'Written by `{COMMAND}` ({versions}), which explains how each case is judged. "exact" is followed by the '
         'largest relative error of norms and sums in float64 against a loop over single examples, "within" by that of '
