@@ -24,8 +24,10 @@ private step would take if it did these operations as fast as an ordinary one, a
 from __future__ import annotations
 
 import csv
+import ctypes
 import dataclasses
 import functools
+import gc
 import json
 import platform
 import random
@@ -456,31 +458,39 @@ def bits(
     alone: Annotated[bool, typer.Option(hidden=True, help="Only the first, in this process.")] = False,
 ) -> None:
     """LoRA over a frozen base in fewer bits, on a CPU: the peak of a process in a step, and its time, one by one."""
-    kinds = kind or list(BITS)
+    kinds, found = kind or list(BITS), dict[str, list[float]]()
     if alone:
-        before = _peak_mib()
-        held = _in_bits(model, kinds[0])
+        before = _held_mib()
+        model_ = _in_bits(model, kinds[0])
+        held = _held_mib() - before
         case = dataclasses.replace(CASES["llama lora"], batch=batch, length=length)
-        step = VARIANTS["hf_dp"](case, held, batches(case, torch.device("cpu")))
+        step = VARIANTS["hf_dp"](case, model_, batches(case, torch.device("cpu")))
         step()
+        start = _held_mib()
         Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")  # the peak begins anew
+        files = _peak_mib() - start
         seconds = [_timed(step, torch.device("cpu")) for _ in range(repeats)]
-        print(json.dumps([_peak_mib() - before, statistics.median(seconds)]))
+        print(json.dumps([held, _peak_mib() - files - before, statistics.median(seconds)]))
         return
-    table = Table("base", "peak in a step, MiB", "ratio", "seconds", "ratio")
-    found: dict[str, list[float]] = {}
     asked = ["--model", model, "--batch", str(batch), "--length", str(length), "--repeats", str(repeats), "--alone"]
     for name in kinds:
-        done = subprocess.run(
-            [sys.executable, __file__, "bits", *asked, "--kind", name], capture_output=True, text=True
-        )
+        command = [sys.executable, __file__, "bits", *asked, "--kind", name]
+        done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
-            print(f"{name}: {done.stderr.strip().splitlines()[-1]}")
+            print(f"{name}: {done.stderr.strip().splitlines()[-1]}", flush=True)
             continue
         found[name] = json.loads(done.stdout.splitlines()[-1])
-        (peak, took), first = found[name], found[kinds[0]]
-        table.add_row(name, f"{peak:.0f}", f"{peak / first[0]:.2f}", f"{took:.2f}", f"{took / first[1]:.2f}")
-    Console(width=120).print(table)
+        ratios = [value / first for value, first in zip(found[name], found[kinds[0]], strict=True)]
+        shown = zip(("MiB held", "MiB at the peak of a step", "seconds"), found[name], ratios, strict=True)
+        print(f"{name}: {', '.join(f'{value:.1f} {what} ({ratio:.2f})' for what, value, ratio in shown)}", flush=True)
+
+
+def _held_mib() -> float:
+    """Without what was freed, and without files that are mapped."""
+    gc.collect()
+    ctypes.CDLL("libc.so.6").malloc_trim(0)
+    status = Path("/proc/self/status").read_text(encoding="utf-8")
+    return int(status.split("RssAnon:")[1].split()[0]) / 1024
 
 
 @app.command()
