@@ -14,9 +14,10 @@ from typing import Any, Literal
 
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, set_seed
+from transformers import AutoTokenizer, Trainer, set_seed
 
 from common.arguments import TextArguments, parse
+from common.base_models import FourBits, language_model, refuse_four_bits
 from common.data import read_rows
 from common.files import read_text
 from common.hub_names import pretrained
@@ -29,7 +30,7 @@ Rows = list[dict[str, list[int]]]
 
 
 @dataclass
-class RecipeArguments(TextArguments):
+class RecipeArguments(TextArguments, FourBits):
     """What the recipe trains on, and its model."""
 
     text_file: str = field(
@@ -100,9 +101,10 @@ def collate(rows: Rows) -> dict[str, torch.Tensor]:
 
 def build(recipe: RecipeArguments) -> Any:
     """The model before training."""
+    refuse_four_bits(recipe)
     if recipe.model is None:
         return small_gpt2(characters(), positions=recipe.passage_length, width=recipe.width, layers=recipe.layers)
-    model = pretrained(AutoModelForCausalLM, recipe.model)
+    model = language_model(recipe)
     if recipe.method == "full":
         return model
     return get_peft_model(model, LoraConfig(r=recipe.lora_rank, lora_alpha=2 * recipe.lora_rank, task_type="CAUSAL_LM"))

@@ -24,7 +24,6 @@ from peft import LoraConfig, get_peft_model
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from tqdm.auto import tqdm
 from transformers import (
-    AutoModelForCausalLM,
     AutoTokenizer,
     DataCollatorForSeq2Seq,
     PreTrainedTokenizerFast,
@@ -33,6 +32,7 @@ from transformers import (
 )
 
 from common.arguments import parse
+from common.base_models import FourBits, language_model, refuse_four_bits
 from common.classification import by_length
 from common.corpus_quality import encoded_by, judge
 from common.data import LabelledData, labelled, public_labels
@@ -46,7 +46,7 @@ END, PADDING = "<|end|>", "<|padding|>"
 
 
 @dataclass(kw_only=True)
-class RecipeArguments(LabelledData):
+class RecipeArguments(LabelledData, FourBits):
     """What is learnt, and what is sampled."""
 
     model: str | None = field(
@@ -120,10 +120,11 @@ def bytes_tokenizer() -> PreTrainedTokenizerFast:
 
 def build(recipe: RecipeArguments, names: Sequence[str]) -> tuple[Any, Any]:
     """The model and its tokenizer. From scratch, each label is one token."""
+    refuse_four_bits(recipe)
     if recipe.model is not None:
         tokenizer = pretrained(AutoTokenizer, recipe.model)
         dtype = getattr(torch, recipe.frozen_dtype if recipe.method == "lora" else "float32")
-        model = pretrained(AutoModelForCausalLM, recipe.model, dtype=dtype)
+        model = language_model(recipe, dtype=dtype)
     else:
         tokenizer = bytes_tokenizer() if recipe.tokenizer is None else pretrained(AutoTokenizer, recipe.tokenizer)
         tokenizer.add_special_tokens({"eos_token": tokenizer.eos_token or END})

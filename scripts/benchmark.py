@@ -8,6 +8,7 @@
     python scripts/benchmark.py forms
     python scripts/benchmark.py noise
     python scripts/benchmark.py kinds
+    python scripts/benchmark.py bits --model DIRECTORY
     python scripts/benchmark.py lengths --texts DEVSET.csv --tokenizer DIRECTORY
     python scripts/benchmark.py trainer
     python scripts/benchmark.py re-attention
@@ -23,8 +24,10 @@ private step would take if it did these operations as fast as an ordinary one, a
 from __future__ import annotations
 
 import csv
+import ctypes
 import dataclasses
 import functools
+import gc
 import json
 import platform
 import random
@@ -423,6 +426,78 @@ def lengths(
     counts = [len(row["input_ids"]) for row in data]
     print(f"{rows} rows of {min(counts)} to {max(counts)} tokens, {sum(counts)} in all, median {_median(counts):.0f}")
     Console(width=120).print(table)
+
+
+BITS: dict[str, dict[str, Any]] = {
+    "float32": {},
+    "bfloat16": {},
+    "bitsandbytes nf4": {
+        "load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": "float32",
+    },
+    "bitsandbytes int8": {"load_in_8bit": True, "llm_int8_threshold": 0.0},
+    "torchao int8": {"quant_type": "Int8WeightOnlyConfig"},
+}  # fmt: skip
+
+
+def _in_bits(model: str, kind: str) -> Any:
+    """A causal language model with LoRA on all linear layers, its base in so many bits."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig, TorchAoConfig
+
+    options: dict[str, Any] = {"dtype": torch.bfloat16 if kind == "bfloat16" else torch.float32}
+    if kind.startswith("bitsandbytes"):
+        options["quantization_config"] = BitsAndBytesConfig(**BITS[kind])
+    elif kind.startswith("torchao"):
+        import torchao.quantization
+
+        options["quantization_config"] = TorchAoConfig(getattr(torchao.quantization, BITS[kind]["quant_type"])())
+    base = AutoModelForCausalLM.from_pretrained(model, device_map="cpu", **options)
+    return get_peft_model(base, LoraConfig(r=8, target_modules="all-linear")).train()
+
+
+@app.command()
+def bits(
+    model: Annotated[str, typer.Option(help="Of a causal language model.")],
+    batch: Annotated[int, typer.Option(help="Examples in each of four micro-batches.")] = 2,
+    length: Annotated[int, typer.Option(help="Tokens of each.")] = 64,
+    kind: Annotated[list[str] | None, typer.Option(help="All by default, the first for comparison.")] = None,
+    repeats: Annotated[int, typer.Option(help="Timed steps.")] = 3,
+    alone: Annotated[bool, typer.Option(hidden=True, help="Only the first, in this process.")] = False,
+) -> None:
+    """LoRA over a frozen base in fewer bits, on a CPU: the peak of a process in a step, and its time, one by one."""
+    kinds, found = kind or list(BITS), dict[str, list[float]]()
+    if alone:
+        before = _held_mib()
+        model_ = _in_bits(model, kinds[0])
+        held = _held_mib() - before
+        case = dataclasses.replace(CASES["llama lora"], batch=batch, length=length)
+        step = VARIANTS["hf_dp"](case, model_, batches(case, torch.device("cpu")))
+        step()
+        start = _held_mib()
+        Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")  # the peak begins anew
+        files = _peak_mib() - start
+        seconds = [_timed(step, torch.device("cpu")) for _ in range(repeats)]
+        print(json.dumps([held, _peak_mib() - files - before, statistics.median(seconds)]))
+        return
+    asked = ["--model", model, "--batch", str(batch), "--length", str(length), "--repeats", str(repeats), "--alone"]
+    for name in kinds:
+        command = [sys.executable, __file__, "bits", *asked, "--kind", name]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            print(f"{name}: {done.stderr.strip().splitlines()[-1]}", flush=True)
+            continue
+        found[name] = json.loads(done.stdout.splitlines()[-1])
+        ratios = [value / first for value, first in zip(found[name], found[kinds[0]], strict=True)]
+        shown = zip(("MiB held", "MiB at the peak of a step", "seconds"), found[name], ratios, strict=True)
+        print(f"{name}: {', '.join(f'{value:.1f} {what} ({ratio:.2f})' for what, value, ratio in shown)}", flush=True)
+
+
+def _held_mib() -> float:
+    """Without what was freed, and without files that are mapped."""
+    gc.collect()
+    ctypes.CDLL("libc.so.6").malloc_trim(0)
+    status = Path("/proc/self/status").read_text(encoding="utf-8")
+    return int(status.split("RssAnon:")[1].split()[0]) / 1024
 
 
 @app.command()

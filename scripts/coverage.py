@@ -21,6 +21,7 @@ import textwrap
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -223,7 +224,7 @@ def judge_quantised(kind: str) -> str:
         for truth in (model, low_bits.whole(model)):
             largest = worst((largest, error(found, loop(truth, per_example_losses, batch))))
         low_bits.evaluated(model, batch)
-    return f"exact {largest:.0e}" if largest <= TOLERANCE[torch.float32] else f"WRONG by {largest:.1g}"
+    return f"exact {largest:.0e} in float32" if largest <= TOLERANCE[torch.float32] else f"WRONG by {largest:.1g}"
 
 
 MODELS: dict[str, Build] = {
@@ -329,8 +330,10 @@ def judge_all(only: list[str] | None = None) -> dict[str, dict[str, dict[str, st
 
 def markdown(results: Results) -> str:
     """The whole page: a table for each part, and below it why something is refused."""
+    optional = dict.fromkeys(name for name, _ in low_bits.KINDS.values() if find_spec(name))
+    versions = ", ".join([_versions(), *(f"{name} {version(name)}" for name in optional)])
     about = (
-        f'Written by `{COMMAND}` ({_versions()}), which explains how each case is judged. "exact" is followed by the '
+        f'Written by `{COMMAND}` ({versions}), which explains how each case is judged. "exact" is followed by the '
         'largest relative error of norms and sums in float64 against a loop over single examples, "within" by that of '
         "bf16 norms against a loop in float32. What is refused is refused by name before anything is released; its "
         "reasons are below each table. \"Experts batched\" is `model.set_experts_implementation('batched_mm')`."

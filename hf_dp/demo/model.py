@@ -89,7 +89,7 @@ def adapted(folder: Path) -> tuple[Any, Any]:
     digits = "0123456789"
     if tokenizer("is " + digits)["input_ids"] != [
         *tokenizer("is ")["input_ids"],
-        *tokenizer.convert_tokens_to_ids(list(digits)),
+        *(tokenizer.convert_tokens_to_ids(digit) for digit in digits),
     ]:
         raise ConfigurationError(
             f"the tokenizer in {str(folder)!r} has no token for each digit.",

@@ -13,9 +13,10 @@ from typing import Any, Literal
 import torch
 from peft import LoraConfig, get_peft_model
 from tqdm.auto import tqdm
-from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer
+from transformers import AutoTokenizer, Trainer
 
 from common.arguments import TextArguments
+from common.base_models import FourBits, language_model, refuse_four_bits
 from common.hub_names import pretrained
 from common.language_models import characters, small_gpt2
 from common.results import Scores, scored_by_loss
@@ -26,7 +27,7 @@ Row = dict[str, list[int]]
 
 
 @dataclass(kw_only=True)
-class AnswerData(TextArguments):
+class AnswerData(TextArguments, FourBits):
     """Arguments of recipes that train a causal language model on answers."""
 
     train_file: str = field(metadata={"help": "CSV, JSON or JSON lines, or a hub data set; this is private."})
@@ -49,6 +50,7 @@ class AnswerData(TextArguments):
 
 def tokenizer_and_model(recipe: AnswerData) -> tuple[Any, Any]:
     """The pretrained ones, or those from scratch, whose alphabet is public; with adapters for the method lora."""
+    refuse_four_bits(recipe)
     if recipe.model == "scratch":
         if recipe.method == "lora":
             raise ConfigurationError(
@@ -60,7 +62,7 @@ def tokenizer_and_model(recipe: AnswerData) -> tuple[Any, Any]:
         return tokenizer, small_gpt2(tokenizer, positions=positions, width=recipe.width, layers=recipe.layers)
     tokenizer = pretrained(AutoTokenizer, recipe.model)
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-    model = pretrained(AutoModelForCausalLM, recipe.model, dtype=torch.float32)
+    model = language_model(recipe, dtype=torch.float32)
     if recipe.method == "full":
         return tokenizer, model
     lora = LoraConfig(

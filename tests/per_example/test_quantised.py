@@ -54,7 +54,7 @@ class Linear8bitLt(nn.Linear):
         self.state = SimpleNamespace(threshold=threshold)
 
 
-def test_outliers_of_a_batch_are_refused_by_name() -> None:
+def test_failure_37_outliers_of_a_batch_are_refused_by_name() -> None:
     with pytest.raises(UnsupportedModelError, match=r"(?s)1 computes in 8 bits.*llm_int8_threshold=0\.0"):
         check_modules(nn.Sequential(nn.Linear(2, 2), Linear8bitLt(6.0)))
     check_modules(nn.Sequential(nn.Linear(2, 2), Linear8bitLt(0.0)))

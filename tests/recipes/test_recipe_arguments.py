@@ -125,6 +125,7 @@ def test_a_flag_takes_the_place_of_what_the_file_says_in_another_way(recipe, beg
         ("sequential_recommendation", {"re_attention": "{}"}, "--re_attention with this recipe"),
         ("classify", {"weight_decay": 0.1}, "--weight_decay with this recipe"),
         ("sparse_embeddings", {"optim": "sgd"}, "--optim with this recipe"),
+        ("causal_lm", {"load_in_4bit": 1}, "--load_in_4bit with --method full"),
         (
             "causal_lm",
             {"compare_without_privacy": 1, "withhold_non_private_logs": 1},
