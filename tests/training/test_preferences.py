@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 import random
+import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
 import torch
 from datasets import Dataset
@@ -20,7 +22,7 @@ from hf_dp import PrivacyConfig, load_report
 from hf_dp.errors import ConfigurationError, PreflightError, UnsupportedModelError
 from hf_dp.losses import PREFERENCE_LOSSES
 from hf_dp.training.trainer import DPTrainerMixin
-from tests.training.test_trl import a_model, adapter, said, tokenizer
+from tests.training.test_trl import a_model, adapter, from_docs, said, tokenizer
 from tests.training.workbench import distance, draws, parameters, private
 
 pytestmark = pytest.mark.usefixtures("checked_once")
@@ -299,3 +301,27 @@ def test_a_subclass_with_another_loss_says_so_pair_by_pair(tmp_path: Path) -> No
             return 2 * super().compute_per_example_loss(model, inputs)
 
     make(tmp_path, Known, loss_type="sigmoid").train()
+
+
+# --- the documents --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_the_snippet_in_the_docs_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    # A directory by the name of the model on the hub.
+    for part in (a_model(), tokenizer()):
+        part.save_pretrained("HuggingFaceTB/SmolLM2-135M-Instruct")
+    draw, rows = random.Random(0), []
+    # With the columns of that data set: both answers behind the same prompt.
+    for _ in range(150):
+        prompt = {"role": "user", "content": said(draw)}
+        answers = [[prompt, {"role": "assistant", "content": said(draw)}] for _ in range(2)]
+        rows.append({"chosen": answers[0], "rejected": answers[1], "score_chosen": 7.0, "score_rejected": 4.0})
+    monkeypatch.setattr(datasets, "load_dataset", lambda name, split: Dataset.from_list(rows))
+    monkeypatch.setitem(sys.modules, "snippet", type(sys)("snippet"))
+    namespace: dict[str, Any] = {"__name__": "snippet"}
+    exec(from_docs("python", "DPOTrainer").replace('DPOConfig("out",', 'DPOConfig("out", use_cpu=True,'), namespace)
+    report = namespace["trainer"].privacy_report()
+    assert report.dataset_size == 150
+    assert 7.9 < report.epsilon <= 8.0

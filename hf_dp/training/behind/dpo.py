@@ -1,7 +1,7 @@
 """TRL's DPOTrainer behind DPTrainerMixin: the losses of each pair by itself, and what is no pair's own, by name.
 
 TRL prepares the data and the reference, and evaluates. Where it computes the reference's log-probabilities beforehand,
-each is made of its own pair and of a model that no private data has trained, so they are a part of the pair.
+each is made of its own pair and of a model that is public, or was released, so they are a part of the pair.
 """
 
 from __future__ import annotations
@@ -36,24 +36,25 @@ class Dpo(Pairs):
 
     name = "DPOTrainer"
 
-    def pair_losses(self, model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
-        trainer, rows = self.trainer, rows_of_pairs(batch)
+    def losses(self, model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
+        with self.known_parts():
+            shape = Shape(self.trainer.beta, self.trainer.label_smoothing, self.trainer.args.discopop_tau)
+            weights = list(zip(self.trainer.loss_types, self.trainer.loss_weights, strict=True))
+        rows = rows_of_pairs(batch)
         answers = rows["completion_mask"]
         inputs = {name: value for name, value in rows.items() if name not in _OTHERS}
         chosen, rejected = both(log_probabilities(model, inputs, answers))
         predicted, _ = both(answers[:, 1:].sum(1))
         ratios = chosen - batch["ref_chosen_logps"], rejected - batch["ref_rejected_logps"]
         pairs = Preferences(*ratios, chosen / predicted.clamp_min(1), *both(answers.sum(1)))
-        shape = Shape(trainer.beta, trainer.label_smoothing, trainer.args.discopop_tau)
-        weights = zip(trainer.loss_types, trainer.loss_weights, strict=True)
         return torch.stack([weight * PREFERENCE_LOSSES[name](pairs, shape) for name, weight in weights]).sum(0)
 
     def prepared(self, model: nn.Module, batch: Mapping[str, Any]) -> Mapping[str, Any]:
         """With the reference's log-probabilities, where the rows do not bring them."""
-        if self.trainer.precompute_ref_logps:
-            return batch
         with self.known_parts():
-            return {**batch, **self._reference(model, batch)}
+            if self.trainer.precompute_ref_logps:
+                return batch
+        return {**batch, **self._reference(model, batch)}
 
     def check_losses(self, model: nn.Module, batch: Mapping[str, Any], alone: Iterable[Mapping[str, Any]]) -> None:
         super().check_losses(model, batch, alone)
@@ -102,7 +103,8 @@ class Dpo(Pairs):
     def _reference(self, model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Tensor]:
         """(B,) each: log-probabilities of the chosen and the rejected answers under the reference."""
         # PEFT switches adapters, and with them what is trained.
+        with self.known_parts():
+            reference, compute = self.trainer.ref_model or model, self.trainer.compute_ref_log_probs
         with put_back(model):
-            rows = rows_of_pairs(batch, firsts_first=True)
-            found = self.trainer.compute_ref_log_probs(self.trainer.ref_model or model, rows)
+            found = compute(reference, rows_of_pairs(batch, firsts_first=True))
         return dict(zip(_REFERENCE, found, strict=True))

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from hf_dp.data.pairs import PairCollator, rows_of_pairs
 from hf_dp.errors import HfDpError, UnsupportedModelError
@@ -26,14 +26,6 @@ class Pairs(Trl):
 
     def collator(self, collate: Collate) -> Collate:
         return PairCollator(collate)
-
-    def losses(self, model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
-        with self.known_parts():
-            return self.pair_losses(model, batch)
-
-    def pair_losses(self, model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
-        """(B,): each pair's own loss."""
-        raise NotImplementedError
 
     def check_losses(self, model: nn.Module, batch: Mapping[str, Any], alone: Iterable[Mapping[str, Any]]) -> None:
         for i in range(batch_size(batch)):

@@ -18,7 +18,7 @@ class Reward(Pairs):
 
     name = "RewardTrainer"
 
-    def pair_losses(self, model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
+    def losses(self, model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
         """Bradley and Terry 1952; centred as in Eisenstein et al. 2023, arXiv:2312.09244, eq. 2, if asked."""
         inputs = {name: value for name, value in rows_of_pairs(batch).items() if name != "margin"}
         chosen, rejected = both(accurate(model(**inputs).logits).squeeze(-1))
