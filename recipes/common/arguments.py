@@ -35,7 +35,10 @@ OWN_OPTIMIZER = dict.fromkeys(
     ("optim", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon"), "the recipe has an optimizer of its own"
 )
 # What sizes and shares must be, in whichever recipe has them.
-_AT_LEAST_1 = ("max_examples", "max_length", "max_new_tokens", "passage_length", "width", "layers", "lora_rank")
+_AT_LEAST_1 = (
+    "max_examples", "max_test_examples", "max_length", "max_new_tokens", "passage_length", "width", "layers",
+    "lora_rank", "lora_layers",
+)  # fmt: skip
 _ABOVE_0 = ("temperature", "head_noise", "head_scale", "head_learning_rate")
 _BELOW_1 = ("average", "evaluation_share")
 # On the hub; the oldest models have no owner.
