@@ -13,7 +13,16 @@ from typing import Any
 import jinja2
 from transformers import DataCollatorForSeq2Seq, Trainer, set_seed
 
-from common.answers import AnswerData, Row, continued, labelled_row, scored_answers, tokenizer_and_model, with_an_answer
+from common.answers import (
+    AnswerData,
+    Row,
+    continued,
+    labelled_row,
+    scored_answers,
+    to_be_scored,
+    tokenizer_and_model,
+    with_an_answer,
+)
 from common.arguments import parse
 from common.data import read_rows
 from common.files import read_text
@@ -129,7 +138,7 @@ def main() -> None:
         read(name, split, recipe) for split, name in (("train", recipe.train_file), ("test", recipe.test_file))
     )
     set_seed(arguments.seed)
-    tokenizer, model = tokenizer_and_model(recipe)
+    tokenizer, model = tokenizer_and_model(recipe, bf16=arguments.bf16)
     if recipe.chat_template is not None:
         tokenizer.chat_template = read_text(recipe.chat_template)
     if tokenizer.chat_template is None:
@@ -144,6 +153,7 @@ def main() -> None:
     )
     training = [training[i] for i in with_an_answer(training, recipe.train_file)]
     kept = with_an_answer(held_out, recipe.test_file)
+    kept = [kept[i] for i in to_be_scored(len(kept), recipe, arguments.seed)]
     held_out, test = [held_out[i] for i in kept], [test[i] for i in kept]
     collate = DataCollatorForSeq2Seq(tokenizer)
 

@@ -16,7 +16,7 @@ from datasets import Dataset
 from transformers import Trainer, TrainingArguments, set_seed
 from trl import DPOConfig, DPOTrainer
 
-from common.answers import AnswerData, tokenizer_and_model
+from common.answers import AnswerData, to_be_scored, tokenizer_and_model
 from common.arguments import parse
 from common.data import read_rows
 from common.results import CONTINUE, Scores, train_and_report
@@ -47,9 +47,6 @@ class RecipeArguments(AnswerData):
     beta: float = field(default=0.1, metadata={"help": "How closely the model is held to what it was before."})
     table_column: str = "mr"
     text_column: str = "ref"
-    max_test_examples: int | None = field(
-        default=None, metadata={"help": "Score only so many test pairs, drawn by seed."}
-    )
 
 
 class DPDPOTrainer(DPTrainerMixin, DPOTrainer):
@@ -139,10 +136,10 @@ def main() -> None:
     """Trains, then prints accuracies of preferences before and after, and the privacy report."""
     recipe, arguments, privacy = parse(RecipeArguments)
     train = pairs(recipe.train_file, "train", recipe, recipe.max_examples)
-    test = pairs(recipe.test_file, "test", recipe, recipe.max_examples).shuffle(seed=arguments.seed)
-    test = test.select(range(min(len(test), recipe.max_test_examples or len(test))))
+    test = pairs(recipe.test_file, "test", recipe, recipe.max_examples)
+    test = test.select(to_be_scored(len(test), recipe, arguments.seed))
     set_seed(arguments.seed)
-    tokenizer, model = tokenizer_and_model(recipe)
+    tokenizer, model = tokenizer_and_model(recipe, bf16=arguments.bf16)
 
     def make(kind: type[Trainer], *, args: TrainingArguments, **others: Any) -> Trainer:
         given = {f.name: getattr(args, f.name) for f in fields(TrainingArguments) if f.init}

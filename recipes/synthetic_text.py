@@ -82,7 +82,6 @@ class RecipeArguments(LabelledData, FourBits):
 
     def __post_init__(self) -> None:
         least = {"samples": 1, "compared": 1, "max_length": 2, "width": 1, "layers": 1, "lora_rank": 1}
-        least |= {"max_test_examples": 1} if self.max_test_examples is not None else {}
         wrong = [f"{name}={getattr(self, name)}" for name, low in least.items() if getattr(self, name) < low]
         wrong += [f"temperature={self.temperature}"] * (not 0 < self.temperature < math.inf)
         wrong += [f"top_p={self.top_p}"] * (not 0 < self.top_p <= 1)

@@ -12,11 +12,23 @@ from typing import Any
 
 from transformers import DataCollatorForSeq2Seq, Trainer, set_seed
 
-from common.answers import AnswerData, Row, continued, labelled_row, scored_answers, tokenizer_and_model, with_an_answer
+from common.answers import (
+    AnswerData,
+    Row,
+    continued,
+    labelled_row,
+    scored_answers,
+    to_be_scored,
+    tokenizer_and_model,
+    with_an_answer,
+)
 from common.arguments import parse
 from common.data import read_rows
 from common.results import CONTINUE, Scores, measured, train_and_report
 from hf_dp.errors import ConfigurationError
+
+TABLE = "{table}"
+SHOWN = 3  # descriptions, before and after side by side
 
 
 @dataclass(kw_only=True)
@@ -28,20 +40,30 @@ class RecipeArguments(AnswerData):
     )
     table_column: str = "mr"
     text_column: str = "ref"
+    prompt: str = field(
+        default="{table} ||",
+        metadata={"help": "What a description follows; for a chat model with the marks of a turn."},
+    )
     max_length: int = field(default=384, metadata={"help": "In tokens, of table and description; the rest is cut off."})
     samples: int = field(default=100, metadata={"help": "How many of the test tables to describe, drawn by seed."})
 
 
-def prompt(table: str, tokenizer: Any) -> list[int]:
+def asked(table: str, recipe: RecipeArguments) -> str:
     """A table, up to where its description begins."""
-    ids: list[int] = tokenizer(f"{table} ||", add_special_tokens=False)["input_ids"]
+    return recipe.prompt.replace(TABLE, table)
+
+
+def tokens(text: str, tokenizer: Any) -> list[int]:
+    """Token ids, without those that mark where a text begins or ends."""
+    ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
     return ids
 
 
 def encoded(row: dict[str, Any], tokenizer: Any, recipe: RecipeArguments) -> Row:
     """Token ids, with labels on the description and its end."""
-    answer = tokenizer(f" {row[recipe.text_column]}", add_special_tokens=False)["input_ids"]
-    parts = [(prompt(row[recipe.table_column], tokenizer), False), ([*answer, tokenizer.eos_token_id], True)]
+    before = asked(row[recipe.table_column], recipe)
+    answer = row[recipe.text_column] if before[-1].isspace() else f" {row[recipe.text_column]}"
+    parts = [(tokens(before, tokenizer), False), ([*tokens(answer, tokenizer), tokenizer.eos_token_id], True)]
     return labelled_row(parts, recipe.max_length)
 
 
@@ -64,34 +86,44 @@ def grouped(rows: list[dict[str, Any]], recipe: RecipeArguments) -> list[str] | 
 
 def described(
     trainer: Trainer, tokenizer: Any, rows: list[dict[str, Any]], recipe: RecipeArguments
-) -> dict[str, float]:
-    """BLEU against all references of a table, and slot coverage, of greedy descriptions of some tables."""
+) -> tuple[dict[str, float], dict[str, str]]:
+    """BLEU and ROUGE-L against all references of a table, and slot coverage, of greedy descriptions of some tables.
+
+    With a few of the tables and what is said of them.
+    """
     references: dict[str, list[str]] = {}
     for row in rows:
         references.setdefault(row[recipe.table_column], []).append(row[recipe.text_column])
     tables = random.Random(trainer.args.seed).sample(sorted(references), min(recipe.samples, len(references)))
-    prompts = [prompt(table, tokenizer) for table in tables]
+    prompts = [tokens(asked(table, recipe), tokenizer) for table in tables]
     said = continued(trainer, tokenizer, prompts, recipe.max_new_tokens)
-    print(f"{tables[0]}\n    {said[0]}")
     wanted = [references[table] for table in tables]
-    return measured(("bleu",), said, wanted) | measured(("slot_coverage",), said, tables)
+    measures = measured(("bleu", "rouge_l"), said, wanted) | measured(("slot_coverage",), said, tables)
+    return measures, dict(zip(tables[:SHOWN], said, strict=False))
 
 
 def main() -> None:
     """Trains, then prints losses, BLEU and slot coverage, by group if asked for, and the privacy report."""
     recipe, arguments, privacy = parse(RecipeArguments)
+    if TABLE not in recipe.prompt:
+        raise ConfigurationError(
+            f"--prompt {recipe.prompt!r}.",
+            why=f"it has no {TABLE}, and all tables would look alike.",
+            fix=f"write {TABLE} where the table goes.",
+        )
     columns = (recipe.table_column, recipe.text_column)
     train, test = (
         read_rows(name, split=split, columns=columns, max_examples=recipe.max_examples)
         for split, name in (("train", recipe.train_file), ("test", recipe.test_file))
     )
     set_seed(arguments.seed)
-    tokenizer, model = tokenizer_and_model(recipe)
+    tokenizer, model = tokenizer_and_model(recipe, bf16=arguments.bf16)
     training, held_out = ([encoded(row, tokenizer, recipe) for row in part] for part in (train, test))
     training = [training[i] for i in with_an_answer(training, recipe.train_file)]
     kept = with_an_answer(held_out, recipe.test_file)
     held_out, test = [held_out[i] for i in kept], [test[i] for i in kept]
-    groups = grouped(test, recipe)
+    scored = to_be_scored(len(test), recipe, arguments.seed)
+    held_out, groups = [held_out[i] for i in scored], grouped([test[i] for i in scored], recipe)
     collate = DataCollatorForSeq2Seq(tokenizer)
 
     def make(kind: type[Trainer], **others: Any) -> Trainer:
@@ -99,7 +131,8 @@ def main() -> None:
 
     def score(trainer: Trainer) -> Scores:
         scores = scored_answers(trainer, held_out)
-        scores.measures |= described(trainer, tokenizer, test, recipe)
+        described_well, scores.said = described(trainer, tokenizer, test, recipe)
+        scores.measures |= described_well
         return scores
 
     train_and_report(
@@ -108,7 +141,7 @@ def main() -> None:
         score,
         arguments,
         privacy,
-        usage=CONTINUE.replace("PROMPT", repr("name[Blue Spice], food[Italian] ||")),
+        usage=CONTINUE.replace("PROMPT", repr(asked("name[Blue Spice], food[Italian]", recipe))),
         groups=groups,
         compare_without_privacy=recipe.compare_without_privacy,
         max_tokens=recipe.max_tokens_per_micro_batch,

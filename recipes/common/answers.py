@@ -6,6 +6,7 @@ The privacy unit is a row of the training data: one prompt with its answer, or o
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -35,6 +36,12 @@ class AnswerData(TextArguments, FourBits):
     model: str = field(metadata={"help": "A hub name or a directory; scratch: a small random GPT-2 over characters."})
     method: Literal["full", "lora"] = field(default="lora", metadata={"help": "What is trained."})
     lora_rank: int = 8
+    lora_layers: int | None = field(
+        default=None, metadata={"help": "Adapt only the last so many layers: the backward pass ends there."}
+    )
+    attention: str | None = field(
+        default=None, metadata={"help": "Transformers' attn_implementation; eager is the faster one on some CPUs."}
+    )
     max_length: int = field(default=512, metadata={"help": "In tokens, of prompt and answer; the rest is cut off."})
     max_new_tokens: int = field(default=120, metadata={"help": "Of each generated answer, at most."})
     group_column: str | None = field(
@@ -44,12 +51,19 @@ class AnswerData(TextArguments, FourBits):
         default=False, metadata={"help": "Train once more with the ordinary Trainer, for the gap to it."}
     )
     max_examples: int | None = field(default=None, metadata={"help": "Use only the first so many of each split."})
+    max_test_examples: int | None = field(
+        default=None, metadata={"help": "Score the loss of only so many of the test rows, drawn by seed."}
+    )
     width: int = field(default=128, metadata={"help": "Of the model from scratch, as layers is."})
     layers: int = 2
 
 
-def tokenizer_and_model(recipe: AnswerData) -> tuple[Any, Any]:
-    """The pretrained ones, or those from scratch, whose alphabet is public; with adapters for the method lora."""
+def tokenizer_and_model(recipe: AnswerData, *, bf16: bool) -> tuple[Any, Any]:
+    """The pretrained ones, or those from scratch, whose alphabet is public; with adapters for the method lora.
+
+    Args:
+        bf16: what is frozen is kept in 16 bits; what is trained, never.
+    """
     refuse_four_bits(recipe)
     if recipe.model == "scratch":
         if recipe.method == "lora":
@@ -62,13 +76,20 @@ def tokenizer_and_model(recipe: AnswerData) -> tuple[Any, Any]:
         return tokenizer, small_gpt2(tokenizer, positions=positions, width=recipe.width, layers=recipe.layers)
     tokenizer = pretrained(AutoTokenizer, recipe.model)
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-    model = language_model(recipe, dtype=torch.float32)
+    frozen = torch.bfloat16 if bf16 and recipe.method == "lora" else torch.float32
+    model = language_model(recipe, dtype=frozen, attn_implementation=recipe.attention)
     if recipe.method == "full":
         return tokenizer, model
-    lora = LoraConfig(
-        r=recipe.lora_rank, lora_alpha=2 * recipe.lora_rank, target_modules="all-linear", task_type="CAUSAL_LM"
-    )
-    return tokenizer, get_peft_model(model, lora)
+    return tokenizer, adapters(model, rank=recipe.lora_rank, layers=recipe.lora_layers)
+
+
+def adapters(model: Any, *, rank: int, layers: int | None = None) -> Any:
+    """The model with LoRA on all linear layers but the output, or on those of its last `layers` blocks."""
+    lora = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM")
+    earlier = 0 if layers is None else max(0, model.config.num_hidden_layers - layers)
+    if earlier:  # the first number in the name of a module is its block's
+        lora.exclude_modules = rf"\D*\.({'|'.join(map(str, range(earlier)))})\..*"
+    return get_peft_model(model, lora)
 
 
 def labelled_row(parts: Iterable[tuple[list[int], bool]], max_length: int) -> Row:
@@ -99,6 +120,12 @@ def with_an_answer(rows: list[Row], name: str) -> list[int]:
     if len(kept) < len(rows):
         print(f"{name}: {len(rows) - len(kept)} of {len(rows)} rows have no answer within max_length and are left out")
     return kept
+
+
+def to_be_scored(n: int, recipe: AnswerData, seed: int) -> list[int]:
+    """Indices, in order, of those of n test rows of which the loss is taken."""
+    chosen = n if recipe.max_test_examples is None else min(n, recipe.max_test_examples)
+    return sorted(random.Random(seed).sample(range(n), chosen))
 
 
 def scored_answers(trainer: Trainer, rows: list[Row]) -> Scores:

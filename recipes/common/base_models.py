@@ -44,6 +44,7 @@ def language_model(recipe: Any, **options: Any) -> Any:
     if not recipe.load_in_4bit:
         return pretrained(AutoModelForCausalLM, recipe.model, **options)
     four = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)
-    model = pretrained(AutoModelForCausalLM, recipe.model, dtype=torch.float32, quantization_config=four)
+    options = {**options, "dtype": torch.float32, "quantization_config": four}
+    model = pretrained(AutoModelForCausalLM, recipe.model, **options)
     check_quantised(model)  # before a copy is made of it, for a training without privacy
     return model

@@ -6,7 +6,7 @@ import copy
 import json
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,12 +42,14 @@ class Scores:
     Attributes:
         measures: of all examples, each by name.
         of_examples: one number for each example, of which `measure` says what it is.
+        said: what the model says to a few prompts.
     """
 
     measures: dict[str, float]
     of_examples: Sequence[float]
     measure: str = "accuracy"
     larger_is_better: bool = True
+    said: dict[str, str] = field(default_factory=dict)
 
 
 def measured(names: Sequence[str], predictions: Any, references: Any) -> dict[str, float]:
@@ -131,11 +133,13 @@ def train_and_report(
         untrained.on_train_begin()  # later it would be another model
     trainer.train(resume_from_checkpoint=checkpoint)
     after, without = score(trainer), None
+    columns = {"before": untrained.scores, f"epsilon {trainer.privacy_report().epsilon:.3g}": after}
     if plain is not None:
         trainer.model = trainer.model_wrapped = plain(trainer.accelerator.unwrap_model(trainer.model))
     trainer.save_model(_internal_call=True)  # pushed when its card says how it is used
     if trainer.is_world_process_zero():
         say_how_to_use(directory, usage, privacy, changed=plain is not None)
+        write_results(columns, directory)  # a comparison may take as long again
     if arguments.push_to_hub:
         trainer.push_to_hub(commit_message="Model save")
     if initial is not None:
@@ -144,9 +148,10 @@ def train_and_report(
         ordinary.train()
         without = score(ordinary)
     if trainer.is_world_process_zero():
-        report = trainer.privacy_report()
-        columns = {"before": untrained.scores, f"epsilon {report.epsilon:.3g}": after}
-        _show(columns if without is None else {**columns, "without privacy": without}, directory)
+        if without is not None:
+            columns["without privacy"] = without
+            write_results(columns, directory)
+        _show(columns)
         if groups is not None:
             report_by_group(
                 after.of_examples,
@@ -156,7 +161,7 @@ def train_and_report(
                 directory=directory,
                 without_privacy=None if without is None else without.of_examples,
             )
-        print(report)
+        print(trainer.privacy_report())
     return trainer
 
 
@@ -210,10 +215,17 @@ def checkpoint_of(arguments: TrainingArguments) -> str | None:
     return found
 
 
-def _show(columns: dict[str, Scores], directory: Path) -> None:
+def write_results(columns: dict[str, Scores], directory: Path) -> None:
+    """Each model's measures, as `results.json`."""
+    kept = {name: scores.measures for name, scores in columns.items()}
+    (directory / "results.json").write_text(json.dumps(kept, indent=2), encoding="utf-8")
+
+
+def _show(columns: dict[str, Scores]) -> None:
     table = Table("", *columns, title="result")
     for name in next(iter(columns.values())).measures:
         table.add_row(name.replace("_", " "), *(f"{scores.measures[name]:.4f}" for scores in columns.values()))
     Console().print(table)
-    kept = {name: scores.measures for name, scores in columns.items()}
-    (directory / "results.json").write_text(json.dumps(kept, indent=2), encoding="utf-8")
+    said = {name: scores.said for name, scores in columns.items() if scores.said}
+    for asked in next(iter(said.values()), ()):
+        print(asked, *(f"    {name}: {texts[asked]}" for name, texts in said.items()), sep="\n")

@@ -66,6 +66,9 @@ def test_metrics_by_hand_and_without_a_network(part, monkeypatch):
     assert found == pytest.approx({"accuracy": 0.5, "macro_f1": (2 / 3 + 1 / 2 + 0) / 3})
     # Tokens count alike, not examples: exp((1 * 1 + 3 * 2) / 4).
     assert measured(("perplexity",), [1.0, 2.0], [1, 3]) == pytest.approx({"perplexity": math.exp(7 / 4)})
+    # "a c" of three words and two: 4 / 5; of the two references the better one. Nothing in common, or nothing said: 0.
+    said, wanted = ["A, b; c", "d", ""], [["e", "a c"], ["e f"], ["g"]]
+    assert measured(("rouge_l",), said, wanted) == pytest.approx({"rouge_l": (4 / 5 + 0 + 0) / 3})
 
 
 def test_rows_of_files(part, tmp_path):

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoTokenizer, DataCollatorForSeq2Seq
 from typer.testing import CliRunner
 
@@ -59,7 +61,11 @@ def local(data, causal_directory):
     """For a recipe, the flags that make it read these, for the fixture `train`."""
 
     def flags(recipe: str) -> list[str]:
-        forms = {"table_to_text": ("tables", "csv"), "preferences": ("preferences", "json")}
+        forms = {
+            "table_to_text": ("tables", "csv"),
+            "table_to_text_lora": ("tables", "csv"),
+            "preferences": ("preferences", "json"),
+        }
         kind, ending = forms.get(recipe, ("chats", "jsonl"))
         found = [f"--{split}_file={data}/{kind}_{split}.{ending}" for split in ("train", "test")]
         template = [] if recipe in forms else ["--chat_template", str(data / "template.jinja")]
@@ -83,7 +89,7 @@ def test_smoke_by_group(recipe, group, method, train):  # noqa: F811
     results = json.loads((out / "results.json").read_text(encoding="utf-8"))
     expected = {"loss", "perplexity", "loss per target token"}
     if recipe == "table_to_text":
-        expected |= {"bleu", "slot_coverage"}
+        expected |= {"bleu", "rouge_l", "slot_coverage"}
     assert all(scores.keys() == expected for scores in results.values())
     groups = json.loads((out / "groups.json").read_text(encoding="utf-8"))["groups"]
     assert {row["group"] for row in groups} == ({"north", "south"} if recipe == "instruct" else {"top", "up"})
@@ -98,6 +104,38 @@ def test_a_model_from_scratch_learns_to_describe(train):  # noqa: F811
     assert after["loss per target token"] < before["loss per target token"] - 0.3
 
 
+def test_results_are_there_before_a_comparison_begins_and_samples_stand_side_by_side(train, part, monkeypatch):  # noqa: F811
+    results = part("common.results")
+    begun = []
+
+    class Ordinary(results.Trainer):
+        def train(self, *_, **__):
+            written = Path(self.args.output_dir).parent / "results.json"
+            begun.append([*json.loads(written.read_text(encoding="utf-8"))])
+
+    monkeypatch.setattr(results, "Trainer", Ordinary)
+    few = ("--max_test_examples", "5", "--group_column", "fee", "--bf16", "true", "--samples", "4")
+    printed, out = train("table_to_text_lora", "--smoke", "true", "--compare_without_privacy", "true", *few)
+    assert begun == [["before", "epsilon 8"]]
+    assert [*json.loads((out / "results.json").read_text(encoding="utf-8"))] == [*begun[0], "without privacy"]
+    groups = json.loads((out / "groups.json").read_text(encoding="utf-8"))["groups"]
+    assert sum(row["n"] for row in groups) == 5
+    for name in ("before", "epsilon 8", "without privacy"):
+        assert printed.count(f"    {name}: ") == 3
+    saved = load_file(out / "adapter_model.safetensors").values()
+    assert {value.dtype for value in saved} == {torch.float32}, "what is trained is never kept in 16 bits"
+
+
+@pytest.mark.parametrize(("last", "adapted"), [(None, {0, 1, 2}), (2, {1, 2}), (9, {0, 1, 2})])
+def test_adapters_in_the_last_layers(last, adapted, part):
+    common, small = part("common.answers"), part("common.language_models")
+    model = small.small_gpt2(small.characters(), positions=8, width=32, layers=3)
+    found = common.adapters(model, rank=2, layers=last)
+    names = [name for name, p in found.named_parameters() if p.requires_grad]
+    assert {int(re.search(r"\d+", name)[0]) for name in names} == adapted
+    assert len(names) == 2 * 4 * len(adapted), "A and B of each linear layer"
+
+
 def test_prompts_and_completions(data, train):  # noqa: F811
     files = [f"--{split}_file={data}/pairs_{split}.json" for split in ("train", "test")]
     _, out = train("instruct", "--smoke", "true", *files, "--group_column", "prompt", "--method", "full")
@@ -110,6 +148,7 @@ def test_prompts_and_completions(data, train):  # noqa: F811
         ("instruct", ("--max_length", "2"), "has a token of an answer"),
         ("table_to_text", ("--group_column", "branch"), "neither a column of"),
         ("table_to_text", ("--table_column", "table"), "no column 'table'"),
+        ("table_to_text", ("--prompt", "What is it?"), "it has no {table}"),
         ("table_to_text", ("--model", "scratch", "--method", "lora"), "--method lora with --model scratch"),
     ],
 )
