@@ -1,7 +1,13 @@
 """Privacy accounting with `dp_accounting`: events, epsilon, calibration, mechanism, ledger and report. No torch."""
 
 from hf_dp.accounting.accountants import epsilon, has_renyi
-from hf_dp.accounting.calibration import calibrate_noise_multiplier, paid_releases, smallest_noise_multiplier
+from hf_dp.accounting.calibration import (
+    calibrate_noise_multiplier,
+    calibrated,
+    noise_for_tpr,
+    paid_releases,
+    smallest_noise_multiplier,
+)
 from hf_dp.accounting.events import (
     check_delta,
     check_steps,
@@ -72,6 +78,7 @@ __all__ = [
     "UncountedExampleUnit",
     "UnitTerms",
     "calibrate_noise_multiplier",
+    "calibrated",
     "check_delta",
     "check_steps",
     "check_target_epsilon",
@@ -83,6 +90,7 @@ __all__ = [
     "event_to_dict",
     "has_renyi",
     "in_words",
+    "noise_for_tpr",
     "noise_in_words",
     "paid_releases",
     "sampling_terms",

@@ -183,18 +183,23 @@ def deltas(event: dp.DpEvent, epsilons: np.ndarray) -> tuple[np.ndarray, np.ndar
     Raises:
         LedgerError: an event that is not known here.
     """
-    ones = np.ones_like(epsilons)
     counts = primitives(event)
     if counts is None:
-        return ones, ones
-    merged = _merged(counts)
-    if not merged:
+        return np.ones_like(epsilons), np.ones_like(epsilons)
+    return _deltas(_merged(counts), tuple(map(float, epsilons)))
+
+
+@functools.lru_cache(maxsize=64)
+def _deltas(counts: Counts, epsilons: tuple[float, ...]) -> tuple[np.ndarray, np.ndarray]:
+    at = np.array(epsilons)
+    ones = np.ones_like(at)
+    if not counts:
         return 0 * ones, 0 * ones
-    if not all(one.is_finite for one, _ in merged) or len(merged) > _MOST_DISTRIBUTIONS:
+    if not all(one.is_finite for one, _ in counts) or len(counts) > _MOST_DISTRIBUTIONS:
         return ones, ones
     with _quiet(), np.errstate(all="ignore"):
         try:
-            with_it, without = (composed_deltas(steps, cell, epsilons) for steps, cell in _directions(merged))
+            with_it, without = (composed_deltas(steps, cell, at) for steps, cell in _directions(counts))
         except _NO_GRID:
             return ones, ones
     return np.fmin(with_it, 1.0), np.fmin(without, 1.0)

@@ -154,6 +154,8 @@ class Mechanism:
             dataset_size=self.unit.number,
             expected_batch_size=self.sampling.expected_batch_size,
             target_epsilon=config.target_epsilon,
+            target_tpr=config.target_tpr,
+            at_fpr=config.at_fpr,
             epsilon_rdp=ledger.epsilons(self.delta).get("rdp"),
             queries=self.noise_multipliers,
             releases=ledger.releases,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +11,7 @@ import numpy as np
 from hf_dp.accounting.accountants import deltas
 from hf_dp.config.ranges import is_number, shown
 from hf_dp.errors import ConfigurationError
+from hf_dp.figures import at_most, percent
 
 FALSE_POSITIVE_RATES = (0.001, 0.01, 0.1)
 # Any epsilon gives a true bound; between these the best is missed by less than 1 %.
@@ -35,22 +35,26 @@ class Risk:
     def __str__(self) -> str:
         rate, found = min(self.true_positive_rates.items(), key=lambda pair: abs(pair[0] - 0.01))
         return (
-            "Whoever sees everything that was released, knows all of the training data but one example, and asks "
-            f"whether that one was in it: if they wrongly say yes of {rate:.1%} of those that were not, they rightly "
-            f"say so of at most {at_most(found)} of those that were. Who thought it an even chance before is right in "
-            f"at most {at_most(self.posterior)} of all cases after."
+            "Someone who sees everything that was released, and already knows all of the training data but one "
+            f"example, may ask whether that one was used: if they wrongly say yes of {percent(rate)} of the examples "
+            f"that were not, they rightly say yes of at most {at_most(found)} of those that were; and if they held "
+            f"both for as likely before, they are right in at most {at_most(self.posterior)} of all cases after."
         )
+
+    def rows(self) -> dict[str, str]:
+        """The same as a table: what an attack does, and how far it gets at most."""
+        finds = "finds of the used examples, while it takes {} of the others for used"
+        shares = self.true_positive_rates.items()
+        return {
+            **{finds.format(percent(rate)): at_most(most, 2) for rate, most in shares},
+            "finds of them more than it takes wrongly (the advantage)": at_most(self.advantage, 2),
+            "is right, if both were held for as likely before": at_most(self.posterior, 2),
+        }
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for strict JSON."""
         rates = {f"{rate:g}": found for rate, found in self.true_positive_rates.items()}
         return {"true_positive_rates": rates, "advantage": self.advantage, "posterior": self.posterior}
-
-
-def at_most(share: float, digits: int = 1) -> str:
-    """A bound as a percentage: rounded up, since a smaller one would not be true."""
-    scale = 10 ** (digits + 2)
-    return f"{math.ceil(share * scale - 1e-9) / scale:.{digits}%}"
 
 
 def risk(event: dp.DpEvent, false_positive_rates: tuple[float, ...] = FALSE_POSITIVE_RATES) -> Risk:

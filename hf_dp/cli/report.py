@@ -11,9 +11,9 @@ from rich.console import Console
 from rich.table import Table
 
 from hf_dp.cli.common import AsJson, print_json, refusals
+from hf_dp.cli.planned import risk_table
 
 if TYPE_CHECKING:
-    from hf_dp.accounting.risk import Risk
     from hf_dp.hub import Source
 
 _CHECKPOINT = re.compile(r"checkpoint-([0-9]{1,18})/privacy\.json")
@@ -66,19 +66,8 @@ def report(
         table.add_row(label, str(count), in_words(event))
     Console().print("\n", table)
     if found is not None:
-        _print_risk(found)
-
-
-def _print_risk(found: Risk) -> None:
-    from hf_dp.accounting.risk import at_most
-
-    table = Table(title="How well membership can be told, at most", title_justify="left")
-    table.add_column("of those who are not in it, taken for members", justify="right")
-    table.add_column("of those who are, found", justify="right")
-    for rate, most in found.true_positive_rates.items():
-        table.add_row(f"{rate:.1%}", at_most(most, digits=2))
-    Console().print("\n", table)
-    Console().print(str(found), markup=False, highlight=False)
+        Console().print("\n", risk_table(found.rows()))
+        Console().print(str(found), markup=False, highlight=False)
 
 
 def _chosen(source: Source, names: list[str]) -> str:

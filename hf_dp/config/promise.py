@@ -15,15 +15,14 @@ from hf_dp.config.ranges import (
     check_clipping_norm,
     check_given_probability,
     check_max_batch_size,
-    check_noise_multiplier,
     check_target_delta,
-    check_target_epsilon,
     is_count,
     is_one_of,
     shown,
 )
 from hf_dp.config.re_attention import ReAttentionConfig
 from hf_dp.config.sparse_embeddings import SparseEmbeddingConfig
+from hf_dp.config.target import AT_FPR, check_target
 from hf_dp.errors import ConfigurationError
 from hf_dp.launched import is_first, say_once
 
@@ -37,6 +36,8 @@ PLAIN = {
     "noise": "gaussian",
     "sampling_probability": None,
     "max_batch_size": None,
+    "target_tpr": None,
+    "at_fpr": AT_FPR,
 }
 
 
@@ -44,15 +45,18 @@ PLAIN = {
 class PrivacyConfig:
     """The promise of a private training run.
 
-    Exactly one of `target_epsilon` and `noise_multiplier` is given. In neighbouring datasets one of n training examples
-    is replaced by nothing (zero-out), and n is public; with a `sampling_probability` of your own one example is added
-    or removed, and n is secret. Batches are Poisson-sampled, and noise is Gaussian (DP-SGD; Abadi et al. 2016,
-    arXiv:1607.00133, algorithm 1).
+    Exactly one of `target_epsilon`, `target_tpr` and `noise_multiplier` is given. In neighbouring datasets one of n
+    training examples is replaced by nothing (zero-out), and n is public; with a `sampling_probability` of your own one
+    example is added or removed, and n is secret. Batches are Poisson-sampled, and noise is Gaussian (DP-SGD; Abadi et
+    al. 2016, arXiv:1607.00133, algorithm 1).
 
     Attributes:
         target_epsilon: the budget epsilon > 0; the noise multiplier is calibrated to it.
         noise_multiplier: standard deviation of the noise on the sum, in units of the clipping norm. 0 adds no noise:
             it is allowed for debugging, warns, and reports an infinite epsilon.
+        target_tpr, at_fpr: the budget in the language of attacks: who sees all that was released, and wrongly takes at
+            most `at_fpr` of the examples that were not used for used ones, finds at most `target_tpr` of those that
+            were. The noise multiplier is calibrated to it. Needs accountant="pld".
         target_delta: delta, strictly between 0 and 1/n. None: n ** -1.1 for n training examples.
         clipping_norm: l2 norm C > 0 to which each example's gradient is clipped. `math.inf` (no clipping) is
             allowed only with `noise_multiplier=0`.
@@ -79,7 +83,7 @@ class PrivacyConfig:
             `noise_multiplier` is that of both releases of a step together.
 
     Raises:
-        ConfigurationError: a value outside the ranges above, or both or neither of epsilon and noise.
+        ConfigurationError: a value outside the ranges above, or more or less than one of what the noise follows from.
     """
 
     target_epsilon: float | None = field(
@@ -107,6 +111,10 @@ class PrivacyConfig:
         default=None,
         metadata={"help": "What examples are drawn with, whatever their number, which is then secret (add or remove)."},
     )
+    target_tpr: float | None = field(
+        default=None, metadata={"help": "The budget as the share of members that any attack may find, at at_fpr."}
+    )
+    at_fpr: float = field(default=AT_FPR, metadata={"help": "The share of others that it takes for members."})
     seed: int | None = field(default=None, init=False)
     re_attention: ReAttentionConfig | None = field(default=None, init=False)
     sparse_embeddings: SparseEmbeddingConfig | None = field(default=None, init=False)
@@ -126,6 +134,8 @@ class PrivacyConfig:
         noise: NoiseName = "gaussian",
         sampling_probability: float | None = None,
         max_batch_size: int | None = None,
+        target_tpr: float | None = None,
+        at_fpr: float = AT_FPR,
     ) -> None:
         values = dict(locals())
         # Every private run makes one of these before anything can be refused.
@@ -139,17 +149,8 @@ class PrivacyConfig:
         self._check()
 
     def _check(self) -> None:
-        budget, noise = self.target_epsilon, self.noise_multiplier
-        if (budget is None) == (noise is None):
-            raise ConfigurationError(
-                f"PrivacyConfig got target_epsilon={shown(budget)} and noise_multiplier={shown(noise)}.",
-                why="one of them determines the other; with both or neither the promise is ambiguous.",
-                fix="give exactly one, for example PrivacyConfig(target_epsilon=8.0).",
-            )
-        if budget is not None:
-            check_target_epsilon(budget)
-        if noise is not None:
-            check_noise_multiplier(noise)
+        check_target(self)
+        noise = self.noise_multiplier
         check_clipping_norm(self.clipping_norm)
         if self.clipping_norm == math.inf and noise != 0:
             raise ConfigurationError(
@@ -187,7 +188,7 @@ class PrivacyConfig:
                 why="the correction needs its settings.",
                 fix="give re_attention=ReAttentionConfig().",
             )
-        if budget is None and self.re_attention is not None and self.re_attention.token_frequencies == "released":
+        if noise is not None and self.re_attention is not None and self.re_attention.token_frequencies == "released":
             raise ConfigurationError(
                 "re_attention with released token frequencies, and noise_multiplier in place of target_epsilon.",
                 why="the release is paid for with a share of the target epsilon.",
@@ -246,7 +247,7 @@ class PrivacyConfig:
                 why="which rows get a gradient follows from its settings.",
                 fix="give sparse_embeddings=SparseEmbeddingConfig().",
             )
-        if self.target_epsilon is None and sparse.releases_rows:
+        if self.noise_multiplier is not None and sparse.releases_rows:
             raise ConfigurationError(
                 "sparse_embeddings with a DP top-k of rows, and noise_multiplier in place of target_epsilon.",
                 why="the choice is paid for with a share of the target epsilon.",

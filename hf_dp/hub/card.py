@@ -6,8 +6,10 @@ import math
 from typing import Any
 
 from hf_dp.accounting import NO_NOISE, REPRODUCIBLE, Ledger, PrivacyReport, clipping_in_words, in_words, noise_in_words
+from hf_dp.accounting.risk import risk
 from hf_dp.config import AccountantName, PrivacyConfig
 from hf_dp.config.asked import notes
+from hf_dp.figures import upper
 from hf_dp.hub.record import INSTALL, RECORD_FILE, PrivacyRecord
 
 BEGIN, END = "<!-- hf_dp privacy begins -->", "<!-- hf_dp privacy ends -->"
@@ -30,6 +32,7 @@ def privacy_section(report: PrivacyReport, ledger: Ledger, config: PrivacyConfig
     found = epsilons(report, ledger)
     lines = [BEGIN, "## Privacy", "", *_promise(report, found), "", "| quantity | value |", "| --- | --- |"]
     lines += [f"| {name} | {value} |" for name, value in _rows(report, found).items()]
+    lines += _risk(ledger) if report.private else []
     lines += ["", "Everything that was released of the training data:", "", "| release | times | mechanism |"]
     lines += ["| --- | --- | --- |"]
     lines += [f"| {label} | {count} | {in_words(event)} |" for event, count, label in ledger.entries]
@@ -52,15 +55,21 @@ def _promise(report: PrivacyReport, found: dict[AccountantName, float]) -> list[
         reason = NO_NOISE if not math.isfinite(report.epsilon) else REPRODUCIBLE
         return [f"**This model is not private.** {reason} The numbers below describe the run; they protect nobody."]
     pld = found["pld"]
-    likelier = f"exp(epsilon) = {math.exp(pld):,.3g}" if pld < _LARGEST_EXPONENT else "exp(epsilon)"
+    likelier = f"exp(epsilon) = {upper(math.exp(pld), 3)}" if pld < _LARGEST_EXPONENT else "exp(epsilon)"
     return [
         "Fine-tuned with differential privacy (DP-SGD) by hf_dp.",
         "",
         f'**What is protected:** {report.unit}, in the sense of "{report.adjacency}". Had any single one '
         f"{_absent(report)}, every conclusion that anyone can draw from these weights, or from what is made "
         f"of them alone, would have been at most {likelier} times as likely or as unlikely, but for a "
-        f"probability of {report.delta:.3g}.",
+        f"probability of {upper(report.delta, 3)}.",
     ]
+
+
+def _risk(ledger: Ledger) -> list[str]:
+    found = risk(ledger.event)
+    lines = ["", "**What that means for one of them.**", "", str(found), "", "| an attack | at most |", "| --- | --- |"]
+    return lines + [f"| {name} | {value} |" for name, value in found.rows().items()]
 
 
 def _absent(report: PrivacyReport) -> str:
@@ -70,11 +79,11 @@ def _absent(report: PrivacyReport) -> str:
 def _rows(report: PrivacyReport, found: dict[AccountantName, float]) -> dict[str, str]:
     budget = "" if report.target_epsilon is None else f" (budget {report.target_epsilon:g})"
     size = f"{report.expected_batch_size:g}"
-    rdp = f"{found['rdp']:.5g}" if "rdp" in found else "not offered for truncated batches"
+    rdp = upper(found["rdp"], 5) if "rdp" in found else "not offered for truncated batches"
     return {
-        f"epsilon, PLD accountant ({'tight' if 'rdp' in found else 'an upper bound'})": f"{found['pld']:.5g}{budget}",
+        f"epsilon, PLD accountant ({'tight' if 'rdp' in found else 'an upper bound'})": upper(found["pld"], 5) + budget,
         "epsilon, RDP accountant (looser)": rdp,
-        "delta": f"{report.delta:.4g}",
+        "delta": upper(report.delta, 4),
         "privacy unit": report.unit,
         "neighbouring datasets": report.adjacency,
         "number of units": _SECRET if report.dataset_size is None else f"{report.dataset_size}",

@@ -81,7 +81,7 @@ def _of_promise(ledger: Ledger) -> Iterator[str]:
     promise = ledger.promise
     try:
         noise, n = promise["calibrated_noise_multiplier"], promise["dataset_size"]
-        given, one_stage = promise.get("sampling_probability"), promise["target_epsilon"] is not None
+        given, one_stage = promise.get("sampling_probability"), promise["noise_multiplier"] is None
         sampling = sampling_terms(n, promise["expected_batch_size"], promise)
         q = sampling.probability
         agree = (n is None) == (given is not None) and steps_are(ledger, sampling, noise, n, one_stage=one_stage)

@@ -22,6 +22,7 @@ from hf_dp.accounting import (
 )
 from hf_dp.accounting.events import primitives
 from hf_dp.accounting.neighbours import SAID_BEFORE, ZERO_OUT
+from hf_dp.accounting.risk import risk
 from hf_dp.config import AccountantName
 from hf_dp.config.asked import asked
 from hf_dp.config.ranges import is_number, is_probability
@@ -94,6 +95,10 @@ def check_claim(record: PrivacyRecord, found: dict[AccountantName, float]) -> It
     if report.target_epsilon is not None and report.accountant in found:
         kept = found[report.accountant] <= report.target_epsilon * (1 + tolerance)
         yield Check("budget", kept, f"spent {found[report.accountant]:.6g} of {report.target_epsilon:g}")
+    if report.target_tpr is not None:
+        most = risk(ledger.event, (report.at_fpr,)).true_positive_rates[report.at_fpr]
+        said = f"an attack finds {most:.6g} of {report.target_tpr:g} at a false positive rate of {report.at_fpr:g}"
+        yield Check("budget", most <= report.target_tpr * (1 + tolerance), said)
     yield Check("steps", report.steps == ledger.steps, f"claimed {report.steps}, in the ledger {ledger.steps}")
     yield _check_neighbours(record)
     yield _check_what_follows(record)
@@ -104,7 +109,7 @@ def check_claim(record: PrivacyRecord, found: dict[AccountantName, float]) -> It
     # The last, since earlier stages of one ledger may have had other batches.
     charged = getattr(steps[-1], "sampling_probability", q) if steps else q
     agrees = same(q, report.sampling_probability) and same(q, charged)
-    one_stage, noise = report.target_epsilon is not None, report.noise_multiplier
+    one_stage, noise = record.config.noise_multiplier is None, report.noise_multiplier
     alike = is_probability(q) and steps_are(
         ledger, dataclasses.replace(record.mechanism.sampling, probability=q), noise, n, one_stage=one_stage
     )

@@ -26,6 +26,7 @@ from hf_dp.sampling.table import SAMPLERS
 
 # Of a calibration by other versions of the same computation. Epsilon changes by no more than that, relatively.
 _ROUNDING = 1e-9
+_DECIDE_THE_NOISE = ("accountant", "target_epsilon", "target_tpr", "at_fpr", "noise_multiplier")
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,21 +103,13 @@ class Plan:
         # A refusal is seen by nobody else: it may depend on n where n is secret.
         n, wanted = sampler.dataset_size, config.target_delta
         delta = accounting.check_delta(accounting.default_delta(n) if wanted is None else wanted, n)
-        releases = accounting.paid_releases(
-            shares, target_epsilon=config.target_epsilon, target_delta=delta, accountant=config.accountant
+        releases, noise_multiplier = accounting.calibrated(
+            lambda noise: sampler.terms.event(accounting.GaussianNoise(multiplier=noise).event(), n),
+            steps=steps,
+            delta=delta,
+            shares=shares,
+            **{name: getattr(config, name) for name in _DECIDE_THE_NOISE},
         )
-        noise_multiplier = config.noise_multiplier
-        if noise_multiplier is None:
-            assert config.target_epsilon is not None
-            spent = [dp.SelfComposedDpEvent(release.event, release.times) for release in releases]
-            noise_multiplier = accounting.smallest_noise_multiplier(
-                lambda noise: sampler.terms.event(accounting.GaussianNoise(multiplier=noise).event(), n),
-                target_epsilon=config.target_epsilon,
-                target_delta=delta,
-                steps=steps,
-                accountant=config.accountant,
-                spent=dp.ComposedDpEvent(spent) if spent else None,
-            )
         mechanism = Mechanism(
             unit=sampler.unit,
             sampling=sampler.terms,
@@ -150,7 +143,7 @@ class Plan:
 
     @property
     def steps(self) -> int:
-        """How many steps are planned, and, under a target epsilon, the most that the budget pays for."""
+        """How many steps are planned, and, under a budget, the most that the budget pays for."""
         return self.mechanism.steps
 
     @property
@@ -160,8 +153,8 @@ class Plan:
 
     @property
     def noise_multiplier(self) -> float:
-        """Of all that a step releases, together: given, or calibrated so that `steps` steps and all `releases` cost at
-        most the target epsilon."""
+        """Of all that a step releases, together: given, or calibrated so that `steps` steps and all `releases` stay
+        within the budget."""
         return self.mechanism.noise.multiplier
 
     @property
@@ -194,8 +187,8 @@ class Plan:
 
     @property
     def budgeted_steps(self) -> float:
-        """After how many steps training must stop; infinite if no target epsilon was promised."""
-        return math.inf if self.config.target_epsilon is None else self.steps
+        """After how many steps training must stop; infinite if no budget was promised."""
+        return math.inf if self.config.noise_multiplier is not None else self.steps
 
     @property
     def promise(self) -> dict[str, Any]:

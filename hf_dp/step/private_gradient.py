@@ -8,6 +8,7 @@ from contextlib import nullcontext
 from torch import nn
 
 from hf_dp.accounting import Ledger
+from hf_dp.config.target import told
 from hf_dp.errors import BudgetExceededError
 from hf_dp.per_example import PerExampleGradients
 from hf_dp.per_example.batch import Batch
@@ -49,8 +50,7 @@ def private_gradient(
     """
     if ledger.steps >= plan.budgeted_steps:
         raise BudgetExceededError(
-            f"{ledger.steps} private steps were made, as many as were planned for target_epsilon="
-            f"{plan.config.target_epsilon}.",
+            f"{ledger.steps} private steps were made, as many as were planned for {told(plan.config)}.",
             why="one more step would spend more than was promised.",
             fix="stop here; to train longer, plan more steps from the start (num_train_epochs or max_steps).",
         )
