@@ -94,6 +94,25 @@ def epsilon(event: dp.DpEvent, delta: float, accountant: AccountantName = "pld")
     return _epsilon(_merged(counts), float(delta), accountant)
 
 
+def group_epsilon(event: dp.DpEvent, delta: float, rows: int) -> float | None:
+    """An upper bound on epsilon at `delta` for a person with `rows` rows, all replaced by nothing, by "pld".
+
+    Returns:
+        epsilon >= 0 in nats, infinity where no bound is found; None of mechanisms of which it is not known.
+
+    Raises:
+        LedgerError: an event that is not known here.
+    """
+    counts = primitives(event)
+    if counts is None:
+        return math.inf
+    merged = _merged(counts)
+    grown = [(one.of_group(rows), n) for one, n in merged]
+    if any(one is None for one, _ in grown):
+        return None
+    return math.inf if len(grown) > _MOST_DISTRIBUTIONS else _epsilon(tuple(grown), float(delta), "pld")
+
+
 def has_renyi(event: dp.DpEvent) -> bool:
     """Whether the accountant "rdp" has an epsilon for everything in `event`.
 

@@ -1,4 +1,4 @@
-"""What a promise means for one person, in the language of attacks: how well membership can be told at most."""
+"""What a promise means for one person: how well attacks can tell membership at most, and what several rows cost."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ from typing import Any
 import dp_accounting as dp
 import numpy as np
 
-from hf_dp.accounting.accountants import deltas
+from hf_dp.accounting.accountants import deltas, group_epsilon
 from hf_dp.config.ranges import is_number, shown
 from hf_dp.errors import ConfigurationError
-from hf_dp.figures import at_most, percent
+from hf_dp.figures import at_most, percent, upper
 
 FALSE_POSITIVE_RATES = (0.001, 0.01, 0.1)
+# Of one person.
+ROWS = (2, 4, 8, 16)
 # Any epsilon gives a true bound; between these the best is missed by less than 1 %.
 _EPSILONS = np.concatenate([np.linspace(0, 2, 401), np.geomspace(2.005, 60, 600)])
 
@@ -89,3 +91,17 @@ def risk(event: dp.DpEvent, false_positive_rates: tuple[float, ...] = FALSE_POSI
 
     advantage = float(min(with_it[0], without[0]))
     return Risk({rate: most(rate) for rate in false_positive_rates}, advantage, (1 + advantage) / 2)
+
+
+def group_epsilons(event: dp.DpEvent, delta: float) -> dict[int, float | None]:
+    """Epsilon at `delta` for a person with so many rows, in nats; see `group_epsilon`."""
+    return {rows: group_epsilon(event, delta, rows) for rows in ROWS}
+
+
+def groups_in_words(found: dict[int, float | None]) -> str:
+    """What `group_epsilons` found, as a sentence; of nothing, only that there is such a thing."""
+    less = "A person behind several training examples is protected less (group privacy)"
+    if not found or None in found.values():
+        return f"{less}{': how much is not computed for these batches' if found else ''}."
+    said = [f"{upper(epsilon, 3)} for {rows}" for rows, epsilon in found.items() if epsilon is not None]
+    return f"{less}: at the same delta epsilon is {', '.join(said[:-1])} and {said[-1]} of them."

@@ -38,7 +38,7 @@ def report(
     Exit codes: 0, read; 2, there is no report, or it cannot be read.
     """
     from hf_dp.accounting import in_words
-    from hf_dp.accounting.risk import risk
+    from hf_dp.accounting.risk import group_epsilons, groups_in_words, risk
     from hf_dp.errors import shortened
     from hf_dp.hub import RECORD_FILE, open_source
 
@@ -51,9 +51,11 @@ def report(
             source = open_source(place)
         record = source.record()
         found = risk(record.ledger.event) if record.report.private else None
+        groups = group_epsilons(record.ledger.event, record.report.delta) if record.report.private else {}
     if as_json:
         told = {"report": record.report.to_dict(), "ledger": record.ledger.to_dict()}
-        print_json({"source": place, **told, "risk": found and found.to_dict()})
+        of_groups = {str(rows): cost for rows, cost in groups.items()}
+        print_json({"source": place, **told, "risk": found and found.to_dict(), "group_epsilons": of_groups})
         return
     console = Console(soft_wrap=True)
     besides = f", the newest here; {directory} holds an older model" if older else ""
@@ -67,7 +69,7 @@ def report(
     Console().print("\n", table)
     if found is not None:
         Console().print("\n", risk_table(found.rows()))
-        Console().print(str(found), markup=False, highlight=False)
+        Console().print(f"{found}\n{groups_in_words(groups)}", markup=False, highlight=False)
 
 
 def _chosen(source: Source, names: list[str]) -> str:

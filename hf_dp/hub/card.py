@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from hf_dp.accounting import NO_NOISE, REPRODUCIBLE, Ledger, PrivacyReport, clipping_in_words, in_words, noise_in_words
-from hf_dp.accounting.risk import risk
+from hf_dp.accounting.risk import group_epsilons, groups_in_words, risk
 from hf_dp.config import AccountantName, PrivacyConfig
 from hf_dp.config.asked import notes
 from hf_dp.figures import upper
@@ -19,7 +19,6 @@ _BASE_MODEL = "The data that the base model was trained on before this run is no
 _LARGEST_EXPONENT = 700  # of a float
 _SECRET = "secret"
 _EVALUATION = "Evaluation data, and metrics computed from it, are not covered."
-_PEOPLE = "A person behind k training examples is protected k times less (group privacy)."
 
 
 def epsilons(report: PrivacyReport, ledger: Ledger) -> dict[AccountantName, float]:
@@ -37,7 +36,8 @@ def privacy_section(report: PrivacyReport, ledger: Ledger, config: PrivacyConfig
     lines += ["| --- | --- | --- |"]
     lines += [f"| {label} | {count} | {in_words(event)} |" for event, count, label in ledger.entries]
     lines += ["", "**What is not covered.**", ""]
-    lines += [f"- {caveat}" for caveat in (*report.caveats, _BASE_MODEL, _EVALUATION, _PEOPLE)]
+    people = groups_in_words(group_epsilons(ledger.event, report.delta) if report.private else {})
+    lines += [f"- {caveat}" for caveat in (*report.caveats, _BASE_MODEL, _EVALUATION, people)]
     lines += [line for note in notes(config) for line in ("", note)]
     lines += [
         "",

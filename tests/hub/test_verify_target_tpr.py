@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from hf_dp import PrivacyConfig
-from hf_dp.accounting.risk import risk
+from hf_dp.accounting.risk import group_epsilons, groups_in_words, risk
 from hf_dp.errors import BudgetExceededError, LedgerError
 from hf_dp.hub import load_report, open_source, verify
 from tests.hub.forging import digest_anew, failed, in_card, in_record, invoke, seal
@@ -48,6 +48,7 @@ def test_it_is_kept_and_said(saved: Path) -> None:
     card = (saved / "README.md").read_text(encoding="utf-8")
     of_ledger = risk(open_source(saved).record().ledger.event)
     assert str(of_ledger) in card
+    assert groups_in_words(group_epsilons(open_source(saved).record().ledger.event, report.delta)) in card
     for name, value in of_ledger.rows().items():
         assert f"| {name} | {value} |" in card
 
