@@ -112,11 +112,11 @@ def make_optimizer(
             steps = math.ceil(arguments.num_train_epochs * math.ceil(n / batch_size))
         accounting.check_steps(steps)
         # Where it is given, n is secret, and the rate must not follow from it.
-        q = privacy.sampling_probability or min(1.0, batch_size / n)
+        q = privacy.sampling_probability or min(1.0, batch_size / (privacy.dataset_size or n))
         _, noise_multiplier = accounting.calibrated(
             lambda noise: accounting.step_event(noise, q),
             steps=steps,
-            delta=privacy.target_delta or accounting.default_delta(n),
+            delta=accounting.promised_delta(privacy, n),
             accountant=privacy.accountant,
             target_epsilon=privacy.target_epsilon,
             target_tpr=privacy.target_tpr,

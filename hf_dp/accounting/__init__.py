@@ -15,6 +15,7 @@ from hf_dp.accounting.events import (
     event_from_dict,
     event_to_dict,
     in_words,
+    promised_delta,
 )
 from hf_dp.accounting.ledger import Ledger
 from hf_dp.accounting.mechanism import Mechanism
@@ -93,6 +94,7 @@ __all__ = [
     "noise_for_tpr",
     "noise_in_words",
     "paid_releases",
+    "promised_delta",
     "sampling_terms",
     "smallest_noise_multiplier",
     "standard_caveats",

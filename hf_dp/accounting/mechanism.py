@@ -125,7 +125,7 @@ class Mechanism:
     def beside(self, config: PrivacyConfig) -> dict[str, tuple[Any, Any]]:
         """By its name, what is said here and what the config asks for of it, where it does: pairs that must agree."""
         try:
-            sampling: Any = sampling_terms(self.unit.number, self.sampling.expected_batch_size, config.to_dict())
+            sampling: Any = sampling_terms(self.unit.number, self.sampling.expected_batch_size, promised(config))
             sampling = sampling.to_dict()
         except ConfigurationError as error:
             sampling = error.found

@@ -13,7 +13,6 @@ from typing import Any, Literal, get_args
 from hf_dp.config.clipping import ClippingName, check_clipping
 from hf_dp.config.ranges import (
     check_clipping_norm,
-    check_given_probability,
     check_max_batch_size,
     check_target_delta,
     is_count,
@@ -21,6 +20,7 @@ from hf_dp.config.ranges import (
     shown,
 )
 from hf_dp.config.re_attention import ReAttentionConfig
+from hf_dp.config.secret import check_secret
 from hf_dp.config.sparse_embeddings import SparseEmbeddingConfig
 from hf_dp.config.target import AT_FPR, check_target
 from hf_dp.errors import ConfigurationError
@@ -38,6 +38,7 @@ PLAIN = {
     "max_batch_size": None,
     "target_tpr": None,
     "at_fpr": AT_FPR,
+    "dataset_size": None,
 }
 
 
@@ -78,6 +79,8 @@ class PrivacyConfig:
             and 1 is what examples are drawn with whatever n is, for a claim of "add or remove one" that keeps n secret:
             `target_delta` and `max_steps` must then be given, and sums are divided by the expected batch size of the
             arguments. Choose all four without a look at n.
+        dataset_size: None, or a public number that stands for n, which is secret then: the sampling probability, the
+            default delta and its bound follow from this one, for the same claim. `max_steps` must be given.
         re_attention: None for plain attention, or a `ReAttentionConfig`.
         sparse_embeddings: None for dense noise on all rows, or a `SparseEmbeddingConfig`. With AdaFEST
             `noise_multiplier` is that of both releases of a step together.
@@ -115,6 +118,9 @@ class PrivacyConfig:
         default=None, metadata={"help": "The budget as the share of members that any attack may find, at at_fpr."}
     )
     at_fpr: float = field(default=AT_FPR, metadata={"help": "The share of others that it takes for members."})
+    dataset_size: int | None = field(
+        default=None, metadata={"help": "A public number in place of that of the examples, which is then secret."}
+    )
     seed: int | None = field(default=None, init=False)
     re_attention: ReAttentionConfig | None = field(default=None, init=False)
     sparse_embeddings: SparseEmbeddingConfig | None = field(default=None, init=False)
@@ -136,6 +142,7 @@ class PrivacyConfig:
         max_batch_size: int | None = None,
         target_tpr: float | None = None,
         at_fpr: float = AT_FPR,
+        dataset_size: int | None = None,
     ) -> None:
         values = dict(locals())
         # Every private run makes one of these before anything can be refused.
@@ -162,7 +169,7 @@ class PrivacyConfig:
         self._check_noise()
         if self.target_delta is not None:
             check_target_delta(self.target_delta)
-        self._check_sampling()
+        check_secret(self)
         if not is_one_of(self.accountant, ("pld", "rdp")):
             raise ConfigurationError(
                 f"accountant={shown(self.accountant)}.",
@@ -201,23 +208,6 @@ class PrivacyConfig:
                 stacklevel=3,
             )
 
-    def _check_sampling(self) -> None:
-        if self.sampling_probability is None:
-            return
-        check_given_probability(self.sampling_probability)
-        if self.max_batch_size is not None:
-            raise ConfigurationError(
-                f"sampling_probability={self.sampling_probability:g} with max_batch_size={shown(self.max_batch_size)}.",
-                why="what a truncated batch costs follows from n, which is secret then.",
-                fix="leave out one of the two.",
-            )
-        if self.target_delta is None:
-            raise ConfigurationError(
-                f"sampling_probability={self.sampling_probability:g} without target_delta.",
-                why="n is secret then, and the default delta, n ** -1.1, would tell it.",
-                fix="give target_delta, well below 1 over the most examples that there could be, such as 1e-8.",
-            )
-
     def _check_noise(self) -> None:
         if not is_one_of(self.noise, get_args(NoiseName)):
             raise ConfigurationError(
@@ -253,6 +243,11 @@ class PrivacyConfig:
                 why="the choice is paid for with a share of the target epsilon.",
                 fix="give target_epsilon, or SparseEmbeddingConfig(row_choice='public', ...), or method='adafest'.",
             )
+
+    @property
+    def hides_n(self) -> bool:
+        """n is secret: the sampling probability is given, or follows from a number in place of n."""
+        return self.sampling_probability is not None or self.dataset_size is not None
 
     def replace(self, **changes: Any) -> PrivacyConfig:
         """A copy with some values changed (`dataclasses.replace` would drop `seed`)."""

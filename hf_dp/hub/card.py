@@ -30,7 +30,7 @@ def privacy_section(report: PrivacyReport, ledger: Ledger, config: PrivacyConfig
     """The section as Markdown, between its two markers."""
     found = epsilons(report, ledger)
     lines = [BEGIN, "## Privacy", "", *_promise(report, found), "", "| quantity | value |", "| --- | --- |"]
-    lines += [f"| {name} | {value} |" for name, value in _rows(report, found).items()]
+    lines += [f"| {name} | {value} |" for name, value in _rows(report, found, config).items()]
     lines += _risk(ledger) if report.private else []
     lines += ["", "Everything that was released of the training data:", "", "| release | times | mechanism |"]
     lines += ["| --- | --- | --- |"]
@@ -76,7 +76,13 @@ def _absent(report: PrivacyReport) -> str:
     return "added nothing to the training" if report.dataset_size is not None else "not been in the data"
 
 
-def _rows(report: PrivacyReport, found: dict[AccountantName, float]) -> dict[str, str]:
+def _number(report: PrivacyReport, config: PrivacyConfig) -> str:
+    if report.dataset_size is not None:
+        return f"{report.dataset_size}"
+    return _SECRET if config.dataset_size is None else f"{_SECRET}; {config.dataset_size} stands for it"
+
+
+def _rows(report: PrivacyReport, found: dict[AccountantName, float], config: PrivacyConfig) -> dict[str, str]:
     budget = "" if report.target_epsilon is None else f" (budget {report.target_epsilon:g})"
     size = f"{report.expected_batch_size:g}"
     rdp = upper(found["rdp"], 5) if "rdp" in found else "not offered for truncated batches"
@@ -86,7 +92,7 @@ def _rows(report: PrivacyReport, found: dict[AccountantName, float]) -> dict[str
         "delta": upper(report.delta, 4),
         "privacy unit": report.unit,
         "neighbouring datasets": report.adjacency,
-        "number of units": _SECRET if report.dataset_size is None else f"{report.dataset_size}",
+        "number of units": _number(report, config),
         "sampling": f"{report.sampling}: each unit with probability {report.sampling_probability:.4g} in each step, "
         + (f"sums divided by {size}" if report.dataset_size is None else f"{size} on average"),
         "steps": f"{report.steps}",

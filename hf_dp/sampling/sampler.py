@@ -52,7 +52,8 @@ class BatchSampler(Sampler[list[int]], ABC):
         self.terms = terms
         self.dataset_size = dataset_size
         self._is_secret = is_secret
-        by_itself = 1 / terms.probability if is_secret else dataset_size / terms.expected_batch_size
+        # Of a q that follows from two whole numbers, 1 / q is rounded.
+        by_itself = 1 / terms.probability * (1 - 1e-12) if is_secret else dataset_size / terms.expected_batch_size
         self._steps = steps_per_epoch or math.ceil(by_itself)
         self._entropy = entropy
         self._epoch = 0

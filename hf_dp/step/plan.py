@@ -66,7 +66,8 @@ class Plan:
             raise ConfigurationError(
                 f"a mechanism of {said.unit} and {said.sampling}, reproducible={said.reproducible}, and a "
                 f"{type(sampler).__name__} of {sampler.unit} and {sampler.terms} with {self.entropy}, for a config "
-                f"with sampling_probability={self.config.sampling_probability} and "
+                f"with sampling_probability={self.config.sampling_probability}, "
+                f"dataset_size={self.config.dataset_size} and "
                 f"max_batch_size={self.config.max_batch_size}.",
                 why="what runs would not be what is accounted for.",
                 fix="make plans with Plan.make, from the sampler that draws.",
@@ -101,8 +102,8 @@ class Plan:
                 can meet.
         """
         # A refusal is seen by nobody else: it may depend on n where n is secret.
-        n, wanted = sampler.dataset_size, config.target_delta
-        delta = accounting.check_delta(accounting.default_delta(n) if wanted is None else wanted, n)
+        n = sampler.dataset_size
+        delta = accounting.promised_delta(config, n)
         releases, noise_multiplier = accounting.calibrated(
             lambda noise: sampler.terms.event(accounting.GaussianNoise(multiplier=noise).event(), n),
             steps=steps,

@@ -13,7 +13,7 @@ import hf_dp.accounting as accounting
 import hf_dp.ranks as ranks
 from hf_dp.agreement import agree, warn_if_alone
 from hf_dp.config import PrivacyConfig
-from hf_dp.config.asked import asked
+from hf_dp.config.asked import asked, promised
 from hf_dp.data.collate import LogicalBatchCollator
 from hf_dp.data.loader import PoissonDataLoader, RankSampler
 from hf_dp.errors import ConfigurationError
@@ -40,9 +40,9 @@ def check_data(dataset: Any, expected_batch_size: int, privacy: PrivacyConfig) -
     """Refuses data that cannot be drawn from so, or under this delta (`ConfigurationError`)."""
     refuse_dataset(dataset)
     n = len(dataset)
-    check_sizes(n, expected_batch_size, is_secret=privacy.sampling_probability is not None)
+    check_sizes(n, expected_batch_size, is_secret=privacy.hides_n)
     _sampling(n, expected_batch_size, privacy)
-    accounting.check_delta(privacy.target_delta or accounting.default_delta(n), n)
+    accounting.promised_delta(privacy, n)
 
 
 def check_ranks(dataset: Any, model: nn.Module, facts: Mapping[str, Any], accelerator: Any = None) -> None:
@@ -82,7 +82,7 @@ def planned(
     """
     entropy, rank = Entropy.of_all_ranks(privacy.seed), ranks.rank()
     terms = _sampling(len(dataset), expected_batch_size, privacy)
-    sampler = sampler_of(terms, len(dataset), entropy, is_secret=privacy.sampling_probability is not None)
+    sampler = sampler_of(terms, len(dataset), entropy, is_secret=privacy.hides_n)
     loader = PoissonDataLoader(
         dataset,
         batch_sampler=RankSampler(sampler, rank, ranks.world_size(), micro_batch_size),
@@ -95,4 +95,4 @@ def planned(
 
 
 def _sampling(n: int, expected_batch_size: int, privacy: PrivacyConfig) -> accounting.SamplingTerms:
-    return accounting.sampling_terms(n, expected_batch_size, privacy.to_dict())
+    return accounting.sampling_terms(n, expected_batch_size, promised(privacy))

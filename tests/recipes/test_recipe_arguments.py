@@ -68,7 +68,7 @@ def begun(train, monkeypatch):  # noqa: F811
 
 def test_what_is_asked_for_is_all_that_the_promise_has():
     by_other_flags = {"seed", "re_attention", "noise_multiplier", "target_epsilon", "max_batch_size"}
-    by_other_flags |= {"target_tpr", "at_fpr"}
+    by_other_flags |= {"target_tpr", "at_fpr", "dataset_size"}
     not_for_flags = {"sparse_embeddings"}
     assert PROMISE.keys() | by_other_flags | not_for_flags == {f.name for f in dataclasses.fields(PrivacyConfig)}
     assert all(getattr(PrivacyConfig(target_epsilon=1), name) != value for name, value in PROMISE.items())
