@@ -39,8 +39,8 @@ class Risk:
         return (
             "Someone who sees everything that was released, and already knows all of the training data but one "
             f"example, may ask whether that one was used: if they wrongly say yes of {percent(rate)} of the examples "
-            f"that were not, they rightly say yes of at most {at_most(found)} of those that were; and if they held "
-            f"both for as likely before, they are right in at most {at_most(self.posterior)} of all cases after."
+            f"that were not, they rightly say yes of at most {at_most(found, 2)} of those that were; and if they held "
+            f"both for as likely before, they are right in at most {at_most(self.posterior, 2)} of all cases after."
         )
 
     def rows(self) -> dict[str, str]:
@@ -57,6 +57,12 @@ class Risk:
         """Plain values for strict JSON."""
         rates = {f"{rate:g}": found for rate, found in self.true_positive_rates.items()}
         return {"true_positive_rates": rates, "advantage": self.advantage, "posterior": self.posterior}
+
+
+def rates(target_tpr: float | None, at_fpr: float) -> tuple[float, ...]:
+    """The false positive rates that are told of a run, with that of its budget, if it is one of attacks."""
+    own = set() if target_tpr is None else {at_fpr}
+    return tuple(sorted({*FALSE_POSITIVE_RATES, *own}))
 
 
 def risk(event: dp.DpEvent, false_positive_rates: tuple[float, ...] = FALSE_POSITIVE_RATES) -> Risk:

@@ -60,7 +60,7 @@ def costs(
     import dp_accounting as dp
 
     from hf_dp import accounting
-    from hf_dp.accounting.risk import risk
+    from hf_dp.accounting.risk import rates, risk
 
     if n is None:
         delta, size = _own_delta(q, batch_size, epochs, delta), math.nan
@@ -104,7 +104,7 @@ def costs(
         cost = accounting.epsilon(whole, delta, accountant)
         plans[accountant] = {"noise_multiplier": multiplier, "epsilon": cost}
         if accountant == "pld":
-            plans["risk"] = risk(whole)
+            plans["risk"] = risk(whole, rates(target_tpr, at_fpr))
     common: dict[str, Any] = {
         "dataset_size": n,
         "expected_batch_size": batch_size,

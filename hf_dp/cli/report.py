@@ -38,7 +38,7 @@ def report(
     Exit codes: 0, read; 2, there is no report, or it cannot be read.
     """
     from hf_dp.accounting import in_words
-    from hf_dp.accounting.risk import group_epsilons, groups_in_words, risk
+    from hf_dp.accounting.risk import group_epsilons, groups_in_words, rates, risk
     from hf_dp.errors import shortened
     from hf_dp.hub import RECORD_FILE, open_source
 
@@ -50,12 +50,13 @@ def report(
         if place != directory:
             source = open_source(place)
         record = source.record()
-        found = risk(record.ledger.event) if record.report.private else None
+        told = rates(record.report.target_tpr, record.report.at_fpr)
+        found = risk(record.ledger.event, told) if record.report.private else None
         groups = group_epsilons(record.ledger.event, record.report.delta) if record.report.private else {}
     if as_json:
-        told = {"report": record.report.to_dict(), "ledger": record.ledger.to_dict()}
+        said = {"report": record.report.to_dict(), "ledger": record.ledger.to_dict()}
         of_groups = {str(rows): cost for rows, cost in groups.items()}
-        print_json({"source": place, **told, "risk": found and found.to_dict(), "group_epsilons": of_groups})
+        print_json({"source": place, **said, "risk": found and found.to_dict(), "group_epsilons": of_groups})
         return
     console = Console(soft_wrap=True)
     besides = f", the newest here; {directory} holds an older model" if older else ""

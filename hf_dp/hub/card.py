@@ -6,10 +6,10 @@ import math
 from typing import Any
 
 from hf_dp.accounting import NO_NOISE, REPRODUCIBLE, Ledger, PrivacyReport, clipping_in_words, in_words, noise_in_words
-from hf_dp.accounting.risk import group_epsilons, groups_in_words, risk
+from hf_dp.accounting.risk import group_epsilons, groups_in_words, rates, risk
 from hf_dp.config import AccountantName, PrivacyConfig
 from hf_dp.config.asked import notes
-from hf_dp.figures import upper
+from hf_dp.figures import percent, upper
 from hf_dp.hub.record import INSTALL, RECORD_FILE, PrivacyRecord
 
 BEGIN, END = "<!-- hf_dp privacy begins -->", "<!-- hf_dp privacy ends -->"
@@ -31,7 +31,7 @@ def privacy_section(report: PrivacyReport, ledger: Ledger, config: PrivacyConfig
     found = epsilons(report, ledger)
     lines = [BEGIN, "## Privacy", "", *_promise(report, found), "", "| quantity | value |", "| --- | --- |"]
     lines += [f"| {name} | {value} |" for name, value in _rows(report, found, config).items()]
-    lines += _risk(ledger) if report.private else []
+    lines += _risk(report, ledger) if report.private else []
     lines += ["", "Everything that was released of the training data:", "", "| release | times | mechanism |"]
     lines += ["| --- | --- | --- |"]
     lines += [f"| {label} | {count} | {in_words(event)} |" for event, count, label in ledger.entries]
@@ -66,14 +66,21 @@ def _promise(report: PrivacyReport, found: dict[AccountantName, float]) -> list[
     ]
 
 
-def _risk(ledger: Ledger) -> list[str]:
-    found = risk(ledger.event)
+def _risk(report: PrivacyReport, ledger: Ledger) -> list[str]:
+    found = risk(ledger.event, rates(report.target_tpr, report.at_fpr))
     lines = ["", "**What that means for one of them.**", "", str(found), "", "| an attack | at most |", "| --- | --- |"]
     return lines + [f"| {name} | {value} |" for name, value in found.rows().items()]
 
 
 def _absent(report: PrivacyReport) -> str:
     return "added nothing to the training" if report.dataset_size is not None else "not been in the data"
+
+
+def _budget_of_attacks(report: PrivacyReport) -> dict[str, str]:
+    if report.target_tpr is None:
+        return {}
+    most, wrongly = percent(report.target_tpr), percent(report.at_fpr)
+    return {"budget of attacks": f"at most {most} found, while {wrongly} of the others are taken for used"}
 
 
 def _number(report: PrivacyReport, config: PrivacyConfig) -> str:
@@ -90,6 +97,7 @@ def _rows(report: PrivacyReport, found: dict[AccountantName, float], config: Pri
         f"epsilon, PLD accountant ({'tight' if 'rdp' in found else 'an upper bound'})": upper(found["pld"], 5) + budget,
         "epsilon, RDP accountant (looser)": rdp,
         "delta": upper(report.delta, 4),
+        **_budget_of_attacks(report),
         "privacy unit": report.unit,
         "neighbouring datasets": report.adjacency,
         "number of units": _number(report, config),

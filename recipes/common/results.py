@@ -19,6 +19,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from common.groups import report_by_group
 from hf_dp import DPTrainer, PrivacyConfig
 from hf_dp.errors import ConfigurationError
+from hf_dp.figures import upper
 from hf_dp.hub import CARD_FILE
 from hf_dp.losses import per_example_losses
 from hf_dp.training.checkpoints import newest_whole
@@ -143,7 +144,7 @@ def train_and_report(
         without = score(ordinary)
     if trainer.is_world_process_zero():
         report = trainer.privacy_report()
-        columns = {"before": untrained.scores, f"epsilon {report.epsilon:.3g}": after}
+        columns = {"before": untrained.scores, f"epsilon {upper(report.epsilon, 3)}": after}
         _show(columns if without is None else {**columns, "without privacy": without}, directory)
         if groups is not None:
             report_by_group(
