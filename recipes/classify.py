@@ -111,16 +111,18 @@ def make_optimizer(
         if steps <= 0:
             steps = math.ceil(arguments.num_train_epochs * math.ceil(n / batch_size))
         accounting.check_steps(steps)
-        noise_multiplier = privacy.noise_multiplier
-        if noise_multiplier is None:
-            noise_multiplier = accounting.calibrate_noise_multiplier(
-                target_epsilon=privacy.target_epsilon,
-                target_delta=privacy.target_delta or accounting.default_delta(n),
-                # Where it is given, n is secret, and the rate must not follow from it.
-                sampling_probability=privacy.sampling_probability or min(1.0, batch_size / n),
-                steps=steps,
-                accountant=privacy.accountant,
-            )
+        # Where it is given, n is secret, and the rate must not follow from it.
+        q = privacy.sampling_probability or min(1.0, batch_size / (privacy.dataset_size or n))
+        _, noise_multiplier = accounting.calibrated(
+            lambda noise: accounting.step_event(noise, q),
+            steps=steps,
+            delta=accounting.promised_delta(privacy, n),
+            accountant=privacy.accountant,
+            target_epsilon=privacy.target_epsilon,
+            target_tpr=privacy.target_tpr,
+            at_fpr=privacy.at_fpr,
+            noise_multiplier=privacy.noise_multiplier,
+        )
         noise = noise_multiplier * privacy.clipping_norm / batch_size * math.sqrt(steps)
         labels = model.classifier.out_features
         rate = min(arguments.learning_rate * labels, recipe.head_noise / max(noise, 1e-9))

@@ -42,7 +42,7 @@ class RecipeArguments(SequenceData):
     """The model, and what is compared."""
 
     IN_PLACE_OF: ClassVar = {
-        "epsilons": ("target_epsilon", "noise_multiplier"),
+        "epsilons": ("target_epsilon", "noise_multiplier", "target_tpr", "at_fpr"),
         "seeds": ("seed",),
         "paired": ("privacy_seed",),
     }

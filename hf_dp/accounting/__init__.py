@@ -1,7 +1,13 @@
 """Privacy accounting with `dp_accounting`: events, epsilon, calibration, mechanism, ledger and report. No torch."""
 
 from hf_dp.accounting.accountants import epsilon, has_renyi
-from hf_dp.accounting.calibration import calibrate_noise_multiplier, paid_releases, smallest_noise_multiplier
+from hf_dp.accounting.calibration import (
+    calibrate_noise_multiplier,
+    calibrated,
+    noise_for_tpr,
+    paid_releases,
+    smallest_noise_multiplier,
+)
 from hf_dp.accounting.events import (
     check_delta,
     check_steps,
@@ -9,6 +15,7 @@ from hf_dp.accounting.events import (
     event_from_dict,
     event_to_dict,
     in_words,
+    promised_delta,
 )
 from hf_dp.accounting.ledger import Ledger
 from hf_dp.accounting.mechanism import Mechanism
@@ -74,6 +81,7 @@ __all__ = [
     "UncountedExampleUnit",
     "UnitTerms",
     "calibrate_noise_multiplier",
+    "calibrated",
     "check_delta",
     "check_steps",
     "check_target_epsilon",
@@ -85,8 +93,10 @@ __all__ = [
     "event_to_dict",
     "has_renyi",
     "in_words",
+    "noise_for_tpr",
     "noise_in_words",
     "paid_releases",
+    "promised_delta",
     "sampling_terms",
     "smallest_noise_multiplier",
     "standard_caveats",

@@ -94,6 +94,25 @@ def epsilon(event: dp.DpEvent, delta: float, accountant: AccountantName = "pld")
     return _epsilon(_merged(counts), float(delta), accountant)
 
 
+def group_epsilon(event: dp.DpEvent, delta: float, rows: int) -> float | None:
+    """An upper bound on epsilon at `delta` for a person with `rows` rows, all replaced by nothing, by "pld".
+
+    Returns:
+        epsilon >= 0 in nats, infinity where no bound is found; None of mechanisms of which it is not known.
+
+    Raises:
+        LedgerError: an event that is not known here.
+    """
+    counts = primitives(event)
+    if counts is None:
+        return math.inf
+    merged = _merged(counts)
+    grown = [(one.of_group(rows), n) for one, n in merged]
+    if any(one is None for one, _ in grown):
+        return None
+    return math.inf if len(grown) > _MOST_DISTRIBUTIONS else _epsilon(tuple(grown), float(delta), "pld")
+
+
 def has_renyi(event: dp.DpEvent) -> bool:
     """Whether the accountant "rdp" has an epsilon for everything in `event`.
 
@@ -183,18 +202,23 @@ def deltas(event: dp.DpEvent, epsilons: np.ndarray) -> tuple[np.ndarray, np.ndar
     Raises:
         LedgerError: an event that is not known here.
     """
-    ones = np.ones_like(epsilons)
     counts = primitives(event)
     if counts is None:
-        return ones, ones
-    merged = _merged(counts)
-    if not merged:
+        return np.ones_like(epsilons), np.ones_like(epsilons)
+    return _deltas(_merged(counts), tuple(map(float, epsilons)))
+
+
+@functools.lru_cache(maxsize=64)
+def _deltas(counts: Counts, epsilons: tuple[float, ...]) -> tuple[np.ndarray, np.ndarray]:
+    at = np.array(epsilons)
+    ones = np.ones_like(at)
+    if not counts:
         return 0 * ones, 0 * ones
-    if not all(one.is_finite for one, _ in merged) or len(merged) > _MOST_DISTRIBUTIONS:
+    if not all(one.is_finite for one, _ in counts) or len(counts) > _MOST_DISTRIBUTIONS:
         return ones, ones
     with _quiet(), np.errstate(all="ignore"):
         try:
-            with_it, without = (composed_deltas(steps, cell, epsilons) for steps, cell in _directions(merged))
+            with_it, without = (composed_deltas(steps, cell, at) for steps, cell in _directions(counts))
         except _NO_GRID:
             return ones, ones
     return np.fmin(with_it, 1.0), np.fmin(without, 1.0)

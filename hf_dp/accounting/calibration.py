@@ -6,15 +6,17 @@ import math
 from collections.abc import Callable, Sequence
 
 import dp_accounting as dp
-from scipy import optimize
+from scipy import optimize, stats
 
 from hf_dp.accounting.accountants import epsilon, has_renyi
 from hf_dp.accounting.events import check_sampling_probability, check_steps
 from hf_dp.accounting.release import Release
+from hf_dp.accounting.risk import risk
 from hf_dp.accounting.terms import step_event
 from hf_dp.config import AccountantName
 from hf_dp.config.asked import Share
 from hf_dp.config.ranges import check_target_epsilon
+from hf_dp.config.target import AT_FPR, check_target_tpr
 from hf_dp.errors import ConfigurationError
 
 _SMALLEST_NOISE, _LARGEST_NOISE = 1e-4, 1e12
@@ -95,6 +97,85 @@ def smallest_noise_multiplier(
             fix="raise target_epsilon or delta, take fewer steps, or use accountant='pld'.",
         )
     return noise
+
+
+def noise_for_tpr(
+    step: Callable[[float], dp.DpEvent],
+    *,
+    target_tpr: float,
+    at_fpr: float,
+    steps: int,
+    spent: dp.DpEvent | None = None,
+) -> float:
+    """The smallest noise multiplier with which no attack on a whole run finds more than `target_tpr`.
+
+    As exact as `smallest_noise_multiplier`, in mu = ppf(target_tpr) - ppf(at_fpr), the distance of the two normal
+    distributions that are told apart as well (Dong, Roth and Su 2019, arXiv:1905.02383, definition 2.6).
+
+    Args:
+        step, steps, spent: as of `smallest_noise_multiplier`.
+        target_tpr, at_fpr: 1e-6 <= at_fpr < target_tpr < 1; see `risk`.
+
+    Raises:
+        ConfigurationError: rates out of range, or no noise is shown to keep it.
+    """
+    check_target_tpr(target_tpr, at_fpr)
+    check_steps(steps)
+
+    def most(noise: float) -> float:
+        run = dp.SelfComposedDpEvent(step(noise), steps)
+        whole = run if spent is None else dp.ComposedDpEvent([spent, run])
+        return risk(whole, (at_fpr,)).true_positive_rates[at_fpr]
+
+    def mu(rate: float) -> float:
+        return float(stats.norm.ppf(rate) - stats.norm.ppf(at_fpr))
+
+    noise = _smallest_noise(lambda noise: mu(most(noise)), mu(target_tpr), 1.0, tolerance=_TOLERANCE)
+    if noise is None or not most(noise) <= target_tpr:
+        raise ConfigurationError(
+            f"target_tpr={target_tpr!r} at at_fpr={at_fpr!r} with {steps} steps.",
+            why=f"no noise multiplier up to {_LARGEST_NOISE:g} is shown to keep it.",
+            fix="raise target_tpr, or take fewer steps.",
+        )
+    return noise
+
+
+def calibrated(
+    step: Callable[[float], dp.DpEvent],
+    *,
+    steps: int,
+    delta: float,
+    shares: Sequence[Share] = (),
+    accountant: AccountantName = "pld",
+    target_epsilon: float | None = None,
+    target_tpr: float | None = None,
+    at_fpr: float = AT_FPR,
+    noise_multiplier: float | None = None,
+) -> tuple[tuple[Release, ...], float]:
+    """What is released beside the steps, and the noise multiplier of the steps, from the one target that is given.
+
+    Of a budget in `target_tpr`, shares are of the epsilon that the steps alone would have under it.
+
+    Raises:
+        ConfigurationError: as the functions above and below.
+    """
+
+    def noise(spent: dp.DpEvent | None) -> float:
+        if target_epsilon is not None:
+            return smallest_noise_multiplier(
+                step, target_epsilon=target_epsilon, target_delta=delta, steps=steps, accountant=accountant, spent=spent
+            )
+        assert target_tpr is not None
+        return noise_for_tpr(step, target_tpr=target_tpr, at_fpr=at_fpr, steps=steps, spent=spent)
+
+    budget = target_epsilon
+    if shares and target_tpr is not None:
+        budget = epsilon(dp.SelfComposedDpEvent(step(noise(None)), steps), delta, accountant)
+    releases = paid_releases(shares, target_epsilon=budget, target_delta=delta, accountant=accountant)
+    if noise_multiplier is not None:
+        return releases, noise_multiplier
+    spent = [dp.SelfComposedDpEvent(release.event, release.times) for release in releases]
+    return releases, noise(dp.ComposedDpEvent(spent) if spent else None)
 
 
 def paid_releases(

@@ -39,6 +39,11 @@ class StepLoss:
     infinite: float
 
 
+def as_step_loss(pmf: Any) -> StepLoss:
+    """Of `dp_accounting`'s loss on a dense grid."""
+    return StepLoss(pmf._lower_loss, np.asarray(pmf._probs), pmf._infinity_mass)
+
+
 def composed_epsilon(
     steps: Sequence[tuple[StepLoss, int]], cell: float, delta: float, *, at_least: float = 0.0
 ) -> float:

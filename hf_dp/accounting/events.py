@@ -8,6 +8,7 @@ from typing import Any
 import dp_accounting as dp
 
 from hf_dp.accounting.kinds import KINDS, Primitive
+from hf_dp.config import PrivacyConfig
 from hf_dp.config.ranges import is_count, is_delta, is_probability, shown
 from hf_dp.errors import ConfigurationError, LedgerError
 
@@ -115,6 +116,18 @@ def default_delta(n: int, of: str = _EXAMPLES) -> float:
     """
     _check_dataset_size(n, of)
     return math.pow(n, -1.1)
+
+
+def promised_delta(config: PrivacyConfig, n: int, of: str = _EXAMPLES) -> float:
+    """The delta of a config for n units, or for the number that stands for n; below 1 over both.
+
+    Raises:
+        ConfigurationError: as `check_delta`.
+    """
+    size = n if config.dataset_size is None else config.dataset_size
+    delta = default_delta(size, of) if config.target_delta is None else config.target_delta
+    # Where n is secret, a refusal is seen by nobody else.
+    return check_delta(check_delta(delta, size, of), n, of)
 
 
 def check_delta(delta: float, n: int, of: str = _EXAMPLES) -> float:

@@ -13,11 +13,9 @@ import numpy as np
 from dp_accounting import pld as dp_pld
 from dp_accounting.pld import privacy_loss_mechanism
 
-from hf_dp.accounting.composition import StepLoss
+from hf_dp.accounting.composition import StepLoss, as_step_loss
+from hf_dp.accounting.group import MIN_NOISE, Group
 from hf_dp.config.ranges import is_noise, is_number
-
-# Squares of smaller numbers vanish. Their epsilon is beyond 1e100: as good as infinite.
-_MIN_NOISE = 1e-60
 
 
 @dataclass(frozen=True, order=True)
@@ -63,7 +61,7 @@ class Gaussian:
 
     @property
     def is_finite(self) -> bool:
-        return _MIN_NOISE <= self.noise < math.inf
+        return MIN_NOISE <= self.noise < math.inf
 
     @property
     def is_a_sum(self) -> bool:
@@ -72,6 +70,11 @@ class Gaussian:
     @property
     def has_renyi(self) -> bool:
         return True
+
+    def of_group(self, rows: int) -> Gaussian | Group:
+        # What is 1 / noise-Gaussian for one row is rows / noise-Gaussian for several (Dong, Roth and Su 2019,
+        # arXiv:1905.02383, theorem 2.14), whatever mechanism it stands for.
+        return Gaussian(1.0, self.noise / rows) if self.probability == 1 else Group(self.probability, self.noise, rows)
 
     def losses(self, cell: float) -> tuple[StepLoss, StepLoss]:
         return _losses(self.probability, self.noise, cell)
@@ -109,11 +112,6 @@ def _losses(q: float, noise: float, cell: float) -> tuple[StepLoss, StepLoss]:
     # Not public; a test holds what is made of them against exact integrals.
     remove, add = (pmf.to_dense_pmf() for pmf in (pld._pmf_remove, pld._pmf_add))
     return as_step_loss(remove), as_step_loss(add)
-
-
-def as_step_loss(pmf: Any) -> StepLoss:
-    """Of `dp_accounting`'s loss on a dense grid."""
-    return StepLoss(pmf._lower_loss, np.asarray(pmf._probs), pmf._infinity_mass)
 
 
 def _variance(values: np.ndarray, weights: np.ndarray) -> float:

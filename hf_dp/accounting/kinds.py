@@ -40,6 +40,9 @@ class Primitive(Protocol):
     def is_a_sum(self) -> bool:
         """Its Renyi divergence is computed as a sum, which rounds."""
 
+    def of_group(self, rows: int) -> Any:
+        """The mechanism that a person with so many rows sees; None where it is not known. For one row, itself."""
+
     def losses(self, cell: float) -> tuple[StepLoss, StepLoss]:
         """The privacy loss of one use on a grid of this width in nats, of one unit less and of one more."""
 

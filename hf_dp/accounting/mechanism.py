@@ -129,7 +129,7 @@ class Mechanism:
         pairs = {
             "unit": (self.unit.to_dict(), _asked_for(lambda: unit_terms(n, config))),
             "clipping": (self.clipping.to_dict(), clipping_terms(config).to_dict()),
-            "sampling": (self.sampling.to_dict(), _asked_for(lambda: sampling_terms(n, expected, config.to_dict()))),
+            "sampling": (self.sampling.to_dict(), _asked_for(lambda: sampling_terms(n, expected, promised(config)))),
             "noise": (self.noise.kind, config.noise),
             # The config may leave these to be found.
             "noise_multiplier": (self.noise.multiplier, config.noise_multiplier),
@@ -152,6 +152,8 @@ class Mechanism:
             dataset_size=self.unit.number,
             expected_batch_size=self.sampling.expected_batch_size,
             target_epsilon=config.target_epsilon,
+            target_tpr=config.target_tpr,
+            at_fpr=config.at_fpr,
             epsilon_rdp=ledger.epsilons(self.delta).get("rdp"),
             queries=self.noise_multipliers,
             releases=ledger.releases,

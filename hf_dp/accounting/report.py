@@ -17,7 +17,9 @@ from hf_dp.config import AccountantName
 from hf_dp.config.clipping import ClippingName
 from hf_dp.config.promise import NoiseName
 from hf_dp.config.ranges import is_count, is_number, is_one_of
+from hf_dp.config.target import AT_FPR, is_target_tpr
 from hf_dp.errors import damaged
+from hf_dp.figures import percent, upper
 from hf_dp.versions import library_versions
 
 HYPER_PARAMETER_SEARCH = (
@@ -69,7 +71,9 @@ class PrivacyReport:
         sampling_probability: of each unit in each step.
         steps: training steps charged.
         accountant: which bound `epsilon` is, "pld" or "rdp".
-        target_epsilon: the budget, or None if the noise was given.
+        target_epsilon: the budget, or None if the noise was given, or the budget as the next two say.
+        target_tpr, at_fpr: the budget as what an attack may find of the members, and at which share of the others that
+            it takes for members; None and 0.01 if it was not given so.
         epsilon_rdp: the Renyi bound as a cross-check; None where there is none.
         queries: the noise multiplier of each query of a step by its label, in units of its own sensitivity.
             `noise_multiplier` is that of all together.
@@ -97,6 +101,8 @@ class PrivacyReport:
     clipping: str = "flat"
     noise: str = "gaussian"
     target_epsilon: float | None = None
+    target_tpr: float | None = None
+    at_fpr: float = AT_FPR
     epsilon_rdp: float | None = None
     queries: dict[str, float] = field(default_factory=dict)
     releases: tuple[Release, ...] = ()
@@ -151,7 +157,9 @@ class PrivacyReport:
 
     def __str__(self) -> str:
         budget = "" if self.target_epsilon is None else f" of a budget of {self.target_epsilon:g}"
-        lines = [f"Differential privacy: epsilon {self.epsilon:.4g} at delta {self.delta:.3g}{budget}"]
+        if self.target_tpr is not None:
+            budget = f" of a budget of {percent(self.target_tpr)} found at {percent(self.at_fpr)} false positives"
+        lines = [f"Differential privacy: epsilon {upper(self.epsilon, 4)} at delta {upper(self.delta, 3)}{budget}"]
         if not self.private:
             reason = NO_NOISE if not math.isfinite(self.epsilon) else REPRODUCIBLE
             lines = [f"NOT PRIVATE. {reason}", lines[0] + (" (if the noise were secret)" if self.reproducible else "")]
@@ -163,7 +171,7 @@ class PrivacyReport:
             "clipping norm": clipping_in_words(self.clipping, self.clipping_norm),
             "steps": f"{self.steps}",
             "accountant": self.accountant.upper()
-            + ("" if self.epsilon_rdp is None else f" (RDP cross-check: epsilon {self.epsilon_rdp:.4g})"),
+            + ("" if self.epsilon_rdp is None else f" (RDP cross-check: epsilon {upper(self.epsilon_rdp, 4)})"),
             **self._besides(),
             "versions": ", ".join(f"{name} {version}" for name, version in self.versions.items()),
         }
@@ -192,10 +200,12 @@ class PrivacyReport:
         return rows
 
 
-_PLAIN = {"clipping": "flat", "noise": "gaussian"}
-_OPTIONAL = ("target_epsilon", "epsilon_rdp")
+_PLAIN = {"clipping": "flat", "noise": "gaussian", "target_tpr": None, "at_fpr": AT_FPR}
+_OPTIONAL = ("target_epsilon", "target_tpr", "epsilon_rdp")
 _VERSION = re.compile(r"[\w.+!-]{1,60}", re.ASCII)
-_NUMBERS = ("epsilon", "delta", "noise_multiplier", "clipping_norm", "sampling_probability", "expected_batch_size")
+_NUMBERS = (
+    "epsilon", "delta", "noise_multiplier", "clipping_norm", "sampling_probability", "expected_batch_size", "at_fpr"
+)  # fmt: skip
 
 
 def _read(cls: type[PrivacyReport], values: object) -> PrivacyReport | str:
@@ -210,6 +220,8 @@ def _read(cls: type[PrivacyReport], values: object) -> PrivacyReport | str:
     for name in (*_NUMBERS, *optional):
         if not (is_number(fields[name]) and fields[name] >= 0):
             return f"{name} is {fields[name]!r}"
+    if fields["target_tpr"] is not None and not is_target_tpr(fields["target_tpr"], fields["at_fpr"]):
+        return f"target_tpr is {fields['target_tpr']!r}, at_fpr is {fields['at_fpr']!r}"
     is_secret = fields["adjacency"] == ADD_OR_REMOVE
     if (fields["dataset_size"] is None) != is_secret:
         return f"dataset_size is {fields['dataset_size']!r}, for neighbours {str(fields['adjacency'])[:100]!r}"

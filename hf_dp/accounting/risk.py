@@ -1,19 +1,21 @@
-"""What a promise means for one person, in the language of attacks: how well membership can be told at most."""
+"""What a promise means for one person: how well attacks can tell membership at most, and what several rows cost."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
 import dp_accounting as dp
 import numpy as np
 
-from hf_dp.accounting.accountants import deltas
+from hf_dp.accounting.accountants import deltas, group_epsilon
 from hf_dp.config.ranges import is_number, shown
 from hf_dp.errors import ConfigurationError
+from hf_dp.figures import at_most, percent, upper
 
 FALSE_POSITIVE_RATES = (0.001, 0.01, 0.1)
+# Of one person.
+ROWS = (2, 4, 8, 16)
 # Any epsilon gives a true bound; between these the best is missed by less than 1 %.
 _EPSILONS = np.concatenate([np.linspace(0, 2, 401), np.geomspace(2.005, 60, 600)])
 
@@ -39,11 +41,21 @@ class Risk:
         """As one sentence about `one` unit."""
         rate, found = min(self.true_positive_rates.items(), key=lambda pair: abs(pair[0] - 0.01))
         return (
-            f"Whoever sees everything that was released, knows all of the training data but one {one}, and asks "
-            f"whether that one was in it: if they wrongly say yes of {rate:.1%} of those that were not, they rightly "
-            f"say so of at most {at_most(found)} of those that were. Who thought it an even chance before is right in "
-            f"at most {at_most(self.posterior)} of all cases after."
+            "Someone who sees everything that was released, and already knows all of the training data but one "
+            f"{one}, may ask whether that one was used: if they wrongly say yes of {percent(rate)} of the {one}s "
+            f"that were not, they rightly say yes of at most {at_most(found, 2)} of those that were; and if they held "
+            f"both for as likely before, they are right in at most {at_most(self.posterior, 2)} of all cases after."
         )
+
+    def rows(self, one: str = "example") -> dict[str, str]:
+        """The same as a table: what an attack does, and how far it gets at most."""
+        finds = f"finds of the used {one}s, while it takes {{}} of the others for used"
+        shares = self.true_positive_rates.items()
+        return {
+            **{finds.format(percent(rate)): at_most(most, 2) for rate, most in shares},
+            "finds of them more than it takes wrongly (the advantage)": at_most(self.advantage, 2),
+            "is right, if both were held for as likely before": at_most(self.posterior, 2),
+        }
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for strict JSON."""
@@ -51,10 +63,10 @@ class Risk:
         return {"true_positive_rates": rates, "advantage": self.advantage, "posterior": self.posterior}
 
 
-def at_most(share: float, digits: int = 1) -> str:
-    """A bound as a percentage: rounded up, since a smaller one would not be true."""
-    scale = 10 ** (digits + 2)
-    return f"{math.ceil(share * scale - 1e-9) / scale:.{digits}%}"
+def rates(target_tpr: float | None, at_fpr: float) -> tuple[float, ...]:
+    """The false positive rates that are told of a run, with that of its budget, if it is one of attacks."""
+    own = set() if target_tpr is None else {at_fpr}
+    return tuple(sorted({*FALSE_POSITIVE_RATES, *own}))
 
 
 def risk(event: dp.DpEvent, false_positive_rates: tuple[float, ...] = FALSE_POSITIVE_RATES) -> Risk:
@@ -89,3 +101,17 @@ def risk(event: dp.DpEvent, false_positive_rates: tuple[float, ...] = FALSE_POSI
 
     advantage = float(min(with_it[0], without[0]))
     return Risk({rate: most(rate) for rate in false_positive_rates}, advantage, (1 + advantage) / 2)
+
+
+def group_epsilons(event: dp.DpEvent, delta: float) -> dict[int, float | None]:
+    """Epsilon at `delta` for a person with so many rows, in nats; see `group_epsilon`."""
+    return {rows: group_epsilon(event, delta, rows) for rows in ROWS}
+
+
+def groups_in_words(found: dict[int, float | None], units: str = "training examples") -> str:
+    """What `group_epsilons` found, as a sentence; of nothing, only that there is such a thing."""
+    less = f"A person behind several {units} is protected less (group privacy)"
+    if not found or None in found.values():
+        return f"{less}{': how much is not computed for these batches' if found else ''}."
+    said = [f"{upper(epsilon, 3)} for {rows}" for rows, epsilon in found.items() if epsilon is not None]
+    return f"{less}: at the same delta epsilon is {', '.join(said[:-1])} and {said[-1]} of them."

@@ -18,6 +18,7 @@ from hf_dp.config.clipping import CLIPPINGS, ClippingTerms
 from hf_dp.config.plain import Terms, refuse_term
 from hf_dp.config.promise import NoiseName
 from hf_dp.config.ranges import check_noise_multiplier, is_count, is_number, shown
+from hf_dp.config.secret import GIVEN_SIZE
 from hf_dp.config.units import is_column
 from hf_dp.errors import ConfigurationError
 
@@ -213,9 +214,9 @@ TERMS: dict[str, dict[str, type[Any]]] = {
 
 
 def unit_terms(number: int | None, config: PrivacyConfig) -> UnitTerms:
-    """The unit that a config promises, of which there are `number` (None if it is secret). Where the config leaves the
-    sampling probability to n, n must be public (`ConfigurationError`)."""
-    if config.sampling_probability is not None:
+    """The unit that a config promises, of which there are `number` (None if it is secret). Where the sampling
+    probability follows from n, n must be public (`ConfigurationError`)."""
+    if config.hides_n:
         return UncountedExampleUnit()
     counted: Any = number
     if config.unit is None:
@@ -225,13 +226,14 @@ def unit_terms(number: int | None, config: PrivacyConfig) -> UnitTerms:
 
 
 def sampling_terms(number: int | None, expected_batch_size: float, asked: Mapping[str, Any]) -> SamplingTerms:
-    """The sampling of `number` units (None if it is secret) that a config asks for, given its fields, or a ledger's
-    promise (`ConfigurationError` where none follows)."""
+    """The sampling of `number` units (None if it is secret) that a config asks for, given what it promises, as it
+    stands in ledgers (`ConfigurationError` where none follows)."""
     q, most = asked.get("sampling_probability"), asked.get("max_batch_size")
     if q is None:
-        if number is None:
-            refuse_term("number", number, "the probability of sampling follows from it")
-        q = expected_batch_size / number
+        size = asked.get(GIVEN_SIZE, number)
+        if size is None:
+            refuse_term("number", size, "the probability of sampling follows from it")
+        q = expected_batch_size / size
     said = {"probability": q, "expected_batch_size": expected_batch_size}
     given = {} if most is None else {"max_batch_size": most}
     terms: SamplingTerms = TERMS["sampling"]["truncated_poisson" if given else "poisson"](**said, **given)

@@ -21,7 +21,7 @@ def proposal(
 ) -> tuple[float, int]:
     if epsilon is None or steps is not None:
         raise ConfigurationError(
-            "no --batch-size, with " + ("--noise." if epsilon is None else "--steps."),
+            "no --batch-size, with " + ("--noise or --tpr." if epsilon is None else "--steps."),
             why="a batch is proposed for a privacy budget and a compute budget (batch size x steps).",
             fix="give --batch-size; or --epsilon, and --epochs or --examples, for a proposal.",
         )
@@ -49,6 +49,8 @@ def costs(
     steps: int | None,
     examples: float | None,
     target_epsilon: float | None,
+    target_tpr: float | None,
+    at_fpr: float,
     noise: float | None,
     delta: float | None,
     shares: list[float],
@@ -58,6 +60,7 @@ def costs(
     import dp_accounting as dp
 
     from hf_dp import accounting
+    from hf_dp.accounting.risk import rates, risk
 
     if n is None:
         delta, size = _own_delta(q, batch_size, epochs, delta), math.nan
@@ -90,24 +93,25 @@ def costs(
 
     plans: dict[str, Any] = {}
     asked = [accounting.Share(f"release {i}", share, 1) for i, share in enumerate(shares, start=1)]
-    for accountant in ACCOUNTANTS if accounting.has_renyi(step(1.0)) else ACCOUNTANTS[:1]:
-        multiplier = noise
-        budget: Any = {"target_epsilon": target_epsilon, "target_delta": delta, "accountant": accountant}
-        paid = accounting.paid_releases(asked, **budget)
-        spent = dp.ComposedDpEvent([release.event for release in paid])
-        if target_epsilon is not None:
-            multiplier = accounting.smallest_noise_multiplier(step, steps=steps, spent=spent, **budget)
-        assert multiplier is not None
+    wanted: Any = {"target_epsilon": target_epsilon, "target_tpr": target_tpr, "at_fpr": at_fpr}
+    by_pld_alone = target_tpr is not None or not accounting.has_renyi(step(1.0))
+    for accountant in ACCOUNTANTS[:1] if by_pld_alone else ACCOUNTANTS:
+        paid, multiplier = accounting.calibrated(
+            step, steps=steps, delta=delta, shares=asked, accountant=accountant, noise_multiplier=noise, **wanted
+        )
         run = dp.SelfComposedDpEvent(step(multiplier), steps)
-        cost = accounting.epsilon(dp.ComposedDpEvent([spent, run]), delta, accountant)
+        whole = dp.ComposedDpEvent([*(release.event for release in paid), run])
+        cost = accounting.epsilon(whole, delta, accountant)
         plans[accountant] = {"noise_multiplier": multiplier, "epsilon": cost}
+        if accountant == "pld":
+            plans["risk"] = risk(whole, rates(target_tpr, at_fpr))
     common: dict[str, Any] = {
         "dataset_size": n,
         "expected_batch_size": batch_size,
         "sampling_probability": sampling.probability,
     }
     common |= {"max_batch_size": max_batch_size, "steps": steps, "delta": delta}
-    return {**common, "target_epsilon": target_epsilon, "shares": shares, **plans}
+    return {**common, **wanted, "shares": shares, **plans}
 
 
 def _own_delta(q: float | None, batch_size: float, epochs: float | None, delta: float | None) -> float:

@@ -10,12 +10,13 @@ from rich.console import Console
 
 from hf_dp.cli.common import AsJson, print_json, refusals
 from hf_dp.cli.costs import costs, exactly_one, positive, proposal
-from hf_dp.cli.planned import answered, plan_table
+from hf_dp.cli.planned import answered, plan_table, risk_table
 from hf_dp.cli.sizes import size_table, sizes
 from hf_dp.config.ranges import check_clipping_norm
+from hf_dp.config.target import AT_FPR, check_target_tpr
 from hf_dp.errors import ConfigurationError
 
-_DEFAULTS = {"--world-size": 1, "--length": 512, "--micro-batch": 1}
+_DEFAULTS: Any = {"--fpr": AT_FPR, "--world-size": 1, "--length": 512, "--micro-batch": 1}
 
 
 def plan(
@@ -39,6 +40,12 @@ def plan(
     steps: Annotated[int | None, typer.Option(help="Optimizer steps of the whole run.")] = None,
     examples: Annotated[float | None, typer.Option(help="Compute: examples to process, batch size x steps.")] = None,
     epsilon: Annotated[float | None, typer.Option(help="The budget to calibrate the noise to.")] = None,
+    tpr: Annotated[
+        float | None, typer.Option(help="In place of --epsilon: the share of members that any attack may find.")
+    ] = None,
+    fpr: Annotated[float, typer.Option(help="The share of others that it takes for members, with --tpr.")] = _DEFAULTS[
+        "--fpr"
+    ],
     noise: Annotated[float | None, typer.Option(help="A noise multiplier, to ask for its epsilon.")] = None,
     max_batch_size: Annotated[
         int | None, typer.Option(help="The most examples of one step; of a larger draw so many, at random.")
@@ -65,7 +72,9 @@ def plan(
 
         hf-dp plan --n 10003 --batch-size 512 --epochs 10 --epsilon 8
 
-    Give --epsilon to learn the noise multiplier, or --noise to learn epsilon.
+    Give --epsilon to learn the noise multiplier, or --noise to learn epsilon;
+    or --tpr, for noise with which no attack finds more than this share of the
+    examples that were used, while it takes --fpr of the others for used.
     Leave out --batch-size to have batch, steps and noise proposed for the
     compute of --epochs or --examples:
 
@@ -98,13 +107,14 @@ def plan(
         has_data = any(value is not None for value in of_data.values())
         if not has_data:
             given = {"--epochs": epochs, "--steps": steps, "--examples": examples, "--epsilon": epsilon}
-            more = {"--noise": noise, "--delta": delta, "--plot": plot, "--share": share or None}
+            more = {"--tpr": tpr, "--noise": noise, "--delta": delta, "--plot": plot, "--share": share or None}
             more["--max-batch-size"] = max_batch_size
             _refuse_without_n(model, {**given, **more})
         else:
             exactly_one(of_data)
             n = units if n is None else n
-            exactly_one({"--epsilon": epsilon, "--noise": noise})
+            exactly_one({"--epsilon": epsilon, "--tpr": tpr, "--noise": noise})
+            check_target_tpr(tpr, fpr)
             exactly_one({"--epochs": epochs, "--steps": steps, "--examples": examples})
             check_clipping_norm(positive("--clipping-norm", clipping_norm))
             proposed = batch_size is None
@@ -123,7 +133,8 @@ def plan(
                     )
                 batch_size, steps = proposal(n, epochs, steps, examples, epsilon, delta, min_steps)
             answer = costs(
-                n, sampling_probability, batch_size, epochs, steps, examples, epsilon, noise, delta, share or [],
+                n, sampling_probability, batch_size, epochs, steps, examples, epsilon, tpr, fpr, noise, delta,
+                share or [],
                 max_batch_size,
             )  # fmt: skip
             answer |= {**_derived(answer, proposed, clipping_norm), "counts": "examples" if units is None else "units"}
@@ -133,12 +144,15 @@ def plan(
             from hf_dp.cli.plot import draw_plan
 
             draw_plan(answer, clipping_norm, plot)
+    found = answer.pop("risk", None)
     if as_json:
-        print_json(answer)
+        print_json(answer if found is None else {**answer, "risk": found.to_dict()})
         return
     console = Console()
-    if has_data:
+    if found is not None:
         console.print(plan_table(answer))
+        console.print(risk_table(found.rows()))
+        console.print(str(found), highlight=False)
     if model is not None:
         console.print(size_table(answer["per_rank"], world_size))
     if not has_data:

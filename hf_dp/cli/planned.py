@@ -7,6 +7,7 @@ from typing import Any
 from rich.table import Table
 
 from hf_dp.config import AccountantName
+from hf_dp.figures import percent, upper
 
 ACCOUNTANTS: tuple[AccountantName, ...] = ("pld", "rdp")
 
@@ -16,12 +17,26 @@ def answered(answer: dict[str, Any]) -> list[str]:
     return [name for name in ACCOUNTANTS if name in answer]
 
 
+def risk_table(rows: dict[str, str]) -> Table:
+    """How well membership can be told, of `Risk.rows`."""
+    table = Table(title="How well membership can be told", title_justify="left")
+    table.add_column("an attack")
+    table.add_column("at most", justify="right")
+    for name, value in rows.items():
+        table.add_row(name, value)
+    return table
+
+
 def plan_table(answer: dict[str, Any]) -> Table:
     """What `hf-dp plan` prints."""
-    wanted = answer["target_epsilon"]
+    wanted, found = answer["target_epsilon"], answer["target_tpr"]
     title = "What this noise costs" if wanted is None else f"Noise for epsilon {wanted:g}"
+    if found is not None:
+        title = f"Noise for at most {percent(found)} found at {percent(answer['at_fpr'])} false positives"
     names, most = answered(answer), answer["max_batch_size"]
     caption = "PLD is tight and the default in training; RDP is a looser cross-check."
+    if found is not None:
+        caption = "What an attack may find is computed by PLD."
     if most is not None:
         caption = "Of truncated batches PLD gives an upper bound, and RDP is not offered."
     table = Table(title=title, caption=caption)
@@ -31,10 +46,10 @@ def plan_table(answer: dict[str, Any]) -> Table:
     table.add_row("noise multiplier", *(f"{answer[name]['noise_multiplier']:.4f}" for name in names))
     per_coordinate = (f"{answer[name]['noise_per_coordinate']:.3g}" for name in names)
     table.add_row(f"noise per coordinate (C = {answer['clipping_norm']:g})", *per_coordinate)
-    table.add_row("epsilon", *(f"{answer[name]['epsilon']:.4g}" for name in names))
+    table.add_row("epsilon", *(upper(answer[name]["epsilon"], 4) for name in names))
     table.add_section()
     for label, value in {
-        "delta": f"{answer['delta']:.3g}",
+        "delta": upper(answer["delta"], 3),
         "expected batch size": f"{answer['expected_batch_size']:g}" + (" (proposed)" if answer["proposed"] else ""),
         **({} if most is None else {"largest batch": f"{most}"}),
         "steps": str(answer["steps"]),

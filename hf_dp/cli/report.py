@@ -11,9 +11,9 @@ from rich.console import Console
 from rich.table import Table
 
 from hf_dp.cli.common import AsJson, print_json, refusals
+from hf_dp.cli.planned import risk_table
 
 if TYPE_CHECKING:
-    from hf_dp.accounting.risk import Risk
     from hf_dp.hub import Source
 
 _CHECKPOINT = re.compile(r"checkpoint-([0-9]{1,18})/privacy\.json")
@@ -38,7 +38,7 @@ def report(
     Exit codes: 0, read; 2, there is no report, or it cannot be read.
     """
     from hf_dp.accounting import in_words
-    from hf_dp.accounting.risk import risk
+    from hf_dp.accounting.risk import group_epsilons, groups_in_words, rates, risk
     from hf_dp.errors import shortened
     from hf_dp.hub import RECORD_FILE, open_source
 
@@ -50,10 +50,13 @@ def report(
         if place != directory:
             source = open_source(place)
         record = source.record()
-        found = risk(record.ledger.event) if record.report.private else None
+        told = rates(record.report.target_tpr, record.report.at_fpr)
+        found = risk(record.ledger.event, told) if record.report.private else None
+        groups = group_epsilons(record.ledger.event, record.report.delta) if record.report.private else {}
     if as_json:
-        told = {"report": record.report.to_dict(), "ledger": record.ledger.to_dict()}
-        print_json({"source": place, **told, "risk": found and found.to_dict()})
+        said = {"report": record.report.to_dict(), "ledger": record.ledger.to_dict()}
+        of_groups = {str(rows): cost for rows, cost in groups.items()}
+        print_json({"source": place, **said, "risk": found and found.to_dict(), "group_epsilons": of_groups})
         return
     console = Console(soft_wrap=True)
     besides = f", the newest here; {directory} holds an older model" if older else ""
@@ -66,19 +69,10 @@ def report(
         table.add_row(label, str(count), in_words(event))
     Console().print("\n", table)
     if found is not None:
-        _print_risk(found, record.config.unit or "example")
-
-
-def _print_risk(found: Risk, one: str) -> None:
-    from hf_dp.accounting.risk import at_most
-
-    table = Table(title="How well membership can be told, at most", title_justify="left")
-    table.add_column("of those who are not in it, taken for members", justify="right")
-    table.add_column("of those who are, found", justify="right")
-    for rate, most in found.true_positive_rates.items():
-        table.add_row(f"{rate:.1%}", at_most(most, digits=2))
-    Console().print("\n", table)
-    Console().print(found.in_words(one), markup=False, highlight=False)
+        unit = record.config.unit
+        one, several = ("example", "training examples") if unit is None else (unit, f"values of {unit}")
+        Console().print("\n", risk_table(found.rows(one)))
+        Console().print(f"{found.in_words(one)}\n{groups_in_words(groups, several)}", markup=False, highlight=False)
 
 
 def _chosen(source: Source, names: list[str]) -> str:

@@ -11,6 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from hf_dp.cli.common import AsJson, print_json, refusals
+from hf_dp.figures import upper
 
 
 def verify(
@@ -68,14 +69,14 @@ def verify(
         console.print(table)
         for note in found.notes:
             console.print(f"Note: {note}", markup=False)
-        epsilons = ", ".join(f"{value:.5g} ({name.upper()})" for name, value in found.epsilons.items())
+        epsilons = ", ".join(f"{upper(value, 5)} ({name.upper()})" for name, value in found.epsilons.items())
         if not found.consistent:
             failed = ", ".join(item.name for item in found.checks if not item.passed)
             console.print(f"\n[bold red]Not verified.[/bold red] These do not agree: {escape(failed)}.")
             console.print("Do not rely on the claim: something was changed after training, or was never true.")
         else:
             verdict = "[bold green]Verified" if found.private else "[bold red]Consistent, and not private"
-            console.print(f"\n{verdict}[/]: epsilon {epsilons} at delta {found.report.delta:.3g}.")
+            console.print(f"\n{verdict}[/]: epsilon {epsilons} at delta {upper(found.report.delta, 3)}.")
             console.print("Proven:")
             for line in found.proven:
                 console.print(f"  - {line}", markup=False)

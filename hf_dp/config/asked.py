@@ -11,6 +11,7 @@ from typing import Any
 
 from hf_dp.config.promise import PLAIN, PrivacyConfig
 from hf_dp.config.ranges import is_count, is_number, shown
+from hf_dp.config.secret import GIVEN_SIZE
 from hf_dp.errors import ConfigurationError
 
 # In ledgers, and so in records that are read for ever.
@@ -92,7 +93,8 @@ def notes(config: PrivacyConfig) -> tuple[str, ...]:
 def promised(config: PrivacyConfig) -> dict[str, Any]:
     """What of the config a ledger must share to be continued: what is published, but for what is left out."""
     values = config.published().items()
-    return {k: v for k, v in values if k not in _NOT_PROMISED and not (k in PLAIN and v == PLAIN[k])}
+    kept = {k: v for k, v in values if k not in _NOT_PROMISED and not (k in PLAIN and v == PLAIN[k])}
+    return {GIVEN_SIZE if name == "dataset_size" else name: value for name, value in kept.items()}
 
 
 def _refuse(label: str, name: str, value: object, rule: str) -> None:

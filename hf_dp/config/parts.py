@@ -8,7 +8,7 @@ from hf_dp.config.sparse_embeddings import SparseEmbeddingConfig
 from hf_dp.errors import ConfigurationError
 
 
-def check_parts(attention: object, sparse: object, budget: float | None) -> None:
+def check_parts(attention: object, sparse: object, noise_multiplier: float | None) -> None:
     """Refuse settings that are none, or that a promise without a budget cannot pay for (`ConfigurationError`)."""
     if attention is not None and not isinstance(attention, ReAttentionConfig):
         raise ConfigurationError(
@@ -16,7 +16,7 @@ def check_parts(attention: object, sparse: object, budget: float | None) -> None
             why="the correction needs its settings.",
             fix="give re_attention=ReAttentionConfig().",
         )
-    if budget is None and attention is not None and attention.token_frequencies == "released":
+    if noise_multiplier is not None and attention is not None and attention.token_frequencies == "released":
         raise ConfigurationError(
             "re_attention with released token frequencies, and noise_multiplier in place of target_epsilon.",
             why="the release is paid for with a share of the target epsilon.",
@@ -28,7 +28,7 @@ def check_parts(attention: object, sparse: object, budget: float | None) -> None
             why="which rows get a gradient follows from its settings.",
             fix="give sparse_embeddings=SparseEmbeddingConfig().",
         )
-    if budget is None and sparse is not None and sparse.releases_rows:
+    if noise_multiplier is not None and sparse is not None and sparse.releases_rows:
         raise ConfigurationError(
             "sparse_embeddings with a DP top-k of rows, and noise_multiplier in place of target_epsilon.",
             why="the choice is paid for with a share of the target epsilon.",

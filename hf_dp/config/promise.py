@@ -14,16 +14,16 @@ from hf_dp.config.clipping import ClippingName, check_clipping
 from hf_dp.config.parts import check_parts
 from hf_dp.config.ranges import (
     check_clipping_norm,
-    check_noise_multiplier,
     check_target_delta,
-    check_target_epsilon,
     is_count,
     is_one_of,
     shown,
 )
 from hf_dp.config.re_attention import ReAttentionConfig
 from hf_dp.config.sampling import check_sampling
+from hf_dp.config.secret import check_secret
 from hf_dp.config.sparse_embeddings import SparseEmbeddingConfig
+from hf_dp.config.target import AT_FPR, check_target
 from hf_dp.config.units import UnitSamplingName, check_unit
 from hf_dp.errors import ConfigurationError
 from hf_dp.launched import is_first, say_once
@@ -41,6 +41,9 @@ PLAIN = {
     "unit": None,
     "max_examples_per_unit": None,
     "unit_sampling": "units",
+    "target_tpr": None,
+    "at_fpr": AT_FPR,
+    "dataset_size": None,
 }
 
 
@@ -48,15 +51,18 @@ PLAIN = {
 class PrivacyConfig:
     """The promise of a private training run.
 
-    Exactly one of `target_epsilon` and `noise_multiplier` is given. In neighbouring datasets one of n training examples
-    is replaced by nothing (zero-out), and n is public; with a `sampling_probability` of your own one example is added
-    or removed, and n is secret. Batches are Poisson-sampled, and noise is Gaussian (DP-SGD; Abadi et al. 2016,
-    arXiv:1607.00133, algorithm 1).
+    Exactly one of `target_epsilon`, `target_tpr` and `noise_multiplier` is given. In neighbouring datasets one of n
+    training examples is replaced by nothing (zero-out), and n is public; with a `sampling_probability` of your own one
+    example is added or removed, and n is secret. Batches are Poisson-sampled, and noise is Gaussian (DP-SGD; Abadi et
+    al. 2016, arXiv:1607.00133, algorithm 1).
 
     Attributes:
         target_epsilon: the budget epsilon > 0; the noise multiplier is calibrated to it.
         noise_multiplier: standard deviation of the noise on the sum, in units of the clipping norm. 0 adds no noise:
             it is allowed for debugging, warns, and reports an infinite epsilon.
+        target_tpr, at_fpr: the budget in the language of attacks: who sees all that was released, and wrongly takes at
+            most `at_fpr` of the examples that were not used for used ones, finds at most `target_tpr` of those that
+            were. The noise multiplier is calibrated to it. Needs accountant="pld".
         target_delta: delta, strictly between 0 and 1/n. None: n ** -1.1 for n training examples.
         clipping_norm: l2 norm C > 0 to which each example's gradient is clipped. `math.inf` (no clipping) is
             allowed only with `noise_multiplier=0`.
@@ -84,12 +90,14 @@ class PrivacyConfig:
         max_examples_per_unit: with `unit`, the most examples of one unit that a step uses; of more, so many are drawn
             at random in each step.
         unit_sampling: "units": each unit is drawn for a step with all of these, independently.
+        dataset_size: None, or a public number that stands for n, which is secret then: the sampling probability, the
+            default delta and its bound follow from this one, for the same claim. `max_steps` must be given.
         re_attention: None for plain attention, or a `ReAttentionConfig`.
         sparse_embeddings: None for dense noise on all rows, or a `SparseEmbeddingConfig`. With AdaFEST
             `noise_multiplier` is that of both releases of a step together.
 
     Raises:
-        ConfigurationError: a value outside the ranges above, or both or neither of epsilon and noise.
+        ConfigurationError: a value outside the ranges above, or more or less than one of what the noise follows from.
     """
 
     target_epsilon: float | None = field(
@@ -126,6 +134,13 @@ class PrivacyConfig:
     unit_sampling: UnitSamplingName = field(
         default="units", metadata={"help": "How the examples of units are drawn: units, whole."}
     )
+    target_tpr: float | None = field(
+        default=None, metadata={"help": "The budget as the share of members that any attack may find, at at_fpr."}
+    )
+    at_fpr: float = field(default=AT_FPR, metadata={"help": "The share of others that it takes for members."})
+    dataset_size: int | None = field(
+        default=None, metadata={"help": "A public number in place of that of the examples, which is then secret."}
+    )
     seed: int | None = field(default=None, init=False)
     re_attention: ReAttentionConfig | None = field(default=None, init=False)
     sparse_embeddings: SparseEmbeddingConfig | None = field(default=None, init=False)
@@ -148,6 +163,9 @@ class PrivacyConfig:
         unit: str | None = None,
         max_examples_per_unit: int | None = None,
         unit_sampling: UnitSamplingName = "units",
+        target_tpr: float | None = None,
+        at_fpr: float = AT_FPR,
+        dataset_size: int | None = None,
     ) -> None:
         values = dict(locals())
         # Every private run makes one of these before anything can be refused.
@@ -161,17 +179,8 @@ class PrivacyConfig:
         self._check()
 
     def _check(self) -> None:
-        budget, noise = self.target_epsilon, self.noise_multiplier
-        if (budget is None) == (noise is None):
-            raise ConfigurationError(
-                f"PrivacyConfig got target_epsilon={shown(budget)} and noise_multiplier={shown(noise)}.",
-                why="one of them determines the other; with both or neither the promise is ambiguous.",
-                fix="give exactly one, for example PrivacyConfig(target_epsilon=8.0).",
-            )
-        if budget is not None:
-            check_target_epsilon(budget)
-        if noise is not None:
-            check_noise_multiplier(noise)
+        check_target(self)
+        noise = self.noise_multiplier
         check_clipping_norm(self.clipping_norm)
         if self.clipping_norm == math.inf and noise != 0:
             raise ConfigurationError(
@@ -183,14 +192,15 @@ class PrivacyConfig:
         self._check_noise()
         if self.target_delta is not None:
             check_target_delta(self.target_delta)
+        check_secret(self)
         if not is_one_of(self.accountant, ("pld", "rdp")):
             raise ConfigurationError(
                 f"accountant={shown(self.accountant)}.",
                 why="only 'pld' and 'rdp' are known, and an unknown accountant promises nothing.",
                 fix="use 'pld' (tight, the default) or 'rdp'.",
             )
-        check_sampling(self.sampling_probability, self.max_batch_size, self.target_delta, self.accountant)
-        check_unit(self.unit, self.max_examples_per_unit, self.unit_sampling, self.sampling_probability)
+        check_sampling(self.max_batch_size, self.accountant)
+        check_unit(self.unit, self.max_examples_per_unit, self.unit_sampling, self.hides_n)
         if not isinstance(self.withhold_non_private_logs, bool):
             raise ConfigurationError(
                 f"withhold_non_private_logs={shown(self.withhold_non_private_logs)}.",
@@ -203,7 +213,7 @@ class PrivacyConfig:
                 why="it must be None (secret randomness) or a non-negative integer (reproducible, not private).",
                 fix="leave it out for a private run.",
             )
-        check_parts(self.re_attention, self.sparse_embeddings, budget)
+        check_parts(self.re_attention, self.sparse_embeddings, noise)
         if noise == 0 and is_first():
             warnings.warn(
                 "noise_multiplier=0: this run adds no noise and is not private; its epsilon is infinite.",
@@ -217,6 +227,11 @@ class PrivacyConfig:
                 why="it names the generator that makes the noise, and an unknown one makes none.",
                 fix="use 'gaussian' (the default) or 'chacha20'; how much noise there is says noise_multiplier.",
             )
+
+    @property
+    def hides_n(self) -> bool:
+        """n is secret: the sampling probability is given, or follows from a number in place of n."""
+        return self.sampling_probability is not None or self.dataset_size is not None
 
     def replace(self, **changes: Any) -> PrivacyConfig:
         """A copy with some values changed (`dataclasses.replace` would drop `seed`)."""

@@ -18,14 +18,14 @@ def is_column(name: object) -> bool:
     return isinstance(name, str) and _COLUMN.fullmatch(name) is not None
 
 
-def check_unit(unit: object, most: object, sampling: object, probability: object) -> None:
+def check_unit(unit: object, most: object, sampling: object, hides_n: bool) -> None:
     """Refuse units that are none, or without a bound on what each step uses of one (`ConfigurationError`).
 
     Args:
         unit: the column, or None.
         most: the bound, or None.
         sampling: how their examples are drawn.
-        probability: of the user's own; None where it follows from the number of units.
+        hides_n: whether the number of units is secret.
     """
     if not is_one_of(sampling, get_args(UnitSamplingName)):
         raise ConfigurationError(
@@ -55,10 +55,9 @@ def check_unit(unit: object, most: object, sampling: object, probability: object
             why="it is the most examples of one unit that a step uses: a whole number of at least 1.",
             fix="give for example max_examples_per_unit=4; of a unit with more, so many are drawn in each step.",
         )
-    if probability is not None:
+    if hides_n:
         raise ConfigurationError(
-            f"unit={shown(unit)} with sampling_probability={shown(probability)}.",
-            why="with a probability of your own the number of units is secret, and that claim is made of single "
-            "examples alone so far.",
-            fix="leave out sampling_probability, where the number of units may be public, or unit.",
+            f"unit={shown(unit)} with sampling_probability or dataset_size.",
+            why="the number of units is secret then, and that claim is made of single examples alone so far.",
+            fix="leave these out, where the number of units may be public, or leave out unit.",
         )

@@ -10,6 +10,7 @@ from matplotlib.figure import Figure
 
 from hf_dp.demo.exposure import MEAN_EXPOSURE_BY_CHANCE, MOST_EXPOSURE
 from hf_dp.demo.result import Result, mean
+from hf_dp.figures import upper
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart.
 _GREY, _ORANGE, _BLUE, _GREEN = "#7f7f7f", "#d55e00", "#0072b2", "#009e73"
@@ -27,7 +28,7 @@ def draw(result: Result, path: Path) -> None:
 
 
 def _exposures(axes: Any, result: Result) -> None:
-    private = f"private\nepsilon {result.private.epsilon:.3g}"
+    private = f"private\nepsilon {upper(result.private.epsilon, 3)}"
     groups = {
         "ordinary": (result.ordinary.planted, _ORANGE),
         private: (result.private.planted, _BLUE),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +9,7 @@ from rich.table import Table
 from scipy import stats
 
 from hf_dp.demo.exposure import CANDIDATES, MEAN_EXPOSURE_BY_CHANCE, MOST_EXPOSURE
+from hf_dp.figures import upper
 
 _LEAST_LEAK = 3.0
 _FALSE_ALARM = 1e-3
@@ -100,7 +100,7 @@ class Result:
         for row in self.rows:
             table.add_row(
                 row.name,
-                "inf" if math.isinf(row.epsilon) else f"{row.epsilon:.3g}",
+                upper(row.epsilon, 3),
                 "-" if row.delta is None else f"{row.delta:.1e}" if row.delta else "0",
                 f"{row.evaluation_loss:.2f}",
                 f"{mean(row.planted):.1f}",

@@ -6,8 +6,10 @@ import math
 from typing import Any
 
 from hf_dp.accounting import NO_NOISE, REPRODUCIBLE, Ledger, PrivacyReport, clipping_in_words, in_words, noise_in_words
+from hf_dp.accounting.risk import group_epsilons, groups_in_words, rates, risk
 from hf_dp.config import AccountantName, PrivacyConfig
 from hf_dp.config.asked import notes
+from hf_dp.figures import percent, upper
 from hf_dp.hub.record import INSTALL, RECORD_FILE, PrivacyRecord
 
 BEGIN, END = "<!-- hf_dp privacy begins -->", "<!-- hf_dp privacy ends -->"
@@ -17,7 +19,6 @@ _BASE_MODEL = "The data that the base model was trained on before this run is no
 _LARGEST_EXPONENT = 700  # of a float
 _SECRET = "secret"
 _EVALUATION = "Evaluation data, and metrics computed from it, are not covered."
-_PEOPLE = "A person behind k training examples is protected k times less (group privacy)."
 
 
 def epsilons(report: PrivacyReport, ledger: Ledger) -> dict[AccountantName, float]:
@@ -29,12 +30,13 @@ def privacy_section(report: PrivacyReport, ledger: Ledger, config: PrivacyConfig
     """The section as Markdown, between its two markers."""
     found = epsilons(report, ledger)
     lines = [BEGIN, "## Privacy", "", *_promise(report, found, config), "", "| quantity | value |", "| --- | --- |"]
-    lines += [f"| {name} | {value} |" for name, value in _rows(report, found).items()]
+    lines += [f"| {name} | {value} |" for name, value in _rows(report, found, config).items()]
+    lines += _risk(report, ledger, config.unit or "example") if report.private else []
     lines += ["", "Everything that was released of the training data:", "", "| release | times | mechanism |"]
     lines += ["| --- | --- | --- |"]
     lines += [f"| {label} | {count} | {in_words(event)} |" for event, count, label in ledger.entries]
     lines += ["", "**What is not covered.**", ""]
-    lines += [f"- {caveat}" for caveat in (*report.caveats, _BASE_MODEL, _EVALUATION, _people(config))]
+    lines += [f"- {caveat}" for caveat in (*report.caveats, _BASE_MODEL, _EVALUATION, _people(report, ledger, config))]
     lines += [line for note in notes(config) for line in ("", note)]
     lines += [
         "",
@@ -47,13 +49,11 @@ def privacy_section(report: PrivacyReport, ledger: Ledger, config: PrivacyConfig
     return "\n".join(lines)
 
 
-def _people(config: PrivacyConfig) -> str:
+def _people(report: PrivacyReport, ledger: Ledger, config: PrivacyConfig) -> str:
+    found = group_epsilons(ledger.event, report.delta) if report.private else {}
     if config.unit is None:
-        return _PEOPLE
-    return (
-        f"Whose each example is says its column {config.unit}. A person behind k values of it is protected k times "
-        "less (group privacy)."
-    )
+        return groups_in_words(found)
+    return f"Whose each example is says its column {config.unit}. {groups_in_words(found, 'values of it')}"
 
 
 def _promise(report: PrivacyReport, found: dict[AccountantName, float], config: PrivacyConfig) -> list[str]:
@@ -61,14 +61,14 @@ def _promise(report: PrivacyReport, found: dict[AccountantName, float], config: 
         reason = NO_NOISE if not math.isfinite(report.epsilon) else REPRODUCIBLE
         return [f"**This model is not private.** {reason} The numbers below describe the run; they protect nobody."]
     pld = found["pld"]
-    likelier = f"exp(epsilon) = {math.exp(pld):,.3g}" if pld < _LARGEST_EXPONENT else "exp(epsilon)"
+    likelier = f"exp(epsilon) = {upper(math.exp(pld), 3)}" if pld < _LARGEST_EXPONENT else "exp(epsilon)"
     return [
         "Fine-tuned with differential privacy (DP-SGD) by hf_dp.",
         "",
         f'**What is protected:** {report.unit}, in the sense of "{report.adjacency}". Had {_any(config)} '
         f"{_absent(report)}, every conclusion that anyone can draw from these weights, or from what is made "
         f"of them alone, would have been at most {likelier} times as likely or as unlikely, but for a "
-        f"probability of {report.delta:.3g}.",
+        f"probability of {upper(report.delta, 3)}.",
     ]
 
 
@@ -76,21 +76,42 @@ def _any(config: PrivacyConfig) -> str:
     return "any single one" if config.unit is None else f"those of any single {config.unit}"
 
 
+def _risk(report: PrivacyReport, ledger: Ledger, one: str) -> list[str]:
+    found = risk(ledger.event, rates(report.target_tpr, report.at_fpr))
+    lines = ["", "**What that means for one of them.**", "", found.in_words(one), ""]
+    lines += ["| an attack | at most |", "| --- | --- |"]
+    return lines + [f"| {name} | {value} |" for name, value in found.rows(one).items()]
+
+
 def _absent(report: PrivacyReport) -> str:
     return "added nothing to the training" if report.dataset_size is not None else "not been in the data"
 
 
-def _rows(report: PrivacyReport, found: dict[AccountantName, float]) -> dict[str, str]:
+def _budget_of_attacks(report: PrivacyReport) -> dict[str, str]:
+    if report.target_tpr is None:
+        return {}
+    most, wrongly = percent(report.target_tpr), percent(report.at_fpr)
+    return {"budget of attacks": f"at most {most} found, while {wrongly} of the others are taken for used"}
+
+
+def _number(report: PrivacyReport, config: PrivacyConfig) -> str:
+    if report.dataset_size is not None:
+        return f"{report.dataset_size}"
+    return _SECRET if config.dataset_size is None else f"{_SECRET}; {config.dataset_size} stands for it"
+
+
+def _rows(report: PrivacyReport, found: dict[AccountantName, float], config: PrivacyConfig) -> dict[str, str]:
     budget = "" if report.target_epsilon is None else f" (budget {report.target_epsilon:g})"
     size = f"{report.expected_batch_size:g}"
-    rdp = f"{found['rdp']:.5g}" if "rdp" in found else "not offered for truncated batches"
+    rdp = upper(found["rdp"], 5) if "rdp" in found else "not offered for truncated batches"
     return {
-        f"epsilon, PLD accountant ({'tight' if 'rdp' in found else 'an upper bound'})": f"{found['pld']:.5g}{budget}",
+        f"epsilon, PLD accountant ({'tight' if 'rdp' in found else 'an upper bound'})": upper(found["pld"], 5) + budget,
         "epsilon, RDP accountant (looser)": rdp,
-        "delta": f"{report.delta:.4g}",
+        "delta": upper(report.delta, 4),
+        **_budget_of_attacks(report),
         "privacy unit": report.unit,
         "neighbouring datasets": report.adjacency,
-        "number of units": _SECRET if report.dataset_size is None else f"{report.dataset_size}",
+        "number of units": _number(report, config),
         "sampling": f"{report.sampling}: each unit with probability {report.sampling_probability:.4g} in each step, "
         + (f"sums divided by {size}" if report.dataset_size is None else f"{size} on average"),
         "steps": f"{report.steps}",

@@ -16,8 +16,9 @@ from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 from markdown_it import MarkdownIt
 
 from hf_dp.hub.card import BEGIN, END, METADATA_KEY, TAGS, metadata, privacy_section
+from hf_dp.hub.claim import is_of_this_version
 from hf_dp.hub.page import why_hidden
-from hf_dp.hub.record import CARD_FILE, RECORD_FILE, VERSION, PrivacyRecord, sha256, sha256_of_text
+from hf_dp.hub.record import CARD_FILE, RECORD_FILE, PrivacyRecord, sha256, sha256_of_text
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +49,7 @@ def write_card(directory: str | os.PathLike[str], name: str | None = None, recor
         new = ModelCardData(library_name="transformers").to_yaml()
         card = ModelCard(f"---\n{new}\n---\n\n# {name or directory.absolute().name}\n")
     section = privacy_section(record.report, record.ledger, record.config)
-    if record.version < VERSION and sha256_of_text(kept := _section(card.text)) == record.card_sha256:
+    if not is_of_this_version(record) and sha256_of_text(kept := _section(card.text)) == record.card_sha256:
         section = kept  # in the words that its record has the digest of
     card.text = _with_section(card.text, section)
     data = card.data

@@ -12,6 +12,7 @@ from typing import Any
 
 from hf_dp.accounting import Ledger, sampling_terms
 from hf_dp.config.ranges import is_number
+from hf_dp.config.secret import GIVEN_SIZE
 from hf_dp.errors import LedgerError
 from hf_dp.hub.claim import check_claim, check_promise, recomputed, same, steps_are
 from hf_dp.hub.files import check_files
@@ -81,10 +82,11 @@ def _of_promise(ledger: Ledger) -> Iterator[str]:
     promise = ledger.promise
     try:
         noise, n = promise["calibrated_noise_multiplier"], promise["dataset_size"]
-        given, one_stage = promise.get("sampling_probability"), promise["target_epsilon"] is not None
+        given, size = promise.get("sampling_probability"), promise.get(GIVEN_SIZE)
+        one_stage, is_secret = promise["noise_multiplier"] is None, given is not None or size is not None
         sampling = sampling_terms(n, promise["expected_batch_size"], promise)
         q = sampling.probability
-        agree = (n is None) == (given is not None) and steps_are(ledger, sampling, noise, n, one_stage=one_stage)
+        agree = (n is None) == is_secret and steps_are(ledger, sampling, noise, size or n, one_stage=one_stage)
     except (KeyError, TypeError, ValueError, ArithmeticError):
         yield "the ledger's promise has no noise multiplier, batch size and dataset size"
     else:

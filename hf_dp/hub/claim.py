@@ -22,6 +22,7 @@ from hf_dp.accounting import (
 )
 from hf_dp.accounting.events import primitives
 from hf_dp.accounting.neighbours import SAID_BEFORE, ZERO_OUT
+from hf_dp.accounting.risk import risk
 from hf_dp.config import AccountantName
 from hf_dp.config.asked import asked
 from hf_dp.config.ranges import is_number, is_probability
@@ -94,42 +95,53 @@ def check_claim(record: PrivacyRecord, found: dict[AccountantName, float]) -> It
     if report.target_epsilon is not None and report.accountant in found:
         kept = found[report.accountant] <= report.target_epsilon * (1 + tolerance)
         yield Check("budget", kept, f"spent {found[report.accountant]:.6g} of {report.target_epsilon:g}")
+    if report.target_tpr is not None:
+        most = risk(ledger.event, (report.at_fpr,)).true_positive_rates[report.at_fpr]
+        said = f"an attack finds {most:.6g} of {report.target_tpr:g} at a false positive rate of {report.at_fpr:g}"
+        yield Check("budget", most <= report.target_tpr * (1 + tolerance), said)
     yield Check("steps", report.steps == ledger.steps, f"claimed {report.steps}, in the ledger {ledger.steps}")
     yield _check_neighbours(record)
     yield _check_what_follows(record)
     yield from _check_releases(record)
-    yield _check_delta(report)
-    n, q = report.dataset_size, _probability(record)
+    yield _check_delta(record)
+    n, q = _size(record), _probability(record)
     steps = [event for event, _, label in ledger.entries if label == TRAINING_STEP]
     # The last, since earlier stages of one ledger may have had other batches.
     charged = getattr(steps[-1], "sampling_probability", q) if steps else q
     agrees = same(q, report.sampling_probability) and same(q, charged)
-    one_stage, noise = report.target_epsilon is not None, report.noise_multiplier
+    one_stage, noise = record.config.noise_multiplier is None, report.noise_multiplier
     alike = is_probability(q) and steps_are(
         ledger, dataclasses.replace(record.mechanism.sampling, probability=q), noise, n, one_stage=one_stage
     )
     said_noise = f"noise multiplier {report.noise_multiplier:g} " + ("is" if alike else "is not") + " that of the steps"
     yield Check("noise of the steps", alike, said_noise)
-    from_n = f"expected batch {report.expected_batch_size:g} of n = {n}"
+    of_how_many = f"n = {n}" if report.dataset_size is not None else f"{n}, which stands for n"
+    from_n = f"expected batch {report.expected_batch_size:g} of {of_how_many}"
     said = f"{f'{q:.6g} whatever n is' if n is None else from_n}, charged with {charged:.6g}"
     yield Check("sampling probability", agrees, said)
 
 
-def _check_delta(report: PrivacyReport) -> Check:
-    if report.dataset_size is None:
+def _size(record: PrivacyRecord) -> int | None:
+    """n, or what stands for it; None where the sampling probability does."""
+    return record.config.dataset_size if record.report.dataset_size is None else record.report.dataset_size
+
+
+def _check_delta(record: PrivacyRecord) -> Check:
+    report, size = record.report, _size(record)
+    if size is None:
         # Whatever n is, it is 2 at least.
         said = f"{report.delta:.3g}, a number of its own: 1/n is secret, as n is, and at most 0.5"
         return Check("delta", report.delta < 1 / 2, said)
     try:
-        check_delta(report.delta, report.dataset_size)
+        check_delta(report.delta, size)
     except ConfigurationError as error:
         return Check("delta", False, error.found)
-    return Check("delta", True, f"{report.delta:.3g} is below 1/n = {1 / report.dataset_size:.3g}")
+    return Check("delta", True, f"{report.delta:.3g} is below 1/n = {1 / size:.3g}")
 
 
 def _probability(record: PrivacyRecord) -> float:
     """The sampling probability that was promised, or that follows from n; NaN where neither is there."""
-    n, given = record.report.dataset_size, record.config.sampling_probability
+    n, given = _size(record), record.config.sampling_probability
     follows = math.nan if not n else record.report.expected_batch_size / n
     return follows if given is None else given
 

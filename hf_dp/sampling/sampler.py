@@ -60,7 +60,8 @@ class BatchSampler(Sampler[list[int]], ABC):
                 why="what is accounted for would not be what is drawn.",
                 fix="make it with dataset_size=unit.number, and for a number that is secret without unit.",
             )
-        by_itself = 1 / terms.probability if is_secret else dataset_size / terms.expected_batch_size
+        # Of a q that follows from two whole numbers, 1 / q is rounded.
+        by_itself = 1 / terms.probability * (1 - 1e-12) if is_secret else dataset_size / terms.expected_batch_size
         self._steps = steps_per_epoch or math.ceil(by_itself)
         self._entropy = entropy
         self._epoch = 0

@@ -26,6 +26,7 @@ from hf_dp.sampling.table import SAMPLERS
 
 # Of a calibration by other versions of the same computation. Epsilon changes by no more than that, relatively.
 _ROUNDING = 1e-9
+_DECIDE_THE_NOISE = ("accountant", "target_epsilon", "target_tpr", "at_fpr", "noise_multiplier")
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,7 +64,8 @@ class Plan:
             raise ConfigurationError(
                 f"a mechanism of {said.unit} and {said.sampling}, reproducible={said.reproducible}, and a "
                 f"{type(sampler).__name__} of {sampler.unit} and {sampler.terms} with {self.entropy}, for a config "
-                f"with unit={self.config.unit}, sampling_probability={self.config.sampling_probability} and "
+                f"with unit={self.config.unit}, sampling_probability={self.config.sampling_probability}, "
+                f"dataset_size={self.config.dataset_size} and "
                 f"max_batch_size={self.config.max_batch_size}.",
                 why="what runs would not be what is accounted for.",
                 fix="make plans with Plan.make, from the sampler that draws.",
@@ -98,23 +100,15 @@ class Plan:
                 can meet.
         """
         # A refusal is seen by nobody else: it may depend on n where n is secret.
-        n, wanted = sampler.dataset_size, config.target_delta
-        delta = accounting.check_delta(accounting.default_delta(n) if wanted is None else wanted, n)
-        releases = accounting.paid_releases(
-            shares, target_epsilon=config.target_epsilon, target_delta=delta, accountant=config.accountant
+        n = sampler.dataset_size
+        delta = accounting.promised_delta(config, n)
+        releases, noise_multiplier = accounting.calibrated(
+            lambda noise: sampler.terms.event(accounting.GaussianNoise(multiplier=noise).event(), n),
+            steps=steps,
+            delta=delta,
+            shares=shares,
+            **{name: getattr(config, name) for name in _DECIDE_THE_NOISE},
         )
-        noise_multiplier = config.noise_multiplier
-        if noise_multiplier is None:
-            assert config.target_epsilon is not None
-            spent = [dp.SelfComposedDpEvent(release.event, release.times) for release in releases]
-            noise_multiplier = accounting.smallest_noise_multiplier(
-                lambda noise: sampler.terms.event(accounting.GaussianNoise(multiplier=noise).event(), n),
-                target_epsilon=config.target_epsilon,
-                target_delta=delta,
-                steps=steps,
-                accountant=config.accountant,
-                spent=dp.ComposedDpEvent(spent) if spent else None,
-            )
         mechanism = Mechanism(
             unit=sampler.unit,
             sampling=sampler.terms,
@@ -148,7 +142,7 @@ class Plan:
 
     @property
     def steps(self) -> int:
-        """How many steps are planned, and, under a target epsilon, the most that the budget pays for."""
+        """How many steps are planned, and, under a budget, the most that the budget pays for."""
         return self.mechanism.steps
 
     @property
@@ -158,8 +152,8 @@ class Plan:
 
     @property
     def noise_multiplier(self) -> float:
-        """Of all that a step releases, together: given, or calibrated so that `steps` steps and all `releases` cost at
-        most the target epsilon."""
+        """Of all that a step releases, together: given, or calibrated so that `steps` steps and all `releases` stay
+        within the budget."""
         return self.mechanism.noise.multiplier
 
     @property
@@ -192,8 +186,8 @@ class Plan:
 
     @property
     def budgeted_steps(self) -> float:
-        """After how many steps training must stop; infinite if no target epsilon was promised."""
-        return math.inf if self.config.target_epsilon is None else self.steps
+        """After how many steps training must stop; infinite if no budget was promised."""
+        return math.inf if self.config.noise_multiplier is not None else self.steps
 
     @property
     def promise(self) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from typing import TypeVar
 from torch import nn
 
 from hf_dp.accounting import Ledger
+from hf_dp.config.target import told
 from hf_dp.errors import BudgetExceededError
 from hf_dp.per_example import PerExampleGradients
 from hf_dp.randomness import secret_global_state
@@ -51,8 +52,7 @@ def private_gradient(
     """
     if ledger.steps >= plan.budgeted_steps:
         raise BudgetExceededError(
-            f"{ledger.steps} private steps were made, as many as were planned for target_epsilon="
-            f"{plan.config.target_epsilon}.",
+            f"{ledger.steps} private steps were made, as many as were planned for {told(plan.config)}.",
             why="one more step would spend more than was promised.",
             fix="stop here; to train longer, plan more steps from the start (num_train_epochs or max_steps).",
         )

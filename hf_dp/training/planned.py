@@ -13,7 +13,7 @@ import hf_dp.accounting as accounting
 import hf_dp.ranks as ranks
 from hf_dp.agreement import agree, warn_if_alone
 from hf_dp.config import PrivacyConfig
-from hf_dp.config.asked import asked
+from hf_dp.config.asked import asked, promised
 from hf_dp.data.collate import LogicalBatchCollator
 from hf_dp.data.loader import DrawnUnits, PoissonDataLoader, RankSampler
 from hf_dp.errors import ConfigurationError
@@ -48,11 +48,10 @@ def check_data(dataset: Any, expected_batch_size: int, micro_batch_size: int, pr
             fix=f"set per_device_train_batch_size (of PrivateRun: micro_batch_size) to {most} or more, or lower "
             "max_examples_per_unit.",
         )
-    n = len(dataset if units is None else units)
-    is_secret, of = privacy.sampling_probability is not None, "training examples" if units is None else "units"
-    check_sizes(n, expected_batch_size, is_secret=is_secret, of=of.removeprefix("training "))
+    n, of = len(dataset if units is None else units), "training examples" if units is None else "units"
+    check_sizes(n, expected_batch_size, is_secret=privacy.hides_n, of=of.removeprefix("training "))
     _sampling(n, expected_batch_size, privacy)
-    accounting.check_delta(privacy.target_delta or accounting.default_delta(n, of), n, of)
+    accounting.promised_delta(privacy, n, of)
 
 
 def units_of(dataset: Any, privacy: PrivacyConfig) -> UnitRows | None:
@@ -113,7 +112,7 @@ def planned(
     n = len(dataset if units is None else units)
     sampler = sampler_of(
         _sampling(n, expected_batch_size, privacy), n, entropy,
-        is_secret=privacy.sampling_probability is not None,
+        is_secret=privacy.hides_n,
         unit=None if units is None else accounting.unit_terms(n, privacy),
     )  # fmt: skip
     drawn = None if units is None else DrawnUnits(units, entropy)
@@ -131,7 +130,7 @@ def planned(
 
 
 def _sampling(n: int, expected_batch_size: int, privacy: PrivacyConfig) -> accounting.SamplingTerms:
-    return accounting.sampling_terms(n, expected_batch_size, privacy.to_dict())
+    return accounting.sampling_terms(n, expected_batch_size, promised(privacy))
 
 
 def _refuse_cut_units(max_tokens: int | None) -> None:

@@ -15,6 +15,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 import hf_dp.ranks as ranks
 from hf_dp.accounting import Ledger
+from hf_dp.config.target import told
 from hf_dp.data.fingerprint import KEY_FILE, Fingerprint, compare, fingerprint, fingerprint_key
 from hf_dp.errors import BudgetExceededError, LedgerError
 from hf_dp.hub.checkpoint import refuse_disagreement, seal
@@ -162,10 +163,10 @@ def continued(ledger: Ledger, saved: SavedRun | None, plan: Plan, dataset: Any) 
     if not ledger.steps:
         _refuse_strangers(ledger, plan)
         return ledger
-    if plan.config.target_epsilon is not None:
+    if plan.config.noise_multiplier is None:
         raise BudgetExceededError(
             f"train() was called again after {ledger.steps} private steps.",
-            why=f"the noise is calibrated for one training to spend target_epsilon={plan.config.target_epsilon}.",
+            why=f"the noise is calibrated for one training to spend {told(plan.config)}.",
             fix="plan the whole training at once, or use noise_multiplier, where the ledger adds up what is spent.",
         )
     before, now = ledger.promise, plan.promise

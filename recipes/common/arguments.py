@@ -29,7 +29,12 @@ SMOKE = {
     "max_examples": "64",
 }
 # Each says the same in two ways: a flag takes the place of either in the file.
-_ONE_OF = (("target_epsilon", "noise_multiplier"), ("max_steps", "num_train_epochs"))
+_ONE_OF = (
+    ("target_epsilon", "noise_multiplier"),
+    ("target_epsilon", "target_tpr"),
+    ("target_tpr", "noise_multiplier"),
+    ("max_steps", "num_train_epochs"),
+)
 # For recipes that make it themselves.
 OWN_OPTIMIZER = dict.fromkeys(
     ("optim", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon"), "the recipe has an optimizer of its own"

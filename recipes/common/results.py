@@ -19,6 +19,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from common.groups import report_by_group
 from hf_dp import DPTrainer, PrivacyConfig
 from hf_dp.errors import ConfigurationError
+from hf_dp.figures import upper
 from hf_dp.hub import CARD_FILE
 from hf_dp.losses import per_example_losses
 from hf_dp.training.checkpoints import newest_whole
@@ -133,7 +134,7 @@ def train_and_report(
         untrained.on_train_begin()  # later it would be another model
     trainer.train(resume_from_checkpoint=checkpoint)
     after, without = score(trainer), None
-    columns = {"before": untrained.scores, f"epsilon {trainer.privacy_report().epsilon:.3g}": after}
+    columns = {"before": untrained.scores, f"epsilon {upper(trainer.privacy_report().epsilon, 3)}": after}
     if plain is not None:
         trainer.model = trainer.model_wrapped = plain(trainer.accelerator.unwrap_model(trainer.model))
     trainer.save_model(_internal_call=True)  # pushed when its card says how it is used

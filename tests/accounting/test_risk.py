@@ -8,6 +8,7 @@ import math
 import dp_accounting as dp
 import numpy as np
 import pytest
+from dp_accounting.pld import pld_privacy_accountant as dp_pld
 from scipy import stats
 
 from hf_dp.accounting import step_event, truncated
@@ -88,10 +89,10 @@ def test_no_attack_on_truncated_batches_does_better() -> None:
 
 def test_what_is_said_to_be_the_most_is_not_rounded_down() -> None:
     said = str(Risk({0.01: 0.010401}, 0.0002, 0.5001))
-    assert "at most 1.1% of those that were" in said
-    assert "at most 50.1% of all cases" in said
+    assert "at most 1.05% of those that were" in said
+    assert "at most 50.01% of all cases" in said
     # What a float cannot hold is no reason to say more.
-    assert "at most 7.0% of those" in str(Risk({0.01: 0.07}, 0.1, 0.55))
+    assert "at most 7.00% of those" in str(Risk({0.01: 0.07}, 0.1, 0.55))
 
 
 @pytest.mark.parametrize("run", RUNS)
@@ -158,3 +159,30 @@ def test_a_rate_that_is_none_is_refused(rate: float) -> None:
         risk(dp.GaussianDpEvent(1.0), (rate,))
     with pytest.raises(LedgerError, match="not known here"):
         risk(dp.LaplaceDpEvent(1.0))
+
+
+@pytest.mark.parametrize(("q", "sigma", "steps"), [(1.0, 2.0, 4), (0.05, 0.8, 40), (0.2, 1.0, 20)])
+def test_it_is_what_another_library_finds(q: float, sigma: float, steps: int) -> None:
+    """riskcal (Kulynych et al. 2024, arXiv:2407.02191), from a distribution that dp_accounting has composed."""
+    analysis = pytest.importorskip("riskcal.analysis")
+    accountant = dp_pld.PLDAccountant(value_discretization_interval=1e-3)
+    composed = accountant.compose(dp.SelfComposedDpEvent(step_event(sigma, q), steps))._pld
+    found = risk(dp.SelfComposedDpEvent(step_event(sigma, q), steps))
+    for rate, most in found.true_positive_rates.items():
+        other = 1 - float(analysis.get_beta_from_pld(composed, alpha=rate))
+        assert other * 0.999 <= most <= other * 1.01
+    assert found.advantage == pytest.approx(float(analysis.get_advantage_from_pld(composed)), rel=1e-3)
+    assert 1 - found.posterior == pytest.approx(float(analysis.get_bayes_risk_from_pld(composed, prior=0.5)), rel=1e-3)
+    # It would tell another mechanism.
+    assert (
+        1 - float(analysis.get_beta_from_pld(composed, alpha=0.01))
+        < 0.98 * risk(dp.SelfComposedDpEvent(step_event(0.98 * sigma, q), steps)).true_positive_rates[0.01]
+    )
+
+
+def test_sentence_and_table_say_the_same_numbers() -> None:
+    found = risk(dp.GaussianDpEvent(1.0))
+    said, rows = str(found), found.rows()
+    assert list(rows.values()) == ["1.84%", "9.24%", "38.92%", "38.30%", "69.15%"]
+    assert "at most 9.24% of those that were; " in said
+    assert "at most 69.15% of all cases" in said

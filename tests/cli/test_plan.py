@@ -87,7 +87,12 @@ def test_no_noise_is_printed_as_infinite_epsilon():
 @pytest.mark.parametrize(
     ("args", "named"),
     [
-        ([*BASE, "--epochs", "10"], "neither of --epsilon and --noise"),
+        ([*BASE, "--steps", "1", "--noise", "1", "--tpr", "0.1"], "both --tpr and --noise"),
+        ([*BASE, "--steps", "1", "--noise", "1", "--fpr", "0.1"], "at_fpr=0.1 without target_tpr"),
+        ([*BASE, "--steps", "1", "--tpr", "0.01"], "target_tpr=0.01 at at_fpr=0.01"),
+        (["plan", "--n", "99", "--tpr", "0.1", "--epochs", "3"], "no --batch-size, with --noise or --tpr"),
+        (["plan", "--model", "somewhere", "--tpr", "0.1"], "no --n, with --tpr"),
+        ([*BASE, "--epochs", "10"], "neither of --epsilon and --tpr and --noise"),
         ([*BASE, "--epochs", "10", "--epsilon", "8", "--noise", "1"], "both --epsilon and --noise"),
         ([*BASE, "--epsilon", "8"], "neither of --epochs and --steps and --examples"),
         ([*BASE, "--epsilon", "8", "--steps", "3", "--examples", "10"], "both --steps and --examples"),

@@ -49,7 +49,7 @@ def test_what_was_saved_verifies_and_so_do_its_checkpoints(saved: Path) -> None:
 def test_the_command_says_what_is_proven_and_what_is_not(saved: Path) -> None:
     said = invoke("verify", str(saved))
     assert said.exit_code == 0
-    for words in ("Verified: epsilon 2.9996 (PLD), 4.4773 (RDP)", "Proven:", "Not proven", "secret noise"):
+    for words in ("Verified: epsilon 2.9997 (PLD), 4.4773 (RDP)", "Proven:", "Not proven", "secret noise"):
         assert words in said.stdout
     values = json.loads(invoke("verify", str(saved), "--json").stdout)
     assert values["private"] is True

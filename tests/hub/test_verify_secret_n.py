@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from hf_dp import PrivacyConfig
 from hf_dp.accounting.neighbours import ADD_OR_REMOVE, SAID_BEFORE, ZERO_OUT
-from hf_dp.errors import LedgerError
+from hf_dp.errors import ConfigurationError, LedgerError
 from hf_dp.hub import load_report, verify
 from tests.hub.forging import failed, in_record, invoke, seal
 from tests.training.workbench import make
@@ -123,3 +125,73 @@ def test_the_first_records_words_are_not_these(copy: Path) -> None:
     in_record("report", "adjacency", to=SAID_BEFORE)(copy)
     seal(copy)
     assert f"neighbouring datasets: {SAID_BEFORE} claimed, {ZERO_OUT} follows" in failed(copy)
+
+
+@pytest.fixture(scope="module")
+def given(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of whose n a number of its own took the place."""
+    path = tmp_path_factory.mktemp("given") / "out"
+    run = make(path, privacy=PrivacyConfig(target_epsilon=3.0, accountant="rdp", dataset_size=40))
+    run.train()
+    run.save_model()
+    return path
+
+
+def test_a_number_in_place_of_n_is_verified_and_told(given: Path) -> None:
+    found = {check.name: check.found for check in verify(given).checks if check.passed}
+    assert found["neighbouring datasets"] == ADD_OR_REMOVE
+    assert found["delta"] == f"{40**-1.1:.3g} is below 1/n = 0.025"
+    assert found["sampling probability"] == "expected batch 8 of 40, which stands for n, charged with 0.2"
+    assert verify(given).private
+    card, record = (given / "README.md").read_text(), (given / "privacy.json").read_text()
+    assert "| number of units | secret; 40 stands for it |" in card
+    assert "48" not in re.findall(r"\b\d+\b", card.partition("How to verify")[0] + record)
+
+
+PLACES: list[Change] = [
+    in_record("config", "dataset_size", to=400), in_record("ledger", "promise", "given_dataset_size", to=400)
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (PLACES[:1], "given_dataset_size: 400 claimed, 40 in the ledger's promise"),
+        (PLACES, "sampling: {'probability': 0.2, 'expected_batch_size': 8, 'kind': 'poisson'} in the mechanism"),
+        ([in_record("report", "sampling_probability", to=0.1)], "expected batch 8 of 40, which stands for n, charged"),
+        ([in_record("report", "delta", to=0.03)], "delta: delta=0.03 for a dataset of 40"),
+        ([in_record("config", "dataset_size", to=None)], "follows from the config"),
+    ],
+)
+def test_what_is_changed_of_that_is_noticed(given: Path, tmp_path: Path, changes: list[Change], words: str) -> None:
+    mine = Path(shutil.copytree(given, tmp_path / "mine"))
+    for change in changes:
+        change(mine)
+    seal(mine)
+    assert words in failed(mine)
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"dataset_size": 1}, "dataset_size=1."),
+        ({"dataset_size": 40.0}, "dataset_size=40.0."),
+        ({"dataset_size": 40, "sampling_probability": 0.2}, "dataset_size=40 with sampling_probability=0.2"),
+        ({"dataset_size": 40, "max_batch_size": 9}, "dataset_size=40 with max_batch_size=9"),
+    ],
+)
+def test_a_number_that_does_not_stand_for_n_is_refused(values: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigurationError) as refusal:
+        PrivacyConfig(target_epsilon=3.0, **values)
+    assert words in str(refusal.value)
+
+
+def test_delta_is_below_one_over_both_and_epochs_are_refused(tmp_path: Path) -> None:
+    """There are 48 examples: a delta for fewer of them would be too large."""
+    own = PrivacyConfig(target_epsilon=3.0, dataset_size=20, target_delta=0.03)
+    with pytest.raises(ConfigurationError, match="delta=0.03 for a dataset of 48"):
+        make(tmp_path, privacy=own)
+    with pytest.raises(ConfigurationError, match="no max_steps, with dataset_size=40"):
+        make(tmp_path, privacy=own.replace(dataset_size=40, target_delta=None), max_steps=-1, num_train_epochs=2)
+    with pytest.raises(ConfigurationError, match="sampling_probability=1.3"):
+        make(tmp_path, privacy=own.replace(dataset_size=6, target_delta=None))

@@ -11,6 +11,7 @@ import yaml
 
 from hf_dp import PrivacyConfig
 from hf_dp.accounting import truncated
+from hf_dp.accounting.risk import risk
 from hf_dp.training.trainer import DPTrainerMixin
 from tests.recipes.test_recipes import ROOT, train  # noqa: F401 - a fixture
 from tests.recipes.test_recipes import local as local_questions  # noqa: F401 - a fixture
@@ -71,6 +72,7 @@ def begun(train, monkeypatch):  # noqa: F811
 def test_what_is_asked_for_is_all_that_the_promise_has():
     by_other_flags = {"seed", "re_attention", "noise_multiplier", "target_epsilon", "max_batch_size"}
     by_other_flags |= {"unit", "max_examples_per_unit", "unit_sampling"}
+    by_other_flags |= {"target_tpr", "at_fpr", "dataset_size"}
     not_for_flags = {"sparse_embeddings"}
     assert PROMISE.keys() | by_other_flags | not_for_flags == {f.name for f in dataclasses.fields(PrivacyConfig)}
     assert all(getattr(PrivacyConfig(target_epsilon=1), name) != value for name, value in PROMISE.items())
@@ -112,10 +114,18 @@ def test_a_flag_takes_the_place_of_what_the_file_says_in_another_way(recipe, beg
     assert plan.config.target_delta == (None if "target_delta" not in given else float(given["target_delta"]))
 
 
+def test_a_budget_of_attacks_takes_the_place_of_the_epsilon_in_the_file(begun):
+    _, plan = begun("classify", target_tpr=0.3, at_fpr=0.2, max_steps=2)
+    assert (plan.config.target_epsilon, plan.config.target_tpr, plan.config.at_fpr) == (None, 0.3, 0.2)
+    found = risk(plan.mechanism.event, (0.2,)).true_positive_rates[0.2]
+    assert 0.299 < found <= 0.3
+
+
 @pytest.mark.parametrize(
     ("recipe", "flags", "words"),
     [
         ("causal_lm", {"target_epsilon": 1, "noise_multiplier": 1}, "--target_epsilon and --noise_multiplier"),
+        ("causal_lm", {"target_epsilon": 1, "target_tpr": 0.1}, "--target_epsilon and --target_tpr"),
         ("causal_lm", {"max_steps": 1, "num_train_epochs": 1}, "--max_steps and --num_train_epochs"),
         ("causal_lm", {"unit": "user", "max_examples_per_unit": 2}, "unit='user', and the training dataset"),
         ("sequential_recommendation", {"epsilons": 1, "target_epsilon": 2}, "--epsilons and --target_epsilon"),

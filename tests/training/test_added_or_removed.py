@@ -24,7 +24,8 @@ pytestmark = pytest.mark.usefixtures("checked_once")
 
 Q, RATE = 0.2, 0.1
 MORE = 43  # examples, of which the last is drawn in one step of this seed
-OWN = {"sampling_probability": Q, "target_delta": 1e-5}
+OWN: dict[str, Any] = {"sampling_probability": Q, "target_delta": 1e-5}
+GIVEN: dict[str, Any] = {"dataset_size": 40}  # of which Q draws the expected batch
 
 
 def after(
@@ -63,8 +64,11 @@ def drawn(trainer: Any) -> list[list[int]]:
     return [sampler.draw(step) for step in range(STEPS)]
 
 
-def test_of_two_datasets_that_differ_by_one_row_nothing_differs_but_the_sums(tmp_path: Path) -> None:
-    config = private(withhold_non_private_logs=True, **OWN)
+@pytest.mark.parametrize("own", [OWN, GIVEN], ids=["probability", "size"])
+def test_of_two_datasets_that_differ_by_one_row_nothing_differs_but_the_sums(
+    tmp_path: Path, own: dict[str, Any]
+) -> None:
+    config = private(withhold_non_private_logs=True, **own)
     paths = [tmp_path / "one" / "out", tmp_path / "other" / "out"]
     (one, with_it), (other, without) = (after(path, n, config) for path, n in zip(paths, (MORE, MORE - 1), strict=True))
     assert published(paths[0]) == published(paths[1])
@@ -214,3 +218,19 @@ def test_it_resumes_as_it_was_promised_and_no_other_way(tmp_path: Path) -> None:
     less = make(tmp_path / "whole", privacy=private(**OWN), parts={"train_dataset": rows()[:-1]})
     with pytest.raises(LedgerError, match="is not the data that the checkpoint was trained on"):
         less.train(resume_from_checkpoint=checkpoint)
+
+
+def test_a_number_in_place_of_n_is_resumed_under_itself_alone(tmp_path: Path) -> None:
+    whole, _ = after(tmp_path, ROWS, private(**GIVEN))
+    assert (whole._plan.delta, len(whole._plan.sampler)) == (40**-1.1, 5)
+    checkpoint = str(tmp_path / "checkpoint-2")
+    for other, words in (
+        (private(dataset_size=50), "given_dataset_size: 40 in the ledger, 50 now"),
+        (private(), "dataset_size: None in the ledger, 48 now"),
+        (private(**OWN), "sampling_probability: 'absent' in the ledger, 0.2 now"),
+    ):
+        with pytest.raises(LedgerError, match=words):
+            make(tmp_path, privacy=other).train(resume_from_checkpoint=checkpoint)
+    again = make(tmp_path, privacy=private(**GIVEN), logging_steps=1, save_strategy="steps", save_steps=2)
+    again.train(resume_from_checkpoint=checkpoint)
+    assert again.ledger == whole.ledger

@@ -27,7 +27,7 @@ def private_arguments(args: Any, privacy: PrivacyConfig) -> Any:
     Raises:
         ConfigurationError: an argument that would break the guarantee.
     """
-    for found, why, fix in _conflicts(args, privacy.sampling_probability):
+    for found, why, fix in _conflicts(args, privacy):
         raise ConfigurationError(found, why=why, fix=fix)
     private = copy.copy(args)
     private.gradient_accumulation_steps = 1
@@ -38,7 +38,7 @@ def private_arguments(args: Any, privacy: PrivacyConfig) -> Any:
     return private
 
 
-def _conflicts(args: Any, probability: float | None) -> list[tuple[str, str, str]]:
+def _conflicts(args: Any, privacy: PrivacyConfig) -> list[tuple[str, str, str]]:
     found: list[tuple[str, str, str]] = []
 
     def refuse(condition: Any, what: str, why: str, fix: str) -> None:
@@ -67,11 +67,15 @@ def _conflicts(args: Any, probability: float | None) -> list[tuple[str, str, str
             "the sampling probability and the number of steps, which are accounted for, follow from it.",
             "give a whole number of at least 1.",
         )
+    probability, size = privacy.sampling_probability, privacy.dataset_size
+    named, once = f"sampling_probability={probability}", f"in {math.ceil(1 / (probability or 1))} steps"
+    if size is not None:
+        named, once = f"dataset_size={size}", f"in as many steps as batches make {size} examples"
     refuse(
-        probability is not None and args.max_steps == -1,
-        f"num_train_epochs={shown(args.num_train_epochs)} and no max_steps, with sampling_probability={probability}.",
+        privacy.hides_n and args.max_steps == -1,
+        f"num_train_epochs={shown(args.num_train_epochs)} and no max_steps, with {named}.",
         "an epoch is n examples, and n is secret: the number of steps must be a number of its own.",
-        f"give max_steps; in {math.ceil(1 / (probability or 1))} steps each example is drawn once on average.",
+        f"give max_steps; {once} each example is drawn once on average.",
     )
     for name, (limit, means) in _RATES.items():
         value = getattr(args, name)

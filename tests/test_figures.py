@@ -1,0 +1,33 @@
+"""What is printed of a bound is never below it."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from hf_dp.figures import at_most, percent, upper
+
+
+@pytest.mark.parametrize(
+    ("bound", "digits", "printed"),
+    [
+        (7.99949, 3, "8"), (2.34564, 5, "2.3457"), (2.3450000001, 4, "2.346"), (0.1, 3, "0.1"), (0.1 + 0.2, 3, "0.3"),
+        (8.0, 5, "8"), (0.0, 5, "0"), (math.inf, 5, "inf"), (1e-5, 3, "1e-05"), (3.9811e-05, 3, "3.99e-05"),
+        (123456.0, 3, "1.24e+05"), (99.999, 4, "100"),
+    ],
+)  # fmt: skip
+def test_digits_are_cut_upward_and_what_is_exact_stays(bound: float, digits: int, printed: str) -> None:
+    assert upper(bound, digits) == printed
+
+
+def test_no_bound_is_printed_below_itself() -> None:
+    for bound in np.random.default_rng(0).lognormal(0, 8, 2000):
+        assert bound * (1 - 1e-11) <= float(upper(bound, 4)) <= bound * 1.0011
+    for share in np.random.default_rng(0).random(2000):
+        assert share - 1e-8 <= float(at_most(share, 2)[:-1]) / 100 <= share + 1.0001e-4
+
+
+def test_a_share_that_was_given_is_printed_as_it_was() -> None:
+    assert [percent(share) for share in (0.001, 0.01, 0.1, 0.07, 0.025)] == ["0.1%", "1%", "10%", "7%", "2.5%"]
