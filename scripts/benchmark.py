@@ -24,10 +24,8 @@ private step would take if it did these operations as fast as an ordinary one, a
 from __future__ import annotations
 
 import csv
-import ctypes
 import dataclasses
 import functools
-import gc
 import json
 import platform
 import random
@@ -455,49 +453,21 @@ def _in_bits(model: str, kind: str) -> Any:
     return get_peft_model(base, LoraConfig(r=8, target_modules="all-linear")).train()
 
 
+def _bytes(value: torch.Tensor) -> int:
+    """Of a parameter: also of the tensors that a quantised one is made of, and of the scales beside it."""
+    if hasattr(value, "__tensor_flatten__"):
+        return sum(_bytes(getattr(value, name)) for name in value.__tensor_flatten__()[0])
+    beside = [getattr(value, name, None) for name in ("quant_state", "SCB")]
+    scales = [getattr(one, "absmax", one) for one in beside if one is not None]
+    return int(value.nbytes) + sum(int(scale.nbytes) for scale in scales)
+
+
 @app.command()
-def bits(
-    model: Annotated[str, typer.Option(help="Of a causal language model.")],
-    batch: Annotated[int, typer.Option(help="Examples in each of four micro-batches.")] = 2,
-    length: Annotated[int, typer.Option(help="Tokens of each.")] = 64,
-    kind: Annotated[list[str] | None, typer.Option(help="All by default, the first for comparison.")] = None,
-    repeats: Annotated[int, typer.Option(help="Timed steps.")] = 3,
-    alone: Annotated[bool, typer.Option(hidden=True, help="Only the first, in this process.")] = False,
-) -> None:
-    """LoRA over a frozen base in fewer bits, on a CPU: the peak of a process in a step, and its time, one by one."""
-    kinds, found = kind or list(BITS), dict[str, list[float]]()
-    if alone:
-        before = _held_mib()
-        model_ = _in_bits(model, kinds[0])
-        held = _held_mib() - before
-        case = dataclasses.replace(CASES["llama lora"], batch=batch, length=length)
-        step = VARIANTS["hf_dp"](case, model_, batches(case, torch.device("cpu")))
-        step()
-        start = _held_mib()
-        Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")  # the peak begins anew
-        files = _peak_mib() - start
-        seconds = [_timed(step, torch.device("cpu")) for _ in range(repeats)]
-        print(json.dumps([held, _peak_mib() - files - before, statistics.median(seconds)]))
-        return
-    asked = ["--model", model, "--batch", str(batch), "--length", str(length), "--repeats", str(repeats), "--alone"]
-    for name in kinds:
-        command = [sys.executable, __file__, "bits", *asked, "--kind", name]
-        done = subprocess.run(command, capture_output=True, text=True)
-        if done.returncode:
-            print(f"{name}: {done.stderr.strip().splitlines()[-1]}", flush=True)
-            continue
-        found[name] = json.loads(done.stdout.splitlines()[-1])
-        ratios = [value / first for value, first in zip(found[name], found[kinds[0]], strict=True)]
-        shown = zip(("MiB held", "MiB at the peak of a step", "seconds"), found[name], ratios, strict=True)
-        print(f"{name}: {', '.join(f'{value:.1f} {what} ({ratio:.2f})' for what, value, ratio in shown)}", flush=True)
-
-
-def _held_mib() -> float:
-    """Without what was freed, and without files that are mapped."""
-    gc.collect()
-    ctypes.CDLL("libc.so.6").malloc_trim(0)
-    status = Path("/proc/self/status").read_text(encoding="utf-8")
-    return int(status.split("RssAnon:")[1].split()[0]) / 1024
+def bits(model: Annotated[str, typer.Option(help="Of a causal language model.")]) -> None:
+    """MiB of the weights of a model with LoRA over a frozen base in fewer bits; nothing is timed."""
+    sizes = {name: sum(map(_bytes, _in_bits(model, name).parameters())) / 2**20 for name in BITS}
+    for name, size in sizes.items():
+        print(f"{name}: {size:.0f} MiB, {size / sizes['float32']:.2f}")
 
 
 @app.command()
