@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import random
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -74,6 +75,12 @@ def tokenizer_and_model(recipe: AnswerData, *, bf16: bool) -> tuple[Any, Any]:
             )
         tokenizer, positions = characters(), recipe.max_length + recipe.max_new_tokens
         return tokenizer, small_gpt2(tokenizer, positions=positions, width=recipe.width, layers=recipe.layers)
+    if recipe.method == "full" and recipe.lora_layers is not None:
+        raise ConfigurationError(
+            f"--lora_layers {recipe.lora_layers} with --method full.",
+            why="there are no adapters, and all layers would be trained.",
+            fix="leave it out, of the YAML file too, or train adapters with --method lora.",
+        )
     tokenizer = pretrained(AutoTokenizer, recipe.model)
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     frozen = torch.bfloat16 if bf16 and recipe.method == "lora" else torch.float32
@@ -84,11 +91,21 @@ def tokenizer_and_model(recipe: AnswerData, *, bf16: bool) -> tuple[Any, Any]:
 
 
 def adapters(model: Any, *, rank: int, layers: int | None = None) -> Any:
-    """The model with LoRA on all linear layers but the output, or on those of its last `layers` blocks."""
+    """The model with LoRA on all linear layers but the output, or on those of its last `layers` blocks.
+
+    Raises:
+        ConfigurationError: its blocks cannot be told apart by their names.
+    """
     lora = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM")
-    earlier = 0 if layers is None else max(0, model.config.num_hidden_layers - layers)
+    earlier = 0 if layers is None else max(0, model.config.get_text_config().num_hidden_layers - layers)
     if earlier:  # the first number in the name of a module is its block's
         lora.exclude_modules = rf"\D*\.({'|'.join(map(str, range(earlier)))})\..*"
+        if not any(re.fullmatch(lora.exclude_modules, name) for name, _ in model.named_modules()):
+            raise ConfigurationError(
+                f"--lora_layers {layers} with {type(model).__name__}.",
+                why="no name of its modules begins with the number of a layer, and all would be adapted.",
+                fix="leave it out.",
+            )
     return get_peft_model(model, lora)
 
 

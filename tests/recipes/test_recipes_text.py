@@ -136,6 +136,15 @@ def test_adapters_in_the_last_layers(last, adapted, part):
     assert len(names) == 2 * 4 * len(adapted), "A and B of each linear layer"
 
 
+def test_layers_that_have_no_numbers_are_not_all_adapted(part):
+    common, small = part("common.answers"), part("common.language_models")
+    model = small.small_gpt2(small.characters(), positions=8, width=32, layers=2)
+    model.transformer2 = model.transformer
+    del model.transformer
+    with pytest.raises(ConfigurationError, match="begins with the number of a layer"):
+        common.adapters(model, rank=2, layers=1)
+
+
 def test_prompts_and_completions(data, train):  # noqa: F811
     files = [f"--{split}_file={data}/pairs_{split}.json" for split in ("train", "test")]
     _, out = train("instruct", "--smoke", "true", *files, "--group_column", "prompt", "--method", "full")
@@ -149,6 +158,7 @@ def test_prompts_and_completions(data, train):  # noqa: F811
         ("table_to_text", ("--group_column", "branch"), "neither a column of"),
         ("table_to_text", ("--table_column", "table"), "no column 'table'"),
         ("table_to_text", ("--prompt", "What is it?"), "it has no {table}"),
+        ("table_to_text_lora", ("--method", "full"), "--lora_layers 15 with --method full"),
         ("table_to_text", ("--model", "scratch", "--method", "lora"), "--method lora with --model scratch"),
     ],
 )
