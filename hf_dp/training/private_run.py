@@ -152,8 +152,7 @@ class PrivateRun:
         """Checks everything, and spends nothing but what parts release; or goes on from a checkpoint.
 
         Args:
-            optimizer: that will step; plain, or as accelerate wrapped it.
-            scheduler: of its rates, for the checkpoints.
+            optimizer, scheduler: that will step, plain or as accelerate wrapped it, and that of its rates, if any.
             resume_from_checkpoint: a folder, or True for the newest whole one in the output directory, if any. The
                 ledger, weights, optimizer, scheduler and generators go on as if there had been no break.
 

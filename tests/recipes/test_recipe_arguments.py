@@ -45,7 +45,9 @@ def no_cipher(monkeypatch):
 def local(local_questions, local_answers):  # noqa: F811
     """For a recipe, the flags that make it read local models and data."""
     return lambda recipe: (
-        local_answers if recipe in ("instruct", "table_to_text", "preferences") else local_questions
+        local_answers
+        if recipe in ("instruct", "table_to_text", "table_to_text_lora", "preferences")
+        else local_questions
     )(recipe)
 
 
