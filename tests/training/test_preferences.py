@@ -325,3 +325,26 @@ def test_the_snippet_in_the_docs_runs(tmp_path: Path, monkeypatch: pytest.Monkey
     report = namespace["trainer"].privacy_report()
     assert report.dataset_size == 150
     assert 7.9 < report.epsilon <= 8.0
+
+
+def test_a_users_pairs_are_clipped_together(tmp_path: Path) -> None:
+    data = pairs(16).add_column("user", [f"u{i % 8}" for i in range(16)])
+    parts = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
+    oracle = make(tmp_path / "oracle", trl.DPOTrainer, train_dataset=data, **parts)
+    moved(oracle.model)
+    single = list(gradients_of_single_pairs(oracle, list(range(16))))
+    means = [{name: (g + single[i + 8][name]) / 2 for name, g in one.items()} for i, one in enumerate(single[:8])]
+    norms = [float(torch.stack([g.norm() for g in one.values()]).norm()) for one in means]
+    bound = sorted(norms)[4]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        # All users are in the step: the expected batch is as large as their number.
+        privacy = private(noise_multiplier=0, clipping_norm=bound, unit="user", max_examples_per_unit=2)
+    trainer = make(tmp_path, privacy=privacy, train_dataset=data, **parts)
+    before = parameters(moved(trainer.model))
+    trainer.train()
+    after = parameters(trainer.model)
+    assert trainer.privacy_report().dataset_size == 8
+    for name in means[0]:
+        total = sum(min(1.0, bound / norm) * one[name] for one, norm in zip(means, norms, strict=True))
+        torch.testing.assert_close((before[name] - after[name]) * 8, total, rtol=1e-4, atol=1e-4 * bound)
