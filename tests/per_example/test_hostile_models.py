@@ -242,7 +242,7 @@ def packed_pairs(*lengths: int) -> dict[str, Tensor]:
     return {"ids": torch.arange(1, mask.numel() + 1).view_as(mask), "mask": mask}
 
 
-def test_packed_rows_of_pairs_are_not_cut_evenly() -> None:
+def test_failure_38_packed_rows_of_pairs_are_not_cut_evenly() -> None:
     """An even number of rows for each pair is no sign that they are the pair's own."""
     model = Packed()
     certificate = preflight(model, packed_pairs_loss, packed_pairs(*[6] * 6))
