@@ -87,10 +87,8 @@ def adapted(folder: Path) -> tuple[Any, Any]:
             "--model FOLDER; or leave out --pretrained.",
         ) from error
     digits = "0123456789"
-    if tokenizer("is " + digits)["input_ids"] != [
-        *tokenizer("is ")["input_ids"],
-        *tokenizer.convert_tokens_to_ids(list(digits)),
-    ]:
+    each = [tokenizer.convert_tokens_to_ids(digit) for digit in digits]
+    if tokenizer("is " + digits)["input_ids"] != [*tokenizer("is ")["input_ids"], *each]:
         raise ConfigurationError(
             f"the tokenizer in {str(folder)!r} has no token for each digit.",
             why="a secret is ranked among all that it could have been, digit by digit.",
