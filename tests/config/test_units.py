@@ -40,7 +40,7 @@ def test_it_comes_back_from_json_and_stands_in_the_promise() -> None:
         ({"unit": ["user"]}, "unit=\\['user'\\]"),
         ({"unit_sampling": "examples"}, "unit_sampling='examples'"),
         ({"unit": None, "max_examples_per_unit": None, "unit_sampling": "x"}, "unit_sampling='x'"),
-        ({"sampling_probability": 0.1, "target_delta": 1e-6}, "unit='user' with sampling_probability=0.1"),
+        ({"sampling_probability": 0.1, "target_delta": 1e-6}, "unit='user' with sampling_probability or dataset_size"),
     ],
 )
 def test_what_is_no_unit_is_refused(changes: dict[str, Any], found: str) -> None:

@@ -201,12 +201,13 @@ def test_the_demo_on_a_model_from_a_folder_trains_adapters_alone(folder: Path, t
     assert result.ordinary.evaluation_loss != result.before.evaluation_loss != result.private.evaluation_loss
     assert (output / "adapter_model.safetensors").is_file()
     assert not (output / "model.safetensors").exists()
-    base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
-    tokenizer = AutoTokenizer.from_pretrained(output)
-    loaded = AutoModelForCausalLM.from_pretrained(output, dtype=torch.bfloat16)
-    secret = [Canary("Hello, this is Ada Abbott, the secret code of my card is ", "0000")]
-    # The planted secret's losses are not the base's: what is loaded has learnt something.
-    assert exposures(loaded, tokenizer, secret) != exposures(base, tokenizer, secret)
+    base, loaded = (AutoModelForCausalLM.from_pretrained(of, dtype=torch.bfloat16) for of in (folder, output))
+    tokenizer, prefix = (
+        AutoTokenizer.from_pretrained(output),
+        "Hello, this is Ada Abbott, the secret code of my card is ",
+    )
+    # What is loaded has learnt something.
+    assert not torch.equal(pin_losses(loaded, tokenizer, prefix), pin_losses(base, tokenizer, prefix))
 
 
 def test_a_folder_without_a_model_is_refused_with_the_way_to_one(tmp_path: Path) -> None:

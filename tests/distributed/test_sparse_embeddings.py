@@ -158,7 +158,8 @@ def test_saved_by_some_and_resumed_by_others(
 @pytest.mark.parametrize("accumulation", [1, 3])
 @pytest.mark.parametrize("method", ["adafest", "fest"])
 def test_what_a_step_sends(tmp_path: Path, pair: Gang, method: str, accumulation: int) -> None:
-    """One number for each row once, the rows that survived, the dense parameters: however many micro-batches."""
+    """One number for each row once, the rows that survived, the dense parameters, and two counts: however many
+    micro-batches."""
     first, second = pair.run(sent_in_each_step, str(tmp_path / "run"), METHODS[method], accumulation)
     assert first == second
     for sent in first:
@@ -169,7 +170,7 @@ def test_what_a_step_sends(tmp_path: Path, pair: Gang, method: str, accumulation
         assert 0 <= dense - (7 * 2 + 9 * 2 + 2) < 3 * 32
         assert 0 <= rows - (4 * items + 3 * users) < 2 * 32
         assert sent.get("broadcast", []) == ([1, items + users] if method == "adafest" else [])
-        assert len(sent["allgather"]) == 1
+        assert len(sent["allgather"]) == 2  # how many micro-batches there are, and how many rows
         assert set(sent) <= {"allreduce", "allgather", "broadcast", "released"}
 
 

@@ -39,6 +39,7 @@ FORMS = {
     "sparse_embeddings_banking77": ("AutoModelForSequenceClassification", QUESTION, "logits[0]"),
     "sparse_embeddings_table": ("AutoModelForSequenceClassification", {"input_ids": [list(range(16))]}, "logits[0]"),
 }
+FORMS |= {f"{recipe}_lora": FORMS[recipe] for recipe in ("synthetic_text", "table_to_text")}
 FORMS |= {f"classify_{method}": FORMS["classify"] for method in ("full", "lora")}
 
 

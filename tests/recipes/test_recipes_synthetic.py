@@ -130,7 +130,7 @@ def test_adapters_on_a_model_from_a_folder_and_public_frequencies(
     ("flags", "words"),
     [
         (["--samples", "0"], "samples=0"),
-        (["--max_test_examples", "0"], "max_test_examples=0"),
+        (["--max_test_examples", "0"], "--max_test_examples 0"),
         (["--prompt", "A text:"], "does not say {label} once"),
         (["--temperature", "0"], "temperature=0"),
         (["--method", "lora"], "method=lora, and no model"),
