@@ -17,9 +17,22 @@ def upper(bound: float, digits: int) -> str:
     return f"{float(up.plus(_EXACT.create_decimal_from_float(bound))):.{digits}g}"
 
 
+def lower(amount: float, digits: int) -> str:
+    """What protects, such as noise, to so many significant digits, never above it."""
+    if not math.isfinite(amount):
+        return f"{amount:g}"
+    down = decimal.Context(prec=digits, rounding=decimal.ROUND_FLOOR)
+    return f"{float(down.plus(_EXACT.create_decimal_from_float(amount))):.{digits}g}"
+
+
+def logged(epsilon: float) -> float:
+    """To four decimals, as logs have it, never below it."""
+    return math.ceil(epsilon * 10**4 - 1e-8) / 10**4 if math.isfinite(epsilon) else epsilon
+
+
 def percent(share: float) -> str:
     """A share as it was given."""
-    return f"{100 * share:g}%"
+    return f"{100 * share:.12g}%"
 
 
 def at_most(share: float, digits: int = 1) -> str:

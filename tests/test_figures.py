@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from hf_dp.figures import at_most, percent, upper
+from hf_dp.figures import at_most, logged, lower, percent, upper
 
 
 @pytest.mark.parametrize(
@@ -31,3 +31,11 @@ def test_no_bound_is_printed_below_itself() -> None:
 
 def test_a_share_that_was_given_is_printed_as_it_was() -> None:
     assert [percent(share) for share in (0.001, 0.01, 0.1, 0.07, 0.025)] == ["0.1%", "1%", "10%", "7%", "2.5%"]
+
+
+def test_noise_is_printed_and_epsilon_logged_as_no_better_than_they_are() -> None:
+    assert [lower(noise, 4) for noise in (0.345188, 1.0, 0.0, math.inf)] == ["0.3451", "1", "0", "inf"]
+    assert [logged(bound) for bound in (9.8e-6, 7.99921, 8.0, math.inf)] == [0.0001, 7.9993, 8.0, math.inf]
+    for bound in np.random.default_rng(0).lognormal(0, 3, 2000):
+        assert float(lower(bound, 4)) <= bound * (1 + 1e-11)
+        assert bound - 1e-11 <= logged(bound) <= bound + 1.0001e-4

@@ -25,6 +25,8 @@ from hf_dp.accounting.composition import StepLoss, as_step_loss
 
 # Squares of smaller numbers vanish. Their epsilon is beyond 1e100: as good as infinite.
 MIN_NOISE = 1e-60
+# What dp_accounting finds thresholds for.
+_MIN_NOISE = 1e-9
 _BOTH = (privacy_loss_mechanism.AdjacencyType.REMOVE, privacy_loss_mechanism.AdjacencyType.ADD)
 # Halvings of an interval of some 100 standard deviations: thresholds are exact to 1e-8 of one, and what is computed
 # from them to the square of that.
@@ -63,7 +65,7 @@ class Group:
 
     @property
     def is_finite(self) -> bool:
-        return MIN_NOISE * self.rows <= self.noise < math.inf
+        return max(MIN_NOISE, _MIN_NOISE) * self.rows <= self.noise < math.inf
 
     @property
     def is_a_sum(self) -> bool:

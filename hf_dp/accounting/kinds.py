@@ -11,6 +11,7 @@ import dp_accounting as dp
 from hf_dp.accounting.composition import StepLoss
 from hf_dp.accounting.gaussian import Gaussian
 from hf_dp.accounting.truncated import EVENT, Truncated
+from hf_dp.figures import lower
 
 
 class Primitive(Protocol):
@@ -75,7 +76,7 @@ KINDS: tuple[Kind, ...] = (
     Kind(
         "gaussian",
         dp.GaussianDpEvent,
-        lambda event, told: f"Gaussian noise, {event.noise_multiplier:.4g} times the sensitivity",
+        lambda event, told: f"Gaussian noise, {lower(event.noise_multiplier, 4)} times the sensitivity",
         Gaussian.of,
     ),
     Kind(
@@ -93,7 +94,7 @@ if EVENT is not None:
             "truncated_subsampled_gaussian",
             EVENT,
             lambda event, told: (
-                f"Gaussian noise, {event.noise_multiplier:.4g} times the sensitivity, on a Poisson sample with "
+                f"Gaussian noise, {lower(event.noise_multiplier, 4)} times the sensitivity, on a Poisson sample with "
                 f"probability {event.sampling_probability:.4g}, truncated to {event.truncated_batch_size} of "
                 f"{event.dataset_size}"
             ),

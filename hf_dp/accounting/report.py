@@ -19,7 +19,7 @@ from hf_dp.config.promise import NoiseName
 from hf_dp.config.ranges import is_count, is_number, is_one_of
 from hf_dp.config.target import AT_FPR, is_target_tpr
 from hf_dp.errors import damaged
-from hf_dp.figures import percent, upper
+from hf_dp.figures import lower, percent, upper
 from hf_dp.versions import library_versions
 
 HYPER_PARAMETER_SEARCH = (
@@ -54,7 +54,8 @@ def clipping_in_words(kind: str, norm: float) -> str:
 
 def noise_in_words(kind: str, multiplier: float) -> str:
     """The noise multiplier, and what makes the noise where that is not the usual generator."""
-    return f"{multiplier:.4g}" if kind == "gaussian" else f"{multiplier:.4g} (Gaussian, from the generator {kind})"
+    said = lower(multiplier, 4)
+    return said if kind == "gaussian" else f"{said} (Gaussian, from the generator {kind})"
 
 
 @dataclass(frozen=True, kw_only=True)

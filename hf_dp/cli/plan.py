@@ -151,8 +151,9 @@ def plan(
     console = Console()
     if found is not None:
         console.print(plan_table(answer))
-        console.print(risk_table(found.rows()))
-        console.print(str(found), highlight=False)
+        one = "example" if units is None else "unit"
+        console.print(risk_table(found.rows(one)))
+        console.print(found.in_words(one), highlight=False)
     if model is not None:
         console.print(size_table(answer["per_rank"], world_size))
     if not has_data:

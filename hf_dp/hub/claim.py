@@ -228,10 +228,11 @@ def _is_batch_of(n: int | None, q: float) -> bool:
 def check_promise(record: PrivacyRecord) -> Iterator[Check]:
     """The mechanism and the config against what the ledger was opened for: three places that say the same."""
     mechanism, config, promise = record.mechanism, record.config, record.ledger.promise
+    claimed = mechanism.promise(config)
     differing = [
-        f"{name}: {value!r} claimed, {promise.get(name, 'absent')!r} in the ledger's promise"
-        for name, value in mechanism.promise(config).items()
-        if not same(promise.get(name, "absent"), value)
+        f"{name}: {claimed.get(name, 'nothing')!r} claimed, {promise.get(name, 'absent')!r} in the ledger's promise"
+        for name in {**claimed, **promise}
+        if not same(promise.get(name, "absent"), claimed.get(name, "nothing"))
     ]
     differing += [
         f"{name}: {said!r} in the mechanism, {wanted!r} in the config"

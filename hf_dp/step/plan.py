@@ -18,6 +18,7 @@ from hf_dp.clipping.table import rule_of
 from hf_dp.config import PrivacyConfig
 from hf_dp.config.ranges import is_number
 from hf_dp.errors import ConfigurationError
+from hf_dp.figures import upper
 from hf_dp.noise.source import NoiseSource
 from hf_dp.noise.table import source_of
 from hf_dp.randomness import Entropy
@@ -203,7 +204,7 @@ class Plan:
         noise = accounting.noise_in_words(self.mechanism.noise.kind, self.noise_multiplier)
         unit = "" if self.config.unit is None else f"{self.mechanism.unit.name}, "
         return (
-            f"{unit}delta {self.delta:.3g}, noise multiplier {noise}, clipping norm {clipping}, "
+            f"{unit}delta {upper(self.delta, 3)}, noise multiplier {noise}, clipping norm {clipping}, "
             f"{self.mechanism.sampling.name} with sampling probability {self.sampler.sampling_probability:.4g}, "
             f"{self.steps} steps of expected batch size {self.sampler.expected_batch_size}"
         )

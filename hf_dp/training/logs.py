@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_dp.accounting import PrivacyReport
+from hf_dp.figures import logged
 from hf_dp.step.written import gradient_norm
 from hf_dp.training.behind.usual import Usual
 from hf_dp.training.runs import RunsMixin
@@ -24,7 +25,7 @@ class LogsMixin(RunsMixin):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """As Trainer's, with epsilon and the clipping statistics beside the training loss."""
         if self.is_in_train and ("loss" in logs or "train_loss" in logs):
-            logs["epsilon"] = round(self.ledger.epsilon(self._accounted.delta, self.privacy.accountant), 4)
+            logs["epsilon"] = logged(self.ledger.epsilon(self._accounted.delta, self.privacy.accountant))
             logs["noise_multiplier"] = self._accounted.noise_multiplier
         withheld = self.privacy.withhold_non_private_logs
         if self.is_in_train and "loss" in logs and self._begun is not None:

@@ -18,6 +18,7 @@ from hf_dp.accounting import Ledger, PrivacyReport
 from hf_dp.agreement import keep_step
 from hf_dp.config import PrivacyConfig
 from hf_dp.data.left_padding import LeftPadding
+from hf_dp.figures import logged
 from hf_dp.hub import saved_aside
 from hf_dp.losses import check_own_loss, per_example_losses
 from hf_dp.parts.part import Setting
@@ -254,10 +255,9 @@ class PrivateRun:
 
     def logs(self) -> dict[str, float]:
         """Epsilon, noise, and what happened since the last call, in exact numbers unless these are withheld."""
-        plan = self._run.plan
         return {
-            "epsilon": round(self.ledger.epsilon(plan.delta, self.privacy.accountant), 4),
-            "noise_multiplier": plan.noise_multiplier,
+            "epsilon": logged(self.ledger.epsilon(self._run.plan.delta, self.privacy.accountant)),
+            "noise_multiplier": self._run.plan.noise_multiplier,
             **self._run.logs().shown(self.privacy.withhold_non_private_logs),
         }
 

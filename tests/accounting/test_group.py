@@ -119,7 +119,7 @@ def test_it_is_told_rounded_up() -> None:
 
 
 def test_what_has_no_noise_or_too_little_protects_nobody_and_nothing_costs_nothing() -> None:
-    for event in (dp.NonPrivateDpEvent(), step_event(1e-60, 0.1), step_event(1e-12, 0.1)):
+    for event in (dp.NonPrivateDpEvent(), *(step_event(10.0**-power, 0.1) for power in (12, 30, 60))):
         assert group_epsilon(event, 1e-5, 4) == math.inf
     assert group_epsilon(dp.NoOpDpEvent(), 1e-5, 4) == 0
     assert group_epsilon(step_event(1e9, 0.1), 1e-5, 4) < 1e-6  # type: ignore[operator]

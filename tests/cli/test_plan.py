@@ -60,7 +60,9 @@ def test_a_plan_for_units_is_that_of_as_many_examples():
     one, two = (json.loads(invoke("plan", option, "150", *rest, "--json").stdout) for option in ("--n", "--units"))
     assert (one.pop("counts"), two.pop("counts")) == ("examples", "units")
     assert one == two
-    assert "units processed" in invoke("plan", "--units", "150", *rest).stdout
+    said = " ".join(invoke("plan", "--units", "150", *rest).stdout.split())
+    assert "units processed" in said
+    assert "all of the training data but one unit" in said
     both = invoke("plan", "--units", "150", "--n", "600", *rest)
     assert (both.exit_code, "both --n and --units" in both.stderr) == (2, True)
 

@@ -93,8 +93,8 @@ def with_lora() -> nn.Module:
     ("model", "settings"),
     [
         (with_lora, {}),
-        (classifier, {"sparse_embeddings": SparseEmbeddingConfig(threshold=2.0)}),
-        (classifier, {"re_attention": ReAttentionConfig()}),
+        pytest.param(classifier, {"sparse_embeddings": SparseEmbeddingConfig(threshold=2.0)}, marks=pytest.mark.slow),
+        pytest.param(classifier, {"re_attention": ReAttentionConfig()}, marks=pytest.mark.slow),
     ],
     ids=["LoRA", "sparse embeddings", "Re-Attention"],
 )

@@ -36,7 +36,12 @@ DIFFERENCES = {
 }
 
 
-@pytest.mark.parametrize("what", DIFFERENCES)
+OF_EACH_KIND = {"another row", "another seed of the draws", "another version", "another frozen layer"}
+
+
+@pytest.mark.parametrize(
+    "what", [pytest.param(what, marks=[pytest.mark.slow] * (what not in OF_EACH_KIND)) for what in DIFFERENCES]
+)
 def test_a_rank_that_differs(tmp_path: Path, pair: Gang, what: str) -> None:
     for found in pair.run(refused_by, str(tmp_path), what):
         assert "ConfigurationError: rank 1 has not the same as rank 0" in found
@@ -102,6 +107,7 @@ def test_saved_generators_have_seen_no_secret(tmp_path: Path, pair: Gang) -> Non
     assert {"python", "numpy", "cpu"} <= set(once[0])
 
 
+@pytest.mark.slow
 def test_who_waits_in_a_call_says_for_whom(pair: Gang) -> None:
     said = "Rank 0 waits in a_call() for rank 1: every rank must call it, not the first alone."
     assert pair.run(told_of_the_missing, 3.0) == [[said], []]

@@ -86,6 +86,7 @@ def test_shards_saved_and_resumed(tmp_path: Path, pair: Gang, name: str, kind: s
 PLAIN = {"optim": "sgd", "lr_scheduler_type": "linear"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "saved", "resumed", "changes"),
     [

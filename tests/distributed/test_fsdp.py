@@ -110,8 +110,8 @@ def test_through_trainer(tmp_path: Path, pair: Gang, name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "checkpointing"),
     [
-        *(pytest.param(name, False, marks=SLOW[name in LIKE_OTHERS]) for name in FURTHER if name != "t5"),
-        ("t5, positions frozen", True),
+        *(pytest.param(name, False, marks=SLOW[name != "vit"]) for name in FURTHER if name != "t5"),
+        pytest.param("t5, positions frozen", True, marks=pytest.mark.slow),
         pytest.param("t5, positions frozen", False, marks=pytest.mark.slow),
         # ALBERT knows no checkpointing.
         *(pytest.param(name, True, marks=pytest.mark.slow) for name in FURTHER if name not in ("t5", "albert")),
@@ -123,6 +123,7 @@ def test_further_models(pair: Gang, name: str, checkpointing: bool) -> None:
         assert farthest(found["parameters"], alone["parameters"]) < TOLERANCE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", models(name for name in FURTHER if name != "t5"))
 def test_further_models_through_trainer(tmp_path: Path, pair: Gang, name: str) -> None:
     alone = pair.alone_once(trained_alone, name)
@@ -144,12 +145,14 @@ def test_a_tie_that_accelerate_breaks(tmp_path: Path, pair: Gang) -> None:
             assert farthest(found["parameters"], alone["parameters"]) < TOLERANCE
 
 
+@pytest.mark.slow
 def test_checkpointing_of_accelerate(tmp_path: Path, pair: Gang) -> None:
     alone = pair.alone_once(trained_alone, "llama")
     for found in pair.run(trained_with_its_checkpointing, str(tmp_path / "two"), "llama"):
         assert farthest(found["parameters"], alone["parameters"]) < TOLERANCE
 
 
+@pytest.mark.slow
 def test_in_bfloat16_sums_are_reduced_in_float32(pair: Gang) -> None:
     pair.run(sent_in_one_step, "llama", "bf16", 2)
     alone = pair.alone_once(stepped, "llama")
@@ -157,6 +160,7 @@ def test_in_bfloat16_sums_are_reduced_in_float32(pair: Gang) -> None:
         assert 1e-6 < farthest(found["parameters"], alone["parameters"]) < 1e-2
 
 
+@pytest.mark.slow
 def test_evaluation_between_steps(tmp_path: Path, pair: Gang) -> None:
     alone = pair.alone_once(trained_alone, "tied gpt2")
     for found in pair.run(evaluated_in_shards, str(tmp_path / "two"), "tied gpt2"):

@@ -89,7 +89,7 @@ def lasting(
 @pytest.mark.parametrize(
     ("name", "settings"),
     [
-        ("one table", {"threshold": 2.0}),
+        pytest.param("one table", {"threshold": 2.0}, marks=pytest.mark.slow),
         pytest.param("one table", {**CHOSEN, "renew_every": 2, "method": "adafest+"}, marks=pytest.mark.slow),
         pytest.param("several tables", CHOSEN, marks=pytest.mark.slow),
         ("several tables", {**CHOSEN, "renew_every": 2, "method": "adafest+"}),
@@ -133,6 +133,7 @@ def saved(path: str, world: int, settings: dict[str, Any], resume: bool) -> dict
     return trained(path, "several tables", world, settings, BUDGET, resume=checkpoint, **SAVED)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("settings", "optimizer"),
     each_once([{"threshold": 2.0}, {**CHOSEN, "renew_every": 4}], ["row_wise_adam", "sparse_adam"]),

@@ -50,6 +50,7 @@ def test_one_process_draws_the_rows(pair: Gang) -> None:
     assert first != second
 
 
+@pytest.mark.slow
 def test_one_top_k_of_what_all_processes_count(pair: Gang) -> None:
     first, second = pair.run(chosen)
     assert first == second

@@ -136,6 +136,7 @@ def steps(out: Path) -> int:
 # --- as a user runs them ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("then_offline", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_private_data_and_model_with_a_token_and_then_offline(then_offline, hf_dp_train, filled, tmp_path):
     done = hf_dp_train("classify", *PRIVATE, HF_TOKEN=READER)

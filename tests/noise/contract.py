@@ -323,8 +323,12 @@ class NoiseSourceContract(DistributionContract):
         ("parts", "streams"),
         [
             ({"sparse_embeddings": SparseEmbeddingConfig(threshold=2.0)}, {"contribution noise", "false positives"}),
-            ({"sparse_embeddings": SparseEmbeddingConfig(method="fest", kept_rows=20)}, {"top-k"}),
-            ({"re_attention": ReAttentionConfig()}, set()),
+            pytest.param(
+                {"sparse_embeddings": SparseEmbeddingConfig(method="fest", kept_rows=20)},
+                {"top-k"},
+                marks=pytest.mark.slow,
+            ),
+            pytest.param({"re_attention": ReAttentionConfig()}, set(), marks=pytest.mark.slow),
         ],
         ids=["AdaFEST", "FEST", "token frequencies"],
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -107,6 +108,7 @@ def test_accuracy_by_group_and_the_gap_to_training_without_privacy(recipe, train
     assert not list((out / "without_privacy").glob("**/*.safetensors"))
 
 
+@pytest.mark.slow
 def test_loss_by_group_where_noise_drowns_what_is_learnt_without_privacy(train, questions_directory):
     _, out = train(
         "causal_lm",
@@ -199,10 +201,9 @@ def head(source: Path, target: Path, lines: int) -> str:
     return str(target)
 
 
+@pytest.mark.slow
 @pytest.mark.data
-@pytest.mark.parametrize(
-    "recipe", ["classify_lora", *(pytest.param(name, marks=pytest.mark.slow) for name in ("classify", "classify_full"))]
-)
+@pytest.mark.parametrize("recipe", ["classify", "classify_lora", "classify_full"])
 def test_classification_of_bank_questions(recipe, run, data_directory, minilm_directory, tmp_path):
     data = data_directory / "banking77"
     printed = run(
@@ -214,7 +215,7 @@ def test_classification_of_bank_questions(recipe, run, data_directory, minilm_di
         *("--output_dir", str(tmp_path / "out")),
     )
     assert len(accuracies(tmp_path / "out")) == 2
-    assert "Differential privacy: epsilon 7.99" in printed
+    assert re.search(r"Differential privacy: epsilon (8|7\.99\d*) at", printed)
     assert (tmp_path / "out" / "privacy.json").exists()
 
 
@@ -242,6 +243,7 @@ def test_a_head_trained_on_features_is_saved_with_its_encoder_and_scored_on_text
     assert all(torch.equal(weight, encoder[name]) for name, weight in kept.items())
 
 
+@pytest.mark.slow
 @pytest.mark.data
 def test_a_language_model_of_plays(run, data_directory, tmp_path):
     run(
@@ -259,6 +261,7 @@ def groups_of(folder: Path) -> dict:
     return json.loads((folder / "groups.json").read_text(encoding="utf-8"))
 
 
+@pytest.mark.slow
 def test_sequential_recommendation_with_its_controls(train, tmp_path):
     interactions = tmp_path / "interactions.txt"
     interactions.write_text(
@@ -301,6 +304,7 @@ def test_sequential_recommendation_with_its_controls(train, tmp_path):
 ARMS = "frozen,dense,fest,renewed,adafest,adafest+"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("task", "arms", "ratios"),
     [

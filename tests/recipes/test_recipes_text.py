@@ -97,6 +97,7 @@ def test_smoke_by_group(recipe, group, method, train):  # noqa: F811
     assert "loss per target token" in printed
 
 
+@pytest.mark.slow
 def test_a_model_from_scratch_learns_to_describe(train):  # noqa: F811
     flags = ("--model", "scratch", "--method", "full", "--width", "32", "--layers", "1", "--samples", "3")
     _, out = train("table_to_text", "--smoke", "true", *flags, "--max_steps", "20", "--target_epsilon", "1000")
@@ -293,6 +294,7 @@ def test_a_description_is_corrupted_by_its_own_row_and_public_values(part):
     assert recipe.slots(table) == {"name": "The Mill", "food": "Italian", "area": "riverside", "near": "Café Rouge"}
 
 
+@pytest.mark.slow
 @pytest.mark.data
 def test_table_to_text_on_restaurants(run, data_directory, tmp_path):  # noqa: F811
     tables = data_directory / "e2e_nlg"

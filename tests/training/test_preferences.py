@@ -197,6 +197,7 @@ def test_rewards(tmp_path: Path) -> None:
     assert_step_is_that_of_single_pairs(tmp_path, kinds, center_rewards_coefficient=0.1, train_dataset=margins)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_its_resumption_and_evaluation(tmp_path: Path) -> None:
     """bf16 and gradient checkpointing are DPOConfig's defaults."""
     options = {"bf16": None, "gradient_checkpointing": True, "max_steps": 4, "save_strategy": "steps", "save_steps": 2}

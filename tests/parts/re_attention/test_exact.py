@@ -59,12 +59,15 @@ def off_by(found: Any, truth: Any) -> float:
 
 # What is written once for each fidelity is tried on a few families; the others have the default.
 OF_EACH_FIDELITY = {"gpt2", "gemma2", "t5"}
+USUAL = OF_EACH_FIDELITY | {"llama", "bert", "modernbert", "gpt_neox", "vit"}
 
 
 @pytest.mark.parametrize(
     ("family", "fidelity"),
     [
-        pytest.param(family, fidelity, marks=[] if usual or family in OF_EACH_FIDELITY else pytest.mark.slow)
+        pytest.param(
+            family, fidelity, marks=[] if family in (USUAL if usual else OF_EACH_FIDELITY) else pytest.mark.slow
+        )
         for family in FAMILIES
         for fidelity, usual in zip(FIDELITIES, (True, False), strict=True)
     ],

@@ -1,0 +1,48 @@
+"""A claim about users is none about single examples: what the ledger was opened for is not left out of it."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from hf_dp import PrivacyConfig
+from hf_dp.hub import open_source, verify
+from tests.hub.forging import failed, in_record, seal
+from tests.training.workbench import make, rows
+
+pytestmark = pytest.mark.usefixtures("checked_once")
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("users") / "out"
+    data = [{**row, "user": f"u{i % 30}"} for i, row in enumerate(rows())]
+    privacy = PrivacyConfig(target_epsilon=8.0, accountant="rdp", unit="user", max_examples_per_unit=3)
+    run = make(path, privacy=privacy, parts={"train_dataset": data}, remove_unused_columns=False, max_steps=1)
+    run.train()
+    run.save_model()
+    return path
+
+
+def test_a_unit_that_the_ledger_names_is_not_left_out(saved: Path, tmp_path: Path) -> None:
+    assert verify(saved).private
+    number = open_source(saved).record().mechanism.unit.number
+    forged = Path(shutil.copytree(saved, tmp_path / "forged"))
+    for change in (
+        in_record("config", "unit", to=None),
+        in_record("config", "max_examples_per_unit", to=None),
+        in_record("mechanism", "unit", to={"kind": "example", "number": number}),
+        in_record("report", "unit", to="one training example"),
+    ):
+        change(forged)
+    seal(forged)
+    assert "mechanism, config and ledger's promise" in failed(forged)
+
+
+def test_a_budget_that_was_not_asked_for_is_noticed(saved: Path, tmp_path: Path) -> None:
+    forged = Path(shutil.copytree(saved, tmp_path / "forged"))
+    in_record("ledger", "promise", "target_tpr", to=0.02)(forged)
+    seal(forged)
+    assert "mechanism, config and ledger's promise" in failed(forged)
