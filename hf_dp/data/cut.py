@@ -29,7 +29,8 @@ def by_rows(rows: list[Any], size: int, collate: Collate) -> Iterator[Part]:
 def by_tokens(
     rows: list[Any], size: int, most: int, collate: Collate, alone: Callable[[Any], Mapping[str, Any]]
 ) -> Iterator[Part]:
-    """At most `size` rows and `most` tokens, padding included, at a time; a row with more is by itself.
+    """At most `size` rows and `most` tokens, padding included, at a time; a row with more is by itself. Each with the
+    rows that it was collated among.
 
     From the last row on, as many as fit if none is wider. Where one is, the batch is cut once more as it is: to collate
     its rows again would choose, by which rows are beside it, among the random choices that are made for an example.
@@ -50,7 +51,7 @@ def by_tokens(
             continue
         for start in range(0, len(few), fitting):
             places = range(start, min(start + fitting, len(few)))
-            yield [few[i] for i in places], take(batch, places)
+            yield few, take(batch, places)  # as wide as all of these together
 
 
 def tokens_across(batch: Mapping[str, Any]) -> int:
@@ -63,13 +64,13 @@ def tokens_across(batch: Mapping[str, Any]) -> int:
     given = [value for value in batch.values() if isinstance(value, Tensor)]
     texts = [value for value in given if value.dim() == 3 and not value.is_floating_point()]
     found = [*(value.shape[1] for value in given if value.dim() == 2), *(v.shape[1] * v.shape[2] for v in texts)]
-    if not any(found):
+    if not found:
         raise ConfigurationError(
             "max_tokens_per_micro_batch, and a collator that returns no tensor of shape (examples, tokens).",
             why="there are no tokens to count, and nothing would keep the cap.",
             fix="leave it out: rows of one size are cut by the number of examples alone.",
         )
-    return max(found)
+    return max(1, *found)
 
 
 def check_max_tokens(value: object) -> None:

@@ -12,6 +12,7 @@ from typing import NoReturn
 
 from torch import Tensor
 
+from hf_dp.per_example.pictures import not_blank
 from hf_dp.per_example.rule import BY_GRADIENT, Axis, Bound, Readings, Rule, refusal
 
 
@@ -50,7 +51,7 @@ class Reader:
         self._has_positions = bool(ids)
         self.length = max([*(v.shape[-1] for v in ids), *(v.shape[1] for v in others if not ids)], default=0)
         # (B, N, C, H, W): models drop the images that are all zero, which fill up an example with fewer than others.
-        self.images = next((v.ne(0).flatten(2).any(2).sum(1).tolist() for v in given if v.dim() == 5), [])
+        self.images = next((not_blank(v).tolist() for v in given if v.dim() == 5), [])
 
     @property
     def has_uneven_images(self) -> bool:

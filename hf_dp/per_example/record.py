@@ -15,12 +15,13 @@ from hf_dp.per_example.factors import Factors, joined, squared_norms
 from hf_dp.per_example.gram import SelfGrams
 from hf_dp.per_example.grouped import Grouping
 from hf_dp.per_example.independence import ambiguous_sizes, check_independence, check_shares, survey
+from hf_dp.per_example.pictures import check_pictures
 from hf_dp.per_example.precision import full_precision, sum_dtype
 from hf_dp.per_example.reading import Reader
 from hf_dp.per_example.rows import RowSum, restricted
 from hf_dp.per_example.rule import Certificate, Rule, Use, refuse_changed
 from hf_dp.per_example.rules import RULES
-from hf_dp.per_example.sharding import Shard, as_sums, local, trainable
+from hf_dp.per_example.sharding import Shard, as_sums, is_sharded, local, trainable
 from hf_dp.per_example.watch import Watch
 
 _NO_TABLES: Mapping[str, RowSum] = MappingProxyType({})
@@ -188,6 +189,7 @@ def record(
         ConfigurationError: a batch or a loss without one row for each example.
     """
     size = batch_size(batch)
+    check_pictures(model, batch)
     parameters = trainable(model)
     seen, ambiguous = certificate, None
     if seen is None:
@@ -203,6 +205,12 @@ def record(
         )
     if watch.doubts:
         check_independence(model, loss_fn, batch, rules=rules, readings=seen.readings)
+    if watch.reader.has_uneven_images and is_sharded(model):
+        raise UnsupportedModelError(
+            f"examples with {watch.reader.images} images, under FSDP2.",
+            why="whose each is takes further passes to find out, which all ranks would have to make together.",
+            fix="give all examples of a micro-batch as many images, or train under DDP.",
+        )
     if watch.doubts or watch.reader.has_uneven_images:  # As many images as examples need not be one image of each.
         check_shares(model, loss_fn, batch, rules=rules, readings=seen.readings)
     if certificate is not None and size > 1 and not certificate.covers(watch.uses):

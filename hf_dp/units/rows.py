@@ -11,7 +11,7 @@ from datasets import Dataset
 
 from hf_dp.config.ranges import shown
 from hf_dp.errors import ConfigurationError
-from hf_dp.randomness import Entropy
+from hf_dp.randomness import Entropy, unchanged_global_state
 
 
 class UnitRows:
@@ -75,8 +75,22 @@ class UnitRows:
 def without_column(dataset: Any, column: str) -> Any:
     """The dataset as models may see it."""
     if isinstance(dataset, Dataset):
+        if dataset.format["type"] == "custom" and len(dataset):
+            _try_transform(dataset.remove_columns([column]), column)
         return dataset.remove_columns([column])
     return [{name: value for name, value in row.items() if name != column} for row in dataset]
+
+
+def _try_transform(dataset: Dataset, column: str) -> None:
+    try:
+        with unchanged_global_state():
+            dataset[0]
+    except KeyError as error:
+        raise ConfigurationError(
+            f"a transform of the training dataset that reads {error} where the column {column!r} is taken out.",
+            why="whose an example is is no part of what a model sees.",
+            fix="leave the column alone in the transform: DPTrainer reads it from the dataset itself.",
+        ) from error
 
 
 def _values(dataset: Any, column: str) -> Iterable[Any]:

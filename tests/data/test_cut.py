@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from hf_dp.data.collate import LogicalBatchCollator
+from hf_dp.data.cut import by_tokens
 from hf_dp.errors import ConfigurationError
 
 CAP, ROWS = 64, 8
@@ -101,3 +102,11 @@ def test_what_has_no_tokens_is_refused() -> None:
     with pytest.raises(ConfigurationError, match=r"(?s)no tensor of shape \(examples, tokens\).*leave it out"):
         cut(images, [1, 2])
     assert len(cut(images, [1, 2], None)) == 1
+
+
+def test_each_piece_says_with_whom_it_was_made_as_wide_as_it_is() -> None:
+    """What is wider than all before is held against the rows that made it so."""
+    rows = [{"id": i + 1, "text": "x", "tokens": tokens} for i, tokens in enumerate([40, 5, 5, 5, 5, 5, 5, 5])]
+    alone = lambda row: texts([{**row, "tokens": 5}])  # noqa: E731 - a transform that draws how long a row is
+    for part, batch in by_tokens([dict(row) for row in rows], ROWS, CAP, texts, alone):
+        assert batch["input_ids"].shape[1] == max(row["tokens"] for row in part) == 40

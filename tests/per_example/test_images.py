@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch import Tensor
 from hf_dp.errors import PreflightError, UnsupportedModelError
 from hf_dp.losses import per_example_losses
 from hf_dp.per_example import Certificate, loop, preflight, record
+from hf_dp.per_example.pictures import check_pictures
 from tests.zoo import image_text_batch, tiny
 
 
@@ -65,3 +67,28 @@ def test_any_number_of_images_where_what_sees_them_is_frozen() -> None:
     model, certificate = certified(1, 2, 1, frozen=True)
     for counts in ((0, 2), (1, 2, 2)):
         assert_exact(model, certificate, *counts)
+
+
+@pytest.mark.parametrize("name", ["llava", "idefics3"])
+def test_failure_39_a_picture_too_few_here_and_too_many_there_is_refused(name: str) -> None:
+    """The model looks at the totals alone, which are right."""
+    model = tiny(name, "image_text")
+    token = model.config.image_token_id
+    batch = image_text_batch(name, 2, 9)
+    ids = batch["input_ids"]
+    ids[0, ids[0].eq(token).nonzero()[-1]] = 5
+    ids[1, ids[1].ne(token).nonzero()[0]] = token
+    with pytest.raises(UnsupportedModelError, match="one row would see the pictures of another"):
+        record(model, per_example_losses, batch)
+
+
+@pytest.mark.parametrize(
+    ("kind", "more"), [("image", {"image_sizes": torch.ones(2, 2)}), ("audio", {"input_features": torch.ones(2, 8, 4)})]
+)
+def test_places_that_follow_from_sizes_need_a_micro_batch_of_one(kind: str, more: dict[str, Tensor]) -> None:
+    batch = {**image_text_batch("llava", 2, 9), **more}
+    model = SimpleNamespace(config=SimpleNamespace(**{f"{kind}_token_id": 4}))
+    batch["input_ids"][:, 0] = 4
+    with pytest.raises(UnsupportedModelError, match="which take places by their sizes"):
+        check_pictures(model, batch)  # type: ignore[arg-type]
+    check_pictures(model, {name: value[:1] for name, value in batch.items()})  # type: ignore[arg-type]

@@ -7,6 +7,7 @@ each is made of its own pair and of a model that is public, or was released, so 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from hf_dp.data.pairs import both, rows_of_pairs
 from hf_dp.errors import PreflightError
 from hf_dp.losses import PREFERENCE_LOSSES, Preferences, Shape, log_probabilities
+from hf_dp.per_example.precision import computed_in
 from hf_dp.per_example.state import put_back
 from hf_dp.training.behind.pairs import Pairs
 from hf_dp.training.behind.trl import Conflicts
@@ -76,7 +78,9 @@ class Dpo(Pairs):
 
     @property
     def _tolerance(self) -> float:
-        return _SAME_IN_BF16 if self.trainer.args.bf16 or self.trainer.model.dtype == torch.bfloat16 else _SAME
+        models = [self.trainer.model, *([] if self.trainer.ref_model is None else [self.trainer.ref_model])]
+        is_rounded = self.trainer.args.bf16 or any(model.dtype == torch.bfloat16 for model in models)
+        return _SAME_IN_BF16 if is_rounded else _SAME
 
     def conflicts(self, own_loss: bool) -> Conflicts:
         yield from super().conflicts(own_loss)
@@ -105,6 +109,9 @@ class Dpo(Pairs):
         # PEFT switches adapters, and with them what is trained.
         with self.known_parts():
             reference, compute = self.trainer.ref_model or model, self.trainer.compute_ref_log_probs
-        with put_back(model):
-            found = compute(reference, rows_of_pairs(batch, firsts_first=True))
+        rows = rows_of_pairs(batch, firsts_first=True)
+        # A model of its own computes in no fewer bits than the checks do.
+        lifted = nullcontext(rows) if reference is model else computed_in(reference, rows, torch.float32)
+        with put_back(model), lifted as rows:
+            found = compute(reference, rows)
         return dict(zip(_REFERENCE, found, strict=True))
