@@ -66,7 +66,14 @@ def a_chat_model(folder: Path, words: str) -> None:
         part.save_pretrained(folder)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+@pytest.mark.parametrize(
+    "page",
+    [
+        # It calibrates three times.
+        pytest.param(page, id=page.stem, marks=[pytest.mark.slow] * (page.stem == "explained"))
+        for page in PAGES
+    ],
+)
 def test_the_snippets_of_a_page_run(
     page: Path,
     hub: Hub,  # noqa: F811

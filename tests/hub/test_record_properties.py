@@ -72,7 +72,7 @@ def test_every_ledger_survives_the_record(charges: list[tuple[dp.DpEvent, str, i
     assert epsilon(again.ledger.event, 1e-4, "rdp") == record.ledger.epsilon(1e-4, "rdp")
 
 
-@settings(max_examples=5)
+@settings(max_examples=3)
 @given(ledgers)
 def test_every_release_is_told(charges: list[tuple[dp.DpEvent, str, int]]) -> None:
     record = record_of(charges)
