@@ -275,7 +275,8 @@ def test_preferences_before_and_after(method, train):  # noqa: F811
     assert json.loads((out / "privacy.json").read_text(encoding="utf-8"))["report"]["dataset_size"] == 64
     before, after = json.loads((out / "results.json").read_text(encoding="utf-8")).values()
     assert before["share with gain"] == 0.5
-    assert abs(before["gain in nats"]) < 1e-3 < abs(after["gain in nats"])
+    # In two steps, of which the first adapters' matrices of zeros take one, LoRA hardly moves.
+    assert abs(before["gain in nats"]) < (1e-3 if method == "full" else 1e-5) < abs(after["gain in nats"])
 
 
 def test_a_description_is_corrupted_by_its_own_row_and_public_values(part):
