@@ -99,7 +99,9 @@ def test_what_a_recipe_saves_is_loaded_without_it(recipe, train, own, plainly): 
     said = plainly(directory=str(folder), kind=kind, given=given, answer=answer, usage=usage)
     assert "error" not in said, said["error"]
     wanted = found["own"].tolist()
-    torch.testing.assert_close(torch.tensor(said["answer"]), torch.tensor(wanted), rtol=1e-3, atol=2e-3)
+    # This one trains in 16 bits, and what it saves is asked in 32.
+    rounding = 3e-2 if recipe == "table_to_text_lora" else 2e-3
+    torch.testing.assert_close(torch.tensor(said["answer"]), torch.tensor(wanted), rtol=1e-3, atol=rounding)
     assert said["printed"]
     checked = verify(folder)
     assert checked.private, checked.checks
