@@ -21,6 +21,7 @@ from __future__ import annotations
 import functools
 import gc
 import json
+import math
 import operator
 import os
 import platform
@@ -72,6 +73,8 @@ _PRECISIONS = {
     "float64": torch.float64, "float32": torch.float32, "float32 with TF32": torch.float32,
     "bf16 weights": torch.bfloat16, "bf16 autocast": torch.float32,
 }  # fmt: skip
+# Of a training in processes of its own, in seconds.
+_PATIENCE = 900
 # Of the model itself, in few bits and on five short rows.
 _ROUNDING = 0.03
 _PACKAGES = ("torch", "transformers", "accelerate", "peft", "dp-accounting", "numpy", "scipy")
@@ -207,7 +210,7 @@ def _trained(layout: str, device: torch.device, weights: dict[str, dict[str, Ten
         command = [sys.executable, *launcher, str(Path(__file__).with_name("one_rank.py")), layout, folder, device.type]
         paths = os.pathsep.join([str(ROOT), *sys.path])
         done = subprocess.run(
-            command, capture_output=True, text=True, timeout=180, env={**os.environ, "PYTHONPATH": paths}
+            command, capture_output=True, text=True, timeout=_PATIENCE, env={**os.environ, "PYTHONPATH": paths}
         )
         if done.returncode:
             return f"failed: {done.stderr.strip().splitlines()[-1][:200]}"
@@ -309,7 +312,8 @@ def run(
     """Runs every section, and writes down after each what is known so far."""
     if not cpu and not torch.cuda.is_available():
         raise typer.BadParameter("no CUDA device is there; --cpu runs all of it small")
-    device, end = torch.device("cpu" if cpu else "cuda"), time.monotonic() + SECONDS
+    device = torch.device("cpu" if cpu else "cuda")
+    end = math.inf if cpu else time.monotonic() + SECONDS
     results: dict[str, dict[str, str]] = {"Machine": machine(device)}
     output.mkdir(parents=True, exist_ok=True)
     for title in only or SECTIONS:
