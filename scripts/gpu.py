@@ -74,7 +74,7 @@ _PRECISIONS = {
     "bf16 weights": torch.bfloat16, "bf16 autocast": torch.float32,
 }  # fmt: skip
 # Of a training in processes of its own, in seconds.
-_PATIENCE = 900
+_PATIENCE = {"cpu": 900, "cuda": 120}
 # Of the model itself, in few bits and on five short rows.
 _ROUNDING = 0.03
 _PACKAGES = ("torch", "transformers", "accelerate", "peft", "dp-accounting", "numpy", "scipy")
@@ -210,7 +210,11 @@ def _trained(layout: str, device: torch.device, weights: dict[str, dict[str, Ten
         command = [sys.executable, *launcher, str(Path(__file__).with_name("one_rank.py")), layout, folder, device.type]
         paths = os.pathsep.join([str(ROOT), *sys.path])
         done = subprocess.run(
-            command, capture_output=True, text=True, timeout=_PATIENCE, env={**os.environ, "PYTHONPATH": paths}
+            command,
+            capture_output=True,
+            text=True,
+            timeout=_PATIENCE[device.type],
+            env={**os.environ, "PYTHONPATH": paths},
         )
         if done.returncode:
             return f"failed: {done.stderr.strip().splitlines()[-1][:200]}"
