@@ -88,7 +88,7 @@ def norm_error(found: PerExampleGradients, truth: PerExampleGradients) -> float:
 
 def error(found: PerExampleGradients, truth: PerExampleGradients) -> float:
     """The largest relative error of norms and weighted sums."""
-    weights = torch.linspace(0.5, 1.5, found.batch_size, dtype=torch.float64)
+    weights = torch.linspace(0.5, 1.5, found.batch_size, dtype=torch.float64, device=found.losses.device)
     return worst((relative(found.weighted_sum(weights), truth.weighted_sum(weights)), norm_error(found, truth)))
 
 
@@ -141,25 +141,32 @@ def judge(
     return f"exact {largest:.0e}"
 
 
-def judge_low_precision(model: nn.Module, oracle: nn.Module, batch: dict[str, Any], autocast: bool = False) -> str:
+def judge_low_precision(
+    model: nn.Module,
+    oracle: nn.Module,
+    batch: dict[str, Any],
+    autocast: bool = False,
+    tolerance: float = LOW_PRECISION,
+) -> str:
     """ "within 0.3 %" of the norms by a loop, sums being those of an ordinary backward pass over the same batch."""
+    device = next(iter(batch.values())).device
 
     def losses(model: Any, batch: Any) -> Tensor:
-        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
             return per_example_losses(model, batch)
 
     try:
         found = record(model, losses, batch, certificate=preflight(model, losses, batch))
     except HfDpError as refusal:
         return f"refused: {refusal.found}"
-    sums = found.weighted_sum(torch.ones(batch_size(batch)))
+    sums = found.weighted_sum(torch.ones(batch_size(batch), device=device))
     if any(total.dtype != torch.float32 for total in sums.values()):
         return "WRONG: sums are not in float32"
     norms, off = (
         norm_error(found, loop(oracle, per_example_losses, batch)),
         relative(sums, ordinary(model, losses, batch)),
     )
-    if not worst((norms, off)) <= LOW_PRECISION:
+    if not worst((norms, off)) <= tolerance:
         return f"WRONG by {norms:.1g} in norms, {off:.1g} in sums"
     return f"within {100 * norms:.1f} %"
 
@@ -206,7 +213,7 @@ def judge_adapter(method: str, shapes: Shapes | None = None) -> str:
     )
 
 
-def judge_quantised(kind: str) -> str:
+def judge_quantised(kind: str, device: str = "cpu") -> str:
     """One way to hold a frozen base in few bits, before and after an evaluation, in float32; "-" without its package.
 
     Against a loop over single examples, and against one over whole weights that are what these bits stand for: where a
@@ -214,7 +221,8 @@ def judge_quantised(kind: str) -> str:
     """
     if not low_bits.is_there(kind):
         return "-"
-    model, batch, largest = low_bits.adapted(low_bits.base(kind)), language(5, 16, torch.float32), 0.0
+    batch = {name: value.to(device) for name, value in language(5, 16, torch.float32).items()}
+    model, largest = low_bits.adapted(low_bits.base(kind, device)).to(device), 0.0
     try:
         certificate = preflight(model, per_example_losses, batch)
     except HfDpError as refusal:

@@ -26,6 +26,8 @@ class Case:
     length: int
     config: dict[str, Any] = field(default_factory=dict)
     lora: bool = False
+    rank: int = 8
+    checkpointing: bool = False
     dataset_size: int | None = None
 
 
@@ -54,6 +56,36 @@ CASES = {
     "large vocabulary": Case("gpt2", 4, 256, _gpt2(151936, 896, 1)),
 }
 
+_LLAMA_1B = {
+    "vocab_size": 128256, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "tie_word_embeddings": True,
+}  # fmt: skip
+_GPT2_MEDIUM = {"vocab_size": 50257, "n_embd": 1024, "n_layer": 24, "n_head": 16, "n_positions": 1024}
+_WIDE = {
+    "vocab_size": 151936, "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24,
+    "num_attention_heads": 14, "num_key_value_heads": 2, "tie_word_embeddings": True,
+}  # fmt: skip
+GPU_CASES = {
+    "Llama 1B, T 512": Case("llama", 8, 512, _LLAMA_1B),
+    "Llama 1B, T 512, LoRA r 16": Case("llama", 8, 512, _LLAMA_1B, lora=True, rank=16),
+    "Llama 1B, T 2048": Case("llama", 2, 2048, _LLAMA_1B),
+    "Llama 1B, T 2048, LoRA r 16": Case("llama", 2, 2048, _LLAMA_1B, lora=True, rank=16),
+    "Llama 1B, T 512, checkpointing": Case("llama", 8, 512, _LLAMA_1B, checkpointing=True),
+    "Llama 1B, T 512, LoRA r 16, checkpointing": Case(
+        "llama", 8, 512, _LLAMA_1B, lora=True, rank=16, checkpointing=True
+    ),
+    "GPT-2 medium, tied, T 512": Case("gpt2", 8, 512, _GPT2_MEDIUM),
+    "vocabulary 152 k, T 512": Case("qwen2", 8, 512, _WIDE),
+}
+_SMALL = {
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+}  # fmt: skip
+SMALL_CASES = {
+    "small": Case("llama", 2, 16, _SMALL),
+    "small, LoRA, checkpointing": Case("llama", 2, 16, _SMALL, lora=True, checkpointing=True),
+}
+
 
 @dataclass(frozen=True)
 class Setting:
@@ -75,7 +107,9 @@ def build(case: Case, setting: Setting) -> nn.Module:
     if case.lora:
         from peft import LoraConfig, get_peft_model
 
-        model = get_peft_model(model, LoraConfig(r=8, target_modules="all-linear"))
+        model = get_peft_model(model, LoraConfig(r=case.rank, target_modules="all-linear"))
+    if case.checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
     return model.to(setting.device, setting.dtype).train()
 
 

@@ -49,14 +49,14 @@ def is_there(kind: str) -> bool:
     return find_spec(KINDS[kind][0]) is not None
 
 
-def base(kind: str) -> Any:
+def base(kind: str, device: str = "cpu") -> Any:
     """Without adapters, as Transformers loads it."""
     torch.manual_seed(0)
     with TemporaryDirectory() as folder:
         LlamaForCausalLM(LlamaConfig(**_SIZES)).save_pretrained(folder)
         config = KINDS[kind][1]()
         return AutoModelForCausalLM.from_pretrained(
-            folder, quantization_config=config, dtype=torch.float32, device_map="cpu"
+            folder, quantization_config=config, dtype=torch.float32, device_map={"": device}
         )
 
 
@@ -71,11 +71,12 @@ def adapted(model: Any) -> nn.Module:
 @torch.no_grad()
 def whole(model: nn.Module) -> nn.Module:
     """The same with plain linear layers, whose weights are what those of `model` make of unit vectors."""
-    plain = adapted(LlamaForCausalLM(LlamaConfig(**_SIZES)))
+    device = next(model.parameters()).device
+    plain = adapted(LlamaForCausalLM(LlamaConfig(**_SIZES))).to(device)
     layers, values = dict(model.named_modules()), dict(model.named_parameters())
     for name, module in plain.named_modules():
         if name.endswith("base_layer"):
-            module.weight.copy_(layers[name](torch.eye(module.in_features)).T)  # type: ignore[operator]
+            module.weight.copy_(layers[name](torch.eye(module.in_features, device=device)).T)  # type: ignore[operator]
     for name, p in plain.named_parameters():
         if not name.endswith("base_layer.weight"):
             p.copy_(values[name])

@@ -1,0 +1,354 @@
+"""All that a GPU can tell, in one run of at most eight minutes: is it exact there, is noise noise, and what is a step?
+
+    python scripts/gpu.py --output DIR
+    python scripts/gpu.py --output DIR --cpu           all of it, small, on a CPU; a test runs this
+
+DIR gets gpu.json and gpu.md. On a machine that reaches no registry, but has torch, transformers, accelerate, peft,
+scipy, pandas, pyarrow, typer and rich, carry what is missing, downloaded for the Python that is there:
+
+    python -m pip download --no-deps --only-binary :all: --python-version 3.12 --dest build/wheels \\
+        dp-accounting datasets dm-tree immutabledict multiprocess dill evaluate
+    cd REPOSITORY && python3 -m pip install --no-index --no-deps build/wheels/*.whl && \\
+        PYTHONPATH=. python3 scripts/gpu.py --output DIR
+
+Gradients are held against a loop over single examples on the same device. A case that fails says so in its place and
+ends no other; one for which no time is left says that. Times and memory are ratios to an ordinary step, the variants
+taking turns, as in scripts/benchmark.py; peak memory is that of torch's allocator.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import json
+import math
+import operator
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from safetensors.torch import load_file
+from scipy import stats
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from hf_dp.hub import load_report
+from hf_dp.losses import per_example_losses
+from hf_dp.noise.chacha20 import ChaCha20Noise
+from hf_dp.noise.gaussian import GaussianNoise
+from hf_dp.noise.source import NoiseSource
+from hf_dp.per_example import loop, preflight, record
+from hf_dp.randomness import Entropy
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
+
+import benchmark  # noqa: E402
+from workloads import GPU_CASES, MICRO_BATCHES, SMALL_CASES, VARIANTS, Case, Setting, batches, build  # noqa: E402
+
+from scripts import coverage  # noqa: E402
+from tests import low_bits, zoo  # noqa: E402
+
+SECONDS = 480
+Cases = Iterator[tuple[str, Callable[[], str]]]
+FAMILIES = {
+    **dict.fromkeys(("gpt2", "llama_tied", "qwen3", "gemma3", "opt", "mamba"), "causal_lm"),
+    **dict.fromkeys(("bert", "modernbert"), "sequence"),
+    "t5": "seq2seq",
+    "vit": "image",
+}
+_PRECISIONS = {
+    "float64": torch.float64, "float32": torch.float32, "float32 with TF32": torch.float32,
+    "bf16 weights": torch.bfloat16, "bf16 autocast": torch.float32,
+}  # fmt: skip
+# Of a training in processes of its own, in seconds.
+_PATIENCE = {"cpu": 900, "cuda": 120}
+# Of the model itself, in few bits and on five short rows.
+_ROUNDING = 0.03
+_PACKAGES = ("torch", "transformers", "accelerate", "peft", "dp-accounting", "numpy", "scipy")
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+# --- is it exact? ---------------------------------------------------------------------------------------------------
+
+
+def exactness(device: torch.device) -> Cases:
+    """Families in every precision."""
+    for family, head in FAMILIES.items():
+        for precision in _PRECISIONS:
+            yield f"{family}, {precision}", functools.partial(_exact, family, head, precision, device)
+
+
+def _exact(family: str, head: str, precision: str, device: torch.device) -> str:
+    dtype = _PRECISIONS[precision]
+    model = zoo.tiny(family, head, dtype).to(device)
+    batch = _moved(zoo.batches_of(family, head)(5, 7, max(dtype, torch.float32, key=lambda d: d.itemsize)), device)
+    if "bf16" in precision:
+        oracle = zoo.tiny(family, head, dtype).to(device).float()
+        return coverage.judge_low_precision(model, oracle, batch, "autocast" in precision, _ROUNDING)
+    matmul: Any = torch.backends.cuda.matmul
+    before, matmul.fp32_precision = matmul.fp32_precision, "tf32" if "TF32" in precision else "ieee"
+    try:
+        return _held(model, batch, _ROUNDING if "TF32" in precision else coverage.TOLERANCE[dtype])
+    finally:
+        matmul.fp32_precision = before
+
+
+def _held(model: nn.Module, batch: dict[str, Tensor], tolerance: float) -> str:
+    found = record(model, per_example_losses, batch, certificate=preflight(model, per_example_losses, batch))
+    off = coverage.error(found, loop(model, per_example_losses, batch))
+    return f"exact {off:.0e}" if off <= tolerance else f"WRONG by {off:.1g}"
+
+
+def _moved(batch: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+    return {name: value.to(device) for name, value in batch.items()}
+
+
+def attention(device: torch.device) -> Cases:
+    """Kernels of attention, each alone, with and without Re-Attention, in bf16 beside a loop in float32."""
+    kernels: dict[str, tuple[str, SDPBackend | None]] = {
+        "eager": ("eager", None), "sdpa": ("sdpa", None), "math": ("sdpa", SDPBackend.MATH),
+    }  # fmt: skip
+    if device.type == "cuda":
+        kernels |= {
+            "flash": ("sdpa", SDPBackend.FLASH_ATTENTION),
+            "memory-efficient": ("sdpa", SDPBackend.EFFICIENT_ATTENTION),
+            "cuDNN": ("sdpa", SDPBackend.CUDNN_ATTENTION),
+        }
+        kernels |= {name: (name, None) for name in ("flash_attention_2",) if find_spec("flash_attn")}
+    for name, (implementation, kernel) in kernels.items():
+        for corrected in (False, True):
+            what = f"{name}{' with Re-Attention' if corrected else ''}"
+            yield what, functools.partial(_attention, implementation, kernel, corrected, device)
+
+
+def _attention(name: str, kernel: SDPBackend | None, corrected: bool, device: torch.device) -> str:
+    from hf_dp import ReAttentionConfig
+    from hf_dp.parts.re_attention import ReAttention
+    from hf_dp.parts.re_attention.deviations import one_step, relative_counts
+
+    def made(dtype: torch.dtype, implementation: str) -> Any:
+        model: Any = zoo.tiny("llama", "causal_lm", dtype, hidden_size=256, head_dim=64).to(device)
+        model.set_attn_implementation(implementation)
+        if corrected:
+            model.re_attention = ReAttention(model, ReAttentionConfig(token_frequencies="uniform"))
+            counts = relative_counts(model, 8.0, torch.linspace(0.01, 1.0, zoo.VOCABULARY, device=device))
+            model.re_attention.errors = one_step(counts, 0.01)
+        return model
+
+    ids = torch.randint(3, zoo.VOCABULARY, (4, 64), device=device)
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
+    exact = made(torch.bfloat16, "eager").float()
+    with nullcontext() if kernel is None else sdpa_kernel(kernel):
+        return coverage.judge_low_precision(made(torch.bfloat16, name), exact, batch, tolerance=_ROUNDING)
+
+
+def few_bits(device: torch.device) -> Cases:
+    """LoRA over frozen bases in few bits."""
+    for kind in low_bits.KINDS:
+        yield kind, functools.partial(coverage.judge_quantised, kind, str(device))
+
+
+# --- is noise noise? ------------------------------------------------------------------------------------------------
+
+
+def noise(device: torch.device) -> Cases:
+    """The streams on this device, with a control that must fail."""
+    for source in (GaussianNoise, ChaCha20Noise):
+        yield source.__name__, functools.partial(_noise, source, device)
+
+
+def _noise(kind: type[NoiseSource], device: torch.device, size: int | None = None, sigma: float = 3.0) -> str:
+    size = size or (2**26 if device.type == "cuda" else 2**20)
+    one, two, later = (torch.zeros(size, device=device) for _ in range(3))
+    source, start = kind(Entropy(None)), time.perf_counter()
+    source.add_([one, two], sigma, 0)
+    source.add_([later], sigma, 1)
+    _settled(device)
+    rate = 3 * size / (time.perf_counter() - start)
+    few = [values[: 2**20].double().cpu().numpy() for values in (one, two, later)]
+    fits = min(float(stats.kstest(values, stats.norm(0, sigma).cdf).pvalue) for values in few)
+    squares = (one.double() / sigma).square().sum().item()
+    spread = 2 * min(stats.chi2.cdf(squares, size), stats.chi2.sf(squares, size))
+    related = min(float(stats.pearsonr(few[0], other).pvalue) for other in few[1:])
+    control = float(stats.kstest(few[0], stats.norm(0, 1.5 * sigma).cdf).pvalue)
+    good = min(fits, spread, related) > 1e-4 and control < 1e-9
+    shown = f"p {fits:.2g} (normal), {spread:.2g} (variance), {related:.2g} (correlation)"
+    return f"{shown}, control {control:.0e}; {rate:.1e} a second" if good else f"WRONG: {shown}, control {control:.2g}"
+
+
+def _settled(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+# --- processes ------------------------------------------------------------------------------------------------------
+
+
+def processes(device: torch.device) -> Cases:
+    """DPTrainer under torchrun with one process, beside the same training without."""
+    weights: dict[str, dict[str, Tensor]] = {}
+    for layout in ("alone", "DDP", "FSDP2"):
+        yield layout, functools.partial(_trained, layout, device, weights)
+
+
+def _trained(layout: str, device: torch.device, weights: dict[str, dict[str, Tensor]]) -> str:
+    with tempfile.TemporaryDirectory() as folder:
+        launcher = [] if layout == "alone" else ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1"]
+        command = [sys.executable, *launcher, str(Path(__file__).with_name("one_rank.py")), layout, folder, device.type]
+        paths = os.pathsep.join([str(ROOT), *sys.path])
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            timeout=_PATIENCE[device.type],
+            env={**os.environ, "PYTHONPATH": paths},
+        )
+        if done.returncode:
+            return f"failed: {done.stderr.strip().splitlines()[-1][:200]}"
+        weights[layout] = load_file(Path(folder) / "model.safetensors")
+        epsilon = load_report(folder).epsilon
+    first, ours = weights["alone"], weights[layout]
+    off = max(float((ours[n].double() - first[n].double()).norm() / first[n].double().norm()) for n in first)
+    return f"{'as alone, off' if off < 1e-4 else 'WRONG by'} {off:.0e}; epsilon {epsilon:.4f}"
+
+
+# --- what does a step cost? -----------------------------------------------------------------------------------------
+
+
+def speed(device: torch.device) -> Cases:
+    """Ratios to an ordinary step in bf16, Opacus' beside them where it is there."""
+    names = ["ordinary", "hf_dp", *(["opacus ghost"] if find_spec("opacus") else [])]
+    setting = Setting(device, torch.bfloat16)
+    for name, case in (GPU_CASES if device.type == "cuda" else SMALL_CASES).items():
+        yield name, functools.partial(_speed, case, names, setting)
+
+
+def _speed(case: Case, names: list[str], setting: Setting) -> str:
+    seconds = benchmark.measure_times(case, names, 3, setting)
+    peaks = {name: _peak(case, name, setting) for name in names}
+    ordinary = seconds["ordinary"]
+    if isinstance(ordinary, str):
+        return f"failed: {ordinary}"
+    tokens = MICRO_BATCHES * case.batch * case.length / statistics.median(ordinary)
+    found = [f"ordinary {tokens:,.0f} tokens a second, {peaks['ordinary']:,.0f} MiB"]
+    for name in names[1:]:
+        times = seconds[name]
+        ratio = (
+            times if isinstance(times, str) else f"{statistics.median(map(operator.truediv, times, ordinary)):.2f} x"
+        )
+        more = f", memory {peaks[name] / peaks['ordinary']:.2f} x" if peaks["ordinary"] else ""
+        found.append(f"{name} {ratio}{more}")
+    return "; ".join(found)
+
+
+def _peak(case: Case, name: str, setting: Setting) -> float:
+    """MiB that torch's allocator on the GPU held at most; 0 on a CPU."""
+    if setting.device.type != "cuda":
+        return 0.0
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    try:
+        step = VARIANTS[name](case, build(case, setting), batches(case, setting.device))
+        for _ in range(2):
+            step()
+    except Exception:  # noqa: BLE001 - its time says why
+        return float("nan")
+    return torch.cuda.max_memory_allocated() / 2**20
+
+
+# --- the whole ------------------------------------------------------------------------------------------------------
+
+SECTIONS: dict[str, Callable[[torch.device], Cases]] = {
+    "Exactness": exactness, "Noise": noise, "Speed and memory": speed, "Attention": attention,
+    "Processes": processes, "LoRA over a base in few bits": few_bits,
+}  # fmt: skip
+
+
+def machine(device: torch.device) -> dict[str, str]:
+    """What it is, and how fast its products and copies are."""
+    size = 8192 if device.type == "cuda" else 256
+    found = {"device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "CPU"}
+    for dtype in (torch.bfloat16, torch.float32):
+        a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+        rate = 2 * size**3 / _best(functools.partial(torch.matmul, a, b), device)
+        found[f"{dtype} products".removeprefix("torch.")] = f"{rate / 1e12:.1f} TFLOP/s"
+    rows = torch.empty(size * size, device=device)
+    found["copies"] = f"{2 * rows.nbytes / _best(rows.clone, device) / 1e9:.0f} GB/s, read and written"
+    for name in _PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = "absent"
+    return {**found, "python": platform.python_version(), "cuda": str(torch.version.cuda)}
+
+
+def _best(call: Callable[[], Any], device: torch.device) -> float:
+    seconds = []
+    for _ in range(5):
+        _settled(device)
+        start = time.perf_counter()
+        call()
+        _settled(device)
+        seconds.append(time.perf_counter() - start)
+    return min(seconds)
+
+
+@app.command()
+def run(
+    output: Annotated[Path, typer.Option(help="Where gpu.json and gpu.md go.")],
+    cpu: Annotated[bool, typer.Option("--cpu", help="Small, on a CPU.")] = False,
+    only: Annotated[list[str] | None, typer.Option(help="Sections to run; all by default.")] = None,
+) -> None:
+    """Runs every section, and writes down after each what is known so far."""
+    if not cpu and not torch.cuda.is_available():
+        raise typer.BadParameter("no CUDA device is there; --cpu runs all of it small")
+    device = torch.device("cpu" if cpu else "cuda")
+    end = math.inf if cpu else time.monotonic() + SECONDS
+    results: dict[str, dict[str, str]] = {"Machine": machine(device)}
+    output.mkdir(parents=True, exist_ok=True)
+    for title in only or SECTIONS:
+        rows = results[title] = {}
+        for name, case in SECTIONS[title](device):
+            rows[name] = _answer(case) if time.monotonic() < end else "not run: no time was left"
+            print(f"{title}: {name}: {rows[name]}", flush=True)
+            gc.collect()
+        (output / "gpu.json").write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+        (output / "gpu.md").write_text(markdown(results), encoding="utf-8")
+    if wrong := [
+        f"{title}: {name}" for title, rows in results.items() for name, text in rows.items() if "WRONG" in text
+    ]:
+        print(f"WRONG: {'; '.join(wrong)}")
+        raise typer.Exit(1)
+
+
+def _answer(case: Callable[[], str]) -> str:
+    try:
+        return case()
+    except Exception as error:  # noqa: BLE001 - what one case runs into is its result
+        return f"failed: {type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
+
+
+def markdown(results: dict[str, dict[str, str]]) -> str:
+    """A table for each section."""
+    lines = ["# Measured on a GPU", "", "Written by `python scripts/gpu.py`, which says how."]
+    for title, rows in results.items():
+        lines += ["", f"## {title}", "", "| | |", "| --- | --- |", *(f"| {n} | {text} |" for n, text in rows.items())]
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    app()

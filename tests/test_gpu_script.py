@@ -1,0 +1,60 @@
+"""What is to run on a GPU runs, small, on a CPU."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from scripts import gpu
+
+
+def invoke(path: Path, *sections: str) -> dict[str, dict[str, str]]:
+    chosen = [part for section in sections for part in ("--only", section)]
+    done = CliRunner().invoke(gpu.app, ["--output", str(path), "--cpu", *chosen])
+    assert done.exit_code == 0, done.output
+    found: dict[str, dict[str, str]] = json.loads((path / "gpu.json").read_text(encoding="utf-8"))
+    return found
+
+
+def test_what_is_known_so_far_is_written_down_and_a_failure_ends_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing() -> str:
+        raise RuntimeError("no such kernel\nat all")
+
+    monkeypatch.setitem(gpu.SECTIONS, "Noise", lambda device: iter([("bad", failing), ("good", lambda: "as it is")]))
+    assert invoke(tmp_path, "Noise")["Noise"] == {"bad": "failed: RuntimeError: no such kernel", "good": "as it is"}
+    assert "| good | as it is |" in (tmp_path / "gpu.md").read_text(encoding="utf-8")
+
+
+def test_what_is_wrong_fails_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(gpu.SECTIONS, "Noise", lambda device: iter([("one", lambda: "WRONG by 1")]))
+    done = CliRunner().invoke(gpu.app, ["--output", str(tmp_path), "--cpu", "--only", "Noise"])
+    assert done.exit_code == 1
+    assert "WRONG: Noise: one" in done.output
+
+
+def test_noise_that_is_too_small_is_called_wrong() -> None:
+    class TooSmall(gpu.GaussianNoise):
+        def add_(self, tensors: object, standard_deviation: float, step: int, stream: str = "noise") -> None:
+            super().add_(tensors, standard_deviation * 2 / 3, step, stream)  # type: ignore[arg-type]
+
+    assert gpu._noise(TooSmall, torch.device("cpu"), size=2**12).startswith("WRONG")
+    assert not gpu._noise(gpu.GaussianNoise, torch.device("cpu"), size=2**12).startswith("WRONG")
+
+
+@pytest.mark.slow
+def test_all_of_it_runs_small_on_a_cpu(tmp_path: Path) -> None:
+    found = invoke(tmp_path)
+    assert set(found) == {"Machine", *gpu.SECTIONS}
+    bad = {
+        n: text
+        for rows in found.values()
+        for n, text in rows.items()
+        if text.startswith(("WRONG", "failed", "not run"))
+    }
+    assert not bad
