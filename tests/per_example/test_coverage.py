@@ -12,7 +12,7 @@ from hf_dp.per_example import record
 from scripts import coverage
 from tests import zoo
 
-# As many examples as positions: the numbers that tell their axes apart least.
+# As many examples as positions: the numbers that tell their axes apart least. In float64 alone.
 QUICK = ((7, 7),)
 # Those with experts in the order that Transformers sorts them into.
 REFUSED = {"mixtral", "qwen3_moe"}

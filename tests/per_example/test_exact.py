@@ -56,7 +56,15 @@ def assert_exact(model: nn.Module, batch: dict[str, Any], tolerance: float = 1e-
     assert max(errors(found, truth)) <= tolerance
 
 
-@pytest.mark.parametrize(("name", "head"), [case for case in CASES if case not in NO_HEAD])
+@pytest.mark.parametrize(
+    ("name", "head"),
+    [
+        # These are llama or gemma2 but for sizes.
+        pytest.param(*case, marks=[pytest.mark.slow] * (case[0] in {"mistral", "qwen2", "phi3", "gemma3"}))
+        for case in CASES
+        if case not in NO_HEAD
+    ],
+)
 def test_every_head_is_exact(name: str, head: str) -> None:
     assert_exact(tiny(name, head), text_batch(head))
 

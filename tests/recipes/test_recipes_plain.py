@@ -42,6 +42,12 @@ FORMS = {
 FORMS |= {f"{recipe}_lora": FORMS[recipe] for recipe in ("synthetic_text", "table_to_text")}
 FORMS |= {f"classify_{method}": FORMS["classify"] for method in ("full", "lora")}
 
+# What they save is made as that of classify_lora, causal_lm, table_to_text_lora or sparse_embeddings_table is.
+ALIKE = {
+    *("classify", "classify_full", "instruct", "preferences", "sparse_embeddings_banking77"),
+    *("synthetic_text", "synthetic_text_lora", "table_to_text"),
+}
+
 
 @pytest.fixture(scope="module")
 def plainly():
@@ -83,7 +89,9 @@ def own(monkeypatch):
     return of
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(
+    "recipe", [pytest.param(recipe, marks=[pytest.mark.slow] * (recipe in ALIKE)) for recipe in RECIPES]
+)
 def test_what_a_recipe_saves_is_loaded_without_it(recipe, train, own, plainly):  # noqa: F811
     kind, given, answer = FORMS.get(recipe, (None, {"features": [[1, 2, 3]]}, None))
     found = own(given)
