@@ -13,11 +13,10 @@ from typing import Any
 
 import dp_accounting as dp
 
-from hf_dp.accounting.events import check_delta, promised_delta
+from hf_dp.accounting.events import check_delta
 from hf_dp.accounting.ledger import Ledger
 from hf_dp.accounting.release import Release, check_label
 from hf_dp.accounting.terms import ColumnUnit, UnitTerms, terms_from_dict
-from hf_dp.config import PrivacyConfig
 from hf_dp.config.ranges import check_target_delta, is_digest, is_number
 from hf_dp.errors import ConfigurationError, damaged
 from hf_dp.figures import upper
@@ -161,17 +160,18 @@ def check_same_people(earlier: Sequence[Earlier], unit: UnitTerms) -> None:
             )
 
 
-def delta_after(earlier: Sequence[Earlier], config: PrivacyConfig, n: int, of: str = "training examples") -> float:
-    """The delta of a config for n units, which holds for the units of the earlier trainings as well.
+def delta_after(earlier: Sequence[Earlier], delta: float, *, is_given: bool) -> float:
+    """A delta that holds for the units of the earlier trainings as well.
 
-    By default it is at most that of each of them. A given one is below 1 over their number too; where that is secret,
-    it is at most theirs.
+    Args:
+        delta: for the units of the training after them.
+        is_given: by the user; otherwise it is at most that of each earlier training. A given one is below 1 over their
+            number too; where that is secret, it is at most theirs.
 
     Raises:
-        ConfigurationError: as `check_delta`.
+        ConfigurationError: a given delta that means nothing for them.
     """
-    delta = promised_delta(config, n, of)
-    if config.target_delta is None:
+    if not is_given:
         return min([delta, *(one.delta for one in earlier)])
     for one in earlier:
         check_delta_of(one, delta)

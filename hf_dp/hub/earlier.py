@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 
 from hf_dp.accounting import Ledger, Release
 from hf_dp.accounting.earlier import Earlier, check_delta_of, check_number, is_of_earlier, released_by, releases_of
-from hf_dp.config import PrivacyConfig
 from hf_dp.config.after import name_of
 from hf_dp.errors import ConfigurationError, LedgerError
 from hf_dp.figures import upper
@@ -15,23 +14,23 @@ from hf_dp.hub.claim import Check, check_claim, check_promise, recomputed
 from hf_dp.hub.record import PrivacyRecord
 
 
-def trainings(config: PrivacyConfig, earlier: str | None) -> tuple[Earlier, ...]:
+def trainings(after: str | None, earlier: str | None) -> tuple[Earlier, ...]:
     """What a mechanism says of the trainings before it, the first of them first.
 
     Args:
-        config: of the training after them, which names the last of them.
+        after: where the training after them says that the last of them lies.
         earlier: the record of that, as it was written; None if there is none.
 
     Raises:
         LedgerError: a record that is none.
-        ConfigurationError: too many, or a config that names none.
+        ConfigurationError: too many, or one that nothing names.
     """
     if earlier is None:
         return ()
     record = PrivacyRecord.from_json(earlier)
-    before = trainings(record.config, record.earlier)
+    before = trainings(record.config.after, record.earlier)
     check_number(len(before) + 1)
-    name = name_of(config.after)
+    name = name_of(after)
     if name is None:
         raise ConfigurationError(
             "a record with that of an earlier training, and a config without after.",
@@ -67,7 +66,7 @@ def check_earlier(record: PrivacyRecord) -> Iterator[Check]:
     if record.earlier is None and record.config.after is None and not told and not charged:
         return
     try:
-        follow = trainings(record.config, record.earlier)
+        follow = trainings(record.config.after, record.earlier)
     except (ConfigurationError, LedgerError) as error:
         yield Check("earlier trainings", False, error.found)
         return

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from hf_dp.accounting import PrivacyReport
-from hf_dp.config import AccountantName, PrivacyConfig
+from hf_dp.config import AccountantName
 from hf_dp.errors import LedgerError, shortened
 from hf_dp.hub.claim import (
     Check,
@@ -106,25 +106,26 @@ def verify(
     return _verified(source, source.record())
 
 
-def read_earlier(config: PrivacyConfig) -> str | None:
-    """The record that `config.after` names, as it was written, after it was verified; None if it names none.
+def read_earlier(after: str | None) -> str | None:
+    """The record of an earlier training on the same people, as it was written, after it was verified.
 
-    What else would be loaded with the weights does not matter here.
+    Args:
+        after: see `PrivacyConfig`. What else would be loaded with the weights there does not matter. None: None.
 
     Raises:
         LedgerError: it is missing or damaged, or something in it does not agree.
         HubError: it cannot be read.
     """
-    if config.after is None:
+    if after is None:
         return None
-    source = open_source(config.after)
+    source = open_source(after)
     text = source.path(RECORD_FILE).read_bytes()
     found = _verified(source, PrivacyRecord.from_json(text))
     failed = [check for check in found.checks if not check.passed and check.name not in ABOUT_LOADING]
     if failed:
         wrong = "; ".join(f"{check.name}: {check.found}" for check in failed)
         raise LedgerError(
-            f"after={config.after!r} does not verify: {wrong}.",
+            f"after={after!r} does not verify: {wrong}.",
             why="what was spent before would be what a record says that does not agree with itself or with its files.",
             fix="give the folder as the private training saved it; hf-dp verify says all that differs.",
         )

@@ -74,7 +74,7 @@ class Plan:
                 why="what runs would not be what is accounted for.",
                 fix="make plans with Plan.make, from the sampler that draws.",
             )
-        pairs["earlier"] = said.earlier, trainings(self.config, self.earlier)
+        pairs["earlier"] = said.earlier, trainings(self.config.after, self.earlier)
         if differing := [f"{name} {one!r} and not {other!r}" for name, (one, other) in pairs.items() if one != other]:
             raise ConfigurationError(
                 f"a mechanism with {', '.join(differing)}.",
@@ -109,8 +109,9 @@ class Plan:
         """
         # A refusal is seen by nobody else: it may depend on n where n is secret.
         n = sampler.dataset_size
-        before = trainings(config, earlier)
-        delta = accounting.delta_after(before, config, n)
+        before = trainings(config.after, earlier)
+        own = accounting.promised_delta(config, n)
+        delta = accounting.delta_after(before, own, is_given=config.target_delta is not None)
         releases, noise_multiplier = accounting.calibrated(
             lambda noise: sampler.terms.event(accounting.GaussianNoise(multiplier=noise).event(), n),
             steps=steps,

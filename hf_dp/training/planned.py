@@ -55,9 +55,9 @@ def check_data(
     n, of = len(dataset if units is None else units), "training examples" if units is None else "units"
     check_sizes(n, expected_batch_size, is_secret=privacy.hides_n, of=of.removeprefix("training "))
     _sampling(n, expected_batch_size, privacy)
-    before = trainings(privacy, earlier)
+    before, delta = trainings(privacy.after, earlier), accounting.promised_delta(privacy, n, of)
     check_same_people(before, accounting.unit_terms(n, privacy))
-    accounting.delta_after(before, privacy, n, of)
+    accounting.delta_after(before, delta, is_given=privacy.target_delta is not None)
 
 
 def units_of(dataset: Any, privacy: PrivacyConfig) -> UnitRows | None:

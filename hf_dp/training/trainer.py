@@ -70,7 +70,7 @@ class DPTrainerMixin(RestoringMixin, CheckpointMixin, LayoutsMixin, PublishingMi
         check_privacy(privacy)
         check_max_tokens(max_tokens_per_micro_batch)
         self.privacy, self.max_tokens_per_micro_batch = privacy, max_tokens_per_micro_batch
-        self._earlier = read_earlier(privacy)
+        self._earlier = read_earlier(privacy.after)
         self.ledger = accounting.Ledger()
         self._run: Run | None = None
         self._left_padding = LeftPadding()
