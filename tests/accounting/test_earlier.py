@@ -72,15 +72,16 @@ def test_it_holds_for_one_unit_in_each_data_set_and_for_no_more():
 
 def test_what_was_spent_is_paid_before_the_noise_is_calibrated():
     before = earlier(releases=(Release("earlier 1, training step", step_event(0.9, 0.1), 20),))
-    budget = 1.2 * epsilon(dp.SelfComposedDpEvent(step_event(0.9, 0.1), 20), DELTA)
+    budget = 1.2 * epsilon(dp.SelfComposedDpEvent(step_event(0.9, 0.1), 20), DELTA, "rdp")
 
     def both(noise: float) -> float:
         own = dp.SelfComposedDpEvent(step_event(noise, 0.1), 30)
-        return epsilon(dp.ComposedDpEvent([event_of((before,)), own]), DELTA)
+        return epsilon(dp.ComposedDpEvent([event_of((before,)), own]), DELTA, "rdp")
 
     _, noise = calibrated(
-        lambda sigma: step_event(sigma, 0.1), steps=30, delta=DELTA, target_epsilon=budget, earlier=(before,)
-    )
+        lambda sigma: step_event(sigma, 0.1), steps=30, delta=DELTA, target_epsilon=budget, accountant="rdp",
+        earlier=(before,),
+    )  # fmt: skip
     assert both(noise) <= budget < both(0.98 * noise)
 
 
