@@ -47,6 +47,8 @@ from common.hub_names import pretrained
 from common.plain_classifier import as_sequence_classification, pooled
 from common.results import CLASSIFY, measured, scored_by_label, train_and_report
 from hf_dp import PrivacyConfig, accounting
+from hf_dp.hub import read_earlier
+from hf_dp.hub.earlier import trainings
 
 
 @dataclass(kw_only=True)
@@ -113,15 +115,18 @@ def make_optimizer(
         accounting.check_steps(steps)
         # Where it is given, n is secret, and the rate must not follow from it.
         q = privacy.sampling_probability or min(1.0, batch_size / (privacy.dataset_size or n))
+        earlier = trainings(privacy.after, read_earlier(privacy.after))
+        delta = accounting.promised_delta(privacy, n)
         _, noise_multiplier = accounting.calibrated(
             lambda noise: accounting.step_event(noise, q),
             steps=steps,
-            delta=accounting.promised_delta(privacy, n),
+            delta=accounting.delta_after(earlier, delta, is_given=privacy.target_delta is not None),
             accountant=privacy.accountant,
             target_epsilon=privacy.target_epsilon,
             target_tpr=privacy.target_tpr,
             at_fpr=privacy.at_fpr,
             noise_multiplier=privacy.noise_multiplier,
+            earlier=earlier,
         )
         noise = noise_multiplier * privacy.clipping_norm / batch_size * math.sqrt(steps)
         labels = model.classifier.out_features

@@ -8,6 +8,7 @@ from hf_dp.accounting.calibration import (
     paid_releases,
     smallest_noise_multiplier,
 )
+from hf_dp.accounting.earlier import Earlier, delta_after
 from hf_dp.accounting.events import (
     check_delta,
     check_steps,
@@ -66,6 +67,7 @@ __all__ = [
     "AutomaticClipping",
     "ClippingTerms",
     "ColumnUnit",
+    "Earlier",
     "ExampleUnit",
     "FlatClipping",
     "GaussianNoise",
@@ -88,6 +90,7 @@ __all__ = [
     "clipping_in_words",
     "clipping_terms",
     "default_delta",
+    "delta_after",
     "epsilon",
     "event_from_dict",
     "event_to_dict",

@@ -9,6 +9,7 @@ import dp_accounting as dp
 from scipy import optimize, stats
 
 from hf_dp.accounting.accountants import epsilon, has_renyi
+from hf_dp.accounting.earlier import Earlier, event_of
 from hf_dp.accounting.events import check_sampling_probability, check_steps
 from hf_dp.accounting.release import Release
 from hf_dp.accounting.risk import risk
@@ -17,7 +18,8 @@ from hf_dp.config import AccountantName
 from hf_dp.config.asked import Share
 from hf_dp.config.ranges import check_target_epsilon
 from hf_dp.config.target import AT_FPR, check_target_tpr
-from hf_dp.errors import ConfigurationError
+from hf_dp.errors import BudgetExceededError, ConfigurationError
+from hf_dp.figures import upper
 
 _SMALLEST_NOISE, _LARGEST_NOISE = 1e-4, 1e12
 # Relative to epsilon. Epsilon falls at least about as fast as noise grows, so noise is as exact.
@@ -87,7 +89,7 @@ def smallest_noise_multiplier(
 
     # The Renyi bound takes milliseconds, and its answer is a good first guess at the tight one.
     start = 1.0
-    if accountant == "pld" and has_renyi(step(start)):
+    if accountant == "pld" and has_renyi(step(start)) and (spent is None or has_renyi(spent)):
         start = _smallest_noise(lambda noise: cost(noise, "rdp"), target_epsilon, start, tolerance=0.1) or start
     noise = _smallest_noise(lambda noise: cost(noise, accountant), target_epsilon, start, tolerance=_TOLERANCE)
     if noise is None or not cost(noise, accountant) <= target_epsilon:
@@ -151,14 +153,18 @@ def calibrated(
     target_tpr: float | None = None,
     at_fpr: float = AT_FPR,
     noise_multiplier: float | None = None,
+    earlier: Sequence[Earlier] = (),
 ) -> tuple[tuple[Release, ...], float]:
     """What is released beside the steps, and the noise multiplier of the steps, from the one target that is given.
 
-    Of a budget in `target_tpr`, shares are of the epsilon that the steps alone would have under it.
+    Of a budget in `target_tpr`, shares are of the epsilon that the steps alone would have under it. What `earlier`
+    trainings released is paid first.
 
     Raises:
         ConfigurationError: as the functions above and below.
+        BudgetExceededError: the earlier trainings have spent the target.
     """
+    before = event_of(earlier)
 
     def noise(spent: dp.DpEvent | None) -> float:
         if target_epsilon is not None:
@@ -168,14 +174,41 @@ def calibrated(
         assert target_tpr is not None
         return noise_for_tpr(step, target_tpr=target_tpr, at_fpr=at_fpr, steps=steps, spent=spent)
 
+    if before is not None:
+        _refuse_spent(before, delta, accountant, target_epsilon, target_tpr, at_fpr)
     budget = target_epsilon
     if shares and target_tpr is not None:
-        budget = epsilon(dp.SelfComposedDpEvent(step(noise(None)), steps), delta, accountant)
+        budget = epsilon(dp.SelfComposedDpEvent(step(noise(before)), steps), delta, accountant)
     releases = paid_releases(shares, target_epsilon=budget, target_delta=delta, accountant=accountant)
     if noise_multiplier is not None:
         return releases, noise_multiplier
-    spent = [dp.SelfComposedDpEvent(release.event, release.times) for release in releases]
+    spent = [] if before is None else [before]
+    spent += [dp.SelfComposedDpEvent(release.event, release.times) for release in releases]
     return releases, noise(dp.ComposedDpEvent(spent) if spent else None)
+
+
+def _refuse_spent(
+    before: dp.DpEvent,
+    delta: float,
+    accountant: AccountantName,
+    target_epsilon: float | None,
+    target_tpr: float | None,
+    at_fpr: float,
+) -> None:
+    if target_epsilon is not None:
+        name, target, spent = "target_epsilon", target_epsilon, epsilon(before, delta, accountant)
+    elif target_tpr is not None:
+        name, target, spent = "target_tpr", target_tpr, risk(before, (at_fpr,)).true_positive_rates[at_fpr]
+    else:
+        return
+    if spent < target:
+        return
+    raise BudgetExceededError(
+        f"{name}={target:g}, and on the same people {upper(spent, 4)} was spent before, at delta {upper(delta, 3)}.",
+        why="the budget is for all their trainings together, and no noise in this one takes back what was released.",
+        fix=f"give a {name} above {upper(spent, 4)} (hf-dp plan --after says what noise goes with it); or train the "
+        "earlier one again with less of the budget.",
+    )
 
 
 def paid_releases(

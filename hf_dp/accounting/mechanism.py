@@ -9,6 +9,7 @@ from typing import Any
 
 import dp_accounting as dp
 
+from hf_dp.accounting.earlier import Earlier, check_same_people, event_of
 from hf_dp.accounting.events import check_steps
 from hf_dp.accounting.ledger import Ledger
 from hf_dp.accounting.release import GRADIENT, TRAINING_STEP, Release, check_label
@@ -24,6 +25,7 @@ from hf_dp.accounting.terms import (
     unit_terms,
 )
 from hf_dp.config import PrivacyConfig
+from hf_dp.config.after import name_of
 from hf_dp.config.asked import Query, promised
 from hf_dp.config.clipping import ClippingTerms
 from hf_dp.config.ranges import check_target_delta
@@ -32,6 +34,8 @@ from hf_dp.errors import ConfigurationError, HfDpError, damaged
 # Queries in a step, and kinds of release; each part of a training has one or two.
 _MOST = 16
 _FIELDS = {*TERMS, "steps", "delta", "queries", "releases", "reproducible"}
+# Of runs that have one.
+_EARLIER = "earlier"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,10 +51,12 @@ class Mechanism:
         delta: the promised delta.
         queries: what each step releases beside the gradient.
         releases: what is released beside the steps, in the order of their calibration.
-        reproducible: sampling and noise follow from a seed that somebody knows.
+        reproducible: sampling and noise follow from a seed that somebody knows, of this run or of an earlier one.
+        earlier: trainings before on the same people, the first of them first.
 
     Raises:
-        ConfigurationError: numbers out of range, or two releases or queries of one label.
+        ConfigurationError: numbers out of range, two releases or queries of one label, or earlier units that are
+            hidden otherwise.
         LedgerError: a label that is no short name.
     """
 
@@ -63,9 +69,11 @@ class Mechanism:
     queries: tuple[Query, ...] = ()
     releases: tuple[Release, ...] = ()
     reproducible: bool = False
+    earlier: tuple[Earlier, ...] = ()
 
     def __post_init__(self) -> None:
         check_steps(self.steps)
+        check_same_people(self.earlier, self.unit)
         check_target_delta(self.delta)
         if len(self.queries) > _MOST or len(self.releases) > _MOST:
             raise ConfigurationError(
@@ -77,7 +85,8 @@ class Mechanism:
         labels += [release.label for release in self.releases]
         for label in labels:
             check_label(label)
-        if len(set(labels)) < len(labels) or not isinstance(self.reproducible, bool):
+        is_said = isinstance(self.reproducible, bool) and self.reproducible >= any(e.reproducible for e in self.earlier)
+        if len(set(labels)) < len(labels) or not is_said:
             raise ConfigurationError(
                 f"a mechanism with the labels {', '.join(labels)}, and reproducible={self.reproducible!r}.",
                 why="a label is the one way in which a release is known, and reproducible is True or False.",
@@ -91,9 +100,11 @@ class Mechanism:
 
     @property
     def event(self) -> dp.DpEvent:
-        """What the whole run costs, as planned."""
+        """What the whole run costs, as planned, and those before it."""
         releases = [dp.SelfComposedDpEvent(release.event, release.times) for release in self.releases]
-        return dp.ComposedDpEvent([*releases, dp.SelfComposedDpEvent(self.step_event, self.steps)])
+        before = event_of(self.earlier)
+        earlier = [] if before is None else [before]
+        return dp.ComposedDpEvent([*earlier, *releases, dp.SelfComposedDpEvent(self.step_event, self.steps)])
 
     @property
     def noise_multipliers(self) -> dict[str, float]:
@@ -121,6 +132,7 @@ class Mechanism:
             "planned_steps": self.steps,
             # Steps whose noise anyone can repeat stay steps that are not private.
             "reproducible": self.reproducible,
+            **({_EARLIER: [one.record_sha256 for one in self.earlier]} if self.earlier else {}),
         }
 
     def beside(self, config: PrivacyConfig) -> dict[str, tuple[Any, Any]]:
@@ -131,6 +143,7 @@ class Mechanism:
             "clipping": (self.clipping.to_dict(), clipping_terms(config).to_dict()),
             "sampling": (self.sampling.to_dict(), _asked_for(lambda: sampling_terms(n, expected, promised(config)))),
             "noise": (self.noise.kind, config.noise),
+            "after": ([one.name for one in self.earlier[-1:]], [name_of(config.after)] if config.after else []),
             # The config may leave these to be found.
             "noise_multiplier": (self.noise.multiplier, config.noise_multiplier),
             "target_delta": (self.delta, config.target_delta),
@@ -157,6 +170,7 @@ class Mechanism:
             epsilon_rdp=ledger.epsilons(self.delta).get("rdp"),
             queries=self.noise_multipliers,
             releases=ledger.releases,
+            earlier=tuple(one.in_words() for one in self.earlier),
             reproducible=self.reproducible,
             unit=self.unit.name,
             adjacency=self.unit.adjacency,
@@ -173,6 +187,7 @@ class Mechanism:
             "queries": [{"label": query.label, "ratio": query.ratio} for query in self.queries],
             "releases": [release.to_dict() for release in self.releases],
             "reproducible": self.reproducible,
+            **({_EARLIER: [one.to_dict() for one in self.earlier]} if self.earlier else {}),
         }
 
     @classmethod
@@ -183,16 +198,17 @@ class Mechanism:
             LedgerError: anything else: an unknown kind, a missing field, a number out of range.
         """
         try:
-            if not isinstance(values, Mapping) or set(values) != _FIELDS:
+            if not isinstance(values, Mapping) or set(values) - {_EARLIER} != _FIELDS:
                 raise TypeError(f"expected the fields {', '.join(sorted(_FIELDS))}, found {str(values)[:100]}")
-            for name in ("queries", "releases"):
-                if not isinstance(values[name], list):
+            for name in ("queries", "releases", _EARLIER):
+                if not isinstance(values.get(name, []), list):
                     raise TypeError(f"{name} is no list: {str(values[name])[:100]}")
             terms = {name: terms_from_dict(name, values[name]) for name in TERMS}
             queries = tuple(Query(**query) for query in values["queries"])
             releases = tuple(Release.from_dict(release) for release in values["releases"])
             numbers = {name: values[name] for name in ("steps", "delta", "reproducible")}
-            return cls(**terms, **numbers, queries=queries, releases=releases)
+            earlier = tuple(map(Earlier.from_dict, values.get(_EARLIER, ())))
+            return cls(**terms, **numbers, queries=queries, releases=releases, earlier=earlier)
         except (TypeError, ConfigurationError) as error:
             raise damaged("no mechanism", error.found if isinstance(error, HfDpError) else str(error)) from error
 

@@ -35,6 +35,9 @@ FLOATING_POINT = (
     "Noise is drawn in floating point and is not hardened against attacks on its rounding (Mironov 2012, "
     "doi:10.1145/2382196.2382264)."
 )
+TOGETHER = (
+    "Epsilon is of several trainings together, for whoever has at most one unit in the data of each, this one and:"
+)
 REPRODUCIBLE = "A seed was given: whoever knows it can subtract the noise."
 NO_NOISE = "No finite epsilon holds: something was released without noise."
 STANDARD_CAVEATS: tuple[str, ...] = (
@@ -78,7 +81,8 @@ class PrivacyReport:
         epsilon_rdp: the Renyi bound as a cross-check; None where there is none.
         queries: the noise multiplier of each query of a step by its label, in units of its own sensitivity.
             `noise_multiplier` is that of all together.
-        releases: what was released beside the steps.
+        releases: what was released beside the steps, those of earlier trainings included.
+        earlier: trainings before on the same people, each in words; epsilon is of all together.
         dataset_size: number of units; None where it is secret.
         expected_batch_size: what the sum of a step is divided by; where the number of units is public, the mean
             number of them in a step.
@@ -107,6 +111,7 @@ class PrivacyReport:
     epsilon_rdp: float | None = None
     queries: dict[str, float] = field(default_factory=dict)
     releases: tuple[Release, ...] = ()
+    earlier: tuple[str, ...] = ()
     reproducible: bool = False
     unit: str = "one training example"
     adjacency: str = ZERO_OUT
@@ -127,6 +132,7 @@ class PrivacyReport:
         values = {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}
         values = {name: "inf" if value == math.inf else value for name, value in values.items()}
         values = {name: value for name, value in values.items() if name not in _PLAIN or value != _PLAIN[name]}
+        values |= {"earlier": list(self.earlier)} if self.earlier else {}
         values |= {"queries": dict(self.queries), "releases": [release.to_dict() for release in self.releases]}
         return {**values, "caveats": list(self.caveats), "versions": dict(self.versions), "private": self.private}
 
@@ -177,8 +183,9 @@ class PrivacyReport:
             "versions": ", ".join(f"{name} {version}" for name, version in self.versions.items()),
         }
         lines += [f"  {name:<17} {value}" for name, value in rows.items()]
-        lines += ["Not covered:"] * bool(self.caveats)
-        lines += [textwrap.fill(c, 100, initial_indent="  - ", subsequent_indent="    ") for c in self.caveats]
+        for title, texts in ((TOGETHER, self.earlier), ("Not covered:", self.caveats)):
+            lines += [textwrap.fill(title, 100)] * bool(texts)
+            lines += [textwrap.fill(c, 100, initial_indent="  - ", subsequent_indent="    ") for c in texts]
         return "\n".join(lines)
 
     def _of_how_many(self) -> str:
@@ -201,7 +208,9 @@ class PrivacyReport:
         return rows
 
 
-_PLAIN = {"clipping": "flat", "noise": "gaussian", "target_tpr": None, "at_fpr": AT_FPR}
+_PLAIN: dict[str, Any] = {
+    "clipping": "flat", "noise": "gaussian", "target_tpr": None, "at_fpr": AT_FPR, "earlier": ()
+}  # fmt: skip
 _OPTIONAL = ("target_epsilon", "target_tpr", "epsilon_rdp")
 _VERSION = re.compile(r"[\w.+!-]{1,60}", re.ASCII)
 _NUMBERS = (
@@ -236,8 +245,9 @@ def _read(cls: type[PrivacyReport], values: object) -> PrivacyReport | str:
             return f"{name} is {fields[name]!r}"
     texts = [fields[name] for name in ("unit", "adjacency", "sampling")]
     texts += fields["caveats"] if isinstance(fields["caveats"], list) else [None]
+    texts += fields["earlier"] if isinstance(fields["earlier"], (list, tuple)) else [None]
     if not all(isinstance(text, str) for text in texts):
-        return f"unit, adjacency, sampling or a caveat is no text: {texts!r}"
+        return f"unit, adjacency, sampling, a caveat or an earlier training is no text: {texts!r}"
     versions = fields["versions"].items() if isinstance(fields["versions"], dict) else [(None, None)]
     # They are printed, and stand on cards: nothing but versions may be said there.
     is_version = all(_VERSION.fullmatch(str(text)) for pair in versions for text in pair)
@@ -253,7 +263,8 @@ def _read(cls: type[PrivacyReport], values: object) -> PrivacyReport | str:
     for label in queries:
         check_label(label)
     found = tuple(map(Release.from_dict, releases))
-    report = cls(**{**fields, "caveats": tuple(fields["caveats"]), "releases": found})
+    said = {name: tuple(fields[name]) for name in ("caveats", "earlier")}
+    report = cls(**{**fields, **said, "releases": found})
     if values.get("private", report.private) != report.private:
         return f"it says private={values['private']!r}, which does not follow from its epsilon and its seed"
     return report

@@ -55,17 +55,21 @@ def costs(
     delta: float | None,
     shares: list[float],
     max_batch_size: int | None,
+    after: str | None,
 ) -> dict[str, Any]:
     # dp_accounting and scipy take most of a second to import; --help should not wait for them.
     import dp_accounting as dp
 
     from hf_dp import accounting
+    from hf_dp.accounting.earlier import event_of
     from hf_dp.accounting.risk import rates, risk
 
+    is_given, earlier = delta is not None, _trainings(after)
     if n is None:
         delta, size = _own_delta(q, batch_size, epochs, delta), math.nan
     else:
         delta, size = accounting.default_delta(n) if delta is None else accounting.check_delta(delta, n), float(n)
+    delta = accounting.delta_after(earlier, delta, is_given=is_given)
     if n is not None and not 1 <= batch_size <= n:
         raise ConfigurationError(
             f"--batch-size {batch_size:g} for n = {n}.",
@@ -94,15 +98,19 @@ def costs(
     plans: dict[str, Any] = {}
     asked = [accounting.Share(f"release {i}", share, 1) for i, share in enumerate(shares, start=1)]
     wanted: Any = {"target_epsilon": target_epsilon, "target_tpr": target_tpr, "at_fpr": at_fpr}
-    by_pld_alone = target_tpr is not None or not accounting.has_renyi(step(1.0))
+    before = event_of(earlier)
+    by_pld_alone = target_tpr is not None or bool(earlier) or not accounting.has_renyi(step(1.0))
     for accountant in ACCOUNTANTS[:1] if by_pld_alone else ACCOUNTANTS:
         paid, multiplier = accounting.calibrated(
-            step, steps=steps, delta=delta, shares=asked, accountant=accountant, noise_multiplier=noise, **wanted
-        )
+            step, steps=steps, delta=delta, shares=asked, accountant=accountant, noise_multiplier=noise,
+            earlier=earlier, **wanted,
+        )  # fmt: skip
         run = dp.SelfComposedDpEvent(step(multiplier), steps)
-        whole = dp.ComposedDpEvent([*(release.event for release in paid), run])
+        whole = dp.ComposedDpEvent([*(release.event for release in paid), run, *([] if before is None else [before])])
         cost = accounting.epsilon(whole, delta, accountant)
         plans[accountant] = {"noise_multiplier": multiplier, "epsilon": cost}
+        if before is not None:
+            plans[accountant]["spent_before"] = accounting.epsilon(before, delta, accountant)
         if accountant == "pld":
             plans["risk"] = risk(whole, rates(target_tpr, at_fpr))
     common: dict[str, Any] = {
@@ -111,7 +119,18 @@ def costs(
         "sampling_probability": sampling.probability,
     }
     common |= {"max_batch_size": max_batch_size, "steps": steps, "delta": delta}
+    common |= {"after": [one.name for one in earlier]} if earlier else {}
     return {**common, **wanted, "shares": shares, **plans}
+
+
+def _trainings(after: str | None) -> tuple[Any, ...]:
+    """That the same people's data was used for before, checked and read (`LedgerError`, `HubError`)."""
+    if after is None:
+        return ()
+    from hf_dp.hub import read_earlier
+    from hf_dp.hub.earlier import trainings
+
+    return trainings(after, read_earlier(after))
 
 
 def _own_delta(q: float | None, batch_size: float, epochs: float | None, delta: float | None) -> float:

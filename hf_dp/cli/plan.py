@@ -50,6 +50,9 @@ def plan(
     max_batch_size: Annotated[
         int | None, typer.Option(help="The most examples of one step; of a larger draw so many, at random.")
     ] = None,
+    after: Annotated[
+        str | None, typer.Option(help="Where an earlier private training on the same people was saved.")
+    ] = None,
     delta: Annotated[float | None, typer.Option(help="Probability of failure, below 1/n. Default: n ** -1.1.")] = None,
     min_steps: Annotated[int, typer.Option(min=1, help="The fewest steps that a proposal may take.")] = 50,
     share: Annotated[list[float] | None, typer.Option(help="Of epsilon, for a release beside the steps.")] = None,
@@ -86,8 +89,9 @@ def plan(
     --sampling-probability in place of --n, and batch size, steps and delta as
     numbers of their own, where n is secret and one example more or less is the
     claim (docs/privacy.md). Where all examples of one user are a unit, give
-    the number of users as --units, and batches in units. PLD is the tight accountant and the default in
-    training; RDP is a looser cross-check. With
+    the number of users as --units, and batches in units. With --after what an
+    earlier private training spent on the same people is part of the budget.
+    PLD is the tight accountant and the default in training; RDP is a looser cross-check. With
     --model, also how much memory each of --world-size ranks needs and what it
     sends (docs/scaling.md); that alone, where nothing of the privacy is given:
 
@@ -97,7 +101,7 @@ def plan(
     """
     with refusals(), Console(stderr=True).status("Computing"):
         if plot is not None:
-            _refuse_no_place(plot, share or [], max_batch_size)
+            _refuse_no_place(plot, _not_of_plain_steps(share, max_batch_size, after))
         answer: dict[str, Any] = {}
         if model is None:
             _refuse_without_model(
@@ -109,7 +113,7 @@ def plan(
             given = {"--epochs": epochs, "--steps": steps, "--examples": examples, "--epsilon": epsilon}
             more = {"--tpr": tpr, "--noise": noise, "--delta": delta, "--plot": plot, "--share": share or None}
             more["--max-batch-size"] = max_batch_size
-            _refuse_without_n(model, {**given, **more})
+            _refuse_without_n(model, {**given, **more, "--after": after})
         else:
             exactly_one(of_data)
             n = units if n is None else n
@@ -125,9 +129,9 @@ def plan(
                         why="sums are divided by it, and must not follow from n.",
                         fix="give it; to have one proposed, give a public guess of n as --n.",
                     )
-                if share or max_batch_size is not None:
+                if more_than_steps := _not_of_plain_steps(share, max_batch_size, after):
                     raise ConfigurationError(
-                        f"{'--share' if share else '--max-batch-size'} without --batch-size.",
+                        f"{more_than_steps[0]} without --batch-size.",
                         why="a batch is proposed for steps alone, of plain Poisson samples.",
                         fix="give it.",
                     )
@@ -136,6 +140,7 @@ def plan(
                 n, sampling_probability, batch_size, epochs, steps, examples, epsilon, tpr, fpr, noise, delta,
                 share or [],
                 max_batch_size,
+                after,
             )  # fmt: skip
             answer |= {**_derived(answer, proposed, clipping_norm), "counts": "examples" if units is None else "units"}
         if model is not None:
@@ -167,10 +172,15 @@ def plan(
         console.print(f"Figure: {plot}", soft_wrap=True)
 
 
-def _refuse_no_place(plot: Path, shares: list[float], max_batch_size: int | None) -> None:
-    if shares or max_batch_size is not None:
+def _not_of_plain_steps(shares: list[float] | None, max_batch_size: int | None, after: str | None) -> list[str]:
+    given = {"--share": shares or None, "--max-batch-size": max_batch_size, "--after": after}
+    return [name for name, value in given.items() if value is not None]
+
+
+def _refuse_no_place(plot: Path, more_than_steps: list[str]) -> None:
+    if more_than_steps:
         raise ConfigurationError(
-            f"--plot with {'--share' if shares else '--max-batch-size'}.",
+            f"--plot with {more_than_steps[0]}.",
             why="the figure is of steps alone, of plain Poisson samples.",
             fix="leave out one of the two.",
         )

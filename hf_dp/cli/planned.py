@@ -35,6 +35,8 @@ def plan_table(answer: dict[str, Any]) -> Table:
         title = f"Noise for at most {percent(found)} found at {percent(answer['at_fpr'])} false positives"
     names, most = answered(answer), answer["max_batch_size"]
     caption = "PLD is tight and the default in training; RDP is a looser cross-check."
+    if "after" in answer:
+        caption = f"With what was spent on the same people before ({', '.join(answer['after'])}), by PLD."
     if found is not None:
         caption = "What an attack may find is computed by PLD."
     if most is not None:
@@ -47,6 +49,8 @@ def plan_table(answer: dict[str, Any]) -> Table:
     per_coordinate = (f"{answer[name]['noise_per_coordinate']:.3g}" for name in names)
     table.add_row(f"noise per coordinate (C = {answer['clipping_norm']:g})", *per_coordinate)
     table.add_row("epsilon", *(upper(answer[name]["epsilon"], 4) for name in names))
+    if "after" in answer:
+        table.add_row("of that spent before", *(upper(answer[name]["spent_before"], 4) for name in names))
     table.add_section()
     for label, value in {
         "delta": upper(answer["delta"], 3),

@@ -21,6 +21,10 @@ _RE_ATTENTION = (
     "**Re-Attention.** The model was trained with its attention corrected for the noise in keys. Loaded without hf_dp "
     'it is the plain model; `hf_dp.load_re_attention(model, "OWNER/NAME")` puts the correction back on it.'
 )
+_OTHER_PEOPLE = (
+    "**The model before.** It was trained with differential privacy too, on data in which nobody is whose data is in "
+    "this one: so says whoever published it. What is said here is of this data alone."
+)
 
 
 @dataclass(frozen=True)
@@ -87,7 +91,8 @@ def asked(config: PrivacyConfig, steps: int) -> tuple[tuple[Share, ...], tuple[Q
 
 def notes(config: PrivacyConfig) -> tuple[str, ...]:
     """Paragraphs that the card of a model trained so has besides, in Markdown."""
-    return () if config.re_attention is None else (_RE_ATTENTION,)
+    kept = {_OTHER_PEOPLE: config.other_people, _RE_ATTENTION: config.re_attention is not None}
+    return tuple(note for note, holds in kept.items() if holds)
 
 
 def promised(config: PrivacyConfig) -> dict[str, Any]:

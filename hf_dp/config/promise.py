@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 import warnings
 from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import Any, Literal, get_args
 
+from hf_dp.config.after import check_after, name_of
 from hf_dp.config.clipping import ClippingName, check_clipping
 from hf_dp.config.parts import check_parts
 from hf_dp.config.ranges import (
@@ -44,6 +46,8 @@ PLAIN = {
     "target_tpr": None,
     "at_fpr": AT_FPR,
     "dataset_size": None,
+    "after": None,
+    "other_people": False,
 }
 
 
@@ -92,6 +96,10 @@ class PrivacyConfig:
         unit_sampling: "units": each unit is drawn for a step with all of these, independently.
         dataset_size: None, or a public number that stands for n, which is secret then: the sampling probability, the
             default delta and its bound follow from this one, for the same claim. `max_steps` must be given.
+        after: None, or where an earlier private training on the same people was saved (a folder, or OWNER/NAME on the
+            hub): what it spent is checked, paid first, and reported, so that the budget holds for both together, for
+            whoever has at most one unit in each of their data sets. Delta is then at most the earlier one's.
+        other_people: the model was trained privately before, and nobody in that data is in this one.
         re_attention: None for plain attention, or a `ReAttentionConfig`.
         sparse_embeddings: None for dense noise on all rows, or a `SparseEmbeddingConfig`. With AdaFEST
             `noise_multiplier` is that of both releases of a step together.
@@ -141,6 +149,12 @@ class PrivacyConfig:
     dataset_size: int | None = field(
         default=None, metadata={"help": "A public number in place of that of the examples, which is then secret."}
     )
+    after: str | None = field(
+        default=None, metadata={"help": "Where an earlier private training on the same people was saved: one budget."}
+    )
+    other_people: bool = field(
+        default=False, metadata={"help": "The model was trained privately before, on data of nobody who is in this."}
+    )
     seed: int | None = field(default=None, init=False)
     re_attention: ReAttentionConfig | None = field(default=None, init=False)
     sparse_embeddings: SparseEmbeddingConfig | None = field(default=None, init=False)
@@ -166,6 +180,8 @@ class PrivacyConfig:
         target_tpr: float | None = None,
         at_fpr: float = AT_FPR,
         dataset_size: int | None = None,
+        after: str | os.PathLike[str] | None = None,
+        other_people: bool = False,
     ) -> None:
         values = dict(locals())
         # Every private run makes one of these before anything can be refused.
@@ -174,6 +190,8 @@ class PrivacyConfig:
             values["re_attention"] = ReAttentionConfig.from_dict(re_attention)
         if isinstance(sparse_embeddings, dict):
             values["sparse_embeddings"] = SparseEmbeddingConfig.from_dict(sparse_embeddings)
+        if isinstance(after, os.PathLike):
+            values["after"] = os.fspath(after)
         for item in dataclasses.fields(self):
             object.__setattr__(self, item.name, values[item.name])
         self._check()
@@ -213,6 +231,7 @@ class PrivacyConfig:
                 why="it must be None (secret randomness) or a non-negative integer (reproducible, not private).",
                 fix="leave it out for a private run.",
             )
+        check_after(self.after, self.other_people)
         check_parts(self.re_attention, self.sparse_embeddings, noise)
         if noise == 0 and is_first():
             warnings.warn(
@@ -246,6 +265,7 @@ class PrivacyConfig:
     def published(self) -> dict[str, Any]:
         """`to_dict` for others: without the seed, and of files their names, not where they lie on this machine."""
         values = {name: value for name, value in self.to_dict().items() if name != "seed"}
+        values["after"] = name_of(self.after)
         for part, name in (("re_attention", "public_frequencies"), ("sparse_embeddings", "public_rows")):
             if values[part] is not None and values[part][name] is not None:
                 values[part][name] = PurePath(values[part][name]).name

@@ -35,6 +35,11 @@ def is_count(value: object, at_least: int = 0) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and at_least <= value <= _LARGEST_COUNT
 
 
+def is_digest(value: object) -> bool:
+    """Whether it is a SHA-256, in hexadecimal."""
+    return isinstance(value, str) and len(value) == 64 and set(value) <= set("0123456789abcdef")
+
+
 def is_one_of(value: object, known: Iterable[str]) -> bool:
     """Whether it is one of some words."""
     # Arrays and tensors compare in ways of their own.

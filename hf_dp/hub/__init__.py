@@ -6,7 +6,7 @@ from hf_dp.hub.record import CARD_FILE, RECORD_FILE, PrivacyRecord
 from hf_dp.hub.saved import left_out, model_files, refuse_in_the_way, saved_aside
 from hf_dp.hub.source import Source, open_source
 from hf_dp.hub.upload import upload
-from hf_dp.hub.verify import Verification, load_report, verify
+from hf_dp.hub.verify import Verification, load_report, read_earlier, verify
 
 __all__ = [
     "CARD_FILE",
@@ -19,6 +19,7 @@ __all__ = [
     "load_report",
     "model_files",
     "open_source",
+    "read_earlier",
     "refuse_in_the_way",
     "saved_aside",
     "set_unreadable_aside",

@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 from hf_dp.accounting import NO_NOISE, REPRODUCIBLE, Ledger, PrivacyReport, clipping_in_words, in_words, noise_in_words
+from hf_dp.accounting.report import TOGETHER
 from hf_dp.accounting.risk import group_epsilons, groups_in_words, rates, risk
 from hf_dp.config import AccountantName, PrivacyConfig
 from hf_dp.config.asked import notes
@@ -29,7 +30,8 @@ def epsilons(report: PrivacyReport, ledger: Ledger) -> dict[AccountantName, floa
 def privacy_section(report: PrivacyReport, ledger: Ledger, config: PrivacyConfig) -> str:
     """The section as Markdown, between its two markers."""
     found = epsilons(report, ledger)
-    lines = [BEGIN, "## Privacy", "", *_promise(report, found, config), "", "| quantity | value |", "| --- | --- |"]
+    lines = [BEGIN, "## Privacy", "", *_promise(report, found, config), *_together(report)]
+    lines += ["", "| quantity | value |", "| --- | --- |"]
     lines += [f"| {name} | {value} |" for name, value in _rows(report, found, config).items()]
     lines += _risk(report, ledger, config.unit or "example") if report.private else []
     lines += ["", "Everything that was released of the training data:", "", "| release | times | mechanism |"]
@@ -70,6 +72,14 @@ def _promise(report: PrivacyReport, found: dict[AccountantName, float], config: 
         f"of them alone, would have been at most {likelier} times as likely or as unlikely, but for a "
         f"probability of {upper(report.delta, 3)}.",
     ]
+
+
+def _together(report: PrivacyReport) -> list[str]:
+    if not report.earlier:
+        return []
+    said = ["", f"**Trained before on the same people.** {TOGETHER}", ""]
+    said += [f"- {one}" for one in report.earlier]
+    return [*said, "", "Rows of one person that are counted below are as many in each of these data sets."]
 
 
 def _any(config: PrivacyConfig) -> str:

@@ -15,7 +15,8 @@ from hf_dp.config.ranges import is_number
 from hf_dp.config.secret import GIVEN_SIZE
 from hf_dp.errors import LedgerError
 from hf_dp.hub.claim import check_claim, check_promise, recomputed, same, steps_are
-from hf_dp.hub.files import check_files
+from hf_dp.hub.earlier import check_earlier
+from hf_dp.hub.files import ABOUT_LOADING, check_files
 from hf_dp.hub.record import RECORD_FILE
 from hf_dp.hub.source import open_source
 from hf_dp.versions import library_versions
@@ -24,8 +25,6 @@ _LOGGED_DIGITS = 1e-4
 _UNSEALED = ("stateful_callbacks", "log_history")
 _COUNTS = ("max_steps", "num_train_epochs", "total_flos", "num_input_tokens_seen")
 _INTERVALS = ("logging_steps", "eval_steps", "save_steps", "train_batch_size")
-# Of folders to publish: a checkpoint may have other files, and its weights in shards.
-_NOT_HERE = ("other files", "weights")
 
 
 def seal(
@@ -124,12 +123,13 @@ def _of_record(checkpoint: Path, ledger: Ledger) -> Iterator[str]:
         here, there = _told(ledger), _told(record.ledger)
         yield f"the ledger in trainer_state.json ({here}) is not that in {RECORD_FILE} ({there}), or its promise is not"
         return
-    checks = [*check_promise(record), *check_files(source, record)]
+    checks = [*check_promise(record), *check_earlier(record), *check_files(source, record)]
     checks += check_claim(record, recomputed(record, source.title))
     for check in checks:
         # Another version may compute another epsilon from the same ledger.
         is_computed = check.name == "budget" or check.name.startswith("epsilon")
-        if check.passed or check.name in _NOT_HERE or (is_computed and record.report.versions != library_versions()):
+        is_of_others = is_computed and record.report.versions != library_versions()
+        if check.passed or check.name in ABOUT_LOADING or is_of_others:
             continue
         yield f"{check.name}: {check.found}"
 

@@ -36,6 +36,8 @@ _RUN = {".py", ".pyc", ".so", ".pkl", ".pickle", ".bin", ".pt", ".pth", ".ckpt",
 _LOADED_FOLDERS = ("custom_generate", "additional_chat_templates")
 _VOCABULARIES = {"tokenizer.json", "vocab.json"}
 _FEW = 10
+# Checks of folders to publish: what is read for its ledger may have other files, and its weights in shards.
+ABOUT_LOADING = ("other files", "weights")
 
 
 def check_files(source: Source, record: PrivacyRecord) -> Iterator[Check]:

@@ -18,7 +18,7 @@ from typing import Any
 import hf_dp.hub.version1 as version1
 from hf_dp.accounting import Ledger, Mechanism, PrivacyReport
 from hf_dp.config import PrivacyConfig
-from hf_dp.config.ranges import LARGEST_NOISE, is_count
+from hf_dp.config.ranges import LARGEST_NOISE, is_count, is_digest
 from hf_dp.errors import ConfigurationError, LedgerError, damaged
 
 RECORD_FILE = "privacy.json"
@@ -39,6 +39,8 @@ _LONGEST_NUMBER = len(f"{LARGEST_NOISE:.0f}")
 DEEPEST = 100
 _damaged = functools.partial(damaged, f"not a readable {RECORD_FILE}")
 _FIELDS = {"format", "version", "report", "config", "mechanism", "ledger", "files", "card_sha256"}
+# Of runs that had one.
+_EARLIER = "earlier"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +55,7 @@ class PrivacyRecord:
         files: SHA-256 (hexadecimal) of each file that belongs to the model, by its POSIX path beside the record.
         card_sha256: of the privacy section of the model card; see `hf_dp.hub.card`.
         version: of the file that it was read from; another one's words are not known here.
+        earlier: the record of the training before on the same people, as it was written; None if there was none.
     """
 
     report: PrivacyReport
@@ -62,6 +65,7 @@ class PrivacyRecord:
     files: Mapping[str, str]
     card_sha256: str
     version: int = VERSION
+    earlier: str | None = None
 
     @property
     def weights(self) -> list[str]:
@@ -86,8 +90,9 @@ class PrivacyRecord:
             "ledger": self.ledger.to_dict(),
             "files": dict(sorted(self.files.items())),
             "card_sha256": self.card_sha256,
+            **({} if self.earlier is None else {_EARLIER: json.loads(self.earlier)}),
         }
-        return json.dumps(values, indent=2, allow_nan=False) + "\n"
+        return as_written(values)
 
     @classmethod
     def from_json(cls, text: str | bytes) -> PrivacyRecord:
@@ -116,6 +121,7 @@ class PrivacyRecord:
                 why="fields that are not known here could change what is promised; guessing at them proves nothing.",
                 fix=f"install a newer hf_dp {INSTALL}.",
             )
+        earlier = as_written(values.pop(_EARLIER)) if _EARLIER in values else None
         fields = _FIELDS if version == VERSION else _FIELDS - {"mechanism"}
         if set(values) != fields:
             raise _damaged(f"missing or unknown fields {sorted(set(values) ^ fields)}")
@@ -126,11 +132,11 @@ class PrivacyRecord:
         except (ConfigurationError, TypeError) as error:
             raise _damaged(f"config is not a promise: {error}") from error
         files = values["files"]
-        if not isinstance(files, dict) or not all(_is_digest(digest) for digest in files.values()):
+        if not isinstance(files, dict) or not all(is_digest(digest) for digest in files.values()):
             raise _damaged("files does not give a SHA-256 for each name")
         if len(files) > _MOST_FILES:
             raise _damaged(f"it names {len(files)} files, and no model has more than {_MOST_FILES}")
-        if not _is_digest(values["card_sha256"]):
+        if not is_digest(values["card_sha256"]):
             raise _damaged(f"card_sha256 is {str(values['card_sha256'])[:100]!r}")
         try:
             ledger = Ledger.from_dict(values["ledger"])
@@ -144,12 +150,17 @@ class PrivacyRecord:
         card = values["card_sha256"]
         return cls(
             report=report, config=config, mechanism=mechanism, ledger=ledger, files=files, card_sha256=card,
-            version=version,
+            version=version, earlier=earlier,
         )  # fmt: skip
 
     def with_files(self, directory: str | os.PathLike[str], names: list[str]) -> PrivacyRecord:
         """This record, about these files below `directory` as they are now."""
         return dataclasses.replace(self, files={name: sha256(Path(directory) / name) for name in names})
+
+
+def as_written(values: Any) -> str:
+    """The text of a record, given its values."""
+    return json.dumps(values, indent=2, allow_nan=False) + "\n"
 
 
 def sha256(path: str | os.PathLike[str]) -> str:
@@ -185,10 +196,6 @@ def _is_printable(value: Any) -> bool:
     if isinstance(value, list):
         return all(map(_is_printable, value))
     return not isinstance(value, str) or value.isprintable()
-
-
-def _is_digest(value: object) -> bool:
-    return isinstance(value, str) and len(value) == 64 and set(value) <= set("0123456789abcdef")
 
 
 def _no_constant(name: str) -> float:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from hf_dp.accounting import PrivacyReport
 from hf_dp.config import AccountantName
-from hf_dp.errors import shortened
+from hf_dp.errors import LedgerError, shortened
 from hf_dp.hub.claim import (
     Check,
     check_claim,
@@ -18,9 +19,10 @@ from hf_dp.hub.claim import (
     recomputed,
     versions_differ,
 )
-from hf_dp.hub.files import beside, check_files, folders_of_their_own, is_left_over
+from hf_dp.hub.earlier import check_earlier
+from hf_dp.hub.files import ABOUT_LOADING, beside, check_files, folders_of_their_own, is_left_over
 from hf_dp.hub.page import check_card
-from hf_dp.hub.record import RECORD_FILE, VERSION, PrivacyRecord
+from hf_dp.hub.record import RECORD_FILE, VERSION, PrivacyRecord, as_written
 from hf_dp.hub.source import Source, open_source
 from hf_dp.versions import library_versions
 
@@ -101,9 +103,38 @@ def verify(
     Args, Raises: as `load_report`.
     """
     source = open_source(repo_or_directory, revision=revision, token=token)
-    record = source.record()
+    return _verified(source, source.record())
+
+
+def read_earlier(after: str | None) -> str | None:
+    """The record of an earlier training on the same people, as it was written, after it was verified.
+
+    Args:
+        after: see `PrivacyConfig`. What else would be loaded with the weights there does not matter. None: None.
+
+    Raises:
+        LedgerError: it is missing or damaged, or something in it does not agree.
+        HubError: it cannot be read.
+    """
+    if after is None:
+        return None
+    source = open_source(after)
+    text = source.path(RECORD_FILE).read_bytes()
+    found = _verified(source, PrivacyRecord.from_json(text))
+    failed = [check for check in found.checks if not check.passed and check.name not in ABOUT_LOADING]
+    if failed:
+        wrong = "; ".join(f"{check.name}: {check.found}" for check in failed)
+        raise LedgerError(
+            f"after={after!r} does not verify: {wrong}.",
+            why="what was spent before would be what a record says that does not agree with itself or with its files.",
+            fix="give the folder as the private training saved it; hf-dp verify says all that differs.",
+        )
+    return as_written(json.loads(text))
+
+
+def _verified(source: Source, record: PrivacyRecord) -> Verification:
     found = recomputed(record, source.title)
-    checks = [*check_claim(record, found), *check_promise(record), *check_words(record)]
+    checks = [*check_claim(record, found), *check_promise(record), *check_words(record), *check_earlier(record)]
     checks += [*check_files(source, record), *check_card(source, record)]
     notes = tuple(map(shortened, _notes(source, record)))
     title, words = shortened(source.title), is_of_this_version(record)

@@ -19,6 +19,7 @@ from hf_dp.config import PrivacyConfig
 from hf_dp.config.ranges import is_number
 from hf_dp.errors import ConfigurationError
 from hf_dp.figures import upper
+from hf_dp.hub.earlier import trainings
 from hf_dp.noise.source import NoiseSource
 from hf_dp.noise.table import source_of
 from hf_dp.randomness import Entropy
@@ -41,6 +42,7 @@ class Plan:
         entropy: where sampling and noise get their randomness.
         clipping: each example's contribution to the sum.
         noise: what is added to the sum, once for each logical batch.
+        earlier: the record of the training before on the same people, as it was written; None if there was none.
 
     Raises:
         ConfigurationError: a sampler or an entropy that is not the mechanism's, a mechanism that is not the config's,
@@ -51,6 +53,7 @@ class Plan:
     mechanism: Mechanism
     sampler: BatchSampler
     entropy: Entropy
+    earlier: str | None = None
     clipping: ClippingRule = field(init=False)
     noise: NoiseSource = field(init=False)
 
@@ -71,6 +74,7 @@ class Plan:
                 why="what runs would not be what is accounted for.",
                 fix="make plans with Plan.make, from the sampler that draws.",
             )
+        pairs["earlier"] = said.earlier, trainings(self.config.after, self.earlier)
         if differing := [f"{name} {one!r} and not {other!r}" for name, (one, other) in pairs.items() if one != other]:
             raise ConfigurationError(
                 f"a mechanism with {', '.join(differing)}.",
@@ -89,25 +93,31 @@ class Plan:
         entropy: Entropy,
         shares: Sequence[Share] = (),
         queries: Sequence[Query] = (),
+        earlier: str | None = None,
     ) -> Plan:
         """Calibrates the noise to the config's budget, for `steps` steps of `sampler` and all that is released besides.
 
         Args:
             shares: releases that are paid for with a share of the target epsilon each, before the steps are.
             queries: what each step releases beside the gradient.
+            earlier: the record of the training before on the same people, as it was written.
 
         Raises:
             ConfigurationError: delta at or above 1/n, shares that are no part of a budget, or a budget that no noise
                 can meet.
+            BudgetExceededError: the earlier trainings have spent it.
         """
         # A refusal is seen by nobody else: it may depend on n where n is secret.
         n = sampler.dataset_size
-        delta = accounting.promised_delta(config, n)
+        before = trainings(config.after, earlier)
+        own = accounting.promised_delta(config, n)
+        delta = accounting.delta_after(before, own, is_given=config.target_delta is not None)
         releases, noise_multiplier = accounting.calibrated(
             lambda noise: sampler.terms.event(accounting.GaussianNoise(multiplier=noise).event(), n),
             steps=steps,
             delta=delta,
             shares=shares,
+            earlier=before,
             **{name: getattr(config, name) for name in _DECIDE_THE_NOISE},
         )
         mechanism = Mechanism(
@@ -119,9 +129,10 @@ class Plan:
             delta=delta,
             queries=tuple(queries),
             releases=releases,
-            reproducible=entropy.reproducible or config.seed is not None,
+            reproducible=entropy.reproducible or config.seed is not None or any(one.reproducible for one in before),
+            earlier=before,
         )
-        return cls(config, mechanism, sampler, entropy)
+        return cls(config, mechanism, sampler, entropy, earlier)
 
     def continuing(self, ledger: accounting.Ledger) -> Plan:
         """This plan, with the noise of `ledger` where the two differ by rounding alone.

@@ -33,6 +33,7 @@ class DataMixin(_Base):
     """One item of the training loader is one logical batch; each batch is completed where it is padded on the left."""
 
     privacy: PrivacyConfig
+    _earlier: str | None
     max_tokens_per_micro_batch: int | None
     _behind: Usual
     _expected_batch_size: int
@@ -82,6 +83,7 @@ class DataMixin(_Base):
             micro_batch_size=self.args.per_device_train_batch_size,
             units=units,
             max_tokens_per_micro_batch=self.max_tokens_per_micro_batch,
+            earlier=self._earlier,
             steps=lambda loader: self.set_initial_training_values(self.args, loader)[-1],
             num_workers=self.args.dataloader_num_workers,
             pin_memory=self.args.dataloader_pin_memory and torch.cuda.is_available(),

@@ -11,12 +11,14 @@ from transformers.trainer_utils import seed_worker
 
 import hf_dp.accounting as accounting
 import hf_dp.ranks as ranks
+from hf_dp.accounting.earlier import check_same_people
 from hf_dp.agreement import agree, warn_if_alone
 from hf_dp.config import PrivacyConfig
 from hf_dp.config.asked import asked, promised
 from hf_dp.data.collate import LogicalBatchCollator
 from hf_dp.data.loader import DrawnUnits, PoissonDataLoader, RankSampler
 from hf_dp.errors import ConfigurationError
+from hf_dp.hub.earlier import trainings
 from hf_dp.parts.table import settled
 from hf_dp.randomness import Entropy
 from hf_dp.sampling.sampler import check_sizes
@@ -37,8 +39,10 @@ def check_privacy(privacy: object) -> None:
         )
 
 
-def check_data(dataset: Any, expected_batch_size: int, micro_batch_size: int, privacy: PrivacyConfig) -> None:
-    """Refuses data that cannot be drawn from so, or under this delta (`ConfigurationError`)."""
+def check_data(
+    dataset: Any, expected_batch_size: int, micro_batch_size: int, privacy: PrivacyConfig, earlier: str | None = None
+) -> None:
+    """Refuses data that cannot be drawn from so, under this delta, or after these trainings (`ConfigurationError`)."""
     refuse_dataset(dataset)
     most, units = privacy.max_examples_per_unit, units_of(dataset, privacy)
     if most is not None and most > micro_batch_size:
@@ -51,7 +55,9 @@ def check_data(dataset: Any, expected_batch_size: int, micro_batch_size: int, pr
     n, of = len(dataset if units is None else units), "training examples" if units is None else "units"
     check_sizes(n, expected_batch_size, is_secret=privacy.hides_n, of=of.removeprefix("training "))
     _sampling(n, expected_batch_size, privacy)
-    accounting.promised_delta(privacy, n, of)
+    before, delta = trainings(privacy.after, earlier), accounting.promised_delta(privacy, n, of)
+    check_same_people(before, accounting.unit_terms(n, privacy))
+    accounting.delta_after(before, delta, is_given=privacy.target_delta is not None)
 
 
 def units_of(dataset: Any, privacy: PrivacyConfig) -> UnitRows | None:
@@ -89,6 +95,7 @@ def planned(
     steps: Callable[[PoissonDataLoader], int],
     units: UnitRows | None = None,
     max_tokens_per_micro_batch: int | None = None,
+    earlier: str | None = None,
     **options: Any,
 ) -> tuple[Plan, PoissonDataLoader]:
     """A loader whose items are logical batches, and the plan that goes with its sampler. All ranks call it together.
@@ -100,6 +107,7 @@ def planned(
         steps: how many are planned, once there is a loader to ask how long an epoch is.
         units: of its rows; see `units_of`.
         max_tokens_per_micro_batch: padding included; None: any number.
+        earlier: the record of the training before on the same people, as it was written.
         options: of `DataLoader`.
 
     Raises:
@@ -126,7 +134,7 @@ def planned(
         **options,
     )
     number, promise = int(steps(loader)), settled(privacy, model)
-    return Plan.make(promise, sampler, number, entropy, *asked(promise, number)), loader
+    return Plan.make(promise, sampler, number, entropy, *asked(promise, number), earlier=earlier), loader
 
 
 def _sampling(n: int, expected_batch_size: int, privacy: PrivacyConfig) -> accounting.SamplingTerms:

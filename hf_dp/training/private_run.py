@@ -19,7 +19,7 @@ from hf_dp.agreement import keep_step
 from hf_dp.config import PrivacyConfig
 from hf_dp.data.left_padding import LeftPadding
 from hf_dp.figures import logged
-from hf_dp.hub import saved_aside
+from hf_dp.hub import read_earlier, saved_aside
 from hf_dp.losses import check_own_loss, per_example_losses
 from hf_dp.parts.part import Setting
 from hf_dp.parts.table import parts_of
@@ -99,14 +99,14 @@ class PrivateRun:
         self.model, self.privacy, self._step = unwrapped(model), privacy, 0
         for part in parts_of(privacy).values():
             part.refuse(Setting(privacy))
-        check_data(dataset, expected_batch_size, micro_batch_size, privacy)
+        check_data(dataset, expected_batch_size, micro_batch_size, privacy, earlier := read_earlier(privacy.after))
         check_modules(self.model)
         check_ranks(dataset, self.model, {**sizes, **cap, "PrivacyConfig": privacy.to_dict()})
         units = units_of(dataset, privacy)
         plan, self._loader = planned(
             privacy, self.model, dataset if units is None else without_column(dataset, str(privacy.unit)), collate,
             expected_batch_size=expected_batch_size, micro_batch_size=micro_batch_size, steps=lambda _: steps,
-            units=units, **cap, **options,
+            units=units, earlier=earlier, **cap, **options,
         )  # fmt: skip
         padding = LeftPadding()
 

@@ -15,10 +15,12 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 import hf_dp.ranks as ranks
 from hf_dp.accounting import Ledger
+from hf_dp.accounting.earlier import releases_of
 from hf_dp.config.target import told
 from hf_dp.data.fingerprint import KEY_FILE, Fingerprint, compare, fingerprint, fingerprint_key
 from hf_dp.errors import BudgetExceededError, LedgerError
 from hf_dp.hub.checkpoint import refuse_disagreement, seal
+from hf_dp.hub.earlier import covers
 from hf_dp.hub.record import DEEPEST, is_deep
 from hf_dp.step.plan import Plan
 
@@ -180,30 +182,33 @@ def continued(ledger: Ledger, saved: SavedRun | None, plan: Plan, dataset: Any) 
     return ledger
 
 
-def refuse_trained_by_another(model: nn.Module, trainer: object, saved: SavedRun | None) -> None:
-    """Refuses to go on from weights that another trainer in this process has trained privately.
+def refuse_trained_by_another(model: nn.Module, trainer: object, saved: SavedRun | None, plan: Plan) -> None:
+    """Refuses to go on from weights that another trainer in this process has trained privately, where the promise does
+    not say on whose data.
 
     Args:
         model: with the weights to begin from.
         trainer: that will train it.
         saved: of the checkpoint that the trained weights were read from, which may be all that it has; or None.
+        plan: of this training.
 
     Raises:
         LedgerError: this trainer's ledger, and so its report and card, would not have those steps.
     """
     for p in model.parameters():
-        if saved is not None and p.requires_grad:
+        if plan.config.other_people or (saved is not None and p.requires_grad):
             continue
         who, ledger = _TRAINED_BY.get(p, (None, None))
-        if ledger is None or who() is trainer or not ledger.steps:
+        if ledger is None or who() is trainer or not ledger.steps or covers(plan.earlier, ledger):
             continue
         raise LedgerError(
             f"another private training has trained this model before: {ledger.steps} private steps on "
             f"{_examples(ledger.promise)}.",
-            why="the ledger of this one begins at nothing, so its report and its card would leave out what those cost.",
-            fix="call train() of that trainer again, whose ledger goes on, or begin from a new model object (not from "
-            "this one with weights put back) or without the adapter that was trained (delete_adapter); to go on with "
-            "other people's data, save the model and load it from there, or train a copy.",
+            why="the ledger of this one is without them, so its report and its card would leave out what those cost.",
+            fix="on data of the same people save the model as it is now, and give PrivacyConfig(after=...) with that "
+            "folder: both then share one budget; where nobody is in both data sets, PrivacyConfig(other_people=True). "
+            "Or call train() of that trainer again, whose ledger goes on, or begin from a new model object (not from "
+            "this one with weights put back) or without the adapter that was trained (delete_adapter).",
         )
 
 
@@ -216,7 +221,7 @@ def note_trained_by(model: nn.Module, trainer: object, ledger: Ledger) -> None:
 
 def _refuse_strangers(ledger: Ledger, plan: Plan) -> None:
     """Of a training that took no step, nothing but what this plan has set budget aside for."""
-    known = [(release.label, release.event) for release in plan.releases]
+    known = [(release.label, release.event) for release in (*plan.releases, *releases_of(plan.mechanism.earlier))]
     strangers = sorted(made.label for made in ledger.releases if (made.label, made.event) not in known)
     others = [name for name in _OF_UNITS if ledger.promise.get(name) != plan.promise.get(name)]
     if strangers or (ledger.entries and others):

@@ -13,6 +13,7 @@ from torch import nn
 
 import hf_dp.ranks as ranks
 from hf_dp.accounting import Ledger
+from hf_dp.accounting.earlier import charge
 from hf_dp.agreement import agree
 from hf_dp.errors import ConfigurationError
 from hf_dp.parts.part import Logs, Part, Setting
@@ -26,6 +27,7 @@ from hf_dp.step.private_gradient import private_gradient
 from hf_dp.step.written import Around, WrittenGradients
 from hf_dp.training.described import described_optimizer, described_values
 from hf_dp.training.engine import Engine, MicroBatch
+from hf_dp.training.origin import refuse_unsaid_origin
 from hf_dp.training.refusals import refuse_optimizer, refuse_other_surroundings, surroundings
 from hf_dp.training.resume import SavedRun, continued, note_trained_by, refuse_trained_by_another
 
@@ -106,11 +108,13 @@ class Run:
         """
         for kind in PARTS.values():
             kind.wrapped(self.model)
-        refuse_trained_by_another(self.model, owner, saved)
+        refuse_trained_by_another(self.model, owner, saved, self.plan)
+        refuse_unsaid_origin(self.model, saved, self.plan)
         if saved is not None:
             self.plan = self.plan.continuing(saved.ledger)
         self.ledger = continued(ledger, saved, self.plan, dataset)
         self.ledger.promise = self.plan.promise
+        charge(self.ledger, self.plan.mechanism.earlier)
         return self.ledger
 
     def begin(

@@ -23,8 +23,9 @@ def claim(plan: Plan, ledger: Ledger) -> PrivacyRecord:
     report = plan.report(ledger)
     card = sha256_of_text(privacy_section(report, ledger, plan.config))
     return PrivacyRecord(
-        report=report, config=plan.config, mechanism=plan.mechanism, ledger=ledger, files={}, card_sha256=card
-    )
+        report=report, config=plan.config, mechanism=plan.mechanism, ledger=ledger, files={}, card_sha256=card,
+        earlier=plan.earlier,
+    )  # fmt: skip
 
 
 def write_claim(folder: Path, title: str, record: PrivacyRecord) -> None:

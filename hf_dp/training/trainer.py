@@ -19,6 +19,7 @@ from hf_dp.data.cut import check_max_tokens
 from hf_dp.data.left_padding import LeftPadding
 from hf_dp.data.loader import PoissonDataLoader
 from hf_dp.errors import ConfigurationError
+from hf_dp.hub import read_earlier
 from hf_dp.parts.part import Setting
 from hf_dp.parts.table import parts_of
 from hf_dp.per_example import RULES, Rule
@@ -69,6 +70,7 @@ class DPTrainerMixin(RestoringMixin, CheckpointMixin, LayoutsMixin, PublishingMi
         check_privacy(privacy)
         check_max_tokens(max_tokens_per_micro_batch)
         self.privacy, self.max_tokens_per_micro_batch = privacy, max_tokens_per_micro_batch
+        self._earlier = read_earlier(privacy.after)
         self.ledger = accounting.Ledger()
         self._run: Run | None = None
         self._left_padding = LeftPadding()
@@ -106,7 +108,7 @@ class DPTrainerMixin(RestoringMixin, CheckpointMixin, LayoutsMixin, PublishingMi
         for part in parts_of(self.privacy).values():
             part.refuse(Setting(self.privacy, is_sharded=self.is_fsdp_enabled))
         if self.train_dataset is not None:
-            check_data(self._dataset, self._expected_batch_size, self.args.per_device_train_batch_size, self.privacy)
+            self._check_data()
             check_modules(self._module)
             refuse_optimizer(self.optimizer, self._module)
         super()._validate_args()
@@ -117,7 +119,7 @@ class DPTrainerMixin(RestoringMixin, CheckpointMixin, LayoutsMixin, PublishingMi
             raise ConfigurationError(
                 "DPTrainer has no train_dataset.", why="there is nothing to train on.", fix="pass train_dataset=..."
             )
-        check_data(self._dataset, self._expected_batch_size, self.args.per_device_train_batch_size, self.privacy)
+        self._check_data()
         self._fingerprints = Fingerprints()  # of this data, which may not be that of the training before
         self._check_ranks()
         plan, loader = self._planned()
@@ -127,6 +129,10 @@ class DPTrainerMixin(RestoringMixin, CheckpointMixin, LayoutsMixin, PublishingMi
         )
         self._run = Run(plan, engine, self._run, self.processing_class)
         return loader
+
+    def _check_data(self) -> None:
+        micro_batch_size = self.args.per_device_train_batch_size
+        check_data(self._dataset, self._expected_batch_size, micro_batch_size, self.privacy, self._earlier)
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """As Trainer's; parts of the training may put another optimizer beside it."""

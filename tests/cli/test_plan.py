@@ -9,9 +9,11 @@ import dp_accounting as dp
 import pytest
 from typer.testing import CliRunner
 
+from hf_dp import PrivacyConfig
 from hf_dp.accounting import default_delta, epsilon, sampling_terms, step_event, truncated
 from hf_dp.cli import app, plot
 from hf_dp.planning.proposal import candidate
+from tests.training.workbench import trained
 
 TINY = '{"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 11, "n_positions": 4}'
 BASE = ["plan", "--n", "10003", "--batch-size", "512"]
@@ -325,3 +327,19 @@ def test_no_batch_is_proposed_for_what_is_shared():
     said = invoke("plan", "--n", "10003", "--epochs", "6", "--epsilon", "8", "--share", "0.2")
     assert said.exit_code == 2
     assert "--share without --batch-size" in said.stderr
+
+
+def test_a_plan_after_an_earlier_training_has_what_that_left(tmp_path):
+    trained(tmp_path / "first", privacy=PrivacyConfig(noise_multiplier=1.0, accountant="rdp")).save_model()
+    spent = epsilon(dp.SelfComposedDpEvent(step_event(1.0, 8 / 48), 4), default_delta(48))
+    options = ("plan", "--n", "40", "--batch-size", "8", "--steps", "4", "--after", str(tmp_path / "first"))
+    plan = json.loads(invoke(*options, "--noise", "2", "--json").stdout)
+    assert (plan["after"], plan["delta"], "rdp" in plan) == (["first"], default_delta(48), False)
+    assert plan["pld"]["spent_before"] == spent < plan["pld"]["epsilon"]
+    table = " ".join(invoke(*options, "--noise", "2").stdout.split())
+    assert "of that spent before" in table
+    assert "spent on the same people before (first), by PLD" in table
+    none_left = invoke(*options, "--epsilon", str(spent))
+    assert (none_left.exit_code, "was spent before, at delta" in none_left.stderr) == (2, True)
+    proposed = invoke("plan", "--n", "40", "--epochs", "4", "--epsilon", "8", "--after", str(tmp_path / "first"))
+    assert (proposed.exit_code, "--after without --batch-size." in proposed.stderr) == (2, True)

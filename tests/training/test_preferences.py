@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+import re
 import sys
 import warnings
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ import datasets
 import pytest
 import torch
 from datasets import Dataset
-from peft import get_peft_model
+from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from transformers import LlamaForSequenceClassification
 
@@ -322,7 +323,10 @@ def test_the_snippet_in_the_docs_runs(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(datasets, "load_dataset", lambda name, split: Dataset.from_list(rows))
     monkeypatch.setitem(sys.modules, "snippet", type(sys)("snippet"))
     namespace: dict[str, Any] = {"__name__": "snippet"}
-    exec(from_docs("python", "DPOTrainer").replace('DPOConfig("out",', 'DPOConfig("out", use_cpu=True,'), namespace)
+    exec(
+        from_docs("python", "class DPDPOTrainer").replace('DPOConfig("out",', 'DPOConfig("out", use_cpu=True,'),
+        namespace,
+    )
     report = namespace["trainer"].privacy_report()
     assert report.dataset_size == 150
     assert 7.9 < report.epsilon <= 8.0
@@ -349,3 +353,25 @@ def test_a_users_pairs_are_clipped_together(tmp_path: Path) -> None:
     for name in means[0]:
         total = sum(min(1.0, bound / norm) * one[name] for one, norm in zip(means, norms, strict=True))
         torch.testing.assert_close((before[name] - after[name]) * 8, total, rtol=1e-4, atol=1e-4 * bound)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_supervised_fine_tuning_and_preferences_under_one_budget(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for part in (a_model(), tokenizer()):
+        part.save_pretrained("HuggingFaceTB/SmolLM2-135M-Instruct")
+    namespace: dict[str, Any] = {
+        "DPSFTTrainer": type("DPSFTTrainer", (DPTrainerMixin, trl.SFTTrainer), {}), "DPDPOTrainer": DPDPOTrainer,
+        **{kind.__name__: kind for kind in (trl.SFTConfig, trl.DPOConfig, LoraConfig, PrivacyConfig)},
+        "conversations": pairs(300).remove_columns("rejected").rename_column("chosen", "completion"),
+        "pairs": pairs(200),
+    }  # fmt: skip
+    snippet = from_docs("python", "AutoPeftModelForCausalLM")
+    exec(re.sub(r'"out/(sft|dpo)", ', r'"out/\1", use_cpu=True, max_steps=1, bf16=False, ', snippet), namespace)
+    report = namespace["dpo"].privacy_report()
+    assert 7.9 < report.epsilon <= 8.0
+    assert report.earlier[0].startswith("sft: epsilon 4 at delta")
+    assert report.dataset_size == 200

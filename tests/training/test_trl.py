@@ -389,7 +389,7 @@ def test_the_snippet_in_the_docs_runs(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(datasets, "load_dataset", lambda name, split: Dataset.from_list(rows))
     monkeypatch.setitem(sys.modules, "snippet", type(sys)("snippet"))
     namespace: dict[str, Any] = {"__name__": "snippet"}
-    snippet = from_docs("python", "SFTTrainer").replace(
+    snippet = from_docs("python", "class DPSFTTrainer").replace(
         'SFTConfig("out",', 'SFTConfig("out", use_cpu=True, max_steps=2,'
     )
     snippet = snippet if peft else re.sub(r"^ +peft_config=.*\n", "", snippet, flags=re.M)
