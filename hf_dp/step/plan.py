@@ -101,10 +101,10 @@ class Plan:
                 can meet.
         """
         # A refusal is seen by nobody else: it may depend on n where n is secret.
-        n = sampler.dataset_size
-        delta = accounting.promised_delta(config, n)
+        unit = sampler.unit
+        delta = accounting.promised_delta(config, sampler.dataset_size if unit.number is None else unit.number)
         releases, noise_multiplier = accounting.calibrated(
-            lambda noise: sampler.terms.event(accounting.GaussianNoise(multiplier=noise).event(), n),
+            lambda noise: sampler.terms.event(accounting.GaussianNoise(multiplier=noise).event(), unit),
             steps=steps,
             delta=delta,
             shares=shares,
