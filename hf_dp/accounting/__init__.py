@@ -36,17 +36,21 @@ from hf_dp.accounting.report import (
     standard_caveats,
 )
 from hf_dp.accounting.terms import (
-    ColumnUnit,
-    ExampleUnit,
     GaussianNoise,
     PoissonSampling,
     SamplingTerms,
     TruncatedPoissonSampling,
-    UncountedExampleUnit,
-    UnitTerms,
     clipping_terms,
     sampling_terms,
     step_event,
+)
+from hf_dp.accounting.units import (
+    ColumnExamplesUnit,
+    ColumnUnit,
+    ExampleUnit,
+    UncountedExampleUnit,
+    UnitTerms,
+    promised_unit,
     unit_terms,
 )
 from hf_dp.config.asked import Query, Share
@@ -66,6 +70,7 @@ __all__ = [
     "TRAINING_STEP",
     "AutomaticClipping",
     "ClippingTerms",
+    "ColumnExamplesUnit",
     "ColumnUnit",
     "Earlier",
     "ExampleUnit",
@@ -100,6 +105,7 @@ __all__ = [
     "noise_in_words",
     "paid_releases",
     "promised_delta",
+    "promised_unit",
     "sampling_terms",
     "smallest_noise_multiplier",
     "standard_caveats",

@@ -87,9 +87,9 @@ def epsilon(event: dp.DpEvent, delta: float, accountant: AccountantName = "pld")
         return math.inf
     if accountant == "rdp" and not all(one.has_renyi for one in counts):
         raise ConfigurationError(
-            "accountant='rdp' for batches with a hard cap.",
-            why="dp_accounting has no Renyi divergence of a truncated Poisson sample.",
-            fix="use accountant='pld', or leave out max_batch_size.",
+            "accountant='rdp' for batches with a hard cap, or units whose examples are drawn each by itself.",
+            why="dp_accounting has no Renyi divergence of a truncated Poisson sample, nor of a mixture of Gaussians.",
+            fix="use accountant='pld', or leave out max_batch_size, or unit_sampling='examples'.",
         )
     return _epsilon(_merged(counts), float(delta), accountant)
 

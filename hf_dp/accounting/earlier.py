@@ -16,7 +16,8 @@ import dp_accounting as dp
 from hf_dp.accounting.events import check_delta
 from hf_dp.accounting.ledger import Ledger
 from hf_dp.accounting.release import Release, check_label
-from hf_dp.accounting.terms import ColumnUnit, UnitTerms, terms_from_dict
+from hf_dp.accounting.terms import terms_from_dict
+from hf_dp.accounting.units import ColumnExamplesUnit, ColumnUnit, UnitTerms
 from hf_dp.config.ranges import check_target_delta, is_digest, is_number
 from hf_dp.errors import ConfigurationError, damaged
 from hf_dp.figures import upper
@@ -150,7 +151,7 @@ def check_same_people(earlier: Sequence[Earlier], unit: UnitTerms) -> None:
     """Refuse units that are not hidden alike in all trainings (`ConfigurationError`)."""
     check_number(len(earlier))
     for one in earlier:
-        columns = [each.column if isinstance(each, ColumnUnit) else None for each in (one.unit, unit)]
+        columns = [each.column if isinstance(each, (ColumnUnit, ColumnExamplesUnit)) else None for each in (one.unit, unit)]
         if type(one.unit) is not type(unit) or columns[0] != columns[1]:
             raise ConfigurationError(
                 f"a training with the unit {_told(unit)}, after {one.name!r} with {_told(one.unit)}.",

@@ -99,7 +99,7 @@ def _read(values: Any) -> dp.DpEvent:
 
 def _inner(value: Any) -> Any:
     if isinstance(value, list):
-        return [_read(item) for item in value]
+        return [_inner(item) for item in value]
     return _read(value) if isinstance(value, dict) else value
 
 

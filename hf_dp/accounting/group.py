@@ -1,4 +1,4 @@
-"""Several rows of one person in a Poisson sample with Gaussian noise: what one use of it costs.
+"""Several rows of one person, or of one unit, in a Poisson sample with Gaussian noise: what one use of it costs.
 
 Each of k rows is drawn with probability q by itself, and each adds at most the sensitivity. If j of them are drawn, the
 sum moves by at most j times that, with the probability of j among k draws: a mixture of Gaussians at 0, 1, ..., k
@@ -13,15 +13,17 @@ import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
 import dp_accounting as dp
 import numpy as np
 from dp_accounting.pld import privacy_loss_distribution as distributions
 from dp_accounting.pld import privacy_loss_mechanism
-from scipy import stats
 
 from hf_dp.accounting.composition import StepLoss, as_step_loss
+from hf_dp.config.ranges import is_noise, is_number
+from hf_dp.config.units import MOST_ROWS
 
 # Squares of smaller numbers vanish. Their epsilon is beyond 1e100: as good as infinite.
 MIN_NOISE = 1e-60
@@ -31,6 +33,12 @@ _BOTH = (privacy_loss_mechanism.AdjacencyType.REMOVE, privacy_loss_mechanism.Adj
 # Halvings of an interval of some 100 standard deviations: thresholds are exact to 1e-8 of one, and what is computed
 # from them to the square of that.
 _HALVINGS = 34
+# Relative, of chances that were computed from a probability that is computed from them.
+_ROUNDING, _NOTHING = 1e-9, 1e-300
+# dp_accounting does not name it at its top.
+EVENT = dp.dp_event.MixtureOfGaussiansDpEvent
+# A person with several units. Time grows with the rows: beyond it is seconds, at each save.
+_MOST_OF_PERSON = 64
 
 
 @dataclass(frozen=True, order=True)
@@ -47,13 +55,31 @@ class Group:
     noise: float
     rows: int
 
+    @classmethod
+    def of(cls, event: Any) -> Group | None:
+        """Of a `MixtureOfGaussiansDpEvent` that `event` makes; None of another."""
+        noise, drawn, chances = event.standard_deviation, event.sensitivities, event.sampling_probs
+        rows = len(drawn) - 1
+        if not (is_noise(noise) and 1 <= rows <= MOST_ROWS and len(chances) == rows + 1):
+            return None
+        if list(drawn) != [float(j) for j in range(rows + 1)] or not all(map(is_number, chances)):
+            return None
+        likeliest = max(range(rows), key=lambda j: min(chances[j], chances[j + 1]))
+        few, more = chances[likeliest] * (rows - likeliest), chances[likeliest + 1] * (likeliest + 1)
+        q = more / (few + more) if min(few, more) > 0 and few + more < math.inf else 0.0
+        if not 0 < q < 1:
+            return None
+        alike = zip(chances, chances_of(rows, q), strict=True)
+        same = all(math.isclose(one, other, rel_tol=_ROUNDING, abs_tol=_NOTHING) for one, other in alike)
+        return cls(q, float(noise), rows) if same else None
+
     @staticmethod
     def merged(counts: Mapping[Any, int]) -> dict[Any, int]:
         return dict(counts)
 
     @property
     def event(self) -> dp.DpEvent:
-        return dp.dp_event.MixtureOfGaussiansDpEvent(self.noise, *self._mixture)
+        return EVENT(self.noise, *self._mixture)
 
     @property
     def has_renyi(self) -> bool:
@@ -71,13 +97,13 @@ class Group:
     def is_a_sum(self) -> bool:
         return True
 
-    def of_group(self, rows: int) -> Group:
-        return Group(self.probability, self.noise, self.rows * rows)
+    def of_group(self, rows: int) -> Group | None:
+        most = self.rows * rows
+        return Group(self.probability, self.noise, most) if rows == 1 or most <= _MOST_OF_PERSON else None
 
     @property
     def _mixture(self) -> tuple[list[float], list[float]]:
-        drawn = range(self.rows + 1)
-        return [float(j) for j in drawn], list(map(float, stats.binom.pmf(drawn, self.rows, self.probability)))
+        return [float(j) for j in range(self.rows + 1)], list(chances_of(self.rows, self.probability))
 
     def losses(self, cell: float) -> tuple[StepLoss, StepLoss]:
         return _losses(self, cell)
@@ -89,6 +115,13 @@ class Group:
             widths.append(bounds.epsilon_upper - bounds.epsilon_lower)
             deviations.append(loss.deviation())
         return max(deviations), max(widths)
+
+
+@functools.lru_cache(maxsize=64)
+def chances_of(rows: int, probability: float) -> tuple[float, ...]:
+    """Of j in 0 to `rows` draws, each with `probability`: rounded once, so that records say the same everywhere."""
+    q = Fraction(probability)
+    return tuple(float(math.comb(rows, j) * q**j * (1 - q) ** (rows - j)) for j in range(rows + 1))
 
 
 class _Loss(privacy_loss_mechanism.MixtureGaussianPrivacyLoss):  # type: ignore[misc]

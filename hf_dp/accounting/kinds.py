@@ -10,6 +10,8 @@ import dp_accounting as dp
 
 from hf_dp.accounting.composition import StepLoss
 from hf_dp.accounting.gaussian import Gaussian
+from hf_dp.accounting.group import EVENT as SEVERAL_ROWS
+from hf_dp.accounting.group import Group
 from hf_dp.accounting.truncated import EVENT, Truncated
 from hf_dp.figures import lower
 
@@ -87,6 +89,7 @@ KINDS: tuple[Kind, ...] = (
         ),
         Gaussian.of,
     ),
+    Kind("mixture_of_gaussians", SEVERAL_ROWS, lambda event, told: _several_rows(event), Group.of),
 )
 if EVENT is not None:
     KINDS += (
@@ -100,4 +103,13 @@ if EVENT is not None:
             ),
             Truncated.of,
         ),
+    )
+
+
+def _several_rows(event: Any) -> str:
+    one = Group.of(event)
+    assert one is not None
+    return (
+        f"Gaussian noise, {lower(one.noise, 4)} times the sensitivity to one example, on a Poisson sample with "
+        f"probability {one.probability:.4g}, of at most {one.rows} examples of one unit (a mixture of Gaussians)"
     )

@@ -18,12 +18,11 @@ from hf_dp.accounting.terms import (
     TERMS,
     GaussianNoise,
     SamplingTerms,
-    UnitTerms,
     clipping_terms,
     sampling_terms,
     terms_from_dict,
-    unit_terms,
 )
+from hf_dp.accounting.units import ColumnExamplesUnit, UnitTerms, unit_terms
 from hf_dp.config import PrivacyConfig
 from hf_dp.config.after import name_of
 from hf_dp.config.asked import Query, promised
@@ -55,8 +54,8 @@ class Mechanism:
         earlier: trainings before on the same people, the first of them first.
 
     Raises:
-        ConfigurationError: numbers out of range, two releases or queries of one label, or earlier units that are
-            hidden otherwise.
+        ConfigurationError: numbers out of range, two releases or queries of one label, earlier units that are hidden
+            otherwise, or a unit of which it is not known what it costs to be sampled so.
         LedgerError: a label that is no short name.
     """
 
@@ -92,11 +91,13 @@ class Mechanism:
                 why="a label is the one way in which a release is known, and reproducible is True or False.",
                 fix="give each release and each query a label of its own.",
             )
+        # Not of all units is it known with all samplings (`ConfigurationError`).
+        _ = self.step_event
 
     @property
     def step_event(self) -> dp.DpEvent:
         """What one step costs, with all of its queries."""
-        return self.sampling.event(self.noise.event(), self.unit.number)
+        return self.sampling.event(self.noise.event(), self.unit)
 
     @property
     def event(self) -> dp.DpEvent:
@@ -133,15 +134,24 @@ class Mechanism:
             # Steps whose noise anyone can repeat stay steps that are not private.
             "reproducible": self.reproducible,
             **({_EARLIER: [one.record_sha256 for one in self.earlier]} if self.earlier else {}),
+            **({} if self._drawn_from is None else {"drawn_from": self._drawn_from}),
         }
+
+    @property
+    def _drawn_from(self) -> int | None:
+        """How many examples are drawn from, where these are not the units."""
+        return self.unit.drawn if isinstance(self.unit, ColumnExamplesUnit) else None
 
     def beside(self, config: PrivacyConfig) -> dict[str, tuple[Any, Any]]:
         """By its name, what is said here and what the config asks for of it, where it does: pairs that must agree."""
-        n, expected = self.unit.number, self.sampling.expected_batch_size
+        n, drawn, expected = self.unit.number, self.unit.drawn, self.sampling.expected_batch_size
         pairs = {
-            "unit": (self.unit.to_dict(), _asked_for(lambda: unit_terms(n, config))),
+            "unit": (self.unit.to_dict(), _asked_for(lambda: unit_terms(n, config, drawn))),
             "clipping": (self.clipping.to_dict(), clipping_terms(config).to_dict()),
-            "sampling": (self.sampling.to_dict(), _asked_for(lambda: sampling_terms(n, expected, promised(config)))),
+            "sampling": (
+                self.sampling.to_dict(),
+                _asked_for(lambda: sampling_terms(drawn, expected, promised(config))),
+            ),
             "noise": (self.noise.kind, config.noise),
             "after": ([one.name for one in self.earlier[-1:]], [name_of(config.after)] if config.after else []),
             # The config may leave these to be found.
@@ -163,6 +173,7 @@ class Mechanism:
             steps=ledger.steps,
             accountant=config.accountant,
             dataset_size=self.unit.number,
+            drawn_from=self._drawn_from,
             expected_batch_size=self.sampling.expected_batch_size,
             target_epsilon=config.target_epsilon,
             target_tpr=config.target_tpr,
@@ -175,7 +186,9 @@ class Mechanism:
             unit=self.unit.name,
             adjacency=self.unit.adjacency,
             sampling=self.sampling.name,
-            caveats=standard_caveats(withholds_logs=config.withhold_non_private_logs),
+            caveats=standard_caveats(
+                withholds_logs=config.withhold_non_private_logs, shows_whose=self._drawn_from is not None
+            ),
         )
 
     def to_dict(self) -> dict[str, Any]:

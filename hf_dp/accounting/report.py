@@ -38,6 +38,10 @@ FLOATING_POINT = (
 TOGETHER = (
     "Epsilon is of several trainings together, for whoever has at most one unit in the data of each, this one and:"
 )
+OWNERSHIP = (
+    "Whose each example is, and so how many each has, is taken to be public, and is not covered: what stands in the "
+    "examples is."
+)
 REPRODUCIBLE = "A seed was given: whoever knows it can subtract the noise."
 NO_NOISE = "No finite epsilon holds: something was released without noise."
 STANDARD_CAVEATS: tuple[str, ...] = (
@@ -45,9 +49,11 @@ STANDARD_CAVEATS: tuple[str, ...] = (
 )  # fmt: skip
 
 
-def standard_caveats(*, withholds_logs: bool) -> tuple[str, ...]:
-    """What no run covers; exact logs are no caveat of a run that withholds them."""
-    return tuple(caveat for caveat in STANDARD_CAVEATS if not (withholds_logs and caveat == LOGGED_METRICS))
+def standard_caveats(*, withholds_logs: bool, shows_whose: bool = False) -> tuple[str, ...]:
+    """What no run covers; exact logs are no caveat of a run that withholds them, and whose each example is is one where
+    it decides which are drawn from."""
+    own = (OWNERSHIP,) if shows_whose else ()
+    return own + tuple(caveat for caveat in STANDARD_CAVEATS if not (withholds_logs and caveat == LOGGED_METRICS))
 
 
 def clipping_in_words(kind: str, norm: float) -> str:
@@ -72,7 +78,7 @@ class PrivacyReport:
         clipping_norm: l2 norm to which each unit's gradient was clipped.
         clipping: the kind of clipping rule.
         noise: the kind of source that made the noise.
-        sampling_probability: of each unit in each step.
+        sampling_probability: of each unit in each step, or of each example; see `drawn_from`.
         steps: training steps charged.
         accountant: which bound `epsilon` is, "pld" or "rdp".
         target_epsilon: the budget, or None if the noise was given, or the budget as the next two say.
@@ -84,8 +90,9 @@ class PrivacyReport:
         releases: what was released beside the steps, those of earlier trainings included.
         earlier: trainings before on the same people, each in words; epsilon is of all together.
         dataset_size: number of units; None where it is secret.
+        drawn_from: number of examples that are drawn from, where units have several and each is drawn by itself.
         expected_batch_size: what the sum of a step is divided by; where the number of units is public, the mean
-            number of them in a step.
+            number of them, or of examples, in a step.
         reproducible: a seed was given, so that the noise is not secret and the run is not private.
         unit: whose contribution is replaced by nothing, or whose presence is secret.
         adjacency: how neighbouring datasets differ; the first records say "add or remove one" of zero-out.
@@ -116,6 +123,7 @@ class PrivacyReport:
     unit: str = "one training example"
     adjacency: str = ZERO_OUT
     sampling: str = "Poisson"
+    drawn_from: int | None = None
     caveats: tuple[str, ...] = STANDARD_CAVEATS
     versions: dict[str, str] = field(default_factory=library_versions)
 
@@ -190,7 +198,11 @@ class PrivacyReport:
 
     def _of_how_many(self) -> str:
         size = f"{self.expected_batch_size:g}"
-        return f"sums divided by {size}" if self.dataset_size is None else f"on average {size} of {self.dataset_size}"
+        if self.dataset_size is None:
+            return f"sums divided by {size}"
+        if self.drawn_from is not None:
+            return f"on average {size} of {self.drawn_from} examples of {self.dataset_size} units"
+        return f"on average {size} of {self.dataset_size}"
 
     def _besides(self) -> dict[str, str]:
         """What took of the budget beside the gradients, by its label, for reading."""
@@ -209,7 +221,7 @@ class PrivacyReport:
 
 
 _PLAIN: dict[str, Any] = {
-    "clipping": "flat", "noise": "gaussian", "target_tpr": None, "at_fpr": AT_FPR, "earlier": ()
+    "clipping": "flat", "noise": "gaussian", "target_tpr": None, "at_fpr": AT_FPR, "earlier": (), "drawn_from": None
 }  # fmt: skip
 _OPTIONAL = ("target_epsilon", "target_tpr", "epsilon_rdp")
 _VERSION = re.compile(r"[\w.+!-]{1,60}", re.ASCII)
@@ -238,6 +250,8 @@ def _read(cls: type[PrivacyReport], values: object) -> PrivacyReport | str:
     for name in ("steps",) if is_secret else ("steps", "dataset_size"):
         if not is_count(fields[name]):
             return f"{name} is {fields[name]!r}"
+    if fields["drawn_from"] is not None and (is_secret or not is_count(fields["drawn_from"], at_least=1)):
+        return f"drawn_from is {fields['drawn_from']!r}"
     if not isinstance(fields["reproducible"], bool) or fields["accountant"] not in ("pld", "rdp"):
         return f"reproducible is {fields['reproducible']!r}, accountant is {fields['accountant']!r}"
     for name, kinds in (("clipping", ClippingName), ("noise", NoiseName)):

@@ -111,7 +111,8 @@ def group_epsilons(event: dp.DpEvent, delta: float) -> dict[int, float | None]:
 def groups_in_words(found: dict[int, float | None], units: str = "training examples") -> str:
     """What `group_epsilons` found, as a sentence; of nothing, only that there is such a thing."""
     less = f"A person behind several {units} is protected less (group privacy)"
-    if not found or None in found.values():
+    if not found or set(found.values()) == {None}:
         return f"{less}{': how much is not computed for these batches' if found else ''}."
     said = [f"{upper(epsilon, 3)} for {rows}" for rows, epsilon in found.items() if epsilon is not None]
-    return f"{less}: at the same delta epsilon is {', '.join(said[:-1])} and {said[-1]} of them."
+    listed = " and ".join([", ".join(said[:-1]), said[-1]] if len(said) > 1 else said)
+    return f"{less}: at the same delta epsilon is {listed} of them."

@@ -12,79 +12,20 @@ import dp_accounting as dp
 
 import hf_dp.accounting.truncated as truncated
 from hf_dp.accounting.events import check_sampling_probability
-from hf_dp.accounting.neighbours import ADD_OR_REMOVE, ZERO_OUT
+from hf_dp.accounting.gaussian import Gaussian
+from hf_dp.accounting.units import ColumnExamplesUnit, ColumnUnit, ExampleUnit, UncountedExampleUnit, UnitTerms
 from hf_dp.config import PrivacyConfig
 from hf_dp.config.clipping import CLIPPINGS, ClippingTerms
 from hf_dp.config.plain import Terms, refuse_term
 from hf_dp.config.promise import NoiseName
-from hf_dp.config.ranges import check_noise_multiplier, is_count, is_number, shown
+from hf_dp.config.ranges import check_noise_multiplier, is_number, shown
 from hf_dp.config.secret import GIVEN_SIZE
-from hf_dp.config.units import is_column
 from hf_dp.errors import ConfigurationError
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExampleUnit(Terms):
-    """Each training example is a unit of its own.
-
-    Attributes:
-        number: n, how many there are.
-    """
-
-    number: int
-    kind: str = "example"
-    name: ClassVar[str] = "one training example"
-    adjacency: ClassVar[str] = ZERO_OUT
-
-    def _check(self) -> None:
-        if not is_count(self.number, at_least=1):
-            refuse_term("number", self.number, "it is a whole number of at least 1")
-
-
-@dataclass(frozen=True, kw_only=True)
-class UncountedExampleUnit(Terms):
-    """Each training example is a unit of its own, and how many there are is secret: nothing may follow from it."""
-
-    kind: str = "uncounted example"
-    name: ClassVar[str] = "one training example"
-    adjacency: ClassVar[str] = ADD_OR_REMOVE
-    number: ClassVar[None] = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class ColumnUnit(Terms):
-    """All training examples with one value in a column are a unit together.
-
-    Attributes:
-        number: n, how many values there are.
-        column: its name.
-        max_examples: of one unit in one step.
-    """
-
-    number: int
-    column: str
-    max_examples: int
-    kind: str = "column"
-    adjacency: ClassVar[str] = ZERO_OUT
-
-    def _check(self) -> None:
-        for name in ("number", "max_examples"):
-            if not is_count(getattr(self, name), at_least=1):
-                refuse_term(name, getattr(self, name), "it is a whole number of at least 1")
-        if not is_column(self.column):
-            refuse_term("column", self.column, "it is the short name of a column")
-
-    @property
-    def name(self) -> str:
-        return f"all training examples of one {self.column} together, at most {self.max_examples} in a step"
-
-
-UnitTerms = ExampleUnit | UncountedExampleUnit | ColumnUnit
-
-
-@dataclass(frozen=True, kw_only=True)
 class PoissonSampling(Terms):
-    """Each unit enters each step independently.
+    """Each unit enters each step independently, or each example of a unit that has several.
 
     Attributes:
         probability: q, in (0, 1].
@@ -101,9 +42,11 @@ class PoissonSampling(Terms):
         if not (is_number(self.expected_batch_size) and 0 < self.expected_batch_size < math.inf):
             refuse_term("expected_batch_size", self.expected_batch_size, "it is a finite number above 0")
 
-    def event(self, inner: dp.DpEvent, number: int | None) -> dp.DpEvent:
-        """What a step costs whose release would cost `inner` on all units, `number` of them (None if it is secret)."""
-        return _poisson_sampled(self.probability, inner)
+    def event(self, inner: dp.DpEvent, unit: UnitTerms) -> dp.DpEvent:
+        """What a step costs whose release would cost `inner` on all units, were they one example each."""
+        sampled = _poisson_sampled(self.probability, inner)
+        one = Gaussian.of(sampled) if unit.apart > 1 else None
+        return sampled if one is None else one.of_group(unit.apart).event
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,11 +75,17 @@ class TruncatedPoissonSampling(Terms):
     def name(self) -> str:
         return f"Poisson before truncation to {self.max_batch_size}"
 
-    def event(self, inner: dp.DpEvent, number: int | None) -> dp.DpEvent:
-        """As of `PoissonSampling`; here their number counts."""
+    def event(self, inner: dp.DpEvent, unit: UnitTerms) -> dp.DpEvent:
+        """As of `PoissonSampling`; here the number that is drawn from counts.
+
+        Raises:
+            ConfigurationError: besides, units of which several examples are drawn, each by itself.
+        """
+        if unit.apart > 1:
+            refuse_term("unit", unit.name, "of a truncated sample it is one example")
         if isinstance(inner, dp.NonPrivateDpEvent):
             return inner
-        return truncated.sampled(inner, number, self.probability, self.max_batch_size)
+        return truncated.sampled(inner, unit.drawn, self.probability, self.max_batch_size)
 
 
 SamplingTerms = PoissonSampling | TruncatedPoissonSampling
@@ -206,28 +155,21 @@ def _poisson_sampled(probability: float, inner: dp.DpEvent) -> dp.DpEvent:
 
 # By the field of a mechanism, then by their kind in JSON.
 TERMS: dict[str, dict[str, type[Any]]] = {
-    "unit": {"example": ExampleUnit, "uncounted example": UncountedExampleUnit, "column": ColumnUnit},
+    "unit": {
+        "example": ExampleUnit,
+        "uncounted example": UncountedExampleUnit,
+        "column": ColumnUnit,
+        "column, by examples": ColumnExamplesUnit,
+    },
     "sampling": {"poisson": PoissonSampling, "truncated_poisson": TruncatedPoissonSampling},
     "clipping": CLIPPINGS,
     "noise": dict.fromkeys(get_args(NoiseName), GaussianNoise),
 }
 
 
-def unit_terms(number: int | None, config: PrivacyConfig) -> UnitTerms:
-    """The unit that a config promises, of which there are `number` (None if it is secret). Where the sampling
-    probability follows from n, n must be public (`ConfigurationError`)."""
-    if config.hides_n:
-        return UncountedExampleUnit()
-    counted: Any = number
-    if config.unit is None:
-        return ExampleUnit(number=counted)
-    most: Any = config.max_examples_per_unit
-    return ColumnUnit(number=counted, column=config.unit, max_examples=most)
-
-
 def sampling_terms(number: int | None, expected_batch_size: float, asked: Mapping[str, Any]) -> SamplingTerms:
-    """The sampling of `number` units (None if it is secret) that a config asks for, given what it promises, as it
-    stands in ledgers (`ConfigurationError` where none follows)."""
+    """The sampling from `number` units or examples (None if it is secret) that a config asks for, given what it
+    promises, as it stands in ledgers (`ConfigurationError` where none follows)."""
     q, most = asked.get("sampling_probability"), asked.get("max_batch_size")
     if q is None:
         size = asked.get(GIVEN_SIZE, number)

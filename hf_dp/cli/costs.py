@@ -56,7 +56,11 @@ def costs(
     shares: list[float],
     max_batch_size: int | None,
     after: str | None,
+    drawn_from: int | None = None,
+    most: int = 1,
 ) -> dict[str, Any]:
+    """Of n units, each with at most `most` of the `drawn_from` examples, which are drawn each by itself; or of n that
+    are drawn whole (None)."""
     # dp_accounting and scipy take most of a second to import; --help should not wait for them.
     import dp_accounting as dp
 
@@ -64,17 +68,22 @@ def costs(
     from hf_dp.accounting.earlier import event_of
     from hf_dp.accounting.risk import rates, risk
 
+    unit: accounting.UnitTerms
     is_given, earlier = delta is not None, _trainings(after)
     if n is None:
-        delta, size = _own_delta(q, batch_size, epochs, delta), math.nan
+        delta, size, unit = _own_delta(q, batch_size, epochs, delta), math.nan, accounting.UncountedExampleUnit()
     else:
-        delta, size = accounting.default_delta(n) if delta is None else accounting.check_delta(delta, n), float(n)
+        delta = accounting.default_delta(n) if delta is None else accounting.check_delta(delta, n)
+        unit = accounting.ExampleUnit(number=n)
+        if drawn_from is not None:
+            unit = accounting.ColumnExamplesUnit(number=n, column="unit", max_examples=most, examples=drawn_from)
+        size = float(unit.drawn)
     delta = accounting.delta_after(earlier, delta, is_given=is_given)
-    if n is not None and not 1 <= batch_size <= n:
+    if n is not None and not 1 <= batch_size <= size:
         raise ConfigurationError(
-            f"--batch-size {batch_size:g} for n = {n}.",
+            f"--batch-size {batch_size:g} for {'n = ' if drawn_from is None else 'examples '}{size:.0f}.",
             why="each example (or unit) enters a batch with probability batch-size / n, which must be at most 1.",
-            fix=f"give the expected number of them in a logical batch: between 1 and {n}.",
+            fix=f"give the expected number of them in a logical batch: between 1 and {size:.0f}.",
         )
     if steps is None:
         # Trainer counts epochs in whole batches.
@@ -90,10 +99,11 @@ def costs(
             why="what a truncated batch costs follows from n, which is secret then.",
             fix="leave out one of the two.",
         )
-    sampling = accounting.sampling_terms(n, batch_size, {"sampling_probability": q, "max_batch_size": max_batch_size})
+    asked_for = {"sampling_probability": q, "max_batch_size": max_batch_size}
+    sampling = accounting.sampling_terms(unit.drawn, batch_size, asked_for)
 
     def step(noise: float) -> dp.DpEvent:
-        return sampling.event(accounting.GaussianNoise(multiplier=noise).event(), n)
+        return sampling.event(accounting.GaussianNoise(multiplier=noise).event(), unit)
 
     plans: dict[str, Any] = {}
     asked = [accounting.Share(f"release {i}", share, 1) for i, share in enumerate(shares, start=1)]
@@ -115,6 +125,7 @@ def costs(
             plans["risk"] = risk(whole, rates(target_tpr, at_fpr))
     common: dict[str, Any] = {
         "dataset_size": n,
+        **({} if drawn_from is None else {"drawn_from": drawn_from, "max_examples_per_unit": most}),
         "expected_batch_size": batch_size,
         "sampling_probability": sampling.probability,
     }

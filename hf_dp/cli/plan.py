@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 import typer
 from rich.console import Console
@@ -12,11 +12,12 @@ from hf_dp.cli.common import AsJson, print_json, refusals
 from hf_dp.cli.costs import costs, exactly_one, positive, proposal
 from hf_dp.cli.planned import answered, plan_table, risk_table
 from hf_dp.cli.sizes import size_table, sizes
-from hf_dp.config.ranges import check_clipping_norm
+from hf_dp.config.ranges import check_clipping_norm, is_one_of, shown
 from hf_dp.config.target import AT_FPR, check_target_tpr
+from hf_dp.config.units import UnitSamplingName
 from hf_dp.errors import ConfigurationError
 
-_DEFAULTS: Any = {"--fpr": AT_FPR, "--world-size": 1, "--length": 512, "--micro-batch": 1}
+_DEFAULTS: Any = {"--unit-sampling": "units", "--fpr": AT_FPR, "--world-size": 1, "--length": 512, "--micro-batch": 1}
 
 
 def plan(
@@ -25,6 +26,15 @@ def plan(
     ] = None,
     units: Annotated[
         int | None, typer.Option(help="In place of --n, where a unit has several examples: the number of units.")
+    ] = None,
+    unit_sampling: Annotated[
+        str, typer.Option(help="With --units: units (drawn whole) or examples (each by itself).")
+    ] = _DEFAULTS["--unit-sampling"],
+    drawn_from: Annotated[
+        int | None, typer.Option(help="With --unit-sampling examples: how many these are, at most --max-examples each.")
+    ] = None,
+    max_examples: Annotated[
+        int | None, typer.Option(help="With --unit-sampling examples: max_examples_per_unit.")
     ] = None,
     sampling_probability: Annotated[
         float | None, typer.Option(help="In place of --n, where that is secret; with --batch-size, --steps, --delta.")
@@ -89,10 +99,17 @@ def plan(
     --sampling-probability in place of --n, and batch size, steps and delta as
     numbers of their own, where n is secret and one example more or less is the
     claim (docs/privacy.md). Where all examples of one user are a unit, give
-    the number of users as --units, and batches in units. With --after what an
-    earlier private training spent on the same people is part of the budget.
-    PLD is the tight accountant and the default in training; RDP is a looser cross-check. With
-    --model, also how much memory each of --world-size ranks needs and what it
+    the number of users as --units, and batches in units; or, with
+    --unit-sampling examples, batches in examples, of which --drawn-from are
+    there and at most --max-examples are one user's:
+
+        hf-dp plan --units 500 --unit-sampling examples --drawn-from 1800
+            --max-examples 4 --batch-size 200 --epochs 10 --epsilon 8
+
+    With --after what an earlier private training spent on the same people is
+    part of the budget. PLD is the tight accountant and the default in
+    training; RDP is a looser cross-check. With --model, also how much memory
+    each of --world-size ranks needs and what it
     sends (docs/scaling.md); that alone, where nothing of the privacy is given:
 
         hf-dp plan --model DIRECTORY --world-size 8 --length 1024
@@ -101,7 +118,7 @@ def plan(
     """
     with refusals(), Console(stderr=True).status("Computing"):
         if plot is not None:
-            _refuse_no_place(plot, _not_of_plain_steps(share, max_batch_size, after))
+            _refuse_no_place(plot, _not_of_plain_steps(share, max_batch_size, after, drawn_from))
         answer: dict[str, Any] = {}
         if model is None:
             _refuse_without_model(
@@ -117,6 +134,7 @@ def plan(
         else:
             exactly_one(of_data)
             n = units if n is None else n
+            _refuse_examples_of_none(units, unit_sampling, drawn_from, max_examples)
             exactly_one({"--epsilon": epsilon, "--tpr": tpr, "--noise": noise})
             check_target_tpr(tpr, fpr)
             exactly_one({"--epochs": epochs, "--steps": steps, "--examples": examples})
@@ -129,7 +147,7 @@ def plan(
                         why="sums are divided by it, and must not follow from n.",
                         fix="give it; to have one proposed, give a public guess of n as --n.",
                     )
-                if more_than_steps := _not_of_plain_steps(share, max_batch_size, after):
+                if more_than_steps := _not_of_plain_steps(share, max_batch_size, after, drawn_from):
                     raise ConfigurationError(
                         f"{more_than_steps[0]} without --batch-size.",
                         why="a batch is proposed for steps alone, of plain Poisson samples.",
@@ -139,10 +157,10 @@ def plan(
             answer = costs(
                 n, sampling_probability, batch_size, epochs, steps, examples, epsilon, tpr, fpr, noise, delta,
                 share or [],
-                max_batch_size,
-                after,
+                max_batch_size, after, drawn_from, max_examples or 1,
             )  # fmt: skip
-            answer |= {**_derived(answer, proposed, clipping_norm), "counts": "examples" if units is None else "units"}
+            counts = "examples" if units is None or drawn_from is not None else "units"
+            answer |= {**_derived(answer, proposed, clipping_norm), "counts": counts}
         if model is not None:
             answer |= sizes(model, lora_rank, world_size, length, micro_batch, batch_size)
         if plot is not None:
@@ -172,8 +190,15 @@ def plan(
         console.print(f"Figure: {plot}", soft_wrap=True)
 
 
-def _not_of_plain_steps(shares: list[float] | None, max_batch_size: int | None, after: str | None) -> list[str]:
-    given = {"--share": shares or None, "--max-batch-size": max_batch_size, "--after": after}
+def _not_of_plain_steps(
+    shares: list[float] | None, max_batch_size: int | None, after: str | None, drawn_from: int | None
+) -> list[str]:
+    given = {
+        "--share": shares or None,
+        "--max-batch-size": max_batch_size,
+        "--after": after,
+        "--drawn-from": drawn_from,
+    }
     return [name for name, value in given.items() if value is not None]
 
 
@@ -191,6 +216,21 @@ def _refuse_no_place(plot: Path, more_than_steps: list[str]) -> None:
             f"--plot {str(plot)!r}: {found}.",
             why="the figure cannot be written there.",
             fix="give a path like plan.png, in a directory that is there.",
+        )
+
+
+def _refuse_examples_of_none(units: int | None, sampling: str, drawn_from: int | None, most: int | None) -> None:
+    given = {"--units": units, "--drawn-from": drawn_from, "--max-examples": most}
+    if sampling == "examples":
+        off = [f" without {name}" for name, value in given.items() if value is None]
+    else:
+        off = [f" with {name}" for name, value in given.items() if value is not None and name != "--units"]
+    if off or not is_one_of(sampling, get_args(UnitSamplingName)):
+        raise ConfigurationError(
+            f"--unit-sampling {shown(sampling)}{''.join(off[:1])}.",
+            why="units are drawn whole; or their examples are, each by itself, and what that costs follows from how "
+            "many there are of all units together, and of one at most.",
+            fix="give --units, --drawn-from and --max-examples with --unit-sampling examples, and only then.",
         )
 
 

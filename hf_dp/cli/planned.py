@@ -41,6 +41,8 @@ def plan_table(answer: dict[str, Any]) -> Table:
         caption = "What an attack may find is computed by PLD."
     if most is not None:
         caption = "Of truncated batches PLD gives an upper bound, and RDP is not offered."
+    if "drawn_from" in answer and names == ["pld"]:
+        caption = "RDP is not offered for mixtures of Gaussians."
     table = Table(title=title, caption=caption)
     table.add_column("")
     for name in names:
@@ -56,6 +58,7 @@ def plan_table(answer: dict[str, Any]) -> Table:
         "delta": upper(answer["delta"], 3),
         "expected batch size": f"{answer['expected_batch_size']:g}" + (" (proposed)" if answer["proposed"] else ""),
         **({} if most is None else {"largest batch": f"{most}"}),
+        **_of_units(answer),
         "steps": str(answer["steps"]),
         "sampling probability": f"{answer['sampling_probability']:.4g}",
         f"{answer['counts']} processed": f"{answer['examples_processed']:,.0f}",
@@ -63,3 +66,12 @@ def plan_table(answer: dict[str, Any]) -> Table:
     }.items():
         table.add_row(label, *[value] * len(names))
     return table
+
+
+def _of_units(answer: dict[str, Any]) -> dict[str, str]:
+    if "drawn_from" not in answer:
+        return {}
+    return {
+        "examples of units": f"{answer['drawn_from']} of {answer['dataset_size']}, at most "
+        f"{answer['max_examples_per_unit']} of one"
+    }

@@ -93,7 +93,10 @@ class PrivacyConfig:
             delta count units then, and a unit's gradient is the mean over its examples in the step, clipped as one.
         max_examples_per_unit: with `unit`, the most examples of one unit that a step uses; of more, so many are drawn
             at random in each step.
-        unit_sampling: "units": each unit is drawn for a step with all of these, independently.
+        unit_sampling: "units": each unit is drawn for a step with all of these, independently. "examples": of a unit
+            with more, so many are chosen once; each of these is drawn and clipped by itself, batches count them, and
+            what a step costs is a mixture of Gaussians. A row may then belong to several units (a list in the column),
+            and whose each row is is public. Needs accountant="pld".
         dataset_size: None, or a public number that stands for n, which is secret then: the sampling probability, the
             default delta and its bound follow from this one, for the same claim. `max_steps` must be given.
         after: None, or where an earlier private training on the same people was saved (a folder, or OWNER/NAME on the
@@ -140,7 +143,7 @@ class PrivacyConfig:
         default=None, metadata={"help": "With unit, the most examples of one unit that a step uses."}
     )
     unit_sampling: UnitSamplingName = field(
-        default="units", metadata={"help": "How the examples of units are drawn: units, whole."}
+        default="units", metadata={"help": "How units are drawn: units (whole) or examples (each by itself)."}
     )
     target_tpr: float | None = field(
         default=None, metadata={"help": "The budget as the share of members that any attack may find, at at_fpr."}
@@ -218,7 +221,6 @@ class PrivacyConfig:
                 fix="use 'pld' (tight, the default) or 'rdp'.",
             )
         check_sampling(self.max_batch_size, self.accountant)
-        check_unit(self.unit, self.max_examples_per_unit, self.unit_sampling, self.hides_n)
         if not isinstance(self.withhold_non_private_logs, bool):
             raise ConfigurationError(
                 f"withhold_non_private_logs={shown(self.withhold_non_private_logs)}.",
@@ -233,6 +235,7 @@ class PrivacyConfig:
             )
         check_after(self.after, self.other_people)
         check_parts(self.re_attention, self.sparse_embeddings, noise)
+        check_unit(self)
         if noise == 0 and is_first():
             warnings.warn(
                 "noise_multiplier=0: this run adds no noise and is not private; its epsilon is infinite.",

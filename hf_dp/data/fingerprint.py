@@ -66,7 +66,7 @@ def fingerprint(dataset: Any, key: bytes, unit: str | None = None) -> Fingerprin
     Args:
         unit: the column that says whose each row is: of that, all rows count.
     """
-    whose = {} if unit is None else _whose(UnitRows.of(dataset, unit, 1), key)
+    whose = {} if unit is None else _whose(UnitRows.of(dataset, unit, 1, several=True), key)
     if isinstance(dataset, Dataset):
         dataset = dataset.with_format(None)
     n = len(dataset)

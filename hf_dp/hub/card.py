@@ -19,6 +19,7 @@ TAGS = ("differential-privacy", "dp-sgd")
 _BASE_MODEL = "The data that the base model was trained on before this run is not covered."
 _LARGEST_EXPONENT = 700  # of a float
 _SECRET = "secret"
+_NO_RENYI = {True: "not offered for truncated batches", False: "not offered for mixtures of Gaussians"}
 _EVALUATION = "Evaluation data, and metrics computed from it, are not covered."
 
 
@@ -110,20 +111,25 @@ def _number(report: PrivacyReport, config: PrivacyConfig) -> str:
     return _SECRET if config.dataset_size is None else f"{_SECRET}; {config.dataset_size} stands for it"
 
 
+def _drawn(report: PrivacyReport) -> str:
+    return "unit" if report.drawn_from is None else f"of {report.drawn_from} examples"
+
+
 def _rows(report: PrivacyReport, found: dict[AccountantName, float], config: PrivacyConfig) -> dict[str, str]:
     budget = "" if report.target_epsilon is None else f" (budget {report.target_epsilon:g})"
+    tight = "an upper bound" if "truncat" in report.sampling else "tight"
     size = f"{report.expected_batch_size:g}"
-    rdp = upper(found["rdp"], 5) if "rdp" in found else "not offered for truncated batches"
+    rdp = upper(found["rdp"], 5) if "rdp" in found else _NO_RENYI[report.drawn_from is None]
     return {
-        f"epsilon, PLD accountant ({'tight' if 'rdp' in found else 'an upper bound'})": upper(found["pld"], 5) + budget,
+        f"epsilon, PLD accountant ({tight})": upper(found["pld"], 5) + budget,
         "epsilon, RDP accountant (looser)": rdp,
         "delta": upper(report.delta, 4),
         **_budget_of_attacks(report),
         "privacy unit": report.unit,
         "neighbouring datasets": report.adjacency,
         "number of units": _number(report, config),
-        "sampling": f"{report.sampling}: each unit with probability {report.sampling_probability:.4g} in each step, "
-        + (f"sums divided by {size}" if report.dataset_size is None else f"{size} on average"),
+        "sampling": f"{report.sampling}: each {_drawn(report)} with probability {report.sampling_probability:.4g} "
+        "in each step, " + (f"sums divided by {size}" if report.dataset_size is None else f"{size} on average"),
         "steps": f"{report.steps}",
         "noise multiplier": noise_in_words(report.noise, report.noise_multiplier),
         "clipping norm": clipping_in_words(report.clipping, report.clipping_norm),

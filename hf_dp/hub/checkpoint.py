@@ -10,11 +10,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from hf_dp.accounting import Ledger, sampling_terms
+from hf_dp.accounting import Ledger, promised_unit, sampling_terms
 from hf_dp.config.ranges import is_number
 from hf_dp.config.secret import GIVEN_SIZE
 from hf_dp.errors import LedgerError
-from hf_dp.hub.claim import check_claim, check_promise, recomputed, same, steps_are
+from hf_dp.hub.charged import same, steps_are
+from hf_dp.hub.claim import check_claim, check_promise, recomputed
 from hf_dp.hub.earlier import check_earlier
 from hf_dp.hub.files import ABOUT_LOADING, check_files
 from hf_dp.hub.record import RECORD_FILE
@@ -83,9 +84,10 @@ def _of_promise(ledger: Ledger) -> Iterator[str]:
         noise, n = promise["calibrated_noise_multiplier"], promise["dataset_size"]
         given, size = promise.get("sampling_probability"), promise.get(GIVEN_SIZE)
         one_stage, is_secret = promise["noise_multiplier"] is None, given is not None or size is not None
-        sampling = sampling_terms(n, promise["expected_batch_size"], promise)
-        q = sampling.probability
-        agree = (n is None) == is_secret and steps_are(ledger, sampling, noise, size or n, one_stage=one_stage)
+        unit = promised_unit(n, promise, promise.get("drawn_from"))
+        sampling = sampling_terms(unit.drawn, promise["expected_batch_size"], promise)
+        q, drawn = sampling.probability, size or unit.drawn
+        agree = (n is None) == is_secret and steps_are(ledger, sampling, noise, unit, drawn, one_stage=one_stage)
     except (KeyError, TypeError, ValueError, ArithmeticError):
         yield "the ledger's promise has no noise multiplier, batch size and dataset size"
     else:

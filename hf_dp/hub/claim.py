@@ -6,18 +6,13 @@ import dataclasses
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from hf_dp.accounting import (
     TRAINING_STEP,
-    GaussianNoise,
-    Ledger,
     PrivacyReport,
     Release,
-    SamplingTerms,
     check_delta,
     in_words,
-    standard_caveats,
     unit_terms,
 )
 from hf_dp.accounting.events import primitives
@@ -25,14 +20,15 @@ from hf_dp.accounting.neighbours import SAID_BEFORE, ZERO_OUT
 from hf_dp.accounting.risk import risk
 from hf_dp.config import AccountantName
 from hf_dp.config.asked import asked
-from hf_dp.config.ranges import is_number, is_probability
+from hf_dp.config.ranges import is_probability
 from hf_dp.errors import ConfigurationError, LedgerError, shortened
 from hf_dp.hub.card import epsilons, privacy_section
+from hf_dp.hub.charged import TOLERANCE, charged_with, same, steps_are
 from hf_dp.hub.record import VERSION, PrivacyRecord, sha256_of_text
 from hf_dp.versions import library_versions
 
-# The same computation on another machine, and that of other versions of hf_dp or dp_accounting.
-_TOLERANCE, _OF_OTHER_VERSIONS = 1e-6, 1e-3
+# That of other versions of hf_dp or dp_accounting.
+_OF_OTHER_VERSIONS = 1e-3
 # Each takes about 0.1 s; a training has one, and one for each kind of release besides its steps.
 _MOST_MECHANISMS = 16
 # Numbers that other machines and versions compute a little otherwise, and words.
@@ -104,18 +100,20 @@ def check_claim(record: PrivacyRecord, found: dict[AccountantName, float]) -> It
     yield _check_what_follows(record)
     yield from _check_releases(record)
     yield _check_delta(record)
-    n, q = _size(record), _probability(record)
+    n, q = _drawn_from(record), _probability(record)
     steps = [event for event, _, label in ledger.entries if label == TRAINING_STEP]
     # The last, since earlier stages of one ledger may have had other batches.
-    charged = getattr(steps[-1], "sampling_probability", q) if steps else q
+    charged = charged_with(steps[-1], q) if steps else q
     agrees = same(q, report.sampling_probability) and same(q, charged)
     one_stage, noise = record.config.noise_multiplier is None, report.noise_multiplier
     alike = is_probability(q) and steps_are(
-        ledger, dataclasses.replace(record.mechanism.sampling, probability=q), noise, n, one_stage=one_stage
-    )
+        ledger, dataclasses.replace(record.mechanism.sampling, probability=q), noise, record.mechanism.unit, n,
+        one_stage=one_stage,
+    )  # fmt: skip
     said_noise = f"noise multiplier {report.noise_multiplier:g} " + ("is" if alike else "is not") + " that of the steps"
     yield Check("noise of the steps", alike, said_noise)
-    of_how_many = f"n = {n}" if report.dataset_size is not None else f"{n}, which stands for n"
+    of_how_many = f"n = {n}" if report.drawn_from is None else f"{n} examples"
+    of_how_many = of_how_many if report.dataset_size is not None else f"{n}, which stands for n"
     from_n = f"expected batch {report.expected_batch_size:g} of {of_how_many}"
     said = f"{f'{q:.6g} whatever n is' if n is None else from_n}, charged with {charged:.6g}"
     yield Check("sampling probability", agrees, said)
@@ -124,6 +122,11 @@ def check_claim(record: PrivacyRecord, found: dict[AccountantName, float]) -> It
 def _size(record: PrivacyRecord) -> int | None:
     """n, or what stands for it; None where the sampling probability does."""
     return record.config.dataset_size if record.report.dataset_size is None else record.report.dataset_size
+
+
+def _drawn_from(record: PrivacyRecord) -> int | None:
+    """How many are drawn from, of which q is a share, or what stands for it."""
+    return record.report.drawn_from or _size(record)
 
 
 def _check_delta(record: PrivacyRecord) -> Check:
@@ -141,7 +144,7 @@ def _check_delta(record: PrivacyRecord) -> Check:
 
 def _probability(record: PrivacyRecord) -> float:
     """The sampling probability that was promised, or that follows from n; NaN where neither is there."""
-    n, given = _size(record), record.config.sampling_probability
+    n, given = _drawn_from(record), record.config.sampling_probability
     follows = math.nan if not n else record.report.expected_batch_size / n
     return follows if given is None else given
 
@@ -153,7 +156,7 @@ def _check_neighbours(record: PrivacyRecord) -> Check:
     everybody's would be another.
     """
     said, holds = record.report.adjacency, record.mechanism.unit.adjacency
-    promised = unit_terms(1, record.config).adjacency  # whatever their number
+    promised = unit_terms(1, record.config, 1).adjacency  # whatever their number
     if holds != promised:
         return Check("neighbouring datasets", False, f"{holds} in the mechanism, {promised} follows from the config")
     # Earlier versions knew no other words.
@@ -198,33 +201,6 @@ def _told(value: object) -> str:
     return f"{value.times} x {value.label}: {in_words(value.event)}" if isinstance(value, Release) else repr(value)
 
 
-def steps_are(
-    ledger: Ledger, sampling: SamplingTerms, noise_multiplier: float, n: int | None, *, one_stage: bool
-) -> bool:
-    """Whether all training steps were charged with this noise, and the last with this sampling.
-
-    Args:
-        one_stage: all with this probability, as under a budget. Otherwise earlier ones may have had another expected
-            batch size, which is a whole number of the n examples; where n is secret, q is the same in all of them.
-    """
-    steps = [event for event, _, label in ledger.entries if label == TRAINING_STEP]
-    inner = GaussianNoise(multiplier=noise_multiplier).event()
-    for event in steps:
-        other = getattr(event, "sampling_probability", sampling.probability)
-        is_free = not one_stage and n is not None and event is not steps[-1]
-        if is_free and not (0 < other <= 1 and _is_batch_of(n, other)):
-            return False
-        drawn = dataclasses.replace(sampling, probability=other) if is_free else sampling
-        if event != drawn.event(inner, n):
-            return False
-    return True
-
-
-def _is_batch_of(n: int | None, q: float) -> bool:
-    expected = (n or 0) * q
-    return round(expected) >= 1 and same(expected, float(round(expected)))
-
-
 def check_promise(record: PrivacyRecord) -> Iterator[Check]:
     """The mechanism and the config against what the ledger was opened for: three places that say the same."""
     mechanism, config, promise = record.mechanism, record.config, record.ledger.promise
@@ -246,7 +222,7 @@ def check_words(record: PrivacyRecord) -> Iterator[Check]:
     """What is said in words follows from the rest too, but only the version that wrote it knows how."""
     if not is_of_this_version(record):
         return
-    wanted = standard_caveats(withholds_logs=record.config.withhold_non_private_logs)
+    wanted = record.mechanism.report(record.ledger, record.config).caveats
     missing = [caveat for caveat in wanted if caveat not in record.report.caveats]
     added = [str(caveat) for caveat in record.report.caveats if caveat not in wanted]
     said = " ".join([*(f"left out: {caveat}" for caveat in missing), *(f"added: {caveat}" for caveat in added)])
@@ -258,7 +234,7 @@ def check_words(record: PrivacyRecord) -> Iterator[Check]:
 
 def epsilon_tolerance(report: PrivacyReport) -> float:
     """Up to which relative difference two epsilons of one ledger are the same. A forger can claim any versions."""
-    return _TOLERANCE if report.versions == library_versions() else _OF_OTHER_VERSIONS
+    return TOLERANCE if report.versions == library_versions() else _OF_OTHER_VERSIONS
 
 
 def versions_differ(report: PrivacyReport) -> str | None:
@@ -279,11 +255,3 @@ def versions_in_words(versions: Mapping[str, str]) -> str:
 
 def is_of_this_version(record: PrivacyRecord) -> bool:
     return record.version == VERSION and record.report.versions.get("hf_dp") == library_versions()["hf_dp"]
-
-
-def same(one: Any, two: Any, tolerance: float = _TOLERANCE) -> bool:
-    if is_number(one) and is_number(two):
-        return math.isclose(one, two, rel_tol=tolerance)
-    if isinstance(one, dict) and isinstance(two, dict):
-        return one.keys() == two.keys() and all(same(one[name], two[name], tolerance) for name in one)
-    return type(one) is type(two) and bool(one == two)

@@ -13,7 +13,8 @@ from huggingface_hub.repocard import REGEX_YAML_BLOCK
 from markdown_it import MarkdownIt
 
 from hf_dp.hub.card import BEGIN, END, METADATA_KEY, metadata
-from hf_dp.hub.claim import Check, epsilon_tolerance, same
+from hf_dp.hub.charged import same
+from hf_dp.hub.claim import Check, epsilon_tolerance
 from hf_dp.hub.record import CARD_FILE, RECORD_FILE, PrivacyRecord, sha256, sha256_of_text
 from hf_dp.hub.source import Source
 

@@ -29,11 +29,12 @@ class BatchSampler(Sampler[list[int]], ABC):
 
     Args:
         terms: what the mechanism says of sampling.
-        dataset_size: n, the number of examples, or of units.
+        dataset_size: of what is drawn: n, the number of examples, or of units; of units whose examples are drawn each
+            by itself, how many these are.
         entropy: where the draws come from; on several ranks all need the same.
         steps_per_epoch: batches per epoch, at least 1. None: ceil(n / expected batch size), or ceil(1 / q).
         is_secret: whether n is.
-        unit: what is drawn, where that is no example.
+        unit: whose presence is hidden, where that is no example.
 
     Raises:
         ConfigurationError: no examples, fewer examples than the expected batch where q follows from n, or a size that
@@ -54,11 +55,11 @@ class BatchSampler(Sampler[list[int]], ABC):
         self.terms = terms
         self.dataset_size = dataset_size
         self._is_secret, self._unit = is_secret, unit
-        if unit is not None and (is_secret or unit.number != dataset_size):
+        if unit is not None and (is_secret or unit.drawn != dataset_size):
             raise ConfigurationError(
                 f"a sampler for {dataset_size} of {unit}.",
                 why="what is accounted for would not be what is drawn.",
-                fix="make it with dataset_size=unit.number, and for a number that is secret without unit.",
+                fix="make it with dataset_size=unit.drawn, and for a number that is secret without unit.",
             )
         # Of a q that follows from two whole numbers, 1 / q is rounded.
         by_itself = 1 / terms.probability * (1 - 1e-12) if is_secret else dataset_size / terms.expected_batch_size

@@ -108,12 +108,12 @@ class Plan:
             BudgetExceededError: the earlier trainings have spent it.
         """
         # A refusal is seen by nobody else: it may depend on n where n is secret.
-        n = sampler.dataset_size
+        unit = sampler.unit
+        own = accounting.promised_delta(config, sampler.dataset_size if unit.number is None else unit.number)
         before = trainings(config.after, earlier)
-        own = accounting.promised_delta(config, n)
         delta = accounting.delta_after(before, own, is_given=config.target_delta is not None)
         releases, noise_multiplier = accounting.calibrated(
-            lambda noise: sampler.terms.event(accounting.GaussianNoise(multiplier=noise).event(), n),
+            lambda noise: sampler.terms.event(accounting.GaussianNoise(multiplier=noise).event(), unit),
             steps=steps,
             delta=delta,
             shares=shares,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -26,7 +27,9 @@ from hf_dp.sampling.table import sampler_of
 from hf_dp.step.plan import Plan
 from hf_dp.training.described import described_data, described_model, described_setup
 from hf_dp.training.refusals import refuse_dataset
-from hf_dp.units.rows import UnitRows
+from hf_dp.units.rows import UnitRows, taken
+
+logger = logging.getLogger(__name__)
 
 
 def check_privacy(privacy: object) -> None:
@@ -45,7 +48,8 @@ def check_data(
     """Refuses data that cannot be drawn from so, under this delta, or after these trainings (`ConfigurationError`)."""
     refuse_dataset(dataset)
     most, units = privacy.max_examples_per_unit, units_of(dataset, privacy)
-    if most is not None and most > micro_batch_size:
+    by_examples = privacy.unit_sampling == "examples"
+    if most is not None and most > micro_batch_size and not by_examples:
         raise ConfigurationError(
             f"max_examples_per_unit={most} with micro-batches of {micro_batch_size} examples.",
             why="the gradient of a unit is clipped as one, and all of its examples in a step are computed together.",
@@ -53,10 +57,11 @@ def check_data(
             "max_examples_per_unit.",
         )
     n, of = len(dataset if units is None else units), "training examples" if units is None else "units"
-    check_sizes(n, expected_batch_size, is_secret=privacy.hides_n, of=of.removeprefix("training "))
-    _sampling(n, expected_batch_size, privacy)
+    drawn, drawn_of = (n, of) if units is None or not by_examples else (len(units.chosen()), "chosen examples")
+    check_sizes(drawn, expected_batch_size, is_secret=privacy.hides_n, of=drawn_of.removeprefix("training "))
+    _sampling(drawn, expected_batch_size, privacy)
     before, delta = trainings(privacy.after, earlier), accounting.promised_delta(privacy, n, of)
-    check_same_people(before, accounting.unit_terms(n, privacy))
+    check_same_people(before, accounting.unit_terms(n, privacy, drawn))
     accounting.delta_after(before, delta, is_given=privacy.target_delta is not None)
 
 
@@ -66,7 +71,7 @@ def units_of(dataset: Any, privacy: PrivacyConfig) -> UnitRows | None:
         return None
     most = privacy.max_examples_per_unit
     assert most is not None
-    return UnitRows.of(dataset, privacy.unit, most)
+    return UnitRows.of(dataset, privacy.unit, most, several=privacy.unit_sampling == "examples")
 
 
 def check_ranks(dataset: Any, model: nn.Module, facts: Mapping[str, Any], accelerator: Any = None) -> None:
@@ -111,19 +116,20 @@ def planned(
         options: of `DataLoader`.
 
     Raises:
-        ConfigurationError: units, and a cap of tokens.
+        ConfigurationError: units that are drawn whole, and a cap of tokens.
     """
     if units is not None:
         agree({"whose the rows of train_dataset are": units.described})
-        _refuse_cut_units(max_tokens_per_micro_batch)
     entropy, rank = Entropy.of_all_ranks(privacy.seed), ranks.rank()
-    n = len(dataset if units is None else units)
-    sampler = sampler_of(
-        _sampling(n, expected_batch_size, privacy), n, entropy,
-        is_secret=privacy.hides_n,
-        unit=None if units is None else accounting.unit_terms(n, privacy),
-    )  # fmt: skip
-    drawn = None if units is None else DrawnUnits(units, entropy)
+    drawn, unit = None, None
+    if units is not None and privacy.unit_sampling == "examples":
+        dataset = _chosen(dataset, units, privacy)
+        unit = accounting.unit_terms(len(units), privacy, len(dataset))
+    elif units is not None:
+        _refuse_cut_units(max_tokens_per_micro_batch)
+        drawn, unit = DrawnUnits(units, entropy), accounting.unit_terms(len(units), privacy)
+    n = len(dataset if drawn is None else drawn.rows)
+    sampler = sampler_of(_sampling(n, expected_batch_size, privacy), n, entropy, is_secret=privacy.hides_n, unit=unit)
     loader = PoissonDataLoader(
         dataset,
         batch_sampler=RankSampler(sampler, rank, ranks.world_size(), drawn),
@@ -135,6 +141,18 @@ def planned(
     )
     number, promise = int(steps(loader)), settled(privacy, model)
     return Plan.make(promise, sampler, number, entropy, *asked(promise, number), earlier=earlier), loader
+
+
+def _chosen(dataset: Any, units: UnitRows, privacy: PrivacyConfig) -> Any:
+    """The examples to draw from; how many are left out is told to whoever trains."""
+    rows = units.chosen()
+    if len(rows) < units.rows and not privacy.withhold_non_private_logs:
+        ranks.warn(
+            logger,
+            "%d of %d examples are drawn from: the others would be more than max_examples_per_unit=%d of one %s.",
+            *(len(rows), units.rows, privacy.max_examples_per_unit, privacy.unit),
+        )
+    return taken(dataset, rows)
 
 
 def _sampling(n: int, expected_batch_size: int, privacy: PrivacyConfig) -> accounting.SamplingTerms:

@@ -32,7 +32,7 @@ _PATH = ("stateful_callbacks", STATE_KEY, "attributes", "saved_ledger")
 # Which trainer has trained a parameter in this process, and its ledger.
 _TRAINED_BY: Any = WeakTensorKeyDictionary()
 # Of a ledger's promise: whose data was trained on. One epsilon is about units of one kind.
-_OF_UNITS = ("dataset_size", "unit", "max_examples_per_unit")
+_OF_UNITS = ("dataset_size", "unit", "max_examples_per_unit", "unit_sampling", "drawn_from")
 
 
 @dataclass(frozen=True)

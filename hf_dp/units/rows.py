@@ -21,28 +21,31 @@ class UnitRows:
         values: of each row, whose it is: texts, or bytes, or whole numbers.
         column: where they stand, for refusals.
         most: rows of one unit in one step.
+        several: a row may belong to several units, of which it says a list.
 
     Raises:
         ConfigurationError: a row that says nothing, or something else.
     """
 
-    def __init__(self, values: Iterable[Any], column: str, most: int) -> None:
+    def __init__(self, values: Iterable[Any], column: str, most: int, several: bool = False) -> None:
         numbers: dict[Any, int] = {}
-        owners = []
+        owners, places = [], []
         kind: type[Any] | None = None
         for row, value in enumerate(values):
-            kind = _kind(value, row, column) if kind is None else kind
-            if _kind(value, row, column) is not kind:
-                raise _refused(column, row, value, f"others are {kind.__name__}, and one person would be two")
-            owners.append(numbers.setdefault(value, len(numbers)))
+            for one in _listed(value, row, column) if several else (value,):
+                kind = _kind(one, row, column) if kind is None else kind
+                if _kind(one, row, column) is not kind:
+                    raise _refused(column, row, value, f"others are {kind.__name__}, and one person would be two")
+                owners.append(numbers.setdefault(one, len(numbers)))
+                places.append(row)
         self._most = most
-        self._order = np.argsort(owners, kind="stable")
+        self._order = np.array(places, dtype=np.int64)[np.argsort(owners, kind="stable")]
         self._starts = np.concatenate([[0], np.bincount(owners, minlength=len(numbers)).cumsum()]).astype(np.int64)
 
     @classmethod
-    def of(cls, dataset: Any, column: str, most: int) -> UnitRows:
+    def of(cls, dataset: Any, column: str, most: int, several: bool = False) -> UnitRows:
         """Those of a dataset with such a column (`ConfigurationError` without it)."""
-        return cls(_values(dataset, column), column, most)
+        return cls(_values(dataset, column), column, most, several)
 
     def __len__(self) -> int:
         """n, the number of units."""
@@ -51,12 +54,31 @@ class UnitRows:
     @property
     def rows(self) -> int:
         """Of all units together."""
-        return len(self._order)
+        return int(self._order.max(initial=-1)) + 1
 
     @property
     def described(self) -> str:
         """The same for data that is divided alike, and for no other."""
         return hashlib.blake2b(self._order.tobytes() + self._starts.tobytes()).hexdigest()
+
+    def chosen(self) -> list[int]:
+        """Rows for all steps, ascending, of which no unit has more than it may: in a random order each row is taken
+        that gives none of its units too many, so that no further one could be (Ganesh et al. 2025, arXiv:2503.03622).
+
+        The order is no secret, and the same whenever it is asked for. What is chosen follows from whose each row is,
+        which is public where rows are chosen so: all that is promised holds for any choice.
+        """
+        rows, owners = self.rows, [[] for _ in range(self.rows)]  # type: tuple[int, list[list[int]]]
+        for unit in range(len(self)):
+            for row in self._order[self._starts[unit] : self._starts[unit + 1]]:
+                owners[row].append(unit)
+        counts, found = [0] * len(self), []
+        for row in Entropy(0).generator("the order in which rows are chosen", 0).permutation(rows):
+            if all(counts[unit] < self._most for unit in owners[row]):
+                found.append(int(row))
+                for unit in owners[row]:
+                    counts[unit] += 1
+        return sorted(found)
 
     def count(self, unit: int) -> int:
         """How many rows of a unit a step uses."""
@@ -70,6 +92,11 @@ class UnitRows:
             generator = entropy.generator(f"rows of unit {unit}", step)
             rows = rows[np.sort(generator.choice(len(rows), self._most, replace=False))]
         return [int(row) for row in rows]
+
+
+def taken(dataset: Any, rows: list[int]) -> Any:
+    """These rows of a dataset."""
+    return dataset.select(rows) if isinstance(dataset, Dataset) else [dataset[row] for row in rows]
 
 
 def without_column(dataset: Any, column: str) -> Any:
@@ -111,6 +138,17 @@ def _values(dataset: Any, column: str) -> Iterable[Any]:
     )
 
 
+def _listed(value: Any, row: int, column: str) -> list[Any]:
+    """Each of the units that a row names, once."""
+    if not isinstance(value, (list, tuple)):
+        return [value]
+    if not value:
+        raise _refused(column, row, value, "it is nobody's, and nobody would be promised anything about it")
+    for one in value:
+        _kind(one, row, column)
+    return list(dict.fromkeys(value))
+
+
 def _kind(value: Any, row: int, column: str) -> type[Any]:
     if value is None or (isinstance(value, (str, bytes)) and not value):
         raise _refused(column, row, value, "it says nothing, and all such rows would be one unit")
@@ -119,7 +157,9 @@ def _kind(value: Any, row: int, column: str) -> type[Any]:
             return kind
     if isinstance(value, (int, np.integer)) and not isinstance(value, bool):
         return int
-    what = "a row of several units is not offered" if isinstance(value, (list, tuple, set)) else "it names no unit"
+    what = "it names no unit"
+    if isinstance(value, (list, tuple, set)):
+        what = "a row of several units is none's alone, and is drawn by itself (unit_sampling='examples')"
     raise _refused(column, row, value, f"it is a {type(value).__name__}: {what}")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
 
 import dp_accounting as dp
@@ -10,12 +11,24 @@ import numpy as np
 import pytest
 from dp_accounting.pld import pld_privacy_accountant
 from dp_accounting.pld import privacy_loss_distribution as distributions
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from scipy import optimize, stats
 
-from hf_dp.accounting import epsilon, step_event, truncated
+from hf_dp.accounting import (
+    ColumnExamplesUnit,
+    PoissonSampling,
+    epsilon,
+    event_from_dict,
+    event_to_dict,
+    in_words,
+    step_event,
+    truncated,
+)
 from hf_dp.accounting.accountants import group_epsilon
 from hf_dp.accounting.group import Group
 from hf_dp.accounting.risk import group_epsilons, groups_in_words
+from hf_dp.errors import LedgerError
 
 RUNS = {
     "one release": dp.GaussianDpEvent(2.0),
@@ -123,3 +136,72 @@ def test_what_has_no_noise_or_too_little_protects_nobody_and_nothing_costs_nothi
         assert group_epsilon(event, 1e-5, 4) == math.inf
     assert group_epsilon(dp.NoOpDpEvent(), 1e-5, 4) == 0
     assert group_epsilon(step_event(1e9, 0.1), 1e-5, 4) < 1e-6  # type: ignore[operator]
+
+
+APART = [ColumnExamplesUnit(number=50, column="user", max_examples=k, examples=100) for k in (2, 4)]
+
+
+@pytest.mark.parametrize("unit", APART, ids=lambda unit: f"k={unit.apart}")
+def test_units_whose_examples_are_drawn_by_themselves_are_charged_as_composed_by_hand(unit: ColumnExamplesUnit) -> None:
+    """In the words of dp_accounting alone: its event, with a binomial number of draws, in its own accountant."""
+    q, sigma, steps, k = 0.05, 1.1, 60, unit.apart
+    sampling = PoissonSampling(probability=q, expected_batch_size=5.0)
+    charged = dp.SelfComposedDpEvent(sampling.event(dp.GaussianDpEvent(sigma), unit), steps)
+    chances = [math.comb(k, j) * q**j * (1 - q) ** (k - j) for j in range(k + 1)]
+    by_hand = dp.dp_event.MixtureOfGaussiansDpEvent(sigma, list(range(k + 1)), chances)
+    accountant = pld_privacy_accountant.PLDAccountant(value_discretization_interval=0.01)
+    other = accountant.compose(dp.SelfComposedDpEvent(by_hand, steps)).get_epsilon(1e-5)
+    assert epsilon(charged, 1e-5) == pytest.approx(other, rel=1e-3)
+    # What a person with so many rows is told of the training by examples.
+    assert epsilon(charged, 1e-5) == group_epsilon(dp.SelfComposedDpEvent(step_event(sigma, q), steps), 1e-5, k)
+    assert group_epsilon(charged, 1e-5, 2) == pytest.approx(
+        group_epsilon(dp.SelfComposedDpEvent(step_event(sigma, q), steps), 1e-5, 2 * k), rel=1e-9
+    )
+    assert group_epsilon(charged, 1e-5, 64) is None
+    found = event_from_dict(json.loads(json.dumps(event_to_dict(charged), allow_nan=False)))
+    assert found == charged
+    assert f"of at most {k} examples of one unit" in in_words(charged)
+
+
+def test_one_example_of_each_unit_costs_what_an_example_costs() -> None:
+    unit = ColumnExamplesUnit(number=50, column="user", max_examples=1, examples=50)
+    sampling = PoissonSampling(probability=0.1, expected_batch_size=5.0)
+    assert sampling.event(dp.GaussianDpEvent(1.1), unit) == step_event(1.1, 0.1)
+    whole = PoissonSampling(probability=1.0, expected_batch_size=100.0)
+    assert whole.event(dp.GaussianDpEvent(4.0), APART[1]) == step_event(1.0, 1.0)
+    assert whole.event(dp.NonPrivateDpEvent(), APART[1]) == dp.NonPrivateDpEvent()
+
+
+@settings(max_examples=30)
+@given(q=st.floats(1e-12, 1, exclude_max=True), rows=st.integers(2, 128))
+def test_a_record_gives_back_the_probability_that_was_charged(q: float, rows: int) -> None:
+    found = Group.of(Group(q, 0.9, rows).event)
+    assert found is not None
+    assert (found.rows, found.noise) == (rows, 0.9)
+    assert found.probability == pytest.approx(q, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("noise", "drawn", "chances"),
+    [
+        (1.0, [0.0, 1.0, 2.0], [0.81, 0.18, 0.02]),
+        (1.0, [0.0, 1.0, 2.0], [0.82, 0.17, 0.01]),
+        (1.0, [0.0, 1.0, 3.0], [0.81, 0.18, 0.01]),
+        (1.0, [0.0, 2.0], [0.5, 0.5]),
+        (1.0, [0.0], [1.0]),
+        (1.0, [], []),
+        (1.0, [0.0, 1.0], [1.0]),
+        (1.0, [0.0, 1.0], [1.0, 0.0]),
+        (1.0, [0.0, 1.0], [1.5, -0.5]),
+        (1.0, [0.0, 1.0], [math.nan, 0.5]),
+        (1.0, [0.0, 1.0], ["0.5", 0.5]),
+        (-1.0, [0.0, 1.0], [0.5, 0.5]),
+        (1.0, [float(j) for j in range(200)], list(map(float, stats.binom.pmf(range(200), 199, 0.5)))),
+    ],
+    ids=str,
+)
+def test_a_mixture_that_no_sampling_of_examples_makes_is_not_known(noise: float, drawn: list, chances: list) -> None:
+    event = dp.dp_event.MixtureOfGaussiansDpEvent(noise, drawn, chances)
+    for use in (lambda: epsilon(event, 1e-5), lambda: event_to_dict(event)):
+        with pytest.raises(LedgerError, match="not known here"):
+            use()

@@ -9,7 +9,7 @@ import pytest
 from scipy import stats
 
 from hf_dp import PrivacyConfig
-from hf_dp.accounting import GaussianNoise, PoissonSampling, Share, calibrated, noise_for_tpr, step_event
+from hf_dp.accounting import ExampleUnit, GaussianNoise, PoissonSampling, Share, calibrated, noise_for_tpr, step_event
 from hf_dp.accounting.risk import risk
 from hf_dp.errors import ConfigurationError
 
@@ -36,7 +36,7 @@ def test_it_is_the_smallest_that_keeps_the_budget(spent: dp.DpEvent | None) -> N
 def test_other_releases_are_paid_for_from_the_same_budget() -> None:
     def step(noise: float) -> dp.DpEvent:
         sampling = PoissonSampling(probability=0.2, expected_batch_size=120)
-        return sampling.event(GaussianNoise(multiplier=noise).event(), 600)
+        return sampling.event(GaussianNoise(multiplier=noise).event(), ExampleUnit(number=600))
 
     given = {"steps": 5, "delta": 1e-5, "target_tpr": 0.05, "at_fpr": 0.01}
     _, alone = calibrated(step, **given)

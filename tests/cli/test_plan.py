@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from hf_dp import PrivacyConfig
 from hf_dp.accounting import default_delta, epsilon, sampling_terms, step_event, truncated
+from hf_dp.accounting.accountants import group_epsilon
 from hf_dp.cli import app, plot
 from hf_dp.planning.proposal import candidate
 from tests.training.workbench import trained
@@ -67,6 +68,21 @@ def test_a_plan_for_units_is_that_of_as_many_examples():
     assert "all of the training data but one unit" in said
     both = invoke("plan", "--units", "150", "--n", "600", *rest)
     assert (both.exit_code, "both --n and --units" in both.stderr) == (2, True)
+
+
+def test_a_plan_for_examples_of_units_is_what_a_person_with_so_many_is_told():
+    apart = ("--units", "150", "--unit-sampling", "examples", "--drawn-from", "320", "--max-examples", "3")
+    rest = ("--batch-size", "32", "--epochs", "1", "--noise", "2")
+    plan = json.loads(invoke("plan", *apart, *rest, "--json").stdout)
+    assert (plan["steps"], plan["sampling_probability"], plan["delta"]) == (10, 0.1, default_delta(150))
+    assert (plan["drawn_from"], plan["counts"], "rdp" in plan) == (320, "examples", False)
+    run = dp.SelfComposedDpEvent(step_event(2.0, 0.1), 10)
+    assert plan["pld"]["epsilon"] == pytest.approx(group_epsilon(run, default_delta(150), 3), rel=1e-9)
+    said = " ".join(invoke("plan", *apart, *rest).stdout.split())
+    assert "320 of 150, at most 3 of one" in said
+    for less, found in ((apart[:4], "without --drawn-from"), ((*apart[:2], *apart[4:6]), "'units' with --drawn-from")):
+        refused = invoke("plan", *less, *rest)
+        assert (refused.exit_code, found in refused.stderr) == (2, True)
 
 
 @pytest.mark.parametrize(("epochs", "steps"), [("1", 20), ("1.5", 30), ("0.01", 1)])

@@ -6,9 +6,16 @@ from typing import Any
 
 import pytest
 
-from hf_dp.accounting import ColumnUnit, ExampleUnit, UncountedExampleUnit, unit_terms
+from hf_dp.accounting import (
+    ColumnExamplesUnit,
+    ColumnUnit,
+    ExampleUnit,
+    UncountedExampleUnit,
+    promised_unit,
+    unit_terms,
+)
 from hf_dp.accounting.terms import terms_from_dict
-from hf_dp.config import PrivacyConfig
+from hf_dp.config import PrivacyConfig, ReAttentionConfig
 from hf_dp.config.asked import promised
 from hf_dp.errors import ConfigurationError
 
@@ -38,7 +45,15 @@ def test_it_comes_back_from_json_and_stands_in_the_promise() -> None:
         ({"unit": "user | x"}, "unit='user | x'"),
         ({"unit": "u" * 61}, "unit='uuu"),
         ({"unit": ["user"]}, "unit=\\['user'\\]"),
-        ({"unit_sampling": "examples"}, "unit_sampling='examples'"),
+        ({"unit_sampling": "rows"}, "unit_sampling='rows'"),
+        (
+            {"unit": None, "max_examples_per_unit": None, "unit_sampling": "examples"},
+            "unit_sampling='examples' without",
+        ),
+        ({"unit_sampling": "examples", "max_examples_per_unit": 129}, "'examples' with max_examples_per_unit=129"),
+        ({"unit_sampling": "examples", "accountant": "rdp"}, "'examples' with accountant='rdp'"),
+        ({"unit_sampling": "examples", "max_batch_size": 50}, "'examples' with max_batch_size=50"),
+        ({"unit_sampling": "examples", "re_attention": ReAttentionConfig()}, "'examples' with counts of all units"),
         ({"unit": None, "max_examples_per_unit": None, "unit_sampling": "x"}, "unit_sampling='x'"),
         ({"sampling_probability": 0.1, "target_delta": 1e-6}, "unit='user' with sampling_probability or dataset_size"),
     ],
@@ -57,6 +72,17 @@ def test_the_terms_follow_from_the_promise() -> None:
     assert unit_terms(None, secret) == UncountedExampleUnit()
     with pytest.raises(ConfigurationError, match="number=None"):
         unit_terms(None, config())
+
+
+def test_examples_that_are_drawn_by_themselves_have_terms_of_their_own() -> None:
+    apart = config(unit_sampling="examples")
+    unit = unit_terms(7, apart, 20)
+    assert unit == ColumnExamplesUnit(number=7, column="user", max_examples=3, examples=20)
+    assert promised_unit(7, promised(apart), 20) == terms_from_dict("unit", unit.to_dict()) == unit
+    assert (unit.drawn, unit.apart, unit_terms(7, config()).apart) == (20, 3, 1)
+    for number, examples in ((7, None), (7, 0), (6, 19)):
+        with pytest.raises(ConfigurationError, match=f"examples={examples}"):
+            unit_terms(number, apart, examples)
 
 
 @pytest.mark.parametrize(

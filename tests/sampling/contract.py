@@ -15,7 +15,16 @@ import pytest
 import torch
 from scipy import stats
 
-from hf_dp.accounting import GaussianNoise, Mechanism, SamplingTerms, epsilon, event_from_dict, event_to_dict, in_words
+from hf_dp.accounting import (
+    ExampleUnit,
+    GaussianNoise,
+    Mechanism,
+    SamplingTerms,
+    epsilon,
+    event_from_dict,
+    event_to_dict,
+    in_words,
+)
 from hf_dp.accounting.events import primitives
 from hf_dp.accounting.terms import terms_from_dict
 from hf_dp.config import PrivacyConfig
@@ -257,15 +266,15 @@ class SamplerContract:
         n, terms, draws = self.draws()
         assert sum(draws.values()) == pytest.approx(1, abs=1e-12)
         for noise in (0.7, 1.0, 2.0):
-            event = terms.event(GaussianNoise(multiplier=noise).event(), n)
+            event = terms.event(GaussianNoise(multiplier=noise).event(), ExampleUnit(number=n))
             assert largest_share(draws, n, noise, event) <= 1 + 1e-3
             # Negative control: charged as if there were twice as much noise.
-            less = terms.event(GaussianNoise(multiplier=2 * noise).event(), n)
+            less = terms.event(GaussianNoise(multiplier=2 * noise).event(), ExampleUnit(number=n))
             assert largest_share(draws, n, noise, less) > 1.1
 
     def test_two_steps_cost_no_less_than_a_composition_by_hand(self) -> None:
         n, terms, draws = self.draws()
-        event, delta = dp.SelfComposedDpEvent(terms.event(dp.GaussianDpEvent(1.0), n), 2), 1e-3
+        event, delta = dp.SelfComposedDpEvent(terms.event(dp.GaussianDpEvent(1.0), ExampleUnit(number=n)), 2), 1e-3
         stated = epsilon(event, delta)
         for other in (-1.0, 0.0, 1.0):
             whole, zeroed = (densities(draws, [mine, *[other] * (n - 1)], 1.0) for mine in (1.0, 0.0))
@@ -287,7 +296,7 @@ class SamplerContract:
             return found
 
         def share(multiplier: float) -> float:
-            event, worst = terms.event(dp.GaussianDpEvent(multiplier), n), 0.0
+            event, worst = terms.event(dp.GaussianDpEvent(multiplier), ExampleUnit(number=n)), 0.0
             for others in ((0.0, 0.0), (1.0, 1.0), (-1.0, -1.0), (-1.0, 1.0), (0.0, 1.0)):
                 whole, zeroed = both(1.0, others), both(0.0, others)
                 for eps in EPSILONS[:-1]:

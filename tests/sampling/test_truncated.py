@@ -15,7 +15,15 @@ from scipy import stats
 from torch import nn
 
 from hf_dp import PrivacyConfig, ReAttentionConfig, SparseEmbeddingConfig
-from hf_dp.accounting import TruncatedPoissonSampling, epsilon, has_renyi, sampling_terms, step_event, truncated
+from hf_dp.accounting import (
+    ExampleUnit,
+    TruncatedPoissonSampling,
+    epsilon,
+    has_renyi,
+    sampling_terms,
+    step_event,
+    truncated,
+)
 from hf_dp.accounting.truncated import Truncated
 from hf_dp.data.loader import RankSampler
 from hf_dp.errors import ConfigurationError, LedgerError
@@ -113,7 +121,7 @@ class TestTruncated(SamplerContract):
         whole, zeroed = (densities(draws, [mine, 1.0, 1.0, 1.0], 2.0) for mine in (1.0, 0.0))
         true, plain = hockey_stick(zeroed, whole, 0.4), charged(step_event(2.0, terms.probability), 0.4)[1]
         assert true > 3 * plain
-        assert true <= charged(terms.event(dp.GaussianDpEvent(2.0), n), 0.4)[1]
+        assert true <= charged(terms.event(dp.GaussianDpEvent(2.0), ExampleUnit(number=n)), 0.4)[1]
 
 
 @needs_the_event

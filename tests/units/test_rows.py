@@ -49,6 +49,44 @@ def test_one_unit_with_ten_thousand_rows_and_ten_thousand_units_with_one() -> No
     assert many.drawn(1234, 0, Entropy(0)) == [1234]
 
 
+@given(
+    owners=st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=3), min_size=1, max_size=20),
+    most=st.integers(1, 4),
+)
+def test_of_rows_of_several_units_no_unit_has_too_many_and_no_further_row_could_be_taken(
+    owners: list[list[int]], most: int
+) -> None:
+    units = UnitRows(owners, "user", most, several=True)
+    assert (len(units), units.rows) == (len({one for row in owners for one in row}), len(owners))
+    chosen = units.chosen()
+    counts = Counter(one for row in chosen for one in set(owners[row]))
+    assert chosen == sorted(set(chosen)) == units.chosen()
+    assert max(counts.values()) <= most
+    for row in set(range(len(owners))) - set(chosen):
+        assert any(counts[one] == most for one in owners[row])
+    # Where each row is of one unit, nothing is left out without need.
+    alone = UnitRows([row[0] for row in owners], "user", most)
+    assert len(alone.chosen()) == sum(alone.count(unit) for unit in range(len(alone)))
+
+
+def test_which_rows_are_chosen_follows_from_whose_they_are_and_not_from_their_place() -> None:
+    owners = ["a"] * 60 + ["b"] * 60
+    chosen = UnitRows(owners, "user", 20).chosen()
+    assert sum(row < 60 for row in chosen) == 20
+    # Spread over all: that all are in one half has a probability below 1e-6.
+    assert min(chosen) < 30 < 60 + 30 < max(chosen)
+    described = UnitRows(owners, "user", 20).described
+    assert described == UnitRows([[one] for one in owners], "user", 20, several=True).described
+    others = [["a", "b"], *([one] for one in owners[1:])]
+    assert described != UnitRows(others, "user", 20, several=True).described
+
+
+@pytest.mark.parametrize("value", [[], ["a", None], ["a", 1], [["a"]], [{"a": 1}]], ids=str)
+def test_a_row_of_several_units_names_each(value: list[Any]) -> None:
+    with pytest.raises(ConfigurationError, match="row 1 of the training data has"):
+        UnitRows([["b"], value], "user", 2, several=True)
+
+
 @pytest.mark.parametrize(
     ("values", "found"),
     [
@@ -57,7 +95,7 @@ def test_one_unit_with_ten_thousand_rows_and_ten_thousand_units_with_one() -> No
         ([1.0, 2.0], "it is a float"),
         ([1, float("nan")], "it is a float"),
         ([True, False], "it is a bool"),
-        ([["a", "b"], ["a"]], "a row of several units is not offered"),
+        ([["a", "b"], ["a"]], "a row of several units is none's alone"),
         ([{"a": 1}], "it is a dict"),
         ([1, "1"], "others are int"),
     ],

@@ -1,0 +1,151 @@
+"""The unit of a mechanism, each kind of it: whose presence is hidden, and how many there are. Plain values, checked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from hf_dp.accounting.neighbours import ADD_OR_REMOVE, ZERO_OUT, ZERO_OUT_EXAMPLES
+from hf_dp.config import PrivacyConfig
+from hf_dp.config.asked import promised
+from hf_dp.config.plain import Terms, refuse_term
+from hf_dp.config.promise import PLAIN
+from hf_dp.config.ranges import is_count
+from hf_dp.config.secret import GIVEN_SIZE
+from hf_dp.config.units import MOST_ROWS, is_column
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExampleUnit(Terms):
+    """Each training example is a unit of its own.
+
+    Attributes:
+        number: n, how many there are.
+    """
+
+    number: int
+    kind: str = "example"
+    name: ClassVar[str] = "one training example"
+    adjacency: ClassVar[str] = ZERO_OUT
+    apart: ClassVar[int] = 1
+
+    @property
+    def drawn(self) -> int:
+        return self.number
+
+    def _check(self) -> None:
+        if not is_count(self.number, at_least=1):
+            refuse_term("number", self.number, "it is a whole number of at least 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class UncountedExampleUnit(Terms):
+    """Each training example is a unit of its own, and how many there are is secret: nothing may follow from it."""
+
+    kind: str = "uncounted example"
+    name: ClassVar[str] = "one training example"
+    adjacency: ClassVar[str] = ADD_OR_REMOVE
+    apart: ClassVar[int] = 1
+    number: ClassVar[None] = None
+    drawn: ClassVar[None] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ColumnUnit(Terms):
+    """All training examples with one value in a column are a unit together.
+
+    Attributes:
+        number: n, how many values there are.
+        column: its name.
+        max_examples: of one unit in one step.
+    """
+
+    number: int
+    column: str
+    max_examples: int
+    kind: str = "column"
+    adjacency: ClassVar[str] = ZERO_OUT
+    apart: ClassVar[int] = 1
+
+    @property
+    def drawn(self) -> int:
+        return self.number
+
+    def _check(self) -> None:
+        for name in ("number", "max_examples"):
+            if not is_count(getattr(self, name), at_least=1):
+                refuse_term(name, getattr(self, name), "it is a whole number of at least 1")
+        if not is_column(self.column):
+            refuse_term("column", self.column, "it is the short name of a column")
+
+    @property
+    def name(self) -> str:
+        return f"all training examples of one {self.column} together, at most {self.max_examples} in a step"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ColumnExamplesUnit(Terms):
+    """All training examples that name one value in a column are a unit together, and each is drawn by itself.
+
+    Attributes:
+        number: n, how many values there are.
+        column: its name.
+        max_examples: k, of one unit among those that are drawn from.
+        examples: how many are drawn from.
+    """
+
+    number: int
+    column: str
+    max_examples: int
+    examples: int
+    kind: str = "column, by examples"
+    adjacency: ClassVar[str] = ZERO_OUT_EXAMPLES
+
+    def _check(self) -> None:
+        ColumnUnit(number=self.number, column=self.column, max_examples=self.max_examples)
+        if not is_count(self.max_examples, at_least=1) or self.max_examples > MOST_ROWS:
+            refuse_term("max_examples", self.max_examples, f"it is a whole number between 1 and {MOST_ROWS}")
+        if not is_count(self.examples, at_least=1):
+            refuse_term("examples", self.examples, "it is a whole number of at least 1")
+        if self.examples > self.number * self.max_examples:
+            refuse_term("examples", self.examples, f"there are at most {self.max_examples} of each of {self.number}")
+
+    @property
+    def name(self) -> str:
+        return (
+            f"all training examples of one {self.column} together, at most {self.max_examples} of them among the "
+            f"{self.examples} that are drawn from"
+        )
+
+    @property
+    def apart(self) -> int:
+        return self.max_examples
+
+    @property
+    def drawn(self) -> int:
+        return self.examples
+
+
+# Of each: how many things are `drawn` from, and how many of them, each drawn by itself, are `apart` one unit's.
+UnitTerms = ExampleUnit | UncountedExampleUnit | ColumnUnit | ColumnExamplesUnit
+
+
+def unit_terms(number: int | None, config: PrivacyConfig, drawn: int | None = None) -> UnitTerms:
+    """The unit that a config promises, of which there are `number` (None if it is secret), with `drawn` examples to
+    draw from where each is drawn by itself. Where the sampling probability follows from n, n must be public
+    (`ConfigurationError`)."""
+    return promised_unit(number, promised(config), drawn)
+
+
+def promised_unit(number: int | None, asked: Mapping[str, Any], drawn: int | None) -> UnitTerms:
+    """The same, given what the config promises, as it stands in ledgers."""
+    if asked.get("sampling_probability", asked.get(GIVEN_SIZE)) is not None:
+        return UncountedExampleUnit()
+    counted: Any = number
+    if asked.get("unit") is None:
+        return ExampleUnit(number=counted)
+    named: Any = {"number": counted, "column": asked["unit"], "max_examples": asked["max_examples_per_unit"]}
+    if asked.get("unit_sampling", PLAIN["unit_sampling"]) == "units":
+        return ColumnUnit(**named)
+    return ColumnExamplesUnit(**named, examples=drawn)  # type: ignore[arg-type]
