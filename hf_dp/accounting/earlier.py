@@ -151,8 +151,7 @@ def check_same_people(earlier: Sequence[Earlier], unit: UnitTerms) -> None:
     """Refuse units that are not hidden alike in all trainings (`ConfigurationError`)."""
     check_number(len(earlier))
     for one in earlier:
-        columns = [each.column if isinstance(each, (ColumnUnit, ColumnExamplesUnit)) else None for each in (one.unit, unit)]
-        if type(one.unit) is not type(unit) or columns[0] != columns[1]:
+        if _kind(one.unit) != _kind(unit):
             raise ConfigurationError(
                 f"a training with the unit {_told(unit)}, after {one.name!r} with {_told(one.unit)}.",
                 why="one epsilon for both is about one kind of unit, and neighbouring data sets that differ alike.",
@@ -189,6 +188,10 @@ def check_delta_of(one: Earlier, delta: float) -> None:
             why="the number of its units is secret, and that 1 over it is above a larger delta is not known.",
             fix=f"leave out target_delta, or give at most {one.delta:g}.",
         )
+
+
+def _kind(unit: UnitTerms) -> tuple[str, str | None]:
+    return unit.kind, unit.column if isinstance(unit, (ColumnUnit, ColumnExamplesUnit)) else None
 
 
 def _told(unit: UnitTerms) -> str:

@@ -193,8 +193,7 @@ class PrivacyConfig:
             values["re_attention"] = ReAttentionConfig.from_dict(re_attention)
         if isinstance(sparse_embeddings, dict):
             values["sparse_embeddings"] = SparseEmbeddingConfig.from_dict(sparse_embeddings)
-        if isinstance(after, os.PathLike):
-            values["after"] = os.fspath(after)
+        values["after"] = os.fspath(after) if isinstance(after, os.PathLike) else after
         for item in dataclasses.fields(self):
             object.__setattr__(self, item.name, values[item.name])
         self._check()

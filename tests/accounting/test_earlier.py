@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 from scipy import optimize, stats
 
 from hf_dp.accounting import (
+    ColumnExamplesUnit,
     ColumnUnit,
     Earlier,
     ExampleUnit,
@@ -161,6 +163,13 @@ def test_what_is_no_earlier_training_is_refused(changes):
 def test_units_that_are_hidden_otherwise_have_no_epsilon_in_common(before, words):
     with pytest.raises(ConfigurationError, match=words):
         mechanism(*before)
+
+
+@pytest.mark.parametrize("kind", [ColumnUnit, functools.partial(ColumnExamplesUnit, examples=9)])
+def test_units_of_two_columns_are_two_kinds_of_people(kind):
+    before, after = (kind(number=9, column=column, max_examples=2) for column in ("user", "author"))
+    with pytest.raises(ConfigurationError, match="all training examples of one user"):
+        mechanism(earlier(unit=before), unit=after)
 
 
 def test_users_may_have_other_caps_and_numbers():
