@@ -9,6 +9,10 @@ weights by `head_noise` (standard deviation), whatever epsilon, the batch and th
 `learning_rate` for each label: of fewer labels each has more examples that push it, and weights that ran far beyond
 what the noise asks for would give probabilities that are too sure.
 
+With `lora` and `full` the rates are those of at most 60 steps. Adam moves a weight that has no signal by the rate in
+each step, at random, however little noise there is: in T steps by the rate times sqrt(T). In long trainings of small
+batches that alone takes an encoder apart, so of more steps both rates are divided by sqrt(T / 60).
+
 What is saved is the same classifier as Transformers has it (`AutoModelForSequenceClassification`, with tokenizer and
 label names): the pooling is one more layer of the encoder, and scale and origin are in the weights
 (common/plain_classifier.py).
@@ -48,6 +52,9 @@ from common.plain_classifier import as_sequence_classification, pooled
 from common.results import CLASSIFY, measured, scored_by_label, train_and_report
 from hf_dp import PrivacyConfig, accounting
 
+# What the rates of an encoder and its head were measured with.
+_STEPS = 60
+
 
 @dataclass(kw_only=True)
 class RecipeArguments(EncoderClassifier):
@@ -56,7 +63,8 @@ class RecipeArguments(EncoderClassifier):
     DECIDES_ITSELF: ClassVar = OWN_OPTIMIZER
 
     head_learning_rate: float = field(
-        default=1e-2, metadata={"help": "The head's with lora and full; learning_rate is the encoder's."}
+        default=1e-2,
+        metadata={"help": "The head's with lora and full, in up to 60 steps; learning_rate is the encoder's."},
     )
     head_noise: float = field(
         default=0.2, metadata={"help": "With head: how far the noise may move a weight of it, which sets the rate."}
@@ -101,16 +109,16 @@ def features(model: MeanPoolingForSequenceClassification, texts: Dataset, collat
 def make_optimizer(
     model: torch.nn.Module, recipe: RecipeArguments, arguments: TrainingArguments, privacy: PrivacyConfig, n: int
 ) -> torch.optim.Optimizer:
-    """SGD for the head alone, at the rate that its noise allows; Adam for an encoder and its head."""
+    """SGD for the head alone, at the rate that its noise allows; Adam for an encoder and its head, at rates at which
+    noise carries a weight no further in many steps than in few."""
     head = [p for name, p in model.named_parameters() if p.requires_grad and "classifier" in name]
     body = [p for name, p in model.named_parameters() if p.requires_grad and "classifier" not in name]
+    factors = arguments.per_device_train_batch_size, arguments.gradient_accumulation_steps, arguments.world_size
+    batch_size, steps = math.prod(factors), arguments.max_steps
+    if steps <= 0:
+        steps = math.ceil(arguments.num_train_epochs * math.ceil(n / batch_size))
+    accounting.check_steps(steps)
     if recipe.method == "head":
-        factors = arguments.per_device_train_batch_size, arguments.gradient_accumulation_steps, arguments.world_size
-        batch_size = math.prod(factors)
-        steps = arguments.max_steps
-        if steps <= 0:
-            steps = math.ceil(arguments.num_train_epochs * math.ceil(n / batch_size))
-        accounting.check_steps(steps)
         # Where it is given, n is secret, and the rate must not follow from it.
         q = privacy.sampling_probability or min(1.0, batch_size / (privacy.dataset_size or n))
         _, noise_multiplier = accounting.calibrated(
@@ -128,12 +136,10 @@ def make_optimizer(
         rate = min(arguments.learning_rate * labels, recipe.head_noise / max(noise, 1e-9))
         print(f"learning rate of the head: {rate:.3g}")
         return torch.optim.SGD(head, lr=rate)
-    return torch.optim.Adam(
-        [
-            {"params": body, "lr": arguments.learning_rate},
-            {"params": head, "lr": recipe.head_learning_rate / recipe.head_scale},
-        ]
-    )
+    share = min(1.0, math.sqrt(_STEPS / steps))
+    rates = arguments.learning_rate * share, recipe.head_learning_rate * share / recipe.head_scale
+    print(f"learning rates of the encoder and of the head, in {steps} steps: {rates[0]:.3g}, {rates[1]:.3g}")
+    return torch.optim.Adam([{"params": body, "lr": rates[0]}, {"params": head, "lr": rates[1]}])
 
 
 def main() -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from hf_dp.config.output_bias import OutputBiasConfig
 from hf_dp.config.ranges import shown
 from hf_dp.config.re_attention import ReAttentionConfig
 from hf_dp.config.sparse_embeddings import SparseEmbeddingConfig
 from hf_dp.errors import ConfigurationError
 
 
-def check_parts(attention: object, sparse: object, noise_multiplier: float | None) -> None:
+def check_parts(attention: object, sparse: object, bias: object, noise_multiplier: float | None) -> None:
     """Refuse settings that are none, or that a promise without a budget cannot pay for (`ConfigurationError`)."""
     if attention is not None and not isinstance(attention, ReAttentionConfig):
         raise ConfigurationError(
@@ -33,4 +34,16 @@ def check_parts(attention: object, sparse: object, noise_multiplier: float | Non
             "sparse_embeddings with a DP top-k of rows, and noise_multiplier in place of target_epsilon.",
             why="the choice is paid for with a share of the target epsilon.",
             fix="give target_epsilon, or SparseEmbeddingConfig(row_choice='public', ...), or method='adafest'.",
+        )
+    if bias is not None and not isinstance(bias, OutputBiasConfig):
+        raise ConfigurationError(
+            f"output_bias={shown(bias)}.",
+            why="what the output starts from is released by its settings.",
+            fix="give output_bias=OutputBiasConfig().",
+        )
+    if noise_multiplier is not None and bias is not None:
+        raise ConfigurationError(
+            "output_bias, and noise_multiplier in place of target_epsilon.",
+            why="the release is paid for with a share of the target epsilon.",
+            fix="give target_epsilon, or leave output_bias out.",
         )

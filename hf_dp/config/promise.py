@@ -11,6 +11,7 @@ from pathlib import PurePath
 from typing import Any, Literal, get_args
 
 from hf_dp.config.clipping import ClippingName, check_clipping
+from hf_dp.config.output_bias import OutputBiasConfig
 from hf_dp.config.parts import check_parts
 from hf_dp.config.ranges import (
     check_clipping_norm,
@@ -34,6 +35,7 @@ NoiseName = Literal["gaussian", "chacha20"]
 PLAIN = {
     "re_attention": None,
     "sparse_embeddings": None,
+    "output_bias": None,
     "clipping": "flat",
     "noise": "gaussian",
     "sampling_probability": None,
@@ -95,6 +97,7 @@ class PrivacyConfig:
         re_attention: None for plain attention, or a `ReAttentionConfig`.
         sparse_embeddings: None for dense noise on all rows, or a `SparseEmbeddingConfig`. With AdaFEST
             `noise_multiplier` is that of both releases of a step together.
+        output_bias: None, or an `OutputBiasConfig`: the output starts from released frequencies of labels.
 
     Raises:
         ConfigurationError: a value outside the ranges above, or more or less than one of what the noise follows from.
@@ -144,6 +147,7 @@ class PrivacyConfig:
     seed: int | None = field(default=None, init=False)
     re_attention: ReAttentionConfig | None = field(default=None, init=False)
     sparse_embeddings: SparseEmbeddingConfig | None = field(default=None, init=False)
+    output_bias: OutputBiasConfig | None = field(default=None, init=False)
 
     def __init__(
         self,
@@ -166,6 +170,7 @@ class PrivacyConfig:
         target_tpr: float | None = None,
         at_fpr: float = AT_FPR,
         dataset_size: int | None = None,
+        output_bias: OutputBiasConfig | None = None,
     ) -> None:
         values = dict(locals())
         # Every private run makes one of these before anything can be refused.
@@ -174,6 +179,8 @@ class PrivacyConfig:
             values["re_attention"] = ReAttentionConfig.from_dict(re_attention)
         if isinstance(sparse_embeddings, dict):
             values["sparse_embeddings"] = SparseEmbeddingConfig.from_dict(sparse_embeddings)
+        if isinstance(output_bias, dict):
+            values["output_bias"] = OutputBiasConfig.from_dict(output_bias)
         for item in dataclasses.fields(self):
             object.__setattr__(self, item.name, values[item.name])
         self._check()
@@ -213,7 +220,7 @@ class PrivacyConfig:
                 why="it must be None (secret randomness) or a non-negative integer (reproducible, not private).",
                 fix="leave it out for a private run.",
             )
-        check_parts(self.re_attention, self.sparse_embeddings, noise)
+        check_parts(self.re_attention, self.sparse_embeddings, self.output_bias, noise)
         if noise == 0 and is_first():
             warnings.warn(
                 "noise_multiplier=0: this run adds no noise and is not private; its epsilon is infinite.",
@@ -240,7 +247,7 @@ class PrivacyConfig:
     def to_dict(self) -> dict[str, Any]:
         """The fields as plain values; `PrivacyConfig(**config.to_dict()) == config`."""
         values = {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}
-        parts = ("re_attention", "sparse_embeddings")
+        parts = ("re_attention", "sparse_embeddings", "output_bias")
         return {**values, **{name: values[name] and values[name].to_dict() for name in parts}}
 
     def published(self) -> dict[str, Any]:

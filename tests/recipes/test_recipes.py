@@ -143,6 +143,8 @@ def test_a_pretrained_language_model_on_rows(method, train, questions_directory,
         ("sequential_recommendation", ("--group_column", "country"), "--group_column country"),
         ("sequential_recommendation", ("--group_column", "group"), "--group_column group with generated data"),
         ("sequential_recommendation", ("--arms", "off,of"), "--arms of"),
+        ("sequential_recommendation", ("--noise_multiplier", "1", "--users", "50"), "with --start released"),
+        ("sequential_recommendation", ("--interactions_file", "lines.txt"), "without --items_file"),
         ("sequential_recommendation", ("--epsilons", "3,x"), "could not convert string to float: 'x'"),
         (
             "sequential_recommendation",
@@ -269,7 +271,16 @@ def test_sequential_recommendation_with_its_controls(train, tmp_path):
         encoding="utf-8",
     )
     flags = (
-        *("--interactions_file", str(interactions), "--arms", "off,on,shuffled,constant", "--epsilons", "8,inf"),
+        *(
+            "--interactions_file",
+            str(interactions),
+            "--items_are_public",
+            "true",
+            "--arms",
+            "off,on,shuffled,constant",
+            "--epsilons",
+            "8,inf",
+        ),
         *("--max_steps", "2", "--per_device_train_batch_size", "8", "--gradient_accumulation_steps", "2"),
         *("--compare_without_privacy", "true"),
     )
@@ -282,8 +293,8 @@ def test_sequential_recommendation_with_its_controls(train, tmp_path):
         folder = out / run.replace(",", "").replace(" ", "_")
         found = groups_of(folder)
         assert {row["group"]: row["n"] for row in found["groups"]} == {"d": 30, "e": 30}
-        assert 100 * found["all"]["value"] == pytest.approx(results[run][1])
-        assert 100 * found["all"]["without_privacy"] == pytest.approx(results["without privacy, seed 0"][1])
+        assert found["all"]["value"] == pytest.approx(results[run][1])
+        assert found["all"]["without_privacy"] == pytest.approx(results["without privacy, seed 0"][1])
         assert (folder / "privacy.json").exists()
     assert not list((out / "without_privacy_seed_0").glob("*.safetensors"))
 
