@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
@@ -106,6 +106,17 @@ def features(model: MeanPoolingForSequenceClassification, texts: Dataset, collat
     return Dataset.from_dict(made).with_format("torch")
 
 
+def within(arguments: TrainingArguments, privacy: PrivacyConfig, n: int) -> TrainingArguments:
+    """The same with an expected batch of at most `n` examples, where n is public: a file for many rows serves few."""
+    rows, world = arguments.per_device_train_batch_size, arguments.world_size
+    if privacy.hides_n or rows * arguments.gradient_accumulation_steps * world <= n:
+        return arguments
+    rows = max(1, min(rows, n // world))
+    made = replace(arguments, per_device_train_batch_size=rows, gradient_accumulation_steps=max(1, n // (rows * world)))
+    print(f"The batch is larger than the {n} examples: {made.gradient_accumulation_steps} x {rows} on each device.")
+    return made
+
+
 def make_optimizer(
     model: torch.nn.Module, recipe: RecipeArguments, arguments: TrainingArguments, privacy: PrivacyConfig, n: int
 ) -> torch.optim.Optimizer:
@@ -151,6 +162,7 @@ def main() -> None:
     files = {"train": recipe.train_file, "test": recipe.test_file}
     train, test = (by_length(read(path, split, recipe, tokenizer, names)) for split, path in files.items())
     train, test, groups = apart(train, test)
+    arguments = within(arguments, privacy, len(train))
     model = build(recipe, tokenizer, names)
     padded = DataCollatorWithPadding(tokenizer)
     if recipe.method == "head":

@@ -1,4 +1,4 @@
-"""Learning rates that recipes choose: noise alone carries a weight no further in many steps than in few."""
+"""Rates and batches that recipes choose: noise carries a weight no further in many steps, and few rows are enough."""
 
 import math
 from types import SimpleNamespace
@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
+from transformers import TrainingArguments
 
 from hf_dp import PrivacyConfig
 
@@ -42,3 +43,15 @@ def test_noise_alone_moves_weights_as_far_in_six_hundred_steps_as_in_sixty(bound
             optimizer.step()
         moved.append(float((model["encoder"].weight.detach() - before).norm()))
     assert (moved[1] < 2 * moved[0]) is bounded
+
+
+@pytest.mark.parametrize(
+    ("n", "promise", "batch"),
+    [(4000, {}, (1000, 4)), (3016, {}, (1000, 3)), (999, {}, (999, 1)), (10, {"dataset_size": 9000}, (1000, 4))],
+)
+def test_a_batch_is_no_larger_than_the_data_whose_size_is_public(n, promise, batch, part, tmp_path):
+    given = TrainingArguments(
+        str(tmp_path), per_device_train_batch_size=1000, gradient_accumulation_steps=4, use_cpu=True
+    )
+    made = part("classify").within(given, PrivacyConfig(target_epsilon=1, **promise), n)
+    assert (made.per_device_train_batch_size, made.gradient_accumulation_steps) == batch
