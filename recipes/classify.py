@@ -9,9 +9,8 @@ weights by `head_noise` (standard deviation), whatever epsilon, the batch and th
 `learning_rate` for each label: of fewer labels each has more examples that push it, and weights that ran far beyond
 what the noise asks for would give probabilities that are too sure.
 
-With `lora` and `full` the rates are those of at most 60 steps. Adam moves a weight that has no signal by the rate in
-each step, at random, however little noise there is: in T steps by the rate times sqrt(T). In long trainings of small
-batches that alone takes an encoder apart, so of more steps both rates are divided by sqrt(T / 60).
+With `lora` and `full` the rates are those of at most 60 steps, and of more they are divided by sqrt(steps / 60): in
+long trainings of small batches noise alone would take the encoder apart (common/rates.py).
 
 What is saved is the same classifier as Transformers has it (`AutoModelForSequenceClassification`, with tokenizer and
 label names): the pooling is one more layer of the encoder, and scale and origin are in the weights
@@ -49,6 +48,7 @@ from common.classification import (
 from common.data import public_labels
 from common.hub_names import pretrained
 from common.plain_classifier import as_sequence_classification, pooled
+from common.rates import in_many_steps, planned_steps
 from common.results import CLASSIFY, measured, scored_by_label, train_and_report
 from hf_dp import PrivacyConfig, accounting
 
@@ -125,10 +125,7 @@ def make_optimizer(
     head = [p for name, p in model.named_parameters() if p.requires_grad and "classifier" in name]
     body = [p for name, p in model.named_parameters() if p.requires_grad and "classifier" not in name]
     factors = arguments.per_device_train_batch_size, arguments.gradient_accumulation_steps, arguments.world_size
-    batch_size, steps = math.prod(factors), arguments.max_steps
-    if steps <= 0:
-        steps = math.ceil(arguments.num_train_epochs * math.ceil(n / batch_size))
-    accounting.check_steps(steps)
+    batch_size, steps = math.prod(factors), planned_steps(arguments, n)
     if recipe.method == "head":
         # Where it is given, n is secret, and the rate must not follow from it.
         q = privacy.sampling_probability or min(1.0, batch_size / (privacy.dataset_size or n))
@@ -147,8 +144,8 @@ def make_optimizer(
         rate = min(arguments.learning_rate * labels, recipe.head_noise / max(noise, 1e-9))
         print(f"learning rate of the head: {rate:.3g}")
         return torch.optim.SGD(head, lr=rate)
-    share = min(1.0, math.sqrt(_STEPS / steps))
-    rates = arguments.learning_rate * share, recipe.head_learning_rate * share / recipe.head_scale
+    given = arguments.learning_rate, recipe.head_learning_rate / recipe.head_scale
+    rates = [in_many_steps(rate, steps, _STEPS) for rate in given]
     print(f"learning rates of the encoder and of the head, in {steps} steps: {rates[0]:.3g}, {rates[1]:.3g}")
     return torch.optim.Adam([{"params": body, "lr": rates[0]}, {"params": head, "lr": rates[1]}])
 

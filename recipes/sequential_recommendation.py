@@ -4,7 +4,8 @@ The privacy unit is a user: one sequence of items, of which the last is the test
 training. Item embeddings are tied. By default the data is generated, with a known long tail.
 
 What is learnt is what differs from popularity: how often each item is a target is released once, with noise and out of
-the same budget, and the scores begin as its logarithm (`--start released`).
+the same budget, and the scores begin as its logarithm (`--start released`). The learning rate is that of at most 120
+steps, and of more it is divided by sqrt(steps / 120), so that noise alone carries no score far from where it began.
 
 Each run has a folder of its own in the output directory, with its model, whether each test user was hit
 (`hits.json`), and the report by group.
@@ -27,6 +28,7 @@ from common.comparison import VarianceControl, collate, folder_of, refuse_unknow
 from common.groups import report_by_group
 from common.next_item import NEAR_NOTHING, Beginning, NextItem, as_language_model, gains, measures
 from common.next_item_results import Measures, check_same_settings, draw, show
+from common.rates import in_many_steps, planned_steps
 from common.results import say_how_to_use
 from common.sequences import PADDING, SequenceData, Sequences, item_tokenizer, load, popularity
 from hf_dp import OutputBiasConfig, PrivacyConfig, ReAttentionConfig
@@ -35,6 +37,8 @@ from hf_dp.errors import ConfigurationError
 ARMS = ("off", "on", "shuffled", "constant")
 FREQUENCIES = ("released", "uniform", "true")
 _BEFORE = "before training: "
+# What the learning rate was measured with.
+_STEPS = 120
 USAGE = """from transformers import pipeline
 next_item = pipeline("text-generation", DIRECTORY, max_new_tokens=1, return_full_text=False)
 print(next_item("ITEMS"))"""
@@ -185,6 +189,9 @@ def trained(
     )  # fmt: skip
     if privacy is None:
         arguments = replace(arguments, seed=run.seed)
+    if begins:
+        steps = planned_steps(arguments, len(data.train))
+        arguments = replace(arguments, learning_rate=in_many_steps(arguments.learning_rate, steps, _STEPS))
     made = trainer(
         NextItem(config, with_bias=begins),
         arguments,
