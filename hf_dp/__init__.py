@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from hf_dp import accounting, losses, per_example
     from hf_dp.accounting import PrivacyReport
-    from hf_dp.config import PrivacyConfig, ReAttentionConfig, SparseEmbeddingConfig
+    from hf_dp.config import OutputBiasConfig, PrivacyConfig, ReAttentionConfig, SparseEmbeddingConfig
     from hf_dp.hub import load_report
     from hf_dp.parts.re_attention import load_re_attention, remove_re_attention
     from hf_dp.training.private_run import PrivateRun
@@ -24,6 +24,7 @@ __version__ = "0.1.0.dev2"
 __all__ = [
     "DPTrainer",
     "DPTrainerMixin",
+    "OutputBiasConfig",
     "PrivacyConfig",
     "PrivacyReport",
     "PrivateRun",
@@ -41,6 +42,7 @@ __all__ = [
 _HOME = {
     "DPTrainer": "hf_dp.training.trainer",
     "DPTrainerMixin": "hf_dp.training.trainer",
+    "OutputBiasConfig": "hf_dp.config",
     "PrivacyConfig": "hf_dp.config",
     "PrivacyReport": "hf_dp.accounting",
     "PrivateRun": "hf_dp.training.private_run",

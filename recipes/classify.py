@@ -9,6 +9,9 @@ weights by `head_noise` (standard deviation), whatever epsilon, the batch and th
 `learning_rate` for each label: of fewer labels each has more examples that push it, and weights that ran far beyond
 what the noise asks for would give probabilities that are too sure.
 
+With `lora` and `full` the rates are those of at most 60 steps, and of more they are divided by sqrt(steps / 60): in
+long trainings of small batches noise alone would take the encoder apart (common/rates.py).
+
 What is saved is the same classifier as Transformers has it (`AutoModelForSequenceClassification`, with tokenizer and
 label names): the pooling is one more layer of the encoder, and scale and origin are in the weights
 (common/plain_classifier.py).
@@ -18,7 +21,7 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
@@ -45,10 +48,14 @@ from common.classification import (
 from common.data import public_labels
 from common.hub_names import pretrained
 from common.plain_classifier import as_sequence_classification, pooled
+from common.rates import in_many_steps, planned_steps
 from common.results import CLASSIFY, measured, scored_by_label, train_and_report
 from hf_dp import PrivacyConfig, accounting
 from hf_dp.hub import read_earlier
 from hf_dp.hub.earlier import trainings
+
+# What the rates of an encoder and its head were measured with.
+_STEPS = 60
 
 
 @dataclass(kw_only=True)
@@ -58,7 +65,8 @@ class RecipeArguments(EncoderClassifier):
     DECIDES_ITSELF: ClassVar = OWN_OPTIMIZER
 
     head_learning_rate: float = field(
-        default=1e-2, metadata={"help": "The head's with lora and full; learning_rate is the encoder's."}
+        default=1e-2,
+        metadata={"help": "The head's with lora and full, in up to 60 steps; learning_rate is the encoder's."},
     )
     head_noise: float = field(
         default=0.2, metadata={"help": "With head: how far the noise may move a weight of it, which sets the rate."}
@@ -100,19 +108,27 @@ def features(model: MeanPoolingForSequenceClassification, texts: Dataset, collat
     return Dataset.from_dict(made).with_format("torch")
 
 
+def within(arguments: TrainingArguments, privacy: PrivacyConfig, n: int) -> TrainingArguments:
+    """The same with an expected batch of at most `n` examples, where n is public: a file for many rows serves few."""
+    rows, world = arguments.per_device_train_batch_size, arguments.world_size
+    if privacy.hides_n or rows * arguments.gradient_accumulation_steps * world <= n:
+        return arguments
+    rows = max(1, min(rows, n // world))
+    made = replace(arguments, per_device_train_batch_size=rows, gradient_accumulation_steps=max(1, n // (rows * world)))
+    print(f"The batch is larger than the {n} examples: {made.gradient_accumulation_steps} x {rows} on each device.")
+    return made
+
+
 def make_optimizer(
     model: torch.nn.Module, recipe: RecipeArguments, arguments: TrainingArguments, privacy: PrivacyConfig, n: int
 ) -> torch.optim.Optimizer:
-    """SGD for the head alone, at the rate that its noise allows; Adam for an encoder and its head."""
+    """SGD for the head alone, at the rate that its noise allows; Adam for an encoder and its head, at rates at which
+    noise carries a weight no further in many steps than in few."""
     head = [p for name, p in model.named_parameters() if p.requires_grad and "classifier" in name]
     body = [p for name, p in model.named_parameters() if p.requires_grad and "classifier" not in name]
+    factors = arguments.per_device_train_batch_size, arguments.gradient_accumulation_steps, arguments.world_size
+    batch_size, steps = math.prod(factors), planned_steps(arguments, n)
     if recipe.method == "head":
-        factors = arguments.per_device_train_batch_size, arguments.gradient_accumulation_steps, arguments.world_size
-        batch_size = math.prod(factors)
-        steps = arguments.max_steps
-        if steps <= 0:
-            steps = math.ceil(arguments.num_train_epochs * math.ceil(n / batch_size))
-        accounting.check_steps(steps)
         # Where it is given, n is secret, and the rate must not follow from it.
         q = privacy.sampling_probability or min(1.0, batch_size / (privacy.dataset_size or n))
         earlier = trainings(privacy.after, read_earlier(privacy.after))
@@ -133,12 +149,10 @@ def make_optimizer(
         rate = min(arguments.learning_rate * labels, recipe.head_noise / max(noise, 1e-9))
         print(f"learning rate of the head: {rate:.3g}")
         return torch.optim.SGD(head, lr=rate)
-    return torch.optim.Adam(
-        [
-            {"params": body, "lr": arguments.learning_rate},
-            {"params": head, "lr": recipe.head_learning_rate / recipe.head_scale},
-        ]
-    )
+    given = arguments.learning_rate, recipe.head_learning_rate / recipe.head_scale
+    rates = [in_many_steps(rate, steps, _STEPS) for rate in given]
+    print(f"learning rates of the encoder and of the head, in {steps} steps: {rates[0]:.3g}, {rates[1]:.3g}")
+    return torch.optim.Adam([{"params": body, "lr": rates[0]}, {"params": head, "lr": rates[1]}])
 
 
 def main() -> None:
@@ -150,6 +164,7 @@ def main() -> None:
     files = {"train": recipe.train_file, "test": recipe.test_file}
     train, test = (by_length(read(path, split, recipe, tokenizer, names)) for split, path in files.items())
     train, test, groups = apart(train, test)
+    arguments = within(arguments, privacy, len(train))
     model = build(recipe, tokenizer, names)
     padded = DataCollatorWithPadding(tokenizer)
     if recipe.method == "head":

@@ -3,6 +3,10 @@
 The privacy unit is a user: one sequence of items, of which the last is the test and the one before it the target of
 training. Item embeddings are tied. By default the data is generated, with a known long tail.
 
+What is learnt is what differs from popularity: how often each item is a target is released once, with noise and out of
+the same budget, and the scores begin as its logarithm (`--start released`). The learning rate is that of at most 120
+steps, and of more it is divided by sqrt(steps / 120), so that noise alone carries no score far from where it began.
+
 Each run has a folder of its own in the output directory, with its model, whether each test user was hit
 (`hits.json`), and the report by group.
 """
@@ -14,24 +18,27 @@ import json
 import math
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import numpy as np
-import torch
-from torch import Tensor
-from transformers import GPT2Config, GPT2LMHeadModel, GPT2Model, GPT2PreTrainedModel, TrainingArguments, set_seed
+from transformers import GPT2Config, TrainingArguments, set_seed
 
 from common.arguments import parse
-from common.comparison import VarianceControl, collate, folder_of, refuse_unknown, scored, trainer
+from common.comparison import VarianceControl, collate, folder_of, refuse_unknown, trainer
 from common.groups import report_by_group
+from common.next_item import NEAR_NOTHING, Beginning, NextItem, as_language_model, gains, measures
 from common.next_item_results import Measures, check_same_settings, draw, show
+from common.rates import in_many_steps, planned_steps
 from common.results import say_how_to_use
 from common.sequences import PADDING, SequenceData, Sequences, item_tokenizer, load, popularity
-from hf_dp import PrivacyConfig, ReAttentionConfig
+from hf_dp import OutputBiasConfig, PrivacyConfig, ReAttentionConfig
 from hf_dp.errors import ConfigurationError
 
 ARMS = ("off", "on", "shuffled", "constant")
 FREQUENCIES = ("released", "uniform", "true")
+_BEFORE = "before training: "
+# What the learning rate was measured with.
+_STEPS = 120
 USAGE = """from transformers import pipeline
 next_item = pipeline("text-generation", DIRECTORY, max_new_tokens=1, return_full_text=False)
 print(next_item("ITEMS"))"""
@@ -49,7 +56,12 @@ class RecipeArguments(SequenceData):
     DECIDES_ITSELF: ClassVar = {"re_attention": "--arms, --error, --fidelity, --scales and others say it here"}
 
     width: int = 64
-    arms: str = field(default="on", metadata={"help": "Of off, on, shuffled and constant, with commas between."})
+    start: Literal["released", "random"] = field(
+        default="released",
+        metadata={"help": "Where scores begin: at released popularity (needs a budget to pay for it), or anywhere."},
+    )
+    start_share: float = field(default=0.2, metadata={"help": "Of the budget, for the release that scores start from."})
+    arms: str = field(default="off", metadata={"help": "Of off, on, shuffled and constant, with commas between."})
     epsilons: str | None = field(
         default=None,
         metadata={
@@ -122,25 +134,20 @@ def planned(recipe: RecipeArguments, privacy: PrivacyConfig, seed: int) -> list[
     return [*dict.fromkeys(private), *(Run(seed) for seed in seeds if recipe.compare_without_privacy)]
 
 
-class NextItem(GPT2PreTrainedModel):
-    """GPT-2 whose last position scores all items with the embedding table; it is saved as GPT2LMHeadModel."""
-
-    def __init__(self, config: GPT2Config) -> None:
-        super().__init__(config)
-        self.transformer = GPT2Model(config)
-        self.post_init()
-
-    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        """Scores (B, items + 1)."""
-        hidden = self.transformer(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
-        last = attention_mask.sum(1) - 1
-        return hidden[torch.arange(len(hidden)), last] @ self.transformer.wte.weight.T
-
-
 def promise(privacy: PrivacyConfig, run: Run, recipe: RecipeArguments, true_shares: Path) -> PrivacyConfig | None:
-    """What one run promises; with an infinite epsilon there is no noise."""
+    """What one run promises; with an infinite epsilon there is no noise, and no release.
+
+    Raises:
+        ConfigurationError: a release, and no budget to pay for it.
+    """
     if run.arm is None:
         return None
+    if recipe.start == "released" and privacy.noise_multiplier is not None:
+        raise ConfigurationError(
+            f"--noise_multiplier {privacy.noise_multiplier:g} with --start released.",
+            why="what scores start from is paid for with a share of the budget, and there is none.",
+            fix="give --target_epsilon, or add --start random.",
+        )
     is_true = run.arm != "off" and run.token_frequencies == "true"
     # Shares of private data without noise are no promise; a seed is what says so.
     privacy = privacy.replace(seed=run.seed if recipe.paired or is_true else privacy.seed)
@@ -148,6 +155,8 @@ def promise(privacy: PrivacyConfig, run: Run, recipe: RecipeArguments, true_shar
         return privacy.replace(target_epsilon=None, noise_multiplier=0.0)
     if run.epsilon and float(run.epsilon) != privacy.target_epsilon:
         privacy = privacy.replace(target_epsilon=float(run.epsilon), noise_multiplier=None)
+    if recipe.start == "released":
+        privacy = privacy.replace(output_bias=OutputBiasConfig(budget_share=recipe.start_share))
     if run.arm == "off":
         return privacy
     attention = ReAttentionConfig(
@@ -162,21 +171,6 @@ def promise(privacy: PrivacyConfig, run: Run, recipe: RecipeArguments, true_shar
     return privacy.replace(re_attention=attention)
 
 
-def gains(model: Any, test: list[dict[str, Any]]) -> Tensor:
-    """(users,): what each test user adds to NDCG@10 over all items; above 0 it is a hit."""
-    found = []
-    for scores, labels in scored(model, test, collate, 500):
-        scores[:, PADDING] = -math.inf
-        ranks = (scores > scores.gather(1, labels[:, None])).sum(1)
-        found.append(torch.where(ranks < 10, 1 / (ranks + 2.0).log2(), 0.0).cpu())
-    return torch.cat(found)
-
-
-def measures(gains: Tensor) -> Measures:
-    """NDCG@10 and HIT@10, in %."""
-    return 100 * float(gains.double().mean()), 100 * float(gains.gt(0).double().mean())
-
-
 def trained(
     run: Run,
     privacy: PrivacyConfig | None,
@@ -184,18 +178,22 @@ def trained(
     arguments: TrainingArguments,
     data: Sequences,
     folder: Path,
-) -> Measures:
-    """Trains, saves what is private, and measures; the hits go into the folder."""
+) -> tuple[Measures, Measures | None]:
+    """Trains, saves what is private, and measures, also what was released before it; the hits go into the folder."""
     set_seed(run.seed)
+    begins = recipe.start == "released"
     config = GPT2Config(
         vocab_size=data.items + 1, n_positions=recipe.longest, n_embd=recipe.width, n_layer=1,
-        n_head=recipe.width // 32, initializer_range=0.05, bos_token_id=None, eos_token_id=None,
-        pad_token_id=PADDING, embd_pdrop=0.0, attn_pdrop=0.0, resid_pdrop=0.0,
+        n_head=recipe.width // 32, initializer_range=NEAR_NOTHING if begins else 0.05,
+        bos_token_id=None, eos_token_id=None, pad_token_id=PADDING, embd_pdrop=0.0, attn_pdrop=0.0, resid_pdrop=0.0,
     )  # fmt: skip
     if privacy is None:
         arguments = replace(arguments, seed=run.seed)
+    if begins:
+        steps = planned_steps(arguments, len(data.train))
+        arguments = replace(arguments, learning_rate=in_many_steps(arguments.learning_rate, steps, _STEPS))
     made = trainer(
-        NextItem(config),
+        NextItem(config, with_bias=begins),
         arguments,
         folder,
         privacy,
@@ -205,19 +203,19 @@ def trained(
     )
     if run.arm is not None:
         made.add_callback(VarianceControl(run.arm))
+    beginning = Beginning(data.test)
+    if privacy is not None and privacy.output_bias is not None:
+        made.add_callback(beginning)
     made.train()
     found = gains(made.model, data.test)
     if privacy is not None:
-        plain = GPT2LMHeadModel(made.model.config)
-        plain.load_state_dict(made.model.state_dict(), strict=False)
-        plain.tie_weights()
-        made.model = made.model_wrapped = plain.to(made.args.device)
+        made.model = made.model_wrapped = as_language_model(made.accelerator.unwrap_model(made.model))
         made.save_model()
         if made.is_world_process_zero():
             say_how_to_use(folder, USAGE.replace("ITEMS", " ".join(data.names[:2])), privacy)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "hits.json").write_text(json.dumps(found.gt(0).double().tolist()), encoding="utf-8")
-    return measures(found)
+    return measures(found), beginning.found
 
 
 def hits(folder: Path) -> list[float]:
@@ -226,12 +224,17 @@ def hits(folder: Path) -> list[float]:
     return list(json.loads(path.read_text(encoding="utf-8"))) if path.exists() else []
 
 
+def percent(hits: list[float]) -> list[float]:
+    """As HIT@10 is stated everywhere."""
+    return [100 * hit for hit in hits]
+
+
 def main() -> None:
     """Trains each arm at each epsilon from each seed, and prints a table. Runs in `results.json` are not repeated."""
     recipe, arguments, privacy = parse(RecipeArguments)
     data, output = load(recipe), Path(str(arguments.output_dir))
     runs = planned(recipe, privacy, arguments.seed)
-    true_shares = output / "true_shares.json"
+    true_shares = output / "for_owner_only_true_shares.json"
     # All before the first training: what is refused in one of them would come too late.
     promises = {run: promise(privacy, run, recipe, true_shares) for run in runs}
     folders = {run: folder_of(output, run) for run in runs}
@@ -246,17 +249,21 @@ def main() -> None:
                 fix="choose another output_dir; trained once more, its epsilon adds up with the first.",
             )
     check_same_settings(output, recipe, arguments, privacy)
-    counts = np.bincount([item for row in data.train for item in set(row["input_ids"])], minlength=data.items + 1)
-    true_shares.write_text(json.dumps((counts / len(data.train)).tolist()), encoding="utf-8")
+    if any(run.token_frequencies == "true" for run in runs):
+        counts = np.bincount([item for row in data.train for item in set(row["input_ids"])], minlength=data.items + 1)
+        true_shares.write_text(json.dumps((counts / len(data.train)).tolist()), encoding="utf-8")
     for run in runs:
         if str(run) in known:
             continue
-        found = known[str(run)] = trained(run, promises[run], recipe, arguments, data, folders[run])
+        found, before = trained(run, promises[run], recipe, arguments, data, folders[run])
+        known |= {str(run): found} if before is None else {f"{_BEFORE}{run}": before, str(run): found}
         kept.write_text(json.dumps(known, indent=2), encoding="utf-8")
         print(f"{run}: NDCG@10 {found[0]:.2f}, HIT@10 {found[1]:.2f}", flush=True)
     results: dict[str, list[Measures]] = {}
     for run in runs:
-        results.setdefault(run.name, []).append(known[str(run)])
+        for name, text in ((f"{_BEFORE}{run.name}", f"{_BEFORE}{run}"), (run.name, str(run))):
+            if text in known:
+                results.setdefault(name, []).append(known[text])
     if data.groups is not None:
         report(runs, folders, data.groups)
     show(results, measures(popularity(data)))
@@ -270,12 +277,12 @@ def report(runs: list[Run], folders: dict[Run, Path], groups: list[str]) -> None
         beside = Run(run.seed)
         print(run)
         report_by_group(
-            hits(folders[run]),
+            percent(hits(folders[run])),
             groups,
-            measure="HIT@10",
+            measure="HIT@10, %",
             larger_is_better=True,
             directory=folders[run],
-            without_privacy=hits(folders[beside]) if beside in folders else None,
+            without_privacy=percent(hits(folders[beside])) if beside in folders else None,
         )
 
 

@@ -16,6 +16,7 @@ from hf_dp.errors import ConfigurationError
 
 # In ledgers, and so in records that are read for ever.
 TOKEN_PRESENCE, EMBEDDING_ROWS, ROW_COUNTS = "token presence", "embedding rows", "counts of rows"
+LABEL_PRESENCE = "label presence"
 _NOT_PROMISED = ("withhold_non_private_logs",)
 _RE_ATTENTION = (
     "**Re-Attention.** The model was trained with its attention corrected for the noise in keys. Loaded without hf_dp "
@@ -84,6 +85,8 @@ def asked(config: PrivacyConfig, steps: int) -> tuple[tuple[Share, ...], tuple[Q
         every = sparse.renew_every
         times = 1 if every is None else math.ceil(steps / every)
         shares.append(Share(EMBEDDING_ROWS, sparse.budget_share, times, every))
+    if config.output_bias is not None:
+        shares.append(Share(LABEL_PRESENCE, config.output_bias.budget_share, 1))
     if sparse is not None and sparse.adapts:
         queries.append(Query(ROW_COUNTS, sparse.noise_ratio))
     return tuple(shares), tuple(queries)

@@ -66,8 +66,16 @@ ClippingTerms = FlatClipping | AutomaticClipping
 CLIPPINGS: dict[str, type[Any]] = {"flat": FlatClipping, "automatic": AutomaticClipping}
 
 
-def check_clipping(kind: object, norm: float) -> None:
-    """Refuse a kind of clipping that is none, or that has no such norm (`ConfigurationError`)."""
+def check_clipping(kind: object, norm: float, noise_multiplier: float | None) -> None:
+    """Refuse a norm that is none, or that no noise hides, and a kind of clipping that is none, or that has no such norm
+    (`ConfigurationError`)."""
+    check_clipping_norm(norm)
+    if norm == math.inf and noise_multiplier != 0:
+        raise ConfigurationError(
+            "clipping_norm=inf together with noise.",
+            why="without clipping one example's influence is unbounded, and no finite noise hides it.",
+            fix="give a finite clipping_norm, or noise_multiplier=0 for a run without privacy.",
+        )
     if not is_one_of(kind, get_args(ClippingName)):
         raise ConfigurationError(
             f"clipping={shown(kind)}.",

@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from hf_dp.config.output_bias import OutputBiasConfig
+from hf_dp.config.part import PartConfig
 from hf_dp.config.ranges import shown
 from hf_dp.config.re_attention import ReAttentionConfig
 from hf_dp.config.sparse_embeddings import SparseEmbeddingConfig
 from hf_dp.errors import ConfigurationError
 
+# The field of a promise, and what it may hold.
+PARTS: dict[str, type[PartConfig]] = {
+    "re_attention": ReAttentionConfig,
+    "sparse_embeddings": SparseEmbeddingConfig,
+    "output_bias": OutputBiasConfig,
+}
 
-def check_parts(attention: object, sparse: object, noise_multiplier: float | None) -> None:
-    """Refuse settings that are none, or that a promise without a budget cannot pay for (`ConfigurationError`)."""
+
+def check_parts(promise: Any) -> None:
+    """Refuse settings that are none, or that a promise without a budget cannot pay for (`ConfigurationError`);
+    `promise` has the config's fields."""
+    attention, sparse, bias = promise.re_attention, promise.sparse_embeddings, promise.output_bias
+    noise_multiplier = promise.noise_multiplier
     if attention is not None and not isinstance(attention, ReAttentionConfig):
         raise ConfigurationError(
             f"re_attention={shown(attention)}.",
@@ -33,4 +47,16 @@ def check_parts(attention: object, sparse: object, noise_multiplier: float | Non
             "sparse_embeddings with a DP top-k of rows, and noise_multiplier in place of target_epsilon.",
             why="the choice is paid for with a share of the target epsilon.",
             fix="give target_epsilon, or SparseEmbeddingConfig(row_choice='public', ...), or method='adafest'.",
+        )
+    if bias is not None and not isinstance(bias, OutputBiasConfig):
+        raise ConfigurationError(
+            f"output_bias={shown(bias)}.",
+            why="what the output starts from is released by its settings.",
+            fix="give output_bias=OutputBiasConfig().",
+        )
+    if noise_multiplier is not None and bias is not None:
+        raise ConfigurationError(
+            "output_bias, and noise_multiplier in place of target_epsilon.",
+            why="the release is paid for with a share of the target epsilon.",
+            fix="give target_epsilon, or leave output_bias out.",
         )

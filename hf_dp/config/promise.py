@@ -13,9 +13,9 @@ from typing import Any, Literal, get_args
 
 from hf_dp.config.after import check_after, name_of
 from hf_dp.config.clipping import ClippingName, check_clipping
-from hf_dp.config.parts import check_parts
+from hf_dp.config.output_bias import OutputBiasConfig
+from hf_dp.config.parts import PARTS, check_parts
 from hf_dp.config.ranges import (
-    check_clipping_norm,
     check_target_delta,
     is_count,
     is_one_of,
@@ -36,6 +36,7 @@ NoiseName = Literal["gaussian", "chacha20"]
 PLAIN = {
     "re_attention": None,
     "sparse_embeddings": None,
+    "output_bias": None,
     "clipping": "flat",
     "noise": "gaussian",
     "sampling_probability": None,
@@ -106,6 +107,7 @@ class PrivacyConfig:
         re_attention: None for plain attention, or a `ReAttentionConfig`.
         sparse_embeddings: None for dense noise on all rows, or a `SparseEmbeddingConfig`. With AdaFEST
             `noise_multiplier` is that of both releases of a step together.
+        output_bias: None, or an `OutputBiasConfig`: the output starts from released frequencies of labels.
 
     Raises:
         ConfigurationError: a value outside the ranges above, or more or less than one of what the noise follows from.
@@ -161,6 +163,7 @@ class PrivacyConfig:
     seed: int | None = field(default=None, init=False)
     re_attention: ReAttentionConfig | None = field(default=None, init=False)
     sparse_embeddings: SparseEmbeddingConfig | None = field(default=None, init=False)
+    output_bias: OutputBiasConfig | None = field(default=None, init=False)
 
     def __init__(
         self,
@@ -185,14 +188,14 @@ class PrivacyConfig:
         dataset_size: int | None = None,
         after: str | os.PathLike[str] | None = None,
         other_people: bool = False,
+        output_bias: OutputBiasConfig | None = None,
     ) -> None:
         values = dict(locals())
         # Every private run makes one of these before anything can be refused.
         say_once()
-        if isinstance(re_attention, dict):
-            values["re_attention"] = ReAttentionConfig.from_dict(re_attention)
-        if isinstance(sparse_embeddings, dict):
-            values["sparse_embeddings"] = SparseEmbeddingConfig.from_dict(sparse_embeddings)
+        for name, kind in PARTS.items():
+            if isinstance(values[name], dict):
+                values[name] = kind.from_dict(values[name])
         values["after"] = os.fspath(after) if isinstance(after, os.PathLike) else after
         for item in dataclasses.fields(self):
             object.__setattr__(self, item.name, values[item.name])
@@ -201,14 +204,7 @@ class PrivacyConfig:
     def _check(self) -> None:
         check_target(self)
         noise = self.noise_multiplier
-        check_clipping_norm(self.clipping_norm)
-        if self.clipping_norm == math.inf and noise != 0:
-            raise ConfigurationError(
-                "clipping_norm=inf together with noise.",
-                why="without clipping one example's influence is unbounded, and no finite noise hides it.",
-                fix="give a finite clipping_norm, or noise_multiplier=0 for a run without privacy.",
-            )
-        check_clipping(self.clipping, self.clipping_norm)
+        check_clipping(self.clipping, self.clipping_norm, noise)
         self._check_noise()
         if self.target_delta is not None:
             check_target_delta(self.target_delta)
@@ -233,7 +229,7 @@ class PrivacyConfig:
                 fix="leave it out for a private run.",
             )
         check_after(self.after, self.other_people)
-        check_parts(self.re_attention, self.sparse_embeddings, noise)
+        check_parts(self)
         check_unit(self)
         if noise == 0 and is_first():
             warnings.warn(
@@ -261,8 +257,7 @@ class PrivacyConfig:
     def to_dict(self) -> dict[str, Any]:
         """The fields as plain values; `PrivacyConfig(**config.to_dict()) == config`."""
         values = {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}
-        parts = ("re_attention", "sparse_embeddings")
-        return {**values, **{name: values[name] and values[name].to_dict() for name in parts}}
+        return {**values, **{name: values[name] and values[name].to_dict() for name in PARTS}}
 
     def published(self) -> dict[str, Any]:
         """`to_dict` for others: without the seed, and of files their names, not where they lie on this machine."""

@@ -86,7 +86,7 @@ def _check_by_examples(promise: Any, most: Any) -> None:
             "leave out one of the two",
         ),
         "counts of all units, released before or between the steps": (
-            released or (sparse is not None and sparse.releases_rows),
+            released or promise.output_bias is not None or (sparse is not None and sparse.releases_rows),
             "they count units, whose examples are not read together here",
             "leave out unit_sampling, or use token_frequencies='public' or 'uniform', or rows that are public",
         ),

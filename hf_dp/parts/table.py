@@ -7,6 +7,7 @@ from types import MappingProxyType
 from torch import nn
 
 from hf_dp.config import PrivacyConfig
+from hf_dp.parts.output_bias import OutputBias
 from hf_dp.parts.part import Part
 from hf_dp.parts.re_attention.part import AttentionNoise
 from hf_dp.parts.sparse_embeddings.part import SparseTraining
@@ -14,7 +15,7 @@ from hf_dp.parts.token_frequencies import TokenFrequencies
 
 # In the order in which they begin: each may read those before it.
 PARTS = MappingProxyType[str, type[Part]](
-    {kind.name: kind for kind in (TokenFrequencies, AttentionNoise, SparseTraining)}
+    {kind.name: kind for kind in (TokenFrequencies, AttentionNoise, SparseTraining, OutputBias)}
 )
 
 

@@ -95,7 +95,13 @@ def known_frequencies(run: Run) -> Tensor | None:
 
 
 def release_token_frequencies(
-    examples: Iterable[Tensor], vocabulary_size: int, clipping_norm: float, plan: Plan, ledger: Ledger
+    examples: Iterable[Tensor],
+    vocabulary_size: int,
+    clipping_norm: float,
+    plan: Plan,
+    ledger: Ledger,
+    label: str = LABEL,
+    step: int = _STEP,
 ) -> Tensor:
     """The share of examples that contain each token, with Gaussian noise.
 
@@ -108,6 +114,8 @@ def release_token_frequencies(
         clipping_norm: the sensitivity of the sum.
         plan: what the release costs, and its noise.
         ledger: charged before the noisy counts exist; a refusal charges nothing.
+        label: by which the plan and the ledger know the release.
+        step: of its noise, by which a seed tells it from others.
 
     Returns:
         (V,) float32 in [1/n, 1], where a secret n is replaced by the number of examples of which the sampling
@@ -116,7 +124,7 @@ def release_token_frequencies(
     Raises:
         ConfigurationError: an id that is not below `vocabulary_size`.
     """
-    release, n = plan.release(LABEL), plan.sampler.public_size
+    release, n = plan.release(label), plan.sampler.public_size
     total = torch.zeros(vocabulary_size, dtype=torch.float64)
     for ids in examples:
         present = ids.flatten().unique().cpu()
@@ -131,7 +139,7 @@ def release_token_frequencies(
     deviation = release.noise_multiplier * clipping_norm
     ledger.charge(release.event, release.label)
     if ranks.rank() == 0:
-        plan.noise.add_([total], deviation, _STEP)
+        plan.noise.add_([total], deviation, step)
     # One release: every rank counted the same, and only rank 0's noise is ever seen.
     ranks.from_first_(total)
     # Of tokens that do not stand out from the noise, the mean is known far better than each.

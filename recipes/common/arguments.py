@@ -45,7 +45,7 @@ _AT_LEAST_1 = (
     *("passage_length", "width", "layers", "lora_rank", "lora_layers"),
 )
 _ABOVE_0 = ("temperature", "head_noise", "head_scale", "head_learning_rate")
-_BELOW_1 = ("average", "evaluation_share")
+_BELOW_1 = ("average", "evaluation_share", "genre_share")
 # On the hub; the oldest models have no owner.
 _NAME = re.compile(r"([\w-][\w.-]*/)?[\w-][\w.-]*")
 _FILES = {

@@ -34,12 +34,19 @@ class SequenceData:
     items_file: str | None = field(
         default=None,
         metadata={
-            "help": "JSON list of all items by name, which are public; without it they are numbered as they appear in "
-            "interactions_file, and how many there are is taken to be public."
+            "help": "JSON list of all items by name, which are public: for interactions_file, whose lines are private."
         },
+    )
+    items_are_public: bool = field(
+        default=False,
+        metadata={"help": "In place of items_file: which items occur in interactions_file is public knowledge."},
     )
     users: int = 15000
     items: int = 6000
+    genre_share: float = field(
+        default=0.6,
+        metadata={"help": "Of each generated sequence, from its user's genre; with 0 popularity is all there is."},
+    )
     longest: int = 20
     test_users: int = 6000
     group_column: str | None = field(
@@ -56,6 +63,8 @@ class SequenceData:
         refuse_unknown("group_column", [] if self.group_column is None else [self.group_column], GROUPS)
         if self.group_column == "group" and self.interactions_file is None:
             raise _no_groups("generated data")
+        if (self.interactions_file is not None) != (self.items_file is not None or self.items_are_public):
+            raise _no_items(self)
 
 
 @dataclass(frozen=True)
@@ -63,7 +72,7 @@ class Sequences:
     """Rows to learn and to test; items are numbered from 1.
 
     Attributes:
-        names: of the items, in order: public ones, or else the numbers.
+        names: of the items, in order: public ones, or the numbers of generated items.
         groups: of each test row, if they were asked for.
     """
 
@@ -87,11 +96,10 @@ def load(recipe: SequenceData) -> Sequences:
     words = None
     if recipe.interactions_file is None:
         names = [str(number + 1) for number in range(recipe.items)]
-        sequences = generated(min(recipe.users, recipe.max_examples or recipe.users), recipe.items)
+        sequences = generated(min(recipe.users, recipe.max_examples or recipe.users), recipe.items, recipe.genre_share)
     else:
         known = None if recipe.items_file is None else label_names(recipe.items_file)
-        sequences, words = _read(recipe.interactions_file, known)
-        names = known or [str(number + 1) for number in range(max(max(sequence) for sequence in sequences))]
+        names, sequences, words = _read(recipe.interactions_file, known)
     sequences = sequences[: recipe.max_examples]
     train, test = (_rows(sequences, recipe.longest, target) for target in (2, 1))
     test = test[: recipe.test_users]
@@ -100,8 +108,8 @@ def load(recipe: SequenceData) -> Sequences:
         seen = [[*row["input_ids"][: sum(row["attention_mask"])], row["labels"]] for row in train]
         groups = by_rarity(np.concatenate(seen), np.array([[row["labels"]] for row in test]))
     elif recipe.group_column == "length":
-        names = list(_LENGTHS.values())
-        groups = [names[bisect(list(_LENGTHS), len(sequence) - 1) - 1] for sequence in sequences[: len(test)]]
+        lengths = list(_LENGTHS.values())
+        groups = [lengths[bisect(list(_LENGTHS), len(sequence) - 1) - 1] for sequence in sequences[: len(test)]]
     elif recipe.group_column == "group":
         if words is None:
             raise _no_groups(str(recipe.interactions_file))
@@ -109,13 +117,13 @@ def load(recipe: SequenceData) -> Sequences:
     return Sequences(train, test, names, groups)
 
 
-def generated(users: int, items: int, genres: int = 40) -> list[list[int]]:
-    """Sequences of 8 to 21 items: 60 % of each, and the last two, are from the user's genre."""
+def generated(users: int, items: int, share: float = 0.6, genres: int = 40) -> list[list[int]]:
+    """Sequences of 8 to 21 items: a share of each, and the last two, are from the user's genre, if there is a share."""
     draw = np.random.default_rng(0)
     popularity = 1 / np.arange(1, items + 1) ** 1.1
     genre_of = draw.integers(genres, size=items)
     weights = 1 / np.arange(1, genres + 1) ** 0.5
-    members = [np.flatnonzero(genre_of == g) for g in range(genres)]
+    members = [found if len(found := np.flatnonzero(genre_of == g)) else np.arange(items) for g in range(genres)]
 
     def of(chosen: np.ndarray[Any, Any], count: int) -> np.ndarray[Any, Any]:
         shares = popularity[chosen]
@@ -124,32 +132,36 @@ def generated(users: int, items: int, genres: int = 40) -> list[list[int]]:
     sequences = []
     for genre in draw.choice(genres, users, p=weights / weights.sum()):
         length = int(draw.integers(8, 22))
-        own = draw.random(length) < 0.6
-        own[-2:] = True
+        own = draw.random(length) < share
+        own[-2:] = share > 0
         sequence = np.where(own, of(members[genre], length), of(np.arange(items), length))
         sequences.append([int(item) + 1 for item in sequence])
     return sequences
 
 
-def _read(path: str, known: list[str] | None) -> tuple[list[list[int]], list[str] | None]:
-    """The items of each user, numbered from 1 in order of appearance, users with fewer than 3 left out; and the third
-    word of each one's last line, if all lines have one."""
-    numbers = {} if known is None else {name: number + 1 for number, name in enumerate(known)}
+def _read(path: str, known: list[str] | None) -> tuple[list[str], list[list[int]], list[str] | None]:
+    """The items' names, in alphabetical order where they are not `known`; the items of each user, numbered from 1,
+    users with fewer than 3 left out; and the third word of each one's last line, if all lines have one."""
+    lines = [line.split() for line in read_text(path).splitlines()]
+    names = sorted({line[1] for line in lines if len(line) > 1}) if known is None else known
+    numbers = {name: number + 1 for number, name in enumerate(names)}
     users: dict[str, list[int]] = {}
     words: dict[str, str | None] = {}
-    for count, line in enumerate(read_text(path).splitlines(), start=1):
-        user, item, word, *_ = [*line.split(), None, None, None]
+    for count, line in enumerate(lines, start=1):
+        user, item, word, *_ = [*line, None, None, None]
         if user is None or item is None:
             raise ConfigurationError(
-                f"line {count} of {path} is {line!r}.", why="it names no user and item.", fix="write 'user item'."
+                f"line {count} of {path} is {' '.join(line)!r}.",
+                why="it names no user and item.",
+                fix="write 'user item'.",
             )
-        if known is not None and item not in numbers:
+        if item not in numbers:
             raise ConfigurationError(
                 f"line {count} of {path} has the item {item!r}, which is not in items_file.",
                 why="the items are public and fixed beforehand: a list made from the private data would leak.",
                 fix="complete the list, or take out the line.",
             )
-        users.setdefault(user, []).append(numbers.setdefault(item, len(numbers) + 1))
+        users.setdefault(user, []).append(numbers[item])
         words[user] = word
     kept = {user: sequence for user, sequence in users.items() if len(sequence) >= 3}
     if not kept:
@@ -159,7 +171,22 @@ def _read(path: str, known: list[str] | None) -> tuple[list[list[int]], list[str
             fix="give more interactions.",
         )
     found = [word for user in kept if (word := words[user]) is not None]
-    return list(kept.values()), found if len(found) == len(kept) else None
+    return names, list(kept.values()), found if len(found) == len(kept) else None
+
+
+def _no_items(data: SequenceData) -> ConfigurationError:
+    if data.interactions_file is None:
+        return ConfigurationError(
+            "--items_file or --items_are_public without --interactions_file.",
+            why="generated items are numbered, and nothing would heed it.",
+            fix="give the interactions too, or leave it out.",
+        )
+    return ConfigurationError(
+        f"--interactions_file {data.interactions_file} without --items_file.",
+        why="the model has a row for each item, and a list made from private lines tells which items occur in them.",
+        fix="give --items_file, a JSON list of all items that could occur; or, where it is known to all which do, "
+        "--items_are_public true.",
+    )
 
 
 def _no_groups(source: str) -> ConfigurationError:

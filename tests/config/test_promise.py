@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from hf_dp import PrivacyConfig, ReAttentionConfig, SparseEmbeddingConfig
+from hf_dp import OutputBiasConfig, PrivacyConfig, ReAttentionConfig, SparseEmbeddingConfig
 from hf_dp.accounting import calibrate_noise_multiplier
 from hf_dp.errors import ConfigurationError
 
@@ -28,6 +28,7 @@ HOSTILE = [
 GIVEN: dict[type[Any], dict[str, Any]] = {
     PrivacyConfig: {"target_epsilon": 8.0},
     ReAttentionConfig: {},
+    OutputBiasConfig: {},
     SparseEmbeddingConfig: {"method": "adafest+", "kept_rows": 5},
 }
 FIELDS = [(kind, name) for kind in GIVEN for name in kind.__dataclass_fields__]
@@ -47,7 +48,7 @@ def test_any_value_of_any_field_is_refused_by_name_or_plain(kind: type[Any], nam
             refusals.append(error)
             continue
         kept = getattr(made, name)
-        plain = (bool, int, float, str, type(None), ReAttentionConfig, SparseEmbeddingConfig)
+        plain = (bool, int, float, str, type(None), ReAttentionConfig, SparseEmbeddingConfig, OutputBiasConfig)
         assert isinstance(kept, plain), f"{name}={kept!r} was accepted"
         assert not isinstance(kept, float) or math.isfinite(kept) or name == "clipping_norm"
         assert kind(**made.to_dict()) == made

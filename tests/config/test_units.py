@@ -15,7 +15,7 @@ from hf_dp.accounting import (
     unit_terms,
 )
 from hf_dp.accounting.terms import terms_from_dict
-from hf_dp.config import PrivacyConfig, ReAttentionConfig
+from hf_dp.config import OutputBiasConfig, PrivacyConfig, ReAttentionConfig
 from hf_dp.config.asked import promised
 from hf_dp.errors import ConfigurationError
 
@@ -54,6 +54,7 @@ def test_it_comes_back_from_json_and_stands_in_the_promise() -> None:
         ({"unit_sampling": "examples", "accountant": "rdp"}, "'examples' with accountant='rdp'"),
         ({"unit_sampling": "examples", "max_batch_size": 50}, "'examples' with max_batch_size=50"),
         ({"unit_sampling": "examples", "re_attention": ReAttentionConfig()}, "'examples' with counts of all units"),
+        ({"unit_sampling": "examples", "output_bias": OutputBiasConfig()}, "'examples' with counts of all units"),
         ({"unit": None, "max_examples_per_unit": None, "unit_sampling": "x"}, "unit_sampling='x'"),
         ({"sampling_probability": 0.1, "target_delta": 1e-6}, "unit='user' with sampling_probability or dataset_size"),
     ],

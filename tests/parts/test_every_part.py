@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from hf_dp import ReAttentionConfig, SparseEmbeddingConfig
-from hf_dp.config.asked import EMBEDDING_ROWS, ROW_COUNTS, TOKEN_PRESENCE
+from torch import nn
+
+from hf_dp import OutputBiasConfig, ReAttentionConfig, SparseEmbeddingConfig
+from hf_dp.config.asked import EMBEDDING_ROWS, LABEL_PRESENCE, ROW_COUNTS, TOKEN_PRESENCE
+from hf_dp.parts.output_bias import OutputBias
 from hf_dp.parts.re_attention.part import AttentionNoise
 from hf_dp.parts.sparse_embeddings.part import SparseTraining
 from hf_dp.parts.table import PARTS
 from hf_dp.parts.token_frequencies import TokenFrequencies
 from tests.parts.contract import PartContract
+from tests.parts.test_output_bias import with_output
 
 OF_ROWS = {"surviving_rows", "gradient_density", "reduction_factor"}
 
@@ -58,6 +62,17 @@ class TestAdaptiveRows(PartContract):
     released = OF_ROWS
     exact: ClassVar[set[str]] = {"false_positives"}
     refused = ({}, {"weight_decay": 0.1}, "weight_decay=0.1 with sparse gradients")
+
+
+class TestOutputBias(PartContract):
+    kind = OutputBias
+    settings: ClassVar[dict[str, Any]] = {"output_bias": OutputBiasConfig()}
+    streams: ClassVar[dict[tuple[str, int | None], str]] = {("noise", -2): LABEL_PRESENCE}
+    refused = ({"output_bias": OutputBiasConfig(), "target_epsilon": None, "noise_multiplier": 1.0}, {}, "output_bias")
+    file = "output_bias.safetensors"
+
+    def model(self) -> nn.Module:
+        return with_output()
 
 
 def test_every_part_of_the_table_is_under_the_contract() -> None:

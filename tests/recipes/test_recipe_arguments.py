@@ -76,7 +76,7 @@ def test_what_is_asked_for_is_all_that_the_promise_has():
     by_other_flags = {"seed", "re_attention", "noise_multiplier", "target_epsilon", "max_batch_size"}
     by_other_flags |= {"unit", "max_examples_per_unit", "unit_sampling"}
     by_other_flags |= {"target_tpr", "at_fpr", "dataset_size", "after"}
-    not_for_flags = {"sparse_embeddings"}
+    not_for_flags = {"sparse_embeddings", "output_bias"}
     assert PROMISE.keys() | by_other_flags | not_for_flags == {f.name for f in dataclasses.fields(PrivacyConfig)}
     assert all(getattr(PrivacyConfig(target_epsilon=1), name) != value for name, value in PROMISE.items())
 
@@ -107,8 +107,8 @@ def test_every_argument_is_heeded(recipe, begun):
 def test_a_flag_takes_the_place_of_what_the_file_says_in_another_way(recipe, begun):
     given = yaml.safe_load((ROOT / "recipes" / f"{recipe}.yaml").read_text(encoding="utf-8"))
     assert {"target_epsilon", "max_steps"} <= given.keys()
-    # With noise that is given there is no budget for Re-Attention's release.
-    arms = {"arms": "off"} if recipe == "sequential_recommendation" else {}
+    # With noise that is given there is no budget for releases.
+    arms = {"arms": "off", "start": "random"} if recipe == "sequential_recommendation" else {}
     _, plan = begun(recipe, noise_multiplier=1.3, num_train_epochs=2, **arms, **CAPPED)
     assert plan.config.max_batch_size == CAPPED.get("max_batch_size")
     assert plan.sampler.terms.kind == ("truncated_poisson" if CAPPED else "poisson")
@@ -154,7 +154,9 @@ def test_what_contradicts_or_would_not_be_heeded_is_refused_by_name(recipe, flag
 
 
 def test_a_list_of_the_recipe_wins_over_the_file(begun):
-    trainer, plan = begun("sequential_recommendation", epsilons=1.25, seeds=3, target_delta=1e-9, accountant="rdp")
+    trainer, plan = begun(
+        "sequential_recommendation", arms="on", epsilons=1.25, seeds=3, target_delta=1e-9, accountant="rdp"
+    )
     assert (plan.config.target_epsilon, plan.delta, plan.config.accountant) == (1.25, 1e-9, "rdp")
     assert Path(trainer.args.output_dir).name == "epsilon_1.25_on_released_scale_1_seed_3"
 

@@ -263,13 +263,14 @@ def interactions(tmp_path):
     ("column", "groups"), [("group", ["d", "e"]), ("length", ["under 5", "5 to 9"]), ("rarity", ["tail", "tail"])]
 )
 def test_groups_of_users(column, groups, part, interactions):
-    sequences = part("common.sequences")
-    found = sequences.load(sequences.SequenceData(interactions_file=str(interactions), group_column=column))
+    sequences, given = part("common.sequences"), {"interactions_file": str(interactions), "items_are_public": True}
+    found = sequences.load(sequences.SequenceData(group_column=column, **given))
     assert found.groups == groups
-    # Numbers by order of appearance: 1, 2, 3 of the first user, and of the second 2, 4, 5, 6, 7, 8.
-    assert [row["labels"] for row in found.test] == [3, 8]
-    assert [row["labels"] for row in found.train] == [2, 7]
-    assert found.train[1]["input_ids"][:5] == [2, 4, 5, 6, 0]
+    # The order in which private lines name them decides nothing.
+    assert found.names == ["i1", "i10", "i12", "i2", "i3", "i4", "i6", "i8"]
+    assert [row["labels"] for row in found.test] == [5, 3]
+    assert [row["labels"] for row in found.train] == [4, 2]
+    assert found.train[1]["input_ids"][:5] == [4, 6, 7, 8, 0]
 
 
 def test_public_items_have_their_places_and_others_are_refused(part, interactions, tmp_path):
@@ -293,8 +294,39 @@ def test_public_items_have_their_places_and_others_are_refused(part, interaction
 def test_interactions_that_cannot_be_used(text, words, part, interactions):
     sequences = part("common.sequences")
     interactions.write_text(text, encoding="utf-8")
+    given = {"interactions_file": str(interactions), "items_are_public": True}
     with pytest.raises(ConfigurationError, match=words):
-        sequences.load(sequences.SequenceData(interactions_file=str(interactions), group_column="group"))
+        sequences.load(sequences.SequenceData(**given, group_column="group"))
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"interactions_file": "lines"}, "--interactions_file lines without --items_file"),
+        ({"items_are_public": True}, "without --interactions_file"),
+        ({"items_file": "items"}, "without --interactions_file"),
+    ],
+)
+def test_which_items_there_are_is_public_or_refused(given, words, part):
+    with pytest.raises(ConfigurationError, match=words):
+        part("common.sequences").SequenceData(**given)
+
+
+def test_the_saved_form_of_the_next_item_gives_the_same_scores(part):
+    from transformers import GPT2Config
+
+    parts, ids, mask = (
+        part("common.next_item"),
+        torch.tensor([[3, 4, 5], [6, 2, 0]]),
+        torch.tensor([[1, 1, 1], [1, 1, 0]]),
+    )
+    for with_bias in (False, True):
+        config = GPT2Config(vocab_size=9, n_positions=5, n_embd=8, n_layer=1, n_head=2)
+        model = parts.NextItem(config, with_bias).eval()
+        if with_bias:
+            torch.nn.init.normal_(model.output.bias)
+        found = parts.as_language_model(model)(input_ids=ids, attention_mask=mask).logits
+        torch.testing.assert_close(found[[0, 1], [2, 1]], model(ids, mask))
 
 
 @pytest.mark.parametrize("arm", ["on", "shuffled", "constant"])

@@ -143,6 +143,8 @@ def test_a_pretrained_language_model_on_rows(method, train, questions_directory,
         ("sequential_recommendation", ("--group_column", "country"), "--group_column country"),
         ("sequential_recommendation", ("--group_column", "group"), "--group_column group with generated data"),
         ("sequential_recommendation", ("--arms", "off,of"), "--arms of"),
+        ("sequential_recommendation", ("--noise_multiplier", "1", "--users", "50"), "with --start released"),
+        ("sequential_recommendation", ("--interactions_file", "lines.txt"), "without --items_file"),
         ("sequential_recommendation", ("--epsilons", "3,x"), "could not convert string to float: 'x'"),
         (
             "sequential_recommendation",
@@ -269,21 +271,34 @@ def test_sequential_recommendation_with_its_controls(train, tmp_path):
         encoding="utf-8",
     )
     flags = (
-        *("--interactions_file", str(interactions), "--arms", "off,on,shuffled,constant", "--epsilons", "8,inf"),
+        *(
+            "--interactions_file",
+            str(interactions),
+            "--items_are_public",
+            "true",
+            "--arms",
+            "off,on,shuffled,constant",
+            "--epsilons",
+            "8,inf",
+        ),
         *("--max_steps", "2", "--per_device_train_batch_size", "8", "--gradient_accumulation_steps", "2"),
         *("--compare_without_privacy", "true"),
     )
     printed, out = train("sequential_recommendation", *flags, "--group_column", "group")
     runs = [f"epsilon {e}, {arm}" for e in ("8", "inf") for arm in ("off", *ATTENTION)]
-    results = json.loads((out / "results.json").read_text(encoding="utf-8"))
+    kept = json.loads((out / "results.json").read_text(encoding="utf-8"))
+    results = {name: value for name, value in kept.items() if not name.startswith("before training: ")}
     assert list(results) == [f"{name}, seed 0" for name in (*runs, "without privacy")]
+    # What is released is a start of its own, which there is without a budget as little as without privacy.
+    assert kept.keys() - results.keys() == {f"before training: {name}, seed 0" for name in runs if "inf" not in name}
     assert all(name in printed for name in ("popularity alone", "without privacy", *runs))
+    assert not list(out.rglob("*true_shares*"))
     for run in results.keys() - {"without privacy, seed 0"}:
         folder = out / run.replace(",", "").replace(" ", "_")
         found = groups_of(folder)
         assert {row["group"]: row["n"] for row in found["groups"]} == {"d": 30, "e": 30}
-        assert 100 * found["all"]["value"] == pytest.approx(results[run][1])
-        assert 100 * found["all"]["without_privacy"] == pytest.approx(results["without privacy, seed 0"][1])
+        assert found["all"]["value"] == pytest.approx(results[run][1])
+        assert found["all"]["without_privacy"] == pytest.approx(results["without privacy, seed 0"][1])
         assert (folder / "privacy.json").exists()
     assert not list((out / "without_privacy_seed_0").glob("*.safetensors"))
 
@@ -291,7 +306,7 @@ def test_sequential_recommendation_with_its_controls(train, tmp_path):
     train("sequential_recommendation", *flags, "--group_column", "length")
     assert [row["group"] for row in groups_of(out / "epsilon_8_off_seed_0")["groups"]] == ["under 5"]
     assert weights == {path: path.stat().st_mtime_ns for path in out.rglob("model.safetensors")}
-    assert json.loads((out / "results.json").read_text(encoding="utf-8")) == results
+    assert json.loads((out / "results.json").read_text(encoding="utf-8")) == kept
 
     printed, _ = train("sequential_recommendation", *flags, "--max_steps", "3", code=2)
     assert "results with other settings: max_steps 2, now 3" in printed

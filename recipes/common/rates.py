@@ -1,0 +1,28 @@
+"""Learning rates that noise alone does not carry too far, however many steps there are."""
+
+from __future__ import annotations
+
+import math
+
+from transformers import TrainingArguments
+
+from hf_dp import accounting
+
+
+def planned_steps(arguments: TrainingArguments, n: int) -> int:
+    """How many a training on `n` examples will take."""
+    factors = arguments.per_device_train_batch_size, arguments.gradient_accumulation_steps, arguments.world_size
+    steps = arguments.max_steps
+    if steps <= 0:
+        steps = math.ceil(arguments.num_train_epochs * math.ceil(n / math.prod(factors)))
+    accounting.check_steps(steps)
+    return steps
+
+
+def in_many_steps(rate: float, steps: int, measured: int) -> float:
+    """Adam's rate that was measured in so many steps, for `steps` of them.
+
+    Adam moves a weight that has no signal by about the rate in each step, at random, however little noise there is: in
+    T steps by the rate times sqrt(T). Of more steps than were measured it is divided by sqrt(steps / measured).
+    """
+    return rate * min(1.0, math.sqrt(measured / steps))
