@@ -16,16 +16,11 @@ from typer.testing import CliRunner
 
 from hf_dp.cli import app
 from hf_dp.errors import ConfigurationError
-from tests.recipes.conftest import WORDS
+from tests.recipes.conftest import TEMPLATE, WORDS
 from tests.recipes.test_recipes import ROOT, run, train  # noqa: F401 - fixtures
 from tests.training.workbench import a_chat_tokenizer
 
 pytestmark = pytest.mark.usefixtures("checked_once")
-
-TEMPLATE = (
-    "{% for m in messages %}{{ m.role + ': ' + m.content + ' _\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
-)
 
 
 @pytest.fixture(scope="module")
