@@ -34,9 +34,16 @@ from transformers import (
 from transformers.modeling_outputs import SequenceClassifierOutput
 
 from common.arguments import parse
-from common.classification import AdaptedClassifier, adapted, apart, by_length
+from common.classification import (
+    AdaptedClassifier,
+    LabelWords,
+    adapted,
+    apart,
+    beginning,
+    by_length,
+    label_words,
+)
 from common.data import labelled, public_labels
-from common.files import json_of
 from common.hub_names import pretrained
 from common.plain_classifier import TrainingForm, labelled_config
 from common.results import measured, scored_by_label, train_and_report
@@ -48,13 +55,10 @@ print(fill("TEXT", targets=[f"<{name}>" for name in fill.model.config.id2label.v
 
 
 @dataclass(kw_only=True)
-class RecipeArguments(AdaptedClassifier):
+class RecipeArguments(LabelWords, AdaptedClassifier):
     """What the recipe trains on, and how."""
 
     model: str = field(metadata={"help": "A hub name or a directory with a masked language model and its tokenizer."})
-    verbaliser_file: str | None = field(
-        default=None, metadata={"help": "JSON object: the words of each label; by default those of its name."}
-    )
     template: str = field(default="{text} It was about {mask}.", metadata={"help": "Has {text} and {mask} once each."})
     method: Literal["lora", "full"] = field(default="lora", metadata={"help": "What is trained beside the label rows."})
 
@@ -84,18 +88,8 @@ class InfillingForSequenceClassification(TrainingForm):
 
 
 def verbalised(recipe: RecipeArguments, names: list[str]) -> list[str]:
-    """The words of each label."""
-    words = {name: name.replace("_", " ") for name in names}
-    if recipe.verbaliser_file is not None:
-        words = json_of(recipe.verbaliser_file)
-    missing = [name for name in names if not isinstance(words, dict) or not str(words.get(name, "")).strip()]
-    if missing:
-        raise ConfigurationError(
-            f"{recipe.verbaliser_file or 'the list of labels'} has no words for the label {missing[0]!r}.",
-            why="its score is made of the scores of its words.",
-            fix="give one or more words for each label.",
-        )
-    return [" " + str(words[name]).strip() for name in names]
+    """The words of each label, as they stand within a sentence."""
+    return [f" {words}" for words in label_words(recipe, names)]
 
 
 def infilled(path: str, split: str, recipe: RecipeArguments, tokenizer: Any, names: list[str]) -> Dataset:
@@ -104,9 +98,8 @@ def infilled(path: str, split: str, recipe: RecipeArguments, tokenizer: Any, nam
     room = recipe.max_length - len(tokenizer(recipe.template.format(text="", mask=mask))["input_ids"])
     filled = []
     for given in columns.pop("text"):
-        text = given.replace(mask, " ")
-        ends = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"][:room]
-        filled.append(recipe.template.format(text=text[: ends[-1][1] if ends else 0], mask=mask))
+        text = beginning(given.replace(mask, " "), tokenizer, room)
+        filled.append(recipe.template.format(text=text, mask=mask))
     return Dataset.from_dict({**tokenizer(filled), **columns})
 
 

@@ -24,21 +24,16 @@ from common.answers import (
     with_an_answer,
 )
 from common.arguments import parse
+from common.chats import ChatTemplate, Message, rendered, use_template
 from common.data import read_rows
-from common.files import read_text
 from common.results import CONTINUE, train_and_report
 from hf_dp.errors import ConfigurationError
 
-Message = dict[str, Any]
-
 
 @dataclass(kw_only=True)
-class RecipeArguments(AnswerData):
+class RecipeArguments(AnswerData, ChatTemplate):
     """What the recipe trains on, and how."""
 
-    chat_template: str | None = field(
-        default=None, metadata={"help": "A Jinja file, in place of the tokenizer's own template."}
-    )
     samples: int = field(default=2, metadata={"help": "How many test prompts to answer at the end, drawn by seed."})
 
 
@@ -51,37 +46,6 @@ def conversation(row: dict[str, Any]) -> tuple[list[Message], int]:
         for role, name in (("user", "prompt"), ("assistant", "completion"))
     )
     return prompt + completion, len(prompt)
-
-
-def rendered(messages: list[Message], first: int, tokenizer: Any) -> list[tuple[str, bool]]:
-    """A conversation as text in parts, of which some are answers: an answer is what follows the generation prompt.
-
-    White space after an answer belongs to what comes next. Found by rendering the conversation up to each answer, so
-    that a template needs no `{% generation %}` marks.
-
-    Raises:
-        ConfigurationError: the template does not render the beginning of a conversation as it does the whole.
-    """
-
-    def render(part: list[Message], **options: Any) -> str:
-        text: str = tokenizer.apply_chat_template(part, tokenize=False, **options)
-        return text
-
-    whole, parts, done = render(messages), [], 0
-    for i, message in enumerate(messages):
-        if message["role"] != "assistant" or i < first:
-            continue
-        prompt, answered = render(messages[:i], add_generation_prompt=True), render(messages[: i + 1])
-        if not (answered.startswith(prompt) and whole.startswith(answered) and len(prompt) >= done):
-            raise ConfigurationError(
-                "the chat template renders the beginning of a conversation in another way than the whole.",
-                why="the model would learn to answer something else than it is asked later.",
-                fix="give a template that renders one message after the other: --chat_template FILE.",
-            )
-        end = len(answered.rstrip())
-        parts += [(whole[done : len(prompt)], False), (whole[len(prompt) : end], True)]
-        done = max(len(prompt), end)
-    return parts
 
 
 def encoded(row: dict[str, Any], tokenizer: Any, recipe: RecipeArguments) -> Row:
@@ -139,14 +103,7 @@ def main() -> None:
     )
     set_seed(arguments.seed)
     tokenizer, model = tokenizer_and_model(recipe, bf16=arguments.bf16)
-    if recipe.chat_template is not None:
-        tokenizer.chat_template = read_text(recipe.chat_template)
-    if tokenizer.chat_template is None:
-        raise ConfigurationError(
-            f"the tokenizer of {recipe.model} has no chat template.",
-            why="it says how a conversation becomes text.",
-            fix="give one: --chat_template FILE; or choose a model that was made for chat.",
-        )
+    use_template(tokenizer, recipe)
     training, held_out = (
         encode_all(rows, name, tokenizer, recipe)
         for rows, name in ((train, recipe.train_file), (test, recipe.test_file))

@@ -135,6 +135,13 @@ def scored(trainer: Any, data: Dataset) -> Scores:
 def main() -> None:
     """Trains, then prints accuracies of preferences before and after, and the privacy report."""
     recipe, arguments, privacy = parse(RecipeArguments)
+    if recipe.method == "full" and arguments.world_size > 1:
+        raise ConfigurationError(
+            f"--method full in {arguments.world_size} processes.",
+            why="the reference is computed beforehand, and TRL's processes find what the first wrote of it only where "
+            "the pairs lie in files of their own.",
+            fix="train adapters, whose reference is the model without them: --method lora; or in one process.",
+        )
     train = pairs(recipe.train_file, "train", recipe, recipe.max_examples)
     test = pairs(recipe.test_file, "test", recipe, recipe.max_examples)
     test = test.select(to_be_scored(len(test), recipe, arguments.seed))

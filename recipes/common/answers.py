@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import random
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -152,19 +152,37 @@ def scored_answers(trainer: Trainer, rows: list[Row]) -> Scores:
     return scores
 
 
-@torch.no_grad()
 def continued(trainer: Trainer, tokenizer: Any, prompts: list[list[int]], new_tokens: int) -> list[str]:
     """What the model says after each prompt, greedily, up to its end token."""
+    said = generated(trainer, tokenizer, prompts, new_tokens)
+    return [text.strip() for text in tokenizer.batch_decode(said, skip_special_tokens=True)]
+
+
+@torch.no_grad()
+def generated(
+    trainer: Trainer,
+    tokenizer: Any,
+    prompts: list[list[int]],
+    new_tokens: int,
+    following: Callable[[list[int]], list[int]] | None = None,
+) -> list[list[int]]:
+    """The same as token ids, with what pads them to the length of the longest beside them.
+
+    Args:
+        following: which tokens may come after those that were said; any, where it is left out.
+    """
     model: Any = trainer.accelerator.unwrap_model(trainer.model)
     model.eval()
-    said: list[str] = []
+    said: list[list[int]] = []
     size = trainer.args.per_device_eval_batch_size
     for start in tqdm(range(0, len(prompts), size), desc="generation", disable=trainer.args.disable_tqdm):
         some = {"input_ids": prompts[start : start + size]}
         batch = tokenizer.pad(some, padding_side="left", return_tensors="pt").to(model.device)
+        width = batch["input_ids"].shape[1]
+        allowed = None if following is None else lambda _, ids, after=width: following(ids[after:].tolist())
         out = model.generate(
             **batch, max_new_tokens=new_tokens, do_sample=False, pad_token_id=tokenizer.pad_token_id,
+            prefix_allowed_tokens_fn=allowed,
         )  # fmt: skip
-        texts = tokenizer.batch_decode(out[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)
-        said += [text.strip() for text in texts]
+        said += out[:, width:].tolist()
     return said

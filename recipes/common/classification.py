@@ -13,6 +13,7 @@ from transformers import AutoModel, PreTrainedModel
 from transformers.modeling_outputs import SequenceClassifierOutput
 
 from common.data import LabelledData, labelled
+from common.files import json_of
 from common.hub_names import pretrained
 from common.plain_classifier import TRAINING_FORM, TrainingForm, check_plain_form, pooled, seen_from
 from hf_dp.errors import ConfigurationError
@@ -25,6 +26,15 @@ class AdaptedClassifier(LabelledData):
     lora_rank: int = 8
     lora_targets: str | None = field(
         default=None, metadata={"help": "Layers that get adapters, commas between; PEFT's choice if left out."}
+    )
+
+
+@dataclass(kw_only=True)
+class LabelWords(LabelledData):
+    """Arguments of recipes for which a label is words."""
+
+    verbaliser_file: str | None = field(
+        default=None, metadata={"help": "JSON object: the words of each label; by default those of its name."}
     )
 
 
@@ -84,6 +94,31 @@ def read(path: str, split: str, recipe: EncoderClassifier, tokenizer: Any, names
     return Dataset.from_dict(
         {**tokenizer(columns.pop("text"), truncation=True, max_length=recipe.max_length), **columns}
     )
+
+
+def label_words(recipe: LabelWords, names: list[str]) -> list[str]:
+    """The words of each label: one or more.
+
+    Raises:
+        ConfigurationError: a label without any.
+    """
+    words = {name: name.replace("_", " ") for name in names}
+    if recipe.verbaliser_file is not None:
+        words = json_of(recipe.verbaliser_file)
+    missing = [name for name in names if not isinstance(words, dict) or not str(words.get(name, "")).strip()]
+    if missing:
+        raise ConfigurationError(
+            f"{recipe.verbaliser_file or 'the list of labels'} has no words for the label {missing[0]!r}.",
+            why="it is learnt, and scored, by its words.",
+            fix="give one or more words for each label.",
+        )
+    return [str(words[name]).strip() for name in names]
+
+
+def beginning(text: str, tokenizer: Any, tokens: int) -> str:
+    """The text as far as its first so many tokens go."""
+    ends = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"][:tokens]
+    return text[: ends[-1][1] if ends else 0]
 
 
 def by_length(texts: Dataset) -> Dataset:

@@ -23,6 +23,7 @@ from hf_dp.errors import ConfigurationError
 from tests.hub.server import READER, Hub
 from tests.recipes.conftest import (  # noqa: F401 - fixtures
     LABELS,
+    TEMPLATE,
     WORDS,
     causal_directory,
     encoder_directory,
@@ -30,7 +31,6 @@ from tests.recipes.conftest import (  # noqa: F401 - fixtures
     questions_directory,
 )
 from tests.recipes.test_recipes import ROOT, train  # noqa: F401 - a fixture
-from tests.recipes.test_recipes_text import TEMPLATE
 
 pytestmark = pytest.mark.usefixtures("checked_once")
 

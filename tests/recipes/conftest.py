@@ -13,6 +13,10 @@ from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadMode
 
 WORDS = ["my", "card", "was", "lost", "declined", "cash", "fee", "top", "up", "transfer", "it", "is", "about", "why"]
 LABELS = ["card_lost", "cash_fee", "top_up"]
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role + ': ' + m.content + ' _\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+)
 
 
 def _tokenizer() -> PreTrainedTokenizerFast:
@@ -69,7 +73,8 @@ def causal_directory(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def questions_directory(tmp_path_factory) -> Path:
-    """train.csv and test.csv of bank questions with a label and a branch, categories.json, and plays.txt."""
+    """train.csv and test.csv of bank questions with a label and a branch, categories.json, plays.txt, and a template
+    for chats."""
     path, draw = tmp_path_factory.mktemp("questions"), random.Random(0)
     for name, n in (("train", 90), ("test", 30)):
         with (path / f"{name}.csv").open("w", newline="", encoding="utf-8") as file:
@@ -82,4 +87,5 @@ def questions_directory(tmp_path_factory) -> Path:
     (path / "categories.json").write_text(json.dumps(LABELS), encoding="utf-8")
     lines = [" ".join(draw.choices(WORDS, k=9)) + ".\n" for _ in range(400)]
     (path / "plays.txt").write_text("".join(lines), encoding="utf-8")
+    (path / "template.jinja").write_text(TEMPLATE, encoding="utf-8")
     return path

@@ -43,6 +43,8 @@ def local(masked_directory, encoder_directory, causal_directory, questions_direc
             "text_file": questions_directory / "plays.txt",
         }
         settings = yaml.safe_load((ROOT / "recipes" / f"{recipe}.yaml").read_text(encoding="utf-8"))
+        if recipe == "classify_as_answers":
+            settings["chat_template"] = known["chat_template"] = questions_directory / "template.jinja"
         return [part for name, value in known.items() if name in settings for part in (f"--{name}", str(value))]
 
     return flags
@@ -93,7 +95,7 @@ def test_a_recipe_goes_on_from_its_checkpoint_and_never_begins_anew_instead(trai
         assert words in printed
 
 
-@pytest.mark.parametrize("recipe", ["classify", "classify_lora", "classify_as_infilling"])
+@pytest.mark.parametrize("recipe", ["classify", "classify_lora", "classify_as_infilling", "classify_as_answers"])
 def test_accuracy_by_group_and_the_gap_to_training_without_privacy(recipe, train):
     flags = ("--group_column", "branch", "--compare_without_privacy", "true")
     printed, out = train(recipe, "--smoke", "true", *flags)

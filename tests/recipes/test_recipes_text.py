@@ -10,22 +10,18 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file
 from transformers import AutoTokenizer, DataCollatorForSeq2Seq
 from typer.testing import CliRunner
 
 from hf_dp.cli import app
 from hf_dp.errors import ConfigurationError
-from tests.recipes.conftest import WORDS
+from tests.recipes.conftest import TEMPLATE, WORDS
 from tests.recipes.test_recipes import ROOT, run, train  # noqa: F401 - fixtures
 from tests.training.workbench import a_chat_tokenizer
 
 pytestmark = pytest.mark.usefixtures("checked_once")
-
-TEMPLATE = (
-    "{% for m in messages %}{{ m.role + ': ' + m.content + ' _\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
-)
 
 
 @pytest.fixture(scope="module")
@@ -269,14 +265,29 @@ def test_a_real_model_learns_conversations_through_its_own_template(data, smollm
 
 
 @pytest.mark.parametrize("method", ["full", pytest.param("lora", marks=pytest.mark.slow)])
-def test_preferences_before_and_after(method, train):  # noqa: F811
+def test_preferences_before_and_after(method, local, part, tmp_path, monkeypatch):
     pytest.importorskip("trl")
-    _, out = train("preferences", "--smoke", "true", "--method", method)
+    preset = yaml.safe_load((ROOT / "recipes" / "preferences.yaml").read_text(encoding="utf-8"))
+    del preset["lora_layers"], preset["bf16"]  # which go with adapters alone
+    (tmp_path / "all_layers.yaml").write_text(yaml.safe_dump(preset), encoding="utf-8")
+    out = tmp_path / "out"
+    flags = ("--smoke", "true", "--method", method, "--output_dir", str(out), "--use_cpu", "True")
+    monkeypatch.setattr(
+        "sys.argv", ["preferences.py", str(tmp_path / "all_layers.yaml"), *local("preferences"), *flags]
+    )
+    part("preferences").main()
     assert json.loads((out / "privacy.json").read_text(encoding="utf-8"))["report"]["dataset_size"] == 64
     before, after = json.loads((out / "results.json").read_text(encoding="utf-8")).values()
     assert before["share with gain"] == 0.5
     # In two steps, of which the first adapters' matrices of zeros take one, LoRA hardly moves.
     assert abs(before["gain in nats"]) < (1e-3 if method == "full" else 1e-5) < abs(after["gain in nats"])
+
+
+def test_a_reference_that_other_processes_would_not_find(train, part, monkeypatch):  # noqa: F811
+    pytest.importorskip("trl")
+    monkeypatch.setattr(part("common.arguments").TrainingArguments, "world_size", 2)
+    printed, _ = train("preferences", "--method", "full", code=2)
+    assert "--method full in 2 processes" in printed
 
 
 def test_a_description_is_corrupted_by_its_own_row_and_public_values(part):

@@ -1,0 +1,70 @@
+"""Conversations as a chat template renders them, and which part of their text is an answer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from common.files import read_text
+from hf_dp.errors import ConfigurationError
+
+Message = dict[str, Any]
+
+
+@dataclass(kw_only=True)
+class ChatTemplate:
+    """What recipes know that train on conversations."""
+
+    chat_template: str | None = field(
+        default=None, metadata={"help": "A Jinja file, in place of the tokenizer's own template."}
+    )
+
+
+def use_template(tokenizer: Any, recipe: Any) -> None:
+    """Gives the tokenizer the recipe's own template, where it has one.
+
+    Raises:
+        ConfigurationError: neither has one.
+    """
+    if recipe.chat_template is not None:
+        tokenizer.chat_template = read_text(recipe.chat_template)
+    if tokenizer.chat_template is None:
+        raise ConfigurationError(
+            f"the tokenizer of {recipe.model} has no chat template.",
+            why="it says how a conversation becomes text.",
+            fix="give one: --chat_template FILE; or choose a model that was made for chat.",
+        )
+
+
+def rendered(messages: list[Message], first: int, tokenizer: Any) -> list[tuple[str, bool]]:
+    """A conversation as text in parts, of which some are answers: an answer is what follows the generation prompt.
+
+    White space after an answer belongs to what comes next. Found by rendering the conversation up to each answer, so
+    that a template needs no `{% generation %}` marks.
+
+    Args:
+        first: answers before this message are not learnt.
+
+    Raises:
+        ConfigurationError: the template does not render the beginning of a conversation as it does the whole.
+    """
+
+    def render(part: list[Message], **options: Any) -> str:
+        text: str = tokenizer.apply_chat_template(part, tokenize=False, **options)
+        return text
+
+    whole, parts, done = render(messages), [], 0
+    for i, message in enumerate(messages):
+        if message["role"] != "assistant" or i < first:
+            continue
+        prompt, answered = render(messages[:i], add_generation_prompt=True), render(messages[: i + 1])
+        if not (answered.startswith(prompt) and whole.startswith(answered) and len(prompt) >= done):
+            raise ConfigurationError(
+                "the chat template renders the beginning of a conversation in another way than the whole.",
+                why="the model would learn to answer something else than it is asked later.",
+                fix="give a template that renders one message after the other: --chat_template FILE.",
+            )
+        end = len(answered.rstrip())
+        parts += [(whole[done : len(prompt)], False), (whole[len(prompt) : end], True)]
+        done = max(len(prompt), end)
+    return parts
