@@ -16,7 +16,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoTokenizer, Trainer, set_seed
 
-from common.arguments import TextArguments, parse
+from common.arguments import Comparison, TextArguments, parse
 from common.base_models import FourBits, language_model, refuse_four_bits
 from common.data import read_rows
 from common.files import read_text
@@ -29,8 +29,8 @@ WITH_COLUMNS = (".csv", ".json", ".jsonl")
 Rows = list[dict[str, list[int]]]
 
 
-@dataclass
-class RecipeArguments(TextArguments, FourBits):
+@dataclass(kw_only=True)
+class RecipeArguments(TextArguments, FourBits, Comparison):
     """What the recipe trains on, and its model."""
 
     text_file: str = field(
@@ -39,9 +39,6 @@ class RecipeArguments(TextArguments, FourBits):
     text_column: str = "text"
     group_column: str | None = field(
         default=None, metadata={"help": "Report the loss for each of its values in the held-out rows."}
-    )
-    compare_without_privacy: bool = field(
-        default=False, metadata={"help": "Train once more with the ordinary Trainer, for the gap to it."}
     )
     evaluation_share: float = field(default=0.1, metadata={"help": "The last part of the text or rows, held out."})
     model: str | None = field(
@@ -137,6 +134,7 @@ def main() -> None:
         usage=CONTINUE.replace("PROMPT", repr(recipe.prompt)),
         groups=groups,
         compare_without_privacy=recipe.compare_without_privacy,
+        comparison_learning_rate=recipe.comparison_learning_rate,
         max_tokens=recipe.max_tokens_per_micro_batch,
     )
     prompt = torch.tensor([tokenizer.encode(recipe.prompt)], device=trainer.args.device)

@@ -32,7 +32,7 @@ from transformers import (
 )
 
 from common.arguments import parse
-from common.base_models import FourBits, language_model, refuse_four_bits
+from common.base_models import FourBits, generating, language_model, refuse_four_bits
 from common.classification import by_length
 from common.corpus_quality import encoded_by, judge
 from common.data import LabelledData, labelled, public_labels
@@ -189,11 +189,12 @@ def sampled_corpus(
         now = list(islice(alike, at_once))
         left = left[len(now) :]
         ids = torch.tensor([before[label] for label in now], device=model.device)
-        made = model.generate(
-            input_ids=ids, attention_mask=torch.ones_like(ids), do_sample=True, temperature=recipe.temperature,
-            top_p=recipe.top_p, top_k=0, max_new_tokens=recipe.max_length, pad_token_id=tokenizer.pad_token_id,
-            eos_token_id=tokenizer.eos_token_id,
-        )  # fmt: skip
+        with generating(model):
+            made = model.generate(
+                input_ids=ids, attention_mask=torch.ones_like(ids), do_sample=True, temperature=recipe.temperature,
+                top_p=recipe.top_p, top_k=0, max_new_tokens=recipe.max_length, pad_token_id=tokenizer.pad_token_id,
+                eos_token_id=tokenizer.eos_token_id,
+            )  # fmt: skip
         texts = tokenizer.batch_decode(made[:, width:], skip_special_tokens=True)
         for text, label in zip((text.strip() for text in texts), now, strict=True):
             if text or blank[label] >= wanted[label]:

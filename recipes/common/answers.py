@@ -17,8 +17,8 @@ from peft import LoraConfig, get_peft_model
 from tqdm.auto import tqdm
 from transformers import AutoTokenizer, Trainer
 
-from common.arguments import TextArguments
-from common.base_models import FourBits, language_model, refuse_four_bits
+from common.arguments import Comparison, TextArguments
+from common.base_models import FourBits, generating, language_model, refuse_four_bits
 from common.hub_names import pretrained
 from common.language_models import characters, small_gpt2
 from common.results import Scores, scored_by_loss
@@ -29,7 +29,7 @@ Row = dict[str, list[int]]
 
 
 @dataclass(kw_only=True)
-class AnswerData(TextArguments, FourBits):
+class AnswerData(TextArguments, FourBits, Comparison):
     """Arguments of recipes that train a causal language model on answers."""
 
     train_file: str = field(metadata={"help": "CSV, JSON or JSON lines, or a hub data set; this is private."})
@@ -47,9 +47,6 @@ class AnswerData(TextArguments, FourBits):
     max_new_tokens: int = field(default=120, metadata={"help": "Of each generated answer, at most."})
     group_column: str | None = field(
         default=None, metadata={"help": "Report the loss for each of its values in the test data."}
-    )
-    compare_without_privacy: bool = field(
-        default=False, metadata={"help": "Train once more with the ordinary Trainer, for the gap to it."}
     )
     max_examples: int | None = field(default=None, metadata={"help": "Use only the first so many of each split."})
     max_test_examples: int | None = field(
@@ -162,9 +159,10 @@ def continued(trainer: Trainer, tokenizer: Any, prompts: list[list[int]], new_to
     for start in tqdm(range(0, len(prompts), size), desc="generation", disable=trainer.args.disable_tqdm):
         some = {"input_ids": prompts[start : start + size]}
         batch = tokenizer.pad(some, padding_side="left", return_tensors="pt").to(model.device)
-        out = model.generate(
-            **batch, max_new_tokens=new_tokens, do_sample=False, pad_token_id=tokenizer.pad_token_id,
-        )  # fmt: skip
+        with generating(model):
+            out = model.generate(
+                **batch, max_new_tokens=new_tokens, do_sample=False, pad_token_id=tokenizer.pad_token_id,
+            )  # fmt: skip
         texts = tokenizer.batch_decode(out[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)
         said += [text.strip() for text in texts]
     return said
