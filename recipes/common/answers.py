@@ -72,12 +72,7 @@ def tokenizer_and_model(recipe: AnswerData, *, bf16: bool) -> tuple[Any, Any]:
             )
         tokenizer, positions = characters(), recipe.max_length + recipe.max_new_tokens
         return tokenizer, small_gpt2(tokenizer, positions=positions, width=recipe.width, layers=recipe.layers)
-    if recipe.method == "full" and recipe.lora_layers is not None:
-        raise ConfigurationError(
-            f"--lora_layers {recipe.lora_layers} with --method full.",
-            why="there are no adapters, and all layers would be trained.",
-            fix="leave it out, of the YAML file too, or train adapters with --method lora.",
-        )
+    refuse_layers(recipe)
     tokenizer = pretrained(AutoTokenizer, recipe.model)
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     frozen = torch.bfloat16 if bf16 and recipe.method == "lora" else torch.float32
@@ -85,6 +80,16 @@ def tokenizer_and_model(recipe: AnswerData, *, bf16: bool) -> tuple[Any, Any]:
     if recipe.method == "full":
         return tokenizer, model
     return tokenizer, adapters(model, rank=recipe.lora_rank, layers=recipe.lora_layers)
+
+
+def refuse_layers(recipe: Any) -> None:
+    """Refuses layers to adapt where there are no adapters (`ConfigurationError`)."""
+    if recipe.method == "full" and recipe.lora_layers is not None:
+        raise ConfigurationError(
+            f"--lora_layers {recipe.lora_layers} with --method full.",
+            why="there are no adapters, and all layers would be trained.",
+            fix="leave it out, of the YAML file too, or train adapters with --method lora.",
+        )
 
 
 def adapters(model: Any, *, rank: int, layers: int | None = None) -> Any:

@@ -6,6 +6,7 @@ import math
 import socket
 import sys
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -329,3 +330,14 @@ def test_generation_gives_the_output_layer_states_without_gaps_and_says_the_same
     assert gaps == [True, False, False, False]
     assert said[0].equal(said[1])
     assert not model.lm_head._forward_pre_hooks
+
+
+def test_a_loss_of_tokens_is_shared_out_among_their_characters(part, monkeypatch):
+    plays = part("causal_lm")
+    scores = part("common.results").Scores({"perplexity": math.exp(1.5)}, [1.5, 1.5])
+    monkeypatch.setattr(plays, "scored_by_loss", lambda *_: scores)
+    rows = [{"input_ids": [9, 1, 2]}, {"input_ids": [9, 3]}]  # the first token of a row is not predicted
+    tokenizer = SimpleNamespace(decode=lambda ids, **_: "".join({9: "!", 1: "to", 2: " b", 3: "e or"}[i] for i in ids))
+    found = plays.scored(None, rows, tokenizer).measures
+    assert found["loss per character"] == pytest.approx(1.5 * 3 / 8)
+    assert found["perplexity of a character"] == pytest.approx(math.exp(1.5 * 3 / 8))
