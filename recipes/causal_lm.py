@@ -7,30 +7,31 @@ alphabet, printable ASCII.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from peft import LoraConfig, get_peft_model
 from transformers import AutoTokenizer, Trainer, set_seed
 
-from common.arguments import TextArguments, parse
+from common.answers import adapters, refuse_layers
+from common.arguments import Comparison, TextArguments, parse
 from common.base_models import FourBits, language_model, refuse_four_bits
 from common.data import read_rows
 from common.files import read_text
 from common.hub_names import pretrained
 from common.language_models import characters, small_gpt2
-from common.results import CONTINUE, scored_by_loss, train_and_report
+from common.results import CONTINUE, Scores, scored_by_loss, train_and_report
 from hf_dp.errors import ConfigurationError
 
 WITH_COLUMNS = (".csv", ".json", ".jsonl")
 Rows = list[dict[str, list[int]]]
 
 
-@dataclass
-class RecipeArguments(TextArguments, FourBits):
+@dataclass(kw_only=True)
+class RecipeArguments(TextArguments, FourBits, Comparison):
     """What the recipe trains on, and its model."""
 
     text_file: str = field(
@@ -40,15 +41,18 @@ class RecipeArguments(TextArguments, FourBits):
     group_column: str | None = field(
         default=None, metadata={"help": "Report the loss for each of its values in the held-out rows."}
     )
-    compare_without_privacy: bool = field(
-        default=False, metadata={"help": "Train once more with the ordinary Trainer, for the gap to it."}
-    )
     evaluation_share: float = field(default=0.1, metadata={"help": "The last part of the text or rows, held out."})
     model: str | None = field(
         default=None, metadata={"help": "A hub name or a directory; by default a small GPT-2 from scratch."}
     )
     method: Literal["full", "lora"] = field(default="full", metadata={"help": "What is trained of a pretrained model."})
     lora_rank: int = 8
+    lora_layers: int | None = field(
+        default=None, metadata={"help": "Adapt only the last so many layers: the backward pass ends there."}
+    )
+    attention: str | None = field(
+        default=None, metadata={"help": "Transformers' attn_implementation; eager is the faster one on some CPUs."}
+    )
     passage_length: int = 128
     width: int = field(default=128, metadata={"help": "Of the model from scratch, as layers is."})
     layers: int = 2
@@ -99,15 +103,26 @@ def collate(rows: Rows) -> dict[str, torch.Tensor]:
     return {"input_ids": padded(0, list), "attention_mask": masks, "labels": padded(-100, list)}
 
 
-def build(recipe: RecipeArguments) -> Any:
-    """The model before training."""
+def build(recipe: RecipeArguments, *, bf16: bool) -> Any:
+    """The model before training; `bf16` keeps what is frozen below adapters in 16 bits."""
+    refuse_layers(recipe)
     refuse_four_bits(recipe)
     if recipe.model is None:
         return small_gpt2(characters(), positions=recipe.passage_length, width=recipe.width, layers=recipe.layers)
-    model = language_model(recipe)
-    if recipe.method == "full":
-        return model
-    return get_peft_model(model, LoraConfig(r=recipe.lora_rank, lora_alpha=2 * recipe.lora_rank, task_type="CAUSAL_LM"))
+    frozen = torch.bfloat16 if bf16 and recipe.method == "lora" else torch.float32
+    model = language_model(recipe, dtype=frozen, attn_implementation=recipe.attention)
+    return model if recipe.method == "full" else adapters(model, rank=recipe.lora_rank, layers=recipe.lora_layers)
+
+
+def scored(trainer: Trainer, rows: Rows, tokenizer: Any) -> Scores:
+    """Mean loss of an example, perplexity, and the same loss shared out among the characters that it is of."""
+    scores = scored_by_loss(trainer, rows)
+    predicted = [row["input_ids"][1:] for row in rows]
+    characters_in_all = sum(len(tokenizer.decode(ids, skip_special_tokens=True)) for ids in predicted)
+    in_all = math.log(scores.measures["perplexity"]) * sum(map(len, predicted))
+    each = in_all / max(1, characters_in_all)
+    scores.measures |= {"loss per character": each, "perplexity of a character": math.exp(min(700, each))}
+    return scores
 
 
 def main() -> None:
@@ -129,14 +144,15 @@ def main() -> None:
         )
 
     trainer = train_and_report(
-        build(recipe),
+        build(recipe, bf16=arguments.bf16),
         make,
-        lambda trainer: scored_by_loss(trainer, held_out),
+        lambda trainer: scored(trainer, held_out, tokenizer),
         arguments,
         privacy,
         usage=CONTINUE.replace("PROMPT", repr(recipe.prompt)),
         groups=groups,
         compare_without_privacy=recipe.compare_without_privacy,
+        comparison_learning_rate=recipe.comparison_learning_rate,
         max_tokens=recipe.max_tokens_per_micro_batch,
     )
     prompt = torch.tensor([tokenizer.encode(recipe.prompt)], device=trainer.args.device)

@@ -20,7 +20,6 @@ from typing import Any, Literal
 
 import torch
 from datasets import Dataset
-from peft import LoraConfig, get_peft_model
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from tqdm.auto import tqdm
 from transformers import (
@@ -31,8 +30,10 @@ from transformers import (
     set_seed,
 )
 
+from common.answers import adapters, refuse_layers
 from common.arguments import parse
-from common.base_models import FourBits, language_model, refuse_four_bits
+from common.base_models import FourBits, generating, language_model, refuse_four_bits
+from common.best_draws import best_draws
 from common.classification import by_length
 from common.corpus_quality import encoded_by, judge
 from common.data import LabelledData, labelled, public_labels
@@ -54,6 +55,12 @@ class RecipeArguments(LabelledData, FourBits):
     )
     method: Literal["full", "lora"] = "full"
     lora_rank: int = 8
+    lora_layers: int | None = field(
+        default=None, metadata={"help": "Adapt only the last so many layers: the backward pass ends there."}
+    )
+    attention: str | None = field(
+        default=None, metadata={"help": "Transformers' attn_implementation; eager is the faster one on some CPUs."}
+    )
     frozen_dtype: Literal["float32", "bfloat16"] = field(
         default="float32", metadata={"help": "Of the weights that lora does not train; adapters are in float32."}
     )
@@ -66,6 +73,12 @@ class RecipeArguments(LabelledData, FourBits):
     width: int = 128
     layers: int = 2
     samples: int = field(default=5000, metadata={"help": "Size of the corpus. It costs no privacy."})
+    draws: int = field(
+        default=1,
+        metadata={
+            "help": "Sample so many times as many, and keep those that the encoder takes for their label by name."
+        },
+    )
     label_frequencies: str | None = field(
         default=None, metadata={"help": "JSON of public shares by label, not counted in private data; or uniform."}
     )
@@ -81,7 +94,7 @@ class RecipeArguments(LabelledData, FourBits):
     compared: int = field(default=1000, metadata={"help": "Samples, and held-out texts, in the near-copy check."})
 
     def __post_init__(self) -> None:
-        least = {"samples": 1, "compared": 1, "max_length": 2, "width": 1, "layers": 1, "lora_rank": 1}
+        least = {"samples": 1, "draws": 1, "compared": 1, "max_length": 2, "width": 1, "layers": 1, "lora_rank": 1}
         wrong = [f"{name}={getattr(self, name)}" for name, low in least.items() if getattr(self, name) < low]
         wrong += [f"temperature={self.temperature}"] * (not 0 < self.temperature < math.inf)
         wrong += [f"top_p={self.top_p}"] * (not 0 < self.top_p <= 1)
@@ -94,6 +107,12 @@ class RecipeArguments(LabelledData, FourBits):
                 f"prompt {self.prompt!r} does not say {{label}} once.",
                 why="a text is learnt, and sampled, after the name of its label.",
                 fix='write a line such as "A customer of a bank asks about {label}:".',
+            )
+        if self.draws > 1 and self.encoder is None:
+            raise ConfigurationError(
+                f"draws={self.draws}, and no encoder.",
+                why="an encoder says which of the texts that were sampled are closest to their label's name.",
+                fix="name a public one with --encoder, or leave draws out.",
             )
         if self.method == "lora" and self.model is None:
             raise ConfigurationError(
@@ -119,11 +138,12 @@ def bytes_tokenizer() -> PreTrainedTokenizerFast:
 
 def build(recipe: RecipeArguments, names: Sequence[str]) -> tuple[Any, Any]:
     """The model and its tokenizer. From scratch, each label is one token."""
+    refuse_layers(recipe)
     refuse_four_bits(recipe)
     if recipe.model is not None:
         tokenizer = pretrained(AutoTokenizer, recipe.model)
         dtype = getattr(torch, recipe.frozen_dtype if recipe.method == "lora" else "float32")
-        model = language_model(recipe, dtype=dtype)
+        model = language_model(recipe, dtype=dtype, attn_implementation=recipe.attention)
     else:
         tokenizer = bytes_tokenizer() if recipe.tokenizer is None else pretrained(AutoTokenizer, recipe.tokenizer)
         tokenizer.add_special_tokens({"eos_token": tokenizer.eos_token or END})
@@ -138,9 +158,7 @@ def build(recipe: RecipeArguments, names: Sequence[str]) -> tuple[Any, Any]:
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     if recipe.method == "lora":
-        rank = recipe.lora_rank
-        lora = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM")
-        model = get_peft_model(model, lora)
+        model = adapters(model, rank=recipe.lora_rank, layers=recipe.lora_layers)
     return model, tokenizer
 
 
@@ -189,11 +207,12 @@ def sampled_corpus(
         now = list(islice(alike, at_once))
         left = left[len(now) :]
         ids = torch.tensor([before[label] for label in now], device=model.device)
-        made = model.generate(
-            input_ids=ids, attention_mask=torch.ones_like(ids), do_sample=True, temperature=recipe.temperature,
-            top_p=recipe.top_p, top_k=0, max_new_tokens=recipe.max_length, pad_token_id=tokenizer.pad_token_id,
-            eos_token_id=tokenizer.eos_token_id,
-        )  # fmt: skip
+        with generating(model):
+            made = model.generate(
+                input_ids=ids, attention_mask=torch.ones_like(ids), do_sample=True, temperature=recipe.temperature,
+                top_p=recipe.top_p, top_k=0, max_new_tokens=recipe.max_length, pad_token_id=tokenizer.pad_token_id,
+                eos_token_id=tokenizer.eos_token_id,
+            )  # fmt: skip
         texts = tokenizer.batch_decode(made[:, width:], skip_special_tokens=True)
         for text, label in zip((text.strip() for text in texts), now, strict=True):
             if text or blank[label] >= wanted[label]:
@@ -250,9 +269,14 @@ def main() -> None:
         return
     # How often training drew from the generator depends on its batches.
     set_seed(arguments.seed)
-    corpus = sampled_corpus(model, tokenizer, before, wanted, recipe, arguments.per_device_eval_batch_size)
+    many = [recipe.draws * count for count in wanted]
+    corpus = sampled_corpus(model, tokenizer, before, many, recipe, arguments.per_device_eval_batch_size)
+    if recipe.draws > 1 and features is not None:
+        corpus = best_draws(corpus, wanted, names, features)
     how = f"temperature {recipe.temperature:g}, top p {recipe.top_p:g}, at most {recipe.max_length} tokens, label "
     how += "frequencies " + ("uniform" if recipe.label_frequencies is None else "public")
+    if recipe.draws > 1:
+        how += f", one of {recipe.draws} kept by a public encoder and the names of the labels"
     share(corpus, names, directory, output, recipe.corpus_format, how)
     print(
         f"{len(corpus.texts)} texts in {directory}" + ", which may be shared as it is" * is_private + "; for example:"

@@ -144,6 +144,7 @@ def main() -> None:
         usage=CONTINUE.replace("PROMPT", repr(asked("name[Blue Spice], food[Italian]", recipe))),
         groups=groups,
         compare_without_privacy=recipe.compare_without_privacy,
+        comparison_learning_rate=recipe.comparison_learning_rate,
         max_tokens=recipe.max_tokens_per_micro_batch,
     )
 

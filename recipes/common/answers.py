@@ -17,8 +17,8 @@ from peft import LoraConfig, get_peft_model
 from tqdm.auto import tqdm
 from transformers import AutoTokenizer, Trainer
 
-from common.arguments import TextArguments
-from common.base_models import FourBits, language_model, refuse_four_bits
+from common.arguments import Comparison, TextArguments
+from common.base_models import FourBits, generating, language_model, refuse_four_bits
 from common.hub_names import pretrained
 from common.language_models import characters, small_gpt2
 from common.results import Scores, scored_by_loss
@@ -29,7 +29,7 @@ Row = dict[str, list[int]]
 
 
 @dataclass(kw_only=True)
-class AnswerData(TextArguments, FourBits):
+class AnswerData(TextArguments, FourBits, Comparison):
     """Arguments of recipes that train a causal language model on answers."""
 
     train_file: str = field(metadata={"help": "CSV, JSON or JSON lines, or a hub data set; this is private."})
@@ -47,9 +47,6 @@ class AnswerData(TextArguments, FourBits):
     max_new_tokens: int = field(default=120, metadata={"help": "Of each generated answer, at most."})
     group_column: str | None = field(
         default=None, metadata={"help": "Report the loss for each of its values in the test data."}
-    )
-    compare_without_privacy: bool = field(
-        default=False, metadata={"help": "Train once more with the ordinary Trainer, for the gap to it."}
     )
     max_examples: int | None = field(default=None, metadata={"help": "Use only the first so many of each split."})
     max_test_examples: int | None = field(
@@ -75,12 +72,7 @@ def tokenizer_and_model(recipe: AnswerData, *, bf16: bool) -> tuple[Any, Any]:
             )
         tokenizer, positions = characters(), recipe.max_length + recipe.max_new_tokens
         return tokenizer, small_gpt2(tokenizer, positions=positions, width=recipe.width, layers=recipe.layers)
-    if recipe.method == "full" and recipe.lora_layers is not None:
-        raise ConfigurationError(
-            f"--lora_layers {recipe.lora_layers} with --method full.",
-            why="there are no adapters, and all layers would be trained.",
-            fix="leave it out, of the YAML file too, or train adapters with --method lora.",
-        )
+    refuse_layers(recipe)
     tokenizer = pretrained(AutoTokenizer, recipe.model)
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     frozen = torch.bfloat16 if bf16 and recipe.method == "lora" else torch.float32
@@ -88,6 +80,16 @@ def tokenizer_and_model(recipe: AnswerData, *, bf16: bool) -> tuple[Any, Any]:
     if recipe.method == "full":
         return tokenizer, model
     return tokenizer, adapters(model, rank=recipe.lora_rank, layers=recipe.lora_layers)
+
+
+def refuse_layers(recipe: Any) -> None:
+    """Refuses layers to adapt where there are no adapters (`ConfigurationError`)."""
+    if recipe.method == "full" and recipe.lora_layers is not None:
+        raise ConfigurationError(
+            f"--lora_layers {recipe.lora_layers} with --method full.",
+            why="there are no adapters, and all layers would be trained.",
+            fix="leave it out, of the YAML file too, or train adapters with --method lora.",
+        )
 
 
 def adapters(model: Any, *, rank: int, layers: int | None = None) -> Any:
@@ -180,9 +182,10 @@ def generated(
         batch = tokenizer.pad(some, padding_side="left", return_tensors="pt").to(model.device)
         width = batch["input_ids"].shape[1]
         allowed = None if following is None else lambda _, ids, after=width: following(ids[after:].tolist())
-        out = model.generate(
-            **batch, max_new_tokens=new_tokens, do_sample=False, pad_token_id=tokenizer.pad_token_id,
-            prefix_allowed_tokens_fn=allowed,
-        )  # fmt: skip
+        with generating(model):
+            out = model.generate(
+                **batch, max_new_tokens=new_tokens, do_sample=False, pad_token_id=tokenizer.pad_token_id,
+                prefix_allowed_tokens_fn=allowed,
+            )  # fmt: skip
         said += out[:, width:].tolist()
     return said

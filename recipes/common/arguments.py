@@ -44,7 +44,7 @@ _AT_LEAST_1 = (
     *("max_examples", "max_test_examples", "max_length", "max_new_tokens", "max_tokens_per_micro_batch"),
     *("passage_length", "width", "layers", "lora_rank", "lora_layers"),
 )
-_ABOVE_0 = ("temperature", "head_noise", "head_scale", "head_learning_rate")
+_ABOVE_0 = ("temperature", "head_noise", "head_scale", "head_learning_rate", "comparison_learning_rate")
 _BELOW_1 = ("average", "evaluation_share", "genre_share")
 # On the hub; the oldest models have no owner.
 _NAME = re.compile(r"([\w-][\w.-]*/)?[\w-][\w.-]*")
@@ -78,6 +78,18 @@ class TextArguments:
 
     max_tokens_per_micro_batch: int | None = field(
         default=None, metadata={"help": "Of the rows that are computed at once, padding included, unless it is one."}
+    )
+
+
+@dataclass(kw_only=True)
+class Comparison:
+    """What recipes of language models know that train once more without privacy."""
+
+    compare_without_privacy: bool = field(
+        default=False, metadata={"help": "Train once more with the ordinary Trainer, for the gap to it."}
+    )
+    comparison_learning_rate: float | None = field(
+        default=None, metadata={"help": "Of that training; left out: learning_rate, which is one for private training."}
     )
 
 
@@ -133,6 +145,12 @@ def parse(recipe: type) -> tuple[Any, TrainingArguments, PrivacyConfig]:
             "--withhold_non_private_logs and --compare_without_privacy.",
             why="the training without privacy logs losses of the private data, and its results are made of that data.",
             fix="leave one of them out.",
+        )
+    if getattr(made, "comparison_learning_rate", None) is not None and not made.compare_without_privacy:
+        raise ConfigurationError(
+            f"--comparison_learning_rate {made.comparison_learning_rate} without --compare_without_privacy.",
+            why="it is the rate of a training that would not take place.",
+            fix="add --compare_without_privacy true, or leave it out.",
         )
     return made, training, privacy.replace(seed=common.privacy_seed, re_attention=attention)
 

@@ -104,6 +104,7 @@ def train_and_report(
     plain: Callable[[Any], Any] | None = None,
     groups: Sequence[str] | None = None,
     compare_without_privacy: bool = False,
+    comparison_learning_rate: float | None = None,
     max_tokens: int | None = None,
 ) -> DPTrainer:
     """Trains privately, saves, and shows what came of it; `results.json` in the output directory says the same.
@@ -119,6 +120,7 @@ def train_and_report(
             arguments, optimizer and callbacks: as many steps of shuffled batches of the same size, with no clipping of
             examples (only max_grad_norm, which Trainer has by itself) and no noise. It is not saved: its weights are
             not private, and neither is what is said of them.
+        comparison_learning_rate: of that training, if it is another one.
         max_tokens: of a micro-batch of the private training; see `DPTrainer`.
     """
     directory, checkpoint = Path(str(arguments.output_dir)), checkpoint_of(arguments)
@@ -145,7 +147,8 @@ def train_and_report(
         trainer.push_to_hub(commit_message="Model save")
     if initial is not None:
         aside = {"output_dir": str(directory / "without_privacy"), "save_strategy": "no", "push_to_hub": False}
-        ordinary = make(Trainer, model=initial, args=replace(arguments, **aside))
+        own = {} if comparison_learning_rate is None else {"learning_rate": comparison_learning_rate}
+        ordinary = make(Trainer, model=initial, args=replace(arguments, **aside, **own))
         ordinary.train()
         without = score(ordinary)
     if trainer.is_world_process_zero():

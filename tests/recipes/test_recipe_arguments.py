@@ -139,6 +139,7 @@ def test_a_budget_of_attacks_takes_the_place_of_the_epsilon_in_the_file(begun):
         ("classify", {"weight_decay": 0.1}, "--weight_decay with this recipe"),
         ("sparse_embeddings", {"optim": "sgd"}, "--optim with this recipe"),
         ("causal_lm", {"load_in_4bit": 1}, "--load_in_4bit with --method full"),
+        ("table_to_text", {"comparison_learning_rate": 1e-3}, "without --compare_without_privacy"),
         (
             "causal_lm",
             {"compare_without_privacy": 1, "withhold_non_private_logs": 1},

@@ -5,6 +5,8 @@ import json
 import math
 import socket
 import sys
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -348,3 +350,26 @@ def test_controls_of_re_attention_change_which_row_has_which_noise_and_nothing_e
     assert torch.equal(rows.flatten().sort().values, expected.flatten().sort().values) == (arm != "constant")
     assert torch.equal(rows, expected) == (arm == "on")
     assert bool((rows == rows[0]).all()) == (arm == "constant")
+
+
+def test_generation_gives_the_output_layer_states_without_gaps_and_says_the_same(part):
+    model = tiny("llama_tied", "causal_lm", num_hidden_layers=1).eval()
+    asked, gaps, said = torch.tensor([[3, 4, 5], [6, 7, 8]]), [], []
+    model.lm_head.register_forward_hook(lambda _, states, __: gaps.append(not states[0].is_contiguous()))
+    for context in (nullcontext, part("common.base_models").generating):
+        with context(model):
+            said.append(model.generate(asked, attention_mask=torch.ones_like(asked), max_new_tokens=2, do_sample=False))
+    assert gaps == [True, False, False, False]
+    assert said[0].equal(said[1])
+    assert not model.lm_head._forward_pre_hooks
+
+
+def test_a_loss_of_tokens_is_shared_out_among_their_characters(part, monkeypatch):
+    plays = part("causal_lm")
+    scores = part("common.results").Scores({"perplexity": math.exp(1.5)}, [1.5, 1.5])
+    monkeypatch.setattr(plays, "scored_by_loss", lambda *_: scores)
+    rows = [{"input_ids": [9, 1, 2]}, {"input_ids": [9, 3]}]  # the first token of a row is not predicted
+    tokenizer = SimpleNamespace(decode=lambda ids, **_: "".join({9: "!", 1: "to", 2: " b", 3: "e or"}[i] for i in ids))
+    found = plays.scored(None, rows, tokenizer).measures
+    assert found["loss per character"] == pytest.approx(1.5 * 3 / 8)
+    assert found["perplexity of a character"] == pytest.approx(math.exp(1.5 * 3 / 8))

@@ -139,6 +139,7 @@ def test_a_pretrained_language_model_on_rows(method, train, questions_directory,
     [
         ("causal_lm", ("--group_column", "branch"), "a text file has no columns"),
         ("causal_lm", ("--method", "lora"), "--method lora without a model"),
+        ("causal_lm_lora", ("--method", "full"), "--lora_layers 15 with --method full"),
         ("classify", ("--group_column", "country"), "has no column 'country' (it has text, category, branch)"),
         ("classify", ("--label_column", "branch"), "has the label 'south'"),
         ("classify_as_infilling", ("--template", "{text} about"), "each text needs exactly one mask"),

@@ -133,6 +133,7 @@ def test_adapters_on_a_model_from_a_folder_and_public_frequencies(
         (["--max_test_examples", "0"], "--max_test_examples 0"),
         (["--prompt", "A text:"], "does not say {label} once"),
         (["--temperature", "0"], "temperature=0"),
+        (["--draws", "2"], "draws=2, and no encoder"),
         (["--method", "lora"], "method=lora, and no model"),
         (["--text_column", "words"], "has no column 'words'"),
         (["--label_column", "text"], "which is not in"),
@@ -193,6 +194,9 @@ class Echo:
 
     def eval(self) -> None: ...
 
+    def get_output_embeddings(self) -> torch.nn.Module:
+        return torch.nn.Identity()
+
     def generate(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, **_: Any) -> torch.Tensor:
         assert attention_mask.all()
         self.widths.append(input_ids.shape[1])
@@ -215,6 +219,14 @@ def test_labels_share_batches_without_padding_and_each_text_keeps_its_own(part: 
     assert Counter(zip(corpus.texts, corpus.labels, strict=True)) == {("1", 0): 3, ("2", 1): 2, ("3", 2): 4}
     # The two that were blank are drawn again with the rest of the short prompts.
     assert model.widths == [2, 2, 3]
+
+
+def test_of_several_draws_those_stay_whose_label_is_the_likeliest_by_its_name(part: Any) -> None:
+    texts, best = part("common.labelled_texts").Texts, part("common.best_draws").best_draws
+    places = {"card lost": [1.0, 0.1], "praise": [0.1, 1.0], "a": [0.9, 0.0], "b": [0.5, 0.6], "c": [0.0, 0.9]}
+    drawn = texts(["b", "a", "c", "c", "a", "b"], [0, 0, 0, 1, 1, 1])
+    found = best(drawn, [1, 2], ["card_lost", "praise"], lambda some: torch.tensor([places[text] for text in some]))
+    assert list(zip(found.texts, found.labels, strict=True)) == [("a", 0), ("c", 1), ("b", 1)]
 
 
 @pytest.mark.slow

@@ -103,16 +103,19 @@ def test_a_model_from_scratch_learns_to_describe(train):  # noqa: F811
 
 def test_results_are_there_before_a_comparison_begins_and_samples_stand_side_by_side(train, part, monkeypatch):  # noqa: F811
     results = part("common.results")
-    begun = []
+    begun, rates = [], []
 
     class Ordinary(results.Trainer):
         def train(self, *_, **__):
             written = Path(self.args.output_dir).parent / "results.json"
             begun.append([*json.loads(written.read_text(encoding="utf-8"))])
+            rates.append(self.args.learning_rate)
 
     monkeypatch.setattr(results, "Trainer", Ordinary)
     few = ("--max_test_examples", "5", "--group_column", "fee", "--bf16", "true", "--samples", "4")
-    printed, out = train("table_to_text_lora", "--smoke", "true", "--compare_without_privacy", "true", *few)
+    own = ("--compare_without_privacy", "true", "--comparison_learning_rate", "0.03125")
+    printed, out = train("table_to_text_lora", "--smoke", "true", *own, *few)
+    assert rates == [0.03125]
     assert begun == [["before", "epsilon 8"]]
     assert [*json.loads((out / "results.json").read_text(encoding="utf-8"))] == [*begun[0], "without privacy"]
     groups = json.loads((out / "groups.json").read_text(encoding="utf-8"))["groups"]
