@@ -1,6 +1,7 @@
 """What recipes share: the report by group, metrics without a network, rows of files, the smoke flag."""
 
 import copy
+import functools
 import json
 import math
 import socket
@@ -9,7 +10,8 @@ import sys
 import numpy as np
 import pytest
 import torch
-from transformers import TrainingArguments
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, TrainingArguments
 
 from hf_dp import ReAttentionConfig
 from hf_dp.errors import ConfigurationError
@@ -316,3 +318,14 @@ def test_controls_of_re_attention_change_which_row_has_which_noise_and_nothing_e
     assert torch.equal(rows.flatten().sort().values, expected.flatten().sort().values) == (arm != "constant")
     assert torch.equal(rows, expected) == (arm == "on")
     assert bool((rows == rows[0]).all()) == (arm == "constant")
+
+
+def test_an_adapter_that_lies_beside_a_record_keeps_where_it_lay(part, tmp_path):
+    tiny("llama", "causal_lm", torch.float32).save_pretrained(tmp_path / "base")
+    read = functools.partial(part("common.hub_names").pretrained, AutoModelForCausalLM)
+    adapted = get_peft_model(read(str(tmp_path / "base")), LoraConfig(target_modules=["q_proj"]))
+    adapted.save_pretrained(tmp_path / "adapter")
+    for record, place in ((False, "base"), (True, "adapter")):
+        if record:
+            (tmp_path / "adapter" / "privacy.json").write_text("{}")
+        assert read(str(tmp_path / "adapter")).config._name_or_path == str(tmp_path / place)
