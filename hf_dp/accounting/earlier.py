@@ -65,7 +65,7 @@ class Earlier:
             )
 
     def in_words(self) -> str:
-        """For readers of a report."""
+        """For readers of a report. Records are held against these words, whichever version wrote them."""
         number = "a secret number of" if self.unit.number is None else f"{self.unit.number}"
         return (
             f"{self.name}: epsilon {upper(self.epsilon, 4)} at delta {upper(self.delta, 3)} when it had ended, "

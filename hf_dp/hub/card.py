@@ -17,6 +17,7 @@ BEGIN, END = "<!-- hf_dp privacy begins -->", "<!-- hf_dp privacy ends -->"
 METADATA_KEY = "differential_privacy"
 TAGS = ("differential-privacy", "dp-sgd")
 _BASE_MODEL = "The data that the base model was trained on before this run is not covered."
+_BASE_OF_ALL = "The data that a base model was trained on before all of these trainings is not covered."
 _LARGEST_EXPONENT = 700  # of a float
 _SECRET = "secret"
 _NO_RENYI = {True: "not offered for truncated batches", False: "not offered for mixtures of Gaussians"}
@@ -39,7 +40,8 @@ def privacy_section(report: PrivacyReport, ledger: Ledger, config: PrivacyConfig
     lines += ["| --- | --- | --- |"]
     lines += [f"| {label} | {count} | {in_words(event)} |" for event, count, label in ledger.entries]
     lines += ["", "**What is not covered.**", ""]
-    lines += [f"- {caveat}" for caveat in (*report.caveats, _BASE_MODEL, _EVALUATION, _people(report, ledger, config))]
+    base = _BASE_OF_ALL if report.earlier else _BASE_MODEL
+    lines += [f"- {caveat}" for caveat in (*report.caveats, base, _EVALUATION, _people(report, ledger, config))]
     lines += [line for note in notes(config) for line in ("", note)]
     lines += [
         "",

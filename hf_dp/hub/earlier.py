@@ -54,9 +54,13 @@ def covers(earlier: str | None, ledger: Ledger) -> bool:
     if earlier is None:
         return False
     record = PrivacyRecord.from_json(earlier)
-    known, asked = record.ledger, Ledger(ledger.promise)
-    is_all = known.steps >= ledger.steps and known.charges >= ledger.charges
-    return (known.promise == asked.promise and is_all) or covers(record.earlier, ledger)
+    return has_all_of(record.ledger, ledger) or covers(record.earlier, ledger)
+
+
+def has_all_of(ledger: Ledger, other: Ledger) -> bool:
+    """Whether a ledger is `other`, or what became of it."""
+    is_longer = ledger.steps >= other.steps and ledger.charges >= other.charges
+    return is_longer and Ledger(ledger.promise).promise == Ledger(other.promise).promise
 
 
 def check_earlier(record: PrivacyRecord) -> Iterator[Check]:

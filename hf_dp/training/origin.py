@@ -7,13 +7,14 @@ from pathlib import Path
 
 from torch import nn
 
+from hf_dp.accounting import Ledger
 from hf_dp.errors import LedgerError
-from hf_dp.hub.earlier import covers
+from hf_dp.hub.earlier import covers, has_all_of
 from hf_dp.hub.record import RECORD_FILE, PrivacyRecord
 from hf_dp.step.plan import Plan
 
 
-def refuse_unsaid_origin(model: nn.Module, saved: object | None, plan: Plan) -> None:
+def refuse_unsaid_origin(model: nn.Module, own: Ledger, saved: object | None, plan: Plan) -> None:
     """Refuses weights that lay beside a record, where the promise does not say whose data that is about.
 
     Seen are the folders that Transformers reads models, and PEFT base models, from; of an adapter's own folder nothing
@@ -21,6 +22,7 @@ def refuse_unsaid_origin(model: nn.Module, saved: object | None, plan: Plan) -> 
 
     Args:
         model: with the weights to begin from.
+        own: what its trainer has spent so far.
         saved: of the checkpoint that the trained weights were read from, if any: its training was asked.
         plan: of this training.
 
@@ -34,7 +36,7 @@ def refuse_unsaid_origin(model: nn.Module, saved: object | None, plan: Plan) -> 
         if not path.is_file():
             continue
         ledger = PrivacyRecord.from_json(path.read_bytes()).ledger
-        if covers(plan.earlier, ledger):
+        if covers(plan.earlier, ledger) or has_all_of(own, ledger):
             continue
         which = "does not say whose data that was" if plan.config.after is None else f"says after={plan.config.after!r}"
         raise LedgerError(

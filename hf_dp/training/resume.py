@@ -10,7 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 import hf_dp.ranks as ranks
@@ -29,7 +31,8 @@ logger = logging.getLogger(__name__)
 # Trainer saves the state of a callback under the name of its class.
 STATE_KEY = "PrivacyCallback"
 _PATH = ("stateful_callbacks", STATE_KEY, "attributes", "saved_ledger")
-# Which trainer has trained a parameter in this process, and its ledger.
+# Which trainer has trained a parameter in this process, and its ledger; of one that it left frozen, some numbers of it.
+_FEW = 64
 _TRAINED_BY: Any = WeakTensorKeyDictionary()
 # Of a ledger's promise: whose data was trained on. One epsilon is about units of one kind.
 _OF_UNITS = ("dataset_size", "unit", "max_examples_per_unit", "unit_sampling", "drawn_from")
@@ -198,25 +201,45 @@ def refuse_trained_by_another(model: nn.Module, trainer: object, saved: SavedRun
     for p in model.parameters():
         if plan.config.other_people or (saved is not None and p.requires_grad):
             continue
-        who, ledger = _TRAINED_BY.get(p, (None, None))
+        who, ledger, frozen = _TRAINED_BY.get(p, (None, None, None))
         if ledger is None or who() is trainer or not ledger.steps or covers(plan.earlier, ledger):
+            continue
+        if frozen is not None and not _has_moved(p, frozen):
             continue
         raise LedgerError(
             f"another private training has trained this model before: {ledger.steps} private steps on "
             f"{_examples(ledger.promise)}.",
             why="the ledger of this one is without them, so its report and its card would leave out what those cost.",
-            fix="on data of the same people save the model as it is now, and give PrivacyConfig(after=...) with that "
-            "folder: both then share one budget; where nobody is in both data sets, PrivacyConfig(other_people=True). "
+            fix="on data of the same people call save_model() of that trainer now, and give PrivacyConfig(after=...) "
+            "with its folder: both then share one budget; where nobody is in both, PrivacyConfig(other_people=True). "
             "Or call train() of that trainer again, whose ledger goes on, or begin from a new model object (not from "
             "this one with weights put back) or without the adapter that was trained (delete_adapter).",
         )
 
 
 def note_trained_by(model: nn.Module, trainer: object, ledger: Ledger) -> None:
-    """For `refuse_trained_by_another`; of the parameters that will be trained."""
+    """For `refuse_trained_by_another`; of frozen parameters what they are now: adapters may be merged into them."""
     for p in model.parameters():
+        *_, frozen = known = _TRAINED_BY.get(p, (None, None, None))
+        is_trained = known[1] is not None and (frozen is None or _has_moved(p, frozen))
         if p.requires_grad:
-            _TRAINED_BY[p] = (weakref.ref(trainer), ledger)
+            _TRAINED_BY[p] = (weakref.ref(trainer), ledger, None)
+        elif not is_trained and (now := _few_of(p)) is not None:
+            _TRAINED_BY[p] = (weakref.ref(trainer), ledger, now)
+
+
+def _few_of(p: Tensor) -> Tensor | None:
+    """Some numbers from all over a parameter; None of one in shards, or in few bits."""
+    if isinstance(p, DTensor) or not p.is_floating_point():
+        return None
+    every = max(1, p.numel() // _FEW)
+    return p.detach().flatten()[::every].clone()
+
+
+def _has_moved(p: Tensor, before: Tensor) -> bool:
+    """Whether numbers of `_few_of` are others now, which a change of precision alone does not say."""
+    now = _few_of(p)
+    return now is not None and now.dtype == before.dtype and not torch.equal(now.cpu(), before.cpu())
 
 
 def _refuse_strangers(ledger: Ledger, plan: Plan) -> None:

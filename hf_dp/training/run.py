@@ -109,7 +109,7 @@ class Run:
         for kind in PARTS.values():
             kind.wrapped(self.model)
         refuse_trained_by_another(self.model, owner, saved, self.plan)
-        refuse_unsaid_origin(self.model, saved, self.plan)
+        refuse_unsaid_origin(self.model, ledger, saved, self.plan)
         if saved is not None:
             self.plan = self.plan.continuing(saved.ledger)
         self.ledger = continued(ledger, saved, self.plan, dataset)

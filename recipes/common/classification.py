@@ -15,7 +15,7 @@ from transformers.modeling_outputs import SequenceClassifierOutput
 from common.data import LabelledData, labelled
 from common.files import json_of
 from common.hub_names import pretrained
-from common.plain_classifier import TRAINING_FORM, TrainingForm, check_plain_form, pooled, seen_from
+from common.plain_classifier import TRAINING_FORM, TrainingForm, check_plain_form, pooled, seen_from, take_over
 from hf_dp.errors import ConfigurationError
 
 
@@ -48,6 +48,10 @@ class EncoderClassifier(AdaptedClassifier):
         default=False, metadata={"help": "Measure angles from the mean embedding of the label names, which is public."}
     )
     temperature: float = field(default=0.05, metadata={"help": "Logits are cosine similarities over this."})
+    start_from: str | None = field(
+        default=None,
+        metadata={"help": "A model that this recipe saved, to begin from; with --after, if people are in both data."},
+    )
     head_scale: float = field(
         default=1.0,
         metadata={"help": "Gradients of the head count this much more in the clipping norm, beside the encoder's."},
@@ -144,6 +148,8 @@ def build(recipe: EncoderClassifier, tokenizer: Any, names: list[str]) -> torch.
         encoder.pooler = None  # unused here; it would only collect noise
     model = MeanPoolingForSequenceClassification(encoder, embeddings, recipe)
     check_plain_form(model, names, batch)
+    if recipe.start_from is not None:
+        take_over(model, recipe.start_from, names, batch)
     if recipe.method == "head":
         model.encoder.requires_grad_(False)
     if recipe.method != "lora":

@@ -6,6 +6,7 @@ import functools
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, cast
 
 from datasets import Dataset, DatasetDict, load_dataset
@@ -14,6 +15,7 @@ from huggingface_hub.errors import HfHubHTTPError
 from safetensors import SafetensorError
 
 from hf_dp.errors import ConfigurationError
+from hf_dp.hub import RECORD_FILE
 
 # The first of them are the HTTP library's error (httpx in version 1 of the client, httpx2 in version 2) and OSError.
 # Transformers and datasets say by the others what they cannot load.
@@ -23,13 +25,17 @@ _DATA = re.compile(r"(?P<name>.*?)(?::(?P<configuration>[^:/\\]*))?(?::(?P<split
 
 
 def pretrained(kind: Any, name: str, **options: Any) -> Any:
-    """What `kind.from_pretrained(name)` loads.
+    """What `kind.from_pretrained(name)` loads. An adapter beside a privacy record keeps where it lay, so that the
+    promise is asked on whose data it was trained.
 
     Raises:
         ConfigurationError: it cannot be read.
     """
     with _refusals(name):
-        return kind.from_pretrained(name, **options)
+        made = kind.from_pretrained(name, **options)
+    if (Path(name) / RECORD_FILE).is_file() and hasattr(made, "peft_config"):
+        made.config._name_or_path = name
+    return made
 
 
 def split_of(name: str, split: str) -> Dataset:

@@ -20,7 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
-from hf_dp.errors import UnsupportedModelError
+from common.hub_names import pretrained
+from hf_dp.errors import ConfigurationError, UnsupportedModelError
 
 # How much more the mean counts than the first token's state beside it.
 _MEAN = 64.0
@@ -83,6 +84,42 @@ def as_sequence_classification(model: Any, names: Sequence[str]) -> PreTrainedMo
     head.weight.copy_(model.classifier.weight * (model.scale / math.sqrt(d) / _SMALL))
     nn.init.zeros_(head.bias)
     return made.to(model.origin.device).eval()  # type: ignore[no-any-return]
+
+
+@torch.no_grad()
+def take_over(model: Any, directory: str, names: Sequence[str], batch: Mapping[str, Tensor]) -> None:
+    """Encoder, origin and head of a classifier that was saved in the plain form.
+
+    What `as_sequence_classification` does, backwards. Where it was read from is noted, so that the promise is asked on
+    whose data it was trained.
+
+    Args:
+        model: a MeanPoolingForSequenceClassification for these labels, on the same kind of encoder.
+        batch: on which both must give the same answers.
+
+    Raises:
+        ConfigurationError: there is none, or it is another classifier.
+    """
+    plain = pretrained(AutoModelForSequenceClassification, directory, dtype=torch.float32).eval()
+    try:
+        body = plain.base_model
+        inside = set(body.encoder.modules())
+        *_, head = (part for part in plain.modules() if isinstance(part, nn.Linear) and part not in inside)
+        saved = body.state_dict()
+        model.encoder.load_state_dict({name: saved[name] for name in model.encoder.state_dict()})
+        model.origin.copy_(-body.encoder.layer[-1].attention.output.LayerNorm.bias)
+        model.classifier.weight.copy_(head.weight * (math.sqrt(len(model.origin)) * _SMALL / model.scale))
+        found, wanted = as_sequence_classification(model, names)(**batch).logits, plain(**batch).logits
+        is_same = torch.allclose(found, wanted, atol=1e-3 * float(wanted.abs().max()))
+    except (AttributeError, KeyError, RuntimeError, ValueError):
+        is_same = False
+    if not is_same or plain.config.id2label != dict(enumerate(names)):
+        raise ConfigurationError(
+            f"--start_from {directory!r} holds no classifier of this recipe on this encoder, with these labels.",
+            why="training would begin from something else than what was saved there.",
+            fix="give a folder that this recipe wrote, and the encoder and the labels that it was trained with.",
+        )
+    model.encoder.config._name_or_path = directory
 
 
 def labelled_config(config: Any, names: Sequence[str]) -> Any:

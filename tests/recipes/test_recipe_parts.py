@@ -1,6 +1,7 @@
 """What recipes share: the report by group, metrics without a network, rows of files, the smoke flag."""
 
 import copy
+import functools
 import json
 import math
 import socket
@@ -11,7 +12,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from transformers import TrainingArguments
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, TrainingArguments
 
 from hf_dp import ReAttentionConfig
 from hf_dp.errors import ConfigurationError
@@ -373,3 +375,14 @@ def test_a_loss_of_tokens_is_shared_out_among_their_characters(part, monkeypatch
     found = plays.scored(None, rows, tokenizer).measures
     assert found["loss per character"] == pytest.approx(1.5 * 3 / 8)
     assert found["perplexity of a character"] == pytest.approx(math.exp(1.5 * 3 / 8))
+
+
+def test_an_adapter_that_lies_beside_a_record_keeps_where_it_lay(part, tmp_path):
+    tiny("llama", "causal_lm", torch.float32).save_pretrained(tmp_path / "base")
+    read = functools.partial(part("common.hub_names").pretrained, AutoModelForCausalLM)
+    adapted = get_peft_model(read(str(tmp_path / "base")), LoraConfig(target_modules=["q_proj"]))
+    adapted.save_pretrained(tmp_path / "adapter")
+    for record, place in ((False, "base"), (True, "adapter")):
+        if record:
+            (tmp_path / "adapter" / "privacy.json").write_text("{}")
+        assert read(str(tmp_path / "adapter")).config._name_or_path == str(tmp_path / place)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModel, set_seed
 
-from hf_dp.errors import UnsupportedModelError
+from hf_dp.errors import ConfigurationError, UnsupportedModelError
 
 NAMES = ["lost", "found", "stolen"]
 SIZES = {
@@ -67,3 +67,21 @@ def test_a_form_that_computes_something_else_is_refused(classifier, part, monkey
     monkeypatch.setattr(parts, "_SMALL", 1.0)  # tanh bends
     with pytest.raises(UnsupportedModelError, match="computes something else"):
         parts.check_plain_form(classifier("bert"), NAMES, batch())
+
+
+def test_a_saved_one_is_taken_over_whole_and_says_where_it_was(classifier, part, tmp_path):
+    parts, made, fresh = part("common.plain_classifier"), classifier("bert"), classifier("bert")
+    with torch.no_grad():
+        for p in made.parameters():
+            p += 0.05 * torch.randn_like(p)
+    parts.as_sequence_classification(made, NAMES).save_pretrained(tmp_path)
+    parts.take_over(fresh, str(tmp_path), NAMES, batch())
+    with torch.no_grad():
+        torch.testing.assert_close(fresh(**batch()).logits, made(**batch()).logits, atol=1e-4, rtol=1e-4)
+    assert fresh.encoder.config._name_or_path == str(tmp_path)
+    for names, other in ((NAMES[::-1], fresh), (NAMES, classifier("roberta"))):
+        with pytest.raises(ConfigurationError, match="holds no classifier of this recipe on this encoder, with these"):
+            parts.take_over(other, str(tmp_path), names, batch())
+    made.encoder.save_pretrained(tmp_path / "encoder")
+    with pytest.raises(ConfigurationError, match="--start_from"):
+        parts.take_over(fresh, str(tmp_path / "encoder"), NAMES, batch())

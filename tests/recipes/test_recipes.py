@@ -17,10 +17,11 @@ import yaml
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
-from hf_dp import DPTrainer
+from hf_dp import DPTrainer, load_report
 from hf_dp.cli import app
 from hf_dp.cli.train import recipe_script
 from hf_dp.errors import ConfigurationError
+from hf_dp.hub import verify
 
 pytestmark = pytest.mark.usefixtures("checked_once")
 
@@ -69,6 +70,20 @@ def called(recipe: str, *flags: str, code: int = 0) -> str:
     if done.exit_code != code:
         raise AssertionError(done.output[-3000:]) from done.exception
     return done.output
+
+
+@pytest.mark.slow
+def test_adapters_after_a_head_are_under_one_budget(train, local, tmp_path):
+    flags = ("--smoke", "true", "--accountant", "rdp")
+    _, head = train("classify", *flags, "--target_epsilon", "4")
+    flags = (*local("classify_lora"), *flags, "--output_dir", str(tmp_path / "both"), "--start_from", str(head))
+    said = called("classify_lora", *flags, code=2)
+    assert "the promise of this one does not say whose data that was" in " ".join(said.split())
+    called("classify_lora", *flags, "--after", str(head))
+    report = load_report(tmp_path / "both")
+    assert 7.9 < report.epsilon <= 8.0
+    assert report.earlier[0].startswith("out: epsilon 4 at delta 1e-05")
+    assert verify(tmp_path / "both").private
 
 
 def test_a_recipe_goes_on_from_its_checkpoint_and_never_begins_anew_instead(train):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -86,6 +87,7 @@ def test_the_record_the_card_and_the_report_tell_of_both(second: Any, first: Pat
     assert "**Trained before on the same people.** Epsilon is of several trainings together, for whoever has" in card
     assert f"| earlier 1, training step | {STEPS} | Gaussian noise" in card
     assert "at most one unit in the data of each" in told
+    assert told.count(hashlib.sha256((first / "privacy.json").read_bytes()).hexdigest()) == 1
     spent = upper(load_report(first).epsilon, 4)
     assert f"- first: epsilon {spent} at delta 0.0142 when it had ended, of 48 units (one training example, " in told
 
@@ -182,6 +184,8 @@ def test_what_is_spoilt_or_not_hidden_alike_is_refused(first: Path, tmp_path: Pa
     data = [{**row, "user": f"u{i % 20}"} for i, row in enumerate(rows())]
     with pytest.raises(ConfigurationError, match="a training with the unit 'all training examples of one user"):
         make(tmp_path, privacy=given(after=folder, **users), parts={"train_dataset": data}, remove_unused_columns=False)
+    with pytest.raises(ConfigurationError, match="output_dir=.* with after="):
+        make(folder, privacy=given(after=folder))
     with pytest.raises(ConfigurationError, match="n public in both or secret in both"):
         make(tmp_path, privacy=given(after=folder, dataset_size=50))
     values = json.loads((folder / "privacy.json").read_text())

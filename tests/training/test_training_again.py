@@ -137,6 +137,18 @@ def test_frozen_weights_that_were_trained_count_and_an_adapter_beside_them_does_
     assert trained(tmp_path, model=other).ledger.steps == STEPS
 
 
+def test_an_adapter_that_was_merged_into_frozen_weights_counts(tmp_path: Path) -> None:
+    base = classifier()
+    one = get_peft_model(base, LoraConfig(target_modules=["q_lin"]))
+    trained(tmp_path, model=one, max_steps=1)
+    merged = one.merge_and_unload()
+    assert merged is base
+    two = get_peft_model(merged, LoraConfig(target_modules=["q_lin"]))
+    with pytest.raises(LedgerError, match="another private training has trained this model before: 1 private steps"):
+        make(tmp_path, two, max_steps=1).train()
+    make(tmp_path, two, private(other_people=True), max_steps=1).train()
+
+
 def test_a_trainer_that_took_no_step_leaves_the_model_to_another(tmp_path: Path) -> None:
     model = classifier()
     first = make(tmp_path, model)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import os
 from typing import Any
 
 from hf_dp.config import PrivacyConfig
@@ -76,6 +77,12 @@ def _conflicts(args: Any, privacy: PrivacyConfig) -> list[tuple[str, str, str]]:
         f"num_train_epochs={shown(args.num_train_epochs)} and no max_steps, with {named}.",
         "an epoch is n examples, and n is secret: the number of steps must be a number of its own.",
         f"give max_steps; {once} each example is drawn once on average.",
+    )
+    refuse(
+        privacy.after is not None and os.path.realpath(str(args.output_dir)) == os.path.realpath(str(privacy.after)),
+        f"output_dir={shown(args.output_dir)} with after={shown(privacy.after)}.",
+        "the model of this training would take the place of the record that its checkpoints go on after.",
+        "give this training an output_dir of its own.",
     )
     for name, (limit, means) in _RATES.items():
         value = getattr(args, name)

@@ -1,0 +1,44 @@
+"""What a promise says of trainings before: where they lie, whose data it was, and what others read of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hf_dp.config import PrivacyConfig
+from hf_dp.config.after import name_of
+from hf_dp.config.asked import notes, promised
+from hf_dp.errors import ConfigurationError
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"after": ""}, "after=''"),
+        ({"after": 3}, "after=3"),
+        ({"other_people": "yes"}, "other_people='yes'"),
+        ({"after": "out", "other_people": True}, "after='out' with other_people=True"),
+    ],
+)
+def test_what_says_nothing_or_two_things_is_refused(fields: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigurationError, match=words):
+        PrivacyConfig(target_epsilon=1.0, **fields)
+
+
+def test_others_read_the_name_and_not_where_it_lies() -> None:
+    config = PrivacyConfig(target_epsilon=1.0, after=Path("/home/me/out/sft"))
+    assert config.after == "/home/me/out/sft"
+    assert PrivacyConfig.from_json(config.to_json()) == config
+    assert config.published()["after"] == promised(config)["after"] == "sft"
+    names = ["out/sft/", "owner/name", "a/**b**", "..", "x" * 99]
+    assert [name_of(name) for name in names] == ["sft", "name", "__b__", "folder", "x" * 60]
+    assert name_of(name_of("a/**b**")) == "__b__"
+
+
+def test_a_promise_without_it_is_written_as_before() -> None:
+    plain, others = (PrivacyConfig(target_epsilon=1.0, other_people=said) for said in (False, True))
+    assert not {"after", "other_people"} & promised(plain).keys()
+    assert promised(others)["other_people"] is True
+    assert (len(notes(plain)), len(notes(others))) == (0, 1)
