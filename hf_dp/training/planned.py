@@ -52,11 +52,20 @@ def check_data(dataset: Any, expected_batch_size: int, micro_batch_size: int, pr
             fix=f"set per_device_train_batch_size (of PrivateRun: micro_batch_size) to {most} or more, or lower "
             "max_examples_per_unit.",
         )
-    n, of = len(dataset if units is None else units), "training examples" if units is None else "units"
-    drawn, drawn_of = (n, of) if units is None or not by_examples else (len(units.chosen()), "chosen examples")
-    check_sizes(drawn, expected_batch_size, is_secret=privacy.hides_n, of=drawn_of.removeprefix("training "))
+    unit, of = unit_of(dataset, privacy, units), "training examples" if units is None else "units"
+    drawn = len(dataset) if unit.drawn is None else unit.drawn
+    drawn_of = "chosen examples" if by_examples else of.removeprefix("training ")
+    check_sizes(drawn, expected_batch_size, is_secret=privacy.hides_n, of=drawn_of)
     _sampling(drawn, expected_batch_size, privacy)
-    accounting.promised_delta(privacy, n, of)
+    accounting.promised_delta(privacy, drawn if unit.number is None else unit.number, of)
+
+
+def unit_of(dataset: Any, privacy: PrivacyConfig, units: UnitRows | None) -> accounting.UnitTerms:
+    """Whose presence is hidden in this data, and of what steps are drawn; `units` are those of `units_of`."""
+    if units is None:
+        return accounting.unit_terms(len(dataset), privacy)
+    drawn = len(units.chosen()) if privacy.unit_sampling == "examples" else None
+    return accounting.unit_terms(len(units), privacy, drawn)
 
 
 def units_of(dataset: Any, privacy: PrivacyConfig) -> UnitRows | None:

@@ -9,7 +9,7 @@ import dp_accounting as dp
 import pytest
 from typer.testing import CliRunner
 
-from hf_dp.accounting import default_delta, epsilon, sampling_terms, step_event, truncated
+from hf_dp.accounting import ExampleUnit, default_delta, epsilon, sampling_terms, step_event, truncated
 from hf_dp.accounting.accountants import group_epsilon
 from hf_dp.cli import app, plot
 from hf_dp.planning.proposal import candidate
@@ -45,7 +45,7 @@ def test_a_cap_on_batches_is_answered_by_the_one_accountant_that_has_it():
     assert (plain["max_batch_size"], capped["max_batch_size"], "rdp" in capped) == (None, 560, False)
     assert plain["pld"]["noise_multiplier"] < capped["pld"]["noise_multiplier"]
     event = sampling_terms(10003, 512, {"max_batch_size": 560}).event(
-        dp.GaussianDpEvent(capped["pld"]["noise_multiplier"]), 10003
+        dp.GaussianDpEvent(capped["pld"]["noise_multiplier"]), ExampleUnit(number=10003)
     )
     found = epsilon(dp.SelfComposedDpEvent(event, 50), capped["delta"])
     assert found == capped["pld"]["epsilon"] <= 8
