@@ -95,22 +95,22 @@ def main() -> None:
     parser.add_argument("--epsilon", type=float, default=8.0)
     parser.add_argument("--steps", type=int, default=80)
     parser.add_argument("--runs", type=int, default=3)
-    parser.add_argument("--rows", type=int, help="Only the first so many of each split.")
+    parser.add_argument("--share", type=float, default=1.0, help="Of the rows of each split, chosen at random.")
     given = parser.parse_args()
     recipe = argparse.Namespace(head_rate=0.5)
     recipe.arguments = classify.RecipeArguments(
         encoder=given.encoder, train_file=str(given.data / "train.csv"), test_file=str(given.data / "test.csv"),
         labels_file=str(given.data / "categories.json"), center=True, temperature=0.1, average=0.9,
-        max_examples=given.rows,
     )  # fmt: skip
     names = public_labels(recipe.arguments)
     tokenizer = AutoTokenizer.from_pretrained(given.encoder)
     model = build(recipe.arguments, tokenizer, names)
     collate = DataCollatorWithPadding(tokenizer)
-    found = [
-        classify.features(model, read(str(path), "", recipe.arguments, tokenizer, names), collate, 128, None)
-        for path in (given.data / "train.csv", given.data / "test.csv")
-    ]
+    found = []
+    for path in (given.data / "train.csv", given.data / "test.csv"):
+        texts = read(str(path), "", recipe.arguments, tokenizer, names)
+        some = Entropy(0).generator("rows to use", 0).permutation(len(texts))[: round(given.share * len(texts))]
+        found.append(classify.features(model, texts.select(sorted(map(int, some))), collate, 128, None))
     print(f"before training: {accuracy(model, found[1]):.2f} %")
     for users in given.users:
         compare(model, *found, recipe, users, given)
