@@ -51,8 +51,10 @@ from common.plain_classifier import as_sequence_classification, pooled
 from common.rates import in_many_steps, planned_steps
 from common.results import CLASSIFY, measured, scored_by_label, train_and_report
 from hf_dp import PrivacyConfig, accounting
+from hf_dp.config.asked import promised
 from hf_dp.hub import read_earlier
 from hf_dp.hub.earlier import trainings
+from hf_dp.training.planned import unit_of, units_of
 
 # What the rates of an encoder and its head were measured with.
 _STEPS = 60
@@ -97,44 +99,56 @@ class MovingAverage(TrainerCallback):
 
 
 @torch.no_grad()
-def features(model: MeanPoolingForSequenceClassification, texts: Dataset, collate: Any, batch_size: int) -> Dataset:
-    """The texts as rows of features and label, from the encoder as it is."""
+def features(
+    model: MeanPoolingForSequenceClassification, texts: Dataset, collate: Any, batch_size: int, unit: str | None
+) -> Dataset:
+    """The texts as rows of features and label, from the encoder as it is, beside the column of units."""
     model.eval()
-    rows, found = list(texts), []
+    whose = {} if unit is None else {unit: list(texts[unit])}
+    rows, found = list(texts.remove_columns(list(whose))), []
     for start in tqdm(range(0, len(rows), batch_size), desc="features"):
         batch = collate(rows[start : start + batch_size]).to(model.device)
         found.append(pooled(model.encoder, batch["input_ids"], batch["attention_mask"]).cpu())
     made = {"features": torch.cat(found).numpy(), "labels": [row["labels"] for row in rows]}
-    return Dataset.from_dict(made).with_format("torch")
+    return Dataset.from_dict(made | whose).with_format("torch")
 
 
 def within(arguments: TrainingArguments, privacy: PrivacyConfig, n: int) -> TrainingArguments:
-    """The same with an expected batch of at most `n` examples, where n is public: a file for many rows serves few."""
+    """The same with an expected batch of at most `n` examples, or units, where n is public: a file for many rows serves few."""
     rows, world = arguments.per_device_train_batch_size, arguments.world_size
     if privacy.hides_n or rows * arguments.gradient_accumulation_steps * world <= n:
         return arguments
     rows = max(1, min(rows, n // world))
     made = replace(arguments, per_device_train_batch_size=rows, gradient_accumulation_steps=max(1, n // (rows * world)))
-    print(f"The batch is larger than the {n} examples: {made.gradient_accumulation_steps} x {rows} on each device.")
+    print(
+        f"The batch is larger than the {n} that are drawn from: {made.gradient_accumulation_steps} x {rows} on each device."
+    )
     return made
 
 
 def make_optimizer(
-    model: torch.nn.Module, recipe: RecipeArguments, arguments: TrainingArguments, privacy: PrivacyConfig, n: int
+    model: torch.nn.Module,
+    recipe: RecipeArguments,
+    arguments: TrainingArguments,
+    privacy: PrivacyConfig,
+    unit: accounting.UnitTerms,
+    n: int,
 ) -> torch.optim.Optimizer:
     """SGD for the head alone, at the rate that its noise allows; Adam for an encoder and its head, at rates at which
     noise carries a weight no further in many steps than in few."""
     head = [p for name, p in model.named_parameters() if p.requires_grad and "classifier" in name]
     body = [p for name, p in model.named_parameters() if p.requires_grad and "classifier" not in name]
     factors = arguments.per_device_train_batch_size, arguments.gradient_accumulation_steps, arguments.world_size
-    batch_size, steps = math.prod(factors), planned_steps(arguments, n)
+    # Where it is given, n is secret, and the rate must not follow from it.
+    drawn = (privacy.dataset_size or n) if unit.drawn is None else unit.drawn
+    batch_size, steps = math.prod(factors), planned_steps(arguments, drawn)
     if recipe.method == "head":
-        # Where it is given, n is secret, and the rate must not follow from it.
-        q = privacy.sampling_probability or min(1.0, batch_size / (privacy.dataset_size or n))
+        # More than there are the trainer refuses.
+        sampling = accounting.sampling_terms(unit.drawn, min(batch_size, drawn), promised(privacy))
         earlier = trainings(privacy.after, read_earlier(privacy.after))
-        delta = accounting.promised_delta(privacy, n)
+        delta = accounting.promised_delta(privacy, n if unit.number is None else unit.number)
         _, noise_multiplier = accounting.calibrated(
-            lambda noise: accounting.step_event(noise, q),
+            lambda noise: sampling.event(accounting.GaussianNoise(multiplier=noise).event(), unit),
             steps=steps,
             delta=accounting.delta_after(earlier, delta, is_given=privacy.target_delta is not None),
             accountant=privacy.accountant,
@@ -162,13 +176,15 @@ def main() -> None:
     tokenizer.model_max_length = recipe.max_length  # as it is trained, and saved
     names = public_labels(recipe)
     files = {"train": recipe.train_file, "test": recipe.test_file}
-    train, test = (by_length(read(path, split, recipe, tokenizer, names)) for split, path in files.items())
+    units = {"train": privacy.unit, "test": None}
+    train, test = (by_length(read(path, at, recipe, tokenizer, names, units[at])) for at, path in files.items())
     train, test, groups = apart(train, test)
-    arguments = within(arguments, privacy, len(train))
     model = build(recipe, tokenizer, names)
     padded = DataCollatorWithPadding(tokenizer)
     if recipe.method == "head":
-        train = features(model, train, padded, arguments.per_device_eval_batch_size)
+        train = features(model, train, padded, arguments.per_device_eval_batch_size, privacy.unit)
+    unit = unit_of(train, privacy, units_of(train, privacy))
+    arguments = within(arguments, privacy, len(train) if unit.drawn is None else unit.drawn)
 
     def make(kind: type[Trainer], model: torch.nn.Module, **others: Any) -> Trainer:
         return kind(
@@ -178,7 +194,7 @@ def main() -> None:
             processing_class=tokenizer,
             data_collator=lambda rows: (default_data_collator if "features" in rows[0] else padded)(rows),
             compute_metrics=lambda p: measured(("accuracy",), p.predictions.argmax(-1), p.label_ids),
-            optimizers=(make_optimizer(model, recipe, arguments, privacy, len(train)), None),
+            optimizers=(make_optimizer(model, recipe, arguments, privacy, unit, len(train)), None),
             callbacks=[MovingAverage(recipe.average)] if recipe.average else [],
             **others,
         )

@@ -4,7 +4,7 @@ Each of k rows is drawn with probability q by itself, and each adds at most the 
 sum moves by at most j times that, with the probability of j among k draws: a mixture of Gaussians at 0, 1, ..., k
 against the one at 0. That pair dominates all others, also of vectors that point anywhere and of queries that are chosen
 with a look at the answers before (Ganesh 2024, arXiv:2401.10294; Choquette-Choo et al. 2023, arXiv:2310.15526,
-corollary 4.7), under zero-out as under add-or-remove.
+corollary 4.7), under zero-out as under add-or-remove. Fewer rows than k are drawn no more often, and cost no more.
 """
 
 from __future__ import annotations

@@ -56,13 +56,23 @@ def check_data(
             fix=f"set per_device_train_batch_size (of PrivateRun: micro_batch_size) to {most} or more, or lower "
             "max_examples_per_unit.",
         )
-    n, of = len(dataset if units is None else units), "training examples" if units is None else "units"
-    drawn, drawn_of = (n, of) if units is None or not by_examples else (len(units.chosen()), "chosen examples")
-    check_sizes(drawn, expected_batch_size, is_secret=privacy.hides_n, of=drawn_of.removeprefix("training "))
+    unit, of = unit_of(dataset, privacy, units), "training examples" if units is None else "units"
+    drawn = len(dataset) if unit.drawn is None else unit.drawn
+    drawn_of = "chosen examples" if by_examples else of.removeprefix("training ")
+    check_sizes(drawn, expected_batch_size, is_secret=privacy.hides_n, of=drawn_of)
     _sampling(drawn, expected_batch_size, privacy)
-    before, delta = trainings(privacy.after, earlier), accounting.promised_delta(privacy, n, of)
-    check_same_people(before, accounting.unit_terms(n, privacy, drawn))
+    before = trainings(privacy.after, earlier)
+    delta = accounting.promised_delta(privacy, drawn if unit.number is None else unit.number, of)
+    check_same_people(before, unit)
     accounting.delta_after(before, delta, is_given=privacy.target_delta is not None)
+
+
+def unit_of(dataset: Any, privacy: PrivacyConfig, units: UnitRows | None) -> accounting.UnitTerms:
+    """Whose presence is hidden in this data, and of what steps are drawn; `units` are those of `units_of`."""
+    if units is None:
+        return accounting.unit_terms(len(dataset), privacy)
+    drawn = len(units.chosen()) if privacy.unit_sampling == "examples" else None
+    return accounting.unit_terms(len(units), privacy, drawn)
 
 
 def units_of(dataset: Any, privacy: PrivacyConfig) -> UnitRows | None:

@@ -92,9 +92,11 @@ class MeanPoolingForSequenceClassification(TrainingForm):
         return SequenceClassifierOutput(loss=loss, logits=logits)
 
 
-def read(path: str, split: str, recipe: EncoderClassifier, tokenizer: Any, names: list[str]) -> Dataset:
-    """Texts as token ids, with label numbers, and groups where they are asked for."""
-    columns = labelled(path, split, recipe, names)
+def read(
+    path: str, split: str, recipe: EncoderClassifier, tokenizer: Any, names: list[str], unit: str | None = None
+) -> Dataset:
+    """Texts as token ids, with label numbers, and groups, or the column of units, where they are asked for."""
+    columns = labelled(path, split, recipe, names, unit)
     return Dataset.from_dict(
         {**tokenizer(columns.pop("text"), truncation=True, max_length=recipe.max_length), **columns}
     )

@@ -149,13 +149,15 @@ def public_labels(recipe: LabelledData) -> list[str]:
     return list(kind.names)
 
 
-def labelled(name: str, split: str, recipe: LabelledData, labels: list[str]) -> dict[str, list[Any]]:
-    """Columns text, labels (numbers) and, where the recipe has a column of groups, group.
+def labelled(
+    name: str, split: str, recipe: LabelledData, labels: list[str], unit: str | None = None
+) -> dict[str, list[Any]]:
+    """Columns text, labels (numbers) and, where the recipe has a column of groups, group; and that of units, as it is.
 
     Raises:
         ConfigurationError: a column that is missing, or a label that is not in the list.
     """
-    others = (recipe.label_column, *([recipe.group_column] if recipe.group_column else []))
+    others = (recipe.label_column, *(column for column in (recipe.group_column, unit) if column))
     rows = read_rows(name, split=split, columns=(recipe.text_column,), others=others, max_examples=recipe.max_examples)
     numbers = {label: number for number, label in enumerate(labels)}
     unknown = next((row[recipe.label_column] for row in rows if str(row[recipe.label_column]) not in numbers), None)
@@ -169,4 +171,12 @@ def labelled(name: str, split: str, recipe: LabelledData, labels: list[str]) -> 
         "text": [row[recipe.text_column] for row in rows],
         "labels": [numbers[str(row[recipe.label_column])] for row in rows],
     }
-    return found if recipe.group_column is None else {**found, "group": [str(row[recipe.group_column]) for row in rows]}
+    if recipe.group_column is not None:
+        found["group"] = [str(row[recipe.group_column]) for row in rows]
+    if unit in (*found, "input_ids", "token_type_ids", "attention_mask", "features"):
+        raise ConfigurationError(
+            f"--unit {unit}, which is what the recipe calls a column of its own.",
+            why="whose a row is would be lost in it.",
+            fix="give the column of units another name in the file, such as user.",
+        )
+    return found if unit is None else {**found, unit: [row[unit] for row in rows]}

@@ -158,6 +158,8 @@ def test_units_whose_examples_are_drawn_by_themselves_are_charged_as_composed_by
         group_epsilon(dp.SelfComposedDpEvent(step_event(sigma, q), steps), 1e-5, 2 * k), rel=1e-9
     )
     assert group_epsilon(charged, 1e-5, 64) is None
+    told = groups_in_words({2: 1.5, 4: 3.0, 8: None, 16: None})
+    assert told.endswith("at the same delta epsilon is 1.5 for 2 and 3 for 4 of them.")
     found = event_from_dict(json.loads(json.dumps(event_to_dict(charged), allow_nan=False)))
     assert found == charged
     assert f"of at most {k} examples of one unit" in in_words(charged)

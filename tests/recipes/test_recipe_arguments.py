@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import dataclasses
 import json
 from pathlib import Path
@@ -124,6 +125,19 @@ def test_a_budget_of_attacks_takes_the_place_of_the_epsilon_in_the_file(begun):
     assert 0.299 < found <= 0.3
 
 
+@pytest.mark.parametrize("way", ["units", "examples"])
+def test_the_rate_of_a_head_follows_from_the_noise_of_units(begun, questions_directory, tmp_path, way):
+    rows = list(csv.DictReader((questions_directory / "train.csv").open(encoding="utf-8")))
+    texts = [{**row, "who": [i % 20] if i % 2 else [i % 20, i % 7]} for i, row in enumerate(rows[:60])]
+    texts = texts if way == "examples" else [{**row, "who": row["who"][0]} for row in texts]
+    (tmp_path / "train.json").write_text(json.dumps(texts), encoding="utf-8")
+    by_user = {"unit": "who", "max_examples_per_unit": 2, "unit_sampling": way, "max_steps": 2}
+    trainer, plan = begun("classify", train_file=tmp_path / "train.json", head_noise=1e-3, **by_user)
+    assert (plan.mechanism.unit.number, plan.mechanism.unit.drawn > 20) == (20, way == "examples")
+    rate, n = trainer.optimizer.param_groups[0]["lr"], plan.sampler.expected_batch_size
+    assert rate == pytest.approx(1e-3 / (plan.noise_multiplier / n * 2**0.5), rel=1e-6)
+
+
 @pytest.mark.parametrize(
     ("recipe", "flags", "words"),
     [
@@ -137,6 +151,7 @@ def test_a_budget_of_attacks_takes_the_place_of_the_epsilon_in_the_file(begun):
         ("sequential_recommendation", {"paired": 1, "privacy_seed": 2}, "--paired and --privacy_seed"),
         ("sequential_recommendation", {"re_attention": "{}"}, "--re_attention with this recipe"),
         ("classify", {"weight_decay": 0.1}, "--weight_decay with this recipe"),
+        ("classify", {"unit": "labels", "max_examples_per_unit": 2}, "has no column 'labels'"),
         ("sparse_embeddings", {"optim": "sgd"}, "--optim with this recipe"),
         ("causal_lm", {"load_in_4bit": 1}, "--load_in_4bit with --method full"),
         ("table_to_text", {"comparison_learning_rate": 1e-3}, "without --compare_without_privacy"),

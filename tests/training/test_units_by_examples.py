@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from pathlib import Path
 from typing import Any
 
+import dp_accounting as dp
 import pytest
 from datasets import Dataset
 
 from hf_dp import PrivacyConfig
-from hf_dp.accounting import epsilon
+from hf_dp.accounting import ColumnExamplesUnit, Ledger, PoissonSampling, epsilon
 from hf_dp.accounting.accountants import group_epsilon
 from hf_dp.accounting.report import OWNERSHIP
 from hf_dp.errors import ConfigurationError, LedgerError
 from hf_dp.hub import verify
+from hf_dp.hub.charged import charged_with, steps_are
 from hf_dp.units.rows import UnitRows
 from tests.hub.forging import failed, in_record, seal
 from tests.training.test_units import OWNERS, keep_all, owned
@@ -142,6 +145,25 @@ def test_it_resumes_under_the_same_promise_alone(saved: Path, tmp_path: Path) ->
     others = [[*SHARED[0], "u9"], *SHARED[1:]]
     with pytest.raises(LedgerError, match="not the data that the checkpoint was trained on|belongs to another run"):
         resumed(apart(**promise), owned(others))
+
+
+def test_earlier_steps_of_a_ledger_may_have_had_another_whole_batch_and_no_other_noise() -> None:
+    unit = ColumnExamplesUnit(number=20, column="user", max_examples=3, examples=35)
+
+    def charged(expected: float, noise: float = 1.0) -> Any:
+        sampling = PoissonSampling(probability=expected / 35, expected_batch_size=expected)
+        return sampling, sampling.event(dp.GaussianDpEvent(noise), unit)
+
+    last, event = charged(8)
+    for earlier, one_stage, agrees in (
+        (charged(8), True, True), (charged(5), False, True), (charged(5), True, False), (charged(5.5), False, False),
+        (charged(5, 0.9), False, False),
+    ):  # fmt: skip
+        ledger = Ledger()
+        ledger.charge(earlier[1])
+        ledger.charge(event)
+        assert steps_are(Ledger.from_dict(ledger.to_dict()), last, 1.0, unit, 35, one_stage=one_stage) == agrees
+    assert charged_with(event, math.nan) == pytest.approx(8 / 35, rel=1e-12)
 
 
 @pytest.mark.parametrize(
