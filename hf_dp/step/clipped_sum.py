@@ -91,7 +91,9 @@ class ClippedSum:
         return self._clipping.sensitivity
 
     def add(self, gradients: PerExampleGradients) -> None:
-        """Clips and adds the examples of one micro-batch."""
+        """Clips and adds the examples of one micro-batch, possibly none."""
+        if not gradients.batch_size:
+            return self.add_nothing(gradients)
         coefficients = self._clipping.coefficients(gradients.squared_norms(), gradients.rounding())
         # A finite gradient of an infinite loss is no gradient of anything.
         coefficients = coefficients.where(gradients.losses.isfinite(), 0.0)

@@ -37,17 +37,10 @@ def check_privacy(privacy: object) -> None:
         )
 
 
-def check_data(dataset: Any, expected_batch_size: int, micro_batch_size: int, privacy: PrivacyConfig) -> None:
+def check_data(dataset: Any, expected_batch_size: int, privacy: PrivacyConfig) -> None:
     """Refuses data that cannot be drawn from so, or under this delta (`ConfigurationError`)."""
     refuse_dataset(dataset)
-    most, units = privacy.max_examples_per_unit, units_of(dataset, privacy)
-    if most is not None and most > micro_batch_size:
-        raise ConfigurationError(
-            f"max_examples_per_unit={most} with micro-batches of {micro_batch_size} examples.",
-            why="the gradient of a unit is clipped as one, and all of its examples in a step are computed together.",
-            fix=f"set per_device_train_batch_size (of PrivateRun: micro_batch_size) to {most} or more, or lower "
-            "max_examples_per_unit.",
-        )
+    units = units_of(dataset, privacy)
     n, of = len(dataset if units is None else units), "training examples" if units is None else "units"
     check_sizes(n, expected_batch_size, is_secret=privacy.hides_n, of=of.removeprefix("training "))
     _sampling(n, expected_batch_size, privacy)
@@ -101,13 +94,9 @@ def planned(
         units: of its rows; see `units_of`.
         max_tokens_per_micro_batch: padding included; None: any number.
         options: of `DataLoader`.
-
-    Raises:
-        ConfigurationError: units, and a cap of tokens.
     """
     if units is not None:
         agree({"whose the rows of train_dataset are": units.described})
-        _refuse_cut_units(max_tokens_per_micro_batch)
     entropy, rank = Entropy.of_all_ranks(privacy.seed), ranks.rank()
     n = len(dataset if units is None else units)
     sampler = sampler_of(
@@ -131,12 +120,3 @@ def planned(
 
 def _sampling(n: int, expected_batch_size: int, privacy: PrivacyConfig) -> accounting.SamplingTerms:
     return accounting.sampling_terms(n, expected_batch_size, promised(privacy))
-
-
-def _refuse_cut_units(max_tokens: int | None) -> None:
-    if max_tokens is not None:
-        raise ConfigurationError(
-            f"max_tokens_per_micro_batch={max_tokens}, and a unit of several examples.",
-            why="the examples of a unit are clipped together, so they lie in one micro-batch, however long.",
-            fix="leave it out, and cut long examples (truncation=True) or lower max_examples_per_unit.",
-        )

@@ -106,7 +106,7 @@ class DPTrainerMixin(RestoringMixin, CheckpointMixin, LayoutsMixin, PublishingMi
         for part in parts_of(self.privacy).values():
             part.refuse(Setting(self.privacy, is_sharded=self.is_fsdp_enabled))
         if self.train_dataset is not None:
-            check_data(self._dataset, self._expected_batch_size, self.args.per_device_train_batch_size, self.privacy)
+            check_data(self._dataset, self._expected_batch_size, self.privacy)
             check_modules(self._module)
             refuse_optimizer(self.optimizer, self._module)
         super()._validate_args()
@@ -117,7 +117,7 @@ class DPTrainerMixin(RestoringMixin, CheckpointMixin, LayoutsMixin, PublishingMi
             raise ConfigurationError(
                 "DPTrainer has no train_dataset.", why="there is nothing to train on.", fix="pass train_dataset=..."
             )
-        check_data(self._dataset, self._expected_batch_size, self.args.per_device_train_batch_size, self.privacy)
+        check_data(self._dataset, self._expected_batch_size, self.privacy)
         self._fingerprints = Fingerprints()  # of this data, which may not be that of the training before
         self._check_ranks()
         plan, loader = self._planned()
