@@ -8,6 +8,7 @@
     python scripts/benchmark.py forms
     python scripts/benchmark.py noise
     python scripts/benchmark.py kinds
+    python scripts/benchmark.py units
     python scripts/benchmark.py bits --model DIRECTORY
     python scripts/benchmark.py lengths --texts DEVSET.csv --tokenizer DIRECTORY
     python scripts/benchmark.py trainer
@@ -341,14 +342,28 @@ def kinds(
     case: Annotated[list[str] | None, typer.Option(help="Cases to run; bert by default.")] = None,
     repeats: Annotated[int, typer.Option(help="Timed steps of each.")] = 15,
 ) -> None:
-    """A step with each further clipping rule and source of noise, and on units of 4 rows and of 1, 3 and 4, as a ratio
-    to the usual one; they take turns."""
-    setting, names = _setting("float32", "sdpa"), ["hf_dp", "hf_dp automatic", "hf_dp chacha20"]
-    names += ["hf_dp by user", "hf_dp by user, uneven"]
-    for name in case or ["bert"]:
-        seconds = measure_times(CASES[name], names, repeats, setting)
-        shown = (f"{other} {_ratio(seconds[other], seconds['hf_dp']):.3f}" for other in names[1:])
-        print(f"{name}: a step of hf_dp takes {_median(seconds['hf_dp']):.3f} s, and of it {', '.join(shown)}")
+    """A step with each further clipping rule and source of noise, as a ratio to the usual one; they take turns."""
+    _print_beside_usual(case or ["bert"], ["hf_dp automatic", "hf_dp chacha20"], repeats)
+
+
+@app.command()
+def units(
+    case: Annotated[list[str] | None, typer.Option(help="Cases to run; bert, tied and llama lora by default.")] = None,
+    repeats: Annotated[int, typer.Option(help="Timed steps of each.")] = 7,
+) -> None:
+    """A step by user, on units of 4 rows, of 1, 3 and 4, and of two micro-batches each, as a ratio to one by example on
+    the same rows; they take turns."""
+    names = [name for name in VARIANTS if name.startswith("hf_dp by user")]
+    _print_beside_usual(case or ["bert", "tied", "llama lora"], names, repeats)
+
+
+def _print_beside_usual(cases: list[str], names: list[str], repeats: int) -> None:
+    for name in cases:
+        seconds = measure_times(CASES[name], ["hf_dp", *names], repeats, _setting("float32", "sdpa"))
+        shown = (f"{other} {_ratio(seconds[other], seconds['hf_dp']):.3f}" for other in names)
+        print(
+            f"{name}: a step of hf_dp takes {_median(seconds['hf_dp']):.3f} s, and of it {', '.join(shown)}", flush=True
+        )
 
 
 def _rows_of_lengths(texts: Path | None, tokenizer: str | None, rows: int) -> list[dict[str, list[int]]]:

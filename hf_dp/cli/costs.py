@@ -18,6 +18,7 @@ def proposal(
     epsilon: float | None,
     delta: float | None,
     min_steps: int,
+    of: str,
 ) -> tuple[float, int]:
     if epsilon is None or steps is not None:
         raise ConfigurationError(
@@ -25,10 +26,9 @@ def proposal(
             why="a batch is proposed for a privacy budget and a compute budget (batch size x steps).",
             fix="give --batch-size; or --epsilon, and --epochs or --examples, for a proposal.",
         )
-    from hf_dp import accounting
     from hf_dp.planning.proposal import propose
 
-    delta = accounting.default_delta(n) if delta is None else accounting.check_delta(delta, n)
+    delta = _delta(n, delta, of)
     if examples is None:
         examples = n * positive("--epochs", epochs)
     chosen = propose(
@@ -55,6 +55,7 @@ def costs(
     delta: float | None,
     shares: list[float],
     max_batch_size: int | None,
+    of: str,
 ) -> dict[str, Any]:
     # dp_accounting and scipy take most of a second to import; --help should not wait for them.
     import dp_accounting as dp
@@ -65,7 +66,7 @@ def costs(
     if n is None:
         delta, size = _own_delta(q, batch_size, epochs, delta), math.nan
     else:
-        delta, size = accounting.default_delta(n) if delta is None else accounting.check_delta(delta, n), float(n)
+        delta, size = _delta(n, delta, of), float(n)
     if n is not None and not 1 <= batch_size <= n:
         raise ConfigurationError(
             f"--batch-size {batch_size:g} for n = {n}.",
@@ -112,6 +113,13 @@ def costs(
     }
     common |= {"max_batch_size": max_batch_size, "steps": steps, "delta": delta}
     return {**common, **wanted, "shares": shares, **plans}
+
+
+def _delta(n: int, delta: float | None, of: str) -> float:
+    """The one that is given, or the default; `of` is what n counts, for refusals (`ConfigurationError`)."""
+    from hf_dp import accounting
+
+    return accounting.default_delta(n, of) if delta is None else accounting.check_delta(delta, n, of)
 
 
 def _own_delta(q: float | None, batch_size: float, epochs: float | None, delta: float | None) -> float:

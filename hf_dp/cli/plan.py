@@ -112,7 +112,7 @@ def plan(
             _refuse_without_n(model, {**given, **more})
         else:
             exactly_one(of_data)
-            n = units if n is None else n
+            n, of = (n, "training examples") if units is None else (units, "units")
             exactly_one({"--epsilon": epsilon, "--tpr": tpr, "--noise": noise})
             check_target_tpr(tpr, fpr)
             exactly_one({"--epochs": epochs, "--steps": steps, "--examples": examples})
@@ -131,11 +131,12 @@ def plan(
                         why="a batch is proposed for steps alone, of plain Poisson samples.",
                         fix="give it.",
                     )
-                batch_size, steps = proposal(n, epochs, steps, examples, epsilon, delta, min_steps)
+                batch_size, steps = proposal(n, epochs, steps, examples, epsilon, delta, min_steps, of)
             answer = costs(
                 n, sampling_probability, batch_size, epochs, steps, examples, epsilon, tpr, fpr, noise, delta,
                 share or [],
                 max_batch_size,
+                of,
             )  # fmt: skip
             answer |= {**_derived(answer, proposed, clipping_norm), "counts": "examples" if units is None else "units"}
         if model is not None:

@@ -14,6 +14,7 @@ import hf_dp.ranks as ranks
 from hf_dp.agreement import agree, warn_if_alone
 from hf_dp.config import PrivacyConfig
 from hf_dp.config.asked import asked, promised
+from hf_dp.config.secret import check_given_size
 from hf_dp.data.collate import LogicalBatchCollator
 from hf_dp.data.loader import DrawnUnits, PoissonDataLoader, RankSampler
 from hf_dp.errors import ConfigurationError
@@ -119,4 +120,5 @@ def planned(
 
 
 def _sampling(n: int, expected_batch_size: int, privacy: PrivacyConfig) -> accounting.SamplingTerms:
+    check_given_size(privacy.dataset_size, expected_batch_size)
     return accounting.sampling_terms(n, expected_batch_size, promised(privacy))
