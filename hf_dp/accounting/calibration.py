@@ -18,6 +18,7 @@ from hf_dp.config.asked import Share
 from hf_dp.config.ranges import check_target_epsilon
 from hf_dp.config.target import AT_FPR, check_target_tpr
 from hf_dp.errors import ConfigurationError
+from hf_dp.figures import upper
 
 _SMALLEST_NOISE, _LARGEST_NOISE = 1e-4, 1e12
 # Relative to epsilon. Epsilon falls at least about as fast as noise grows, so noise is as exact.
@@ -175,8 +176,8 @@ def calibrated(
             raise ConfigurationError(
                 f"target_tpr={target_tpr!r} at at_fpr={at_fpr!r}, with a release of "
                 f"{', '.join(share.label for share in shares)}.",
-                why=f"the steps alone would have no epsilon at delta={delta:g} then, and a release is paid for with a "
-                "share of it.",
+                why=f"the steps alone would have no epsilon at delta={upper(delta, 3)} then, and a release is paid for "
+                "with a share of it.",
                 fix="raise target_tpr, or do without the release.",
             )
     releases = paid_releases(shares, target_epsilon=budget, target_delta=delta, accountant=accountant)

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_dp.data.cut import by_units
+from hf_dp.errors import HfDpError
 from hf_dp.per_example import Pieces, record
 from hf_dp.per_example.batch import Batch, take
 from hf_dp.step.clipped_sum import ClippedSum
@@ -96,6 +97,8 @@ def test_negative_control_clipped_by_micro_batches_one_unit_moves_the_sum_by_mor
     for few in ([0, 1], [2, 3]):
         total.add(record(model, loss, take(batch, few)).grouped([0, 0]))
     assert l2(total.gradients.values()) == pytest.approx(2)
+    with pytest.raises(HfDpError, match="2 rows of an example that has more in other micro-batches"):
+        total.add(record(model, loss, take(batch, [0, 1])).grouped([0, 0], 0, 2))
 
 
 @pytest.mark.parametrize("micro", [2, 1])
