@@ -114,15 +114,13 @@ def features(
 
 
 def within(arguments: TrainingArguments, privacy: PrivacyConfig, n: int) -> TrainingArguments:
-    """The same with an expected batch of at most `n` examples, or units, where n is public: a file for many rows serves few."""
+    """The same with an expected batch of at most all `n` examples, or units, where n is public."""
     rows, world = arguments.per_device_train_batch_size, arguments.world_size
     if privacy.hides_n or rows * arguments.gradient_accumulation_steps * world <= n:
         return arguments
     rows = max(1, min(rows, n // world))
     made = replace(arguments, per_device_train_batch_size=rows, gradient_accumulation_steps=max(1, n // (rows * world)))
-    print(
-        f"The batch is larger than the {n} that are drawn from: {made.gradient_accumulation_steps} x {rows} on each device."
-    )
+    print(f"A batch of all {n} that are drawn from: {made.gradient_accumulation_steps} x {rows} on each device.")
     return made
 
 

@@ -27,6 +27,7 @@ from common.groups import report_by_group
 from common.results import say_how_to_use
 from common.sparse_tasks import TASKS, Task, TaskArguments
 from hf_dp import DPTrainer, PrivacyConfig, SparseEmbeddingConfig
+from hf_dp.figures import upper
 
 ARMS = ("frozen", "dense", "adafest", "adafest+", "fest", "renewed")
 WITHOUT = "without privacy"
@@ -181,7 +182,7 @@ def show(results: dict[str, dict[str, Any]]) -> None:
         table.add_column(name, justify="right")
     for name, one in results.items():
         reduction = "" if name == "frozen" else f"{one['reduction']:,.0f}"
-        epsilon = "" if one["epsilon"] is None else f"{one['epsilon']:.3f}"
+        epsilon = "" if one["epsilon"] is None else upper(one["epsilon"], 4)
         table.add_row(name, *(f"{score:.1f}" for score in one["accuracy"]), reduction, epsilon)
     Console().print(table)
 
@@ -216,7 +217,7 @@ def main() -> None:
         found, right[arm] = run(arm, task, recipe, arguments, privacy)
         results[str(arm)] = found
         scores = " ".join(f"{score:.1f}" for score in found["accuracy"])
-        spent = "no privacy" if found["epsilon"] is None else f"epsilon {found['epsilon']:.3f}"
+        spent = "no privacy" if found["epsilon"] is None else f"epsilon {upper(found['epsilon'], 4)}"
         print(f"{arm}: accuracy {scores} %, reduction {found['reduction']:.0f}, {spent}", flush=True)
         (output / "results.json").write_text(json.dumps(results, indent=2), encoding="utf-8")
     without = right.pop(Arm(WITHOUT), None)

@@ -8,6 +8,7 @@
     python scripts/benchmark.py forms
     python scripts/benchmark.py noise
     python scripts/benchmark.py kinds
+    python scripts/benchmark.py units
     python scripts/benchmark.py bits --model DIRECTORY
     python scripts/benchmark.py lengths --texts DEVSET.csv --tokenizer DIRECTORY
     python scripts/benchmark.py trainer
@@ -60,7 +61,9 @@ def _synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def measure_times(case: Case, names: list[str], repeats: int, setting: Setting) -> dict[str, Any]:
+def measure_times(
+    case: Case, names: list[str], repeats: int, setting: Setting, clock: Callable[[], float] = time.perf_counter
+) -> dict[str, Any]:
     """The seconds of each variant's steps; the variants take turns."""
     steps: dict[str, Callable[[], object]] = {}
     failed: dict[str, Any] = {}
@@ -71,15 +74,20 @@ def measure_times(case: Case, names: list[str], repeats: int, setting: Setting) 
         except Exception as error:  # noqa: BLE001 - a peer that cannot run a case is a result
             steps.pop(name, None)
             failed[name] = f"{type(error).__name__}: {str(error).splitlines()[0][:80]}"
-    return {**_in_turns(steps, repeats, setting.device), **failed}
+    return {**_in_turns(steps, repeats, setting.device, clock), **failed}
 
 
-def _in_turns(calls: dict[str, Callable[[], object]], repeats: int, device: torch.device) -> dict[str, list[float]]:
+def _in_turns(
+    calls: dict[str, Callable[[], object]],
+    repeats: int,
+    device: torch.device,
+    clock: Callable[[], float] = time.perf_counter,
+) -> dict[str, list[float]]:
     """Seconds of each, which take turns, in one order and in the other."""
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     for repeat in range(repeats):
         for name in list(calls)[:: -1 if repeat % 2 else 1]:
-            seconds[name].append(_timed(calls[name], device))
+            seconds[name].append(_timed(calls[name], device, clock))
     return seconds
 
 
@@ -108,12 +116,12 @@ def measure_noise(case: Case, setting: Setting, repeats: int) -> float:
     return statistics.median(_timed(lambda: source.add_(sums, 1.0, 0), setting.device) for _ in range(repeats + 1))
 
 
-def _timed(call: Callable[[], object], device: torch.device) -> float:
+def _timed(call: Callable[[], object], device: torch.device, clock: Callable[[], float] = time.perf_counter) -> float:
     _synchronize(device)
-    start = time.perf_counter()
+    start = clock()
     call()
     _synchronize(device)
-    return time.perf_counter() - start
+    return clock() - start
 
 
 def _peak_mib() -> float:
@@ -341,14 +349,34 @@ def kinds(
     case: Annotated[list[str] | None, typer.Option(help="Cases to run; bert by default.")] = None,
     repeats: Annotated[int, typer.Option(help="Timed steps of each.")] = 15,
 ) -> None:
-    """A step with each further clipping rule and source of noise, and on units of 4 rows and of 1, 3 and 4, as a ratio
-    to the usual one; they take turns."""
-    setting, names = _setting("float32", "sdpa"), ["hf_dp", "hf_dp automatic", "hf_dp chacha20"]
-    names += ["hf_dp by user", "hf_dp by user, uneven"]
-    for name in case or ["bert"]:
-        seconds = measure_times(CASES[name], names, repeats, setting)
-        shown = (f"{other} {_ratio(seconds[other], seconds['hf_dp']):.3f}" for other in names[1:])
-        print(f"{name}: a step of hf_dp takes {_median(seconds['hf_dp']):.3f} s, and of it {', '.join(shown)}")
+    """A step with each further clipping rule and source of noise, as a ratio to the usual one; they take turns."""
+    _print_beside_usual(case or ["bert"], ["hf_dp automatic", "hf_dp chacha20"], repeats)
+
+
+@app.command()
+def units(
+    case: Annotated[list[str] | None, typer.Option(help="Cases to run; bert, tied and llama lora by default.")] = None,
+    repeats: Annotated[int, typer.Option(help="Timed steps of each.")] = 7,
+    processor: Annotated[
+        bool, typer.Option(help="Seconds of the processor, for one thread on a machine with other work.")
+    ] = False,
+) -> None:
+    """A step by user, on units of 4 rows, of 1, 3 and 4, and of two micro-batches each, as a ratio to one by example on
+    the same rows; they take turns."""
+    names = [name for name in VARIANTS if name.startswith("hf_dp by user")]
+    clock = time.process_time if processor else time.perf_counter
+    _print_beside_usual(case or ["bert", "tied", "llama lora"], names, repeats, clock)
+
+
+def _print_beside_usual(
+    cases: list[str], names: list[str], repeats: int, clock: Callable[[], float] = time.perf_counter
+) -> None:
+    for name in cases:
+        seconds = measure_times(CASES[name], ["hf_dp", *names], repeats, _setting("float32", "sdpa"), clock)
+        shown = (f"{other} {_ratio(seconds[other], seconds['hf_dp']):.3f}" for other in names)
+        print(
+            f"{name}: a step of hf_dp takes {_median(seconds['hf_dp']):.3f} s, and of it {', '.join(shown)}", flush=True
+        )
 
 
 def _rows_of_lengths(texts: Path | None, tokenizer: str | None, rows: int) -> list[dict[str, list[int]]]:

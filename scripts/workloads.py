@@ -14,6 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from hf_dp.units.packing import Owners
+
 MICRO_BATCHES = 4
 
 
@@ -177,7 +179,7 @@ def private(
     **promise: Any,
 ) -> Callable[[], None]:
     """The library's own step; draw, noise and ledger included. With `sizes` the rows are those of units with so many
-    each, over and over."""
+    each, over and over; of one size that is more than a micro-batch has, in several."""
     from hf_dp import PrivacyConfig
     from hf_dp.accounting import Ledger
     from hf_dp.losses import per_example_losses
@@ -196,22 +198,32 @@ def private(
 
     draws = iter(sampler)
 
-    def recorded(batch: dict[str, Tensor]) -> PerExampleGradients:
+    def recorded(micro_batch: tuple[int, dict[str, Tensor]]) -> PerExampleGradients:
+        place, batch = micro_batch
         found = record(model, per_example_losses, batch, certificate=certificate)
-        return found if sizes is None else found.grouped(_owners(sizes, len(batch["input_ids"])))
+        return found if sizes is None else found.grouped(*_owners(sizes, place, len(batch["input_ids"])))
 
     def step() -> None:
         next(draws)
-        private_gradient(model, recorded, data, plan, ledger)
+        private_gradient(model, recorded, enumerate(data), plan, ledger)
         optimizer.step()
         optimizer.zero_grad()
 
     return step
 
 
-def _owners(sizes: tuple[int, ...], rows: int) -> list[int]:
+def _owners(sizes: tuple[int, ...], place: int, rows: int) -> Owners:
+    """Of the micro-batch at `place`."""
+    if sizes[0] > rows:
+        before = place * rows % sizes[0]
+        return Owners([0] * rows, before, sizes[0] - before - rows)
     units = enumerate(itertools.cycle(sizes))
-    return list(itertools.islice((unit for unit, size in units for _ in range(size)), rows))
+    return Owners(list(itertools.islice((unit for unit, size in units for _ in range(size)), rows)))
+
+
+def in_pieces(case: Case, model: nn.Module, data: list[dict[str, Tensor]]) -> Callable[[], None]:
+    """`private` on units of two micro-batches each."""
+    return private(case, model, data, sizes=(2 * len(data[0]["input_ids"]),))
 
 
 def _opacus(mode: str) -> Variant:
@@ -266,6 +278,7 @@ VARIANTS: dict[str, Variant] = {
     "hf_dp chacha20": functools.partial(private, noise="chacha20"),
     "hf_dp by user": functools.partial(private, sizes=(4,)),
     "hf_dp by user, uneven": functools.partial(private, sizes=(1, 3, 4)),
+    "hf_dp by user, in pieces": in_pieces,
     "opacus ghost": _opacus("ghost"),
     "opacus hooks": _opacus("hooks"),
 }

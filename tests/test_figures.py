@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import math
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from hf_dp.figures import at_most, logged, lower, percent, upper
+
+ROOT = Path(__file__).resolve().parents[1]
+TO_NEAREST = re.compile(r"\{[^{}]*(?:delta|epsilon)[^{}]*:\.\d+[efg]\}")
 
 
 @pytest.mark.parametrize(
@@ -39,3 +44,14 @@ def test_noise_is_printed_and_epsilon_logged_as_no_better_than_they_are() -> Non
     for bound in np.random.default_rng(0).lognormal(0, 3, 2000):
         assert float(lower(bound, 4)) <= bound * (1 + 1e-11)
         assert bound - 1e-11 <= logged(bound) <= bound + 1.0001e-4
+
+
+def test_no_message_rounds_an_epsilon_or_a_delta_to_the_nearest() -> None:
+    assert TO_NEAREST.search('f"spent {report.epsilon:.3g}"')
+    found = [
+        f"{path.relative_to(ROOT)}: {match[0]}"
+        for room in ("hf_dp", "recipes")
+        for path in sorted((ROOT / room).rglob("*.py"))
+        for match in TO_NEAREST.finditer(path.read_text(encoding="utf-8"))
+    ]
+    assert not found

@@ -179,6 +179,14 @@ def calibrated(
     budget = target_epsilon
     if shares and target_tpr is not None:
         budget = epsilon(dp.SelfComposedDpEvent(step(noise(before)), steps), delta, accountant)
+        if budget == 0:
+            raise ConfigurationError(
+                f"target_tpr={target_tpr!r} at at_fpr={at_fpr!r}, with a release of "
+                f"{', '.join(share.label for share in shares)}.",
+                why=f"the steps alone would have no epsilon at delta={upper(delta, 3)} then, and a release is paid for "
+                "with a share of it.",
+                fix="raise target_tpr, or do without the release.",
+            )
     releases = paid_releases(shares, target_epsilon=budget, target_delta=delta, accountant=accountant)
     if noise_multiplier is not None:
         return releases, noise_multiplier

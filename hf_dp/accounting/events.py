@@ -11,6 +11,7 @@ from hf_dp.accounting.kinds import KINDS, Primitive
 from hf_dp.config import PrivacyConfig
 from hf_dp.config.ranges import is_count, is_delta, is_probability, shown
 from hf_dp.errors import ConfigurationError, LedgerError
+from hf_dp.figures import upper
 
 _KINDS_BY_TYPE = {kind.event: kind for kind in KINDS}
 _KINDS_BY_NAME = {kind.name: kind for kind in KINDS}
@@ -142,7 +143,7 @@ def check_delta(delta: float, n: int, of: str = _EXAMPLES) -> float:
             f"delta={shown(delta)} for a dataset of {n} {of} (1/n is {1 / n:.3g}).",
             why="with delta of 1/n or more, publishing all of one of them at random would count as private; "
             "with delta 0 no amount of Gaussian noise is enough.",
-            fix=f"give a number well below 1/n, such as the default, n ** -1.1 = {default_delta(n):.3g}.",
+            fix=f"give a number well below 1/n, such as the default, n ** -1.1 = {upper(default_delta(n), 3)}.",
         )
     return float(delta)
 

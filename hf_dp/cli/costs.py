@@ -18,6 +18,7 @@ def proposal(
     epsilon: float | None,
     delta: float | None,
     min_steps: int,
+    of: str,
 ) -> tuple[float, int]:
     if epsilon is None or steps is not None:
         raise ConfigurationError(
@@ -25,10 +26,9 @@ def proposal(
             why="a batch is proposed for a privacy budget and a compute budget (batch size x steps).",
             fix="give --batch-size; or --epsilon, and --epochs or --examples, for a proposal.",
         )
-    from hf_dp import accounting
     from hf_dp.planning.proposal import propose
 
-    delta = accounting.default_delta(n) if delta is None else accounting.check_delta(delta, n)
+    delta = _delta(n, delta, of)
     if examples is None:
         examples = n * positive("--epochs", epochs)
     chosen = propose(
@@ -56,6 +56,7 @@ def costs(
     shares: list[float],
     max_batch_size: int | None,
     after: str | None,
+    of: str,
     drawn_from: int | None = None,
     most: int = 1,
 ) -> dict[str, Any]:
@@ -73,8 +74,7 @@ def costs(
     if n is None:
         delta, size, unit = _own_delta(q, batch_size, epochs, delta), math.nan, accounting.UncountedExampleUnit()
     else:
-        delta = accounting.default_delta(n) if delta is None else accounting.check_delta(delta, n)
-        unit = accounting.ExampleUnit(number=n)
+        delta, unit = _delta(n, delta, of), accounting.ExampleUnit(number=n)
         if drawn_from is not None:
             unit = accounting.ColumnExamplesUnit(number=n, column="unit", max_examples=most, examples=drawn_from)
         size = float(unit.drawn)
@@ -142,6 +142,13 @@ def _trainings(after: str | None) -> tuple[Any, ...]:
     from hf_dp.hub.earlier import trainings
 
     return trainings(after, read_earlier(after))
+
+
+def _delta(n: int, delta: float | None, of: str) -> float:
+    """The one that is given, or the default; `of` is what n counts, for refusals (`ConfigurationError`)."""
+    from hf_dp import accounting
+
+    return accounting.default_delta(n, of) if delta is None else accounting.check_delta(delta, n, of)
 
 
 def _own_delta(q: float | None, batch_size: float, epochs: float | None, delta: float | None) -> float:

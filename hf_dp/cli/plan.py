@@ -133,7 +133,7 @@ def plan(
             _refuse_without_n(model, {**given, **more, "--after": after})
         else:
             exactly_one(of_data)
-            n = units if n is None else n
+            n, of = (n, "training examples") if units is None else (units, "units")
             _refuse_examples_of_none(units, unit_sampling, drawn_from, max_examples)
             exactly_one({"--epsilon": epsilon, "--tpr": tpr, "--noise": noise})
             check_target_tpr(tpr, fpr)
@@ -153,11 +153,11 @@ def plan(
                         why="a batch is proposed for steps alone, of plain Poisson samples.",
                         fix="give it.",
                     )
-                batch_size, steps = proposal(n, epochs, steps, examples, epsilon, delta, min_steps)
+                batch_size, steps = proposal(n, epochs, steps, examples, epsilon, delta, min_steps, of)
             answer = costs(
                 n, sampling_probability, batch_size, epochs, steps, examples, epsilon, tpr, fpr, noise, delta,
                 share or [],
-                max_batch_size, after, drawn_from, max_examples or 1,
+                max_batch_size, after, of, drawn_from, max_examples or 1,
             )  # fmt: skip
             counts = "examples" if units is None or drawn_from is not None else "units"
             answer |= {**_derived(answer, proposed, clipping_norm), "counts": counts}

@@ -43,3 +43,14 @@ def check_secret(promise: Any) -> None:
             why="n is secret then, and the default delta, n ** -1.1, would tell it.",
             fix="give target_delta, well below 1 over the most examples that there could be, such as 1e-8.",
         )
+
+
+def check_given_size(size: int | None, expected_batch_size: float) -> None:
+    """Refuse a number in place of n that is below the expected batch (`ConfigurationError`); None is none."""
+    if size is not None and size < expected_batch_size:
+        raise ConfigurationError(
+            f"dataset_size={size}, and an expected batch of {expected_batch_size:g}.",
+            why="each example is drawn with the probability expected batch / dataset_size, which is at most 1.",
+            fix="lower per_device_train_batch_size x gradient_accumulation_steps x processes (of PrivateRun: "
+            f"expected_batch_size) to at most {size}, or guess n as at least that.",
+        )

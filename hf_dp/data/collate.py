@@ -9,11 +9,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from hf_dp.data.cut import by_rows, by_tokens, check_max_tokens
+from hf_dp.data.cut import by_rows, by_tokens, by_units, check_max_tokens
 from hf_dp.data.widths import Checked, Widths, widths_of
 from hf_dp.errors import ConfigurationError, HfDpError
 from hf_dp.randomness import secret_global_state, unchanged_global_state
-from hf_dp.units.packing import packed
 
 Randomness = Callable[[], AbstractContextManager[None]]
 
@@ -68,8 +67,8 @@ class LogicalBatchCollator:
         """`{"micro_batches": [what the collator returned, ...]}`; no micro-batch of no examples.
 
         Where micro-batches are wider or narrower than all before, the rows to hold against one another are under
-        "unlike", as they were read, a list for each such micro-batch. Where there are `Unit`s, each lies whole in one
-        micro-batch, and "owners" has for each micro-batch the number, counted there, of the unit of each row.
+        "unlike", as they were read, a list for each such micro-batch. Where there are `Unit`s, "owners" has for each
+        micro-batch whose its rows are (`Owners`).
 
         Raises:
             ConfigurationError: the collator did not return a mapping with tensors of one row per example.
@@ -78,10 +77,9 @@ class LogicalBatchCollator:
         with self.randomness():
             # Their sum does not depend on who shares a micro-batch, but the padding that is computed does.
             if any(isinstance(example, Unit) for example in examples):
-                whole = sorted((e.rows for e in examples), key=lambda rows: (len(rows), max(map(length, rows))))
-                cut = [whole[part.start : part.stop] for part in packed(map(len, whole), size)]
-                owners = list(map(_owners, cut))
-                parts = [(rows, self.collated(rows)) for rows in ([row for unit in few for row in unit] for few in cut)]
+                units = sorted((e.rows for e in examples), key=lambda rows: (len(rows), max(map(length, rows))))
+                cut = [*by_units(units, size, most, self.collated, self._alone, length)]
+                parts, owners = [part for part, _ in cut], [whose for _, whose in cut]
             elif most is None:
                 parts = [*by_rows(sorted(examples, key=length), size, self.collated)]
             else:
@@ -131,10 +129,6 @@ class LogicalBatchCollator:
                     self._collate, f"returned {name!r} of shape {tuple(tensor.shape)} for {len(examples)} examples"
                 )
         return batch
-
-
-def _owners(units: list[list[Any]]) -> list[int]:
-    return [place for place, rows in enumerate(units) for _ in rows]
 
 
 def length(example: Any) -> int:

@@ -1,4 +1,4 @@
-"""How a logical batch is cut: by rows, and by tokens, so that a long row does not decide the memory of all.
+"""How a logical batch is cut: by rows, by tokens, so that a long row does not decide the memory of all, and by units.
 
 Whatever the cut, the drawn examples are the same, and so is the sum of their clipped gradients, up to rounding: none of
 them depends on which others share its micro-batch. So the cut is no part of the promise.
@@ -6,14 +6,15 @@ them depends on which others share its micro-batch. So the cut is no part of the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor
 
 from hf_dp.config.ranges import is_count, shown
 from hf_dp.errors import ConfigurationError
-from hf_dp.per_example.batch import take
+from hf_dp.per_example.batch import batch_size, take
+from hf_dp.units.packing import Owners, Size, packed
 
 Part = tuple[list[Any], Mapping[str, Any]]
 Collate = Callable[[list[Any]], Mapping[str, Any]]
@@ -52,6 +53,58 @@ def by_tokens(
         for start in range(0, len(few), fitting):
             places = range(start, min(start + fitting, len(few)))
             yield few, take(batch, places)  # as wide as all of these together
+
+
+def by_units(
+    units: list[list[Any]],
+    size: int,
+    most: int | None,
+    collate: Collate,
+    alone: Callable[[Any], Mapping[str, Any]],
+    length: Callable[[Any], int],
+) -> Iterator[tuple[Part, Owners]]:
+    """Units whole in one micro-batch of at most so many rows and tokens; one that is larger, which depends on its own
+    rows, in several of its own. Each with whose its rows are.
+
+    Args:
+        units: the rows of each, those with the most last.
+        most: see `by_tokens`; None: any number.
+        length: of a row, roughly.
+    """
+
+    def fits(found: Size) -> bool:
+        return found.rows <= size and (most is None or found.rows == 1 or found.rows * found.width <= most)
+
+    sizes = [Size(len(rows), 0 if most is None else tokens_across(alone(max(rows, key=length)))) for rows in units]
+    for part in packed(sizes, fits):
+        few = units[part.start : part.stop]
+        if not fits(sizes[part.start]):
+            rows = sorted(few[0], key=length)
+            cut = by_rows(rows, size, collate) if most is None else by_tokens(rows, size, most, collate, alone)
+            yield from _of_one(cut, len(rows))
+            continue
+        rows = [row for unit in few for row in unit]
+        batch = collate(rows)
+        width = 0 if most is None else tokens_across(batch)
+        if fits(Size(len(rows), width)):
+            yield (rows, batch), Owners([place for place, unit in enumerate(few) for _ in unit])
+            continue
+        # Wider than it seemed: cut as it is, each unit by itself. See `by_tokens`.
+        start, fitting = 0, max(1, (most or 0) // width)
+        for unit in few:
+            places = range(start, start := start + len(unit))
+            yield from _of_one(
+                ((rows, take(batch, places[i : i + fitting])) for i in range(0, len(unit), fitting)), len(unit)
+            )
+
+
+def _of_one(parts: Iterable[Part], rows: int) -> Iterator[tuple[Part, Owners]]:
+    """Parts of one unit with so many rows."""
+    before = 0
+    for few, batch in parts:
+        count = batch_size(batch)
+        yield (few, batch), Owners([0] * count, before, rows - before - count)
+        before += count
 
 
 def tokens_across(batch: Mapping[str, Any]) -> int:

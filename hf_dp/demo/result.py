@@ -101,7 +101,7 @@ class Result:
             table.add_row(
                 row.name,
                 upper(row.epsilon, 3),
-                "-" if row.delta is None else f"{row.delta:.1e}" if row.delta else "0",
+                "-" if row.delta is None else upper(row.delta, 2) if row.delta else "0",
                 f"{row.evaluation_loss:.2f}",
                 f"{mean(row.planted):.1f}",
                 f"{max(row.planted):.1f}",

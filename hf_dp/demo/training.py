@@ -21,6 +21,7 @@ from transformers import (
 )
 
 from hf_dp.config import PrivacyConfig
+from hf_dp.figures import upper
 from hf_dp.training.trainer import DPTrainer
 
 
@@ -144,4 +145,4 @@ class _Bar(TrainerCallback):
         **kwargs: Any,
     ) -> None:
         if self._task is not None and logs and "epsilon" in logs:
-            self._progress.update(self._task, description=f"{self._title}, epsilon {float(logs['epsilon']):.2f}")
+            self._progress.update(self._task, description=f"{self._title}, epsilon {upper(float(logs['epsilon']), 3)}")

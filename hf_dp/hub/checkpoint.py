@@ -14,6 +14,7 @@ from hf_dp.accounting import Ledger, promised_unit, sampling_terms
 from hf_dp.config.ranges import is_number
 from hf_dp.config.secret import GIVEN_SIZE
 from hf_dp.errors import LedgerError
+from hf_dp.figures import upper
 from hf_dp.hub.charged import same, steps_are
 from hf_dp.hub.claim import check_claim, check_promise, recomputed
 from hf_dp.hub.earlier import check_earlier
@@ -145,7 +146,8 @@ def _of_logs(state: Mapping[str, Any], ledger: Ledger) -> Iterator[str]:
         if noise is not None and not same(noise, ledger.promise["calibrated_noise_multiplier"]):
             yield f"log_history has noise multiplier {noise} at step {step}"
         if isinstance(logged, float) and not logged <= _epsilon(ledger) * (1 + _LOGGED_DIGITS) + _LOGGED_DIGITS:
-            yield f"log_history has epsilon {logged} at step {step}, and {_epsilon(ledger):.4f} follows from the ledger"
+            follows = upper(_epsilon(ledger), 5)
+            yield f"log_history has epsilon {logged} at step {step}, and {follows} follows from the ledger"
 
 
 def _epsilon(ledger: Ledger) -> float:

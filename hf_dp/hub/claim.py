@@ -22,6 +22,7 @@ from hf_dp.config import AccountantName
 from hf_dp.config.asked import asked
 from hf_dp.config.ranges import is_probability
 from hf_dp.errors import ConfigurationError, LedgerError, shortened
+from hf_dp.figures import upper
 from hf_dp.hub.card import epsilons, privacy_section
 from hf_dp.hub.charged import TOLERANCE, charged_with, same, steps_are
 from hf_dp.hub.record import VERSION, PrivacyRecord, sha256_of_text
@@ -90,10 +91,12 @@ def check_claim(record: PrivacyRecord, found: dict[AccountantName, float]) -> It
             yield Check(f"epsilon ({name.upper()})", agrees, said + ("" if agrees else versions))
     if report.target_epsilon is not None and report.accountant in found:
         kept = found[report.accountant] <= report.target_epsilon * (1 + tolerance)
-        yield Check("budget", kept, f"spent {found[report.accountant]:.6g} of {report.target_epsilon:g}")
+        yield Check("budget", kept, f"spent {upper(found[report.accountant], 6)} of {report.target_epsilon:g}")
     if report.target_tpr is not None:
         most = risk(ledger.event, (report.at_fpr,)).true_positive_rates[report.at_fpr]
-        said = f"an attack finds {most:.6g} of {report.target_tpr:g} at a false positive rate of {report.at_fpr:g}"
+        said = (
+            f"an attack finds {upper(most, 6)} of {report.target_tpr:g} at a false positive rate of {report.at_fpr:g}"
+        )
         yield Check("budget", most <= report.target_tpr * (1 + tolerance), said)
     yield Check("steps", report.steps == ledger.steps, f"claimed {report.steps}, in the ledger {ledger.steps}")
     yield _check_neighbours(record)
@@ -133,13 +136,13 @@ def _check_delta(record: PrivacyRecord) -> Check:
     report, size = record.report, _size(record)
     if size is None:
         # Whatever n is, it is 2 at least.
-        said = f"{report.delta:.3g}, a number of its own: 1/n is secret, as n is, and at most 0.5"
+        said = f"{upper(report.delta, 3)}, a number of its own: 1/n is secret, as n is, and at most 0.5"
         return Check("delta", report.delta < 1 / 2, said)
     try:
         check_delta(report.delta, size)
     except ConfigurationError as error:
         return Check("delta", False, error.found)
-    return Check("delta", True, f"{report.delta:.3g} is below 1/n = {1 / size:.3g}")
+    return Check("delta", True, f"{upper(report.delta, 3)} is below 1/n = {1 / size:.3g}")
 
 
 def _probability(record: PrivacyRecord) -> float:

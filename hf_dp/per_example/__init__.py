@@ -4,6 +4,7 @@ from hf_dp.per_example.factors import Factors, Outer, PerExample
 from hf_dp.per_example.gram import Dense, OneHot
 from hf_dp.per_example.instantiate import instantiating
 from hf_dp.per_example.oracle import loop
+from hf_dp.per_example.pieces import Pieces
 from hf_dp.per_example.preflight import preflight
 from hf_dp.per_example.record import PerExampleGradients, record
 from hf_dp.per_example.rows import RowSum, Tables, sparse_gradient
@@ -22,6 +23,7 @@ __all__ = [
     "Outer",
     "PerExample",
     "PerExampleGradients",
+    "Pieces",
     "RowSum",
     "Rule",
     "Tables",

@@ -106,6 +106,11 @@ class Outer:
 
 
 @dataclass(frozen=True)
+class DistinctRows(Outer):
+    """A dense side beside looked-up ids of which none comes twice in an example: norms need no Gram matrix."""
+
+
+@dataclass(frozen=True)
 class PerExample:
     """Instantiated gradients: `values` (B, *shape of the parameter)."""
 
@@ -165,6 +170,10 @@ def squared_norms(uses: list[Factors], grams: SelfGrams | None = None) -> tuple[
         The squared norms (B,): inner products over all ordered pairs of uses; and a bound (B,) on their rounding
         error, which matters where large terms cancel.
     """
+    match uses:
+        case [DistinctRows(OneHot(), Dense(values), scale)]:
+            norms = abs(scale) * _norms(accumulation(values).flatten(1))
+            return norms.square(), _rounding(norms)
     outers = [use for use in uses if isinstance(use, Outer)]
     if len(outers) == len(uses):
         return _gram_norms(outers, grams or SelfGrams())

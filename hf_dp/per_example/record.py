@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from hf_dp.errors import UnseenUseError, UnsupportedModelError
 from hf_dp.per_example.batch import Batch, LossFunction, batch_size
@@ -33,7 +34,9 @@ class PerExampleGradients:
     Attributes:
         losses: (B,) detached.
         factors: for each trainable parameter (tied names collapse to the first) the factors of its uses.
+        parameters: the trainable ones.
         uses: which operations used which parameters.
+        elsewhere: where all rows are of one example, how many more it has in micro-batches before and after this one.
     """
 
     def __init__(
@@ -43,10 +46,11 @@ class PerExampleGradients:
         parameters: dict[str, nn.Parameter],
         uses: frozenset[Use] = frozenset(),
         versions: Sequence[tuple[Tensor, int]] = (),
+        elsewhere: tuple[int, int] = (0, 0),
     ) -> None:
         self._versions = versions
         self.losses, self.factors, self.uses = losses, factors, uses
-        self._parameters = parameters
+        self.parameters, self.elsewhere = parameters, elsewhere
         self._norms: tuple[Tensor, Tensor] | None = None
 
     @property
@@ -72,7 +76,7 @@ class PerExampleGradients:
             that FSDP2 shards it is this rank's part of the sum over all ranks, which must call it together.
         """
         out = self.zeros()
-        self.add_weighted_sum_(as_sums(out, self._parameters), coefficients)
+        self.add_weighted_sum_(as_sums(out, self.parameters), coefficients)
         return out
 
     def zeros(self, besides: Collection[str] = ()) -> dict[str, Tensor]:
@@ -80,7 +84,7 @@ class PerExampleGradients:
         sums."""
         return {
             name: torch.zeros_like(local(p), dtype=sum_dtype(p.dtype), requires_grad=False)
-            for name, p in self._parameters.items()
+            for name, p in self.parameters.items()
             if name not in besides
         }
 
@@ -94,26 +98,37 @@ class PerExampleGradients:
             UnsupportedModelError: a table that is used for more than looking up rows.
         """
         factors = {n: restricted(uses, kept[n]) if n in kept else uses for n, uses in self.factors.items()}
-        return PerExampleGradients(self.losses, factors, self._parameters, self.uses, self._versions)
+        return PerExampleGradients(self.losses, factors, self.parameters, self.uses, self._versions, self.elsewhere)
+
+    def none(self) -> PerExampleGradients:
+        """Those of no example, of the same parameters."""
+        return PerExampleGradients(self.losses[:0], {name: [] for name in self.factors}, self.parameters, self.uses)
 
     @torch.no_grad()
-    def grouped(self, owners: Sequence[int]) -> PerExampleGradients:
+    def grouped(self, owners: Sequence[int], before: int = 0, after: int = 0) -> PerExampleGradients:
         """The gradients of examples that are several rows each: the sums over their rows.
 
         The factors are taken away from here, so that they are not in memory twice.
 
         Args:
             owners: for each row the number of its example, from 0 to U - 1; each has a row.
+            before: of a single example, how many rows are in micro-batches before. With these, or some `after`, its
+                rows stay as they are: `Pieces` sums them.
+            after: in micro-batches after this one.
         """
-        if len(owners) != self.batch_size:
-            raise ValueError(f"owners of {len(owners)} rows for {self.batch_size}")
+        if len(owners) != self.batch_size or ((before or after) and any(owners)):
+            raise ValueError(f"owners of {len(owners)} rows for {self.batch_size}, {before} before, {after} after")
+        if before or after:
+            return PerExampleGradients(
+                self.losses, self.factors, self.parameters, self.uses, self._versions, (before, after)
+            )
         refuse_changed(self._versions)
         grouping = Grouping(owners, [use for uses in self.factors.values() for use in uses])
         versions, factors = self._versions if grouping.is_view else (), {}
         self._versions = ()
         for name in list(self.factors):
             factors[name] = [grouping.of(use) for use in self.factors.pop(name)]
-        return PerExampleGradients(grouping.summed(self.losses), factors, self._parameters, self.uses, versions)
+        return PerExampleGradients(grouping.summed(self.losses), factors, self.parameters, self.uses, versions)
 
     def add_weighted_sum_(
         self, out: Mapping[str, Tensor | Shard], coefficients: Tensor, rows: Mapping[str, RowSum] = _NO_TABLES
@@ -139,15 +154,16 @@ class PerExampleGradients:
                 kept = out[name]
                 # A parameter may be laid out otherwise (channels_last); factors are summed row by row.
                 in_place = isinstance(kept, Tensor) and kept.is_contiguous()
-                total: Any = kept if in_place else self._whole_zeros(name, kept)
+                total: Any = kept if in_place else self.whole_zeros(name)
                 for use in chosen_uses:
                     use.add_weighted_(total, coefficients)
                 if not in_place:
                     kept.add_(total)
 
-    def _whole_zeros(self, name: str, kept: Tensor | Shard) -> Tensor:
-        p = self._parameters[name]
-        device = kept.device if isinstance(kept, Tensor) else self.losses.device
+    def whole_zeros(self, name: str) -> Tensor:
+        """A zero gradient of all of one parameter, contiguous, in the dtype of sums, where it is computed."""
+        p = self.parameters[name]
+        device = self.losses.device if isinstance(p, DTensor) else p.device
         return torch.zeros(p.shape, dtype=sum_dtype(p.dtype), device=device)
 
     @torch.no_grad()

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from hf_dp.errors import UnsupportedModelError
-from hf_dp.per_example.factors import Factors, Outer
+from hf_dp.per_example.factors import DistinctRows, Factors, Outer
 from hf_dp.per_example.gram import Dense, OneHot
 from hf_dp.per_example.precision import accumulation, sum_dtype
 
@@ -179,7 +179,7 @@ def row_factors(gradient: Tensor) -> Factors:
     else:
         ids = gradient.ne(0).any(1).nonzero().squeeze(1)
         values = gradient[ids]
-    return Outer(OneHot(ids[None], gradient.shape[0]), Dense(accumulation(values)[None]))
+    return DistinctRows(OneHot(ids[None], gradient.shape[0]), Dense(accumulation(values)[None]))
 
 
 class SparseLookups(TorchFunctionMode):

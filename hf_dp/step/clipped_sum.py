@@ -91,7 +91,19 @@ class ClippedSum:
         return self._clipping.sensitivity
 
     def add(self, gradients: PerExampleGradients) -> None:
-        """Clips and adds the examples of one micro-batch."""
+        """Clips and adds the examples of one micro-batch, possibly none.
+
+        Raises:
+            HfDpError: rows of an example that has more elsewhere.
+        """
+        if any(gradients.elsewhere):
+            raise HfDpError(
+                f"{gradients.batch_size} rows of an example that has more in other micro-batches.",
+                why="row by row it would be clipped several times, and add more than the bound.",
+                fix="let `Pieces` join them.",
+            )
+        if not gradients.batch_size:
+            return self.add_nothing(gradients)
         coefficients = self._clipping.coefficients(gradients.squared_norms(), gradients.rounding())
         # A finite gradient of an infinite loss is no gradient of anything.
         coefficients = coefficients.where(gradients.losses.isfinite(), 0.0)

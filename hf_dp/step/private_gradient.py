@@ -11,7 +11,7 @@ from torch import nn
 from hf_dp.accounting import Ledger
 from hf_dp.config.target import told
 from hf_dp.errors import BudgetExceededError
-from hf_dp.per_example import PerExampleGradients
+from hf_dp.per_example import PerExampleGradients, Pieces
 from hf_dp.randomness import secret_global_state
 from hf_dp.step.clipped_sum import ClippedSum, SummedByRows
 from hf_dp.step.plan import Plan
@@ -37,7 +37,7 @@ def private_gradient(
 
     Args:
         model: whose trainable parameters are updated.
-        record: the per-example gradients of one micro-batch, or those of its units.
+        record: the per-example gradients of one micro-batch, or those of its units, or of rows of one unit.
         micro_batches: of one Poisson draw, possibly none: an empty batch is a step like any other.
         plan: clipping, noise and cost.
         ledger: charged before the noisy gradient exists.
@@ -56,10 +56,11 @@ def private_gradient(
             why="one more step would spend more than was promised.",
             fix="stop here; to train longer, plan more steps from the start (num_train_epochs or max_steps).",
         )
-    total = ClippedSum(model, plan.clipping, by_rows)
+    total, pieces = ClippedSum(model, plan.clipping, by_rows), Pieces(() if by_rows is None else by_rows.names)
     with nullcontext() if plan.entropy.reproducible else secret_global_state():
         for micro_batch in micro_batches:
-            total.add(record(micro_batch))
+            total.add(pieces.joined(record(micro_batch)))
+        pieces.refuse_rest()
         for dummy in dummies:
             total.add_nothing(record(dummy))
     step = ledger.steps

@@ -25,6 +25,7 @@ from hf_dp.per_example.padding import check_padding
 from hf_dp.per_example.sharding import is_sharded
 from hf_dp.per_example.state import unchanged_state
 from hf_dp.randomness import unchanged_global_state
+from hf_dp.units.packing import Owners
 
 logger = logging.getLogger(__name__)
 
@@ -34,11 +35,11 @@ class MicroBatch(NamedTuple):
 
     Attributes:
         batch: for the model.
-        owners: for each row the number of its unit, from 0, where units are no single rows. The model does not see it.
+        owners: whose each row is, where units are no single rows. The model does not see it.
     """
 
     batch: Batch
-    owners: Sequence[int] | None = None
+    owners: Owners | None = None
 
 
 class Engine:
@@ -75,17 +76,21 @@ class Engine:
         self._certificate: Certificate | None = None
 
     def record(self, micro_batch: MicroBatch) -> PerExampleGradients:
-        """The gradients of one micro-batch, as they were certified; of units, of the means of their rows' losses."""
+        """The gradients of one micro-batch, as they were certified; of units, of the means of their rows' losses.
+
+        Those of rows of a unit that has more elsewhere are for `Pieces` to join.
+        """
         batch, owners = micro_batch
         loss = self._loss if owners is None else functools.partial(self._share_of_mean, owners)
         certificate, rules = self._certificate, self._rules
         found = record(self.model, loss, batch, certificate=certificate, rules=rules, tables=self.by_rows)
-        return found if owners is None else found.grouped(owners)
+        return found if owners is None else found.grouped(*owners)
 
-    def _share_of_mean(self, owners: Sequence[int], model: Any, batch: Batch) -> Tensor:
-        losses, rows = self._loss(model, batch), Counter(owners)
-        check_losses(losses, len(owners))
-        return losses * losses.new_tensor([1 / rows[owner] for owner in owners])
+    def _share_of_mean(self, owners: Owners, model: Any, batch: Batch) -> Tensor:
+        losses, rows = self._loss(model, batch), Counter(owners.units)
+        check_losses(losses, len(owners.units))
+        elsewhere = owners.before + owners.after
+        return losses * losses.new_tensor([1 / (rows[unit] + elsewhere) for unit in owners.units])
 
     def micro_batches(self, item: Mapping[str, Any]) -> Iterator[MicroBatch]:
         """Of one logical batch, once those that are wider or narrower than all before are known to do no harm."""

@@ -16,6 +16,7 @@ from hf_dp.accounting.earlier import check_same_people
 from hf_dp.agreement import agree, warn_if_alone
 from hf_dp.config import PrivacyConfig
 from hf_dp.config.asked import asked, promised
+from hf_dp.config.secret import check_given_size
 from hf_dp.data.collate import LogicalBatchCollator
 from hf_dp.data.loader import DrawnUnits, PoissonDataLoader, RankSampler
 from hf_dp.errors import ConfigurationError
@@ -42,23 +43,13 @@ def check_privacy(privacy: object) -> None:
         )
 
 
-def check_data(
-    dataset: Any, expected_batch_size: int, micro_batch_size: int, privacy: PrivacyConfig, earlier: str | None = None
-) -> None:
+def check_data(dataset: Any, expected_batch_size: int, privacy: PrivacyConfig, earlier: str | None = None) -> None:
     """Refuses data that cannot be drawn from so, under this delta, or after these trainings (`ConfigurationError`)."""
     refuse_dataset(dataset)
-    most, units = privacy.max_examples_per_unit, units_of(dataset, privacy)
-    by_examples = privacy.unit_sampling == "examples"
-    if most is not None and most > micro_batch_size and not by_examples:
-        raise ConfigurationError(
-            f"max_examples_per_unit={most} with micro-batches of {micro_batch_size} examples.",
-            why="the gradient of a unit is clipped as one, and all of its examples in a step are computed together.",
-            fix=f"set per_device_train_batch_size (of PrivateRun: micro_batch_size) to {most} or more, or lower "
-            "max_examples_per_unit.",
-        )
+    units = units_of(dataset, privacy)
     unit, of = unit_of(dataset, privacy, units), "training examples" if units is None else "units"
     drawn = len(dataset) if unit.drawn is None else unit.drawn
-    drawn_of = "chosen examples" if by_examples else of.removeprefix("training ")
+    drawn_of = "chosen examples" if privacy.unit_sampling == "examples" else of.removeprefix("training ")
     check_sizes(drawn, expected_batch_size, is_secret=privacy.hides_n, of=drawn_of)
     _sampling(drawn, expected_batch_size, privacy)
     before = trainings(privacy.after, earlier)
@@ -124,9 +115,6 @@ def planned(
         max_tokens_per_micro_batch: padding included; None: any number.
         earlier: the record of the training before on the same people, as it was written.
         options: of `DataLoader`.
-
-    Raises:
-        ConfigurationError: units that are drawn whole, and a cap of tokens.
     """
     if units is not None:
         agree({"whose the rows of train_dataset are": units.described})
@@ -136,7 +124,6 @@ def planned(
         dataset = _chosen(dataset, units, privacy)
         unit = accounting.unit_terms(len(units), privacy, len(dataset))
     elif units is not None:
-        _refuse_cut_units(max_tokens_per_micro_batch)
         drawn, unit = DrawnUnits(units, entropy), accounting.unit_terms(len(units), privacy)
     n = len(dataset if drawn is None else drawn.rows)
     sampler = sampler_of(_sampling(n, expected_batch_size, privacy), n, entropy, is_secret=privacy.hides_n, unit=unit)
@@ -166,13 +153,5 @@ def _chosen(dataset: Any, units: UnitRows, privacy: PrivacyConfig) -> Any:
 
 
 def _sampling(n: int, expected_batch_size: int, privacy: PrivacyConfig) -> accounting.SamplingTerms:
+    check_given_size(privacy.dataset_size, expected_batch_size)
     return accounting.sampling_terms(n, expected_batch_size, promised(privacy))
-
-
-def _refuse_cut_units(max_tokens: int | None) -> None:
-    if max_tokens is not None:
-        raise ConfigurationError(
-            f"max_tokens_per_micro_batch={max_tokens}, and a unit of several examples.",
-            why="the examples of a unit are clipped together, so they lie in one micro-batch, however long.",
-            fix="leave it out, and cut long examples (truncation=True) or lower max_examples_per_unit.",
-        )

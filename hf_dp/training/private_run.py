@@ -99,7 +99,7 @@ class PrivateRun:
         self.model, self.privacy, self._step = unwrapped(model), privacy, 0
         for part in parts_of(privacy).values():
             part.refuse(Setting(privacy))
-        check_data(dataset, expected_batch_size, micro_batch_size, privacy, earlier := read_earlier(privacy.after))
+        check_data(dataset, expected_batch_size, privacy, earlier := read_earlier(privacy.after))
         check_modules(self.model)
         check_ranks(dataset, self.model, {**sizes, **cap, "PrivacyConfig": privacy.to_dict()})
         units = units_of(dataset, privacy)

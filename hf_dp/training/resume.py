@@ -21,6 +21,7 @@ from hf_dp.accounting.earlier import releases_of
 from hf_dp.config.target import told
 from hf_dp.data.fingerprint import KEY_FILE, Fingerprint, compare, fingerprint, fingerprint_key
 from hf_dp.errors import BudgetExceededError, LedgerError
+from hf_dp.figures import upper
 from hf_dp.hub.checkpoint import refuse_disagreement, seal
 from hf_dp.hub.earlier import covers
 from hf_dp.hub.record import DEEPEST, is_deep
@@ -177,8 +178,8 @@ def continued(ledger: Ledger, saved: SavedRun | None, plan: Plan, dataset: Any) 
     before, now = ledger.promise, plan.promise
     if any(before.get(name) != now.get(name) for name in (*_OF_UNITS, "delta")):
         raise LedgerError(
-            f"train() was called again with {_examples(now)} and delta {now['delta']:.3g}, after "
-            f"{ledger.steps} private steps on {_examples(before)} with delta {before['delta']:.3g}.",
+            f"train() was called again with {_examples(now)} and delta {upper(now['delta'], 3)}, after "
+            f"{ledger.steps} private steps on {_examples(before)} with delta {upper(before['delta'], 3)}.",
             why="one epsilon for both would be stated at a delta that is too large for one of them.",
             fix="use a new trainer, whose ledger is its own, and load the model anew; or the same data and delta.",
         )

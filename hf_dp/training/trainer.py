@@ -108,7 +108,7 @@ class DPTrainerMixin(RestoringMixin, CheckpointMixin, LayoutsMixin, PublishingMi
         for part in parts_of(self.privacy).values():
             part.refuse(Setting(self.privacy, is_sharded=self.is_fsdp_enabled))
         if self.train_dataset is not None:
-            self._check_data()
+            check_data(self._dataset, self._expected_batch_size, self.privacy, self._earlier)
             check_modules(self._module)
             refuse_optimizer(self.optimizer, self._module)
         super()._validate_args()
@@ -119,7 +119,7 @@ class DPTrainerMixin(RestoringMixin, CheckpointMixin, LayoutsMixin, PublishingMi
             raise ConfigurationError(
                 "DPTrainer has no train_dataset.", why="there is nothing to train on.", fix="pass train_dataset=..."
             )
-        self._check_data()
+        check_data(self._dataset, self._expected_batch_size, self.privacy, self._earlier)
         self._fingerprints = Fingerprints()  # of this data, which may not be that of the training before
         self._check_ranks()
         plan, loader = self._planned()
@@ -129,10 +129,6 @@ class DPTrainerMixin(RestoringMixin, CheckpointMixin, LayoutsMixin, PublishingMi
         )
         self._run = Run(plan, engine, self._run, self.processing_class)
         return loader
-
-    def _check_data(self) -> None:
-        micro_batch_size = self.args.per_device_train_batch_size
-        check_data(self._dataset, self._expected_batch_size, micro_batch_size, self.privacy, self._earlier)
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """As Trainer's; parts of the training may put another optimizer beside it."""

@@ -48,6 +48,12 @@ def test_other_releases_are_paid_for_from_the_same_budget() -> None:
     assert risk(released, (0.01,)).true_positive_rates[0.01] > 0.012
 
 
+def test_a_release_beside_steps_that_may_tell_next_to_nothing_is_refused_in_words_of_attacks() -> None:
+    given = {"steps": 1, "delta": 1e-3, "target_tpr": 0.010001, "at_fpr": 0.01}
+    with pytest.raises(ConfigurationError, match="target_tpr=0.010001 at at_fpr=0.01, with a release of rows"):
+        calibrated(lambda noise: step_event(noise, 1.0), shares=[Share("rows", 0.3, 1)], **given)
+
+
 @pytest.mark.parametrize(
     ("values", "words"),
     [

@@ -145,6 +145,11 @@ def test_no_noise_is_printed_as_infinite_epsilon():
         ([*BASE, "--steps", "1", "--noise", "1", "--clipping-norm", "1e30"], "clipping_norm=1e+30"),
         ([*BASE, "--steps", "1", "--noise", "nan"], "noise_multiplier=nan"),
         (["plan", "--n", "0", "--batch-size", "1", "--steps", "1", "--noise", "1"], "n=0"),
+        (
+            ["plan", "--units", "99", "--batch-size", "9", "--steps", "1", "--noise", "1", "--delta", "0.3"],
+            "of 99 units",
+        ),
+        (["plan", "--units", "1", "--epochs", "1", "--epsilon", "1"], "n=1 units"),
         (["plan", "--n", "9", "--batch-size", "nan", "--steps", "1", "--noise", "1"], "--batch-size nan"),
         (["plan"], "neither --n nor --model"),
         (["plan", "--model", "somewhere", "--epsilon", "8"], "no --n, with --epsilon"),

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_dp.data.collate import LogicalBatchCollator
+from hf_dp.data.collate import LogicalBatchCollator, Unit
 from hf_dp.data.cut import by_tokens
 from hf_dp.errors import ConfigurationError
 
@@ -102,6 +102,41 @@ def test_what_has_no_tokens_is_refused() -> None:
     with pytest.raises(ConfigurationError, match=r"(?s)no tensor of shape \(examples, tokens\).*leave it out"):
         cut(images, [1, 2])
     assert len(cut(images, [1, 2], None)) == 1
+
+
+@pytest.mark.parametrize("tokens", [None, CAP, 10**6])
+@pytest.mark.parametrize("kind", ["tokens", "texts"])
+def test_a_unit_is_whole_in_one_micro_batch_or_alone_in_several(kind: str, tokens: int | None) -> None:
+    draw, units = random.Random(1), []
+    for unit, count in enumerate([1] * 12 + [2, 3, 3, 4, 4, 7, 8, 9, 30]):
+        few = [{"tokens": draw.randint(2, 30), "text": "x" * draw.randint(1, 90)} for _ in range(count)]
+        units.append([{"id": unit + 1, **row} for row in few])
+    units.append([{"id": len(units) + 1, "tokens": CAP + 9, "text": ""}])
+    collate = texts if kind == "texts" else lambda rows: texts([{**row, "text": "x" * row["tokens"]} for row in rows])
+    counts = {unit[0]["id"]: len(unit) for unit in units}
+    draw.shuffle(units)
+    cut = LogicalBatchCollator(ROWS, collate, max_tokens=tokens)([Unit(unit) for unit in units])
+    seen: dict[int, list[tuple[int, int, int]]] = {}
+    for batch, whose in zip(cut["micro_batches"], cut["owners"], strict=True):
+        ids, width = batch["input_ids"][:, 0].tolist(), batch["input_ids"].shape[1]
+        assert len(ids) <= ROWS
+        assert tokens is None or len(ids) == 1 or len(ids) * width <= tokens
+        names = list(dict.fromkeys(ids))
+        assert [names[unit] for unit in whose.units] == ids
+        assert len(names) == 1 or not (whose.before or whose.after)
+        for name in names:
+            seen.setdefault(name, []).append((whose.before, ids.count(name), whose.after))
+    for name, pieces in seen.items():
+        starts = itertools.accumulate((n for _, n, _ in pieces), initial=0)
+        assert pieces == [
+            (start, n, counts[name] - start - n) for start, (_, n, _) in zip(starts, pieces, strict=False)
+        ]
+    assert {name: sum(n for _, n, _ in pieces) for name, pieces in seen.items()} == counts
+    in_several = {counts[name] for name, pieces in seen.items() if len(pieces) > 1}
+    assert in_several >= {9, 30}
+    assert tokens == CAP or in_several == {9, 30}
+    assert len(seen) == 22
+    assert any(len(set(whose.units)) > 2 for whose in cut["owners"])
 
 
 def test_each_piece_says_with_whom_it_was_made_as_wide_as_it_is() -> None:

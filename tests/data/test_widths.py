@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hf_dp.data.collate import LogicalBatchCollator
+from hf_dp.data.collate import LogicalBatchCollator, Unit
 from hf_dp.data.widths import Checked, outermost, widths_of
 
 Pair = tuple[str, str]
@@ -77,3 +77,14 @@ def test_a_tensor_that_was_not_there_before_is_looked_at() -> None:
     collate.checked = Checked([pair(3, 3), pair(6, 6)], collate.widths)
     assert looked_at(collate, pair(3, 3), pair(6, 6)) == [[pair(3, 3), pair(6, 6)]]
     assert looked_at(collate, pair(3, 3), pair(6, 6)) == []
+
+
+def test_each_piece_of_a_unit_is_looked_at() -> None:
+    collate = LogicalBatchCollator(2, tokens)
+    collate.checked = Checked([pair(3, 3), pair(6, 6)], collate.widths)
+    unit = Unit([pair(4, 4), pair(5, 5), pair(9, 4), pair(3, 6), pair(8, 4)])
+    found = collate([unit, Unit([pair(5, 3)])])
+    assert [whose.units for whose in found["owners"]] == [[0], [0, 0], [0, 0], [0]]
+    ((*_, widest),) = found["unlike"]
+    assert widest in unit.rows
+    assert looked_at(collate, widest) == []

@@ -67,7 +67,7 @@ def test_automatic_clipping_in_shards(pair: Gang) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["tied gpt2", "llama lora"])
 def test_users_in_shards(tmp_path: Path, pair: Gang, name: str) -> None:
-    by_user = {"unit": "user", "max_examples_per_unit": 2}
+    by_user = {"unit": "user", "max_examples_per_unit": 5}  # More rows than a micro-batch has.
     alone = pair.alone_once(trained_alone, name, tuple(by_user.items()))
     for found in pair.run(trained_in_shards, str(tmp_path / "two"), name, 2, by_user):
         assert farthest(found["parameters"], alone["parameters"]) < TOLERANCE

@@ -9,10 +9,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_dp.per_example import record
+from hf_dp.data.cut import by_units
+from hf_dp.errors import HfDpError
+from hf_dp.per_example import Pieces, record
 from hf_dp.per_example.batch import Batch, take
 from hf_dp.step.clipped_sum import ClippedSum
-from hf_dp.units.packing import packed
 from tests.step.test_neighbours import DTYPES, EXPONENTS, KINDS, SLACK, Model, l2, loss, rule
 
 
@@ -29,15 +30,14 @@ def rows(owners: list[int], length: int, exponents: list[int], seed: int) -> Bat
 def clipped(
     model: Model, batch: Batch, owners: list[int], norm: float, kind: str, micro: int = 6, by_rows: bool = False
 ) -> dict[str, torch.Tensor]:
-    """Units whole in micro-batches of about so many rows; the sum of a unit's rows is its gradient."""
-    total = ClippedSum(model, rule(kind, norm))
+    """Micro-batches of so many rows, also for units that have more; the sum of a unit's rows is its gradient."""
+    total, pieces = ClippedSum(model, rule(kind, norm)), Pieces()
     units = [[i for i, owner in enumerate(owners) if owner == name] for name in sorted(set(owners))]
-    units.sort(key=len)
-    for part in packed(map(len, units), micro):
-        chosen = [row for place in part for row in units[place]]
-        found = record(model, loss, take(batch, chosen))
-        whose = [place - part.start for place in part for _ in units[place]]
-        total.add(found if by_rows else found.grouped(whose))
+    for (_, some), whose in by_units(sorted(units, key=len), micro, None, lambda rows: take(batch, rows), dict, int):
+        found = record(model, loss, some)
+        total.add(found if by_rows else pieces.joined(found.grouped(*whose)))
+    pieces.refuse_rest()
+    assert total.examples == len(owners if by_rows else units)
     return total.gradients
 
 
@@ -82,19 +82,31 @@ def test_negative_control_clipped_by_rows_one_unit_moves_the_sum_by_more() -> No
     owners, batch = [0, 0, 0, 0, 1], rows([0] * 5, 4, [3] * 5, 0)
     batch["ids"][:4], batch["labels"][:4] = batch["ids"][0].clone(), batch["labels"][0].clone()
     moved = {}
-    for by_rows in (False, True):
-        full = clipped(model, batch, owners, 1.0, "flat", by_rows=by_rows)
-        without = clipped(model, take(batch, [4]), [0], 1.0, "flat", by_rows=by_rows)
-        moved[by_rows] = l2(full[k] - without[k] for k in full)
-    assert moved[False] == pytest.approx(1)
-    assert moved[True] == pytest.approx(4)
+    for by_rows, micro in ((False, 6), (False, 3), (True, 6)):
+        full = clipped(model, batch, owners, 1.0, "flat", micro, by_rows)
+        without = clipped(model, take(batch, [4]), [0], 1.0, "flat", micro, by_rows)
+        moved[by_rows, micro] = l2(full[k] - without[k] for k in full)
+    assert moved == {(False, 6): pytest.approx(1), (False, 3): pytest.approx(1), (True, 6): pytest.approx(4)}
 
 
+def test_negative_control_clipped_by_micro_batches_one_unit_moves_the_sum_by_more() -> None:
+    """What a unit would do whose pieces were taken for units."""
+    model, batch = Model(0, 4, True, torch.float64), rows([0] * 4, 4, [3] * 4, 0)
+    batch["ids"][:], batch["labels"][:] = batch["ids"][0].clone(), batch["labels"][0].clone()
+    total = ClippedSum(model, rule("flat", 1.0))
+    for few in ([0, 1], [2, 3]):
+        total.add(record(model, loss, take(batch, few)).grouped([0, 0]))
+    assert l2(total.gradients.values()) == pytest.approx(2)
+    with pytest.raises(HfDpError, match="2 rows of an example that has more in other micro-batches"):
+        total.add(record(model, loss, take(batch, [0, 1])).grouped([0, 0], 0, 2))
+
+
+@pytest.mark.parametrize("micro", [2, 1])
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_a_row_that_is_not_finite_leaves_its_unit_out_and_no_other(bad: float) -> None:
+def test_a_row_that_is_not_finite_leaves_its_unit_out_and_no_other(bad: float, micro: int) -> None:
     model, owners = Model(0, 4, True, torch.float64), [0, 0, 1]
     batch = rows(owners, 4, [0] * 3, 0)
     other = clipped(model, take(batch, [2]), [0], 1.0, "flat")
     batch["scale"][1] = bad
-    found = clipped(model, batch, owners, 1.0, "flat")
+    found = clipped(model, batch, owners, 1.0, "flat", micro)
     assert l2(found[k] - other[k] for k in found) <= 1e-12

@@ -13,7 +13,20 @@ from hf_dp import PrivacyConfig, ReAttentionConfig, SparseEmbeddingConfig
 from hf_dp.parts.sparse_embeddings.contributions import ContributionSum
 from hf_dp.randomness import Entropy
 from hf_dp.units.rows import UnitRows
-from tests.training.workbench import Clicks, Recommender, classifier, clicks, make, pad, rows, stack
+from tests.training.workbench import (
+    EXPECTED,
+    MICRO,
+    Clicks,
+    Recommender,
+    classifier,
+    clicks,
+    distance,
+    make,
+    pad,
+    parameters,
+    rows,
+    stack,
+)
 
 pytestmark = pytest.mark.usefixtures("checked_once")
 
@@ -35,19 +48,21 @@ def used(step: int) -> list[list[int]]:
     return [units.drawn(unit, step, Entropy(5)) for unit in range(len(units))]
 
 
-def recommended(path: Path, sparse: SparseEmbeddingConfig) -> Any:
+def recommended(path: Path, sparse: SparseEmbeddingConfig, micro: int = MICRO) -> Any:
     parts = {"train_dataset": owned(clicks(60)), "data_collator": stack}
-    options = {"kind": Clicks, "parts": parts, "remove_unused_columns": False, "max_steps": 3}
+    cut = {"per_device_train_batch_size": micro, "gradient_accumulation_steps": EXPECTED // micro}
+    options = {"kind": Clicks, "parts": parts, "remove_unused_columns": False, "max_steps": 3, **cut}
     return make(path, Recommender(), by_user(sparse_embeddings=sparse), **options)
 
 
 @pytest.mark.slow
-def test_the_choice_of_rows_counts_units(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("micro", [MICRO, 2], ids=["whole", "in pieces"])
+def test_the_choice_of_rows_counts_units(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, micro: int) -> None:
     import hf_dp.parts.sparse_embeddings.kept_rows as kept_rows
 
     seen, choose = [], kept_rows.noisy_top_k
     monkeypatch.setattr(kept_rows, "noisy_top_k", lambda counts, *rest: (seen.append(counts), choose(counts, *rest))[1])
-    recommended(tmp_path, SparseEmbeddingConfig(method="fest", kept_rows=20)).train()
+    recommended(tmp_path, SparseEmbeddingConfig(method="fest", kept_rows=20), micro).train()
     (counts,) = seen
     data, truth = clicks(60), torch.zeros_like(counts)
     for chosen in used(-1):
@@ -56,6 +71,17 @@ def test_the_choice_of_rows_counts_units(tmp_path: Path, monkeypatch: pytest.Mon
                 truth[offset + item] += 1
     assert torch.equal(counts, truth)
     assert counts.max() < len(set(OWNERS))
+
+
+def test_the_counts_and_sums_of_a_step_are_the_same_for_units_in_pieces(tmp_path: Path) -> None:
+    """DP-AdaFEST, with noise: the same rows survive, and move alike."""
+    found = []
+    for micro in (MICRO, 1):
+        trainer = recommended(tmp_path, SparseEmbeddingConfig(threshold=1.0), micro)
+        trainer.train()
+        found.append(parameters(trainer.model))
+    assert distance(*found) < 1e-6
+    assert distance(found[0], parameters(Recommender())) > 1e-3
 
 
 def test_the_counts_of_a_step_hold_one_unit_at_their_norm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

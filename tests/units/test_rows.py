@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from hf_dp.errors import ConfigurationError
 from hf_dp.randomness import Entropy
-from hf_dp.units.packing import packed
+from hf_dp.units.packing import Size, packed
 from hf_dp.units.rows import UnitRows, without_column
 
 
@@ -128,10 +128,13 @@ def test_the_column_is_read_whatever_the_format_and_then_gone() -> None:
 
 @given(sizes=st.lists(st.integers(1, 9), max_size=30).map(sorted), most=st.integers(1, 9))
 def test_units_are_packed_whole_and_in_order(sizes: list[int], most: int) -> None:
-    parts = packed(sizes, most)
+    def packed_rows(sizes: list[int]) -> list[range]:
+        return packed([Size(rows) for rows in sizes], lambda size: size.rows <= most)
+
+    parts = packed_rows(sizes)
     assert [place for part in parts for place in part] == list(range(len(sizes)))
     filled = [sum(sizes[place] for place in part) for part in parts]
     # More only where one alone has more.
     assert all(total <= most or len(part) == 1 for total, part in zip(filled, parts, strict=True))
-    ones = packed([1] * len(sizes), most)
+    ones = packed_rows([1] * len(sizes))
     assert [len(part) for part in ones[:-1]] == [most] * (len(ones) - 1)

@@ -19,7 +19,7 @@ from hf_dp.config import SparseEmbeddingConfig
 from hf_dp.config.asked import EMBEDDING_ROWS
 from hf_dp.errors import BudgetExceededError, ConfigurationError, LedgerError
 from hf_dp.parts.sparse_embeddings.top_k import gumbel_scale, noisy_top_k
-from hf_dp.per_example import PerExampleGradients, Tables
+from hf_dp.per_example import PerExampleGradients, Pieces, Tables
 from hf_dp.randomness import secret_global_state
 from hf_dp.step.plan import Plan
 
@@ -96,15 +96,16 @@ class KeptRows:
                 why="one more choice would spend more than was promised.",
                 fix="resume from the latest checkpoint, which holds the latest choice.",
             )
-        counts = torch.zeros(self._tables.rows, dtype=torch.float64)
+        counts, pieces = torch.zeros(self._tables.rows, dtype=torch.float64), Pieces(self._tables.sizes)
         # Each example is counted by one rank; the sum of whole numbers is exact. All are counted, also where nobody
         # may know how many.
         mine = range(ranks.rank(), self._plan.sampler.dataset_size, ranks.world_size())
         # Dropout that zeroes a whole row must not be known, nor shift when an example is added.
         with nullcontext() if self._plan.entropy.reproducible else secret_global_state():
             for batch in examples(mine):
-                _, rows = self._tables.touched(record(batch).factors)
+                _, rows = self._tables.touched(pieces.joined(record(batch)).factors)
                 counts += rows.cpu().bincount(minlength=self._tables.rows)
+        pieces.refuse_rest()
         ranks.sum_(counts)
         ledger.charge(release.event, release.label)
         scale = gumbel_scale(release.noise_multiplier, k)
