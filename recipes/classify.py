@@ -10,7 +10,7 @@ weights by `head_noise` (standard deviation), whatever epsilon, the batch and th
 what the noise asks for would give probabilities that are too sure.
 
 With `lora` and `full` the rates are those of at most 60 steps, and of more they are divided by sqrt(steps / 60): in
-long trainings of small batches noise alone would take the encoder apart (common/rates.py).
+long trainings of small batches noise alone makes probabilities too sure (common/rates.py).
 
 What is saved is the same classifier as Transformers has it (`AutoModelForSequenceClassification`, with tokenizer and
 label names): the pooling is one more layer of the encoder, and scale and origin are in the weights

@@ -24,7 +24,7 @@ import numpy as np
 from transformers import GPT2Config, TrainingArguments, set_seed
 
 from common.arguments import parse
-from common.comparison import VarianceControl, collate, folder_of, refuse_unknown, trainer
+from common.comparison import VarianceControl, collate, folder_of, percent, refuse_unknown, trainer
 from common.groups import report_by_group
 from common.next_item import NEAR_NOTHING, Beginning, NextItem, as_language_model, gains, measures
 from common.next_item_results import Measures, check_same_settings, draw, show
@@ -222,11 +222,6 @@ def hits(folder: Path) -> list[float]:
     """1.0 or 0.0 for each test user; empty where none are kept."""
     path = folder / "hits.json"
     return list(json.loads(path.read_text(encoding="utf-8"))) if path.exists() else []
-
-
-def percent(hits: list[float]) -> list[float]:
-    """As HIT@10 is stated everywhere."""
-    return [100 * hit for hit in hits]
 
 
 def main() -> None:

@@ -22,7 +22,7 @@ from torch import nn
 from transformers import TrainingArguments, set_seed
 
 from common.arguments import OWN_OPTIMIZER, parse
-from common.comparison import folder_of, refuse_unknown, scored, trainer
+from common.comparison import folder_of, percent, refuse_unknown, scored, trainer
 from common.groups import report_by_group
 from common.results import say_how_to_use
 from common.sparse_tasks import TASKS, Task, TaskArguments
@@ -224,12 +224,12 @@ def main() -> None:
     for arm, hits in right.items() if task.groups is not None else ():
         print(arm)
         report_by_group(
-            hits,
+            percent(hits),
             task.groups,
-            measure="accuracy",
+            measure="accuracy, %",
             larger_is_better=True,
             directory=folder_of(output, arm),
-            without_privacy=without,
+            without_privacy=None if without is None else percent(without),
         )
     show(results)
     if recipe.figure is not None:

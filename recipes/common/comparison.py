@@ -103,6 +103,11 @@ def folder_of(output: str | Path | None, run: object) -> Path:
     return Path(str(output)) / re.sub(r"[^\w.+-]+", "_", str(run))
 
 
+def percent(hits: Iterable[float]) -> list[float]:
+    """1.0 and 0.0 as every table of a comparison has them."""
+    return [100 * hit for hit in hits]
+
+
 def refuse_unknown(flag: str, given: Iterable[str], known: Collection[str]) -> None:
     """Refuses what is not among the values of a flag.
 

@@ -368,8 +368,8 @@ def test_sparse_embeddings_beside_dense_ones(task, arms, ratios, train, tmp_path
         folder = out / name.replace(",", "").replace(" ", "_")
         found = groups_of(folder)
         assert {row["group"] for row in found["groups"]} == {"head", "middle", "tail"}
-        assert 100 * found["all"]["value"] == pytest.approx(fmean(results[name]["accuracy"]))
-        assert 100 * found["all"]["without_privacy"] == pytest.approx(fmean(results["without privacy"]["accuracy"]))
+        assert found["all"]["value"] == pytest.approx(fmean(results[name]["accuracy"]))
+        assert found["all"]["without_privacy"] == pytest.approx(fmean(results["without privacy"]["accuracy"]))
         assert (folder / "privacy.json").exists()
     assert not list((out / "without_privacy").iterdir())
 
