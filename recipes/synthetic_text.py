@@ -38,7 +38,15 @@ from common.classification import by_length
 from common.corpus_quality import encoded_by, judge
 from common.data import LabelledData, labelled, public_labels
 from common.hub_names import pretrained
-from common.labelled_texts import Texts, check_corpus_directory, counts, share, shares
+from common.labelled_texts import (
+    Texts,
+    check_corpus_directory,
+    counts,
+    refuse_choosing_by,
+    share,
+    shares,
+    stays_private,
+)
 from common.language_models import small_gpt2
 from common.results import CONTINUE, scored_by_loss, train_and_report
 from hf_dp.errors import ConfigurationError
@@ -235,7 +243,9 @@ def main() -> None:
     # As many as the texts that are learnt, where only a few are.
     wanted = counts(shares(recipe.label_frequencies, names), min(recipe.samples, recipe.max_examples or recipe.samples))
     output = Path(str(arguments.output_dir))
-    is_private = privacy.seed is None and privacy.noise_multiplier != 0
+    is_private = stays_private(privacy)
+    if recipe.draws > 1:
+        refuse_choosing_by(recipe.encoder, privacy)
     directory = output / ("corpus" if is_private else "corpus_not_private")
     check_corpus_directory(directory)
     features = None if recipe.encoder is None else encoded_by(recipe.encoder)
@@ -276,7 +286,7 @@ def main() -> None:
     how = f"temperature {recipe.temperature:g}, top p {recipe.top_p:g}, at most {recipe.max_length} tokens, label "
     how += "frequencies " + ("uniform" if recipe.label_frequencies is None else "public")
     if recipe.draws > 1:
-        how += f", one of {recipe.draws} kept by a public encoder and the names of the labels"
+        how += f", one of {recipe.draws} kept by an encoder that was taken to be public, and the names of the labels"
     share(corpus, names, directory, output, recipe.corpus_format, how)
     print(
         f"{len(corpus.texts)} texts in {directory}" + ", which may be shared as it is" * is_private + "; for example:"

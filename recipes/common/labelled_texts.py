@@ -6,14 +6,17 @@ import csv
 import dataclasses
 import json
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from common.files import json_of
+from hf_dp import PrivacyConfig
 from hf_dp.errors import ConfigurationError
-from hf_dp.hub import CARD_FILE, RECORD_FILE, PrivacyRecord, write_card
+from hf_dp.hub import CARD_FILE, RECORD_FILE, PrivacyRecord, read_earlier, write_card
 from hf_dp.hub.card import privacy_section
+from hf_dp.hub.earlier import trainings
 from hf_dp.hub.record import sha256_of_text
 
 _SHARED = (CARD_FILE, RECORD_FILE, "corpus.jsonl", "corpus.csv")
@@ -134,3 +137,20 @@ or counted by looking at the private texts again. So what the section below says
         encoding="utf-8",
     )
     write_card(directory)
+
+
+def stays_private(privacy: PrivacyConfig) -> bool:
+    """Whether a finite epsilon will hold of the model: of this training, and of those before it on the same people."""
+    earlier = trainings(privacy.after, read_earlier(privacy.after))
+    is_spoilt = any(one.reproducible or one.epsilon == math.inf for one in earlier)
+    return privacy.seed is None and privacy.noise_multiplier != 0 and not is_spoilt
+
+
+def refuse_choosing_by(encoder: str | None, privacy: PrivacyConfig) -> None:
+    """Refuses an encoder that was trained on somebody's data to choose what is shared (`ConfigurationError`)."""
+    if encoder is not None and not privacy.other_people and os.path.isfile(os.path.join(encoder, RECORD_FILE)):
+        raise ConfigurationError(
+            f"--draws above 1 with the encoder {encoder!r}, which a private training saved.",
+            why="it chooses which texts are shared, and what it learnt from people in this data is not paid for here.",
+            fix="give a public encoder, or --other_people true where nobody is in the data of both.",
+        )

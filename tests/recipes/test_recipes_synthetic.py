@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 import random
 import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ import torch
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
+from hf_dp import PrivacyConfig
 from hf_dp.cli import app
 from hf_dp.errors import ConfigurationError
 from hf_dp.hub import verify
@@ -237,3 +240,22 @@ def test_a_corpus_from_adapters_on_smollm2(data: Path, smollm2_directory: Path, 
     assert said.returncode == 0, said.stderr[-3000:]
     assert verify(tmp_path / "out" / "corpus").private
     assert len((tmp_path / "out" / "corpus" / "corpus.jsonl").read_text().splitlines()) == 6
+
+
+def test_what_a_seed_or_an_encoder_gives_away_is_not_shared_as_private(
+    part: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = part("common.labelled_texts")
+    assert texts.stays_private(PrivacyConfig(target_epsilon=8))
+    assert not texts.stays_private(PrivacyConfig(target_epsilon=8, seed=1))
+    after = PrivacyConfig(target_epsilon=8, after="out/first")
+    for reproducible, epsilon, holds in ((False, 2.0, True), (True, 2.0, False), (False, math.inf, False)):
+        before = SimpleNamespace(reproducible=reproducible, epsilon=epsilon)
+        monkeypatch.setattr(texts, "read_earlier", lambda place: place)
+        monkeypatch.setattr(texts, "trainings", lambda place, record, one=before: (one,))
+        assert texts.stays_private(after) is holds
+    texts.refuse_choosing_by(str(tmp_path), after)
+    (tmp_path / "privacy.json").write_text("{}")
+    with pytest.raises(ConfigurationError, match="which a private training saved"):
+        texts.refuse_choosing_by(str(tmp_path), after)
+    texts.refuse_choosing_by(str(tmp_path), PrivacyConfig(target_epsilon=8, other_people=True))
