@@ -193,5 +193,5 @@ def test_delta_is_below_one_over_both_and_epochs_are_refused(tmp_path: Path) -> 
         make(tmp_path, privacy=own)
     with pytest.raises(ConfigurationError, match="no max_steps, with dataset_size=40"):
         make(tmp_path, privacy=own.replace(dataset_size=40, target_delta=None), max_steps=-1, num_train_epochs=2)
-    with pytest.raises(ConfigurationError, match="sampling_probability=1.3"):
+    with pytest.raises(ConfigurationError, match="dataset_size=6, and an expected batch of 8"):
         make(tmp_path, privacy=own.replace(dataset_size=6, target_delta=None))

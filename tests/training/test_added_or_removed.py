@@ -198,8 +198,6 @@ def test_what_would_follow_from_n_is_refused(tmp_path: Path) -> None:
         PrivacyConfig(target_epsilon=1, sampling_probability=0.2)
     assert "would tell it" in caught.value.why
     # It tells n to nobody but its user.
-    with pytest.raises(ConfigurationError, match="dataset_size=5, and an expected batch of 8"):
-        make(tmp_path, privacy=private(dataset_size=5), max_steps=2)
     with pytest.raises(ConfigurationError, match=f"delta=0.03 for a dataset of {ROWS} training examples"):
         make(tmp_path, privacy=private(**{**OWN, "target_delta": 0.03}))
 
