@@ -227,6 +227,12 @@ def hits(folder: Path) -> list[float]:
 def main() -> None:
     """Trains each arm at each epsilon from each seed, and prints a table. Runs in `results.json` are not repeated."""
     recipe, arguments, privacy = parse(RecipeArguments)
+    if privacy.withhold_non_private_logs and recipe.group_column == "rarity":
+        raise ConfigurationError(
+            "--group_column rarity with --withhold_non_private_logs.",
+            why="which items are rare is counted in the private data, exactly.",
+            fix="group by length or by a group of each user, or leave out one of the two.",
+        )
     data, output = load(recipe), Path(str(arguments.output_dir))
     runs = planned(recipe, privacy, arguments.seed)
     true_shares = output / "for_owner_only_true_shares.json"
@@ -261,7 +267,7 @@ def main() -> None:
                 results.setdefault(name, []).append(known[text])
     if data.groups is not None:
         report(runs, folders, data.groups)
-    show(results, measures(popularity(data)))
+    show(results, None if privacy.withhold_non_private_logs else measures(popularity(data)))
     if recipe.figure is not None:
         draw(results, recipe.figure)
 

@@ -63,6 +63,7 @@ def tokenizer_and_model(recipe: AnswerData, *, bf16: bool) -> tuple[Any, Any]:
         bf16: what is frozen is kept in 16 bits; what is trained, never.
     """
     refuse_four_bits(recipe)
+    refuse_layers(recipe)
     if recipe.model == "scratch":
         if recipe.method == "lora":
             raise ConfigurationError(
@@ -72,7 +73,6 @@ def tokenizer_and_model(recipe: AnswerData, *, bf16: bool) -> tuple[Any, Any]:
             )
         tokenizer, positions = characters(), recipe.max_length + recipe.max_new_tokens
         return tokenizer, small_gpt2(tokenizer, positions=positions, width=recipe.width, layers=recipe.layers)
-    refuse_layers(recipe)
     tokenizer = pretrained(AutoTokenizer, recipe.model)
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     frozen = torch.bfloat16 if bf16 and recipe.method == "lora" else torch.float32

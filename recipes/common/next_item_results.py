@@ -52,12 +52,13 @@ def check_same_settings(output: Path, recipe: Any, training: TrainingArguments, 
         )
 
 
-def show(results: dict[str, list[Measures]], popular: Measures) -> None:
-    """Mean and standard deviation over seeds."""
+def show(results: dict[str, list[Measures]], popular: Measures | None) -> None:
+    """Mean and standard deviation over seeds, and what popularity alone gives, which is counted in private data."""
     table = Table("", title="next item")
     for name in ("NDCG@10, %", "HIT@10, %", "seeds"):
         table.add_column(name, justify="right")
-    table.add_row("popularity alone", *(f"{value:.2f}" for value in popular), end_section=True)
+    if popular is not None:
+        table.add_row("popularity alone", *(f"{value:.2f}" for value in popular), end_section=True)
     for name, values in results.items():
         cells = [f"{mean:.2f}" for mean in np.mean(values, axis=0)]
         if len(values) > 1:

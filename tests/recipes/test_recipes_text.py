@@ -159,6 +159,7 @@ def test_prompts_and_completions(data, train):  # noqa: F811
         ("table_to_text", ("--table_column", "table"), "no column 'table'"),
         ("table_to_text", ("--prompt", "What is it?"), "it has no {table}"),
         ("table_to_text_lora", ("--method", "full"), "--lora_layers 15 with --method full"),
+        ("table_to_text", ("--lora_layers", "3"), "--lora_layers 3 with --method full"),
         ("table_to_text", ("--model", "scratch", "--method", "lora"), "--method lora with --model scratch"),
     ],
 )
