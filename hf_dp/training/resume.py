@@ -17,7 +17,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 import hf_dp.ranks as ranks
 from hf_dp.accounting import Ledger
-from hf_dp.accounting.earlier import releases_of
+from hf_dp.accounting.earlier import is_of_earlier, releases_of
 from hf_dp.config.target import told
 from hf_dp.data.fingerprint import KEY_FILE, Fingerprint, compare, fingerprint, fingerprint_key
 from hf_dp.errors import BudgetExceededError, LedgerError
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 # Trainer saves the state of a callback under the name of its class.
 STATE_KEY = "PrivacyCallback"
 _PATH = ("stateful_callbacks", STATE_KEY, "attributes", "saved_ledger")
-# Which trainer has trained a parameter in this process, and its ledger; of one that it left frozen, some numbers of it.
+# Which trainers have begun with a parameter in this process, and their ledgers; of one left frozen, some numbers of it.
 _FEW = 64
 _TRAINED_BY: Any = WeakTensorKeyDictionary()
 # Of a ledger's promise: whose data was trained on. One epsilon is about units of one kind.
@@ -202,14 +202,12 @@ def refuse_trained_by_another(model: nn.Module, trainer: object, saved: SavedRun
     for p in model.parameters():
         if plan.config.other_people or (saved is not None and p.requires_grad):
             continue
-        who, ledger, frozen = _TRAINED_BY.get(p, (None, None, None))
-        if ledger is None or who() is trainer or not ledger.steps or covers(plan.earlier, ledger):
+        who, ledger, _ = _trained_by(p) or (None, None, None)
+        if who is None or ledger is None or who() is trainer or covers(plan.earlier, ledger):
             continue
-        if frozen is not None and not _has_moved(p, frozen):
-            continue
+        steps = f"{ledger.steps} private steps" if ledger.steps else f"it released {_labels(ledger)}, and took no step,"
         raise LedgerError(
-            f"another private training has trained this model before: {ledger.steps} private steps on "
-            f"{_examples(ledger.promise)}.",
+            f"another private training has trained this model before: {steps} on {_examples(ledger.promise)}.",
             why="the ledger of this one is without them, so its report and its card would leave out what those cost.",
             fix="on data of the same people call save_model() of that trainer now, and give PrivacyConfig(after=...) "
             "with its folder: both then share one budget; where nobody is in both, PrivacyConfig(other_people=True). "
@@ -219,14 +217,29 @@ def refuse_trained_by_another(model: nn.Module, trainer: object, saved: SavedRun
 
 
 def note_trained_by(model: nn.Module, trainer: object, ledger: Ledger) -> None:
-    """For `refuse_trained_by_another`; of frozen parameters what they are now: adapters may be merged into them."""
+    """For `refuse_trained_by_another`; of frozen parameters what they are now: adapters may be merged into them.
+
+    Whoever trained before is forgotten once `ledger` has spent something: its promise has said whose data that was.
+    """
     for p in model.parameters():
-        *_, frozen = known = _TRAINED_BY.get(p, (None, None, None))
-        is_trained = known[1] is not None and (frozen is None or _has_moved(p, frozen))
+        known = _trained_by(p)
         if p.requires_grad:
-            _TRAINED_BY[p] = (weakref.ref(trainer), ledger, None)
-        elif not is_trained and (now := _few_of(p)) is not None:
-            _TRAINED_BY[p] = (weakref.ref(trainer), ledger, now)
+            _TRAINED_BY[p] = (*([] if known is None else [(*known[:2], None)]), (weakref.ref(trainer), ledger, None))
+        elif known is None and (now := _few_of(p)) is not None:
+            _TRAINED_BY[p] = ((weakref.ref(trainer), ledger, now),)
+
+
+def _trained_by(p: Tensor) -> tuple[Any, Ledger, Tensor | None] | None:
+    """The latest training that may have changed a parameter: one that spent something besides what came before it."""
+    for who, ledger, frozen in reversed(_TRAINED_BY.get(p, ())):
+        if (ledger.steps or _labels(ledger)) and (frozen is None or _has_moved(p, frozen)):
+            return who, ledger, frozen
+    return None
+
+
+def _labels(ledger: Ledger) -> str:
+    """What a training released besides its steps."""
+    return ", ".join(sorted({made.label for made in ledger.releases if not is_of_earlier(made.label)}))
 
 
 def _few_of(p: Tensor) -> Tensor | None:

@@ -169,13 +169,14 @@ class Run:
             self.engine.check()
             for part in self.parts.values():
                 part.checked(self)
+            # Before a part writes into the model what it releases.
+            note_trained_by(model, owner, self.ledger)
             known = {} if self._earlier is None else self._earlier.parts
             for name, part in self.parts.items():
                 part.begin(self, checkpoint, known.get(name))
         except BaseException:
             self._remove_parts()
             raise
-        note_trained_by(model, owner, self.ledger)
         # Not before: what an earlier training released must not be forgotten by one that fails, nor be reported under
         # a plan that was refused.
         self._has_begun, self._earlier = True, None

@@ -5,14 +5,20 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
 from peft import LoraConfig, get_peft_model
 from transformers import (
     TrainerCallback,
 )
 
+from hf_dp import OutputBiasConfig, PrivateRun
 from hf_dp.errors import BudgetExceededError, ConfigurationError, LedgerError
+from hf_dp.parts.output_bias import OutputBias
+from hf_dp.training.run import Run
+from tests.parts.test_output_bias import with_output
 from tests.training.workbench import (
     STEPS,
     classifier,
@@ -156,6 +162,40 @@ def test_a_trainer_that_took_no_step_leaves_the_model_to_another(tmp_path: Path)
     with pytest.raises(KeyboardInterrupt):
         first.train()
     assert trained(tmp_path, model=model).ledger.steps == STEPS
+
+
+@pytest.mark.parametrize("where", [(Run, "step"), (OutputBias, "begin")])
+def test_what_was_released_before_any_step_is_not_left_out_either(tmp_path: Path, where: tuple[type, str]) -> None:
+    """Also where the beginning itself was cut off, with the release in the weights."""
+    model, kind, hook = with_output(), *where
+    begin = OutputBias.begin
+
+    def cut_off(self: Any, *given: Any) -> None:
+        if kind is OutputBias:
+            begin(self, *given)
+        raise KeyboardInterrupt
+
+    privacy = private(noise_multiplier=None, target_epsilon=3.0, accountant="rdp", output_bias=OutputBiasConfig())
+    first = make(tmp_path, model, privacy)
+    with mock.patch.object(kind, hook, cut_off), pytest.raises(KeyboardInterrupt):
+        first.train()
+    assert (first.ledger.steps, first.ledger.charges) == (0, 1)
+    with pytest.raises(LedgerError, match="before: it released label presence, and took no step, on 48 examples"):
+        make(tmp_path, model).train()
+    run = PrivateRun(model, rows(), private(), pad, expected_batch_size=8, micro_batch_size=4, steps=1)
+    with pytest.raises(LedgerError, match="it released label presence"):
+        run.begin(torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def test_a_training_that_took_no_step_does_not_hide_the_one_before_it(tmp_path: Path) -> None:
+    model = classifier()
+    trained(tmp_path, model=model, max_steps=1)
+    second = make(tmp_path, model, private(other_people=True), max_steps=1)
+    second.add_callback(Interrupting())
+    with pytest.raises(KeyboardInterrupt):
+        second.train()
+    with pytest.raises(LedgerError, match="trained this model before: 1 private steps"):
+        make(tmp_path, model).train()
 
 
 class Interrupting(TrainerCallback):
