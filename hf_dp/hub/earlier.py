@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Sequence
 
 from hf_dp.accounting import Ledger, Release
@@ -11,7 +10,7 @@ from hf_dp.config.after import name_of
 from hf_dp.errors import ConfigurationError, LedgerError
 from hf_dp.figures import upper
 from hf_dp.hub.claim import Check, check_claim, check_promise, recomputed
-from hf_dp.hub.record import PrivacyRecord
+from hf_dp.hub.record import PrivacyRecord, sha256_of_record
 
 
 def trainings(after: str | None, earlier: str | None) -> tuple[Earlier, ...]:
@@ -39,7 +38,7 @@ def trainings(after: str | None, earlier: str | None) -> tuple[Earlier, ...]:
         )
     one = Earlier(
         name=name,
-        record_sha256=hashlib.sha256(earlier.encode()).hexdigest(),
+        record_sha256=sha256_of_record(earlier),
         unit=record.mechanism.unit,
         epsilon=record.report.epsilon,
         delta=record.report.delta,
@@ -49,12 +48,11 @@ def trainings(after: str | None, earlier: str | None) -> tuple[Earlier, ...]:
     return (*before, one)
 
 
-def covers(earlier: str | None, ledger: Ledger) -> bool:
-    """Whether all that a ledger says was spent is among what the trainings of a record spent."""
-    if earlier is None:
-        return False
-    record = PrivacyRecord.from_json(earlier)
-    return has_all_of(record.ledger, ledger) or covers(record.earlier, ledger)
+def records(earlier: str | None) -> Iterator[str]:
+    """Those of the trainings before, as they were written, the last of them first."""
+    while earlier is not None:
+        yield earlier
+        earlier = PrivacyRecord.from_json(earlier).earlier
 
 
 def has_all_of(ledger: Ledger, other: Ledger) -> bool:

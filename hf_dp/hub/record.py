@@ -163,6 +163,11 @@ def as_written(values: Any) -> str:
     return json.dumps(values, indent=2, allow_nan=False) + "\n"
 
 
+def sha256_of_record(text: str | bytes) -> str:
+    """Of a record as it is written, in hexadecimal, however its JSON is set."""
+    return hashlib.sha256(as_written(json.loads(text)).encode()).hexdigest()
+
+
 def sha256(path: str | os.PathLike[str]) -> str:
     """Of a file's content, in hexadecimal."""
     with open(path, "rb") as file:
