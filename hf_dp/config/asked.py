@@ -17,7 +17,8 @@ from hf_dp.errors import ConfigurationError
 # In ledgers, and so in records that are read for ever.
 TOKEN_PRESENCE, EMBEDDING_ROWS, ROW_COUNTS = "token presence", "embedding rows", "counts of rows"
 LABEL_PRESENCE = "label presence"
-_NOT_PROMISED = ("withhold_non_private_logs",)
+# Of trainings before a promise has the digests, wherever they lie now.
+_NOT_PROMISED = ("withhold_non_private_logs", "after")
 _RE_ATTENTION = (
     "**Re-Attention.** The model was trained with its attention corrected for the noise in keys. Loaded without hf_dp "
     'it is the plain model; `hf_dp.load_re_attention(model, "OWNER/NAME")` puts the correction back on it.'
