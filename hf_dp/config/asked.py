@@ -27,6 +27,10 @@ _OTHER_PEOPLE = (
     "**The model before.** It was trained with differential privacy too, on data in which nobody is whose data is in "
     "this one: so says whoever published it. What is said here is of this data alone."
 )
+_PEOPLE_BESIDES = (
+    "**The model before.** Besides those trainings it was trained with differential privacy on data in which nobody is "
+    "whose data is in this one: so says whoever published it. What is said here is of this data and of theirs alone."
+)
 
 
 @dataclass(frozen=True)
@@ -95,7 +99,8 @@ def asked(config: PrivacyConfig, steps: int) -> tuple[tuple[Share, ...], tuple[Q
 
 def notes(config: PrivacyConfig) -> tuple[str, ...]:
     """Paragraphs that the card of a model trained so has besides, in Markdown."""
-    kept = {_OTHER_PEOPLE: config.other_people, _RE_ATTENTION: config.re_attention is not None}
+    others = _OTHER_PEOPLE if config.after is None else _PEOPLE_BESIDES
+    kept = {others: config.other_people, _RE_ATTENTION: config.re_attention is not None}
     return tuple(note for note, holds in kept.items() if holds)
 
 

@@ -55,6 +55,18 @@ def records(earlier: str | None) -> Iterator[str]:
         earlier = PrivacyRecord.from_json(earlier).earlier
 
 
+def check_other_people(earlier: str | None, other_people: bool) -> None:
+    """Refuse silence about a training that one before this says was on other people (`ConfigurationError`)."""
+    if not other_people and any(PrivacyRecord.from_json(one).config.other_people for one in records(earlier)):
+        raise ConfigurationError(
+            "a training after one with other_people=True, which does not say it too.",
+            why="the one before says that of its own people. Who is in this data, and in that which was trained on "
+            "before both, has spent more there, and neither record tells of it.",
+            fix="where nobody is in both, give PrivacyConfig(after=..., other_people=True); otherwise train the first "
+            "ones again, each after the other.",
+        )
+
+
 def has_all_of(ledger: Ledger, other: Ledger) -> bool:
     """Whether a ledger is `other`, or what became of it."""
     is_longer = ledger.steps >= other.steps and ledger.charges >= other.charges
@@ -82,6 +94,10 @@ def check_earlier(record: PrivacyRecord) -> Iterator[Check]:
             check_delta_of(one, record.report.delta)
         except ConfigurationError as error:
             yield Check(f"delta, and {one.name}", False, error.found)
+    try:
+        check_other_people(record.earlier, record.config.other_people)
+    except ConfigurationError as error:
+        yield Check("other people", False, error.found)
     if record.earlier is not None:
         yield _check_alone(record.earlier, follow[-1])
 

@@ -108,13 +108,14 @@ def test_an_earlier_training_is_not_made_shorter(copied: Path) -> None:
         (("mechanism", "earlier", 0, "epsilon"), 0.5, "earlier trainings: "),
         (("report", "earlier"), ["one: public data"], "claim and mechanism: earlier"),
         (("config", "other_people"), True, "other_people"),
+        (("earlier", "config", "other_people"), True, "other people: a training after one with other_people=True"),
     ],
 )
 def test_what_is_said_of_it_follows_from_its_record(
     copied: Path, path: tuple[Any, ...], to: object, words: str
 ) -> None:
     in_record(*path, to=to)(copied)
-    if "other_people" in path:
+    if path == ("config", "other_people"):
         in_record("config", "after", to=None)(copied)
     seal(copied)
     assert words in failed(copied)

@@ -145,6 +145,15 @@ def test_a_model_that_was_trained_privately_says_on_whose_data(first: Path, tmp_
     assert others.privacy_report().earlier == ()
     assert "**The model before.** It was trained with" in (tmp_path / "others" / "README.md").read_text()
     assert verify(tmp_path / "others").private
+    third = tmp_path / "third"
+    with pytest.raises(ConfigurationError, match="a training after one with other_people=True, which does not say it"):
+        going_on(third, tmp_path / "others", given(after=tmp_path / "others"))
+    besides = going_on(third, tmp_path / "others", given(after=tmp_path / "others", other_people=True))
+    besides.train()
+    besides.save_model()
+    assert "**Trained before on the same people.**" in (card := (third / "README.md").read_text())
+    assert "**The model before.** Besides those trainings it was trained" in card
+    assert verify(third).private
 
 
 def test_a_model_that_another_trainer_holds_says_on_whose_data(tmp_path: Path) -> None:
