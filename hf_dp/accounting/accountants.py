@@ -122,6 +122,15 @@ def has_renyi(event: dp.DpEvent) -> bool:
     return all(one.has_renyi for one in primitives(event) or ())
 
 
+def is_composed(event: dp.DpEvent) -> bool:
+    """Whether "pld" composes distributions; of more different mechanisms its epsilon is the Renyi bound.
+
+    Raises:
+        LedgerError: an event that is not known here.
+    """
+    return len(_merged(primitives(event) or {})) <= _MOST_DISTRIBUTIONS or not has_renyi(event)
+
+
 def _merged(counts: Mapping[Primitive, int]) -> Counts:
     found: list[tuple[Primitive, int]] = []
     for kind in sorted({type(one) for one in counts}, key=lambda kind: kind.__name__):

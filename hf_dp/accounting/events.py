@@ -16,6 +16,8 @@ from hf_dp.figures import upper
 _KINDS_BY_TYPE = {kind.event: kind for kind in KINDS}
 _KINDS_BY_NAME = {kind.name: kind for kind in KINDS}
 _EXAMPLES = "training examples"
+# Each takes about 0.1 s; a training has one, and one for each kind of release besides its steps.
+MOST_MECHANISMS = 16
 
 
 def primitives(event: dp.DpEvent) -> dict[Primitive, int] | None:

@@ -33,11 +33,13 @@ class Ledger:
         promise: what the ledger belongs to, as plain JSON values: config without the seed, dataset size, expected
             batch size, sampling probability, noise multiplier, planned steps, delta. `check_same_promise` compares
             it when a run is resumed.
+        written: SHA-256 of each record that this process wrote of it.
     """
 
     def __init__(self, promise: Mapping[str, Any] | None = None) -> None:
         self.promise: dict[str, Any] = _jsonable(dict(promise or {}))
         self._entries: list[tuple[dp.DpEvent, int, str]] = []
+        self.written: set[str] = set()
         self._epsilons: dict[tuple[float, AccountantName], float] = {}
 
     def charge(self, event: dp.DpEvent, label: str = TRAINING_STEP, count: int = 1) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import dp_accounting as dp
 
 from hf_dp.accounting.earlier import Earlier, check_same_people, event_of
-from hf_dp.accounting.events import check_steps
+from hf_dp.accounting.events import MOST_MECHANISMS, check_steps, primitives
 from hf_dp.accounting.ledger import Ledger
 from hf_dp.accounting.release import GRADIENT, TRAINING_STEP, Release, check_label
 from hf_dp.accounting.report import PrivacyReport, standard_caveats
@@ -55,7 +55,8 @@ class Mechanism:
 
     Raises:
         ConfigurationError: numbers out of range, two releases or queries of one label, earlier units that are hidden
-            otherwise, or a unit of which it is not known what it costs to be sampled so.
+            otherwise, a unit of which it is not known what it costs to be sampled so, or more different mechanisms
+            than a record is verified with.
         LedgerError: a label that is no short name.
     """
 
@@ -92,7 +93,13 @@ class Mechanism:
                 fix="give each release and each query a label of its own.",
             )
         # Not of all units is it known with all samplings (`ConfigurationError`).
-        _ = self.step_event
+        different = len(primitives(self.event) or ())
+        if different > MOST_MECHANISMS:
+            raise ConfigurationError(
+                f"{different} different mechanisms, those of {len(self.earlier)} trainings before among them.",
+                why=f"records of more than {MOST_MECHANISMS} are not verified: adding them up takes long.",
+                fix="plan fewer and longer trainings, or several with the same noise and sampling probability.",
+            )
 
     @property
     def step_event(self) -> dp.DpEvent:

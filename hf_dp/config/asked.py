@@ -17,7 +17,8 @@ from hf_dp.errors import ConfigurationError
 # In ledgers, and so in records that are read for ever.
 TOKEN_PRESENCE, EMBEDDING_ROWS, ROW_COUNTS = "token presence", "embedding rows", "counts of rows"
 LABEL_PRESENCE = "label presence"
-_NOT_PROMISED = ("withhold_non_private_logs",)
+# Of trainings before a promise has the digests, wherever they lie now.
+_NOT_PROMISED = ("withhold_non_private_logs", "after")
 _RE_ATTENTION = (
     "**Re-Attention.** The model was trained with its attention corrected for the noise in keys. Loaded without hf_dp "
     'it is the plain model; `hf_dp.load_re_attention(model, "OWNER/NAME")` puts the correction back on it.'
@@ -25,6 +26,10 @@ _RE_ATTENTION = (
 _OTHER_PEOPLE = (
     "**The model before.** It was trained with differential privacy too, on data in which nobody is whose data is in "
     "this one: so says whoever published it. What is said here is of this data alone."
+)
+_PEOPLE_BESIDES = (
+    "**The model before.** Besides those trainings it was trained with differential privacy on data in which nobody is "
+    "whose data is in this one: so says whoever published it. What is said here is of this data and of theirs alone."
 )
 
 
@@ -94,7 +99,8 @@ def asked(config: PrivacyConfig, steps: int) -> tuple[tuple[Share, ...], tuple[Q
 
 def notes(config: PrivacyConfig) -> tuple[str, ...]:
     """Paragraphs that the card of a model trained so has besides, in Markdown."""
-    kept = {_OTHER_PEOPLE: config.other_people, _RE_ATTENTION: config.re_attention is not None}
+    others = _OTHER_PEOPLE if config.after is None else _PEOPLE_BESIDES
+    kept = {others: config.other_people, _RE_ATTENTION: config.re_attention is not None}
     return tuple(note for note, holds in kept.items() if holds)
 
 

@@ -103,7 +103,8 @@ class PrivacyConfig:
         after: None, or where an earlier private training on the same people was saved (a folder, or OWNER/NAME on the
             hub): what it spent is checked, paid first, and reported, so that the budget holds for both together, for
             whoever has at most one unit in each of their data sets. Delta is then at most the earlier one's.
-        other_people: the model was trained privately before, and nobody in that data is in this one.
+        other_people: the model was trained privately before (with `after`: besides those), and nobody in that data is
+            in this one.
         re_attention: None for plain attention, or a `ReAttentionConfig`.
         sparse_embeddings: None for dense noise on all rows, or a `SparseEmbeddingConfig`. With AdaFEST
             `noise_multiplier` is that of both releases of a step together.

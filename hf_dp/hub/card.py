@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 from hf_dp.accounting import NO_NOISE, REPRODUCIBLE, Ledger, PrivacyReport, clipping_in_words, in_words, noise_in_words
+from hf_dp.accounting.accountants import is_composed
 from hf_dp.accounting.report import TOGETHER
 from hf_dp.accounting.risk import group_epsilons, groups_in_words, rates, risk
 from hf_dp.config import AccountantName, PrivacyConfig
@@ -34,7 +35,7 @@ def privacy_section(report: PrivacyReport, ledger: Ledger, config: PrivacyConfig
     found = epsilons(report, ledger)
     lines = [BEGIN, "## Privacy", "", *_promise(report, found, config), *_together(report)]
     lines += ["", "| quantity | value |", "| --- | --- |"]
-    lines += [f"| {name} | {value} |" for name, value in _rows(report, found, config).items()]
+    lines += [f"| {name} | {value} |" for name, value in _rows(report, ledger, found, config).items()]
     lines += _risk(report, ledger, config.unit or "example") if report.private else []
     lines += ["", "Everything that was released of the training data:", "", "| release | times | mechanism |"]
     lines += ["| --- | --- | --- |"]
@@ -117,9 +118,12 @@ def _drawn(report: PrivacyReport) -> str:
     return "unit" if report.drawn_from is None else f"of {report.drawn_from} examples"
 
 
-def _rows(report: PrivacyReport, found: dict[AccountantName, float], config: PrivacyConfig) -> dict[str, str]:
+def _rows(
+    report: PrivacyReport, ledger: Ledger, found: dict[AccountantName, float], config: PrivacyConfig
+) -> dict[str, str]:
     budget = "" if report.target_epsilon is None else f" (budget {report.target_epsilon:g})"
     tight = "an upper bound" if "truncat" in report.sampling else "tight"
+    tight = tight if is_composed(ledger.event) else "of so many mechanisms the RDP bound"
     size = f"{report.expected_batch_size:g}"
     rdp = upper(found["rdp"], 5) if "rdp" in found else _NO_RENYI[report.drawn_from is None]
     return {

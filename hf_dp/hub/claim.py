@@ -15,7 +15,7 @@ from hf_dp.accounting import (
     in_words,
     unit_terms,
 )
-from hf_dp.accounting.events import primitives
+from hf_dp.accounting.events import MOST_MECHANISMS, primitives
 from hf_dp.accounting.neighbours import SAID_BEFORE, ZERO_OUT
 from hf_dp.accounting.risk import risk
 from hf_dp.config import AccountantName
@@ -30,8 +30,6 @@ from hf_dp.versions import library_versions
 
 # That of other versions of hf_dp or dp_accounting.
 _OF_OTHER_VERSIONS = 1e-3
-# Each takes about 0.1 s; a training has one, and one for each kind of release besides its steps.
-_MOST_MECHANISMS = 16
 # Numbers that other machines and versions compute a little otherwise, and words.
 _CHECKED_APART = {"epsilon", "epsilon_rdp", "versions", "caveats", "steps", "adjacency"}
 
@@ -66,9 +64,9 @@ def recomputed(record: PrivacyRecord, title: str) -> dict[AccountantName, float]
     """
     try:
         different = len(primitives(record.ledger.event) or ())
-        if different <= _MOST_MECHANISMS:
+        if different <= MOST_MECHANISMS:
             return epsilons(record.report, record.ledger)
-        problem = f"it has {different} different mechanisms, and at most {_MOST_MECHANISMS} are added up here"
+        problem = f"it has {different} different mechanisms, and at most {MOST_MECHANISMS} are added up here"
     except (ArithmeticError, RecursionError) as error:
         problem = str(error)
     raise LedgerError(

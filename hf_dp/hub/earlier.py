@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Sequence
 
 from hf_dp.accounting import Ledger, Release
@@ -11,7 +10,7 @@ from hf_dp.config.after import name_of
 from hf_dp.errors import ConfigurationError, LedgerError
 from hf_dp.figures import upper
 from hf_dp.hub.claim import Check, check_claim, check_promise, recomputed
-from hf_dp.hub.record import PrivacyRecord
+from hf_dp.hub.record import PrivacyRecord, sha256_of_record
 
 
 def trainings(after: str | None, earlier: str | None) -> tuple[Earlier, ...]:
@@ -39,7 +38,7 @@ def trainings(after: str | None, earlier: str | None) -> tuple[Earlier, ...]:
         )
     one = Earlier(
         name=name,
-        record_sha256=hashlib.sha256(earlier.encode()).hexdigest(),
+        record_sha256=sha256_of_record(earlier),
         unit=record.mechanism.unit,
         epsilon=record.report.epsilon,
         delta=record.report.delta,
@@ -49,12 +48,23 @@ def trainings(after: str | None, earlier: str | None) -> tuple[Earlier, ...]:
     return (*before, one)
 
 
-def covers(earlier: str | None, ledger: Ledger) -> bool:
-    """Whether all that a ledger says was spent is among what the trainings of a record spent."""
-    if earlier is None:
-        return False
-    record = PrivacyRecord.from_json(earlier)
-    return has_all_of(record.ledger, ledger) or covers(record.earlier, ledger)
+def records(earlier: str | None) -> Iterator[str]:
+    """Those of the trainings before, as they were written, the last of them first."""
+    while earlier is not None:
+        yield earlier
+        earlier = PrivacyRecord.from_json(earlier).earlier
+
+
+def check_other_people(earlier: str | None, other_people: bool) -> None:
+    """Refuse silence about a training that one before this says was on other people (`ConfigurationError`)."""
+    if not other_people and any(PrivacyRecord.from_json(one).config.other_people for one in records(earlier)):
+        raise ConfigurationError(
+            "a training after one with other_people=True, which does not say it too.",
+            why="the one before says that of its own people. Who is in this data, and in that which was trained on "
+            "before both, has spent more there, and neither record tells of it.",
+            fix="where nobody is in both, give PrivacyConfig(after=..., other_people=True); otherwise train the first "
+            "ones again, each after the other.",
+        )
 
 
 def has_all_of(ledger: Ledger, other: Ledger) -> bool:
@@ -84,6 +94,10 @@ def check_earlier(record: PrivacyRecord) -> Iterator[Check]:
             check_delta_of(one, record.report.delta)
         except ConfigurationError as error:
             yield Check(f"delta, and {one.name}", False, error.found)
+    try:
+        check_other_people(record.earlier, record.config.other_people)
+    except ConfigurationError as error:
+        yield Check("other people", False, error.found)
     if record.earlier is not None:
         yield _check_alone(record.earlier, follow[-1])
 

@@ -105,7 +105,10 @@ class PrivacyRecord:
         if len(text) > _LARGEST_RECORD:
             raise _damaged(f"it has {len(text)} bytes, and no record has more than {_LARGEST_RECORD}")
         try:
-            values = json.loads(text, parse_constant=_no_constant, parse_int=_whole, object_pairs_hook=_each_name_once)
+            values = json.loads(
+                text, parse_constant=_no_constant, parse_float=_finite, parse_int=_whole,
+                object_pairs_hook=_each_name_once,
+            )  # fmt: skip
         except (ValueError, RecursionError) as error:
             raise _damaged(f"it is not strict JSON ({error})") from error
         if is_deep(values):
@@ -163,6 +166,11 @@ def as_written(values: Any) -> str:
     return json.dumps(values, indent=2, allow_nan=False) + "\n"
 
 
+def sha256_of_record(text: str | bytes) -> str:
+    """Of a record as it is written, in hexadecimal, however its JSON is set."""
+    return hashlib.sha256(as_written(json.loads(text)).encode()).hexdigest()
+
+
 def sha256(path: str | os.PathLike[str]) -> str:
     """Of a file's content, in hexadecimal."""
     with open(path, "rb") as file:
@@ -200,6 +208,12 @@ def _is_printable(value: Any) -> bool:
 
 def _no_constant(name: str) -> float:
     raise ValueError(f"{name} is not JSON")
+
+
+def _finite(digits: str) -> float:
+    if not math.isfinite(number := float(digits)):
+        raise ValueError(f"{digits[:100]} is larger than any number")
+    return number
 
 
 def _whole(digits: str) -> int:

@@ -19,7 +19,7 @@ from hf_dp.config import PrivacyConfig
 from hf_dp.config.ranges import is_number
 from hf_dp.errors import ConfigurationError
 from hf_dp.figures import upper
-from hf_dp.hub.earlier import trainings
+from hf_dp.hub.earlier import check_other_people, trainings
 from hf_dp.noise.source import NoiseSource
 from hf_dp.noise.table import source_of
 from hf_dp.randomness import Entropy
@@ -74,6 +74,7 @@ class Plan:
                 why="what runs would not be what is accounted for.",
                 fix="make plans with Plan.make, from the sampler that draws.",
             )
+        check_other_people(self.earlier, self.config.other_people)
         pairs["earlier"] = said.earlier, trainings(self.config.after, self.earlier)
         if differing := [f"{name} {one!r} and not {other!r}" for name, (one, other) in pairs.items() if one != other]:
             raise ConfigurationError(

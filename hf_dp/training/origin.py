@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
 from torch import nn
 
+import hf_dp.ranks as ranks
 from hf_dp.accounting import Ledger
 from hf_dp.errors import LedgerError
-from hf_dp.hub.earlier import covers, has_all_of
-from hf_dp.hub.record import RECORD_FILE, PrivacyRecord
+from hf_dp.hub.earlier import has_all_of, records
+from hf_dp.hub.record import FORMAT, RECORD_FILE, PrivacyRecord, sha256_of_record
 from hf_dp.step.plan import Plan
+
+_OTHERS = "where nobody is in both, PrivacyConfig(other_people=True)"
 
 
 def refuse_unsaid_origin(model: nn.Module, own: Ledger, saved: object | None, plan: Plan) -> None:
@@ -21,22 +26,25 @@ def refuse_unsaid_origin(model: nn.Module, own: Ledger, saved: object | None, pl
     is known, nor of repositories, whose record is not read with the weights.
 
     Args:
-        model: with the weights to begin from.
+        model: with the weights to begin from, or another one that gradients follow from.
         own: what its trainer has spent so far.
-        saved: of the checkpoint that the trained weights were read from, if any: its training was asked.
+        saved: of the checkpoint that the trained weights were read from, if any: of these its training was asked.
         plan: of this training.
 
     Raises:
         LedgerError: with both ways to say it, also where the record cannot be read.
     """
-    if saved is not None or plan.config.other_people:
+    if plan.config.other_people:
         return
-    for place in sorted(set(_places(model))):
-        path = Path(place) / RECORD_FILE
-        if not path.is_file():
+    for place in sorted(set(_places(model, frozen_alone=saved is not None))):
+        path = os.path.join(place, RECORD_FILE)
+        # Of names that no file can have too it says no more than that there is none.
+        if not os.path.isfile(path) or _is_no_record(text := Path(path).read_bytes()):
             continue
-        ledger = PrivacyRecord.from_json(path.read_bytes()).ledger
-        if covers(plan.earlier, ledger) or has_all_of(own, ledger):
+        ledger = _ledger_of(text, place)
+        digest = sha256_of_record(text)
+        is_own = has_all_of(own, ledger) and _was_written_of(own, digest)
+        if is_own or any(sha256_of_record(one) == digest for one in records(plan.earlier)):
             continue
         which = "does not say whose data that was" if plan.config.after is None else f"says after={plan.config.after!r}"
         raise LedgerError(
@@ -44,15 +52,53 @@ def refuse_unsaid_origin(model: nn.Module, own: Ledger, saved: object | None, pl
             f"promise of this one {which}.",
             why="for people in both data sets both cost more than this one alone, which is all that its report and its "
             "card would tell.",
-            fix=f"give PrivacyConfig(after={place!r}), for one budget of both; or, where nobody is in both, "
-            "PrivacyConfig(other_people=True).",
+            fix=f"give PrivacyConfig(after={place!r}), for one budget of both; or, {_OTHERS}. Resume with the model as "
+            "the first run read it. Of a model that was made from the config there, and none of its weights, set "
+            "model.config._name_or_path to ''.",
         )
 
 
-def _places(model: nn.Module) -> Iterator[str]:
+def covers(earlier: str | None, ledger: Ledger) -> bool:
+    """Whether all that a ledger of this process says was spent is in a record that was saved of it, and is `earlier` or
+    the record of a training before that. Two trainings with one promise are two."""
+    return any(
+        _was_written_of(ledger, sha256_of_record(one)) and has_all_of(PrivacyRecord.from_json(one).ledger, ledger)
+        for one in records(earlier)
+    )
+
+
+def _was_written_of(ledger: Ledger, digest: str) -> bool:
+    # The first rank writes, and what it refuses is refused.
+    return digest in ledger.written or ranks.rank() != 0
+
+
+def _ledger_of(text: bytes, place: str) -> Ledger:
+    try:
+        return PrivacyRecord.from_json(text).ledger
+    except LedgerError as error:
+        raise LedgerError(
+            f"the model was read from {place!r}, and what a private training spent on it cannot be read there: "
+            f"{error.found}",
+            why="for people in both data sets both cost more than this one alone.",
+            fix=f"put back its {RECORD_FILE} as it was saved, and give PrivacyConfig(after={place!r}); or, {_OTHERS}.",
+        ) from error
+
+
+def _is_no_record(text: bytes) -> bool:
+    """Of whole JSON that says of itself that it is something else; what cannot be read may be a record."""
+    try:
+        values = json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return not isinstance(values, dict) or values.get("format") != FORMAT
+
+
+def _places(model: nn.Module, *, frozen_alone: bool) -> Iterator[str]:
     for module in model.modules():
         found = [getattr(getattr(module, "config", None), "_name_or_path", None)]
         adapters = getattr(module, "peft_config", None)
         if isinstance(adapters, dict):
             found += [getattr(adapter, "base_model_name_or_path", None) for adapter in adapters.values()]
-        yield from (place for place in found if isinstance(place, str) and place)
+        places = [place for place in found if isinstance(place, str) and place]
+        if places and not (frozen_alone and all(p.requires_grad for p in module.parameters())):
+            yield from places

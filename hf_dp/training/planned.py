@@ -20,7 +20,7 @@ from hf_dp.config.secret import check_given_size
 from hf_dp.data.collate import LogicalBatchCollator
 from hf_dp.data.loader import DrawnUnits, PoissonDataLoader, RankSampler
 from hf_dp.errors import ConfigurationError
-from hf_dp.hub.earlier import trainings
+from hf_dp.hub.earlier import check_other_people, trainings
 from hf_dp.parts.table import settled
 from hf_dp.randomness import Entropy
 from hf_dp.sampling.sampler import check_sizes
@@ -53,6 +53,7 @@ def check_data(dataset: Any, expected_batch_size: int, privacy: PrivacyConfig, e
     check_sizes(drawn, expected_batch_size, is_secret=privacy.hides_n, of=drawn_of)
     _sampling(drawn, expected_batch_size, privacy)
     before = trainings(privacy.after, earlier)
+    check_other_people(earlier, privacy.other_people)
     delta = accounting.promised_delta(privacy, drawn if unit.number is None else unit.number, of)
     check_same_people(before, unit)
     accounting.delta_after(before, delta, is_given=privacy.target_delta is not None)

@@ -23,9 +23,9 @@ from hf_dp.data.fingerprint import KEY_FILE, Fingerprint, compare, fingerprint, 
 from hf_dp.errors import BudgetExceededError, LedgerError
 from hf_dp.figures import upper
 from hf_dp.hub.checkpoint import refuse_disagreement, seal
-from hf_dp.hub.earlier import covers
 from hf_dp.hub.record import DEEPEST, is_deep
 from hf_dp.step.plan import Plan
+from hf_dp.training.origin import covers
 
 logger = logging.getLogger(__name__)
 

@@ -93,7 +93,14 @@ class Run:
             make = before(part, make)
         return make()
 
-    def go_on(self, ledger: Ledger, saved: SavedRun | None, dataset: Any, owner: object) -> Ledger:
+    def go_on(
+        self,
+        ledger: Ledger,
+        saved: SavedRun | None,
+        dataset: Any,
+        owner: object,
+        beside: Sequence[nn.Module] = (),
+    ) -> Ledger:
         """The ledger that this training goes on with, in place of `ledger`: of a checkpoint, or one that begins.
 
         Args:
@@ -101,6 +108,7 @@ class Run:
             saved: of the checkpoint whose weights were read; None if there was none.
             dataset: the training data.
             owner: of `ledger`.
+            beside: further models that gradients follow from.
 
         Raises:
             LedgerError: a checkpoint or an earlier training with other data, config or length.
@@ -110,6 +118,9 @@ class Run:
             kind.wrapped(self.model)
         refuse_trained_by_another(self.model, owner, saved, self.plan)
         refuse_unsaid_origin(self.model, ledger, saved, self.plan)
+        for other in beside:
+            refuse_trained_by_another(other, owner, None, self.plan)
+            refuse_unsaid_origin(other, ledger, None, self.plan)
         if saved is not None:
             self.plan = self.plan.continuing(saved.ledger)
         self.ledger = continued(ledger, saved, self.plan, dataset)

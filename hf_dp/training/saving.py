@@ -12,7 +12,7 @@ from hf_dp.accounting import Ledger
 from hf_dp.errors import ConfigurationError
 from hf_dp.hub import RECORD_FILE, PrivacyRecord, left_out, model_files, write_card
 from hf_dp.hub.card import privacy_section
-from hf_dp.hub.record import sha256_of_text
+from hf_dp.hub.record import sha256_of_record, sha256_of_text
 from hf_dp.step.plan import Plan
 
 logger = logging.getLogger(__name__)
@@ -38,7 +38,8 @@ def write_claim(folder: Path, title: str, record: PrivacyRecord) -> None:
     if names := model_files(folder):
         _say_what_is_left_out(left_out(folder))
         record = record.with_files(folder, names)
-        (folder / RECORD_FILE).write_text(record.to_json(), encoding="utf-8")
+        (folder / RECORD_FILE).write_text(text := record.to_json(), encoding="utf-8")
+        record.ledger.written.add(sha256_of_record(text))
         write_card(folder, title, record)
 
 

@@ -171,7 +171,7 @@ class DPTrainerMixin(RestoringMixin, CheckpointMixin, LayoutsMixin, PublishingMi
         run.engine.model = self._module
         checkpoint = None if saved is None else self._checkpoint
         with others_named(checkpoint, lambda other: SavedRun.read(other).check(run.plan.promise, self._dataset)):
-            self.ledger = run.go_on(self.ledger, saved, self._dataset, owner=self)
+            self.ledger = run.go_on(self.ledger, saved, self._dataset, self, self._behind.beside())
         if saved is not None:
             refuse_other_values(self._checkpoint, saved.values, self._module, self.optimizer)
         run.begin(self.optimizer, checkpoint, state.global_step, owner=self)

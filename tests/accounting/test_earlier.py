@@ -29,6 +29,7 @@ from hf_dp.accounting import (
     step_event,
 )
 from hf_dp.accounting.earlier import charge, event_of, released_by
+from hf_dp.accounting.events import MOST_MECHANISMS
 from hf_dp.errors import BudgetExceededError, ConfigurationError, LedgerError
 
 DELTA = 1e-4
@@ -181,3 +182,14 @@ def _config() -> Any:
     from hf_dp import PrivacyConfig
 
     return PrivacyConfig(noise_multiplier=1.0)
+
+
+def test_more_mechanisms_than_a_record_is_verified_with_are_refused_before_any_is_used():
+    def before(kinds: int) -> tuple[Earlier, ...]:
+        made = [Release(f"earlier {i}, x", step_event(1 + i / 10, 0.1), 10) for i in range(1, kinds + 1)]
+        return tuple(earlier(releases=(release,)) for release in made)
+
+    mechanism(*before(MOST_MECHANISMS - 1))
+    with pytest.raises(ConfigurationError, match="17 different mechanisms, those of 16 trainings before"):
+        mechanism(*before(MOST_MECHANISMS))
+    mechanism(*[earlier()] * MOST_MECHANISMS)  # alike, they are one

@@ -176,6 +176,7 @@ def test_tampering_is_noticed(copy: Path, case: str) -> None:
         (in_record("config", to={"future": 1}), "config is not a promise"),
         (in_record("format", to="something else"), "does not begin"),
         (lambda d: (d / "privacy.json").write_text("{"), "not strict JSON"),
+        (lambda d: (d / "privacy.json").write_text('{"earlier": {"epsilon": 1e999}}'), "1e999 is larger than any"),
         (lambda d: (d / "privacy.json").unlink(), "there is no privacy.json"),
     ],
 )

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from hf_dp import PrivacyConfig
-from hf_dp.accounting import Ledger
+from hf_dp.accounting import Ledger, step_event
 from hf_dp.hub import verify
+from hf_dp.hub.card import privacy_section
 from hf_dp.hub.record import PrivacyRecord, as_written
 from tests.hub.forging import failed, in_record, seal
 from tests.training.workbench import trained
@@ -107,13 +108,23 @@ def test_an_earlier_training_is_not_made_shorter(copied: Path) -> None:
         (("mechanism", "earlier", 0, "epsilon"), 0.5, "earlier trainings: "),
         (("report", "earlier"), ["one: public data"], "claim and mechanism: earlier"),
         (("config", "other_people"), True, "other_people"),
+        (("earlier", "config", "other_people"), True, "other people: a training after one with other_people=True"),
     ],
 )
 def test_what_is_said_of_it_follows_from_its_record(
     copied: Path, path: tuple[Any, ...], to: object, words: str
 ) -> None:
     in_record(*path, to=to)(copied)
-    if "other_people" in path:
+    if path == ("config", "other_people"):
         in_record("config", "after", to=None)(copied)
     seal(copied)
     assert words in failed(copied)
+
+
+@pytest.mark.parametrize(("mechanisms", "words"), [(6, "tight"), (7, "of so many mechanisms the RDP bound")])
+def test_a_card_calls_no_bound_of_so_many_mechanisms_tight(copied: Path, mechanisms: int, words: str) -> None:
+    record = PrivacyRecord.from_json((copied / "privacy.json").read_text())
+    many = Ledger()
+    for i in range(mechanisms):
+        many.charge(step_event(9.0 + i, 0.1))
+    assert f"| epsilon, PLD accountant ({words}) |" in privacy_section(record.report, many, record.config)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -94,12 +95,13 @@ def test_the_record_the_card_and_the_report_tell_of_both(second: Any, first: Pat
 
 def test_a_checkpoint_goes_on_after_the_same_training_alone(second: Any, first: Path, tmp_path: Path) -> None:
     checkpoint = f"{second.args.output_dir}/checkpoint-2"
-    again = going_on(tmp_path / "again", first, given(after=first))
+    moved = shutil.copytree(first, tmp_path / "moved")
+    again = going_on(tmp_path / "again", moved, given(after=moved))
     again.train(resume_from_checkpoint=checkpoint)
     assert again.ledger == second.ledger
     for privacy in (given(), given(after=checkpoint)):
         other = going_on(tmp_path / "other", first, privacy)
-        with pytest.raises(LedgerError, match="the ledger belongs to another run: .*after: 'first' in the ledger"):
+        with pytest.raises(LedgerError, match="the ledger belongs to another run: .*earlier: .* in the ledger"):
             other.train(resume_from_checkpoint=checkpoint)
 
 
@@ -143,6 +145,15 @@ def test_a_model_that_was_trained_privately_says_on_whose_data(first: Path, tmp_
     assert others.privacy_report().earlier == ()
     assert "**The model before.** It was trained with" in (tmp_path / "others" / "README.md").read_text()
     assert verify(tmp_path / "others").private
+    third = tmp_path / "third"
+    with pytest.raises(ConfigurationError, match="a training after one with other_people=True, which does not say it"):
+        going_on(third, tmp_path / "others", given(after=tmp_path / "others"))
+    besides = going_on(third, tmp_path / "others", given(after=tmp_path / "others", other_people=True))
+    besides.train()
+    besides.save_model()
+    assert "**Trained before on the same people.**" in (card := (third / "README.md").read_text())
+    assert "**The model before.** Besides those trainings it was trained" in card
+    assert verify(third).private
 
 
 def test_a_model_that_another_trainer_holds_says_on_whose_data(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import dp_accounting as dp
 import pytest
 import torch
 from datasets import Dataset
@@ -20,8 +21,10 @@ from torch import Tensor, nn
 from transformers import LlamaForSequenceClassification
 
 from hf_dp import PrivacyConfig, load_report
-from hf_dp.errors import ConfigurationError, PreflightError, UnsupportedModelError
+from hf_dp.accounting import Ledger
+from hf_dp.errors import ConfigurationError, LedgerError, PreflightError, UnsupportedModelError
 from hf_dp.losses import PREFERENCE_LOSSES
+from hf_dp.training.resume import note_trained_by
 from hf_dp.training.trainer import DPTrainerMixin
 from tests.training.test_trl import a_model, adapter, from_docs, said, tokenizer
 from tests.training.workbench import distance, draws, parameters, private
@@ -375,3 +378,16 @@ def test_supervised_fine_tuning_and_preferences_under_one_budget(
     assert 7.9 < report.epsilon <= 8.0
     assert report.earlier[0].startswith("sft: epsilon 4 at delta")
     assert report.dataset_size == 200
+
+
+def test_whose_data_the_reference_was_trained_on_is_asked(tmp_path: Path) -> None:
+    reference = a_model()
+    reference.config._name_or_path = str(tmp_path)
+    (tmp_path / "privacy.json").write_text("{")
+    with pytest.raises(LedgerError, match=r"the model was read from .*cannot be read"):
+        make(tmp_path / "new", ref_model=reference).train()
+    spent = Ledger({"dataset_size": 40})
+    spent.charge(dp.GaussianDpEvent(1.0))
+    note_trained_by(reference, Path, spent)
+    with pytest.raises(LedgerError, match="another private training has trained this model before"):
+        make(tmp_path / "new", ref_model=reference).train()

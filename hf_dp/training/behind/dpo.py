@@ -6,7 +6,7 @@ each is made of its own pair and of a model that is public, or was released, so 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -37,6 +37,9 @@ class Dpo(Pairs):
     """Of DPOTrainer."""
 
     name = "DPOTrainer"
+
+    def beside(self) -> Sequence[nn.Module]:
+        return () if self.trainer.ref_model is None else (self.trainer.ref_model,)
 
     def losses(self, model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
         with self.known_parts():
@@ -78,7 +81,7 @@ class Dpo(Pairs):
 
     @property
     def _tolerance(self) -> float:
-        models = [self.trainer.model, *([] if self.trainer.ref_model is None else [self.trainer.ref_model])]
+        models = self.trainer.model, *self.beside()
         is_rounded = self.trainer.args.bf16 or any(model.dtype == torch.bfloat16 for model in models)
         return _SAME_IN_BF16 if is_rounded else _SAME
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -38,6 +38,10 @@ class Usual:
     def collator(self, collate: Collate) -> Collate:
         """What gives the batches of training, whose tensors have a row for each example."""
         return collate
+
+    def beside(self) -> Sequence[nn.Module]:
+        """Models besides the trained one that the losses follow from."""
+        return ()
 
     def losses(self, model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
         """(B,): each example's own loss."""

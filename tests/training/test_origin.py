@@ -1,0 +1,123 @@
+"""Where a model was read from: whose data that was is asked, of that very training, and of nothing else."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from transformers import AutoConfig, AutoModelForSequenceClassification
+
+from hf_dp import PrivacyConfig
+from hf_dp.accounting import Ledger
+from hf_dp.errors import LedgerError
+from hf_dp.hub.record import PrivacyRecord
+from hf_dp.step.plan import Plan
+from hf_dp.training.origin import covers, refuse_unsaid_origin
+from tests.training.workbench import classifier, make, trained
+
+pytestmark = pytest.mark.usefixtures("checked_once")
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    """Two trainers of the same promise, saved."""
+    folder = tmp_path_factory.mktemp("trained")
+    trainers = [trained(folder / name, privacy=given(), max_steps=1) for name in ("one", "two")]
+    for trainer in trainers:
+        trainer.save_model()
+    return trainers
+
+
+@pytest.fixture(scope="module")
+def first(two: list[Any]) -> Path:
+    return Path(two[0].args.output_dir)
+
+
+def given(**changes: Any) -> PrivacyConfig:
+    return PrivacyConfig(**{"noise_multiplier": 2.0, "accountant": "rdp", **changes})
+
+
+def read(folder: Path) -> Any:
+    return AutoModelForSequenceClassification.from_pretrained(folder)
+
+
+def lora(base: nn.Module) -> nn.Module:
+    return get_peft_model(base, LoraConfig(task_type="SEQ_CLS", target_modules=["q_lin"], r=2))
+
+
+def plan(path: Path, privacy: PrivacyConfig | None = None) -> Plan:
+    trainer = make(path, privacy=privacy or given(), max_steps=1)
+    trainer.get_train_dataloader()
+    found: Plan = trainer._require_run().plan
+    return found
+
+
+def test_of_a_checkpoint_only_the_trained_weights_were_asked_for(first: Path, tmp_path: Path) -> None:
+    saved = object()
+    refuse_unsaid_origin(read(first), Ledger(), saved, plan(tmp_path))
+    half = read(first)
+    half.distilbert.requires_grad_(False)
+    for model in (half, lora(read(first))):
+        with pytest.raises(LedgerError, match="the model was read from .* does not say whose data that was"):
+            refuse_unsaid_origin(model, Ledger(), saved, plan(tmp_path))
+    refuse_unsaid_origin(lora(read(first)), Ledger(), saved, plan(tmp_path, given(after=first)))
+
+
+def test_another_training_of_the_same_promise_is_another(two: list[Any], tmp_path: Path) -> None:
+    one, other = two
+    after = plan(tmp_path, given(after=one.args.output_dir))
+    assert one.ledger == other.ledger
+    assert [covers(after.earlier, trainer.ledger) for trainer in two] == [True, False]
+    copied = shutil.copytree(one.args.output_dir, tmp_path / "copied")
+    for folder in (one.args.output_dir, copied):
+        refuse_unsaid_origin(read(folder), Ledger(), None, after)
+    with pytest.raises(LedgerError, match=r"the promise of this one says after="):
+        refuse_unsaid_origin(read(other.args.output_dir), Ledger(), None, after)
+
+
+def test_what_a_trainer_saved_itself_is_no_training_before(two: list[Any], tmp_path: Path) -> None:
+    for trainer in two:
+        refuse_unsaid_origin(read(trainer.args.output_dir), trainer.ledger, None, plan(tmp_path))
+    with pytest.raises(LedgerError, match="the model was read from"):
+        refuse_unsaid_origin(read(two[0].args.output_dir), two[1].ledger, None, plan(tmp_path))
+
+
+def test_a_file_of_somebody_elses_is_no_record_and_a_damaged_one_may_be(first: Path, tmp_path: Path) -> None:
+    model = classifier()
+    model.config._name_or_path = str(tmp_path)
+    file, ask = tmp_path / "privacy.json", lambda: refuse_unsaid_origin(model, Ledger(), None, plan(tmp_path / "new"))
+    for others in ('{"policy": "https://example.org/privacy"}', "[1]"):
+        file.write_text(others)
+        ask()
+    whole = (first / "privacy.json").read_text()
+    for spoilt in (whole[:-9], whole.replace('"ledger"', '"leger"', 1), "\x00"):
+        file.write_text(spoilt)
+        with pytest.raises(LedgerError, match=r"cannot be read there: this is not a readable privacy\.json") as refusal:
+            ask()
+        assert "put back its privacy.json" in str(refusal.value)
+        assert "PrivacyConfig(other_people=True)" in str(refusal.value)
+
+
+def test_a_name_that_no_folder_can_have_is_none(tmp_path: Path) -> None:
+    model = classifier()
+    for name in ("x" * 300, "a\x00b"):
+        model.config._name_or_path = name
+        refuse_unsaid_origin(model, Ledger(), None, plan(tmp_path))
+
+
+def test_a_model_of_the_config_alone_is_told_how_to_say_so(first: Path, tmp_path: Path) -> None:
+    model = AutoModelForSequenceClassification.from_config(AutoConfig.from_pretrained(first))
+    with pytest.raises(LedgerError, match=r"set\s+model\.config\._name_or_path\s+to ''"):
+        refuse_unsaid_origin(model, Ledger(), None, plan(tmp_path))
+    model.config._name_or_path = ""
+    refuse_unsaid_origin(model, Ledger(), None, plan(tmp_path))
+
+
+def test_the_digests_of_a_ledger_are_of_its_files(first: Path, two: list[Any]) -> None:
+    record = PrivacyRecord.from_json((first / "privacy.json").read_bytes())
+    assert record.ledger == two[0].ledger
+    assert (len(two[0].ledger.written), len(record.ledger.written)) == (1, 0)
