@@ -46,6 +46,8 @@ def check_privacy(privacy: object) -> None:
 def check_data(dataset: Any, expected_batch_size: int, privacy: PrivacyConfig, earlier: str | None = None) -> None:
     """Refuses data that cannot be drawn from so, under this delta, or after these trainings (`ConfigurationError`)."""
     refuse_dataset(dataset)
+    if not len(dataset):  # of which there is no unit
+        check_sizes(0, expected_batch_size)
     units = units_of(dataset, privacy)
     unit, of = unit_of(dataset, privacy, units), "training examples" if units is None else "units"
     drawn = len(dataset) if unit.drawn is None else unit.drawn

@@ -9,6 +9,7 @@ from torch import nn
 from transformers import TrainingArguments
 
 from hf_dp import PrivacyConfig
+from hf_dp.accounting import ExampleUnit
 
 
 def adam(part, **changes):
@@ -18,7 +19,8 @@ def adam(part, **changes):
     training = {"gradient_accumulation_steps": 1, "learning_rate": 3e-3, **values, **changes}
     recipe = SimpleNamespace(method="lora", head_learning_rate=1e-2, head_scale=2.0)
     privacy = PrivacyConfig(noise_multiplier=1.0)
-    return part("classify").make_optimizer(model, recipe, SimpleNamespace(**training), privacy, n=4800), model
+    arguments, unit = SimpleNamespace(**training), ExampleUnit(number=4800)
+    return part("classify").make_optimizer(model, recipe, arguments, privacy, unit, n=4800), model
 
 
 @pytest.mark.parametrize(

@@ -114,7 +114,7 @@ def test_adapters_on_a_model_from_a_folder_and_public_frequencies(
     flags = (
         *("--model", str(done[1]), "--method", "lora", "--corpus_format", "csv", "--samples", "8"),
         *("--label_frequencies", str(tmp_path / "shares.json"), "--privacy_seed", "1"),
-        *("--frozen_dtype", "bfloat16", "--max_test_examples", "5"),
+        *("--frozen_dtype", "bfloat16", "--max_test_examples", "5", "--other_people", "true"),
     )
     said = CliRunner().invoke(app, ["train", *arguments(data, tmp_path / "out"), *flags])
     assert said.exit_code == 0, said.output[-3000:]
