@@ -56,10 +56,13 @@ class OutputBias(Part):
         self.shares = None if earlier is None else earlier.shares
         if checkpoint is not None:
             self._resume(checkpoint)
-        elif self.shares is None:
+        else:
             bias, norm = _bias(run.model), self._config.presence_clipping_norm
-            examples = labels(run.loader)
-            self.shares = release_token_frequencies(examples, len(bias), norm, run.plan, run.ledger, LABEL, _STEP)
+            if self.shares is None:
+                self.shares = release_token_frequencies(
+                    labels(run.loader), len(bias), norm, run.plan, run.ledger, LABEL, _STEP, ("label", "output")
+                )
+            # Also what a training that took no step has released: the model may have been made anew.
             with torch.no_grad():
                 bias.copy_(self.shares.log())
 

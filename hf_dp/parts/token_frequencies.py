@@ -102,6 +102,7 @@ def release_token_frequencies(
     ledger: Ledger,
     label: str = LABEL,
     step: int = _STEP,
+    words: tuple[str, str] = ("token id", "embedding"),
 ) -> Tensor:
     """The share of examples that contain each token, with Gaussian noise.
 
@@ -116,6 +117,7 @@ def release_token_frequencies(
         ledger: charged before the noisy counts exist; a refusal charges nothing.
         label: by which the plan and the ledger know the release.
         step: of its noise, by which a seed tells it from others.
+        words: for refusals, what is counted and what of the model has a row for each.
 
     Returns:
         (V,) float32 in [1/n, 1], where a secret n is replaced by the number of examples of which the sampling
@@ -123,17 +125,18 @@ def release_token_frequencies(
 
     Raises:
         ConfigurationError: an id that is not below `vocabulary_size`.
+        BudgetExceededError: it was released before.
     """
-    release, n = plan.release(label), plan.sampler.public_size
+    release, n = plan.release_to_make(label, ledger), plan.sampler.public_size
     total = torch.zeros(vocabulary_size, dtype=torch.float64)
     for ids in examples:
         present = ids.flatten().unique().cpu()
         present = present[present >= 0]
         if len(present) and int(present[-1]) >= vocabulary_size:
             raise ConfigurationError(
-                f"token id {int(present[-1])} in the training data, for an embedding of {vocabulary_size} rows.",
-                why="the model cannot embed it.",
-                fix="resize the embeddings, or use the tokenizer that belongs to the model.",
+                f"{words[0]} {int(present[-1])} in the training data, for an {words[1]} of {vocabulary_size} rows.",
+                why="the model has no row for it.",
+                fix="use the tokenizer that belongs to the model and labels below num_labels, or resize embeddings.",
             )
         total[present] += min(1.0, clipping_norm / max(1, len(present)) ** 0.5)
     deviation = release.noise_multiplier * clipping_norm

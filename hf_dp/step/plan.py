@@ -10,14 +10,14 @@ from typing import Any
 import dp_accounting as dp
 
 import hf_dp.accounting as accounting
-from hf_dp.accounting import GRADIENT, Mechanism, Query, Release, Share
+from hf_dp.accounting import GRADIENT, Ledger, Mechanism, Query, Release, Share
 from hf_dp.accounting.events import primitives
 from hf_dp.accounting.gaussian import Gaussian
 from hf_dp.clipping.rule import ClippingRule
 from hf_dp.clipping.table import rule_of
 from hf_dp.config import PrivacyConfig
 from hf_dp.config.ranges import is_number
-from hf_dp.errors import ConfigurationError
+from hf_dp.errors import BudgetExceededError, ConfigurationError
 from hf_dp.figures import upper
 from hf_dp.hub.earlier import check_other_people, trainings
 from hf_dp.noise.source import NoiseSource
@@ -182,6 +182,23 @@ class Plan:
     def release(self, label: str) -> Release:
         """The release of this label (`KeyError` if there is none)."""
         return self.mechanism.release(label)
+
+    def release_to_make(self, label: str, ledger: Ledger) -> Release:
+        """The same, before it is made once more.
+
+        Raises:
+            BudgetExceededError: the ledger has as many as the budget pays for.
+        """
+        release = self.release(label)
+        made = sum(count for _, count, own in ledger.entries if own == label)
+        if made >= release.times:
+            raise BudgetExceededError(
+                f"{label} was released as often as was planned: {release.times} in all.",
+                why="once more would spend more than was promised.",
+                fix="resume from the latest checkpoint, which holds what was released, or begin with a new trainer and "
+                "a new model object.",
+            )
+        return release
 
     def noise_multiplier_of(self, label: str) -> float:
         """Of a release or of a query of each step (`KeyError` if there is none), in units of its own sensitivity."""

@@ -56,6 +56,8 @@ class Run:
         self.ledger = Ledger()
         self.optimizer: torch.optim.Optimizer | None = None
         self._earlier = None if before is None else before.begun
+        # What was released in a beginning that failed is in the ledger too, and not to be released again.
+        self._known: dict[str, Part] = {} if before is None else before._known
         self._written: WrittenGradients | None = None
         self._magnitudes: Magnitudes | None = None
         self._ties = tied(engine.model)
@@ -182,15 +184,15 @@ class Run:
                 part.checked(self)
             # Before a part writes into the model what it releases.
             note_trained_by(model, owner, self.ledger)
-            known = {} if self._earlier is None else self._earlier.parts
             for name, part in self.parts.items():
-                part.begin(self, checkpoint, known.get(name))
+                part.begin(self, checkpoint, self._known.get(name))
+                self._known = {**self._known, name: part}
         except BaseException:
             self._remove_parts()
             raise
         # Not before: what an earlier training released must not be forgotten by one that fails, nor be reported under
         # a plan that was refused.
-        self._has_begun, self._earlier = True, None
+        self._has_begun, self._earlier, self._known = True, None, self.parts
 
     def _remove_parts(self) -> None:
         for kind in PARTS.values():

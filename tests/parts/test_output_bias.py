@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 
-from hf_dp import OutputBiasConfig, PrivacyConfig
+from hf_dp import OutputBiasConfig, PrivacyConfig, ReAttentionConfig
 from hf_dp.accounting import Ledger
-from hf_dp.config.asked import LABEL_PRESENCE, asked
-from hf_dp.errors import ConfigurationError, LedgerError
+from hf_dp.config.asked import LABEL_PRESENCE, TOKEN_PRESENCE, asked
+from hf_dp.errors import BudgetExceededError, ConfigurationError, LedgerError
+from hf_dp.noise.source import NoiseSource
 from hf_dp.parts.output_bias import OutputBias
+from hf_dp.training.run import Run
 from tests.certified import once
-from tests.training.workbench import STEPS, classifier, make, pad, pad_for_language, private
+from tests.training.workbench import STEPS, classifier, make, pad, pad_for_language, private, rows
 from tests.zoo import tiny
 
 BUDGET: dict[str, Any] = {"noise_multiplier": None, "accountant": "rdp"}
@@ -83,6 +87,49 @@ def test_a_model_without_a_bias_to_start_is_refused_before_anything_is_spent(
     privacy = private(**BUDGET, target_epsilon=3.0, output_bias=OutputBiasConfig())
     with once(), pytest.raises(ConfigurationError, match=words):
         make(tmp_path, model(), privacy, parts={"data_collator": collator}).train()
+
+
+def test_a_training_begun_again_starts_from_the_same_release(tmp_path: Path) -> None:
+    """Of a model made anew, after one that was cut off before its first step."""
+    privacy = private(**BUDGET, target_epsilon=3.0, output_bias=OutputBiasConfig())
+    parts = {"train_dataset": rows(), "data_collator": pad, "model_init": with_output}
+    trainer = make(tmp_path, None, privacy, parts=parts, max_steps=1, learning_rate=0.0)
+    with once(), mock.patch.object(Run, "step", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    before = trainer.model.classifier.bias
+    with once():
+        trainer.train()
+    assert trainer.model.classifier.bias is not before
+    assert torch.equal(trainer.model.classifier.bias, before)
+    assert trainer.ledger.releases == trainer._run.plan.releases
+
+
+@pytest.mark.parametrize("cut_off", ["the next part", "the release"])
+def test_what_was_released_before_a_failed_beginning_is_paid_for_once(tmp_path: Path, cut_off: str) -> None:
+    settings = {"output_bias": OutputBiasConfig(), "re_attention": ReAttentionConfig()}
+    trainer = make(tmp_path, with_output(), private(**BUDGET, target_epsilon=3.0, **settings), max_steps=1)
+    where = (OutputBias, "begin") if cut_off == "the next part" else (NoiseSource, "add_")
+    with once(), mock.patch.object(*where, side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    assert [label for _, _, label in trainer.ledger.entries] == [TOKEN_PRESENCE]
+    if cut_off == "the next part":
+        with once():
+            trainer.train()
+        assert trainer.privacy_report().epsilon <= 3.0
+    else:
+        with once(), pytest.raises(BudgetExceededError, match="token presence was released as often as was planned: 1"):
+            trainer.train()
+    assert sum(count for _, count, label in trainer.ledger.entries if label == TOKEN_PRESENCE) == 1
+
+
+def test_labels_that_the_output_does_not_have_are_named_so() -> None:
+    run = SimpleNamespace(model=with_output(), plan=mock.Mock(), ledger=Ledger(), loader=None)
+    with (
+        mock.patch("hf_dp.parts.output_bias.labels", return_value=[torch.tensor([1]), torch.tensor([7])]),
+        pytest.raises(ConfigurationError, match="label 7 in the training data, for an output of 3 rows"),
+    ):
+        OutputBias(OutputBiasConfig()).begin(run, None, None)  # type: ignore[arg-type]
+    assert not run.ledger.entries
 
 
 def _frozen(model: Any) -> nn.Module:

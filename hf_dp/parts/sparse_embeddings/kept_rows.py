@@ -17,7 +17,7 @@ import hf_dp.ranks as ranks
 from hf_dp.accounting import Ledger
 from hf_dp.config import SparseEmbeddingConfig
 from hf_dp.config.asked import EMBEDDING_ROWS
-from hf_dp.errors import BudgetExceededError, ConfigurationError, LedgerError
+from hf_dp.errors import ConfigurationError, LedgerError
 from hf_dp.parts.sparse_embeddings.top_k import gumbel_scale, noisy_top_k
 from hf_dp.per_example import PerExampleGradients, Pieces, Tables
 from hf_dp.randomness import secret_global_state
@@ -88,14 +88,8 @@ class KeptRows:
         return was is not self.kept
 
     def _chosen(self, due: int, ledger: Ledger, record: Recorder, examples: Pass) -> Tensor:
-        release, k = self._plan.release(LABEL), self._config.kept_rows
+        release, k = self._plan.release_to_make(LABEL, ledger), self._config.kept_rows
         assert k is not None
-        if sum(count for _, count, label in ledger.entries if label == LABEL) >= release.times:
-            raise BudgetExceededError(
-                f"rows of the embedding were chosen {release.times} times, as often as was planned.",
-                why="one more choice would spend more than was promised.",
-                fix="resume from the latest checkpoint, which holds the latest choice.",
-            )
         counts, pieces = torch.zeros(self._tables.rows, dtype=torch.float64), Pieces(self._tables.sizes)
         # Each example is counted by one rank; the sum of whole numbers is exact. All are counted, also where nobody
         # may know how many.
