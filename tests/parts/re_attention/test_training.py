@@ -482,7 +482,7 @@ def test_without_it_a_model_that_had_it_trains_plainly(tmp_path: Path) -> None:
     model = type(trainer.model).from_pretrained(tmp_path)
     load_re_attention(model, tmp_path)
     assert installed(model) is not None
-    make(tmp_path, model).train()
+    make(tmp_path, model, private(other_people=True)).train()
     assert installed(model) is None
 
 
