@@ -88,7 +88,7 @@ def _check_by_examples(promise: Any, most: Any) -> None:
         "counts of all units, released before or between the steps": (
             released or promise.output_bias is not None or (sparse is not None and sparse.releases_rows),
             "they count units, whose examples are not read together here",
-            "leave out unit_sampling, or use token_frequencies='public' or 'uniform', or rows that are public",
+            "leave out unit_sampling or output_bias, or use token_frequencies='public' or 'uniform', or public rows",
         ),
     }
     for what, (is_so, why, fix) in problems.items():
