@@ -100,7 +100,7 @@ def drawn(model: Any, errors: dict[str, Tensor], draws: int) -> Iterator[None]:
     ("family", "deviation"),
     [
         ("gpt2", 1e-3),
-        ("gemma2", 1e-4),
+        pytest.param("gemma2", 1e-4, marks=pytest.mark.slow),
         *(pytest.param("llama", deviation, marks=pytest.mark.slow) for deviation in (1e-3, 1e-4)),
     ],
 )
@@ -111,6 +111,7 @@ def test_tracked_variances_agree_with_drawn_ones(family: str, deviation: float) 
     assert ratios[3] == pytest.approx(1, abs=0.3)
 
 
+@pytest.mark.slow
 def test_through_gates_much_noise_is_not_counted_twice() -> None:
     """The numbers of a pass have it in them."""
     for tracked, drawn in tracked_and_drawn("gemma2", "per_feature", 1e-3):

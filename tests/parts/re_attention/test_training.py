@@ -250,6 +250,7 @@ def test_frequencies_are_counted_in_public_texts(tmp_path: Path) -> None:
         make(tmp_path, privacy=privacy).train()
 
 
+@pytest.mark.slow
 def test_accumulated_errors_grow_with_rate_and_steps(tmp_path: Path) -> None:
     attention = ReAttentionConfig(error="accumulated", token_frequencies="uniform")
     found = {}
@@ -263,6 +264,7 @@ def test_accumulated_errors_grow_with_rate_and_steps(tmp_path: Path) -> None:
         assert values == pytest.approx([rate * steps**0.5 / EXPECTED] * len(values), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_a_decoder_whose_noise_is_still_to_come_attends_to_a_longer_text(tmp_path: Path) -> None:
     def answers(examples: Any) -> dict[str, torch.Tensor]:
         return {**pad([{"input_ids": e["input_ids"]} for e in examples]), "labels": torch.full((len(examples), 1), 9)}
@@ -334,7 +336,7 @@ def test_a_decoder_reads_its_start_token_in_each_example(tmp_path: Path, monkeyp
     ("head", "label"),
     [
         ("sequence", 1),
-        ("multi_label", [0.0, 1.0, 1.0]),
+        pytest.param("multi_label", [0.0, 1.0, 1.0], marks=pytest.mark.slow),
         pytest.param("regression", 0.5, marks=pytest.mark.slow),
     ],
 )
@@ -402,7 +404,10 @@ def test_a_failure_after_the_release_does_not_release_again(tmp_path: Path, monk
     assert trainer.privacy_report().epsilon <= 3.0
 
 
-@pytest.mark.parametrize("change", ["budget", "data", "nothing released", "steps"])
+@pytest.mark.parametrize(
+    "change",
+    ["budget", "data", *(pytest.param(rare, marks=pytest.mark.slow) for rare in ("nothing released", "steps"))],
+)
 def test_a_release_under_another_budget_is_not_taken_over(tmp_path: Path, monkeypatch: Any, change: str) -> None:
     """What it cost is in the ledger, and noise would be calibrated as if it had cost something else."""
     trainer = budgeted(tmp_path)
