@@ -104,7 +104,7 @@ def test_a_training_begun_again_starts_from_the_same_release(tmp_path: Path) -> 
     assert trainer.ledger.releases == trainer._run.plan.releases
 
 
-@pytest.mark.parametrize("cut_off", ["the next part", "the release"])
+@pytest.mark.parametrize("cut_off", [pytest.param("the next part", marks=pytest.mark.slow), "the release"])
 def test_what_was_released_before_a_failed_beginning_is_paid_for_once(tmp_path: Path, cut_off: str) -> None:
     settings = {"output_bias": OutputBiasConfig(), "re_attention": ReAttentionConfig()}
     trainer = make(tmp_path, with_output(), private(**BUDGET, target_epsilon=3.0, **settings), max_steps=1)

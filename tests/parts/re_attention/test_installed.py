@@ -36,7 +36,7 @@ MODELS: dict[str, dict[str, int]] = {
 }  # fmt: skip
 
 # With little noise most of that in deep keys comes through attention outputs, where positions share it.
-CASES = [("gpt2", 1e-3), ("llama", 1e-4), pytest.param("llama", 1e-3, marks=pytest.mark.slow)]
+CASES = [("gpt2", 1e-3), *(pytest.param("llama", deviation, marks=pytest.mark.slow) for deviation in (1e-4, 1e-3))]
 
 
 def frequencies() -> Tensor:
