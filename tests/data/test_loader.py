@@ -157,7 +157,7 @@ class TestLoader:
         loader.set_epoch(2)
         assert [indices_of(item) for item in loader] == [sampler.draw(step) for step in range(10, 15)]
 
-    @pytest.mark.parametrize("context", ["fork", "spawn"])
+    @pytest.mark.parametrize("context", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
     def test_workers_that_prefetch_see_the_same_draws(self, context):
         sampler = PoissonBatchSampler.of(100, 20, Entropy(0))
         loader = loader_of(sampler, num_workers=1, multiprocessing_context=context, persistent_workers=True)

@@ -29,7 +29,8 @@ def test_without_noise_two_processes_agree_with_one(tmp_path: Path, pair: Gang, 
         assert found["report"] == alone["report"]
 
 
-@pytest.mark.parametrize("in_shards", [pytest.param(False, marks=pytest.mark.slow), True], ids=["DDP", "FSDP2"])
+@pytest.mark.slow
+@pytest.mark.parametrize("in_shards", [False, True], ids=["DDP", "FSDP2"])
 def test_ranks_that_cut_by_tokens_compute_as_many_micro_batches(tmp_path: Path, pair: Gang, in_shards: bool) -> None:
     alone = pair.alone_once(trained_alone, "bert")
     both = pair.run(trained_by_tokens, str(tmp_path / "two"), "bert", in_shards)

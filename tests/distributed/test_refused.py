@@ -37,6 +37,7 @@ def test_replicas_of_shards(tmp_path: Path, four: Gang) -> None:
         assert "the model is under HSDP (replicas of sharded models)" in found
 
 
+@pytest.mark.slow
 def test_re_attention_with_one_release_of_frequencies(tmp_path: Path, pair: Gang) -> None:
     alone = pair.alone(re_attended, str(tmp_path / "one"), 1)
     for found in pair.run(re_attended, str(tmp_path / "two"), 2):

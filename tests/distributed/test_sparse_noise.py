@@ -25,7 +25,7 @@ def test_one_process_passes_the_same_check() -> None:
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
-        ("noise of every rank on the gradient", "on the rows"),
+        pytest.param("noise of every rank on the gradient", "on the rows", marks=pytest.mark.slow),
         pytest.param("no noise on the gradient", "variance 0.000 on the rows", marks=pytest.mark.slow),
         pytest.param("two thirds of the noise on the gradient", "variance 0.4", marks=pytest.mark.slow),
         pytest.param("noise of every rank on the counts", "survive", marks=pytest.mark.slow),
@@ -33,7 +33,7 @@ def test_one_process_passes_the_same_check() -> None:
         ("two thirds of the noise on the counts", "survive"),
         pytest.param("counts of the first rank alone", "rows touched by 4 survive", marks=pytest.mark.slow),
         ("rows that any rank draws", "rows touched by 0 survive"),
-        ("one stream for both releases", "in a step"),
+        pytest.param("one stream for both releases", "in a step", marks=pytest.mark.slow),
     ],
 )
 def test_the_check_can_fail(pair: Gang, wrong: str, words: str) -> None:

@@ -405,8 +405,8 @@ def refreshed(directory: Path) -> None:
         (0, {"noise_multiplier": 12.0}),
         (1, {"noise_multiplier": 12.0}),
         (0, {"sampling_probability": 0.0}),
-        (0, {"sampling_probability": 1e-6}),
-        (0, {"sampling_probability": 0.99 / 48}),
+        pytest.param(0, {"sampling_probability": 1e-6}, marks=pytest.mark.slow),
+        pytest.param(0, {"sampling_probability": 0.99 / 48}, marks=pytest.mark.slow),
         (1, {"sampling_probability": 1 / 48}),
     ],
 )
