@@ -367,7 +367,7 @@ def test_sparse_embeddings_beside_dense_ones(task, arms, ratios, train, tmp_path
     ]
     assert list(results) == [*settings, "without privacy"]
     assert all(name in printed for name in results)
-    assert "reduction 1, epsilon 4.000" in printed
+    assert "reduction 1, epsilon 4" in printed
     assert (tmp_path / "figure.png").exists()
     for name in results.keys() - {"without privacy"}:
         folder = out / name.replace(",", "").replace(" ", "_")
