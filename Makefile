@@ -23,7 +23,7 @@ BIN := $(VENV)/bin
 # What is imported is compiled then; most of what is installed never is.
 PIP_INSTALL := $(BIN)/python -m pip -qq --disable-pip-version-check install --no-compile
 # Neighbouring tests share models and what is known of them, so a worker gets them in one piece.
-PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
+PYTEST := $(BIN)/python -m pytest -n 3 --dist worksteal
 ROOM_CODE = $(if $(ROOM),$(wildcard hf_dp/$(ROOM) hf_dp/$(ROOM).py))
 ROOM_TESTS = $(if $(ROOM),$(wildcard tests/$(ROOM) tests/test_$(ROOM).py))
 

@@ -62,11 +62,14 @@ class Group:
         rows = len(drawn) - 1
         if not (is_noise(noise) and 1 <= rows <= MOST_ROWS and len(chances) == rows + 1):
             return None
-        if list(drawn) != [float(j) for j in range(rows + 1)] or not all(map(is_number, chances)):
+        possible = all(is_number(chance) and 0 <= chance <= 1 for chance in chances)
+        if list(drawn) != [float(j) for j in range(rows + 1)] or not possible:
             return None
         likeliest = max(range(rows), key=lambda j: min(chances[j], chances[j + 1]))
-        few, more = chances[likeliest] * (rows - likeliest), chances[likeliest + 1] * (likeliest + 1)
-        q = more / (few + more) if min(few, more) > 0 and few + more < math.inf else 0.0
+        # Exact up to q: near 1, what is left of it decides about the chances of few draws.
+        few = Fraction(chances[likeliest]) * (rows - likeliest)
+        more = Fraction(chances[likeliest + 1]) * (likeliest + 1)
+        q = float(more / (few + more)) if min(few, more) > 0 else 0.0
         if not 0 < q < 1:
             return None
         alike = zip(chances, chances_of(rows, q), strict=True)

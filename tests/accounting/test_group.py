@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from dp_accounting.pld import pld_privacy_accountant
 from dp_accounting.pld import privacy_loss_distribution as distributions
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from scipy import optimize, stats
 
@@ -176,6 +176,8 @@ def test_one_example_of_each_unit_costs_what_an_example_costs() -> None:
 
 @settings(max_examples=30)
 @given(q=st.floats(1e-12, 1, exclude_max=True), rows=st.integers(2, 128))
+@example(q=0.9999999851572743, rows=5)
+@example(q=math.nextafter(1, 0), rows=3)
 def test_a_record_gives_back_the_probability_that_was_charged(q: float, rows: int) -> None:
     found = Group.of(Group(q, 0.9, rows).event)
     assert found is not None
@@ -196,6 +198,7 @@ def test_a_record_gives_back_the_probability_that_was_charged(q: float, rows: in
         (1.0, [0.0, 1.0], [1.0, 0.0]),
         (1.0, [0.0, 1.0], [1.5, -0.5]),
         (1.0, [0.0, 1.0], [math.nan, 0.5]),
+        (1.0, [0.0, 1.0], [math.inf, 0.5]),
         (1.0, [0.0, 1.0], ["0.5", 0.5]),
         (-1.0, [0.0, 1.0], [0.5, 0.5]),
         (1.0, [float(j) for j in range(200)], list(map(float, stats.binom.pmf(range(200), 199, 0.5)))),
