@@ -11,14 +11,13 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from transformers import AutoTokenizer, Trainer, set_seed
 
-from common.answers import adapters, refuse_layers
 from common.arguments import Comparison, TextArguments, parse
-from common.base_models import FourBits, language_model, refuse_four_bits
+from common.base_models import Trained, language_model
 from common.data import read_rows
 from common.files import read_text
 from common.hub_names import pretrained
@@ -31,7 +30,7 @@ Rows = list[dict[str, list[int]]]
 
 
 @dataclass(kw_only=True)
-class RecipeArguments(TextArguments, FourBits, Comparison):
+class RecipeArguments(TextArguments, Trained, Comparison):
     """What the recipe trains on, and its model."""
 
     text_file: str = field(
@@ -44,14 +43,6 @@ class RecipeArguments(TextArguments, FourBits, Comparison):
     evaluation_share: float = field(default=0.1, metadata={"help": "The last part of the text or rows, held out."})
     model: str | None = field(
         default=None, metadata={"help": "A hub name or a directory; by default a small GPT-2 from scratch."}
-    )
-    method: Literal["full", "lora"] = field(default="full", metadata={"help": "What is trained of a pretrained model."})
-    lora_rank: int = 8
-    lora_layers: int | None = field(
-        default=None, metadata={"help": "Adapt only the last so many layers: the backward pass ends there."}
-    )
-    attention: str | None = field(
-        default=None, metadata={"help": "Transformers' attn_implementation; eager is the faster one on some CPUs."}
     )
     passage_length: int = 128
     width: int = field(default=128, metadata={"help": "Of the model from scratch, as layers is."})
@@ -105,13 +96,10 @@ def collate(rows: Rows) -> dict[str, torch.Tensor]:
 
 def build(recipe: RecipeArguments, *, bf16: bool) -> Any:
     """The model before training; `bf16` keeps what is frozen below adapters in 16 bits."""
-    refuse_layers(recipe)
-    refuse_four_bits(recipe)
+    recipe.check_method()
     if recipe.model is None:
         return small_gpt2(characters(), positions=recipe.passage_length, width=recipe.width, layers=recipe.layers)
-    frozen = torch.bfloat16 if bf16 and recipe.method == "lora" else torch.float32
-    model = language_model(recipe, dtype=frozen, attn_implementation=recipe.attention)
-    return model if recipe.method == "full" else adapters(model, rank=recipe.lora_rank, layers=recipe.lora_layers)
+    return language_model(recipe.model, recipe, bf16=bf16)
 
 
 def scored(trainer: Trainer, rows: Rows, tokenizer: Any) -> Scores:

@@ -30,9 +30,8 @@ from transformers import (
     set_seed,
 )
 
-from common.answers import adapters, refuse_layers
 from common.arguments import parse
-from common.base_models import FourBits, generating, language_model, refuse_four_bits
+from common.base_models import Trained, generating, language_model
 from common.best_draws import best_draws
 from common.classification import by_length
 from common.corpus_quality import encoded_by, judge
@@ -55,22 +54,11 @@ END, PADDING = "<|end|>", "<|padding|>"
 
 
 @dataclass(kw_only=True)
-class RecipeArguments(LabelledData, FourBits):
+class RecipeArguments(LabelledData, Trained):
     """What is learnt, and what is sampled."""
 
     model: str | None = field(
         default=None, metadata={"help": "A hub name or a directory; left out: a small GPT-2 from scratch."}
-    )
-    method: Literal["full", "lora"] = "full"
-    lora_rank: int = 8
-    lora_layers: int | None = field(
-        default=None, metadata={"help": "Adapt only the last so many layers: the backward pass ends there."}
-    )
-    attention: str | None = field(
-        default=None, metadata={"help": "Transformers' attn_implementation; eager is the faster one on some CPUs."}
-    )
-    frozen_dtype: Literal["float32", "bfloat16"] = field(
-        default="float32", metadata={"help": "Of the weights that lora does not train; adapters are in float32."}
     )
     prompt: str = field(
         default="{label}", metadata={"help": "The line before each text; a pretrained model follows one in words."}
@@ -144,14 +132,12 @@ def bytes_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END, pad_token=PADDING)
 
 
-def build(recipe: RecipeArguments, names: Sequence[str]) -> tuple[Any, Any]:
+def build(recipe: RecipeArguments, names: Sequence[str], *, bf16: bool) -> tuple[Any, Any]:
     """The model and its tokenizer. From scratch, each label is one token."""
-    refuse_layers(recipe)
-    refuse_four_bits(recipe)
+    recipe.check_method()
     if recipe.model is not None:
         tokenizer = pretrained(AutoTokenizer, recipe.model)
-        dtype = getattr(torch, recipe.frozen_dtype if recipe.method == "lora" else "float32")
-        model = language_model(recipe, dtype=dtype, attn_implementation=recipe.attention)
+        model = language_model(recipe.model, recipe, bf16=bf16)
     else:
         tokenizer = bytes_tokenizer() if recipe.tokenizer is None else pretrained(AutoTokenizer, recipe.tokenizer)
         tokenizer.add_special_tokens({"eos_token": tokenizer.eos_token or END})
@@ -165,8 +151,6 @@ def build(recipe: RecipeArguments, names: Sequence[str]) -> tuple[Any, Any]:
         )
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
-    if recipe.method == "lora":
-        model = adapters(model, rank=recipe.lora_rank, layers=recipe.lora_layers)
     return model, tokenizer
 
 
@@ -250,7 +234,7 @@ def main() -> None:
     check_corpus_directory(directory)
     features = None if recipe.encoder is None else encoded_by(recipe.encoder)
     set_seed(arguments.seed)
-    model, tokenizer = build(recipe, names)
+    model, tokenizer = build(recipe, names, bf16=arguments.bf16)
     before = prompts(tokenizer, names, recipe)
     learnt, held_out = (rows(texts, tokenizer, before, recipe.max_length) for texts in (train, test))
     learnt = by_length(learnt)

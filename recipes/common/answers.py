@@ -7,18 +7,16 @@ from __future__ import annotations
 
 import math
 import random
-import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
-from peft import LoraConfig, get_peft_model
 from tqdm.auto import tqdm
 from transformers import AutoTokenizer, Trainer
 
 from common.arguments import Comparison, TextArguments
-from common.base_models import FourBits, generating, language_model, refuse_four_bits
+from common.base_models import Trained, generating, language_model
 from common.hub_names import pretrained
 from common.language_models import characters, small_gpt2
 from common.results import Scores, scored_by_loss
@@ -29,20 +27,13 @@ Row = dict[str, list[int]]
 
 
 @dataclass(kw_only=True)
-class AnswerData(TextArguments, FourBits, Comparison):
+class AnswerData(TextArguments, Trained, Comparison):
     """Arguments of recipes that train a causal language model on answers."""
 
     train_file: str = field(metadata={"help": "CSV, JSON or JSON lines, or a hub data set; this is private."})
     test_file: str = field(metadata={"help": "Of the same form, for what is reported."})
     model: str = field(metadata={"help": "A hub name or a directory; scratch: a small random GPT-2 over characters."})
     method: Literal["full", "lora"] = field(default="lora", metadata={"help": "What is trained."})
-    lora_rank: int = 8
-    lora_layers: int | None = field(
-        default=None, metadata={"help": "Adapt only the last so many layers: the backward pass ends there."}
-    )
-    attention: str | None = field(
-        default=None, metadata={"help": "Transformers' attn_implementation; eager is the faster one on some CPUs."}
-    )
     max_length: int = field(default=512, metadata={"help": "In tokens, of prompt and answer; the rest is cut off."})
     max_new_tokens: int = field(default=120, metadata={"help": "Of each generated answer, at most."})
     group_column: str | None = field(
@@ -62,8 +53,7 @@ def tokenizer_and_model(recipe: AnswerData, *, bf16: bool) -> tuple[Any, Any]:
     Args:
         bf16: what is frozen is kept in 16 bits; what is trained, never.
     """
-    refuse_four_bits(recipe)
-    refuse_layers(recipe)
+    recipe.check_method()
     if recipe.model == "scratch":
         if recipe.method == "lora":
             raise ConfigurationError(
@@ -75,40 +65,7 @@ def tokenizer_and_model(recipe: AnswerData, *, bf16: bool) -> tuple[Any, Any]:
         return tokenizer, small_gpt2(tokenizer, positions=positions, width=recipe.width, layers=recipe.layers)
     tokenizer = pretrained(AutoTokenizer, recipe.model)
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-    frozen = torch.bfloat16 if bf16 and recipe.method == "lora" else torch.float32
-    model = language_model(recipe, dtype=frozen, attn_implementation=recipe.attention)
-    if recipe.method == "full":
-        return tokenizer, model
-    return tokenizer, adapters(model, rank=recipe.lora_rank, layers=recipe.lora_layers)
-
-
-def refuse_layers(recipe: Any) -> None:
-    """Refuses layers to adapt where there are no adapters (`ConfigurationError`)."""
-    if recipe.method == "full" and recipe.lora_layers is not None:
-        raise ConfigurationError(
-            f"--lora_layers {recipe.lora_layers} with --method full.",
-            why="there are no adapters, and all layers would be trained.",
-            fix="leave it out, of the YAML file too, or train adapters with --method lora.",
-        )
-
-
-def adapters(model: Any, *, rank: int, layers: int | None = None) -> Any:
-    """The model with LoRA on all linear layers but the output, or on those of its last `layers` blocks.
-
-    Raises:
-        ConfigurationError: its blocks cannot be told apart by their names.
-    """
-    lora = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM")
-    earlier = 0 if layers is None else max(0, model.config.get_text_config().num_hidden_layers - layers)
-    if earlier:  # the first number in the name of a module is its block's
-        lora.exclude_modules = rf"\D*\.({'|'.join(map(str, range(earlier)))})\..*"
-        if not any(re.fullmatch(lora.exclude_modules, name) for name, _ in model.named_modules()):
-            raise ConfigurationError(
-                f"--lora_layers {layers} with {type(model).__name__}.",
-                why="no name of its modules begins with the number of a layer, and all would be adapted.",
-                fix="leave it out.",
-            )
-    return get_peft_model(model, lora)
+    return tokenizer, language_model(recipe.model, recipe, bf16=bf16)
 
 
 def labelled_row(parts: Iterable[tuple[list[int], bool]], max_length: int) -> Row:

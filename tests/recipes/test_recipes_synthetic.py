@@ -114,7 +114,7 @@ def test_adapters_on_a_model_from_a_folder_and_public_frequencies(
     flags = (
         *("--model", str(done[1]), "--method", "lora", "--corpus_format", "csv", "--samples", "8"),
         *("--label_frequencies", str(tmp_path / "shares.json"), "--privacy_seed", "1"),
-        *("--frozen_dtype", "bfloat16", "--max_test_examples", "5", "--other_people", "true"),
+        *("--bf16", "true", "--max_test_examples", "5", "--other_people", "true"),
     )
     said = CliRunner().invoke(app, ["train", *arguments(data, tmp_path / "out"), *flags])
     assert said.exit_code == 0, said.output[-3000:]
@@ -235,7 +235,7 @@ def test_of_several_draws_those_stay_whose_label_is_the_likeliest_by_its_name(pa
 @pytest.mark.slow
 @pytest.mark.data
 def test_a_corpus_from_adapters_on_smollm2(data: Path, smollm2_directory: Path, tmp_path: Path) -> None:
-    flags = ("--model", str(smollm2_directory), "--method", "lora", "--frozen_dtype", "bfloat16", "--samples", "6")
+    flags = ("--model", str(smollm2_directory), "--method", "lora", "--bf16", "true", "--samples", "6")
     said = run(data, tmp_path / "out", *flags)
     assert said.returncode == 0, said.stderr[-3000:]
     assert verify(tmp_path / "out" / "corpus").private
