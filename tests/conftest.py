@@ -8,7 +8,7 @@ import importlib.util
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -46,14 +46,20 @@ def imports_are_no_garbage() -> None:
     gc.freeze()
 
 
-@pytest.fixture
-def forgotten() -> Iterator[None]:
-    """Whatever modules of the recipes a test imports, the next one imports them anew."""
+@contextmanager
+def recipes_imported_anew() -> Iterator[None]:
+    """Whatever modules of the recipes are imported inside, who comes after imports them anew."""
     known = set(sys.modules)
     yield
     for name in set(sys.modules) - known:
         if str(ROOT / "recipes") in str(getattr(sys.modules[name], "__file__", "")):
             del sys.modules[name]
+
+
+@pytest.fixture
+def forgotten() -> Iterator[None]:
+    with recipes_imported_anew():
+        yield
 
 
 @pytest.fixture

@@ -6,8 +6,6 @@ import csv
 import json
 import math
 import random
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from click.testing import Result
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
@@ -22,6 +21,8 @@ from hf_dp import PrivacyConfig
 from hf_dp.cli import app
 from hf_dp.errors import ConfigurationError
 from hf_dp.hub import verify
+from tests.certified import once
+from tests.conftest import recipes_imported_anew
 
 # `part` forgets the modules of the recipe.
 pytestmark = pytest.mark.usefixtures("part", "checked_once")
@@ -54,21 +55,20 @@ def arguments(data: Path, output: Path) -> list[str]:
     return [str(ROOT / "recipes/synthetic_text.yaml"), "--json", *given, *TINY, *PROMPT, "--output_dir", str(output)]
 
 
-def run(data: Path, output: Path, *flags: str) -> Any:
-    program = [sys.executable, "-c", "from hf_dp.cli import app; app()", "train"]
-    command = [*program, *arguments(data, output), *flags]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+def run(data: Path, output: Path, *flags: str) -> Result:
+    return CliRunner().invoke(app, ["train", *arguments(data, output), *flags])
 
 
 @pytest.fixture(scope="module")
-def done(data: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
+def done(data: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Result, Path]:
     output = tmp_path_factory.mktemp("first") / "out"
-    return run(data, output, "--samples", "10", "--group_column", "language"), output
+    with recipes_imported_anew(), once():
+        return run(data, output, "--samples", "10", "--group_column", "language"), output
 
 
-def test_a_corpus_is_shared_with_its_record_and_nothing_else(done: tuple[Any, Path]) -> None:
+def test_a_corpus_is_shared_with_its_record_and_nothing_else(done: tuple[Result, Path]) -> None:
     said, output = done
-    assert said.returncode == 0, said.stderr[-3000:]
+    assert said.exit_code == 0, said.output[-3000:]
     corpus = output / "corpus"
     assert {path.name for path in corpus.rglob("*")} == {"corpus.jsonl", "privacy.json", "README.md"}
     rows = [json.loads(line) for line in (corpus / "corpus.jsonl").read_text().splitlines()]
@@ -82,7 +82,7 @@ def test_a_corpus_is_shared_with_its_record_and_nothing_else(done: tuple[Any, Pa
     assert "real" not in json.dumps(found["metrics"])
 
 
-def test_a_corpus_verifies_until_it_is_changed(done: tuple[Any, Path], tmp_path: Path) -> None:
+def test_a_corpus_verifies_until_it_is_changed(done: tuple[Result, Path], tmp_path: Path) -> None:
     corpus = done[1] / "corpus"
     found = verify(corpus)
     assert found.private, found.checks
@@ -96,7 +96,7 @@ def test_a_corpus_verifies_until_it_is_changed(done: tuple[Any, Path], tmp_path:
     assert not verify(tmp_path).consistent
 
 
-def test_what_reads_private_texts_is_for_the_owner_and_says_so(done: tuple[Any, Path]) -> None:
+def test_what_reads_private_texts_is_for_the_owner_and_says_so(done: tuple[Result, Path]) -> None:
     said, output = done
     near = json.loads((output / "for_owner_only_near_copies.json").read_text())
     assert {"samples", "held out", "closest"} <= set(near)
@@ -108,7 +108,7 @@ def test_what_reads_private_texts_is_for_the_owner_and_says_so(done: tuple[Any, 
 
 
 def test_adapters_on_a_model_from_a_folder_and_public_frequencies(
-    data: Path, done: tuple[Any, Path], tmp_path: Path
+    data: Path, done: tuple[Result, Path], tmp_path: Path
 ) -> None:
     (tmp_path / "shares.json").write_text(json.dumps({"praise": 1, "lost_card": 3}))
     flags = (
@@ -116,7 +116,7 @@ def test_adapters_on_a_model_from_a_folder_and_public_frequencies(
         *("--label_frequencies", str(tmp_path / "shares.json"), "--privacy_seed", "1"),
         *("--bf16", "true", "--max_test_examples", "5", "--other_people", "true"),
     )
-    said = CliRunner().invoke(app, ["train", *arguments(data, tmp_path / "out"), *flags])
+    said = run(data, tmp_path / "out", *flags)
     assert said.exit_code == 0, said.output[-3000:]
     with (tmp_path / "out" / "corpus_not_private" / "corpus.csv").open(newline="") as file:
         assert Counter(row["label"] for row in csv.DictReader(file)) == {"lost_card": 6, "praise": 2}
@@ -149,7 +149,7 @@ def test_adapters_on_a_model_from_a_folder_and_public_frequencies(
 def test_bad_input_is_refused_before_any_budget_is_spent(
     data: Path, tmp_path: Path, flags: list[str], words: str
 ) -> None:
-    said = CliRunner().invoke(app, ["train", *arguments(data, tmp_path / "out"), *flags])
+    said = run(data, tmp_path / "out", *flags)
     assert said.exit_code == 2, said.output
     assert words in said.stderr
     assert "Traceback" not in said.output
@@ -237,7 +237,7 @@ def test_of_several_draws_those_stay_whose_label_is_the_likeliest_by_its_name(pa
 def test_a_corpus_from_adapters_on_smollm2(data: Path, smollm2_directory: Path, tmp_path: Path) -> None:
     flags = ("--model", str(smollm2_directory), "--method", "lora", "--bf16", "true", "--samples", "6")
     said = run(data, tmp_path / "out", *flags)
-    assert said.returncode == 0, said.stderr[-3000:]
+    assert said.exit_code == 0, said.output[-3000:]
     assert verify(tmp_path / "out" / "corpus").private
     assert len((tmp_path / "out" / "corpus" / "corpus.jsonl").read_text().splitlines()) == 6
 
