@@ -77,10 +77,10 @@ def language_model(directory: str, how: Trained, *, bf16: bool) -> Any:
     model = pretrained(AutoModelForCausalLM, directory, **options)
     if how.load_in_4bit:
         check_quantised(model)  # before a copy is made of it, for a training without privacy
-    return model if how.method == "full" else _adapted(model, rank=how.lora_rank, layers=how.lora_layers)
+    return model if how.method == "full" else adapters(model, rank=how.lora_rank, layers=how.lora_layers)
 
 
-def _adapted(model: Any, *, rank: int, layers: int | None) -> Any:
+def adapters(model: Any, *, rank: int, layers: int | None = None) -> Any:
     """The model with LoRA on all linear layers but the output, or on those of its last `layers` blocks.
 
     Raises:

@@ -128,7 +128,7 @@ def test_results_are_there_before_a_comparison_begins_and_samples_stand_side_by_
 
 @pytest.mark.parametrize(("last", "adapted"), [(None, {0, 1, 2}), (2, {1, 2}), (9, {0, 1, 2})])
 def test_adapters_in_the_last_layers(last, adapted, part):
-    common, small = part("common.answers"), part("common.language_models")
+    common, small = part("common.base_models"), part("common.language_models")
     model = small.small_gpt2(small.characters(), positions=8, width=32, layers=3)
     found = common.adapters(model, rank=2, layers=last)
     names = [name for name, p in found.named_parameters() if p.requires_grad]
@@ -137,7 +137,7 @@ def test_adapters_in_the_last_layers(last, adapted, part):
 
 
 def test_layers_that_have_no_numbers_are_not_all_adapted(part):
-    common, small = part("common.answers"), part("common.language_models")
+    common, small = part("common.base_models"), part("common.language_models")
     model = small.small_gpt2(small.characters(), positions=8, width=32, layers=2)
     model.transformer2 = model.transformer
     del model.transformer
