@@ -43,7 +43,7 @@ def check_privacy(privacy: object) -> None:
         )
 
 
-def check_data(dataset: Any, expected_batch_size: int, privacy: PrivacyConfig, earlier: str | None = None) -> None:
+def check_data(dataset: Any, expected_batch_size: int, privacy: PrivacyConfig, earlier: tuple[str, ...] = ()) -> None:
     """Refuses data that cannot be drawn from so, under this delta, or after these trainings (`ConfigurationError`)."""
     refuse_dataset(dataset)
     if not len(dataset):  # of which there is no unit
@@ -104,7 +104,7 @@ def planned(
     steps: Callable[[PoissonDataLoader], int],
     units: UnitRows | None = None,
     max_tokens_per_micro_batch: int | None = None,
-    earlier: str | None = None,
+    earlier: tuple[str, ...] = (),
     **options: Any,
 ) -> tuple[Plan, PoissonDataLoader]:
     """A loader whose items are logical batches, and the plan that goes with its sampler. All ranks call it together.
@@ -116,7 +116,7 @@ def planned(
         steps: how many are planned, once there is a loader to ask how long an epoch is.
         units: of its rows; see `units_of`.
         max_tokens_per_micro_batch: padding included; None: any number.
-        earlier: the record of the training before on the same people, as it was written.
+        earlier: the records of the trainings before on the same people, as they were written.
         options: of `DataLoader`.
     """
     if units is not None:
