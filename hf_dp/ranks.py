@@ -82,6 +82,12 @@ def secret_from_first(secret: bytes) -> bytes:
     return bytes(carrier.tolist())
 
 
+def text_from_first(text: str) -> str:
+    """Rank 0's text, on every rank. Two broadcasts."""
+    sent = drawn_by_first(lambda: torch.tensor(list(text.encode()), dtype=torch.int64))
+    return bytes(sent.tolist()).decode()
+
+
 def gathered(numbers: Sequence[float]) -> Tensor:
     """(ranks, len(numbers)) float64, on the CPU: what each rank gave."""
     mine = torch.tensor(list(numbers), dtype=torch.float64)

@@ -44,6 +44,15 @@ def as_step_loss(pmf: Any) -> StepLoss:
     return StepLoss(pmf._lower_loss, np.asarray(pmf._probs), pmf._infinity_mass)
 
 
+def mixed(parts: Sequence[tuple[float, StepLoss]]) -> StepLoss:
+    """The loss where one of several happens, with these probabilities, and it is told which."""
+    lowest = min(loss.lowest for _, loss in parts)
+    masses = np.zeros(max(loss.lowest + len(loss.masses) for _, loss in parts) - lowest)
+    for probability, loss in parts:
+        masses[loss.lowest - lowest :][: len(loss.masses)] += probability * loss.masses
+    return StepLoss(lowest, masses, math.fsum(probability * loss.infinite for probability, loss in parts))
+
+
 def composed_epsilon(
     steps: Sequence[tuple[StepLoss, int]], cell: float, delta: float, *, at_least: float = 0.0
 ) -> float:

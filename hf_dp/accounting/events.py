@@ -55,6 +55,24 @@ def _count(event: dp.DpEvent, times: int, counts: dict[Primitive, int]) -> bool:
     return primitive.is_free or primitive.is_finite or times == 0
 
 
+def check_mechanisms(among: str, *events: dp.DpEvent) -> None:
+    """Refuse more different mechanisms together than a record is verified with (`ConfigurationError`).
+
+    Args:
+        among: which others are among them, for the refusal.
+
+    Raises:
+        LedgerError: an event that is not known here.
+    """
+    different = len(primitives(dp.ComposedDpEvent(list(events))) or ())
+    if different > MOST_MECHANISMS:
+        raise ConfigurationError(
+            f"{different} different mechanisms, {among} among them.",
+            why=f"records of more than {MOST_MECHANISMS} are not verified: adding them up takes long.",
+            fix="plan fewer and longer trainings, or several with the same noise and sampling probability.",
+        )
+
+
 def event_to_dict(event: dp.DpEvent) -> dict[str, Any]:
     """An event as plain values for strict JSON; `event_from_dict` is the inverse.
 

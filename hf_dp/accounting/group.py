@@ -38,7 +38,7 @@ _ROUNDING, _NOTHING = 1e-9, 1e-300
 # dp_accounting does not name it at its top.
 EVENT = dp.dp_event.MixtureOfGaussiansDpEvent
 # A person with several units. Time grows with the rows: beyond it is seconds, at each save.
-_MOST_OF_PERSON = 64
+MOST_OF_PERSON = 64
 
 
 @dataclass(frozen=True, order=True)
@@ -102,7 +102,7 @@ class Group:
 
     def of_group(self, rows: int) -> Group | None:
         most = self.rows * rows
-        return Group(self.probability, self.noise, most) if rows == 1 or most <= _MOST_OF_PERSON else None
+        return Group(self.probability, self.noise, most) if rows == 1 or most <= MOST_OF_PERSON else None
 
     @property
     def _mixture(self) -> tuple[list[float], list[float]]:

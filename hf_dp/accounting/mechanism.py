@@ -10,7 +10,7 @@ from typing import Any
 import dp_accounting as dp
 
 from hf_dp.accounting.earlier import Earlier, check_same_people, event_of
-from hf_dp.accounting.events import MOST_MECHANISMS, check_steps, primitives
+from hf_dp.accounting.events import check_mechanisms, check_steps
 from hf_dp.accounting.ledger import Ledger
 from hf_dp.accounting.release import GRADIENT, TRAINING_STEP, Release, check_label
 from hf_dp.accounting.report import PrivacyReport, standard_caveats
@@ -24,7 +24,7 @@ from hf_dp.accounting.terms import (
 )
 from hf_dp.accounting.units import ColumnExamplesUnit, UnitTerms, unit_terms
 from hf_dp.config import PrivacyConfig
-from hf_dp.config.after import name_of
+from hf_dp.config.after import names_of
 from hf_dp.config.asked import Query, promised
 from hf_dp.config.clipping import ClippingTerms
 from hf_dp.config.ranges import check_target_delta
@@ -93,13 +93,7 @@ class Mechanism:
                 fix="give each release and each query a label of its own.",
             )
         # Not of all units is it known with all samplings (`ConfigurationError`).
-        different = len(primitives(self.event) or ())
-        if different > MOST_MECHANISMS:
-            raise ConfigurationError(
-                f"{different} different mechanisms, those of {len(self.earlier)} trainings before among them.",
-                why=f"records of more than {MOST_MECHANISMS} are not verified: adding them up takes long.",
-                fix="plan fewer and longer trainings, or several with the same noise and sampling probability.",
-            )
+        check_mechanisms(f"those of {len(self.earlier)} trainings before", self.event)
 
     @property
     def step_event(self) -> dp.DpEvent:
@@ -151,6 +145,7 @@ class Mechanism:
 
     def beside(self, config: PrivacyConfig) -> dict[str, tuple[Any, Any]]:
         """By its name, what is said here and what the config asks for of it, where it does: pairs that must agree."""
+        names, asked_for = {one.name for one in self.earlier}, {*names_of(config.after)}
         n, drawn, expected = self.unit.number, self.unit.drawn, self.sampling.expected_batch_size
         pairs = {
             "unit": (self.unit.to_dict(), _asked_for(lambda: unit_terms(n, config, drawn))),
@@ -160,7 +155,7 @@ class Mechanism:
                 _asked_for(lambda: sampling_terms(drawn, expected, promised(config))),
             ),
             "noise": (self.noise.kind, config.noise),
-            "after": ([one.name for one in self.earlier[-1:]], [name_of(config.after)] if config.after else []),
+            "after": (sorted(names & asked_for) if asked_for else sorted(names), sorted(asked_for)),
             # The config may leave these to be found.
             "noise_multiplier": (self.noise.multiplier, config.noise_multiplier),
             "target_delta": (self.delta, config.target_delta),

@@ -115,4 +115,5 @@ def groups_in_words(found: dict[int, float | None], units: str = "training examp
         return f"{less}{': how much is not computed for these batches' if found else ''}."
     said = [f"{upper(epsilon, 3)} for {rows}" for rows, epsilon in found.items() if epsilon is not None]
     listed = " and ".join([", ".join(said[:-1]), said[-1]] if len(said) > 1 else said)
-    return f"{less}: at the same delta epsilon is {listed} of them."
+    more = "; of more it is not computed" if None in found.values() else ""
+    return f"{less}: at the same delta epsilon is {listed} of them{more}."

@@ -41,6 +41,8 @@ from scipy import stats
 
 from hf_dp.accounting.composition import StepLoss, as_step_loss
 from hf_dp.accounting.gaussian import Gaussian
+from hf_dp.accounting.group import MOST_OF_PERSON, Group
+from hf_dp.accounting.truncated_group import TruncatedGroup
 from hf_dp.config.ranges import check_max_batch_size, is_count, is_noise, is_number
 from hf_dp.errors import ConfigurationError
 from hf_dp.versions import library_versions
@@ -99,9 +101,11 @@ class Truncated:
     def is_a_sum(self) -> bool:
         return True
 
-    def of_group(self, rows: int) -> None:
-        # How the draws of several rows and the places of others depend on one another has not been worked out.
-        return None
+    def of_group(self, rows: int) -> Truncated | TruncatedGroup | None:
+        if rows == 1 or not 0 < self.probability < 1:
+            return self if rows == 1 else None
+        group = Group(self.probability, self.noise, rows)
+        return TruncatedGroup(self.number, self.most, group) if rows <= MOST_OF_PERSON else None
 
     @property
     def full(self) -> float:

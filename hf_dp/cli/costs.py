@@ -55,7 +55,8 @@ def costs(
     delta: float | None,
     shares: list[float],
     max_batch_size: int | None,
-    after: str | None,
+    after: list[str] | None,
+    other_people: bool,
     of: str,
     drawn_from: int | None = None,
     most: int = 1,
@@ -70,7 +71,7 @@ def costs(
     from hf_dp.accounting.risk import rates, risk
 
     unit: accounting.UnitTerms
-    is_given, earlier = delta is not None, _trainings(after)
+    is_given, earlier = delta is not None, _trainings(after, other_people)
     if n is None:
         delta, size, unit = _own_delta(q, batch_size, epochs, delta), math.nan, accounting.UncountedExampleUnit()
     else:
@@ -134,14 +135,23 @@ def costs(
     return {**common, **wanted, "shares": shares, **plans}
 
 
-def _trainings(after: str | None) -> tuple[Any, ...]:
-    """That the same people's data was used for before, checked and read (`LedgerError`, `HubError`)."""
-    if after is None:
+def _trainings(after: list[str] | None, other_people: bool) -> tuple[Any, ...]:
+    """That the same people's data was used for before, checked and read (`LedgerError`, `HubError`); refused as a
+    training would be (`ConfigurationError`)."""
+    if not after:
+        if other_people:
+            raise ConfigurationError(
+                "--other-people without --after.",
+                why="it would change nothing: a training of other people has an epsilon of its own.",
+                fix="leave it out, or give --after.",
+            )
         return ()
     from hf_dp.hub import read_earlier
-    from hf_dp.hub.earlier import trainings
+    from hf_dp.hub.earlier import check_other_people, trainings
 
-    return trainings(after, read_earlier(after))
+    found = read_earlier(tuple(after))
+    check_other_people(found, other_people)
+    return trainings(tuple(after), found)
 
 
 def _delta(n: int, delta: float | None, of: str) -> float:

@@ -61,8 +61,11 @@ def plan(
         int | None, typer.Option(help="The most examples of one step; of a larger draw so many, at random.")
     ] = None,
     after: Annotated[
-        str | None, typer.Option(help="Where an earlier private training on the same people was saved.")
+        list[str] | None, typer.Option(help="Where an earlier private training on the same people was saved; of each.")
     ] = None,
+    other_people: Annotated[
+        bool, typer.Option("--other-people", help="With --after: nobody in any other data before is in this.")
+    ] = False,
     delta: Annotated[float | None, typer.Option(help="Probability of failure, below 1/n. Default: n ** -1.1.")] = None,
     min_steps: Annotated[int, typer.Option(min=1, help="The fewest steps that a proposal may take.")] = 50,
     share: Annotated[list[float] | None, typer.Option(help="Of epsilon, for a release beside the steps.")] = None,
@@ -106,8 +109,9 @@ def plan(
         hf-dp plan --units 500 --unit-sampling examples --drawn-from 1800
             --max-examples 4 --batch-size 200 --epochs 10 --epsilon 8
 
-    With --after what an earlier private training spent on the same people is
-    part of the budget. PLD is the tight accountant and the default in
+    With --after what earlier private trainings spent on the same people is
+    part of the budget; --other-people is PrivacyConfig(other_people=True),
+    which a training after one that said it says too. PLD is the tight accountant and the default in
     training; RDP is a looser cross-check. With --model, also how much memory
     each of --world-size ranks needs and what it
     sends (docs/scaling.md); that alone, where nothing of the privacy is given:
@@ -130,7 +134,7 @@ def plan(
             given = {"--epochs": epochs, "--steps": steps, "--examples": examples, "--epsilon": epsilon}
             more = {"--tpr": tpr, "--noise": noise, "--delta": delta, "--plot": plot, "--share": share or None}
             more["--max-batch-size"] = max_batch_size
-            _refuse_without_n(model, {**given, **more, "--after": after})
+            _refuse_without_n(model, {**given, **more, "--after": after or None})
         else:
             exactly_one(of_data)
             n, of = (n, "training examples") if units is None else (units, "units")
@@ -157,7 +161,7 @@ def plan(
             answer = costs(
                 n, sampling_probability, batch_size, epochs, steps, examples, epsilon, tpr, fpr, noise, delta,
                 share or [],
-                max_batch_size, after, of, drawn_from, max_examples or 1,
+                max_batch_size, after, other_people, of, drawn_from, max_examples or 1,
             )  # fmt: skip
             counts = "examples" if units is None or drawn_from is not None else "units"
             answer |= {**_derived(answer, proposed, clipping_norm), "counts": counts}
@@ -191,12 +195,12 @@ def plan(
 
 
 def _not_of_plain_steps(
-    shares: list[float] | None, max_batch_size: int | None, after: str | None, drawn_from: int | None
+    shares: list[float] | None, max_batch_size: int | None, after: list[str] | None, drawn_from: int | None
 ) -> list[str]:
     given = {
         "--share": shares or None,
         "--max-batch-size": max_batch_size,
-        "--after": after,
+        "--after": after or None,
         "--drawn-from": drawn_from,
     }
     return [name for name, value in given.items() if value is not None]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import PurePath
+from typing import Any
 
 from hf_dp.config.ranges import shown
 from hf_dp.errors import ConfigurationError
@@ -13,13 +15,23 @@ _UNUSUAL = re.compile(r"[^\w .,()+-]")
 _LONGEST_NAME = 60
 
 
+def one_or_several(after: Any) -> Any:
+    """Paths as texts; several places as a tuple, and one of several as itself."""
+    if isinstance(after, (list, tuple)):
+        places = tuple(map(one_or_several, after))
+        return places[0] if len(places) == 1 else places
+    return os.fspath(after) if isinstance(after, os.PathLike) else after
+
+
 def check_after(after: object, other_people: object) -> None:
     """Refuse what names no earlier training, or does not say whose data this is (`ConfigurationError`)."""
-    if after is not None and (not isinstance(after, str) or not after):
+    places = after if isinstance(after, tuple) else (after,)
+    if after is not None and not (places and all(isinstance(place, str) and place for place in places)):
         raise ConfigurationError(
             f"after={shown(after)}.",
             why="it is where the model of the earlier training lies, whose privacy.json says what that has spent.",
-            fix="give the folder that it was saved in, or its repository OWNER/NAME; or leave it out.",
+            fix="give the folder that it was saved in, or its repository OWNER/NAME; a list of several; or leave it "
+            "out.",
         )
     if not isinstance(other_people, bool):
         raise ConfigurationError(
@@ -29,8 +41,12 @@ def check_after(after: object, other_people: object) -> None:
         )
 
 
-def name_of(after: str | None) -> str | None:
-    """How others read of it: by the last part of its path, and not where it lies on this machine."""
-    if after is None:
-        return None
-    return _UNUSUAL.sub("_", PurePath(after).name).lstrip(" .,()+-")[:_LONGEST_NAME] or "folder"
+def places_of(after: tuple[str, ...] | str | None) -> tuple[str, ...]:
+    """Each place that is named."""
+    return () if after is None else (after,) if isinstance(after, str) else after
+
+
+def names_of(after: tuple[str, ...] | str | None) -> list[str]:
+    """How others read of each: by the last part of its path, and not where it lies on this machine."""
+    names = [_UNUSUAL.sub("_", PurePath(place).name).lstrip(" .,()+-")[:_LONGEST_NAME] for place in places_of(after)]
+    return [name or "folder" for name in names]

@@ -7,11 +7,12 @@ import json
 import math
 import os
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import Any, Literal, get_args
 
-from hf_dp.config.after import check_after, name_of
+from hf_dp.config.after import check_after, names_of, one_or_several
 from hf_dp.config.clipping import ClippingName, check_clipping
 from hf_dp.config.output_bias import OutputBiasConfig
 from hf_dp.config.parts import PARTS, check_parts
@@ -101,8 +102,8 @@ class PrivacyConfig:
         dataset_size: None, or a public number that stands for n, which is secret then: the sampling probability, the
             default delta and its bound follow from this one, for the same claim. `max_steps` must be given.
         after: None, or where an earlier private training on the same people was saved (a folder, or OWNER/NAME on the
-            hub): what it spent is checked, paid first, and reported, so that the budget holds for both together, for
-            whoever has at most one unit in each of their data sets. Delta is then at most the earlier one's.
+            hub; a list of several): what it spent is checked, paid first, and reported, so that the budget holds for
+            all together, for whoever has at most one unit in each data set. Delta is then at most the earlier one's.
         other_people: the model was trained privately before (with `after`: besides those), and nobody in that data is
             in this one.
         re_attention: None for plain attention, or a `ReAttentionConfig`.
@@ -155,8 +156,10 @@ class PrivacyConfig:
     dataset_size: int | None = field(
         default=None, metadata={"help": "A public number in place of that of the examples, which is then secret."}
     )
-    after: str | None = field(
-        default=None, metadata={"help": "Where an earlier private training on the same people was saved: one budget."}
+    # In this order, so that command lines take several.
+    after: tuple[str, ...] | str | None = field(
+        default=None,
+        metadata={"help": "Where earlier private trainings on the same people were saved: one budget.", "nargs": "+"},
     )
     other_people: bool = field(
         default=False, metadata={"help": "The model was trained privately before, on data of nobody who is in this."}
@@ -187,7 +190,7 @@ class PrivacyConfig:
         target_tpr: float | None = None,
         at_fpr: float = AT_FPR,
         dataset_size: int | None = None,
-        after: str | os.PathLike[str] | None = None,
+        after: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None = None,
         other_people: bool = False,
         output_bias: OutputBiasConfig | None = None,
     ) -> None:
@@ -197,7 +200,7 @@ class PrivacyConfig:
         for name, kind in PARTS.items():
             if isinstance(values[name], dict):
                 values[name] = kind.from_dict(values[name])
-        values["after"] = os.fspath(after) if isinstance(after, os.PathLike) else after
+        values["after"] = one_or_several(after)
         for item in dataclasses.fields(self):
             object.__setattr__(self, item.name, values[item.name])
         self._check()
@@ -263,7 +266,7 @@ class PrivacyConfig:
     def published(self) -> dict[str, Any]:
         """`to_dict` for others: without the seed, and of files their names, not where they lie on this machine."""
         values = {name: value for name, value in self.to_dict().items() if name != "seed"}
-        values["after"] = name_of(self.after)
+        values["after"] = one_or_several(names_of(self.after)) if self.after is not None else None
         for part, name in (("re_attention", "public_frequencies"), ("sparse_embeddings", "public_rows")):
             if values[part] is not None and values[part][name] is not None:
                 values[part][name] = PurePath(values[part][name]).name

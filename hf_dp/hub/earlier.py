@@ -2,60 +2,77 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from hf_dp.accounting import Ledger, Release
 from hf_dp.accounting.earlier import Earlier, check_delta_of, check_number, is_of_earlier, released_by, releases_of
-from hf_dp.config.after import name_of
+from hf_dp.config.after import names_of
 from hf_dp.errors import ConfigurationError, LedgerError
 from hf_dp.figures import upper
 from hf_dp.hub.claim import Check, check_claim, check_promise, recomputed
 from hf_dp.hub.record import PrivacyRecord, sha256_of_record
 
 
-def trainings(after: str | None, earlier: str | None) -> tuple[Earlier, ...]:
-    """What a mechanism says of the trainings before it, the first of them first.
+def trainings(after: tuple[str, ...] | str | None, earlier: Sequence[str]) -> tuple[Earlier, ...]:
+    """What a mechanism says of the trainings before it, each after those before it.
+
+    A record that several of them name is of one training, and counted once: its digest is that of its weights too,
+    which are noise. Of texts alone it could be of two, and is counted as often as it is named.
 
     Args:
-        after: where the training after them says that the last of them lies.
-        earlier: the record of that, as it was written; None if there is none.
+        after: where the training after them says that they lie.
+        earlier: the records there, as they were written; none if there are none.
 
     Raises:
         LedgerError: a record that is none.
         ConfigurationError: too many, or one that nothing names.
     """
-    if earlier is None:
-        return ()
-    record = PrivacyRecord.from_json(earlier)
-    before = trainings(record.config.after, record.earlier)
-    check_number(len(before) + 1)
-    name = name_of(after)
-    if name is None:
+    found: dict[tuple[str, int], Earlier] = {}
+    given = {sha256_of_record(text): name for name, text in zip(names_of(after), earlier, strict=False)}
+    _add(found, after, earlier, given)
+    return tuple(found.values())
+
+
+def _add(
+    found: dict[tuple[str, int], Earlier],
+    after: tuple[str, ...] | str | None,
+    earlier: Sequence[str],
+    given: Mapping[str, str],
+) -> None:
+    """Those that are not there yet, of each the ones before it first; by digest, the names that are `given`."""
+    names = names_of(after)
+    if earlier and len(names) != len(earlier):
         raise ConfigurationError(
-            "a record with that of an earlier training, and a config without after.",
+            f"a record with those of {len(earlier)} earlier trainings, and a config with {len(names)} in after.",
             why="of two that disagree nothing follows.",
             fix="use a record as hf_dp wrote it.",
         )
-    one = Earlier(
-        name=name,
-        record_sha256=sha256_of_record(earlier),
-        unit=record.mechanism.unit,
-        epsilon=record.report.epsilon,
-        delta=record.report.delta,
-        reproducible=record.mechanism.reproducible,
-        releases=released_by(record.ledger, len(before) + 1),
-    )
-    return (*before, one)
+    for name, text in zip(names, earlier, strict=False):
+        record, digest = PrivacyRecord.from_json(text), sha256_of_record(text)
+        _add(found, record.config.after, record.earlier, given)
+        key = digest, 0 if record.weights else len(found)
+        if key in found:
+            continue
+        check_number(len(found) + 1)
+        found[key] = Earlier(
+            name=given.get(digest, name),
+            record_sha256=digest,
+            unit=record.mechanism.unit,
+            epsilon=record.report.epsilon,
+            delta=record.report.delta,
+            reproducible=record.mechanism.reproducible,
+            releases=released_by(record.ledger, len(found) + 1),
+        )
 
 
-def records(earlier: str | None) -> Iterator[str]:
-    """Those of the trainings before, as they were written, the last of them first."""
-    while earlier is not None:
-        yield earlier
-        earlier = PrivacyRecord.from_json(earlier).earlier
+def records(earlier: Sequence[str]) -> Iterator[str]:
+    """Those of the trainings before, as they were written, the last of them first; of shared ones each time."""
+    for text in reversed(earlier):
+        yield text
+        yield from records(PrivacyRecord.from_json(text).earlier)
 
 
-def check_other_people(earlier: str | None, other_people: bool) -> None:
+def check_other_people(earlier: Sequence[str], other_people: bool) -> None:
     """Refuse silence about a training that one before this says was on other people (`ConfigurationError`)."""
     if not other_people and any(PrivacyRecord.from_json(one).config.other_people for one in records(earlier)):
         raise ConfigurationError(
@@ -77,7 +94,7 @@ def check_earlier(record: PrivacyRecord) -> Iterator[Check]:
     """Earlier trainings: that their own claims follow, and that all that they released is in this ledger."""
     told = record.mechanism.earlier
     charged = [made for made in record.ledger.releases if is_of_earlier(made.label)]
-    if record.earlier is None and record.config.after is None and not told and not charged:
+    if not (record.earlier or record.config.after or told or charged):
         return
     try:
         follow = trainings(record.config.after, record.earlier)
@@ -98,12 +115,13 @@ def check_earlier(record: PrivacyRecord) -> Iterator[Check]:
         check_other_people(record.earlier, record.config.other_people)
     except ConfigurationError as error:
         yield Check("other people", False, error.found)
-    if record.earlier is not None:
-        yield _check_alone(record.earlier, follow[-1])
+    by_digest = {one.record_sha256: one for one in follow}
+    for text in record.earlier:
+        yield _check_alone(text, by_digest[sha256_of_record(text)])
 
 
-def _check_alone(earlier: str, one: Earlier) -> Check:
-    record = PrivacyRecord.from_json(earlier)
+def _check_alone(text: str, one: Earlier) -> Check:
+    record = PrivacyRecord.from_json(text)
     try:
         found = recomputed(record, one.name)
         checks = [*check_claim(record, found), *check_promise(record), *check_earlier(record)]

@@ -18,6 +18,7 @@ from typing import Any
 import hf_dp.hub.version1 as version1
 from hf_dp.accounting import Ledger, Mechanism, PrivacyReport
 from hf_dp.config import PrivacyConfig
+from hf_dp.config.after import one_or_several
 from hf_dp.config.ranges import LARGEST_NOISE, is_count, is_digest
 from hf_dp.errors import ConfigurationError, LedgerError, damaged
 
@@ -33,13 +34,15 @@ _WEIGHTS = ("model*.safetensors", "adapter_model*.safetensors")
 _CORPORA = {"corpus.jsonl", "corpus.csv"}
 # Far above any real record: a model of a thousand files has a tenth of it.
 _LARGEST_RECORD, _MOST_FILES = 1 << 20, 2000  # bytes
+# Of the records in one, which are indented there, beside all that is its own.
+LARGEST_EARLIER = _LARGEST_RECORD // 2
 # Of the largest noise multiplier, given as a whole number. Python takes the square of the digits to read more.
 _LONGEST_NUMBER = len(f"{LARGEST_NOISE:.0f}")
 # Lists and objects in one another; Python follows some hundreds.
 DEEPEST = 100
 _damaged = functools.partial(damaged, f"not a readable {RECORD_FILE}")
 _FIELDS = {"format", "version", "report", "config", "mechanism", "ledger", "files", "card_sha256"}
-# Of runs that had one.
+# Of runs that had one, which stands there itself, or several.
 _EARLIER = "earlier"
 
 
@@ -55,7 +58,8 @@ class PrivacyRecord:
         files: SHA-256 (hexadecimal) of each file that belongs to the model, by its POSIX path beside the record.
         card_sha256: of the privacy section of the model card; see `hf_dp.hub.card`.
         version: of the file that it was read from; another one's words are not known here.
-        earlier: the record of the training before on the same people, as it was written; None if there was none.
+        earlier: the records of the trainings before on the same people that `config.after` names, as they were
+            written, each with those before it.
     """
 
     report: PrivacyReport
@@ -65,7 +69,7 @@ class PrivacyRecord:
     files: Mapping[str, str]
     card_sha256: str
     version: int = VERSION
-    earlier: str | None = None
+    earlier: tuple[str, ...] = ()
 
     @property
     def weights(self) -> list[str]:
@@ -90,7 +94,7 @@ class PrivacyRecord:
             "ledger": self.ledger.to_dict(),
             "files": dict(sorted(self.files.items())),
             "card_sha256": self.card_sha256,
-            **({} if self.earlier is None else {_EARLIER: json.loads(self.earlier)}),
+            **({_EARLIER: one_or_several(list(map(json.loads, self.earlier)))} if self.earlier else {}),
         }
         return as_written(values)
 
@@ -124,7 +128,8 @@ class PrivacyRecord:
                 why="fields that are not known here could change what is promised; guessing at them proves nothing.",
                 fix=f"install a newer hf_dp {INSTALL}.",
             )
-        earlier = as_written(values.pop(_EARLIER)) if _EARLIER in values else None
+        before = values.pop(_EARLIER, [])
+        earlier = tuple(map(as_written, before if isinstance(before, list) else [before]))
         fields = _FIELDS if version == VERSION else _FIELDS - {"mechanism"}
         if set(values) != fields:
             raise _damaged(f"missing or unknown fields {sorted(set(values) ^ fields)}")

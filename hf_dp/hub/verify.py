@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 from hf_dp.accounting import PrivacyReport
 from hf_dp.config import AccountantName
-from hf_dp.errors import LedgerError, shortened
+from hf_dp.config.after import places_of
+from hf_dp.errors import ConfigurationError, LedgerError, shortened
 from hf_dp.hub.claim import (
     Check,
     check_claim,
@@ -22,7 +23,7 @@ from hf_dp.hub.claim import (
 from hf_dp.hub.earlier import check_earlier
 from hf_dp.hub.files import ABOUT_LOADING, beside, check_files, folders_of_their_own, is_left_over
 from hf_dp.hub.page import check_card
-from hf_dp.hub.record import RECORD_FILE, VERSION, PrivacyRecord, as_written
+from hf_dp.hub.record import LARGEST_EARLIER, RECORD_FILE, VERSION, PrivacyRecord, as_written
 from hf_dp.hub.source import Source, open_source
 from hf_dp.versions import library_versions
 
@@ -106,18 +107,29 @@ def verify(
     return _verified(source, source.record())
 
 
-def read_earlier(after: str | None) -> str | None:
-    """The record of an earlier training on the same people, as it was written, after it was verified.
+def read_earlier(after: tuple[str, ...] | str | None) -> tuple[str, ...]:
+    """The records of earlier trainings on the same people, as they were written, after they were verified.
 
     Args:
-        after: see `PrivacyConfig`. What else would be loaded with the weights there does not matter. None: None.
+        after: see `PrivacyConfig`. What else would be loaded with the weights there does not matter. None: none.
 
     Raises:
-        LedgerError: it is missing or damaged, or something in it does not agree.
-        HubError: it cannot be read.
+        LedgerError: one is missing or damaged, or something in it does not agree.
+        HubError: one cannot be read.
+        ConfigurationError: together they are longer than a record may be.
     """
-    if after is None:
-        return None
+    found = tuple(map(_read, places_of(after)))
+    if (together := sum(map(len, found))) > LARGEST_EARLIER:
+        raise ConfigurationError(
+            f"after={after!r}, where records lie of {together} characters together.",
+            why=f"they stand whole in the record of this training, which nobody would read beyond {LARGEST_EARLIER} "
+            "of them.",
+            fix="begin from a later training that goes on after these, or plan fewer and longer ones.",
+        )
+    return found
+
+
+def _read(after: str) -> str:
     source = open_source(after)
     text = source.path(RECORD_FILE).read_bytes()
     found = _verified(source, PrivacyRecord.from_json(text))

@@ -42,7 +42,7 @@ class Plan:
         entropy: where sampling and noise get their randomness.
         clipping: each example's contribution to the sum.
         noise: what is added to the sum, once for each logical batch.
-        earlier: the record of the training before on the same people, as it was written; None if there was none.
+        earlier: the records of the trainings before on the same people, as they were written.
 
     Raises:
         ConfigurationError: a sampler or an entropy that is not the mechanism's, a mechanism that is not the config's,
@@ -53,7 +53,7 @@ class Plan:
     mechanism: Mechanism
     sampler: BatchSampler
     entropy: Entropy
-    earlier: str | None = None
+    earlier: tuple[str, ...] = ()
     clipping: ClippingRule = field(init=False)
     noise: NoiseSource = field(init=False)
 
@@ -94,14 +94,14 @@ class Plan:
         entropy: Entropy,
         shares: Sequence[Share] = (),
         queries: Sequence[Query] = (),
-        earlier: str | None = None,
+        earlier: tuple[str, ...] = (),
     ) -> Plan:
         """Calibrates the noise to the config's budget, for `steps` steps of `sampler` and all that is released besides.
 
         Args:
             shares: releases that are paid for with a share of the target epsilon each, before the steps are.
             queries: what each step releases beside the gradient.
-            earlier: the record of the training before on the same people, as it was written.
+            earlier: the records of the trainings before on the same people, as they were written.
 
         Raises:
             ConfigurationError: delta at or above 1/n, shares that are no part of a budget, or a budget that no noise

@@ -33,7 +33,7 @@ class DataMixin(_Base):
     """One item of the training loader is one logical batch; each batch is completed where it is padded on the left."""
 
     privacy: PrivacyConfig
-    _earlier: str | None
+    _earlier: tuple[str, ...]
     max_tokens_per_micro_batch: int | None
     _behind: Usual
     _expected_batch_size: int

@@ -11,6 +11,7 @@ from torch import nn
 
 import hf_dp.ranks as ranks
 from hf_dp.accounting import Ledger
+from hf_dp.config.after import places_of
 from hf_dp.errors import LedgerError
 from hf_dp.hub.earlier import has_all_of, records
 from hf_dp.hub.record import FORMAT, RECORD_FILE, PrivacyRecord, sha256_of_record
@@ -47,18 +48,19 @@ def refuse_unsaid_origin(model: nn.Module, own: Ledger, saved: object | None, pl
         if is_own or any(sha256_of_record(one) == digest for one in records(plan.earlier)):
             continue
         which = "does not say whose data that was" if plan.config.after is None else f"says after={plan.config.after!r}"
+        named = [*places_of(plan.config.after), place] if plan.config.after else place
         raise LedgerError(
             f"the model was read from {place!r}, where a private training of {ledger.steps} steps saved it, and the "
             f"promise of this one {which}.",
             why="for people in both data sets both cost more than this one alone, which is all that its report and its "
             "card would tell.",
-            fix=f"give PrivacyConfig(after={place!r}), for one budget of both; or, {_OTHERS}. Resume with the model as "
+            fix=f"give PrivacyConfig(after={named!r}), for one budget of both; or, {_OTHERS}. Resume with the model as "
             "the first run read it. Of a model that was made from the config there, and none of its weights, set "
             "model.config._name_or_path to ''.",
         )
 
 
-def covers(earlier: str | None, ledger: Ledger) -> bool:
+def covers(earlier: tuple[str, ...], ledger: Ledger) -> bool:
     """Whether all that a ledger of this process says was spent is in a record that was saved of it, and is `earlier` or
     the record of a training before that. Two trainings with one promise are two."""
     return any(

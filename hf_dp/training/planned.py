@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import logging
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -20,6 +21,7 @@ from hf_dp.config.secret import check_given_size
 from hf_dp.data.collate import LogicalBatchCollator
 from hf_dp.data.loader import DrawnUnits, PoissonDataLoader, RankSampler
 from hf_dp.errors import ConfigurationError
+from hf_dp.hub import read_earlier
 from hf_dp.hub.earlier import check_other_people, trainings
 from hf_dp.parts.table import settled
 from hf_dp.randomness import Entropy
@@ -43,7 +45,13 @@ def check_privacy(privacy: object) -> None:
         )
 
 
-def check_data(dataset: Any, expected_batch_size: int, privacy: PrivacyConfig, earlier: str | None = None) -> None:
+def records_before(privacy: PrivacyConfig) -> tuple[str, ...]:
+    """The records of the trainings before, as `read_earlier` finds them, on the first rank; `planned` brings them to
+    the others, which may not see where they lie. Raises as it does."""
+    return read_earlier(privacy.after) if ranks.rank() == 0 else ()
+
+
+def check_data(dataset: Any, expected_batch_size: int, privacy: PrivacyConfig, earlier: tuple[str, ...] = ()) -> None:
     """Refuses data that cannot be drawn from so, under this delta, or after these trainings (`ConfigurationError`)."""
     refuse_dataset(dataset)
     if not len(dataset):  # of which there is no unit
@@ -104,7 +112,7 @@ def planned(
     steps: Callable[[PoissonDataLoader], int],
     units: UnitRows | None = None,
     max_tokens_per_micro_batch: int | None = None,
-    earlier: str | None = None,
+    earlier: tuple[str, ...] = (),
     **options: Any,
 ) -> tuple[Plan, PoissonDataLoader]:
     """A loader whose items are logical batches, and the plan that goes with its sampler. All ranks call it together.
@@ -116,9 +124,11 @@ def planned(
         steps: how many are planned, once there is a loader to ask how long an epoch is.
         units: of its rows; see `units_of`.
         max_tokens_per_micro_batch: padding included; None: any number.
-        earlier: the record of the training before on the same people, as it was written.
+        earlier: those of `records_before`.
         options: of `DataLoader`.
     """
+    if privacy.after is not None:
+        earlier = tuple(json.loads(ranks.text_from_first(json.dumps(earlier))))
     if units is not None:
         agree({"whose the rows of train_dataset are": units.described})
     entropy, rank = Entropy.of_all_ranks(privacy.seed), ranks.rank()

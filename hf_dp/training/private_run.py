@@ -19,7 +19,7 @@ from hf_dp.agreement import keep_step
 from hf_dp.config import PrivacyConfig
 from hf_dp.data.left_padding import LeftPadding
 from hf_dp.figures import logged
-from hf_dp.hub import read_earlier, saved_aside
+from hf_dp.hub import saved_aside
 from hf_dp.losses import check_own_loss, per_example_losses
 from hf_dp.parts.part import Setting
 from hf_dp.parts.table import parts_of
@@ -32,7 +32,7 @@ from hf_dp.training.loaded import checksums, refuse_other_values
 from hf_dp.training.loop_order import LogicalBatch, LoopOrder, items_of_epoch
 from hf_dp.training.output_lock import alone_in
 from hf_dp.training.own_checkpoints import found_checkpoint, read_into, step_of, write_checkpoint, write_model
-from hf_dp.training.planned import check_data, check_privacy, check_ranks, planned, units_of
+from hf_dp.training.planned import check_data, check_privacy, check_ranks, planned, records_before, units_of
 from hf_dp.training.refusals import refuse_no_output_dir, refuse_own_optimizer, refuse_own_settings, unwrapped
 from hf_dp.training.resume import Fingerprints, SavedRun, note_trained_by
 from hf_dp.training.run import Run
@@ -99,7 +99,7 @@ class PrivateRun:
         self.model, self.privacy, self._step = unwrapped(model), privacy, 0
         for part in parts_of(privacy).values():
             part.refuse(Setting(privacy))
-        check_data(dataset, expected_batch_size, privacy, earlier := read_earlier(privacy.after))
+        check_data(dataset, expected_batch_size, privacy, earlier := records_before(privacy))
         check_modules(self.model)
         check_ranks(dataset, self.model, {**sizes, **cap, "PrivacyConfig": privacy.to_dict()})
         units = units_of(dataset, privacy)

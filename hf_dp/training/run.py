@@ -14,6 +14,7 @@ from torch import nn
 import hf_dp.ranks as ranks
 from hf_dp.accounting import Ledger
 from hf_dp.accounting.earlier import charge
+from hf_dp.accounting.events import check_mechanisms
 from hf_dp.agreement import agree
 from hf_dp.errors import ConfigurationError
 from hf_dp.parts.part import Logs, Part, Setting
@@ -115,6 +116,7 @@ class Run:
         Raises:
             LedgerError: a checkpoint or an earlier training with other data, config or length.
             BudgetExceededError: the budget was already spent.
+            ConfigurationError: more kinds of steps with those of before than a record is verified with.
         """
         for kind in PARTS.values():
             kind.wrapped(self.model)
@@ -125,7 +127,9 @@ class Run:
             refuse_unsaid_origin(other, ledger, None, self.plan)
         if saved is not None:
             self.plan = self.plan.continuing(saved.ledger)
-        self.ledger = continued(ledger, saved, self.plan, dataset)
+        found = continued(ledger, saved, self.plan, dataset)
+        check_mechanisms("those in the ledger", found.event, self.plan.mechanism.event)
+        self.ledger = found
         self.ledger.promise = self.plan.promise
         charge(self.ledger, self.plan.mechanism.earlier)
         return self.ledger

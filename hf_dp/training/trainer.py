@@ -19,7 +19,6 @@ from hf_dp.data.cut import check_max_tokens
 from hf_dp.data.left_padding import LeftPadding
 from hf_dp.data.loader import PoissonDataLoader
 from hf_dp.errors import ConfigurationError
-from hf_dp.hub import read_earlier
 from hf_dp.parts.part import Setting
 from hf_dp.parts.table import parts_of
 from hf_dp.per_example import RULES, Rule
@@ -34,7 +33,7 @@ from hf_dp.training.layouts import LayoutsMixin
 from hf_dp.training.loaded import refuse_other_values
 from hf_dp.training.logs import LogsMixin
 from hf_dp.training.output_lock import alone_in
-from hf_dp.training.planned import check_data, check_privacy
+from hf_dp.training.planned import check_data, check_privacy, records_before
 from hf_dp.training.publishing import PublishingMixin
 from hf_dp.training.refusals import private_arguments, refuse_optimizer, refuse_overrides, refuse_parallel_model
 from hf_dp.training.restoring import RestoringMixin
@@ -70,7 +69,7 @@ class DPTrainerMixin(RestoringMixin, CheckpointMixin, LayoutsMixin, PublishingMi
         check_privacy(privacy)
         check_max_tokens(max_tokens_per_micro_batch)
         self.privacy, self.max_tokens_per_micro_batch = privacy, max_tokens_per_micro_batch
-        self._earlier = read_earlier(privacy.after)
+        self._earlier = records_before(privacy)
         self.ledger = accounting.Ledger()
         self._run: Run | None = None
         self._left_padding = LeftPadding()

@@ -7,6 +7,7 @@ import json
 import math
 import re
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -106,12 +107,12 @@ def parse(recipe: type) -> tuple[Any, TrainingArguments, PrivacyConfig]:
             FSDP, asked for by them or by `accelerate launch`.
     """
     flags = sys.argv[1:]
-    settings: dict[str, str] = {}
+    settings: dict[str, str | list[str]] = {}
     if flags and flags[0].endswith((".yaml", ".yml")):
         values = yaml.safe_load(Path(flags.pop(0)).read_text(encoding="utf-8-sig"))
         values.pop("recipe", None)  # which script this is, for hf-dp train
         settings = {
-            name.replace("-", "_"): json.dumps(value) if isinstance(value, dict) else str(value)
+            name.replace("-", "_"): _as_said(value)
             for name, value in values.items()
             if value is not None  # the default, as if left out
         }
@@ -155,8 +156,15 @@ def parse(recipe: type) -> tuple[Any, TrainingArguments, PrivacyConfig]:
     return made, training, privacy.replace(seed=common.privacy_seed, re_attention=attention)
 
 
-def _as_flags(values: dict[str, str]) -> list[str]:
-    return [part for name, value in values.items() for part in (f"--{name}", value)]
+def _as_said(value: Any) -> str | list[str]:
+    if isinstance(value, list):
+        return list(map(str, value))
+    return json.dumps(value) if isinstance(value, dict) else str(value)
+
+
+def _as_flags(values: Mapping[str, str | list[str]]) -> list[str]:
+    parts = ((name, [value] if isinstance(value, str) else value) for name, value in values.items())
+    return [part for name, said in parts for part in (f"--{name}", *said)]
 
 
 def _given(recipe: type, flags: list[str]) -> set[str]:
@@ -168,7 +176,7 @@ def _given(recipe: type, flags: list[str]) -> set[str]:
     return {name for name in found if name != "max_steps" or found[name] > 0}
 
 
-def _reconciled(file: dict[str, str], flags: set[str], recipe: type) -> dict[str, str]:
+def _reconciled(file: dict[str, str | list[str]], flags: set[str], recipe: type) -> dict[str, str | list[str]]:
     """The file's settings, without those that a flag says in another way.
 
     Raises:

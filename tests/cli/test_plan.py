@@ -351,9 +351,17 @@ def test_no_batch_is_proposed_for_what_is_shared():
 
 
 def test_a_plan_after_an_earlier_training_has_what_that_left(tmp_path):
-    trained(tmp_path / "first", privacy=PrivacyConfig(noise_multiplier=1.0, accountant="rdp")).save_model()
+    said = PrivacyConfig(noise_multiplier=1.0, accountant="rdp", other_people=True)
+    trained(tmp_path / "first", privacy=said).save_model()
     spent = epsilon(dp.SelfComposedDpEvent(step_event(1.0, 8 / 48), 4), default_delta(48))
-    options = ("plan", "--n", "40", "--batch-size", "8", "--steps", "4", "--after", str(tmp_path / "first"))
+    steps = ("plan", "--n", "40", "--batch-size", "8", "--steps", "4")
+    silent = (*steps, "--after", str(tmp_path / "first"))
+    # As the training itself would be.
+    refused = invoke(*silent, "--noise", "2")
+    assert (refused.exit_code, "which does not say it too" in refused.stderr) == (2, True)
+    alone = invoke(*steps, "--noise", "2", "--other-people")
+    assert (alone.exit_code, "--other-people without --after" in alone.stderr) == (2, True)
+    options = (*silent, "--after", str(tmp_path / "first"), "--other-people")  # one record, one training
     plan = json.loads(invoke(*options, "--noise", "2", "--json").stdout)
     assert (plan["after"], plan["delta"], "rdp" in plan) == (["first"], default_delta(48), False)
     assert plan["pld"]["spent_before"] == spent < plan["pld"]["epsilon"]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from hf_dp.config import PrivacyConfig
-from hf_dp.config.after import name_of
+from hf_dp.config.after import names_of
 from hf_dp.config.asked import notes, promised
 from hf_dp.errors import ConfigurationError
 
@@ -18,6 +18,9 @@ from hf_dp.errors import ConfigurationError
     [
         ({"after": ""}, "after=''"),
         ({"after": 3}, "after=3"),
+        ({"after": []}, r"after=\(\)"),
+        ({"after": ["a", ""]}, "after=\\('a', ''\\)"),
+        ({"after": ["a", ["b", "c"]]}, "after="),
         ({"other_people": "yes"}, "other_people='yes'"),
     ],
 )
@@ -33,8 +36,19 @@ def test_others_read_the_name_and_not_where_it_lies() -> None:
     assert config.published()["after"] == "sft"
     assert "after" not in promised(config)  # moved, it is the same training: its digest is in the promise
     names = ["out/sft/", "owner/name", "a/**b**", "..", "x" * 99]
-    assert [name_of(name) for name in names] == ["sft", "name", "__b__", "folder", "x" * 60]
-    assert name_of(name_of("a/**b**")) == "__b__"
+    assert names_of(tuple(names)) == ["sft", "name", "__b__", "folder", "x" * 60]
+    assert names_of(names_of("a/**b**")[0]) == ["__b__"]
+
+
+def test_of_several_each_is_read_and_one_of_a_list_is_one() -> None:
+    config = PrivacyConfig(target_epsilon=1.0, after=[Path("/home/me/sft"), "out/corpus"])
+    assert config.after == ("/home/me/sft", "out/corpus")
+    assert PrivacyConfig.from_json(config.to_json()) == config
+    assert hash(config) == hash(PrivacyConfig(target_epsilon=1.0, after=("/home/me/sft", "out/corpus")))
+    assert config.published()["after"] == ("sft", "corpus")
+    alone = PrivacyConfig(target_epsilon=1.0, after=["out/sft"])
+    assert alone == PrivacyConfig(target_epsilon=1.0, after="out/sft")
+    assert alone.published()["after"] == "sft"
 
 
 def test_a_promise_without_it_is_written_as_before() -> None:

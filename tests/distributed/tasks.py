@@ -9,6 +9,7 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
+from unittest import mock
 
 import torch
 from accelerate.parallelism_config import ParallelismConfig
@@ -19,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+import hf_dp.ranks as ranks
 from hf_dp import PrivacyConfig, ReAttentionConfig, SparseEmbeddingConfig
 from hf_dp.data.loader import PoissonDataLoader
 from hf_dp.errors import HfDpError
@@ -119,6 +121,21 @@ def trainer(
         "max_tokens_per_micro_batch": values.pop("tokens", None),
     }
     return make(Path(path), built(name), promise(**(privacy or {})), parts=parts, **values)
+
+
+def trained_and_saved(path: str, name: str) -> None:
+    """By one process."""
+    run = trainer(path, name, 1, {"noise_multiplier": 1.0})
+    run.train()
+    run.save_model()
+
+
+def trained_after(path: str, name: str, world: int, before: str, in_shards: bool = False) -> dict[str, Any]:
+    """`trained` after a training whose folder the first process alone can see."""
+    unseen = mock.patch("hf_dp.training.planned.read_earlier", side_effect=FileNotFoundError)
+    train = trained_in_shards if in_shards else trained
+    with unseen if ranks.rank() else nullcontext():
+        return train(path, name, world, {"noise_multiplier": 1.0, "after": before})
 
 
 def trained_alone(name: str, privacy: tuple[tuple[str, Any], ...] = ()) -> dict[str, Any]:

@@ -10,7 +10,16 @@ import pytest
 from hf_dp.accounting import truncated
 from tests.distributed.gang import Gang
 from tests.distributed.sharded import stepped
-from tests.distributed.tasks import MODELS, STEPS, farthest, trained, trained_alone, trained_by_tokens
+from tests.distributed.tasks import (
+    MODELS,
+    STEPS,
+    farthest,
+    trained,
+    trained_after,
+    trained_alone,
+    trained_and_saved,
+    trained_by_tokens,
+)
 
 pytestmark = pytest.mark.usefixtures("checked_once")
 
@@ -37,6 +46,19 @@ def test_ranks_that_cut_by_tokens_compute_as_many_micro_batches(tmp_path: Path, 
     assert sum(found["lacking"] for found in both) > 0
     for found in both:
         assert farthest(found["parameters"], alone["parameters"]) < TOLERANCE
+        assert found["report"] == alone["report"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("in_shards", [False, True], ids=["DDP", "FSDP2"])
+def test_the_first_process_alone_need_see_what_was_trained_before(tmp_path: Path, pair: Gang, in_shards: bool) -> None:
+    before = str(tmp_path / "before")
+    pair.alone(trained_and_saved, before, "bert")
+    alone = pair.alone(trained_after, str(tmp_path / "one"), "bert", 1, before)
+    assert "before: epsilon" in alone["report"]["earlier"][0]
+    for found in pair.run(trained_after, str(tmp_path / "two"), "bert", 2, before, in_shards):
+        # In shards noise is drawn for each.
+        assert in_shards or farthest(found["parameters"], alone["parameters"]) < TOLERANCE
         assert found["report"] == alone["report"]
 
 

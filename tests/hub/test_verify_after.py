@@ -64,7 +64,7 @@ def test_an_earlier_training_is_not_left_out(copied: Path) -> None:
     own = {f"earlier 1, {STEP}": 0}
     forge(copied, lambda r: recomputed(r, ledger=ledger_of(r, own)))
     assert "what earlier trainings released: not what the ledger holds" in failed(copied)
-    forge(copied, lambda r: recomputed(r, earlier=None))
+    forge(copied, lambda r: recomputed(r, earlier=()))
     assert "earlier trainings: one in the mechanism, none in the record" in failed(copied)
     forge(copied, lambda r: recomputed(r, mechanism=dataclasses.replace(r.mechanism, earlier=())))
     assert "after: [] in the mechanism, ['one'] in the config" in failed(copied)

@@ -19,6 +19,7 @@ from hf_dp.accounting import default_delta
 from hf_dp.errors import BudgetExceededError, ConfigurationError, LedgerError
 from hf_dp.figures import upper
 from hf_dp.hub import load_report, open_source, verify
+from hf_dp.hub.earlier import trainings
 from tests.training.workbench import EXPECTED, MICRO, ROWS, STEPS, make, pad, rows, trained
 
 pytestmark = pytest.mark.usefixtures("checked_once")
@@ -81,7 +82,7 @@ def test_the_record_the_card_and_the_report_tell_of_both(second: Any, first: Pat
     folder = Path(second.args.output_dir)
     assert verify(folder).private
     record = open_source(folder).record()
-    assert json.loads(record.earlier or "") == json.loads((first / "privacy.json").read_text())
+    assert json.loads(record.earlier[0]) == json.loads((first / "privacy.json").read_text())
     assert record.config.after == "first"
     assert [label for _, _, label in record.ledger.entries] == ["earlier 1, training step", "training step"]
     card, told = (folder / "README.md").read_text(), " ".join(str(record.report).split())
@@ -123,6 +124,52 @@ def test_three_in_a_row_and_in_a_loop_of_ones_own(second: Any, tmp_path: Path) -
         "earlier 1, training step", "earlier 2, training step", "training step"
     ]  # fmt: skip
     assert [one.split(":")[0] for one in run.report().earlier] == ["first", Path(folder).name]
+
+
+@pytest.mark.slow
+def test_trainings_that_were_apart_share_one_budget_and_what_came_before_both_is_counted_once(
+    first: Path, second: Any, tmp_path: Path
+) -> None:
+    apart = going_on(tmp_path / "apart", first, given(after=first), save_steps=0)
+    apart.train()
+    apart.save_model()
+    joined = [Path(second.args.output_dir), tmp_path / "apart"]
+    last = going_on(tmp_path / "last", joined[0], given(after=joined))
+    last.train()
+    last.save_model()
+    assert verify(tmp_path / "last").private
+    assert [label.split(",")[0] for _, _, label in last.ledger.entries] == [
+        "earlier 1", "earlier 2", "earlier 3", "training step"
+    ]  # fmt: skip
+    report = last.privacy_report()
+    assert [one.split(":")[0] for one in report.earlier] == ["first", "second", "apart"]
+    parts = [(EXPECTED / ROWS, 1.0), *[(EXPECTED / FEWER, 2.0)] * 3]
+    assert last.ledger.epsilon(report.delta) == pytest.approx(by_hand(parts, report.delta), rel=5e-3)
+    # The control: of one of the two alone less is told.
+    assert by_hand(parts[1:], report.delta) < 0.95 * last.ledger.epsilon(report.delta)
+    values = json.loads((tmp_path / "last" / "privacy.json").read_text())
+    assert values["config"]["after"] == ["second", "apart"]
+    # Each of the two stands there whole, and is checked.
+    values["earlier"][1]["ledger"]["entries"][-1]["count"] -= 1
+    (tmp_path / "last" / "privacy.json").write_text(json.dumps(values))
+    assert not verify(tmp_path / "last").consistent
+
+
+def test_one_record_is_one_training_where_its_weights_say_so(first: Path, second: Any) -> None:
+    text = (Path(second.args.output_dir) / "privacy.json").read_text()
+    other = json.loads(text)
+    other["files"]["model.safetensors"] = "0" * 64  # one more, of other noise
+    found = trainings(("a", "b", "again"), (text, json.dumps(other), text))
+    assert [one.name for one in found] == ["first", "again", "b"]
+    assert [made.label for one in found for made in one.releases] == [f"earlier {i}, training step" for i in (1, 2, 3)]
+    # A training that is named, and comes before another one: by the name that is given here.
+    before = (first / "privacy.json").read_text()
+    assert [one.name for one in trainings(("b", "moved"), (text, before))] == ["moved", "b"]
+    # Of texts alone the same record could be of two trainings.
+    of_texts = {**json.loads(before), "files": {"corpus.jsonl": "0" * 64}}
+    assert len(trainings(("a", "b"), (json.dumps(of_texts),) * 2)) == 2
+    with pytest.raises(ConfigurationError, match="those of 2 earlier trainings, and a config with 1 in after"):
+        trainings("a", (text, before))
 
 
 def test_a_budget_that_is_spent_is_refused_before_anything_else(first: Path, tmp_path: Path) -> None:
@@ -195,8 +242,9 @@ def test_what_is_spoilt_or_not_hidden_alike_is_refused(first: Path, tmp_path: Pa
     data = [{**row, "user": f"u{i % 20}"} for i, row in enumerate(rows())]
     with pytest.raises(ConfigurationError, match="a training with the unit 'all training examples of one user"):
         make(tmp_path, privacy=given(after=folder, **users), parts={"train_dataset": data}, remove_unused_columns=False)
-    with pytest.raises(ConfigurationError, match="output_dir=.* with after="):
-        make(folder, privacy=given(after=folder))
+    for after in (folder, [first, folder]):
+        with pytest.raises(ConfigurationError, match="output_dir=.* with after="):
+            make(folder, privacy=given(after=after))
     with pytest.raises(ConfigurationError, match="n public in both or secret in both"):
         make(tmp_path, privacy=given(after=folder, dataset_size=50))
     values = json.loads((folder / "privacy.json").read_text())

@@ -15,6 +15,8 @@ from transformers import (
 )
 
 from hf_dp import OutputBiasConfig, PrivateRun
+from hf_dp.accounting import step_event
+from hf_dp.accounting.events import MOST_MECHANISMS
 from hf_dp.errors import BudgetExceededError, ConfigurationError, LedgerError
 from hf_dp.parts.output_bias import OutputBias
 from hf_dp.training.run import Run
@@ -55,6 +57,22 @@ def test_training_again_is_refused_under_a_budget(tmp_path: Path) -> None:
         trainer.train()
     assert same(before, parameters(model))
     assert trainer.ledger.steps == steps
+
+
+def test_training_again_with_more_kinds_of_steps_than_are_verified_is_refused(
+    tmp_path: Path,
+) -> None:
+    trainer = make(tmp_path, privacy=private(accountant="rdp"), max_steps=1)
+    kinds = [step_event(1 + i / 10, 0.1) for i in range(1, MOST_MECHANISMS)]
+    trainer.train()
+    for kind in kinds:
+        trainer.ledger.charge(kind)
+    trainer.train()  # alike, it is one of them
+    trainer.ledger.charge(step_event(9.0, 0.1))
+    before = trainer.ledger.charges
+    with pytest.raises(ConfigurationError, match="17 different mechanisms, those in the ledger among them"):
+        trainer.train()
+    assert trainer.ledger.charges == before
 
 
 def test_training_stops_at_the_budget_with_the_reason(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -8,6 +8,7 @@ import os
 from typing import Any
 
 from hf_dp.config import PrivacyConfig
+from hf_dp.config.after import places_of
 from hf_dp.config.ranges import is_count, is_number, shown
 from hf_dp.errors import ConfigurationError
 
@@ -79,7 +80,7 @@ def _conflicts(args: Any, privacy: PrivacyConfig) -> list[tuple[str, str, str]]:
         f"give max_steps; {once} each example is drawn once on average.",
     )
     refuse(
-        privacy.after is not None and os.path.realpath(str(args.output_dir)) == os.path.realpath(str(privacy.after)),
+        os.path.realpath(str(args.output_dir)) in map(os.path.realpath, places_of(privacy.after)),
         f"output_dir={shown(args.output_dir)} with after={shown(privacy.after)}.",
         "the model of this training would take the place of the record that its checkpoints go on after.",
         "give this training an output_dir of its own.",
