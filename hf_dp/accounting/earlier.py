@@ -17,7 +17,7 @@ from hf_dp.accounting.events import check_delta
 from hf_dp.accounting.ledger import Ledger
 from hf_dp.accounting.release import Release, check_label
 from hf_dp.accounting.terms import terms_from_dict
-from hf_dp.accounting.units import ColumnExamplesUnit, ColumnUnit, UnitTerms
+from hf_dp.accounting.units import UnitTerms
 from hf_dp.config.ranges import check_target_delta, is_digest, is_number
 from hf_dp.errors import ConfigurationError, damaged
 from hf_dp.figures import upper
@@ -191,7 +191,7 @@ def check_delta_of(one: Earlier, delta: float) -> None:
 
 
 def _kind(unit: UnitTerms) -> tuple[str, str | None]:
-    return unit.kind, unit.column if isinstance(unit, (ColumnUnit, ColumnExamplesUnit)) else None
+    return unit.kind, getattr(unit, "column", None)
 
 
 def _told(unit: UnitTerms) -> str:

@@ -133,9 +133,15 @@ def default_delta(n: int, of: str = _EXAMPLES) -> float:
     """n ** -1.1 for a dataset of n units: comfortably below 1/n, and no larger than any default may be.
 
     Raises:
-        ConfigurationError: n below 2; `of` is what the units are called in it.
+        ConfigurationError: no n, or of a single unit, of which that is 1; `of` is what the units are called in it.
     """
     _check_dataset_size(n, of)
+    if n == 1:
+        raise ConfigurationError(
+            f"a dataset of n=1 {of}, and no delta.",
+            why="the default, n ** -1.1, is 1, which promises nothing.",
+            fix="give target_delta, such as 1e-5: then all that is released is nearly what it is without any data.",
+        )
     return math.pow(n, -1.1)
 
 
@@ -155,25 +161,27 @@ def check_delta(delta: float, n: int, of: str = _EXAMPLES) -> float:
     """delta itself, if it is a meaningful promise for a dataset of n units.
 
     Raises:
-        ConfigurationError: delta not strictly between 0 and 1/n, or n below 2; `of` is what the units are called in it.
+        ConfigurationError: no n, or a delta not strictly between 0 and 1/n, of a single unit 1/2; `of` is what the
+            units are called in it.
     """
     _check_dataset_size(n, of)
-    if not (is_delta(delta) and delta < 1 / n):
+    if not (is_delta(delta) and delta < 1 / max(n, 2)):
         raise ConfigurationError(
             f"delta={shown(delta)} for a dataset of {n} {of} (1/n is {1 / n:.3g}).",
             why="with delta of 1/n or more, publishing all of one of them at random would count as private; "
             "with delta 0 no amount of Gaussian noise is enough.",
-            fix=f"give a number well below 1/n, such as the default, n ** -1.1 = {upper(default_delta(n), 3)}.",
+            fix="give a number well below 1/n, such as "
+            + ("1e-5." if n == 1 else f"the default, n ** -1.1 = {upper(default_delta(n), 3)}."),
         )
     return float(delta)
 
 
 def _check_dataset_size(n: int, of: str) -> None:
-    if not is_count(n, at_least=2):
+    if not is_count(n, at_least=1):
         raise ConfigurationError(
             f"a dataset of n={shown(n)} {of}.",
-            why="privacy hides one of them among the others; a whole number of at least 2 is needed for any other.",
-            fix="give the number of rows of the training dataset, or of its units, and train on more of them.",
+            why="it is how many there are of those that are protected: a whole number of at least 1.",
+            fix="give the number of rows of the training dataset, or of its units.",
         )
 
 

@@ -13,7 +13,15 @@ import dp_accounting as dp
 import hf_dp.accounting.truncated as truncated
 from hf_dp.accounting.events import check_sampling_probability
 from hf_dp.accounting.gaussian import Gaussian
-from hf_dp.accounting.units import ColumnExamplesUnit, ColumnUnit, ExampleUnit, UncountedExampleUnit, UnitTerms
+from hf_dp.accounting.units import (
+    ColumnExamplesUnit,
+    ColumnUnit,
+    ExampleUnit,
+    UncountedColumnExamplesUnit,
+    UncountedColumnUnit,
+    UncountedExampleUnit,
+    UnitTerms,
+)
 from hf_dp.config import PrivacyConfig
 from hf_dp.config.clipping import CLIPPINGS, ClippingTerms
 from hf_dp.config.plain import Terms, refuse_term
@@ -159,7 +167,9 @@ TERMS: dict[str, dict[str, type[Any]]] = {
         "example": ExampleUnit,
         "uncounted example": UncountedExampleUnit,
         "column": ColumnUnit,
+        "uncounted column": UncountedColumnUnit,
         "column, by examples": ColumnExamplesUnit,
+        "uncounted column, by examples": UncountedColumnExamplesUnit,
     },
     "sampling": {"poisson": PoissonSampling, "truncated_poisson": TruncatedPoissonSampling},
     "clipping": CLIPPINGS,

@@ -73,15 +73,33 @@ class ColumnUnit(Terms):
         return self.number
 
     def _check(self) -> None:
-        for name in ("number", "max_examples"):
-            if not is_count(getattr(self, name), at_least=1):
-                refuse_term(name, getattr(self, name), "it is a whole number of at least 1")
-        if not is_column(self.column):
-            refuse_term("column", self.column, "it is the short name of a column")
+        if not is_count(self.number, at_least=1):
+            refuse_term("number", self.number, "it is a whole number of at least 1")
+        _check_column(self)
 
     @property
     def name(self) -> str:
-        return f"all training examples of one {self.column} together, at most {self.max_examples} in a step"
+        return _drawn_whole(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class UncountedColumnUnit(Terms):
+    """As `ColumnUnit`, and how many there are is secret."""
+
+    column: str
+    max_examples: int
+    kind: str = "uncounted column"
+    adjacency: ClassVar[str] = ADD_OR_REMOVE
+    apart: ClassVar[int] = 1
+    number: ClassVar[None] = None
+    drawn: ClassVar[None] = None
+
+    def _check(self) -> None:
+        _check_column(self)
+
+    @property
+    def name(self) -> str:
+        return _drawn_whole(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,8 +122,7 @@ class ColumnExamplesUnit(Terms):
 
     def _check(self) -> None:
         ColumnUnit(number=self.number, column=self.column, max_examples=self.max_examples)
-        if not is_count(self.max_examples, at_least=1) or self.max_examples > MOST_ROWS:
-            refuse_term("max_examples", self.max_examples, f"it is a whole number between 1 and {MOST_ROWS}")
+        _check_apart(self.max_examples)
         if not is_count(self.examples, at_least=1):
             refuse_term("examples", self.examples, "it is a whole number of at least 1")
         if self.examples > self.number * self.max_examples:
@@ -127,8 +144,42 @@ class ColumnExamplesUnit(Terms):
         return self.examples
 
 
+@dataclass(frozen=True, kw_only=True)
+class UncountedColumnExamplesUnit(Terms):
+    """As `ColumnExamplesUnit`, and how many units and examples there are is secret."""
+
+    column: str
+    max_examples: int
+    kind: str = "uncounted column, by examples"
+    adjacency: ClassVar[str] = ADD_OR_REMOVE
+    number: ClassVar[None] = None
+    drawn: ClassVar[None] = None
+
+    def _check(self) -> None:
+        _check_column(self)
+        _check_apart(self.max_examples)
+
+    @property
+    def name(self) -> str:
+        return (
+            f"all training examples of one {self.column} together, at most {self.max_examples} of them among those "
+            "that are drawn from"
+        )
+
+    @property
+    def apart(self) -> int:
+        return self.max_examples
+
+
 # Of each: how many things are `drawn` from, and how many of them, each drawn by itself, are `apart` one unit's.
-UnitTerms = ExampleUnit | UncountedExampleUnit | ColumnUnit | ColumnExamplesUnit
+UnitTerms = (
+    ExampleUnit
+    | UncountedExampleUnit
+    | ColumnUnit
+    | UncountedColumnUnit
+    | ColumnExamplesUnit
+    | UncountedColumnExamplesUnit
+)
 
 
 def unit_terms(number: int | None, config: PrivacyConfig, drawn: int | None = None) -> UnitTerms:
@@ -140,12 +191,29 @@ def unit_terms(number: int | None, config: PrivacyConfig, drawn: int | None = No
 
 def promised_unit(number: int | None, asked: Mapping[str, Any], drawn: int | None) -> UnitTerms:
     """The same, given what the config promises, as it stands in ledgers."""
-    if asked.get("sampling_probability", asked.get(GIVEN_SIZE)) is not None:
-        return UncountedExampleUnit()
+    is_secret = asked.get("sampling_probability", asked.get(GIVEN_SIZE)) is not None
     counted: Any = number
     if asked.get("unit") is None:
-        return ExampleUnit(number=counted)
-    named: Any = {"number": counted, "column": asked["unit"], "max_examples": asked["max_examples_per_unit"]}
+        return UncountedExampleUnit() if is_secret else ExampleUnit(number=counted)
+    named: Any = {"column": asked["unit"], "max_examples": asked["max_examples_per_unit"]}
     if asked.get("unit_sampling", PLAIN["unit_sampling"]) == "units":
-        return ColumnUnit(**named)
-    return ColumnExamplesUnit(**named, examples=drawn)  # type: ignore[arg-type]
+        return UncountedColumnUnit(**named) if is_secret else ColumnUnit(number=counted, **named)
+    if is_secret:
+        return UncountedColumnExamplesUnit(**named)
+    return ColumnExamplesUnit(number=counted, examples=drawn, **named)  # type: ignore[arg-type]
+
+
+def _drawn_whole(unit: Any) -> str:
+    return f"all training examples of one {unit.column} together, at most {unit.max_examples} in a step"
+
+
+def _check_column(unit: Any) -> None:
+    if not is_count(unit.max_examples, at_least=1):
+        refuse_term("max_examples", unit.max_examples, "it is a whole number of at least 1")
+    if not is_column(unit.column):
+        refuse_term("column", unit.column, "it is the short name of a column")
+
+
+def _check_apart(most: int) -> None:
+    if most > MOST_ROWS:
+        refuse_term("max_examples", most, f"it is a whole number between 1 and {MOST_ROWS}")

@@ -59,10 +59,10 @@ def costs(
     other_people: bool,
     of: str,
     drawn_from: int | None = None,
-    most: int = 1,
+    most: int | None = None,
 ) -> dict[str, Any]:
-    """Of n units, each with at most `most` of the `drawn_from` examples, which are drawn each by itself; or of n that
-    are drawn whole (None)."""
+    """Of n units, each with at most `most` of the `drawn_from` examples, which are drawn each by itself (where n is
+    secret, so is the number of these); or of n that are drawn whole (None)."""
     # dp_accounting and scipy take most of a second to import; --help should not wait for them.
     import dp_accounting as dp
 
@@ -74,9 +74,11 @@ def costs(
     is_given, earlier = delta is not None, _trainings(after, other_people)
     if n is None:
         delta, size, unit = _own_delta(q, batch_size, epochs, delta), math.nan, accounting.UncountedExampleUnit()
+        if most is not None:
+            unit = accounting.UncountedColumnExamplesUnit(column="unit", max_examples=most)
     else:
         delta, unit = _delta(n, delta, of), accounting.ExampleUnit(number=n)
-        if drawn_from is not None:
+        if drawn_from is not None and most is not None:
             unit = accounting.ColumnExamplesUnit(number=n, column="unit", max_examples=most, examples=drawn_from)
         size = float(unit.drawn)
     delta = accounting.delta_after(earlier, delta, is_given=is_given)
@@ -126,7 +128,8 @@ def costs(
             plans["risk"] = risk(whole, rates(target_tpr, at_fpr))
     common: dict[str, Any] = {
         "dataset_size": n,
-        **({} if drawn_from is None else {"drawn_from": drawn_from, "max_examples_per_unit": most}),
+        **({} if drawn_from is None else {"drawn_from": drawn_from}),
+        **({} if most is None else {"max_examples_per_unit": most}),
         "expected_batch_size": batch_size,
         "sampling_probability": sampling.probability,
     }
@@ -175,7 +178,7 @@ def _own_delta(q: float | None, batch_size: float, epochs: float | None, delta: 
     if delta >= 1 / 2:
         raise ConfigurationError(
             f"--delta {delta:g} with --sampling-probability.",
-            why="delta is below 1/n in every training, and n is 2 at least.",
+            why="delta is below 1/n in every training, and below 1/2 in that of a single one.",
             fix="give a number well below 1 over the most examples that there could be, such as 1e-8.",
         )
     if not 1 <= batch_size < math.inf:

@@ -28,10 +28,10 @@ def plan(
         int | None, typer.Option(help="In place of --n, where a unit has several examples: the number of units.")
     ] = None,
     unit_sampling: Annotated[
-        str, typer.Option(help="With --units: units (drawn whole) or examples (each by itself).")
+        str, typer.Option(help="Of units: units (drawn whole) or examples (each by itself).")
     ] = _DEFAULTS["--unit-sampling"],
     drawn_from: Annotated[
-        int | None, typer.Option(help="With --unit-sampling examples: how many these are, at most --max-examples each.")
+        int | None, typer.Option(help="With these, how many there are, at most --max-examples of one unit.")
     ] = None,
     max_examples: Annotated[
         int | None, typer.Option(help="With --unit-sampling examples: max_examples_per_unit.")
@@ -122,7 +122,7 @@ def plan(
     """
     with refusals(), Console(stderr=True).status("Computing"):
         if plot is not None:
-            _refuse_no_place(plot, _not_of_plain_steps(share, max_batch_size, after, drawn_from))
+            _refuse_no_place(plot, _not_of_plain_steps(share, max_batch_size, after, max_examples))
         answer: dict[str, Any] = {}
         if model is None:
             _refuse_without_model(
@@ -138,7 +138,7 @@ def plan(
         else:
             exactly_one(of_data)
             n, of = (n, "training examples") if units is None else (units, "units")
-            _refuse_examples_of_none(units, unit_sampling, drawn_from, max_examples)
+            _refuse_examples_of_none(units, unit_sampling, drawn_from, max_examples, sampling_probability)
             exactly_one({"--epsilon": epsilon, "--tpr": tpr, "--noise": noise})
             check_target_tpr(tpr, fpr)
             exactly_one({"--epochs": epochs, "--steps": steps, "--examples": examples})
@@ -151,7 +151,7 @@ def plan(
                         why="sums are divided by it, and must not follow from n.",
                         fix="give it; to have one proposed, give a public guess of n as --n.",
                     )
-                if more_than_steps := _not_of_plain_steps(share, max_batch_size, after, drawn_from):
+                if more_than_steps := _not_of_plain_steps(share, max_batch_size, after, max_examples):
                     raise ConfigurationError(
                         f"{more_than_steps[0]} without --batch-size.",
                         why="a batch is proposed for steps alone, of plain Poisson samples.",
@@ -161,9 +161,9 @@ def plan(
             answer = costs(
                 n, sampling_probability, batch_size, epochs, steps, examples, epsilon, tpr, fpr, noise, delta,
                 share or [],
-                max_batch_size, after, other_people, of, drawn_from, max_examples or 1,
+                max_batch_size, after, other_people, of, drawn_from, max_examples,
             )  # fmt: skip
-            counts = "examples" if units is None or drawn_from is not None else "units"
+            counts = "examples" if units is None or max_examples is not None else "units"
             answer |= {**_derived(answer, proposed, clipping_norm), "counts": counts}
         if model is not None:
             answer |= sizes(model, lora_rank, world_size, length, micro_batch, batch_size)
@@ -178,7 +178,7 @@ def plan(
     console = Console()
     if found is not None:
         console.print(plan_table(answer))
-        one = "example" if units is None else "unit"
+        one = "example" if units is None and max_examples is None else "unit"
         console.print(risk_table(found.rows(one)))
         console.print(found.in_words(one), highlight=False)
     if model is not None:
@@ -195,13 +195,13 @@ def plan(
 
 
 def _not_of_plain_steps(
-    shares: list[float] | None, max_batch_size: int | None, after: list[str] | None, drawn_from: int | None
+    shares: list[float] | None, max_batch_size: int | None, after: list[str] | None, most: int | None
 ) -> list[str]:
     given = {
         "--share": shares or None,
         "--max-batch-size": max_batch_size,
         "--after": after or None,
-        "--drawn-from": drawn_from,
+        "--max-examples": most,
     }
     return [name for name, value in given.items() if value is not None]
 
@@ -223,9 +223,14 @@ def _refuse_no_place(plot: Path, more_than_steps: list[str]) -> None:
         )
 
 
-def _refuse_examples_of_none(units: int | None, sampling: str, drawn_from: int | None, most: int | None) -> None:
+def _refuse_examples_of_none(
+    units: int | None, sampling: str, drawn_from: int | None, most: int | None, probability: float | None
+) -> None:
     given = {"--units": units, "--drawn-from": drawn_from, "--max-examples": most}
-    if sampling == "examples":
+    if sampling == "examples" and probability is not None:
+        off = [] if most is not None else [" without --max-examples"]
+        off += [] if drawn_from is None else [" with --drawn-from and --sampling-probability"]
+    elif sampling == "examples":
         off = [f" without {name}" for name, value in given.items() if value is None]
     else:
         off = [f" with {name}" for name, value in given.items() if value is not None and name != "--units"]
@@ -234,7 +239,8 @@ def _refuse_examples_of_none(units: int | None, sampling: str, drawn_from: int |
             f"--unit-sampling {shown(sampling)}{''.join(off[:1])}.",
             why="units are drawn whole; or their examples are, each by itself, and what that costs follows from how "
             "many there are of all units together, and of one at most.",
-            fix="give --units, --drawn-from and --max-examples with --unit-sampling examples, and only then.",
+            fix="give --units, --drawn-from and --max-examples with --unit-sampling examples, and only then; in place "
+            "of the first two --sampling-probability, where n is secret.",
         )
 
 

@@ -41,7 +41,7 @@ def plan_table(answer: dict[str, Any]) -> Table:
         caption = "What an attack may find is computed by PLD."
     if most is not None:
         caption = "Of truncated batches PLD gives an upper bound, and RDP is not offered."
-    if "drawn_from" in answer and names == ["pld"]:
+    if "max_examples_per_unit" in answer and names == ["pld"]:
         caption = "RDP is not offered for mixtures of Gaussians."
     table = Table(title=title, caption=caption)
     table.add_column("")
@@ -69,9 +69,7 @@ def plan_table(answer: dict[str, Any]) -> Table:
 
 
 def _of_units(answer: dict[str, Any]) -> dict[str, str]:
-    if "drawn_from" not in answer:
+    if "max_examples_per_unit" not in answer:
         return {}
-    return {
-        "examples of units": f"{answer['drawn_from']} of {answer['dataset_size']}, at most "
-        f"{answer['max_examples_per_unit']} of one"
-    }
+    how_many = f"{answer['drawn_from']} of {answer['dataset_size']}" if "drawn_from" in answer else "a secret number"
+    return {"examples of units": f"{how_many}, at most {answer['max_examples_per_unit']} of one"}

@@ -89,7 +89,7 @@ class PrivacyConfig:
         sampling_probability: None for the expected batch size divided by n, which is public. A number between 1e-12
             and 1 is what examples are drawn with whatever n is, for a claim of "add or remove one" that keeps n secret:
             `target_delta` and `max_steps` must then be given, and sums are divided by the expected batch size of the
-            arguments. Choose all four without a look at n.
+            arguments. Choose all four without a look at n. With `unit`, units are drawn so, or their examples.
         unit: None for each training example by itself, or the column of the dataset that says whose each example is,
             such as "user", which no model sees: all examples with one value are hidden together. Batches, n, q and
             delta count units then, and a unit's gradient is the mean over its examples in the step, clipped as one.
@@ -99,8 +99,9 @@ class PrivacyConfig:
             with more, so many are chosen once; each of these is drawn and clipped by itself, batches count them, and
             what a step costs is a mixture of Gaussians. A row may then belong to several units (a list in the column),
             and whose each row is is public. Needs accountant="pld".
-        dataset_size: None, or a public number that stands for n, which is secret then: the sampling probability, the
-            default delta and its bound follow from this one, for the same claim. `max_steps` must be given.
+        dataset_size: None, or a public number that stands for what is drawn from: for n, or with
+            unit_sampling="examples" for the number of examples, both secret then. The sampling probability, the default
+            delta and its bound follow from this one, for the same claim. `max_steps` must be given.
         after: None, or where an earlier private training on the same people was saved (a folder, or OWNER/NAME on the
             hub; a list of several): what it spent is checked, paid first, and reported, so that the budget holds for
             all together, for whoever has at most one unit in each data set. Delta is then at most the earlier one's.

@@ -55,12 +55,6 @@ def check_unit(promise: Any) -> None:
             fix="give for example max_examples_per_unit=4; of a unit with more, so many are drawn in each step (chosen "
             "once, with unit_sampling='examples').",
         )
-    if promise.hides_n:
-        raise ConfigurationError(
-            f"unit={shown(unit)} with sampling_probability or dataset_size.",
-            why="the number of units is secret then, and that claim is made of single examples alone so far.",
-            fix="leave these out, where the number of units may be public, or leave out unit.",
-        )
     if sampling == "examples":
         _check_by_examples(promise, most)
 

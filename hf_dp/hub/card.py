@@ -21,7 +21,7 @@ _BASE_MODEL = "The data that the base model was trained on before this run is no
 _BASE_OF_ALL = "The data that a base model was trained on before all of these trainings is not covered."
 _LARGEST_EXPONENT = 700  # of a float
 _SECRET = "secret"
-_NO_RENYI = {True: "not offered for truncated batches", False: "not offered for mixtures of Gaussians"}
+_NO_RENYI = "not offered for mixtures of Gaussians", "not offered for truncated batches"
 _EVALUATION = "Evaluation data, and metrics computed from it, are not covered."
 
 
@@ -111,11 +111,16 @@ def _budget_of_attacks(report: PrivacyReport) -> dict[str, str]:
 def _number(report: PrivacyReport, config: PrivacyConfig) -> str:
     if report.dataset_size is not None:
         return f"{report.dataset_size}"
-    return _SECRET if config.dataset_size is None else f"{_SECRET}; {config.dataset_size} stands for it"
+    if config.dataset_size is None:
+        return _SECRET
+    it = "it" if config.unit_sampling == "units" else "that of the examples that are drawn from"
+    return f"{_SECRET}; {config.dataset_size} stands for {it}"
 
 
-def _drawn(report: PrivacyReport) -> str:
-    return "unit" if report.drawn_from is None else f"of {report.drawn_from} examples"
+def _drawn(report: PrivacyReport, config: PrivacyConfig) -> str:
+    if report.drawn_from is not None:
+        return f"of {report.drawn_from} examples"
+    return "unit" if config.unit_sampling == "units" else "example"
 
 
 def _rows(
@@ -125,7 +130,7 @@ def _rows(
     tight = "an upper bound" if "truncat" in report.sampling else "tight"
     tight = tight if is_composed(ledger.event) else "of so many mechanisms the RDP bound"
     size = f"{report.expected_batch_size:g}"
-    rdp = upper(found["rdp"], 5) if "rdp" in found else _NO_RENYI[report.drawn_from is None]
+    rdp = upper(found["rdp"], 5) if "rdp" in found else _NO_RENYI["truncat" in report.sampling]
     return {
         f"epsilon, PLD accountant ({tight})": upper(found["pld"], 5) + budget,
         "epsilon, RDP accountant (looser)": rdp,
@@ -134,7 +139,8 @@ def _rows(
         "privacy unit": report.unit,
         "neighbouring datasets": report.adjacency,
         "number of units": _number(report, config),
-        "sampling": f"{report.sampling}: each {_drawn(report)} with probability {report.sampling_probability:.4g} "
+        "sampling": f"{report.sampling}: each {_drawn(report, config)} with probability "
+        f"{report.sampling_probability:.4g} "
         "in each step, " + (f"sums divided by {size}" if report.dataset_size is None else f"{size} on average"),
         "steps": f"{report.steps}",
         "noise multiplier": noise_in_words(report.noise, report.noise_multiplier),

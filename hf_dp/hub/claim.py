@@ -133,7 +133,7 @@ def _drawn_from(record: PrivacyRecord) -> int | None:
 def _check_delta(record: PrivacyRecord) -> Check:
     report, size = record.report, _size(record)
     if size is None:
-        # Whatever n is, it is 2 at least.
+        # Whatever n is; also of a single one.
         said = f"{upper(report.delta, 3)}, a number of its own: 1/n is secret, as n is, and at most 0.5"
         return Check("delta", report.delta < 1 / 2, said)
     try:

@@ -158,8 +158,9 @@ def _notes(source: Source, record: PrivacyRecord) -> Iterator[str]:
     if not report.private:
         yield "This is not a private model: " + ("a seed was given." if report.reproducible else "epsilon is infinite.")
     if report.dataset_size is None:
+        of = "examples" if record.config.unit is None else "units"
         yield (
-            "How many examples there are is secret: that delta is below 1/n, and that the sampling probability, the "
+            f"How many {of} there are is secret: that delta is below 1/n, and that the sampling probability, the "
             "steps and delta were chosen without a look at n, is the word of whoever published it."
         )
     if (said := versions_differ(report)) is not None:

@@ -55,11 +55,11 @@ class BatchSampler(Sampler[list[int]], ABC):
         self.terms = terms
         self.dataset_size = dataset_size
         self._is_secret, self._unit = is_secret, unit
-        if unit is not None and (is_secret or unit.drawn != dataset_size):
+        if unit is not None and unit.drawn != (None if is_secret else dataset_size):
             raise ConfigurationError(
                 f"a sampler for {dataset_size} of {unit}.",
                 why="what is accounted for would not be what is drawn.",
-                fix="make it with dataset_size=unit.drawn, and for a number that is secret without unit.",
+                fix="make it with dataset_size=unit.drawn, or with a unit of no number where that is secret.",
             )
         # Of a q that follows from two whole numbers, 1 / q is rounded.
         by_itself = 1 / terms.probability * (1 - 1e-12) if is_secret else dataset_size / terms.expected_batch_size

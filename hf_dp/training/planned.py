@@ -58,7 +58,7 @@ def check_data(dataset: Any, expected_batch_size: int, privacy: PrivacyConfig, e
         check_sizes(0, expected_batch_size)
     units = units_of(dataset, privacy)
     unit, of = unit_of(dataset, privacy, units), "training examples" if units is None else "units"
-    drawn = len(dataset) if unit.drawn is None else unit.drawn
+    drawn = drawn_from(dataset, privacy, units) if unit.drawn is None else unit.drawn
     drawn_of = "chosen examples" if privacy.unit_sampling == "examples" else of.removeprefix("training ")
     check_sizes(drawn, expected_batch_size, is_secret=privacy.hides_n, of=drawn_of)
     _sampling(drawn, expected_batch_size, privacy)
@@ -73,8 +73,14 @@ def unit_of(dataset: Any, privacy: PrivacyConfig, units: UnitRows | None) -> acc
     """Whose presence is hidden in this data, and of what steps are drawn; `units` are those of `units_of`."""
     if units is None:
         return accounting.unit_terms(len(dataset), privacy)
-    drawn = len(units.chosen()) if privacy.unit_sampling == "examples" else None
-    return accounting.unit_terms(len(units), privacy, drawn)
+    return accounting.unit_terms(len(units), privacy, drawn_from(dataset, privacy, units))
+
+
+def drawn_from(dataset: Any, privacy: PrivacyConfig, units: UnitRows | None) -> int:
+    """Of how many a step draws: examples, units, or the chosen examples of units; `units` as in `unit_of`."""
+    if units is None:
+        return len(dataset)
+    return len(units.chosen()) if privacy.unit_sampling == "examples" else len(units)
 
 
 def units_of(dataset: Any, privacy: PrivacyConfig) -> UnitRows | None:
@@ -83,7 +89,16 @@ def units_of(dataset: Any, privacy: PrivacyConfig) -> UnitRows | None:
         return None
     most = privacy.max_examples_per_unit
     assert most is not None
-    return UnitRows.of(dataset, privacy.unit, most, several=privacy.unit_sampling == "examples")
+    units = UnitRows.of(dataset, privacy.unit, most, several=privacy.unit_sampling == "examples")
+    if units.has_shared and privacy.hides_n:
+        raise ConfigurationError(
+            f"training examples of several units (unit={privacy.unit!r}), whose number is secret.",
+            why="without all examples of one, others would be chosen of those who share some with it, and of those who "
+            "share some with these: no bound holds for that.",
+            fix="give each row one value, or leave out sampling_probability and dataset_size, where whose each example "
+            "is may be public.",
+        )
+    return units
 
 
 def check_ranks(dataset: Any, model: nn.Module, facts: Mapping[str, Any], accelerator: Any = None) -> None:

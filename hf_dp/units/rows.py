@@ -28,17 +28,17 @@ class UnitRows:
     """
 
     def __init__(self, values: Iterable[Any], column: str, most: int, several: bool = False) -> None:
-        numbers: dict[Any, int] = {}
+        numbers: dict[Any, int] = {}  # in the order of their first rows
         owners, places = [], []
         kind: type[Any] | None = None
         for row, value in enumerate(values):
-            for one in _listed(value, row, column) if several else (value,):
+            for one in _listed(value, row, column) if several else _alone(value, row, column):
                 kind = _kind(one, row, column) if kind is None else kind
                 if _kind(one, row, column) is not kind:
                     raise _refused(column, row, value, f"others are {kind.__name__}, and one person would be two")
                 owners.append(numbers.setdefault(one, len(numbers)))
                 places.append(row)
-        self._most = most
+        self._most, self._names = most, [str(name).encode("utf-8", "surrogatepass") for name in numbers]
         self._order = np.array(places, dtype=np.int64)[np.argsort(owners, kind="stable")]
         self._starts = np.concatenate([[0], np.bincount(owners, minlength=len(numbers)).cumsum()]).astype(np.int64)
 
@@ -58,22 +58,31 @@ class UnitRows:
 
     @property
     def described(self) -> str:
-        """The same for data that is divided alike, and for no other."""
-        return hashlib.blake2b(self._order.tobytes() + self._starts.tobytes()).hexdigest()
+        """The same for data that is divided alike between the same units, and for no other."""
+        names = b"".join(len(name).to_bytes(8) + name for name in self._names)
+        return hashlib.blake2b(self._order.tobytes() + self._starts.tobytes() + names).hexdigest()
+
+    @property
+    def has_shared(self) -> bool:
+        """Some row belongs to several units."""
+        return len(self._order) > self.rows
 
     def chosen(self) -> list[int]:
         """Rows for all steps, ascending, of which no unit has more than it may: in a random order each row is taken
         that gives none of its units too many, so that no further one could be (Ganesh et al. 2025, arXiv:2503.03622).
 
-        The order is no secret, and the same whenever it is asked for. What is chosen follows from whose each row is,
-        which is public where rows are chosen so: all that is promised holds for any choice.
+        The order is no secret, and the same whenever it is asked for. A row's place in it follows from the name of a
+        unit of its, and which of that unit's rows it is. So which rows of a unit are chosen does not depend on other
+        units, but where these share rows with it: there it follows from whose each row is.
         """
-        rows, owners = self.rows, [[] for _ in range(self.rows)]  # type: tuple[int, list[list[int]]]
-        for unit in range(len(self)):
-            for row in self._order[self._starts[unit] : self._starts[unit + 1]]:
+        owners: list[list[int]] = [[] for _ in range(self.rows)]
+        turns = [b""] * self.rows
+        for unit, name in enumerate(self._names):
+            for place, row in enumerate(self._order[self._starts[unit] : self._starts[unit + 1]]):
                 owners[row].append(unit)
+                turns[row] = turns[row] or hashlib.blake2b(b"%d of %b" % (place, name), digest_size=16).digest()
         counts, found = [0] * len(self), []
-        for row in Entropy(0).generator("the order in which rows are chosen", 0).permutation(rows):
+        for row in sorted(range(self.rows), key=turns.__getitem__):
             if all(counts[unit] < self._most for unit in owners[row]):
                 found.append(int(row))
                 for unit in owners[row]:
@@ -133,9 +142,17 @@ def _values(dataset: Any, column: str) -> Iterable[Any]:
     raise ConfigurationError(
         f"unit={column!r}, and the training dataset ({type(dataset).__name__}) {has}.",
         why="whose each example is must be known before any is drawn.",
-        fix="give a datasets.Dataset, or a list of dicts, with that column. What prepares the data (map(), a trainer) "
-        "may have dropped it: keep it beside the model's columns; the model does not see it.",
+        fix="give a datasets.Dataset, or a list of dicts ([dataset[i] for i in range(len(dataset))] makes one of "
+        "another), with that column. What prepares the data (map(), a trainer) may have dropped it: keep it beside the "
+        "model's columns; the model does not see it.",
     )
+
+
+def _alone(value: Any, row: int, column: str) -> tuple[Any]:
+    if isinstance(value, (list, tuple, set)):
+        problem = "a row of several units is none's alone, and is drawn by itself (unit_sampling='examples')"
+        raise _refused(column, row, value, problem)
+    return (value,)
 
 
 def _listed(value: Any, row: int, column: str) -> list[Any]:
@@ -150,22 +167,20 @@ def _listed(value: Any, row: int, column: str) -> list[Any]:
 
 
 def _kind(value: Any, row: int, column: str) -> type[Any]:
-    if value is None or (isinstance(value, (str, bytes)) and not value):
+    if value is None or (isinstance(value, (str, bytes)) and not value.strip()):
         raise _refused(column, row, value, "it says nothing, and all such rows would be one unit")
     for kind in (str, bytes):
         if isinstance(value, kind):
             return kind
     if isinstance(value, (int, np.integer)) and not isinstance(value, bool):
         return int
-    what = "it names no unit"
-    if isinstance(value, (list, tuple, set)):
-        what = "a row of several units is none's alone, and is drawn by itself (unit_sampling='examples')"
-    raise _refused(column, row, value, f"it is a {type(value).__name__}: {what}")
+    raise _refused(column, row, value, f"it is a {type(value).__name__}: it names no unit")
 
 
 def _refused(column: str, row: int, value: Any, problem: str) -> ConfigurationError:
     return ConfigurationError(
         f"row {row} of the training data has {shown(value)} in the column {column!r}.",
         why=f"{problem}.",
-        fix="give each row one value, a text or a whole number; a row that is nobody's gets one that no other row has.",
+        fix="give each row one value, a text or a whole number (or, with unit_sampling='examples', a list of such); a "
+        "row that is nobody's gets one that no other row has.",
     )

@@ -186,8 +186,15 @@ def test_a_delta_that_promises_nothing_is_refused(delta, n):
         check_delta(delta, n)
 
 
-@pytest.mark.parametrize("n", [1, 0, -5, 2.5, True])
-def test_a_dataset_without_a_crowd_is_refused(n):
+def test_a_single_one_is_promised_a_delta_that_is_given():
+    assert check_delta(1e-5, 1) == 1e-5
+    for refused in (lambda: check_delta(0.5, 1), lambda: default_delta(1)):
+        with pytest.raises(ConfigurationError, match=r"n=1 |dataset of 1 [\s\S]*1e-5"):
+            refused()
+
+
+@pytest.mark.parametrize("n", [0, -5, 2.5, True])
+def test_a_number_of_none_is_refused(n):
     for use in (lambda: default_delta(n), lambda: check_delta(0.1, n)):
         with pytest.raises(ConfigurationError, match=f"n={n}"):
             use()

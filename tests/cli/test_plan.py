@@ -80,6 +80,15 @@ def test_a_plan_for_examples_of_units_is_what_a_person_with_so_many_is_told():
     assert plan["pld"]["epsilon"] == pytest.approx(group_epsilon(run, default_delta(150), 3), rel=1e-9)
     said = " ".join(invoke("plan", *apart, *rest).stdout.split())
     assert "320 of 150, at most 3 of one" in said
+    own = ("--sampling-probability", "0.1", "--batch-size", "32", "--steps", "10", "--noise", "2", "--delta", "1e-4")
+    secret = json.loads(invoke("plan", *own, *apart[2:4], *apart[6:], "--json").stdout)
+    assert (secret["max_examples_per_unit"], secret["counts"], "drawn_from" in secret) == (3, "examples", False)
+    assert secret["pld"]["epsilon"] == pytest.approx(group_epsilon(run, 1e-4, 3), rel=1e-9)
+    whole = " ".join(invoke("plan", *own, *apart[2:4], *apart[6:]).stdout.split())
+    assert "a secret number, at most 3 of one" in whole
+    assert "all of the training data but one unit" in whole
+    both = invoke("plan", *own, *apart[2:])
+    assert (both.exit_code, "with --drawn-from and --sampling-probability" in both.stderr) == (2, True)
     for less, found in ((apart[:4], "without --drawn-from"), ((*apart[:2], *apart[4:6]), "'units' with --drawn-from")):
         refused = invoke("plan", *less, *rest)
         assert (refused.exit_code, found in refused.stderr) == (2, True)

@@ -10,10 +10,13 @@ from hf_dp.accounting import (
     ColumnExamplesUnit,
     ColumnUnit,
     ExampleUnit,
+    UncountedColumnExamplesUnit,
+    UncountedColumnUnit,
     UncountedExampleUnit,
     promised_unit,
     unit_terms,
 )
+from hf_dp.accounting.neighbours import ADD_OR_REMOVE
 from hf_dp.accounting.terms import terms_from_dict
 from hf_dp.config import OutputBiasConfig, PrivacyConfig, ReAttentionConfig
 from hf_dp.config.asked import promised
@@ -56,7 +59,6 @@ def test_it_comes_back_from_json_and_stands_in_the_promise() -> None:
         ({"unit_sampling": "examples", "re_attention": ReAttentionConfig()}, "'examples' with counts of all units"),
         ({"unit_sampling": "examples", "output_bias": OutputBiasConfig()}, "'examples' with counts of all units"),
         ({"unit": None, "max_examples_per_unit": None, "unit_sampling": "x"}, "unit_sampling='x'"),
-        ({"sampling_probability": 0.1, "target_delta": 1e-6}, "unit='user' with sampling_probability or dataset_size"),
     ],
 )
 def test_what_is_no_unit_is_refused(changes: dict[str, Any], found: str) -> None:
@@ -73,6 +75,11 @@ def test_the_terms_follow_from_the_promise() -> None:
     assert unit_terms(None, secret) == UncountedExampleUnit()
     with pytest.raises(ConfigurationError, match="number=None"):
         unit_terms(None, config())
+    for more, terms in ((secret, UncountedColumnUnit), (config(dataset_size=9), UncountedColumnUnit)):
+        unit = unit_terms(7, more.replace(unit="user", max_examples_per_unit=3))
+        assert unit == terms(column="user", max_examples=3) == terms_from_dict("unit", unit.to_dict())
+        assert (unit.number, unit.drawn, unit.apart, unit.adjacency) == (None, None, 1, ADD_OR_REMOVE)
+        assert unit.name == unit_terms(7, config()).name
 
 
 def test_examples_that_are_drawn_by_themselves_have_terms_of_their_own() -> None:
@@ -81,6 +88,11 @@ def test_examples_that_are_drawn_by_themselves_have_terms_of_their_own() -> None
     assert unit == ColumnExamplesUnit(number=7, column="user", max_examples=3, examples=20)
     assert promised_unit(7, promised(apart), 20) == terms_from_dict("unit", unit.to_dict()) == unit
     assert (unit.drawn, unit.apart, unit_terms(7, config()).apart) == (20, 3, 1)
+    secret = unit_terms(7, config(unit_sampling="examples", dataset_size=9), 20)
+    assert secret == UncountedColumnExamplesUnit(column="user", max_examples=3)
+    assert (secret.number, secret.drawn, secret.apart, secret.adjacency) == (None, None, 3, ADD_OR_REMOVE)
+    with pytest.raises(ConfigurationError, match="max_examples=129"):
+        UncountedColumnExamplesUnit(column="user", max_examples=129)
     for number, examples in ((7, None), (7, 0), (6, 19)):
         with pytest.raises(ConfigurationError, match=f"examples={examples}"):
             unit_terms(number, apart, examples)

@@ -167,7 +167,7 @@ def test_bad_training_data(tmp_path: Path, name: str, steps: int) -> None:
 
 def test_a_single_row_of_its_own(tmp_path: Path) -> None:
     one = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 1, "parts": {"train_dataset": rows(1)}}
-    refused(tmp_path, ConfigurationError, "n=1 ", **one)
+    refused(tmp_path, ConfigurationError, "n=1 training examples, and no delta", **one)
 
 
 @pytest.mark.parametrize(

@@ -92,6 +92,7 @@ def test_a_row_of_several_units_names_each(value: list[Any]) -> None:
     [
         (["a", None], "row 1 of the training data has None in the column 'user'"),
         (["", "a"], "row 0 of the training data has ''"),
+        (["a", " \t"], "it says nothing"),
         ([1.0, 2.0], "it is a float"),
         ([1, float("nan")], "it is a float"),
         ([True, False], "it is a bool"),

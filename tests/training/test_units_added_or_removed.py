@@ -1,0 +1,164 @@
+"""n as a secret, where n counts units: all rows of one more or less, and nothing that is seen follows from n."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hf_dp import PrivacyConfig
+from hf_dp.accounting import UncountedColumnExamplesUnit, UncountedColumnUnit, epsilon
+from hf_dp.accounting.accountants import group_epsilon
+from hf_dp.accounting.neighbours import ADD_OR_REMOVE
+from hf_dp.accounting.report import OWNERSHIP
+from hf_dp.errors import ConfigurationError, LedgerError
+from hf_dp.hub import verify
+from hf_dp.units.rows import UnitRows
+from tests.hub.forging import failed, in_record, seal
+from tests.training.test_added_or_removed import GIVEN, OWN, RATE, drawn, kept, published
+from tests.training.workbench import EXPECTED, STEPS, Trajectory, distance, make, private, rows
+
+pytestmark = pytest.mark.usefixtures("checked_once")
+
+# Three rows each, of which two are used; the last one is the one more.
+USERS, MOST = 16, 2
+OWNERS = [f"u{i // 3}" for i in range(3 * USERS)]
+DATA = [{**row, "user": owner} for row, owner in zip(rows(), OWNERS, strict=True)]
+BY_UNITS = {"unit": "user", "max_examples_per_unit": MOST}
+APART = {**BY_UNITS, "unit_sampling": "examples"}
+
+
+def trained(path: Path, users: int, privacy: PrivacyConfig, **changes: Any) -> tuple[Any, Trajectory]:
+    """On the first so many users."""
+    seen = Trajectory()
+    trainer = make(
+        path, privacy=privacy, parts={"train_dataset": DATA[: 3 * users], "callbacks": [seen]}, save_strategy="steps",
+        save_steps=2, logging_steps=1, learning_rate=RATE, **changes,
+    )  # fmt: skip
+    trainer.train()
+    trainer.save_model()
+    return trainer, seen
+
+
+@pytest.mark.parametrize(
+    ("way", "own"),
+    [
+        (BY_UNITS, OWN),
+        pytest.param(BY_UNITS, GIVEN, marks=pytest.mark.slow),
+        pytest.param(APART, OWN, marks=pytest.mark.slow),
+        (APART, GIVEN),
+    ],
+    ids=["units, probability", "units, size", "examples, probability", "examples, size"],
+)
+def test_of_two_datasets_that_differ_by_one_user_nothing_differs_but_the_sums(
+    tmp_path: Path, way: dict[str, Any], own: dict[str, Any]
+) -> None:
+    config = private(withhold_non_private_logs=True, **way, **own)
+    paths = [tmp_path / "one" / "out", tmp_path / "other" / "out"]
+    (one, with_it), (other, without) = (trained(path, n, config) for path, n in zip(paths, (16, 15), strict=True))
+    assert published(paths[0]) == published(paths[1])
+    assert kept(paths[0]) == kept(paths[1])
+    assert one._plan.mechanism == other._plan.mechanism
+    assert str(one.privacy_report()) == str(other.privacy_report())
+    assert (one.privacy_report().adjacency, one.privacy_report().dataset_size) == (ADD_OR_REMOVE, None)
+    # What others do does not depend on whether the last user is there.
+    others = other._plan.sampler.dataset_size
+    assert others == (15 if way is BY_UNITS else 15 * MOST)
+    assert [[i for i in batch if i < others] for batch in drawn(one)] == drawn(other)
+    step, times = next(
+        (step, len(own)) for step, batch in enumerate(drawn(one)) if (own := [i for i in batch if i >= others])
+    )
+    assert distance(with_it.points[step], without.points[step]) == 0
+    moved = [with_it.points[step + 1][name] - without.points[step + 1][name] for name in with_it.points[0]]
+    norm = math.sqrt(sum(float(part.square().sum()) for part in moved)) * EXPECTED / RATE
+    assert 0 < norm <= times * (1 + 1e-3)
+
+
+def test_which_rows_of_a_user_are_chosen_does_not_depend_on_other_users() -> None:
+    owners = [f"u{i % 9}" for i in range(90)]
+    chosen = {row for row in UnitRows(owners, "user", MOST).chosen() if owners[row] != "u4"}
+    places = [row for row, owner in enumerate(owners) if owner != "u4"]
+    without = UnitRows([owners[row] for row in places], "user", MOST).chosen()
+    assert {places[row] for row in without} == chosen
+    assert len({row // 9 for row in chosen}) > MOST  # and is not the same of all
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    path = tmp_path_factory.mktemp("secret") / "out"
+    trainer, _ = trained(path, USERS, PrivacyConfig(target_epsilon=8.0, **APART, **GIVEN))
+    return path, trainer
+
+
+def test_the_record_says_so_and_verifies(saved: tuple[Path, Any]) -> None:
+    path, trainer = saved
+    report, ledger = trainer.privacy_report(), trainer.ledger
+    assert (report.dataset_size, report.drawn_from, report.sampling_probability) == (None, None, EXPECTED / 40)
+    assert report.delta == 40**-1.1
+    assert OWNERSHIP not in report.caveats
+    assert trainer._plan.mechanism.unit == UncountedColumnExamplesUnit(column="user", max_examples=MOST)
+    by_example = trainer._plan.sampler.terms.event(trainer._plan.mechanism.noise.event(), UncountedColumnUnit(
+        column="user", max_examples=MOST
+    ))  # fmt: skip
+    assert epsilon(ledger.event, report.delta) == pytest.approx(
+        group_epsilon(type(ledger.event)([by_example] * STEPS), report.delta, MOST), rel=1e-9
+    )
+    found = verify(path)
+    assert found.private, [check for check in found.checks if not check.passed]
+    card = (path / "README.md").read_text()
+    for words in (
+        'in the sense of "add or remove one, n secret". Had those of any single user not been in the data',
+        "| number of units | secret; 40 stands for that of the examples that are drawn from |",
+        "Poisson: each example with probability 0.2 in each step, sums divided by 8",
+        "not offered for mixtures of Gaussians",
+    ):
+        assert words in card
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        [in_record("config", "dataset_size", to=None)],
+        [in_record("config", "unit_sampling", to="units")],
+        [in_record("mechanism", "unit", "kind", to="uncounted column")],
+        [
+            in_record("mechanism", "unit", "max_examples", to=1),
+            in_record("config", "max_examples_per_unit", to=1),
+            in_record("ledger", "promise", "max_examples_per_unit", to=1),
+        ],
+    ],
+    ids=["public", "drawn whole", "other unit", "fewer rows"],
+)
+def test_a_forged_record_fails(saved: tuple[Path, Any], tmp_path: Path, changes: list[Any]) -> None:
+    forged = Path(shutil.copytree(saved[0], tmp_path / "forged"))
+    for change in changes:
+        change(forged)
+    seal(forged)
+    assert failed(forged)
+
+
+def test_it_resumes_as_it_was_promised_and_no_other_way(saved: tuple[Path, Any], tmp_path: Path) -> None:
+    here = Path(shutil.copytree(saved[0], tmp_path / "out"))
+
+    def resumed(**changes: Any) -> Any:
+        privacy = PrivacyConfig(target_epsilon=8.0, **{**APART, **GIVEN, **changes})
+        trainer = make(here, privacy=privacy, parts={"train_dataset": DATA}, learning_rate=RATE)
+        trainer.train(resume_from_checkpoint=str(here / "checkpoint-2"))
+        return trainer
+
+    assert resumed().ledger.steps == STEPS
+    for changes in ({"dataset_size": 41}, {"dataset_size": None}, {"unit_sampling": "units"}):
+        with pytest.raises(LedgerError):
+            resumed(**changes)
+
+
+def test_users_who_share_rows_have_no_such_claim(tmp_path: Path) -> None:
+    """Without one of them another row of the other would be chosen."""
+    shared = [{**row, "user": [row["user"], "u0"][: 1 + i % 2]} for i, row in enumerate(DATA)]
+    with pytest.raises(ConfigurationError, match="of several units .*, whose number is secret"):
+        make(tmp_path, privacy=private(**APART, **GIVEN), parts={"train_dataset": shared})
+    assert json.loads(private(**APART, **GIVEN).to_json())["dataset_size"] == 40
