@@ -26,6 +26,7 @@ FLOORS = {
     "config": 1,
     "losses": 1,
     "per_example": 1,
+    "audit": 2,
     "accounting": 2,
     "units": 2,
     "clipping": 3,
