@@ -44,7 +44,8 @@ class ClippingRule(ABC):
         bound = self.sensitivity * (1 - _MARGIN * torch.finfo(squared_norms.dtype).eps)
         norms = (squared_norms.double() + rounding.double()).sqrt()
         finite = (squared_norms + rounding).isfinite()
-        return self.scales(norms, bound).where(finite, 0.0).to(squared_norms.dtype)
+        # A scalar for `where` would be moved to the device first, and be waited for.
+        return self.scales(norms, bound).masked_fill(~finite, 0.0).to(squared_norms.dtype)
 
     @abstractmethod
     def scales(self, norms: Tensor, bound: float) -> Tensor:

@@ -35,15 +35,20 @@ class LeftPadding:
     def __init__(self) -> None:
         self.counts_columns: bool | None = None
 
-    def completed(self, model: nn.Module, batch: Any) -> Any:
+    def completed(self, model: nn.Module, batch: Any, collated: Any = None) -> Any:
         """`batch`; without a label for a first token that padding would predict, if the model is a causal language
         model, and with `position_ids` if it counts columns: in all batches, padded or not, so that it takes one path.
+
+        Args:
+            model: that it is for.
+            batch: on the model's device.
+            collated: as it was before it was moved there; what is asked of it has not to be waited for.
         """
-        mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
-        if not isinstance(mask, Tensor) or mask.dim() != 2:
+        mask, host = _mask(batch), _mask(collated)
+        if mask is None:
             return batch
         changes: dict[str, Tensor] = {}
-        if bool(_begins_hidden(mask).any()):
+        if _is_padded(mask if host is None or host.shape != mask.shape else host):
             labels = batch.get("labels")
             if isinstance(labels, Tensor) and labels.shape == mask.shape and is_causal(model):
                 changes["labels"] = labels.masked_fill(F.pad(mask, (1, 0), value=1)[:, :-1].eq(0), _IGNORED)
@@ -54,6 +59,17 @@ class LeftPadding:
         if self.counts_columns and "position_ids" not in batch:
             changes["position_ids"] = _positions(mask)
         return {**batch, **changes} if changes else batch
+
+
+def _mask(batch: Any) -> Tensor | None:
+    """(B, T): which positions are no padding."""
+    mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
+    return mask if isinstance(mask, Tensor) and mask.dim() == 2 else None
+
+
+def _is_padded(mask: Tensor) -> bool:
+    """Whether any example is padded on the left."""
+    return bool(_begins_hidden(mask).any())
 
 
 def _begins_hidden(mask: Tensor) -> Tensor:

@@ -60,20 +60,20 @@ class _CrossEntropy(torch.autograd.Function):
         rows = max(1, _CHUNK // logits.shape[1])
         normaliser = torch.cat([part.logsumexp(1) for part in logits.split(rows)])
         counted = labels.ne(IGNORED)
-        labels = labels.where(counted, 0)
+        labels = labels.masked_fill(~counted, 0)
         right = logits.gather(1, labels[:, None]).squeeze(1)
         losses = normaliser - right
         if label_smoothing:
             losses = (1 - label_smoothing) * losses + label_smoothing * (normaliser - logits.mean(1))
         ctx.save_for_backward(logits, labels, normaliser, counted)
         ctx.rows, ctx.label_smoothing, ctx.may_overwrite = rows, label_smoothing, may_overwrite
-        return losses.where(counted, 0.0)
+        return losses.masked_fill(~counted, 0.0)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, weights: Tensor) -> tuple[Tensor, None, None, None]:
         logits, labels, normaliser, counted = ctx.saved_tensors
-        weights = weights.where(counted, 0.0)[:, None]
+        weights = weights.masked_fill(~counted, 0.0)[:, None]
         gradient = logits.detach() if ctx.may_overwrite else torch.empty_like(logits)
         parts = (values.split(ctx.rows) for values in (logits.detach(), normaliser[:, None], weights, gradient))
         for part, shift, weight, out in zip(*parts, strict=True):

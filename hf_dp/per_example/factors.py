@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from hf_dp.per_example.gram import BLOCK, Dense, OneHot, SelfGrams, Side, gram
+from hf_dp.per_example.gram import BLOCK, Dense, OneHot, SelfGrams, Side, gram, rows_or_zeros
 from hf_dp.per_example.precision import accumulation, full_precision
 
 # Rounding of a squared norm, in units of machine epsilon x (sum over positions of |left| |right|)^2.
@@ -104,6 +104,10 @@ class Outer:
         """The examples in `index` alone."""
         return replace(self, left=self.left.of(self.left.tensor[index]), right=self.right.of(self.right.tensor[index]))
 
+    def masked(self, chosen: Tensor) -> Outer:
+        """With zeros, not 0 x NaN, in place of the examples that are not `chosen` (B,)."""
+        return replace(self, left=self.left.masked(chosen), right=self.right.masked(chosen))
+
 
 @dataclass(frozen=True)
 class DistinctRows(Outer):
@@ -139,6 +143,10 @@ class PerExample:
     def selected(self, index: Tensor) -> PerExample:
         """The examples in `index` alone."""
         return PerExample(self.values[index])
+
+    def masked(self, chosen: Tensor) -> PerExample:
+        """With zeros in place of the examples that are not `chosen` (B,)."""
+        return PerExample(rows_or_zeros(self.values, chosen))
 
 
 Factors = Outer | PerExample

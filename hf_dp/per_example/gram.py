@@ -41,6 +41,10 @@ class Dense:
         """The same with other rows."""
         return Dense(values)
 
+    def masked(self, chosen: Tensor) -> Dense:
+        """With zeros in place of the examples that are not `chosen` (B,)."""
+        return Dense(rows_or_zeros(self.values, chosen))
+
     def padded(self, positions: int) -> Tensor:
         """`values` with so many more positions that add nothing."""
         return F.pad(self.values, (0, 0, 0, positions)) if positions else self.values
@@ -71,6 +75,10 @@ class OneHot:
     def of(self, ids: Tensor) -> OneHot:
         """The same with other rows."""
         return OneHot(ids, self.size)
+
+    def masked(self, chosen: Tensor) -> OneHot:
+        """Itself: beside a dense side that is zero an id adds nothing."""
+        return self
 
     def padded(self, positions: int) -> Tensor:
         """`ids` with so many more positions that add nothing beside a dense side."""
@@ -117,6 +125,13 @@ class SelfGrams:
         if key not in self._known:
             self._known[key] = side, _self_gram(side)
         return self._known[key][1]
+
+
+def rows_or_zeros(values: Tensor, chosen: Tensor) -> Tensor:
+    """`values` (B, ...) with zeros in the rows that are not `chosen` (B,)."""
+    left_out = ~chosen.to(values.device).view(-1, *[1] * (values.dim() - 1))
+    # A scalar for `where` would be moved to the device first.
+    return values.masked_fill(left_out, 0)
 
 
 def gram(first: Side, second: Side) -> Tensor:

@@ -62,7 +62,7 @@ class Grouping:
         """(U, ...): the sums over the rows (B, ...) of each example."""
         if self.is_view:
             return values.unflatten(0, (self.size, self._most)).sum(1) if self._most > 1 else values
-        return values.new_zeros(self.size, *values.shape[1:]).index_add_(0, self._owners.to(values.device), values)
+        return values.new_zeros(self.size, *values.shape[1:]).index_add_(0, _at(values, self._owners), values)
 
     def _joined(self, tensor: Tensor) -> Tensor:
         """(U, r T, ...) from (B, T, ...). Missing positions are zero, as ids and as numbers: on a dense side beside
@@ -73,10 +73,15 @@ class Grouping:
         key = _key(tensor)
         if key not in self._known:
             places = tensor.new_zeros(self.size * self._most, *tensor.shape[1:])
-            self._known[key] = places.index_copy_(0, self._places.to(tensor.device), tensor).view(shape)
+            self._known[key] = places.index_copy_(0, _at(tensor, self._places), tensor).view(shape)
         # Kept no longer than the rows that it was made of, whose memory would then be another's.
         self._to_come[key] -= 1
         return self._known[key] if self._to_come[key] > 0 else self._known.pop(key)
+
+
+def _at(tensor: Tensor, index: Tensor) -> Tensor:
+    """`index` where `tensor` lies; nobody waits until it is there."""
+    return index.to(tensor.device, non_blocking=True)
 
 
 def _key(tensor: Tensor) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -23,6 +23,7 @@ from hf_dp.per_example.rows import RowSum, restricted
 from hf_dp.per_example.rule import Certificate, Rule, Use, refuse_changed
 from hf_dp.per_example.rules import RULES
 from hf_dp.per_example.sharding import Shard, as_sums, is_sharded, local, trainable
+from hf_dp.per_example.waiting import answers_at_once
 from hf_dp.per_example.watch import Watch
 
 _NO_TABLES: Mapping[str, RowSum] = MappingProxyType({})
@@ -139,23 +140,19 @@ class PerExampleGradients:
         """
         if coefficients.shape != self.losses.shape:
             raise ValueError(f"coefficients {tuple(coefficients.shape)} for losses {tuple(self.losses.shape)}")
-        chosen = coefficients.ne(0)
-        index = None if bool(chosen.all()) else chosen.nonzero().squeeze(1)
-        if index is not None:
-            coefficients = coefficients[index]
         refuse_changed(self._versions)
         with torch.no_grad(), full_precision(self.losses.device):
+            chosen, coefficients = _chosen(coefficients)
             for name, uses in self.factors.items():
-                chosen_uses = uses if index is None else [use.selected(index) for use in uses if len(index)]
                 if name in rows:
-                    for use in chosen_uses:
+                    for use in chosen(uses):
                         rows[name].add_(use, coefficients)
                     continue
                 kept = out[name]
                 # A parameter may be laid out otherwise (channels_last); factors are summed row by row.
                 in_place = isinstance(kept, Tensor) and kept.is_contiguous()
                 total: Any = kept if in_place else self.whole_zeros(name)
-                for use in chosen_uses:
+                for use in chosen(uses):
                     use.add_weighted_(total, coefficients)
                 if not in_place:
                     kept.add_(total)
@@ -178,6 +175,17 @@ class PerExampleGradients:
             total, rounding = (torch.stack([pair[i].to(device, dtype) for pair in pairs]).sum(0) for i in (0, 1))
             self._norms = total, rounding
         return self._norms
+
+
+def _chosen(coefficients: Tensor) -> tuple[Callable[[list[Factors]], Iterable[Factors]], Tensor]:
+    """What leaves out the examples with coefficient 0, and the coefficients of the others."""
+    chosen = coefficients.ne(0)
+    if not answers_at_once(coefficients.device):
+        return lambda uses: (use.masked(chosen) for use in uses), coefficients
+    if bool(chosen.all()):
+        return lambda uses: uses, coefficients
+    index = chosen.nonzero().squeeze(1)
+    return lambda uses: (use.selected(index) for use in uses if len(index)), coefficients[index]
 
 
 def record(

@@ -17,6 +17,10 @@ from hf_dp.errors import UnsupportedModelError
 from hf_dp.per_example.factors import DistinctRows, Factors, Outer
 from hf_dp.per_example.gram import Dense, OneHot
 from hf_dp.per_example.precision import accumulation, sum_dtype
+from hf_dp.per_example.waiting import answers_at_once
+
+# How many numbers of looked-up rows wait on a device, each row as often as it was looked up, until they are united.
+_WAITING = 1 << 25
 
 
 @dataclass(frozen=True)
@@ -77,13 +81,24 @@ class Tables:
         A row counts where its gradient is not zero, so padding and masked positions, whose number depends on the
         neighbours in the batch, never do.
         """
-        offsets, keys = self.offsets, [torch.empty(0, dtype=torch.int64)]
+        return self.pairs(*self.looked_up(factors))
+
+    def looked_up(self, factors: Mapping[str, Sequence[Factors]]) -> tuple[Tensor, Tensor]:
+        """The rows (B, T) that each example looks up, and whether (B, T) their gradients there are not zero."""
+        offsets, rows, counted = self.offsets, [], []
         for name in self.sizes:
             for use in factors[name]:
                 ids, values = _lookup(name, use)
-                examples, positions = values.ne(0).any(2).nonzero(as_tuple=True)
-                keys.append(examples * self.rows + ids[examples, positions] + offsets[name])
-        pairs = torch.cat([part.to(keys[-1].device) for part in keys]).unique()
+                rows.append(ids + offsets[name])
+                counted.append(values.ne(0).any(2))
+        if not rows:
+            return torch.empty(0, 0, dtype=torch.int64), torch.empty(0, 0, dtype=torch.bool)
+        return tuple(torch.cat([part.to(parts[0].device) for part in parts], 1) for parts in (rows, counted))  # type: ignore[return-value]
+
+    def pairs(self, rows: Tensor, counted: Tensor) -> tuple[Tensor, Tensor]:
+        """What was `looked_up` as pairs (example, row), each once, in order."""
+        examples, positions = counted.nonzero(as_tuple=True)
+        pairs = (examples * self.rows + rows[examples, positions]).unique()
         return pairs.div(self.rows, rounding_mode="floor"), pairs.remainder(self.rows)
 
 
@@ -94,6 +109,7 @@ class RowSum:
         self._name, self._width, self._dtype = name, table.shape[1], sum_dtype(table.dtype)
         self._ids = [torch.empty(0, dtype=torch.int64, device=table.device)]
         self._values = [torch.empty(0, self._width, dtype=self._dtype, device=table.device)]
+        self._is_united, self._waiting = True, 0
 
     @property
     def device(self) -> torch.device:
@@ -110,9 +126,19 @@ class RowSum:
         self._append(ids.flatten(), weighted.flatten(0, 1))
 
     def _append(self, ids: Tensor, values: Tensor) -> None:
+        if answers_at_once(self.device):
+            ids, values = self._united(ids, values)
+            self._is_united = len(self._ids) == 1
+        else:
+            self._is_united, self._waiting = False, self._waiting + values.numel()
+        self._ids.append(ids)
+        self._values.append(values)
+        if self._waiting > _WAITING:
+            self.coalesced()
+
+    def _united(self, ids: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         found, inverse = ids.unique(return_inverse=True)
-        self._ids.append(found)
-        self._values.append(values.new_zeros(len(found), self._width).index_add_(0, inverse, values))
+        return found, values.new_zeros(len(found), self._width).index_add_(0, inverse, values)
 
     def sub_(self, other: RowSum) -> None:
         """Subtracts another sum over the same table."""
@@ -121,10 +147,10 @@ class RowSum:
 
     def coalesced(self) -> tuple[Tensor, Tensor]:
         """The rows (k,), ascending, and their sums (k, d)."""
-        if len(self._ids) > 2:
-            ids, values = torch.cat(self._ids), torch.cat(self._values)
-            self._ids, self._values = self._ids[:1], self._values[:1]
-            self._append(ids, values)
+        if not self._is_united:
+            ids, values = self._united(torch.cat(self._ids), torch.cat(self._values))
+            self._ids, self._values = [self._ids[0], ids], [self._values[0], values]
+            self._is_united, self._waiting = True, 0
         return self._ids[-1], self._values[-1]
 
     def of(self, rows: Tensor) -> Tensor:

@@ -52,9 +52,6 @@ class ClippedSum:
             a parameter that FSDP2 shards, this rank's part.
         rows: the sum for each parameter that is summed by rows, over this rank's examples.
         examples: how many examples were added.
-        clipped: how many of them were scaled down; a rule may scale others up.
-        non_finite: how many had a gradient that is not finite, and so contributed nothing.
-        loss: the sum of the finite examples' losses.
     """
 
     def __init__(self, model: nn.Module, clipping: ClippingRule, by_rows: SummedByRows | None = None) -> None:
@@ -74,10 +71,30 @@ class ClippedSum:
         self._whole = {name: _whole_zeros(p) for name, p in sharded.items()} if is_little else {}
         self.rows = {name: RowSum(name, self._parameters[name]) for name in names}
         self._chosen: Mapping[str, Tensor] = {}
-        self.examples = self.clipped = self.non_finite = 0
-        self.loss = 0.0
+        self.examples = 0
+        # Clipped, not finite, loss: on the device, and asked of it once.
+        self._counted: Tensor | None = None
         if by_rows is not None:
             by_rows.begin()
+
+    @property
+    def clipped(self) -> int:
+        """How many examples were scaled down; a rule may scale others up."""
+        return int(self._read()[0])
+
+    @property
+    def non_finite(self) -> int:
+        """How many had a gradient that is not finite, and so contributed nothing."""
+        return int(self._read()[1])
+
+    @property
+    def loss(self) -> float:
+        """The sum of the finite examples' losses."""
+        return float(self._read()[2])
+
+    def _read(self) -> Tensor:
+        self._counted = torch.zeros(3, dtype=torch.float64) if self._counted is None else self._counted.cpu()
+        return self._counted
 
     @property
     def mean_loss(self) -> float:
@@ -106,15 +123,15 @@ class ClippedSum:
             return self.add_nothing(gradients)
         coefficients = self._clipping.coefficients(gradients.squared_norms(), gradients.rounding())
         # A finite gradient of an infinite loss is no gradient of anything.
-        coefficients = coefficients.where(gradients.losses.isfinite(), 0.0)
+        coefficients = coefficients.masked_fill(~gradients.losses.isfinite(), 0.0)
         gradients.add_weighted_sum_({**self._sums, **self._whole}, coefficients, self.rows)
         used = coefficients.ne(0)
         if self._by_rows is not None:
             self._by_rows.add(gradients, used)
         self.examples += gradients.batch_size
-        self.non_finite += int((~used).sum())
-        self.clipped += int((used & coefficients.lt(1)).sum())
-        self.loss += float(gradients.losses.double().where(used, 0.0).sum())
+        loss = gradients.losses.double().masked_fill(~used, 0.0).sum()
+        counted = torch.stack([(used & coefficients.lt(1)).sum().double(), (~used).sum().double(), loss])
+        self._counted = counted if self._counted is None else self._counted + counted
 
     def add_nothing(self, gradients: PerExampleGradients) -> None:
         """Takes part in a micro-batch of the other ranks; none of its examples counts."""
@@ -129,7 +146,7 @@ class ClippedSum:
         Raises:
             HfDpError: another rank is at another step.
         """
-        table = ranks.gathered([step, self.examples, self.clipped, self.non_finite, self.loss])
+        table = ranks.gathered([step, self.examples, *self._read().tolist()])
         steps = [int(value) for value in table[:, 0]]
         if len(set(steps)) > 1:
             raise HfDpError(
@@ -137,8 +154,8 @@ class ClippedSum:
                 why="they would add up different logical batches, and no ledger would count the right releases.",
                 fix="let every rank take the same callbacks and stopping decisions; resume from the last checkpoint.",
             )
-        self.examples, self.clipped, self.non_finite = (int(value) for value in table.sum(0)[1:4])
-        self.loss = float(table[:, 4].sum())
+        total = table[:, 1:].sum(0)
+        self.examples, self._counted = int(total[0]), total[1:]
 
     def choose_rows(self, step: int) -> None:
         """Moves this rank's sums of the rows that are chosen for this step to `gradients`."""

@@ -93,7 +93,7 @@ class DataMixin(_Base):
 
     def _prepare_inputs(self, inputs: Any) -> Any:
         """As Trainer's, in training and in evaluation; what is padded on the left is completed."""
-        return self._left_padding.completed(self._module, super()._prepare_inputs(inputs))
+        return self._left_padding.completed(self._module, super()._prepare_inputs(inputs), inputs)
 
     def _prepare_examples(self, inputs: Any) -> Any:
         """`_prepare_inputs` of a micro-batch of training."""

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 import hf_dp.ranks as ranks
@@ -90,7 +91,8 @@ class Engine:
         losses, rows = self._loss(model, batch), Counter(owners.units)
         check_losses(losses, len(owners.units))
         elsewhere = owners.before + owners.after
-        return losses * losses.new_tensor([1 / (rows[unit] + elsewhere) for unit in owners.units])
+        shares = torch.tensor([1 / (rows[unit] + elsewhere) for unit in owners.units], dtype=losses.dtype)
+        return losses * shares.to(losses.device, non_blocking=True)
 
     def micro_batches(self, item: Mapping[str, Any]) -> Iterator[MicroBatch]:
         """Of one logical batch, once those that are wider or narrower than all before are known to do no harm."""

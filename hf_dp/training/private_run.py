@@ -111,7 +111,7 @@ class PrivateRun:
         padding = LeftPadding()
 
         def prepare(batch: Any) -> Any:
-            return padding.completed(self.model, send_to_device(batch, next(self.model.parameters()).device))
+            return padding.completed(self.model, send_to_device(batch, next(self.model.parameters()).device), batch)
 
         known = (lambda model, few, alone: check_own_loss(model, few)) if loss is per_example_losses else None
         engine = Engine(self.model, loss, self._loader, prepare, padding, rules, known)

@@ -99,6 +99,19 @@ def test_failure_14_an_example_that_is_not_finite_contributes_zero(bad: float) -
     assert math.isclose(found.loss, without.loss, rel_tol=1e-6)
 
 
+@pytest.mark.parametrize("bad", [math.nan, math.inf, 1e38])
+def test_failure_14_where_nothing_is_read_in_between(bad: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, batches = Tied(), [batch_of(5, torch.float32), batch_of(3, torch.float32)]
+    batches[0]["scale"][2] = bad
+    expected = clipped(model, batches, 0.5)
+    monkeypatch.setattr("hf_dp.per_example.waiting._AT_ONCE", frozenset())
+    found = clipped(model, batches, 0.5)
+    for name, total in found.gradients.items():
+        assert torch.allclose(total, expected.gradients[name], rtol=1e-6, atol=1e-7)
+    assert found.non_finite == 1
+    assert (found.examples, found.clipped, found.loss) == (expected.examples, expected.clipped, expected.loss)
+
+
 def test_failure_14_neighbours_of_nan_keep_every_bit() -> None:
     model, batch = Tied(), batch_of(5, torch.float32)
     other = {**batch, "scale": batch["scale"].clone()}

@@ -22,6 +22,7 @@ class ContributionSum:
 
     def __init__(self, tables: Tables, norm: float) -> None:
         self._tables, self._norm = tables, norm
+        self._waiting: list[tuple[Tensor, Tensor, Tensor]] = []
         self._rows = torch.empty(0, dtype=torch.int64)
         self._counts = torch.empty(0, dtype=torch.float64)
 
@@ -32,8 +33,12 @@ class ContributionSum:
 
     def add(self, gradients: PerExampleGradients, used: Tensor) -> None:
         """Counts the examples of one micro-batch that are `used` (B,): what adds no gradient adds no count."""
-        examples, rows = self._tables.touched(gradients.factors)
-        touched = examples.bincount(minlength=gradients.batch_size)
+        # Which these are is asked of the device when all are in.
+        self._waiting.append((*self._tables.looked_up(gradients.factors), used))
+
+    def _count(self, looked_up: Tensor, counted: Tensor, used: Tensor) -> None:
+        examples, rows = self._tables.pairs(looked_up, counted)
+        touched = examples.bincount(minlength=len(used))
         weights = (self._norm / touched.clamp_min(1).double().sqrt()).clamp_max(1.0).where(used, 0.0)
         kept = used[examples]
         self._append(rows[kept].cpu(), weights[examples[kept]].cpu())
@@ -48,6 +53,9 @@ class ContributionSum:
 
         On several ranks all call it together: one all-reduce of one number for each row of the tables.
         """
+        for one in self._waiting:
+            self._count(*one)
+        self._waiting = []
         if ranks.world_size() == 1:
             return self._rows, self._counts
         counts = torch.zeros(self._tables.rows, dtype=torch.float64)

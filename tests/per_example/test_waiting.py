@@ -1,0 +1,82 @@
+"""Where nothing is read between micro-batches, examples are left out by zeros, and looked-up rows are united later."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hf_dp.per_example import Dense, OneHot, Outer, PerExampleGradients, RowSum
+from hf_dp.per_example.factors import Factors, PerExample
+
+SIZES = (7, 4)
+
+
+@pytest.fixture
+def elsewhere(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """From now on the CPU is taken for a device whose answers have to be waited for."""
+    return lambda: monkeypatch.setattr("hf_dp.per_example.waiting._AT_ONCE", frozenset())
+
+
+def uses() -> dict[str, Factors]:
+    torch.manual_seed(0)
+    dense, ids = lambda n: Dense(torch.randn(3, 5, n)), OneHot(torch.randint(0, 7, (3, 5)), 7)
+    return {
+        "dense": Outer(dense(7), dense(4), 2.0),
+        "looked up": Outer(ids, dense(4)),
+        "transposed": Outer(dense(4), ids).transposed,
+        "instantiated": PerExample(torch.randn(3, *SIZES)),
+    }
+
+
+def with_second(use: Factors, value: float) -> Factors:
+    def poisoned(tensor: Tensor) -> Tensor:
+        if tensor.is_floating_point():
+            tensor = tensor.clone()
+            tensor[1].view(-1)[::3] = value
+        return tensor
+
+    if isinstance(use, PerExample):
+        return PerExample(poisoned(use.values))
+    return Outer(use.left.of(poisoned(use.left.tensor)), use.right.of(poisoned(use.right.tensor)), use.scale)
+
+
+def summed(use: Factors) -> Tensor:
+    gradients = PerExampleGradients(torch.zeros(3), {"w": [use]}, {"w": nn.Parameter(torch.zeros(SIZES))})
+    return gradients.weighted_sum(torch.tensor([0.5, 0.0, 1.5]))["w"]
+
+
+@pytest.mark.parametrize("kind", uses())
+def test_an_example_that_is_left_out_leaves_nothing_behind(kind: str, elsewhere: Callable[[], None]) -> None:
+    selected = summed(uses()[kind])
+    elsewhere()
+    for value in (0.0, 1e38, math.inf, math.nan):
+        assert torch.allclose(summed(with_second(uses()[kind], value)), selected, rtol=1e-6, atol=1e-6)
+    assert not torch.allclose(selected, torch.zeros(SIZES))
+
+
+@pytest.mark.parametrize("most", [0, 20, 1 << 25])
+def test_rows_are_united_when_all_are_in_or_there_are_many(
+    most: int, elsewhere: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    several = [Outer(OneHot(torch.randint(0, 40, (3, 5)), 40), Dense(torch.randn(3, 5, 4))) for _ in range(3)]
+
+    def total() -> tuple[Tensor, Tensor]:
+        rows = RowSum("table", torch.zeros(40, 4))
+        for use in several:
+            rows.add_(use, torch.tensor([0.5, 0.0, 1.5]))
+        subtracted = RowSum("table", torch.zeros(40, 4))
+        subtracted.add_(several[0], torch.ones(3))
+        rows.sub_(subtracted)
+        assert torch.equal(rows.coalesced()[0], rows.coalesced()[0].unique())
+        return rows.coalesced()[0], rows.of(torch.arange(40))
+
+    ids, expected = total()
+    elsewhere()
+    monkeypatch.setattr("hf_dp.per_example.rows._WAITING", most)
+    assert torch.equal(total()[0], ids)
+    assert torch.allclose(total()[1], expected, rtol=1e-6, atol=1e-6)

@@ -1,0 +1,215 @@
+"""Between the micro-batches of a step nothing waits for the device, but what waits in an ordinary step as well."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import Trainer
+
+from hf_dp import ReAttentionConfig, SparseEmbeddingConfig
+from hf_dp.data import left_padding
+from hf_dp.step import private_gradient
+from hf_dp.step.clipped_sum import ClippedSum
+from hf_dp.training.engine import Engine
+from tests.training.workbench import arguments, classifier, make, pad_for_language, private, rows
+from tests.zoo import tiny
+
+# Whose results the host must know, or whose shapes follow from what tensors hold.
+_WAITING = {
+    *("_local_scalar_dense", "is_nonzero", "equal", "nonzero", "nonzero_numpy", "masked_select", "bincount", "unique"),
+    *("_unique", "_unique2", "unique_dim", "unique_consecutive", "repeat_interleave"),
+}
+_BY_MASKS = {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index"}
+# What no dispatcher sees on a CPU.
+_READ = {getattr(Tensor, name) for name in ("tolist", "numpy", "cpu", "__bool__", "__int__", "__float__", "item")}
+
+
+class Waits:
+    """Counts what would wait for a device, were it one."""
+
+    def __init__(self) -> None:
+        self.found: Counter[str] = Counter()
+        self.is_open = True
+
+    def note(self, name: str) -> None:
+        if self.is_open:
+            self.found[name] += 1
+
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        with _Read(self), _Dispatched(self):
+            yield
+
+
+class WaitsOfCuda(Waits):
+    """As torch itself tells them."""
+
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        before = torch.cuda.get_sync_debug_mode()
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn")
+            try:
+                yield
+            finally:
+                torch.cuda.set_sync_debug_mode(before)
+        self.found.update("synchronising call" for one in told if "synchronizing" in str(one.message))
+
+
+class _Dispatched(TorchDispatchMode):
+    def __init__(self, waits: Waits) -> None:
+        self._waits = waits
+        super().__init__()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        by_mask = name in _BY_MASKS and any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in args[1])
+        # A scalar in place of a tensor would be moved to the device.
+        by_scalar = name == "where" and len({a.dim() > 0 for a in args[1:]} | {True}) > 1
+        if name in _WAITING or by_mask or by_scalar:
+            self._waits.note(name)
+        return func(*args, **(kwargs or {}))
+
+
+class _Read(TorchFunctionMode):
+    def __init__(self, waits: Waits) -> None:
+        self._waits = waits
+        super().__init__()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _READ:
+            self._waits.note(func.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def untied() -> nn.Module:
+    return tiny("llama", "causal_lm", torch.float32, num_hidden_layers=1)
+
+
+def with_lora() -> nn.Module:
+    adapters = LoraConfig(r=2, target_modules="all-linear")
+    made: nn.Module = get_peft_model(untied(), adapters)  # type: ignore[arg-type]
+    return made
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
+    "tied": (lambda: tiny("gpt2", "causal_lm", torch.float32, n_layer=1), {}),
+    "untied": (untied, {}),
+    "LoRA": (with_lora, {}),
+    "sparse": (classifier, {"sparse_embeddings": SparseEmbeddingConfig(threshold=1.0)}),
+    "re-attention": (classifier, {"re_attention": ReAttentionConfig(token_frequencies="uniform")}),
+    "users": (classifier, {"unit": "user", "max_examples_per_unit": 3}),
+}
+_FAST = ("tied", "LoRA", "sparse")
+
+
+def data(n: int, of_language: bool) -> list[dict[str, Any]]:
+    made = rows(n)
+    return [{"input_ids": row["input_ids"]} for row in made] if of_language else made
+
+
+@pytest.fixture
+def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CPU is taken for a device whose answers have to be waited for."""
+    monkeypatch.setattr("hf_dp.per_example.waiting._AT_ONCE", frozenset())
+
+
+@pytest.mark.parametrize(
+    "x",
+    [lambda x: bool(x.any()), lambda x: x.tolist(), lambda x: x[x > 0], lambda x: x.where(x > 0, 0.0), Tensor.unique],
+)
+def test_what_would_wait_is_counted(x: Callable[[Tensor], object]) -> None:
+    waits = Waits()
+    with waits.counted():
+        torch.ones(3).where(torch.ones(3) > 0, torch.zeros(3))[torch.tensor([1])].sum()
+        assert not waits.found
+        x(torch.ones(3))
+    assert waits.found
+
+
+@pytest.mark.usefixtures("elsewhere")
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[] if kind in _FAST else [pytest.mark.slow]) for kind in MODELS]
+)
+def test_nothing_is_asked_of_the_device_before_the_logical_batch_ends(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found, ordinary = waits_of_a_training(kind, tmp_path, monkeypatch, Waits())
+    assert not found - ordinary
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", MODELS)
+def test_nothing_waits_for_a_gpu(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found, ordinary = waits_of_a_training(kind, tmp_path, monkeypatch, WaitsOfCuda())
+    assert not found - ordinary
+
+
+def waits_of_a_training(
+    kind: str, path: Path, monkeypatch: pytest.MonkeyPatch, waits: Waits
+) -> tuple[Counter[str], Counter[str]]:
+    """Of its micro-batches, and of an ordinary Trainer's on the same."""
+    (build, promise), on_cpu = MODELS[kind], not isinstance(waits, WaitsOfCuda)
+    model, window = build(), ExitStack()
+    recorded: list[dict[str, Tensor]] = []
+    collated: list[Tensor | None] = []
+
+    class Sum(ClippedSum):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            window.enter_context(waits.counted())
+
+        def meet(self, step: int) -> None:
+            window.close()
+            super().meet(step)
+
+    def kept(engine: Engine, micro_batch: Any) -> Any:
+        recorded.append({name: value.clone() for name, value in micro_batch.batch.items()})
+        return record(engine, micro_batch)
+
+    def moved(trainer: Any, inputs: Any) -> Any:
+        collated.append(inputs.get("attention_mask"))
+        return {name: value.clone() for name, value in prepared(trainer, inputs).items()}
+
+    def asked(mask: Tensor) -> bool:
+        # What is asked of a batch before it is moved is asked of the host.
+        waits.is_open = all(mask is not one for one in collated)
+        found = is_padded(mask)
+        waits.is_open = True
+        return found
+
+    record, prepared, is_padded = Engine.record, Trainer._prepare_inputs, left_padding._is_padded
+    monkeypatch.setattr(private_gradient, "ClippedSum", Sum)
+    monkeypatch.setattr(Engine, "record", kept)
+    monkeypatch.setattr(Trainer, "_prepare_inputs", moved)
+    monkeypatch.setattr(left_padding, "_is_padded", asked)
+
+    of_language, ordinary = not isinstance(model, type(classifier())), copy.deepcopy(model)
+    given = data(48, of_language)
+    parts = {"train_dataset": given, **({"data_collator": pad_for_language} if of_language else {})}
+    if "unit" in promise:
+        for number, row in enumerate(given):
+            row["user"] = number // 4
+    make(path, model, private(**promise), parts=parts, max_steps=2, use_cpu=on_cpu).train()
+    assert len(recorded) > 2
+    found, waits.found = waits.found, Counter()
+
+    plain = Trainer(ordinary, arguments(path, use_cpu=on_cpu))  # type: ignore[arg-type]
+    plain.current_gradient_accumulation_steps = 1
+    with waits.counted():
+        for batch in recorded:
+            plain.training_step(ordinary, batch)
+    return found, waits.found
