@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 import torch.nn.functional as F
@@ -16,7 +17,8 @@ _TEMPERATURE = 0.1
 def best_draws(
     drawn: Texts, wanted: Sequence[int], names: Sequence[str], features: Callable[[Sequence[str]], Tensor]
 ) -> Texts:
-    """As many texts of each label as are wanted: those whose label is the likeliest, in the order they have.
+    """As many texts of each label as are wanted: those whose label is the likeliest, in the order they have; the same
+    words twice only where there are no others.
 
     It is chosen by the texts that were sampled and by what is public, so the model's guarantee holds for what is left.
 
@@ -30,7 +32,12 @@ def best_draws(
     likely = (cosines / _TEMPERATURE).log_softmax(1)
     kept: list[int] = []
     for label, count in enumerate(wanted):
-        of_label = [(-float(likely[i, label]), i) for i, one in enumerate(drawn.labels) if one == label]
-        kept += [i for _, i in sorted(of_label)[:count]]
+        of_label = [i for i, one in enumerate(drawn.labels) if one == label]
+        said = Counter[str]()
+        order = []
+        for i in sorted(of_label, key=lambda i: -float(likely[i, label])):
+            order.append((said[drawn.texts[i]], len(order), i))
+            said[drawn.texts[i]] += 1
+        kept += [i for *_, i in sorted(order)[:count]]
     kept.sort()
     return Texts([drawn.texts[i] for i in kept], [drawn.labels[i] for i in kept])

@@ -230,6 +230,9 @@ def test_of_several_draws_those_stay_whose_label_is_the_likeliest_by_its_name(pa
     drawn = texts(["b", "a", "c", "c", "a", "b"], [0, 0, 0, 1, 1, 1])
     found = best(drawn, [1, 2], ["card_lost", "praise"], lambda some: torch.tensor([places[text] for text in some]))
     assert list(zip(found.texts, found.labels, strict=True)) == [("a", 0), ("c", 1), ("b", 1)]
+    drawn = texts(["a", "a", "b", "a"], [0, 0, 0, 0])
+    found = best(drawn, [3, 0], ["card_lost", "praise"], lambda some: torch.tensor([places[text] for text in some]))
+    assert found.texts == ["a", "a", "b"], "the same words again only where there are no others"
 
 
 @pytest.mark.slow
