@@ -90,7 +90,8 @@ class PrivacyReport:
         releases: what was released beside the steps, those of earlier trainings included.
         earlier: trainings before on the same people, each in words; epsilon is of all together.
         dataset_size: number of units; None where it is secret.
-        drawn_from: number of examples that are drawn from, where units have several and each is drawn by itself.
+        drawn_from: number of examples that are drawn from, where units have several and each is drawn by itself; None
+            where it is secret.
         expected_batch_size: what the sum of a step is divided by; where the number of units is public, the mean
             number of them, or of examples, in a step.
         reproducible: a seed was given, so that the noise is not secret and the run is not private.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+from typing import Any
 
 import dp_accounting as dp
 import numpy as np
@@ -17,7 +18,11 @@ from scipy import optimize, stats
 
 from hf_dp.accounting import (
     ColumnExamplesUnit,
+    FlatClipping,
+    GaussianNoise,
+    Mechanism,
     PoissonSampling,
+    Query,
     epsilon,
     event_from_dict,
     event_to_dict,
@@ -163,6 +168,50 @@ def test_units_whose_examples_are_drawn_by_themselves_are_charged_as_composed_by
     found = event_from_dict(json.loads(json.dumps(event_to_dict(charged), allow_nan=False)))
     assert found == charged
     assert f"of at most {k} examples of one unit" in in_words(charged)
+
+
+# How far j draws move the counts and, with a look at their noisy sum, the gradient, each in units of its bound.
+ADAPTIVE: dict[str, Any] = {
+    "as far as both may": lambda j, seen: (j, j + 0 * seen),
+    "rows that survive alone": lambda j, seen: (j, np.where(seen > 0.5, j, 0.0)),
+    "back and forth": lambda j, seen: (j if j < 2 else -j, np.where(seen > 0, -j, j)),
+}
+
+
+@pytest.mark.parametrize("moved", ADAPTIVE)
+def test_two_queries_of_a_step_of_which_the_second_follows_from_the_first_cost_no_more_than_one(moved: str) -> None:
+    """DP-AdaFEST's, by integrals over both, where two rows of a unit are drawn each by itself."""
+    q, counts, gradient, k = 0.3, 2.0, 1.2, 2
+    unit = ColumnExamplesUnit(number=50, column="user", max_examples=k, examples=100)
+    together = (counts**-2 + gradient**-2) ** -0.5
+    sampling = PoissonSampling(probability=q, expected_batch_size=30.0)
+    mechanism = Mechanism(
+        unit=unit, sampling=sampling, clipping=FlatClipping(norm=1.0), noise=GaussianNoise(multiplier=together),
+        steps=1, delta=1e-3, queries=(Query("counts of rows", counts / gradient),),
+    )  # fmt: skip
+    assert mechanism.noise_multipliers == {"gradient": pytest.approx(1.2), "counts of rows": pytest.approx(2.0)}
+    chances = list(stats.binom.pmf(range(k + 1), k, q))
+    assert mechanism.step_event == dp.dp_event.MixtureOfGaussiansDpEvent(
+        together, [0.0, 1.0, 2.0], [pytest.approx(p, rel=1e-12) for p in chances]
+    )
+    first, width = np.linspace(-18, 18, 801, retstep=True)
+    x1, x2 = first[:, None], np.linspace(-11, 11, 601)
+    cell = width * (x2[1] - x2[0])
+
+    def density(j: int) -> Any:
+        a, b = ADAPTIVE[moved](j, x1)
+        return stats.norm.pdf(x1, a, counts) * stats.norm.pdf(x2, b, gradient) * cell
+
+    alone, mixed = density(0), sum(p * density(j) for j, p in enumerate(chances))
+    shown = []
+    for rows in (k, 1):
+        eps = group_epsilon(step_event(together, q), 0.01, rows)
+        assert eps is not None
+        shown.append(max(np.maximum(p - math.exp(eps) * o, 0).sum() for p, o in ((mixed, alone), (alone, mixed))))
+    assert shown[0] <= 0.01 * (1 + 1e-6)
+    if moved == "as far as both may":
+        assert shown[0] > 0.0099
+        assert shown[1] > 0.02  # Charged as for a single row it would be untrue.
 
 
 def test_one_example_of_each_unit_costs_what_an_example_costs() -> None:

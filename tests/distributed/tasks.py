@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import hf_dp.ranks as ranks
-from hf_dp import PrivacyConfig, ReAttentionConfig, SparseEmbeddingConfig
+from hf_dp import OutputBiasConfig, PrivacyConfig, ReAttentionConfig, SparseEmbeddingConfig
 from hf_dp.data.loader import PoissonDataLoader
 from hf_dp.errors import HfDpError
 from hf_dp.losses import per_example_losses
@@ -46,11 +46,13 @@ FURTHER = {
     "tied llama lora and embedding": ("modules_to_save, tied", "causal_lm"),
     "t5": ("t5", "seq2seq"),
 }
+# Its output has a bias that is trained.
+OF_WORDS = {"bert of words": ("bert", "masked_lm")}
 
 
 def kind_of(name: str) -> tuple[str, str]:
     """Architecture or adapter, and head."""
-    return {**MODELS, **FURTHER}[name.partition(", ")[0]]
+    return {**MODELS, **FURTHER, **OF_WORDS}[name.partition(", ")[0]]
 
 
 def built(name: str, seed: int = 0) -> nn.Module:
@@ -262,13 +264,14 @@ class Collectives(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def re_attended(path: str, world: int) -> dict[str, Any]:
-    """A seeded run with noise, Re-Attention and a release of token frequencies."""
-    attention = ReAttentionConfig(error="accumulated")
-    privacy = {"noise_multiplier": None, "target_epsilon": 8.0, "seed": 3, "re_attention": attention}
-    run = trainer(path, "bert", world, privacy)
+def released(path: str, world: int, part: str, unit: dict[str, Any]) -> dict[str, Any]:
+    """A seeded run with noise, and a part that releases frequencies once: of tokens for Re-Attention, or of labels."""
+    config = {"re_attention": ReAttentionConfig(error="accumulated"), "output_bias": OutputBiasConfig()}[part]
+    privacy = {"noise_multiplier": None, "target_epsilon": 8.0, "seed": 3, part: config, **unit}
+    name, kept = ("bert of words", part) if part == "output_bias" else ("bert", "token_frequencies")
+    run = trainer(path, name, world, privacy)
     run.train()
-    frequencies = run._run.parts["token_frequencies"].shares.cpu()
+    frequencies = run._run.parts[kept].shares.cpu()
     return {"parameters": gathered(run.model), "frequencies": frequencies, "ledger": run.ledger.to_dict()}
 
 

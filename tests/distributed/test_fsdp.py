@@ -65,9 +65,12 @@ def test_automatic_clipping_in_shards(pair: Gang) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["tied gpt2", "llama lora"])
-def test_users_in_shards(tmp_path: Path, pair: Gang, name: str) -> None:
-    by_user = {"unit": "user", "max_examples_per_unit": 5}  # More rows than a micro-batch has.
+@pytest.mark.parametrize(
+    ("name", "way"), [("tied gpt2", "units"), ("llama lora", "units"), ("tied gpt2", "examples"), ("llama", "examples")]
+)
+def test_users_in_shards(tmp_path: Path, pair: Gang, name: str, way: str) -> None:
+    # Drawn whole, one has more rows than a micro-batch.
+    by_user = {"unit": "user", "max_examples_per_unit": 5 if way == "units" else 2, "unit_sampling": way}
     alone = pair.alone_once(trained_alone, name, tuple(by_user.items()))
     for found in pair.run(trained_in_shards, str(tmp_path / "two"), name, 2, by_user):
         assert farthest(found["parameters"], alone["parameters"]) < TOLERANCE

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.distributed.gang import Gang
-from tests.distributed.tasks import farthest, re_attended, refusal
+from tests.distributed.tasks import farthest, refusal, released
 
 REFUSED = {
     "FSDP on a CPU": "MULTI_CPU, where FSDP was asked for",
@@ -38,9 +38,12 @@ def test_replicas_of_shards(tmp_path: Path, four: Gang) -> None:
 
 
 @pytest.mark.slow
-def test_re_attention_with_one_release_of_frequencies(tmp_path: Path, pair: Gang) -> None:
-    alone = pair.alone(re_attended, str(tmp_path / "one"), 1)
-    for found in pair.run(re_attended, str(tmp_path / "two"), 2):
+@pytest.mark.parametrize("part", ["re_attention", "output_bias", "output_bias by user"])
+def test_one_release_of_frequencies(tmp_path: Path, pair: Gang, part: str) -> None:
+    part, _, unit = part.partition(" by ")
+    promise = {"unit": unit, "max_examples_per_unit": 2} if unit else {}
+    alone = pair.alone(released, str(tmp_path / "one"), 1, part, promise)
+    for found in pair.run(released, str(tmp_path / "two"), 2, part, promise):
         assert torch.equal(found["frequencies"], alone["frequencies"])
         assert farthest(found["parameters"], alone["parameters"]) < 1e-5
         assert found["ledger"] == alone["ledger"]

@@ -244,6 +244,20 @@ def test_one_row_that_changes_hands_makes_other_data() -> None:
     assert compare(one, two)[0]
 
 
+def test_a_single_user_is_protected_where_delta_is_given(tmp_path: Path) -> None:
+    """Who is drawn in each step, and could have been nobody."""
+    one = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 1, "max_steps": 1}
+    for delta in (None, 0.5):
+        with pytest.raises(ConfigurationError, match=r"dataset of n=1 units, and no delta|dataset of 1 units"):
+            make(tmp_path, privacy=by_user(target_delta=delta), parts={"train_dataset": owned(["a"] * 48)}, **one)
+    trainer = make(tmp_path, privacy=by_user(target_delta=1e-3), parts={"train_dataset": owned(["a"] * 48)}, **one)
+    trainer.train()
+    report = trainer.privacy_report()
+    assert (report.dataset_size, report.sampling_probability, report.delta) == (1, 1.0, 1e-3)
+    trainer.save_model()
+    assert verify(tmp_path).consistent
+
+
 def test_trained_again_it_must_be_by_the_same_unit(tmp_path: Path) -> None:
     data = owned(list(range(48)))
     trainer = make(tmp_path, privacy=by_user(), parts={"train_dataset": data}, max_steps=1)

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 
 from hf_dp import PrivacyConfig, ReAttentionConfig, SparseEmbeddingConfig
+from hf_dp.data.collate import LogicalBatchCollator
+from hf_dp.data.loader import DrawnUnits, PoissonDataLoader, RankSampler
+from hf_dp.parts.output_bias import labels
 from hf_dp.parts.sparse_embeddings.contributions import ContributionSum
+from hf_dp.parts.token_frequencies import release_token_frequencies, token_ids
 from hf_dp.randomness import Entropy
+from hf_dp.sampling.poisson import PoissonBatchSampler
 from hf_dp.units.rows import UnitRows
 from tests.training.workbench import (
     EXPECTED,
@@ -27,6 +34,7 @@ from tests.training.workbench import (
     rows,
     stack,
 )
+from tests.zoo import VOCABULARY
 
 pytestmark = pytest.mark.usefixtures("checked_once")
 
@@ -123,3 +131,40 @@ def test_token_frequencies_count_units(tmp_path: Path, monkeypatch: pytest.Monke
     ids = [[token for row in chosen for token in data[row]["input_ids"]] for chosen in used(-1)]
     assert [part.tolist() for part in seen[0]] == ids
     assert sum(entry[1] for entry in trainer.ledger.entries) == 2
+
+
+def counted(owners: list[int], data: list[dict[str, Any]], kind: str, by_rows: bool = False) -> Tensor:
+    """What is counted for a release, before its noise, by one training."""
+    units, entropy, seen = UnitRows(owners, "user", MOST), Entropy(5), []
+    n = len(data) if by_rows else len(units)
+    sampler = PoissonBatchSampler.of(n, 1, entropy)
+    share = RankSampler(sampler, 0, 1, None if by_rows else DrawnUnits(units, entropy))
+    loader = PoissonDataLoader(data, batch_sampler=share, collate_fn=LogicalBatchCollator(4, pad, reproducible=True))
+    model: Any = SimpleNamespace(config=None)
+    read = {"tokens": lambda: token_ids(loader, model), "labels": lambda: labels(loader)}[kind]
+    noise = SimpleNamespace(add_=lambda sums, *rest: seen.append(sums[0].clone()))
+    release = SimpleNamespace(event=None, label=kind, noise_multiplier=1.0)
+    plan: Any = SimpleNamespace(release_to_make=lambda *of: release, sampler=sampler, noise=noise)
+    release_token_frequencies(read(), VOCABULARY, 1.5, plan, mock.Mock())
+    return seen[0]
+
+
+@pytest.mark.parametrize("kind", ["tokens", "labels"])
+@pytest.mark.parametrize("its_rows", [1, 2, 9])
+def test_all_rows_of_a_unit_move_counts_that_are_released_by_at_most_their_bound(kind: str, its_rows: int) -> None:
+    owners = [0, 1, 1, 2, 2, 2, 2, *[3] * its_rows]
+    data = [{"input_ids": row["input_ids"], "labels": row["input_ids"][::-1]} for row in rows(len(owners), low=6)]
+    others = owners.index(3)
+    moved = counted(owners, data, kind) - counted(owners[:others], data[:others], kind)
+    # The oracle: each token that it has, once; in the rows that are drawn for what is no step.
+    drawn = UnitRows(owners, "user", MOST).drawn(3, -1, Entropy(5))
+    ids = sorted({token for row in drawn for token in data[row]["input_ids"]})
+    assert len(drawn) == min(MOST, its_rows)
+    expected = torch.zeros(VOCABULARY, dtype=torch.float64)
+    expected[ids] = 1.5 / len(ids) ** 0.5
+    assert torch.allclose(moved, expected)
+    assert float(moved.norm()) <= 1.5 * (1 + 1e-12)
+    # Negative control: its rows by themselves.
+    if its_rows > MOST:
+        apart = counted(owners, data, kind, by_rows=True) - counted(owners[:others], data[:others], kind, by_rows=True)
+        assert float(apart.norm()) > 2 * 1.5
