@@ -43,7 +43,12 @@ class Case:
 
     def lower_epsilon(self, below: float) -> float:
         """What no claim at this delta can be less than, up to `below`."""
-        return max(lower_bounds.epsilon(steps, h, self.delta, below) for steps, h in self._both())
+        found = 0.0
+        for steps, h in self._both():
+            found = max(found, lower_bounds.epsilon(steps, h, self.delta, below))
+            if found > 0.998 * below:
+                break  # the other direction can hardly have more
+        return found
 
     def _both(self) -> Iterator[tuple[list[lower_bounds.Step], float]]:
         for removed in (True, False):
@@ -93,7 +98,7 @@ RUNS = (
     *itertools.product((0.5, 0.1), (0.5, 2.0), (1, 100)),
     *itertools.product((0.01,), (0.4, 0.8, 3.0), (1, 2000)),
     *itertools.product((1e-4,), (0.35, 0.7, 2.0), (10_000, 1_000_000)),
-    *itertools.product((1e-7,), (0.2, 0.3), (1_000_000,)),
+    *itertools.product((1e-7,), (0.3,), (1_000_000,)),
     (0.999, 1.0, 10),
 )
 

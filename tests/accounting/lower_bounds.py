@@ -22,6 +22,8 @@ from scipy import optimize
 # Of the tilted sum, what lies outside of the window; natural logarithm.
 _OUTSIDE = 36.0
 _LARGEST_WINDOW = 1 << 23
+# Of one loss; sums take some times as many.
+_CELLS = 1 << 18
 # Of intervals, with the loss that they begin at: what is told apart there is small beside it.
 _GROWTH = 0.002
 # Standard deviations at which the line ends.
@@ -88,7 +90,8 @@ def grid_of(pairs: Sequence[tuple[Mixture, Mixture, int]]) -> float:
     """A width that is fine beside the deviation of one loss, or, where that would be too many cells, of the sum."""
     deviations = [_deviation(p, q) for p, q, _ in pairs]
     total = math.sqrt(sum(n * deviation**2 for deviation, (_, _, n) in zip(deviations, pairs, strict=True)))
-    return min(max(min(deviations) / 10, min(total / 300, 2e-5)), 0.02)
+    widest = max(abs(_largest_loss(p, q)) for p, q, _ in pairs)
+    return min(max(min(deviations) / 10, min(total / 300, 2e-5), widest / _CELLS), 0.02)
 
 
 def step_of(p: Mixture, q: Mixture, times: int, h: float) -> Step:
@@ -114,7 +117,7 @@ def step_of(p: Mixture, q: Mixture, times: int, h: float) -> Step:
     losses, masses = [0], [one]
     while b < end:
         a, here = b, (loss(b) - offset) / h
-        wanted = math.ceil(here + 0.5 + _GROWTH * abs(here))
+        wanted = math.ceil(here + 0.5 + _GROWTH * abs(loss(b)) / h)
         one, other = both(a, end)
         while wanted > here and one <= math.exp(offset + wanted * h) * other:
             wanted -= 1
@@ -183,15 +186,21 @@ def delta(steps: Sequence[Step], h: float, epsilon: float) -> float:
 
 
 def epsilon(steps: Sequence[Step], h: float, at: float, below: float) -> float:
-    """A lower bound on epsilon at delta `at`, up to `below`, to 1e-5 of that; 0 if there is none."""
+    """A lower bound on epsilon at delta `at`, up to `below`, to 5e-5 of that; 0 if there is none."""
     if delta(steps, h, below) > at:
         return below
     if delta(steps, h, 0.0) <= at:
         return 0.0
     found = optimize.brentq(
-        lambda e: math.log(max(delta(steps, h, e), 1e-300) / at), 0.0, below, xtol=1e-5 * below, rtol=1e-5
+        lambda e: math.log(max(delta(steps, h, e), 1e-300) / at), 0.0, below, xtol=5e-5 * below, rtol=5e-5
     )
-    return max(float(found) - 1e-5 * below, 0.0)
+    return max(float(found) - 5e-5 * below, 0.0)
+
+
+def _largest_loss(p: Mixture, q: Mixture) -> float:
+    means = [m for m, _ in (*p.parts, *q.parts)]
+    ends = min(means) - _END * p.noise, max(means) + _END * p.noise
+    return max(abs(p.log_density(x) - q.log_density(x)) for x in ends)
 
 
 def _deviation(p: Mixture, q: Mixture) -> float:
