@@ -51,10 +51,11 @@ class Case:
         return found
 
     def _both(self) -> Iterator[tuple[list[lower_bounds.Step], float]]:
-        for removed in (True, False):
-            pairs = [(m, alone(m.noise), n) if removed else (alone(m.noise), m, n) for m, n in self.mixtures]
-            h = lower_bounds.grid_of(pairs)
-            yield [lower_bounds.step_of(*pair, h) for pair in pairs], h
+        pairs = [(m, alone(m.noise), n) for m, n in self.mixtures]
+        h = lower_bounds.grid_of(pairs)
+        steps = [lower_bounds.step_of(*pair, h) for pair in pairs]
+        yield steps, h
+        yield [lower_bounds.reversed_(step, h) for step in steps], h
 
 
 def poisson(q: float, noise: float, steps: int, delta: float) -> Case:

@@ -24,6 +24,8 @@ _OUTSIDE = 36.0
 _LARGEST_WINDOW = 1 << 23
 # Of one loss; sums take some times as many.
 _CELLS = 1 << 18
+# Relative, to which ratios are exact.
+_RATIO = 1e-12
 # Of intervals, with the loss that they begin at: what is told apart there is small beside it.
 _GROWTH = 0.002
 # Standard deviations at which the line ends.
@@ -131,6 +133,12 @@ def step_of(p: Mixture, q: Mixture, times: int, h: float) -> Step:
             losses.append(wanted)
             masses.append(mass)
     return Step(np.array(losses), np.array(masses), times, offset)
+
+
+def reversed_(step: Step, h: float) -> Step:
+    """The same intervals the other way round, P for Q: all but the last, whose ratio was rounded down."""
+    masses = step.masses * np.exp(-step.offset - h * step.losses) * (1 - _RATIO)
+    return Step(-step.losses[:-1], masses[:-1], step.times, -step.offset)
 
 
 def _mean_at(

@@ -15,7 +15,7 @@ from tests.accounting.cases import Case, all_cases, capped, composed, poisson, s
 FEW = (
     poisson(1.0, 2.0, 4, 1e-12),
     poisson(0.05, 0.8, 100, 1e-5),
-    poisson(1e-3, 1.0, 1000, 1e-12),
+    poisson(0.01, 1.0, 300, 1e-12),
     several(0.3, 2.0, 20, 2, 1e-9),
     next(composed(1e-5)),
 )
