@@ -7,6 +7,7 @@ import json
 import shutil
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import dp_accounting as dp
 import pytest
@@ -245,6 +246,11 @@ def test_what_is_spoilt_or_not_hidden_alike_is_refused(first: Path, tmp_path: Pa
     for after in (folder, [first, folder]):
         with pytest.raises(ConfigurationError, match="output_dir=.* with after="):
             make(folder, privacy=given(after=after))
+    with (
+        mock.patch("hf_dp.hub.verify.LARGEST_EARLIER", 100),
+        pytest.raises(ConfigurationError, match=r"after=.*, where records lie of [\s\S]*beyond 100 of them"),
+    ):
+        make(tmp_path, privacy=given(after=folder))
     with pytest.raises(ConfigurationError, match="n public in both or secret in both"):
         make(tmp_path, privacy=given(after=folder, dataset_size=50))
     values = json.loads((folder / "privacy.json").read_text())
