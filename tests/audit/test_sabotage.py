@@ -147,7 +147,7 @@ def test_noise_that_comes_again_after_resuming(monkeypatch: Patch, tmp_path: Pat
         return hashlib.blake2b(str(calls[self]).encode(), key=secret, digest_size=32).digest()
 
     monkeypatch.setattr(Entropy, "fresh", fresh)
-    assert apart(tmp_path / "again") > 3
+    assert apart(tmp_path / "again") > 1
 
 
 @pytest.mark.slow
@@ -170,7 +170,7 @@ def test_noise_from_a_published_seed(monkeypatch: Patch, tmp_path: Path, is_publ
 
     rest, seed = without_known_noise({"places": found.sums.sum((0, 1))}, public_seeds(tmp_path), [noise])
     assert seed == (271828 if is_public else None)
-    assert (found.shown(-rest["places"], confidence=0.999).epsilon > 10) == is_public
+    assert (found.shown(-rest["places"], confidence=0.999).epsilon > 4) == is_public
     # By the weights alone it looks as honest as any: the audits of others would pass it.
     assert found.shown(confidence=0.999).epsilon < 1
 
@@ -195,16 +195,13 @@ def steps_of(rows: list[dict[str, Any]], steps: int, promise: PrivacyConfig, exp
 @pytest.mark.usefixtures("checked_once")
 def test_empty_batches_skipped(monkeypatch: Patch) -> None:
     """Where n is secret: of three examples one more step of four is empty than of two."""
-    q, sigma, steps, row = 0.5, 20.0, 800, {PLACE: 0, THERE: 1.0}
-    promise = (
-        PrivacyConfig(noise_multiplier=sigma, sampling_probability=q, target_delta=DELTA, max_steps=steps)
-        if "max_steps" in PrivacyConfig.__dataclass_fields__
-        else PrivacyConfig(noise_multiplier=sigma, sampling_probability=q, target_delta=DELTA)
-    )
+    q, sigma, steps = 0.5, 20.0, 800
+    rows = [{PLACE: i % 2, THERE: 1.0} for i in range(3)]
+    promise = PrivacyConfig(noise_multiplier=sigma, sampling_probability=q, target_delta=DELTA)
     claimed = epsilon_of_mu(1 / sigma, DELTA)  # of one step, without what sampling gains
 
     def shown() -> float:
-        (more, _), (fewer, _) = (steps_of([row] * n, steps, promise, 1) for n in (3, 2))
+        (more, _), (fewer, _) = (steps_of(rows[:n], steps, promise, 1) for n in (3, 2))
         return two_worlds(more != 0, fewer != 0, delta=DELTA).epsilon
 
     assert shown() <= claimed
@@ -221,13 +218,13 @@ def test_empty_batches_skipped(monkeypatch: Patch) -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("checked_once")
 def test_a_sum_in_bfloat16_before_the_noise(monkeypatch: Patch) -> None:
-    """Among 515 examples that are alike one moves the rounded sum by 4 C."""
-    sigma, steps, n = 3.73, 600, 515
+    """Among 515 examples that are alike one moves the rounded sum by 4 C; there is one more that is not."""
+    sigma, steps, n = 3.73, 600, 516
     promise = PrivacyConfig(noise_multiplier=sigma, target_delta=DELTA)
     claimed = epsilon_of_mu(1 / sigma, DELTA)
 
     def shown() -> float:
-        rows = [{PLACE: 0, THERE: 1.0}] * (n - 1)
+        rows = [{PLACE: 1, THERE: 1.0}, *[{PLACE: 0, THERE: 1.0}] * (n - 2)]
         worlds = (steps_of([*rows, {PLACE: 0, THERE: there}], steps, promise, n)[0] for there in (1.0, 0.0))
         return two_worlds(*worlds, delta=DELTA, confidence=0.99).epsilon
 
@@ -262,9 +259,13 @@ def mixing(rows: list[dict[str, Any]]) -> dict[str, Tensor]:
 
 
 NAMED: dict[str, tuple[dict[str, Any], type[HfDpError], str]] = {
-    "a loss over the batch": ({"loss": shared}, UnsupportedModelError, "xx"),
-    "one coin for a micro-batch": ({"model": OneCoin(nn.Identity(), 41)}, UnsupportedModelError, "xx"),
-    "a collator that mixes rows": ({"collate": mixing}, ConfigurationError, "xx"),
+    "a loss over the batch": ({"loss": shared}, PreflightError, "depends on its neighbours"),
+    "one coin for a micro-batch": (
+        {"model": OneCoin(nn.Identity(), 41)},
+        UnsupportedModelError,
+        "one random number moves several",
+    ),
+    "a collator that mixes rows": ({"collate": mixing}, ConfigurationError, "another row when other examples"),
 }
 
 
