@@ -7,6 +7,8 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from hf_dp.accounting.events import primitives
+from hf_dp.accounting.gaussian import Gaussian
 from hf_dp.audit.outcome import Audit
 from hf_dp.errors import LedgerError
 from hf_dp.figures import lower, upper
@@ -14,6 +16,8 @@ from hf_dp.hub.card_file import write_card
 from hf_dp.hub.charged import same
 from hf_dp.hub.claim import Check, epsilon_tolerance, is_of_this_version
 from hf_dp.hub.record import RECORD_FILE, PrivacyRecord
+
+AGAINST = "audit and claim"
 
 
 def add_audit(directory: str | os.PathLike[str], audit: Audit) -> None:
@@ -43,7 +47,10 @@ def add_audit(directory: str | os.PathLike[str], audit: Audit) -> None:
     write_card(directory, record=record)
 
 
-AGAINST = "audit and claim"
+def _is_gaussian(record: PrivacyRecord) -> bool:
+    """Whether all that was released, earlier trainings included, has Gaussian noise and every unit in it."""
+    used = primitives(record.ledger.event)
+    return used is not None and all(isinstance(one, Gaussian) and one.probability == 1 for one in used)
 
 
 def check_audit(record: PrivacyRecord) -> Iterator[Check]:
@@ -62,8 +69,8 @@ def check_audit(record: PrivacyRecord) -> Iterator[Check]:
             wrong.append(f"{name}: at delta {found.delta:g}, and the claim is at {report.delta:g}")
         if report.dataset_size is not None and found.canaries > report.dataset_size:
             wrong.append(f"{name}: {found.canaries} canaries among {report.dataset_size} units")
-        if found.mu is not None and record.mechanism.sampling.probability != 1:
-            wrong.append(f"{name}: of a Gaussian mechanism, and units were sampled")
+        if found.mu is not None and not _is_gaussian(record):
+            wrong.append(f"{name}: of a Gaussian mechanism, and not all that was released is one (units were sampled)")
     yield Check("audit", not wrong, "; ".join(wrong) or "its bounds follow from its counts")
     holds = audit.epsilon <= report.epsilon * (1 + epsilon_tolerance(report))
     bound = f"epsilon is at least {lower(audit.epsilon, 4)}, {upper(report.epsilon, 4)} is claimed"

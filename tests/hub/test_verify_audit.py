@@ -66,7 +66,7 @@ FORGED: list[tuple[str, Any, str]] = [
     ("confidence", 0.99, "audit: loss: epsilon"),
     ("delta", 1e-6, "audit: loss: epsilon"),
     ("canaries", 49, "canaries among 48 units"),
-    ("mu", 0.2, "of a Gaussian mechanism, and units were sampled"),
+    ("mu", 0.2, "of a Gaussian mechanism, and not all that was released is one"),
 ]
 
 
