@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from hf_dp.cli.audit import audit
 from hf_dp.cli.demo import demo
 from hf_dp.cli.plan import plan
 from hf_dp.cli.report import report
@@ -36,7 +37,7 @@ def main(
     command's --help has an example.
 
     Exit codes: 0 for yes or done; 1 for no (the demo did not show it, a claim
-    does not hold) or an error inside a recipe; 2 for input that is refused, or
+    does not hold, or an attack disproves it) or an error inside a recipe; 2 for input that is refused, or
     a question that could not be answered.
     """
 
@@ -46,3 +47,4 @@ app.command()(plan)
 app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(train)
 app.command()(report)
 app.command()(verify)
+app.command()(audit)

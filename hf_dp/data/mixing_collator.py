@@ -51,7 +51,9 @@ def check_collator(collate: LogicalBatchCollator, examples: list[Any]) -> None:
             draws |= global_state() != before
         return {name: value for name, value in batch.items() if isinstance(value, Tensor)}
 
-    pairs = _pairs(examples)
+    first = collated((examples[0], examples[0]), _ALONE, 0)
+    unlike = [one for one in examples if not _same(collated((one, one), _ALONE, 0), first)]
+    pairs = _pairs(examples, unlike)
     alike = [collated(pairs[0], _ALONE, 0)]
     if not _same(alike[0], collated(pairs[0], _ALONE, 0)):
         raise _refusal(
@@ -112,9 +114,10 @@ def check_collator(collate: LogicalBatchCollator, examples: list[Any]) -> None:
             )
 
 
-def _pairs(examples: list[Any]) -> list[tuple[Any, Any]]:
-    """The first and the last example, and one beside another of its label, each as the first of the pair."""
-    found = [(examples[0], examples[-1])]
+def _pairs(examples: list[Any], unlike: list[Any]) -> list[tuple[Any, Any]]:
+    """The first example and the last that is `unlike` it, and one beside another of its label, each as the first of the
+    pair. Between two that are alike no mixing is seen."""
+    found = [(examples[0], unlike[-1] if unlike else examples[-1])]
     labels = [_label(example) for example in examples]
     indices = itertools.combinations(range(len(examples)), 2)
     same = next(((i, j) for i, j in indices if labels[i] is not None and labels[i] == labels[j]), None)

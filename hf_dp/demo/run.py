@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import copy
-import logging
 import math
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import datasets
-import torch
 import transformers
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
@@ -24,6 +20,7 @@ from hf_dp.demo.exposure import exposures, extracted
 from hf_dp.demo.figure import draw
 from hf_dp.demo.messages import Messages, generate
 from hf_dp.demo.model import adapted, new_model, train_tokenizer
+from hf_dp.demo.quiet import one_thread, quiet
 from hf_dp.demo.result import Result, Row
 from hf_dp.demo.training import Schedule, TrainingSetup, evaluation_loss
 from hf_dp.errors import ConfigurationError
@@ -107,15 +104,15 @@ def run(output_dir: Path, scale: Scale, data_seed: int, console: Console, model:
             why="the private model and its record would have no place.",
             fix="give a folder that can be made or written to, such as hf-dp-demo.",
         ) from error
-    with _quiet():
+    with quiet():
         made = None if model is None else adapted(model)
     known = "A small GPT-2 that knows public messages only" if model is None else f"The language model in {model}"
     console.print(
         f"{scale.canaries} secret card codes, each in one of {scale.private:,} private messages. {known} "
         f"is fine-tuned on them twice{', with LoRA' * (model is not None)}: ordinarily, and with differential privacy."
     )
-    threads = _one_thread() if model is None else nullcontext()
-    with _quiet(), threads, tempfile.TemporaryDirectory() as scratch, _progress(console) as progress:
+    threads = one_thread() if model is None else nullcontext()
+    with quiet(), threads, tempfile.TemporaryDirectory() as scratch, _progress(console) as progress:
         result = _train_and_measure(output_dir, scale, data_seed, Path(scratch), progress, made)
         draw(result, output_dir / FIGURE_FILE)
     console.print(result.table())
@@ -191,36 +188,3 @@ def _row(
 def _progress(console: Console) -> Progress:
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f}%"))
     return Progress(*columns, TimeElapsedColumn(), console=console)
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Keeps the libraries' own messages and bars out of the story; all settings are restored."""
-    # hf_dp's say what a run promises; here the table does.
-    logs = [logging.getLogger(name) for name in ("hf_dp", "transformers", "datasets")]
-    levels = [log.level for log in logs]
-    bars = transformers.logging.is_progress_bar_enabled(), datasets.are_progress_bars_disabled()
-    for log in logs:
-        log.setLevel(logging.ERROR)
-    transformers.logging.disable_progress_bar()
-    datasets.disable_progress_bars()
-    try:
-        yield
-    finally:
-        for log, level in zip(logs, levels, strict=True):
-            log.setLevel(level)
-        if bars[0]:
-            transformers.logging.enable_progress_bar()
-        if not bars[1]:
-            datasets.enable_progress_bars()
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """Matrices this small gain little from a second thread, and lose much when it has to share its core."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)

@@ -1,5 +1,6 @@
 """What a private model carries when it is saved or published, and how others check it. Imports no torch."""
 
+from hf_dp.hub.audited import add_audit
 from hf_dp.hub.card_file import set_unreadable_aside, with_what_was_there, write_card
 from hf_dp.hub.claim import Check
 from hf_dp.hub.record import CARD_FILE, RECORD_FILE, PrivacyRecord
@@ -15,6 +16,7 @@ __all__ = [
     "PrivacyRecord",
     "Source",
     "Verification",
+    "add_audit",
     "left_out",
     "load_report",
     "model_files",

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
 from hf_dp.accounting import NO_NOISE, REPRODUCIBLE, Ledger, PrivacyReport, clipping_in_words, in_words, noise_in_words
 from hf_dp.accounting.accountants import is_composed
 from hf_dp.accounting.report import TOGETHER
 from hf_dp.accounting.risk import group_epsilons, groups_in_words, rates, risk
+from hf_dp.audit.outcome import LOW, Audit
 from hf_dp.config import AccountantName, PrivacyConfig
 from hf_dp.config.asked import notes
 from hf_dp.figures import percent, upper
@@ -20,7 +22,7 @@ TAGS = ("differential-privacy", "dp-sgd")
 _BASE_MODEL = "The data that the base model was trained on before this run is not covered."
 _BASE_OF_ALL = "The data that a base model was trained on before all of these trainings is not covered."
 _LARGEST_EXPONENT = 700  # of a float
-_SECRET = "secret"
+_SECRET, _AUDITED = "secret", "**Audited.** "
 _NO_RENYI = "not offered for mixtures of Gaussians", "not offered for truncated batches"
 _EVALUATION = "Evaluation data, and metrics computed from it, are not covered."
 
@@ -30,7 +32,7 @@ def epsilons(report: PrivacyReport, ledger: Ledger) -> dict[AccountantName, floa
     return ledger.epsilons(report.delta)
 
 
-def privacy_section(report: PrivacyReport, ledger: Ledger, config: PrivacyConfig) -> str:
+def privacy_section(report: PrivacyReport, ledger: Ledger, config: PrivacyConfig, audit: Audit | None = None) -> str:
     """The section as Markdown, between its two markers."""
     found = epsilons(report, ledger)
     lines = [BEGIN, "## Privacy", "", *_promise(report, found, config), *_together(report)]
@@ -44,6 +46,7 @@ def privacy_section(report: PrivacyReport, ledger: Ledger, config: PrivacyConfig
     base = _BASE_OF_ALL if report.earlier else _BASE_MODEL
     lines += [f"- {caveat}" for caveat in (*report.caveats, base, _EVALUATION, _people(report, ledger, config))]
     lines += [line for note in notes(config) for line in ("", note)]
+    lines += [] if audit is None else ["", _audited(audit)]
     lines += [
         "",
         f"**How to verify.** Install hf_dp, version {report.versions.get('hf_dp', 'unknown')}, {INSTALL}. "
@@ -53,6 +56,20 @@ def privacy_section(report: PrivacyReport, ledger: Ledger, config: PrivacyConfig
         END,
     ]
     return "\n".join(lines)
+
+
+def _audited(audit: Audit) -> str:
+    return f"{_AUDITED}{audit} {LOW}"
+
+
+def without_audit(section: str, audit: Audit | None, *, knows_the_words: bool) -> str:
+    """The section as it was before the audit, as `card_sha256` has it; nothing where it does not say what was found."""
+    if audit is None:
+        return section
+    if not knows_the_words:
+        return re.sub(rf"\n\n{re.escape(_AUDITED)}[^\n]*", "", section, count=1)
+    said = f"\n\n{_audited(audit)}"
+    return section.replace(said, "") if section.count(said) == 1 else ""
 
 
 def _people(report: PrivacyReport, ledger: Ledger, config: PrivacyConfig) -> str:

@@ -15,7 +15,7 @@ from huggingface_hub.repocard import REGEX_YAML_BLOCK
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 from markdown_it import MarkdownIt
 
-from hf_dp.hub.card import BEGIN, END, METADATA_KEY, TAGS, metadata, privacy_section
+from hf_dp.hub.card import BEGIN, END, METADATA_KEY, TAGS, metadata, privacy_section, without_audit
 from hf_dp.hub.claim import is_of_this_version
 from hf_dp.hub.page import why_hidden
 from hf_dp.hub.record import CARD_FILE, RECORD_FILE, PrivacyRecord, sha256, sha256_of_text
@@ -48,9 +48,11 @@ def write_card(directory: str | os.PathLike[str], name: str | None = None, recor
     if card is None:
         new = ModelCardData(library_name="transformers").to_yaml()
         card = ModelCard(f"---\n{new}\n---\n\n# {name or directory.absolute().name}\n")
-    section = privacy_section(record.report, record.ledger, record.config)
-    if not is_of_this_version(record) and sha256_of_text(kept := _section(card.text)) == record.card_sha256:
-        section = kept  # in the words that its record has the digest of
+    section = privacy_section(record.report, record.ledger, record.config, record.audit)
+    if not is_of_this_version(record):
+        unaudited = without_audit(kept := _section(card.text), record.audit, knows_the_words=False)
+        if sha256_of_text(unaudited) == record.card_sha256:
+            section = kept  # in the words that its record has the digest of
     card.text = _with_section(card.text, section)
     data = card.data
     tags = _other_tags(data)

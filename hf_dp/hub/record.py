@@ -17,6 +17,7 @@ from typing import Any
 
 import hf_dp.hub.version1 as version1
 from hf_dp.accounting import Ledger, Mechanism, PrivacyReport
+from hf_dp.audit.outcome import Audit
 from hf_dp.config import PrivacyConfig
 from hf_dp.config.after import one_or_several
 from hf_dp.config.ranges import LARGEST_NOISE, is_count, is_digest
@@ -42,8 +43,8 @@ _LONGEST_NUMBER = len(f"{LARGEST_NOISE:.0f}")
 DEEPEST = 100
 _damaged = functools.partial(damaged, f"not a readable {RECORD_FILE}")
 _FIELDS = {"format", "version", "report", "config", "mechanism", "ledger", "files", "card_sha256"}
-# Of runs that had one, which stands there itself, or several.
-_EARLIER = "earlier"
+# Of runs that had one: of an earlier training, which stands there itself, or several.
+_EARLIER, _AUDIT = "earlier", "audit"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,10 +57,11 @@ class PrivacyRecord:
         mechanism: what the run did, in numbers.
         ledger: every release, as accounting events.
         files: SHA-256 (hexadecimal) of each file that belongs to the model, by its POSIX path beside the record.
-        card_sha256: of the privacy section of the model card; see `hf_dp.hub.card`.
+        card_sha256: of the privacy section of the model card without what it says of an audit; see `hf_dp.hub.card`.
         version: of the file that it was read from; another one's words are not known here.
         earlier: the records of the trainings before on the same people that `config.after` names, as they were
             written, each with those before it.
+        audit: what attacks on this training found; None if nobody says that there were any.
     """
 
     report: PrivacyReport
@@ -70,6 +72,7 @@ class PrivacyRecord:
     card_sha256: str
     version: int = VERSION
     earlier: tuple[str, ...] = ()
+    audit: Audit | None = None
 
     @property
     def weights(self) -> list[str]:
@@ -95,6 +98,7 @@ class PrivacyRecord:
             "files": dict(sorted(self.files.items())),
             "card_sha256": self.card_sha256,
             **({_EARLIER: one_or_several(list(map(json.loads, self.earlier)))} if self.earlier else {}),
+            **({} if self.audit is None else {_AUDIT: self.audit.to_dict()}),
         }
         return as_written(values)
 
@@ -130,6 +134,7 @@ class PrivacyRecord:
             )
         before = values.pop(_EARLIER, [])
         earlier = tuple(map(as_written, before if isinstance(before, list) else [before]))
+        audit = Audit.from_dict(values.pop(_AUDIT)) if _AUDIT in values else None
         fields = _FIELDS if version == VERSION else _FIELDS - {"mechanism"}
         if set(values) != fields:
             raise _damaged(f"missing or unknown fields {sorted(set(values) ^ fields)}")
@@ -158,7 +163,7 @@ class PrivacyRecord:
         card = values["card_sha256"]
         return cls(
             report=report, config=config, mechanism=mechanism, ledger=ledger, files=files, card_sha256=card,
-            version=version, earlier=earlier,
+            version=version, earlier=earlier, audit=audit,
         )  # fmt: skip
 
     def with_files(self, directory: str | os.PathLike[str], names: list[str]) -> PrivacyRecord:
@@ -172,8 +177,11 @@ def as_written(values: Any) -> str:
 
 
 def sha256_of_record(text: str | bytes) -> str:
-    """Of a record as it is written, in hexadecimal, however its JSON is set."""
-    return hashlib.sha256(as_written(json.loads(text)).encode()).hexdigest()
+    """Of a record as it is written, in hexadecimal, however its JSON is set; an audit that was added makes no other."""
+    values = json.loads(text)
+    if isinstance(values, dict):
+        values.pop(_AUDIT, None)
+    return hashlib.sha256(as_written(values).encode()).hexdigest()
 
 
 def sha256(path: str | os.PathLike[str]) -> str:

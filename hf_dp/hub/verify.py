@@ -8,9 +8,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from hf_dp.accounting import PrivacyReport
+from hf_dp.audit.outcome import LOW
 from hf_dp.config import AccountantName
 from hf_dp.config.after import places_of
 from hf_dp.errors import ConfigurationError, LedgerError, shortened
+from hf_dp.hub.audited import check_audit
 from hf_dp.hub.claim import (
     Check,
     check_claim,
@@ -147,7 +149,7 @@ def _read(after: str) -> str:
 def _verified(source: Source, record: PrivacyRecord) -> Verification:
     found = recomputed(record, source.title)
     checks = [*check_claim(record, found), *check_promise(record), *check_words(record), *check_earlier(record)]
-    checks += [*check_files(source, record), *check_card(source, record)]
+    checks += [*check_audit(record), *check_files(source, record), *check_card(source, record)]
     notes = tuple(map(shortened, _notes(source, record)))
     title, words = shortened(source.title), is_of_this_version(record)
     return Verification(title, record.report, found, tuple(checks), notes, words)
@@ -171,6 +173,8 @@ def _notes(source: Source, record: PrivacyRecord) -> Iterator[str]:
             f"{record.version} of {RECORD_FILE}; this is {library_versions()['hf_dp']}, which writes {VERSION}, "
             "and compared them with the record's digest alone."
         )
+    if record.audit is not None:
+        yield f"{record.audit} {LOW}"
     if record.corpus and not record.weights:
         yield (
             "Texts, and no model: that they were sampled from the model of this ledger, and that none was chosen by "

@@ -156,6 +156,17 @@ def test_failure_29_collators_that_mix_rows_are_refused_by_name(collate: Callabl
         check_collator(LogicalBatchCollator(4, collate), rows)
 
 
+def test_failure_29_mixing_is_seen_where_the_first_and_the_last_row_are_alike() -> None:
+    one, two, *_ = ({"pixel_values": row["pixel_values"]} for row in images())
+
+    def mixes(rows: Rows) -> dict[str, Tensor]:
+        batch = {"pixel_values": torch.stack([row["pixel_values"] for row in rows])}
+        return mixed(batch, torch.rand([]), torch.randperm(len(rows)))
+
+    with pytest.raises(ConfigurationError, match="mixes gives an example another row when other examples are beside"):
+        check_collator(LogicalBatchCollator(4, mixes), [one, two, one])
+
+
 def cropped_alike(rows: Rows) -> dict[str, Tensor]:
     left = random.randrange(4)
     batch = stacked(rows)

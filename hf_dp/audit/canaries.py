@@ -1,0 +1,131 @@
+"""Units that were put into the data, each by a coin, to see whether a training gives them away."""
+
+from __future__ import annotations
+
+import string
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from hf_dp.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+Row = dict[str, Any]
+Coins = np.ndarray[Any, np.dtype[np.bool_]]
+# The label that no loss counts.
+IGNORED = -100
+
+
+@dataclass(frozen=True)
+class Planted:
+    """A dataset with canaries.
+
+    Attributes:
+        dataset: to train on: the rows that it was made of, and then a row for each canary.
+        places: (m,), at which row each canary is.
+        included: (m,), whether it is there; else its row holds nothing. Not for the training to know.
+    """
+
+    dataset: Dataset
+    places: np.ndarray[Any, np.dtype[np.int64]]
+    included: Coins
+
+    def split(self, scores: Any) -> tuple[Any, Any]:
+        """Of (m,) scores those of the canaries that were in, and of those that were not: what `one_run` takes."""
+        found = np.asarray(scores)
+        return found[self.included], found[~self.included]
+
+
+def coins(number: int) -> Coins:
+    """Fair ones (m,), from the operating system: no seed of a training has a part in them."""
+    return np.random.default_rng().random(number) < 0.5
+
+
+def unlabelled(row: Mapping[str, Any]) -> Row:
+    """The row with labels that no loss counts: it adds nothing to a gradient.
+
+    Raises:
+        ConfigurationError: it has no labels.
+    """
+    name = next((name for name in ("labels", "label") if name in row), None)
+    if name is None:
+        raise ConfigurationError(
+            f"a canary without labels ({', '.join(map(str, row))}).",
+            why="when the coin keeps it out, its row must add nothing, and which row does so is not known here.",
+            fix="give plant(..., nothing=): from the canary's row to one without a loss; for a collator that makes "
+            "labels of the tokens that is one of padding alone.",
+        )
+    labels = row[name]
+    return {**row, name: [IGNORED] * len(labels) if isinstance(labels, Sequence) else IGNORED}
+
+
+def plant(
+    dataset: Dataset,
+    canaries: Sequence[Mapping[str, Any]],
+    *,
+    nothing: Callable[[Mapping[str, Any]], Row] = unlabelled,
+    unit: str | None = None,
+) -> Planted:
+    """Puts each canary into the data if a fair coin says so, and a row that holds nothing if not.
+
+    So n is the same whatever the coins say, each canary is a unit of n, and what a coin changes is what the claim is
+    about (one unit replaced by nothing). A canary that is there twice is two, with a coin each.
+
+    Args:
+        canaries: rows with the dataset's columns.
+        nothing: from a canary's row to one without a loss.
+        unit: the column of the promise's units, where these are no rows: each canary needs a value of its own there.
+
+    Raises:
+        ConfigurationError: none, other columns, or a value of `unit` that is not the canary's own.
+    """
+    from datasets import Dataset, concatenate_datasets
+
+    rows = [dict(row) for row in canaries]
+    columns = {name for row in rows for name in row}
+    if not rows or any(set(row) != set(dataset.column_names) for row in rows):
+        raise ConfigurationError(
+            f"{len(rows)} canaries with {', '.join(sorted(columns)) or 'nothing'}, for a dataset with "
+            f"{', '.join(sorted(dataset.column_names))}.",
+            why="they would be told from the data by their columns, before anything is trained.",
+            fix="give rows with all of the dataset's columns and no others.",
+        )
+    if unit is not None:
+        own = [row[unit] for row in rows]
+        if len(set(own)) < len(own) or set(own) & set(dataset[unit]):
+            raise ConfigurationError(
+                f"canaries that share a value of {unit!r} with each other, or with rows of the data.",
+                why="one coin must decide of the whole unit: half of one is no neighbour of anything.",
+                fix=f"give each canary a {unit} of its own.",
+            )
+    # Of all: a refusal must not depend on a coin.
+    empty, included = [nothing(row) for row in rows], coins(len(rows))
+    planted = [row if is_in else out for row, out, is_in in zip(rows, empty, included, strict=True)]
+    if unit is not None:
+        planted = [{**row, unit: canary[unit]} for row, canary in zip(planted, rows, strict=True)]
+    added = Dataset.from_list(planted, features=dataset.features)
+    return Planted(concatenate_datasets([dataset, added]), np.arange(len(rows)) + len(dataset), included)
+
+
+def random_labels(
+    rows: Sequence[Mapping[str, Any]], labels: Sequence[Any], generator: np.random.Generator, column: str = "labels"
+) -> list[Row]:
+    """These rows, each with a label drawn from `labels`: only who saw the canary knows it."""
+    return [{**row, column: labels[int(generator.integers(len(labels)))]} for row in rows]
+
+
+def random_tokens(number: int, length: int, vocabulary: int, generator: np.random.Generator) -> list[Row]:
+    """Rows of `length` tokens below `vocabulary`, with themselves as labels, for language models."""
+    drawn = generator.integers(vocabulary, size=(number, length)).tolist()
+    return [{"input_ids": ids, "labels": list(ids)} for ids in drawn]
+
+
+def random_texts(
+    number: int, length: int, generator: np.random.Generator, letters: str = string.ascii_letters + string.digits
+) -> list[str]:
+    """Texts like no text: random letters."""
+    return ["".join(letters[i] for i in row) for row in generator.integers(len(letters), size=(number, length))]

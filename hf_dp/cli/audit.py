@@ -1,0 +1,81 @@
+"""`hf-dp audit`: a small model is trained with canaries and attacked; what is found stands beside what is claimed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from hf_dp.cli.common import NO, AsJson, print_json, refusals
+from hf_dp.figures import lower, percent, upper
+
+
+def audit(
+    output: Annotated[
+        Path | None,
+        typer.Option(help="A folder for the model, its record with the audit in it, and a figure.", file_okay=False),
+    ] = None,
+    epsilon: Annotated[float, typer.Option(help="What is promised.")] = 4.0,
+    delta: Annotated[float, typer.Option(help="Of the promise, and of what is shown.")] = 1e-5,
+    steps: Annotated[int, typer.Option(min=1, help="Of training.")] = 4,
+    sampled: Annotated[
+        float, typer.Option(help="The share of all units in a step. At 1 attacks are strongest, and more is shown.")
+    ] = 1.0,
+    canaries: Annotated[int, typer.Option(min=1, help="With a parameter of their own.")] = 10_000,
+    texts: Annotated[int, typer.Option(min=1, help="Canaries of random tokens.")] = 400,
+    confidence: Annotated[float, typer.Option(help="Of all that is shown, together.")] = 0.95,
+    as_json: AsJson = False,
+) -> None:
+    """Attack a training by this library as an outsider would, and hold what is found against its claim.
+
+    A small GPT-2 is trained with DP-SGD on messages and on canaries, each in
+    the data or not by a coin. Four attacks guess which were in: by a parameter
+    of each canary's own, by the same once noise of seeds that stand in the
+    saved files is taken off, by loss, and by gradient. What they get right
+    proves that epsilon is at least so much. A bound above the claim disproves
+    the claim; a low one says nothing.
+
+    Example, a minute long:
+
+        hf-dp audit --output audited
+
+    The audit of a training of your own: docs/audit.md.
+
+    Exit codes: 0, no bound is above the claim; 1, one is; 2, refused.
+    """
+    # torch and transformers take seconds to import; the other commands should not wait for them.
+    from hf_dp.audit.outcome import LOW
+    from hf_dp.demo.audited import audited
+
+    with refusals():
+        found = audited(
+            output, epsilon=epsilon, delta=delta, steps=steps, sampled=sampled, dirac=canaries, tokens=texts,
+            confidence=confidence,
+        )  # fmt: skip
+    report, made = found.report, found.audit
+    if as_json:
+        shown = {"epsilon": made.epsilon, "confidence": made.confidence, "attacks": made.to_dict()}
+        print_json({"holds": found.holds, "audit": shown, "report": report.to_dict()})
+    else:
+        table = Table(
+            title=f"What attacks show of epsilon, all with confidence {percent(made.confidence)} together",
+            title_justify="left",
+        )
+        for column in ("attack", "canaries", "guesses", "right", "epsilon at least"):
+            table.add_column(column, justify="left" if column == "attack" else "right")
+        for name, one in made.attacks.items():
+            table.add_row(name, f"{one.canaries}", f"{one.guesses}", f"{one.right}", lower(one.epsilon, 3))
+        table.add_section()
+        claimed = f"claimed, at delta {delta:g}"
+        table.add_row(claimed, f"n {report.dataset_size}", "", "", f"at most {upper(report.epsilon, 3)}")
+        console = Console()
+        console.print(table)
+        verdict = "No bound is above the claim." if found.holds else "[bold red]The claim is disproved.[/bold red]"
+        console.print(f"{verdict} {LOW}" if found.holds else verdict)
+        if output is not None:
+            console.print(f"Model, record and audit.png are in {output}", soft_wrap=True, markup=False)
+    if not found.holds:
+        raise typer.Exit(NO)

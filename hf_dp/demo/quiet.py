@@ -1,0 +1,44 @@
+"""What libraries say, and how many threads they take, while something else is told."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import datasets
+import torch
+import transformers
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Keeps the libraries' own messages and bars out of the story; all settings are restored."""
+    # hf_dp's say what a run promises; here the table does.
+    logs = [logging.getLogger(name) for name in ("hf_dp", "transformers", "datasets")]
+    levels = [log.level for log in logs]
+    bars = transformers.logging.is_progress_bar_enabled(), datasets.are_progress_bars_disabled()
+    for log in logs:
+        log.setLevel(logging.ERROR)
+    transformers.logging.disable_progress_bar()
+    datasets.disable_progress_bars()
+    try:
+        yield
+    finally:
+        for log, level in zip(logs, levels, strict=True):
+            log.setLevel(level)
+        if bars[0]:
+            transformers.logging.enable_progress_bar()
+        if not bars[1]:
+            datasets.enable_progress_bars()
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Matrices this small gain little from a second thread, and lose much when it has to share its core."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)

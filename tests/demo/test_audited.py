@@ -1,0 +1,90 @@
+"""hf-dp audit: what it prints, writes and answers; and a whole one, honest and with a third of the noise."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from hf_dp.accounting import PrivacyReport
+from hf_dp.audit import one_run
+from hf_dp.audit.outcome import Audit
+from hf_dp.cli import app
+from hf_dp.demo import audited
+from hf_dp.demo.audit_figure import draw
+from hf_dp.hub import verify
+from hf_dp.noise.source import NoiseSource
+
+REPORT = PrivacyReport(
+    epsilon=1.5, delta=1e-5, noise_multiplier=1.0, clipping_norm=1.0, sampling_probability=1.0, steps=2,
+    accountant="pld", dataset_size=240, expected_batch_size=240,
+)  # fmt: skip
+SMALL = ("--canaries", "3000", "--texts", "100", "--steps", "2")
+
+
+def invoke(*args: str) -> Any:
+    return CliRunner().invoke(app, ["audit", *args], env={"COLUMNS": "120", "NO_COLOR": "1", "TERM": "dumb"})
+
+
+def found(right: int) -> audited.Audited:
+    inside = np.r_[np.ones(right), np.zeros(100 - right)]
+    return audited.Audited(REPORT, Audit(attacks={"loss": one_run(inside, 1 - inside, delta=1e-5)}))
+
+
+@pytest.mark.parametrize(("right", "code"), [(60, 0), (100, 1)])
+def test_bounds_are_printed_beside_the_claim_and_one_above_it_is_the_answer(
+    monkeypatch: pytest.MonkeyPatch, right: int, code: int
+) -> None:
+    made = found(right)
+    monkeypatch.setattr(audited, "audited", lambda *args, **numbers: made)
+    told = invoke()
+    assert told.exit_code == code
+    assert ("A low bound says nothing" in told.output) == (code == 0)
+    assert ("The claim is disproved." in told.output) == (code == 1)
+    assert "all with confidence 95% together" in told.output
+    assert "at most 1.5" in told.output
+    strict = invoke("--json")
+    assert strict.exit_code == code
+    values = json.loads(strict.stdout)
+    assert values["holds"] == (code == 0)
+    assert values["audit"]["attacks"]["loss"]["epsilon"] == made.audit.epsilon
+    assert Audit.from_dict(values["audit"]["attacks"]) == made.audit
+
+
+def test_a_picture_is_drawn(tmp_path: Path) -> None:
+    draw(found(80).audit, 1.5, tmp_path / "audit.png")
+    assert (tmp_path / "audit.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--canaries", "4"), "4 canaries"),
+        (("--canaries", "200000"), "200000 canaries"),
+        (("--confidence", "0.1"), "confidence="),
+        (("--delta", "0.5"), "delta=0.5 with"),
+    ],
+)
+def test_what_would_prove_nothing_is_refused_before_anything_is_trained(options: tuple[str, ...], said: str) -> None:
+    refused = invoke(*options)
+    assert refused.exit_code == 2
+    assert said in " ".join(refused.output.split())
+
+
+@pytest.mark.slow
+def test_a_whole_audit_and_one_with_a_third_of_the_noise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Wrong by chance in one of a million.
+    told = invoke(*SMALL, "--epsilon", "2", "--confidence", "0.999999", "--output", str(tmp_path / "honest"))
+    assert told.exit_code == 0, told.output
+    assert verify(tmp_path / "honest").private
+    add = NoiseSource.add_
+    monkeypatch.setattr(NoiseSource, "add_", lambda self, t, size, *args, **kw: add(self, t, size / 3, *args, **kw))
+    told = invoke(*SMALL, "--epsilon", "2", "--output", str(tmp_path / "less"))
+    assert told.exit_code == 1, told.output
+    checked = verify(tmp_path / "less")
+    assert not checked.private
+    assert [check.name for check in checked.checks if not check.passed] == ["audit and claim"]
