@@ -19,7 +19,8 @@ noise and charges the ledger. Variants of a case take turns, and the median of t
 the median of those of steps that ran one after the other: a machine that slows down slows both. Peak memory is that
 of a process of its own for each variant, less what the process held before the model was built. Operations are those of
 matrix products and attention, counted; the limit is their ratio and the time of the noise, measured alone: what a
-private step would take if it did these operations as fast as an ordinary one, and nothing else.
+private step would take if it did these operations as fast as an ordinary one, and nothing else. What an H100 would take
+is predicted from products and bytes (hf_dp/planning/speed.py).
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ import torch
 import typer
 from rich.console import Console
 from rich.table import Table
-from workloads import CASES, VARIANTS, Case, Counting, Setting, batches, build
+from workloads import CASES, VARIANTS, Case, Counting, Setting, batches, build, predicted
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 _Figure = Annotated[Path | None, typer.Option(help="Where to draw it.")]
@@ -180,7 +181,7 @@ def run(
         ["opacus ghost", "opacus hooks"] if opacus else []
     )
     columns = [f"{n} {what}" for n in names[1:] for what in ("time", "memory", "operations")]
-    table = Table("case", *columns, "limit", "ordinary step")
+    table = Table("case", *columns, "limit", "predicted, H100", "ordinary step")
     results: dict[str, Any] = {}
     for case_name in case or list(CASES):
         seconds = measure_times(CASES[case_name], names, repeats, setting)
@@ -193,10 +194,11 @@ def run(
         limit = ratios["hf_dp"]["operations"] + measure_noise(CASES[case_name], setting, repeats) / ordinary
         results[case_name] = {
             "case": dataclasses.asdict(CASES[case_name]), "seconds": seconds, "peak_mib": sizes, "operations": counts,
-            "ratios": ratios, "limit": limit,
+            "ratios": ratios, "limit": limit, "predicted_h100": predicted(CASES[case_name], setting.dtype),
         }  # fmt: skip
         cells = [v if isinstance(v, str) else f"{v:.2f}" for n in names[1:] for v in ratios[n].values()]
-        table.add_row(case_name, *cells, f"{limit:.2f}", f"{ordinary:.3f} s")
+        on_gpu = results[case_name]["predicted_h100"]
+        table.add_row(case_name, *cells, f"{limit:.2f}", f"{on_gpu:.2f}", f"{ordinary:.3f} s")
     Console(width=140).print(table)
     if output is not None:
         output.parent.mkdir(parents=True, exist_ok=True)

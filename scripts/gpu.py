@@ -56,7 +56,17 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
 import benchmark  # noqa: E402
-from workloads import GPU_CASES, MICRO_BATCHES, SMALL_CASES, VARIANTS, Case, Setting, batches, build  # noqa: E402
+from workloads import (  # noqa: E402
+    GPU_CASES,
+    MICRO_BATCHES,
+    SMALL_CASES,
+    VARIANTS,
+    Case,
+    Setting,
+    batches,
+    build,
+    predicted,
+)
 
 from scripts import coverage  # noqa: E402
 from tests import low_bits, zoo  # noqa: E402
@@ -250,7 +260,8 @@ def _speed(case: Case, names: list[str], setting: Setting) -> str:
             times if isinstance(times, str) else f"{statistics.median(map(operator.truediv, times, ordinary)):.2f} x"
         )
         more = f", memory {peaks[name] / peaks['ordinary']:.2f} x" if peaks["ordinary"] else ""
-        found.append(f"{name} {ratio}{more}")
+        arithmetic = f" (predicted for an H100: {predicted(case):.2f} x)" if name == "hf_dp" else ""
+        found.append(f"{name} {ratio}{arithmetic}{more}")
     return "; ".join(found)
 
 

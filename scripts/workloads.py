@@ -150,6 +150,19 @@ class Counting(TorchDispatchMode):
         return result
 
 
+def predicted(case: Case, dtype: torch.dtype = torch.bfloat16) -> float:
+    """By arithmetic: the time of a private step on one H100 over an ordinary one's."""
+    from hf_dp.planning.memory import ModelSize
+    from hf_dp.planning.speed import GPUS, predicted_ratio
+
+    with torch.device("meta"):
+        size = ModelSize.of(build(case, Setting(torch.device("meta"), dtype)))
+    return predicted_ratio(
+        size, GPUS["H100"], length=case.length, micro_batch=case.batch, micro_batches=MICRO_BATCHES,
+        bytes_computed=dtype.itemsize, checkpointing=case.checkpointing,
+    )  # fmt: skip
+
+
 Variant = Callable[[Case, nn.Module, list[dict[str, Tensor]]], Callable[[], None]]
 
 

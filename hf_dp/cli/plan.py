@@ -11,7 +11,7 @@ from rich.console import Console
 from hf_dp.cli.common import AsJson, print_json, refusals
 from hf_dp.cli.costs import costs, exactly_one, positive, proposal
 from hf_dp.cli.planned import answered, plan_table, risk_table
-from hf_dp.cli.sizes import size_table, sizes
+from hf_dp.cli.sizes import size_table, sizes, speed_in_words
 from hf_dp.config.ranges import check_clipping_norm, is_one_of, shown
 from hf_dp.config.target import AT_FPR, check_target_tpr
 from hf_dp.config.units import UnitSamplingName
@@ -183,6 +183,7 @@ def plan(
         console.print(found.in_words(one), highlight=False)
     if model is not None:
         console.print(size_table(answer["per_rank"], world_size))
+        console.print(speed_in_words(answer["time_to_ordinary"]), highlight=False)
     if not has_data:
         console.print("For what a budget costs as well, give --n, --epsilon and --epochs.")
     elif answer["proposed"]:

@@ -13,7 +13,7 @@ def sizes(
 ) -> dict[str, Any]:
     """Bytes on each rank for both strategies; without a batch size, of a step of one micro-batch on each."""
     # torch and transformers take seconds to import.
-    from hf_dp.planning import memory
+    from hf_dp.planning import memory, speed
 
     size = memory.model_size(model, lora_rank)
     at_once = max(1, world_size) * max(1, micro_batch)
@@ -25,7 +25,17 @@ def sizes(
             "memory": {**one.memory, "in all": one.total_memory},
             "sent in one step": {**one.sent, "in all": one.total_sent},
         }
-    return {"parameters": size.total, "trained": size.trained, "per_rank": found}
+    predicted = {
+        name: speed.predicted_ratio(size, gpu, length=length, micro_batch=micro_batch, micro_batches=parts)
+        for name, gpu in speed.GPUS.items()
+    }
+    return {"parameters": size.total, "trained": size.trained, "per_rank": found, "time_to_ordinary": predicted}
+
+
+def speed_in_words(predicted: dict[str, float]) -> str:
+    """What a private step is predicted to take, beside an ordinary one."""
+    ratios = ", ".join(f"{ratio:.2f} x on one {name}" for name, ratio in predicted.items())
+    return f"A step is predicted to take {ratios} what an ordinary one takes, in bf16: by arithmetic, not measured."
 
 
 def size_table(sizes: dict[str, Any], world_size: int) -> Table:

@@ -10,9 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hf_dp.per_example.precision import accumulation
+from hf_dp.per_example.products import BLOCK, inner
 
-# The longest sums that are left to one matmul: rounding grows with their length.
-BLOCK = 4096
 # Gram matrices are split, to compute half of what is symmetric, down to so many positions.
 _SMALLEST_BLOCK = 48
 
@@ -137,12 +136,7 @@ def rows_or_zeros(values: Tensor, chosen: Tensor) -> Tensor:
 def gram(first: Side, second: Side) -> Tensor:
     """Inner products (B, T, S) of the rows of two sides, in at least float32."""
     if isinstance(first, Dense) and isinstance(second, Dense):
-        pairs = zip(first.values.split(BLOCK, 2), second.values.split(BLOCK, 2), strict=True)
-        left, right = next(pairs)
-        total = torch.bmm(accumulation(left), accumulation(right).mT)
-        for left, right in pairs:
-            total.baddbmm_(accumulation(left), accumulation(right).mT)
-        return total
+        return inner(first.values, second.values.mT, BLOCK)
     if isinstance(first, OneHot) and isinstance(second, OneHot):
         return first.ids.unsqueeze(2).eq(second.ids.unsqueeze(1))
     if isinstance(first, Dense) and isinstance(second, OneHot):

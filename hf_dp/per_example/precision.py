@@ -15,22 +15,46 @@ _FEWER_BITS = {
     torch.float32: {torch.float16, torch.bfloat16},
     torch.float64: {torch.float16, torch.bfloat16, torch.float32},
 }
+# What lets cuBLAS add up products of 16-bit numbers in 16 bits.
+_IN_FEWER_BITS = (
+    "allow_bf16_reduced_precision_reduction",
+    "allow_fp16_reduced_precision_reduction",
+    "allow_fp16_accumulation",
+)
 _CASTS = {Tensor.half: torch.float16, Tensor.bfloat16: torch.bfloat16, Tensor.float: torch.float32}
 
 
 @contextmanager
 def full_precision(device: torch.device) -> Iterator[None]:
-    """Neither autocast nor TF32: norms and sums must be of the same numbers."""
+    """Neither autocast nor TF32, nor sums in fewer bits: norms and sums must be of the same numbers."""
     matmuls = [m for m in (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul) if m.fp32_precision != "ieee"]  # type: ignore[attr-defined]
     before = [m.fp32_precision for m in matmuls]
     try:
         for matmul in matmuls:
             matmul.fp32_precision = "ieee"
-        with torch.autocast(device.type, enabled=False):
+        with _sums_in_float32(device.type == "cuda"), torch.autocast(device.type, enabled=False):
             yield
     finally:
         for matmul, precision in zip(matmuls, before, strict=True):
             matmul.fp32_precision = precision
+
+
+@contextmanager
+def _sums_in_float32(is_asked: bool) -> Iterator[None]:
+    """Inside, products of 16-bit numbers are added up in float32 throughout."""
+    cublas: Any = torch.backends.cuda.matmul
+    before = {name: getattr(cublas, name) for name in _IN_FEWER_BITS if is_asked and getattr(cublas, name)}
+
+    def set_all(value: bool) -> None:
+        for name in before:
+            parts = getattr(cublas, f"{name}_split_k", None)
+            setattr(cublas, name, value if parts is None else (value, parts))
+
+    try:
+        set_all(False)
+        yield
+    finally:
+        set_all(True)
 
 
 @contextmanager

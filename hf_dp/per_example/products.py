@@ -1,0 +1,146 @@
+"""Products of factors, in at least float32: on tensor cores where 16-bit factors give that there, else after a cast.
+
+The product of two 16-bit numbers is exact in float32. CUDA's tensor cores add such products up in float32 and cut the
+sums, where float32 rounds them; what that adds to the error of a norm and of a sum is counted here (`unsure`).
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+from hf_dp.per_example.precision import accumulation, full_precision
+
+# The longest sums that are left to one product: rounding grows with their length.
+BLOCK = 4096
+# The same of a Gram matrix's entries on tensor cores, where it grows faster.
+_CUT_BLOCK = 1024
+# How many products tensor cores add up before they cut the sum to float32 (Hopper; Ampere 8, and cutting takes half a
+# last bit on average).
+_AT_ONCE = 16
+# A weighted factor, as the sum of two bfloat16 numbers, is off by 2^-18 of itself: in float32's epsilons of 2^-23, and
+# twice of its square.
+_SPLIT = 2 * 2**5
+_EXACT = (torch.bfloat16, torch.float16)
+
+
+def inner(left: Tensor, right: Tensor, block: int | None = None) -> Tensor:
+    """The products (B, m, n) of left (B, m, k) and right (B, k, n), in at least float32.
+
+    Args:
+        left: of any floating-point dtype, as is `right`.
+        right: beside it.
+        block: how long the sums may be that are left to one product; None: as long as they are.
+    """
+    as_they_are = _are_multiplied_as_they_are(left, right)
+    block = left.shape[2] if block is None else _CUT_BLOCK if as_they_are else block
+    pairs = zip(left.split(max(1, block), 2), right.split(max(1, block), 1), strict=True)
+    one, other = next(pairs)
+    if as_they_are:
+        total = _to_float32(one, other)
+        for one, other in pairs:
+            total += _to_float32(one, other)
+        return total
+    total = torch.bmm(accumulation(one), accumulation(other))
+    for one, other in pairs:
+        total.baddbmm_(accumulation(one), accumulation(other))
+    return total
+
+
+def add_weighted_(out: Tensor, left: Tensor, right: Tensor, coefficients: Tensor, scale: float) -> None:
+    """Adds `scale` x the sum over i of coefficients[i] left[i]^T right[i] to `out` (p, d) in place, in its dtype.
+
+    Args:
+        out: float32 or float64.
+        left: (B, T, p).
+        right: (B, T, d).
+        coefficients: (B,).
+        scale: of all.
+    """
+    weights = coefficients.to(out.dtype)[:, None, None]
+    is_left = left.shape[2] <= right.shape[2]
+    if out.dtype == torch.float32 and left.dtype == torch.bfloat16 and _are_multiplied_as_they_are(left, right):
+        small, other = (left, right) if is_left else (right, left)
+        weighted = small.to(out.dtype) * weights
+        high = weighted.to(small.dtype)
+        for part in (high, weighted.sub_(high).to(small.dtype)):
+            for one, two in zip(part.flatten(0, 1).split(BLOCK), other.flatten(0, 1).split(BLOCK), strict=True):
+                _add_(out if is_left else out.T, one.T, two, scale)
+        return
+    first, second = left.to(out.dtype), right.to(out.dtype)
+    first, second = (first * weights, second) if is_left else (first, second * weights)
+    out.addmm_(first.flatten(0, 1).T, second.flatten(0, 1), alpha=scale)
+
+
+def unsure(left: Tensor, right: Tensor) -> float:
+    """How much further than after a cast the squared norm of left^T right may be from that of what is added to a sum.
+
+    Args:
+        left: (B, T, p) a factor, or (B, T) the ids of one.
+        right: (B, T, d) the other one.
+
+    Returns:
+        In epsilons of (sum over positions of |left| |right|)^2; 0 where both are cast.
+    """
+    widths = [side.shape[2] if side.dim() == 3 else 0 for side in (left, right)]
+    cut = 0.0
+    for side, width in zip((left, right), widths, strict=True):
+        if width and _are_multiplied_as_they_are(side, side):
+            cut += min(width, _CUT_BLOCK) / _AT_ONCE
+    if all(widths) and _are_multiplied_as_they_are(left, right):
+        cut += 2 * min(left.shape[1], BLOCK) / _AT_ONCE + _SPLIT
+    return cut
+
+
+def _are_multiplied_as_they_are(left: Tensor, right: Tensor) -> bool:
+    return left.dtype == right.dtype and left.dtype in _EXACT and _has_tensor_cores(left.device, left.dtype)
+
+
+@functools.cache
+def _has_tensor_cores(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether products of `dtype` come out in float32 on `device`, without a cast and as after one."""
+    if device.type != "cuda" or torch.version.hip is not None or torch.cuda.get_device_capability(device) < (8, 0):
+        return False
+    left, right = (torch.linspace(0.3, 1.7, 2048, device=device).view(shape).to(dtype) for shape in _SHAPES)
+    with torch.no_grad(), full_precision(device):
+        try:
+            found = _to_float32(left, right)
+        except (TypeError, RuntimeError, NotImplementedError):
+            return False
+        return torch.allclose(found, torch.bmm(left.float(), right.float()), rtol=1e-5, atol=0)
+
+
+_SHAPES = ((1, 8, 256), (1, 256, 8))
+
+
+def _to_float32(left: Tensor, right: Tensor) -> Tensor:
+    return torch.bmm(left, right, out_dtype=torch.float32)
+
+
+def _add_(out: Tensor, left: Tensor, right: Tensor, scale: float) -> None:
+    """Adds `scale` x left (m, k) right (k, n) to `out` (m, n), float32."""
+    if _adds_in_place(out.device, left.dtype):
+        _add_in_place(out, left, right, scale)
+    else:
+        out.add_(_to_float32(left[None], right[None])[0], alpha=scale)
+
+
+@functools.cache
+def _adds_in_place(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether a product is added to a float32 sum as it is made, whichever way the sum lies in memory."""
+    left, right = (torch.linspace(0.3, 1.7, 2048, device=device).view(shape[1:]).to(dtype) for shape in _SHAPES)
+    expected = (left.float() @ right.float()).mul_(2).add_(1)
+    for out in (torch.ones(8, 8, device=device), torch.ones(8, 8, device=device).T):
+        try:
+            _add_in_place(out, left, right, 2.0)
+        except (TypeError, RuntimeError, NotImplementedError):
+            return False
+        if not torch.allclose(out, expected, rtol=1e-5, atol=0):
+            return False
+    return True
+
+
+def _add_in_place(out: Tensor, left: Tensor, right: Tensor, scale: float) -> None:
+    torch.addmm(out, left, right, out_dtype=torch.float32, alpha=scale, out=out)

@@ -1,0 +1,124 @@
+"""How long a private step would take on a GPU beside an ordinary one, by arithmetic: products and bytes at known rates.
+
+Counted are products with parameters, what is read and written for them, norms, sums, noise and AdamW. Attention,
+activations and the loss, which both steps have, are left out, and nothing overlaps: so it is rather too large.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from hf_dp.planning.memory import ModelSize, Parameter
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """What a GPU does in a second, in practice.
+
+    Attributes:
+        low: operations of products of 16-bit numbers.
+        full: operations of products of float32 numbers, without TF32.
+        bandwidth: bytes read or written.
+    """
+
+    low: float
+    full: float
+    bandwidth: float
+
+
+# NVIDIA's data sheet of the H100 SXM: 989e12, 67e12 and 3.35e12. Large products and copies reach 60 to 90 % of these.
+GPUS = MappingProxyType({"H100": Gpu(600e12, 50e12, 2.8e12)})
+# Of a Gram matrix, of which one triangle of blocks is computed.
+_TRIANGLE = 0.55
+# Bytes for each trained number and step: AdamW reads and writes a weight and two moments, and reads a gradient; the
+# private step besides fills its sum with zeros, adds noise that it makes and divides.
+_ADAM, _NOISE = 28, 28
+
+
+@dataclass(frozen=True)
+class Work:
+    """Operations of products in the model's own dtype, and bytes moved."""
+
+    operations: float = 0.0
+    moved: float = 0.0
+
+    def __add__(self, other: Work) -> Work:
+        return Work(self.operations + other.operations, self.moved + other.moved)
+
+    def times(self, number: float) -> Work:
+        return Work(number * self.operations, number * self.moved)
+
+    def seconds(self, rate: float, bandwidth: float) -> float:
+        """One after the other."""
+        return self.operations / rate + self.moved / bandwidth
+
+
+def predicted_ratio(
+    model: ModelSize,
+    gpu: Gpu,
+    *,
+    length: int,
+    micro_batch: int,
+    micro_batches: int = 1,
+    bytes_computed: int = 2,
+    checkpointing: bool = False,
+) -> float:
+    """A private step's time over an ordinary one's.
+
+    Args:
+        model: what is trained.
+        gpu: where.
+        length: T, positions of each example.
+        micro_batch: B, examples at once.
+        micro_batches: of one logical batch.
+        bytes_computed: of each number that is computed with: 2 on tensor cores, 4 for float32.
+        checkpointing: whether forward is computed twice.
+    """
+    b, t, c = micro_batch, length, bytes_computed
+    forward = _sum(_with_weight(p, b, t, c).times(2 + checkpointing) for p in model.parameters)
+    trained = [p for p in model.parameters if p.trained]
+    by_autograd = _sum(_with_weight(p, b, t, c) + Work(0, 4 * p.numel) for p in trained)
+    by_factors = _sum(_factors(p, b, t, c) for p in trained)
+    ordinary = (forward + by_autograd).times(micro_batches) + Work(0, _ADAM * model.trained)
+    private = (forward + by_factors).times(micro_batches) + Work(0, (_ADAM + _NOISE) * model.trained)
+    rate = gpu.low if c == 2 else gpu.full
+    return private.seconds(rate, gpu.bandwidth) / ordinary.seconds(rate, gpu.bandwidth)
+
+
+def _sum(works: Iterable[Work]) -> Work:
+    return sum(works, start=Work())
+
+
+def _sides(parameter: Parameter) -> tuple[int, int, int]:
+    """p and d of a weight (p, d), and in how many products it is."""
+    p = parameter.shape[0]
+    return p, parameter.numel // max(1, p), parameter.uses - parameter.is_embedding if len(parameter.shape) > 1 else 0
+
+
+def _with_weight(parameter: Parameter, b: int, t: int, c: int) -> Work:
+    """One product of (B T, d) with (d, p), for each use."""
+    p, d, uses = _sides(parameter)
+    return Work(2 * b * t * p * d, c * (b * t * (p + d) + p * d)).times(uses)
+
+
+def _factors(parameter: Parameter, b: int, t: int, c: int) -> Work:
+    """Norms and weighted sum."""
+    p, d, uses = _sides(parameter)
+    rows = b * t * (p + d)
+    if len(parameter.shape) < 2:
+        return Work()
+    # Looked-up rows: the other side's Gram matrix, and an addition of rows in float32.
+    lookup = Work(2 * b * t * t * d * _TRIANGLE, (2 * c + 16) * b * t * d).times(parameter.is_embedding)
+    if p * d <= t * (p + d):
+        # Made, read for the norm, copied without what is left out, read for the sum.
+        return lookup + Work(2 * b * t * p * d, c * rows + 4 * 5 * b * p * d + 8 * p * d).times(uses)
+    norm = Work(2 * b * t * t * (p + d) * _TRIANGLE, c * rows + 2 * 12 * b * t * t * _TRIANGLE)
+    # Both sides are copied without what is left out; the smaller is weighted, and in 16 bits split into two.
+    parts = 2 if c == 2 else 1
+    small = b * t * min(p, d)
+    total = Work(
+        parts * 2 * b * t * p * d, 2 * c * rows + (c + 8 + 8 * (c == 2)) * small + parts * (c * rows + 8 * p * d)
+    )
+    return lookup + (norm + total).times(uses)

@@ -1,0 +1,245 @@
+"""Products of 16-bit factors as tensor cores make them: as good as after a cast, and what they cut is counted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hf_dp.accounting import FlatClipping
+from hf_dp.clipping.flat import Flat
+from hf_dp.losses import per_example_losses
+from hf_dp.per_example import Dense, OneHot, Outer, PerExampleGradients, products, record
+from hf_dp.per_example.factors import Factors, PerExample, squared_norms
+from hf_dp.per_example.precision import _IN_FEWER_BITS, _sums_in_float32
+from tests.zoo import text_batch, tiny
+
+Multiply = Callable[[Tensor, Tensor], Tensor]
+
+
+def exactly(left: Tensor, right: Tensor) -> Tensor:
+    return torch.bmm(left.float(), right.float())
+
+
+def cutting(left: Tensor, right: Tensor) -> Tensor:
+    """16 products at once, and every sum cut to float32: what is known of Hopper's."""
+    total = torch.zeros(len(left), left.shape[1], right.shape[2], dtype=torch.float64)
+    for one, other in zip(left.double().split(16, 2), right.double().split(16, 1), strict=True):
+        total += torch.bmm(one, other)
+        near = total.float()
+        total = near.where(near.abs() <= total.abs(), torch.nextafter(near, torch.zeros_like(near))).double()
+    return total.float()
+
+
+@pytest.fixture
+def on_cores(monkeypatch: pytest.MonkeyPatch) -> Callable[[Multiply], None]:
+    """Lets the CPU multiply 16-bit factors like this."""
+
+    def begin(multiply: Multiply) -> None:
+        monkeypatch.setattr(products, "_has_tensor_cores", lambda device, dtype: True)
+        monkeypatch.setattr(products, "_to_float32", multiply)
+        products._adds_in_place.cache_clear()
+
+    return begin
+
+
+def dense(batch: int, positions: int, size: int, dtype: torch.dtype = torch.bfloat16) -> Dense:
+    return Dense(torch.randn(batch, positions, size).to(dtype))
+
+
+def truth(use: Factors) -> Tensor:
+    """(B, p, d), float64."""
+    if isinstance(use, PerExample):
+        return use.values.double()
+    left, right = (
+        s.values.double() if isinstance(s, Dense) else nn.functional.one_hot(s.ids, s.size).double()
+        for s in (use.left, use.right)
+    )
+    return use.scale * torch.einsum("btp,btd->bpd", left, right)
+
+
+def gradients(uses: list[Factors]) -> PerExampleGradients:
+    shape = truth(uses[0]).shape
+    return PerExampleGradients(torch.zeros(shape[0]), {"w": uses}, {"w": nn.Parameter(torch.zeros(shape[1:]))})
+
+
+SHAPES = [(3, 1, 3, 5), (3, 7, 8, 2), (2, 130, 5, 3), (2, 3, 2100, 4), (2, 2, 6, 4200), (40, 130, 2, 2), (1, 1, 1, 1)]
+
+
+@pytest.mark.parametrize("multiply", [exactly, cutting])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_norms_and_sums_in_every_shape(
+    shape: tuple[int, int, int, int], dtype: torch.dtype, multiply: Multiply, on_cores: Callable[[Multiply], None]
+) -> None:
+    torch.manual_seed(0)
+    batch, positions, p, d = shape
+    one = Outer(dense(batch, positions, p, dtype), dense(batch, positions, d, dtype), 0.5)
+    lookup = Outer(OneHot(torch.randint(0, p, (batch, positions)), p), dense(batch, positions, d, dtype))
+    coefficients = torch.rand(batch)
+    cast = gradients([one]).weighted_sum(coefficients)["w"]
+    on_cores(multiply)
+    for uses in ([one], [one, lookup], [one.transposed.transposed, one.instantiated()]):
+        each = sum((truth(use) for use in uses), start=torch.zeros(batch, p, d, dtype=torch.float64))
+        found, rounding = squared_norms(list(uses))
+        exact = each.square().sum((1, 2))
+        assert bool(((found - exact).abs() <= rounding).all())
+        assert bool((rounding <= 1e-2 * exact * positions).all())
+        total = gradients(list(uses)).weighted_sum(coefficients)["w"].double()
+        expected = torch.einsum("b,bpd->pd", coefficients.double(), each)
+        assert float((total - expected).norm()) <= 3e-5 * float(each.norm())
+    assert torch.allclose(gradients([one]).weighted_sum(coefficients)["w"], cast, rtol=1e-3, atol=1e-4 * positions)
+
+
+def contributions(uses: list[Factors], norm: float) -> list[float]:
+    """The l2 norm of what each example adds by itself."""
+    made = gradients(uses)
+    coefficients = Flat(FlatClipping(norm=norm)).coefficients(made.squared_norms(), made.rounding())
+    alone = (made.weighted_sum(coefficients * one)["w"] for one in torch.eye(len(coefficients)))
+    return [float(total.double().norm()) for total in alone]
+
+
+def hostile(seed: int) -> list[Factors]:
+    """Long sums of one sign, and such as cancel between positions or between uses."""
+    torch.manual_seed(seed)
+    positions, p, d = 1 + seed % 5, [3, 700, 1500][seed % 3], [2, 30][seed % 2]
+    left, right = dense(2, positions, p).values.abs(), dense(2, positions, d).values * 100
+    nearly = (-left.float() * (1 + 10.0 ** -(seed % 6) * torch.randn(2, positions, 1))).bfloat16()
+    if seed % 4 == 0:
+        return [Outer(Dense(left), Dense(right))]
+    if seed % 4 == 1:
+        return [Outer(Dense(torch.cat([left, nearly], 1)), Dense(torch.cat([right, right], 1)))]
+    uses: list[Factors] = [Outer(Dense(left), Dense(right)), Outer(Dense(nearly), Dense(right))]
+    return [uses[0].instantiated(), uses[1]] if seed % 4 == 2 and isinstance(uses[0], Outer) else uses
+
+
+@pytest.mark.parametrize("multiply", [exactly, cutting])
+def test_one_contribution_is_at_most_c(multiply: Multiply, on_cores: Callable[[Multiply], None]) -> None:
+    on_cores(multiply)
+    for seed in range(24):
+        norm = 10.0 ** (seed % 7 - 3)
+        assert max(contributions(hostile(seed), norm)) <= norm * (1 + 1e-12)
+
+
+def test_it_would_not_be_if_what_is_cut_were_not_counted(
+    on_cores: Callable[[Multiply], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_cores(cutting)
+    torch.manual_seed(0)
+    # Sums that are large from the beginning lose the most.
+    left, right = (torch.cat([8 * side[..., :16], side[..., 16:]], 2) for side in dense(8, 1, 1000).values.split(4))
+    uses: list[Factors] = [Outer(Dense(left), Dense(right))]
+    assert 1 - 1e-4 < max(contributions(uses, 1.0)) <= 1
+    monkeypatch.setattr("hf_dp.per_example.factors.unsure", lambda left, right: 0.0)
+    assert max(contributions(uses, 1.0)) > 1 + 5e-7
+
+
+@pytest.mark.parametrize("multiply", [None, exactly, cutting])
+@pytest.mark.parametrize("size", [1, 2, 300, 4096])
+def test_failure_26_one_row_of_thousands_moves_a_sum_of_16_bit_factors_by_at_most_c(
+    size: int, multiply: Multiply | None, on_cores: Callable[[Multiply], None]
+) -> None:
+    torch.manual_seed(size)
+    if multiply is not None:
+        on_cores(multiply)
+    lengths = 10.0 ** (4 * torch.rand(size, 1, 1) - 2)
+    left = Dense((torch.randn(size, 3, 4) * lengths).bfloat16())
+    made = gradients([Outer(left, dense(size, 3, 6)), PerExample(torch.randn(size, 4, 6) * lengths)])
+    coefficients = Flat(FlatClipping(norm=1.0)).coefficients(made.squared_norms(), made.rounding())
+    whole = made.weighted_sum(coefficients)["w"].double()
+    # Nearly all are cut, and all in one direction would be `size` long.
+    slack = 1e-5 * float(coefficients.sum())
+    for i in {0, size // 2, size - 1}:
+        without = coefficients.index_fill(0, torch.tensor([i]), 0.0)
+        moved = float((whole - made.weighted_sum(without)["w"].double()).norm())
+        assert 0 < moved <= 1 + slack
+    # Rounded to bf16 it would move by more: the control.
+    if size == 4096:
+        many = torch.stack([made.weighted_sum(coefficients)["w"] * k for k in (1.0, 64.0)])
+        assert float((many.bfloat16().double() - many.double()).norm()) > 0.05
+
+
+def test_a_model_in_bf16(on_cores: Callable[[Multiply], None]) -> None:
+    model = tiny("llama_tied", "causal_lm", torch.bfloat16, num_hidden_layers=1)
+    batch = text_batch("causal_lm", dtype=torch.float32)
+    cast = record(model, per_example_losses, batch)
+    on_cores(cutting)
+    found = record(model, per_example_losses, batch)
+    assert torch.allclose(found.squared_norms(), cast.squared_norms(), rtol=1e-4)
+    assert bool((found.squared_norms() - cast.squared_norms()).abs().le(found.rounding()).all())
+    ones = torch.ones(len(found.losses))
+    for name, total in cast.weighted_sum(ones).items():
+        assert torch.allclose(found.weighted_sum(ones)[name], total, rtol=1e-3, atol=1e-5 * float(total.norm()))
+
+
+def test_elsewhere_factors_are_cast(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU; into float64 sums; where one factor has more bits."""
+    left, right = dense(2, 5, 3), dense(2, 5, 4)
+    assert torch.equal(products.inner(left.values.mT, right.values), exactly(left.values.mT, right.values))
+    assert not products._has_tensor_cores(torch.device("cpu"), torch.bfloat16)
+    assert products.unsure(left.values, right.values) == 0
+
+    def never(left: Tensor, right: Tensor) -> Tensor:
+        raise AssertionError
+
+    monkeypatch.setattr(products, "_has_tensor_cores", lambda device, dtype: True)
+    monkeypatch.setattr(products, "_to_float32", never)
+    products.inner(left.values.mT, right.values.float())
+    out = torch.zeros(3, 4, dtype=torch.float64)
+    products.add_weighted_(out, left.values, right.values, torch.ones(2), 1.0)
+    assert torch.allclose(out, truth(Outer(left, right)).sum(0))
+    half = torch.zeros(3, 4)
+    products.add_weighted_(half, left.values.half(), right.values.half(), torch.ones(2), 1.0)
+    assert torch.allclose(half, truth(Outer(left, right)).sum(0).float(), rtol=1e-2, atol=1e-2)
+
+
+def test_a_product_is_added_as_it_is_made_where_that_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    def right_way(out: Tensor, left: Tensor, right: Tensor, scale: float) -> None:
+        out.addmm_(left.float(), right.float(), alpha=scale)
+
+    def transposed(out: Tensor, left: Tensor, right: Tensor, scale: float) -> None:
+        out.view(-1).add_((scale * left.float() @ right.float()).flatten())
+
+    def without_scale(out: Tensor, left: Tensor, right: Tensor, scale: float) -> None:
+        out.addmm_(left.float(), right.float())
+
+    monkeypatch.setattr(products, "_has_tensor_cores", lambda device, dtype: True)
+    monkeypatch.setattr(products, "_to_float32", exactly)
+    left, right = dense(3, 5, 4), dense(3, 5, 6)
+    expected = 0.5 * truth(Outer(left, right)).sum(0)
+    for in_place, is_used in ((None, False), (right_way, True), (transposed, False), (without_scale, False)):
+        if in_place is not None:
+            monkeypatch.setattr(products, "_add_in_place", in_place)
+        products._adds_in_place.cache_clear()
+        assert products._adds_in_place(torch.device("cpu"), torch.bfloat16) is is_used
+        for first, second, total in ((left, right, expected), (right, left, expected.T)):
+            out = torch.zeros(total.shape)
+            products.add_weighted_(out, first.values, second.values, torch.ones(3), 0.5)
+            assert torch.allclose(out.double(), total, rtol=1e-5, atol=1e-6)
+    products._adds_in_place.cache_clear()
+
+
+def test_cublas_is_asked_for_whole_sums_and_left_as_it_was() -> None:
+    cublas: Any = torch.backends.cuda.matmul
+    before = {name: getattr(cublas, name) for name in _IN_FEWER_BITS}
+    with _sums_in_float32(is_asked=True):
+        assert not any(getattr(cublas, name) for name in _IN_FEWER_BITS)
+    assert {name: getattr(cublas, name) for name in _IN_FEWER_BITS} == before
+    assert any(before.values())
+    with _sums_in_float32(is_asked=False):
+        assert {name: getattr(cublas, name) for name in _IN_FEWER_BITS} == before
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", SHAPES)
+def test_tensor_cores_cut_no_more_than_is_counted(shape: tuple[int, int, int, int]) -> None:
+    device, (batch, positions, p, d) = torch.device("cuda"), shape
+    assert products._has_tensor_cores(device, torch.bfloat16)
+    torch.manual_seed(0)
+    left, right = dense(batch, positions, p).values, dense(batch, positions, d).values
+    exact = truth(Outer(Dense(left), Dense(right))).square().sum((1, 2))
+    found, rounding = squared_norms([Outer(Dense(left.to(device)), Dense(right.to(device)))])
+    assert bool(((found.cpu() - exact).abs() <= rounding.cpu()).all())

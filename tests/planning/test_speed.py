@@ -1,0 +1,47 @@
+"""The time of a private step on a GPU, by arithmetic."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from hf_dp.planning.memory import ModelSize, Parameter
+from hf_dp.planning.speed import GPUS, Gpu, predicted_ratio
+
+WIDE = ModelSize((Parameter((8192, 2048), trained=True, unit=""),))
+# Nothing is limited by memory, nor by products of float32 numbers.
+IDEAL = Gpu(low=1.0, full=1.0, bandwidth=float("inf"))
+
+
+def ratio(model: ModelSize, gpu: Gpu = IDEAL, **changes: Any) -> float:
+    return predicted_ratio(model, gpu, **{"length": 16, "micro_batch": 8, **changes})
+
+
+def test_of_products_alone() -> None:
+    """Three products; and the private step two of them, the norm, and the sum, twice where factors are split."""
+    of_norm = 0.55 * 16 * (8192 + 2048) / (8192 * 2048)
+    assert ratio(WIDE) == pytest.approx((2 + 2 + of_norm) / 3)
+    assert ratio(WIDE, bytes_computed=4) == pytest.approx((2 + 1 + of_norm) / 3)
+    assert ratio(WIDE, checkpointing=True) == pytest.approx((3 + 2 + of_norm) / 4)
+    # Instantiated and kept: one product more than none.
+    assert ratio(WIDE, length=4096) == pytest.approx(1)
+
+
+def test_frozen_weights_cost_both_the_same() -> None:
+    frozen = Parameter((2048, 2048), trained=False, unit="")
+    adapters = (Parameter((8, 2048), trained=True, unit=""), Parameter((2048, 8), trained=True, unit=""))
+    lora = ModelSize((frozen, *adapters))
+    assert 1 < ratio(lora, GPUS["H100"], length=512) < 1.05
+    assert ratio(ModelSize((frozen,)), GPUS["H100"]) == 1
+    assert ratio(WIDE, GPUS["H100"], length=512, micro_batches=4) > 1.2
+
+
+def test_a_tied_table_has_a_product_for_its_other_use() -> None:
+    looked_up = Parameter((1000, 64), trained=True, unit="", is_embedding=True)
+    tied = Parameter((1000, 64), trained=True, unit="", is_embedding=True, uses=2)
+    assert ratio(ModelSize((WIDE.parameters[0], tied))) > ratio(ModelSize((WIDE.parameters[0], looked_up)))
+
+
+def test_more_micro_batches_hide_the_noise() -> None:
+    assert ratio(WIDE, GPUS["H100"], micro_batches=16) < ratio(WIDE, GPUS["H100"])
