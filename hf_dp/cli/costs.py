@@ -188,6 +188,19 @@ def _own_delta(q: float | None, batch_size: float, epochs: float | None, delta: 
     return delta
 
 
+def compute(examples: float | None, minutes: float | None, rows_per_second: float | None) -> float | None:
+    """The examples that a run may process, where they are given as minutes at a speed (`ConfigurationError`)."""
+    if minutes is None and rows_per_second is None:
+        return examples
+    if minutes is None or rows_per_second is None:
+        raise ConfigurationError(
+            "--minutes without --rows-per-second." if minutes is not None else "--rows-per-second without --minutes.",
+            why="how many examples a run may process follows from both.",
+            fix="give both, with the speed that a short training printed; or --examples in place of them.",
+        )
+    return 60 * positive("--minutes", minutes) * positive("--rows-per-second", rows_per_second)
+
+
 def exactly_one(options: dict[str, object]) -> None:
     given = [name for name, value in options.items() if value is not None]
     if len(given) != 1:

@@ -9,13 +9,14 @@ import typer
 from rich.console import Console
 
 from hf_dp.cli.common import AsJson, print_json, refusals
-from hf_dp.cli.costs import costs, exactly_one, positive, proposal
-from hf_dp.cli.planned import answered, plan_table, risk_table
+from hf_dp.cli.costs import compute, costs, exactly_one, positive, proposal
+from hf_dp.cli.planned import answered, plan_table, risk_table, start_table
 from hf_dp.cli.sizes import size_table, sizes, speed_in_words
 from hf_dp.config.ranges import check_clipping_norm, is_one_of, shown
 from hf_dp.config.target import AT_FPR, check_target_tpr
 from hf_dp.config.units import UnitSamplingName
 from hf_dp.errors import ConfigurationError
+from hf_dp.planning.start import MIN_STEPS, start
 
 _DEFAULTS: Any = {"--unit-sampling": "units", "--fpr": AT_FPR, "--world-size": 1, "--length": 512, "--micro-batch": 1}
 
@@ -49,6 +50,8 @@ def plan(
     epochs: Annotated[float | None, typer.Option(help="Passes over the data; or --steps or --examples.")] = None,
     steps: Annotated[int | None, typer.Option(help="Optimizer steps of the whole run.")] = None,
     examples: Annotated[float | None, typer.Option(help="Compute: examples to process, batch size x steps.")] = None,
+    minutes: Annotated[float | None, typer.Option(help="Compute as time, with --rows-per-second.")] = None,
+    rows_per_second: Annotated[float | None, typer.Option(help="How many examples a second are trained on.")] = None,
     epsilon: Annotated[float | None, typer.Option(help="The budget to calibrate the noise to.")] = None,
     tpr: Annotated[
         float | None, typer.Option(help="In place of --epsilon: the share of members that any attack may find.")
@@ -67,7 +70,7 @@ def plan(
         bool, typer.Option("--other-people", help="With --after: nobody in any other data before is in this.")
     ] = False,
     delta: Annotated[float | None, typer.Option(help="Probability of failure, below 1/n. Default: n ** -1.1.")] = None,
-    min_steps: Annotated[int, typer.Option(min=1, help="The fewest steps that a proposal may take.")] = 50,
+    min_steps: Annotated[int, typer.Option(min=1, help="The fewest steps that a proposal may take.")] = MIN_STEPS,
     share: Annotated[list[float] | None, typer.Option(help="Of epsilon, for a release beside the steps.")] = None,
     clipping_norm: Annotated[float, typer.Option(help="For the noise per coordinate in the plot.")] = 1.0,
     plot: Annotated[
@@ -132,6 +135,7 @@ def plan(
         has_data = any(value is not None for value in of_data.values())
         if not has_data:
             given = {"--epochs": epochs, "--steps": steps, "--examples": examples, "--epsilon": epsilon}
+            given |= {"--minutes": minutes, "--rows-per-second": rows_per_second}
             more = {"--tpr": tpr, "--noise": noise, "--delta": delta, "--plot": plot, "--share": share or None}
             more["--max-batch-size"] = max_batch_size
             _refuse_without_n(model, {**given, **more, "--after": after or None})
@@ -141,7 +145,8 @@ def plan(
             _refuse_examples_of_none(units, unit_sampling, drawn_from, max_examples, sampling_probability)
             exactly_one({"--epsilon": epsilon, "--tpr": tpr, "--noise": noise})
             check_target_tpr(tpr, fpr)
-            exactly_one({"--epochs": epochs, "--steps": steps, "--examples": examples})
+            exactly_one({"--epochs": epochs, "--steps": steps, "--examples": examples, "--minutes": minutes})
+            examples = compute(examples, minutes, rows_per_second)
             check_clipping_norm(positive("--clipping-norm", clipping_norm))
             proposed = batch_size is None
             if batch_size is None:
@@ -187,10 +192,7 @@ def plan(
     if not has_data:
         console.print("For what a budget costs as well, give --n, --epsilon and --epochs.")
     elif answer["proposed"]:
-        console.print(
-            f"Proposed: the most steps (at least {min_steps}) whose noise over the whole run is within 10 % of that of "
-            "the largest batch. It knows nothing of learning: compare two or three batch sizes on public data.",
-        )
+        console.print(start_table(answer["start"]))
     if plot is not None:
         console.print(f"Figure: {plot}", soft_wrap=True)
 
@@ -272,4 +274,7 @@ def _derived(answer: dict[str, Any], proposed: bool, clipping_norm: float) -> di
     for name in answered(answer):
         answer[name]["noise_per_coordinate"] = answer[name]["noise_multiplier"] * clipping_norm / batch_size
     processed = batch_size * answer["steps"]
-    return {"proposed": proposed, "examples_processed": processed, "clipping_norm": clipping_norm}
+    told = {"proposed": proposed, "examples_processed": processed, "clipping_norm": clipping_norm}
+    if proposed:
+        told["start"] = start(batch_size, answer["steps"], answer["pld"]["noise_multiplier"] / batch_size)
+    return told

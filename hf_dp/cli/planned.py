@@ -27,6 +27,16 @@ def risk_table(rows: dict[str, str]) -> Table:
     return table
 
 
+def start_table(rules: list[dict[str, str]]) -> Table:
+    """What to start from with a proposed batch, and why."""
+    table = Table(title="What to start from", title_justify="left", caption="More in docs/choosing.md.")
+    for column in ("setting", "start", "why"):
+        table.add_column("" if column == "setting" else column)
+    for rule in rules:
+        table.add_row(*rule.values())
+    return table
+
+
 def plan_table(answer: dict[str, Any]) -> Table:
     """What `hf-dp plan` prints."""
     wanted, found = answer["target_epsilon"], answer["target_tpr"]

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from hf_dp.accounting.calibration import calibrate_noise_multiplier
 from hf_dp.config import AccountantName
 from hf_dp.errors import ConfigurationError
+from hf_dp.planning.start import MIN_STEPS
 
-DEFAULT_MIN_STEPS = 50
 # More steps than those with the least noise, as long as they cost no more of it than this.
 _TOLERATED = 1.1
 # The search looks at batches down to this part of the largest, and stops when it knows the answer to 5 %.
@@ -78,7 +78,7 @@ def propose(
     examples: float,
     target_epsilon: float,
     target_delta: float,
-    min_steps: int = DEFAULT_MIN_STEPS,
+    min_steps: int = MIN_STEPS,
 ) -> Candidate:
     """The most steps whose noise over the whole run is within 10 % of that of the largest batch.
 

@@ -14,6 +14,7 @@ from hf_dp.accounting import ExampleUnit, default_delta, epsilon, sampling_terms
 from hf_dp.accounting.accountants import group_epsilon
 from hf_dp.cli import app, plot
 from hf_dp.planning.proposal import candidate
+from hf_dp.planning.start import start
 from tests.training.workbench import trained
 
 TINY = '{"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 11, "n_positions": 4}'
@@ -127,7 +128,9 @@ def test_no_noise_is_printed_as_infinite_epsilon():
         ([*BASE, "--epsilon", "8", "--steps", "3", "--examples", "10"], "both --steps and --examples"),
         (["plan", "--n", "1000", "--noise", "1", "--epochs", "3"], "no --batch-size, with --noise"),
         (["plan", "--n", "1000", "--epsilon", "1", "--steps", "3"], "no --batch-size, with --steps"),
-        (["plan", "--n", "1000", "--epsilon", "1", "--examples", "20"], "20 examples for at least 50 steps"),
+        (["plan", "--n", "1000", "--epsilon", "1", "--examples", "9"], "9 examples for at least 10 steps"),
+        (["plan", "--n", "1000", "--epsilon", "1", "--minutes", "9"], "--minutes without --rows-per-second"),
+        (["plan", "--n", "1000", "--epsilon", "1", "--epochs", "9", "--rows-per-second", "9"], "without --minutes"),
         (["plan", "--n", "1000", "--epsilon", "1", "--epochs", "inf"], "--epochs inf"),
         ([*BASE, "--steps", "1", "--noise", "1", "--clipping-norm", "0"], "--clipping-norm 0"),
         ([*BASE, "--steps", "1", "--noise", "0", "--plot", "x.png"], "--plot of a plan with no noise"),
@@ -245,7 +248,7 @@ def test_a_batch_is_proposed_for_compute_and_privacy():
     given = {"dataset_size": 10003, "examples": 60018, "target_epsilon": 1.0, "target_delta": default_delta(10003)}
     plan = json.loads(invoke("plan", "--n", "10003", "--epochs", "6", "--epsilon", "1", "--json").stdout)
     assert plan["proposed"] is True
-    assert plan["steps"] == int(60018 / plan["expected_batch_size"]) >= 50
+    assert plan["steps"] == int(60018 / plan["expected_batch_size"]) >= 10
     assert plan["examples_processed"] <= 60018
     assert 0.99 < plan["pld"]["epsilon"] <= 1
     for accountant in ("pld", "rdp"):
@@ -253,7 +256,7 @@ def test_a_batch_is_proposed_for_compute_and_privacy():
         assert plan[accountant]["noise_per_coordinate"] == noise / plan["expected_batch_size"]
     chosen, best, smaller = (
         candidate(size, **given).noise_of_the_run()
-        for size in (plan["expected_batch_size"], 1200, int(plan["expected_batch_size"] * 0.9))
+        for size in (plan["expected_batch_size"], 6001, int(plan["expected_batch_size"] * 0.9))
     )
     assert chosen <= 1.1 * best < smaller
 
@@ -264,6 +267,17 @@ def test_fewer_steps_are_not_proposed():
         invoke("plan", "--n", "900", "--examples", "900", "--epsilon", "8", "--min-steps", "30", "--json").stdout
     )
     assert plan["steps"] >= 30
+
+
+def test_compute_is_minutes_at_a_speed_and_a_proposal_says_what_to_start_from():
+    said = ("plan", "--n", "150", "--epsilon", "8", "--min-steps", "4")
+    plan = json.loads(invoke(*said, "--minutes", "2", "--rows-per-second", "0.5", "--json").stdout)
+    assert plan == json.loads(invoke(*said, "--examples", "60", "--json").stdout)
+    batch, steps, noise = (plan["expected_batch_size"], plan["steps"], plan["pld"]["noise_multiplier"])
+    assert plan["start"] == start(batch, steps, noise / batch)
+    table = " ".join(invoke(*said, "--examples", "60").stdout.split())
+    assert all(rule["start"].split(",")[0] in table for rule in plan["start"])
+    assert "start" not in json.loads(invoke(*BASE, "--steps", "9", "--noise", "1", "--json").stdout)
 
 
 def test_examples_are_steps_times_batch():
