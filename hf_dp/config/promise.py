@@ -98,7 +98,7 @@ class PrivacyConfig:
         unit_sampling: "units": each unit is drawn for a step with all of these, independently. "examples": of a unit
             with more, so many are chosen once; each of these is drawn and clipped by itself, batches count them, and
             what a step costs is a mixture of Gaussians. A row may then belong to several units (a list in the column),
-            and whose each row is is public. Needs accountant="pld".
+            and whose each row is is public; neither where n is secret. Needs accountant="pld".
         dataset_size: None, or a public number that stands for what is drawn from: for n, or with
             unit_sampling="examples" for the number of examples, both secret then. The sampling probability, the default
             delta and its bound follow from this one, for the same claim. `max_steps` must be given.
