@@ -89,11 +89,10 @@ class Step:
 
 
 def grid_of(pairs: Sequence[tuple[Mixture, Mixture, int]]) -> float:
-    """A width that is fine beside the deviation of one loss, or, where that would be too many cells, of the sum."""
-    deviations = [_deviation(p, q) for p, q, _ in pairs]
-    total = math.sqrt(sum(n * deviation**2 for deviation, (_, _, n) in zip(deviations, pairs, strict=True)))
-    widest = max(abs(_largest_loss(p, q)) for p, q, _ in pairs)
-    return min(max(min(deviations) / 10, min(total / 300, 2e-5), widest / _CELLS), 0.02)
+    """A width that is fine beside the deviation of one loss, if that is not too many cells of the widest."""
+    deviation = min(_deviation(p, q) for p, q, _ in pairs)
+    widest = max(_largest_loss(p, q) for p, q, _ in pairs)
+    return min(max(deviation / 10, widest / _CELLS), 0.02)
 
 
 def step_of(p: Mixture, q: Mixture, times: int, h: float) -> Step:
