@@ -73,7 +73,7 @@ def one_run(included: Scores, excluded: Scores, *, delta: float, confidence: flo
 def gaussian_one_run(included: Scores, excluded: Scores, *, delta: float, confidence: float = 0.95) -> OneRun:
     """A lower bound on mu of a mechanism that is mu-GDP, and so on its epsilon: tighter, and about less.
 
-    What it disproves is that the mechanism hides each canary as well as one Gaussian observation at distance `mu` does.
+    What it speaks against is that the mechanism hides each canary as well as one Gaussian observation at distance `mu`.
     That is the claim where every unit is in every step (mu = sqrt(steps) / noise multiplier); under sampling, where the
     trade-off of the claim is no Gaussian one, it says nothing of the claimed epsilon. Guesses as in `one_run`.
 

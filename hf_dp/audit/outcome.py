@@ -18,10 +18,9 @@ from hf_dp.figures import lower, percent
 MOST_CANARIES, _MOST_ATTACKS = 100_000, 8
 _NAME = re.compile(r"[a-z][a-z ,]{0,60}")
 _COUNTS = ("canaries", "guesses", "right", "tried")
-LOW = (
-    "A low bound says nothing: another attack may do better. The counts are the word of whoever published them; a "
-    "bound above the claim would have disproved it."
-)
+LOW = "A low bound says nothing: another attack may do better."
+# Of what others read.
+LOW_AND_TOLD = f"{LOW} The counts are the word of whoever published them."
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,6 +12,8 @@ from rich.table import Table
 from hf_dp.cli.common import NO, AsJson, print_json, refusals
 from hf_dp.figures import lower, percent, upper
 
+_GAUSSIAN = "All units are in every step: bounds are of a Gaussian mechanism, which is what is claimed then."
+
 
 def audit(
     output: Annotated[
@@ -35,8 +37,9 @@ def audit(
     the data or not by a coin. Four attacks guess which were in: by a parameter
     of each canary's own, by the same once noise of seeds that stand in the
     saved files is taken off, by loss, and by gradient. What they get right
-    proves that epsilon is at least so much. A bound above the claim disproves
-    the claim; a low one says nothing.
+    shows that epsilon is at least so much. A bound above the claim speaks
+    against it, wrongly in at most 5 of 100 honest trainings (--confidence); a
+    low one says nothing.
 
     Example, a minute long:
 
@@ -63,6 +66,7 @@ def audit(
         table = Table(
             title=f"What attacks show of epsilon, all with confidence {percent(made.confidence)} together",
             title_justify="left",
+            caption=_GAUSSIAN if any(one.mu is not None for one in made.attacks.values()) else None,
         )
         for column in ("attack", "canaries", "guesses", "right", "epsilon at least"):
             table.add_column(column, justify="left" if column == "attack" else "right")
@@ -73,7 +77,8 @@ def audit(
         table.add_row(claimed, f"n {report.dataset_size}", "", "", f"at most {upper(report.epsilon, 3)}")
         console = Console()
         console.print(table)
-        verdict = "No bound is above the claim." if found.holds else "[bold red]The claim is disproved.[/bold red]"
+        above = f"A bound is above the claim, which is wrong with confidence {percent(made.confidence)}."
+        verdict = "No bound is above the claim." if found.holds else f"[bold red]{above}[/bold red]"
         console.print(f"{verdict} {LOW}" if found.holds else verdict)
         if output is not None:
             console.print(f"Model, record and audit.png are in {output}", soft_wrap=True, markup=False)

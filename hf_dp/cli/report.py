@@ -39,7 +39,7 @@ def report(
     """
     from hf_dp.accounting import in_words
     from hf_dp.accounting.risk import group_epsilons, groups_in_words, rates, risk
-    from hf_dp.audit.outcome import LOW
+    from hf_dp.audit.outcome import LOW_AND_TOLD
     from hf_dp.errors import shortened
     from hf_dp.hub import RECORD_FILE, open_source
 
@@ -64,7 +64,7 @@ def report(
     console.print(f"{shortened(place)}{shortened(besides)}\n", markup=False, highlight=False)
     console.print(str(record.report), markup=False, highlight=False)
     if record.audit is not None:
-        console.print(f"Audited: {record.audit} {LOW}", markup=False, highlight=False)
+        console.print(f"Audited: {record.audit} {LOW_AND_TOLD}", markup=False, highlight=False)
     table = Table(title="Everything that was released of the training data", title_justify="left")
     for column in ("release", "times", "mechanism"):
         table.add_column(column)

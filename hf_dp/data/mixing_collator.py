@@ -51,9 +51,7 @@ def check_collator(collate: LogicalBatchCollator, examples: list[Any]) -> None:
             draws |= global_state() != before
         return {name: value for name, value in batch.items() if isinstance(value, Tensor)}
 
-    first = collated((examples[0], examples[0]), _ALONE, 0)
-    unlike = [one for one in examples if not _same(collated((one, one), _ALONE, 0), first)]
-    pairs = _pairs(examples, unlike)
+    pairs = _pairs(examples, [collated((one, one), _ALONE, 0) for one in examples])
     alike = [collated(pairs[0], _ALONE, 0)]
     if not _same(alike[0], collated(pairs[0], _ALONE, 0)):
         raise _refusal(
@@ -114,14 +112,20 @@ def check_collator(collate: LogicalBatchCollator, examples: list[Any]) -> None:
             )
 
 
-def _pairs(examples: list[Any], unlike: list[Any]) -> list[tuple[Any, Any]]:
-    """The first example and the last that is `unlike` it, and one beside another of its label, each as the first of the
-    pair. Between two that are alike no mixing is seen."""
-    found = [(examples[0], unlike[-1] if unlike else examples[-1])]
+def _pairs(examples: list[Any], alone: list[Collated]) -> list[tuple[Any, Any]]:
+    """The first example and, for each tensor that is made of it `alone`, the last that has another; and one beside
+    another of its label; each as the first of the pair. Between two that are alike no mixing is seen."""
+    last = len(examples) - 1
+    unlike = {
+        next((i for i in range(last, 0, -1) if name not in alone[i] or not _equal(alone[i][name], values)), last)
+        for name, values in alone[0].items()
+    }
+    unlike = unlike or {last}
+    found = [(examples[0], examples[i]) for i in sorted(unlike)]
     labels = [_label(example) for example in examples]
     indices = itertools.combinations(range(len(examples)), 2)
     same = next(((i, j) for i, j in indices if labels[i] is not None and labels[i] == labels[j]), None)
-    if same is not None and same != (0, len(examples) - 1):
+    if same is not None and not (same[0] == 0 and same[1] in unlike):
         found.append((examples[same[0]], examples[same[1]]))
     return [ordered for one, two in found for ordered in ((one, two), (two, one))]
 

@@ -11,7 +11,7 @@ from hf_dp.accounting.events import primitives
 from hf_dp.accounting.gaussian import Gaussian
 from hf_dp.audit.outcome import Audit
 from hf_dp.errors import LedgerError
-from hf_dp.figures import lower, upper
+from hf_dp.figures import lower, percent, upper
 from hf_dp.hub.card_file import write_card
 from hf_dp.hub.charged import same
 from hf_dp.hub.claim import Check, epsilon_tolerance, is_of_this_version
@@ -54,7 +54,7 @@ def _is_gaussian(record: PrivacyRecord) -> bool:
 
 
 def check_audit(record: PrivacyRecord) -> Iterator[Check]:
-    """That the bounds follow from the counts, are about this claim, and do not disprove it; where there is an audit.
+    """That the bounds follow from the counts, are about this claim, and are not above it; where there is an audit.
 
     Not whether the attacks were made.
     """
@@ -74,4 +74,9 @@ def check_audit(record: PrivacyRecord) -> Iterator[Check]:
     yield Check("audit", not wrong, "; ".join(wrong) or "its bounds follow from its counts")
     holds = audit.epsilon <= report.epsilon * (1 + epsilon_tolerance(report))
     bound = f"epsilon is at least {lower(audit.epsilon, 4)}, {upper(report.epsilon, 4)} is claimed"
-    yield Check(AGAINST, holds, bound + ("" if holds else ": the claim is wrong, or the audit is"))
+    yield Check(
+        AGAINST,
+        holds,
+        bound
+        + ("" if holds else f": with confidence {percent(audit.confidence)} the claim is wrong, if the audit is right"),
+    )

@@ -10,7 +10,7 @@ from hf_dp.accounting import NO_NOISE, REPRODUCIBLE, Ledger, PrivacyReport, clip
 from hf_dp.accounting.accountants import is_composed
 from hf_dp.accounting.report import TOGETHER
 from hf_dp.accounting.risk import group_epsilons, groups_in_words, rates, risk
-from hf_dp.audit.outcome import LOW, Audit
+from hf_dp.audit.outcome import LOW_AND_TOLD, Audit
 from hf_dp.config import AccountantName, PrivacyConfig
 from hf_dp.config.asked import notes
 from hf_dp.figures import percent, upper
@@ -59,7 +59,7 @@ def privacy_section(report: PrivacyReport, ledger: Ledger, config: PrivacyConfig
 
 
 def _audited(audit: Audit) -> str:
-    return f"{_AUDITED}{audit} {LOW}"
+    return f"{_AUDITED}{audit} {LOW_AND_TOLD}"
 
 
 def without_audit(section: str, audit: Audit | None, *, knows_the_words: bool) -> str:

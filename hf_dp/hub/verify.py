@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from hf_dp.accounting import PrivacyReport
-from hf_dp.audit.outcome import LOW
+from hf_dp.audit.outcome import LOW_AND_TOLD
 from hf_dp.config import AccountantName
 from hf_dp.config.after import places_of
 from hf_dp.errors import ConfigurationError, LedgerError, shortened
@@ -174,7 +174,7 @@ def _notes(source: Source, record: PrivacyRecord) -> Iterator[str]:
             "and compared them with the record's digest alone."
         )
     if record.audit is not None:
-        yield f"{record.audit} {LOW}"
+        yield f"{record.audit} {LOW_AND_TOLD}"
     if record.corpus and not record.weights:
         yield (
             "Texts, and no model: that they were sampled from the model of this ledger, and that none was chosen by "

@@ -157,14 +157,20 @@ def test_failure_29_collators_that_mix_rows_are_refused_by_name(collate: Callabl
 
 
 def test_failure_29_mixing_is_seen_where_the_first_and_the_last_row_are_alike() -> None:
+    """In all, or in what is mixed alone."""
     one, two, *_ = ({"pixel_values": row["pixel_values"]} for row in images())
+    three = {"pixel_values": one["pixel_values"], "extra": 3.0}
 
     def mixes(rows: Rows) -> dict[str, Tensor]:
         batch = {"pixel_values": torch.stack([row["pixel_values"] for row in rows])}
-        return mixed(batch, torch.rand([]), torch.randperm(len(rows)))
+        extra = {"extra": torch.tensor([row.get("extra", 0.0) for row in rows])}
+        return mixed(batch, torch.rand([]), torch.randperm(len(rows))) | extra
 
-    with pytest.raises(ConfigurationError, match="mixes gives an example another row when other examples are beside"):
-        check_collator(LogicalBatchCollator(4, mixes), [one, two, one])
+    for rows in ([one, two, one], [one, two, three]):
+        with pytest.raises(
+            ConfigurationError, match="mixes gives an example another row when other examples are beside"
+        ):
+            check_collator(LogicalBatchCollator(4, mixes), rows)
 
 
 def cropped_alike(rows: Rows) -> dict[str, Tensor]:

@@ -44,7 +44,7 @@ def test_bounds_are_printed_beside_the_claim_and_one_above_it_is_the_answer(
     told = invoke()
     assert told.exit_code == code
     assert ("A low bound says nothing" in told.output) == (code == 0)
-    assert ("The claim is disproved." in told.output) == (code == 1)
+    assert ("A bound is above the claim, which is wrong with confidence 95%." in told.output) == (code == 1)
     assert "all with confidence 95% together" in told.output
     assert "at most 1.5" in told.output
     strict = invoke("--json")
