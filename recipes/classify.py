@@ -6,8 +6,9 @@ once (each from its own text, so that costs no privacy); `lora` trains adapters 
 
 The head's learning rate follows from the noise: over the whole training the noise alone would move each of the head's
 weights by `head_noise` (standard deviation), whatever epsilon, the batch and the number of steps. It is at most
-`learning_rate` for each label: of fewer labels each has more examples that push it, and weights that ran far beyond
-what the noise asks for would give probabilities that are too sure.
+`learning_rate` for each label, at temperature 0.1, and grows with the temperature's square, by which a step moves
+logits less: of fewer labels each has more examples that push it, and weights that ran far beyond what the noise asks
+for would give probabilities that are too sure.
 
 With `lora` and `full` the rates are those of at most 60 steps, and of more they are divided by sqrt(steps / 60): in
 long trainings of small batches noise alone makes probabilities too sure (common/rates.py).
@@ -38,12 +39,14 @@ from transformers import (
 
 from common.arguments import OWN_OPTIMIZER, parse
 from common.classification import (
+    TEMPERATURE,
     EncoderClassifier,
     MeanPoolingForSequenceClassification,
     apart,
     build,
     by_length,
     read,
+    temperature,
 )
 from common.data import public_labels
 from common.hub_names import pretrained
@@ -158,7 +161,8 @@ def make_optimizer(
         )
         noise = noise_multiplier * privacy.clipping_norm / batch_size * math.sqrt(steps)
         labels = model.classifier.out_features
-        rate = min(arguments.learning_rate * labels, recipe.head_noise / max(noise, 1e-9))
+        most = arguments.learning_rate * labels * (temperature(recipe, labels) / TEMPERATURE) ** 2
+        rate = min(most, recipe.head_noise / max(noise, 1e-9))
         print(f"learning rate of the head: {rate:.3g}")
         return torch.optim.SGD(head, lr=rate)
     given = arguments.learning_rate, recipe.head_learning_rate / recipe.head_scale

@@ -153,7 +153,7 @@ def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 def prepared(given: Any) -> tuple[Any, Texts, Texts]:
     """The whole model, and the texts to train on and to score, as states below the trained layers."""
     recipe = classify.RecipeArguments(
-        encoder=given.encoder, train_file=str(given.data / "train.csv"), test_file="", center=True,
+        encoder=given.encoder, train_file=str(given.data / "train.csv"), test_file="", center=True, temperature=0.05,
         labels_file=str(given.data / "categories.json"), max_length=LENGTH,
     )  # fmt: skip
     tokenizer, names = AutoTokenizer.from_pretrained(given.encoder), public_labels(recipe)

@@ -18,6 +18,9 @@ from common.hub_names import pretrained
 from common.plain_classifier import TRAINING_FORM, TrainingForm, check_plain_form, pooled, seen_from, take_over
 from hf_dp.errors import ConfigurationError
 
+# Of the head alone; what its rate is bounded at.
+TEMPERATURE = 0.1
+
 
 @dataclass(kw_only=True)
 class AdaptedClassifier(LabelledData):
@@ -47,7 +50,10 @@ class EncoderClassifier(AdaptedClassifier):
     center: bool = field(
         default=False, metadata={"help": "Measure angles from the mean embedding of the label names, which is public."}
     )
-    temperature: float = field(default=0.05, metadata={"help": "Logits are cosine similarities over this."})
+    temperature: float | None = field(
+        default=None,
+        metadata={"help": "Logits are cosine similarities over this; by default 0.1 (of two labels 0.2), else 0.05."},
+    )
     start_from: str | None = field(
         default=None,
         metadata={"help": "A model that this recipe saved, to begin from; with --after, if people are in both data."},
@@ -74,7 +80,7 @@ class MeanPoolingForSequenceClassification(TrainingForm):
         self.classifier = torch.nn.Linear(label_embeddings.shape[1], len(label_embeddings), bias=False)
         self.register_buffer("origin", label_embeddings.mean(0) * recipe.center)
         self.classifier.weight.data.copy_(seen_from(self.origin, label_embeddings) / recipe.head_scale)
-        self.scale = recipe.head_scale / recipe.temperature
+        self.scale = recipe.head_scale / temperature(recipe, len(label_embeddings))
 
     def forward(
         self,
@@ -90,6 +96,18 @@ class MeanPoolingForSequenceClassification(TrainingForm):
         logits = self.classifier(seen_from(self.origin, features)) * self.scale
         loss = None if labels is None else F.cross_entropy(logits, labels)
         return SequenceClassifierOutput(loss=loss, logits=logits)
+
+
+def temperature(recipe: EncoderClassifier, labels: int) -> float:
+    """The one that is given; else what did best with so many labels (docs/benchmarks.md): public, as they are.
+
+    The head alone is sharper with many labels than with two, whose names say little of what is to be learnt.
+    """
+    if recipe.temperature is not None:
+        return recipe.temperature
+    if recipe.method != "head":
+        return 0.05
+    return 0.2 if labels == 2 else TEMPERATURE
 
 
 def read(

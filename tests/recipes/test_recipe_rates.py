@@ -31,6 +31,20 @@ def test_rates_of_an_encoder_are_of_so_many_steps(given, divided, part):
     assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([3e-3 / divided, 5e-3 / divided])
 
 
+@pytest.mark.parametrize(
+    ("labels", "given", "bound"), [(2, None, 4.0), (3, None, 1.5), (2, 0.1, 1.0), (77, 0.1, 38.5), (3, 0.2, 6.0)]
+)
+def test_the_bound_on_a_head_s_rate_follows_labels_and_temperature(labels, given, bound, part):
+    """Of two labels both are others by default (docs/benchmarks.md); of more they are as they were."""
+    model = nn.ModuleDict({"encoder": nn.Linear(3, 3), "classifier": nn.Linear(3, labels)})
+    recipe = SimpleNamespace(method="head", head_noise=1e6, temperature=given)
+    sizes = {"max_steps": 2, "per_device_train_batch_size": 8, "gradient_accumulation_steps": 1, "world_size": 1}
+    arguments = SimpleNamespace(learning_rate=0.5, **sizes)
+    privacy = PrivacyConfig(noise_multiplier=1.0)
+    made = part("classify").make_optimizer(model, recipe, arguments, privacy, ExampleUnit(number=80), n=80)
+    assert made.param_groups[0]["lr"] == pytest.approx(bound)
+
+
 @pytest.mark.parametrize("bounded", [True, False])
 def test_noise_alone_moves_weights_as_far_in_six_hundred_steps_as_in_sixty(bounded, part):
     moved = []
