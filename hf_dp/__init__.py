@@ -10,7 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hf_dp import accounting, losses, per_example
+    from hf_dp import accounting, audit, losses, per_example
     from hf_dp.accounting import PrivacyReport
     from hf_dp.config import OutputBiasConfig, PrivacyConfig, ReAttentionConfig, SparseEmbeddingConfig
     from hf_dp.hub import load_report
@@ -32,6 +32,7 @@ __all__ = [
     "SparseEmbeddingConfig",
     "__version__",
     "accounting",
+    "audit",
     "load_re_attention",
     "load_report",
     "losses",
@@ -52,7 +53,7 @@ _HOME = {
     "load_report": "hf_dp.hub",
     "remove_re_attention": "hf_dp.parts.re_attention",
 }
-_MODULES = {"accounting", "losses", "per_example"}
+_MODULES = {"accounting", "audit", "losses", "per_example"}
 
 
 def __getattr__(name: str) -> Any:

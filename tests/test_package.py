@@ -27,6 +27,7 @@ ROOT = Path(__file__).resolve().parents[1]
         ("from hf_dp import PrivacyConfig", ["torch", "transformers"]),
         ("import hf_dp.accounting", ["torch", "transformers"]),
         ("import hf_dp.cli", ["torch", "transformers", "dp_accounting", "huggingface_hub", "matplotlib"]),
+        ("import hf_dp.audit", ["torch", "transformers", "datasets"]),
         ("import hf_dp.hub", ["torch", "transformers", "peft"]),
         pytest.param("from hf_dp import load_report", ["torch", "transformers", "peft"], marks=pytest.mark.slow),
         ("import hf_dp.per_example", ["transformers", "accelerate", "peft", "datasets"]),

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from hf_dp.accounting import PrivacyReport
 from hf_dp.audit import OneRun, gaussian_one_run, one_run, plant, random_tokens
+from hf_dp.audit.canaries import IGNORED
 from hf_dp.audit.dirac import PLACE, THERE, WithDirac, placed, with_dirac
 from hf_dp.audit.given import check_numbers
 from hf_dp.audit.outcome import Audit
@@ -34,7 +35,7 @@ from hf_dp.randomness import Entropy
 from hf_dp.training.private_run import PrivateRun
 
 DIRAC, LOSS, GRADIENT, PUBLIC = "own parameters", "loss", "gradient", "own parameters, less noise from public seeds"
-_ATTACKS, _RATE, _IGNORED = 4, 0.5, -100
+_ATTACKS, _RATE = 4, 0.5
 _TEXTS, _PUBLIC_TEXTS, _LENGTH, _AT_ONCE = 200, 300, 12, 512
 
 
@@ -89,7 +90,7 @@ def audited(
         drawn = random_tokens(tokens, _LENGTH, len(tokenizer), np.random.default_rng())
         outliers = plant(data, [_row(**row) for row in drawn])
         end = [tokenizer.eos_token_id]
-        single = [{**_row(end, [_IGNORED]), PLACE: i, THERE: 1.0} for i in range(dirac)]
+        single = [{**_row(end, [IGNORED]), PLACE: i, THERE: 1.0} for i in range(dirac)]
         planted = plant(outliers.dataset, single, nothing=lambda row: {**row, THERE: 0.0})
 
         model = WithDirac(new_model(tokenizer, width=32, layers=1), dirac)
@@ -146,7 +147,7 @@ def _collate(rows: list[Any]) -> dict[str, Tensor]:
 
     masks = [[1] * len(row["input_ids"]) + [0] * (longest - len(row["input_ids"])) for row in rows]
     return {
-        "input_ids": padded("input_ids", 0), "labels": padded("labels", _IGNORED),
+        "input_ids": padded("input_ids", 0), "labels": padded("labels", IGNORED),
         "attention_mask": torch.tensor(masks), **placed(rows),
     }  # fmt: skip
 

@@ -18,6 +18,7 @@ from hf_dp.demo import audited
 from hf_dp.demo.audit_figure import draw
 from hf_dp.hub import verify
 from hf_dp.noise.source import NoiseSource
+from hf_dp.randomness import Entropy
 
 REPORT = PrivacyReport(
     epsilon=1.5, delta=1e-5, noise_multiplier=1.0, clipping_norm=1.0, sampling_probability=1.0, steps=2,
@@ -88,3 +89,21 @@ def test_a_whole_audit_and_one_with_a_third_of_the_noise(tmp_path: Path, monkeyp
     checked = verify(tmp_path / "less")
     assert not checked.private
     assert [check.name for check in checked.checks if not check.passed] == ["audit and claim"]
+
+
+@pytest.mark.slow
+def test_a_whole_audit_of_noise_from_a_usual_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the weights alone it looks honest; the attack that knows seeds is hardly ever wrong."""
+    fresh = Entropy.fresh
+
+    def public(self: Entropy, purpose: str, step: int) -> bytes:
+        return fresh(self if self.reproducible else Entropy(42), purpose, step)
+
+    monkeypatch.setattr(Entropy, "fresh", public)
+    numbers: dict[str, Any] = {"epsilon": 4.0, "delta": 1e-5, "steps": 2, "sampled": 1.0, "dirac": 1000, "tokens": 60}
+    made = audited.audited(None, **numbers, confidence=0.95)
+    assert not made.holds
+    assert made.audit.best == audited.PUBLIC
+    found = made.audit.attacks[audited.PUBLIC]
+    assert found.right > 0.9 * found.guesses  # as many are guessed in as out, whatever the coins say
+    assert made.audit.attacks[audited.DIRAC].epsilon < 4
