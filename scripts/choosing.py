@@ -275,28 +275,26 @@ def table(section: str, known: list[dict[str, Any]]) -> str:
 
 
 def draw(known: list[dict[str, Any]], path: Path) -> None:
-    """All sections: mean loss, with the seeds as dots."""
+    """All sections that were computed: mean loss, with the seeds as dots."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
+    sections = {name: lines_of(name, known) for name in SECTIONS}
+    sections = {name: lines for name, lines in sections.items() if sum(map(len, lines.values())) > 1}
     figure = Figure(figsize=(11, 5.5), layout="constrained")
-    axes = FigureCanvasAgg(figure).figure.subplots(2, 4).flat
-    for section, axis in zip(SECTIONS, axes, strict=True):
-        for line, points in lines_of(section, known).items():
-            places = [place for place in points if not isinstance(place, str)]
-            numeric = len(places) == len(points) and all(0 < place < math.inf for place in places)
-            x: list[Any] = places if numeric else [f"{place:g}" if place in places else place for place in points]
+    axes = FigureCanvasAgg(figure).figure.subplots(2, max(1, math.ceil(len(sections) / 2)), squeeze=False).flat
+    for (section, lines), axis in zip(sections.items(), axes, strict=False):
+        for line, points in lines.items():
+            places = [place if isinstance(place, str) else f"{place:g}" for place in points]
             means = [statistics.mean(one["loss"] for one in found) for found in points.values()]
-            (drawn,) = axis.plot(x, means, label=line or None)
-            for place, found in zip(x, points.values(), strict=True):
+            (drawn,) = axis.plot(places, means, label=line or None)
+            for place, found in zip(places, points.values(), strict=True):
                 axis.plot([place] * len(found), [one["loss"] for one in found], ".", color=drawn.get_color())
-            if numeric and len(places) > 2:
-                axis.set_xscale("log")
-        axis.set_xlabel(VARIED[section][0])
+        axis.set_xlabel(f"{section}: {VARIED[section][0]}" if section != VARIED[section][0] else section)
         if axis.get_legend_handles_labels()[1]:
             axis.legend(fontsize="x-small")
     figure.supylabel("held-out loss, nats")
-    figure.savefig(path, dpi=110)
+    figure.savefig(path, dpi=80)
 
 
 def main() -> None:

@@ -39,7 +39,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "clipping norm",
         "1, where a part of the examples is clipped; else `--clipping automatic`",
-        "noise grows with the norm",
+        "noise grows with the norm; from 0.1 to 10 came out alike, with 40 to 89 % clipped",
         lambda _, __, noise: f"1: noise of {noise:.2g} per coordinate of a step",
     ),
     Rule(
