@@ -149,7 +149,7 @@ def planned(
     entropy, rank = Entropy.of_all_ranks(privacy.seed), ranks.rank()
     drawn, unit = None, None
     if units is not None and privacy.unit_sampling == "examples":
-        dataset = _chosen(dataset, units, privacy)
+        dataset = _chosen(dataset, units, privacy, entropy)
         unit = accounting.unit_terms(len(units), privacy, len(dataset))
     elif units is not None:
         drawn, unit = DrawnUnits(units, entropy), accounting.unit_terms(len(units), privacy)
@@ -168,9 +168,9 @@ def planned(
     return Plan.make(promise, sampler, number, entropy, *asked(promise, number), earlier=earlier), loader
 
 
-def _chosen(dataset: Any, units: UnitRows, privacy: PrivacyConfig) -> Any:
+def _chosen(dataset: Any, units: UnitRows, privacy: PrivacyConfig, entropy: Entropy) -> Any:
     """The examples to draw from; how many are left out is told to whoever trains."""
-    rows = units.chosen()
+    rows = units.chosen(entropy if privacy.hides_n else None)
     if len(rows) < units.rows and not privacy.withhold_non_private_logs:
         ranks.warn(
             logger,

@@ -13,6 +13,9 @@ from hf_dp.config.ranges import shown
 from hf_dp.errors import ConfigurationError
 from hf_dp.randomness import Entropy, unchanged_global_state
 
+# In place of a step, of rows that are chosen for all steps.
+_ONCE = -1
+
 
 class UnitRows:
     """The rows of each unit, numbered in the order of their first rows.
@@ -38,7 +41,7 @@ class UnitRows:
                     raise _refused(column, row, value, f"others are {kind.__name__}, and one person would be two")
                 owners.append(numbers.setdefault(one, len(numbers)))
                 places.append(row)
-        self._most, self._names = most, [str(name).encode("utf-8", "surrogatepass") for name in numbers]
+        self._most = most
         self._order = np.array(places, dtype=np.int64)[np.argsort(owners, kind="stable")]
         self._starts = np.concatenate([[0], np.bincount(owners, minlength=len(numbers)).cumsum()]).astype(np.int64)
 
@@ -58,33 +61,36 @@ class UnitRows:
 
     @property
     def described(self) -> str:
-        """The same for data that is divided alike between the same units, and for no other."""
-        names = b"".join(len(name).to_bytes(8) + name for name in self._names)
-        return hashlib.blake2b(self._order.tobytes() + self._starts.tobytes() + names).hexdigest()
+        """The same for data that is divided alike, and for no other."""
+        return hashlib.blake2b(self._order.tobytes() + self._starts.tobytes()).hexdigest()
 
     @property
     def has_shared(self) -> bool:
         """Some row belongs to several units."""
         return len(self._order) > self.rows
 
-    def chosen(self) -> list[int]:
-        """Rows for all steps, ascending, of which no unit has more than it may: in a random order each row is taken
-        that gives none of its units too many, so that no further one could be (Ganesh et al. 2025, arXiv:2503.03622).
+    def chosen(self, entropy: Entropy | None = None) -> list[int]:
+        """Rows for all steps, ascending, of which no unit has more than it may.
 
-        The order is no secret, and the same whenever it is asked for. A row's place in it follows from the name of a
-        unit of its, and which of that unit's rows it is. So which rows of a unit are chosen does not depend on other
-        units, but where these share rows with it: there it follows from whose each row is.
+        Without `entropy` it is the same whenever it is asked for, and follows from whose each row is and where it lies:
+        in a random order each row is taken that gives none of its units too many, so that no further one could be
+        (Ganesh et al. 2025, arXiv:2503.03622).
+
+        Args:
+            entropy: where n is secret, with which every row's place may change: what of a unit is chosen is `drawn`.
+                No row may belong to several units.
         """
+        if entropy is not None:
+            assert not self.has_shared
+            return sorted(row for unit in range(len(self)) for row in self.drawn(unit, _ONCE, entropy))
         owners: list[list[int]] = [[] for _ in range(self.rows)]
-        turns = [b""] * self.rows
-        for unit, name in enumerate(self._names):
-            for place, row in enumerate(self._order[self._starts[unit] : self._starts[unit + 1]]):
+        for unit in range(len(self)):
+            for row in self._order[self._starts[unit] : self._starts[unit + 1]].tolist():
                 owners[row].append(unit)
-                turns[row] = turns[row] or hashlib.blake2b(b"%d of %b" % (place, name), digest_size=16).digest()
         counts, found = [0] * len(self), []
-        for row in sorted(range(self.rows), key=turns.__getitem__):
+        for row in Entropy(0).generator("the order in which rows are chosen", 0).permutation(self.rows).tolist():
             if all(counts[unit] < self._most for unit in owners[row]):
-                found.append(int(row))
+                found.append(row)
                 for unit in owners[row]:
                     counts[unit] += 1
         return sorted(found)

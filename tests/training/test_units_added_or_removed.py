@@ -17,7 +17,6 @@ from hf_dp.accounting.neighbours import ADD_OR_REMOVE
 from hf_dp.accounting.report import OWNERSHIP
 from hf_dp.errors import ConfigurationError, LedgerError
 from hf_dp.hub import verify
-from hf_dp.units.rows import UnitRows
 from tests.hub.forging import failed, in_record, seal
 from tests.training.test_added_or_removed import GIVEN, OWN, RATE, drawn, kept, published
 from tests.training.workbench import EXPECTED, STEPS, Trajectory, distance, make, private, rows
@@ -78,13 +77,22 @@ def test_of_two_datasets_that_differ_by_one_user_nothing_differs_but_the_sums(
     assert 0 < norm <= times * (1 + 1e-3)
 
 
-def test_which_rows_of_a_user_are_chosen_does_not_depend_on_other_users() -> None:
-    owners = [f"u{i % 9}" for i in range(90)]
-    chosen = {row for row in UnitRows(owners, "user", MOST).chosen() if owners[row] != "u4"}
-    places = [row for row, owner in enumerate(owners) if owner != "u4"]
-    without = UnitRows([owners[row] for row in places], "user", MOST).chosen()
-    assert {places[row] for row in without} == chosen
-    assert len({row // 9 for row in chosen}) > MOST  # and is not the same of all
+def test_which_rows_of_a_user_are_chosen_is_drawn_from_the_secret_of_the_run(tmp_path: Path) -> None:
+    """By the places of rows it would follow from n, where a public seed has shuffled them; see `units/test_rows.py`."""
+
+    def chosen(**changes: Any) -> list[int]:
+        trainer = make(tmp_path, privacy=private(**APART, **changes), parts={"train_dataset": keyed})
+        return [row["input_ids"][0] for row in trainer._planned()[1].dataset.dataset]
+
+    keyed = [{**row, "input_ids": [i]} for i, row in enumerate(DATA)]
+    secret = [chosen(seed=None, **GIVEN) for _ in range(2)]
+    for one in secret:
+        assert {i // 3 for i in one} == set(range(USERS))
+        assert len(one) == MOST * USERS
+    assert secret[0] != secret[1]  # alike once in 3^16
+    assert chosen(**GIVEN) == chosen(**GIVEN) != secret[0]
+    # Negative control: where whose each row is is public, so is the choice.
+    assert chosen(seed=None) == chosen(seed=None)
 
 
 @pytest.fixture(scope="module")

@@ -69,7 +69,7 @@ def test_of_rows_of_several_units_no_unit_has_too_many_and_no_further_row_could_
     assert len(alone.chosen()) == sum(alone.count(unit) for unit in range(len(alone)))
 
 
-def test_which_rows_are_chosen_follows_from_whose_they_are_and_not_from_their_place() -> None:
+def test_which_rows_are_chosen_follows_from_whose_they_are() -> None:
     owners = ["a"] * 60 + ["b"] * 60
     chosen = UnitRows(owners, "user", 20).chosen()
     assert sum(row < 60 for row in chosen) == 20
@@ -79,6 +79,36 @@ def test_which_rows_are_chosen_follows_from_whose_they_are_and_not_from_their_pl
     assert described == UnitRows([[one] for one in owners], "user", 20, several=True).described
     others = [["a", "b"], *([one] for one in owners[1:])]
     assert described != UnitRows(others, "user", 20, several=True).described
+
+
+def test_what_checkpoints_rest_on_is_as_it_was() -> None:
+    """The choice, and what a fingerprint says of whose each row is: with others no checkpoint of before would go on."""
+    units = UnitRows([f"u{i % 4}" for i in range(16)], "user", 2)
+    assert (units.chosen(), units.described[:16]) == ([2, 3, 4, 8, 9, 10, 11, 13], "0df75d7ebe1e454a")
+    owners = [["a"], ["a", "b"], ["b", "c"], ["c"], ["c", "a"], ["b"], ["a"]]
+    units = UnitRows(owners, "user", 2, several=True)
+    assert (units.chosen(), units.described[:16]) == ([1, 2, 4], "67cc4320ba6b72b9")
+
+
+def test_where_n_is_secret_no_choice_depends_on_where_rows_lie_and_so_on_others() -> None:
+    """Shuffled by a public seed, everybody's rows lie elsewhere with one user less."""
+    data = [{"user": f"u{i // 4}", "id": i} for i in range(24)]
+
+    def chosen(rows: list[dict[str, Any]], secrets: list[Entropy | None]) -> list[list[int]]:
+        shuffled = Dataset.from_list(rows).shuffle(seed=42)
+        units, ids = UnitRows.of(shuffled, "user", 2, several=True), list(shuffled["id"])
+        return [sorted(ids[row] for row in units.chosen(secret)) for secret in secrets]
+
+    # Negative control: by a public order others' rows change with the last user.
+    assert [i for i in chosen(data, [None])[0] if i < 20] != chosen(data[:-4], [None])[0]
+    for rows in (data, data[:-4]):
+        found = chosen(rows, [Entropy(seed) for seed in range(1500)])
+        for user in range(len(rows) // 4):
+            counts = Counter(tuple(i for i in one if i // 4 == user) for one in found)
+            # Standard deviation of each of 6 counts: 14.
+            assert len(counts) == 6
+            assert all(abs(count - 250) < 75 for count in counts.values())
+    assert len(set(map(tuple, chosen(data, [Entropy(3)] * 2)))) == 1
 
 
 @pytest.mark.parametrize("value", [[], ["a", None], ["a", 1], [["a"]], [{"a": 1}]], ids=str)
