@@ -18,8 +18,9 @@ _LONGEST_NAME = 60
 def one_or_several(after: Any) -> Any:
     """Paths as texts; several places as a tuple, and one of several as itself."""
     if isinstance(after, (list, tuple)):
-        places = tuple(map(one_or_several, after))
-        return places[0] if len(places) == 1 else places
+        places = tuple(os.fspath(place) if isinstance(place, os.PathLike) else place for place in after)
+        # What is no place stays what it is, for `check_after`: [None] is not None, nor is [[...]] a list of places.
+        return places[0] if len(places) == 1 and isinstance(places[0], str) else places
     return os.fspath(after) if isinstance(after, os.PathLike) else after
 
 

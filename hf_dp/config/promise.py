@@ -16,12 +16,7 @@ from hf_dp.config.after import check_after, names_of, one_or_several
 from hf_dp.config.clipping import ClippingName, check_clipping
 from hf_dp.config.output_bias import OutputBiasConfig
 from hf_dp.config.parts import PARTS, check_parts
-from hf_dp.config.ranges import (
-    check_target_delta,
-    is_count,
-    is_one_of,
-    shown,
-)
+from hf_dp.config.ranges import check_target_delta, is_count, is_one_of, shown
 from hf_dp.config.re_attention import ReAttentionConfig
 from hf_dp.config.sampling import check_sampling
 from hf_dp.config.secret import check_secret
@@ -160,7 +155,11 @@ class PrivacyConfig:
     # In this order, so that command lines take several.
     after: tuple[str, ...] | str | None = field(
         default=None,
-        metadata={"help": "Where earlier private trainings on the same people were saved: one budget.", "nargs": "+"},
+        metadata={
+            "help": "Where earlier private trainings on the same people were saved: one budget.",
+            "nargs": "+",
+            "action": "extend",  # given again, no place is forgotten
+        },
     )
     other_people: bool = field(
         default=False, metadata={"help": "The model was trained privately before, on data of nobody who is in this."}

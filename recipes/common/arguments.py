@@ -200,7 +200,8 @@ def _reconciled(file: dict[str, str | list[str]], flags: set[str], recipe: type)
         said = pair & flags - (instead.keys() & {one})
         gone = pair - said if said else set()
         file = {name: value for name, value in file.items() if name not in gone}
-    return file
+    # Of several places those of a flag would be more, not others.
+    return {name: value for name, value in file.items() if name not in flags}
 
 
 def _refuse_sizes(recipe: Any) -> None:

@@ -21,6 +21,11 @@ from hf_dp.errors import ConfigurationError
         ({"after": []}, r"after=\(\)"),
         ({"after": ["a", ""]}, "after=\\('a', ''\\)"),
         ({"after": ["a", ["b", "c"]]}, "after="),
+        ({"after": [None]}, r"after=\(None,\)"),
+        ({"after": [""]}, "after=''"),
+        ({"after": [[]]}, r"after=\(\[\],\)"),
+        ({"after": [["a"]]}, r"after=\(\['a'\],\)"),
+        ({"after": [b"a"]}, "after="),
         ({"other_people": "yes"}, "other_people='yes'"),
     ],
 )

@@ -194,7 +194,8 @@ def test_smoke_wins_over_the_file_and_flags_win_over_it(part, tmp_path, monkeypa
     assert (made.max_examples, training.max_steps) == (None, 500)
     assert parsed("--after", "out/sft")[2].after == "out/sft"
     path.write_text(f"{path.read_text(encoding='utf-8')}after: [a, b]\n", encoding="utf-8")
-    assert [parsed(*flags)[2].after for flags in ((), ("--after", "c", "d"))] == [("a", "b"), ("c", "d")]
+    ways = (), ("--after", "c", "d"), ("--after", "c", "--after", "d"), ("--after=c", "--after", "d", "e")
+    assert [parsed(*flags)[2].after for flags in ways] == [("a", "b"), ("c", "d"), ("c", "d"), ("c", "d", "e")]
 
 
 def test_shards_that_accelerate_would_make_are_refused(part, tmp_path, monkeypatch):
