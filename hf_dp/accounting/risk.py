@@ -103,9 +103,18 @@ def risk(event: dp.DpEvent, false_positive_rates: tuple[float, ...] = FALSE_POSI
     return Risk({rate: most(rate) for rate in false_positive_rates}, advantage, (1 + advantage) / 2)
 
 
-def group_epsilons(event: dp.DpEvent, delta: float) -> dict[int, float | None]:
-    """Epsilon at `delta` for a person with so many rows, in nats; see `group_epsilon`."""
-    return {rows: group_epsilon(event, delta, rows) for rows in ROWS}
+def group_epsilons(event: dp.DpEvent, delta: float, of_one: float) -> dict[int, float | None]:
+    """Epsilon at `delta` for a person with so many rows, in nats; see `group_epsilon`.
+
+    Args:
+        of_one: what is claimed of one row. That may be another bound, and larger; more rows are not told to cost less.
+    """
+    found: dict[int, float | None] = {}
+    most = of_one
+    for rows in ROWS:
+        epsilon = group_epsilon(event, delta, rows)
+        found[rows] = None if epsilon is None else (most := max(most, epsilon))
+    return found
 
 
 def groups_in_words(found: dict[int, float | None], units: str = "training examples") -> str:

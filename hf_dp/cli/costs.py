@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -67,7 +68,7 @@ def costs(
     import dp_accounting as dp
 
     from hf_dp import accounting
-    from hf_dp.accounting.earlier import event_of
+    from hf_dp.accounting.earlier import check_same_people, event_of
     from hf_dp.accounting.risk import rates, risk
 
     unit: accounting.UnitTerms
@@ -81,6 +82,7 @@ def costs(
         if drawn_from is not None and most is not None:
             unit = accounting.ColumnExamplesUnit(number=n, column="unit", max_examples=most, examples=drawn_from)
         size = float(unit.drawn)
+    check_same_people(earlier, _as_trained(unit, earlier, drawn_whole=of == "units"))
     delta = accounting.delta_after(earlier, delta, is_given=is_given)
     if n is not None and not 1 <= batch_size <= size:
         raise ConfigurationError(
@@ -155,6 +157,20 @@ def _trainings(after: list[str] | None, other_people: bool) -> tuple[Any, ...]:
     found = read_earlier(tuple(after))
     check_other_people(found, other_people)
     return trainings(tuple(after), found)
+
+
+def _as_trained(unit: Any, earlier: tuple[Any, ...], *, drawn_whole: bool) -> Any:
+    """What would be hidden: the column is that of the trainings before, since a plan does not ask for its name; nor,
+    where n is secret, whether units are drawn whole."""
+    from hf_dp.accounting.units import ColumnUnit, UncountedColumnUnit
+
+    columns = [one.unit.column for one in earlier if hasattr(one.unit, "column")]
+    column = (columns or ["unit"])[0]
+    if hasattr(unit, "column"):
+        return dataclasses.replace(unit, column=column)
+    if unit.number is None:
+        return next((one.unit for one in earlier if isinstance(one.unit, UncountedColumnUnit)), unit)
+    return ColumnUnit(number=unit.number, column=column, max_examples=1) if drawn_whole else unit
 
 
 def _delta(n: int, delta: float | None, of: str) -> float:

@@ -53,7 +53,8 @@ def report(
         record = source.record()
         told = rates(record.report.target_tpr, record.report.at_fpr)
         found = risk(record.ledger.event, told) if record.report.private else None
-        groups = group_epsilons(record.ledger.event, record.report.delta) if record.report.private else {}
+        claim = record.report
+        groups = group_epsilons(record.ledger.event, claim.delta, claim.epsilon) if claim.private else {}
     if as_json:
         said = {"report": record.report.to_dict(), "ledger": record.ledger.to_dict()}
         of_groups = {str(rows): cost for rows, cost in groups.items()}

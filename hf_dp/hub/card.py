@@ -73,7 +73,7 @@ def without_audit(section: str, audit: Audit | None, *, knows_the_words: bool) -
 
 
 def _people(report: PrivacyReport, ledger: Ledger, config: PrivacyConfig) -> str:
-    found = group_epsilons(ledger.event, report.delta) if report.private else {}
+    found = group_epsilons(ledger.event, report.delta, report.epsilon) if report.private else {}
     if config.unit is None:
         return groups_in_words(found)
     return f"Whose each example is says its column {config.unit}. {groups_in_words(found, 'values of it')}"

@@ -25,10 +25,19 @@ def trainings(after: tuple[str, ...] | str | None, earlier: Sequence[str]) -> tu
 
     Raises:
         LedgerError: a record that is none.
-        ConfigurationError: too many, or one that nothing names.
+        ConfigurationError: too many, one that nothing names, or one that two names name.
     """
     found: dict[tuple[str, int], Earlier] = {}
-    given = {sha256_of_record(text): name for name, text in zip(names_of(after), earlier, strict=False)}
+    given: dict[str, str] = {}
+    for name, text in zip(names_of(after), earlier, strict=False):
+        if not PrivacyRecord.from_json(text).weights:
+            continue
+        if (other := given.setdefault(sha256_of_record(text), name)) != name:
+            raise ConfigurationError(
+                f"after={after!r}: {other} and {name} are one training.",
+                why="what one training spent is paid once, and its name stands beside it.",
+                fix="name it once.",
+            )
     _add(found, after, earlier, given)
     return tuple(found.values())
 
@@ -39,7 +48,7 @@ def _add(
     earlier: Sequence[str],
     given: Mapping[str, str],
 ) -> None:
-    """Those that are not there yet, of each the ones before it first; by digest, the names that are `given`."""
+    """Those that are not there yet, of each the ones before it first; by digest, the names that weights are `given`."""
     names = names_of(after)
     if earlier and len(names) != len(earlier):
         raise ConfigurationError(

@@ -129,7 +129,7 @@ def test_what_is_not_known_is_said_and_not_guessed() -> None:
 
 
 def test_it_is_told_rounded_up() -> None:
-    found = group_epsilons(dp.GaussianDpEvent(10.0), 1e-5)
+    found = group_epsilons(dp.GaussianDpEvent(10.0), 1e-5, 0.0)
     assert found == {rows: epsilon(dp.GaussianDpEvent(10.0 / rows), 1e-5) for rows in (2, 4, 8, 16)}
     said = groups_in_words(found)
     assert said.endswith("at the same delta epsilon is 0.726 for 2, 1.56 for 4, 3.39 for 8 and 7.62 for 16 of them.")

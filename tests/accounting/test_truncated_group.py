@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from hf_dp.accounting import step_event, truncated
+from hf_dp.accounting import epsilon, step_event, truncated
 from hf_dp.accounting.accountants import group_epsilon
 from hf_dp.accounting.composition import composed_deltas
 from hf_dp.accounting.group import Group
@@ -84,6 +84,18 @@ def test_the_probability_that_somebody_may_be_left_out() -> None:
 
 def test_it_is_told() -> None:
     capped = dp.SelfComposedDpEvent(truncated.sampled(dp.GaussianDpEvent(2.0), 1000, 0.1, 150), 10)
-    found = group_epsilons(dp.ComposedDpEvent([dp.GaussianDpEvent(9.0), capped]), 1e-5)
+    found = group_epsilons(dp.ComposedDpEvent([dp.GaussianDpEvent(9.0), capped]), 1e-5, 0.0)
     assert all(math.isfinite(epsilon) for epsilon in found.values())  # type: ignore[arg-type]
     assert "at the same delta epsilon is" in groups_in_words(found)
+
+
+def test_several_rows_never_read_as_less_than_one_of_which_another_bound_is_claimed() -> None:
+    half = dp.SelfComposedDpEvent(truncated.sampled(dp.GaussianDpEvent(4.0), 200, 0.5, 100), 50)
+    of_one, of_two = epsilon(half, 1e-4), group_epsilon(half, 1e-4, 2)
+    assert of_two is not None
+    assert of_two < of_one  # as they are proven
+    found = group_epsilons(half, 1e-4, of_one)
+    costs = [of_one, *found.values()]
+    assert None not in costs
+    assert costs == sorted(costs)  # type: ignore[type-var]
+    assert found[16] == group_epsilon(half, 1e-4, 16)

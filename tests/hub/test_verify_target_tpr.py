@@ -49,7 +49,9 @@ def test_it_is_kept_and_said(saved: Path) -> None:
     of_ledger = risk(open_source(saved).record().ledger.event, (0.001, 0.01, 0.1, 0.12))
     assert "| budget of attacks | at most 30% found, while 12% of the others are taken for used |" in card
     assert str(of_ledger) in card
-    assert groups_in_words(group_epsilons(open_source(saved).record().ledger.event, report.delta)) in card
+    assert (
+        groups_in_words(group_epsilons(open_source(saved).record().ledger.event, report.delta, report.epsilon)) in card
+    )
     for name, value in of_ledger.rows().items():
         assert f"| {name} | {value} |" in card
 

@@ -160,15 +160,19 @@ def test_one_record_is_one_training_where_its_weights_say_so(first: Path, second
     text = (Path(second.args.output_dir) / "privacy.json").read_text()
     other = json.loads(text)
     other["files"]["model.safetensors"] = "0" * 64  # one more, of other noise
-    found = trainings(("a", "b", "again"), (text, json.dumps(other), text))
-    assert [one.name for one in found] == ["first", "again", "b"]
+    found = trainings(("out/a", "b", "a"), (text, json.dumps(other), text))
+    assert [one.name for one in found] == ["first", "a", "b"]
     assert [made.label for one in found for made in one.releases] == [f"earlier {i}, training step" for i in (1, 2, 3)]
     # A training that is named, and comes before another one: by the name that is given here.
     before = (first / "privacy.json").read_text()
     assert [one.name for one in trainings(("b", "moved"), (text, before))] == ["moved", "b"]
     # Of texts alone the same record could be of two trainings.
     of_texts = {**json.loads(before), "files": {"corpus.jsonl": "0" * 64}}
-    assert len(trainings(("a", "b"), (json.dumps(of_texts),) * 2)) == 2
+    assert [one.name for one in trainings(("a", "b"), (json.dumps(of_texts),) * 2)] == ["a", "b"]
+    # Of weights it is one, which has one name.
+    with pytest.raises(ConfigurationError, match="a and b are one training"):
+        trainings(("out/a", "b"), (before,) * 2)
+    assert [one.name for one in trainings(("x/a", "y/a"), (before,) * 2)] == ["a"]
     with pytest.raises(ConfigurationError, match="those of 2 earlier trainings, and a config with 1 in after"):
         trainings("a", (text, before))
 
