@@ -57,7 +57,7 @@ from hf_dp import PrivacyConfig, accounting
 from hf_dp.config.asked import promised
 from hf_dp.hub import read_earlier
 from hf_dp.hub.earlier import trainings
-from hf_dp.training.planned import unit_of, units_of
+from hf_dp.training.planned import number_of, unit_of, units_of
 
 # What the rates of an encoder and its head were measured with.
 _STEPS = 60
@@ -136,7 +136,7 @@ def make_optimizer(
     n: int,
 ) -> torch.optim.Optimizer:
     """SGD for the head alone, at the rate that its noise allows; Adam for an encoder and its head, at rates at which
-    noise carries a weight no further in many steps than in few."""
+    noise carries a weight no further in many steps than in few; `n` counts units."""
     head = [p for name, p in model.named_parameters() if p.requires_grad and "classifier" in name]
     body = [p for name, p in model.named_parameters() if p.requires_grad and "classifier" not in name]
     factors = arguments.per_device_train_batch_size, arguments.gradient_accumulation_steps, arguments.world_size
@@ -144,10 +144,11 @@ def make_optimizer(
     drawn = (privacy.dataset_size or n) if unit.drawn is None else unit.drawn
     batch_size, steps = math.prod(factors), planned_steps(arguments, drawn)
     if recipe.method == "head":
-        # More than there are the trainer refuses.
-        sampling = accounting.sampling_terms(unit.drawn, min(batch_size, drawn), promised(privacy))
+        # More than there are the trainer refuses, but where n is secret.
+        expected = batch_size if privacy.sampling_probability else min(batch_size, drawn)
+        sampling = accounting.sampling_terms(unit.drawn, expected, promised(privacy))
         earlier = trainings(privacy.after, read_earlier(privacy.after))
-        delta = accounting.promised_delta(privacy, n if unit.number is None else unit.number)
+        delta = accounting.promised_delta(privacy, n)
         _, noise_multiplier = accounting.calibrated(
             lambda noise: sampling.event(accounting.GaussianNoise(multiplier=noise).event(), unit),
             steps=steps,
@@ -185,7 +186,8 @@ def main() -> None:
     padded = DataCollatorWithPadding(tokenizer)
     if recipe.method == "head":
         train = features(model, train, padded, arguments.per_device_eval_batch_size, privacy.unit)
-    unit = unit_of(train, privacy, units_of(train, privacy))
+    units = units_of(train, privacy)
+    unit, n = unit_of(train, privacy, units), number_of(train, units)
     arguments = within(arguments, privacy, len(train) if unit.drawn is None else unit.drawn)
 
     def make(kind: type[Trainer], model: torch.nn.Module, **others: Any) -> Trainer:
@@ -196,7 +198,7 @@ def main() -> None:
             processing_class=tokenizer,
             data_collator=lambda rows: (default_data_collator if "features" in rows[0] else padded)(rows),
             compute_metrics=lambda p: measured(("accuracy",), p.predictions.argmax(-1), p.label_ids),
-            optimizers=(make_optimizer(model, recipe, arguments, privacy, unit, len(train)), None),
+            optimizers=(make_optimizer(model, recipe, arguments, privacy, unit, n), None),
             callbacks=[MovingAverage(recipe.average)] if recipe.average else [],
             **others,
         )

@@ -25,7 +25,7 @@ from transformers import AutoTokenizer, DataCollatorWithPadding, TrainingArgumen
 
 from hf_dp import PrivacyConfig, PrivateRun
 from hf_dp.randomness import Entropy
-from hf_dp.training.planned import unit_of, units_of
+from hf_dp.training.planned import number_of, unit_of, units_of
 from hf_dp.units.rows import UnitRows
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "recipes"))
@@ -63,13 +63,14 @@ def accuracy(model: Any, test: Dataset) -> float:
 
 def trained(model: Any, train: Dataset, recipe: Any, privacy: PrivacyConfig, sampled: float, steps: int) -> Any:
     """Trains the head in place; gives the run."""
-    unit = unit_of(train, privacy, units_of(train, privacy))
+    units = units_of(train, privacy)
+    unit = unit_of(train, privacy, units)
     batch_size = round(sampled * unit.drawn)
     with tempfile.TemporaryDirectory() as nowhere:
         sizes = TrainingArguments(
             nowhere, per_device_train_batch_size=batch_size, max_steps=steps, learning_rate=recipe.head_rate
         )
-        optimizer = classify.make_optimizer(model, recipe.arguments, sizes, privacy, unit, len(train))
+        optimizer = classify.make_optimizer(model, recipe.arguments, sizes, privacy, unit, number_of(train, units))
     run = PrivateRun(
         model, train, privacy, default_data_collator,
         expected_batch_size=batch_size, micro_batch_size=1000, steps=steps,

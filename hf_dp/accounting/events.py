@@ -10,6 +10,7 @@ import dp_accounting as dp
 from hf_dp.accounting.kinds import KINDS, Primitive
 from hf_dp.config import PrivacyConfig
 from hf_dp.config.ranges import is_count, is_delta, is_probability, shown
+from hf_dp.config.units import drawn_are
 from hf_dp.errors import ConfigurationError, LedgerError
 from hf_dp.figures import upper
 
@@ -145,16 +146,17 @@ def default_delta(n: int, of: str = _EXAMPLES) -> float:
     return math.pow(n, -1.1)
 
 
-def promised_delta(config: PrivacyConfig, n: int, of: str = _EXAMPLES) -> float:
+def promised_delta(config: PrivacyConfig, n: int) -> float:
     """The delta of a config for n units, or for the number that stands for n; below 1 over both.
 
     Raises:
         ConfigurationError: as `check_delta`.
     """
-    size = n if config.dataset_size is None else config.dataset_size
-    delta = default_delta(size, of) if config.target_delta is None else config.target_delta
+    of = _EXAMPLES if config.unit is None else "units"
+    size, sized = (n, of) if config.dataset_size is None else (config.dataset_size, drawn_are(config))
+    delta = default_delta(size, sized) if config.target_delta is None else config.target_delta
     # Where n is secret, a refusal is seen by nobody else.
-    return check_delta(check_delta(delta, size, of), n, of)
+    return check_delta(check_delta(delta, size, sized), n, of)
 
 
 def check_delta(delta: float, n: int, of: str = _EXAMPLES) -> float:
@@ -165,13 +167,19 @@ def check_delta(delta: float, n: int, of: str = _EXAMPLES) -> float:
             units are called in it.
     """
     _check_dataset_size(n, of)
-    if not (is_delta(delta) and delta < 1 / max(n, 2)):
+    if n == 1 and not (is_delta(delta) and delta < 1 / 2):
+        raise ConfigurationError(
+            f"delta={shown(delta)} for a dataset of n=1 {of}.",
+            why="with delta of 1/2 or more, publishing all of it at the toss of a coin would count as private; "
+            "with delta 0 no amount of Gaussian noise is enough.",
+            fix="give a number well below 1/2, such as 1e-5.",
+        )
+    if not (is_delta(delta) and delta < 1 / n):
         raise ConfigurationError(
             f"delta={shown(delta)} for a dataset of {n} {of} (1/n is {1 / n:.3g}).",
             why="with delta of 1/n or more, publishing all of one of them at random would count as private; "
             "with delta 0 no amount of Gaussian noise is enough.",
-            fix="give a number well below 1/n, such as "
-            + ("1e-5." if n == 1 else f"the default, n ** -1.1 = {upper(default_delta(n), 3)}."),
+            fix=f"give a number well below 1/n, such as the default, n ** -1.1 = {upper(default_delta(n), 3)}.",
         )
     return float(delta)
 

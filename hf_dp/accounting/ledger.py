@@ -133,7 +133,8 @@ class Ledger:
                 why="steps already taken were accounted for other data or other settings; continuing would make the "
                 "final epsilon untrue.",
                 fix="resume with the settings and the dataset of the first run, or start anew elsewhere."
-                + _on_other_processes(self.promise.get("expected_batch_size"), other.get("expected_batch_size")),
+                + _on_other_processes(self.promise.get("expected_batch_size"), other.get("expected_batch_size"))
+                + _in_another_order(self.promise.get("earlier"), other.get("earlier")),
             )
 
     def to_dict(self) -> dict[str, Any]:
@@ -181,6 +182,13 @@ def _finite(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_finite(item) for item in value]
     return "inf" if isinstance(value, float) and value == math.inf else value
+
+
+def _in_another_order(saved: Any, now: Any) -> str:
+    if saved == now or not (isinstance(saved, list) and isinstance(now, list)):
+        return ""
+    same = sorted(map(str, saved)) == sorted(map(str, now))
+    return " The trainings of after are the same: name them in the order of the first run." if same else ""
 
 
 def _on_other_processes(saved: Any, now: Any) -> str:

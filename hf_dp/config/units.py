@@ -21,6 +21,13 @@ def is_column(name: object) -> bool:
     return isinstance(name, str) and _COLUMN.fullmatch(name) is not None
 
 
+def drawn_are(promise: Any) -> str:
+    """What steps draw, and batches count."""
+    if promise.unit is None:
+        return "examples"
+    return "chosen examples" if promise.unit_sampling == "examples" else "units"
+
+
 def check_unit(promise: Any) -> None:
     """Refuse units that are none, or without a bound on what each step uses of one (`ConfigurationError`); `promise`
     has the config's fields."""

@@ -83,7 +83,8 @@ def preflight(
         raise ConfigurationError(
             f"preflight was given {batch_size(batch)} example(s), with no two that differ.",
             why="whether one example sees another can only be checked with two that differ.",
-            fix="give at least two different examples; shuffle the dataset if its first rows repeat.",
+            fix="give at least two different examples (one by itself cannot be trained on); shuffle the dataset if its "
+            "first rows repeat.",
         )
     if off := switch_off(model):
         warn_of(off)

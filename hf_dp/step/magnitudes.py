@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import hf_dp.ranks as ranks
+from hf_dp.config.units import drawn_are
 from hf_dp.errors import ConfigurationError
 from hf_dp.per_example.sharding import local, total_norm
 from hf_dp.step.plan import Plan
@@ -83,14 +84,13 @@ class Magnitudes:
     def _warn_of_other_batches(self, plan: Plan) -> None:
         # Without a probability that was given the two are the same.
         n, q, expected = plan.sampler.dataset_size, plan.sampler.sampling_probability, plan.sampler.expected_batch_size
-        by_examples = plan.config.unit is None or plan.config.unit_sampling == "examples"
         if not expected / _FAR <= n * q <= expected * _FAR:
             ranks.warn(
                 logger,
                 "sampling_probability=%g draws %.4g of the %d %s in a step, on average, and their sum is divided by "
                 "%d, the expected batch size of the arguments: gradients are %.3g times as long as a mean. That is as "
                 "private, if it was chosen without a look at the data. This line tells n, which is secret.",
-                *(q, n * q, n, "examples" if by_examples else "units", expected, n * q / expected),
+                *(q, n * q, n, drawn_are(plan.config), expected, n * q / expected),
             )
 
     def refuse_lost_weights(self, model: nn.Module, learning_rate: float) -> None:

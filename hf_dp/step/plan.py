@@ -95,6 +95,7 @@ class Plan:
         shares: Sequence[Share] = (),
         queries: Sequence[Query] = (),
         earlier: tuple[str, ...] = (),
+        n: int | None = None,
     ) -> Plan:
         """Calibrates the noise to the config's budget, for `steps` steps of `sampler` and all that is released besides.
 
@@ -102,6 +103,7 @@ class Plan:
             shares: releases that are paid for with a share of the target epsilon each, before the steps are.
             queries: what each step releases beside the gradient.
             earlier: the records of the trainings before on the same people, as they were written.
+            n: how many units there are, also where that is secret; None if these are what the sampler draws.
 
         Raises:
             ConfigurationError: delta at or above 1/n, shares that are no part of a budget, or a budget that no noise
@@ -110,7 +112,7 @@ class Plan:
         """
         # A refusal is seen by nobody else: it may depend on n where n is secret.
         unit = sampler.unit
-        own = accounting.promised_delta(config, sampler.dataset_size if unit.number is None else unit.number)
+        own = accounting.promised_delta(config, unit.number or n or sampler.dataset_size)
         before = trainings(config.after, earlier)
         delta = accounting.delta_after(before, own, is_given=config.target_delta is not None)
         releases, noise_multiplier = accounting.calibrated(

@@ -18,6 +18,7 @@ from hf_dp.agreement import agree, warn_if_alone
 from hf_dp.config import PrivacyConfig
 from hf_dp.config.asked import asked, promised
 from hf_dp.config.secret import check_given_size
+from hf_dp.config.units import drawn_are
 from hf_dp.data.collate import LogicalBatchCollator
 from hf_dp.data.loader import DrawnUnits, PoissonDataLoader, RankSampler
 from hf_dp.errors import ConfigurationError
@@ -57,23 +58,26 @@ def check_data(dataset: Any, expected_batch_size: int, privacy: PrivacyConfig, e
     if not len(dataset):  # of which there is no unit
         check_sizes(0, expected_batch_size)
     units = units_of(dataset, privacy)
-    unit, of = unit_of(dataset, privacy, units), "training examples" if units is None else "units"
+    unit = unit_of(dataset, privacy, units)
     drawn = drawn_from(dataset, privacy, units) if unit.drawn is None else unit.drawn
-    drawn_of = "chosen examples" if privacy.unit_sampling == "examples" else of.removeprefix("training ")
-    check_sizes(drawn, expected_batch_size, is_secret=privacy.hides_n, of=drawn_of)
+    check_sizes(drawn, expected_batch_size, is_secret=privacy.hides_n, of=drawn_are(privacy))
     _sampling(drawn, expected_batch_size, privacy)
     before = trainings(privacy.after, earlier)
     check_other_people(earlier, privacy.other_people)
-    delta = accounting.promised_delta(privacy, drawn if unit.number is None else unit.number, of)
+    delta = accounting.promised_delta(privacy, number_of(dataset, units))
     check_same_people(before, unit)
     accounting.delta_after(before, delta, is_given=privacy.target_delta is not None)
 
 
+def number_of(dataset: Any, units: UnitRows | None) -> int:
+    """n, of units; `units` as in `unit_of`. Also where it is secret."""
+    return len(dataset) if units is None else len(units)
+
+
 def unit_of(dataset: Any, privacy: PrivacyConfig, units: UnitRows | None) -> accounting.UnitTerms:
     """Whose presence is hidden in this data, and of what steps are drawn; `units` are those of `units_of`."""
-    if units is None:
-        return accounting.unit_terms(len(dataset), privacy)
-    return accounting.unit_terms(len(units), privacy, drawn_from(dataset, privacy, units))
+    drawn = None if units is None else drawn_from(dataset, privacy, units)
+    return accounting.unit_terms(number_of(dataset, units), privacy, drawn)
 
 
 def drawn_from(dataset: Any, privacy: PrivacyConfig, units: UnitRows | None) -> int:
@@ -165,7 +169,8 @@ def planned(
         **options,
     )
     number, promise = int(steps(loader)), settled(privacy, model)
-    return Plan.make(promise, sampler, number, entropy, *asked(promise, number), earlier=earlier), loader
+    how_many = number_of(dataset, units)
+    return Plan.make(promise, sampler, number, entropy, *asked(promise, number), earlier=earlier, n=how_many), loader
 
 
 def _chosen(dataset: Any, units: UnitRows, privacy: PrivacyConfig, entropy: Entropy) -> Any:

@@ -286,7 +286,9 @@ def _refuse_other_releases(ledger: Ledger, plan: Plan) -> None:
 def _examples(promise: Mapping[str, Any]) -> str:
     n, column = promise["dataset_size"], promise.get("unit")
     if column is not None:
-        return f"{n} units (column {column}, {promise.get('max_examples_per_unit')} examples at most)"
+        drawn = ", each drawn by itself" if promise.get("unit_sampling") == "examples" else ""
+        most = f"(column {column}, at most {promise.get('max_examples_per_unit')} examples of each{drawn})"
+        return f"units whose number is secret {most}" if n is None else f"{n} units {most}"
     return "examples whose number is secret" if n is None else f"{n} examples"
 
 

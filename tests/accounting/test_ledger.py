@@ -125,6 +125,13 @@ def test_another_promise_is_refused_and_each_difference_is_named(charged):
     assert "noise_multiplier" not in refusal.value.found
 
 
+def test_the_same_earlier_trainings_in_another_order_are_told_so():
+    for other, told in ((["b", "a"], True), (["a", "c"], False)):
+        with pytest.raises(LedgerError) as refusal:
+            Ledger(promise={**PROMISE, "earlier": ["a", "b"]}).check_same_promise({**PROMISE, "earlier": other})
+        assert ("in the order of the first run" in refusal.value.fix) == told
+
+
 def test_a_promise_that_json_cannot_hold_is_refused():
     with pytest.raises(LedgerError, match="cannot be written as JSON"):
         Ledger(promise={"model": object()})

@@ -248,7 +248,7 @@ def test_a_single_user_is_protected_where_delta_is_given(tmp_path: Path) -> None
     """Who is drawn in each step, and could have been nobody."""
     one = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 1, "max_steps": 1}
     for delta in (None, 0.5):
-        with pytest.raises(ConfigurationError, match=r"dataset of n=1 units, and no delta|dataset of 1 units"):
+        with pytest.raises(ConfigurationError, match="a dataset of n=1 units"):
             make(tmp_path, privacy=by_user(target_delta=delta), parts={"train_dataset": owned(["a"] * 48)}, **one)
     trainer = make(tmp_path, privacy=by_user(target_delta=1e-3), parts={"train_dataset": owned(["a"] * 48)}, **one)
     trainer.train()

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import math
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from hf_dp import PrivacyConfig
 from hf_dp.accounting import UncountedColumnExamplesUnit, UncountedColumnUnit, epsilon
@@ -17,6 +19,8 @@ from hf_dp.accounting.neighbours import ADD_OR_REMOVE
 from hf_dp.accounting.report import OWNERSHIP
 from hf_dp.errors import ConfigurationError, LedgerError
 from hf_dp.hub import verify
+from hf_dp.step.magnitudes import Magnitudes
+from hf_dp.training.resume import _examples
 from tests.hub.forging import failed, in_record, seal
 from tests.training.test_added_or_removed import GIVEN, OWN, RATE, drawn, kept, published
 from tests.training.workbench import EXPECTED, STEPS, Trajectory, distance, make, private, rows
@@ -93,6 +97,52 @@ def test_which_rows_of_a_user_are_chosen_is_drawn_from_the_secret_of_the_run(tmp
     assert chosen(**GIVEN) == chosen(**GIVEN) != secret[0]
     # Negative control: where whose each row is is public, so is the choice.
     assert chosen(seed=None) == chosen(seed=None)
+
+
+def test_delta_is_held_against_the_number_of_users_and_not_of_examples(tmp_path: Path) -> None:
+    promise = {**APART, "sampling_probability": 0.2}
+    make(
+        tmp_path, privacy=private(**promise, target_delta=1 / (USERS + 0.5)), parts={"train_dataset": DATA}
+    )._planned()  # not below 1 over the examples
+    with pytest.raises(ConfigurationError, match=rf"for a dataset of {USERS} units \(1/n is 0.0625"):
+        make(tmp_path, privacy=private(**promise, target_delta=1 / USERS), parts={"train_dataset": DATA})
+    with pytest.raises(ConfigurationError, match="for a dataset of 40 chosen examples"):
+        make(tmp_path, privacy=private(**APART, **GIVEN, target_delta=1 / 40), parts={"train_dataset": DATA})
+
+
+@pytest.mark.parametrize(("way", "of"), [(BY_UNITS, "16 units"), (APART, "32 chosen examples"), ({}, "48 examples")])
+def test_batches_far_off_are_told_in_what_is_drawn(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, way: dict[str, Any], of: str
+) -> None:
+    plan, _ = make(
+        tmp_path, privacy=private(**way, sampling_probability=1.0, target_delta=1e-5), parts={"train_dataset": DATA}
+    )._planned()
+    Magnitudes(plan, torch.nn.Linear(2, 2))
+    assert f"of the {of} in a step" in caplog.text
+
+
+def test_a_single_user_needs_two_different_rows(tmp_path: Path) -> None:
+    config = private(**BY_UNITS, sampling_probability=0.5, target_delta=0.4)
+    for n, refused in ((1, True), (3, False)):
+        trainer = make(tmp_path / str(n), privacy=config, parts={"train_dataset": DATA[:n]}, max_steps=1)
+        with (
+            pytest.raises(ConfigurationError, match="one by itself cannot be trained on") if refused else nullcontext()
+        ):
+            trainer.train()
+        assert trainer.ledger.steps == (not refused)
+
+
+def test_a_second_training_on_other_users_is_refused_in_words_without_their_number() -> None:
+    promises = [
+        {"dataset_size": None, "unit": "user", "max_examples_per_unit": MOST, "unit_sampling": "examples"},
+        {"dataset_size": 5, "unit": "user", "max_examples_per_unit": MOST},
+        {"dataset_size": None},
+    ]
+    assert [_examples(promise) for promise in promises] == [
+        "units whose number is secret (column user, at most 2 examples of each, each drawn by itself)",
+        "5 units (column user, at most 2 examples of each)",
+        "examples whose number is secret",
+    ]
 
 
 @pytest.fixture(scope="module")

@@ -100,7 +100,8 @@ def test_the_counts_of_a_step_hold_one_unit_at_their_norm(tmp_path: Path, monkey
         for place in range(gradients.batch_size):
             alone = ContributionSum(self._tables, self._norm)
             add(alone, gradients, torch.arange(gradients.batch_size) == place)
-            seen.append((len(alone._rows), float(alone._counts.norm()) / self._norm))
+            rows, counts = alone.touched()
+            seen.append((len(rows), float(counts.norm()) / self._norm))
         add(self, gradients, every)
 
     monkeypatch.setattr(ContributionSum, "add", watched)
