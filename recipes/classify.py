@@ -52,9 +52,7 @@ from common.rates import in_many_steps, planned_steps
 from common.results import CLASSIFY, measured, scored_by_label, train_and_report
 from hf_dp import PrivacyConfig, accounting
 from hf_dp.config.asked import promised
-from hf_dp.hub import read_earlier
-from hf_dp.hub.earlier import trainings
-from hf_dp.training.planned import unit_of, units_of
+from hf_dp.training.planned import trainings_before, unit_of, units_of
 
 # What the rates of an encoder and its head were measured with.
 _STEPS = 60
@@ -143,7 +141,7 @@ def make_optimizer(
     if recipe.method == "head":
         # More than there are the trainer refuses.
         sampling = accounting.sampling_terms(unit.drawn, min(batch_size, drawn), promised(privacy))
-        earlier = trainings(privacy.after, read_earlier(privacy.after))
+        earlier = trainings_before(privacy)
         delta = accounting.promised_delta(privacy, n if unit.number is None else unit.number)
         _, noise_multiplier = accounting.calibrated(
             lambda noise: sampling.event(accounting.GaussianNoise(multiplier=noise).event(), unit),
