@@ -111,8 +111,7 @@ def together() -> Iterator[None]:
     Raises:
         RanksError: in place of the backend's error, with the reason of the rank that failed.
     """
-    # MPI has no store.
-    store, me = dist.distributed_c10d._get_default_store() if world_size() > 1 else None, rank()
+    store, me = _store(), rank()
     if store is None:
         yield
         return
@@ -127,6 +126,26 @@ def together() -> Iterator[None]:
         if is_echo:
             raise _lost(error, _reasons(store, reasons)) from error
         raise
+
+
+@contextmanager
+def before_together() -> Iterator[None]:
+    """What a rank does before it meets the others in `together`, where they learn why it did not come."""
+    try:
+        yield
+    except BaseException as error:
+        if (store := _store()) is not None:
+            with suppress(RuntimeError):
+                # The one in which the others wait for it.
+                attempt = store.add(f"hf_dp/attempts of rank {rank()}", 1)
+                said = "" if of_the_backend(error) else _reason(error)
+                store.set(f"hf_dp/reasons {attempt} of rank {rank()}", said)
+        raise
+
+
+def _store() -> Any:
+    """What ranks write to each other beside the collectives; None for a single one, and under MPI, which has none."""
+    return dist.distributed_c10d._get_default_store() if world_size() > 1 else None
 
 
 def _reason(error: BaseException) -> str:

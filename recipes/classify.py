@@ -55,9 +55,7 @@ from common.rates import in_many_steps, planned_steps
 from common.results import CLASSIFY, measured, scored_by_label, train_and_report
 from hf_dp import PrivacyConfig, accounting
 from hf_dp.config.asked import promised
-from hf_dp.hub import read_earlier
-from hf_dp.hub.earlier import trainings
-from hf_dp.training.planned import number_of, unit_of, units_of
+from hf_dp.training.planned import number_of, trainings_before, unit_of, units_of
 
 # What the rates of an encoder and its head were measured with.
 _STEPS = 60
@@ -147,7 +145,7 @@ def make_optimizer(
         # More than there are the trainer refuses, but where n is secret.
         expected = batch_size if privacy.sampling_probability else min(batch_size, drawn)
         sampling = accounting.sampling_terms(unit.drawn, expected, promised(privacy))
-        earlier = trainings(privacy.after, read_earlier(privacy.after))
+        earlier = trainings_before(privacy)
         delta = accounting.promised_delta(privacy, n)
         _, noise_multiplier = accounting.calibrated(
             lambda noise: sampling.event(accounting.GaussianNoise(multiplier=noise).event(), unit),

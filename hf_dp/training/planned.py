@@ -13,7 +13,7 @@ from transformers.trainer_utils import seed_worker
 
 import hf_dp.accounting as accounting
 import hf_dp.ranks as ranks
-from hf_dp.accounting.earlier import check_same_people
+from hf_dp.accounting.earlier import Earlier, check_same_people
 from hf_dp.agreement import agree, warn_if_alone
 from hf_dp.config import PrivacyConfig
 from hf_dp.config.asked import asked, promised
@@ -50,6 +50,18 @@ def records_before(privacy: PrivacyConfig) -> tuple[str, ...]:
     """The records of the trainings before, as `read_earlier` finds them, on the first rank; `planned` brings them to
     the others, which may not see where they lie. Raises as it does."""
     return read_earlier(privacy.after) if ranks.rank() == 0 else ()
+
+
+def trainings_before(privacy: PrivacyConfig) -> tuple[Earlier, ...]:
+    """The trainings before, on all ranks, which call it together; raises as `records_before` on the first one, and on
+    the others `RanksError`."""
+    with ranks.together():
+        return trainings(privacy.after, _from_first(privacy, records_before(privacy)))
+
+
+def _from_first(privacy: PrivacyConfig, earlier: tuple[str, ...]) -> tuple[str, ...]:
+    """The records that the first rank has, on each."""
+    return () if privacy.after is None else tuple(json.loads(ranks.text_from_first(json.dumps(earlier))))
 
 
 def check_data(dataset: Any, expected_batch_size: int, privacy: PrivacyConfig, earlier: tuple[str, ...] = ()) -> None:
@@ -146,8 +158,7 @@ def planned(
         earlier: those of `records_before`.
         options: of `DataLoader`.
     """
-    if privacy.after is not None:
-        earlier = tuple(json.loads(ranks.text_from_first(json.dumps(earlier))))
+    earlier = _from_first(privacy, earlier)
     if units is not None:
         agree({"whose the rows of train_dataset are": units.described})
     entropy, rank = Entropy.of_all_ranks(privacy.seed), ranks.rank()

@@ -99,14 +99,14 @@ class PrivateRun:
         self.model, self.privacy, self._step = unwrapped(model), privacy, 0
         for part in parts_of(privacy).values():
             part.refuse(Setting(privacy))
-        check_data(dataset, expected_batch_size, privacy, earlier := records_before(privacy))
-        check_modules(self.model)
-        check_ranks(dataset, self.model, {**sizes, **cap, "PrivacyConfig": privacy.to_dict()})
-        units = units_of(dataset, privacy)
+        with ranks.together():
+            check_data(dataset, expected_batch_size, privacy, earlier := records_before(privacy))
+            check_modules(self.model)
+            check_ranks(dataset, self.model, {**sizes, **cap, "PrivacyConfig": privacy.to_dict()})
+        rows = dataset if (units := units_of(dataset, privacy)) is None else without_column(dataset, str(privacy.unit))
         plan, self._loader = planned(
-            privacy, self.model, dataset if units is None else without_column(dataset, str(privacy.unit)), collate,
-            expected_batch_size=expected_batch_size, micro_batch_size=micro_batch_size, steps=lambda _: steps,
-            units=units, earlier=earlier, **cap, **options,
+            privacy, self.model, rows, collate, expected_batch_size=expected_batch_size,
+            micro_batch_size=micro_batch_size, steps=lambda _: steps, units=units, earlier=earlier, **cap, **options,
         )  # fmt: skip
         padding = LeftPadding()
 

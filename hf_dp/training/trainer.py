@@ -69,7 +69,7 @@ class DPTrainerMixin(RestoringMixin, CheckpointMixin, LayoutsMixin, PublishingMi
         check_privacy(privacy)
         check_max_tokens(max_tokens_per_micro_batch)
         self.privacy, self.max_tokens_per_micro_batch = privacy, max_tokens_per_micro_batch
-        self._earlier = records_before(privacy)
+        self._earlier: tuple[str, ...] = ()
         self.ledger = accounting.Ledger()
         self._run: Run | None = None
         self._left_padding = LeftPadding()
@@ -77,7 +77,9 @@ class DPTrainerMixin(RestoringMixin, CheckpointMixin, LayoutsMixin, PublishingMi
         self._checkpoint: Path | None = None
         self._fingerprints = Fingerprints()
         self._behind = behind(self)
-        super().__init__(*args, **kwargs)
+        with ranks.before_together():
+            self._earlier = records_before(privacy)
+            super().__init__(*args, **kwargs)
         self._privacy_callback = PrivacyCallback(self)
         self.add_callback(self._privacy_callback)
         self._behind.forget_batch_metrics()  # where it cannot, that is refused now

@@ -14,10 +14,10 @@ from pathlib import Path
 from common.files import json_of
 from hf_dp import PrivacyConfig
 from hf_dp.errors import ConfigurationError
-from hf_dp.hub import CARD_FILE, RECORD_FILE, PrivacyRecord, read_earlier, write_card
+from hf_dp.hub import CARD_FILE, RECORD_FILE, PrivacyRecord, write_card
 from hf_dp.hub.card import privacy_section
-from hf_dp.hub.earlier import trainings
 from hf_dp.hub.record import sha256_of_text
+from hf_dp.training.planned import trainings_before
 
 _SHARED = (CARD_FILE, RECORD_FILE, "corpus.jsonl", "corpus.csv")
 
@@ -141,7 +141,7 @@ or counted by looking at the private texts again. So what the section below says
 
 def stays_private(privacy: PrivacyConfig) -> bool:
     """Whether a finite epsilon will hold of the model: of this training, and of those before it on the same people."""
-    earlier = trainings(privacy.after, read_earlier(privacy.after))
+    earlier = trainings_before(privacy)
     is_spoilt = any(one.reproducible or one.epsilon == math.inf for one in earlier)
     return privacy.seed is None and privacy.noise_multiplier != 0 and not is_spoilt
 

@@ -116,9 +116,12 @@ def stopped_alone(path: str, shards: bool) -> dict[str, Any]:
 
 
 def told(what: str) -> str:
-    """What a rank raises that waits for rank 1, which fails by itself, is silent, or waits too."""
+    """What a rank raises that waits for rank 1, which fails by itself, before they meet, is silent, or waits too."""
     with mock.patch.object(ranks, "_PATIENCE", 1.0 if what == "silent" else 20.0):
         try:
+            with ranks.before_together():
+                if dist.get_rank() == 1 and what == "fails before":
+                    raise OSError("a row that cannot be read")
             with ranks.together():
                 if dist.get_rank() == 1 and what == "fails":
                     raise OSError("a row that cannot be read")
@@ -127,6 +130,16 @@ def told(what: str) -> str:
                 raise RuntimeError("[/gloo/transport/tcp/pair.cc:537] Connection closed by peer")
         except (HfDpError, OSError) as error:
             return f"{type(error).__name__}: {error}"
+
+
+def told_of_earlier(path: str) -> str:
+    """What a rank raises where the first one, which alone looks for it, finds no record of an earlier training."""
+    try:
+        trainer(path, "bert", 2, {"noise_multiplier": 1.0, "after": f"{path}/none"})
+        with ranks.together():
+            raise RuntimeError("[/gloo/transport/tcp/pair.cc:537] Connection closed by peer")
+    except HfDpError as error:
+        return f"{type(error).__name__}: {error}"
 
 
 def secrets_in_files(path: str) -> list[str]:

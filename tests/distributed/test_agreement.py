@@ -14,6 +14,7 @@ from tests.distributed.differing import (
     secrets_in_files,
     stopped_alone,
     told,
+    told_of_earlier,
     told_of_the_missing,
 )
 from tests.distributed.gang import Gang
@@ -88,12 +89,20 @@ def test_a_rank_that_stops_alone_is_named_on_all(tmp_path: Path, pair: Gang, sha
 
 
 def test_who_waits_for_a_rank_learns_why_it_is_gone(pair: Gang) -> None:
-    first, second = pair.run(told, "fails")
-    assert "RanksError: rank 1 stopped: OSError: a row that cannot be read" in first
-    assert second == "OSError: a row that cannot be read"
+    for when in ("fails", "fails before"):
+        first, second = pair.run(told, when)
+        assert "RanksError: rank 1 stopped: OSError: a row that cannot be read" in first
+        assert second == "OSError: a row that cannot be read"
     assert "rank 1 ended without a word" in pair.run(told, "silent")[0]
     for found in pair.run(told, "both wait"):
         assert "what the ranks send each other did not arrive: [/gloo" in found
+
+
+def test_all_learn_of_an_earlier_training_that_is_not_there(tmp_path: Path, pair: Gang) -> None:
+    first, second = pair.run(told_of_earlier, str(tmp_path))
+    assert first.startswith("HubError: ")
+    assert "/none' is no directory" in first
+    assert "RanksError: rank 0 stopped: HubError: " in second
 
 
 def test_no_file_holds_the_secret(tmp_path: Path, pair: Gang) -> None:

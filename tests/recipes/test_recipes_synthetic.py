@@ -254,8 +254,7 @@ def test_what_a_seed_or_an_encoder_gives_away_is_not_shared_as_private(
     after = PrivacyConfig(target_epsilon=8, after="out/first")
     for reproducible, epsilon, holds in ((False, 2.0, True), (True, 2.0, False), (False, math.inf, False)):
         before = SimpleNamespace(reproducible=reproducible, epsilon=epsilon)
-        monkeypatch.setattr(texts, "read_earlier", lambda place: place)
-        monkeypatch.setattr(texts, "trainings", lambda place, record, one=before: (one,))
+        monkeypatch.setattr(texts, "trainings_before", lambda privacy, one=before: (one,))
         assert texts.stays_private(after) is holds
     texts.refuse_choosing_by(str(tmp_path), after)
     (tmp_path / "privacy.json").write_text("{}")
