@@ -60,7 +60,7 @@ class Outer:
         left, right = self.left, self.right
         if isinstance(left, Dense) and isinstance(right, Dense):
             with full_precision(self.device):
-                values = inner(left.values.mT, right.values)
+                values = inner(left.values.mT, right.values, BLOCK)
             return PerExample(values.mul_(self.scale) if self.scale != 1.0 else values)
         if isinstance(left, OneHot) and isinstance(right, Dense):
             rows = accumulation(right.values)

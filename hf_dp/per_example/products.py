@@ -2,11 +2,16 @@
 
 The product of two 16-bit numbers is exact in float32. CUDA's tensor cores add such products up in float32 and cut the
 sums, where float32 rounds them; what that adds to the error of a norm and of a sum is counted here (`unsure`).
+
+They align g products and the sum to the largest of these, cut there, with e bits more than float32, and cut the new
+sum: at most g 2^-e + 1 epsilons of the sum of absolute values (bit-accurate models of Khattak and Mikaitis 2025,
+arXiv:2512.07004: Hopper g = 16, e = 2; Ampere g = 8, e = 1).
 """
 
 from __future__ import annotations
 
 import functools
+import math
 
 import torch
 from torch import Tensor
@@ -15,11 +20,10 @@ from hf_dp.per_example.precision import accumulation, full_precision
 
 # The longest sums that are left to one product: rounding grows with their length.
 BLOCK = 4096
-# The same of a Gram matrix's entries on tensor cores, where it grows faster.
-_CUT_BLOCK = 1024
-# How many products tensor cores add up before they cut the sum to float32 (Hopper; Ampere 8, and cutting takes half a
-# last bit on average).
-_AT_ONCE = 16
+# The same of what `inner` leaves to tensor cores, where it grows faster.
+_CUT_BLOCK = 256
+# An upper bound for both: so many epsilons for each so many products.
+_CUT, _AT_ONCE = 5, 8
 # A weighted factor, as the sum of two bfloat16 numbers, is off by 2^-18 of itself: in float32's epsilons of 2^-23, and
 # twice of its square.
 _SPLIT = 2 * 2**5
@@ -88,10 +92,15 @@ def unsure(left: Tensor, right: Tensor) -> float:
     cut = 0.0
     for side, width in zip((left, right), widths, strict=True):
         if width and _are_multiplied_as_they_are(side, side):
-            cut += min(width, _CUT_BLOCK) / _AT_ONCE
+            # Within a block, and where blocks are added.
+            cut += _cut(min(width, _CUT_BLOCK)) + width / _CUT_BLOCK
     if all(widths) and _are_multiplied_as_they_are(left, right):
-        cut += 2 * min(left.shape[1], BLOCK) / _AT_ONCE + _SPLIT
+        cut += 2 * _cut(min(left.shape[1], BLOCK)) + _SPLIT
     return cut
+
+
+def _cut(length: int) -> int:
+    return _CUT * math.ceil(length / _AT_ONCE)
 
 
 def _are_multiplied_as_they_are(left: Tensor, right: Tensor) -> bool:

@@ -130,6 +130,8 @@ class RowSum:
             ids, values = self._united(ids, values)
             self._is_united = len(self._ids) == 1
         else:
+            # The model's own, which the next micro-batch may refill in place.
+            ids = ids.clone()
             self._is_united, self._waiting = False, self._waiting + values.numel()
         self._ids.append(ids)
         self._values.append(values)

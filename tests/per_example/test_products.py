@@ -24,14 +24,24 @@ def exactly(left: Tensor, right: Tensor) -> Tensor:
     return torch.bmm(left.float(), right.float())
 
 
-def cutting(left: Tensor, right: Tensor) -> Tensor:
-    """16 products at once, and every sum cut to float32: what is known of Hopper's."""
+def cutting(left: Tensor, right: Tensor, group: int = 16, extra: int = 2) -> Tensor:
+    """So many products at once: they and the sum are aligned to the largest of them, cut there, added and cut again.
+
+    Hopper's; Ampere's with 8 and 1 (Khattak and Mikaitis, arXiv:2512.07004).
+    """
     total = torch.zeros(len(left), left.shape[1], right.shape[2], dtype=torch.float64)
-    for one, other in zip(left.double().split(16, 2), right.double().split(16, 1), strict=True):
-        total += torch.bmm(one, other)
+    for one, other in zip(left.double().split(group, 2), right.double().split(group, 1), strict=True):
+        parts = torch.cat([one.unsqueeze(3) * other.unsqueeze(1), total.unsqueeze(2)], 2)
+        exponents = torch.frexp(parts.abs().amax(2, keepdim=True))[1] - 1
+        units = torch.ldexp(torch.ones_like(total).unsqueeze(2), exponents - 23 - extra)
+        total = ((parts / units).trunc() * units).sum(2)
         near = total.float()
         total = near.where(near.abs() <= total.abs(), torch.nextafter(near, torch.zeros_like(near))).double()
     return total.float()
+
+
+def ampere(left: Tensor, right: Tensor) -> Tensor:
+    return cutting(left, right, 8, 1)
 
 
 @pytest.fixture
@@ -124,14 +134,14 @@ def test_one_contribution_is_at_most_c(multiply: Multiply, on_cores: Callable[[M
         assert max(contributions(hostile(seed), norm)) <= norm * (1 + 1e-12)
 
 
-def test_it_would_not_be_if_what_is_cut_were_not_counted(
-    on_cores: Callable[[Multiply], None], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("multiply", "extra"), [(cutting, 2), (ampere, 1)])
+def test_one_is_at_most_c_where_all_products_but_the_largest_are_cut_off(
+    multiply: Multiply, extra: int, on_cores: Callable[[Multiply], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    on_cores(cutting)
-    torch.manual_seed(0)
-    # Sums that are large from the beginning lose the most.
-    left, right = (torch.cat([8 * side[..., :16], side[..., 16:]], 2) for side in dense(8, 1, 1000).values.split(4))
-    uses: list[Factors] = [Outer(Dense(left), Dense(right))]
+    on_cores(multiply)
+    side = torch.full((1, 1, 1024), 1.4 * 2 ** (-12 - extra / 2))
+    side[..., :: products._CUT_BLOCK] = 1.0
+    uses: list[Factors] = [Outer(Dense(side.bfloat16()), Dense(side.bfloat16()))]
     assert 1 - 1e-4 < max(contributions(uses, 1.0)) <= 1
     monkeypatch.setattr("hf_dp.per_example.factors.unsure", lambda left, right: 0.0)
     assert max(contributions(uses, 1.0)) > 1 + 5e-7

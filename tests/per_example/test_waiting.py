@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hf_dp.per_example import Dense, OneHot, Outer, PerExampleGradients, RowSum
+from hf_dp.per_example import Dense, OneHot, Outer, PerExampleGradients, RowSum, record
 from hf_dp.per_example.factors import Factors, PerExample
 
 SIZES = (7, 4)
@@ -80,3 +80,33 @@ def test_rows_are_united_when_all_are_in_or_there_are_many(
     monkeypatch.setattr("hf_dp.per_example.rows._WAITING", most)
     assert torch.equal(total()[0], ids)
     assert torch.allclose(total()[1], expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("of_model", [False, True])
+def test_ids_that_are_refilled_in_place_move_no_gradient(of_model: bool, elsewhere: Callable[[], None]) -> None:
+    """As of a static buffer for the micro-batches, of the loader or in the model."""
+
+    class Looked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(10, 3)
+            self.register_buffer("ids", torch.zeros(16, 4, dtype=torch.int64))
+
+        def forward(self, ids: Tensor) -> Tensor:
+            if of_model:
+                ids = self.ids[: len(ids)].copy_(ids)
+            return self.table(ids).square().sum((1, 2))
+
+    elsewhere()
+    torch.manual_seed(0)
+    model, static = Looked(), torch.zeros(2, 4, dtype=torch.int64)
+    rows = RowSum("table.weight", model.table.weight)
+    for ids, share in ((torch.arange(1, 9).view(2, 4), 1.0), (torch.zeros(2, 4, dtype=torch.int64), 0.0)):
+        static.copy_(ids)
+        made = record(model, lambda model, batch: model(batch["ids"]), {"ids": static}, tables=["table.weight"])
+        first = torch.tensor([share, 0.0]) / made.squared_norms().sqrt()
+        made.add_weighted_sum_({}, first, {"table.weight": rows})
+    found = rows.of(torch.arange(10)).norm(dim=1)
+    assert bool((found[1:5] > 0).all())
+    assert not found[[0, 5, 6, 7, 8, 9]].any()
+    assert float(found.norm()) <= 1 + 1e-6
