@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hf_dp.errors import ConfigurationError
+from hf_dp.errors import ConfigurationError, shortened
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
 Row = dict[str, Any]
 Coins = np.ndarray[Any, np.dtype[np.bool_]]
-# The label that no loss counts.
+# The label that cross-entropy leaves out; other losses count it as a number.
 IGNORED = -100
 
 
@@ -46,10 +46,13 @@ def coins(number: int) -> Coins:
 
 
 def unlabelled(row: Mapping[str, Any]) -> Row:
-    """The row with labels that no loss counts: it adds nothing to a gradient.
+    """The row with labels that cross-entropy, of classes or tokens, leaves out: it adds nothing to a gradient then.
+
+    Of labels that are whole numbers and mean something else (stars of a regression, several classes at once) it is not
+    true, and nobody is told: give `nothing` to `plant` there.
 
     Raises:
-        ConfigurationError: it has no labels.
+        ConfigurationError: it has no labels, or labels that are not whole numbers.
     """
     name = next((name for name in ("labels", "label") if name in row), None)
     if name is None:
@@ -59,8 +62,18 @@ def unlabelled(row: Mapping[str, Any]) -> Row:
             fix="give plant(..., nothing=): from the canary's row to one without a loss; for a collator that makes "
             "labels of the tokens that is one of padding alone.",
         )
-    labels = row[name]
-    return {**row, name: [IGNORED] * len(labels) if isinstance(labels, Sequence) else IGNORED}
+    try:
+        labels = np.asarray(row[name])
+    except ValueError:  # lists of different lengths
+        labels = np.asarray(None)
+    if not np.issubdtype(labels.dtype, np.integer):
+        raise ConfigurationError(
+            f"a canary whose labels are {shortened(str(row[name]))}.",
+            why=f"when the coin keeps it out, its row must add nothing: label {IGNORED} does so for classes "
+            "and tokens, which are whole numbers, and for others it would be a target far from all.",
+            fix="give plant(..., nothing=): from the canary's row to one without a loss.",
+        )
+    return {**row, name: np.full(labels.shape, IGNORED).tolist()}
 
 
 def plant(
@@ -77,7 +90,8 @@ def plant(
 
     Args:
         canaries: rows with the dataset's columns.
-        nothing: from a canary's row to one without a loss.
+        nothing: from a canary's row, as the dataset's columns hold it, to one without a loss. By default its labels
+            are left out, which is for cross-entropy over classes or tokens.
         unit: the column of the promise's units, where these are no rows: each canary needs a value of its own there.
 
     Raises:
@@ -102,6 +116,8 @@ def plant(
                 why="one coin must decide of the whole unit: half of one is no neighbour of anything.",
                 fix=f"give each canary a {unit} of its own.",
             )
+    # A column of other numbers holds a whole one as such.
+    rows = Dataset.from_list(rows, features=dataset.features).to_list()
     # Of all: a refusal must not depend on a coin.
     empty, included = [nothing(row) for row in rows], coins(len(rows))
     planted = [row if is_in else out for row, out, is_in in zip(rows, empty, included, strict=True)]

@@ -68,6 +68,20 @@ def test_what_would_be_told_from_the_data_or_is_nothing_to_plant_is_refused() ->
         plant(data().remove_columns("labels"), [{"input_ids": [1]}])
 
 
+@pytest.mark.parametrize("label", [0.5, [0.0, 1.0], True, "positive", ["a"], None])
+def test_a_label_that_a_loss_may_count_is_not_taken_for_one_that_none_counts(label: object) -> None:
+    dataset = Dataset.from_list([{"labels": label, "x": 0}] * 3)
+    with pytest.raises(ConfigurationError, match=r"a canary whose labels are (?s:.)*nothing="):
+        plant(dataset, [{"labels": label, "x": 1}])
+    planted = plant(dataset, [{"labels": label, "x": 1}] * 20, nothing=lambda row: {**row, "x": 0})
+    assert planted.dataset["x"][3:] == planted.included.tolist()
+
+
+def test_a_number_for_a_column_of_numbers_that_are_not_whole_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match=r"a canary whose labels are 1\.0"):
+        plant(Dataset.from_dict({"labels": [0.5]}), [{"labels": 1}])
+
+
 def test_labels_tokens_and_texts_are_drawn() -> None:
     labelled = random_labels([{"labels": 0, "text": "a"}] * 300, [3, 4, 5], RNG)
     assert {row["labels"] for row in labelled} == {3, 4, 5}
