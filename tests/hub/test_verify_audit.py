@@ -91,6 +91,7 @@ def test_what_does_not_follow_is_told(copy: Path, name: str, value: Any, said: s
         in_record("audit", "loss", to=lambda one: {**one, "more": 1}),
         in_record("audit", to=lambda audit: {"<b>loss": audit["loss"]}),
         in_record("audit", to=lambda audit: {f"loss {'a' * i}": audit["loss"] for i in range(1, 10)}),
+        in_record("audit", to=lambda audit: {f"loss {'a' * i}": audit["loss"] for i in range(1, 4)}),  # 3 at 80 %
     ],
 )
 def test_what_is_no_audit_is_not_read(copy: Path, change: Callable[[Path], None]) -> None:
