@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import string
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ Row = dict[str, Any]
 Coins = np.ndarray[Any, np.dtype[np.bool_]]
 # The label that cross-entropy leaves out; other losses count it as a number.
 IGNORED = -100
+_LABELS = ("labels", "label")
 
 
 @dataclass(frozen=True)
@@ -25,7 +27,8 @@ class Planted:
     """A dataset with canaries.
 
     Attributes:
-        dataset: to train on: the rows that it was made of, and then a row for each canary.
+        dataset: to train on: the rows that it was made of, and then a row for each canary; labels that were names of
+            classes are their numbers.
         places: (m,), at which row each canary is.
         included: (m,), whether it is there; else its row holds nothing. Not for the training to know.
     """
@@ -54,7 +57,7 @@ def unlabelled(row: Mapping[str, Any]) -> Row:
     Raises:
         ConfigurationError: it has no labels, or labels that are not whole numbers.
     """
-    name = next((name for name in ("labels", "label") if name in row), None)
+    name = next((name for name in _LABELS if name in row), None)
     if name is None:
         raise ConfigurationError(
             f"a canary without labels ({', '.join(map(str, row))}).",
@@ -74,6 +77,17 @@ def unlabelled(row: Mapping[str, Any]) -> Row:
             fix="give plant(..., nothing=): from the canary's row to one without a loss.",
         )
     return {**row, name: np.full(labels.shape, IGNORED).tolist()}
+
+
+def _signed(feature: Any) -> Any:
+    """The feature with whole numbers of either sign, where its own would not take the label that is left out."""
+    from datasets import ClassLabel, Value
+
+    if isinstance(feature, ClassLabel) or (isinstance(feature, Value) and feature.dtype.startswith("uint")):
+        return Value("int64")
+    if hasattr(feature, "feature"):
+        return dataclasses.replace(feature, feature=_signed(feature.feature))
+    return feature
 
 
 def plant(
@@ -118,12 +132,18 @@ def plant(
             )
     # A column of other numbers holds a whole one as such.
     rows = Dataset.from_list(rows, features=dataset.features).to_list()
-    # Of all: a refusal must not depend on a coin.
-    empty, included = [nothing(row) for row in rows], coins(len(rows))
-    planted = [row if is_in else out for row, out, is_in in zip(rows, empty, included, strict=True)]
+    empty = [nothing(row) for row in rows]
     if unit is not None:
-        planted = [{**row, unit: canary[unit]} for row, canary in zip(planted, rows, strict=True)]
-    added = Dataset.from_list(planted, features=dataset.features)
+        empty = [{**row, unit: canary[unit]} for row, canary in zip(empty, rows, strict=True)]
+    features = dataset.features.copy()
+    features.update({name: _signed(features[name]) for name in _LABELS if name in features})
+    if features != dataset.features:
+        dataset = dataset.cast(features)
+    # All that the coins choose between, before they are thrown: a refusal must not depend on one.
+    Dataset.from_list(empty, features=features)
+    included = coins(len(rows))
+    planted = [row if is_in else out for row, out, is_in in zip(rows, empty, included, strict=True)]
+    added = Dataset.from_list(planted, features=features)
     return Planted(concatenate_datasets([dataset, added]), np.arange(len(rows)) + len(dataset), included)
 
 
