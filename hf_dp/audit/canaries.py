@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import string
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,15 +10,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hf_dp.errors import ConfigurationError
+from hf_dp.errors import ConfigurationError, shortened
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
 Row = dict[str, Any]
 Coins = np.ndarray[Any, np.dtype[np.bool_]]
-# The label that no loss counts.
+# The label that cross-entropy leaves out; other losses count it as a number.
 IGNORED = -100
+_LABELS = ("labels", "label")
 
 
 @dataclass(frozen=True)
@@ -25,7 +27,8 @@ class Planted:
     """A dataset with canaries.
 
     Attributes:
-        dataset: to train on: the rows that it was made of, and then a row for each canary.
+        dataset: to train on: the rows that it was made of, and then a row for each canary; labels that were names of
+            classes are their numbers.
         places: (m,), at which row each canary is.
         included: (m,), whether it is there; else its row holds nothing. Not for the training to know.
     """
@@ -46,12 +49,15 @@ def coins(number: int) -> Coins:
 
 
 def unlabelled(row: Mapping[str, Any]) -> Row:
-    """The row with labels that no loss counts: it adds nothing to a gradient.
+    """The row with labels that cross-entropy, of classes or tokens, leaves out: it adds nothing to a gradient then.
+
+    Of labels that are whole numbers and mean something else (stars of a regression, several classes at once) it is not
+    true, and nobody is told: give `nothing` to `plant` there.
 
     Raises:
-        ConfigurationError: it has no labels.
+        ConfigurationError: it has no labels, or labels that are not whole numbers.
     """
-    name = next((name for name in ("labels", "label") if name in row), None)
+    name = next((name for name in _LABELS if name in row), None)
     if name is None:
         raise ConfigurationError(
             f"a canary without labels ({', '.join(map(str, row))}).",
@@ -59,8 +65,29 @@ def unlabelled(row: Mapping[str, Any]) -> Row:
             fix="give plant(..., nothing=): from the canary's row to one without a loss; for a collator that makes "
             "labels of the tokens that is one of padding alone.",
         )
-    labels = row[name]
-    return {**row, name: [IGNORED] * len(labels) if isinstance(labels, Sequence) else IGNORED}
+    try:
+        labels = np.asarray(row[name])
+    except ValueError:  # lists of different lengths
+        labels = np.asarray(None)
+    if not np.issubdtype(labels.dtype, np.integer):
+        raise ConfigurationError(
+            f"a canary whose labels are {shortened(str(row[name]))}.",
+            why=f"when the coin keeps it out, its row must add nothing: label {IGNORED} does so for classes "
+            "and tokens, which are whole numbers, and for others it would be a target far from all.",
+            fix="give plant(..., nothing=): from the canary's row to one without a loss.",
+        )
+    return {**row, name: np.full(labels.shape, IGNORED).tolist()}
+
+
+def _signed(feature: Any) -> Any:
+    """The feature with whole numbers of either sign, where its own would not take the label that is left out."""
+    from datasets import ClassLabel, Value
+
+    if isinstance(feature, ClassLabel) or (isinstance(feature, Value) and feature.dtype.startswith("uint")):
+        return Value("int64")
+    if hasattr(feature, "feature"):
+        return dataclasses.replace(feature, feature=_signed(feature.feature))
+    return feature
 
 
 def plant(
@@ -77,7 +104,8 @@ def plant(
 
     Args:
         canaries: rows with the dataset's columns.
-        nothing: from a canary's row to one without a loss.
+        nothing: from a canary's row, as the dataset's columns hold it, to one without a loss. By default its labels
+            are left out, which is for cross-entropy over classes or tokens.
         unit: the column of the promise's units, where these are no rows: each canary needs a value of its own there.
 
     Raises:
@@ -102,12 +130,20 @@ def plant(
                 why="one coin must decide of the whole unit: half of one is no neighbour of anything.",
                 fix=f"give each canary a {unit} of its own.",
             )
-    # Of all: a refusal must not depend on a coin.
-    empty, included = [nothing(row) for row in rows], coins(len(rows))
-    planted = [row if is_in else out for row, out, is_in in zip(rows, empty, included, strict=True)]
+    # A column of other numbers holds a whole one as such.
+    rows = Dataset.from_list(rows, features=dataset.features).to_list()
+    empty = [nothing(row) for row in rows]
     if unit is not None:
-        planted = [{**row, unit: canary[unit]} for row, canary in zip(planted, rows, strict=True)]
-    added = Dataset.from_list(planted, features=dataset.features)
+        empty = [{**row, unit: canary[unit]} for row, canary in zip(empty, rows, strict=True)]
+    features = dataset.features.copy()
+    features.update({name: _signed(features[name]) for name in _LABELS if name in features})
+    if features != dataset.features:
+        dataset = dataset.cast(features)
+    # All that the coins choose between, before they are thrown: a refusal must not depend on one.
+    Dataset.from_list(empty, features=features)
+    included = coins(len(rows))
+    planted = [row if is_in else out for row, out, is_in in zip(rows, empty, included, strict=True)]
+    added = Dataset.from_list(planted, features=features)
     return Planted(concatenate_datasets([dataset, added]), np.arange(len(rows)) + len(dataset), included)
 
 

@@ -31,7 +31,8 @@ class Audit:
         attacks: by their names, what each found; all bounds hold together with `confidence`.
 
     Raises:
-        LedgerError: none, too many, names that are none, or more canaries than are computed with.
+        LedgerError: none, too many, names that are none, more canaries than are computed with, or bounds that hold
+            together with a confidence of a half at most.
     """
 
     attacks: Mapping[str, OneRun]
@@ -41,6 +42,8 @@ class Audit:
             raise damaged("not an audit", f"attacks {str(list(self.attacks))[:200]}")
         if (most := max(found.canaries for found in self.attacks.values())) > MOST_CANARIES:
             raise damaged("not an audit", f"{most} canaries; its bounds are computed for {MOST_CANARIES} at most")
+        if not 0.5 < self.confidence < 1:
+            raise damaged("not an audit", f"together its bounds have confidence {self.confidence:g}, not above 1/2")
 
     @property
     def best(self) -> str:

@@ -212,7 +212,7 @@ def compute(examples: float | None, minutes: float | None, rows_per_second: floa
         raise ConfigurationError(
             "--minutes without --rows-per-second." if minutes is not None else "--rows-per-second without --minutes.",
             why="how many examples a run may process follows from both.",
-            fix="give both, with the speed that a short training printed; or --examples in place of them.",
+            fix="give both, with the speed of a short training on public rows; or --examples in place of them.",
         )
     return 60 * positive("--minutes", minutes) * positive("--rows-per-second", rows_per_second)
 

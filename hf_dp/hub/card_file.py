@@ -50,7 +50,7 @@ def write_card(directory: str | os.PathLike[str], name: str | None = None, recor
         card = ModelCard(f"---\n{new}\n---\n\n# {name or directory.absolute().name}\n")
     section = privacy_section(record.report, record.ledger, record.config, record.audit)
     if not is_of_this_version(record):
-        unaudited = without_audit(kept := _section(card.text), record.audit, knows_the_words=False)
+        unaudited = without_audit(kept := _section(card.text), record.audit)
         if sha256_of_text(unaudited) == record.card_sha256:
             section = kept  # in the words that its record has the digest of
     card.text = _with_section(card.text, section)

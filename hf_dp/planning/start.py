@@ -38,9 +38,12 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "clipping norm",
-        "1, where a part of the examples is clipped; else `--clipping automatic`",
+        "1, with `--clipping automatic` unless public data, or a run that you charge for (`after`), shows that a part "
+        "of the examples is clipped",
         "noise grows with the norm; from 0.1 to 10 came out alike, with 40 to 89 % clipped",
-        lambda _, __, noise: f"1: noise of {noise:.2g} per coordinate of a step",
+        lambda _, __, noise: (
+            f"1 (automatic, unless public data shows clipping): noise of {noise:.2g} per coordinate of a step"
+        ),
     ),
     Rule(
         "learning rate",

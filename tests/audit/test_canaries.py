@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from datasets import Dataset
+from datasets import ClassLabel, Dataset, Features, List, Value
 from torch import nn
 from transformers import TrainingArguments
 
@@ -66,6 +67,45 @@ def test_what_would_be_told_from_the_data_or_is_nothing_to_plant_is_refused() ->
         plant(data(), [])
     with pytest.raises(ConfigurationError, match="a canary without labels"):
         plant(data().remove_columns("labels"), [{"input_ids": [1]}])
+
+
+@pytest.mark.parametrize("label", [0.5, [0.0, 1.0], True, "positive", ["a"], None])
+def test_a_label_that_a_loss_may_count_is_not_taken_for_one_that_none_counts(label: object) -> None:
+    dataset = Dataset.from_list([{"labels": label, "x": 0}] * 3)
+    with pytest.raises(ConfigurationError, match=r"a canary whose labels are (?s:.)*nothing="):
+        plant(dataset, [{"labels": label, "x": 1}])
+    planted = plant(dataset, [{"labels": label, "x": 1}] * 20, nothing=lambda row: {**row, "x": 0})
+    assert planted.dataset["x"][3:] == planted.included.tolist()
+
+
+CLASSES = ClassLabel(names=["x", "y"])
+
+
+@pytest.mark.parametrize(
+    ("feature", "label", "out"),
+    [(CLASSES, 1, -100), (List(CLASSES), np.array([0, 1]), [-100, -100]), (Value("uint8"), np.int64(1), -100)],
+)
+def test_labels_of_types_without_minus_100_are_cast(feature: Any, label: Any, out: object) -> None:
+    features = Features({"label": feature, "x": Value("int64")})
+    dataset = Dataset.from_list([{"label": label, "x": 0}] * 3, features=features)
+    planted = plant(dataset, [{"label": label, "x": 1}] * 20)
+    kept = np.asarray(label).tolist()
+    assert planted.dataset["label"] == [kept] * 3 + [kept if there else out for there in planted.included]
+
+
+def test_what_a_column_does_not_take_is_refused_whatever_a_coin_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hf_dp.audit.canaries.coins", lambda number: np.ones(number, dtype=bool))
+    with pytest.raises(ValueError, match="-100"):
+        plant(
+            Dataset.from_dict({"kind": [0]}, features=Features({"kind": CLASSES})),
+            [{"kind": 1}],
+            nothing=lambda row: {"kind": -100},
+        )
+
+
+def test_a_number_for_a_column_of_numbers_that_are_not_whole_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match=r"a canary whose labels are 1\.0"):
+        plant(Dataset.from_dict({"labels": [0.5]}), [{"labels": 1}])
 
 
 def test_labels_tokens_and_texts_are_drawn() -> None:

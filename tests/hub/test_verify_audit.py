@@ -14,7 +14,9 @@ from hf_dp.audit import OneRun
 from hf_dp.audit.outcome import Audit
 from hf_dp.errors import LedgerError
 from hf_dp.hub import add_audit, verify
-from hf_dp.hub.record import PrivacyRecord, sha256_of_record
+from hf_dp.hub.card import BEGIN, END, without_audit
+from hf_dp.hub.card_file import write_card
+from hf_dp.hub.record import PrivacyRecord, sha256_of_record, sha256_of_text
 from tests.hub.forging import failed, in_card, in_record, invoke, seal
 
 
@@ -50,6 +52,19 @@ def test_an_audit_stands_in_record_and_card_and_changes_no_promise(copy: Path) -
     assert "Audited: An attack (" in told
     add_audit(copy, audit)
     assert (copy / "privacy.json").read_bytes() == after
+
+
+def test_nothing_else_is_said_of_an_audit_in_the_words_of_another_version(copy: Path) -> None:
+    audit = Audit(attacks={"loss": found(20, copy)})
+    add_audit(copy, audit)
+    card = (copy / "README.md").read_text()
+    section = card[card.index(BEGIN) : card.index(END) + len(END)]
+    in_record("report", "versions", "hf_dp", to="0.0.1")(copy)
+    in_record("card_sha256", to=sha256_of_text(without_audit(section, audit)))(copy)
+    write_card(copy)
+    assert "card, text" not in failed(copy)
+    in_card("says nothing", "says that all is well")(copy)
+    assert "card, text: the privacy section is changed or missing" in failed(copy)
 
 
 def test_a_bound_above_the_claim_is_written_and_verify_says_so(copy: Path) -> None:
@@ -91,6 +106,7 @@ def test_what_does_not_follow_is_told(copy: Path, name: str, value: Any, said: s
         in_record("audit", "loss", to=lambda one: {**one, "more": 1}),
         in_record("audit", to=lambda audit: {"<b>loss": audit["loss"]}),
         in_record("audit", to=lambda audit: {f"loss {'a' * i}": audit["loss"] for i in range(1, 10)}),
+        in_record("audit", to=lambda audit: {f"loss {'a' * i}": audit["loss"] for i in range(1, 4)}),  # 3 at 80 %
     ],
 )
 def test_what_is_no_audit_is_not_read(copy: Path, change: Callable[[Path], None]) -> None:

@@ -18,6 +18,12 @@ def test_the_page_quotes_the_rules():
     assert quoted[2:] == [(rule.setting, rule.start, rule.why) for rule in RULES]
 
 
+def test_no_rule_is_followed_by_a_look_at_private_data():
+    told = {one["setting"]: one["start"] for one in start(64, 10, 0.1)}
+    assert "unless public data shows clipping" in told["clipping norm"]
+    assert all("public data" in rule.start for rule in RULES if "clipped" in rule.start)
+
+
 def test_a_rate_that_noise_carries_as_far_in_many_steps_as_in_few():
     rates = {steps: float(start(64, steps, 0.1)[-1]["start"].split(",")[0]) for steps in (10, 40, 90)}
     assert rates[10] == 7e-3
