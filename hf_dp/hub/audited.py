@@ -64,7 +64,9 @@ def check_audit(record: PrivacyRecord) -> Iterator[Check]:
     wrong = []
     for name, found in audit.attacks.items():
         if not same(dataclasses.asdict(found.again()), dataclasses.asdict(found)):
-            wrong.append(f"{name}: epsilon {found.epsilon:.6g}, from its counts {found.again().epsilon:.6g}")
+            wrong.append(
+                f"{name}: epsilon {lower(found.epsilon, 6)}, from its counts {lower(found.again().epsilon, 6)}"
+            )
         if found.delta != report.delta:
             wrong.append(f"{name}: at delta {found.delta:g}, and the claim is at {report.delta:g}")
         if report.dataset_size is not None and found.canaries > report.dataset_size:

@@ -19,7 +19,6 @@ import hf_dp.hub.version1 as version1
 from hf_dp.accounting import Ledger, Mechanism, PrivacyReport
 from hf_dp.audit.outcome import Audit
 from hf_dp.config import PrivacyConfig
-from hf_dp.config.after import one_or_several
 from hf_dp.config.ranges import LARGEST_NOISE, is_count, is_digest
 from hf_dp.errors import ConfigurationError, LedgerError, damaged
 
@@ -88,6 +87,7 @@ class PrivacyRecord:
     def to_json(self) -> str:
         """Strict JSON of this version; `from_json` is the inverse, but for the seed."""
         config = {name: "inf" if value == math.inf else value for name, value in self.config.published().items()}
+        before = list(map(json.loads, self.earlier))
         values = {
             "format": FORMAT,
             "version": VERSION,
@@ -97,7 +97,7 @@ class PrivacyRecord:
             "ledger": self.ledger.to_dict(),
             "files": dict(sorted(self.files.items())),
             "card_sha256": self.card_sha256,
-            **({_EARLIER: one_or_several(list(map(json.loads, self.earlier)))} if self.earlier else {}),
+            **({_EARLIER: before if len(before) > 1 else before[0]} if before else {}),
             **({} if self.audit is None else {_AUDIT: self.audit.to_dict()}),
         }
         return as_written(values)

@@ -113,7 +113,7 @@ def test_through_trainer(tmp_path: Path, pair: Gang, name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "checkpointing"),
     [
-        *(pytest.param(name, False, marks=SLOW[name != "vit"]) for name in FURTHER if name != "t5"),
+        *(pytest.param(name, False, marks=pytest.mark.slow) for name in FURTHER if name != "t5"),
         pytest.param("t5, positions frozen", True, marks=pytest.mark.slow),
         pytest.param("t5, positions frozen", False, marks=pytest.mark.slow),
         # ALBERT knows no checkpointing.

@@ -30,7 +30,7 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").g
 BLOCK = re.compile(r"(?:<!-- not run: (?P<reason>[^>]*?) -->\n)?^```(?P<kind>\w*)\n(?P<text>.*?)^```$", re.M | re.S)
 SHOWN_ONLY = {"", "text", "yaml", "json"}
 # Of the tutorial, where its model is tiny too.
-QUICK = {"max_steps=24": "max_steps=3", "letters(4000,": "letters(200,", "max_new_tokens=40": "max_new_tokens=9"}
+QUICK = {"max_steps=12": "max_steps=3", "letters(4000,": "letters(200,", "max_new_tokens=40": "max_new_tokens=9"}
 
 
 class Snippet(NamedTuple):
@@ -69,8 +69,8 @@ def a_chat_model(folder: Path, words: str) -> None:
 @pytest.mark.parametrize(
     "page",
     [
-        # It calibrates three times.
-        pytest.param(page, id=page.stem, marks=[pytest.mark.slow] * (page.stem == "explained"))
+        # They calibrate several times.
+        pytest.param(page, id=page.stem, marks=[pytest.mark.slow] * (page.stem in ("explained", "privacy")))
         for page in PAGES
     ],
 )

@@ -374,7 +374,7 @@ def from_docs(language: str, word: str) -> str:
 
 
 @pytest.mark.parametrize(
-    "peft", [pytest.param(True, id="lora"), pytest.param(False, id="full", marks=pytest.mark.slow)]
+    "peft", [pytest.param(peft, id="lora" if peft else "full", marks=pytest.mark.slow) for peft in (True, False)]
 )
 def test_the_snippet_in_the_docs_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, peft: bool) -> None:
     monkeypatch.chdir(tmp_path)
