@@ -43,18 +43,10 @@ FORMS = {
 FORMS |= {f"{recipe}_lora": FORMS[recipe] for recipe in ("causal_lm", "synthetic_text", "table_to_text")}
 FORMS |= {f"classify_{method}": FORMS["classify"] for method in ("full", "lora")}
 
-# What they save is made as that of classify_lora, causal_lm, table_to_text_lora or sparse_embeddings_table is.
+# What they save is made as that of classify_lora, table_to_text_lora or sparse_embeddings_table is.
 ALIKE = {
-    *(
-        "causal_lm",
-        "causal_lm_lora",
-        "classify",
-        "classify_full",
-        "instruct",
-        "preferences",
-        "sparse_embeddings_banking77",
-    ),
-    *("synthetic_text", "synthetic_text_lora", "table_to_text"),
+    *("causal_lm", "causal_lm_lora", "classify", "classify_full", "instruct", "preferences"),
+    *("sparse_embeddings_banking77", "synthetic_text", "synthetic_text_lora", "table_to_text"),
 }
 
 
