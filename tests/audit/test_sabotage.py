@@ -121,11 +121,11 @@ def test_clipping_at_10_c_for_tied_weights(monkeypatch: Patch) -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("checked_once")
 def test_the_same_batch_in_every_step(monkeypatch: Patch) -> None:
-    plan: dict[str, Any] = {"share": 0.1, "steps": 100}
-    assert trained(5000, **plan).shown(confidence=0.999).epsilon < 1
+    plan: dict[str, Any] = {"share": 0.07, "steps": 100}
+    assert trained(3000, **plan).shown(confidence=0.999).epsilon < 1
     draw = PoissonBatchSampler.draw
     monkeypatch.setattr(PoissonBatchSampler, "draw", lambda self, step: draw(self, 0))
-    assert trained(5000, **plan).shown().epsilon > 1
+    assert trained(3000, **plan).shown().epsilon > 1
 
 
 @pytest.mark.slow
@@ -258,12 +258,13 @@ def mixing(rows: list[dict[str, Any]]) -> dict[str, Tensor]:
     return {**batch, PLACE: batch[PLACE][torch.randperm(len(rows))]}
 
 
-NAMED: dict[str, tuple[dict[str, Any], type[HfDpError], str]] = {
+NAMED: dict[str, tuple[dict[str, Any], type[HfDpError] | tuple[type[HfDpError], ...], str]] = {
     "a loss over the batch": ({"loss": shared}, PreflightError, "depends on its neighbours"),
     "one coin for a micro-batch": (
         {"model": OneCoin(nn.Identity(), 41)},
-        UnsupportedModelError,
-        "one random number moves several",
+        # Where the coin falls alike in the first check, and not between that and the oracle, the norms say it.
+        (UnsupportedModelError, PreflightError),
+        "one random number moves several|gradients of the norms are off",
     ),
     "a collator that mixes rows": ({"collate": mixing}, ConfigurationError, "another row when other examples"),
 }
