@@ -276,9 +276,7 @@ NAMED: dict[str, tuple[dict[str, Any], type[HfDpError] | tuple[type[HfDpError], 
     "name",
     [
         # docs/audit.md
-        pytest.param(
-            name, marks=[pytest.mark.xfail(reason="3 of 40 went on", strict=False)] * ("coin" in name)
-        )
+        pytest.param(name, marks=[pytest.mark.xfail(reason="3 of 40 went on", strict=False)] * ("coin" in name))
         for name in NAMED
     ],
 )
