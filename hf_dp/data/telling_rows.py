@@ -42,14 +42,18 @@ def _spread(n: int, count: int) -> list[int]:
     return list(range(n)) if n <= count else [i * (n - 1) // (count - 1) for i in range(count)]
 
 
-def uneven_rows(dataset: Any, extremes: Extremes, few: Sequence[Any], measure: Measure) -> list[Any]:
+def uneven_rows(
+    dataset: Any, extremes: Extremes, few: Sequence[Any], measure: Measure, counting: Sequence[Any] = ()
+) -> list[Any]:
     """The narrowest and the widest rows that are known, which show whether padding leaks from one into another.
 
     Args:
         few: see `telling_rows`.
         measure: see `by_width`.
+        counting: see `refuse_rows_that_fail`. Of rows that add nothing it is not seen whether they are moved.
     """
-    return outermost([*few, *(dataset[i] for i in extremes.uneven)], measure)
+    others = [row for row in (*few, *(dataset[i] for i in extremes.uneven)) if all(row is not one for one in counting)]
+    return outermost([*counting, *others], measure, counting)
 
 
 def short_rows(few: Sequence[Any], batch: Callable[[list[Any]], Batch], loss: Callable[[Batch], Tensor]) -> list[Any]:
@@ -90,7 +94,7 @@ def _cut(row: Any, kept: int) -> Any:
     return {name: ends(value) for name, value in row.items()}
 
 
-def refuse_rows_that_fail(dataset: Any, extremes: list[int], few: list[Any], run: Callable[[Any], object]) -> None:
+def refuse_rows_that_fail(dataset: Any, extremes: list[int], few: list[Any], run: Callable[[Any], object]) -> list[Any]:
     """Refuses training data of which some row would stop the training, after it has spent budget.
 
     Args:
@@ -99,16 +103,21 @@ def refuse_rows_that_fail(dataset: Any, extremes: list[int], few: list[Any], run
         few: rows that are tried as well; see `telling_rows`.
         run: takes one row through the collator and the model, to its loss.
 
+    Returns:
+        Where the loss of some is nothing, of the others; none where all add something, or none does.
+
     Raises:
         ConfigurationError: with the error that the row made.
     """
     tried = [(f"row {i} of the training data", dataset[i]) for i in extremes]
-    for name, row in [*tried, *(("a row of the training data", row) for row in few)]:
+    tried += (("a row of the training data", row) for row in few)
+    counting = []
+    for name, row in tried:
         try:
             loss = run(row)
-            if isinstance(loss, Tensor):
-                # An accelerator tells of an index out of range only when it is asked for a number.
-                loss.sum().item()
+            # An accelerator tells of an index out of range only when it is asked for a number.
+            if not isinstance(loss, Tensor) or bool(loss.ne(0).any()):
+                counting.append(row)
         except (HfDpError, torch.OutOfMemoryError):
             raise
         except Exception as error:
@@ -119,3 +128,4 @@ def refuse_rows_that_fail(dataset: Any, extremes: list[int], few: list[Any], run
                 "num_labels, and texts have no more tokens than the model has positions (truncation=True). If any row "
                 "fails, the collator, model or adapter does not take one by itself; micro-batches of one occur.",
             ) from error
+    return counting if len(counting) < len(tried) else []

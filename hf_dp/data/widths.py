@@ -45,10 +45,15 @@ def by_width(rows: Sequence[Any], measure: Measure) -> tuple[list[Any], list[int
     return [row for row, _ in measured], sorted(ends)
 
 
-def outermost(rows: Sequence[Any], measure: Measure) -> list[Any]:
-    """The narrowest and the widest of `rows`, in each axis, the narrowest first; two of them where all are alike."""
+def outermost(rows: Sequence[Any], measure: Measure, always: Sequence[Any] = ()) -> list[Any]:
+    """The narrowest and the widest of `rows`, in each axis, the narrowest first; two of them where all are alike.
+
+    Args:
+        always: of `rows`, which are among them in any case.
+    """
     in_order, ends = by_width(rows, measure)
-    return [in_order[i] for i in ends]
+    kept = set(map(id, always))
+    return [row for i, row in enumerate(in_order) if i in ends or id(row) in kept]
 
 
 class Checked:
@@ -57,11 +62,13 @@ class Checked:
     Args:
         rows: at least one, which were.
         measure: see `by_width`.
+        always: of `rows`, which all others are held against: they add something, which later rows may not.
     """
 
-    def __init__(self, rows: Sequence[Any], measure: Measure) -> None:
+    def __init__(self, rows: Sequence[Any], measure: Measure, always: Sequence[Any] = ()) -> None:
         self._least: Widths = {}
         self._most: Widths = {}
+        self._always = always
         self._rows = self._widened(rows, measure)
 
     def beyond(self, rows: Sequence[Any], batch: Mapping[str, Any], measure: Measure) -> list[Any]:
@@ -74,7 +81,10 @@ class Checked:
         found = widths_of(batch)
         if all(self._least.get(name, n + 1) <= n <= self._most[name] for name, n in found.items()):
             return []
-        compared = outermost([*self._rows, *outermost(rows, measure)], measure)
+        others = (
+            row for row in (*self._rows, *outermost(rows, measure)) if all(row is not one for one in self._always)
+        )
+        compared = outermost([*self._always, *others], measure, self._always)
         self._note(found)
         self._rows = self._widened(compared, measure)
         return compared

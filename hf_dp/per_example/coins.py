@@ -35,6 +35,9 @@ _EXTREMES = ("least", "most", "another")
 # Seeds that are tried where numbers come from functions that are not seen.
 _UNSEEN = 64
 
+# Whatever a model makes of such numbers.
+_FAILED = ArithmeticError, HfDpError, IndexError, RuntimeError, TypeError, ValueError
+
 Run = Callable[[], tuple[list[Use], list[Tensor]]]
 
 
@@ -75,7 +78,7 @@ def without_shared_coins(
     are as small or as large as in 1,024 draws (so that a coin that falls once in a hundred times is not missed).
 
     Args:
-        batch: as many examples as no other axis is long.
+        batch: as many examples as no other axis is long, all of which count (see `that_count`).
 
     Raises:
         PreflightError: with the operation and the module that draws.
@@ -107,6 +110,29 @@ def without_shared_coins(
                 module.p = 0.0
     if off:
         warn_of(off)
+
+
+def that_count(model: nn.Module, loss_fn: LossFunction, batch: Batch) -> list[int]:
+    """The examples whose loss is something, however the numbers fall that belong to no example; all where none's is.
+
+    What moves an example that adds nothing (no label, weight 0) is not seen, so others are looked at.
+    """
+    size, found = batch_size(batch), set[int]()
+    for extreme in ("", "least", "most"):
+        draws = Draws(size, Change(extreme=extreme))
+        try:
+            with draws.attached():
+                losses = loss_fn(model, batch).detach().reshape(size, -1)
+        except torch.OutOfMemoryError:
+            raise
+        except _FAILED:
+            if not extreme:
+                raise
+            continue
+        found |= set((losses.isfinite() & losses.ne(0)).any(1).nonzero().flatten().tolist())
+        if not any(draw.is_shared for draw in draws.seen):
+            break
+    return sorted(found) or list(range(size))
 
 
 def warn_of(off: list[str]) -> None:
@@ -143,7 +169,7 @@ def shared_draws(run: Run, size: int, place: Callable[[], str]) -> list[Draw]:
             uses, rows = observed(change)[1]
         except torch.OutOfMemoryError:
             raise
-        except (ArithmeticError, HfDpError, IndexError, RuntimeError, TypeError, ValueError):
+        except _FAILED:
             return everyone  # Whatever the model makes of such a number, it is moved by it.
         return everyone if uses != before[0] else _moved(before[1], rows, everyone)
 

@@ -20,7 +20,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 import hf_dp.ranks as ranks
 from hf_dp.errors import ConfigurationError, PreflightError, UnsupportedModelError
 from hf_dp.per_example.batch import Batch, LossFunction, batch_size, take
-from hf_dp.per_example.coins import switch_off, warn_of, without_shared_coins
+from hf_dp.per_example.coins import switch_off, that_count, warn_of, without_shared_coins
 from hf_dp.per_example.factors import squared_norms
 from hf_dp.per_example.independence import (
     check_independence,
@@ -90,11 +90,13 @@ def preflight(
         warn_of(off)
     with forked_rng(model), off_zero(model):
         seen = survey(model, loss_fn, batch, rules=rules)
-        size = telling_size(model, batch)
+        size, counting = telling_size(model, batch), that_count(model, loss_fn, batch)
+        batch = take(batch, [*counting, *(i for i in range(batch_size(batch)) if i not in counting)])
 
         def check(batch: Batch) -> Watch:
             few = take(batch, [i % batch_size(batch) for i in range(size)])
-            without_shared_coins(model, loss_fn, few, rules=rules, readings=seen.readings)
+            counted = take(batch, [i % len(counting) for i in range(size)])
+            without_shared_coins(model, loss_fn, counted, rules=rules, readings=seen.readings)
             check_independence(model, loss_fn, batch, rules=rules, readings=seen.readings)
             check_shares(model, loss_fn, few, rules=rules, readings=seen.readings)
             return _check_gradients(model, loss_fn, few, rules, tables)

@@ -17,7 +17,7 @@ from hf_dp.data.left_padding import LeftPadding
 from hf_dp.data.loader import PoissonDataLoader
 from hf_dp.data.mixing_collator import check_collator
 from hf_dp.data.telling_rows import refuse_rows_that_fail, short_rows, telling_rows, uneven_rows
-from hf_dp.data.widths import Checked
+from hf_dp.data.widths import Checked, outermost
 from hf_dp.errors import HfDpError, UnseenUseError
 from hf_dp.per_example import RULES, Certificate, PerExampleGradients, Rule, preflight, record
 from hf_dp.per_example.batch import Batch, LossFunction, check_losses
@@ -155,11 +155,12 @@ class Engine:
             with unchanged_state(self.model):
                 few = telling_rows(dataset, collate.widths)
                 _, extremes = self._batch(few), extreme_rows(dataset.dataset)
-                refuse_rows_that_fail(
+                counting = refuse_rows_that_fail(
                     dataset, extremes.rows, few, lambda row: self._loss(self.model, self._batch([row]))
                 )
                 check_collator(collate, few)
-                uneven = uneven_rows(dataset, extremes, few, collate.widths)
+                ends = outermost(counting, collate.widths)
+                uneven = uneven_rows(dataset, extremes, few, collate.widths, ends)
                 # Padding first: what it shows is how all batches are completed, those of one length as well.
                 self._batch(uneven)
             short = self._batch(short_rows(few, self._batch, loss))
@@ -170,7 +171,7 @@ class Engine:
             if self._check_losses is not None:
                 self._check_losses(self.model, short, (self._batch([row]) for row in few))
         # Ranks that share weights would have to look at a wider row at the same time.
-        collate.checked = None if is_sharded(self.model) else Checked(uneven, collate.widths)
+        collate.checked = None if is_sharded(self.model) else Checked(uneven, collate.widths, ends)
 
     def _certify(self, together: Batch, uneven: list[Any]) -> None:
         certificate = preflight(self.model, self._loss, together, rules=self._rules, tables=self.by_rows)

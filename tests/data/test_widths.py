@@ -68,6 +68,16 @@ def test_what_is_wider_or_narrower_than_all_before_is_looked_at_once() -> None:
     assert pair(3, 30) in second
 
 
+def test_later_rows_are_held_against_those_that_add_something() -> None:
+    collate = LogicalBatchCollator(2, tokens)
+    silent, short, long = pair(3, 3), pair(4, 4), pair(6, 6)
+    collate.checked = Checked([silent, short, long], collate.widths, always=[short, long])
+    for unlike in (pair(2, 2), pair(9, 9)):
+        (rows,) = looked_at(collate, unlike)
+        assert [sum(row is one for row in rows) for one in (short, long)] == [1, 1]
+        assert unlike in rows
+
+
 def test_a_tensor_that_was_not_there_before_is_looked_at() -> None:
     def mask_where_padded(rows: list[Pair]) -> dict[str, Tensor]:
         batch = tokens(rows)

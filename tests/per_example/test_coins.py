@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from hf_dp.errors import PreflightError
 from hf_dp.losses import per_example_losses
 from hf_dp.per_example import loop, preflight, record
+from hf_dp.per_example.batch import Batch
 from hf_dp.per_example.coins import switch_off
 from tests.per_example.small import Small, batch, square
 from tests.zoo import text_batch, tiny
@@ -183,10 +184,51 @@ def test_failure_28_one_coin_for_a_micro_batch_is_refused(function: Any, found: 
         preflight(model, square, batch(3, 5, 4))
 
 
+def noise_of_a_neighbour(m: Any, x: Tensor) -> Tensor:
+    return m.linear(x + torch.randn_like(x).roll(1, 0)).cos()
+
+
 def test_noise_of_a_neighbour_is_refused() -> None:
-    model = Small(lambda m, x: m.linear(x + torch.randn_like(x).roll(1, 0)).cos(), linear=nn.Linear(4, 4))
     with pytest.raises(PreflightError, match="an example is moved by random numbers of its neighbours: randn_like"):
-        preflight(model, square, batch(3, 5, 4))
+        preflight(Small(noise_of_a_neighbour, linear=nn.Linear(4, 4)), square, batch(3, 5, 4))
+
+
+def late_coin(m: Any, x: Tensor) -> Tensor:
+    return m.linear(x).cos() * (torch.rand(()) < 0.5)
+
+
+def late_noise_of_a_neighbour(m: Any, x: Tensor) -> Tensor:
+    return m.linear(x).cos() * torch.rand(len(x), 1, 1).roll(1, 0)
+
+
+def late_number_row_by_row(m: Any, x: Tensor) -> Tensor:
+    found = m.linear(x).cos()
+    return found * torch.stack([torch.rand(()) for _ in found])[:, None, None].to(found)
+
+
+def weighted(model: nn.Module, batch: Batch) -> Tensor:
+    return batch["weight"] * square(model, batch)
+
+
+def few_that_count(*weights: float) -> Batch:
+    """As rows of which most have no label."""
+    return {**batch(len(weights), 5, 4), "weight": torch.tensor(weights, dtype=torch.float64)}
+
+
+COUNTING = [(1.0, 0.0, 0.0), (0.0, 0.0, 1.0), (0.0, 0.0, 0.0, 1.0, 0.0), (1.0, 0.0, 0.0, 0.0, 1.0)]
+
+
+@pytest.mark.parametrize("weights", COUNTING, ids=str)
+@pytest.mark.parametrize("function", [late_coin, late_noise_of_a_neighbour])
+def test_failure_28_it_is_found_where_most_examples_add_nothing(function: Any, weights: tuple[float, ...]) -> None:
+    with pytest.raises(PreflightError, match="moves several examples|random numbers of its neighbours"):
+        preflight(in_training(function), weighted, few_that_count(*weights))
+
+
+@pytest.mark.parametrize("weights", COUNTING, ids=str)
+def test_numbers_of_each_example_are_accepted_where_most_add_nothing(weights: tuple[float, ...]) -> None:
+    for function in (late_number_row_by_row, per_row):
+        preflight(in_training(function), weighted, few_that_count(*weights))
 
 
 class StochasticDepth(nn.Module):
