@@ -41,7 +41,9 @@ def take(batch: Batch, index: Sequence[int]) -> dict[str, Any]:
 
     def taken(value: Any) -> Any:
         if isinstance(value, Tensor):
-            return value.index_select(0, torch.tensor(list(index), device=value.device))
+            rows = value.detach().index_select(0, torch.tensor(list(index), device=value.device))
+            # A model that asks a batch for gradients would go back through what was taken from it twice.
+            return rows.requires_grad_(value.requires_grad)
         return [value[i] for i in index] if isinstance(value, list) and len(value) == size else value
 
     return {k: taken(v) for k, v in batch.items()}
