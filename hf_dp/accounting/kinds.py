@@ -19,6 +19,8 @@ from hf_dp.figures import lower
 class Primitive(Protocol):
     """A mechanism that events are compositions of. Hashable; those of one class have an order."""
 
+    def __hash__(self) -> int: ...
+
     @staticmethod
     def merged(counts: Mapping[Any, int]) -> dict[Any, int]:
         """How often which mechanisms of this class cost the same as these together, or fewer are exactly."""

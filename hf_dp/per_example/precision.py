@@ -119,7 +119,7 @@ class _NoFewerBits(TorchFunctionMode):
         # A parameter that is watched must be seen in the operation that it is used by.
         if _CASTS.get(func) in self.fewer and type(args[0]) is Tensor:
             func, args = Tensor.to, (args[0], self.dtype)
-        if any(type(value) is torch.dtype for value in (*args, *kwargs.values())):
+        if torch.dtype in map(type, (*args, *kwargs.values())):
             args, kwargs = [*map(self._enough, args)], {name: self._enough(value) for name, value in kwargs.items()}
         if not any(map(torch.is_autocast_enabled, self.kinds)):
             return func(*args, **kwargs)
