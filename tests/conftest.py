@@ -30,6 +30,11 @@ settings.register_profile("hf_dp", derandomize=True, deadline=None)
 settings.load_profile("hf_dp")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests that share processes come first, so that of many workers one alone starts some."""
+    items.sort(key=lambda item: "distributed" not in item.path.parts)
+
+
 @pytest.fixture
 def checked_once(request: pytest.FixtureRequest) -> Iterator[None]:
     """What the check before the first step has found once is not looked for again (tests/certified.py)."""

@@ -17,6 +17,7 @@ def test_rows_survive_by_one_noise_and_get_one_noise(pair: Gang) -> None:
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
+@pytest.mark.slow
 def test_one_process_passes_the_same_check() -> None:
     assert complaints(drawn()) == []
 
@@ -61,7 +62,7 @@ def test_one_top_k_of_what_all_processes_count(pair: Gang) -> None:
     "wrong",
     [
         pytest.param("every rank counts all", marks=pytest.mark.slow),
-        "two thirds of the noise",
+        pytest.param("two thirds of the noise", marks=pytest.mark.slow),
         pytest.param("counts of the first rank alone", marks=pytest.mark.slow),
         pytest.param("no noise", marks=pytest.mark.slow),
     ],

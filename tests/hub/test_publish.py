@@ -169,7 +169,9 @@ def test_a_pushed_adapter_loads_with_peft(hub: Hub, tmp_path: Path) -> None:
     assert verify(NAME).private
 
 
-@pytest.mark.parametrize("strategy", ["end", "every_save", "checkpoint", "all_checkpoints"])
+@pytest.mark.parametrize(
+    "strategy", ["end", pytest.param("every_save", marks=pytest.mark.slow), "checkpoint", "all_checkpoints"]
+)
 def test_nothing_private_goes_up_whatever_the_hub_strategy(
     hub: Hub, tmp_path: Path, strategy: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -217,8 +219,8 @@ def test_a_private_repository_needs_its_token(hub: Hub, trained: Any, monkeypatc
     ("failing", "answer"),
     [
         (("PUT", "/lfs/"), "drop"),
-        (("PUT", "/lfs/"), 503),
-        (("POST", "/commit/"), "drop"),
+        pytest.param(("PUT", "/lfs/"), 503, marks=pytest.mark.slow),
+        pytest.param(("POST", "/commit/"), "drop", marks=pytest.mark.slow),
         (("POST", "/commit/"), 409),
         (("POST", "/preupload/"), 401),
     ],

@@ -177,9 +177,10 @@ def local(named: Hub, tmp_path: Path) -> Callable[[str], list[str]]:
     return flags
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "recipe",
-    ["causal_lm", *(pytest.param(other, marks=pytest.mark.slow) for other in ("classify_as_infilling", "instruct"))],
+    ["causal_lm", "classify_as_infilling", "instruct"],
 )
 def test_other_recipes_by_name(recipe, train):  # noqa: F811
     _, out = train(recipe, "--smoke", "true")

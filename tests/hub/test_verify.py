@@ -801,6 +801,7 @@ def test_a_budget_is_kept_to_what_other_versions_compute(
     assert ("budget: spent" not in failed(copy)) is kept
 
 
+@pytest.mark.slow
 def test_what_a_forger_can_change_who_writes_the_card_anew(copy: Path) -> None:
     """Words, and what describes the run without entering epsilon. No number that epsilon follows from."""
     text, card = (copy / "privacy.json").read_text(), (copy / "README.md").read_text()

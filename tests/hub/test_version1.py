@@ -93,7 +93,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in ("noise_multiplier", "fest"))) for name in CONFIGS]
+)
 def test_a_checkpoint_of_version_1_is_gone_on_from(tmp_path: Path, name: str) -> None:
     copy = Path(shutil.copytree(SAVED / name, tmp_path / "copy"))
     model: nn.Module = AutoModelForSequenceClassification.from_pretrained(copy / "checkpoint-2")

@@ -25,7 +25,7 @@ ALIKE = {
     *("gemma", "gemma3", "phi", "phi3", "stablelm"),  # gemma2, qwen3 and gpt_neox
     *("gpt_bigcode", "mpnet", "dinov2"),  # gpt2, bert, vit
     *("qwen3_moe, experts batched", "qwen3_moe, experts and router frozen"),  # mixtral
-    *("xlm-roberta", "electra", "mt5"),  # roberta, bert and albert, t5 and flan-t5
+    *("xlm-roberta", "electra", "mt5", "flan-t5"),  # roberta, bert and albert, t5
     *("mbart", "m2m_100", "pegasus", "marian"),  # bart
     *("hubert", "siglip"),  # wav2vec2, clip
     *("smolvlm", "llava", "paligemma"),  # idefics3, with one image of the towers of clip and siglip
@@ -33,7 +33,7 @@ ALIKE = {
     *("rsLoRA", "DoRA on Conv1D", "LoRA on attention beside experts (qwen3_moe)", "LoRA, bias='lora_only'"),
     *("modules_to_save, embedding and untied head", "trainable_token_indices, untied"),
     # Heads that other models have too.
-    *((name, head) for name in ("t5", "bart") for head in ("multi_label", "regression", "qa")),
+    *((name, head) for name in ("t5", "bart") for head in ("sequence", "multi_label", "regression", "qa")),
 }
 
 

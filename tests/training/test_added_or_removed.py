@@ -105,7 +105,7 @@ def test_negative_control_where_n_is_public_all_of_it_differs(tmp_path: Path) ->
 @pytest.mark.parametrize(
     "part",
     [
-        {"re_attention": ReAttentionConfig()},
+        pytest.param({"re_attention": ReAttentionConfig()}, marks=pytest.mark.slow),
         {"sparse_embeddings": SparseEmbeddingConfig(method="adafest+", kept_rows=20)},
     ],
     ids=lambda part: next(iter(part)),
