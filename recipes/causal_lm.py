@@ -141,7 +141,7 @@ def main() -> None:
         groups=groups,
         compare_without_privacy=recipe.compare_without_privacy,
         comparison_learning_rate=recipe.comparison_learning_rate,
-        max_tokens=recipe.max_tokens_per_micro_batch,
+        recipe=recipe,
     )
     prompt = torch.tensor([tokenizer.encode(recipe.prompt)], device=trainer.args.device)
     room = getattr(trainer.model.config, "max_position_embeddings", 1024) - prompt.shape[1]

@@ -32,7 +32,6 @@ from transformers import (
     AutoTokenizer,
     DataCollatorWithPadding,
     Trainer,
-    TrainerCallback,
     TrainingArguments,
     default_data_collator,
 )
@@ -74,29 +73,6 @@ class RecipeArguments(EncoderClassifier):
     head_noise: float = field(
         default=0.2, metadata={"help": "With head: how far the noise may move a weight of it, which sets the rate."}
     )
-    average: float = field(
-        default=0.0, metadata={"help": "Decay of the moving average of weights that training ends with; 0: none."}
-    )
-
-
-class MovingAverage(TrainerCallback):
-    """Ends training with an exponential moving average of the weights, which are private; resumed, it restarts."""
-
-    def __init__(self, decay: float) -> None:
-        self.decay = decay
-
-    def on_train_begin(self, *_: Any, model: torch.nn.Module, **__: Any) -> None:
-        self.averages = [(p, p.detach().clone()) for p in model.parameters() if p.requires_grad]
-
-    @torch.no_grad()
-    def on_step_end(self, *_: Any, **__: Any) -> None:
-        for weight, average in self.averages:
-            average.lerp_(weight, 1 - self.decay)
-
-    @torch.no_grad()
-    def on_train_end(self, *_: Any, **__: Any) -> None:
-        for weight, average in self.averages:
-            weight.copy_(average)
 
 
 @torch.no_grad()
@@ -197,7 +173,6 @@ def main() -> None:
             data_collator=lambda rows: (default_data_collator if "features" in rows[0] else padded)(rows),
             compute_metrics=lambda p: measured(("accuracy",), p.predictions.argmax(-1), p.label_ids),
             optimizers=(make_optimizer(model, recipe, arguments, privacy, unit, n), None),
-            callbacks=[MovingAverage(recipe.average)] if recipe.average else [],
             **others,
         )
 
@@ -209,7 +184,7 @@ def main() -> None:
         privacy,
         groups=groups,
         compare_without_privacy=recipe.compare_without_privacy,
-        max_tokens=recipe.max_tokens_per_micro_batch,
+        recipe=recipe,
         plain=functools.partial(as_sequence_classification, names=names),
         usage=CLASSIFY,
     )

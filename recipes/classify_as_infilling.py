@@ -202,7 +202,7 @@ def main() -> None:
         privacy,
         groups=groups,
         compare_without_privacy=recipe.compare_without_privacy,
-        max_tokens=recipe.max_tokens_per_micro_batch,
+        recipe=recipe,
         plain=lambda model: as_masked_lm(model, recipe, tokenizer, names),
         usage=USAGE.replace("TEXT", recipe.template.format(text="A text.", mask=tokenizer.mask_token)),
     )

@@ -127,7 +127,7 @@ def main() -> None:
         groups=None if recipe.group_column is None else [str(row[recipe.group_column]) for row in test],
         compare_without_privacy=recipe.compare_without_privacy,
         comparison_learning_rate=recipe.comparison_learning_rate,
-        max_tokens=recipe.max_tokens_per_micro_batch,
+        recipe=recipe,
     )
     answered(trainer, tokenizer, test, recipe)
 

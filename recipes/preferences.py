@@ -170,7 +170,7 @@ def main() -> None:
         usage=CONTINUE.replace("PROMPT", repr("name[Blue Spice], food[Italian] ||")),
         compare_without_privacy=recipe.compare_without_privacy,
         comparison_learning_rate=recipe.comparison_learning_rate,
-        max_tokens=recipe.max_tokens_per_micro_batch,
+        recipe=recipe,
     )
 
 

@@ -257,7 +257,7 @@ def main() -> None:
         usage=CONTINUE.replace("PROMPT", repr(prompt(names[0], recipe))),
         groups=None if groups is None else [groups[i] for i in scored],
         compare_without_privacy=recipe.compare_without_privacy,
-        max_tokens=recipe.max_tokens_per_micro_batch,
+        recipe=recipe,
     )
     if not trainer.is_world_process_zero():
         return

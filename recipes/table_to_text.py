@@ -145,7 +145,7 @@ def main() -> None:
         groups=groups,
         compare_without_privacy=recipe.compare_without_privacy,
         comparison_learning_rate=recipe.comparison_learning_rate,
-        max_tokens=recipe.max_tokens_per_micro_batch,
+        recipe=recipe,
     )
 
 

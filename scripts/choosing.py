@@ -58,7 +58,7 @@ SECTIONS: dict[str, list[dict[str, Any]]] = {
     "batch": _each(batch=(32, 64, 128, 256, 512), rate=(5e-3, 1e-2, 2e-2)),
     "epsilon": _each(epsilon=(1.0, 2.0, 4.0, 8.0, 16.0, math.inf)),
     "norm": _each(norm=(0.1, 0.3, 1.0, 3.0, 10.0)) + _each(clipping=("automatic",)),
-    "adam": _each(epsilon=(1.0, 8.0), adam=("plain", "corrected"), rate=(2.5e-3, 1e-2)),
+    "adam": _each(epsilon=(1.0, 8.0), adam=("plain", "corrected"), rate=(2.5e-3, 5e-3, 1e-2)),
     "rank": _each(rank=(1, 2, 4, 8, 16, 32)),
     "schedule": _each(schedule=("linear", "constant"), warmup=(0.0, 0.25)),
     "average": _each(schedule=("linear", "constant"), average=(0.0, 0.5, 0.8)),

@@ -80,6 +80,9 @@ class TextArguments:
     max_tokens_per_micro_batch: int | None = field(
         default=None, metadata={"help": "Of the rows that are computed at once, padding included, unless it is one."}
     )
+    average: float = field(
+        default=0.0, metadata={"help": "Decay of the moving average of weights that training ends with; 0: none."}
+    )
 
 
 @dataclass(kw_only=True)

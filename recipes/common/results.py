@@ -16,7 +16,9 @@ from rich.console import Console
 from rich.table import Table
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
+from common.arguments import TextArguments
 from common.groups import report_by_group
+from common.moving_average import MovingAverage
 from hf_dp import DPTrainer, PrivacyConfig
 from hf_dp.errors import ConfigurationError
 from hf_dp.figures import upper
@@ -100,12 +102,12 @@ def train_and_report(
     arguments: TrainingArguments,
     privacy: PrivacyConfig,
     *,
+    recipe: TextArguments,
     usage: str,
     plain: Callable[[Any], Any] | None = None,
     groups: Sequence[str] | None = None,
     compare_without_privacy: bool = False,
     comparison_learning_rate: float | None = None,
-    max_tokens: int | None = None,
 ) -> DPTrainer:
     """Trains privately, saves, and shows what came of it; `results.json` in the output directory says the same.
 
@@ -113,6 +115,7 @@ def train_and_report(
         model: the initial model.
         make: `make(kind, model=..., args=..., **others)` is a trainer of that kind, with optimizer and data.
         score: how well a trainer's model does.
+        recipe: what limits a micro-batch of the private training, and what either training ends with.
         usage: Python that loads what is saved and uses it, with DIRECTORY for where.
         plain: makes of the trained model the one that is saved, if it is another: Transformers can load it by itself.
         groups: the group of each example that is scored, for a report by group.
@@ -121,14 +124,21 @@ def train_and_report(
             examples (only max_grad_norm, which Trainer has by itself) and no noise. It is not saved: its weights are
             not private, and neither is what is said of them.
         comparison_learning_rate: of that training, if it is another one.
-        max_tokens: of a micro-batch of the private training; see `DPTrainer`.
     """
     directory, checkpoint = Path(str(arguments.output_dir)), checkpoint_of(arguments)
     if plain is not None and arguments.push_to_hub and arguments.hub_strategy != "end":
         print("Pushed when it has ended: until then the model has a form that only this recipe knows.")
         arguments = replace(arguments, hub_strategy="end")
     initial = copy.deepcopy(model) if compare_without_privacy else None
-    trainer: Any = make(DPTrainer, model=model, args=arguments, privacy=privacy, max_tokens_per_micro_batch=max_tokens)
+
+    def made(kind: type[Trainer], **others: Any) -> Any:
+        trainer = make(kind, **others)
+        if recipe.average:
+            trainer.add_callback(MovingAverage(recipe.average))
+        return trainer
+
+    tokens = recipe.max_tokens_per_micro_batch
+    trainer = made(DPTrainer, model=model, args=arguments, privacy=privacy, max_tokens_per_micro_batch=tokens)
     untrained = _Untrained(lambda: score(trainer))
     if checkpoint is None and privacy.re_attention is None:
         trainer.add_callback(untrained)
@@ -148,7 +158,7 @@ def train_and_report(
     if initial is not None:
         aside = {"output_dir": str(directory / "without_privacy"), "save_strategy": "no", "push_to_hub": False}
         own = {} if comparison_learning_rate is None else {"learning_rate": comparison_learning_rate}
-        ordinary = make(Trainer, model=initial, args=replace(arguments, **aside, **own))
+        ordinary = made(Trainer, model=initial, args=replace(arguments, **aside, **own))
         ordinary.train()
         without = score(ordinary)
     if trainer.is_world_process_zero():
