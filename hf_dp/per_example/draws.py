@@ -111,11 +111,14 @@ class Draws(TorchDispatchMode):
 
     def _drawn(self, name: str, draw: Callable[[], Any]) -> Any:
         index, change = len(self.seen), self.change
-        self.states.append(tuple(map(hash, global_state())))
+        states = tuple(map(hash, global_state()))
         with unchanged_global_state():
             seed_global_state(index)
             usual = draw()
             leaves = _leaves(usual)
+            if self._drew_nothing(leaves, index, draw):
+                return usual
+            self.states.append(states)
             axes = [axis for axis in map(self._axis, leaves) if axis is not None]
             is_shared = not axes or name in _ARRANGING
             shape = max((tuple(np.shape(leaf)) for leaf in leaves), key=len, default=())
@@ -127,6 +130,18 @@ class Draws(TorchDispatchMode):
             if not is_shared and change.extreme and change.row is not None:
                 return _combined(usual, self._extreme(draw, numbers), self._keep_row)
         return usual
+
+    def _drew_nothing(self, leaves: list[Any], index: int, draw: Callable[[], Any]) -> bool:
+        """Attention with dropout 0, say: no generator moved, and another seed gives the same."""
+        if any(isinstance(leaf, Tensor) and leaf.device.type != "cpu" for leaf in leaves):
+            return False  # Their generators are not looked at.
+        moved = global_state()
+        seed_global_state(index)
+        if global_state() != moved:
+            return False
+        seed_global_state(index, 1)
+        pairs = zip(leaves, again := _leaves(draw()), strict=False)
+        return len(leaves) == len(again) > 0 and all(_is_same(one, two) for one, two in pairs)
 
     def _extreme(self, draw: Callable[[], Any], numbers: int) -> Any:
         found = draw()
@@ -156,6 +171,10 @@ class Draws(TorchDispatchMode):
         if isinstance(usual, Tensor):
             return torch.where(torch.from_numpy(is_kept).to(usual.device), usual, other)
         return np.where(is_kept, usual, other)
+
+
+def _is_same(one: Any, two: Any) -> bool:
+    return torch.equal(one, two) if isinstance(one, Tensor) else bool(np.array_equal(one, two))
 
 
 def _leaves(value: Any) -> list[Any]:

@@ -17,6 +17,7 @@ from hf_dp.losses import per_example_losses
 from hf_dp.per_example import loop, preflight, record
 from hf_dp.per_example.batch import Batch
 from hf_dp.per_example.coins import switch_off
+from hf_dp.per_example.draws import Change, Draws
 from tests.per_example.small import Small, batch, square
 from tests.zoo import text_batch, tiny
 
@@ -56,6 +57,34 @@ def python_numbers_row_by_row(m: Any, x: Tensor) -> Tensor:
 
 def drawn_in_vain(m: Any, x: Tensor) -> Tensor:
     return x if torch.rand([]) < 0 or random.random() < 0 else m.linear(x).cos()
+
+
+def counted(function: Any) -> list[str]:
+    """The draws that are seen in it."""
+    draws = Draws(3, Change())
+    with draws.attached():
+        function(torch.ones(3, 2, 4, dtype=torch.double))
+    return [draw.name for draw in draws.seen]
+
+
+def test_what_draws_nothing_is_no_draw() -> None:
+    """Attention and dropout have a place for random numbers, which they may not use."""
+    assert counted(lambda x: F.scaled_dot_product_attention(x, x, x)) == []
+    assert counted(lambda x: F.dropout(x, 0.0)) == []
+    assert counted(lambda x: F.dropout(x, 1e-9)) == ["bernoulli_"]
+    assert counted(lambda x: torch.empty(3).random_(1)) == ["random_"]
+    assert len(counted(lambda x: F.scaled_dot_product_attention(x[None], x[None], x[None], dropout_p=1e-9))) == 1
+    assert counted(lambda x: [random.shuffle([]), random.random(), np.random.rand(0)]) == ["shuffle", "random"]
+
+
+@torch.library.custom_op("hf_dp_tests::seeded", mutates_args=(), tags=[torch.Tag.nondeterministic_seeded])
+def seeded(x: Tensor) -> Tensor:
+    """Noise from the seed of the global generator, which does not move."""
+    return x * torch.rand(x.shape, generator=torch.Generator().manual_seed(torch.initial_seed()))
+
+
+def test_a_draw_that_moves_no_generator_is_one() -> None:
+    assert counted(lambda x: seeded(x)) == ["seeded"]
 
 
 def in_training(function: Any) -> Small:

@@ -154,6 +154,19 @@ def test_dropout_and_noise_of_the_model_are_no_leak() -> None:
         check_padding(Noisy(tiny("gpt2", "causal_lm", torch.float32)).train(), losses, TEXTS, collator("left"))
 
 
+def test_a_leak_in_training_mode_alone_is_one_where_attention_could_draw_numbers_and_does_not() -> None:
+    def losses(model: Any, batch: Any) -> Tensor:
+        embedded = model.get_input_embeddings()(batch["input_ids"])
+        scale = embedded.shape[1] if model.training else 1
+        rows = {"attention_mask": batch["attention_mask"], "labels": batch["labels"]}
+        return per_example_losses(model, {"inputs_embeds": embedded * scale, **rows})
+
+    model = tiny("llama", "causal_lm", torch.float32)
+    assert model.config._attn_implementation == "sdpa"
+    with pytest.raises(PreflightError, match="gradient moves by"):
+        check_padding(model, losses, TEXTS, collator())
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_a_coin_that_falls_alike_twice_is_random_all_the_same(seed: int) -> None:
     """Two losses of one example under stochastic depth of 0.1 are the same more often than not."""
