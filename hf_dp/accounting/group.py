@@ -41,8 +41,23 @@ EVENT = dp.dp_event.MixtureOfGaussiansDpEvent
 MOST_OF_PERSON = 64
 
 
+class ByDistributions:
+    """What is alike of mechanisms whose cost is known by privacy loss distributions alone; see `Primitive`."""
+
+    has_renyi = False
+    is_a_sum = True
+
+    @property
+    def is_free(self) -> bool:
+        return False
+
+    @staticmethod
+    def merged(counts: Mapping[Any, int]) -> dict[Any, int]:
+        return dict(counts)
+
+
 @dataclass(frozen=True, order=True)
-class Group:
+class Group(ByDistributions):
     """A sum with Gaussian noise over a Poisson sample, seen by a person with several rows; see `Primitive`.
 
     Attributes:
@@ -76,29 +91,13 @@ class Group:
         same = all(math.isclose(one, other, rel_tol=_ROUNDING, abs_tol=_NOTHING) for one, other in alike)
         return cls(q, float(noise), rows) if same else None
 
-    @staticmethod
-    def merged(counts: Mapping[Any, int]) -> dict[Any, int]:
-        return dict(counts)
-
     @property
     def event(self) -> dp.DpEvent:
         return EVENT(self.noise, *self._mixture)
 
     @property
-    def has_renyi(self) -> bool:
-        return False
-
-    @property
-    def is_free(self) -> bool:
-        return False
-
-    @property
     def is_finite(self) -> bool:
         return max(MIN_NOISE, _MIN_NOISE) * self.rows <= self.noise < math.inf
-
-    @property
-    def is_a_sum(self) -> bool:
-        return True
 
     def of_group(self, rows: int) -> Group | None:
         most = self.rows * rows

@@ -30,7 +30,6 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,7 +40,7 @@ from scipy import stats
 
 from hf_dp.accounting.composition import StepLoss, as_step_loss
 from hf_dp.accounting.gaussian import Gaussian
-from hf_dp.accounting.group import MOST_OF_PERSON, Group
+from hf_dp.accounting.group import MOST_OF_PERSON, ByDistributions, Group
 from hf_dp.accounting.truncated_group import TruncatedGroup
 from hf_dp.config.ranges import check_max_batch_size, is_count, is_noise, is_number
 from hf_dp.errors import ConfigurationError
@@ -54,7 +53,7 @@ _RARE = 1e-100
 
 
 @dataclass(frozen=True, order=True)
-class Truncated:
+class Truncated(ByDistributions):
     """A sum with Gaussian noise over a truncated Poisson sample; see `Primitive`.
 
     Attributes:
@@ -77,17 +76,9 @@ class Truncated:
             return None
         return cls(n, float(q), most, float(event.noise_multiplier)) if is_number(q) and 0 <= q <= 1 else None
 
-    @staticmethod
-    def merged(counts: Mapping[Any, int]) -> dict[Any, int]:
-        return dict(counts)
-
     @property
     def event(self) -> dp.DpEvent:
         return sampled(dp.GaussianDpEvent(self.noise), self.number, self.probability, self.most)
-
-    @property
-    def has_renyi(self) -> bool:
-        return False
 
     @property
     def is_free(self) -> bool:
@@ -96,10 +87,6 @@ class Truncated:
     @property
     def is_finite(self) -> bool:
         return Gaussian(self.probability, self.noise / 2).is_finite
-
-    @property
-    def is_a_sum(self) -> bool:
-        return True
 
     def of_group(self, rows: int) -> Truncated | TruncatedGroup | None:
         if rows == 1 or not 0 < self.probability < 1:

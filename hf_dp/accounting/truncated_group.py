@@ -15,9 +15,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import dp_accounting as dp
 import numpy as np
@@ -25,11 +23,11 @@ from scipy import stats
 
 from hf_dp.accounting.composition import StepLoss, mixed
 from hf_dp.accounting.gaussian import Gaussian
-from hf_dp.accounting.group import Group, chances_of
+from hf_dp.accounting.group import ByDistributions, Group, chances_of
 
 
 @dataclass(frozen=True, order=True)
-class TruncatedGroup:
+class TruncatedGroup(ByDistributions):
     """A sum with Gaussian noise over a truncated Poisson sample, seen by a person with several rows; see `Primitive`.
 
     It is no event of a training, only what one of `Truncated` is to such a person.
@@ -44,29 +42,13 @@ class TruncatedGroup:
     most: int
     group: Group
 
-    @staticmethod
-    def merged(counts: Mapping[Any, int]) -> dict[Any, int]:
-        return dict(counts)
-
     @property
     def event(self) -> dp.DpEvent:
         raise NotImplementedError("dp_accounting has no event for it")
 
     @property
-    def has_renyi(self) -> bool:
-        return False
-
-    @property
-    def is_free(self) -> bool:
-        return False
-
-    @property
     def is_finite(self) -> bool:
         return self.group.is_finite
-
-    @property
-    def is_a_sum(self) -> bool:
-        return True
 
     def of_group(self, rows: int) -> TruncatedGroup | None:
         return self if rows == 1 else None
