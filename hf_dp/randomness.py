@@ -124,10 +124,12 @@ def seed_global_state(*entropy: int) -> None:
 
 
 def global_state() -> tuple[Any, ...]:
-    """What the global generators of `torch` (on the CPU), `numpy` and `random` are at, to be compared."""
+    """What the global generators of `torch` (CPU and CUDA), `numpy` and `random` are at, to be compared."""
     of_numpy: Any = np.random.get_state(legacy=False)  # noqa: NPY002
     drawn = (of_numpy["state"]["key"].tobytes(), of_numpy["state"]["pos"], of_numpy["has_gauss"])
-    return torch.default_generator.get_state().numpy().tobytes(), drawn, random.getstate()
+    of_cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    of_torch = [state.numpy().tobytes() for state in (torch.default_generator.get_state(), *of_cuda)]
+    return *of_torch, drawn, random.getstate()
 
 
 def _seed_global_state(of_torch: int, of_numpy: int, of_python: int) -> None:

@@ -35,8 +35,8 @@ from hf_dp.errors import HfDpError
 from hf_dp.losses import check_own_loss, per_example_losses
 from hf_dp.per_example import Certificate, PerExampleGradients, loop, preflight, record
 from hf_dp.per_example.batch import LossFunction, batch_size
-from hf_dp.per_example.coins import switch_off
 from hf_dp.per_example.precision import computed_in
+from hf_dp.per_example.switches import switch_off
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 import low_bits

@@ -42,18 +42,32 @@ def _spread(n: int, count: int) -> list[int]:
     return list(range(n)) if n <= count else [i * (n - 1) // (count - 1) for i in range(count)]
 
 
-def uneven_rows(
-    dataset: Any, extremes: Extremes, few: Sequence[Any], measure: Measure, counting: Sequence[Any] = ()
-) -> list[Any]:
-    """The narrowest and the widest rows that are known, which show whether padding leaks from one into another.
+def uneven_rows(dataset: Any, extremes: Extremes, few: Sequence[Any]) -> list[Any]:
+    """Rows that are known to be narrow or wide, which show whether padding leaks from one into another.
 
     Args:
         few: see `telling_rows`.
-        measure: see `by_width`.
-        counting: see `refuse_rows_that_fail`. Of rows that add nothing it is not seen whether they are moved.
     """
-    others = [row for row in (*few, *(dataset[i] for i in extremes.uneven)) if all(row is not one for one in counting)]
-    return outermost([*counting, *others], measure, counting)
+    return [*few, *(dataset[i] for i in sorted({*extremes.rows, *extremes.uneven}))]
+
+
+def ends_that_add(rows: Sequence[Any], measure: Measure, adds: Callable[[Any], bool]) -> list[Any]:
+    """The narrowest and the widest of those rows that add something, in each axis; none where none does.
+
+    Whether others move those that add nothing (no label) is not seen.
+
+    Args:
+        measure: see `by_width`.
+        adds: whether a row has a gradient. It is asked of few: the ends, and what is next to those that have none.
+    """
+    left = list(rows)
+    while left:
+        ends = outermost(left, measure)
+        silent = {id(row) for row in ends if not adds(row)}
+        if not silent:
+            return ends
+        left = [row for row in left if id(row) not in silent]
+    return []
 
 
 def short_rows(few: Sequence[Any], batch: Callable[[list[Any]], Batch], loss: Callable[[Batch], Tensor]) -> list[Any]:
@@ -94,7 +108,7 @@ def _cut(row: Any, kept: int) -> Any:
     return {name: ends(value) for name, value in row.items()}
 
 
-def refuse_rows_that_fail(dataset: Any, extremes: list[int], few: list[Any], run: Callable[[Any], object]) -> list[Any]:
+def refuse_rows_that_fail(dataset: Any, extremes: list[int], few: list[Any], run: Callable[[Any], object]) -> None:
     """Refuses training data of which some row would stop the training, after it has spent budget.
 
     Args:
@@ -103,21 +117,16 @@ def refuse_rows_that_fail(dataset: Any, extremes: list[int], few: list[Any], run
         few: rows that are tried as well; see `telling_rows`.
         run: takes one row through the collator and the model, to its loss.
 
-    Returns:
-        Where the loss of some is nothing, of the others; none where all add something, or none does.
-
     Raises:
         ConfigurationError: with the error that the row made.
     """
     tried = [(f"row {i} of the training data", dataset[i]) for i in extremes]
-    tried += (("a row of the training data", row) for row in few)
-    counting = []
-    for name, row in tried:
+    for name, row in [*tried, *(("a row of the training data", row) for row in few)]:
         try:
             loss = run(row)
-            # An accelerator tells of an index out of range only when it is asked for a number.
-            if not isinstance(loss, Tensor) or bool(loss.ne(0).any()):
-                counting.append(row)
+            if isinstance(loss, Tensor):
+                # An accelerator tells of an index out of range only when it is asked for a number.
+                loss.sum().item()
         except (HfDpError, torch.OutOfMemoryError):
             raise
         except Exception as error:
@@ -128,4 +137,3 @@ def refuse_rows_that_fail(dataset: Any, extremes: list[int], few: list[Any], run
                 "num_labels, and texts have no more tokens than the model has positions (truncation=True). If any row "
                 "fails, the collator, model or adapter does not take one by itself; micro-batches of one occur.",
             ) from error
-    return counting if len(counting) < len(tried) else []

@@ -6,29 +6,26 @@ otherwise for them there, and the clipped sum moves by more than C.
 
 from __future__ import annotations
 
-import logging
+import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-import hf_dp.ranks as ranks
 from hf_dp.errors import HfDpError, PreflightError
-from hf_dp.per_example.batch import Batch, LossFunction, batch_size
+from hf_dp.per_example.batch import Batch, LossFunction, batch_size, take
 from hf_dp.per_example.draws import Change, Draw, Draws
+from hf_dp.per_example.independence import parameter_norms
 from hf_dp.per_example.reading import Reader
 from hf_dp.per_example.rule import Axis, Readings, Rule, Use
+from hf_dp.per_example.switches import warn_of
 from hf_dp.per_example.watch import Watch
 
-logger = logging.getLogger(__name__)
-
-# By names that families share: the ends of attributes of modules and configs, and what they are when off.
-_SWITCHES = {"layerdrop": 0.0, "apply_spec_augment": False}
-_SPEC_AUGMENT = ("mask_time_prob", "mask_feature_prob")
 _SAME = {torch.float64: 1e-9, torch.float32: 1e-4}
 _LOW_PRECISION = 5e-2
 _EXTREMES = ("least", "most", "another")
@@ -39,28 +36,6 @@ _UNSEEN = 64
 _FAILED = ArithmeticError, HfDpError, IndexError, RuntimeError, TypeError, ValueError
 
 Run = Callable[[], tuple[list[Use], list[Tensor]]]
-
-
-def switch_off(model: nn.Module) -> list[str]:
-    """Switches off LayerDrop and SpecAugment, whose coins fall for a whole micro-batch.
-
-    Returns:
-        What was switched off, with the value that it had.
-    """
-    configs = {id(c): c for m in model.modules() if (c := getattr(m, "config", None)) is not None}
-    found: dict[str, None] = {}
-    for owner in [*configs.values(), *model.modules()]:
-        values = dict(vars(owner))
-        switches = {n: off for n in values for end, off in _SWITCHES.items() if n.endswith(end)}
-        if "apply_spec_augment" not in values:
-            # There it is on wherever it masks anything.
-            switches |= {n: 0.0 for n in _SPEC_AUGMENT if n in values}
-        for name, off in switches.items():
-            is_on = isinstance(values[name], (bool, int, float)) and values[name] != off
-            if is_on:
-                setattr(owner, name, off)
-                found[f"{name}={values[name]}"] = None
-    return list(found)
 
 
 def without_shared_coins(
@@ -85,7 +60,7 @@ def without_shared_coins(
     """
     size = batch_size(batch)
 
-    def observed() -> tuple[list[Use], list[Tensor]]:
+    def observed(batch: Batch = batch) -> tuple[list[Use], list[Tensor]]:
         uses: list[Use] = []
         rows: list[Tensor] = []
 
@@ -100,6 +75,7 @@ def without_shared_coins(
         return uses, [*rows, losses.detach().reshape(size, 1)]
 
     off: list[str] = []
+    before = _states(model)
     with _named(model) as stack:
         while found := shared_draws(observed, size, lambda: stack[-1] if stack else ""):
             dropouts = {draw.place: m for draw in found if isinstance(m := model.get_submodule(draw.place), _DropoutNd)}
@@ -108,12 +84,19 @@ def without_shared_coins(
             for name, module in dropouts.items():
                 off.append(f"{name}.p={module.p}")
                 module.p = 0.0
+        copies = take(batch, [0] * size)
+        if drawn := differing_copies(lambda: observed(copies), size, lambda: stack[-1] if stack else ""):
+            raise _refusal_of_place(drawn, type(model).__name__)
+    if _states(model) != before:
+        raise _unseen("a generator of its own")
     if off:
         warn_of(off)
 
 
-def that_count(model: nn.Module, loss_fn: LossFunction, batch: Batch) -> list[int]:
-    """The examples whose loss is something, however the numbers fall that belong to no example; all where none's is.
+def that_count(
+    model: nn.Module, loss_fn: LossFunction, batch: Batch, *, rules: Mapping[Any, Rule], readings: Readings
+) -> list[int]:
+    """The examples that have a gradient, however the numbers fall that belong to no example; all where none has.
 
     What moves an example that adds nothing (no label, weight 0) is not seen, so others are looked at.
     """
@@ -122,27 +105,20 @@ def that_count(model: nn.Module, loss_fn: LossFunction, batch: Batch) -> list[in
         draws = Draws(size, Change(extreme=extreme))
         try:
             with draws.attached():
-                losses = loss_fn(model, batch).detach().reshape(size, -1)
+                norms = parameter_norms(
+                    model, loss_fn, batch, [1.0] * size, Watch(Reader(size, readings=readings), rules)
+                )
         except torch.OutOfMemoryError:
             raise
         except _FAILED:
             if not extreme:
                 raise
             continue
-        found |= set((losses.isfinite() & losses.ne(0)).any(1).nonzero().flatten().tolist())
+        whole = torch.stack(list(norms.values())).sum(0)
+        found |= set((whole.isfinite() & whole.ne(0)).nonzero().flatten().tolist())
         if not any(draw.is_shared for draw in draws.seen):
             break
     return sorted(found) or list(range(size))
-
-
-def warn_of(off: list[str]) -> None:
-    """Says what was switched off, once."""
-    ranks.warn(
-        logger,
-        "Switched off for private training: %s. It draws one random number for all examples of a micro-batch, and "
-        "clipping bounds what each example adds only where examples have numbers of their own.",
-        ", ".join(off),
-    )
 
 
 def shared_draws(run: Run, size: int, place: Callable[[], str]) -> list[Draw]:
@@ -199,6 +175,24 @@ def shared_draws(run: Run, size: int, place: Callable[[], str]) -> list[Draw]:
     return own[:1] if own and all(map(moves_others, (False, True))) else []
 
 
+def differing_copies(run: Run, size: int, place: Callable[[], str]) -> Draw | None:
+    """A draw in `run` on `size` copies of one example, where these differ although all have the same numbers.
+
+    Args:
+        run: see `shared_draws`, as for `place`.
+    """
+    seen: list[Draw] = []
+
+    def differ(is_interleaved: bool) -> bool:
+        draws = Draws(size, Change(is_alike=True, is_interleaved=is_interleaved), place)
+        with draws.attached():
+            rows = [row for row in run()[1] if len(row) == size]
+        seen[:] = draws.seen
+        return bool(seen) and bool(_moved([row[:1].expand_as(row) for row in rows], rows, set(range(size))))
+
+    return seen[0] if all(map(differ, (False, True))) else None
+
+
 def _moved(before: list[Tensor], after: list[Tensor], everyone: set[int]) -> set[int]:
     """The examples of which any row is not what it was, rounding apart."""
     found: set[int] = set()
@@ -212,6 +206,19 @@ def _moved(before: list[Tensor], after: list[Tensor], everyone: set[int]) -> set
         differ = (x - y).norm(dim=1) > tolerance * torch.maximum(x.norm(dim=1), y.norm(dim=1))
         found |= everyone if len(one) < len(everyone) and bool(differ.any()) else set(differ.nonzero()[:, 0].tolist())
     return found
+
+
+def _states(model: nn.Module) -> list[Any]:
+    """What the generators are at that modules hold."""
+    values = [value for module in model.modules() for value in vars(module).values()]
+    return [
+        value.get_state().numpy().tobytes() if isinstance(value, torch.Generator)
+        else value.getstate() if isinstance(value, random.Random)
+        else repr(value.bit_generator.state) if isinstance(value, np.random.Generator)
+        else repr(value.get_state(legacy=False))
+        for value in values
+        if isinstance(value, (torch.Generator, random.Random, np.random.Generator, np.random.RandomState))
+    ]  # fmt: skip
 
 
 @contextmanager
@@ -258,4 +265,14 @@ def _refusal(draw: Draw, kind: str) -> PreflightError:
         "the clipped sum moves by more than one example's bound.",
         fix="switch it off in the model's config, or give each example numbers of its own: torch.rand(examples, ...), "
         "from torch's global generator.",
+    )
+
+
+def _refusal_of_place(draw: Draw, kind: str) -> PreflightError:
+    return PreflightError(
+        f"random numbers move copies of one example by their places in the micro-batch: {draw.name} of shape "
+        f"{draw.shape} in {draw.place or kind}.",
+        why="an example more or less gives others another place, and then the clipped sum moves by more than one "
+        "example's bound.",
+        fix="treat each example alike, with random numbers of its own: torch.rand(examples, ...).",
     )

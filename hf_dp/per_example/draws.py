@@ -52,6 +52,7 @@ class Change(NamedTuple):
         extreme: what numbers become: "least" or "most" of many draws, or "another" draw; "" changes none.
         only: the index of the draw to change, of those that belong to all; None for all of these.
         is_interleaved: examples alternate along an axis that is longer than their number, rather than in blocks.
+        is_alike: all examples get the numbers of the first, and all draws of one kind the same.
         start: of the global generators, for functions that are not seen.
     """
 
@@ -59,6 +60,7 @@ class Change(NamedTuple):
     extreme: str = ""
     only: int | None = None
     is_interleaved: bool = False
+    is_alike: bool = False
     start: int = 0
 
 
@@ -67,7 +69,7 @@ class Draws(TorchDispatchMode):
 
     Attributes:
         seen: all draws, in order.
-        has_own_generator: a draw came from a generator other than the global ones.
+        has_own_generator: a draw came from a generator other than the global ones, or numpy made one without a seed.
         has_unseen: a global generator gave numbers in another way, as by `from random import random`.
         states: of the global generators, before each draw; no draw that is seen moves them.
     """
@@ -90,9 +92,17 @@ class Draws(TorchDispatchMode):
                     if getattr(function, "__self__", None) is owner and name not in _STATES:
                         seen = functools.partial(self._called, name, function)
                         stack.enter_context(patch.object(module, name, seen))
+            stack.enter_context(patch.object(np.random, "default_rng", self._made(np.random.default_rng)))
             with self:
                 yield
             self.has_unseen = global_state() != before
+
+    def _made(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def made(*args: Any, **kwargs: Any) -> Any:
+            self.has_own_generator |= not any(value is not None for value in (*args, *kwargs.values()))
+            return function(*args, **kwargs)
+
+        return made
 
     def _called(self, name: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return self._drawn(name, functools.partial(function, *args, **kwargs))
@@ -111,12 +121,12 @@ class Draws(TorchDispatchMode):
 
     def _drawn(self, name: str, draw: Callable[[], Any]) -> Any:
         index, change = len(self.seen), self.change
-        states = tuple(map(hash, global_state()))
+        states, seed = tuple(map(hash, global_state())), 0 if change.is_alike else index
         with unchanged_global_state():
-            seed_global_state(index)
+            seed_global_state(seed)
             usual = draw()
             leaves = _leaves(usual)
-            if self._drew_nothing(leaves, index, draw):
+            if _drew_nothing(leaves, seed, draw):
                 return usual
             self.states.append(states)
             axes = [axis for axis in map(self._axis, leaves) if axis is not None]
@@ -124,24 +134,14 @@ class Draws(TorchDispatchMode):
             shape = max((tuple(np.shape(leaf)) for leaf in leaves), key=len, default=())
             numbers = sum(int(np.prod(np.shape(leaf))) for leaf in leaves)
             self.seen.append(Draw(name, shape, is_shared, self.place()))
+            if change.is_alike:
+                return usual if is_shared else self._all_as_first(usual)
             seed_global_state(index, 1)
             if is_shared and change.row is None and change.extreme and change.only in (None, index):
                 return self._extreme(draw, numbers)
             if not is_shared and change.extreme and change.row is not None:
                 return _combined(usual, self._extreme(draw, numbers), self._keep_row)
         return usual
-
-    def _drew_nothing(self, leaves: list[Any], index: int, draw: Callable[[], Any]) -> bool:
-        """Attention with dropout 0, say: no generator moved, and another seed gives the same."""
-        if any(isinstance(leaf, Tensor) and leaf.device.type != "cpu" for leaf in leaves):
-            return False  # Their generators are not looked at.
-        moved = global_state()
-        seed_global_state(index)
-        if global_state() != moved:
-            return False
-        seed_global_state(index, 1)
-        pairs = zip(leaves, again := _leaves(draw()), strict=False)
-        return len(leaves) == len(again) > 0 and all(_is_same(one, two) for one, two in pairs)
 
     def _extreme(self, draw: Callable[[], Any], numbers: int) -> Any:
         found = draw()
@@ -171,6 +171,31 @@ class Draws(TorchDispatchMode):
         if isinstance(usual, Tensor):
             return torch.where(torch.from_numpy(is_kept).to(usual.device), usual, other)
         return np.where(is_kept, usual, other)
+
+    def _all_as_first(self, value: Any) -> Any:
+        if isinstance(value, (tuple, list)):
+            return type(value)(map(self._all_as_first, value))
+        axis = self._axis(value)
+        if axis is None:
+            return value
+        n = value.shape[axis]
+        each = np.arange(n) // self.size * self.size if self.change.is_interleaved else np.arange(n) % (n // self.size)
+        if isinstance(value, Tensor):
+            return value.index_select(axis, torch.from_numpy(each).to(value.device))
+        return np.take(value, each, axis)
+
+
+def _drew_nothing(leaves: list[Any], seed: int, draw: Callable[[], Any]) -> bool:
+    """Attention with dropout 0, say: no generator moved since `seed` was set, and another seed gives the same."""
+    if any(isinstance(leaf, Tensor) and leaf.device.type not in ("cpu", "cuda") for leaf in leaves):
+        return False  # Their generators are not looked at.
+    moved = global_state()
+    seed_global_state(seed)
+    if global_state() != moved:
+        return False
+    seed_global_state(seed, 1)
+    again = _leaves(draw())
+    return len(leaves) == len(again) > 0 and all(map(_is_same, leaves, again))
 
 
 def _is_same(one: Any, two: Any) -> bool:

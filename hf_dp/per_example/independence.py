@@ -131,8 +131,8 @@ def check_shares(
     if size == 1:
         return
     weights = [2.0 ** (i % 7) for i in range(size)]
-    once = _parameter_norms(model, loss_fn, batch, [1.0] * size, Watch(Reader(size, readings=readings), rules))
-    weighted = _parameter_norms(model, loss_fn, batch, weights, Watch(Reader(size, readings=readings), rules))
+    once = parameter_norms(model, loss_fn, batch, [1.0] * size, Watch(Reader(size, readings=readings), rules))
+    weighted = parameter_norms(model, loss_fn, batch, weights, Watch(Reader(size, readings=readings), rules))
     factor = torch.tensor(weights, dtype=torch.float64)
     whole = torch.stack(list(once.values())).nan_to_num(0, 0, 0).square().sum(0).sqrt()
     for name, norms in once.items():
@@ -143,9 +143,11 @@ def check_shares(
             raise _mixed(f"the gradient of {name} for one example depends on the losses of others.")
 
 
-def _parameter_norms(
+def parameter_norms(
     model: nn.Module, loss_fn: LossFunction, batch: Batch, weights: list[float], watch: Watch
 ) -> dict[str, Tensor]:
+    """(B,) float64 on the CPU for each parameter: norms of the gradients of losses that are multiplied by weights."""
+
     def weighted(model: Any, batch: Any) -> Tensor:
         losses = loss_fn(model, batch)
         return losses * torch.tensor(weights, dtype=losses.dtype, device=losses.device)

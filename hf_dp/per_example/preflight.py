@@ -7,6 +7,7 @@ a handful of examples and comparing rows.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Set
 from contextlib import contextmanager, suppress
@@ -20,7 +21,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 import hf_dp.ranks as ranks
 from hf_dp.errors import ConfigurationError, PreflightError, UnsupportedModelError
 from hf_dp.per_example.batch import Batch, LossFunction, batch_size, take
-from hf_dp.per_example.coins import switch_off, that_count, warn_of, without_shared_coins
+from hf_dp.per_example.coins import that_count, without_shared_coins
 from hf_dp.per_example.factors import squared_norms
 from hf_dp.per_example.independence import (
     check_independence,
@@ -40,7 +41,10 @@ from hf_dp.per_example.rows import RowSum
 from hf_dp.per_example.rule import Certificate, Rule
 from hf_dp.per_example.rules import RULES
 from hf_dp.per_example.sharding import as_sums, local, summed_over_shards, trainable
+from hf_dp.per_example.switches import switch_off, warn_of
 from hf_dp.per_example.watch import Watch
+
+logger = logging.getLogger(__name__)
 
 _EXACTNESS_TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3}
 _LOW_PRECISION_TOLERANCE = 5e-2
@@ -90,7 +94,10 @@ def preflight(
         warn_of(off)
     with forked_rng(model), off_zero(model):
         seen = survey(model, loss_fn, batch, rules=rules)
-        size, counting = telling_size(model, batch), that_count(model, loss_fn, batch)
+        size, counting = (
+            telling_size(model, batch),
+            that_count(model, loss_fn, batch, rules=rules, readings=seen.readings),
+        )
         batch = take(batch, [*counting, *(i for i in range(batch_size(batch)) if i not in counting)])
 
         def check(batch: Batch) -> Watch:
@@ -117,8 +124,15 @@ def _with_enough_bits(model: nn.Module, batch: Batch, check: Callable[[Batch], W
             return check(lifted)
     except PreflightError as error:
         refusal = error.with_traceback(None)
-    except RuntimeError:
+    except RuntimeError as error:
         # A kernel for 16 bits only, or no memory for more; or the model's own error, which comes again.
+        if any(p.dtype in (torch.bfloat16, torch.float16) for p in model.parameters()):
+            ranks.warn(
+                logger,
+                "Checked in the model's own precision, in which gradients pass that are off by up to a twentieth: the "
+                "check in float32 failed (%s).",
+                error,
+            )
         refusal = None
     if refusal is None:
         return check(batch)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -16,7 +17,7 @@ from hf_dp.data.extremes import extreme_rows
 from hf_dp.data.left_padding import LeftPadding
 from hf_dp.data.loader import PoissonDataLoader
 from hf_dp.data.mixing_collator import check_collator
-from hf_dp.data.telling_rows import refuse_rows_that_fail, short_rows, telling_rows, uneven_rows
+from hf_dp.data.telling_rows import ends_that_add, refuse_rows_that_fail, short_rows, telling_rows, uneven_rows
 from hf_dp.data.widths import Checked, outermost
 from hf_dp.errors import HfDpError, UnseenUseError
 from hf_dp.per_example import RULES, Certificate, PerExampleGradients, Rule, preflight, record
@@ -155,28 +156,43 @@ class Engine:
             with unchanged_state(self.model):
                 few = telling_rows(dataset, collate.widths)
                 _, extremes = self._batch(few), extreme_rows(dataset.dataset)
-                counting = refuse_rows_that_fail(
+                refuse_rows_that_fail(
                     dataset, extremes.rows, few, lambda row: self._loss(self.model, self._batch([row]))
                 )
                 check_collator(collate, few)
-                ends = outermost(counting, collate.widths)
-                uneven = uneven_rows(dataset, extremes, few, collate.widths, ends)
+                uneven = uneven_rows(dataset, extremes, few)
                 # Padding first: what it shows is how all batches are completed, those of one length as well.
-                self._batch(uneven)
+                self._batch(outermost(uneven, collate.widths))
             short = self._batch(short_rows(few, self._batch, loss))
             try:
-                self._certify(short, uneven)
+                ends = self._certify(short, uneven)
             except UnseenUseError:
-                self._certify(self._batch(few), uneven)
+                ends = self._certify(self._batch(few), uneven)
             if self._check_losses is not None:
                 self._check_losses(self.model, short, (self._batch([row]) for row in few))
         # Ranks that share weights would have to look at a wider row at the same time.
+        uneven = outermost(uneven, collate.widths, ends)
         collate.checked = None if is_sharded(self.model) else Checked(uneven, collate.widths, ends)
 
-    def _certify(self, together: Batch, uneven: list[Any]) -> None:
+    def _certify(self, together: Batch, uneven: list[Any]) -> list[Any]:
+        """Of `uneven`, the ends that add something."""
+        collate: Any = self.loader.collate_fn
         certificate = preflight(self.model, self._loss, together, rules=self._rules, tables=self.by_rows)
-        self._check_padding(uneven, certificate)
+
+        @functools.cache
+        def norm(number: int) -> float:
+            alone = self._batch([uneven[number]])
+            with unchanged_state(self.model):
+                found = record(
+                    self.model, self._loss, alone, certificate=certificate, rules=self._rules, tables=self.by_rows
+                )
+                return float(found.squared_norms()[0])
+
+        places = {id(row): i for i, row in enumerate(uneven)}
+        ends = ends_that_add(uneven, collate.widths, lambda row: 0 < norm(places[id(row)]) < math.inf)
+        self._check_padding(outermost(uneven, collate.widths, ends), certificate)
         self._certificate = certificate
+        return ends
 
     def _check_padding(self, rows: list[Any], certificate: Certificate | None) -> None:
         collate: Any = self.loader.collate_fn

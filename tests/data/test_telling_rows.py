@@ -11,8 +11,13 @@ import torch
 
 import hf_dp.data.extremes as extremes
 import hf_dp.per_example.state as state
-from hf_dp.data.telling_rows import refuse_rows_that_fail, short_rows, telling_rows, uneven_rows
-from hf_dp.data.widths import widths_of
+from hf_dp.data.telling_rows import (
+    refuse_rows_that_fail,
+    short_rows,
+    telling_rows,
+    uneven_rows,
+)
+from hf_dp.data.widths import outermost, widths_of
 from hf_dp.errors import ConfigurationError, PreflightError, UnsupportedModelError
 
 ROWS = [
@@ -128,9 +133,9 @@ def test_rows_from_all_over_the_narrowest_first_with_those_that_fail_before_them
 def test_the_rows_known_to_be_longest_and_shortest_are_among_the_uneven() -> None:
     data = [{"input_ids": [3] * n} for n in (5, 2, 5, 9, 5)]
     found = extremes.extreme_rows(data)
-    assert uneven_rows(data, found, [data[0], data[2]], measure) == [data[1], data[3]]
+    assert outermost(uneven_rows(data, found, [data[0], data[2]]), measure) == [data[1], data[3]]
     alike = [data[0], data[2], data[4]]
-    assert uneven_rows(alike, extremes.extreme_rows(alike), alike, measure) == [data[0], data[4]]
+    assert outermost(uneven_rows(alike, extremes.extreme_rows(alike), alike), measure) == [data[0], data[4]]
 
 
 def test_rows_are_cut_short_for_the_oracle_unless_they_show_less_then() -> None:

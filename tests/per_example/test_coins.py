@@ -16,8 +16,8 @@ from hf_dp.errors import PreflightError
 from hf_dp.losses import per_example_losses
 from hf_dp.per_example import loop, preflight, record
 from hf_dp.per_example.batch import Batch
-from hf_dp.per_example.coins import switch_off
 from hf_dp.per_example.draws import Change, Draws
+from hf_dp.per_example.switches import switch_off
 from tests.per_example.small import Small, batch, square
 from tests.zoo import text_batch, tiny
 
@@ -222,6 +222,38 @@ def test_noise_of_a_neighbour_is_refused() -> None:
         preflight(Small(noise_of_a_neighbour, linear=nn.Linear(4, 4)), square, batch(3, 5, 4))
 
 
+def coin_of_the_third(m: Any, x: Tensor) -> Tensor:
+    place = torch.arange(len(x)).eq(2)[:, None, None]
+    return m.linear(torch.where(place, x * 2 * torch.rand(()), x)).cos()
+
+
+def nothing_of_the_third_beside_noise_for_each(m: Any, x: Tensor) -> Tensor:
+    return m.linear(x * torch.rand(len(x), 1, 1) * torch.arange(len(x)).ne(2)[:, None, None]).cos()
+
+
+@pytest.mark.parametrize("function", [coin_of_the_third, nothing_of_the_third_beside_noise_for_each])
+def test_what_becomes_of_a_place_in_the_micro_batch_is_refused(function: Any) -> None:
+    with pytest.raises(PreflightError, match="random numbers move copies of one example by their places"):
+        preflight(in_training(function), square, batch(3, 5, 4))
+
+
+@pytest.mark.parametrize("made", [np.random.default_rng, random.Random, lambda: np.random.RandomState(1)])
+def test_a_generator_that_a_module_holds_is_refused_however_rarely_its_coin_falls(made: Any) -> None:
+    model = in_training(lambda m, x: m.linear(x).cos() * bool(m.own.random() < 2))
+    model.own = made()
+    with pytest.raises(PreflightError, match="a generator of its own"):
+        preflight(model, square, batch(3, 5, 4))
+
+
+def test_a_generator_for_each_pass_is_refused_and_one_with_a_seed_is_none() -> None:
+    def scaled(*seed: int) -> Any:
+        return in_training(lambda m, x: m.linear(x).cos() * bool(np.random.default_rng(*seed).random() < 2))
+
+    preflight(scaled(1), square, batch(3, 5, 4))
+    with pytest.raises(PreflightError, match="a generator of its own"):
+        preflight(scaled(), square, batch(3, 5, 4))
+
+
 def late_coin(m: Any, x: Tensor) -> Tensor:
     return m.linear(x).cos() * (torch.rand(()) < 0.5)
 
@@ -244,14 +276,19 @@ def few_that_count(*weights: float) -> Batch:
     return {**batch(len(weights), 5, 4), "weight": torch.tensor(weights, dtype=torch.float64)}
 
 
+def weighted_beside_a_constant(model: nn.Module, batch: Batch) -> Tensor:
+    return weighted(model, batch) + batch["weight"].eq(0) * 0.7
+
+
 COUNTING = [(1.0, 0.0, 0.0), (0.0, 0.0, 1.0), (0.0, 0.0, 0.0, 1.0, 0.0), (1.0, 0.0, 0.0, 0.0, 1.0)]
 
 
 @pytest.mark.parametrize("weights", COUNTING, ids=str)
 @pytest.mark.parametrize("function", [late_coin, late_noise_of_a_neighbour])
 def test_failure_28_it_is_found_where_most_examples_add_nothing(function: Any, weights: tuple[float, ...]) -> None:
-    with pytest.raises(PreflightError, match="moves several examples|random numbers of its neighbours"):
-        preflight(in_training(function), weighted, few_that_count(*weights))
+    for loss in (weighted, weighted_beside_a_constant):
+        with pytest.raises(PreflightError, match="moves several examples|random numbers of its neighbours"):
+            preflight(in_training(function), loss, few_that_count(*weights))
 
 
 @pytest.mark.parametrize("weights", COUNTING, ids=str)

@@ -39,6 +39,19 @@ def test_a_padding_that_leaks_is_seen(tmp_path: Path, widths: list[int]) -> None
     assert not trainer.ledger.entries
 
 
+@pytest.mark.parametrize("said", [float("nan"), 0.7])
+def test_it_is_seen_where_rows_without_a_gradient_have_a_loss(tmp_path: Path, said: float) -> None:
+    class Saying(DPTrainer):
+        def compute_per_example_loss(self, model: Any, inputs: Any) -> Tensor:
+            losses = super().compute_per_example_loss(model, inputs)
+            return losses.where(inputs["labels"].ne(-100), said)
+
+    data = silent({*WIDTHS[:1], *WIDTHS[-1:]})
+    trainer = make(tmp_path, kind=Saying, parts={"train_dataset": data, "data_collator": unmasked}, max_steps=1)
+    with pytest.raises(PreflightError, match="longer or shorter examples"):
+        trainer.train()
+
+
 @pytest.mark.parametrize("widths", [WIDTHS[:1], WIDTHS[1:-1]], ids=str)
 def test_one_that_does_not_is_none(tmp_path: Path, widths: list[int]) -> None:
     trainer: DPTrainer = make(tmp_path, parts={"train_dataset": silent(set(widths))}, max_steps=1)
