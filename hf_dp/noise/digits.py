@@ -74,8 +74,7 @@ def _accepted(words: NDArray[np.uint64], generator: np.random.Generator) -> NDAr
     values |= (signed >> _FIRST) & (2**_PLACE - 1)
     accepted = first < _SURE[cells]
     open_ = np.flatnonzero(~accepted)
-    sizes, counts = values[open_] * 2.0**-DIGITS, _COUNTS[cells[open_]]
-    wanted = 2**_FIRST * _SCALE * np.exp(-(sizes**2) / 2) / counts
+    wanted = _wanted(values[open_], cells[open_])
     begun = first[open_].astype(np.float64)
     accepted[open_] = begun + 1 <= wanted - _DOUBT
     for i in open_[(begun + 1 > wanted - _DOUBT) & (begun < wanted + _DOUBT)]:
@@ -84,6 +83,12 @@ def _accepted(words: NDArray[np.uint64], generator: np.random.Generator) -> NDAr
     values ^= -((signed >> (63 - _INDEX)) & 1)
     kept: NDArray[np.int64] = values[accepted]
     return kept
+
+
+def _wanted(values: NDArray[np.int64], cells: NDArray[np.uint8]) -> NDArray[np.float64]:
+    """2^15 times the probability of acceptance of sizes (n,) that begin with these digits, to less than `_DOUBT`."""
+    wanted: NDArray[np.float64] = np.exp(-((values * 2.0**-DIGITS) ** 2) / 2)
+    return wanted * (2**_FIRST * _SCALE) / _COUNTS[cells]
 
 
 def is_accepted(value: int, first: int, generator: np.random.Generator) -> bool:

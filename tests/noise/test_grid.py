@@ -95,7 +95,7 @@ class TestGrid(NoiseSourceContract):
         with pytest.raises(HfDpError, match="not a number"):
             self.source().add_([torch.tensor([1.0, math.nan])], 1.0, 0)
 
-    def test_the_last_digits_of_plain_noise_tell_neighbours_apart_and_those_of_this_do_not(self) -> None:
+    def test_failure_40_the_last_digits_of_plain_noise_tell_neighbours_apart_and_those_of_this_do_not(self) -> None:
         """A sum of 0, and a neighbour's of 1, with noise of 4 sensitivities: epsilon 1 at delta 1e-5.
 
         Around 1, float32 numbers are multiples of 2^-24, and so are all values of 1 + noise (Mironov 2012): whatever
@@ -207,6 +207,16 @@ def test_no_probability_is_above_1_or_taken_for_larger_than_it_is() -> None:
     assert all(accepted(cell, 0) <= 1 for cell in cells)
     assert all(int(digits._SURE[cell]) + Decimal(2) ** -17 < FIRST * accepted(cell, PLACES) or not digits._SURE[cell]
                for cell in cells)  # fmt: skip
+
+
+def test_rounding_is_far_below_what_is_left_in_doubt() -> None:
+    draws = numbers(3)
+    for _ in range(300):
+        cell, place = int(draws.integers(256)), int(draws.integers(PLACES))
+        (found,) = digits._wanted(np.array([cell * PLACES + place]), np.array([cell], np.uint8))
+        assert all(
+            abs(Decimal(float(found)) - FIRST * accepted(cell, p)) < digits._DOUBT / 4 for p in (place, place + 1)
+        )
 
 
 def test_what_is_open_is_decided_as_it_is_where_nothing_is() -> None:
