@@ -87,8 +87,9 @@ def _accepted(words: NDArray[np.uint64], generator: np.random.Generator) -> NDAr
 
 def _wanted(values: NDArray[np.int64], cells: NDArray[np.uint8]) -> NDArray[np.float64]:
     """2^15 times the probability of acceptance of sizes (n,) that begin with these digits, to less than `_DOUBT`."""
-    wanted: NDArray[np.float64] = np.exp(-((values * 2.0**-DIGITS) ** 2) / 2)
-    return wanted * (2**_FIRST * _SCALE) / _COUNTS[cells]
+    densities = np.exp(-((values * 2.0**-DIGITS) ** 2) / 2)
+    wanted: NDArray[np.float64] = densities * (2**_FIRST * _SCALE) / _COUNTS[cells]
+    return wanted
 
 
 def is_accepted(value: int, first: int, generator: np.random.Generator) -> bool:
