@@ -18,7 +18,7 @@ _CELL = 2.0 ** (_PLACE - DIGITS)
 _SCALE = 3178
 # Of a probability, in units of 2^-15: rounding of float64, and how much it changes within one last digit.
 _DOUBT = 2.0**-16
-_MOST_AT_ONCE = 1 << 13
+_MOST_AT_ONCE = 1 << 14
 
 
 def _counts() -> NDArray[np.int64]:

@@ -15,7 +15,7 @@ ROUNDING = 2.0**-8
 _GRID = 2.0 ** (40 / 2 - DIGITS)
 # Whole numbers to which noise can be added in 64 bits. Sums that large are 2^26 standard deviations.
 _LARGEST = 2.0**62
-_CHUNK = 1 << 13
+_CHUNK = 1 << 14
 
 
 class GridNoise(ChaCha20Noise):
