@@ -352,7 +352,7 @@ def kinds(
     repeats: Annotated[int, typer.Option(help="Timed steps of each.")] = 15,
 ) -> None:
     """A step with each further clipping rule and source of noise, as a ratio to the usual one; they take turns."""
-    _print_beside_usual(case or ["bert"], ["hf_dp automatic", "hf_dp chacha20"], repeats)
+    _print_beside_usual(case or ["bert"], ["hf_dp automatic", "hf_dp chacha20", "hf_dp grid"], repeats)
 
 
 @app.command()

@@ -48,6 +48,7 @@ from hf_dp.hub import load_report
 from hf_dp.losses import per_example_losses
 from hf_dp.noise.chacha20 import ChaCha20Noise
 from hf_dp.noise.gaussian import GaussianNoise
+from hf_dp.noise.grid import GridNoise
 from hf_dp.noise.source import NoiseSource
 from hf_dp.per_example import loop, preflight, record
 from hf_dp.randomness import Entropy
@@ -176,7 +177,7 @@ def few_bits(device: torch.device) -> Cases:
 
 def noise(device: torch.device) -> Cases:
     """The streams on this device, with a control that must fail."""
-    for source in (GaussianNoise, ChaCha20Noise):
+    for source in (GaussianNoise, ChaCha20Noise, GridNoise):
         yield source.__name__, functools.partial(_noise, source, device)
 
 

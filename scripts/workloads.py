@@ -289,6 +289,7 @@ VARIANTS: dict[str, Variant] = {
     "hf_dp": private,
     "hf_dp automatic": functools.partial(private, clipping="automatic"),
     "hf_dp chacha20": functools.partial(private, noise="chacha20"),
+    "hf_dp grid": functools.partial(private, noise="grid"),
     "hf_dp by user": functools.partial(private, sizes=(4,)),
     "hf_dp by user, uneven": functools.partial(private, sizes=(1, 3, 4)),
     "hf_dp by user, in pieces": in_pieces,

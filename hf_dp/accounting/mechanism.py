@@ -189,7 +189,10 @@ class Mechanism:
             adjacency=self.unit.adjacency,
             sampling=self.sampling.name,
             caveats=standard_caveats(
-                withholds_logs=config.withhold_non_private_logs, shows_whose=self._drawn_from is not None
+                withholds_logs=config.withhold_non_private_logs,
+                shows_whose=self._drawn_from is not None,
+                noise=self.noise.kind,
+                goes_on=bool(self.earlier),
             ),
         )
 

@@ -35,6 +35,12 @@ FLOATING_POINT = (
     "Noise is drawn in floating point and is not hardened against attacks on its rounding (Mironov 2012, "
     "doi:10.1145/2382196.2382264)."
 )
+SUMS_ON_A_GRID = (
+    "Noise and the sums that it is added to are whole numbers of a grid, so that no digit of what is released tells "
+    "more than Gaussian noise does; that rounding in float32 makes sums of neighbours differ by no more than 1/256 of "
+    "the clipping norm besides is tested and not proven, and rows that are chosen otherwise are so in floating point."
+)
+BEFORE_THE_GRID = f"Of trainings before, unless they say otherwise: {FLOATING_POINT}"
 TOGETHER = (
     "Epsilon is of several trainings together, for whoever has at most one unit in the data of each, this one and:"
 )
@@ -49,11 +55,17 @@ STANDARD_CAVEATS: tuple[str, ...] = (
 )  # fmt: skip
 
 
-def standard_caveats(*, withholds_logs: bool, shows_whose: bool = False) -> tuple[str, ...]:
-    """What no run covers; exact logs are no caveat of a run that withholds them, and whose each example is is one where
-    it decides which are drawn from."""
+def standard_caveats(
+    *, withholds_logs: bool, shows_whose: bool = False, noise: str = "gaussian", goes_on: bool = False
+) -> tuple[str, ...]:
+    """What no run covers; exact logs are no caveat of a run that withholds them, whose each example is is one where it
+    decides which are drawn from, and what is left of floating point depends on the noise, also of trainings before."""
     own = (OWNERSHIP,) if shows_whose else ()
-    return own + tuple(caveat for caveat in STANDARD_CAVEATS if not (withholds_logs and caveat == LOGGED_METRICS))
+    kept = tuple(caveat for caveat in STANDARD_CAVEATS if not (withholds_logs and caveat == LOGGED_METRICS))
+    if noise == "grid":
+        on_grid = (SUMS_ON_A_GRID, *([BEFORE_THE_GRID] if goes_on else []))
+        kept = tuple(caveat for caveat in kept if caveat != FLOATING_POINT) + on_grid
+    return own + kept
 
 
 def clipping_in_words(kind: str, norm: float) -> str:
@@ -64,7 +76,8 @@ def clipping_in_words(kind: str, norm: float) -> str:
 def noise_in_words(kind: str, multiplier: float) -> str:
     """The noise multiplier, and what makes the noise where that is not the usual generator."""
     said = lower(multiplier, 4)
-    return said if kind == "gaussian" else f"{said} (Gaussian, from the generator {kind})"
+    made = {"grid": "on a grid, from the generator chacha20"}.get(kind, f"from the generator {kind}")
+    return said if kind == "gaussian" else f"{said} (Gaussian, {made})"
 
 
 @dataclass(frozen=True, kw_only=True)

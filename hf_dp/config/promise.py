@@ -27,7 +27,7 @@ from hf_dp.errors import ConfigurationError
 from hf_dp.launched import is_first, say_once
 
 AccountantName = Literal["pld", "rdp"]
-NoiseName = Literal["gaussian", "chacha20"]
+NoiseName = Literal["gaussian", "chacha20", "grid"]
 # What ledgers leave out, as those did that were made before it could be chosen.
 PLAIN = {
     "re_attention": None,
@@ -69,8 +69,8 @@ class PrivacyConfig:
             allowed only with `noise_multiplier=0`.
         clipping: "flat" cuts longer gradients to norm C and leaves shorter ones; "automatic" scales every gradient g by
             C / (|g| + 0.01), below C (Bu et al. 2022, arXiv:2206.07136), which leaves only the learning rate to choose.
-        noise: which generator makes the noise, which is Gaussian: "gaussian", a fast statistical one, or "chacha20", a
-            stream cipher, which needs `pip install 'randomgen>=2.0,<3'`.
+        noise: what makes it, Gaussian always: "gaussian", a fast statistical generator; "chacha20", a cipher (`pip
+            install 'randomgen>=2.0,<3'`); "grid", the same, exact to the last digit, on sums rounded to these digits.
         max_batch_size: None, or the most examples that a step uses, over all processes: of a larger draw so many are
             kept, chosen at random (Ganesh 2025, arXiv:2508.15089). Not below the expected batch size, which sums are
             divided by all the same; five times its square root above, it costs next to nothing. Needs
@@ -123,7 +123,8 @@ class PrivacyConfig:
         default="flat", metadata={"help": "flat (long gradients are cut) or automatic (all are brought near the norm)."}
     )
     noise: NoiseName = field(
-        default="gaussian", metadata={"help": "Generator of the noise: gaussian (fast) or chacha20 (a stream cipher)."}
+        default="gaussian",
+        metadata={"help": "What makes it: gaussian (fast), chacha20 (a cipher), grid (that, exact to the last digit)."},
     )
     max_batch_size: int | None = field(
         default=None, metadata={"help": "The most examples that a step uses; of a larger draw so many, at random."}
@@ -245,8 +246,8 @@ class PrivacyConfig:
         if not is_one_of(self.noise, get_args(NoiseName)):
             raise ConfigurationError(
                 f"noise={shown(self.noise)}.",
-                why="it names the generator that makes the noise, and an unknown one makes none.",
-                fix="use 'gaussian' (the default) or 'chacha20'; how much noise there is says noise_multiplier.",
+                why="it names what makes the noise, and an unknown one makes none.",
+                fix="use 'gaussian' (the default), 'chacha20' or 'grid'; how much there is says noise_multiplier.",
             )
 
     @property

@@ -47,14 +47,15 @@ def _cipher() -> Any:
         from randomgen import ChaCha
     except ImportError as error:
         raise ConfigurationError(
-            "noise='chacha20' without the package randomgen, which has the cipher.",
+            "noise='chacha20' or 'grid' without the package randomgen, which has the cipher.",
             why="noise from another generator would not be what was promised.",
             fix="pip install 'randomgen>=2.0,<3' (the extra 'secure'), or leave noise out.",
         ) from error
     found = np.asarray(_stream(ChaCha, bytes(32)).random_raw(4)).astype("<u8").tobytes()
     if found != _KNOWN:
         raise ConfigurationError(
-            f"noise='chacha20' with a randomgen whose ChaCha begins with {found[:8].hex()} under a key of zeros.",
+            f"noise='chacha20' or 'grid' with a randomgen whose ChaCha begins with {found[:8].hex()} under a key of "
+            "zeros.",
             why=f"ChaCha20 begins with {_KNOWN[:8].hex()} (its published test vector): this is another generator.",
             fix="install a version that was tested: pip install 'randomgen>=2.0,<3' (the extra 'secure').",
         )

@@ -6,6 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -29,12 +30,17 @@ class NoiseSource(ABC):
     its own, each block of it a stream, and what cannot be noise is refused. Normals are numpy's (ziggurat), of float32
     or float64, made on the CPU and moved where a tensor lies elsewhere, unless the source has a generator there.
 
-    The noise is floating-point noise: the attack on its low-order bits (Mironov 2012, doi:10.1145/2382196.2382264) is
-    not defended against.
+    They are floating-point noise: the attack on its low-order bits (Mironov 2012, doi:10.1145/2382196.2382264) is not
+    defended against, unless by a source that adds in another way.
 
     Args:
         entropy: where the keys come from. Without a seed each call draws anew from the operating system.
+
+    Attributes:
+        comes_last: nothing may be added to what has its noise; several ranks add up their sums before.
     """
+
+    comes_last: ClassVar[bool] = False
 
     def __init__(self, entropy: Entropy) -> None:
         self._entropy = entropy
@@ -52,6 +58,22 @@ class NoiseSource(ABC):
         """The same for tensors that lie on `device`; None where their noise is made on the CPU."""
         return None
 
+    def deviation(self, multiplier: float, sensitivity: float) -> float:
+        """The standard deviation that is charged as `multiplier` times the sensitivity of a sum of real numbers."""
+        return multiplier * sensitivity
+
+    def held(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What gets the noise in place of a tensor that lies elsewhere or not in one piece: as large, on the CPU."""
+        return torch.zeros(tensor.shape, dtype=tensor.dtype)
+
+    def put_back(self, tensor: torch.Tensor, held: torch.Tensor) -> None:
+        """Brings it there."""
+        _add_moved(tensor, held)
+
+    def add_to(self, values: np.ndarray, standard_deviation: float, generator: np.random.Generator) -> None:
+        """Adds noise in place to numbers (n,) on the CPU."""
+        _add_normals(values, standard_deviation, generator)
+
     def generator(self, stream: str, step: int) -> np.random.Generator:
         """For noise that is not normal, or is not added: a stream that nobody can ask for again, unless seeded.
 
@@ -68,7 +90,7 @@ class NoiseSource(ABC):
 
         Args:
             tensors: of any shapes, float32 or float64, each only once; not expanded views.
-            standard_deviation: in the tensors' units; for a sum, noise multiplier x sensitivity. 0 adds nothing.
+            standard_deviation: in the tensors' units; for a sum, that of `deviation`. 0 adds nothing.
             step: which logical batch this is. With seeded entropy the same step gets the same noise.
             stream: which part of the noise of that step this is; with seeded entropy each needs a name of its own.
 
@@ -99,27 +121,29 @@ class NoiseSource(ABC):
         plain = []
         for tensor in tensors:
             if not tensor.is_contiguous():
-                detours.append((tensor, torch.zeros(tensor.shape, dtype=tensor.dtype)))
+                detours.append((tensor, self.held(tensor)))
             plain.append(tensor if tensor.is_contiguous() else detours[-1][1])
-        blocks = _blocks(plain)
+        blocks = list(enumerate(_blocks(plain)))
 
-        def add(number: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-            generator, elsewhere = np.random.Generator(self.bits(key, (0, number))), []
-            for target in blocks[number]:
-                held = target if target.device.type == "cpu" else torch.zeros(target.shape, dtype=target.dtype)
-                _add_normals(held, standard_deviation, generator)
-                if held is not target:
-                    elsewhere.append((target, held))
-            return elsewhere
+        def add(number: int, block: list[torch.Tensor]) -> None:
+            generator = np.random.Generator(self.bits(key, (0, number)))
+            for values in block:
+                self.add_to(values.numpy(), standard_deviation, generator)
 
         with ThreadPoolExecutor(min(4, torch.get_num_threads())) as threads:
             for start in range(0, len(blocks), _BLOCKS_AT_ONCE):
-                for made in threads.map(add, range(start, min(start + _BLOCKS_AT_ONCE, len(blocks)))):
-                    # Not in the threads, which know nothing of this one's current stream.
-                    for target, noise in made:
-                        _add_moved(target, noise)
-        for tensor, noise in detours:
-            _add_moved(tensor, noise)
+                # Not in the threads, which know nothing of this one's current stream.
+                here = [
+                    (number, [part if part.device.type == "cpu" else self.held(part) for part in block])
+                    for number, block in blocks[start : start + _BLOCKS_AT_ONCE]
+                ]
+                made = threads.map(add, *zip(*here, strict=True))
+                for (_, block), (_, filled), _ in zip(blocks[start:], here, made, strict=False):
+                    for part, values in zip(block, filled, strict=True):
+                        if values is not part:
+                            self.put_back(part, values)
+        for tensor, values in detours:
+            self.put_back(tensor, values)
 
 
 def _blocks(tensors: list[torch.Tensor]) -> list[list[torch.Tensor]]:
@@ -136,8 +160,7 @@ def _blocks(tensors: list[torch.Tensor]) -> list[list[torch.Tensor]]:
     return blocks
 
 
-def _add_normals(target: torch.Tensor, standard_deviation: float, generator: np.random.Generator) -> None:
-    values = target.numpy()
+def _add_normals(values: np.ndarray, standard_deviation: float, generator: np.random.Generator) -> None:
     buffer = np.empty(min(_CHUNK, values.size), values.dtype)
     for start in range(0, values.size, _CHUNK):
         part = values[start : start + _CHUNK]

@@ -139,7 +139,7 @@ def release_token_frequencies(
                 fix="use the tokenizer that belongs to the model and labels below num_labels, or resize embeddings.",
             )
         total[present] += min(1.0, clipping_norm / max(1, len(present)) ** 0.5)
-    deviation = release.noise_multiplier * clipping_norm
+    deviation = plan.noise.deviation(release.noise_multiplier, clipping_norm)
     ledger.charge(release.event, release.label)
     if ranks.rank() == 0:
         plan.noise.add_([total], deviation, step)

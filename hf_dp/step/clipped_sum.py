@@ -176,7 +176,7 @@ class ClippedSum:
 
         A shard gets it from the rank that holds it, which first has the sum of it. What every rank holds whole gets it
         from rank 0, before the all-reduce that gives every rank the same bits: one for each dtype, so mostly one, and
-        one more for the chosen rows.
+        one more for the chosen rows. Noise that nothing may be added to comes between two, the second from rank 0.
 
         Args:
             noise: of this rank; what it gives the next rank is independent of it.
@@ -186,10 +186,13 @@ class ClippedSum:
         for name, whole in self._whole.items():
             self._sums[name].add_(whole)
         rank = ranks.rank()
+        if noise.comes_last:
+            for buffer in self._buffers:
+                ranks.sum_(buffer)
         own = [g for name, g in self.gradients.items() if rank == 0 or isinstance(self._parameters[name], DTensor)]
         noise.add_(own, standard_deviation, step, stream=f"noise of rank {rank}" if rank else "noise")
         for buffer in self._buffers:
-            ranks.sum_(buffer)
+            (ranks.from_first_ if noise.comes_last else ranks.sum_)(buffer)
 
     def set_gradients(self, divisor: float) -> None:
         """Divides the sum in place, and makes it `.grad` of the parameters; of those by rows it is sparse.

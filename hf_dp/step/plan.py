@@ -213,8 +213,9 @@ class Plan:
 
     @property
     def noise_standard_deviation(self) -> float:
-        """Of the noise on the clipped sum: sigma x C. 0 without noise, whatever C."""
-        return self.gradient_noise_multiplier * self.clipping.sensitivity if self.noise_multiplier else 0.0
+        """Of the noise on the clipped sum: sigma x C, or what the source makes of it. 0 without noise, whatever C."""
+        multiplier, sensitivity = self.gradient_noise_multiplier, self.clipping.sensitivity
+        return self.noise.deviation(multiplier, sensitivity) if self.noise_multiplier else 0.0
 
     @property
     def budgeted_steps(self) -> float:

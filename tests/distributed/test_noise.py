@@ -23,9 +23,10 @@ def test_each_element_gets_the_noise_once(pair: Gang, kind: str) -> None:
 
 @needs_randomgen
 @pytest.mark.slow
+@pytest.mark.parametrize("source", ["chacha20", "grid"])
 @pytest.mark.parametrize("kind", ["ddp", "mixed"])
-def test_of_another_source_too(pair: Gang, kind: str) -> None:
-    first, second = pair.run(drawn, kind, None, REPEATS, "chacha20")
+def test_of_another_source_too(pair: Gang, kind: str, source: str) -> None:
+    first, second = pair.run(drawn, kind, None, REPEATS, source)
     assert complaints(first) == []
     assert all(torch.equal(first[name], second[name]) for name in first)
 

@@ -162,16 +162,6 @@ def test_commands_that_a_page_names_exist(page: Path) -> None:
         assert command in commands, command
 
 
-def test_every_failure_in_the_table_names_tests_that_exist() -> None:
-    rows = re.findall(r"^\| (\d+) \|.*\| ([^|]*) \|$", (ROOT / "docs" / "privacy.md").read_text(), re.M)
-    assert [int(number) for number, _ in rows] == list(range(1, len(rows) + 1))
-    for number, cell in rows:
-        named = re.findall(r"`([\w/]+\.py)::(\w+)`", cell)
-        assert named, number
-        for file, name in named:
-            assert re.search(rf"^ *def {name}", (ROOT / "tests" / file).read_text(encoding="utf-8"), re.M), (file, name)
-
-
 def test_the_headings_of_the_faq_are_said_by_the_library() -> None:
     source = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "hf_dp").rglob("*.py"))
     page = (ROOT / "docs" / "faq.md").read_text(encoding="utf-8")

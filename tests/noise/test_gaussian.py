@@ -46,7 +46,9 @@ def test_numbers_are_drawn_where_noise_is_made_and_nowhere_else() -> None:
     found = {name for name, text in texts.items() if DRAWS.search(text)}
     # An audit draws coins and canaries, none of which a training without one knows of.
     audits = {"audit/canaries.py", "audit/guesses.py", "audit/public.py", "demo/audited.py"}
-    assert found == {"randomness.py", "noise/source.py", "noise/gaussian.py"} | audits
+    assert (
+        found == {"randomness.py", *(f"noise/{name}.py" for name in ("source", "gaussian", "grid", "digits"))} | audits
+    )
 
 
 def test_negative_control_other_distributions_are_rejected() -> None:

@@ -15,6 +15,7 @@ from hf_dp.accounting.terms import TERMS
 from hf_dp.clipping.rule import ClippingRule
 from hf_dp.clipping.table import RULES, rule_of
 from hf_dp.losses import per_example_losses
+from hf_dp.noise.grid import ROUNDING
 from hf_dp.per_example import Dense, Outer, PerExampleGradients, record
 from hf_dp.per_example.batch import Batch, take
 from hf_dp.step.clipped_sum import ClippedSum
@@ -100,6 +101,22 @@ def test_one_example_moves_the_sum_by_at_most_c(
     assert l2(alone.values()) <= norm
     assert l2(full[k].double() - without[k].double() for k in full) <= norm + slack * (l2(full.values()) + norm)
     assert l2(zeroed[k].double() - without[k].double() for k in full) <= slack * (l2(full.values()) + norm)
+
+
+def test_rounding_of_sums_takes_less_room_than_noise_on_a_grid_leaves_it() -> None:
+    """Where it is worst: all gradients alike, so that the sum is as long as it can be."""
+    torch.manual_seed(0)
+    model, size, left_out = Model(0, 6, True, torch.float32), 512, 3
+    batch = {name: values.expand(size, -1) for name, values in {"ids": torch.tensor([[1, 2, 3]])}.items()}
+    batch |= {"labels": batch["ids"], "scale": torch.full((size,), 100.0)}
+    split = [list(range(start, start + 32)) for start in range(0, size, 32)]
+    full = clipped(model, batch, split, 1.0)
+    without = clipped(model, batch, [[i for i in part if i != left_out] for part in split], 1.0)
+    assert l2(full.values()) > 0.99 * size
+    assert l2(full[k].double() - without[k].double() for k in full) <= 1 + ROUNDING
+    # Negative control.
+    coarse = [{k: v.bfloat16().double() for k, v in sums.items()} for sums in (full, without)]
+    assert l2(coarse[0][k] - coarse[1][k] for k in full) > 1 + ROUNDING
 
 
 @settings(max_examples=80)

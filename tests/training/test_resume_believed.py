@@ -195,7 +195,7 @@ def test_no_weight_is_read_of_a_checkpoint_that_contradicts_itself(copy: Path) -
 def test_what_is_changed_in_all_places_alike_is_seen_by_the_key_alone(
     copy: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """docs/privacy.md says so: without the key nothing shows it."""
+    """docs/proof.md says so: without the key nothing shows it."""
     for change in (set_back, renamed, in_its_record(*ENTRY, "count", to=3), in_its_record("report", "steps", to=3)):
         change(copy)
     values = json.loads((checkpoint(copy) / "privacy.json").read_text())

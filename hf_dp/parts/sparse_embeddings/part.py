@@ -134,12 +134,13 @@ class SparseTraining(Part):
             return
         selection = None
         if config.adapts:
-            deviation = self._plan.noise_multiplier_of(ROW_COUNTS)
+            noise = self._plan.noise
+            deviation = noise.deviation(self._plan.noise_multiplier_of(ROW_COUNTS), config.contribution_norm)
             selection = AdaptiveSelection(
                 self.tables.rows,
-                deviation * config.contribution_norm,
+                deviation,
                 config.threshold,
-                self._plan.noise,
+                noise,
                 self.choice.kept,
             )
             if self.rows is None:
@@ -148,7 +149,7 @@ class SparseTraining(Part):
                     logger,
                     "DP-AdaFEST on %s: threshold %.4g examples, noise on the counts %.4g; of %d rows about %.3g "
                     "survive a step by chance.",
-                    *(", ".join(self.tables.sizes), selection.threshold, deviation * config.contribution_norm),
+                    *(", ".join(self.tables.sizes), selection.threshold, deviation),
                     *(selection.candidates, expected),
                 )
         self.rows = TableRows(self.tables, self.choice.kept, selection, config.contribution_norm)
