@@ -55,6 +55,7 @@ CASES = {
     "tied short": Case("gpt2", 64, 32, _gpt2(16384, 512, 4)),
     "llama lora": Case("llama", 8, 256, _LLAMA, lora=True),
     "bert": Case("bert", 8, 128, _BERT),
+    "llama, checkpointing": Case("llama", 8, 256, _LLAMA, checkpointing=True),
     "large vocabulary": Case("gpt2", 4, 256, _gpt2(151936, 896, 1)),
 }
 
@@ -197,6 +198,7 @@ def private(
     from hf_dp.accounting import Ledger
     from hf_dp.losses import per_example_losses
     from hf_dp.per_example import PerExampleGradients, preflight, record
+    from hf_dp.per_example.passes import record_in_two_passes
     from hf_dp.randomness import Entropy
     from hf_dp.sampling.poisson import PoissonBatchSampler
     from hf_dp.step.plan import Plan
@@ -213,6 +215,8 @@ def private(
 
     def recorded(micro_batch: tuple[int, dict[str, Tensor]]) -> PerExampleGradients:
         place, batch = micro_batch
+        if plan.config.passes == 2:
+            return record_in_two_passes(model, per_example_losses, batch, certificate=certificate)
         found = record(model, per_example_losses, batch, certificate=certificate)
         return found if sizes is None else found.grouped(*_owners(sizes, place, len(batch["input_ids"])))
 
@@ -287,6 +291,7 @@ def _opacus(mode: str) -> Variant:
 VARIANTS: dict[str, Variant] = {
     "ordinary": ordinary,
     "hf_dp": private,
+    "hf_dp in two passes": functools.partial(private, passes=2),
     "hf_dp automatic": functools.partial(private, clipping="automatic"),
     "hf_dp chacha20": functools.partial(private, noise="chacha20"),
     "hf_dp by user": functools.partial(private, sizes=(4,)),

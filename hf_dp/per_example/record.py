@@ -37,6 +37,7 @@ class PerExampleGradients:
         factors: for each trainable parameter (tied names collapse to the first) the factors of its uses.
         parameters: the trainable ones.
         uses: which operations used which parameters.
+        differing: how many examples have other losses than before, where they are computed again.
         elsewhere: where all rows are of one example, how many more it has in micro-batches before and after this one.
     """
 
@@ -52,6 +53,7 @@ class PerExampleGradients:
         self._versions = versions
         self.losses, self.factors, self.uses = losses, factors, uses
         self.parameters, self.elsewhere = parameters, elsewhere
+        self.differing: Tensor | None = None
         self._norms: tuple[Tensor, Tensor] | None = None
 
     @property
@@ -142,20 +144,9 @@ class PerExampleGradients:
             raise ValueError(f"coefficients {tuple(coefficients.shape)} for losses {tuple(self.losses.shape)}")
         refuse_changed(self._versions)
         with torch.no_grad(), full_precision(self.losses.device):
-            chosen, coefficients = _chosen(coefficients)
+            add = adding(self, out, coefficients, rows)
             for name, uses in self.factors.items():
-                if name in rows:
-                    for use in chosen(uses):
-                        rows[name].add_(use, coefficients)
-                    continue
-                kept = out[name]
-                # A parameter may be laid out otherwise (channels_last); factors are summed row by row.
-                in_place = isinstance(kept, Tensor) and kept.is_contiguous()
-                total: Any = kept if in_place else self.whole_zeros(name)
-                for use in chosen(uses):
-                    use.add_weighted_(total, coefficients)
-                if not in_place:
-                    kept.add_(total)
+                add(name, uses)
 
     def whole_zeros(self, name: str) -> Tensor:
         """A zero gradient of all of one parameter, contiguous, in the dtype of sums, where it is computed."""
@@ -170,11 +161,41 @@ class PerExampleGradients:
             with full_precision(self.losses.device):
                 grams = SelfGrams()
                 pairs = [squared_norms(uses, grams) for uses in joined(self.factors.values())]
-            device = self.losses.device
-            dtype = torch.promote_types(torch.float32, max((p[0].dtype for p in pairs), key=lambda d: d.itemsize))
-            total, rounding = (torch.stack([pair[i].to(device, dtype) for pair in pairs]).sum(0) for i in (0, 1))
-            self._norms = total, rounding
+            self._norms = stacked(pairs, self.losses.device)
         return self._norms
+
+
+def adding(
+    gradients: PerExampleGradients,
+    out: Mapping[str, Tensor | Shard],
+    coefficients: Tensor,
+    rows: Mapping[str, RowSum] = _NO_TABLES,
+) -> Callable[[str, list[Factors]], None]:
+    """What adds the weighted sum over the uses of one parameter, by its name, to `rows` or `out`."""
+    chosen, weights = _chosen(coefficients)
+
+    def add(name: str, uses: list[Factors]) -> None:
+        if name in rows:
+            for use in chosen(uses):
+                rows[name].add_(use, weights)
+            return
+        kept = out[name]
+        # A parameter may be laid out otherwise (channels_last); factors are summed row by row.
+        in_place = isinstance(kept, Tensor) and kept.is_contiguous()
+        total: Any = kept if in_place else gradients.whole_zeros(name)
+        for use in chosen(uses):
+            use.add_weighted_(total, weights)
+        if not in_place:
+            kept.add_(total)
+
+    return add
+
+
+def stacked(pairs: list[tuple[Tensor, Tensor]], device: torch.device) -> tuple[Tensor, Tensor]:
+    """The sums of squared norms and of bounds on their rounding, (B,) each, over all parameters."""
+    dtype = torch.promote_types(torch.float32, max((p[0].dtype for p in pairs), key=lambda d: d.itemsize))
+    total, rounding = (torch.stack([pair[i].to(device, dtype) for pair in pairs]).sum(0) for i in (0, 1))
+    return total, rounding
 
 
 def _chosen(coefficients: Tensor) -> tuple[Callable[[list[Factors]], Iterable[Factors]], Tensor]:
@@ -220,8 +241,33 @@ def record(
         ambiguous = ambiguous_sizes(model, batch)
         seen = survey(model, loss_fn, batch, rules=rules) if size > 1 else Certificate()
     watch = Watch(Reader(size, ambiguous, seen.readings), rules, tables=frozenset(tables))
+    losses = checked_run(watch, model, loss_fn, batch, certificate, seen)
+    return PerExampleGradients(losses, watch.factors, parameters, frozenset(watch.uses), watch.versions)
+
+
+def checked_run(
+    watch: Watch,
+    model: nn.Module,
+    loss_fn: LossFunction,
+    batch: Batch,
+    certificate: Certificate | None,
+    seen: Certificate | None = None,
+) -> Tensor:
+    """Runs a `watch`, and refuses what it saw where that is not known to be exact; errors as of `record`.
+
+    Args:
+        watch: of a recording that has not begun.
+        model: see `record`, as for `loss_fn` and `batch`.
+        certificate: what must cover all uses, if there is one.
+        seen: whose readings the watch has, where that is another.
+
+    Returns:
+        The losses (B,).
+    """
+    rules, size = watch.rules, watch.batch_size
+    seen = seen or certificate or Certificate()
     losses = watch.run(model, loss_fn, batch)
-    if not any(watch.factors.values()):
+    if not watch.found_any:
         raise UnsupportedModelError(
             "no trainable parameter received a gradient from the loss.",
             why="there is nothing to train, and epsilon would be spent for nothing.",
@@ -245,4 +291,4 @@ def record(
             why="a use that was never compared with the oracle is not known to be exact.",
             fix="make the model take the same path for every batch, or run preflight on a batch like this one.",
         )
-    return PerExampleGradients(losses, watch.factors, parameters, frozenset(watch.uses), watch.versions)
+    return losses

@@ -52,6 +52,7 @@ class Run:
 
     def __init__(self, plan: Plan, engine: Engine, before: Run | None = None, tokenizer: Any = None) -> None:
         self.plan, self.engine, self.tokenizer = plan, engine, tokenizer
+        engine.passes = plan.config.passes
         self.parts = parts_of(plan.config)
         self.by_rows: dict[str, nn.Parameter] = {} if before is None else before.by_rows
         self.ledger = Ledger()

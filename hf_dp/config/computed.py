@@ -1,0 +1,36 @@
+"""How a step is computed: which generator makes its noise, and in how many passes. Imports no torch."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, get_args
+
+from hf_dp.config.ranges import is_one_of, shown
+from hf_dp.errors import ConfigurationError
+
+NoiseName = Literal["gaussian", "chacha20"]
+
+
+def check_noise(noise: Any) -> None:
+    """Refuses a generator that is not known (`ConfigurationError`)."""
+    if not is_one_of(noise, get_args(NoiseName)):
+        raise ConfigurationError(
+            f"noise={shown(noise)}.",
+            why="it names the generator that makes the noise, and an unknown one makes none.",
+            fix="use 'gaussian' (the default) or 'chacha20'; how much noise there is says noise_multiplier.",
+        )
+
+
+def check_passes(passes: Any, sparse_embeddings: Any) -> None:
+    """Refuses a number of passes that is not known, or that rows cannot be counted in (`ConfigurationError`)."""
+    if type(passes) is not int or passes not in (1, 2):
+        raise ConfigurationError(
+            f"passes={shown(passes)}.",
+            why="norms and sums are made of one backward pass, or of one each.",
+            fix="leave it at 1, or give 2 where the factors of one pass do not fit into memory.",
+        )
+    if passes == 2 and sparse_embeddings is not None:
+        raise ConfigurationError(
+            "sparse_embeddings with passes=2.",
+            why="rows are counted, and left out, in factors that are kept, and two passes keep none.",
+            fix="leave one of them out.",
+        )
