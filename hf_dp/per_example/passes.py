@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from hf_dp.errors import UnsupportedModelError
 from hf_dp.per_example.batch import Batch, LossFunction, batch_size
-from hf_dp.per_example.factors import Factors, squared_norms
+from hf_dp.per_example.factors import Factors, Outer, squared_norms
 from hf_dp.per_example.grouped import Grouping
 from hf_dp.per_example.precision import full_precision
 from hf_dp.per_example.reading import Reader
@@ -54,9 +54,8 @@ class TakenWatch(Watch):
     def run(self, model: nn.Module, loss_fn: LossFunction, batch: Batch) -> Tensor:
         """As of any watch; afterwards `factors` are empty."""
         losses = super().run(model, loss_fn, batch)
-        with torch.no_grad(), full_precision(losses.device):
-            for name in [name for name, uses in self.factors.items() if uses]:
-                self._hand_on(name)
+        for name in [name for name, uses in self.factors.items() if uses]:
+            self._hand_on(name)
         return losses
 
     def _use(self, rule: Rule, bound: Any, parameters: list[str], function: Any, args: Any, kwargs: Any) -> Any:
@@ -78,14 +77,15 @@ class TakenWatch(Watch):
         self._noted[name] += self.versions[before:]
         del self.versions[before:]
         if name not in self._open and len(self.factors[name]) == self._to_come[name]:
-            with torch.no_grad(), full_precision(next(iter(self._noted[name]))[0].device):
-                self._hand_on(name)
+            self._hand_on(name)
 
     def _hand_on(self, name: str) -> None:
         refuse_changed(self._noted.pop(name, ()))
         uses, self.factors[name] = self.factors[name], []
         self._taken.add(name)
-        self.take(name, uses)
+        first = uses[0]
+        with torch.no_grad(), full_precision(first.device if isinstance(first, Outer) else first.values.device):
+            self.take(name, uses)
 
 
 class TwoPasses(PerExampleGradients):
