@@ -20,17 +20,11 @@ def check_noise(noise: Any) -> None:
         )
 
 
-def check_passes(passes: Any, sparse_embeddings: Any) -> None:
-    """Refuses a number of passes that is not known, or that rows cannot be counted in (`ConfigurationError`)."""
+def check_passes(passes: Any) -> None:
+    """Refuses a number of passes that is not known (`ConfigurationError`)."""
     if type(passes) is not int or passes not in (1, 2):
         raise ConfigurationError(
             f"passes={shown(passes)}.",
             why="norms and sums are made of one backward pass, or of one each.",
             fix="leave it at 1, or give 2 where the factors of one pass do not fit into memory.",
-        )
-    if passes == 2 and sparse_embeddings is not None:
-        raise ConfigurationError(
-            "sparse_embeddings with passes=2.",
-            why="rows are counted, and left out, in factors that are kept, and two passes keep none.",
-            fix="leave one of them out.",
         )

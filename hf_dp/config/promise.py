@@ -215,7 +215,7 @@ class PrivacyConfig:
         noise = self.noise_multiplier
         check_clipping(self.clipping, self.clipping_norm, noise)
         check_noise(self.noise)
-        check_passes(self.passes, self.sparse_embeddings)
+        check_passes(self.passes)
         if self.target_delta is not None:
             check_target_delta(self.target_delta)
         check_secret(self)

@@ -2,13 +2,15 @@
 
 Ghost clipping in its original form (Li et al. 2022, arXiv:2110.05679). The second pass makes the factors of the first
 again, from the same random numbers, and adds them to the sums as one pass would; so ties, 16 bits and adapters are as
-exact. Kept are those of a parameter that is used several times, until all of its uses have come.
+exact. That they are the same to the bit is held by checksums. Kept until the first pass is over are those of a
+parameter that is used several times, until all of its uses have come, and those of tables that are summed by rows.
 """
 
 from __future__ import annotations
 
+import copy
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,26 +23,31 @@ from hf_dp.per_example.factors import Factors, Outer, squared_norms
 from hf_dp.per_example.grouped import Grouping
 from hf_dp.per_example.precision import full_precision
 from hf_dp.per_example.reading import Reader
-from hf_dp.per_example.record import PerExampleGradients, adding, checked_run, stacked
-from hf_dp.per_example.rows import RowSum
-from hf_dp.per_example.rule import Certificate, Rule, Use, refusal, refuse_changed
+from hf_dp.per_example.record import NO_TABLES, PerExampleGradients, adding, checked_run
+from hf_dp.per_example.rows import RowSum, restricted
+from hf_dp.per_example.rule import Certificate, Rule, refusal, refuse_changed
 from hf_dp.per_example.rules import RULES
 from hf_dp.per_example.sharding import Shard, is_sharded, trainable
 from hf_dp.per_example.watch import Watch
 from hf_dp.randomness import state_to_return_to, unchanged_global_state
 
 Take = Callable[[str, list[Factors]], None]
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(eq=False)
 class TakenWatch(Watch):
-    """A watch that keeps the factors of a parameter no longer than until all its uses have come.
+    """A watch that hands on the factors of a parameter.
 
     Attributes:
-        take: gets them, once.
+        take: gets them.
+        joined: whether it gets all uses of a parameter together, and those of `tables` are kept; else each as it comes.
+        bits: (B,) checksums of each example's factors, int64, whatever the order of the uses.
     """
 
     take: Take = lambda name, uses: None
+    joined: bool = True
+    bits: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.int64))
     _to_come: Counter[str] = field(default_factory=Counter)
     _open: set[str] = field(default_factory=set)
     _taken: set[str] = field(default_factory=set)
@@ -49,13 +56,14 @@ class TakenWatch(Watch):
     @property
     def found_any(self) -> bool:
         """Whether any parameter got a gradient."""
-        return bool(self._taken)
+        return bool(self._taken) or super().found_any
 
     def run(self, model: nn.Module, loss_fn: LossFunction, batch: Batch) -> Tensor:
-        """As of any watch; afterwards `factors` are empty."""
+        """As of any watch; afterwards `factors` are those of the tables, if any are kept."""
         losses = super().run(model, loss_fn, batch)
-        for name in [name for name, uses in self.factors.items() if uses]:
+        for name in [name for name, uses in self.factors.items() if uses and name not in self.tables]:
             self._hand_on(name)
+        self.bits = self.bits.to(losses.device) + _checksums(losses)
         return losses
 
     def _use(self, rule: Rule, bound: Any, parameters: list[str], function: Any, args: Any, kwargs: Any) -> Any:
@@ -70,78 +78,142 @@ class TakenWatch(Watch):
         return super()._constant(parameters, value, hand_on)
 
     def _keep(self, name: str, factors: Factors) -> None:
-        if name in self._taken:
-            raise refusal([name], "an operation in the backward pass", "all of its uses in the forward pass had come")
         before = len(self.versions)
         super()._keep(name, factors)
+        kept = self.factors[name][-1]
+        self.bits = self.bits.to(device_of(kept)) + checksums(kept)
+        if self.joined and name in self.tables:
+            return
         self._noted[name] += self.versions[before:]
         del self.versions[before:]
-        if name not in self._open and len(self.factors[name]) == self._to_come[name]:
+        if not self.joined:
+            self._hand_on(name)
+        elif name in self._taken:
+            raise refusal([name], "an operation in the backward pass", "all of its uses in the forward pass had come")
+        elif name not in self._open and len(self.factors[name]) == self._to_come[name]:
             self._hand_on(name)
 
     def _hand_on(self, name: str) -> None:
         refuse_changed(self._noted.pop(name, ()))
         uses, self.factors[name] = self.factors[name], []
         self._taken.add(name)
-        first = uses[0]
-        with torch.no_grad(), full_precision(first.device if isinstance(first, Outer) else first.values.device):
+        with torch.no_grad(), full_precision(device_of(uses[0])):
             self.take(name, uses)
 
 
-class TwoPasses(PerExampleGradients):
-    """Per-example gradients of which nothing is kept but norms; a weighted sum is a pass of its own.
+def device_of(factors: Factors) -> torch.device:
+    """Where they lie."""
+    return factors.device if isinstance(factors, Outer) else factors.values.device
 
-    Attributes:
-        differing: how many losses were others in the last pass than in the first, (), on the device.
+
+def checksums(factors: Factors) -> Tensor:
+    """(B,) int64: the bits of each example's factors, added up as whole numbers, so in whatever order."""
+    if isinstance(factors, Outer):
+        return _checksums(factors.left.tensor) + _checksums(factors.right.tensor)
+    return _checksums(factors.values)
+
+
+def _checksums(values: Tensor) -> Tensor:
+    whole = values.detach().view(_BITS[values.element_size()])
+    return whole.long() if whole.dim() == 1 else whole.sum(tuple(range(1, whole.dim())), dtype=torch.int64)
+
+
+class TwoPasses(PerExampleGradients):
+    """Per-example gradients of which only norms are kept, and the factors of tables; a weighted sum is a second pass.
+
+    Args:
+        watched: makes a watch for `take`; see `TakenWatch` for whether uses are joined.
+        run: runs it; the losses (B,).
+        size: B.
+        parameters: the trainable ones.
+        device: of the losses.
+        owners: for each row the number of its example, as for `grouped`.
+        elsewhere: see `PerExampleGradients`. Rows of an example that has more elsewhere are summed as they are, in one
+            pass: its norm is that of the sum.
     """
 
     def __init__(
         self,
-        run: Callable[[Take], tuple[Tensor, frozenset[Use]]],
+        watched: Callable[[Take, bool], TakenWatch],
+        run: Callable[[TakenWatch], Tensor],
         size: int,
         parameters: dict[str, nn.Parameter],
         device: torch.device,
         owners: Sequence[int] | None = None,
         elsewhere: tuple[int, int] = (0, 0),
     ) -> None:
-        self._run, self._back = run, state_to_return_to()
-        self._grouping = None if owners is None or any(elsewhere) else Grouping(owners)
-        rows = torch.zeros(size, device=device)
-        super().__init__(rows, {name: [] for name in parameters}, parameters, elsewhere=elsewhere)
-        self._is_first = any(elsewhere)
-        # Rows of an example that has more elsewhere are summed as they are: its norm is that of the sum.
-        if not self._is_first:
+        self._watched, self._run, self._back = watched, run, state_to_return_to()
+        super().__init__(torch.zeros(size, device=device), {}, parameters, elsewhere=elsewhere)
+        self._is_piece = any(elsewhere)
+        self._grouping = None if owners is None or self._is_piece else Grouping(owners)
+        self._trained_rows: Mapping[str, Tensor] = {}
+        self._bits = torch.zeros((), dtype=torch.int64)
+        if not self._is_piece:
             self._measure()
 
     def _measure(self) -> None:
-        pairs: list[tuple[Tensor, Tensor]] = []
-        losses, self.uses = self._run(lambda name, uses: pairs.append(squared_norms(self._grouped(uses))))
+        watch = self._watched(lambda name, uses: self._measured.append(squared_norms(self._grouped(uses))), True)
+        losses = self._run(watch)
+        self.uses, self._bits = frozenset(watch.uses), watch.bits
         self.losses = losses if self._grouping is None else self._grouping.summed(losses)
-        self._norms = stacked(pairs, losses.device)
+        refuse_changed(watch.versions)
+        self.factors = {name: self._grouped(uses) for name, uses in watch.factors.items() if name in watch.tables}
+        self._versions = watch.versions if self._grouping is None or self._grouping.is_view else ()
 
     def _grouped(self, uses: list[Factors]) -> list[Factors]:
         return uses if self._grouping is None else [self._grouping.of(use) for use in uses]
 
+    def restricted(self, kept: Mapping[str, Tensor]) -> TwoPasses:
+        """As of kept factors; a piece is restricted when it is summed."""
+        found = copy.copy(self)
+        found.factors = {n: restricted(uses, kept[n]) if n in kept else uses for n, uses in self.factors.items()}
+        found._trained_rows, found._norms = kept, None
+        return found
+
+    def grouped(self, owners: Sequence[int], before: int = 0, after: int = 0) -> PerExampleGradients:
+        """Not of these: `record_in_two_passes` asks for owners before norms are taken."""
+        raise ValueError("rows of which norms were taken are not grouped")
+
     def add_weighted_sum_(
-        self, out: Mapping[str, Tensor | Shard], coefficients: Tensor, rows: Mapping[str, RowSum] = {}
+        self, out: Mapping[str, Tensor | Shard], coefficients: Tensor, rows: Mapping[str, RowSum] = NO_TABLES
     ) -> None:
         """As of kept factors, by one more pass with the random numbers of the first.
 
-        Raises:
-            UnsupportedModelError: it computed other losses; on a device that has to be waited for, `differing` says so.
+        `differing` then says of how many examples, of those that were added, the factors were others.
         """
-        if coefficients.shape != self.losses.shape:
-            raise ValueError(f"coefficients {tuple(coefficients.shape)} for losses {tuple(self.losses.shape)}")
+        super().add_weighted_sum_(out, coefficients, rows)
         add = adding(self, out, coefficients, rows)
-        if self._is_first:
-            losses, self.uses = self._run(add)
-            self.losses, self._is_first = losses, False
+        if self._is_piece:
+            watch = self._watched(lambda name, uses: add(name, self._restricted(name, uses)), False)
+            self.losses, self.uses = self._run(watch), frozenset(watch.uses)
             return
+
+        def add_dropped(name: str, uses: list[Factors]) -> None:
+            if name not in self.factors:
+                add(name, self._grouped(uses))
+
         with unchanged_global_state():
             self._back()
-            losses, _ = self._run(lambda name, uses: add(name, self._grouped(uses)))
-        again = losses if self._grouping is None else self._grouping.summed(losses)
-        self.differing = (again.ne(self.losses) & ~(again.isnan() & self.losses.isnan())).sum()
+            watch = self._watched(add_dropped, False)
+            self._run(watch)
+        differing = watch.bits.ne(self._bits)
+        if self._grouping is not None:
+            differing = self._grouping.summed(differing.long()).ne(0)
+        self.differing = (differing & coefficients.ne(0)).sum()
+
+    def _restricted(self, name: str, uses: list[Factors]) -> list[Factors]:
+        return restricted(uses, self._trained_rows[name]) if name in self._trained_rows else uses
+
+
+def refuse_differing(examples: int) -> None:
+    """Refuses a step in which this many examples had other factors in the second pass (`UnsupportedModelError`)."""
+    if examples:
+        raise UnsupportedModelError(
+            f"{examples} examples whose gradients were others in the second pass over them.",
+            why="what is summed is not what the norms were taken of, and may be longer than the clipping bound.",
+            fix="let the model and its loss compute the same when they are called again on the same batch "
+            "(torch.use_deterministic_algorithms(True), no counters); or leave passes at 1.",
+        )
 
 
 def refuse_two_passes(model: nn.Module) -> None:
@@ -154,7 +226,7 @@ def refuse_two_passes(model: nn.Module) -> None:
         raise UnsupportedModelError(
             "passes=2 with FSDP2.",
             why="sums would be scattered in the middle of the backward pass, where FSDP2 sends by itself.",
-            fix="train under DDP, or leave passes out.",
+            fix="train under DDP, or leave passes at 1.",
         )
     kinds = {p.device.type for p in model.parameters()} - {"cpu"}
     if kinds and not torch.are_deterministic_algorithms_enabled():
@@ -172,6 +244,7 @@ def record_in_two_passes(
     *,
     certificate: Certificate,
     rules: Mapping[Any, Rule] = RULES,
+    tables: Collection[str] = (),
     owners: tuple[Sequence[int], int, int] | None = None,
 ) -> TwoPasses:
     """What `record` gives, with the memory of an ordinary step.
@@ -182,6 +255,7 @@ def record_in_two_passes(
         batch: is kept until the sum was made.
         certificate: from `preflight`.
         rules: the table of operations.
+        tables: parameters whose factors, the looked-up rows, are kept.
         owners: whose each row is, and how many rows of a single example are in micro-batches before and after; as for
             `PerExampleGradients.grouped`.
 
@@ -191,12 +265,35 @@ def record_in_two_passes(
     refuse_two_passes(model)
     size, parameters = batch_size(batch), trainable(model)
 
-    def run(take: Take) -> tuple[Tensor, frozenset[Use]]:
-        watch = TakenWatch(Reader(size, None, certificate.readings), rules, take=take)
-        losses = checked_run(watch, model, loss_fn, batch, certificate)
-        return losses, frozenset(watch.uses)
+    def watched(take: Take, joined: bool) -> TakenWatch:
+        reader = Reader(size, None, certificate.readings)
+        return TakenWatch(reader, rules, tables=frozenset(tables), take=take, joined=joined)
+
+    def run(watch: TakenWatch) -> Tensor:
+        return checked_run(watch, model, loss_fn, batch, certificate)
 
     device = next(iter(parameters.values())).device
     if owners is None:
-        return TwoPasses(run, size, parameters, device)
-    return TwoPasses(run, size, parameters, device, owners[0], owners[1:])
+        return TwoPasses(watched, run, size, parameters, device)
+    return TwoPasses(watched, run, size, parameters, device, owners[0], owners[1:])
+
+
+def check_two_passes(
+    model: nn.Module,
+    loss_fn: LossFunction,
+    batch: Batch,
+    *,
+    certificate: Certificate,
+    rules: Mapping[Any, Rule] = RULES,
+    tables: Collection[str] = (),
+) -> None:
+    """Makes both passes over a batch, arguments as of `record_in_two_passes`, in the mode that the model is in.
+
+    Raises:
+        UnsupportedModelError: the second was another than the first.
+    """
+    with unchanged_global_state():
+        found = record_in_two_passes(model, loss_fn, batch, certificate=certificate, rules=rules, tables=tables)
+        rows = {name: RowSum(name, found.parameters[name]) for name in tables}
+        found.add_weighted_sum_(found.zeros(besides=tables), torch.ones_like(found.losses), rows)
+        refuse_differing(0 if found.differing is None else int(found.differing))

@@ -26,7 +26,7 @@ from hf_dp.per_example.sharding import Shard, as_sums, is_sharded, local, traina
 from hf_dp.per_example.waiting import answers_at_once
 from hf_dp.per_example.watch import Watch
 
-_NO_TABLES: Mapping[str, RowSum] = MappingProxyType({})
+NO_TABLES: Mapping[str, RowSum] = MappingProxyType({})
 
 
 class PerExampleGradients:
@@ -37,7 +37,7 @@ class PerExampleGradients:
         factors: for each trainable parameter (tied names collapse to the first) the factors of its uses.
         parameters: the trainable ones.
         uses: which operations used which parameters.
-        differing: how many examples have other losses than before, where they are computed again.
+        differing: how many examples have other factors than before, where they are computed again: (), on the device.
         elsewhere: where all rows are of one example, how many more it has in micro-batches before and after this one.
     """
 
@@ -55,6 +55,8 @@ class PerExampleGradients:
         self.parameters, self.elsewhere = parameters, elsewhere
         self.differing: Tensor | None = None
         self._norms: tuple[Tensor, Tensor] | None = None
+        # Squared norms and bounds on their rounding, of parameters whose factors are not kept.
+        self._measured: list[tuple[Tensor, Tensor]] = []
 
     @property
     def batch_size(self) -> int:
@@ -134,7 +136,7 @@ class PerExampleGradients:
         return PerExampleGradients(grouping.summed(self.losses), factors, self.parameters, self.uses, versions)
 
     def add_weighted_sum_(
-        self, out: Mapping[str, Tensor | Shard], coefficients: Tensor, rows: Mapping[str, RowSum] = _NO_TABLES
+        self, out: Mapping[str, Tensor | Shard], coefficients: Tensor, rows: Mapping[str, RowSum] = NO_TABLES
     ) -> None:
         """Adds `weighted_sum(coefficients)` in place: to `rows` for the tables there, to `out` for the rest.
 
@@ -161,6 +163,7 @@ class PerExampleGradients:
             with full_precision(self.losses.device):
                 grams = SelfGrams()
                 pairs = [squared_norms(uses, grams) for uses in joined(self.factors.values())]
+            pairs += self._measured
             self._norms = stacked(pairs, self.losses.device)
         return self._norms
 
@@ -169,7 +172,7 @@ def adding(
     gradients: PerExampleGradients,
     out: Mapping[str, Tensor | Shard],
     coefficients: Tensor,
-    rows: Mapping[str, RowSum] = _NO_TABLES,
+    rows: Mapping[str, RowSum] = NO_TABLES,
 ) -> Callable[[str, list[Factors]], None]:
     """What adds the weighted sum over the uses of one parameter, by its name, to `rows` or `out`."""
     chosen, weights = _chosen(coefficients)
@@ -233,9 +236,7 @@ def record(
         UnsupportedModelError: an operation without a rule, an unreadable shape, a use that the certificate lacks.
         ConfigurationError: a batch or a loss without one row for each example.
     """
-    size = batch_size(batch)
-    check_pictures(model, batch)
-    parameters = trainable(model)
+    size, parameters = batch_size(batch), trainable(model)
     seen, ambiguous = certificate, None
     if seen is None:
         ambiguous = ambiguous_sizes(model, batch)
@@ -266,6 +267,7 @@ def checked_run(
     """
     rules, size = watch.rules, watch.batch_size
     seen = seen or certificate or Certificate()
+    check_pictures(model, batch)
     losses = watch.run(model, loss_fn, batch)
     if not watch.found_any:
         raise UnsupportedModelError(

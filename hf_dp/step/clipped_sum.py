@@ -11,9 +11,10 @@ from torch.distributed.tensor import DTensor
 
 import hf_dp.ranks as ranks
 from hf_dp.clipping.rule import ClippingRule
-from hf_dp.errors import HfDpError, UnsupportedModelError
+from hf_dp.errors import HfDpError
 from hf_dp.noise.source import NoiseSource
 from hf_dp.per_example import RowSum, sparse_gradient
+from hf_dp.per_example.passes import refuse_differing
 from hf_dp.per_example.precision import sum_dtype
 from hf_dp.per_example.record import PerExampleGradients
 from hf_dp.per_example.sharding import as_sums, like, local, trainable
@@ -72,7 +73,7 @@ class ClippedSum:
         self.rows = {name: RowSum(name, self._parameters[name]) for name in names}
         self._chosen: Mapping[str, Tensor] = {}
         self.examples = 0
-        # Clipped, not finite, loss, other losses than before: on the device, and asked of it once.
+        # Clipped, not finite, loss, others in the second pass: on the device, and asked of it once.
         self._counted: Tensor | None = None
         if by_rows is not None:
             by_rows.begin()
@@ -158,12 +159,7 @@ class ClippedSum:
             )
         total = table[:, 1:].sum(0)
         self.examples, self._counted = int(total[0]), total[1:]
-        if total[4]:
-            raise UnsupportedModelError(
-                f"{int(total[4])} examples whose losses were others in the second pass over them.",
-                why="what is summed would not be what the norms were taken of.",
-                fix="leave passes out, or let the model compute the same from the same random numbers.",
-            )
+        refuse_differing(int(total[4]))
 
     def choose_rows(self, step: int) -> None:
         """Moves this rank's sums of the rows that are chosen for this step to `gradients`."""

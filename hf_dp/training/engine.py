@@ -23,7 +23,7 @@ from hf_dp.per_example import RULES, Certificate, PerExampleGradients, Rule, pre
 from hf_dp.per_example.batch import Batch, LossFunction, check_losses
 from hf_dp.per_example.independence import survey
 from hf_dp.per_example.padding import check_padding
-from hf_dp.per_example.passes import record_in_two_passes, refuse_two_passes
+from hf_dp.per_example.passes import check_two_passes, record_in_two_passes, refuse_two_passes
 from hf_dp.per_example.sharding import is_sharded
 from hf_dp.per_example.state import unchanged_state
 from hf_dp.randomness import unchanged_global_state
@@ -88,7 +88,9 @@ class Engine:
         loss = self._loss if owners is None else functools.partial(self._share_of_mean, owners)
         certificate, rules = self._certificate, self._rules
         if self.passes == 2 and certificate is not None:
-            return record_in_two_passes(self.model, loss, batch, certificate=certificate, rules=rules, owners=owners)
+            return record_in_two_passes(
+                self.model, loss, batch, certificate=certificate, rules=rules, tables=self.by_rows, owners=owners
+            )
         found = record(self.model, loss, batch, certificate=certificate, rules=rules, tables=self.by_rows)
         return found if owners is None else found.grouped(*owners)
 
@@ -183,6 +185,11 @@ class Engine:
     def _certify(self, together: Batch, uneven: list[Any]) -> None:
         certificate = preflight(self.model, self._loss, together, rules=self._rules, tables=self.by_rows)
         self._check_padding(uneven, certificate)
+        if self.passes == 2:
+            with unchanged_state(self.model):
+                check_two_passes(
+                    self.model, self._loss, together, certificate=certificate, rules=self._rules, tables=self.by_rows
+                )
         self._certificate = certificate
 
     def _check_padding(self, rows: list[Any], certificate: Certificate | None) -> None:

@@ -52,7 +52,6 @@ class Run:
 
     def __init__(self, plan: Plan, engine: Engine, before: Run | None = None, tokenizer: Any = None) -> None:
         self.plan, self.engine, self.tokenizer = plan, engine, tokenizer
-        engine.passes = plan.config.passes
         self.parts = parts_of(plan.config)
         self.by_rows: dict[str, nn.Parameter] = {} if before is None else before.by_rows
         self.ledger = Ledger()
@@ -179,7 +178,7 @@ class Run:
             "Private training: %s. max_grad_norm is set to 0: gradients are clipped for each example.",
             self.plan,
         )
-        self.engine.by_rows = self.by_rows
+        self.engine.by_rows, self.engine.passes = self.by_rows, self.plan.config.passes
         self._remove_parts()
         try:
             for part in self.parts.values():
