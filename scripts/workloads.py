@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,6 +46,10 @@ _LLAMA = {
     "vocab_size": 16384, "hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 4,
     "num_attention_heads": 8, "num_key_value_heads": 8,
 }  # fmt: skip
+_DEEP = {
+    "vocab_size": 4096, "hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 12,
+    "num_attention_heads": 4, "num_key_value_heads": 4,
+}  # fmt: skip
 _BERT = {
     "vocab_size": 16384, "hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 4,
     "num_attention_heads": 8, "num_labels": 10,
@@ -55,7 +61,7 @@ CASES = {
     "tied short": Case("gpt2", 64, 32, _gpt2(16384, 512, 4)),
     "llama lora": Case("llama", 8, 256, _LLAMA, lora=True),
     "bert": Case("bert", 8, 128, _BERT),
-    "llama, checkpointing": Case("llama", 8, 256, _LLAMA, checkpointing=True),
+    "llama, checkpointing": Case("llama", 8, 512, _DEEP, checkpointing=True),
     "large vocabulary": Case("gpt2", 4, 256, _gpt2(151936, 896, 1)),
 }
 
@@ -222,11 +228,25 @@ def private(
 
     def step() -> None:
         next(draws)
-        private_gradient(model, recorded, enumerate(data), plan, ledger)
+        with _deterministic(plan.config.passes == 2):
+            private_gradient(model, recorded, enumerate(data), plan, ledger)
         optimizer.step()
         optimizer.zero_grad()
 
     return step
+
+
+@contextmanager
+def _deterministic(is_asked: bool) -> Iterator[None]:
+    """Inside, algorithms are deterministic, as two passes need them on a GPU."""
+    before = torch.are_deterministic_algorithms_enabled()
+    if is_asked:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(is_asked or before)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
 
 
 def _owners(sizes: tuple[int, ...], place: int, rows: int) -> Owners:

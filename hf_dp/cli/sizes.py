@@ -41,8 +41,7 @@ def sizes(
             "sent in one step": {**one.sent, "in all": one.total_sent},
         }
         if gpu_memory is not None:
-            # Under FSDP2 two passes are refused.
-            taken = {1: one.total_memory} | ({2: two.total_memory} if strategy == "DDP" else {})
+            taken = {1: one.total_memory, 2: two.total_memory}
             fits = [passes for passes, total in taken.items() if total <= gpu_memory * 1e9]
             fitting[strategy] = {"passes": fits, "in all": taken}
     predicted = {

@@ -27,7 +27,7 @@ from hf_dp.per_example.record import NO_TABLES, PerExampleGradients, adding, che
 from hf_dp.per_example.rows import RowSum, restricted
 from hf_dp.per_example.rule import Certificate, Rule, refusal, refuse_changed
 from hf_dp.per_example.rules import RULES
-from hf_dp.per_example.sharding import Shard, is_sharded, trainable
+from hf_dp.per_example.sharding import Shard, as_sums, is_sharded, trainable
 from hf_dp.per_example.watch import Watch
 from hf_dp.randomness import state_to_return_to, unchanged_global_state
 
@@ -216,17 +216,21 @@ def refuse_differing(examples: int) -> None:
         )
 
 
-def refuse_two_passes(model: nn.Module) -> None:
+def refuse_two_passes(model: nn.Module, in_pieces: bool) -> None:
     """Refuses what two passes cannot do for this model.
 
+    Args:
+        model: as it will be trained.
+        in_pieces: whether examples may have rows in several micro-batches.
+
     Raises:
-        UnsupportedModelError: parameters in shards; a device on which the second pass may not be as the first.
+        UnsupportedModelError: such in shards; a device on which the second pass may not be as the first.
     """
-    if is_sharded(model):
+    if is_sharded(model) and in_pieces:
         raise UnsupportedModelError(
-            "passes=2 with FSDP2.",
-            why="sums would be scattered in the middle of the backward pass, where FSDP2 sends by itself.",
-            fix="train under DDP, or leave passes at 1.",
+            "passes=2 with units under FSDP2.",
+            why="rows of a unit with more in other micro-batches take one pass, and all ranks must take the same.",
+            fix="train under DDP, let examples be the unit, or leave passes at 1.",
         )
     kinds = {p.device.type for p in model.parameters()} - {"cpu"}
     if kinds and not torch.are_deterministic_algorithms_enabled():
@@ -250,7 +254,7 @@ def record_in_two_passes(
     """What `record` gives, with the memory of an ordinary step.
 
     Args:
-        model: as for `record`, as are the others; its parameters are not in shards.
+        model: as for `record`, as are the others.
         loss_fn: called once in each pass.
         batch: is kept until the sum was made.
         certificate: from `preflight`.
@@ -262,12 +266,14 @@ def record_in_two_passes(
     Raises:
         UnsupportedModelError: as for `record`, and for `refuse_two_passes`.
     """
-    refuse_two_passes(model)
+    refuse_two_passes(model, owners is not None and any(owners[1:]))
     size, parameters = batch_size(batch), trainable(model)
 
     def watched(take: Take, joined: bool) -> TakenWatch:
         reader = Reader(size, None, certificate.readings)
-        return TakenWatch(reader, rules, tables=frozenset(tables), take=take, joined=joined)
+        # All ranks scatter the sum of each parameter once, in the order in which backward passes come by.
+        is_once = joined or is_sharded(model)
+        return TakenWatch(reader, rules, tables=frozenset(tables), take=take, joined=is_once)
 
     def run(watch: TakenWatch) -> Tensor:
         return checked_run(watch, model, loss_fn, batch, certificate)
@@ -295,5 +301,6 @@ def check_two_passes(
     with unchanged_global_state():
         found = record_in_two_passes(model, loss_fn, batch, certificate=certificate, rules=rules, tables=tables)
         rows = {name: RowSum(name, found.parameters[name]) for name in tables}
-        found.add_weighted_sum_(found.zeros(besides=tables), torch.ones_like(found.losses), rows)
+        sums = as_sums(found.zeros(besides=tables), found.parameters)
+        found.add_weighted_sum_(sums, torch.ones_like(found.losses), rows)
         refuse_differing(0 if found.differing is None else int(found.differing))

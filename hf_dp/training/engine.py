@@ -149,7 +149,7 @@ class Engine:
             ConfigurationError: a collator, rows or a loss that a private run cannot use.
         """
         if self.passes == 2:
-            refuse_two_passes(self.model)
+            refuse_two_passes(self.model, self.loader.draws_units)
         ranks.warn(logger, "Checking the model, the collator and the data before the first step.")
         dataset: Any = self.loader.dataset
         collate: Any = self.loader.collate_fn

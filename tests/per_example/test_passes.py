@@ -247,9 +247,10 @@ def test_what_one_pass_refuses_two_refuse(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_where_two_passes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    refuse_two_passes(nn.Linear(2, 2))
+    refuse_two_passes(nn.Linear(2, 2), in_pieces=True)
     with pytest.raises(UnsupportedModelError, match="passes=2 on meta without deterministic algorithms"):
-        refuse_two_passes(nn.Linear(2, 2, device="meta"))
+        refuse_two_passes(nn.Linear(2, 2, device="meta"), in_pieces=False)
     monkeypatch.setattr("hf_dp.per_example.passes.is_sharded", lambda model: True)
-    with pytest.raises(UnsupportedModelError, match="passes=2 with FSDP2"):
-        refuse_two_passes(nn.Linear(2, 2))
+    refuse_two_passes(nn.Linear(2, 2), in_pieces=False)
+    with pytest.raises(UnsupportedModelError, match="passes=2 with units under FSDP2"):
+        refuse_two_passes(nn.Linear(2, 2), in_pieces=True)

@@ -128,4 +128,4 @@ def test_two_passes_are_proposed_where_one_does_not_fit(directory: Path) -> None
         assert "before the activations" in shown.stdout
         found = json.loads(CliRunner().invoke(app, [*base, str(memory / 1e9), "--json"]).stdout)
         assert found["fits"]["DDP"]["passes"] == fitting
-        assert found["fits"]["FSDP2"]["in all"].keys() == {"1"}
+        assert found["fits"]["DDP"]["in all"] == {"1": one.total_memory, "2": two.total_memory}
