@@ -26,7 +26,7 @@ from hf_dp.data.loader import PoissonDataLoader
 from hf_dp.errors import HfDpError, UnsupportedModelError
 from hf_dp.losses import per_example_losses
 from hf_dp.per_example import Tables, record
-from hf_dp.per_example.passes import TakenWatch
+from hf_dp.per_example.taken import TakenWatch
 from hf_dp.training import engine
 from tests.distributed.gang import ON_GPU
 from tests.training.workbench import ROWS, Rows, make, pad, pad_for_language, rows

@@ -19,11 +19,12 @@ from hf_dp.per_example.factors import Outer, PerExample
 from hf_dp.per_example.gram import Dense
 from hf_dp.per_example.independence import survey
 from hf_dp.per_example.oracle import loop
-from hf_dp.per_example.passes import TakenWatch, check_two_passes, checksums, record_in_two_passes, refuse_two_passes
+from hf_dp.per_example.passes import check_two_passes, record_in_two_passes, refuse_two_passes
 from hf_dp.per_example.pieces import Pieces
 from hf_dp.per_example.reading import Reader
 from hf_dp.per_example.record import PerExampleGradients
 from hf_dp.per_example.rules import RULES
+from hf_dp.per_example.taken import TakenWatch, checksums
 from tests.zoo import adapted, text_batch, tiny, with_dropout
 
 MODELS: dict[str, Any] = {
