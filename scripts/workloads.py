@@ -47,7 +47,7 @@ _LLAMA = {
     "num_attention_heads": 8, "num_key_value_heads": 8,
 }  # fmt: skip
 _DEEP = {
-    "vocab_size": 4096, "hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 12,
+    "vocab_size": 2048, "hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 8,
     "num_attention_heads": 4, "num_key_value_heads": 4,
 }  # fmt: skip
 _BERT = {
@@ -61,7 +61,7 @@ CASES = {
     "tied short": Case("gpt2", 64, 32, _gpt2(16384, 512, 4)),
     "llama lora": Case("llama", 8, 256, _LLAMA, lora=True),
     "bert": Case("bert", 8, 128, _BERT),
-    "llama, checkpointing": Case("llama", 8, 512, _DEEP, checkpointing=True),
+    "llama, checkpointing": Case("llama", 4, 256, _DEEP, checkpointing=True),
     "large vocabulary": Case("gpt2", 4, 256, _gpt2(151936, 896, 1)),
 }
 

@@ -99,5 +99,8 @@ def checksums(factors: Factors) -> Tensor:
 
 
 def _checksums(values: Tensor) -> Tensor:
-    whole = values.detach().view(_BITS[values.element_size()])
-    return whole.long() if whole.dim() == 1 else whole.sum(tuple(range(1, whole.dim())), dtype=torch.int64)
+    rows, size = values.detach().reshape(len(values), -1), values.element_size()
+    if rows.numel() and rows.shape[1] * size % 8 == rows.storage_offset() * size % 8 == 0 and rows.is_contiguous():
+        return rows.view(torch.int64).sum(1)
+    # Sums of shorter numbers copy them to longer ones first: of one example at a time.
+    return torch.stack([row.view(_BITS[size]).sum(dtype=torch.int64) for row in rows])

@@ -159,7 +159,9 @@ def test_checksums_are_of_each_example_and_all_its_factors() -> None:
             other[1, 2, 3] = value
             found = checksums(make(*sides)).ne(checksums(make(sides[0], other)))
             assert found.tolist() == [False, True, False]
-    assert checksums(PerExample(torch.ones(3))).shape == (3,)
+    assert checksums(PerExample(torch.ones(3))).shape == checksums(PerExample(torch.ones(3, 0))).shape == (3,)
+    whole = torch.randn(3, 5, 4)
+    assert torch.equal(*(checksums(PerExample(part)) for part in (whole[..., 1:], whole[..., 1:].contiguous())))
 
 
 def test_a_loss_that_counts_its_calls_is_refused_before_the_first_step() -> None:
