@@ -6,7 +6,7 @@ import hashlib
 import math
 import random
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -91,6 +91,21 @@ def unchanged_global_state() -> Iterator[None]:
         finally:
             random.setstate(python_state)
             np.random.set_state(numpy_state)  # noqa: NPY002
+
+
+def state_to_return_to() -> Callable[[], None]:
+    """What sets the global generators of `torch`, `numpy` and `random` to where they are now."""
+    of_python, of_numpy, of_torch = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002
+    of_cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+
+    def back() -> None:
+        random.setstate(of_python)
+        np.random.set_state(of_numpy)  # noqa: NPY002
+        torch.set_rng_state(of_torch)
+        if of_cuda:
+            torch.cuda.set_rng_state_all(of_cuda)
+
+    return back
 
 
 @contextmanager

@@ -6,6 +6,7 @@
     python scripts/benchmark.py scaling --figure docs/figures/scaling.png
     python scripts/benchmark.py operations --case bert
     python scripts/benchmark.py forms
+    python scripts/benchmark.py passes
     python scripts/benchmark.py noise
     python scripts/benchmark.py kinds
     python scripts/benchmark.py units
@@ -29,6 +30,7 @@ import csv
 import dataclasses
 import functools
 import json
+import os
 import platform
 import random
 import statistics
@@ -239,6 +241,27 @@ def _draw_ratios(results: dict[str, Any], path: Path) -> None:
         axes.set_xlabel(f"{what}, ratio to an ordinary step")
     panels[0].legend(loc="lower left")
     _save(figure, path)
+
+
+@app.command()
+def passes(
+    case: Annotated[str, typer.Option(help="What is measured.")] = "llama, checkpointing",
+    repeats: Annotated[int, typer.Option(help="Timed steps of each variant.")] = 5,
+) -> None:
+    """Time and memory of a step in one pass and in two, as ratios to the ordinary step.
+
+    On a CPU the time is the processor's, and large blocks of memory go back when they are freed: what glibc's heap
+    keeps between them is another number for each order of the same blocks.
+    """
+    names, setting = ["ordinary", "hf_dp", "hf_dp in two passes"], _setting("float32", "sdpa")
+    os.environ["MALLOC_MMAP_THRESHOLD_"] = str(2**16)
+    peaks = {name: measure_memory(case, name, "float32", "sdpa") for name in names}
+    clock = time.process_time if setting.device.type == "cpu" else time.perf_counter
+    seconds = measure_times(CASES[case], names, repeats, setting, clock)
+    print(f"{case}, ordinary: {_median(seconds['ordinary']):.3f} s, {peaks['ordinary']:.0f} MiB")
+    for name in names[1:]:
+        time_ratio, memory_ratio = (_ratio(found[name], found["ordinary"]) for found in (seconds, peaks))
+        print(f"{case}, {name}: time {time_ratio:.2f}, memory {memory_ratio:.2f}")
 
 
 @app.command()

@@ -244,7 +244,8 @@ def speed(device: torch.device) -> Cases:
     names = ["ordinary", "hf_dp", *(["opacus ghost"] if find_spec("opacus") else [])]
     setting = Setting(device, torch.bfloat16)
     for name, case in (GPU_CASES if device.type == "cuda" else SMALL_CASES).items():
-        yield name, functools.partial(_speed, case, names, setting)
+        twice = ["hf_dp in two passes"] if case.checkpointing else []
+        yield name, functools.partial(_speed, case, [*names, *twice], setting)
 
 
 def _speed(case: Case, names: list[str], setting: Setting) -> str:

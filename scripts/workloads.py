@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,6 +46,10 @@ _LLAMA = {
     "vocab_size": 16384, "hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 4,
     "num_attention_heads": 8, "num_key_value_heads": 8,
 }  # fmt: skip
+_DEEP = {
+    "vocab_size": 2048, "hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 8,
+    "num_attention_heads": 4, "num_key_value_heads": 4,
+}  # fmt: skip
 _BERT = {
     "vocab_size": 16384, "hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 4,
     "num_attention_heads": 8, "num_labels": 10,
@@ -55,6 +61,7 @@ CASES = {
     "tied short": Case("gpt2", 64, 32, _gpt2(16384, 512, 4)),
     "llama lora": Case("llama", 8, 256, _LLAMA, lora=True),
     "bert": Case("bert", 8, 128, _BERT),
+    "llama, checkpointing": Case("llama", 4, 256, _DEEP, checkpointing=True),
     "large vocabulary": Case("gpt2", 4, 256, _gpt2(151936, 896, 1)),
 }
 
@@ -197,6 +204,7 @@ def private(
     from hf_dp.accounting import Ledger
     from hf_dp.losses import per_example_losses
     from hf_dp.per_example import PerExampleGradients, preflight, record
+    from hf_dp.per_example.passes import record_in_two_passes
     from hf_dp.randomness import Entropy
     from hf_dp.sampling.poisson import PoissonBatchSampler
     from hf_dp.step.plan import Plan
@@ -213,16 +221,32 @@ def private(
 
     def recorded(micro_batch: tuple[int, dict[str, Tensor]]) -> PerExampleGradients:
         place, batch = micro_batch
+        if plan.config.passes == 2:
+            return record_in_two_passes(model, per_example_losses, batch, certificate=certificate)
         found = record(model, per_example_losses, batch, certificate=certificate)
         return found if sizes is None else found.grouped(*_owners(sizes, place, len(batch["input_ids"])))
 
     def step() -> None:
         next(draws)
-        private_gradient(model, recorded, enumerate(data), plan, ledger)
+        with _deterministic(plan.config.passes == 2):
+            private_gradient(model, recorded, enumerate(data), plan, ledger)
         optimizer.step()
         optimizer.zero_grad()
 
     return step
+
+
+@contextmanager
+def _deterministic(is_asked: bool) -> Iterator[None]:
+    """Inside, algorithms are deterministic, as two passes need them on a GPU."""
+    before = torch.are_deterministic_algorithms_enabled()
+    if is_asked:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(is_asked or before)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
 
 
 def _owners(sizes: tuple[int, ...], place: int, rows: int) -> Owners:
@@ -287,6 +311,7 @@ def _opacus(mode: str) -> Variant:
 VARIANTS: dict[str, Variant] = {
     "ordinary": ordinary,
     "hf_dp": private,
+    "hf_dp in two passes": functools.partial(private, passes=2),
     "hf_dp automatic": functools.partial(private, clipping="automatic"),
     "hf_dp chacha20": functools.partial(private, noise="chacha20"),
     "hf_dp grid": functools.partial(private, noise="grid"),

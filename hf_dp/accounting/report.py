@@ -15,7 +15,7 @@ from hf_dp.accounting.neighbours import ADD_OR_REMOVE, ZERO_OUT
 from hf_dp.accounting.release import GRADIENT, Release, check_label
 from hf_dp.config import AccountantName
 from hf_dp.config.clipping import ClippingName
-from hf_dp.config.promise import NoiseName
+from hf_dp.config.computed import NoiseName
 from hf_dp.config.ranges import is_count, is_number, is_one_of
 from hf_dp.config.target import AT_FPR, is_target_tpr
 from hf_dp.errors import damaged

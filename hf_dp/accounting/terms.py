@@ -24,8 +24,8 @@ from hf_dp.accounting.units import (
 )
 from hf_dp.config import PrivacyConfig
 from hf_dp.config.clipping import CLIPPINGS, ClippingTerms
+from hf_dp.config.computed import NoiseName
 from hf_dp.config.plain import Terms, refuse_term
-from hf_dp.config.promise import NoiseName
 from hf_dp.config.ranges import check_noise_multiplier, is_number, shown
 from hf_dp.config.secret import GIVEN_SIZE
 from hf_dp.errors import ConfigurationError

@@ -11,7 +11,7 @@ from rich.console import Console
 from hf_dp.cli.common import AsJson, print_json, refusals
 from hf_dp.cli.costs import compute, costs, exactly_one, positive, proposal
 from hf_dp.cli.planned import answered, plan_table, risk_table, start_table
-from hf_dp.cli.sizes import size_table, sizes, speed_in_words
+from hf_dp.cli.sizes import fits_in_words, size_table, sizes, speed_in_words
 from hf_dp.config.ranges import check_clipping_norm, is_one_of, shown
 from hf_dp.config.target import AT_FPR, check_target_tpr
 from hf_dp.config.units import UnitSamplingName
@@ -83,6 +83,9 @@ def plan(
     lora_rank: Annotated[int | None, typer.Option(min=1, help="LoRA on every matrix of the blocks.")] = None,
     length: Annotated[int, typer.Option(help="Positions of each example, with --model.")] = _DEFAULTS["--length"],
     micro_batch: Annotated[int, typer.Option(help="Examples at a time, with --model.")] = _DEFAULTS["--micro-batch"],
+    gpu_memory: Annotated[
+        float | None, typer.Option(help="GB of each rank's GPU, with --model: in how many passes a step fits.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """How much noise a budget needs, what a noise costs, or how best to spend compute, before any training.
@@ -129,7 +132,7 @@ def plan(
         answer: dict[str, Any] = {}
         if model is None:
             _refuse_without_model(
-                {"--world-size": world_size, "--length": length, "--micro-batch": micro_batch}, lora_rank
+                {"--world-size": world_size, "--length": length, "--micro-batch": micro_batch}, lora_rank, gpu_memory
             )
         of_data: dict[str, object] = {"--n": n, "--units": units, "--sampling-probability": sampling_probability}
         has_data = any(value is not None for value in of_data.values())
@@ -171,7 +174,9 @@ def plan(
             counts = "examples" if units is None or max_examples is not None else "units"
             answer |= {**_derived(answer, proposed, clipping_norm), "counts": counts}
         if model is not None:
-            answer |= sizes(model, lora_rank, world_size, length, micro_batch, batch_size)
+            if gpu_memory is not None:
+                positive("--gpu-memory", gpu_memory)
+            answer |= sizes(model, lora_rank, world_size, length, micro_batch, batch_size, gpu_memory)
         if plot is not None:
             from hf_dp.cli.plot import draw_plan
 
@@ -189,6 +194,8 @@ def plan(
     if model is not None:
         console.print(size_table(answer["per_rank"], world_size))
         console.print(speed_in_words(answer["time_to_ordinary"]), highlight=False)
+        for line in [] if gpu_memory is None else fits_in_words(answer["fits"], gpu_memory):
+            console.print(line, highlight=False)
     if not has_data:
         console.print("For what a budget costs as well, give --n, --epsilon and --epochs.")
     elif answer["proposed"]:
@@ -257,9 +264,11 @@ def _refuse_without_n(model: str | None, of_privacy: dict[str, object]) -> None:
         )
 
 
-def _refuse_without_model(of_model: dict[str, int], lora_rank: int | None) -> None:
+def _refuse_without_model(of_model: dict[str, int], lora_rank: int | None, gpu_memory: float | None) -> None:
     given = [name for name, value in of_model.items() if value != _DEFAULTS[name]]
-    given += [] if lora_rank is None else ["--lora-rank"]
+    given += [
+        name for name, value in {"--lora-rank": lora_rank, "--gpu-memory": gpu_memory}.items() if value is not None
+    ]
     if given:
         raise ConfigurationError(
             f"{given[0]} without --model.",

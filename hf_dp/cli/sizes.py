@@ -9,27 +9,62 @@ from rich.table import Table
 
 
 def sizes(
-    model: str, lora_rank: int | None, world_size: int, length: int, micro_batch: int, batch_size: float | None
+    model: str,
+    lora_rank: int | None,
+    world_size: int,
+    length: int,
+    micro_batch: int,
+    batch_size: float | None,
+    gpu_memory: float | None = None,
 ) -> dict[str, Any]:
-    """Bytes on each rank for both strategies; without a batch size, of a step of one micro-batch on each."""
+    """Bytes on each rank for both strategies; without a batch size, of a step of one micro-batch on each.
+
+    With a `gpu_memory` in GB also in which numbers of passes each fits, activations apart.
+    """
     # torch and transformers take seconds to import.
     from hf_dp.planning import memory, speed
 
     size = memory.model_size(model, lora_rank)
     at_once = max(1, world_size) * max(1, micro_batch)
     parts = 1 if batch_size is None else max(1, math.ceil(batch_size / at_once))
-    found = {}
+    found: dict[str, dict[str, Any]] = {}
+    fitting: dict[str, dict[str, Any]] = {}
     for strategy in ("DDP", "FSDP2"):
-        one = memory.estimate(size, strategy, world_size, length=length, micro_batch=micro_batch, micro_batches=parts)
+        one, two = (
+            memory.estimate(
+                size, strategy, world_size, length=length, micro_batch=micro_batch, micro_batches=parts, passes=passes
+            )
+            for passes in (1, 2)
+        )
         found[strategy] = {
             "memory": {**one.memory, "in all": one.total_memory},
             "sent in one step": {**one.sent, "in all": one.total_sent},
         }
+        if gpu_memory is not None:
+            taken = {1: one.total_memory, 2: two.total_memory}
+            fits = [passes for passes, total in taken.items() if total <= gpu_memory * 1e9]
+            fitting[strategy] = {"passes": fits, "in all": taken}
     predicted = {
         name: speed.predicted_ratio(size, gpu, length=length, micro_batch=micro_batch, micro_batches=parts)
         for name, gpu in speed.GPUS.items()
     }
-    return {"parameters": size.total, "trained": size.trained, "per_rank": found, "time_to_ordinary": predicted}
+    answer = {"parameters": size.total, "trained": size.trained, "per_rank": found, "time_to_ordinary": predicted}
+    return answer if gpu_memory is None else {**answer, "gpu_memory": gpu_memory, "fits": fitting}
+
+
+def fits_in_words(fits: dict[str, dict[str, Any]], gpu_memory: float) -> list[str]:
+    """For each strategy whether a step fits, activations apart, and what is proposed where it does not."""
+    told = []
+    for strategy, one in fits.items():
+        gigabytes = {passes: f"{total / 1e9:.2f} GB" for passes, total in one["in all"].items()}
+        if 1 in one["passes"]:
+            what = f"fits in one pass ({gigabytes[1]})"
+        elif 2 in one["passes"]:
+            what = f"does not fit in one pass ({gigabytes[1]}), but in two ({gigabytes[2]}): PrivacyConfig(passes=2)"
+        else:
+            what = f"does not fit ({', '.join(gigabytes.values())})"
+        told.append(f"{strategy} {what} on a GPU of {gpu_memory:g} GB, before the activations.")
+    return told
 
 
 def speed_in_words(predicted: dict[str, float]) -> str:

@@ -18,7 +18,7 @@ from hf_dp.errors import ConfigurationError
 TOKEN_PRESENCE, EMBEDDING_ROWS, ROW_COUNTS = "token presence", "embedding rows", "counts of rows"
 LABEL_PRESENCE = "label presence"
 # Of trainings before a promise has the digests, wherever they lie now.
-_NOT_PROMISED = ("withhold_non_private_logs", "after")
+_NOT_PROMISED = ("withhold_non_private_logs", "after", "passes")
 _RE_ATTENTION = (
     "**Re-Attention.** The model was trained with its attention corrected for the noise in keys. Loaded without hf_dp "
     'it is the plain model; `hf_dp.load_re_attention(model, "OWNER/NAME")` puts the correction back on it.'

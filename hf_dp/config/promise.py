@@ -10,10 +10,11 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import PurePath
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from hf_dp.config.after import check_after, names_of, one_or_several
 from hf_dp.config.clipping import ClippingName, check_clipping
+from hf_dp.config.computed import NoiseName, check_noise, check_passes
 from hf_dp.config.output_bias import OutputBiasConfig
 from hf_dp.config.parts import PARTS, check_parts
 from hf_dp.config.ranges import check_target_delta, is_count, is_one_of, shown
@@ -27,7 +28,6 @@ from hf_dp.errors import ConfigurationError
 from hf_dp.launched import is_first, say_once
 
 AccountantName = Literal["pld", "rdp"]
-NoiseName = Literal["gaussian", "chacha20", "grid"]
 # What ledgers leave out, as those did that were made before it could be chosen.
 PLAIN = {
     "re_attention": None,
@@ -45,6 +45,7 @@ PLAIN = {
     "dataset_size": None,
     "after": None,
     "other_people": False,
+    "passes": 1,
 }
 
 
@@ -102,6 +103,8 @@ class PrivacyConfig:
             all together, for whoever has at most one unit in each data set. Delta is then at most the earlier one's.
         other_people: the model was trained privately before (with `after`: besides those), and nobody in that data is
             in this one.
+        passes: 1, or 2: norms and sums each by a backward pass of their own, for the memory of an ordinary step and
+            about twice its time. No part of the promise.
         re_attention: None for plain attention, or a `ReAttentionConfig`.
         sparse_embeddings: None for dense noise on all rows, or a `SparseEmbeddingConfig`. With AdaFEST
             `noise_multiplier` is that of both releases of a step together.
@@ -165,6 +168,7 @@ class PrivacyConfig:
     other_people: bool = field(
         default=False, metadata={"help": "The model was trained privately before, on data of nobody who is in this."}
     )
+    passes: int = field(default=1, metadata={"help": "Backward passes of a step: 2 for less memory and more time."})
     seed: int | None = field(default=None, init=False)
     re_attention: ReAttentionConfig | None = field(default=None, init=False)
     sparse_embeddings: SparseEmbeddingConfig | None = field(default=None, init=False)
@@ -194,6 +198,7 @@ class PrivacyConfig:
         after: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None = None,
         other_people: bool = False,
         output_bias: OutputBiasConfig | None = None,
+        passes: int = 1,
     ) -> None:
         values = dict(locals())
         # Every private run makes one of these before anything can be refused.
@@ -210,7 +215,8 @@ class PrivacyConfig:
         check_target(self)
         noise = self.noise_multiplier
         check_clipping(self.clipping, self.clipping_norm, noise)
-        self._check_noise()
+        check_noise(self.noise)
+        check_passes(self.passes)
         if self.target_delta is not None:
             check_target_delta(self.target_delta)
         check_secret(self)
@@ -240,14 +246,6 @@ class PrivacyConfig:
             warnings.warn(
                 "noise_multiplier=0: this run adds no noise and is not private; its epsilon is infinite.",
                 stacklevel=3,
-            )
-
-    def _check_noise(self) -> None:
-        if not is_one_of(self.noise, get_args(NoiseName)):
-            raise ConfigurationError(
-                f"noise={shown(self.noise)}.",
-                why="it names what makes the noise, and an unknown one makes none.",
-                fix="use 'gaussian' (the default), 'chacha20' or 'grid'; how much there is says noise_multiplier.",
             )
 
     @property

@@ -26,7 +26,7 @@ from hf_dp.per_example.sharding import Shard, as_sums, is_sharded, local, traina
 from hf_dp.per_example.waiting import answers_at_once
 from hf_dp.per_example.watch import Watch
 
-_NO_TABLES: Mapping[str, RowSum] = MappingProxyType({})
+NO_TABLES: Mapping[str, RowSum] = MappingProxyType({})
 
 
 class PerExampleGradients:
@@ -37,6 +37,7 @@ class PerExampleGradients:
         factors: for each trainable parameter (tied names collapse to the first) the factors of its uses.
         parameters: the trainable ones.
         uses: which operations used which parameters.
+        differing: how many examples have other factors than before, where they are computed again: (), on the device.
         elsewhere: where all rows are of one example, how many more it has in micro-batches before and after this one.
     """
 
@@ -52,7 +53,10 @@ class PerExampleGradients:
         self._versions = versions
         self.losses, self.factors, self.uses = losses, factors, uses
         self.parameters, self.elsewhere = parameters, elsewhere
+        self.differing: Tensor | None = None
         self._norms: tuple[Tensor, Tensor] | None = None
+        # Squared norms and bounds on their rounding, of parameters whose factors are not kept.
+        self._measured: list[tuple[Tensor, Tensor]] = []
 
     @property
     def batch_size(self) -> int:
@@ -132,7 +136,7 @@ class PerExampleGradients:
         return PerExampleGradients(grouping.summed(self.losses), factors, self.parameters, self.uses, versions)
 
     def add_weighted_sum_(
-        self, out: Mapping[str, Tensor | Shard], coefficients: Tensor, rows: Mapping[str, RowSum] = _NO_TABLES
+        self, out: Mapping[str, Tensor | Shard], coefficients: Tensor, rows: Mapping[str, RowSum] = NO_TABLES
     ) -> None:
         """Adds `weighted_sum(coefficients)` in place: to `rows` for the tables there, to `out` for the rest.
 
@@ -142,20 +146,9 @@ class PerExampleGradients:
             raise ValueError(f"coefficients {tuple(coefficients.shape)} for losses {tuple(self.losses.shape)}")
         refuse_changed(self._versions)
         with torch.no_grad(), full_precision(self.losses.device):
-            chosen, coefficients = _chosen(coefficients)
+            add = adding(self, out, coefficients, rows)
             for name, uses in self.factors.items():
-                if name in rows:
-                    for use in chosen(uses):
-                        rows[name].add_(use, coefficients)
-                    continue
-                kept = out[name]
-                # A parameter may be laid out otherwise (channels_last); factors are summed row by row.
-                in_place = isinstance(kept, Tensor) and kept.is_contiguous()
-                total: Any = kept if in_place else self.whole_zeros(name)
-                for use in chosen(uses):
-                    use.add_weighted_(total, coefficients)
-                if not in_place:
-                    kept.add_(total)
+                add(name, uses)
 
     def whole_zeros(self, name: str) -> Tensor:
         """A zero gradient of all of one parameter, contiguous, in the dtype of sums, where it is computed."""
@@ -170,11 +163,42 @@ class PerExampleGradients:
             with full_precision(self.losses.device):
                 grams = SelfGrams()
                 pairs = [squared_norms(uses, grams) for uses in joined(self.factors.values())]
-            device = self.losses.device
-            dtype = torch.promote_types(torch.float32, max((p[0].dtype for p in pairs), key=lambda d: d.itemsize))
-            total, rounding = (torch.stack([pair[i].to(device, dtype) for pair in pairs]).sum(0) for i in (0, 1))
-            self._norms = total, rounding
+            pairs += self._measured
+            self._norms = stacked(pairs, self.losses.device)
         return self._norms
+
+
+def adding(
+    gradients: PerExampleGradients,
+    out: Mapping[str, Tensor | Shard],
+    coefficients: Tensor,
+    rows: Mapping[str, RowSum] = NO_TABLES,
+) -> Callable[[str, list[Factors]], None]:
+    """What adds the weighted sum over the uses of one parameter, by its name, to `rows` or `out`."""
+    chosen, weights = _chosen(coefficients)
+
+    def add(name: str, uses: list[Factors]) -> None:
+        if name in rows:
+            for use in chosen(uses):
+                rows[name].add_(use, weights)
+            return
+        kept = out[name]
+        # A parameter may be laid out otherwise (channels_last); factors are summed row by row.
+        in_place = isinstance(kept, Tensor) and kept.is_contiguous()
+        total: Any = kept if in_place else gradients.whole_zeros(name)
+        for use in chosen(uses):
+            use.add_weighted_(total, weights)
+        if not in_place:
+            kept.add_(total)
+
+    return add
+
+
+def stacked(pairs: list[tuple[Tensor, Tensor]], device: torch.device) -> tuple[Tensor, Tensor]:
+    """The sums of squared norms and of bounds on their rounding, (B,) each, over all parameters."""
+    dtype = torch.promote_types(torch.float32, max((p[0].dtype for p in pairs), key=lambda d: d.itemsize))
+    total, rounding = (torch.stack([pair[i].to(device, dtype) for pair in pairs]).sum(0) for i in (0, 1))
+    return total, rounding
 
 
 def _chosen(coefficients: Tensor) -> tuple[Callable[[list[Factors]], Iterable[Factors]], Tensor]:
@@ -212,16 +236,40 @@ def record(
         UnsupportedModelError: an operation without a rule, an unreadable shape, a use that the certificate lacks.
         ConfigurationError: a batch or a loss without one row for each example.
     """
-    size = batch_size(batch)
-    check_pictures(model, batch)
-    parameters = trainable(model)
+    size, parameters = batch_size(batch), trainable(model)
     seen, ambiguous = certificate, None
     if seen is None:
         ambiguous = ambiguous_sizes(model, batch)
         seen = survey(model, loss_fn, batch, rules=rules) if size > 1 else Certificate()
     watch = Watch(Reader(size, ambiguous, seen.readings), rules, tables=frozenset(tables))
+    losses = checked_run(watch, model, loss_fn, batch, certificate, seen)
+    return PerExampleGradients(losses, watch.factors, parameters, frozenset(watch.uses), watch.versions)
+
+
+def checked_run(
+    watch: Watch,
+    model: nn.Module,
+    loss_fn: LossFunction,
+    batch: Batch,
+    certificate: Certificate | None,
+    seen: Certificate | None = None,
+) -> Tensor:
+    """Runs a `watch`, and refuses what it saw where that is not known to be exact; errors as of `record`.
+
+    Args:
+        watch: of a recording that has not begun.
+        model: see `record`, as for `loss_fn` and `batch`.
+        certificate: what must cover all uses, if there is one.
+        seen: whose readings the watch has, where that is another.
+
+    Returns:
+        The losses (B,).
+    """
+    rules, size = watch.rules, watch.batch_size
+    seen = seen or certificate or Certificate()
+    check_pictures(model, batch)
     losses = watch.run(model, loss_fn, batch)
-    if not any(watch.factors.values()):
+    if not watch.found_any:
         raise UnsupportedModelError(
             "no trainable parameter received a gradient from the loss.",
             why="there is nothing to train, and epsilon would be spent for nothing.",
@@ -245,4 +293,4 @@ def record(
             why="a use that was never compared with the oracle is not known to be exact.",
             fix="make the model take the same path for every batch, or run preflight on a batch like this one.",
         )
-    return PerExampleGradients(losses, watch.factors, parameters, frozenset(watch.uses), watch.versions)
+    return losses

@@ -76,6 +76,11 @@ class Watch:
         """B."""
         return self.reader.batch_size
 
+    @property
+    def found_any(self) -> bool:
+        """Whether any parameter got a gradient."""
+        return any(self.factors.values())
+
     def run(self, model: nn.Module, loss_fn: LossFunction, batch: Batch) -> Tensor:
         """One forward and one backward pass; the losses (B,), detached. The factors are then in `factors`."""
         with self.attached(model):
@@ -99,11 +104,9 @@ class Watch:
     def _refuse_constant(self, losses: Tensor) -> None:
         if isinstance(losses, WatchedParameter):
             uses = [use for use in self.uses if use.reading == "constant"]
-            raise refusal(
-                sorted({use.parameter for use in uses}),
-                f"operation {', '.join(sorted({use.operation for use in uses}))}",
-                f"no axis of its operands can be read as {self.batch_size} examples",
-            )
+            operations = ", ".join(sorted({use.operation for use in uses}))
+            reason = f"no axis of its operands can be read as {self.batch_size} examples"
+            raise refusal(sorted({use.parameter for use in uses}), f"operation {operations}", reason)
 
     @contextmanager
     def attached(self, model: nn.Module) -> Iterator[None]:

@@ -151,6 +151,7 @@ def estimate(
     micro_batch: int,
     micro_batches: int = 1,
     bytes_computed: int = 2,
+    passes: int = 1,
 ) -> Estimate:
     """The bytes of one private step with AdamW, where trained weights and sums are float32.
 
@@ -162,6 +163,7 @@ def estimate(
         micro_batch: examples in one micro-batch.
         micro_batches: of each rank in one logical batch.
         bytes_computed: of each number of the frozen weights, and of what is computed with (bfloat16: 2).
+        passes: in which a step is made; in two, factors are kept of one parameter at a time.
 
     Raises:
         ConfigurationError: a number below 1.
@@ -172,7 +174,8 @@ def estimate(
     n, t, w = model.total, model.trained, world_size
     weights = _TRAINED * t + bytes_computed * (n - t)
     kept = [p.factor_numbers(length) for p in model.parameters]
-    factors = micro_batch * sum(_SUM * whole + bytes_computed * computed for whole, computed in kept)
+    of_each = [_SUM * whole + bytes_computed * computed for whole, computed in kept]
+    factors = micro_batch * (sum(of_each) if passes == 1 else max(of_each))
     is_little = t <= model.largest
     if strategy == "DDP":
         # A cast weight lives for one operation only.

@@ -14,6 +14,7 @@ from hf_dp.clipping.rule import ClippingRule
 from hf_dp.errors import HfDpError
 from hf_dp.noise.source import NoiseSource
 from hf_dp.per_example import RowSum, sparse_gradient
+from hf_dp.per_example.passes import refuse_differing
 from hf_dp.per_example.precision import sum_dtype
 from hf_dp.per_example.record import PerExampleGradients
 from hf_dp.per_example.sharding import as_sums, like, local, trainable
@@ -72,7 +73,7 @@ class ClippedSum:
         self.rows = {name: RowSum(name, self._parameters[name]) for name in names}
         self._chosen: Mapping[str, Tensor] = {}
         self.examples = 0
-        # Clipped, not finite, loss: on the device, and asked of it once.
+        # Clipped, not finite, loss, others in the second pass: on the device, and asked of it once.
         self._counted: Tensor | None = None
         if by_rows is not None:
             by_rows.begin()
@@ -93,7 +94,7 @@ class ClippedSum:
         return float(self._read()[2])
 
     def _read(self) -> Tensor:
-        self._counted = torch.zeros(3, dtype=torch.float64) if self._counted is None else self._counted.cpu()
+        self._counted = torch.zeros(4, dtype=torch.float64) if self._counted is None else self._counted.cpu()
         return self._counted
 
     @property
@@ -130,7 +131,8 @@ class ClippedSum:
             self._by_rows.add(gradients, used)
         self.examples += gradients.batch_size
         loss = gradients.losses.double().masked_fill(~used, 0.0).sum()
-        counted = torch.stack([(used & coefficients.lt(1)).sum().double(), (~used).sum().double(), loss])
+        differing = loss.new_zeros(()) if gradients.differing is None else gradients.differing.double()
+        counted = torch.stack([(used & coefficients.lt(1)).sum().double(), (~used).sum().double(), loss, differing])
         self._counted = counted if self._counted is None else self._counted + counted
 
     def add_nothing(self, gradients: PerExampleGradients) -> None:
@@ -145,6 +147,7 @@ class ClippedSum:
 
         Raises:
             HfDpError: another rank is at another step.
+            UnsupportedModelError: the second of two passes was another than the first.
         """
         table = ranks.gathered([step, self.examples, *self._read().tolist()])
         steps = [int(value) for value in table[:, 0]]
@@ -156,6 +159,7 @@ class ClippedSum:
             )
         total = table[:, 1:].sum(0)
         self.examples, self._counted = int(total[0]), total[1:]
+        refuse_differing(int(total[4]))
 
     def choose_rows(self, step: int) -> None:
         """Moves this rank's sums of the rows that are chosen for this step to `gradients`."""

@@ -24,6 +24,7 @@ from hf_dp.per_example import RULES, Certificate, PerExampleGradients, Rule, pre
 from hf_dp.per_example.batch import Batch, LossFunction, check_losses
 from hf_dp.per_example.independence import survey
 from hf_dp.per_example.padding import check_padding
+from hf_dp.per_example.passes import check_two_passes, record_in_two_passes, refuse_two_passes
 from hf_dp.per_example.sharding import is_sharded
 from hf_dp.per_example.state import unchanged_state
 from hf_dp.randomness import unchanged_global_state
@@ -59,6 +60,7 @@ class Engine:
     Attributes:
         model: as above; a later wrapper may give another.
         by_rows: the names of the parameters whose gradients are summed by rows.
+        passes: of a step, see `PrivacyConfig`.
     """
 
     def __init__(
@@ -75,6 +77,7 @@ class Engine:
         self.prepare, self._padding, self._rules = prepare, padding, rules
         self._check_losses = check_losses
         self.by_rows: Collection[str] = ()
+        self.passes = 1
         self._certificate: Certificate | None = None
 
     def record(self, micro_batch: MicroBatch) -> PerExampleGradients:
@@ -85,6 +88,10 @@ class Engine:
         batch, owners = micro_batch
         loss = self._loss if owners is None else functools.partial(self._share_of_mean, owners)
         certificate, rules = self._certificate, self._rules
+        if self.passes == 2 and certificate is not None:
+            return record_in_two_passes(
+                self.model, loss, batch, certificate=certificate, rules=rules, tables=self.by_rows, owners=owners
+            )
         found = record(self.model, loss, batch, certificate=certificate, rules=rules, tables=self.by_rows)
         return found if owners is None else found.grouped(*owners)
 
@@ -142,6 +149,8 @@ class Engine:
             UnsupportedModelError: per-example gradients of this model are not known to be exact.
             ConfigurationError: a collator, rows or a loss that a private run cannot use.
         """
+        if self.passes == 2:
+            refuse_two_passes(self.model, self.loader.draws_units)
         ranks.warn(logger, "Checking the model, the collator and the data before the first step.")
         dataset: Any = self.loader.dataset
         collate: Any = self.loader.collate_fn
@@ -191,6 +200,11 @@ class Engine:
         places = {id(row): i for i, row in enumerate(uneven)}
         ends = ends_that_add(uneven, collate.widths, lambda row: 0 < norm(places[id(row)]) < math.inf)
         self._check_padding(outermost(uneven, collate.widths, ends), certificate)
+        if self.passes == 2:
+            with unchanged_state(self.model):
+                check_two_passes(
+                    self.model, self._loss, together, certificate=certificate, rules=self._rules, tables=self.by_rows
+                )
         self._certificate = certificate
         return ends
 

@@ -178,7 +178,7 @@ class Run:
             "Private training: %s. max_grad_norm is set to 0: gradients are clipped for each example.",
             self.plan,
         )
-        self.engine.by_rows = self.by_rows
+        self.engine.by_rows, self.engine.passes = self.by_rows, self.plan.config.passes
         self._remove_parts()
         try:
             for part in self.parts.values():

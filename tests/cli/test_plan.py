@@ -153,6 +153,8 @@ def test_no_noise_is_printed_as_infinite_epsilon():
         (["plan", "--model", "somewhere", "--max-batch-size", "9"], "no --n, with --max-batch-size"),
         ([*BASE, "--steps", "1", "--noise", "1", "--world-size", "8"], "--world-size without --model"),
         ([*BASE, "--steps", "1", "--noise", "1", "--lora-rank", "8"], "--lora-rank without --model"),
+        ([*BASE, "--steps", "1", "--noise", "1", "--gpu-memory", "80"], "--gpu-memory without --model"),
+        (["plan", "--model", "somewhere", "--gpu-memory", "0"], "--gpu-memory 0.0"),
         ([*BASE, "--steps", "1", "--epsilon", "1e5"], "target_epsilon=100000.0"),
         ([*BASE, "--steps", "1", "--noise", "1e308"], "noise_multiplier=1e+308"),
         ([*BASE, "--steps", "1", "--noise", "1", "--clipping-norm", "nan"], "--clipping-norm nan"),

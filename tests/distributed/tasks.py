@@ -23,9 +23,11 @@ from torch.utils._pytree import tree_leaves
 import hf_dp.ranks as ranks
 from hf_dp import OutputBiasConfig, PrivacyConfig, ReAttentionConfig, SparseEmbeddingConfig
 from hf_dp.data.loader import PoissonDataLoader
-from hf_dp.errors import HfDpError
+from hf_dp.errors import HfDpError, UnsupportedModelError
 from hf_dp.losses import per_example_losses
 from hf_dp.per_example import Tables, record
+from hf_dp.per_example.taken import TakenWatch
+from hf_dp.training import engine
 from tests.distributed.gang import ON_GPU
 from tests.training.workbench import ROWS, Rows, make, pad, pad_for_language, rows
 from tests.zoo import ADAPTERS, adapted, tiny
@@ -157,6 +159,30 @@ def trained(path: str, name: str, world: int, privacy: dict[str, Any] | None = N
         "losses": [entry["loss"] for entry in run.state.log_history if "loss" in entry],
         "wrapped": type(run.model_wrapped).__name__,
     }
+
+
+def differing_on_the_last(path: str, in_shards: bool) -> dict[str, Any]:
+    """What two processes refuse where the last has other gradients in the second pass of a step."""
+    usual_check, usual_keep = engine.check_two_passes, TakenWatch._keep
+
+    def keep(watch: Any, name: str, factors: Any) -> None:
+        usual_keep(watch, name, factors.scaled(1 + 1e-6) if watch.take.__name__ == "add_dropped" else factors)
+
+    def check(*given: Any, **more: Any) -> None:
+        usual_check(*given, **more)
+        if ranks.rank():
+            TakenWatch._keep = keep  # type: ignore[method-assign]
+
+    shards = {"fsdp": True, "fsdp_config": {"version": 2, **SHARDS}} if in_shards else {}
+    with mock.patch.object(engine, "check_two_passes", check), fsdp2_on_cpu() if in_shards else nullcontext():
+        run = trainer(path, "llama", 2, {"passes": 2}, **shards)
+        try:
+            run.train()
+        except UnsupportedModelError as error:
+            return {"refusal": str(error), "steps": run.ledger.steps}
+        finally:
+            TakenWatch._keep = usual_keep  # type: ignore[method-assign]
+    return {"refusal": "", "steps": run.ledger.steps}
 
 
 def evaluated_in_shards(path: str, name: str) -> dict[str, Any]:

@@ -80,9 +80,14 @@ def test_batches_that_are_empty_on_some_ranks_or_all(pair: Gang) -> None:
         pytest.param({"sampling_probability": 0.3, "target_delta": 1e-5}, marks=pytest.mark.slow),
         pytest.param({"max_batch_size": 8}, marks=NEEDS_THE_EVENT),
         {"unit": "user", "max_examples_per_unit": 5},  # Of up to six rows, where a micro-batch has two.
+        pytest.param({"passes": 2}, marks=pytest.mark.slow),
+        pytest.param({"unit": "user", "max_examples_per_unit": 5, "passes": 2}, marks=pytest.mark.slow),
         pytest.param({"unit": "user", "max_examples_per_unit": 2, "unit_sampling": "examples"}, marks=pytest.mark.slow),
     ],
-    ids=["flat", "automatic", "n secret", "truncated", "by user", "by user, examples"],
+    ids=[
+        *("flat", "automatic", "n secret", "truncated", "by user", "two passes", "by user, two passes"),
+        "by user, examples",
+    ],
 )
 def test_the_seeded_noise_is_that_of_one_process(tmp_path: Path, pair: Gang, promise: dict[str, Any]) -> None:
     noisy = {"noise_multiplier": 1.0, **promise}

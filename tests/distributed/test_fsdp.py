@@ -169,3 +169,13 @@ def test_evaluation_between_steps(tmp_path: Path, pair: Gang) -> None:
     for found in pair.run(evaluated_in_shards, str(tmp_path / "two"), "tied gpt2"):
         assert len(found["losses"]) >= 2
         assert farthest(found["parameters"], alone["parameters"]) < TOLERANCE
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*MODELS, "albert"])
+def test_in_two_passes_shards_agree_with_one_process(tmp_path: Path, pair: Gang, name: str) -> None:
+    alone = pair.alone_once(trained_alone, name)
+    for found in pair.run(trained_in_shards, str(tmp_path / "two"), name, 2, {"passes": 2}):
+        assert farthest(found["parameters"], alone["parameters"]) < TOLERANCE
+        assert found["losses"] == pytest.approx(alone["losses"], abs=1e-4)
+        assert found["report"] == alone["report"]

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.distributed.gang import Gang
-from tests.distributed.tasks import farthest, refusal, released
+from tests.distributed.tasks import differing_on_the_last, farthest, refusal, released
 
 REFUSED = {
     "FSDP on a CPU": "MULTI_CPU, where FSDP was asked for",
@@ -29,6 +29,16 @@ def test_by_name(tmp_path: Path, pair: Gang, what: str) -> None:
         pytest.skip("accelerate does FSDP on GPUs")
     for found in pair.run(refusal, str(tmp_path), what):
         assert REFUSED[what] in found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("in_shards", [False, True], ids=["DDP", "FSDP2"])
+def test_a_second_pass_that_is_another_on_one_rank_ends_all_before_the_noise(
+    tmp_path: Path, pair: Gang, in_shards: bool
+) -> None:
+    for found in pair.run(differing_on_the_last, str(tmp_path), in_shards):
+        assert "examples whose gradients were others in the second pass" in found["refusal"]
+        assert found["steps"] == 0
 
 
 @pytest.mark.slow

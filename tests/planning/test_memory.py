@@ -109,3 +109,23 @@ def test_the_command(directory: Path) -> None:
     refused = CliRunner().invoke(app, [*base, "--model", str(directory / "nothing")])
     assert refused.exit_code == 2
     assert "no configuration of a model" in refused.output
+
+
+def test_two_passes_are_proposed_where_one_does_not_fit(directory: Path) -> None:
+    size, shape = model_size(str(directory)), {"length": 256, "micro_batch": 8}
+    one, two = (estimate(size, "DDP", 1, **shape, passes=passes) for passes in (1, 2))
+    kept = [4 * whole + 2 * computed for whole, computed in (p.factor_numbers(256) for p in size.parameters)]
+    assert (one.memory["factors"], two.memory["factors"]) == (8 * sum(kept), 8 * max(kept))
+    assert {**one.memory, "factors": 0} == {**two.memory, "factors": 0}
+    base = ["plan", "--model", str(directory), "--length", "256", "--micro-batch", "8", "--gpu-memory"]
+    for memory, fitting, told in (
+        (one.total_memory, [1, 2], "DDP fits in one pass"),
+        (one.total_memory - 1, [2], "but in two (0.00 GB): PrivacyConfig(passes=2) on a GPU"),
+        (two.total_memory - 1, [], "DDP does not fit (0.00 GB, 0.00 GB)"),
+    ):
+        shown = CliRunner().invoke(app, [*base, str(memory / 1e9)], env={"COLUMNS": "200", "TERM": "dumb"})
+        assert told in shown.stdout
+        assert "before the activations" in shown.stdout
+        found = json.loads(CliRunner().invoke(app, [*base, str(memory / 1e9), "--json"]).stdout)
+        assert found["fits"]["DDP"]["passes"] == fitting
+        assert found["fits"]["DDP"]["in all"] == {"1": one.total_memory, "2": two.total_memory}

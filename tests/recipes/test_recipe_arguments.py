@@ -30,6 +30,7 @@ PROMISE = {
     "withhold_non_private_logs": True,
     "sampling_probability": 0.05,
     "other_people": True,
+    "passes": 2,
 }
 # Not with the accountant above, nor with dp-accounting 0.5.
 CAPPED = {} if truncated.EVENT is None else {"max_batch_size": 10_000}

@@ -114,6 +114,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
     "users": (classifier, {"unit": "user", "max_examples_per_unit": 3}),
 }
 _FAST = ("tied", "LoRA", "sparse")
+TWICE = {"users in two passes": (classifier, {"unit": "user", "max_examples_per_unit": 3, "passes": 2})}
 
 
 def data(n: int, of_language: bool) -> list[dict[str, Any]]:
@@ -151,6 +152,16 @@ def test_nothing_is_asked_of_the_device_before_the_logical_batch_ends(
     assert not found - ordinary
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("elsewhere")
+@pytest.mark.parametrize("kind", TWICE)
+def test_two_passes_ask_no_more_than_two_ordinary_ones(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found, ordinary = waits_of_a_training(kind, tmp_path, monkeypatch, Waits())
+    assert not found - ordinary - ordinary
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", MODELS)
 def test_nothing_waits_for_a_gpu(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,7 +173,7 @@ def waits_of_a_training(
     kind: str, path: Path, monkeypatch: pytest.MonkeyPatch, waits: Waits
 ) -> tuple[Counter[str], Counter[str]]:
     """Of its micro-batches, and of an ordinary Trainer's on the same."""
-    (build, promise), on_cpu = MODELS[kind], not isinstance(waits, WaitsOfCuda)
+    (build, promise), on_cpu = {**MODELS, **TWICE}[kind], not isinstance(waits, WaitsOfCuda)
     model, window = build(), ExitStack()
     recorded: list[dict[str, Tensor]] = []
     collated: list[Tensor | None] = []

@@ -1,0 +1,217 @@
+"""Two passes, where memory decides: one for the norms, one for the sum, and factors dropped once they are read.
+
+Ghost clipping in its original form (Li et al. 2022, arXiv:2110.05679). The second pass makes the factors of the first
+again, from the same random numbers, and adds them to the sums as one pass would; so ties, 16 bits and adapters are as
+exact. That they are the same to the bit is held by checksums. Kept until the first pass is over are those of a
+parameter that is used several times, until all of its uses have come, and those of tables that are summed by rows.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_dp.errors import UnsupportedModelError
+from hf_dp.per_example.batch import Batch, LossFunction, batch_size
+from hf_dp.per_example.factors import Factors, squared_norms
+from hf_dp.per_example.grouped import Grouping
+from hf_dp.per_example.reading import Reader
+from hf_dp.per_example.record import NO_TABLES, PerExampleGradients, adding, checked_run
+from hf_dp.per_example.rows import RowSum, restricted
+from hf_dp.per_example.rule import Certificate, Rule, refuse_changed
+from hf_dp.per_example.rules import RULES
+from hf_dp.per_example.sharding import Shard, as_sums, is_sharded, trainable
+from hf_dp.per_example.taken import Take, TakenWatch
+from hf_dp.randomness import state_to_return_to, unchanged_global_state
+
+
+class TwoPasses(PerExampleGradients):
+    """Per-example gradients of which only norms are kept, and the factors of tables; a weighted sum is a second pass.
+
+    Args:
+        watched: makes a watch for `take`; see `TakenWatch` for whether uses are joined.
+        run: runs it; the losses (B,).
+        size: B.
+        parameters: the trainable ones.
+        device: of the losses.
+        owners: for each row the number of its example, as for `grouped`.
+        elsewhere: see `PerExampleGradients`. Rows of an example that has more elsewhere are summed as they are, in one
+            pass: its norm is that of the sum.
+    """
+
+    def __init__(
+        self,
+        watched: Callable[[Take, bool], TakenWatch],
+        run: Callable[[TakenWatch], Tensor],
+        size: int,
+        parameters: dict[str, nn.Parameter],
+        device: torch.device,
+        owners: Sequence[int] | None = None,
+        elsewhere: tuple[int, int] = (0, 0),
+    ) -> None:
+        self._watched, self._run, self._back = watched, run, state_to_return_to()
+        super().__init__(torch.zeros(size, device=device), {}, parameters, elsewhere=elsewhere)
+        self._is_piece = any(elsewhere)
+        self._grouping = None if owners is None or self._is_piece else Grouping(owners)
+        self._trained_rows: Mapping[str, Tensor] = {}
+        self._bits = torch.zeros((), dtype=torch.int64)
+        if not self._is_piece:
+            self._measure()
+
+    def _measure(self) -> None:
+        watch = self._watched(lambda name, uses: self._measured.append(squared_norms(self._grouped(uses))), True)
+        losses = self._run(watch)
+        self.uses, self._bits = frozenset(watch.uses), watch.bits
+        self.losses = losses if self._grouping is None else self._grouping.summed(losses)
+        refuse_changed(watch.versions)
+        self.factors = {name: self._grouped(uses) for name, uses in watch.factors.items() if name in watch.tables}
+        self._versions = watch.versions if self._grouping is None or self._grouping.is_view else ()
+
+    def _grouped(self, uses: list[Factors]) -> list[Factors]:
+        return uses if self._grouping is None else [self._grouping.of(use) for use in uses]
+
+    def restricted(self, kept: Mapping[str, Tensor]) -> TwoPasses:
+        """As of kept factors; a piece is restricted when it is summed."""
+        found = copy.copy(self)
+        found.factors = {n: restricted(uses, kept[n]) if n in kept else uses for n, uses in self.factors.items()}
+        found._trained_rows, found._norms = kept, None
+        return found
+
+    def grouped(self, owners: Sequence[int], before: int = 0, after: int = 0) -> PerExampleGradients:
+        """Not of these: `record_in_two_passes` asks for owners before norms are taken."""
+        raise ValueError("rows of which norms were taken are not grouped")
+
+    def add_weighted_sum_(
+        self, out: Mapping[str, Tensor | Shard], coefficients: Tensor, rows: Mapping[str, RowSum] = NO_TABLES
+    ) -> None:
+        """As of kept factors, by one more pass with the random numbers of the first.
+
+        `differing` then says of how many examples, of those that were added, the factors were others.
+        """
+        super().add_weighted_sum_(out, coefficients, rows)
+        add = adding(self, out, coefficients, rows)
+        if self._is_piece:
+            watch = self._watched(lambda name, uses: add(name, self._restricted(name, uses)), False)
+            self.losses, self.uses = self._run(watch), frozenset(watch.uses)
+            return
+
+        def add_dropped(name: str, uses: list[Factors]) -> None:
+            if name not in self.factors:
+                add(name, self._grouped(uses))
+
+        with unchanged_global_state():
+            self._back()
+            watch = self._watched(add_dropped, False)
+            self._run(watch)
+        differing = watch.bits.ne(self._bits)
+        if self._grouping is not None:
+            differing = self._grouping.summed(differing.long()).ne(0)
+        self.differing = (differing & coefficients.ne(0)).sum()
+
+    def _restricted(self, name: str, uses: list[Factors]) -> list[Factors]:
+        return restricted(uses, self._trained_rows[name]) if name in self._trained_rows else uses
+
+
+def refuse_differing(examples: int) -> None:
+    """Refuses a step in which this many examples had other factors in the second pass (`UnsupportedModelError`)."""
+    if examples:
+        raise UnsupportedModelError(
+            f"{examples} examples whose gradients were others in the second pass over them.",
+            why="what is summed is not what the norms were taken of, and may be longer than the clipping bound.",
+            fix="let the model and its loss compute the same when they are called again on the same batch "
+            "(torch.use_deterministic_algorithms(True), no counters); or leave passes at 1.",
+        )
+
+
+def refuse_two_passes(model: nn.Module, in_pieces: bool) -> None:
+    """Refuses what two passes cannot do for this model.
+
+    Args:
+        model: as it will be trained.
+        in_pieces: whether examples may have rows in several micro-batches.
+
+    Raises:
+        UnsupportedModelError: such in shards; a device on which the second pass may not be as the first.
+    """
+    if is_sharded(model) and in_pieces:
+        raise UnsupportedModelError(
+            "passes=2 with units under FSDP2.",
+            why="rows of a unit with more in other micro-batches take one pass, and all ranks must take the same.",
+            fix="train under DDP, let examples be the unit, or leave passes at 1.",
+        )
+    kinds = {p.device.type for p in model.parameters()} - {"cpu"}
+    if kinds and not torch.are_deterministic_algorithms_enabled():
+        raise UnsupportedModelError(
+            f"passes=2 on {', '.join(sorted(kinds))} without deterministic algorithms.",
+            why="the gradients of the second pass would differ from those whose norms were taken, and pass the bound.",
+            fix="call torch.use_deterministic_algorithms(True), or set TrainingArguments(full_determinism=True).",
+        )
+
+
+def record_in_two_passes(
+    model: nn.Module,
+    loss_fn: LossFunction,
+    batch: Batch,
+    *,
+    certificate: Certificate,
+    rules: Mapping[Any, Rule] = RULES,
+    tables: Collection[str] = (),
+    owners: tuple[Sequence[int], int, int] | None = None,
+) -> TwoPasses:
+    """What `record` gives, with the memory of an ordinary step.
+
+    Args:
+        model: as for `record`, as are the others.
+        loss_fn: called once in each pass.
+        batch: is kept until the sum was made.
+        certificate: from `preflight`.
+        rules: the table of operations.
+        tables: parameters whose factors, the looked-up rows, are kept.
+        owners: whose each row is, and how many rows of a single example are in micro-batches before and after; as for
+            `PerExampleGradients.grouped`.
+
+    Raises:
+        UnsupportedModelError: as for `record`, and for `refuse_two_passes`.
+    """
+    refuse_two_passes(model, owners is not None and any(owners[1:]))
+    size, parameters = batch_size(batch), trainable(model)
+
+    def watched(take: Take, joined: bool) -> TakenWatch:
+        reader = Reader(size, None, certificate.readings)
+        # All ranks scatter the sum of each parameter once, in the order in which backward passes come by.
+        is_once = joined or is_sharded(model)
+        return TakenWatch(reader, rules, tables=frozenset(tables), take=take, joined=is_once)
+
+    def run(watch: TakenWatch) -> Tensor:
+        return checked_run(watch, model, loss_fn, batch, certificate)
+
+    device = next(iter(parameters.values())).device
+    if owners is None:
+        return TwoPasses(watched, run, size, parameters, device)
+    return TwoPasses(watched, run, size, parameters, device, owners[0], owners[1:])
+
+
+def check_two_passes(
+    model: nn.Module,
+    loss_fn: LossFunction,
+    batch: Batch,
+    *,
+    certificate: Certificate,
+    rules: Mapping[Any, Rule] = RULES,
+    tables: Collection[str] = (),
+) -> None:
+    """Makes both passes over a batch, arguments as of `record_in_two_passes`, in the mode that the model is in.
+
+    Raises:
+        UnsupportedModelError: the second was another than the first.
+    """
+    with unchanged_global_state():
+        found = record_in_two_passes(model, loss_fn, batch, certificate=certificate, rules=rules, tables=tables)
+        rows = {name: RowSum(name, found.parameters[name]) for name in tables}
+        sums = as_sums(found.zeros(besides=tables), found.parameters)
+        found.add_weighted_sum_(sums, torch.ones_like(found.losses), rows)
+        refuse_differing(0 if found.differing is None else int(found.differing))

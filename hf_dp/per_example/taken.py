@@ -1,0 +1,106 @@
+"""A watch that hands factors on as they come, and keeps checksums of them."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_dp.per_example.batch import Batch, LossFunction
+from hf_dp.per_example.factors import Factors, Outer
+from hf_dp.per_example.precision import full_precision
+from hf_dp.per_example.rule import Rule, refusal, refuse_changed
+from hf_dp.per_example.watch import Watch
+
+Take = Callable[[str, list[Factors]], None]
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(eq=False)
+class TakenWatch(Watch):
+    """A watch that hands on the factors of a parameter.
+
+    Attributes:
+        take: gets them.
+        joined: whether it gets all uses of a parameter together, and those of `tables` are kept; else each as it comes.
+        bits: (B,) checksums of each example's factors, int64, whatever the order of the uses.
+    """
+
+    take: Take = lambda name, uses: None
+    joined: bool = True
+    bits: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.int64))
+    _to_come: Counter[str] = field(default_factory=Counter)
+    _open: set[str] = field(default_factory=set)
+    _taken: set[str] = field(default_factory=set)
+    _noted: dict[str, list[tuple[Tensor, int]]] = field(default_factory=lambda: defaultdict(list))
+
+    @property
+    def found_any(self) -> bool:
+        """Whether any parameter got a gradient."""
+        return bool(self._taken) or super().found_any
+
+    def run(self, model: nn.Module, loss_fn: LossFunction, batch: Batch) -> Tensor:
+        """As of any watch; afterwards `factors` are those of the tables, if any are kept."""
+        losses = super().run(model, loss_fn, batch)
+        for name in [name for name, uses in self.factors.items() if uses and name not in self.tables]:
+            self._hand_on(name)
+        self.bits = self.bits.to(losses.device) + _checksums(losses)
+        return losses
+
+    def _use(self, rule: Rule, bound: Any, parameters: list[str], function: Any, args: Any, kwargs: Any) -> Any:
+        # What checkpoints compute again, in the backward pass, was counted in the forward pass.
+        if not self.is_final:
+            self._to_come.update(parameters)
+        return super()._use(rule, bound, parameters, function, args, kwargs)
+
+    def _constant(self, parameters: list[str], value: Tensor, hand_on: Callable[[Tensor], None]) -> Any:
+        # How often its gradient comes back through constants is known at the end.
+        self._open.update(parameters)
+        return super()._constant(parameters, value, hand_on)
+
+    def _keep(self, name: str, factors: Factors) -> None:
+        before = len(self.versions)
+        super()._keep(name, factors)
+        kept = self.factors[name][-1]
+        self.bits = self.bits.to(_device_of(kept)) + checksums(kept)
+        if self.joined and name in self.tables:
+            return
+        self._noted[name] += self.versions[before:]
+        del self.versions[before:]
+        if not self.joined:
+            self._hand_on(name)
+        elif name in self._taken:
+            raise refusal([name], "an operation in the backward pass", "all of its uses in the forward pass had come")
+        elif name not in self._open and len(self.factors[name]) == self._to_come[name]:
+            self._hand_on(name)
+
+    def _hand_on(self, name: str) -> None:
+        refuse_changed(self._noted.pop(name, ()))
+        uses, self.factors[name] = self.factors[name], []
+        self._taken.add(name)
+        with torch.no_grad(), full_precision(_device_of(uses[0])):
+            self.take(name, uses)
+
+
+def _device_of(factors: Factors) -> torch.device:
+    """Where they lie."""
+    return factors.device if isinstance(factors, Outer) else factors.values.device
+
+
+def checksums(factors: Factors) -> Tensor:
+    """(B,) int64: the bits of each example's factors, added up as whole numbers, so in whatever order."""
+    if isinstance(factors, Outer):
+        return _checksums(factors.left.tensor) + _checksums(factors.right.tensor)
+    return _checksums(factors.values)
+
+
+def _checksums(values: Tensor) -> Tensor:
+    rows, size = values.detach().reshape(len(values), -1), values.element_size()
+    if rows.numel() and rows.shape[1] * size % 8 == rows.storage_offset() * size % 8 == 0 and rows.is_contiguous():
+        return rows.view(torch.int64).sum(1)
+    # Sums of shorter numbers copy them to longer ones first: of one example at a time.
+    return torch.stack([row.view(_BITS[size]).sum(dtype=torch.int64) for row in rows])
