@@ -58,8 +58,10 @@ def read(model: Any, tokenizer: Any, texts: Sequence[str], longest: int) -> Read
     """Of each text the first `longest` tokens.
 
     Raises:
-        ConfigurationError: a text of fewer than two tokens, or a loss that is NaN.
+        ConfigurationError: no texts, one of fewer than two tokens, or a loss that is NaN.
     """
+    if not texts:
+        raise refused("no texts", "nothing is told from nothing.", "give a text or more on either side.")
     ids = [list(row[:longest]) for row in tokenizer(list(texts))["input_ids"]]
     short = [number for number, row in enumerate(ids) if len(row) < 2]
     if short:

@@ -69,6 +69,7 @@ def memorisation(
     from hf_dp.audit.secrets import Secret
     from hf_dp.cli.memorised import measured
     from hf_dp.data.files import check_columns, rows_of_file
+    from hf_dp.demo.quiet import quiet
 
     with refusals():
         check_confidence(confidence)
@@ -88,7 +89,8 @@ def memorisation(
             given = [Secret(row["prefix"], row["secret"]) for row in rows]
         if output is not None:
             output.mkdir(parents=True, exist_ok=True)
-        found = measured(models, reference, inside, kept, given, longest=max_length, confidence=confidence)
+        with quiet():
+            found = measured(models, reference, inside, kept, given, longest=max_length, confidence=confidence)
         values = {
             "members": len(inside), "others": len(kept), "others_left_out": len(outside) - len(kept),
             "confidence": confidence, "max_length": max_length, **found.to_dict(),
@@ -107,6 +109,8 @@ def memorisation(
 
 
 def _print(found: Measured, left_out: int, confidence: float) -> None:
+    from hf_dp.audit.memorisation import DRAWS
+
     console, first = Console(), next(iter(found.models.values())).by_loss
     table = Table(
         title=f"Membership: {first.members:,} texts that were in, {first.others:,} that were not; intervals at "
@@ -122,10 +126,10 @@ def _print(found: Measured, left_out: int, confidence: float) -> None:
         attacks = {"loss": one.by_loss, "loss, less reference": one.by_reference}
         for attack, told in attacks.items():
             if told is not None:
-                table.add_row(name, attack, *_told(told))
-        if (claim := found.claims[name]) is not None:
-            most = [at_most(claim.rates[rate], 1) if rate in claim.rates else "-" for rate in first.at]
-            table.add_row("", f"epsilon {upper(claim.epsilon, 3)} allows", "", *most)
+                table.add_row(found.names[name], attack, *_told(told))
+        if (claim := found.claims[name]) is not None and claim.rates:
+            most = [at_most(claim.rates[rate], 1) for rate in first.at]
+            table.add_row(found.names[name], f"epsilon {upper(claim.epsilon, 3)}: at most", "", *most)
         table.add_section()
     if found.reference is not None:
         table.add_row("reference", "loss (control)", *_told(found.reference))
@@ -138,11 +142,15 @@ def _print(found: Measured, left_out: int, confidence: float) -> None:
             "it did see some."
         )
     table = Table(title="Second halves written to the letter, from the first half", title_justify="left")
-    for column in ("model", "of those in", "of those not in", "in 100 draws", "the same, not in"):
+    for column in ("model", "of those in", "of those not in", f"in,\n{DRAWS} draws", f"not in,\n{DRAWS} draws"):
         table.add_column(column, justify="left" if column == "model" else "right")
     for name, one in found.models.items():
         table.add_row(
-            name, _written(one.members), _written(one.others), f"{one.members.drawn:.2%}", f"{one.others.drawn:.2%}"
+            found.names[name],
+            _written(one.members),
+            _written(one.others),
+            f"{one.members.drawn:.2%}",
+            f"{one.others.drawn:.2%}",
         )
     console.print(table)
     _print_secrets(found, console)
@@ -153,36 +161,38 @@ def _print_secrets(found: Measured, console: Console) -> None:
     exposed = {name: one.secrets for name, one in found.models.items() if one.secrets is not None}
     if not exposed:
         return
+    from hf_dp.audit.memorisation import DRAWS
+    from hf_dp.audit.secrets import MEAN_EXPOSURE_BY_CHANCE
+
     least = min(count for one in exposed.values() for count in one.candidates)
     table = Table(
         title="Secrets: how far up among all that they could have been, in bits",
         title_justify="left",
-        caption=f"Fully known: {math.log2(least):.1f} or more. Chance: 1.4 on average.",
+        caption=f"Fully known: {math.log2(least):.1f} or more. Chance: {MEAN_EXPOSURE_BY_CHANCE:.1f} on average.",
     )
-    for column in ("model", "exposure, mean", "largest", "more than chance", "said", "said in 100 draws"):
+    for column in ("model", "exposure,\nmean", "largest", "more than\nchance", "said", f"said in\n{DRAWS} draws"):
         table.add_column(column, justify="left" if column == "model" else "right")
     for name, secrets in exposed.items():
-        table.add_row(
-            name, f"{secrets.mean:.1f}", f"{max(secrets.exposures):.1f}", "no" if secrets.by_chance else "yes",
-            f"{secrets.written.found}/{secrets.written.of}", f"{secrets.written.drawn:.1%}",
-        )  # fmt: skip
+        said = f"{secrets.written.found}/{secrets.written.of}", f"{secrets.written.drawn:.1%}"
+        exposures = f"{secrets.mean:.1f}", f"{max(secrets.exposures):.1f}"
+        table.add_row(found.names[name], *exposures, "no" if secrets.by_chance else "yes", *said)
     console.print(table)
 
 
 def _told(one: Membership) -> list[str]:
     low, high = one.auc_interval
-    return [f"{one.auc:.3f} ({low:.3f} to {high:.3f})", *(_found(rate, at) for rate, at in one.at.items())]
+    return [f"{one.auc:.3f}\n{low:.3f} to {high:.3f}", *(_found(rate, at) for rate, at in one.at.items())]
 
 
 def _found(rate: float, at: Found | None) -> str:
     from hf_dp.audit.members import fewest_others
 
     if at is None:
-        return f"needs {fewest_others(rate):,} others"
+        return f"needs {fewest_others(rate):,}\nothers"
     low, high = at.true_positives
-    return f"{at.true_positive_rate:.1%} ({low:.1%} to {high:.1%})"
+    return f"{at.true_positive_rate:.1%}\n{low:.1%} to {high:.1%}"
 
 
 def _written(one: Written) -> str:
     low, high = one.interval
-    return f"{one.found}/{one.of} ({low:.1%} to {high:.1%})"
+    return f"{one.found}/{one.of}\n{low:.1%} to {high:.1%}"

@@ -33,7 +33,7 @@ def draw(found: Measured, path: Path) -> None:
 
 def _name(found: Measured, name: str) -> str:
     claim = found.claims[name]
-    return f"{Path(name).name or name}\n" + ("no claim" if claim is None else f"epsilon {upper(claim.epsilon, 3)}")
+    return f"{found.names[name]}\n" + ("no claim" if claim is None else f"epsilon {upper(claim.epsilon, 3)}")
 
 
 def _membership(axes: Any, found: Measured) -> None:

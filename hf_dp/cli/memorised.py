@@ -25,7 +25,8 @@ class Claim:
     Attributes:
         epsilon, delta: that are claimed.
         unit: whose presence is hidden.
-        rates: by false positive rate the largest true positive rate that this allows; empty where it is not private.
+        rates: by false positive rate the largest true positive rate that this allows of one text; empty where it is not
+            private, or the unit is another.
     """
 
     epsilon: float
@@ -47,6 +48,12 @@ class Measured:
     models: dict[str, Memorisation]
     claims: dict[str, Claim | None]
     reference: Membership | None
+
+    @property
+    def names(self) -> dict[str, str]:
+        """What each model is called: the last part of its folder's name, where no two are alike."""
+        last = {name: Path(name).absolute().name for name in self.models}
+        return last if len(set(last.values())) == len(last) else {name: name for name in last}
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for strict JSON."""
@@ -85,7 +92,8 @@ def _claim(folder: Path) -> Claim | None:
         return None
     record = PrivacyRecord.from_json((folder / RECORD_FILE).read_bytes())
     report = record.report
-    most = risk(record.ledger.event, FALSE_POSITIVE_RATES).true_positive_rates if report.private else {}
+    is_of_texts = report.private and record.config.unit is None
+    most = risk(record.ledger.event, FALSE_POSITIVE_RATES).true_positive_rates if is_of_texts else {}
     return Claim(epsilon=report.epsilon, delta=report.delta, unit=report.unit, rates=most)
 
 
@@ -93,7 +101,7 @@ def loaded(folder: str) -> tuple[Any, Any]:
     """The causal language model in a folder, in the precision in which it lies there, and its tokenizer.
 
     Raises:
-        ConfigurationError: there is none, or one of which some weights are missing.
+        ConfigurationError: there is none, but another kind of model, or one of which some weights are missing.
     """
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
@@ -109,10 +117,14 @@ def loaded(folder: str) -> tuple[Any, Any]:
             "hf_dp.audit.membership.",
         ) from error
     model, told = made
-    if missing := sorted(told["missing_keys"]) + sorted(map(str, told["mismatched_keys"])):
+    adapters = [config.task_type for config in getattr(model, "peft_config", {}).values()]
+    kinds = [kind for kind in (*(model.config.architectures or ()), *adapters) if kind is not None]
+    lost = [*sorted(told["missing_keys"]), *map(str, told["mismatched_keys"])]
+    if not set(kinds) <= {type(model).__name__, "CAUSAL_LM"} or lost:
+        found = f"lacks {len(lost)} weights such as {lost[0]}" if lost else f"holds {' and '.join(kinds)}"
         raise ConfigurationError(
-            f"{folder!r} lacks {len(missing)} weights of a causal language model, such as {missing[0]}.",
-            why="they would be random, and the report would be of another model.",
+            f"{folder!r} {found}, and would be read as {type(model).__name__}.",
+            why="the report would be of another model.",
             fix="give a causal language model; of other models give the losses to hf_dp.audit.membership.",
         )
     return model.to("cuda" if torch.cuda.is_available() else "cpu"), tokenizer
