@@ -80,6 +80,7 @@ class Memorisation:
         members, others: of texts that were in, and of texts that were not, how many the model completes from the first
             half of their tokens.
         secrets: None where none were given.
+        cut: of how many texts, of either side, only the beginning was read.
     """
 
     by_loss: Membership
@@ -87,6 +88,7 @@ class Memorisation:
     members: Written
     others: Written
     secrets: Exposed | None
+    cut: int
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for strict JSON."""
@@ -153,7 +155,7 @@ class Reader:
             by_loss=self.of_losses(members.losses, others.losses), by_reference=lower,
             members=Written.of_completions(members.second_halves, self._confidence),
             others=Written.of_completions(others.second_halves, self._confidence),
-            secrets=self._exposed(model, tokenizer) if self._secrets else None,
+            secrets=self._exposed(model, tokenizer) if self._secrets else None, cut=members.cut + others.cut,
         )  # fmt: skip
 
     def _read(self, model: Any, tokenizer: Any) -> tuple[Read, Read]:

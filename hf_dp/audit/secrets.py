@@ -82,12 +82,14 @@ def candidates(secret: str, most: int = 10_000) -> list[str]:
     """
     alphabets = [next((kind for kind in _KINDS if letter in kind), letter) for letter in secret]
     number = math.prod(map(len, alphabets))
-    if number == 1 or most < 2:
+    if number == 1:
         raise refused(
-            f"a secret {secret[:40]!r} of which {'it alone' if number == 1 else f'{most} candidates'} could be true",
+            f"a secret {secret[:40]!r}, of which it alone could be true",
             "exposure is a rank among other secrets of the same shape.",
-            "give a secret with digits or letters of a to z, and two candidates or more.",
+            "give a secret with digits or letters of a to z.",
         )
+    if most < 2:
+        raise refused(f"most={most}", "a rank among one says nothing.", "rank the secret among two or more.")
     own = _number(secret, alphabets)
     if number <= most:
         others = [other for other in range(number) if other != own]

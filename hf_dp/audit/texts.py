@@ -48,10 +48,12 @@ class Read:
     Attributes:
         losses: (N,), the mean loss of each text's tokens after its first, in nats.
         second_halves: how it goes on after the first half of each one's tokens.
+        cut: of how many texts only the beginning was read.
     """
 
     losses: Losses
     second_halves: list[Completion]
+    cut: int
 
 
 def read(model: Any, tokenizer: Any, texts: Sequence[str], longest: int) -> Read:
@@ -62,7 +64,8 @@ def read(model: Any, tokenizer: Any, texts: Sequence[str], longest: int) -> Read
     """
     if not texts:
         raise refused("no texts", "nothing is told from nothing.", "give a text or more on either side.")
-    ids = [list(row[:longest]) for row in tokenizer(list(texts))["input_ids"]]
+    whole = tokenizer(list(texts))["input_ids"]
+    ids = [list(row[:longest]) for row in whole]
     short = [number for number, row in enumerate(ids) if len(row) < 2]
     if short:
         raise refused(
@@ -72,7 +75,8 @@ def read(model: Any, tokenizer: Any, texts: Sequence[str], longest: int) -> Read
         )
     found = list(_predicted(model, ids))
     means = _finite([float(losses.mean()) for losses, _ in found], texts)
-    return Read(means, [_completion(*one, (len(row) + 1) // 2) for one, row in zip(found, ids, strict=True)])
+    halves = [_completion(*one, (len(row) + 1) // 2) for one, row in zip(found, ids, strict=True)]
+    return Read(means, halves, sum(len(row) > longest for row in whole))
 
 
 def completions(model: Any, tokenizer: Any, planted: Sequence[Secret], longest: int) -> list[Completion]:
@@ -121,6 +125,13 @@ def _finite(found: list[float], texts: Sequence[str]) -> Losses:
 
 def _predicted(model: Any, ids: Sequence[Sequence[int]]) -> Iterator[tuple[Tensor, Tensor]]:
     """Of each row the loss of its tokens after the first, and whether each of them was the likeliest."""
+    room = getattr(model.config, "max_position_embeddings", None)
+    if room is not None and room < (width := max(map(len, ids))):
+        raise refused(
+            f"texts of up to {width} tokens for a model that reads {room} at most",
+            "it knows no places beyond.",
+            f"read less of each: --max-length {room}, or longest={room} of a Reader.",
+        )
     order = sorted(range(len(ids)), key=lambda at: len(ids[at]))
     done: dict[int, tuple[Tensor, Tensor]] = {}
     model.eval()

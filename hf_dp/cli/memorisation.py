@@ -136,6 +136,9 @@ def _print(found: Measured, left_out: int, confidence: float) -> None:
     console.print(table)
     if left_out:
         console.print(f"{left_out} texts of --others are in --members too, and were left out.")
+    for name, one in found.models.items():
+        if one.cut:
+            console.print(f"{found.names[name]} read {one.cut} texts in part (--max-length).")
     if found.reference is not None and not found.reference.by_chance:
         console.print(
             "[bold]The reference saw neither, and tells them apart:[/bold] members and others are not of one kind, or "

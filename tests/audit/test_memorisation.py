@@ -97,6 +97,7 @@ def test_losses_are_those_of_each_text_alone_also_where_all_are_as_long() -> Non
     model = a_model()
     for texts in (["ab", "abcdef", "The code of Ada is 17"], ["abcd", "bcda", "dcba"]):
         found = read(model, TOKENIZER, texts, 6)
+        assert found.cut == sum(len(ids) > 6 for ids in TOKENIZER(texts)["input_ids"])
         for text, loss, half in zip(texts, found.losses, found.second_halves, strict=True):
             ids = torch.tensor([TOKENIZER(text)["input_ids"][:6]])
             with torch.no_grad():
@@ -201,8 +202,9 @@ torch.nn.init.constant_(NAN.lm_head.weight, math.nan)
         (lambda: completions(a_model(), TOKENIZER, [Secret("", "ab")], 9), "0 of them before the secret"),
         (lambda: completions(a_model(), TOKENIZER, [Secret("ab", "")], 9), "2 of them before the secret"),
         (lambda: completions(a_model(), TOKENIZER, PLANTED, 3), "3 fit"),
-        (lambda: candidates("-?"), "of which it alone could be true"),
-        (lambda: candidates("12", 1), "1 candidates"),
+        (lambda: read(a_model(max_position_embeddings=5), TOKENIZER, MEMBERS, 9), "9 tokens for a model that reads 5"),
+        (lambda: candidates("-?"), "'-\\?', of which it alone could be true"),
+        (lambda: candidates("12", 1), "most=1"),
         (lambda: Guesses.of(TOKENIZER, Secret("", "x")), "in no token alike"),
         (lambda: Reader(["a b", "c d"], ["c d"]), "1 texts that were in and were not, such as 'c d'"),
         (lambda: Reader([], OTHERS).memorisation(a_model(), TOKENIZER), "no texts"),
