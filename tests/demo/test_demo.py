@@ -49,7 +49,7 @@ def test_a_model_that_knows_a_pin_is_seen_to(messages: Messages) -> None:
         optimizer.zero_grad()
         model(ids, labels=ids).loss.backward()
         optimizer.step()
-    assert exposures(model, [Guesses.of(tokenizer, secret)]) == [math.log2(10_000)]
+    assert exposures(model, [Guesses.of(tokenizer, secret, 1000)]) == [math.log2(1000)]
     said = completions(model, tokenizer, [secret, replace(other, secret=secret.secret[::-1])], 64)
     assert [one.greedy for one in said] == [True, False]
 
@@ -172,7 +172,7 @@ def test_the_demo_on_a_model_from_a_folder_trains_adapters_alone(folder: Path, t
     assert (output / "adapter_model.safetensors").is_file()
     assert not (output / "model.safetensors").exists()
     base, loaded = (AutoModelForCausalLM.from_pretrained(of, dtype=torch.bfloat16) for of in (folder, output))
-    guesses = Guesses.of(AutoTokenizer.from_pretrained(output), SECRET)
+    guesses = Guesses.of(AutoTokenizer.from_pretrained(output), SECRET, 50)
     # What is loaded has learnt something.
     assert not (guesses.losses(loaded) == guesses.losses(base)).all()
 
