@@ -28,7 +28,7 @@ _READ_AS = (
 
 def memorisation(
     models: Annotated[
-        list[str], typer.Argument(metavar="MODEL...", help="Folders of causal language models, adapters included.")
+        list[str], typer.Argument(metavar="MODEL", help="Folders of causal language models, adapters included.")
     ],
     members: Annotated[Path, typer.Option(help="Texts that were trained on: CSV, TSV, JSON or JSON lines.")],
     others: Annotated[Path, typer.Option(help="Texts of the same kind that were not.")],
