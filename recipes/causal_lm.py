@@ -19,13 +19,12 @@ from transformers import AutoTokenizer, Trainer, set_seed
 from common.arguments import Comparison, TextArguments, parse
 from common.base_models import Trained, language_model
 from common.data import read_rows
-from common.files import read_text
 from common.hub_names import pretrained
 from common.language_models import characters, small_gpt2
 from common.results import CONTINUE, Scores, scored_by_loss, train_and_report
+from hf_dp.data.files import WITH_COLUMNS, read_text
 from hf_dp.errors import ConfigurationError
 
-WITH_COLUMNS = (".csv", ".json", ".jsonl")
 Rows = list[dict[str, list[int]]]
 
 

@@ -36,6 +36,16 @@ def check_numbers(delta: float, confidence: float) -> None:
         )
 
 
+def check_confidence(confidence: float) -> None:
+    """Refuses what is no confidence (`ConfigurationError`)."""
+    if not (is_number(confidence) and 0.5 < confidence < 1):
+        raise refused(
+            f"confidence={shown(confidence)}",
+            "it is the share of intervals that hold what is true, above a half.",
+            "give a confidence such as 0.95.",
+        )
+
+
 def refused(found: str, why: str, fix: str) -> ConfigurationError:
     """Scores from which nothing could follow."""
     return ConfigurationError(f"{found}.", why=why, fix=fix)

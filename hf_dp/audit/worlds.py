@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from scipy import stats
 
 from hf_dp.audit.given import Scores, check_numbers, checked, refused
+from hf_dp.audit.intervals import least, most
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,6 +85,5 @@ def two_worlds(with_: Scores, without: Scores, *, delta: float, confidence: floa
 
 def _told_apart(found: Any, members: int, wrong: Any, others: int, delta: float, level: float) -> Any:
     """log((least share found - delta) / largest share taken wrongly), at least 0."""
-    least = np.where(np.equal(found, 0), 0.0, stats.beta.ppf(level, found, members - np.asarray(found) + 1))
-    most = np.where(np.equal(wrong, others), 1.0, stats.beta.isf(level, np.asarray(wrong) + 1, others - wrong))
-    return np.log(np.maximum(least - delta, most) / most)
+    wrongly = most(wrong, others, level)
+    return np.log(np.maximum(least(found, members, level) - delta, wrongly) / wrongly)

@@ -8,6 +8,7 @@ import typer
 
 from hf_dp.cli.audit import audit
 from hf_dp.cli.demo import demo
+from hf_dp.cli.memorisation import memorisation
 from hf_dp.cli.plan import plan
 from hf_dp.cli.report import report
 from hf_dp.cli.train import train
@@ -48,3 +49,4 @@ app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options"
 app.command()(report)
 app.command()(verify)
 app.command()(audit)
+app.command()(memorisation)

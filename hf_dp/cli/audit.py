@@ -9,7 +9,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from hf_dp.cli.common import NO, AsJson, print_json, refusals
+from hf_dp.cli.common import NO, AsJson, TextColumn, print_json, refusals, texts_of
+from hf_dp.errors import ConfigurationError
 from hf_dp.figures import lower, percent, upper
 
 _GAUSSIAN = "All units are in every step: bounds are of a Gaussian mechanism, which is what is claimed then."
@@ -29,6 +30,14 @@ def audit(
     canaries: Annotated[int, typer.Option(min=1, help="With a parameter of their own.")] = 10_000,
     texts: Annotated[int, typer.Option(min=1, help="Canaries of random tokens.")] = 400,
     confidence: Annotated[float, typer.Option(help="Of all that is shown, together.")] = 0.95,
+    model: Annotated[
+        Path | None, typer.Option(help="Adapters (LoRA) on the language model in this folder, instead of a small one.")
+    ] = None,
+    data: Annotated[
+        Path | None, typer.Option(help="With --model: texts to train on, in a column of CSV, TSV, JSON or JSON lines.")
+    ] = None,
+    text_column: TextColumn = "text",
+    examples: Annotated[int, typer.Option(min=1, help="Of --data the first so many.")] = 1000,
     as_json: AsJson = False,
 ) -> None:
     """Attack a training by this library as an outsider would, and hold what is found against its claim.
@@ -45,18 +54,30 @@ def audit(
 
         hf-dp audit --output audited
 
+    With --model and --data the same is done to a pretrained language model
+    with LoRA, on texts of your own.
+
     The audit of a training of your own: docs/audit.md.
 
     Exit codes: 0, no bound is above the claim; 1, one is; 2, refused.
     """
     # torch and transformers take seconds to import; the other commands should not wait for them.
     from hf_dp.audit.outcome import LOW
-    from hf_dp.demo.audited import audited
+    from hf_dp.demo.audited import Pretrained, audited
 
     with refusals():
+        if (model is None) != (data is None):
+            raise ConfigurationError(
+                "--model and --data, one without the other.",
+                why="a pretrained model is trained on texts of yours; the small one makes its own.",
+                fix="give both, or neither.",
+            )
+        pretrained = None
+        if model is not None and data is not None:
+            pretrained = Pretrained(model, texts_of(data, text_column)[:examples])
         found = audited(
             output, epsilon=epsilon, delta=delta, steps=steps, sampled=sampled, dirac=canaries, tokens=texts,
-            confidence=confidence,
+            confidence=confidence, pretrained=pretrained,
         )  # fmt: skip
     report, made = found.report, found.audit
     if as_json:

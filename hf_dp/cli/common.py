@@ -6,18 +6,20 @@ import json
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from safetensors import SafetensorError
 
-from hf_dp.errors import HfDpError, shortened
+from hf_dp.errors import ConfigurationError, HfDpError, shortened
 from hf_dp.launched import hand_over
 
 NO, REFUSED = 1, 2
 AsJson = Annotated[
     bool, typer.Option("--json", help="Print strict JSON on stdout and nothing else there; the rest goes to stderr.")
 ]
+TextColumn = Annotated[str, typer.Option(help="The column of files that holds the texts.")]
 
 
 @contextmanager
@@ -42,9 +44,35 @@ def refusals(traceback: bool | None = None) -> Iterator[None]:
         raise typer.Exit(REFUSED) from None
 
 
+def texts_of(path: Path, column: str) -> list[str]:
+    """The texts in one column of a file, none of them empty.
+
+    Raises:
+        ConfigurationError: it cannot be read, has no rows, or one without a text there.
+    """
+    from hf_dp.data.files import check_columns, rows_of_file
+
+    rows = rows_of_file(path)
+    check_columns(str(path), rows, (column,), fix="name the column of the texts with --text-column.")
+    texts = [str(row[column]) for row in rows]
+    empty = [number for number, text in enumerate(texts, 1) if not text.strip()]
+    if empty:
+        raise ConfigurationError(
+            f"{path} has no text in row {empty[0]} ({len(empty)} such rows).",
+            why="there is nothing in it to learn, or to find again.",
+            fix="take those rows out.",
+        )
+    return texts
+
+
 def print_json(value: Any) -> None:
     """Strict JSON and nothing else; numbers that it does not have as the strings "inf", "-inf" and "nan"."""
-    typer.echo(json.dumps(_strict(value), indent=2, allow_nan=False))
+    typer.echo(in_json(value))
+
+
+def in_json(value: Any) -> str:
+    """The same as text."""
+    return json.dumps(_strict(value), indent=2, allow_nan=False)
 
 
 def _strict(value: Any) -> Any:

@@ -26,7 +26,7 @@ from hf_dp.audit.scores import by_gradient, by_loss
 from hf_dp.config import PrivacyConfig
 from hf_dp.demo.audit_figure import draw
 from hf_dp.demo.messages import generate
-from hf_dp.demo.model import new_model, train_tokenizer
+from hf_dp.demo.model import adapted, new_model, train_tokenizer
 from hf_dp.demo.quiet import one_thread, quiet
 from hf_dp.hub import add_audit
 from hf_dp.losses import per_example_losses
@@ -37,6 +37,21 @@ from hf_dp.training.private_run import PrivateRun
 DIRAC, LOSS, GRADIENT, PUBLIC = "own parameters", "loss", "gradient", "own parameters, less noise from public seeds"
 _ATTACKS, _RATE = 4, 0.5
 _TEXTS, _PUBLIC_TEXTS, _LENGTH, _AT_ONCE = 200, 300, 12, 512
+# With a vocabulary of 50,000 their logits take 100 MB.
+_TOKENS_AT_ONCE = 512
+
+
+@dataclass(frozen=True)
+class Pretrained:
+    """A language model that is trained in place of the small one.
+
+    Attributes:
+        folder: where it lies with its tokenizer.
+        texts: to train on.
+    """
+
+    folder: Path
+    texts: list[str]
 
 
 @dataclass(frozen=True)
@@ -59,9 +74,9 @@ class Audited:
 
 def audited(
     output_dir: Path | None, *, epsilon: float, delta: float, steps: int, sampled: float, dirac: int, tokens: int,
-    confidence: float,
+    confidence: float, pretrained: Pretrained | None = None,
 ) -> Audited:  # fmt: skip
-    """Trains on messages and canaries, saves the model and its record, and attacks it.
+    """Trains on texts and canaries, saves the model and its record, and attacks it.
 
     Args:
         output_dir: where the model goes, with its record, card and what was found; None for nowhere.
@@ -70,9 +85,10 @@ def audited(
         sampled: the share of all units that a step draws.
         dirac, tokens: how many canaries have a parameter of their own, and how many are of random tokens.
         confidence: of all bounds together.
+        pretrained: adapters (LoRA) on this model, and its texts; None for a small model of the audit's own.
 
     Raises:
-        ConfigurationError: numbers that make no training, or no audit.
+        ConfigurationError: numbers that make no training, or no audit; no model in that folder.
     """
     check_numbers(delta, confidence)  # before minutes of training, not after
     bound, each = _bound(sampled), 1 - (1 - confidence) / _ATTACKS
@@ -81,11 +97,10 @@ def audited(
     if output_dir is not None:
         output_dir.mkdir(parents=True, exist_ok=True)
     place = nullcontext(output_dir) if output_dir is not None else tempfile.TemporaryDirectory()
-    with quiet(), one_thread(), place as given:
+    threads = one_thread() if pretrained is None else nullcontext()
+    with quiet(), threads, place as given:
         folder = Path(str(given))
-        messages = generate(public=_PUBLIC_TEXTS, private=_TEXTS, evaluation=1, canaries=1, seed=1)
-        tokenizer = train_tokenizer(messages.public)
-        ids = [row[:_LENGTH] for row in tokenizer(messages.private)["input_ids"]]
+        trained, tokenizer, ids = _small() if pretrained is None else _adapted(pretrained)
         data = Dataset.from_list([_row(row, list(row)) for row in ids])
         drawn = random_tokens(tokens, _LENGTH, len(tokenizer), np.random.default_rng())
         outliers = plant(data, [_row(**row) for row in drawn])
@@ -93,13 +108,14 @@ def audited(
         single = [{**_row(end, [IGNORED]), PLACE: i, THERE: 1.0} for i in range(dirac)]
         planted = plant(outliers.dataset, single, nothing=lambda row: {**row, THERE: 0.0})
 
-        model = WithDirac(new_model(tokenizer, width=32, layers=1), dirac)
+        model = WithDirac(trained, dirac)
         before, loss, n = copy.deepcopy(model), with_dirac(per_example_losses), len(planted.dataset)
         run = PrivateRun(
             model, planted.dataset, PrivacyConfig(target_epsilon=epsilon, target_delta=delta), _collate,
             expected_batch_size=max(1, round(sampled * n)), micro_batch_size=_AT_ONCE, steps=steps, loss=loss,
+            max_tokens_per_micro_batch=None if pretrained is None else _TOKENS_AT_ONCE,
         )  # fmt: skip
-        optimizer = torch.optim.SGD(model.parameters(), lr=_RATE)
+        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=_RATE)
         run.begin(optimizer)
         for batch in run.batches():
             run.step(batch)
@@ -111,6 +127,7 @@ def audited(
         released = {
             name: (was - now).detach() * report.expected_batch_size / _RATE
             for (name, was), now in zip(before.named_parameters(), model.parameters(), strict=True)
+            if now.requires_grad
         }
         canaries = [_collate([_row(**row)]) for row in drawn]
         deviation = report.noise_multiplier * report.clipping_norm
@@ -128,6 +145,22 @@ def audited(
         add_audit(folder, audit)
         draw(audit, report.epsilon, folder / "audit.png")
         return Audited(report, audit)
+
+
+def _small() -> tuple[Any, Any, list[list[int]]]:
+    """A model, its tokenizer, and what it is trained on."""
+    messages = generate(public=_PUBLIC_TEXTS, private=_TEXTS, evaluation=1, canaries=1, seed=1)
+    tokenizer = train_tokenizer(messages.public)
+    return new_model(tokenizer, width=32, layers=1), tokenizer, _cut(tokenizer, messages.private)
+
+
+def _adapted(pretrained: Pretrained) -> tuple[Any, Any, list[list[int]]]:
+    model, tokenizer = adapted(pretrained.folder)
+    return model, tokenizer, _cut(tokenizer, pretrained.texts)
+
+
+def _cut(tokenizer: Any, texts: list[str]) -> list[list[int]]:
+    return [row[:_LENGTH] for row in tokenizer(texts)["input_ids"]]
 
 
 def _bound(sampled: float) -> Callable[..., OneRun]:

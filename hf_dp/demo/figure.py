@@ -8,7 +8,8 @@ from typing import Any
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from hf_dp.demo.exposure import MEAN_EXPOSURE_BY_CHANCE, MOST_EXPOSURE
+from hf_dp.audit.secrets import MEAN_EXPOSURE_BY_CHANCE
+from hf_dp.demo.messages import MOST_EXPOSURE
 from hf_dp.demo.result import Result, mean
 from hf_dp.figures import upper
 

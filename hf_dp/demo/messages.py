@@ -2,32 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import random
 import re
 from dataclasses import dataclass
 
+from hf_dp.audit.secrets import Secret
 from hf_dp.demo.grammars import BANK, FIRST_NAMES, LAST_NAMES, PUBLISHED, SHOP, Grammar
 
 PIN_DIGITS = 4
+CANDIDATES = 10**PIN_DIGITS
+MOST_EXPOSURE = math.log2(CANDIDATES)
 _SLOT = re.compile(r"\{(\w+)\}")
-
-
-@dataclass(frozen=True)
-class Canary:
-    """A message with a random secret, to see whether a model gives it away (Carlini et al. 2019, arXiv:1802.08232).
-
-    Attributes:
-        prefix: what an attacker is taken to know. It ends just before the secret.
-        pin: the secret: `PIN_DIGITS` decimal digits, uniformly random.
-    """
-
-    prefix: str
-    pin: str
-
-    @property
-    def text(self) -> str:
-        """The message as it is planted."""
-        return self.prefix + self.pin
 
 
 @dataclass(frozen=True)
@@ -38,15 +24,15 @@ class Messages:
         public: to train the tokenizer and to pretrain on. No secret is in it.
         private: to fine-tune on: distinct messages, among them each of `planted` exactly once.
         evaluation: of the private kind, none of them in `private`, without secrets.
-        planted: the secrets in `private`.
+        planted: the secrets in `private`: each `PIN_DIGITS` decimal digits, uniformly random.
         unplanted: secrets of the same kind that are nowhere. No model can know them: the measure's own control.
     """
 
     public: list[str]
     private: list[str]
     evaluation: list[str]
-    planted: list[Canary]
-    unplanted: list[Canary]
+    planted: list[Secret]
+    unplanted: list[Secret]
 
 
 def generate(*, public: int, private: int, evaluation: int, canaries: int, seed: int) -> Messages:
@@ -69,10 +55,10 @@ def generate(*, public: int, private: int, evaluation: int, canaries: int, seed:
     return Messages(published, training, ordinary[:evaluation], planted, unplanted)
 
 
-def _canaries(n: int, rng: random.Random) -> list[Canary]:
+def _canaries(n: int, rng: random.Random) -> list[Secret]:
     people = rng.sample([f"{first} {last}" for first in FIRST_NAMES for last in LAST_NAMES], n)
     return [
-        Canary(f"Hello, this is {person}, the secret code of my card is ", f"{rng.randrange(10**PIN_DIGITS):04d}")
+        Secret(f"Hello, this is {person}, the secret code of my card is ", f"{rng.randrange(10**PIN_DIGITS):04d}")
         for person in people
     ]
 

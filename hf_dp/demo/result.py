@@ -6,13 +6,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from rich.table import Table
-from scipy import stats
 
-from hf_dp.demo.exposure import CANDIDATES, MEAN_EXPOSURE_BY_CHANCE, MOST_EXPOSURE
+from hf_dp.audit.secrets import MEAN_EXPOSURE_BY_CHANCE, most_by_chance
+from hf_dp.demo.messages import CANDIDATES, MOST_EXPOSURE
 from hf_dp.figures import upper
 
 _LEAST_LEAK = 3.0
-_FALSE_ALARM = 1e-3
 
 
 @dataclass(frozen=True)
@@ -114,12 +113,3 @@ class Result:
 def mean(values: list[float]) -> float:
     """Their arithmetic mean."""
     return sum(values) / len(values)
-
-
-def most_by_chance(n: int) -> float:
-    """Mean exposure of n secrets that a model which knows none of them exceeds once in 1000 times.
-
-    The rank of an unknown secret is uniform, so its exposure in nats is exponential and the sum of n has a gamma
-    distribution.
-    """
-    return float(stats.gamma.isf(_FALSE_ALARM, n)) / n * MEAN_EXPOSURE_BY_CHANCE

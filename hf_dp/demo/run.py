@@ -15,10 +15,11 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from transformers import PreTrainedTokenizerBase
 
+from hf_dp.audit.guessed import Guesses, exposures
+from hf_dp.audit.texts import completions
 from hf_dp.config import PrivacyConfig
-from hf_dp.demo.exposure import exposures, extracted
 from hf_dp.demo.figure import draw
-from hf_dp.demo.messages import Messages, generate
+from hf_dp.demo.messages import CANDIDATES, Messages, generate
 from hf_dp.demo.model import adapted, new_model, train_tokenizer
 from hf_dp.demo.quiet import one_thread, quiet
 from hf_dp.demo.result import Result, Row
@@ -150,39 +151,38 @@ def _train_and_measure(
         public = new_model(tokenizer, width=scratch.width, layers=scratch.layers)
         setup = TrainingSetup(tokenizer, messages.evaluation, aside, data_seed, progress)
         trainer = setup.ordinary(public, messages.public, scratch.pretraining, "Pretraining on public messages")
-    before = _row("before", 0.0, 0.0, evaluation_loss(trainer), public, tokenizer, messages)
+    attack = Attack(messages, tokenizer)
+    before = attack.row("before", 0.0, 0.0, evaluation_loss(trainer), public)
 
     ordinary, private = copy.deepcopy(public), copy.deepcopy(public)
     trainer = setup.ordinary(ordinary, messages.private, scale.ordinary_training, "Fine-tuning, ordinary")
-    ordinary_row = _row("ordinary", math.inf, None, evaluation_loss(trainer), ordinary, tokenizer, messages)
+    ordinary_row = attack.row("ordinary", math.inf, None, evaluation_loss(trainer), ordinary)
 
     privacy = PrivacyConfig(target_epsilon=8.0, clipping_norm=scale.clipping_norm)
     private_trainer = setup.private(private, messages.private, scale.private_training, privacy, "Fine-tuning, private")
     report = private_trainer.privacy_report()
-    loss = evaluation_loss(private_trainer)
-    private_row = _row("private", report.epsilon, report.delta, loss, private, tokenizer, messages)
+    private_row = attack.row("private", report.epsilon, report.delta, evaluation_loss(private_trainer), private)
     private_trainer.save_model(str(output_dir))
     return Result(before, ordinary_row, private_row)
 
 
-def _row(
-    name: str,
-    epsilon: float,
-    delta: float | None,
-    loss: float,
-    model: Any,
-    tokenizer: PreTrainedTokenizerBase,
-    messages: Messages,
-) -> Row:
-    return Row(
-        name=name,
-        epsilon=epsilon,
-        delta=delta,
-        evaluation_loss=loss,
-        planted=exposures(model, tokenizer, messages.planted),
-        unplanted=exposures(model, tokenizer, messages.unplanted),
-        extracted=extracted(model, tokenizer, messages.planted),
-    )
+class Attack:
+    """What is done to each model: its secrets, those of `messages`, and what they could have been are the same."""
+
+    def __init__(self, messages: Messages, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer, self._secrets = tokenizer, messages.planted
+        self._planted, self._unplanted = (
+            [Guesses.of(tokenizer, one, CANDIDATES) for one in secrets]
+            for secrets in (messages.planted, messages.unplanted)
+        )
+
+    def row(self, name: str, epsilon: float, delta: float | None, loss: float, model: Any) -> Row:
+        """What it finds of one model."""
+        said = completions(model, self._tokenizer, self._secrets, self._tokenizer.model_max_length)
+        return Row(
+            name=name, epsilon=epsilon, delta=delta, evaluation_loss=loss, planted=exposures(model, self._planted),
+            unplanted=exposures(model, self._unplanted), extracted=sum(one.greedy for one in said),
+        )  # fmt: skip
 
 
 def _progress(console: Console) -> Progress:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from common.files import read_text
+from hf_dp.data.files import read_text
 from hf_dp.errors import ConfigurationError
 
 Message = dict[str, Any]

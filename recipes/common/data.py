@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
-import json
-import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,12 +9,10 @@ from typing import Any
 from datasets import ClassLabel
 
 from common.arguments import TextArguments
-from common.files import read_text, unreadable
 from common.hub_names import split_of
 from common.labelled_texts import label_names
+from hf_dp.data.files import WITH_COLUMNS, check_columns, rows_of_file
 from hf_dp.errors import ConfigurationError
-
-_FILES = (".csv", ".json", ".jsonl")
 
 
 def read_rows(
@@ -32,7 +26,8 @@ def read_rows(
     """All rows of `name`, or the first `max_examples` of them.
 
     Args:
-        name: a CSV file with a header, a JSON list or JSON lines (.json or .jsonl), or a data set as `split_of` has it.
+        name: a CSV or TSV file with a header, a JSON list or JSON lines (.json or .jsonl), or a data set as `split_of`
+            has it.
         split: of a data set.
         columns: that must hold a text in each row.
         others: that must hold something in each row. Labels that a data set keeps as numbers with names are given by
@@ -42,51 +37,12 @@ def read_rows(
         ConfigurationError: what cannot be read, has no rows, or a row without one of these columns.
     """
     path = Path(name)
-    if path.suffix not in _FILES and path.is_file():
-        raise unreadable(name, f"the ending {path.suffix!r}", "Give CSV with a header, JSON or JSON lines")
-    rows = _of_file(path) if path.suffix in _FILES else _of_data_set(name, split, max_examples)
-    missing = [column for column in (*columns, *others) if not rows or column not in rows[0]]
-    if missing:
-        raise ConfigurationError(
-            f"{name} has no column {missing[0]!r} (it has {', '.join(map(str, rows[0])) if rows else 'no rows'}).",
-            why="the recipe reads it.",
-            fix="name the columns of your data with --text_column, --label_column and --group_column.",
-        )
+    is_file = path.suffix in WITH_COLUMNS or path.is_file()
+    rows = rows_of_file(path) if is_file else _of_data_set(name, split, max_examples)
     rows = rows[:max_examples]
-    for number, row in enumerate(rows, 1):
-        for column in (*columns, *others):
-            value = row.get(column)
-            if value is None or (column in columns and not isinstance(value, str)):
-                raise ConfigurationError(
-                    f"{name} has {'nothing' if value is None else type(value).__name__} in column {column!r} of row "
-                    f"{number}.",
-                    why="the recipe reads it, and leaves out no row: n would be another one.",
-                    fix="correct or take out the row, or name another column.",
-                )
+    fix = "name the columns of your data with --text_column, --label_column and --group_column."
+    check_columns(name, rows, columns, others, fix=fix)
     return rows
-
-
-def _of_file(path: Path) -> list[dict[str, Any]]:
-    try:
-        rows = _parsed(path)
-    except (ValueError, RecursionError, csv.Error) as error:
-        raise unreadable(str(path), str(error), "Correct it") from error
-    wrong = next((number for number, row in enumerate(rows, 1) if not isinstance(row, dict) or None in row), None)
-    if wrong is not None:
-        found = f"row {wrong}, which has no columns, or more than the header"
-        raise unreadable(str(path), found, "Correct or take out the row")
-    return rows
-
-
-def _parsed(path: Path) -> list[Any]:
-    text = read_text(path)
-    if path.suffix == ".csv":
-        csv.field_size_limit(min(sys.maxsize, 2**31 - 1))  # of one text
-        return list(csv.DictReader(io.StringIO(text, newline="")))
-    if text.lstrip().startswith("["):
-        rows: list[Any] = json.loads(text)
-        return rows
-    return [json.loads(line) for line in text.split("\n") if line.strip()]
 
 
 def _of_data_set(name: str, split: str, max_examples: int | None) -> list[dict[str, Any]]:
@@ -135,7 +91,7 @@ def public_labels(recipe: LabelledData) -> list[str]:
     """
     if recipe.labels_file:
         return label_names(recipe.labels_file)
-    is_file = Path(recipe.train_file).suffix in _FILES
+    is_file = Path(recipe.train_file).suffix in WITH_COLUMNS
     features = {} if is_file else split_of(recipe.train_file, "train").features
     kind = features.get(recipe.label_column)
     if not isinstance(kind, ClassLabel):

@@ -12,8 +12,8 @@ from rich.console import Console
 from rich.table import Table
 from transformers import TrainingArguments
 
-from common.files import read_text
 from hf_dp import PrivacyConfig
+from hf_dp.data.files import read_text
 from hf_dp.errors import ConfigurationError
 
 Measures = tuple[float, float]

@@ -14,8 +14,8 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from common.comparison import by_rarity, refuse_unknown
-from common.files import read_text
 from common.labelled_texts import label_names
+from hf_dp.data.files import read_text
 from hf_dp.errors import ConfigurationError
 
 PADDING = 0

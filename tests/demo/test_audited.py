@@ -16,6 +16,8 @@ from hf_dp.audit.outcome import Audit
 from hf_dp.cli import app
 from hf_dp.demo import audited
 from hf_dp.demo.audit_figure import draw
+from hf_dp.demo.messages import generate
+from hf_dp.demo.model import new_model, train_tokenizer
 from hf_dp.hub import verify
 from hf_dp.noise.source import NoiseSource
 from hf_dp.randomness import Entropy
@@ -68,6 +70,8 @@ def test_a_picture_is_drawn(tmp_path: Path) -> None:
         (("--canaries", "200000"), "200000 canaries"),
         (("--confidence", "0.1"), "confidence="),
         (("--delta", "0.5"), "delta=0.5 with"),
+        (("--model", "here"), "--model and --data, one without the other"),
+        (("--model", "here", "--data", "none.csv"), "no file"),
     ],
 )
 def test_what_would_prove_nothing_is_refused_before_anything_is_trained(options: tuple[str, ...], said: str) -> None:
@@ -89,6 +93,23 @@ def test_a_whole_audit_and_one_with_a_third_of_the_noise(tmp_path: Path, monkeyp
     checked = verify(tmp_path / "less")
     assert not checked.private
     assert [check.name for check in checked.checks if not check.passed] == ["audit and claim"]
+
+
+@pytest.mark.slow
+def test_a_whole_audit_of_adapters_on_a_model_and_texts_from_files(tmp_path: Path) -> None:
+    messages = generate(public=100, private=30, evaluation=1, canaries=1, seed=1)
+    tokenizer = train_tokenizer(messages.public)
+    for part in (new_model(tokenizer, width=32, layers=1), tokenizer):
+        part.save_pretrained(tmp_path / "model")
+    (tmp_path / "texts.jsonl").write_text("\n".join(json.dumps({"said": text}) for text in messages.private))
+    given = ("--model", str(tmp_path / "model"), "--data", str(tmp_path / "texts.jsonl"), "--text-column", "said")
+    few = ("--examples", "20", "--output", str(tmp_path / "out"), "--json", "--confidence", "0.999999")
+    told = invoke(*SMALL, *given, *few)
+    assert told.exit_code == 0, told.output
+    values = json.loads(told.stdout)
+    assert values["report"]["dataset_size"] == 3000 + 100 + 20
+    assert values["audit"]["attacks"][audited.DIRAC]["epsilon"] > 0
+    assert verify(tmp_path / "out").private
 
 
 @pytest.mark.slow

@@ -18,55 +18,24 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2LMHeadModel
 from typer.testing import CliRunner
 
 from hf_dp import load_report
+from hf_dp.audit.guessed import Guesses, exposures
+from hf_dp.audit.secrets import Secret
+from hf_dp.audit.texts import completions
 from hf_dp.cli import app
-from hf_dp.demo.exposure import MEAN_EXPOSURE_BY_CHANCE, exposure, exposures, extracted, pin_losses
-from hf_dp.demo.messages import Canary, Messages, generate
+from hf_dp.demo.messages import Messages, generate
 from hf_dp.demo.model import adapted, new_model, train_tokenizer
-from hf_dp.demo.result import Result, Row, mean, most_by_chance
+from hf_dp.demo.result import Result, Row, mean
 from hf_dp.demo.run import PRETRAINED, Scale, run
 from hf_dp.demo.training import Schedule
 from hf_dp.errors import ConfigurationError
 from tests.training.workbench import make
 
+SECRET = Secret("Hello, this is Ada Abbott, the secret code of my card is ", "0000")
+
 
 @pytest.fixture(scope="module")
 def messages() -> Messages:
     return generate(public=600, private=300, evaluation=100, canaries=10, seed=3)
-
-
-def test_exposure_of_known_ranks() -> None:
-    losses = torch.arange(1024, dtype=torch.float64)
-    assert [exposure(losses, secret) for secret in (0, 1, 511, 1023)] == [10, 9, 1, 0]
-
-
-def test_exposure_of_a_model_that_tells_no_candidate_from_another_is_none() -> None:
-    assert exposure(torch.zeros(1000), 7) == pytest.approx(1.0, abs=0.01)  # the middle rank: a bit below chance's mean
-
-
-def test_exposure_by_chance() -> None:
-    """A uniform rank, here every rank once, has the stated mean; the stated limit is exceeded about once in 1000."""
-    ranks = torch.arange(10_000, dtype=torch.float64)
-    chance = math.log2(10_000) - torch.log2(ranks + 1)
-    assert chance.mean().item() == pytest.approx(MEAN_EXPOSURE_BY_CHANCE, abs=0.01)
-    draws = chance[torch.randint(10_000, (200_000, 16), generator=torch.Generator().manual_seed(0))].mean(1)
-    assert (draws > most_by_chance(16)).double().mean().item() == pytest.approx(0.001, abs=0.0005)
-
-
-def test_pin_losses_equal_brute_force(messages: Messages) -> None:
-    """Whole messages, one at a time, against the shared prefix and shared digits. 3 digits: all 1000 of them."""
-    tokenizer = train_tokenizer(messages.public)
-    torch.manual_seed(0)
-    model = new_model(tokenizer, width=32, layers=2)
-    prefix = messages.planted[0].prefix
-    fast = pin_losses(model, tokenizer, prefix, digits=3)
-    start = len(tokenizer(prefix)["input_ids"])
-    for pin in (0, 7, 42, 370, 999):
-        ids = torch.tensor([tokenizer(f"{prefix}{pin:03d}")["input_ids"]])
-        assert ids.shape[1] == start + 3
-        with torch.no_grad():
-            logs = model(ids).logits.double().log_softmax(-1)[0]
-        brute = -sum(logs[i - 1, ids[0, i]].item() for i in range(start, start + 3))
-        assert fast[pin].item() == pytest.approx(brute, rel=1e-5)
 
 
 def test_a_model_that_knows_a_pin_is_seen_to(messages: Messages) -> None:
@@ -80,8 +49,9 @@ def test_a_model_that_knows_a_pin_is_seen_to(messages: Messages) -> None:
         optimizer.zero_grad()
         model(ids, labels=ids).loss.backward()
         optimizer.step()
-    assert exposures(model, tokenizer, [secret]) == [math.log2(10_000)]
-    assert extracted(model, tokenizer, [secret, replace(other, pin=secret.pin[::-1])]) == 1
+    assert exposures(model, [Guesses.of(tokenizer, secret, 1000)]) == [math.log2(1000)]
+    said = completions(model, tokenizer, [secret, replace(other, secret=secret.secret[::-1])], 64)
+    assert [one.greedy for one in said] == [True, False]
 
 
 def test_each_secret_is_planted_exactly_once_and_is_nowhere_else(messages: Messages) -> None:
@@ -110,7 +80,7 @@ def test_every_digit_is_a_token(messages: Messages) -> None:
     tokenizer = train_tokenizer(messages.public)
     for canary in messages.planted:
         prefix, whole = (tokenizer(text)["input_ids"] for text in (canary.prefix, canary.text))
-        assert whole == prefix + tokenizer.convert_tokens_to_ids(list(canary.pin))
+        assert whole == prefix + tokenizer.convert_tokens_to_ids(list(canary.secret))
         assert tokenizer.decode(whole) == canary.text
 
 
@@ -202,12 +172,9 @@ def test_the_demo_on_a_model_from_a_folder_trains_adapters_alone(folder: Path, t
     assert (output / "adapter_model.safetensors").is_file()
     assert not (output / "model.safetensors").exists()
     base, loaded = (AutoModelForCausalLM.from_pretrained(of, dtype=torch.bfloat16) for of in (folder, output))
-    tokenizer, prefix = (
-        AutoTokenizer.from_pretrained(output),
-        "Hello, this is Ada Abbott, the secret code of my card is ",
-    )
+    guesses = Guesses.of(AutoTokenizer.from_pretrained(output), SECRET, 50)
     # What is loaded has learnt something.
-    assert not torch.equal(pin_losses(loaded, tokenizer, prefix), pin_losses(base, tokenizer, prefix))
+    assert not (guesses.losses(loaded) == guesses.losses(base)).all()
 
 
 def test_a_folder_without_a_model_is_refused_with_the_way_to_one(tmp_path: Path) -> None:
@@ -215,29 +182,19 @@ def test_a_folder_without_a_model_is_refused_with_the_way_to_one(tmp_path: Path)
         adapted(tmp_path / "none")
 
 
-def test_a_tokenizer_without_a_token_for_each_digit_is_refused(folder: Path, tmp_path: Path) -> None:
-    for file in folder.iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    tokenizer.add_tokens(["89"])
-    tokenizer.save_pretrained(tmp_path)
-    with pytest.raises(ConfigurationError, match="token for each digit"):
-        adapted(tmp_path)
-
-
 @pytest.mark.slow
 @pytest.mark.data
 def test_secrets_in_smollm2_are_ranked_as_whole_messages_are(smollm2_directory: Path) -> None:
     model, tokenizer = adapted(smollm2_directory)
-    prefix = "Hello, this is Ada Abbott, the secret code of my card is "
-    fast = pin_losses(model.float(), tokenizer, prefix, digits=2)
-    start = len(tokenizer(prefix)["input_ids"])
-    for pin in (0, 42, 99):
-        ids = torch.tensor([tokenizer(f"{prefix}{pin:02d}")["input_ids"]])
+    secret = replace(SECRET, secret="42")
+    fast = Guesses.of(tokenizer, secret).losses(model.float())
+    start = len(tokenizer(secret.prefix)["input_ids"])
+    for at, pin in ((0, 42), (1, 0), (99, 99)):
+        ids = torch.tensor([tokenizer(f"{secret.prefix}{pin:02d}")["input_ids"]])
         with torch.no_grad():
             logs = model(ids).logits.double().log_softmax(-1)[0]
         brute = -sum(logs[i - 1, ids[0, i]].item() for i in range(start, start + 2))
-        assert fast[pin].item() == pytest.approx(brute, rel=1e-4)
+        assert fast[at] == pytest.approx(brute, rel=1e-4)
 
 
 @pytest.mark.slow
@@ -258,5 +215,4 @@ def test_quick_demo_end_to_end(tmp_path: Path) -> None:
     assert not loading["missing_keys"]
     assert not loading["unexpected_keys"]
     assert model.lm_head.weight is model.transformer.wte.weight
-    canary = Canary("Hello, this is Ada Abbott, the secret code of my card is ", "0000")
-    assert mean(exposures(model, tokenizer, [canary])) >= 0
+    assert mean(exposures(model, [Guesses.of(tokenizer, SECRET)])) >= 0

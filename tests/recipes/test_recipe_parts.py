@@ -79,8 +79,10 @@ def test_rows_of_files(part, tmp_path):
     read_rows = part("common.data").read_rows
     (tmp_path / "a.csv").write_text('text,label\n"one, two",x\nthree,y\n', encoding="utf-8")
     (tmp_path / "a.jsonl").write_text('{"text": "one"}\n\n{"text": "two"}\n', encoding="utf-8")
-    csv, lines = str(tmp_path / "a.csv"), str(tmp_path / "a.jsonl")
+    (tmp_path / "a.tsv").write_text("text\tlabel\none, two\tx\n", encoding="utf-8")
+    csv, tsv, lines = (str(tmp_path / f"a.{ending}") for ending in ("csv", "tsv", "jsonl"))
     assert read_rows(csv, split="train", columns=("text",))[0] == {"text": "one, two", "label": "x"}
+    assert read_rows(tsv, split="train", columns=("text",)) == [{"text": "one, two", "label": "x"}]
     assert read_rows(lines, split="train", columns=("text",), max_examples=1) == [{"text": "one"}]
     with pytest.raises(ConfigurationError, match="no column 'label'"):
         read_rows(lines, split="train", columns=("text", "label"))
@@ -101,7 +103,8 @@ def test_rows_of_files(part, tmp_path):
         ("a.jsonl", b'{"text": 5, "label": "x"}', "has int in column 'text' of row 1"),
         ("a.jsonl", b'{"text": null, "label": "x"}', "has nothing in column 'text' of row 1"),
         ("a.jsonl", b'{"text": "a", "label": "x"}\n{"text": "b"}', "has nothing in column 'label' of row 2"),
-        ("a.tsv", b"text\tlabel\n", "the ending '.tsv'"),
+        ("a.tsv", b"text\tlabel\none\tx\ty\n", "row 1, which has no columns, or more than the header"),
+        ("a.xml", b"<text/>", "the ending '.xml'"),
         ("b.csv", None, "no file"),
     ],
 )

@@ -1,0 +1,81 @@
+"""What attacks find, one model beside the other, as a picture."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from hf_dp.audit.members import Membership
+from hf_dp.audit.secrets import MEAN_EXPOSURE_BY_CHANCE
+from hf_dp.cli.memorised import Measured
+from hf_dp.figures import percent, upper
+
+# Of Okabe and Ito's.
+_ORANGE, _BLUE, _GREY = "#d55e00", "#0072b2", "#7f7f7f"
+
+
+def draw(found: Measured, path: Path) -> None:
+    """Writes AUCs with their intervals, and exposures where there are secrets, as PNG. Needs no display."""
+    has_secrets = any(one.secrets is not None for one in found.models.values())
+    figure = Figure(figsize=(11 if has_secrets else 7, 4.5), layout="constrained")
+    # Not through pyplot, whose global state belongs to the caller.
+    FigureCanvasAgg(figure)
+    panels = figure.subplots(1, 2 if has_secrets else 1, squeeze=False)[0]
+    _membership(panels[0], found)
+    if has_secrets:
+        _secrets(panels[1], found)
+    figure.savefig(path, dpi=150)
+
+
+def _name(found: Measured, name: str) -> str:
+    claim = found.claims[name]
+    return f"{found.names[name]}\n" + ("no claim" if claim is None else f"epsilon {upper(claim.epsilon, 3)}")
+
+
+def _membership(axes: Any, found: Measured) -> None:
+    names = [_name(found, name) for name in found.models]
+    by_loss: list[Membership | None] = [one.by_loss for one in found.models.values()]
+    by_reference = [one.by_reference for one in found.models.values()]
+    attacks = ("loss", by_loss, _BLUE, -0.1), ("loss, less reference", by_reference, _ORANGE, 0.1)
+    for attack, told, color, aside in attacks:
+        known = [(at, one) for at, one in enumerate(told) if one is not None]
+        if known:
+            spans = [[one.auc - one.auc_interval[0], one.auc_interval[1] - one.auc] for _, one in known]
+            axes.errorbar(
+                [at + aside for at, _ in known], [one.auc for _, one in known], list(zip(*spans, strict=True)),
+                fmt="o", color=color, capsize=4, label=attack,
+            )  # fmt: skip
+    if found.reference is not None:
+        low, high = found.reference.auc_interval
+        axes.axhspan(low, high, color=_GREY, alpha=0.25, label="reference, by loss (control)")
+    axes.axhline(0.5, color="black", linestyle=":", linewidth=1, label="chance")
+    confidence = next(iter(found.models.values())).by_loss.confidence
+    axes.set(
+        title=f"Told from texts that were not in ({percent(confidence)} intervals)", ylabel="AUC",
+        xlim=(-0.5, len(names) - 0.5),
+    )  # fmt: skip
+    axes.set_xticks(range(len(names)), names)
+    axes.legend(fontsize=8)
+
+
+def _secrets(axes: Any, found: Measured) -> None:
+    names = [_name(found, name) for name in found.models]
+    exposed = [one.secrets for one in found.models.values() if one.secrets is not None]
+    for at, one in enumerate(exposed):
+        values = one.exposures
+        spread = [at + 0.5 * (i / max(1, len(values) - 1) - 0.5) for i in range(len(values))]
+        axes.scatter(spread, values, color=_BLUE, alpha=0.8, clip_on=False, zorder=3)
+        axes.hlines(one.mean, at - 0.35, at + 0.35, color=_BLUE, linewidth=2)
+    most = math.log2(max(count for one in exposed for count in one.candidates))
+    axes.axhline(MEAN_EXPOSURE_BY_CHANCE, color="black", linestyle=":", linewidth=1)
+    axes.axhline(most, color="black", linestyle="--", linewidth=1)
+    axes.annotate("fully known", (len(names) - 0.5, most), ha="right", va="bottom", fontsize=8)
+    axes.set(
+        title="How exposed is each secret?", ylabel="exposure (bits); the line is the mean",
+        xlim=(-0.5, len(names) - 0.5), ylim=(0, most + 1),
+    )  # fmt: skip
+    axes.set_xticks(range(len(names)), names)

@@ -1,0 +1,130 @@
+"""What `hf-dp memorisation` measures: models are loaded one after another, and read the same texts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from hf_dp.accounting.risk import risk
+from hf_dp.audit.members import FALSE_POSITIVE_RATES, Membership
+from hf_dp.audit.memorisation import DRAWS, Memorisation, Reader
+from hf_dp.audit.secrets import Secret
+from hf_dp.errors import ConfigurationError
+from hf_dp.hub import RECORD_FILE, PrivacyRecord
+
+
+@dataclass(frozen=True, kw_only=True)
+class Claim:
+    """What a model's record says of one unit; `hf-dp verify` checks it.
+
+    Attributes:
+        epsilon, delta: that are claimed.
+        unit: whose presence is hidden.
+        rates: by false positive rate the largest true positive rate that this allows of one text; empty where it is not
+            private, or the unit is another.
+    """
+
+    epsilon: float
+    delta: float
+    unit: str
+    rates: dict[float, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """What was found.
+
+    Attributes:
+        models: by folder, in the order in which they were named.
+        claims: of the same; None of a model without a record.
+        reference: membership by the loss of the reference alone, which should be by chance; None without one.
+    """
+
+    models: dict[str, Memorisation]
+    claims: dict[str, Claim | None]
+    reference: Membership | None
+
+    @property
+    def names(self) -> dict[str, str]:
+        """What each model is called: the last part of its folder's name, where no two are alike."""
+        last = {name: Path(name).absolute().name for name in self.models}
+        return last if len(set(last.values())) == len(last) else {name: name for name in last}
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for strict JSON."""
+        models = {}
+        for name, found in self.models.items():
+            claim = self.claims[name]
+            said = None if claim is None else {
+                "epsilon": claim.epsilon, "delta": claim.delta, "unit": claim.unit,
+                "true_positive_rates": {f"{rate:g}": most for rate, most in claim.rates.items()},
+            }  # fmt: skip
+            models[name] = {"claim": said, **found.to_dict()}
+        return {"draws": DRAWS, "models": models, "reference": self.reference and self.reference.to_dict()}
+
+
+def measured(
+    models: Sequence[str], reference: str | None, members: Sequence[str], others: Sequence[str],
+    secrets: Sequence[Secret], *, longest: int, confidence: float,
+) -> Measured:  # fmt: skip
+    """Each model attacked in turn, the reference first.
+
+    Raises:
+        ConfigurationError: a folder without a causal language model, or texts from which nothing could follow.
+        LedgerError: a record that cannot be read.
+    """
+    reader = Reader(members, others, secrets, longest=longest, confidence=confidence)
+    claims = {name: _claim(Path(name)) for name in models}
+    losses = None if reference is None else reader.losses(*loaded(reference))
+    found = {name: reader.memorisation(*loaded(name), losses) for name in models}
+    return Measured(
+        models=found, claims=claims, reference=None if losses is None else reader.of_losses(*losses)
+    )  # fmt: skip
+
+
+def _claim(folder: Path) -> Claim | None:
+    if not (folder / RECORD_FILE).is_file():
+        return None
+    record = PrivacyRecord.from_json((folder / RECORD_FILE).read_bytes())
+    report = record.report
+    is_of_texts = report.private and record.config.unit is None
+    most = risk(record.ledger.event, FALSE_POSITIVE_RATES).true_positive_rates if is_of_texts else {}
+    return Claim(epsilon=report.epsilon, delta=report.delta, unit=report.unit, rates=most)
+
+
+def loaded(folder: str) -> tuple[Any, Any]:
+    """The causal language model in a folder, in the precision in which it lies there, and its tokenizer.
+
+    Raises:
+        ConfigurationError: there is none, but another kind of model, or one of which some weights are missing.
+    """
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        made: Any = AutoModelForCausalLM.from_pretrained(
+            folder, dtype="auto", local_files_only=True, output_loading_info=True
+        )
+    except (OSError, ValueError, KeyError) as error:
+        said = " ".join(str(error).split()).rstrip(".")
+        raise ConfigurationError(
+            f"no causal language model can be loaded from {folder!r} ({said}).",
+            why="its losses are what is attacked.",
+            fix="give a folder that save_pretrained wrote, with its tokenizer; of other models give the losses to "
+            "hf_dp.audit.membership.",
+        ) from error
+    model, told = made
+    adapters = [config.task_type for config in getattr(model, "peft_config", {}).values()]
+    kinds = [kind for kind in (*(model.config.architectures or ()), *adapters) if kind is not None]
+    lost = [*sorted(told["missing_keys"]), *map(str, told["mismatched_keys"])]
+    if not set(kinds) <= {type(model).__name__, "CAUSAL_LM"} or lost:
+        found = f"lacks {len(lost)} weights such as {lost[0]}" if lost else f"holds {' and '.join(kinds)}"
+        raise ConfigurationError(
+            f"{folder!r} {found}, and would be read as {type(model).__name__}.",
+            why="the report would be of another model.",
+            fix="give a causal language model; of other models give the losses to hf_dp.audit.membership.",
+        )
+    return model.to("cuda" if torch.cuda.is_available() else "cpu"), tokenizer

@@ -1,0 +1,105 @@
+"""Rows of a file as they are, or a refusal that says what is wrong with it. Imports no torch."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from hf_dp.errors import ConfigurationError
+
+# With columns: CSV and TSV with a header, a JSON list, JSON lines.
+WITH_COLUMNS = (".csv", ".tsv", ".json", ".jsonl")
+
+
+def read_text(path: str | Path) -> str:
+    """A file of UTF-8 text, with or without a byte order mark.
+
+    Raises:
+        ConfigurationError: there is none, or it is something else.
+    """
+    try:
+        return Path(path).read_bytes().decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        way = "Save it as UTF-8, for example with: iconv -f LATIN1 -t UTF-8"
+        raise unreadable(str(path), f"bytes that are no UTF-8 text ({error.reason} at {error.start})", way) from error
+    except FileNotFoundError as error:
+        way = f"Names are looked up from the working directory, {str(Path.cwd())!r}: give a whole path"
+        raise unreadable(str(path), "no file", way) from error
+    except (OSError, ValueError) as error:
+        raise unreadable(str(path), str(error), "Give a file that you may read") from error
+
+
+def unreadable(name: str, found: str, way: str) -> ConfigurationError:
+    """The refusal of a file, with what was found in it and the way out."""
+    return ConfigurationError(
+        f"{name!r} cannot be read: {found}.", why="all of it is needed, and nothing is guessed.", fix=f"{way}."
+    )
+
+
+def rows_of_file(path: Path) -> list[dict[str, Any]]:
+    """All rows of a file with columns.
+
+    Raises:
+        ConfigurationError: it cannot be read, has another ending, or a row without columns or with too many.
+    """
+    if path.suffix not in WITH_COLUMNS:
+        raise unreadable(str(path), f"the ending {path.suffix!r}", "Give CSV or TSV with a header, JSON or JSON lines")
+    text = read_text(path)
+    try:
+        rows = _parsed(text, path.suffix)
+    except (ValueError, RecursionError, csv.Error) as error:
+        raise unreadable(str(path), str(error), "Correct it") from error
+    wrong = next((number for number, row in enumerate(rows, 1) if not isinstance(row, dict) or None in row), None)
+    if wrong is not None:
+        found = f"row {wrong}, which has no columns, or more than the header"
+        raise unreadable(str(path), found, "Correct or take out the row")
+    return rows
+
+
+def check_columns(
+    name: str, rows: Sequence[Mapping[str, Any]], texts: Sequence[str], others: Sequence[str] = (), *, fix: str
+) -> None:
+    """Refuses rows, or none, that lack what is read of them.
+
+    Args:
+        name: where they are from.
+        texts: columns that must hold a text in each row.
+        others: that must hold something in each row.
+        fix: how other columns are named.
+
+    Raises:
+        ConfigurationError: no rows, or one without one of these columns.
+    """
+    missing = [column for column in (*texts, *others) if not rows or column not in rows[0]]
+    if missing:
+        raise ConfigurationError(
+            f"{name} has no column {missing[0]!r} (it has {', '.join(map(str, rows[0])) if rows else 'no rows'}).",
+            why="it is read.",
+            fix=fix,
+        )
+    for number, row in enumerate(rows, 1):
+        for column in (*texts, *others):
+            value = row.get(column)
+            if value is None or (column in texts and not isinstance(value, str)):
+                raise ConfigurationError(
+                    f"{name} has {'nothing' if value is None else type(value).__name__} in column {column!r} of row "
+                    f"{number}.",
+                    why="it is read, and no row is left out: n would be another one.",
+                    fix="correct or take out the row, or name another column.",
+                )
+
+
+def _parsed(text: str, ending: str) -> list[Any]:
+    if ending in (".csv", ".tsv"):
+        csv.field_size_limit(min(sys.maxsize, 2**31 - 1))  # of one text
+        delimiter = "," if ending == ".csv" else "\t"
+        return list(csv.DictReader(io.StringIO(text, newline=""), delimiter=delimiter))
+    if text.lstrip().startswith("["):
+        rows: list[Any] = json.loads(text)
+        return rows
+    return [json.loads(line) for line in text.split("\n") if line.strip()]
