@@ -40,7 +40,7 @@ pytest: $(VENV)/.ready-for-tests
 	$(PYTEST)
 
 slow: $(VENV)/.ready-for-tests
-	$(PYTEST) -m "slow and not gpu"
+	$(PYTEST) -m "(slow or fuzzed) and not gpu" --hypothesis-profile thorough
 
 # One room alone: make check ROOM=clipping (a folder of hf_dp and of tests, or a module with its test).
 check: $(VENV)/.ready-for-tests

@@ -27,6 +27,8 @@ from hypothesis import settings
 ROOT = Path(__file__).resolve().parent.parent
 
 settings.register_profile("hf_dp", derandomize=True, deadline=None)
+# `make slow` loads it: of whatever the tests marked `fuzzed` try, so many in place of a hundred.
+settings.register_profile("thorough", derandomize=True, deadline=None, max_examples=3300)
 settings.load_profile("hf_dp")
 
 

@@ -1,4 +1,4 @@
-"""A function that is killed at each change that it makes to the files of a folder, in forks of this process."""
+"""Functions that are killed in forks of this process: at each change to the files of a folder, or after a while."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import random
 import shutil
 import signal
 import sys
+import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
@@ -19,6 +20,41 @@ _CHANGES = ("os.rename", "os.remove", "os.rmdir", "os.mkdir", "shutil.rmtree", "
 
 def in_a_fork(act: Callable[[], Any]) -> int:
     """How `act` ended in a fork of this process: 0, or the signal that killed it; it may not raise."""
+    return _ended(_forked(act))
+
+
+def killed_after(acts: list[Callable[[Callable[[str], None]], Any]], seconds: list[float]) -> tuple[bool, list[str]]:
+    """Forks that are killed so many seconds after the first of them has said something, or end before.
+
+    Args:
+        acts: a fork for each, which gets a function that says something to this process; none may raise but where
+            another one was killed.
+        seconds: when each is killed, ascending.
+
+    Returns:
+        Whether some were killed before they ended, and what was said until then.
+    """
+    reader, writer = os.pipe()
+    children = [_forked(lambda act=act: act(lambda text: os.write(writer, f"{text}\n".encode()))) for act in acts]
+    os.close(writer)
+    said, begin = os.read(reader, 1 << 16), time.monotonic()
+    statuses: dict[int, int] = {}
+    while len(statuses) < len(children):
+        for child, after in zip(children, seconds, strict=True):
+            if child not in statuses and time.monotonic() > begin + after:
+                os.kill(child, signal.SIGKILL)
+            if child not in statuses and (ended := os.waitpid(child, os.WNOHANG))[0]:
+                statuses[child] = ended[1]
+        time.sleep(1e-3)
+    while more := os.read(reader, 1 << 16):
+        said += more
+    os.close(reader)
+    was_killed = signal.SIGKILL in statuses.values()
+    assert was_killed or not any(statuses.values()), statuses
+    return was_killed, said.decode().splitlines()
+
+
+def _forked(act: Callable[[], Any]) -> int:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of threads, which the child never meets
         state, child = random.getstate(), os.fork()
@@ -30,6 +66,10 @@ def in_a_fork(act: Callable[[], Any]) -> int:
         except BaseException:  # noqa: BLE001
             traceback.print_exc()
             os._exit(1)
+    return child
+
+
+def _ended(child: int) -> int:
     _, status = os.waitpid(child, 0)
     assert status in (0, signal.SIGKILL), status
     return status

@@ -214,4 +214,5 @@ def terms_from_dict(field: str, values: object) -> Any:
         )
     if set(values) != {item.name for item in dataclasses.fields(known[kind])}:
         refuse_term(field, values, f"of kind {kind!r} it has other values")
-    return known[kind](**{name: math.inf if value == "inf" else value for name, value in values.items()})
+    # A column may have that name too.
+    return known[kind](**{k: math.inf if (k, v) == ("norm", "inf") else v for k, v in values.items()})

@@ -59,14 +59,25 @@ def train(
             print_json(outcome.read())
 
 
+class _EachNameOnce(yaml.SafeLoader):  # type: ignore[misc]
+    """Of two values for one name YAML's own reader takes the last."""
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        names = [name.value for name, _ in node.value if isinstance(name, yaml.ScalarNode)]
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise yaml.constructor.ConstructorError(None, None, f"{twice[0]!r} stands twice", node.start_mark)
+        found: dict[Any, Any] = super().construct_mapping(node, deep)
+        return found
+
+
 def settings(path: Path) -> dict[str, Any]:
     """What stands in a recipe's YAML file.
 
     Raises:
-        ConfigurationError: no such file, or no settings in it.
+        ConfigurationError: no such file, no settings in it, or one twice.
     """
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+        values = yaml.load(path.read_text(encoding="utf-8"), _EachNameOnce)  # a SafeLoader
     except (OSError, ValueError, LookupError, RecursionError, yaml.YAMLError) as error:
         raise ConfigurationError(
             f"recipe {str(path)!r} cannot be read: {error}.",
@@ -75,6 +86,8 @@ def settings(path: Path) -> dict[str, Any]:
         ) from error
     if not isinstance(values, dict):
         raise _no_recipe(path, "no settings.")
+    if others := [name for name in values if not isinstance(name, str)]:
+        raise _no_recipe(path, f"a setting {others[0]!r}, which is no name.")
     return values
 
 

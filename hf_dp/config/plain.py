@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 from typing import Any, NoReturn
 
@@ -11,7 +12,7 @@ from hf_dp.errors import ConfigurationError
 
 
 class Terms:
-    """To JSON: the fields, infinity as the string "inf". `terms_from_dict` is the inverse."""
+    """To JSON: the fields, an infinite norm as the string "inf". `terms_from_dict` is the inverse."""
 
     kind: str
 
@@ -30,6 +31,22 @@ class Terms:
     def to_dict(self) -> dict[str, Any]:
         values = dataclasses.asdict(self)  # type: ignore[call-overload]
         return {name: "inf" if value == math.inf else value for name, value in values.items()}
+
+
+def each_name_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """For readers of JSON, of which some take the first of two values for one name, and Python the last."""
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        raise ValueError(f"a name twice among {', '.join(name for name, _ in pairs)[:100]}")
+    return values
+
+
+def values_or_error(text: str) -> Any:
+    """What stands in JSON, each name once; or why nothing can be read."""
+    try:
+        return json.loads(text, object_pairs_hook=each_name_once)
+    except (TypeError, ValueError, RecursionError) as error:
+        return error
 
 
 def refuse_term(name: str, value: object, rule: str) -> NoReturn:

@@ -17,6 +17,7 @@ from hf_dp.config.clipping import ClippingName, check_clipping
 from hf_dp.config.computed import NoiseName, check_noise, check_passes
 from hf_dp.config.output_bias import OutputBiasConfig
 from hf_dp.config.parts import PARTS, check_parts
+from hf_dp.config.plain import values_or_error
 from hf_dp.config.ranges import check_target_delta, is_count, is_one_of, shown
 from hf_dp.config.re_attention import ReAttentionConfig
 from hf_dp.config.sampling import check_sampling
@@ -283,10 +284,7 @@ class PrivacyConfig:
         Raises:
             ConfigurationError: text that is not a JSON object, an unknown field, or a value out of range.
         """
-        try:
-            values: Any = json.loads(text)
-        except json.JSONDecodeError as error:
-            values = error
+        values = values_or_error(text)
         known = {item.name for item in dataclasses.fields(cls)}
         if not isinstance(values, dict) or not set(values) <= known:
             raise ConfigurationError(
@@ -294,5 +292,6 @@ class PrivacyConfig:
                 why="an unreadable or unknown field would change the promise without notice.",
                 fix=f"use only these fields: {', '.join(sorted(known))}.",
             )
-        arguments: dict[str, Any] = {k: math.inf if v == "inf" else v for k, v in values.items()}
-        return cls(**arguments)
+        if values.get("clipping_norm") == "inf":  # a column or a folder may have that name too
+            values["clipping_norm"] = math.inf
+        return cls(**values)

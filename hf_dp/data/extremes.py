@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,13 +16,17 @@ from hf_dp.data.collate import length_of
 _AT_ONCE = 10_000
 _NO_LABEL = -100
 _Numbers = np.ndarray[Any, np.dtype[Any]]
+_PLAIN = {int, float, bool, str, bytes, type(None)}
+# Of which column, or of how many more elements one has than another; what; how much of it; in which row.
+_Note = Callable[[Hashable, str, int, int], None]
 
 
 class Extremes(NamedTuple):
     """Indices of rows.
 
     Attributes:
-        rows: the shortest, the longest, those with the least and the greatest number, and those without one.
+        rows: the shortest, the longest, those with the least and the greatest number, those without one, and of rows in
+            a list one of each kind.
         uneven: those among them with the shortest and the longest lists, where there are different lengths; the
             shortest first.
     """
@@ -34,21 +38,22 @@ class Extremes(NamedTuple):
 def extreme_rows(dataset: Any) -> Extremes:
     """Of each column rows with the longest and the shortest list or text; of whole numbers the least and the greatest.
 
-    An id beyond the vocabulary, a label that is no class or is missing, a text without tokens, and one with more tokens
-    than positions are among them. Lengths are read from where lists begin, without their values.
-    Only a `datasets.Dataset` without a transform knows its columns, and a list its lengths; others, which would be read
+    An id beyond the vocabulary, a label that is no class or is missing, more labels than ids, a text without tokens,
+    and one with more tokens than positions are among them. Lengths are read from where lists begin, without their
+    values.
+    Only a `datasets.Dataset` without a transform knows its columns, and a list its rows; others, which would be read
     row by row, tell nothing.
     """
-    found: dict[tuple[str, str], tuple[int, int]] = {}
+    found: dict[tuple[Hashable, str], tuple[int, int]] = {}
+    kinds: dict[Hashable, int] = {}
 
-    def note(name: str, what: str, value: int, row: int) -> None:
+    def note(name: Hashable, what: str, value: int, row: int) -> None:
         found[name, what] = max(found.get((name, what), (value, row)), (value, row))
 
     if isinstance(dataset, (list, tuple)) and all(isinstance(row, Mapping) for row in dataset):
         for i, row in enumerate(dataset):
-            for name, value in row.items():
-                note(name, "longest", length_of(value), i)
-                note(name, "shortest", -length_of(value), i)
+            kinds.setdefault(frozenset(row), i)
+            _note_row(row, i, kinds, note)
     elif isinstance(dataset, Dataset) and dataset.format["type"] != "custom":
         _note_columns(dataset, note)
     else:
@@ -60,10 +65,51 @@ def extreme_rows(dataset: Any) -> Extremes:
     ]
     uneven = [(long, short) for (most, long), (least, short) in pairs if most != -least]
     in_order = [short for _, short in uneven] + [long for long, _ in uneven]
-    return Extremes(sorted({row for _, row in found.values()}), list(dict.fromkeys(in_order)))
+    rows = {row for _, row in found.values()}.union(kinds.values())
+    return Extremes(sorted(rows), list(dict.fromkeys(in_order)))
 
 
-def _note_columns(dataset: Dataset, note: Callable[[str, str, int, int], None]) -> None:
+def _note_row(row: Mapping[Any, Any], number: int, kinds: dict[Hashable, int], note: _Note) -> None:
+    """Notes a row of a list, which holds whatever it holds: what is unlike all before it is a kind of its own."""
+    before: tuple[Any, int] | None = None
+    for name, value in row.items():
+        length = length_of(value)
+        note(name, "longest", length, number)
+        note(name, "shortest", -length, number)
+        _note_values(name, 0, (value,), number, kinds, note)
+        if not isinstance(value, (str, bytes)) and hasattr(value, "__len__"):
+            if before is not None and (more := length - before[1]):
+                note((before[0], name), "more", more, number)
+                note((before[0], name), "fewer", -more, number)
+            before = name, length
+
+
+def _note_values(
+    name: Any, depth: int, values: list[Any] | tuple[Any, ...], row: int, kinds: dict[Hashable, int], note: _Note
+) -> None:
+    types = set(map(type, values))
+    for kind in types:
+        kinds.setdefault((name, depth, kind), row)
+    whole = values if types == {int} else [value for value in values if type(value) is int]
+    if whole and min(whole) <= _NO_LABEL:
+        whole = [value for value in whole if value != _NO_LABEL]
+    if whole:
+        note(name, "largest", max(whole), row)
+        note(name, "smallest", -min(whole), row)
+    if types <= _PLAIN:
+        return
+    for value in values:
+        if isinstance(value, (list, tuple)):
+            _note_values(name, depth + 1, value, row, kinds, note)
+        elif hasattr(value, "dtype"):  # an array, a tensor, or one number of these
+            kinds.setdefault((name, depth, str(value.dtype), len(value.shape)), row)
+            flat = value.reshape(-1)
+            if "int" in str(value.dtype) and len(flat := flat[flat != _NO_LABEL] if flat.min() < 0 else flat):
+                note(name, "largest", int(flat.max()), row)
+                note(name, "smallest", -int(flat.min()), row)
+
+
+def _note_columns(dataset: Dataset, note: _Note) -> None:
     """Notes what is extreme in each column."""
     table, selected = dataset.data.table, dataset._indices
     # Where a row of the table is in the dataset; a selection, or a shuffled dataset, is a list of rows of its table.
@@ -71,11 +117,8 @@ def _note_columns(dataset: Dataset, note: Callable[[str, str, int, int], None]) 
     if selected is not None:
         places = np.full(len(table), -1)
         places[selected.column(0).to_numpy()] = np.arange(len(dataset))
+    before: tuple[str, _Numbers] | None = None
     for name in dataset.format["columns"]:
-        kind = table.schema.field(name).type
-        innermost = _innermost(kind)
-        if not (pa.types.is_primitive(innermost) or _is_text(innermost)):
-            continue
         begin = 0
         for chunk in table.column(name).chunks:
             for start in range(0, len(chunk), _AT_ONCE):
@@ -86,32 +129,44 @@ def _note_columns(dataset: Dataset, note: Callable[[str, str, int, int], None]) 
                     part, rows = part.take(np.flatnonzero(rows >= 0)), rows[rows >= 0]
                 for what, value, row in _extremes(part):
                     note(name, what, value, int(rows[row]))
+        if _is_list(table.schema.field(name).type):
+            lengths = _numbers(pc.list_value_length(table.column(name)))[places >= 0]
+            if before is not None and (more := lengths - before[1]).any():
+                kept = places[places >= 0]
+                note((before[0], name), "more", int(more.max()), int(kept[more.argmax()]))
+                note((before[0], name), "fewer", -int(more.min()), int(kept[more.argmin()]))
+            before = name, lengths
 
 
 def _extremes(column: pa.Array) -> Iterator[tuple[str, int, int]]:
     """What, how much of it, and in which row; the more, the more extreme."""
     if _is_text(column.type):
         yield from _both(("longest", "shortest"), _numbers(pc.binary_length(column)), np.arange(len(column) + 1))
-        return
     # Where each row begins among the elements of its lists. Of other numbers than whole ones, lengths are enough.
     starts, depth = np.arange(len(column) + 1), 0
-    is_whole = pa.types.is_integer(_innermost(column.type))
-    while _is_list(column.type) and (is_whole or depth == 0):
+    innermost = _innermost(column.type)
+    is_whole, is_known = pa.types.is_integer(innermost), pa.types.is_primitive(innermost) or _is_text(innermost)
+    yield from _missing(column, depth, starts)
+    while _is_list(column.type):
         lengths = _numbers(pc.list_value_length(column))
-        yield from _both((f"longest, {depth}", f"shortest, {depth}"), lengths, starts)
+        if is_whole or (is_known and depth == 0):
+            yield from _both((f"longest, {depth}", f"shortest, {depth}"), lengths, starts)
         starts, depth = np.concatenate([[0], lengths.cumsum(dtype=np.int64)])[starts], depth + 1
         column = pc.list_flatten(column)
+        yield from _missing(column, depth, starts)
     if not is_whole:
         return
+    values = _numbers(column)
+    if column.null_count or (len(values) and values.min() <= _NO_LABEL):
+        told = column.is_valid().to_numpy(zero_copy_only=False) & (values != _NO_LABEL)
+        starts, values = np.concatenate([[0], told.cumsum()])[starts], values[told]
+    yield from _both(("largest", "smallest"), values, starts)
+
+
+def _missing(column: pa.Array, depth: int, starts: _Numbers) -> Iterator[tuple[str, int, int]]:
     if column.null_count:
         first = int(column.is_null().to_numpy(zero_copy_only=False).argmax())
-        yield "missing", 1, int(np.searchsorted(starts, first, side="right")) - 1
-    values = column.drop_null().to_numpy(zero_copy_only=False)
-    if column.null_count or (len(values) and values.min() <= _NO_LABEL):
-        told = pc.fill_null(pc.not_equal(column, _NO_LABEL), False).to_numpy(zero_copy_only=False)
-        starts = np.concatenate([[0], told.cumsum()])[starts]
-        values = column.filter(pa.array(told)).to_numpy(zero_copy_only=False)
-    yield from _both(("largest", "smallest"), values, starts)
+        yield f"missing, {depth}", 1, int(np.searchsorted(starts, first, side="right")) - 1
 
 
 def _both(names: tuple[str, str], values: _Numbers, starts: _Numbers) -> Iterator[tuple[str, int, int]]:
@@ -124,8 +179,12 @@ def _both(names: tuple[str, str], values: _Numbers, starts: _Numbers) -> Iterato
         yield names[1], -int(least.min()), int(rows[least.argmin()])
 
 
-def _numbers(lengths: pa.Array) -> _Numbers:
-    found: _Numbers = pc.fill_null(lengths, 0).to_numpy(zero_copy_only=False)
+def _numbers(given: pa.Array | pa.ChunkedArray) -> _Numbers:
+    """Whole numbers, 0 where there is none."""
+    filled = pc.fill_null(given, 0)
+    found: _Numbers = (
+        filled.to_numpy() if isinstance(filled, pa.ChunkedArray) else filled.to_numpy(zero_copy_only=False)
+    )
     return found
 
 

@@ -19,6 +19,7 @@ import hf_dp.hub.version1 as version1
 from hf_dp.accounting import Ledger, Mechanism, PrivacyReport
 from hf_dp.audit.outcome import Audit
 from hf_dp.config import PrivacyConfig
+from hf_dp.config.plain import each_name_once
 from hf_dp.config.ranges import LARGEST_NOISE, is_count, is_digest
 from hf_dp.errors import ConfigurationError, LedgerError, damaged
 
@@ -115,7 +116,7 @@ class PrivacyRecord:
         try:
             values = json.loads(
                 text, parse_constant=_no_constant, parse_float=_finite, parse_int=_whole,
-                object_pairs_hook=_each_name_once,
+                object_pairs_hook=each_name_once,
             )  # fmt: skip
         except (ValueError, RecursionError) as error:
             raise _damaged(f"it is not strict JSON ({error})") from error
@@ -233,11 +234,3 @@ def _whole(digits: str) -> int:
     if len(digits) > _LONGEST_NUMBER:
         raise ValueError(f"a whole number of {len(digits)} digits")
     return int(digits)
-
-
-def _each_name_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    # Of two values for one name some readers take the first, and Python the last.
-    values = dict(pairs)
-    if len(values) < len(pairs):
-        raise ValueError(f"a name twice among {', '.join(name for name, _ in pairs)[:100]}")
-    return values

@@ -49,14 +49,14 @@ def checksums(model: Any, optimizer: Any = None, like: Mapping[str, str] | None 
 
 
 def refuse_other_values(
-    checkpoint: Path | None, saved: Mapping[str, str] | None, model: nn.Module, optimizer: Any
+    checkpoint: Path | None, saved: Mapping[str, str] | None, model: nn.Module, optimizer: Any = None
 ) -> None:
     """Refuses to go on with weights, or a state of the optimizer, that are not those that were saved.
 
     Args:
         checkpoint: that was read, if any.
         saved: its `checksums`.
-        model, optimizer: as loaded.
+        model, optimizer: as loaded; without an optimizer the weights alone are compared.
 
     Raises:
         LedgerError: with the names of some that differ.
@@ -66,7 +66,7 @@ def refuse_other_values(
     if not saved:
         ranks.warn(logger, "What was loaded from %r could not be compared with what was saved.", str(checkpoint))
         return
-    if not (checkpoint / SCHEDULE).is_file():
+    if optimizer is None or not (checkpoint / SCHEDULE).is_file():
         optimizer, saved = None, {name: told for name, told in saved.items() if _OF not in name}
     now = checksums(model, optimizer, saved)
     if others := [name for name, told in saved.items() if now.get(name) != told]:

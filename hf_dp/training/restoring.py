@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import logging
+import os
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,8 +13,11 @@ import torch
 from safetensors import safe_open
 from torch import nn
 from transformers.trainer_callback import TrainerState
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+import hf_dp.ranks as ranks
 from hf_dp.errors import HfDpError, LedgerError
+from hf_dp.training.resume import SavedRun
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -20,6 +25,7 @@ if TYPE_CHECKING:
     _Base = Trainer
 else:
     _Base = object
+logger = logging.getLogger(__name__)
 
 
 class RestoringMixin(_Base):
@@ -43,6 +49,34 @@ class RestoringMixin(_Base):
         # After the preflight, and before the first step.
         with damage_is_named(checkpoint, f"rng_state{f'_{self.args.process_index}' * (self.args.world_size > 1)}.pth"):
             super()._load_rng_state(checkpoint)
+
+    def read_best(self, promise: Mapping[str, Any], dataset: Any) -> SavedRun | None:
+        """What the best checkpoint knows of its run; None if there is none any more.
+
+        It is looked for beside the new ones first: where these were moved, another training may lie in its old place.
+
+        Raises:
+            LedgerError: it is of another training, or not as it was saved.
+        """
+        state = self.state
+        beside = os.path.join(self._get_output_dir(None), f"{PREFIX_CHECKPOINT_DIR}-{state.best_global_step}")
+        if os.path.isdir(beside):
+            state.best_model_checkpoint = beside
+        if (best := state.best_model_checkpoint) is None:
+            return None
+        if not os.path.isdir(best):
+            ranks.warn(logger, "The best checkpoint, %r, is gone.", best)
+            state.best_model_checkpoint = None
+            return None
+        try:
+            (saved := SavedRun.read(best)).check(promise, dataset)
+        except LedgerError as error:
+            raise LedgerError(
+                f"the best checkpoint, {best!r}, is not one of this training, or not as it was saved: {error.found}",
+                why="the ledger of this training would be told of its weights, which cost something else.",
+                fix="put it back beside the others, or resume from the last one with load_best_model_at_end=False.",
+            ) from error
+        return saved
 
 
 @contextmanager

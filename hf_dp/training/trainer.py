@@ -175,6 +175,8 @@ class DPTrainerMixin(RestoringMixin, CheckpointMixin, LayoutsMixin, PublishingMi
             self.ledger = run.go_on(self.ledger, saved, self._dataset, self, self._behind.beside())
         if saved is not None:
             refuse_other_values(self._checkpoint, saved.values, self._module, self.optimizer)
+            if self.args.load_best_model_at_end:
+                self.read_best(run.plan.promise, self._dataset)
         run.begin(self.optimizer, checkpoint, state.global_step, owner=self)
 
     def after_optimizer_step(self) -> None:
@@ -230,10 +232,14 @@ class DPTrainerMixin(RestoringMixin, CheckpointMixin, LayoutsMixin, PublishingMi
         return self._begun is not None and self._begun.budget_is_left
 
     def _load_best_model(self) -> None:
+        assert self._begun is not None
+        if (saved := self.read_best(self.ledger.promise, self._dataset)) is None:
+            return
         super()._load_best_model()
-        if self._begun is not None and self.state.best_model_checkpoint is not None:
-            for part in self._begun.parts.values():
-                part.load(Path(self.state.best_model_checkpoint))
+        best = Path(str(self.state.best_model_checkpoint))
+        refuse_other_values(best, saved.values, self._module)
+        for part in self._begun.parts.values():
+            part.load(best)
 
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
         """Refused: every trial spends budget on the same data."""

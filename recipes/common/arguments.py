@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
 from accelerate.utils import parse_flag_from_env
 from transformers import HfArgumentParser, TrainingArguments
 
 from hf_dp import PrivacyConfig
+from hf_dp.cli.train import settings as read_settings
 from hf_dp.errors import ConfigurationError
 from hf_dp.training.refusals import private_arguments
 
@@ -112,13 +112,7 @@ def parse(recipe: type) -> tuple[Any, TrainingArguments, PrivacyConfig]:
     flags = sys.argv[1:]
     settings: dict[str, str | list[str]] = {}
     if flags and flags[0].endswith((".yaml", ".yml")):
-        values = yaml.safe_load(Path(flags.pop(0)).read_text(encoding="utf-8-sig"))
-        values.pop("recipe", None)  # which script this is, for hf-dp train
-        settings = {
-            name.replace("-", "_"): _as_said(value)
-            for name, value in values.items()
-            if value is not None  # the default, as if left out
-        }
+        settings = _of_file(flags.pop(0))
     parser = HfArgumentParser((recipe, TrainingArguments, PrivacyConfig, CommonArguments))
     if parser.parse_args([*_as_flags(settings), *flags]).smoke:
         settings.pop("num_train_epochs", None)
@@ -129,7 +123,7 @@ def parse(recipe: type) -> tuple[Any, TrainingArguments, PrivacyConfig]:
         attention = None if common.re_attention is None else json.loads(common.re_attention)
     except ConfigurationError:
         raise
-    except ValueError as error:
+    except (ValueError, TypeError, LookupError, AttributeError, OSError, ImportError, RuntimeError) as error:
         raise ConfigurationError(
             f"{error}.", why="no training could begin with these arguments.", fix="--help lists them all."
         ) from error
@@ -157,6 +151,21 @@ def parse(recipe: type) -> tuple[Any, TrainingArguments, PrivacyConfig]:
             fix="add --compare_without_privacy true, or leave it out.",
         )
     return made, training, privacy.replace(seed=common.privacy_seed, re_attention=attention)
+
+
+def _of_file(path: str) -> dict[str, str | list[str]]:
+    values = read_settings(Path(path))
+    values.pop("recipe", None)  # which script this is, for hf-dp train
+    # None is the default, as if left out.
+    said = {name: _as_said(value) for name, value in values.items() if value is not None}
+    found = {name.replace("-", "_"): value for name, value in said.items()}
+    if len(found) < len(said):
+        raise ConfigurationError(
+            f"{path} has a setting twice, spelt with _ and with -.",
+            why="one of the two values would not be heeded.",
+            fix="leave one of them out.",
+        )
+    return found
 
 
 def _as_said(value: Any) -> str | list[str]:

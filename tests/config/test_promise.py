@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import pickle
 import warnings
@@ -13,10 +14,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from hf_dp import OutputBiasConfig, PrivacyConfig, ReAttentionConfig, SparseEmbeddingConfig
-from hf_dp.accounting import calibrate_noise_multiplier
+from hf_dp.accounting import calibrate_noise_multiplier, unit_terms
+from hf_dp.accounting.terms import terms_from_dict
+from hf_dp.config.asked import promised
 from hf_dp.errors import ConfigurationError
+from tests.strategies import arguments_of_configs, as_text, cases, changed, unless_refused
 
 HOSTILE = [
     math.nan, math.inf, -math.inf, -1, -1e-300, 0, 0.0, 5e-324, 1e-300, 1e30, 1e308, 10**400, 10**5000, -(10**5000),
@@ -112,3 +118,49 @@ def test_a_path_is_kept_as_text() -> None:
         config = PrivacyConfig(target_epsilon=1.0, re_attention=attention)
     assert PrivacyConfig.from_json(config.to_json()) == config
     assert attention.public_frequencies == "x.json"
+
+
+@pytest.mark.parametrize("name", ["inf", "nan", "None"])
+def test_a_column_or_a_folder_with_the_name_of_a_number_stays_a_text(name: str) -> None:
+    config = PrivacyConfig(target_epsilon=1.0, unit=name, max_examples_per_unit=2, after=name)
+    assert PrivacyConfig.from_json(config.to_json()) == config
+    terms = unit_terms(10, config).to_dict()
+    assert terms_from_dict("unit", terms).to_dict() == terms
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["[" * 100_000, '{"target_epsilon": ' + "9" * 5000 + "}", '{"target_epsilon": 1, "target_epsilon": 8}', b"\xff", 5],
+    ids=["deep", "long", "twice", "no text", "a number"],
+)
+def test_what_is_no_config_in_json_is_refused(text: Any) -> None:
+    with pytest.raises(ConfigurationError, match="not a PrivacyConfig in JSON") as caught:
+        PrivacyConfig.from_json(text)
+    assert len(str(caught.value)) < 2000
+
+
+@pytest.mark.fuzzed
+@pytest.mark.filterwarnings("ignore:noise_multiplier=0")
+@cases(150)
+@given(arguments_of_configs())
+def test_any_arguments_are_a_promise_that_goes_to_json_and_back_or_refused(arguments: dict[str, Any]) -> None:
+    config = unless_refused(lambda: PrivacyConfig(**arguments))
+    if config is None:
+        return
+    assert PrivacyConfig(**config.to_dict()) == config
+    assert PrivacyConfig.from_json(config.to_json()) == config
+    assert json.loads(json.dumps(promised(config)["accountant"])) == config.accountant
+
+
+@pytest.mark.fuzzed
+@pytest.mark.filterwarnings("ignore:noise_multiplier=0")
+@cases(40)
+@given(st.data())
+def test_any_text_is_a_promise_or_refused(data: Any) -> None:
+    config = PrivacyConfig(
+        target_epsilon=8.0, after=["a", "inf"], unit="inf", max_examples_per_unit=2,
+        re_attention=ReAttentionConfig(), sparse_embeddings=SparseEmbeddingConfig(method="fest", kept_rows=3),
+    )  # fmt: skip
+    text: Any = data.draw(as_text(data.draw(changed(json.loads(config.to_json())))))
+    read = unless_refused(lambda: PrivacyConfig.from_json(text))
+    assert read is None or PrivacyConfig.from_json(read.to_json()) == read

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import datasets
+import numpy as np
 import pyarrow as pa
 import pytest
 import torch
@@ -232,3 +233,41 @@ def test_what_is_not_the_rows_fault_is_not_blamed_on_it(error: BaseException) ->
     with pytest.raises(type(error)) as caught:
         refuse_rows_that_fail(ROWS, [0], [], run)
     assert caught.value is error
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [{"labels": None}, {"labels": 9}, {"labels": -1}, {"labels": 0.5}, {"labels": "1"}, {"labels": []},
+     {"labels": True},
+     {"labels": np.int64(1)}, {"ids": [5, None]}, {"ids": [5, 0.5]}, {"ids": [99, 5]}, {"ids": [-7, 5]}, {"ids": [[5]]},
+     {"ids": [5, 2**70]}, {"ids": np.array([5, 99])}, {"ids": torch.tensor([5, 6.5])}, {"mask": [1] * 4},
+     {"mask": [1]}, {"more": 1}],
+    ids=repr,
+)  # fmt: skip
+def test_in_a_list_the_one_row_that_is_unlike_the_others(odd: dict[str, Any]) -> None:
+    rows = [{"ids": [5, 6, -100], "mask": [1, 1, 0], "labels": i % 3} for i in range(90)]
+    rows[55] = {**rows[55], **odd}
+    assert 55 in extreme_rows(rows)
+    assert len(extreme_rows(rows)) < 9
+    del rows[55]["labels"]
+    assert 55 in extreme_rows(rows)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [[0.5, None], [True, None], [b"a", None], [[0.5], [None]], [["a"], [None]], [[[0.5]], [[0.5, None]]], ["a", None],
+     [[1], None], [[1], [None]], [{"a": 1}, None], [2**64 - 2, None]],
+    ids=repr,
+)  # fmt: skip
+def test_in_a_column_of_any_kind_the_one_value_that_is_missing(values: list[Any]) -> None:
+    given, missing = values
+    empty = given if isinstance(given, (bool, float, int, dict)) else type(given)()
+    column = pa.array([given] * 40 + [missing] + [given] * 40 + [empty], pa.uint64() if given == 2**64 - 2 else None)
+    assert 40 in extreme_rows(datasets.Dataset(pa.table({"x": column})))
+
+
+def test_more_labels_than_ids() -> None:
+    rows = [{"ids": [5] * n, "labels": [1] * n} for n in (4, 2, 3, 5)]
+    rows[2]["labels"] = [1] * 4
+    assert 2 in extreme_rows(table(rows))
+    assert 0 in extreme_rows(table(rows).select([2, 0, 3]))

@@ -20,7 +20,7 @@ from hf_dp.hub.card import privacy_section
 from hf_dp.training.checkpoints import finish, newest_whole
 from tests.crashes import digests, killed_everywhere
 from tests.training.test_resume import SAVED, STEPS, trainer
-from tests.training.workbench import make, rows
+from tests.training.workbench import make, parameters, rows, same
 
 pytestmark = pytest.mark.usefixtures("checked_once")
 
@@ -146,6 +146,47 @@ def test_what_trainer_does_with_checkpoints_stays(tmp_path: Path) -> None:
     first.args.output_dir = str(tmp_path / "two")
     first._save_checkpoint(first.model, None)
     assert first.state.best_model_checkpoint == str(tmp_path / "two" / Path(best).name)
+
+
+def with_the_best(path: Path, **changes: Any) -> Any:
+    """A trainer that loads the worst one at its end, which is not the last."""
+    values = {
+        "save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1, "save_total_limit": 2,
+        "load_best_model_at_end": True, "metric_for_best_model": "loss", "greater_is_better": True,
+    }  # fmt: skip
+    data = {"train_dataset": rows(seed=changes.pop("data", 0)), "eval_dataset": rows(8, seed=5)}
+    return make(path, parts=data, **{**values, **changes})
+
+
+def test_failure_33_in_the_old_place_of_the_best_checkpoint_lies_that_of_another_training(tmp_path: Path) -> None:
+    here, moved = tmp_path / "here", tmp_path / "moved"
+    first = with_the_best(here)
+    first.train()
+    best = Path(first.state.best_model_checkpoint).name
+    assert best != "checkpoint-4"
+    shutil.move(here, moved)
+    with_the_best(here, data=9, save_total_limit=None).train()
+    again = with_the_best(moved)
+    again.train(resume_from_checkpoint=True)
+    assert again.state.best_model_checkpoint == str(moved / best)
+    assert same(parameters(again.model), parameters(first.model))
+    shutil.rmtree(moved / best)
+    with pytest.raises(LedgerError, match="the best checkpoint, .*the training data is not the data"):
+        with_the_best(moved).train(resume_from_checkpoint=True)
+
+
+def test_a_best_checkpoint_that_was_changed_is_not_loaded(tmp_path: Path) -> None:
+    class Spoil(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == 4:
+                file = Path(state.best_model_checkpoint) / "model.safetensors"
+                content = file.read_bytes()
+                file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+
+    run = with_the_best(tmp_path)
+    run.add_callback(Spoil())
+    with pytest.raises(LedgerError, match="the best checkpoint, .* model.safetensors: SHA-256"):
+        run.train()
 
 
 @pytest.mark.parametrize("bytes_left", [300, 20_000])
