@@ -2,9 +2,8 @@
 
 python scripts/memorisation.py ../shared/data/banking77 --output build/memorisation
 
-A small GPT-2 learns messages that are generated, and then, once ordinarily and once with epsilon 8, 1,000 of the
-training questions and 16 secrets. The texts that were not in are 2,000 others of them, at random. The test questions,
-which are taken to be public, make the tokenizer.
+A small GPT-2 learns the test questions, which are taken to be public, and then, once ordinarily and once with epsilon
+8, 1,000 of the training questions and 16 secrets. The texts that were not in are 2,000 others of them, at random.
 """
 
 from __future__ import annotations
@@ -28,16 +27,16 @@ from hf_dp.demo.model import new_model, train_tokenizer
 from hf_dp.demo.quiet import quiet
 from hf_dp.demo.training import Schedule, TrainingSetup, evaluation_loss
 
-MEMBERS, OTHERS, SECRETS, LONGEST, WIDTH, LAYERS = 1000, 2000, 16, 60, 64, 2
-PUBLISHED, HELD_OUT = 1500, 500
-PUBLIC = Schedule(epochs=3, learning_rate=2e-3, micro_batch=32)
+MEMBERS, OTHERS, SECRETS, HELD_OUT, LONGEST, WIDTH, LAYERS = 1000, 2000, 16, 500, 60, 64, 2
+PUBLIC = Schedule(epochs=4, learning_rate=2e-3, micro_batch=32)
 ORDINARY = Schedule(epochs=20, learning_rate=5e-3, micro_batch=16)
-PRIVATE = Schedule(epochs=20, learning_rate=3e-3, micro_batch=64, accumulation=4)
+PRIVATE = Schedule(epochs=10, learning_rate=3e-3, micro_batch=64, accumulation=4)
 
 
 def prepared(data: Path, folder: Path, seed: int) -> tuple[Any, list[str], list[str], list[str]]:
-    """A tokenizer; public texts, the members, and held-out texts. What the command reads is written."""
-    tokenizer = train_tokenizer(texts_of(data / "test.csv", "text"))
+    """A tokenizer of the public texts; these, the members, and held-out texts. What the command reads is written."""
+    public = texts_of(data / "test.csv", "text")
+    tokenizer = train_tokenizer(public)
     rng = random.Random(seed)
 
     def short(texts: list[str]) -> list[str]:
@@ -47,17 +46,16 @@ def prepared(data: Path, folder: Path, seed: int) -> tuple[Any, list[str], list[
 
     private = short(texts_of(data / "train.csv", "text"))
     rng.shuffle(private)
-    made = generate(public=PUBLISHED, private=SECRETS, evaluation=0, canaries=SECRETS, seed=seed)
-    secrets = made.planted
-    members, others = private[:MEMBERS], private[MEMBERS : MEMBERS + OTHERS]
-    # Without the secrets: no text that was not in is of their kind.
+    secrets = generate(public=0, private=SECRETS, evaluation=0, canaries=SECRETS, seed=seed).planted
+    members, others = private[:MEMBERS] + [one.text for one in secrets], private[MEMBERS : MEMBERS + OTHERS]
     for name, texts in {"members": members, "others": others}.items():
         lines = [json.dumps({"text": text}) for text in texts]
         (folder / f"{name}.jsonl").write_text("\n".join(lines), encoding="utf-8")
     with (folder / "secrets.csv").open("w", newline="", encoding="utf-8") as out:
         csv.writer(out).writerows([("prefix", "secret"), *((one.prefix, one.secret) for one in secrets)])
-    trained = members + [one.text for one in secrets]
-    return tokenizer, short(made.public), trained, private[MEMBERS + OTHERS :][:HELD_OUT]
+    known = {*members, *others}
+    held_out = private[MEMBERS + OTHERS :][:HELD_OUT]
+    return tokenizer, [text for text in short(public) if text not in known], members, held_out
 
 
 def main() -> None:
