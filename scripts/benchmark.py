@@ -141,6 +141,9 @@ def memory(case_name: str, variant: str, dtype: str, attention: str) -> None:
     import peft
     import transformers.models.auto.modeling_auto  # noqa: F401 - not part of what is measured
 
+    import hf_dp.sampling.poisson
+    import hf_dp.step.private_gradient  # noqa: F401 - nor is this
+
     del peft
     before = _peak_mib()
     step = VARIANTS[variant](case, build(case, setting), batches(case, setting.device))

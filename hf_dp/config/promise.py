@@ -104,8 +104,8 @@ class PrivacyConfig:
             all together, for whoever has at most one unit in each data set. Delta is then at most the earlier one's.
         other_people: the model was trained privately before (with `after`: besides those), and nobody in that data is
             in this one.
-        passes: 1, or 2: norms and sums each by a backward pass of their own, for the memory of an ordinary step and
-            about twice its time. No part of the promise.
+        passes: 1, or 2: norms and sums each by a backward pass of their own, for about the memory of an ordinary step
+            and more than twice its time. No part of the promise.
         re_attention: None for plain attention, or a `ReAttentionConfig`.
         sparse_embeddings: None for dense noise on all rows, or a `SparseEmbeddingConfig`. With AdaFEST
             `noise_multiplier` is that of both releases of a step together.

@@ -93,8 +93,15 @@ def longer_in_the_second(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(passes.TakenWatch, "_keep", keep)
 
 
-@pytest.mark.parametrize("when", ["in the check", "in a step"])
-@pytest.mark.parametrize("sabotage", [other_masks, longer_in_the_second])
+@pytest.mark.parametrize(
+    ("sabotage", "when"),
+    [
+        (other_masks, "in the check"),
+        (longer_in_the_second, "in a step"),
+        pytest.param(other_masks, "in a step", marks=pytest.mark.slow),
+        pytest.param(longer_in_the_second, "in the check", marks=pytest.mark.slow),
+    ],
+)
 def test_where_the_second_pass_is_another_nothing_is_released(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sabotage: Any, when: str
 ) -> None:
