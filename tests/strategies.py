@@ -72,7 +72,7 @@ _RIGHT: dict[str, st.SearchStrategy[Any]] = {
     "sparse_embeddings": st.sampled_from([None, {}, SparseEmbeddingConfig(), {"method": "fest", "kept_rows": 3}]),
     "output_bias": st.sampled_from([None, {}, OutputBiasConfig(budget_share=0.1)]),
     "clipping": st.sampled_from(["flat", "automatic"]),
-    "noise": st.sampled_from(["gaussian", "chacha20"]),
+    "noise": st.sampled_from(["gaussian", "chacha20", "grid"]),
     "sampling_probability": st.none() | st.floats(1e-12, 1),
     "max_batch_size": st.none() | st.integers(8, 48),
     "unit": st.sampled_from([None, "user", "inf"]),
@@ -81,6 +81,7 @@ _RIGHT: dict[str, st.SearchStrategy[Any]] = {
     "dataset_size": st.none() | st.integers(2, 1000),
     "after": st.sampled_from([None, "out", "inf", ["a", "b"], [], Path("x")]),
     "other_people": st.booleans(),
+    "passes": st.sampled_from([1, 2]),
 }
 
 
