@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 # So many steps a pretrained model was measured to need at least; one from scratch needs more.
 MIN_STEPS = 10
-# Of Adam on adapters, in so many steps.
-_RATE = 7e-3
+# Of Adam on adapters, in so many steps: falling to 0, or constant beside an average of the weights.
+_RATE, _RATE_OF_AVERAGE = 7e-3, 1e-2
 
 
 @dataclass(frozen=True)
@@ -47,9 +47,13 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "learning rate",
-        f"Adam on adapters: {_RATE:g} x sqrt({MIN_STEPS} / steps), falling linearly to 0, whatever epsilon is",
+        f"Adam on adapters: {_RATE:g} x sqrt({MIN_STEPS} / steps), falling linearly to 0, or {_RATE_OF_AVERAGE:g} x "
+        f"sqrt({MIN_STEPS} / steps), constant, with an average of the weights (decay 0.8), whatever epsilon is",
         "Adam divides by the noise, which moves each weight by about the rate x sqrt(steps)",
-        lambda _, steps, __: f"{_RATE * math.sqrt(MIN_STEPS / steps):.2g}, falling linearly to 0",
+        lambda _, steps, __: (
+            f"{_RATE * math.sqrt(MIN_STEPS / steps):.2g}, falling linearly to 0; or constant "
+            f"{_RATE_OF_AVERAGE * math.sqrt(MIN_STEPS / steps):.2g} with an average of the weights (decay 0.8)"
+        ),
     ),
 )
 
