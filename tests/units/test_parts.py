@@ -143,7 +143,7 @@ def counted(owners: list[int], data: list[dict[str, Any]], kind: str, by_rows: b
     loader = PoissonDataLoader(data, batch_sampler=share, collate_fn=LogicalBatchCollator(4, pad, reproducible=True))
     model: Any = SimpleNamespace(config=None)
     read = {"tokens": lambda: token_ids(loader, model), "labels": lambda: labels(loader)}[kind]
-    noise = SimpleNamespace(add_=lambda sums, *rest: seen.append(sums[0].clone()))
+    noise = SimpleNamespace(add_=lambda sums, *_: seen.append(sums[0].clone()), deviation=lambda sigma, c: sigma * c)
     release = SimpleNamespace(event=None, label=kind, noise_multiplier=1.0)
     plan: Any = SimpleNamespace(release_to_make=lambda *of: release, sampler=sampler, noise=noise)
     release_token_frequencies(read(), VOCABULARY, 1.5, plan, mock.Mock())
