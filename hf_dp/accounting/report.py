@@ -37,8 +37,9 @@ FLOATING_POINT = (
 )
 SUMS_ON_A_GRID = (
     "Noise and the sums that it is added to are whole numbers of a grid, so that no digit of what is released tells "
-    "more than Gaussian noise does; that rounding in float32 makes sums of neighbours differ by no more than 1/256 of "
-    "the clipping norm besides is tested and not proven, and rows that are chosen otherwise are so in floating point."
+    "more than Gaussian noise does; that rounding makes sums of neighbours differ by no more than 1/256 of the "
+    "clipping norm besides is tested in float32 and not proven, of a model that computes in 16 bits more was seen, and "
+    "rows that are chosen otherwise are so in floating point."
 )
 BEFORE_THE_GRID = f"Of trainings before, unless they say otherwise: {FLOATING_POINT}"
 TOGETHER = (

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from hf_dp.config.plain import each_name_once
 from hf_dp.errors import ConfigurationError
 
 # With columns: CSV and TSV with a header, a JSON list, JSON lines.
@@ -97,9 +98,15 @@ def check_columns(
 def _parsed(text: str, ending: str) -> list[Any]:
     if ending in (".csv", ".tsv"):
         csv.field_size_limit(min(sys.maxsize, 2**31 - 1))  # of one text
-        delimiter = "," if ending == ".csv" else "\t"
-        return list(csv.DictReader(io.StringIO(text, newline=""), delimiter=delimiter))
-    if text.lstrip().startswith("["):
-        rows: list[Any] = json.loads(text)
+        # A quote that nothing ends would take in the rows that follow. In TSV quotes are text.
+        form: dict[str, Any] = {"strict": True} if ending == ".csv" else {"delimiter": "\t", "quoting": csv.QUOTE_NONE}
+        found = csv.DictReader(io.StringIO(text, newline=""), **form)
+        rows: list[Any] = list(found)
+        names = list(found.fieldnames or ())
+        if len(set(names)) < len(names):
+            raise ValueError(f"a column twice in the header: {', '.join(map(str, names))[:200]}")
         return rows
-    return [json.loads(line) for line in text.split("\n") if line.strip()]
+    if text.lstrip().startswith("["):
+        rows = json.loads(text, object_pairs_hook=each_name_once)
+        return rows
+    return [json.loads(line, object_pairs_hook=each_name_once) for line in text.split("\n") if line.strip()]

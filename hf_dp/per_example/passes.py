@@ -2,7 +2,7 @@
 
 Ghost clipping in its original form (Li et al. 2022, arXiv:2110.05679). The second pass makes the factors of the first
 again, from the same random numbers, and adds them to the sums as one pass would; so ties, 16 bits and adapters are as
-exact. That they are the same to the bit is held by checksums. Kept until the first pass is over are those of a
+exact. That they are the same is held by sums over their bits. Kept until the first pass is over are those of a
 parameter that is used several times, until all of its uses have come, and those of tables that are summed by rows.
 """
 
@@ -19,6 +19,7 @@ from hf_dp.errors import UnsupportedModelError
 from hf_dp.per_example.batch import Batch, LossFunction, batch_size
 from hf_dp.per_example.factors import Factors, squared_norms
 from hf_dp.per_example.grouped import Grouping
+from hf_dp.per_example.pictures import check_pictures
 from hf_dp.per_example.reading import Reader
 from hf_dp.per_example.record import NO_TABLES, PerExampleGradients, adding, checked_run
 from hf_dp.per_example.rows import RowSum, restricted
@@ -179,6 +180,7 @@ def record_in_two_passes(
     """
     refuse_two_passes(model, owners is not None and any(owners[1:]))
     size, parameters = batch_size(batch), trainable(model)
+    check_pictures(model, batch)
 
     def watched(take: Take, joined: bool) -> TakenWatch:
         reader = Reader(size, None, certificate.readings)

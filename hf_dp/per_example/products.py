@@ -95,8 +95,7 @@ def unsure(left: Tensor, right: Tensor) -> float:
             # Within a block, and where blocks are added.
             cut += _cut(min(width, _CUT_BLOCK)) + width / _CUT_BLOCK
     if all(widths) and _are_multiplied_as_they_are(left, right):
-        # Rows of all examples are summed together.
-        cut += 2 * _cut(min(left.shape[0] * left.shape[1], BLOCK)) + _SPLIT
+        cut += 2 * _cut(min(left.shape[1], BLOCK)) + _SPLIT
     return cut
 
 

@@ -237,6 +237,7 @@ def record(
         ConfigurationError: a batch or a loss without one row for each example.
     """
     size, parameters = batch_size(batch), trainable(model)
+    check_pictures(model, batch)
     seen, ambiguous = certificate, None
     if seen is None:
         ambiguous = ambiguous_sizes(model, batch)
@@ -267,7 +268,6 @@ def checked_run(
     """
     rules, size = watch.rules, watch.batch_size
     seen = seen or certificate or Certificate()
-    check_pictures(model, batch)
     losses = watch.run(model, loss_fn, batch)
     if not watch.found_any:
         raise UnsupportedModelError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 from collections.abc import Iterator, Mapping
@@ -70,6 +71,7 @@ class RestoringMixin(_Base):
             return None
         try:
             (saved := SavedRun.read(best)).check(promise, dataset)
+            self._refuse_other_logs(best)
         except LedgerError as error:
             raise LedgerError(
                 f"the best checkpoint, {best!r}, is not one of this training, or not as it was saved: {error.found}",
@@ -77,6 +79,17 @@ class RestoringMixin(_Base):
                 fix="put it back beside the others, or resume from the last one with load_best_model_at_end=False.",
             ) from error
         return saved
+
+    def _refuse_other_logs(self, best: str) -> None:
+        """Refuses a checkpoint that has another past: of a training that was begun anew, and promised the same."""
+        with damage_is_named(best, "trainer_state.json"):
+            then = TrainerState.load_from_json(str(Path(best, "trainer_state.json"))).log_history
+        if json.dumps(then, sort_keys=True) != json.dumps(self.state.log_history[: len(then)], sort_keys=True):
+            raise LedgerError(
+                f"{best!r} logged something else before it than this training did.",
+                why="another training wrote it.",
+                fix="give each training an output_dir of its own.",
+            )
 
 
 @contextmanager

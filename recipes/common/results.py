@@ -126,6 +126,12 @@ def train_and_report(
         comparison_learning_rate: of that training, if it is another one.
     """
     directory, checkpoint = Path(str(arguments.output_dir)), checkpoint_of(arguments)
+    if recipe.average and arguments.load_best_model_at_end:
+        raise ConfigurationError(
+            f"--average {recipe.average} with --load_best_model_at_end.",
+            why="training would end with the average, and not with the best model.",
+            fix="use one of them.",
+        )
     if plain is not None and arguments.push_to_hub and arguments.hub_strategy != "end":
         print("Pushed when it has ended: until then the model has a form that only this recipe knows.")
         arguments = replace(arguments, hub_strategy="end")

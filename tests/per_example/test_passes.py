@@ -243,8 +243,8 @@ def test_what_one_pass_refuses_two_refuse(monkeypatch: pytest.MonkeyPatch) -> No
     for take in (record, record_in_two_passes):
         with pytest.raises(UnseenUseError, match="preflight did not see"):
             take(model, per_example_losses, batch, certificate=seen)
-    monkeypatch.setitem(record.__globals__, "check_pictures", lambda model, batch: 1 / 0)
     for take in (record, record_in_two_passes):
+        monkeypatch.setitem(take.__globals__, "check_pictures", lambda model, batch: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             take(model, per_example_losses, batch, certificate=certificate)
 

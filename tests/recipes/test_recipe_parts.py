@@ -209,6 +209,18 @@ def test_shards_that_accelerate_would_make_are_refused(part, tmp_path, monkeypat
         part("common.arguments").parse(part("causal_lm").RecipeArguments)
 
 
+def test_training_ends_with_the_average_of_its_weights(part):
+    model = torch.nn.Linear(1, 1, bias=False)
+    torch.nn.init.zeros_(model.weight)
+    average = part("common.moving_average").MovingAverage(0.75)
+    average.on_train_begin(model=model)
+    for weight in (4.0, 8.0):
+        torch.nn.init.constant_(model.weight, weight)
+        average.on_step_end()
+    average.on_train_end()
+    assert float(model.weight) == 0.75 * (0.25 * 4) + 0.25 * 8
+
+
 def test_bleu_and_slot_coverage_by_hand(part):
     measured = part("common.results").measured
     # All n-grams are right; 6 words for references of 6 and, the closest, 1: exp(1 - 7 / 6).

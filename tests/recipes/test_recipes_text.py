@@ -295,6 +295,12 @@ def test_a_reference_that_other_processes_would_not_find(train, part, monkeypatc
     assert "--method full in 2 processes" in printed
 
 
+def test_an_average_would_take_the_place_of_the_best_model(train):  # noqa: F811
+    saved = ("--save_strategy", "steps", "--save_steps", "1", "--eval_strategy", "steps", "--eval_steps", "1")
+    printed, _ = train("instruct", "--average", "0.5", "--load_best_model_at_end", "true", *saved, code=2)
+    assert "--average 0.5 with --load_best_model_at_end" in printed
+
+
 def test_a_description_is_corrupted_by_its_own_row_and_public_values(part):
     recipe = part("preferences")
     table = "name[The Mill], food[Italian], area[riverside], near[Café Rouge]"

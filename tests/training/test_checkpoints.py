@@ -20,7 +20,7 @@ from hf_dp.hub.card import privacy_section
 from hf_dp.training.checkpoints import finish, newest_whole
 from tests.crashes import digests, killed_everywhere
 from tests.training.test_resume import SAVED, STEPS, trainer
-from tests.training.workbench import make, parameters, rows, same
+from tests.training.workbench import make, parameters, private, rows, same
 
 pytestmark = pytest.mark.usefixtures("checked_once")
 
@@ -173,6 +173,27 @@ def test_failure_33_in_the_old_place_of_the_best_checkpoint_lies_that_of_another
     shutil.rmtree(moved / best)
     with pytest.raises(LedgerError, match="the best checkpoint, .*the training data is not the data"):
         with_the_best(moved).train(resume_from_checkpoint=True)
+
+
+def test_a_best_checkpoint_that_a_training_wrote_over_which_began_anew_is_refused(tmp_path: Path) -> None:
+    class Stop(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == best:
+                raise KeyboardInterrupt
+
+    def begun(**changes: Any) -> Any:
+        return with_the_best(tmp_path, save_total_limit=None, privacy=private(seed=None), **changes)
+
+    best = 4
+    while best == 4:  # of noise that nobody knows; another one must begin before the last
+        shutil.rmtree(tmp_path)
+        (first := begun()).train()
+        best = first.state.best_global_step
+    (second := begun(seed=7)).add_callback(Stop())
+    with pytest.raises(KeyboardInterrupt):
+        second.train()
+    with pytest.raises(LedgerError, match="logged something else before it"):
+        begun().train(resume_from_checkpoint=True)
 
 
 def test_a_best_checkpoint_that_was_changed_is_not_loaded(tmp_path: Path) -> None:
