@@ -12,7 +12,7 @@ import torch
 
 from hf_dp.audit.given import refused
 from hf_dp.audit.secrets import Secret, candidates, exposure
-from hf_dp.audit.texts import Losses, shared
+from hf_dp.audit.texts import Losses, check_room, shared, without_end
 
 # Tokens whose keys and values are kept at once: of 30 layers with 3 heads of 64, 750 MB in float32.
 _AT_ONCE = 16_384
@@ -40,7 +40,7 @@ class Guesses:
             ConfigurationError: a secret of which it alone could be true, or without a token before it.
         """
         texts = [secret.prefix + one for one in candidates(secret.secret, most)]
-        ids = tokenizer(texts, return_attention_mask=False)["input_ids"]
+        ids = without_end(tokenizer, texts)
         begin = shared(ids)
         if not begin:
             raise refused(
@@ -54,8 +54,9 @@ class Guesses:
         """(N,): minus the log of each candidate's probability, in nats. What begins alike is computed once.
 
         Raises:
-            ConfigurationError: a model that keeps no cache for several rows.
+            ConfigurationError: a model that keeps no cache for several rows, or has no room for so many tokens.
         """
+        check_room(model, len(self.begin) + max(map(len, self.rest)))
         found = np.zeros(len(self.rest))
         model.eval()
         with torch.no_grad():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -107,7 +108,7 @@ class Reader:
         confidence: of each interval.
 
     Raises:
-        ConfigurationError: no members or no others, or a text that is in both.
+        ConfigurationError: no members or no others, a text that is in both, or a secret that is there twice.
     """
 
     def __init__(
@@ -124,6 +125,13 @@ class Reader:
                 f"{len(both)} texts that were in and were not, such as {min(both)[:40]!r}",
                 "who finds a text that was in is right, and would be counted as wrong.",
                 "take them out of the texts that were not.",
+            )
+        counts = Counter(one.secret for one in secrets)
+        if twice := sorted(secret for secret, count in counts.items() if count > 1):
+            raise refused(
+                f"{len(twice)} secrets that are there twice, such as {twice[0][:40]!r}",
+                "what chance would expose is computed for secrets that were drawn each for itself.",
+                "give each secret once, whatever stands before it.",
             )
         self._members, self._others, self._secrets = list(members), list(others), list(secrets)
         self._longest, self._confidence = longest, confidence
@@ -163,10 +171,8 @@ class Reader:
         return members, others
 
     def _exposed(self, model: Any, tokenizer: Any) -> Exposed:
+        # First: it takes one pass, and refuses what is too long.
+        written = Written.of_completions(completions(model, tokenizer, self._secrets, self._longest), self._confidence)
         guesses = [Guesses.of(tokenizer, one) for one in self._secrets]
-        return Exposed(
-            exposures=exposures(model, guesses), candidates=[len(one.rest) for one in guesses],
-            written=Written.of_completions(
-                completions(model, tokenizer, self._secrets, self._longest), self._confidence
-            ),
-        )  # fmt: skip
+        candidates = [len(one.rest) for one in guesses]
+        return Exposed(exposures=exposures(model, guesses), candidates=candidates, written=written)

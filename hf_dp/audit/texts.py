@@ -88,7 +88,7 @@ def completions(model: Any, tokenizer: Any, planted: Sequence[Secret], longest: 
     Raises:
         ConfigurationError: no tokens before the secret, none in it, more than `longest`, or a loss that is NaN.
     """
-    ids = [list(row) for row in tokenizer([one.text for one in planted])["input_ids"]]
+    ids = without_end(tokenizer, [one.text for one in planted])
     starts = [shared([row, prefix]) for row, prefix in zip(ids, _ids(tokenizer, planted), strict=True)]
     for one, row, start in zip(planted, ids, starts, strict=True):
         if not 0 < start < len(row) <= longest:
@@ -111,6 +111,24 @@ def _ids(tokenizer: Any, planted: Sequence[Secret]) -> list[list[int]]:
     return [list(row) for row in tokenizer([one.prefix for one in planted])["input_ids"]]
 
 
+def without_end(tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:
+    """Each text's tokens, without the end of the sequence that some tokenizers append: it is no part of a secret."""
+    rows = [list(row) for row in tokenizer(list(texts))["input_ids"]]
+    return [row[:-1] if row[-1:] == [tokenizer.eos_token_id] else row for row in rows]
+
+
+def check_room(model: Any, width: int) -> None:
+    """Refuses more tokens than a model has places for."""
+    config = getattr(model, "config", None)
+    room = getattr(config, "max_position_embeddings", None)
+    if room is not None and room < width:
+        raise refused(
+            f"texts of up to {width} tokens for a model that reads {room} at most",
+            "it knows no places beyond.",
+            f"read less of each text: --max-length {room}, or longest={room} of a Reader; give secrets short prefixes.",
+        )
+
+
 def _finite(found: list[float], texts: Sequence[str]) -> Losses:
     values = np.array(found, dtype=np.float64)
     if wrong := int(np.isnan(values).sum()):
@@ -125,13 +143,7 @@ def _finite(found: list[float], texts: Sequence[str]) -> Losses:
 
 def _predicted(model: Any, ids: Sequence[Sequence[int]]) -> Iterator[tuple[Tensor, Tensor]]:
     """Of each row the loss of its tokens after the first, and whether each of them was the likeliest."""
-    room = getattr(model.config, "max_position_embeddings", None)
-    if room is not None and room < (width := max(map(len, ids))):
-        raise refused(
-            f"texts of up to {width} tokens for a model that reads {room} at most",
-            "it knows no places beyond.",
-            f"read less of each: --max-length {room}, or longest={room} of a Reader.",
-        )
+    check_room(model, max(map(len, ids)))
     order = sorted(range(len(ids)), key=lambda at: len(ids[at]))
     done: dict[int, tuple[Tensor, Tensor]] = {}
     model.eval()

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from hf_dp.cli.common import AsJson, TextColumn, in_json, print_json, refusals, texts_of
 from hf_dp.errors import ConfigurationError
-from hf_dp.figures import at_most, percent, upper
+from hf_dp.figures import at_most, percent
 
 if TYPE_CHECKING:
     from hf_dp.audit.members import Found, Membership
@@ -110,6 +110,7 @@ def memorisation(
 
 def _print(found: Measured, left_out: int, confidence: float) -> None:
     from hf_dp.audit.memorisation import DRAWS
+    from hf_dp.hub import RECORD_FILE
 
     console, first = Console(), next(iter(found.models.values())).by_loss
     table = Table(
@@ -127,9 +128,12 @@ def _print(found: Measured, left_out: int, confidence: float) -> None:
         for attack, told in attacks.items():
             if told is not None:
                 table.add_row(found.names[name], attack, *_told(told))
-        if (claim := found.claims[name]) is not None and claim.rates:
+        claim = found.claims[name]
+        if claim is not None and claim.rates:
             most = [at_most(claim.rates[rate], 1) for rate in first.at]
-            table.add_row(found.names[name], f"epsilon {upper(claim.epsilon, 3)}: at most", "", *most)
+            table.add_row(found.names[name], f"{claim.said}: at most", "", *most)
+        elif claim is not None and not claim.private:
+            table.add_row(found.names[name], f"{RECORD_FILE}: {claim.said}")
         table.add_section()
     if found.reference is not None:
         table.add_row("reference", "loss (control)", *_told(found.reference))
@@ -193,7 +197,8 @@ def _found(rate: float, at: Found | None) -> str:
     if at is None:
         return f"needs {fewest_others(rate):,}\nothers"
     low, high = at.true_positives
-    return f"{at.true_positive_rate:.1%}\n{low:.1%} to {high:.1%}"
+    # What is allowed at a rate of wrong ones is no bound on what was found at a larger one.
+    return f"{at.true_positive_rate:.1%}\n{low:.1%} to {high:.1%}\nwrong: <={at_most(at.false_positives[1], 2)}"
 
 
 def _written(one: Written) -> str:

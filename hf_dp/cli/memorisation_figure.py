@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from hf_dp.audit.members import Membership
 from hf_dp.audit.secrets import MEAN_EXPOSURE_BY_CHANCE
 from hf_dp.cli.memorised import Measured
-from hf_dp.figures import percent, upper
+from hf_dp.figures import percent
 
 # Of Okabe and Ito's.
 _ORANGE, _BLUE, _GREY = "#d55e00", "#0072b2", "#7f7f7f"
@@ -33,7 +33,7 @@ def draw(found: Measured, path: Path) -> None:
 
 def _name(found: Measured, name: str) -> str:
     claim = found.claims[name]
-    return f"{found.names[name]}\n" + ("no claim" if claim is None else f"epsilon {upper(claim.epsilon, 3)}")
+    return f"{found.names[name]}\n" + ("no claim" if claim is None else claim.said)
 
 
 def _membership(axes: Any, found: Measured) -> None:

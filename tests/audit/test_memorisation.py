@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
 from hf_dp.audit import Secret, exposure, random_texts
@@ -135,6 +135,17 @@ def test_a_secret_that_is_one_token_with_what_stands_before_it_is_read_as_it_was
     assert found[0] == found[1]
 
 
+def test_the_end_that_a_tokenizer_appends_is_no_part_of_a_secret() -> None:
+    ending, model = a_tokenizer(), a_model()
+    ending.add_special_tokens({"eos_token": "a"})
+    ending.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="$A a", special_tokens=[("a", ending.eos_token_id)]
+    )
+    assert ending(PLANTED[0].text)["input_ids"] == [*TOKENIZER(PLANTED[0].text)["input_ids"], ending.eos_token_id]
+    assert completions(model, ending, PLANTED, 64) == completions(model, TOKENIZER, PLANTED, 64)
+    assert Guesses.of(ending, PLANTED[0], 30) == Guesses.of(TOKENIZER, PLANTED[0], 30)
+
+
 def test_draws_find_what_is_likely() -> None:
     assert Completion(True, 0.0).within(1) == 1
     assert Completion(False, math.log(2)).within(2) == pytest.approx(0.75)
@@ -207,6 +218,11 @@ torch.nn.init.constant_(NAN.lm_head.weight, math.nan)
         (lambda: candidates("12", 1), "most=1"),
         (lambda: Guesses.of(TOKENIZER, Secret("", "x")), "in no token alike"),
         (lambda: Reader(["a b", "c d"], ["c d"]), "1 texts that were in and were not, such as 'c d'"),
+        (lambda: Reader(MEMBERS, OTHERS, [PLANTED[0], Secret("Once more: ", "471")]), "1 secrets that are there twice"),
+        (
+            lambda: Guesses.of(TOKENIZER, PLANTED[0], 9).losses(a_model(max_position_embeddings=5)),
+            "tokens for a model that reads 5",
+        ),
         (lambda: Reader([], OTHERS).memorisation(a_model(), TOKENIZER), "no texts"),
         (lambda: Reader(MEMBERS, []).memorisation(a_model(), TOKENIZER), "no texts"),
     ],

@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
@@ -14,23 +15,36 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
+from hf_dp.audit import membership
 from hf_dp.audit.texts import read
-from hf_dp.cli import app
+from hf_dp.cli import app, memorisation_figure
+from hf_dp.cli.memorisation import _found
 from hf_dp.cli.memorised import loaded
 from hf_dp.demo.messages import generate
 from hf_dp.demo.model import new_model, train_tokenizer
 from hf_dp.errors import ConfigurationError
-from hf_dp.hub import RECORD_FILE, load_report
+from hf_dp.hub import CARD_FILE, RECORD_FILE, load_report, write_card
+from hf_dp.hub.record import sha256
+from tests.hub.forging import in_record
 from tests.zoo import tiny
 
 MESSAGES = generate(public=300, private=30, evaluation=110, canaries=1, seed=1)
-RECORD = next((Path(__file__).parents[1] / "hub" / "dev2").glob(f"*/{RECORD_FILE}"))
+SAVED = Path(__file__).parents[1] / "hub" / "version1"
 
 
 def invoke(*args: object) -> Any:
     return CliRunner().invoke(
         app, ["memorisation", *map(str, args)], env={"COLUMNS": "100", "NO_COLOR": "1", "TERM": "dumb"}
     )
+
+
+def give_record(folder: Path, of: str) -> None:
+    """What a training wrote of another model, for the files that lie here."""
+    names = [file.name for file in folder.iterdir()]
+    for name in (RECORD_FILE, CARD_FILE):
+        shutil.copy(SAVED / of / name, folder)
+    in_record("files", to={name: sha256(folder / name) for name in names})(folder)
+    write_card(folder)
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +56,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         torch.manual_seed(len(name))
         new_model(tokenizer, width=32, layers=1).save_pretrained(path / name)
         tokenizer.save_pretrained(path / name)
-    shutil.copy(RECORD, path / "private" / RECORD_FILE)
+    give_record(path / "private", "plain")
     texts = [*MESSAGES.evaluation, MESSAGES.private[0]]
     (path / "in.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in MESSAGES.private))
     (path / "out.csv").write_text("text\n" + "\n".join(f'"{text}"' for text in texts))
@@ -67,6 +81,7 @@ def test_models_stand_beside_one_another_and_their_claims(folder: Path, tmp_path
     ordinary, private = (values["models"][str(model)] for model in models)
     assert ordinary["claim"] is None
     assert private["claim"]["epsilon"] == load_report(folder / "private").epsilon
+    assert (private["claim"]["verified"], private["claim"]["private"]) == (True, True)
     assert 0.01 < private["claim"]["true_positive_rates"]["0.01"] < 1
     assert ordinary["by_loss"]["at"]["0.001"] is None
     assert ordinary["by_loss"]["at"]["0.01"]["wrong"] <= 1
@@ -81,6 +96,52 @@ def test_models_stand_beside_one_another_and_their_claims(folder: Path, tmp_path
 
 
 @pytest.mark.parametrize(
+    ("of", "changed", "words"), [("plain", True, "does not verify"), ("reproducible", False, "not private")]
+)
+def test_no_epsilon_is_shown_that_is_none(
+    folder: Path, tmp_path: Path, of: str, changed: bool, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = Path(shutil.copytree(folder / "ordinary", tmp_path / "made"))
+    give_record(made, of)
+    if changed:
+        in_record("report", "epsilon", to=0.1)(made)
+    labels: list[str] = []
+    monkeypatch.setattr(
+        memorisation_figure, "draw", lambda found, path: labels.append(memorisation_figure._name(found, str(made)))
+    )
+    told = invoke(made, "--members", folder / "in.jsonl", "--others", folder / "out.csv", "--output", tmp_path)
+    assert told.exit_code == 0, told.output
+    assert labels == [f"made\n{words}"]
+    assert f"privacy.json: {words}" in " ".join(told.output.split())
+    assert "at most" not in told.output
+    claim = json.loads((tmp_path / "memorisation.json").read_text())["models"][str(made)]["claim"]
+    assert (claim["said"], claim["verified"], claim["private"]) == (words, not changed, False)
+    assert claim["epsilon"] is None
+    assert claim["true_positive_rates"] == {}
+
+
+def test_rates_stand_beside_how_often_they_may_be_wrong() -> None:
+    at = membership(np.full(10, 2.0), np.arange(1000) / 1000).at[0.001]
+    assert at is not None
+    assert _found(0.001, at).endswith("wrong: <=0.56%")
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_heads_of_their_own_or_not_are_loaded(folder: Path, tmp_path: Path, name: str) -> None:
+    made = Path(shutil.copytree(folder / "ordinary", tmp_path / "made"))
+    model = tiny(name, "causal_lm", torch.float32, tie_word_embeddings=name == "gpt2")
+    model.save_pretrained(made)
+    weights = load_file(made / "model.safetensors")
+    assert ("lm_head.weight" in weights) == (name == "llama")
+    assert type(loaded(str(made))[0]) is type(model)
+    if name == "gpt2":
+        # As other savers do.
+        weights["lm_head.weight"] = weights["transformer.wte.weight"].clone()
+        save_file(weights, made / "model.safetensors", {"format": "pt"})
+        loaded(str(made))
+
+
+@pytest.mark.parametrize(
     ("changed", "words"),
     [
         ({"--members": "none.csv"}, "no file"),
@@ -92,22 +153,35 @@ def test_models_stand_beside_one_another_and_their_claims(folder: Path, tmp_path
         ({"--reference": "nowhere"}, "no causal language model can be loaded from"),
         ({"--reference": "classifier"}, "holds GPT2ForSequenceClassification, and would be read as GPT2LMHeadModel"),
         ({"--reference": "less"}, "lacks 1 weights such as transformer.wpe.weight"),
+        ({"--reference": "more"}, "has no place for 1 weights such as transformer.h.1.ln_1.weight"),
+        ({"--reference": "shape"}, "has other shapes of 1 weights such as transformer.wpe.weight"),
+        ({"--reference": "damaged"}, "no causal language model can be loaded from"),
+        ({"--secrets": "long.tsv"}, "tokens for a model that reads"),
         ({"": "ordinary"}, "a model that is named twice"),
     ],
 )
 def test_what_cannot_be_measured_is_refused(folder: Path, changed: dict[str, str], words: str) -> None:
-    if changed.get("--reference") in ("classifier", "less"):
+    (folder / "long.tsv").write_text("prefix\tsecret\n" + "word " * 400 + "\t47\n")
+    if changed.get("--reference") in ("classifier", "less", "more", "shape", "damaged"):
         shutil.copytree(folder / "ordinary", made := folder / changed["--reference"])
         if made.name == "classifier":
             tiny("gpt2", "sequence", torch.float32).save_pretrained(made)
+        elif made.name == "damaged":
+            (made / "model.safetensors").write_bytes(b"none")
         else:
             weights = load_file(made / "model.safetensors")
-            del weights["transformer.wpe.weight"]
+            if made.name == "more":
+                weights["transformer.h.1.ln_1.weight"] = torch.ones(32)
+            else:
+                place = weights.pop("transformer.wpe.weight")
+                weights |= {"transformer.wpe.weight": place[1:].clone()} if made.name == "shape" else {}
             save_file(weights, made / "model.safetensors", {"format": "pt"})
     (folder / "blank.jsonl").write_text('{"text": " "}')
     options = {"": "ordinary", "--members": "in.jsonl", "--others": "out.csv", **changed}
+    if changed == {"--secrets": "long.tsv"}:
+        options["--max-length"] = "4000"
     paths = {
-        name: value if name in ("--confidence", "--text-column") else str(folder / value)
+        name: value if name in ("--confidence", "--text-column", "--max-length") else str(folder / value)
         for name, value in options.items()
     }
     first = [paths.pop("")] * (2 if "" in changed else 1)
