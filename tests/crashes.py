@@ -7,6 +7,7 @@ import random
 import shutil
 import signal
 import sys
+import threading
 import time
 import traceback
 import warnings
@@ -14,6 +15,8 @@ from collections.abc import Callable, Iterator
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
+
+from tqdm import tqdm
 
 _CHANGES = ("os.rename", "os.remove", "os.rmdir", "os.mkdir", "shutil.rmtree", "shutil.copyfile")
 
@@ -61,6 +64,7 @@ def _forked(act: Callable[[], Any]) -> int:
     if child == 0:
         try:
             random.setstate(state)  # a fork seeds it anew
+            tqdm.set_lock(threading.RLock())  # the usual one is shared with this process, which would wait for the dead
             act()
             os._exit(0)
         except BaseException:  # noqa: BLE001
