@@ -218,8 +218,8 @@ def test_empty_batches_skipped(monkeypatch: Patch) -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("checked_once")
 def test_a_sum_in_bfloat16_before_the_noise(monkeypatch: Patch) -> None:
-    """Among 515 examples that are alike one moves the rounded sum by 4 C; there is one more that is not."""
-    sigma, steps, n = 3.73, 600, 516
+    """Among 1,029 examples that are alike one moves the rounded sum by 8 C; there is one more that is not."""
+    sigma, steps, n = 3.73, 600, 1030
     promise = PrivacyConfig(noise_multiplier=sigma, target_delta=DELTA)
     claimed = epsilon_of_mu(1 / sigma, DELTA)
 
