@@ -57,14 +57,22 @@ def killed_after(acts: list[Callable[[Callable[[str], None]], Any]], seconds: li
     return was_killed, said.decode().splitlines()
 
 
+def _with_locks_of_ones_own(bar: type[Any]) -> None:
+    """The usual lock of progress bars is shared with forks: who is killed with it is waited for by the others."""
+    bar.set_lock(threading.RLock())
+    for kind in bar.__subclasses__():
+        _with_locks_of_ones_own(kind)
+
+
 def _forked(act: Callable[[], Any]) -> int:
+    _with_locks_of_ones_own(tqdm)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of threads, which the child never meets
         state, child = random.getstate(), os.fork()
     if child == 0:
         try:
             random.setstate(state)  # a fork seeds it anew
-            tqdm.set_lock(threading.RLock())  # the usual one is shared with this process, which would wait for the dead
+            _with_locks_of_ones_own(tqdm)
             act()
             os._exit(0)
         except BaseException:  # noqa: BLE001
