@@ -35,7 +35,8 @@ others = st.fixed_dictionaries(
     {},
     optional={
         "clipping_norm": st.floats(1e-3, 1e3), "clipping": st.just("automatic"), "accountant": st.just("rdp"),
-        "target_delta": st.floats(1e-9, 1e-3), "dataset_size": st.integers(20, 90),
+        "target_delta": st.floats(1e-9, 1e-3), "dataset_size": st.integers(20, 90), "max_batch_size": st.integers(1, 30),
+        "noise": st.just("grid"),
     },
 )  # fmt: skip
 
@@ -62,7 +63,8 @@ def released(plan: Plan, ledger: Ledger, examples: list[Tensor]) -> Tensor:
 
 
 def epsilon_of_what_is_done(plan: Plan, steps: int, delta: float) -> float:
-    """A lower bound: of a little less sampling and a little more noise than was seen."""
+    """A lower bound: of a little less sampling and a little more noise than was seen, where all others add nothing (so
+    that of a sampler with a cap it is only how often one is drawn that tells)."""
     noise = released(plan, Ledger(), [])
     one = torch.zeros(PARAMETERS)
     one[0] = 1e4 * plan.clipping.sensitivity + 1e4

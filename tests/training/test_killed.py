@@ -23,6 +23,7 @@ from transformers import TrainerCallback
 
 from hf_dp.errors import LedgerError
 from hf_dp.hub import PrivacyRecord, verify
+from hf_dp.hub.card_file import without_claim
 from hf_dp.training.checkpoints import what_lacks
 from hf_dp.training.resume import SavedRun
 from tests.crashes import killed_after
@@ -142,7 +143,10 @@ def steps_on_disk(path: Path, known: dict[str, int]) -> dict[str, int]:
             assert SavedRun.read(folder).ledger.steps == steps
             found[folder.name] = steps
     if (path / "final" / "privacy.json").exists():
-        assert not [check for check in verify(path / "final").checks if not check.passed]
+        failed = {check.name for check in verify(path / "final").checks if not check.passed}
+        # A model that is saved over takes its claim off the card before its record goes.
+        card = (path / "final" / "README.md").read_bytes()
+        assert not failed or (failed == {"card, text", "card, metadata"} and without_claim(card) == card)
     return found
 
 
