@@ -26,7 +26,7 @@ from hf_dp.errors import ConfigurationError, LedgerError, PreflightError, Unsupp
 from hf_dp.losses import PREFERENCE_LOSSES
 from hf_dp.training.resume import note_trained_by
 from hf_dp.training.trainer import DPTrainerMixin
-from tests.training.test_trl import a_model, adapter, from_docs, said, tokenizer
+from tests.training.chats import a_model, adapter, from_docs, said, tokenizer
 from tests.training.workbench import distance, draws, parameters, private
 
 pytestmark = pytest.mark.usefixtures("checked_once")
