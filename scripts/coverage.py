@@ -38,9 +38,8 @@ from hf_dp.per_example.batch import LossFunction, batch_size
 from hf_dp.per_example.precision import computed_in
 from hf_dp.per_example.switches import switch_off
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
-import low_bits
-import zoo
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from tests import architectures, low_bits, zoo
 
 ROOT = Path(__file__).resolve().parents[1]
 COMMAND = "python scripts/coverage.py --write"
@@ -324,7 +323,8 @@ def judge_all(only: list[str] | None = None) -> dict[str, dict[str, dict[str, st
 
     return {
         ARCHITECTURES: {
-            name: {head: judge_head(name, head) for head in zoo.HEADS[name]} for name in chosen(zoo.CONFIGS)
+            name: {head: judge_head(name, head) for head in architectures.HEADS[name]}
+            for name in chosen(architectures.CONFIGS)
         },
         PEFT: {method: {zoo.adapter_head(method): judge_adapter(method)} for method in chosen(zoo.ADAPTERS)},
         SETTINGS: {

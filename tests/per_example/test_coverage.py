@@ -10,7 +10,7 @@ import torch
 
 from hf_dp.per_example import record
 from scripts import coverage
-from tests import zoo
+from tests import architectures, zoo
 
 # As many examples as positions: the numbers that tell their axes apart least. In float64 alone.
 QUICK = ((7, 7),)
@@ -49,17 +49,17 @@ def assert_as_expected(result: str, refused: bool) -> None:
     assert result.startswith("refused: " if refused else ("exact ", "within ")), result
 
 
-@pytest.mark.parametrize("name", cases(zoo.CONFIGS))
+@pytest.mark.parametrize("name", cases(architectures.CONFIGS))
 def test_architectures(name: str) -> None:
     """With their first head; `test_every_case` has all of them."""
-    assert_as_expected(coverage.judge_head(name, zoo.HEADS[name][0], QUICK), name in REFUSED)
+    assert_as_expected(coverage.judge_head(name, architectures.HEADS[name][0], QUICK), name in REFUSED)
 
 
 @pytest.mark.parametrize(
     ("name", "head"),
     cases(
         [
-            *((name, head) for name in ("t5", "bart") for head in zoo.HEADS[name][1:]),
+            *((name, head) for name in ("t5", "bart") for head in architectures.HEADS[name][1:]),
             *((name, head) for name in ("bert", "gpt2") for head in ("multi_label", "regression")),
             *((name, "text") for name in ("clip", "siglip")),
         ]

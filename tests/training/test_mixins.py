@@ -14,6 +14,7 @@ from hf_dp import DPTrainer
 from hf_dp.errors import UnsupportedModelError
 from hf_dp.per_example import RULES, Bound, instantiating
 from hf_dp.training.trainer import DPTrainerMixin
+from tests.architectures import VOCABULARY
 from tests.training.workbench import (
     STEPS,
     a_tokenizer,
@@ -26,7 +27,6 @@ from tests.training.workbench import (
     same,
     trained,
 )
-from tests.zoo import VOCABULARY
 
 pytestmark = pytest.mark.usefixtures("checked_once")
 

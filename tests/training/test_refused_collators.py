@@ -20,9 +20,10 @@ from transformers import (
 )
 
 from hf_dp.errors import ConfigurationError, PreflightError, UnsupportedModelError
+from tests.architectures import VOCABULARY
 from tests.training.refusing import refused
 from tests.training.workbench import draws, make, pad, pad_for_language, rows
-from tests.zoo import VOCABULARY, tiny
+from tests.zoo import tiny
 
 
 class PaddingFree(DefaultDataCollator):

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from hf_dp.errors import ConfigurationError
+from tests.architectures import VOCABULARY
 from tests.training.refusing import refused
 from tests.training.workbench import make, rows
-from tests.zoo import VOCABULARY
 
 
 class Streamed(torch.utils.data.IterableDataset[Any]):

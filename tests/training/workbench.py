@@ -18,7 +18,8 @@ from transformers import PreTrainedTokenizerFast, TrainerCallback, TrainingArgum
 from hf_dp import DPTrainer, PrivacyConfig
 from hf_dp.randomness import Entropy
 from hf_dp.sampling.poisson import PoissonBatchSampler
-from tests.zoo import VOCABULARY, tiny
+from tests.architectures import VOCABULARY
+from tests.zoo import tiny
 
 ROWS, MICRO, EXPECTED, STEPS = 48, 4, 8, 4
 Rows = list[dict[str, Any]]

@@ -10,7 +10,7 @@ from torch import nn
 from hf_dp import ReAttentionConfig
 from hf_dp.parts.re_attention import ReAttention
 from hf_dp.parts.re_attention.deviations import one_step, relative_counts
-from tests.zoo import VOCABULARY
+from tests.architectures import VOCABULARY
 
 FAMILIES = {
     **dict.fromkeys(("gpt2", "gpt_neox", "opt", "llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3"), "causal_lm"),

@@ -15,9 +15,9 @@ from hf_dp import ReAttentionConfig
 from hf_dp.errors import ConfigurationError
 from hf_dp.hub import verify
 from hf_dp.parts.re_attention import installed
+from tests.architectures import VOCABULARY
 from tests.parts.re_attention.budget import budgeted
 from tests.training.workbench import EXPECTED, make, parameters, private, rows, same
-from tests.zoo import VOCABULARY
 
 pytestmark = pytest.mark.usefixtures("checked_once")
 

@@ -17,8 +17,9 @@ from hf_dp.parts.re_attention import ReAttention, inspect_attention
 from hf_dp.parts.re_attention.moments import Moments
 from hf_dp.per_example import preflight, record
 from hf_dp.per_example.oracle import loop
+from tests.architectures import VOCABULARY
 from tests.parts.re_attention.noisy import FAMILIES, FIDELITIES, OF_EACH_FIDELITY, USUAL, config, noisy, off_by
-from tests.zoo import VOCABULARY, text_batch, tiny, with_dropout
+from tests.zoo import text_batch, tiny, with_dropout
 
 
 @pytest.mark.parametrize(

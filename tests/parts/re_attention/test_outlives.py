@@ -17,8 +17,9 @@ from torch import Tensor
 from hf_dp import load_re_attention, remove_re_attention
 from hf_dp.errors import ConfigurationError, UnsupportedModelError
 from hf_dp.parts.re_attention import FILE, installed
+from tests.architectures import VOCABULARY
 from tests.parts.re_attention.noisy import noisy
-from tests.zoo import VOCABULARY, text_batch, tiny
+from tests.zoo import text_batch, tiny
 
 
 def test_an_interrupt_leaves_nothing_behind() -> None:

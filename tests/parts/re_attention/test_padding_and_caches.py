@@ -7,8 +7,9 @@ import torch
 import torch.nn.functional as F
 
 from hf_dp.errors import UnsupportedModelError
+from tests.architectures import VOCABULARY
 from tests.parts.re_attention.noisy import FIDELITIES, noisy
-from tests.zoo import VOCABULARY, text_batch, tiny
+from tests.zoo import text_batch, tiny
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama", "mistral"])

@@ -15,9 +15,10 @@ from hf_dp.noise.gaussian import GaussianNoise
 from hf_dp.parts.re_attention import FILE, FREQUENCIES, installed, read
 from hf_dp.parts.token_frequencies import LABEL
 from hf_dp.training.engine import Engine
+from tests.architectures import VOCABULARY
 from tests.parts.re_attention.budget import budgeted
 from tests.training.workbench import ROWS, a_tokenizer, make, pad, pad_for_language, private, rows
-from tests.zoo import VOCABULARY, tiny
+from tests.zoo import tiny
 
 pytestmark = pytest.mark.usefixtures("checked_once")
 

@@ -15,9 +15,10 @@ from hf_dp.errors import ConfigurationError, LedgerError
 from hf_dp.hub import verify
 from hf_dp.parts.re_attention import FILE, FREQUENCIES, installed, read
 from hf_dp.parts.token_frequencies import LABEL
+from tests.architectures import VOCABULARY
 from tests.parts.re_attention.budget import budgeted
 from tests.training.workbench import EXPECTED, ROWS, classifier, make, pad, private, rows
-from tests.zoo import VOCABULARY, tiny
+from tests.zoo import tiny
 
 pytestmark = pytest.mark.usefixtures("checked_once")
 

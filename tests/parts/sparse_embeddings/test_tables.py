@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from hf_dp import DPTrainer, PrivacyConfig, SparseEmbeddingConfig
 from hf_dp.errors import ConfigurationError, UnsupportedModelError
 from hf_dp.parts.sparse_embeddings import LazyRows, RowWiseAdam
+from tests.architectures import VOCABULARY
 from tests.parts.sparse_embeddings.sparse import FEST, WORDS, Watched, logged, sparse
 from tests.training.workbench import (
     ROWS,
@@ -29,7 +30,7 @@ from tests.training.workbench import (
     parameters,
     stack,
 )
-from tests.zoo import VOCABULARY, tiny
+from tests.zoo import tiny
 
 pytestmark = pytest.mark.usefixtures("checked_once")
 

@@ -18,6 +18,7 @@ from hf_dp import SparseEmbeddingConfig, accounting
 from hf_dp.errors import BudgetExceededError, ConfigurationError, LedgerError
 from hf_dp.parts.sparse_embeddings.kept_rows import FILE, LABEL
 from hf_dp.training.run import Run
+from tests.architectures import VOCABULARY
 from tests.parts.sparse_embeddings.sparse import FEST, WORDS, Watched, logged, sparse
 from tests.training.workbench import (
     EXPECTED,
@@ -34,7 +35,6 @@ from tests.training.workbench import (
     same,
     stack,
 )
-from tests.zoo import VOCABULARY
 
 pytestmark = pytest.mark.usefixtures("checked_once")
 
