@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hf_dp.per_example import record
-from scripts import coverage
+from scripts import coverage, judging
 from tests import architectures, zoo
 
 # As many examples as positions: the numbers that tell their axes apart least. In float64 alone.
@@ -114,7 +114,7 @@ def test_an_adapter_over_a_bf16_base_is_itself_in_float32() -> None:
 
 
 def test_a_wrong_gradient_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = coverage.record
+    right = judging.record
 
     def off(*args: object, **options: object) -> object:
         found = right(*args, **options)
@@ -122,20 +122,20 @@ def test_a_wrong_gradient_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
             found.factors[name] = [use.scaled(1 + 1e-6) for use in found.factors[name]]
         return found
 
-    monkeypatch.setattr(coverage, "record", off)
+    monkeypatch.setattr(judging, "record", off)
     assert coverage.judge_head("gpt2", "sequence", QUICK).startswith("WRONG by 1e-06 with 7 examples")
 
 
 def test_a_neighbour_that_is_seen_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(coverage, "moved_by_a_neighbour", lambda *_: float("nan"))
+    monkeypatch.setattr(judging, "moved_by_a_neighbour", lambda *_: float("nan"))
     assert coverage.judge_head("gpt2", "sequence", QUICK).startswith("WRONG by nan")
 
 
 def test_nan_is_never_the_smaller_error() -> None:
     for errors in ((0.0, float("nan")), (float("nan"), 0.0)):
-        assert coverage.worst(errors) != coverage.worst(errors)
+        assert judging.worst(errors) != judging.worst(errors)
 
 
 def test_low_precision_is_measured_against_the_oracle() -> None:
     model, other = (zoo.tiny(name, "causal_lm", torch.float32) for name in ("llama", "llama_tied"))
-    assert coverage.judge_low_precision(model, other, coverage.language()).startswith("WRONG by")
+    assert judging.judge_low_precision(model, other, coverage.language()).startswith("WRONG by")
