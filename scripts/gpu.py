@@ -56,7 +56,7 @@ from hf_dp.randomness import Entropy
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
-import benchmark  # noqa: E402
+import measuring  # noqa: E402
 from workloads import (  # noqa: E402
     GPU_CASES,
     MICRO_BATCHES,
@@ -249,7 +249,7 @@ def speed(device: torch.device) -> Cases:
 
 
 def _speed(case: Case, names: list[str], setting: Setting) -> str:
-    seconds = benchmark.measure_times(case, names, 3, setting)
+    seconds = measuring.measure_times(case, names, 3, setting)
     peaks = {name: _peak(case, name, setting) for name in names}
     ordinary = seconds["ordinary"]
     if isinstance(ordinary, str):
