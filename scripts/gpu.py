@@ -56,7 +56,7 @@ from hf_dp.randomness import Entropy
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
-import benchmark  # noqa: E402
+import measuring  # noqa: E402
 from workloads import (  # noqa: E402
     GPU_CASES,
     MICRO_BATCHES,
@@ -69,7 +69,7 @@ from workloads import (  # noqa: E402
     predicted,
 )
 
-from scripts import coverage  # noqa: E402
+from scripts import coverage, judging  # noqa: E402
 from tests import low_bits, zoo  # noqa: E402
 
 SECONDS = 480
@@ -108,18 +108,18 @@ def _exact(family: str, head: str, precision: str, device: torch.device) -> str:
     batch = _moved(zoo.batches_of(family, head)(5, 7, max(dtype, torch.float32, key=lambda d: d.itemsize)), device)
     if "bf16" in precision:
         oracle = zoo.tiny(family, head, dtype).to(device).float()
-        return coverage.judge_low_precision(model, oracle, batch, "autocast" in precision, _ROUNDING)
+        return judging.judge_low_precision(model, oracle, batch, "autocast" in precision, _ROUNDING)
     matmul: Any = torch.backends.cuda.matmul
     before, matmul.fp32_precision = matmul.fp32_precision, "tf32" if "TF32" in precision else "ieee"
     try:
-        return _held(model, batch, _ROUNDING if "TF32" in precision else coverage.TOLERANCE[dtype])
+        return _held(model, batch, _ROUNDING if "TF32" in precision else judging.TOLERANCE[dtype])
     finally:
         matmul.fp32_precision = before
 
 
 def _held(model: nn.Module, batch: dict[str, Tensor], tolerance: float) -> str:
     found = record(model, per_example_losses, batch, certificate=preflight(model, per_example_losses, batch))
-    off = coverage.error(found, loop(model, per_example_losses, batch))
+    off = judging.error(found, loop(model, per_example_losses, batch))
     return f"exact {off:.0e}" if off <= tolerance else f"WRONG by {off:.1g}"
 
 
@@ -163,7 +163,7 @@ def _attention(name: str, kernel: SDPBackend | None, corrected: bool, device: to
     batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
     exact = made(torch.bfloat16, "eager").float()
     with nullcontext() if kernel is None else sdpa_kernel(kernel):
-        return coverage.judge_low_precision(made(torch.bfloat16, name), exact, batch, tolerance=_ROUNDING)
+        return judging.judge_low_precision(made(torch.bfloat16, name), exact, batch, tolerance=_ROUNDING)
 
 
 def few_bits(device: torch.device) -> Cases:
@@ -249,7 +249,7 @@ def speed(device: torch.device) -> Cases:
 
 
 def _speed(case: Case, names: list[str], setting: Setting) -> str:
-    seconds = benchmark.measure_times(case, names, 3, setting)
+    seconds = measuring.measure_times(case, names, 3, setting)
     peaks = {name: _peak(case, name, setting) for name in names}
     ordinary = seconds["ordinary"]
     if isinstance(ordinary, str):

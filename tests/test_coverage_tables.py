@@ -8,6 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from scripts import coverage
+from scripts.coverage_tables import MARKS, between_marks, markdown, read, summary
 
 RESULTS = {
     "Architectures": {
@@ -22,7 +23,7 @@ RESULTS = {
 
 
 def test_the_page_has_a_table_for_each_part_and_the_reasons_once() -> None:
-    lines = coverage.markdown(RESULTS).splitlines()
+    lines = markdown(RESULTS).splitlines()
     assert lines[0] == "# Coverage"
     start = lines.index("## Architectures")
     assert lines[start + 2 : start + 12] == [
@@ -42,7 +43,7 @@ def test_the_page_has_a_table_for_each_part_and_the_reasons_once() -> None:
 
 
 def test_the_summary_has_one_row_for_each_part() -> None:
-    assert coverage.summary(RESULTS).splitlines() == [
+    assert summary(RESULTS).splitlines() == [
         "| | exact | refused by name |",
         "| --- | --- | --- |",
         "| Architectures | gpt2; opt; bart | bart (causal_lm); mixtral |",
@@ -55,20 +56,20 @@ def test_the_summary_has_one_row_for_each_part() -> None:
 
 def test_only_what_is_between_the_marks_is_replaced() -> None:
     old = r"before <!-- coverage begins: by hand -->old\1<!-- coverage ends --> after <!-- coverage ends -->"
-    new = coverage.between_marks(old, r"new\1")
-    assert new == f"before {coverage.MARKS[0]}\n\nnew\\1\n\n{coverage.MARKS[1]} after <!-- coverage ends -->"
-    assert coverage.between_marks(new, "new\\1") == new
+    new = between_marks(old, r"new\1")
+    assert new == f"before {MARKS[0]}\n\nnew\\1\n\n{MARKS[1]} after <!-- coverage ends -->"
+    assert between_marks(new, "new\\1") == new
     with pytest.raises(ValueError, match="no <!-- coverage begins"):
-        coverage.between_marks("no marks", "new")
+        between_marks("no marks", "new")
 
 
 def test_the_readme_has_the_marks() -> None:
-    assert "x y z" in coverage.between_marks((coverage.ROOT / "README.md").read_text(encoding="utf-8"), "x y z")
+    assert "x y z" in between_marks((coverage.ROOT / "README.md").read_text(encoding="utf-8"), "x y z")
 
 
 def written(root: Path, monkeypatch: pytest.MonkeyPatch, results: object, *arguments: str) -> int:
     (root / "docs").mkdir()
-    (root / "README.md").write_text(f"{coverage.MARKS[0]}{coverage.MARKS[1]}", encoding="utf-8")
+    (root / "README.md").write_text(f"{MARKS[0]}{MARKS[1]}", encoding="utf-8")
     monkeypatch.setattr(coverage, "ROOT", root)
     monkeypatch.setattr(coverage, "judge_all", lambda _: results)
     return CliRunner().invoke(coverage.app, arguments).exit_code
@@ -79,8 +80,8 @@ def test_writing_puts_the_page_and_the_summary_where_they_belong(
 ) -> None:
     good = {"PEFT": {"LoRA": {"causal_lm": "exact 0e+00"}}}
     assert written(tmp_path, monkeypatch, good, "--write") == 0
-    assert coverage.summary(good) in (tmp_path / "README.md").read_text(encoding="utf-8")
-    assert (tmp_path / "docs/coverage.md").read_text(encoding="utf-8") == coverage.markdown(good)
+    assert summary(good) in (tmp_path / "README.md").read_text(encoding="utf-8")
+    assert (tmp_path / "docs/coverage.md").read_text(encoding="utf-8") == markdown(good)
 
 
 def test_anything_wrong_makes_the_script_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,10 +90,10 @@ def test_anything_wrong_makes_the_script_fail(tmp_path: Path, monkeypatch: pytes
 
 
 def test_a_page_is_read_as_it_was_written() -> None:
-    page = coverage.markdown({**RESULTS, "PEFT": {"LoRA": {"causal_lm": "exact 0e+00"}}})
-    found = coverage.read(page)
+    page = markdown({**RESULTS, "PEFT": {"LoRA": {"causal_lm": "exact 0e+00"}}})
+    found = read(page)
     assert found["Architectures"]["bart"] == RESULTS["Architectures"]["bart"]
-    assert coverage.markdown(found) == page
+    assert markdown(found) == page
 
 
 def test_some_rows_take_the_place_of_theirs_and_leave_the_others(
@@ -106,7 +107,7 @@ def test_some_rows_take_the_place_of_theirs_and_leave_the_others(
     }
     monkeypatch.setattr(coverage, "judge_all", lambda _: new)
     assert CliRunner().invoke(coverage.app, ["--write", "--only", "opt", "--only", "t5"]).exit_code == 0
-    rows = coverage.read((tmp_path / "docs/coverage.md").read_text(encoding="utf-8"))["Architectures"]
+    rows = read((tmp_path / "docs/coverage.md").read_text(encoding="utf-8"))["Architectures"]
     assert list(rows) == ["gpt2", "opt", "bart", "mixtral", "t5"]
     assert rows["opt"] == {"qa": "exact 5e-16"}
     assert rows["gpt2"] == RESULTS["Architectures"]["gpt2"]
@@ -116,7 +117,7 @@ def test_some_rows_take_the_place_of_theirs_and_leave_the_others(
 def test_rows_are_not_written_beside_those_of_other_versions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert written(tmp_path, monkeypatch, RESULTS, "--write", "--only", "LoRA") == 2
     page = tmp_path / "docs/coverage.md"
-    page.write_text(coverage.markdown(RESULTS).replace("torch ", "torch 1."), encoding="utf-8")
+    page.write_text(markdown(RESULTS).replace("torch ", "torch 1."), encoding="utf-8")
     before = page.read_text(encoding="utf-8")
     assert CliRunner().invoke(coverage.app, ["--write", "--only", "LoRA"]).exit_code == 2
     assert page.read_text(encoding="utf-8") == before

@@ -59,6 +59,8 @@ MAY_IMPORT_TRAINER = {"training", "demo", "cli"}
 # What one can read in one sitting. A table of rules is looked up in, not read.
 LONGEST = 300
 TABLES_OF_RULES = {"per_example/rules.py", "parts/re_attention/rules.py"}
+# What is not the package: many short cases of one subject.
+LONGEST_OUTSIDE = 400
 
 # A part is known by its field of the promise, its class and its words; code and comments of other rooms have none.
 PART = re.compile(
@@ -186,13 +188,13 @@ def name_of(path: Path, package: Path) -> str:
     return ".".join(path.relative_to(package.parent).with_suffix("").parts).removesuffix(".__init__")
 
 
-def too_long(package: Path) -> list[str]:
+def too_long(folder: Path, longest: int = LONGEST) -> list[str]:
     """Files that nobody reads in one sitting, with their lengths."""
     lengths = {
-        path.relative_to(package).as_posix(): len(path.read_text(encoding="utf-8").splitlines())
-        for path in sorted(package.rglob("*.py"))
+        path.relative_to(folder).as_posix(): len(path.read_text(encoding="utf-8").splitlines())
+        for path in sorted(folder.rglob("*.py"))
     }
-    return [f"{name}: {n} lines" for name, n in lengths.items() if n > LONGEST and name not in TABLES_OF_RULES]
+    return [f"{name}: {n} lines" for name, n in lengths.items() if n > longest and name not in TABLES_OF_RULES]
 
 
 def in_the_tree() -> set[str]:
@@ -223,6 +225,12 @@ def test_no_import_leads_back_to_where_it_stands() -> None:
 
 def test_every_file_can_be_read_in_one_sitting() -> None:
     assert too_long(PACKAGE) == []
+
+
+@pytest.mark.parametrize("folder", ["tests", "scripts", "recipes"])
+def test_so_can_every_test_script_and_recipe(folder: str) -> None:
+    assert (PACKAGE.parent / folder).is_dir()
+    assert too_long(PACKAGE.parent / folder, LONGEST_OUTSIDE) == []
 
 
 def test_the_tree_that_is_drawn_is_the_package() -> None:
@@ -332,3 +340,4 @@ def test_long_files_are_found(tmp_path: Path) -> None:
     line = "x = 1\n"
     package = write_tree(tmp_path, noise__a=300 * line, noise__b=301 * line, per_example__rules=301 * line)
     assert too_long(package) == ["noise/b.py: 301 lines"]
+    assert too_long(package, 301) == []

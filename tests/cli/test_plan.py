@@ -1,30 +1,18 @@
 """`hf-dp plan` as it is typed."""
 
 import json
-import re
 import subprocess
 import sys
 
 import dp_accounting as dp
 import pytest
-from typer.testing import CliRunner
 
-from hf_dp import PrivacyConfig
-from hf_dp.accounting import ExampleUnit, Release, default_delta, epsilon, sampling_terms, step_event, truncated
+from hf_dp.accounting import ExampleUnit, default_delta, epsilon, sampling_terms, step_event, truncated
 from hf_dp.accounting.accountants import group_epsilon
-from hf_dp.accounting.earlier import Earlier
-from hf_dp.accounting.units import ColumnUnit, UncountedColumnUnit, UncountedExampleUnit
-from hf_dp.cli import app, plot
+from hf_dp.cli import plot
 from hf_dp.planning.proposal import candidate
 from hf_dp.planning.start import start
-from tests.training.workbench import trained
-
-TINY = '{"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 11, "n_positions": 4}'
-BASE = ["plan", "--n", "10003", "--batch-size", "512"]
-
-
-def invoke(*args):
-    return CliRunner().invoke(app, list(args), env={"COLUMNS": "120", "NO_COLOR": "1", "TERM": "dumb"})
+from tests.cli.typed import BASE, TINY, invoke
 
 
 def test_json_plan_keeps_the_budget_under_both_accountants():
@@ -116,103 +104,6 @@ def test_no_noise_is_printed_as_infinite_epsilon():
     assert "Infinity" not in result.stdout
 
 
-@pytest.mark.parametrize(
-    ("args", "named"),
-    [
-        ([*BASE, "--steps", "1", "--noise", "1", "--tpr", "0.1"], "both --tpr and --noise"),
-        ([*BASE, "--steps", "1", "--noise", "1", "--fpr", "0.1"], "at_fpr=0.1 without target_tpr"),
-        ([*BASE, "--steps", "1", "--tpr", "0.01"], "target_tpr=0.01 at at_fpr=0.01"),
-        (["plan", "--n", "99", "--tpr", "0.1", "--epochs", "3"], "no --batch-size, with --noise or --tpr"),
-        (["plan", "--model", "somewhere", "--tpr", "0.1"], "no --n, with --tpr"),
-        ([*BASE, "--epochs", "10"], "neither of --epsilon and --tpr and --noise"),
-        ([*BASE, "--epochs", "10", "--epsilon", "8", "--noise", "1"], "both --epsilon and --noise"),
-        ([*BASE, "--epsilon", "8"], "neither of --epochs and --steps and --examples"),
-        ([*BASE, "--epsilon", "8", "--steps", "3", "--examples", "10"], "both --steps and --examples"),
-        (["plan", "--n", "1000", "--noise", "1", "--epochs", "3"], "no --batch-size, with --noise"),
-        (["plan", "--n", "1000", "--epsilon", "1", "--steps", "3"], "no --batch-size, with --steps"),
-        (["plan", "--n", "1000", "--epsilon", "1", "--examples", "9"], "9 examples for at least 10 steps"),
-        (["plan", "--n", "1000", "--epsilon", "1", "--minutes", "9"], "--minutes without --rows-per-second"),
-        (["plan", "--n", "1000", "--epsilon", "1", "--epochs", "9", "--rows-per-second", "9"], "without --minutes"),
-        (["plan", "--n", "1000", "--epsilon", "1", "--epochs", "inf"], "--epochs inf"),
-        ([*BASE, "--steps", "1", "--noise", "1", "--clipping-norm", "0"], "--clipping-norm 0"),
-        ([*BASE, "--steps", "1", "--noise", "0", "--plot", "x.png"], "--plot of a plan with no noise"),
-        ([*BASE, "--steps", "1", "--noise", "1e9", "--plot", "x.png"], "--plot of a plan with noise so large"),
-        ([*BASE, "--steps", "1", "--noise", "1", "--plot", "/tmp"], "--plot '/tmp': no such place"),
-        ([*BASE, "--steps", "1", "--noise", "1", "--plot", "figure"], "--plot 'figure': no ending"),
-        ([*BASE, "--steps", "1", "--noise", "1", "--plot", "/nowhere/x.png"], "--plot '/nowhere/x.png'"),
-        ([*BASE, "--steps", "1", "--noise", "1", "--plot", "x.nonsense"], "--plot 'x.nonsense'"),
-        ([*BASE, "--epochs", "10", "--epsilon", "0"], "target_epsilon=0"),
-        ([*BASE, "--epochs", "10", "--epsilon", "-1"], "target_epsilon=-1"),
-        ([*BASE, "--epochs", "10", "--noise", "-1"], "noise_multiplier=-1"),
-        ([*BASE, "--epochs", "0", "--noise", "1"], "--epochs 0"),
-        ([*BASE, "--epochs", "inf", "--noise", "1"], "--epochs inf"),
-        ([*BASE, "--steps", "0", "--noise", "1"], "steps=0"),
-        ([*BASE, "--steps", "1", "--noise", "1", "--max-batch-size", "0"], "max_batch_size=0"),
-        ([*BASE, "--steps", "1", "--noise", "1", "--max-batch-size", "9", "--plot", "x.png"], "with --max-batch-size"),
-        (["plan", "--n", "99", "--epsilon", "1", "--epochs", "3", "--max-batch-size", "9"], "without --batch-size"),
-        (["plan", "--model", "somewhere", "--max-batch-size", "9"], "no --n, with --max-batch-size"),
-        ([*BASE, "--steps", "1", "--noise", "1", "--world-size", "8"], "--world-size without --model"),
-        ([*BASE, "--steps", "1", "--noise", "1", "--lora-rank", "8"], "--lora-rank without --model"),
-        ([*BASE, "--steps", "1", "--noise", "1", "--gpu-memory", "80"], "--gpu-memory without --model"),
-        (["plan", "--model", "somewhere", "--gpu-memory", "0"], "--gpu-memory 0.0"),
-        ([*BASE, "--steps", "1", "--epsilon", "1e5"], "target_epsilon=100000.0"),
-        ([*BASE, "--steps", "1", "--noise", "1e308"], "noise_multiplier=1e+308"),
-        ([*BASE, "--steps", "1", "--noise", "1", "--clipping-norm", "nan"], "--clipping-norm nan"),
-        ([*BASE, "--steps", "1", "--noise", "1", "--clipping-norm", "1e30"], "clipping_norm=1e+30"),
-        ([*BASE, "--steps", "1", "--noise", "nan"], "noise_multiplier=nan"),
-        (["plan", "--n", "0", "--batch-size", "1", "--steps", "1", "--noise", "1"], "n=0"),
-        (
-            ["plan", "--units", "99", "--batch-size", "9", "--steps", "1", "--noise", "1", "--delta", "0.3"],
-            "of 99 units",
-        ),
-        (["plan", "--units", "1", "--epochs", "1", "--epsilon", "1"], "n=1 units"),
-        (["plan", "--n", "9", "--batch-size", "nan", "--steps", "1", "--noise", "1"], "--batch-size nan"),
-        (["plan"], "neither --n nor --model"),
-        (["plan", "--model", "somewhere", "--epsilon", "8"], "no --n, with --epsilon"),
-        (["plan", "--model", "/nowhere/at/all"], "no configuration of a model at '/nowhere/at/all'"),
-        ([*BASE, "--steps", "1", "--noise", "1", "--delta", "0.1"], "delta=0.1"),
-        (["plan", "--n", "100", "--batch-size", "512", "--steps", "1", "--noise", "1"], "--batch-size 512"),
-        (["plan", "--n", "1", "--batch-size", "1", "--steps", "1", "--noise", "1"], "n=1"),
-    ],
-)
-def test_bad_input_is_refused_in_words_with_code_2(args, named):
-    result = invoke(*args)
-    assert result.exit_code == 2
-    assert named in result.stderr
-    assert "What to do:" in result.stderr
-    assert "Traceback" not in result.output
-    assert not result.stdout
-
-
-@pytest.mark.parametrize(
-    ("config", "flags", "named"),
-    [
-        (None, [], "no configuration of a model"),
-        ("{", [], "no configuration of a model"),
-        ("[1]", [], "no configuration of a model"),
-        ('{"model_type": "nothing"}', [], "no configuration of a model"),
-        ('{"model_type": "gpt2", "n_embd": "wide"}', [], "no configuration of a model"),
-        ('{"model_type": "gpt2", "n_embd": 0}', [], "no configuration of a model"),
-        ('{"model_type": "gpt2", "n_head": 0}', [], "no configuration of a model"),
-        ('{"model_type": "gpt2", "n_embd": -8}', [], "no configuration of a model"),
-        ('{"model_type": "gpt2", "vocab_size": 0}', [], "no configuration of a model"),
-        ('{"model_type": "gpt2", "n_layer": -1}', [], "no configuration of a model"),
-        ("[" * 100_000, [], "no configuration of a model"),
-        ('{"model_type": "gpt2", "n_embd": 30, "n_head": 4}', [], "no configuration of a model"),
-        (TINY, ["--world-size", "0"], "--world-size 0"),
-        (TINY, ["--length", "-1"], "--length -1"),
-        (TINY, ["--micro-batch", "0"], "--micro-batch 0"),
-    ],
-)
-def test_a_model_that_cannot_be_sized_is_refused(tmp_path, config, flags, named):
-    if config is not None:
-        (tmp_path / "config.json").write_text(config)
-    result = invoke("plan", "--model", str(tmp_path), *flags)
-    assert result.exit_code == 2, result.output
-    assert named in result.stderr
-    assert "Traceback" not in result.output
-
-
 def test_a_model_alone_is_sized_without_n(tmp_path):
     (tmp_path / "config.json").write_text(TINY)
     result = invoke("plan", "--model", str(tmp_path), "--world-size", "2")
@@ -226,25 +117,6 @@ def test_a_model_alone_is_sized_without_n(tmp_path):
     assert f"predicted to take {ratio:.2f} x on one H100" in " ".join(result.stdout.split())
     both = invoke(*BASE, "--steps", "1", "--noise", "1", "--model", str(tmp_path), "--world-size", "512", "--json")
     assert json.loads(both.stdout)["parameters"] == alone["parameters"]
-
-
-@pytest.mark.parametrize("command", ["report", "train", "verify"])
-@pytest.mark.parametrize("nothing", [[], ["--"]])
-def test_a_command_without_its_argument_names_it(command, nothing):
-    result = invoke(command, *nothing)
-    assert result.exit_code == 2
-    assert "Missing argument" in result.stderr
-
-
-def test_a_missing_option_exits_with_code_2():
-    assert invoke("plan", "--n", "100").exit_code == 2
-
-
-def test_help_teaches_with_an_example_that_runs():
-    text = invoke("plan", "--help").stdout
-    example = re.search(r"hf-dp (plan --n .*)", text)
-    assert example
-    assert invoke(*example[1].split()).exit_code == 0
 
 
 def test_a_batch_is_proposed_for_compute_and_privacy():
@@ -298,27 +170,6 @@ def test_the_plan_is_drawn(tmp_path, asked, monkeypatch):
     assert result.exit_code == 0, result.output
     assert path.read_bytes().startswith(b"\x89PNG")
     assert f"Figure: {path}" in result.stdout
-
-
-def test_completion_is_offered():
-    assert "--install-completion" in invoke("--help").stdout
-    assert invoke("--version").stdout.startswith("hf-dp ")
-    completed = CliRunner().invoke(
-        app,
-        [],
-        env={"_HF_DP_COMPLETE": "complete_bash", "COMP_WORDS": "hf-dp ver", "COMP_CWORD": "1"},
-        prog_name="hf-dp",
-    )
-    assert "verify" in completed.stdout
-
-
-@pytest.mark.parametrize("command", ["demo", "plan", "train", "report", "verify"])
-def test_every_command_has_help(command):
-    result = invoke(command, "--help")
-    assert result.exit_code == 0
-    assert f"hf-dp {command} " in result.stdout
-    assert "Exit codes:" in result.stdout
-    assert "--json" in result.stdout
 
 
 def test_plan_answers_without_torch():
@@ -377,51 +228,3 @@ def test_no_batch_is_proposed_for_what_is_shared():
     said = invoke("plan", "--n", "10003", "--epochs", "6", "--epsilon", "8", "--share", "0.2")
     assert said.exit_code == 2
     assert "--share without --batch-size" in said.stderr
-
-
-def test_a_plan_after_an_earlier_training_has_what_that_left(tmp_path):
-    said = PrivacyConfig(noise_multiplier=1.0, accountant="rdp", other_people=True)
-    trained(tmp_path / "first", privacy=said).save_model()
-    spent = epsilon(dp.SelfComposedDpEvent(step_event(1.0, 8 / 48), 4), default_delta(48))
-    steps = ("plan", "--n", "40", "--batch-size", "8", "--steps", "4")
-    silent = (*steps, "--after", str(tmp_path / "first"))
-    # As the training itself would be.
-    refused = invoke(*silent, "--noise", "2")
-    assert (refused.exit_code, "which does not say it too" in refused.stderr) == (2, True)
-    alone = invoke(*steps, "--noise", "2", "--other-people")
-    assert (alone.exit_code, "--other-people without --after" in alone.stderr) == (2, True)
-    options = (*silent, "--after", str(tmp_path / "first"), "--other-people")  # one record, one training
-    of_units = invoke(*("--units" if word == "--n" else word for word in options), "--noise", "2")
-    assert (of_units.exit_code, "with the unit" in of_units.stderr) == (2, True)
-    plan = json.loads(invoke(*options, "--noise", "2", "--json").stdout)
-    assert (plan["after"], plan["delta"], "rdp" in plan) == (["first"], default_delta(48), False)
-    assert plan["pld"]["spent_before"] == spent < plan["pld"]["epsilon"]
-    table = " ".join(invoke(*options, "--noise", "2").stdout.split())
-    assert "of that spent before" in table
-    assert "spent on the same people before (first), by PLD" in table
-    none_left = invoke(*options, "--epsilon", str(spent))
-    assert (none_left.exit_code, "was spent before, at delta" in none_left.stderr) == (2, True)
-    proposed = invoke("plan", "--n", "40", "--epochs", "4", "--epsilon", "8", "--after", str(tmp_path / "first"))
-    assert (proposed.exit_code, "--after without --batch-size." in proposed.stderr) == (2, True)
-
-
-@pytest.mark.parametrize(
-    ("before", "goes"),
-    [
-        (ColumnUnit(number=40, column="user", max_examples=2), "--units"),
-        (ExampleUnit(number=40), "--n"),
-        (UncountedColumnUnit(column="user", max_examples=2), "--sampling-probability"),
-        (UncountedExampleUnit(), "--sampling-probability"),
-    ],
-)
-def test_a_plan_after_an_earlier_training_hides_what_that_hid(before, goes, monkeypatch):
-    release = Release("earlier 1, training step", dp.GaussianDpEvent(9.0), 1)
-    first = Earlier(
-        name="first", record_sha256="0" * 64, unit=before, epsilon=1.0, delta=1e-3, reproducible=False,
-        releases=(release,),
-    )  # fmt: skip
-    monkeypatch.setattr("hf_dp.cli.costs._trainings", lambda *of: (first,))
-    for ask, value in {"--n": "40", "--units": "40", "--sampling-probability": "0.2"}.items():
-        steps = ("--batch-size", "8", "--steps", "4", "--noise", "2", "--delta", "1e-3", "--after", "first")
-        said = invoke("plan", ask, value, *steps)
-        assert (said.exit_code, "with the unit" in said.stderr) == ((0, False) if ask == goes else (2, True))

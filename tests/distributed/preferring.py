@@ -10,7 +10,7 @@ import torch.distributed as dist
 from datasets import load_from_disk
 
 from tests.distributed.tasks import device, fresh_accelerator, gathered, promise
-from tests.training.test_preferences import ROWS, DPDPOTrainer, DPRewardTrainer, make, moved, pairs, references
+from tests.training.answers import ROWS, DPDPOTrainer, DPRewardTrainer, make, moved, pairs, references
 
 EXPECTED, MICRO, STEPS = 8, 2, 3
 BY_USER = {"unit": "user", "max_examples_per_unit": 2}

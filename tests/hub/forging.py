@@ -87,3 +87,13 @@ def forged(directory: Path, charges: list[tuple[Any, int]], **report: Any) -> No
     changed = dataclasses.replace(record.report, **epsilons, **report)
     file.write_text(dataclasses.replace(record, report=changed, ledger=ledger).to_json())
     seal(directory)
+
+
+def in_text(change: Callable[[str], str]) -> Callable[[Path], None]:
+    """Changes the card."""
+
+    def apply(directory: Path) -> None:
+        card = directory / "README.md"
+        card.write_text(change(card.read_text()))
+
+    return apply

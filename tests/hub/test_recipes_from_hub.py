@@ -29,8 +29,9 @@ from tests.recipes.conftest import (  # noqa: F401 - fixtures
     encoder_directory,
     masked_directory,
     questions_directory,
+    train,
 )
-from tests.recipes.test_recipes import ROOT, train  # noqa: F401 - a fixture
+from tests.recipes.running import ROOT
 
 pytestmark = pytest.mark.usefixtures("checked_once")
 

@@ -1,8 +1,7 @@
-"""Saving into a folder where others write, over an earlier model, and until the process is killed or the disk full."""
+"""Saving over an earlier model, beside what people wrote, and until the process is killed or the disk full."""
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import threading
@@ -11,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import TrainerCallback
 
 from hf_dp import PrivacyConfig, load_report
 from hf_dp.errors import ConfigurationError
@@ -19,8 +17,7 @@ from hf_dp.hub import PrivacyRecord, model_files, saved_aside, verify, write_car
 from hf_dp.hub.card import BEGIN
 from hf_dp.hub.saved import may_be_published
 from tests.crashes import digests, killed_everywhere
-from tests.hub.server import Hub
-from tests.hub.test_publish import MODEL, NAME, TOKENIZER, trainer
+from tests.hub.test_publish import trainer
 from tests.training.test_lora import adapted
 from tests.training.workbench import classifier
 
@@ -43,107 +40,6 @@ def another(path: Path, model: Any = None, epsilon: float = 5.0, **changes: Any)
     run.privacy = PrivacyConfig(target_epsilon=epsilon)
     run.train()
     return run
-
-
-class Writer:
-    """Writes what is not the model's into a folder, as long as it is open."""
-
-    NAMES = ("metrics.json", "sample_1.txt", "data.csv", "sub/dump.parquet", "model_of_mine.safetensors")
-
-    def __init__(self, folder: Path) -> None:
-        self._folder, self._stop = folder, threading.Event()
-        self._thread = threading.Thread(target=self._write)
-
-    def _write(self) -> None:
-        number = 0
-        while not self._stop.is_set():
-            number += 1
-            for name in self.NAMES:
-                (self._folder / name).parent.mkdir(parents=True, exist_ok=True)
-                (self._folder / name).write_text(f"private {number}")
-
-    def __enter__(self) -> None:
-        self._thread.start()
-
-    def __exit__(self, *error: object) -> None:
-        self._stop.set()
-        self._thread.join()
-
-
-@pytest.mark.parametrize("strategy", ["end", "every_save"])
-def test_failure_34_what_others_write_while_the_model_is_saved_stays_at_home(
-    hub: Hub, tmp_path: Path, strategy: str
-) -> None:
-    path = tmp_path / "out"
-    run = trainer(
-        path, save_strategy="steps", save_steps=2, push_to_hub=True, hub_token="hf_writer", hub_strategy=strategy,
-        hub_always_push=True,
-    )  # fmt: skip
-    path.mkdir(exist_ok=True)
-    with Writer(path):
-        run.train()
-        run.push_to_hub()
-    for _, _, files in hub.repositories[NAME].commits:
-        assert set(files) <= MODEL | TOKENIZER
-    assert set(hub.repositories[NAME].files) == MODEL | TOKENIZER
-    assert verify(NAME).private
-    assert all((path / name).read_text().startswith("private") for name in Writer.NAMES), "and is not taken away"
-
-
-def test_what_a_callback_writes_at_a_save_is_not_the_models(tmp_path: Path) -> None:
-    class Metrics(TrainerCallback):
-        def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            for folder in (Path(args.output_dir), Path(args.output_dir) / f"checkpoint-{state.global_step}"):
-                (folder / "metrics.json").write_text(json.dumps(state.log_history))
-
-    run = trainer(tmp_path, save_strategy="steps", save_steps=4)
-    run.add_callback(Metrics())
-    run.train()
-    run.save_model()
-    for folder in (tmp_path, tmp_path / "checkpoint-4"):
-        assert set(json.loads((folder / "privacy.json").read_text())["files"]) == {
-            *TOKENIZER, "config.json", "model.safetensors",
-        }  # fmt: skip
-        assert (folder / "metrics.json").exists()
-
-
-def test_what_a_subclass_saves_is_the_models(tmp_path: Path) -> None:
-    run = trainer(tmp_path)
-    run.train()
-    own = type(run)._save
-
-    class Saving(type(run)):  # type: ignore[misc]
-        def _save(self, output_dir: Any = None, state_dict: Any = None) -> None:
-            own(self, output_dir, state_dict)
-            (Path(output_dir) / "1_Pooling").mkdir()
-            (Path(output_dir) / "1_Pooling" / "config.json").write_text("{}")
-
-    run.__class__ = Saving
-    run.save_model()
-    assert "1_Pooling/config.json" in json.loads((tmp_path / "privacy.json").read_text())["files"]
-    assert verify(tmp_path).private
-    assert (tmp_path / "training_args.bin").exists(), "as Trainer leaves it"
-
-
-def test_of_what_a_tokenizer_saves_all_goes_with_the_model_or_is_said(tmp_path: Path, caplog: Any) -> None:
-    run = trainer(tmp_path)
-    run.train()
-    texts = ("pieces.txt", "vocab.bpe", "lexicon.vocab", "language_model/unigrams.txt", "language_model/5gram.arpa")
-    own = type(run)._save
-
-    class Saving(type(run)):  # type: ignore[misc]
-        def _save(self, output_dir: Any = None, state_dict: Any = None) -> None:
-            own(self, output_dir, state_dict)
-            for name in (*texts, "words.txt", "vocab.pkl"):
-                (Path(output_dir) / name).parent.mkdir(exist_ok=True)
-                (Path(output_dir) / name).write_text("a")
-
-    run.__class__ = Saving
-    with caplog.at_level("WARNING", "hf_dp"):
-        run.save_model()
-    assert set(texts) < set(json.loads((tmp_path / "privacy.json").read_text())["files"])
-    assert "never published, as such files could hold private data: vocab.pkl, words.txt." in caplog.text
-    assert "words.txt" not in str([check for check in verify(tmp_path).checks if not check.passed])
 
 
 def test_two_saves_at_once_follow_one_another(tmp_path: Path) -> None:
@@ -178,9 +74,6 @@ def test_an_earlier_model_goes_with_its_record(saved: Path, tmp_path: Path) -> N
     assert not (copy / "config.json").exists(), "it would be loaded beside the adapter"
     assert "words of mine" in card.read_text()
     assert verify(copy).private, verify(copy).checks
-
-
-# --- breaking off -----------------------------------------------------------------------------------------------------
 
 
 def test_failure_34_killed_while_a_model_is_saved_over_another_no_claim_is_false(saved: Path, tmp_path: Path) -> None:
@@ -234,9 +127,6 @@ def test_the_claim_is_computed_before_anything_is_written(tmp_path: Path, monkey
     monkeypatch.setattr(type(plan), "report", lambda *args: (order.append("report"), report(*args))[1])
     run.save_model()
     assert order == ["report", "weights"]
-
-
-# --- the folder aside -------------------------------------------------------------------------------------------------
 
 
 def test_only_what_was_written_aside_belongs_to_the_model(tmp_path: Path) -> None:

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from hf_dp.per_example import record
-from scripts import coverage
-from tests import zoo
+from scripts import coverage, judging
+from tests import architectures, zoo
 
 # As many examples as positions: the numbers that tell their axes apart least. In float64 alone.
 QUICK = ((7, 7),)
@@ -49,17 +49,17 @@ def assert_as_expected(result: str, refused: bool) -> None:
     assert result.startswith("refused: " if refused else ("exact ", "within ")), result
 
 
-@pytest.mark.parametrize("name", cases(zoo.CONFIGS))
+@pytest.mark.parametrize("name", cases(architectures.CONFIGS))
 def test_architectures(name: str) -> None:
     """With their first head; `test_every_case` has all of them."""
-    assert_as_expected(coverage.judge_head(name, zoo.HEADS[name][0], QUICK), name in REFUSED)
+    assert_as_expected(coverage.judge_head(name, architectures.HEADS[name][0], QUICK), name in REFUSED)
 
 
 @pytest.mark.parametrize(
     ("name", "head"),
     cases(
         [
-            *((name, head) for name in ("t5", "bart") for head in zoo.HEADS[name][1:]),
+            *((name, head) for name in ("t5", "bart") for head in architectures.HEADS[name][1:]),
             *((name, head) for name in ("bert", "gpt2") for head in ("multi_label", "regression")),
             *((name, "text") for name in ("clip", "siglip")),
         ]
@@ -114,7 +114,7 @@ def test_an_adapter_over_a_bf16_base_is_itself_in_float32() -> None:
 
 
 def test_a_wrong_gradient_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = coverage.record
+    right = judging.record
 
     def off(*args: object, **options: object) -> object:
         found = right(*args, **options)
@@ -122,20 +122,20 @@ def test_a_wrong_gradient_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
             found.factors[name] = [use.scaled(1 + 1e-6) for use in found.factors[name]]
         return found
 
-    monkeypatch.setattr(coverage, "record", off)
+    monkeypatch.setattr(judging, "record", off)
     assert coverage.judge_head("gpt2", "sequence", QUICK).startswith("WRONG by 1e-06 with 7 examples")
 
 
 def test_a_neighbour_that_is_seen_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(coverage, "moved_by_a_neighbour", lambda *_: float("nan"))
+    monkeypatch.setattr(judging, "moved_by_a_neighbour", lambda *_: float("nan"))
     assert coverage.judge_head("gpt2", "sequence", QUICK).startswith("WRONG by nan")
 
 
 def test_nan_is_never_the_smaller_error() -> None:
     for errors in ((0.0, float("nan")), (float("nan"), 0.0)):
-        assert coverage.worst(errors) != coverage.worst(errors)
+        assert judging.worst(errors) != judging.worst(errors)
 
 
 def test_low_precision_is_measured_against_the_oracle() -> None:
     model, other = (zoo.tiny(name, "causal_lm", torch.float32) for name in ("llama", "llama_tied"))
-    assert coverage.judge_low_precision(model, other, coverage.language()).startswith("WRONG by")
+    assert judging.judge_low_precision(model, other, coverage.language()).startswith("WRONG by")

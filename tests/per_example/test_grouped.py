@@ -18,7 +18,7 @@ from hf_dp.per_example import Dense, OneHot, Outer, PerExample, PerExampleGradie
 from hf_dp.per_example.batch import take
 from tests.per_example.small import Small, batch, parameter, square
 from tests.per_example.test_instantiate import MODELS
-from tests.per_example.test_watch import EXACT
+from tests.per_example.uses import EXACT
 from tests.zoo import text_batch, tiny
 
 EVEN, UNEVEN = [0, 0, 1, 1, 2, 2], [1, 0, 1, 2, 1, 0]

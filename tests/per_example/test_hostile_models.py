@@ -19,34 +19,6 @@ from tests.per_example.small import Small, batch, parameter, relative_error, squ
 from tests.zoo import text_batch, tiny
 
 
-class Packed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(1, 1).double()
-
-
-def packed_loss(model: Any, data: Any) -> Tensor:
-    mask = data["mask"].bool()
-    kept = model.linear(data["x"][mask]) * data["x"][mask]
-    return torch.zeros_like(data["x"]).masked_scatter(mask[..., None], kept).sum((1, 2))
-
-
-def packed(*lengths: int) -> dict[str, Tensor]:
-    mask = torch.zeros(len(lengths), 6, dtype=torch.long)
-    for i, length in enumerate(lengths):
-        mask[i, :length] = 1
-    return {"x": batch(len(lengths), 6, 1)["x"], "mask": mask}
-
-
-@pytest.mark.parametrize("lengths", [(1, 6, 6, 6, 6), (4, 5, 6), (2, 6, 4)])
-def test_packed_rows_are_not_cut_evenly(lengths: tuple[int, ...]) -> None:
-    """Certified on examples of one length; later totals divide by the batch all the same."""
-    model = Packed()
-    certificate = preflight(model, packed_loss, packed(6, 6, 6))
-    with pytest.raises(UnsupportedModelError, match="packed"):
-        record(model, packed_loss, packed(*lengths), certificate=certificate)
-
-
 @pytest.mark.parametrize(
     "function",
     [
@@ -214,59 +186,6 @@ def test_windows_of_images_fewer_in_each_layer(size: int) -> None:
     certificate, data = preflight(model, square, batch(3, 12, 4)), batch(size, 12, 4)
     found = record(model, square, data, certificate=certificate)
     assert relative_error(found, loop(model, square, data)) <= 1e-12
-
-
-def test_packed_rows_are_not_told_by_another_axis_of_the_batch() -> None:
-    """Two labels for each example do not make an even number of rows theirs."""
-    model = Packed()
-    certificate = preflight(model, packed_loss, {**packed(6, 6, 6), "pair": torch.zeros(3, 2, dtype=torch.long)})
-    data = {**packed(1, 5, 6), "pair": torch.zeros(3, 2, dtype=torch.long)}
-    with pytest.raises(UnsupportedModelError, match="packed"):
-        record(model, packed_loss, data, certificate=certificate)
-
-
-def test_packed_rows_as_many_as_examples_are_not_one_for_each() -> None:
-    model = Packed()
-    certificate = preflight(model, packed_loss, packed(6, 6, 6))
-    with pytest.raises(UnsupportedModelError, match="packed"):
-        record(model, packed_loss, packed(2, 0, 1, 1, 1), certificate=certificate)
-
-
-def packed_pairs_loss(model: Any, data: Any) -> Tensor:
-    rows = {"x": data["ids"].flatten(0, 1)[..., None].double(), "mask": data["mask"].flatten(0, 1)}
-    return packed_loss(model, rows).unflatten(0, (-1, 2)).sum(1)
-
-
-def packed_pairs(*lengths: int) -> dict[str, Tensor]:
-    mask = packed(*lengths)["mask"].unflatten(0, (-1, 2))
-    return {"ids": torch.arange(1, mask.numel() + 1).view_as(mask), "mask": mask}
-
-
-def test_failure_38_packed_rows_of_pairs_are_not_cut_evenly() -> None:
-    """An even number of rows for each pair is no sign that they are the pair's own."""
-    model = Packed()
-    certificate = preflight(model, packed_pairs_loss, packed_pairs(*[6] * 6))
-    with pytest.raises(UnsupportedModelError, match="packed"):
-        record(model, packed_pairs_loss, packed_pairs(2, 6, 6, 6), certificate=certificate)
-
-
-def test_two_rows_for_each_example() -> None:
-    """Of a pair, in a loss that is no sum over the two."""
-    table = torch.randn(40, 4, dtype=torch.float64)
-    model = Small(lambda m, x: m.out(m.linear(x).tanh().mean(1)), linear=nn.Linear(4, 4), out=nn.Linear(4, 1))
-
-    def margin(model: Any, data: Any) -> Tensor:
-        first, second = model(table[data["ids"].flatten(0, 1)]).unflatten(0, (-1, 2)).squeeze(-1).unbind(1)
-        return F.softplus(second - first)
-
-    def pairs(size: int, length: int) -> dict[str, Tensor]:
-        return {"ids": torch.randint(0, 40, (size, 2, length))}
-
-    certificate = preflight(model, margin, pairs(3, 5))
-    for size, length in ((1, 5), (2, 3), (2, 2), (5, 7), (4, 1)):
-        data = pairs(size, length)
-        found = record(model, margin, data, certificate=certificate)
-        assert relative_error(found, loop(model, margin, data)) <= 1e-12
 
 
 @pytest.mark.parametrize("by", ["a rule", "autograd"])

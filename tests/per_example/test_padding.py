@@ -19,7 +19,8 @@ from transformers import (
 from hf_dp.errors import PreflightError
 from hf_dp.losses import per_example_losses
 from hf_dp.per_example.padding import check_padding
-from tests.zoo import CONFIGS, VOCABULARY, adapted, tiny
+from tests.architectures import CONFIGS, VOCABULARY
+from tests.zoo import adapted, tiny
 
 TEXTS = [[4, 3], [5, 6, 7], [8, 9, 10, 11, 12]]
 Collate = Callable[[list[list[int]]], dict[str, Tensor]]

@@ -15,8 +15,9 @@ from hf_dp.losses import per_example_losses
 from hf_dp.per_example import loop, preflight, record
 from hf_dp.per_example.independence import check_independence, check_shares
 from hf_dp.per_example.preflight import check_modules
+from tests.architectures import VOCABULARY
 from tests.per_example.small import Small, batch, parameter, relative_error, square
-from tests.zoo import VOCABULARY, text_batch, tiny
+from tests.zoo import text_batch, tiny
 
 TINY: dict[str, tuple[Any, dict[str, Any]]] = {
     "t5": (AutoModelForSeq2SeqLM, {"d_model": 16, "d_kv": 4, "d_ff": 20, "num_layers": 1, "num_heads": 2,

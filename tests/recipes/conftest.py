@@ -6,10 +6,14 @@ import csv
 import json
 import random
 from pathlib import Path
+from tempfile import gettempdir
 
 import pytest
+import yaml
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast, set_seed
+
+from tests.recipes.running import ROOT, called
 
 WORDS = ["my", "card", "was", "lost", "declined", "cash", "fee", "top", "up", "transfer", "it", "is", "about", "why"]
 LABELS = ["card_lost", "cash_fee", "top_up"]
@@ -89,3 +93,44 @@ def questions_directory(tmp_path_factory) -> Path:
     (path / "plays.txt").write_text("".join(lines), encoding="utf-8")
     (path / "template.jinja").write_text(TEMPLATE, encoding="utf-8")
     return path
+
+
+@pytest.fixture
+def local(masked_directory, encoder_directory, causal_directory, questions_directory):
+    """For a recipe, the flags that make it read local models and data, by the names that its YAML file has."""
+
+    def flags(recipe: str) -> list[str]:
+        masked = recipe == "classify_as_infilling"
+        known = {
+            "encoder": encoder_directory,
+            "model": masked_directory if masked else causal_directory,
+            "train_file": questions_directory / "train.csv",
+            "test_file": questions_directory / "test.csv",
+            "labels_file": questions_directory / "categories.json",
+            "text_file": questions_directory / "plays.txt",
+        }
+        settings = yaml.safe_load((ROOT / "recipes" / f"{recipe}.yaml").read_text(encoding="utf-8"))
+        if recipe == "classify_as_answers":
+            settings["chat_template"] = known["chat_template"] = questions_directory / "template.jinja"
+        return [part for name, value in known.items() if name in settings for part in (f"--{name}", str(value))]
+
+    return flags
+
+
+@pytest.fixture
+def train(local, forgotten, tmp_path, monkeypatch):
+    """Runs a recipe as `hf-dp train` does; what it printed, and its output directory."""
+    monkeypatch.chdir(tmp_path)  # no file of the real data is found by chance
+
+    def run(recipe: str, *flags: str, code: int = 0) -> tuple[str, Path]:
+        out = tmp_path / "out"
+        return called(recipe, *local(recipe), "--output_dir", str(out), *flags, code=code), out
+
+    return run
+
+
+@pytest.fixture
+def run(forgotten, monkeypatch):
+    """`called` from elsewhere, with no data but those that flags name."""
+    monkeypatch.chdir(gettempdir())
+    return called

@@ -14,8 +14,8 @@ from hf_dp import PrivacyConfig
 from hf_dp.accounting import truncated
 from hf_dp.accounting.risk import risk
 from hf_dp.training.trainer import DPTrainerMixin
-from tests.recipes.test_recipes import ROOT, train  # noqa: F401 - a fixture
-from tests.recipes.test_recipes import local as local_questions  # noqa: F401 - a fixture
+from tests.recipes.conftest import local as local_questions  # noqa: F401 - a fixture
+from tests.recipes.running import ROOT
 from tests.recipes.test_recipes_text import data  # noqa: F401 - a fixture
 from tests.recipes.test_recipes_text import local as local_answers  # noqa: F401 - a fixture
 
@@ -55,7 +55,7 @@ def local(local_questions, local_answers):  # noqa: F811
 
 
 @pytest.fixture
-def begun(train, monkeypatch):  # noqa: F811
+def begun(train, monkeypatch):
     """The trainer of the first training that a recipe begins, which does not begin, and its plan."""
 
     def of(recipe: str, **given):
@@ -163,7 +163,7 @@ def test_the_rate_of_a_head_follows_from_the_noise_of_units(begun, questions_dir
         ),
     ],
 )
-def test_what_contradicts_or_would_not_be_heeded_is_refused_by_name(recipe, flags, words, train):  # noqa: F811
+def test_what_contradicts_or_would_not_be_heeded_is_refused_by_name(recipe, flags, words, train):
     printed, out = train(recipe, *(part for name, value in flags.items() for part in (f"--{name}", str(value))), code=2)
     assert words in " ".join(printed.split())
     assert "What to do:" in printed
@@ -191,7 +191,7 @@ def test_all_that_is_promised_stays_where_a_run_has_no_noise_and_true_shares_are
     assert (runs[1].token_frequencies, private.seed) == ("true", 9)
 
 
-def test_the_record_says_what_was_asked_for(train):  # noqa: F811
+def test_the_record_says_what_was_asked_for(train):
     flags = ("--target_epsilon", "1", "--target_delta", "1e-9", "--arms", "off", "--accountant", "rdp")
     _, out = train("sequential_recommendation", "--smoke", "true", *flags)
     record = json.loads((out / "epsilon_1_off_seed_0" / "privacy.json").read_text(encoding="utf-8"))

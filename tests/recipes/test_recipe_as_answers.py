@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 
 from hf_dp.errors import ConfigurationError
 from tests.recipes.conftest import LABELS, TEMPLATE
-from tests.recipes.test_recipes import accuracies, run  # noqa: F401 - a fixture
+from tests.recipes.running import accuracies
 
 pytestmark = pytest.mark.usefixtures("checked_once")
 
@@ -114,7 +114,7 @@ def test_refusals(recipe, arguments, tokenizer):
 
 @pytest.mark.slow
 @pytest.mark.data
-def test_a_real_chat_model_answers_bank_questions(run, data_directory, smollm2_directory, tmp_path):  # noqa: F811
+def test_a_real_chat_model_answers_bank_questions(run, data_directory, smollm2_directory, tmp_path):
     """Two labels, whose words it follows before training, and no worse after it."""
     names, rows = ["card_swallowed", "exchange_rate"], []
     with (data_directory / "banking77" / "train.csv").open(encoding="utf-8", newline="") as file:

@@ -1,75 +1,21 @@
-"""Every recipe runs with its own YAML file on tiny local models and data; and some on a little of the real data."""
+"""Every recipe runs with its own YAML file on tiny local models and data."""
 
 from __future__ import annotations
 
 import json
-import re
 import shutil
-import subprocess
-import sys
-from pathlib import Path
 from statistics import fmean
-from tempfile import gettempdir
 
 import pytest
-import torch
-import yaml
-from safetensors.torch import load_file
-from typer.testing import CliRunner
 
 from hf_dp import DPTrainer, load_report
-from hf_dp.cli import app
-from hf_dp.cli.train import recipe_script
 from hf_dp.errors import ConfigurationError
 from hf_dp.hub import verify
+from tests.recipes.running import called, groups_of
 
 pytestmark = pytest.mark.usefixtures("checked_once")
 
-ROOT = Path(__file__).resolve().parents[2]
 ATTENTION = [f"{arm}, released, scale 1" for arm in ("on", "shuffled", "constant")]
-
-
-@pytest.fixture
-def local(masked_directory, encoder_directory, causal_directory, questions_directory):
-    """For a recipe, the flags that make it read local models and data, by the names that its YAML file has."""
-
-    def flags(recipe: str) -> list[str]:
-        masked = recipe == "classify_as_infilling"
-        known = {
-            "encoder": encoder_directory,
-            "model": masked_directory if masked else causal_directory,
-            "train_file": questions_directory / "train.csv",
-            "test_file": questions_directory / "test.csv",
-            "labels_file": questions_directory / "categories.json",
-            "text_file": questions_directory / "plays.txt",
-        }
-        settings = yaml.safe_load((ROOT / "recipes" / f"{recipe}.yaml").read_text(encoding="utf-8"))
-        if recipe == "classify_as_answers":
-            settings["chat_template"] = known["chat_template"] = questions_directory / "template.jinja"
-        return [part for name, value in known.items() if name in settings for part in (f"--{name}", str(value))]
-
-    return flags
-
-
-@pytest.fixture
-def train(local, forgotten, tmp_path, monkeypatch):
-    """Runs a recipe as `hf-dp train` does; what it printed, and its output directory."""
-    monkeypatch.chdir(tmp_path)  # no file of the real data is found by chance
-
-    def run(recipe: str, *flags: str, code: int = 0) -> tuple[str, Path]:
-        out = tmp_path / "out"
-        return called(recipe, *local(recipe), "--output_dir", str(out), *flags, code=code), out
-
-    return run
-
-
-def called(recipe: str, *flags: str, code: int = 0) -> str:
-    """What `hf-dp train` prints for a recipe with its own YAML file and flags that win over it."""
-    words = ["train", str(ROOT / "recipes" / f"{recipe}.yaml"), "--use_cpu", "True", *flags]
-    done = CliRunner().invoke(app, words, env={"COLUMNS": "160", "NO_COLOR": "1"})
-    if done.exit_code != code:
-        raise AssertionError(done.output[-3000:]) from done.exception
-    return done.output
 
 
 @pytest.mark.slow
@@ -198,94 +144,6 @@ def test_what_is_refused_before_the_first_step_is_refused_before_anything_is_sco
     assert not scored
 
 
-@pytest.fixture
-def run(forgotten, monkeypatch):
-    """`called` from elsewhere, with no data but those that flags name."""
-    monkeypatch.chdir(gettempdir())
-    return called
-
-
-def launched(recipe: str, *flags: str) -> str:
-    """What a recipe prints that is run as a script, in a process of its own."""
-    settings = ROOT / "recipes" / f"{recipe}.yaml"
-    command = [sys.executable, str(recipe_script(settings)), str(settings), *flags, "--use_cpu", "True"]
-    done = subprocess.run(command, cwd=gettempdir(), capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return done.stdout
-
-
-def accuracies(out: Path, measure: str = "accuracy") -> list[float]:
-    """Before and after training."""
-    results = json.loads((out / "results.json").read_text(encoding="utf-8"))
-    return [scores[measure] for scores in results.values()]
-
-
-def head(source: Path, target: Path, lines: int) -> str:
-    with source.open(encoding="utf-8") as file:
-        target.write_text("".join(next(file) for _ in range(lines)), encoding="utf-8")
-    return str(target)
-
-
-@pytest.mark.slow
-@pytest.mark.data
-@pytest.mark.parametrize("recipe", ["classify", "classify_lora", "classify_full"])
-def test_classification_of_bank_questions(recipe, run, data_directory, minilm_directory, tmp_path):
-    data = data_directory / "banking77"
-    printed = run(
-        recipe,
-        *("--encoder", str(minilm_directory), "--labels_file", str(data / "categories.json")),
-        *("--train_file", head(data / "train.csv", tmp_path / "train.csv", 121)),
-        *("--test_file", head(data / "test.csv", tmp_path / "test.csv", 41)),
-        *("--max_steps", "2", "--per_device_train_batch_size", "10", "--gradient_accumulation_steps", "3"),
-        *("--output_dir", str(tmp_path / "out")),
-    )
-    assert len(accuracies(tmp_path / "out")) == 2
-    assert re.search(r"Differential privacy: epsilon (8|7\.99\d*) at", printed)
-    assert (tmp_path / "out" / "privacy.json").exists()
-
-
-@pytest.mark.data
-@pytest.mark.slow
-def test_a_head_trained_on_features_is_saved_with_its_encoder_and_scored_on_texts(
-    data_directory, minilm_directory, tmp_path
-):
-    data = data_directory / "banking77"
-    questions = head(data / "train.csv", tmp_path / "questions.csv", 121)
-    launched(
-        "classify",
-        *("--encoder", str(minilm_directory), "--labels_file", str(data / "categories.json")),
-        *("--train_file", questions, "--test_file", questions),
-        *("--max_steps", "20", "--per_device_train_batch_size", "20", "--output_dir", str(tmp_path / "out")),
-    )
-    before, after = accuracies(tmp_path / "out")
-    assert after > before + 0.2
-    saved, encoder = (
-        load_file(tmp_path / "out" / "model.safetensors"),
-        load_file(minilm_directory / "model.safetensors"),
-    )
-    kept = {name: saved[f"bert.{name}"] for name in encoder if f"bert.{name}" in saved and "pooler" not in name}
-    assert len(kept) > 50
-    assert all(torch.equal(weight, encoder[name]) for name, weight in kept.items())
-
-
-@pytest.mark.slow
-@pytest.mark.data
-def test_a_language_model_of_plays(run, data_directory, tmp_path):
-    run(
-        "causal_lm",
-        *("--text_file", head(data_directory / "tinyshakespeare" / "input.txt", tmp_path / "plays.txt", 1500)),
-        *("--max_steps", "10", "--per_device_train_batch_size", "32", "--gradient_accumulation_steps", "2"),
-        *("--width", "64"),
-        *("--output_dir", str(tmp_path / "out")),
-    )
-    before, after = accuracies(tmp_path / "out", "loss")
-    assert after < before - 0.5
-
-
-def groups_of(folder: Path) -> dict:
-    return json.loads((folder / "groups.json").read_text(encoding="utf-8"))
-
-
 @pytest.mark.slow
 def test_sequential_recommendation_with_its_controls(train, tmp_path):
     interactions = tmp_path / "interactions.txt"
@@ -385,17 +243,3 @@ def test_sparse_word_embeddings_by_a_column(train):
     found = groups_of(out / "adafest_ratio_2_tau_default")
     assert [(row["group"], row["n"]) for row in found["groups"]] == [("north", 24), ("south", 6)]
     assert "without_privacy" in found["all"]
-
-
-@pytest.mark.slow
-@pytest.mark.data
-def test_sparse_word_embeddings_of_bank_questions(run, data_directory, minilm_directory, tmp_path):
-    data = data_directory / "banking77"
-    printed = run(
-        "sparse_embeddings_banking77",
-        *("--encoder", str(minilm_directory), "--labels_file", str(data / "categories.json")),
-        *("--train_file", str(data / "train.csv"), "--test_file", str(data / "test.csv")),
-        *("--smoke", "True", "--arms", "adafest", "--output_dir", str(tmp_path / "out"), "--group_column", "category"),
-    )
-    assert len(groups_of(tmp_path / "out" / "adafest_ratio_2_tau_default")["groups"]) > 1
-    assert "adafest, ratio 2, tau default: accuracy" in printed

@@ -15,7 +15,6 @@ import torch
 from hf_dp.hub import verify
 from hf_dp.training.trainer import DPTrainerMixin
 from tests.recipes.test_recipe_arguments import RECIPES, data, local, local_answers, local_questions  # noqa: F401 - fixtures
-from tests.recipes.test_recipes import ROOT, train  # noqa: F401 - a fixture
 
 pytestmark = pytest.mark.usefixtures("checked_once")
 
@@ -93,7 +92,7 @@ def own(monkeypatch):
 @pytest.mark.parametrize(
     "recipe", [pytest.param(recipe, marks=[pytest.mark.slow] * (recipe in ALIKE)) for recipe in RECIPES]
 )
-def test_what_a_recipe_saves_is_loaded_without_it(recipe, train, own, plainly):  # noqa: F811
+def test_what_a_recipe_saves_is_loaded_without_it(recipe, train, own, plainly):
     kind, given, answer = FORMS.get(recipe, (None, {"features": [[1, 2, 3]]}, None))
     found = own(given)
     # One training where there may be several; Re-Attention's correction is not in the plain model.
@@ -118,7 +117,7 @@ def test_what_a_recipe_saves_is_loaded_without_it(recipe, train, own, plainly): 
 
 
 @pytest.mark.parametrize("recipe", ["classify", "classify_lora", "classify_as_infilling"])
-def test_checkpoints_in_the_form_that_trains_are_taken_for_no_plain_model(recipe, train, plainly):  # noqa: F811
+def test_checkpoints_in_the_form_that_trains_are_taken_for_no_plain_model(recipe, train, plainly):
     flags = ("--smoke", "true", "--save_strategy", "steps", "--save_steps", "1")
     _, out = train(recipe, *flags)
     kind, given, answer = FORMS[recipe]

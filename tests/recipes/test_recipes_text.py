@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from hf_dp.cli import app
 from hf_dp.errors import ConfigurationError
 from tests.recipes.conftest import TEMPLATE, WORDS
-from tests.recipes.test_recipes import ROOT, run, train  # noqa: F401 - fixtures
+from tests.recipes.running import ROOT
 from tests.training.workbench import a_chat_tokenizer
 
 pytestmark = pytest.mark.usefixtures("checked_once")
@@ -79,7 +79,7 @@ def instruct(part):
 @pytest.mark.parametrize(
     ("recipe", "group", "method"), [("instruct", "branch", "lora"), ("table_to_text", "fee", "full")]
 )
-def test_smoke_by_group(recipe, group, method, train):  # noqa: F811
+def test_smoke_by_group(recipe, group, method, train):
     printed, out = train(recipe, "--smoke", "true", "--group_column", group, "--method", method)
     assert json.loads((out / "privacy.json").read_text(encoding="utf-8"))["report"]["steps"] == 2
     results = json.loads((out / "results.json").read_text(encoding="utf-8"))
@@ -94,14 +94,14 @@ def test_smoke_by_group(recipe, group, method, train):  # noqa: F811
 
 
 @pytest.mark.slow
-def test_a_model_from_scratch_learns_to_describe(train):  # noqa: F811
+def test_a_model_from_scratch_learns_to_describe(train):
     flags = ("--model", "scratch", "--method", "full", "--width", "32", "--layers", "1", "--samples", "3")
     _, out = train("table_to_text", "--smoke", "true", *flags, "--max_steps", "20", "--target_epsilon", "1000")
     before, after = json.loads((out / "results.json").read_text(encoding="utf-8")).values()
     assert after["loss per target token"] < before["loss per target token"] - 0.3
 
 
-def test_results_are_there_before_a_comparison_begins_and_samples_stand_side_by_side(train, part, monkeypatch):  # noqa: F811
+def test_results_are_there_before_a_comparison_begins_and_samples_stand_side_by_side(train, part, monkeypatch):
     results = part("common.results")
     begun, rates = [], []
 
@@ -145,7 +145,7 @@ def test_layers_that_have_no_numbers_are_not_all_adapted(part):
         common.adapters(model, rank=2, layers=1)
 
 
-def test_prompts_and_completions(data, train):  # noqa: F811
+def test_prompts_and_completions(data, train):
     files = [f"--{split}_file={data}/pairs_{split}.json" for split in ("train", "test")]
     _, out = train("instruct", "--smoke", "true", *files, "--group_column", "prompt", "--method", "full")
     assert (out / "groups.json").exists()
@@ -163,13 +163,13 @@ def test_prompts_and_completions(data, train):  # noqa: F811
         ("table_to_text", ("--model", "scratch", "--method", "lora"), "--method lora with --model scratch"),
     ],
 )
-def test_refusals(recipe, flags, words, train):  # noqa: F811
+def test_refusals(recipe, flags, words, train):
     printed, out = train(recipe, *flags, code=2)
     assert words in " ".join(printed.split())
     assert not (out / "privacy.json").exists()
 
 
-def test_a_tokenizer_without_a_template(data, causal_directory, train, local, monkeypatch):  # noqa: F811
+def test_a_tokenizer_without_a_template(data, causal_directory, train, local, monkeypatch):
     without = [flag for flag in local("instruct") if "template" not in flag]
     monkeypatch.setattr("sys.argv", ["unused"])
     out = data / "refused"
@@ -257,7 +257,7 @@ def test_a_template_that_changes_what_it_rendered_before(instruct, causal_direct
 
 @pytest.mark.slow
 @pytest.mark.data
-def test_a_real_model_learns_conversations_through_its_own_template(data, smollm2_directory, run, tmp_path):  # noqa: F811
+def test_a_real_model_learns_conversations_through_its_own_template(data, smollm2_directory, run, tmp_path):
     files = [f"--{split}_file={data}/chats_{split}.jsonl" for split in ("train", "test")]
     flags = ("--model", str(smollm2_directory), "--target_epsilon", "1000", "--max_new_tokens", "8", "--samples", "1")
     printed = run("instruct", "--smoke", "true", *files, *flags, "--output_dir", str(tmp_path / "out"))
@@ -288,14 +288,14 @@ def test_preferences_before_and_after(method, local, part, tmp_path, monkeypatch
     assert abs(after["gain in nats"] - before["gain in nats"]) > 1e-7
 
 
-def test_a_reference_that_other_processes_would_not_find(train, part, monkeypatch):  # noqa: F811
+def test_a_reference_that_other_processes_would_not_find(train, part, monkeypatch):
     pytest.importorskip("trl")
     monkeypatch.setattr(part("common.arguments").TrainingArguments, "world_size", 2)
     printed, _ = train("preferences", "--method", "full", code=2)
     assert "--method full in 2 processes" in printed
 
 
-def test_an_average_would_take_the_place_of_the_best_model(train):  # noqa: F811
+def test_an_average_would_take_the_place_of_the_best_model(train):
     saved = ("--save_strategy", "steps", "--save_steps", "1", "--eval_strategy", "steps", "--eval_steps", "1")
     printed, _ = train("instruct", "--average", "0.5", "--load_best_model_at_end", "true", *saved, code=2)
     assert "--average 0.5 with --load_best_model_at_end" in printed
@@ -319,7 +319,7 @@ def test_a_description_is_corrupted_by_its_own_row_and_public_values(part):
 
 @pytest.mark.slow
 @pytest.mark.data
-def test_table_to_text_on_restaurants(run, data_directory, tmp_path):  # noqa: F811
+def test_table_to_text_on_restaurants(run, data_directory, tmp_path):
     tables = data_directory / "e2e_nlg"
     files = ("--train_file", str(tables / "devset.csv"), "--test_file", str(tables / "testset_w_refs.csv"))
     printed = run("table_to_text", "--smoke", "true", *files, "--output_dir", str(tmp_path / "out"), "--samples", "2")

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from tests.strategies import cases, damages, unless_refused
+from tests.training.own_loops import begun
 from tests.training.test_any_rows import ROWS, Bag, loss
-from tests.training.test_private_run import begun
 from tests.training.workbench import parameters, private, same
 
 STEPS = 3

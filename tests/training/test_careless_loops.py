@@ -14,7 +14,7 @@ from torch import nn
 from hf_dp.errors import ConfigurationError, LedgerError
 from hf_dp.step.clipped_sum import ClippedSum
 from hf_dp.step.written import WrittenGradients
-from tests.training.test_private_run import a_run, after_one_step, begun, loop
+from tests.training.own_loops import a_run, after_one_step, begun, loop
 from tests.training.workbench import classifier, make, pad, parameters, rows, same
 
 pytestmark = pytest.mark.usefixtures("checked_once")

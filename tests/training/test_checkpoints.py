@@ -19,7 +19,7 @@ from hf_dp.errors import LedgerError
 from hf_dp.hub.card import privacy_section
 from hf_dp.training.checkpoints import finish, newest_whole
 from tests.crashes import digests, killed_everywhere
-from tests.training.test_resume import SAVED, STEPS, trainer
+from tests.training.resuming import SAVED, STEPS, trainer
 from tests.training.workbench import make, parameters, private, rows, same
 
 pytestmark = pytest.mark.usefixtures("checked_once")

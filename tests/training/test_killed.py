@@ -28,7 +28,7 @@ from hf_dp.training.checkpoints import what_lacks
 from hf_dp.training.resume import SavedRun
 from tests.crashes import killed_after
 from tests.distributed.tasks import fresh_accelerator
-from tests.training.test_private_run import begun
+from tests.training.own_loops import begun
 from tests.training.workbench import classifier, make, private, rows
 
 pytestmark = pytest.mark.usefixtures("checked_once")

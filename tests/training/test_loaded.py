@@ -15,7 +15,7 @@ from transformers import Trainer
 from hf_dp.data.fingerprint import KEY_FILE
 from hf_dp.errors import LedgerError
 from hf_dp.training.loaded import checksums
-from tests.training.test_resume import SAVED, copied, edit_state, saved_ledger, trainer
+from tests.training.resuming import SAVED, copied, edit_state, saved_ledger, trainer
 
 Spoil = Callable[[Path, pytest.MonkeyPatch], None]
 

@@ -15,8 +15,9 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from hf_dp.errors import ConfigurationError, UnsupportedModelError
+from tests.architectures import VOCABULARY
 from tests.training.workbench import classifier, make, pad, pad_for_language, parameters, rows, same
-from tests.zoo import VOCABULARY, tiny
+from tests.zoo import tiny
 
 pytestmark = pytest.mark.usefixtures("checked_once")
 

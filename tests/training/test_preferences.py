@@ -16,75 +16,32 @@ import dp_accounting as dp
 import pytest
 import torch
 from datasets import Dataset
-from peft import LoraConfig, get_peft_model
-from torch import Tensor, nn
-from transformers import LlamaForSequenceClassification
+from peft import LoraConfig
+from torch import Tensor
 
 from hf_dp import PrivacyConfig, load_report
 from hf_dp.accounting import Ledger
-from hf_dp.errors import ConfigurationError, LedgerError, PreflightError, UnsupportedModelError
+from hf_dp.errors import LedgerError
 from hf_dp.losses import PREFERENCE_LOSSES
 from hf_dp.training.resume import note_trained_by
 from hf_dp.training.trainer import DPTrainerMixin
-from tests.training.test_trl import a_model, adapter, from_docs, said, tokenizer
+from tests.training.answers import (
+    EXPECTED,
+    MICRO,
+    ROWS,
+    DPDPOTrainer,
+    DPRewardTrainer,
+    make,
+    moved,
+    pairs,
+    references,
+)
+from tests.training.chats import a_model, adapter, from_docs, said, tokenizer
 from tests.training.workbench import distance, draws, parameters, private
 
 pytestmark = pytest.mark.usefixtures("checked_once")
 
 trl = pytest.importorskip("trl")
-
-ROWS, MICRO, EXPECTED = 40, 3, 9
-
-
-class DPDPOTrainer(DPTrainerMixin, trl.DPOTrainer):
-    pass
-
-
-class DPRewardTrainer(DPTrainerMixin, trl.RewardTrainer):
-    pass
-
-
-def pairs(n: int = ROWS) -> Dataset:
-    draw = random.Random(0)
-    rows = [{"prompt": said(draw), "chosen": " " + said(draw), "rejected": " " + said(draw)} for _ in range(n)]
-    return Dataset.from_list(rows)
-
-
-def make(path: Path, kind: Any = DPDPOTrainer, privacy: PrivacyConfig | None = None, **parts: Any) -> Any:
-    """A trainer of `kind`; `parts` are the trainer's arguments or those of its config."""
-    own = ("model", "train_dataset", "eval_dataset", "peft_config", "ref_model")
-    given = {name: parts.pop(name) for name in own if name in parts}
-    values: dict[str, Any] = {
-        "per_device_train_batch_size": MICRO, "gradient_accumulation_steps": EXPECTED // MICRO, "max_steps": 1,
-        "optim": "sgd", "learning_rate": 1.0, "lr_scheduler_type": "constant", "weight_decay": 0.0, "logging_steps": 1,
-        "save_strategy": "no", "report_to": "none", "disable_tqdm": True, "use_cpu": True, "bf16": False,
-        "gradient_checkpointing": False,
-    }  # fmt: skip
-    if issubclass(kind, DPTrainerMixin):
-        given["privacy"] = privacy or private()
-    is_reward = issubclass(kind, trl.RewardTrainer)
-    if not is_reward:
-        values["precompute_ref_log_probs"] = True
-    config = (trl.RewardConfig if is_reward else trl.DPOConfig)(str(path), **{**values, **parts})
-    model = rewarding() if is_reward else a_model()
-    return kind(args=config, **{"model": model, "train_dataset": pairs(), "processing_class": tokenizer(), **given})
-
-
-def rewarding() -> nn.Module:
-    torch.manual_seed(1)
-    config = a_model().config
-    config.num_labels = 1
-    return LlamaForSequenceClassification(config)
-
-
-def moved(model: nn.Module) -> nn.Module:
-    """As after some steps: at the reference itself some losses have no curvature, and all pairs the same loss."""
-    torch.manual_seed(2)
-    with torch.no_grad():
-        for p in model.parameters():
-            if p.requires_grad:
-                p += 0.05 * torch.randn_like(p)
-    return model
 
 
 def gradients_of_single_pairs(trainer: Any, chosen: list[int]) -> Iterator[dict[str, Tensor]]:
@@ -171,16 +128,6 @@ def losses_of(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return found
 
 
-def references() -> dict[str, dict[str, Any]]:
-    now = {"precompute_ref_log_probs": False}
-    return {
-        "adapter switched off": {"peft_config": adapter(), "gradient_checkpointing": True, **now},
-        "copy of an adapter": {"model": get_peft_model(a_model(), adapter()), **now},
-        "a model of its own": {"ref_model": moved(a_model()), **now},
-        "a model of its own, beforehand": {"ref_model": moved(a_model())},
-    }
-
-
 @pytest.mark.parametrize(
     "kind",
     [
@@ -218,97 +165,6 @@ def test_a_checkpoint_its_resumption_and_evaluation(tmp_path: Path) -> None:
     training = [entry for entry in resumed.state.log_history if "loss" in entry]
     assert len(training) == 4
     assert not any(name.startswith(("rewards", "logps", "logits")) for entry in training for name in entry)
-
-
-# --- refusals -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"loss_type": "aot"}, "loss_type='aot'"),
-        ({"loss_type": ["sigmoid", "aot_unpaired"]}, "loss_type='aot_unpaired'"),
-        ({"f_divergence_type": "js_divergence"}, "f_divergence_type='js_divergence'"),
-        ({"ld_alpha": 0.5}, "ld_alpha=0.5"),
-        ({"use_weighting": True}, "use_weighting=True"),
-        ({"sync_ref_model": True, "precompute_ref_log_probs": False}, "sync_ref_model=True"),
-        ({"activation_offloading": True}, "activation_offloading=True"),
-    ],
-)
-@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
-def test_what_is_no_pairs_own(tmp_path: Path, options: dict[str, Any], words: str) -> None:
-    parts = {"ref_model": a_model()} if "sync_ref_model" in options else {}
-    with pytest.raises(ConfigurationError) as caught:
-        make(tmp_path, **options, **parts)
-    assert words in caught.value.found
-    assert caught.value.why
-    assert caught.value.fix
-
-
-def test_losses_of_other_rows_and_of_the_batch(tmp_path: Path) -> None:
-    class Private(DPTrainerMixin, trl.KTOTrainer):
-        pass
-
-    rows = [{"prompt": row["prompt"], "completion": row["chosen"], "label": True} for row in pairs(8)]
-    config = trl.KTOConfig(str(tmp_path), report_to="none", use_cpu=True, bf16=False, per_device_train_batch_size=2)
-    with pytest.raises(ConfigurationError, match="KTOTrainer"):
-        Private(
-            a_model(), args=config, train_dataset=Dataset.from_list(rows), processing_class=tokenizer(),
-            ref_model=a_model(), privacy=private(),
-        )  # fmt: skip
-
-
-def test_another_loss_than_trls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(PREFERENCE_LOSSES, "sigmoid", PREFERENCE_LOSSES["hinge"])
-    with pytest.raises(UnsupportedModelError, match="DPOTrainer computes .* as its loss of one pair"):
-        make(tmp_path).train()
-
-
-def test_a_reference_that_sees_other_pairs(tmp_path: Path) -> None:
-    """As one that counts padding as positions would; TRL computes it before there is a private step."""
-
-    class Seeing(DPDPOTrainer):
-        def compute_ref_log_probs(self, model: nn.Module, inputs: Any) -> Any:
-            chosen, rejected = super().compute_ref_log_probs(model, inputs)
-            return chosen + 10 * len(chosen), rejected
-
-    for kind, beforehand in ((Seeing, True), (Seeing, False)):
-        with pytest.raises(PreflightError):
-            make(tmp_path, kind, peft_config=adapter(), precompute_ref_log_probs=beforehand).train()
-
-
-def test_a_reference_that_rounds(tmp_path: Path) -> None:
-    """As in 16 bits, where numbers are rounded otherwise beside others: that is no influence of theirs."""
-
-    class Rounding(DPDPOTrainer):
-        def compute_ref_log_probs(self, model: nn.Module, inputs: Any) -> Any:
-            by = 1 + len(inputs["input_ids"]) / 3
-            return tuple(
-                (by * values).bfloat16().float() / by for values in super().compute_ref_log_probs(model, inputs)
-            )
-
-    make(tmp_path, Rounding, peft_config=adapter(), precompute_ref_log_probs=False, beta=5.0).train()
-
-
-def test_a_subclass_with_another_loss_says_so_pair_by_pair(tmp_path: Path) -> None:
-    class Doubled(trl.DPOTrainer):
-        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
-            return 2 * super().compute_loss(*args, **kwargs)
-
-    class Private(DPTrainerMixin, Doubled):
-        pass
-
-    with pytest.raises(ConfigurationError, match=r"Doubled\.compute_loss gives one loss"):
-        make(tmp_path, Private)
-
-    class Known(DPDPOTrainer):
-        def compute_per_example_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
-            return 2 * super().compute_per_example_loss(model, inputs)
-
-    make(tmp_path, Known, loss_type="sigmoid").train()
-
-
-# --- the documents --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ from hf_dp.errors import LedgerError
 from hf_dp.hub.checkpoint import seal
 from hf_dp.training.resume import SavedRun
 from tests.hub.forging import in_record
-from tests.training.test_resume import SAVED, STEPS, copied, edit_state, saved_ledger, trainer
+from tests.training.resuming import SAVED, STEPS, copied, edit_state, saved_ledger, trainer
 from tests.training.workbench import parameters, same
 
 pytestmark = pytest.mark.usefixtures("checked_once")

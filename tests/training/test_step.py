@@ -1,9 +1,8 @@
-"""A private step is what it says: its noise, its sampling, its clipping and its divisor, and what is not finite."""
+"""A private step is what it says: its noise, its sampling, its clipping and its divisor."""
 
 from __future__ import annotations
 
 import copy
-import json
 import math
 import random
 from pathlib import Path
@@ -15,9 +14,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import (
-    TrainerCallback,
-)
+from transformers import TrainerCallback
 
 from hf_dp import DPTrainer
 from hf_dp.per_example.batch import batch_size
@@ -31,6 +28,8 @@ from tests.training.workbench import (
     distance,
     draws,
     exact,
+    flat,
+    gradients_of,
     last_log,
     make,
     pad,
@@ -39,11 +38,9 @@ from tests.training.workbench import (
     rows,
     same,
 )
-from tests.zoo import tiny, with_dropout
+from tests.zoo import with_dropout
 
 pytestmark = pytest.mark.usefixtures("checked_once")
-
-# --- a step is what it says -------------------------------------------------------------------------------------------
 
 
 def plain_trajectory(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> list[dict[str, Tensor]]:
@@ -89,33 +86,6 @@ def test_failure_13_the_micro_batch_size_changes_neither_the_step_nor_its_cost(t
     assert distance(one, two) < 1e-9
     assert report == other_report
     assert steps == other_steps == report.steps == STEPS
-
-
-class PoissonSpy(TrainerCallback):
-    """The size of each logical batch and the noisy gradient that it became."""
-
-    def __init__(self) -> None:
-        self.gradients: list[dict[str, Tensor]] = []
-
-    def on_pre_optimizer_step(
-        self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **kwargs: Any
-    ) -> None:
-        owner = model if model is not None else self.model
-        self.gradients.append({name: p.grad.detach().clone() for name, p in owner.named_parameters()})
-
-    model: Any = None
-
-
-def gradients_of(trainer: Any) -> list[dict[str, Tensor]]:
-    spy = PoissonSpy()
-    spy.model = trainer.model
-    trainer.add_callback(spy)
-    trainer.train()
-    return spy.gradients
-
-
-def flat(gradients: dict[str, Tensor]) -> Tensor:
-    return torch.cat([g.flatten() for g in gradients.values()])
 
 
 def test_failure_05_an_empty_batch_is_a_step_of_noise(tmp_path: Path) -> None:
@@ -294,77 +264,6 @@ def test_dropout_trains_and_its_masks_are_not_those_of_the_public_seed(tmp_path:
 
     assert same(run(7), run(7))
     assert not same(run(None), run(None))
-
-
-# --- what is not finite -----------------------------------------------------------------------------------------------
-
-
-class OneLossIsNan(DPTrainer):
-    """The example whose first token is 3 has no finite loss."""
-
-    def compute_per_example_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
-        losses = super().compute_per_example_loss(model, inputs)
-        bad = inputs["input_ids"][:, 0].eq(3)
-        return losses * torch.where(bad, math.nan, 1.0)
-
-
-def with_one_bad_row() -> list[dict[str, Any]]:
-    data = [row for row in rows(200) if row["input_ids"][0] != 3][: ROWS - 1]
-    return [*data, {"input_ids": [3, 4, 5], "labels": 0}]
-
-
-@pytest.mark.parametrize("withhold", [False, True])
-def test_failure_14_an_example_without_a_finite_loss_contributes_nothing(tmp_path: Path, withhold: bool) -> None:
-    bad, everything = with_one_bad_row(), {"per_device_train_batch_size": ROWS // 4, "gradient_accumulation_steps": 4}
-    everything["logging_steps"] = 1
-    model = classifier()
-    config = private(withhold_non_private_logs=withhold)
-    trainer = make(tmp_path, model, config, OneLossIsNan, {"train_dataset": bad}, max_steps=2, **everything)
-    gradients = gradients_of(trainer)
-    assert all(torch.isfinite(p).all() for p in model.parameters())
-
-    class LossIsZero(DPTrainer):
-        def compute_per_example_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
-            losses = super().compute_per_example_loss(model, inputs)
-            return losses * inputs["input_ids"][:, 0].ne(3)
-
-    reference = gradients_of(
-        make(tmp_path, classifier(), config, LossIsZero, {"train_dataset": bad}, max_steps=2, **everything)
-    )
-    for found, expected in zip(gradients, reference, strict=True):
-        assert distance(found, expected) < 1e-6
-    history = json.dumps(trainer.state.log_history)
-    if withhold:
-        assert "non_finite" not in history
-    else:
-        assert [entry["non_finite_examples"] for entry in trainer.state.log_history if "loss" in entry] == [1, 1]
-        assert "NaN" not in history
-
-
-def test_failure_14_a_nan_pixel_ruins_one_example_only(tmp_path: Path) -> None:
-    generator = torch.Generator().manual_seed(0)
-    images = [
-        {"pixel_values": torch.randn(3, 12, 12, generator=generator), "labels": i % 3} for i in range(12)
-    ]  # fmt: skip
-    images[5]["pixel_values"][0, 0, 0] = math.nan
-    model = tiny("vit", "image", torch.float32)
-    trainer = make(
-        tmp_path, model, parts={"train_dataset": images, "data_collator": None}, max_steps=2, logging_steps=1,
-        per_device_train_batch_size=6, gradient_accumulation_steps=2,
-    )  # fmt: skip
-    trainer.train()
-    assert all(torch.isfinite(p).all() for p in model.parameters())
-    assert last_log(trainer, "loss") > 0
-    assert [entry["non_finite_examples"] for entry in trainer.state.log_history if "loss" in entry] == [1, 1]
-
-
-@pytest.mark.parametrize("norm", [1e-6, 1.0, 1e6])
-def test_any_clipping_norm_bounds_the_step(tmp_path: Path, norm: float) -> None:
-    with pytest.warns(UserWarning, match="not private"):
-        config = private(noise_multiplier=0, clipping_norm=norm)
-    gradients = gradients_of(make(tmp_path, privacy=config, learning_rate=0.0))
-    for gradient, batch in zip(gradients, draws(7), strict=True):
-        assert float(flat(gradient).double().norm()) <= norm * len(batch) / EXPECTED * (1 + 1e-6)
 
 
 class Randomness(TrainerCallback):

@@ -1,51 +1,37 @@
-"""DPTrainer as its users meet it: real input, reports and Trainer's own features."""
+"""DPTrainer as its users meet it: real input, and Trainer's own features."""
 
 from __future__ import annotations
 
 import csv
 import dataclasses
 import json
-import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import datasets
-import dp_accounting
 import numpy as np
 import pytest
 import torch
-from dp_accounting import pld
-from torch import Tensor, nn
 from transformers import (
     AutoConfig,
     AutoModelForSequenceClassification,
-    DataCollatorForSeq2Seq,
     DataCollatorWithPadding,
     EarlyStoppingCallback,
     HfArgumentParser,
-    Seq2SeqTrainer,
-    Seq2SeqTrainingArguments,
     Trainer,
-    TrainerCallback,
     TrainingArguments,
 )
 
 from hf_dp import DPTrainer, PrivacyConfig, load_report
-from hf_dp.errors import ConfigurationError, UnsupportedModelError
-from hf_dp.per_example import RULES, Bound, instantiating
-from hf_dp.training.trainer import DPTrainerMixin
+from hf_dp.errors import ConfigurationError
 from tests.training.workbench import (
-    EXPECTED,
-    ROWS,
     STEPS,
     Trajectory,
     a_tokenizer,
     arguments,
     classifier,
     distance,
-    exact,
-    last_log,
     make,
     pad,
     pad_for_language,
@@ -53,13 +39,10 @@ from tests.training.workbench import (
     private,
     rows,
     same,
-    trained,
 )
-from tests.zoo import VOCABULARY, tiny
+from tests.zoo import tiny
 
 pytestmark = pytest.mark.usefixtures("checked_once")
-
-# --- the snippet of the README, on text ------------------------------------------------------------------------------
 
 
 def test_text_from_a_csv_is_fine_tuned_within_the_budget(tmp_path: Path) -> None:
@@ -100,47 +83,6 @@ def test_text_from_a_csv_is_fine_tuned_within_the_budget(tmp_path: Path) -> None
     assert saved == report
     again = AutoModelForSequenceClassification.from_pretrained(tmp_path / "private-model")
     assert same(parameters(again), parameters(model))
-
-
-def test_the_report_says_what_was_done(tmp_path: Path) -> None:
-    config = private(target_delta=1e-3, clipping_norm=0.5, accountant="rdp", seed=None)
-    trainer = make(tmp_path, privacy=config)
-    with pytest.raises(ConfigurationError, match="train"):
-        trainer.privacy_report()
-    trainer.train()
-    report = trainer.privacy_report()
-    by_hand = {
-        "delta": 1e-3, "noise_multiplier": 1.0, "clipping_norm": 0.5, "sampling_probability": EXPECTED / ROWS,
-        "steps": STEPS, "accountant": "rdp", "dataset_size": ROWS, "expected_batch_size": EXPECTED,
-        "target_epsilon": None, "reproducible": False, "unit": "one training example",
-        "adjacency": "replace one by nothing (zero-out), n public", "sampling": "Poisson",
-    }  # fmt: skip
-    assert {name: getattr(report, name) for name in by_hand} == by_hand
-    assert report.epsilon == report.epsilon_rdp
-    assert report.private
-    assert report.caveats
-
-
-def test_epsilon_is_that_of_the_event_one_would_compose_by_hand(tmp_path: Path) -> None:
-    trainer = make(tmp_path, privacy=private(target_delta=1e-3))
-    trainer.train()
-    gaussian = dp_accounting.GaussianDpEvent(1.0)
-    event = dp_accounting.SelfComposedDpEvent(dp_accounting.PoissonSampledDpEvent(EXPECTED / ROWS, gaussian), STEPS)
-    fine = pld.PLDAccountant(value_discretization_interval=1e-3).compose(event).get_epsilon(1e-3)
-    assert trainer.privacy_report().epsilon == pytest.approx(fine, rel=2e-3)
-    assert last_log(trainer, "epsilon") == pytest.approx(trainer.privacy_report().epsilon, abs=1e-4)
-
-
-def test_without_noise_epsilon_is_infinite_and_a_seed_is_not_private(tmp_path: Path) -> None:
-    trainer = make(tmp_path, privacy=exact())
-    trainer.train()
-    report = trainer.privacy_report()
-    assert report.epsilon == math.inf
-    assert not report.private
-    assert "NOT PRIVATE" in str(report)
-
-
-# --- Trainer's features go on working ---------------------------------------------------------------------------------
 
 
 def test_callbacks_schedulers_evaluation_best_model_and_early_stopping(tmp_path: Path) -> None:
@@ -280,113 +222,6 @@ def test_a_model_from_model_init_istrained(tmp_path: Path) -> None:
     assert trainer.ledger.steps == STEPS
 
 
-# --- the mixin --------------------------------------------------------------------------------------------------------
-
-
-def test_the_mixin_in_front_of_seq2seq_trainer(tmp_path: Path) -> None:
-    from transformers import BartConfig, BartForConditionalGeneration
-
-    class DPSeq2SeqTrainer(DPTrainerMixin, Seq2SeqTrainer):
-        pass
-
-    torch.manual_seed(0)
-    config = BartConfig(
-        vocab_size=37, d_model=16, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2, pad_token_id=0,
-        decoder_attention_heads=2, encoder_ffn_dim=16, decoder_ffn_dim=16, max_position_embeddings=32, bos_token_id=1,
-        eos_token_id=2, decoder_start_token_id=2, forced_eos_token_id=2,
-    )  # fmt: skip
-    model = BartForConditionalGeneration(config)
-    tokenizer = a_tokenizer({f"w{i}" for i in range(35)})
-    data = [{"input_ids": r["input_ids"], "attention_mask": [1] * len(r["input_ids"]), "labels": r["input_ids"][:3]}
-            for r in rows(24)]  # fmt: skip
-    base = arguments(tmp_path).to_dict()
-    args = Seq2SeqTrainingArguments(
-        **{k: base[k] for k in ("output_dir", "per_device_train_batch_size", "gradient_accumulation_steps", "max_steps",
-                                "save_strategy", "use_cpu", "disable_tqdm")},
-        report_to="none", predict_with_generate=True, generation_max_length=4,
-    )  # fmt: skip
-    trainer = DPSeq2SeqTrainer(
-        model=model, args=args, train_dataset=data, eval_dataset=data[:4], processing_class=tokenizer,
-        data_collator=DataCollatorForSeq2Seq(tokenizer, model=model), privacy=private(),
-    )  # fmt: skip
-    start = parameters(model)
-    trainer.train()
-    assert not same(start, parameters(model))
-    assert trainer.privacy_report().steps == STEPS
-    predictions = trainer.predict(data[:4]).predictions
-    assert predictions.shape[0] == 4
-
-
-def test_the_mixin_in_front_of_a_trainer_of_ones_own(tmp_path: Path) -> None:
-    class Weighted(Trainer):
-        logged = 0
-
-        def compute_loss(self, model: nn.Module, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
-            return super().compute_loss(model, inputs, return_outputs, **kwargs)
-
-        def log(self, *args: Any, **kwargs: Any) -> None:
-            self.logged += 1
-            super().log(*args, **kwargs)
-
-    class Private(DPTrainerMixin, Weighted):
-        def compute_per_example_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
-            return 2 * super().compute_per_example_loss(model, inputs)
-
-    trainer = make(tmp_path, kind=Private, logging_steps=1)
-    trainer.train()
-    assert trainer.logged == STEPS + 1
-    doubled, single = last_log(trainer, "loss"), last_log(trained(tmp_path, logging_steps=1), "loss")
-    assert doubled > 1.5 * single
-
-
-# --- a rule of one's own ---
-
-
-class _Mixing(torch.nn.Module):
-    """A classifier whose head is an einsum, for which there is no rule."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = torch.nn.Embedding(VOCABULARY, 6)
-        self.mixer = torch.nn.Parameter(torch.randn(6, 3))
-
-    def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor | None = None) -> Any:
-        words = self.table(input_ids) * attention_mask[..., None]
-        logits = torch.einsum("btd,de->bte", words, self.mixer).sum(1)
-        return {"loss": torch.nn.functional.cross_entropy(logits, labels), "logits": logits}
-
-
-class _MixingTrainer(DPTrainer):
-    def compute_per_example_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
-        logits = model(**inputs)["logits"]
-        return torch.nn.functional.cross_entropy(logits, inputs["labels"], reduction="none")
-
-
-class _WithARule(_MixingTrainer):
-    per_example_rules: ClassVar = {
-        **RULES,
-        torch.einsum: instantiating(
-            "einsum",
-            lambda equation, x, w: Bound(x, {"weight": w}, {"equation": equation}),
-            lambda x, parameters, options: torch.einsum(options["equation"], x, parameters["weight"]),
-        ),
-    }
-
-
-def test_a_rule_of_ones_own_trains_what_is_refused_without_it(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedModelError, match=r"mixer is used by operation torch.functional.einsum"):
-        make(tmp_path, model=_Mixing(), kind=_MixingTrainer).train()
-    model = _Mixing()
-    before = model.mixer.detach().clone()
-    trainer = make(tmp_path, model=model, kind=_WithARule)
-    trainer.train()
-    assert trainer.ledger.steps == STEPS
-    assert not torch.equal(model.mixer, before)
-
-
-# --- the promise, from the command line -------------------------------------------------------------------------------
-
-
 def test_arguments_and_promise_are_parsed_side_by_side(tmp_path: Path) -> None:
     parser = HfArgumentParser((TrainingArguments, PrivacyConfig))
     flags = ["--output_dir", str(tmp_path), "--seed", "5", "--target_epsilon", "3", "--clipping_norm", "0.5"]
@@ -403,52 +238,3 @@ def test_arguments_and_promise_are_parsed_side_by_side(tmp_path: Path) -> None:
         assert args.seed == 5
         assert config == PrivacyConfig(noise_multiplier=1.5, withhold_non_private_logs=True)
         assert config.seed is None, "Trainer's public seed must not become the seed of the noise"
-
-
-# --- logs -------------------------------------------------------------------------------------------------------------
-
-NOT_PRIVATE = {"loss", "train_loss", "clipped_fraction", "non_finite_examples", "num_input_tokens_seen", "total_flos"}
-
-
-def test_epsilon_and_noise_are_logged_and_shown_in_the_progress_bar(tmp_path: Path) -> None:
-    shown: list[dict[str, Any]] = []
-
-    class Bar:
-        def set_postfix(self, **values: Any) -> None:
-            shown.append(values)
-
-    class WithBar(TrainerCallback):
-        training_bar = Bar()
-
-    trainer = trained(tmp_path, parts={"callbacks": [WithBar()]}, logging_steps=1)
-    entries = [entry for entry in trainer.state.log_history if "loss" in entry]
-    assert [entry["epsilon"] for entry in entries] == sorted({entry["epsilon"] for entry in entries})
-    assert len(entries) == STEPS
-    assert all(entry["noise_multiplier"] == 1.0 and 0 <= entry["clipped_fraction"] <= 1 for entry in entries)
-    assert [values["epsilon"] for values in shown][:STEPS] == [entry["epsilon"] for entry in entries]
-    assert "clipped_fraction" not in trainer.state.log_history[-1], "the last window has no examples left to count"
-
-
-def test_withheld_logs_leave_no_function_of_the_data_behind(tmp_path: Path) -> None:
-    heard: list[dict[str, Any]] = []
-
-    class Listener(TrainerCallback):
-        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-            heard.append(dict(logs))
-
-    trainer = make(
-        tmp_path, privacy=private(withhold_non_private_logs=True), parts={"callbacks": [Listener()]},
-        save_strategy="steps", save_steps=2, include_num_input_tokens_seen="all", logging_steps=1,
-    )  # fmt: skip
-    out = trainer.train()
-    states = [json.loads(p.read_text()) for p in tmp_path.glob("checkpoint-*/trainer_state.json")]
-    assert len(states) == 2
-    for entry in [*heard, *trainer.state.log_history, out.metrics, *(e for s in states for e in s["log_history"])]:
-        assert not {k for k in entry if k in NOT_PRIVATE and entry[k]}, entry
-        assert not entry.get("train_tokens_per_second")
-    for state in states:
-        assert not state["total_flos"]
-        assert not state["num_input_tokens_seen"]
-    assert (out.training_loss, trainer.state.total_flos, trainer.state.num_input_tokens_seen) == (0, 0, 0)
-    assert all("epsilon" in entry for entry in heard if "learning_rate" in entry)
-    assert not any("withhold" in caveat for caveat in trainer.privacy_report().caveats)

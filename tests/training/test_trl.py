@@ -1,12 +1,10 @@
-"""DPTrainerMixin in front of TRL's SFTTrainer: the same loss, one example at a time, and what is refused by name."""
+"""DPTrainerMixin in front of TRL's SFTTrainer: the same loss, one example at a time, and no metrics of batches."""
 
 from __future__ import annotations
 
 import copy
-import random
 import re
 import sys
-import tomllib
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,95 +14,27 @@ import datasets
 import pytest
 import torch
 from datasets import Dataset
-from peft import LoraConfig
-from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM, PreTrainedTokenizerFast
 
-from hf_dp import PrivacyConfig, load_report
-from hf_dp.errors import ConfigurationError
-from hf_dp.training.behind import trl as behind
-from hf_dp.training.trainer import DPTrainerMixin
+from hf_dp import load_report
+from tests.training.chats import (
+    EXPECTED,
+    MICRO,
+    TEMPLATE,
+    DPSFTTrainer,
+    a_model,
+    adapter,
+    completions,
+    conversations,
+    from_docs,
+    make,
+    tokenizer,
+)
 from tests.training.workbench import distance, draws, parameters, private
 
 pytestmark = pytest.mark.usefixtures("checked_once")
 
 trl = pytest.importorskip("trl")
-
-ROOT = Path(__file__).resolve().parents[2]
-ROWS, MICRO, EXPECTED = 40, 3, 9
-WORDS = ["[PAD]", "[UNK]", "</s>", "<system>", "<user>", "<assistant>", "<end>", *(f"w{i}" for i in range(30))]
-# An answer, its end included, is between the marks.
-TEMPLATE = (
-    "{% for m in messages %}{{ ' <' + m.role + '> ' }}"
-    "{% if m.role == 'assistant' %}{% generation %}{{ m.content + ' <end>' }}{% endgeneration %}"
-    "{% else %}{{ m.content + ' <end>' }}{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}{{ ' <assistant> ' }}{% endif %}"
-)
-
-
-class DPSFTTrainer(DPTrainerMixin, trl.SFTTrainer):
-    pass
-
-
-def tokenizer(template: str = TEMPLATE) -> PreTrainedTokenizerFast:
-    made = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="[UNK]"))
-    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    names = {"pad_token": "[PAD]", "unk_token": "[UNK]", "eos_token": "</s>"}
-    return PreTrainedTokenizerFast(tokenizer_object=made, chat_template=template, **names)
-
-
-def said(draw: random.Random) -> str:
-    return " ".join(draw.choices(WORDS[7:], k=draw.randint(1, 6)))
-
-
-def conversations(n: int = ROWS, turns: int = 2) -> Dataset:
-    """Of one to `turns` turns: a message of the user and an answer each."""
-    draw = random.Random(0)
-    rows = []
-    for _ in range(n):
-        roles = ["user", "assistant"] * draw.randint(1, turns)
-        rows.append({"messages": [{"role": role, "content": said(draw)} for role in roles]})
-    return Dataset.from_list(rows)
-
-
-def completions(n: int = ROWS) -> Dataset:
-    draw = random.Random(0)
-    return Dataset.from_list([{"prompt": said(draw), "completion": " " + said(draw)} for _ in range(n)])
-
-
-def a_model() -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=len(WORDS), hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, pad_token_id=0, bos_token_id=None, eos_token_id=2, initializer_range=0.3,
-    )  # fmt: skip
-    return LlamaForCausalLM(config)
-
-
-def settings(path: Path, **changes: Any) -> Any:
-    values: dict[str, Any] = {
-        "per_device_train_batch_size": MICRO, "gradient_accumulation_steps": EXPECTED // MICRO, "max_steps": 2,
-        "optim": "sgd", "learning_rate": 1.0, "lr_scheduler_type": "constant", "weight_decay": 0.0, "logging_steps": 1,
-        "save_strategy": "no", "report_to": "none", "disable_tqdm": True, "use_cpu": True, "bf16": False,
-        "assistant_only_loss": True,
-    }  # fmt: skip
-    return trl.SFTConfig(str(path), **{**values, **changes})
-
-
-def make(path: Path, kind: Any = DPSFTTrainer, privacy: PrivacyConfig | None = None, **parts: Any) -> Any:
-    """A trainer of `kind`; `parts` are the trainer's arguments or SFTConfig's."""
-    own = ("model", "train_dataset", "eval_dataset", "processing_class", "peft_config", "compute_loss_func")
-    given = {name: parts.pop(name) for name in own if name in parts}
-    if issubclass(kind, DPTrainerMixin):
-        given["privacy"] = privacy or private()
-    values = {"model": a_model(), "train_dataset": conversations(), "processing_class": tokenizer(), **given}
-    return kind(args=settings(path, **parts), **values)
-
-
-def adapter() -> LoraConfig:
-    return LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
-
 
 ANSWERS: dict[str, Any] = {
     "answers only": (conversations(), {}),
@@ -113,9 +43,6 @@ ANSWERS: dict[str, Any] = {
     "smoothed": (conversations(), {"label_smoothing_factor": 0.2}),
 }
 USUAL = {("answers only", True), ("completions only", False), ("smoothed", False)}
-
-
-# --- the private step -----------------------------------------------------------------------------------------------
 
 
 def gradients_of_single_examples(trainer: Any, chosen: list[int]) -> Iterator[dict[str, Tensor]]:
@@ -195,8 +122,6 @@ def test_defaults_a_checkpoint_and_its_resumption(tmp_path: Path) -> None:
     assert "eval_loss" in resumed.evaluate()
 
 
-# --- metrics --------------------------------------------------------------------------------------------------------
-
 OF_BATCHES = {"entropy", "mean_token_accuracy", "num_tokens"}
 
 
@@ -226,137 +151,6 @@ def test_nor_are_they_where_somebody_calls_compute_loss(tmp_path: Path) -> None:
     assert not any(entry.keys() & OF_BATCHES for entry in trainer.state.log_history)
 
 
-# --- refusals -------------------------------------------------------------------------------------------------------
-
-
-def packed() -> Dataset:
-    return Dataset.from_list([{"input_ids": [7, 8, 9, 10], "labels": [7, 8, 9, 10], "seq_lengths": [2, 2]}] * ROWS)
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"packing": True}, "packing=True"),
-        ({"packing": True, "packing_strategy": "wrapped"}, "packing=True"),
-        ({"train_dataset": packed(), "assistant_only_loss": False}, "'seq_lengths'"),
-        ({"padding_free": True, "max_length": None}, "padding_free=True"),
-        ({"loss_type": "dft"}, "loss_type='dft'"),
-        ({"activation_offloading": True}, "activation_offloading=True"),
-        ({"model_init_kwargs": {"use_kernels": True}}, "'use_kernels': True"),
-        ({"use_liger_kernel": True}, "use_liger_kernel=True"),
-        ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha=5.0"),
-        ({"compute_loss_func": lambda *_, **__: torch.tensor(0.0)}, "compute_loss_func gives one loss"),
-        (
-            {"processing_class": tokenizer(TEMPLATE.replace("' <end>' }}{% endg", "' <end> ' }}{% endg"))},
-            "labels of row",
-        ),
-    ],
-)
-@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
-def test_what_cannot_be_clipped_example_by_example(tmp_path: Path, options: dict[str, Any], words: str) -> None:
-    with pytest.raises(ConfigurationError) as caught:
-        make(tmp_path, **options)
-    assert words in caught.value.found
-    assert caught.value.why
-    assert caught.value.fix
-
-
-def test_a_users_last_word_in_the_loss(tmp_path: Path) -> None:
-    template = TEMPLATE.replace("' <end>' }}{% endgeneration", "' <end> ' }}{% endgeneration")
-    data = Dataset.from_list(
-        [{"messages": [*row["messages"], {"role": "user", "content": "w1"}]} for row in conversations(turns=1)]
-    )
-    make(tmp_path, train_dataset=data)
-    with pytest.raises(ConfigurationError, match="the assistant's words alone"):
-        make(tmp_path, train_dataset=data, processing_class=tokenizer(template))
-
-
-def test_a_loss_of_the_routers_of_a_whole_batch(tmp_path: Path) -> None:
-    def experts() -> MixtralForCausalLM:
-        config = MixtralConfig(
-            vocab_size=len(WORDS), hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
-            num_key_value_heads=2, num_local_experts=2, pad_token_id=0, bos_token_id=None, eos_token_id=2,
-        )  # fmt: skip
-        return MixtralForCausalLM(config)
-
-    with pytest.raises(ConfigurationError, match="router_aux_loss_coef"):
-        make(tmp_path, model=experts())
-    make(tmp_path, model=experts(), router_aux_loss_coef=0.0)
-
-
-def test_a_subclass_with_another_loss_says_so_example_by_example(tmp_path: Path) -> None:
-    class Doubled(trl.SFTTrainer):
-        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
-            return 2 * super().compute_loss(*args, **kwargs)
-
-    class Private(DPTrainerMixin, Doubled):
-        pass
-
-    with pytest.raises(ConfigurationError, match=r"Doubled\.compute_loss gives one loss"):
-        make(tmp_path, Private)
-
-    class Known(DPSFTTrainer):
-        def compute_per_example_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
-            return 2 * super().compute_per_example_loss(model, inputs)
-
-    make(tmp_path, Known, loss_type="dft").train()
-
-
-def of_version(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
-    monkeypatch.setattr(behind.importlib.metadata, "version", lambda name: version)
-    behind._warn_of_a_new_version.cache_clear()
-
-
-@pytest.mark.parametrize(
-    "version", ["1.17.0.dev0", *(pytest.param(newer, marks=pytest.mark.slow) for newer in ("1.100.0", "2.0rc1"))]
-)
-def test_a_newer_version_than_the_tested_ones_trains_with_one_warning(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str
-) -> None:
-    of_version(monkeypatch, version)
-    with pytest.warns(UserWarning, match=rf"TRL {re.escape(version)} behind DPTrainerMixin was not tested"):
-        make(tmp_path)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", message="TRL")
-        make(tmp_path).train()
-
-
-@pytest.mark.parametrize("version", ["1.14.2", "0.29.1", "1.9.0"])
-def test_a_version_with_which_training_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str) -> None:
-    of_version(monkeypatch, version)
-    with pytest.raises(ConfigurationError, match=rf"TRL {re.escape(version)} behind DPTrainerMixin\."):
-        make(tmp_path)
-
-
-@pytest.mark.parametrize("part", ["padding_free", "_metrics"])
-def test_a_part_that_a_newer_version_no_longer_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: str) -> None:
-    class Without(trl.SFTTrainer):
-        def __getattribute__(self, name: str) -> Any:
-            if name == part and sys._getframe(1).f_globals["__name__"].startswith("hf_dp.training.behind."):
-                raise AttributeError(name)
-            return super().__getattribute__(name)
-
-    class Private(DPTrainerMixin, Without):
-        pass
-
-    with pytest.raises(ConfigurationError, match=rf"behind DPTrainerMixin \({part}\)"):
-        make(tmp_path, Private)
-
-
-def test_the_tested_versions_are_those_of_the_project_and_its_constraints() -> None:
-    def pinned(name: str) -> str:
-        (version,) = re.findall(r"^trl==(\d+\.\d+)\.", (ROOT / name).read_text(encoding="utf-8"), re.M)
-        return version
-
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-    oldest, newest = ("{}.{}".format(*version) for version in (behind.OLDEST, behind.NEWEST))
-    assert project["project"]["optional-dependencies"]["trl"] == [f"trl>={oldest},<2"]
-    assert (pinned("constraints-oldest.txt"), pinned("constraints.txt")) == (oldest, newest)
-    assert f"TRL {oldest} to {newest}" in (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8")
-
-
-# --- the documents --------------------------------------------------------------------------------------------------
-
 # As of many models on the hub: without marks.
 UNMARKED = re.sub(r"{% (end)?generation %}", "", TEMPLATE)
 SMOLLM2 = (
@@ -365,12 +159,6 @@ SMOLLM2 = (
     "message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}{% endfor %}{% if add_generation_prompt %}"
     "{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-
-
-def from_docs(language: str, word: str) -> str:
-    page = (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8")
-    (snippet,) = [text for text in re.findall(rf"^```{language}\n(.*?)^```$", page, re.M | re.S) if word in text]
-    return snippet
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,8 @@ from transformers import PreTrainedTokenizerFast, TrainerCallback, TrainingArgum
 from hf_dp import DPTrainer, PrivacyConfig
 from hf_dp.randomness import Entropy
 from hf_dp.sampling.poisson import PoissonBatchSampler
-from tests.zoo import VOCABULARY, tiny
+from tests.architectures import VOCABULARY
+from tests.zoo import tiny
 
 ROWS, MICRO, EXPECTED, STEPS = 48, 4, 8, 4
 Rows = list[dict[str, Any]]
@@ -224,3 +225,30 @@ class NoWholeTable(TorchDispatchMode):
             if is_dense and made.untyped_storage().data_ptr() != self.table.untyped_storage().data_ptr():
                 self.found.add(str(func))
         return result
+
+
+class PoissonSpy(TrainerCallback):
+    """The size of each logical batch and the noisy gradient that it became."""
+
+    def __init__(self) -> None:
+        self.gradients: list[dict[str, Tensor]] = []
+
+    def on_pre_optimizer_step(
+        self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **kwargs: Any
+    ) -> None:
+        owner = model if model is not None else self.model
+        self.gradients.append({name: p.grad.detach().clone() for name, p in owner.named_parameters()})
+
+    model: Any = None
+
+
+def gradients_of(trainer: Any) -> list[dict[str, Tensor]]:
+    spy = PoissonSpy()
+    spy.model = trainer.model
+    trainer.add_callback(spy)
+    trainer.train()
+    return spy.gradients
+
+
+def flat(gradients: dict[str, Tensor]) -> Tensor:
+    return torch.cat([g.flatten() for g in gradients.values()])

@@ -20,6 +20,7 @@ from hf_dp.parts.token_frequencies import release_token_frequencies, token_ids
 from hf_dp.randomness import Entropy
 from hf_dp.sampling.poisson import PoissonBatchSampler
 from hf_dp.units.rows import UnitRows
+from tests.architectures import VOCABULARY
 from tests.training.workbench import (
     EXPECTED,
     MICRO,
@@ -34,7 +35,6 @@ from tests.training.workbench import (
     rows,
     stack,
 )
-from tests.zoo import VOCABULARY
 
 pytestmark = pytest.mark.usefixtures("checked_once")
 

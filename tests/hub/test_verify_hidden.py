@@ -1,0 +1,120 @@
+"""A privacy section that nobody sees, or sees changed, is noticed; none is written where it would not be seen."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hf_dp.hub import verify, write_card
+from hf_dp.hub.card import BEGIN, END
+from tests.hub.forging import failed, in_text
+
+pytestmark = pytest.mark.usefixtures("checked_once")
+
+AROUND: dict[str, tuple[str, str]] = {
+    "comment": ("<!--\n", "\n-->"),
+    "comment in a block": ("<div><!--\n\n", "\n\n--></div>"),
+    "hidden": ("<div hidden>\n\n", "\n\n</div>"),
+    "display:none": ('<div style="display:none">\n\n', "\n\n</div>"),
+    "no end": ("<div hidden/>\n\n", ""),
+    "half a tag": ("<div hidden\n\n", ""),
+    "crossed": ("<b><div hidden></b>\n\n", ""),
+    "inline": ("text <span hidden>\n\n", "\n\n</span>"),
+    "details": ("<details><summary>More</summary>\n\n", "\n\n</details>"),
+    "fence": ("```\n", "\n```"),
+    "open fence": ("~~~~html\n", ""),
+    "script": ("<script>\n", "\n</script>"),
+    "textarea": ("<textarea>\n", "\n</textarea>"),
+    "template": ("<template>\n\n", "\n\n</template>"),
+    "instruction": ("<?php\n", "\n?>"),
+    "declaration": ("<!X\n", "\n>"),
+    "style before": ("<style>table { display: none }</style>\n\n", ""),
+    "style behind": ("", "\n\n<style>table { display: none }</style>"),
+    "list": ("- ", ""),
+    "no comment": ("<!--> <div style='display:none'> -->\n\n", ""),
+    "no comment either": ("<!---> <div style='display:none'> -->\n\n", ""),
+    "comment with another end": ("<!-- a --!> <div style='display:none'> -->\n\n", ""),
+    "comment with a blank in its end": ("<!-- a -- > <div hidden> -->\n\n", ""),
+    "CDATA": ("<![CDATA[ > <div hidden> ]]>\n\n", ""),
+    "instruction before": ("<?x > <div hidden> ?>\n\n", ""),
+    "declaration before": ("<!X '>' <div hidden> >\n\n", ""),
+    "end of nothing": ("<div></ x='<!--'><!-- '> --></div>\n\n", ""),
+    "text for tags": ("<textarea><!-- </textarea><div hidden> --></textarea>\n\n", ""),
+    "title for tags": ("<title><!-- </title><div hidden> --></title>\n\n", ""),
+    "body": ("<body hidden></body>\n\n", ""),
+    "dialog": ("<dialog open>Epsilon is 0.1.</dialog>\n\n", ""),
+    "laid over it": ("<div style='position:fixed;inset:0;background:white'>no</div>\n\n", ""),
+    "laid over it from behind": ("", "\n\n<div style='margin-top: -90em; background: white'>no</div>"),
+    "laid over it by a class": ("<div class='fixed inset-0 bg-white'>no</div>\n\n", ""),
+    "an escape in its style": ("<div style='p\\6fsition:fixed'>no</div>\n\n", ""),
+    "a comment in its style": ("<div style='a:b;/*;*/position:fixed'>no</div>\n\n", ""),
+}
+
+
+@pytest.mark.parametrize("case", AROUND)
+def test_a_privacy_section_that_nobody_sees_is_noticed(copy: Path, case: str) -> None:
+    before, behind = AROUND[case]
+    in_text(lambda text: text.replace(BEGIN, before + BEGIN).replace(END, END + behind))(copy)
+    assert failed(copy).startswith("card, visible: "), failed(copy)
+
+
+@pytest.mark.parametrize("end", ["\u2028", "\x0c", "\x0b", "\x85"])
+def test_a_section_on_one_line_is_noticed(copy: Path, end: str) -> None:
+    text = (copy / "README.md").read_text()
+    section = text[text.index(BEGIN) : text.index(END)]
+    in_text(lambda card: card.replace(section, section.replace("\n", end)))(copy)
+    assert "card, text" in failed(copy)
+
+
+def test_a_mark_of_the_byte_order_is_no_difference(copy: Path) -> None:
+    card = copy / "README.md"
+    card.write_bytes(b"\xef\xbb\xbf" + card.read_bytes())
+    assert verify(copy).private, failed(copy)
+
+
+@pytest.mark.parametrize("before", ["    ", "> "])
+def test_a_section_of_which_every_line_is_moved_is_noticed(copy: Path, before: str) -> None:
+    def move(text: str) -> str:
+        head, rest = text.split(BEGIN)
+        inside, tail = rest.split(END)
+        return head + "\n".join(before + line for line in f"{BEGIN}{inside}{END}".splitlines()) + tail
+
+    in_text(move)(copy)
+    assert "card, " in failed(copy)
+
+
+def test_a_section_in_the_metadata_is_none(copy: Path) -> None:
+    text = (copy / "README.md").read_text()
+    section = text[text.index(BEGIN) : text.index(END) + len(END)]
+    block = "\n".join(f"  {line}" for line in section.splitlines())
+    in_text(lambda text: text.replace(section, "").replace("---\n", f"---\nx: |\n{block}\n", 1))(copy)
+    assert "card, text" in failed(copy)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '<p align="center"><img src="a.png"></p>\n\n',
+        "Use `<mask>` and\n\n```html\n<div hidden>\n```\n\n",
+        "<!-- a note -->\n\n<details><summary>More</summary>\n\ntext\n\n</details>\n\n",
+        '<div align="center" style="text-align: center; margin: 0 auto"><img src="a.png" width="60%"/></div>\n\n',
+        "<!--- a note --->\n\n`<!-->` and <!-- two -- notes --> `<![CDATA[`\n\n",
+        "a < b\n- [link](x)\n\n| a |\n| - |\n| b |\n\n",
+    ],
+)
+def test_what_people_write_before_the_section_hides_nothing(copy: Path, text: str) -> None:
+    in_text(lambda card: card.replace(BEGIN, text + BEGIN))(copy)
+    assert verify(copy).private, failed(copy)
+
+
+def test_a_section_is_not_written_into_code_nor_between_crossed_marks(copy: Path) -> None:
+    old = (copy / "README.md").read_text()
+    section = old[old.index(BEGIN) : old.index(END) + len(END)]
+    body = f"# A\n\n```bash\n\n## a comment\n```\n\n{END}{BEGIN}\n## B\n{section.replace('Privacy', 'OLD')}\n"
+    (copy / "README.md").write_text(body)
+    write_card(copy)
+    assert verify(copy).private, failed(copy)
+    written = (copy / "README.md").read_text()
+    assert written.index("a comment") < written.index(BEGIN) < written.index("## B")
+    assert "OLD" not in written

@@ -1,0 +1,97 @@
+"""The cross-entropy of many tokens: torch's values and gradients, with fewer logits kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hf_dp.losses import tokens as tokenwise
+from hf_dp.per_example import record
+
+
+def tokens(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    logits = 5 * torch.randn(4, 6, 11, generator=generator, dtype=dtype)
+    labels = torch.randint(0, 11, (4, 6), generator=generator)
+    return logits, labels.masked_fill(torch.rand(4, 6, generator=generator) < 0.3, -100).index_fill(
+        0, torch.tensor(2), -100
+    )
+
+
+PRODUCERS: dict[str, Callable[[Tensor], Tensor]] = {
+    "linear": lambda x: F.linear(x, torch.eye(11, dtype=x.dtype)),
+    "tanh, which keeps its output": torch.tanh,
+    "capped": lambda x: 3 * torch.tanh(x / 3),
+    "a leaf": lambda x: x,
+    "a view of what tanh keeps": lambda x: torch.tanh(x)[:, 1:],
+    "a cast": lambda x: x.to(torch.float32).to(x.dtype),
+}
+
+
+@pytest.mark.parametrize("chunk", [1, 25, 10**6])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("producer", PRODUCERS)
+def test_values_and_gradients_are_those_of_torch(
+    producer: str, smoothing: float, chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tokenwise, "_CHUNK", chunk)
+    x, labels = tokens()
+    found, gradients = [], []
+    for ours in (True, False):
+        leaf = x.clone().requires_grad_()
+        logits = PRODUCERS[producer](leaf)
+        few = labels[:, -logits.shape[1] :]
+        kept = logits.detach().clone()
+        if ours:
+            loss = tokenwise.token_losses(logits, few, smoothing)
+        else:
+            each = F.cross_entropy(logits.mT, few, reduction="none", label_smoothing=smoothing)
+            loss = each.sum(1) / few.ne(-100).sum(1).clamp_min(1)
+        loss.square().sum().backward()
+        found.append(loss.detach())
+        gradients.append(leaf.grad)
+        if producer in ("a leaf", "tanh, which keeps its output"):
+            assert torch.equal(logits, kept)
+    assert torch.allclose(*found, rtol=1e-12)
+    assert torch.allclose(*gradients, rtol=1e-10, atol=1e-14)
+    assert found[0][2] == 0
+
+
+def test_no_gradient_of_the_gradient_is_promised() -> None:
+    x, labels = tokens()
+    leaf = x.requires_grad_()
+    loss = tokenwise.token_losses(F.linear(leaf, torch.eye(11, dtype=x.dtype)), labels, 0.0)
+    (gradient,) = torch.autograd.grad(loss.sum(), leaf, create_graph=True)
+    with pytest.raises(RuntimeError, match="twice|once|does not require grad"):
+        gradient.square().sum().backward()
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_an_example_whose_logits_are_not_finite_leaves_the_others_alone(value: float) -> None:
+    x, labels = tokens()
+    x[0, :, 3] = value
+    leaf = x.requires_grad_()
+    loss = tokenwise.token_losses(F.linear(leaf, torch.eye(11, dtype=x.dtype)), labels, 0.0)
+    loss.sum().backward()
+    assert not loss[0].isfinite()
+    assert loss[1:].isfinite().all()
+    assert leaf.grad[1:].isfinite().all()
+
+
+def test_logits_of_a_recorded_head_are_known_not_to_be_kept() -> None:
+    """By the name that autograd gives a recorded use: without it there would be a copy of the logits in memory."""
+    seen: list[str] = []
+
+    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        logits = model(batch["x"])
+        seen.append(type(logits.grad_fn).__name__)
+        return tokenwise.token_losses(logits, batch["y"], 0.0)
+
+    generator = torch.Generator().manual_seed(0)
+    batch = {"x": torch.randn(3, 4, 5, generator=generator), "y": torch.randint(7, (3, 4), generator=generator)}
+    record(nn.Linear(5, 7), loss, batch)
+    assert set(seen) <= set(tokenwise._DOES_NOT_KEEP_ITS_OUTPUT)

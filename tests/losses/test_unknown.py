@@ -1,0 +1,100 @@
+"""Losses that are not known are refused by name, and so are labels that the loss has not."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AutoModelForImageClassification, AutoModelForSequenceClassification, GPT2DoubleHeadsModel
+
+from hf_dp.errors import ConfigurationError, UnsupportedModelError
+from hf_dp.losses import check_own_loss, loss_kind, per_example_losses
+from tests.zoo import text_batch, tiny
+
+
+def test_a_batch_without_labels_is_refused() -> None:
+    batch = text_batch("causal_lm")
+    batch.pop("labels")
+    with pytest.raises(ConfigurationError, match=r"no 'labels' \(it has attention_mask, input_ids\)"):
+        per_example_losses(tiny("gpt2", "causal_lm"), batch)
+    with pytest.raises(ConfigurationError, match="start_positions"):
+        per_example_losses(tiny("bert", "qa"), batch)
+
+
+@pytest.mark.parametrize("make", [nn.Linear, lambda *_: GPT2DoubleHeadsModel(tiny("gpt2", "causal_lm").config)])
+def test_an_unknown_head_is_refused_by_name(make: Any) -> None:
+    model = make(3, 3)
+    model.config = getattr(model, "config", None)
+    with pytest.raises(UnsupportedModelError, match=rf"{type(model).__name__}.*no known per-example loss"):
+        loss_kind(model)
+
+
+def test_smoothing_is_refused_where_it_is_not_defined() -> None:
+    model = tiny("bert", "sequence", problem_type="regression", num_labels=1)
+    with pytest.raises(ConfigurationError, match=r"label_smoothing_factor=0\.1"):
+        per_example_losses(model, {**text_batch("sequence"), "labels": torch.randn(3)}, label_smoothing=0.1)
+
+
+def test_logits_at_other_positions_than_labels_are_refused() -> None:
+    model, batch = tiny("gpt2", "causal_lm"), text_batch("causal_lm")
+    with pytest.raises(UnsupportedModelError, match=r"logits \(3, 7, 37\) for labels \(3, 5\)"):
+        per_example_losses(model, {**batch, "labels": batch["labels"][:, :5]})
+
+
+def test_a_model_whose_own_loss_is_another_is_refused() -> None:
+    """BartForCausalLM does not shift its labels."""
+    model = tiny("bart", "causal_lm")
+    with pytest.raises(UnsupportedModelError, match="BartForCausalLM returns .* as its loss of one example"):
+        check_own_loss(model, text_batch("causal_lm"))
+
+
+def test_a_model_that_cannot_compute_its_own_loss_is_refused() -> None:
+    """GIT's expects logits of an image before those of the text."""
+
+    model = tiny("gpt2", "causal_lm")
+    plain = model.forward
+
+    def forward(labels: Tensor | None = None, **inputs: Any) -> Any:
+        out = plain(**inputs)
+        return out if labels is None else F.cross_entropy(out.logits[:, 1:-1].flatten(0, 1), labels.flatten())
+
+    model.forward = forward
+    with pytest.raises(UnsupportedModelError, match="GPT2LMHeadModel cannot compute its own loss of one example"):
+        check_own_loss(model, text_batch("causal_lm"))
+
+
+def test_a_model_without_a_loss_of_its_own_is_refused() -> None:
+    model = tiny("gpt2", "causal_lm")
+    plain = model.forward
+    model.forward = lambda labels=None, **inputs: plain(**inputs)
+    with pytest.raises(UnsupportedModelError, match="GPT2LMHeadModel returns no loss of its own for labels"):
+        check_own_loss(model, text_batch("causal_lm"))
+
+
+def test_own_loss_with_dropout_compares_the_same_masks() -> None:
+    model = tiny("bert", "sequence", hidden_dropout_prob=0.5, attention_probs_dropout_prob=0.5)
+    state = torch.get_rng_state()
+    check_own_loss(model, text_batch("sequence"))
+    assert torch.equal(state, torch.get_rng_state())
+
+
+def test_auto_classes_are_known() -> None:
+    assert loss_kind(tiny("gpt2", "causal_lm")) == "causal_lm"
+    assert loss_kind(tiny("bert", "masked_lm")) == "token"
+    for make in (AutoModelForSequenceClassification, AutoModelForImageClassification):
+        name = "vit" if make is AutoModelForImageClassification else "bert"
+        assert loss_kind(tiny(name, "image" if name == "vit" else "sequence")) == "classification"
+
+
+def test_what_hears_or_sees_is_an_encoder_decoder_only_where_its_config_says_so() -> None:
+    class Qwen2AudioForConditionalGeneration(nn.Module):
+        config = SimpleNamespace(is_encoder_decoder=False)
+
+    model: Any = Qwen2AudioForConditionalGeneration()
+    assert loss_kind(model) == "causal_lm"
+    model.config = SimpleNamespace(is_encoder_decoder=True)
+    assert loss_kind(model) == "token"

@@ -1,0 +1,169 @@
+"""What a recording cannot see is refused by name; nothing is silently wrong."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hf_dp.errors import UnsupportedModelError
+from hf_dp.per_example import RULES, Dense, Outer, Rule, loop, record
+from hf_dp.per_example.rule import Bound
+from tests.per_example.small import Small, batch, parameter, relative_error, square
+from tests.per_example.uses import EXACT, positions
+
+
+def time_major(model: Any, x: Tensor) -> Tensor:
+    return model.second(torch.tanh(model.first(x)).transpose(0, 1)).transpose(0, 1)
+
+
+class _Function(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        ctx.save_for_backward(x, w)
+        return x @ w.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        x, w = ctx.saved_tensors
+        return gradient @ w.detach().T, x.flatten(0, 1).T @ gradient.flatten(0, 1)
+
+
+@torch.jit.script
+def scripted(x: Tensor, w: Tensor) -> Tensor:
+    return torch.tanh(x @ w)
+
+
+HIDDEN: list[Tensor] = []
+_LINEAR = nn.Linear(4, 4)
+REFUSED: dict[str, tuple[Small, str]] = {
+    "time-major": (
+        Small(time_major, first=nn.Linear(4, 4), second=nn.Linear(4, 4)),
+        "second.bias, second.weight|linear",
+    ),
+    "time-major, folded": (
+        Small(
+            lambda m, x: m.linear(x.transpose(0, 1).flatten(0, 1)).view(x.shape[1], -1, 4).transpose(0, 1).cos(),
+            linear=nn.Linear(4, 4),
+        ),
+        "linear",
+    ),
+    "chosen and rejected in one batch": (
+        Small(lambda m, x: torch.mul(*torch.tanh(m.linear(torch.cat([x, 2 * x]))).chunk(2)), linear=nn.Linear(4, 4)),
+        "linear",
+    ),
+    "data as the summand of addmm": (
+        Small(
+            lambda m, x: torch.addmm(m.linear(x[:, 0]), x[:, 1], m.w),
+            linear=nn.Linear(4, 4),
+            w=parameter(4, 4),
+        ),
+        "addmm with a summand of shape",
+    ),
+    "a generated weight": (
+        Small(lambda m, x: F.linear(x, m.linear(x).mean((0, 1)).diag(), m.b), linear=nn.Linear(4, 4), b=parameter(4)),
+        "another of its operands needs a gradient",
+    ),
+    "einsum": (Small(lambda m, x: torch.einsum("btd,de->bte", x, m.w), w=parameter(4, 4)), "parameter w .*einsum"),
+    "out=": (
+        Small(lambda m, x: torch.matmul(x, m.w, out=torch.empty_like(x)), w=parameter(4, 4)),
+        "parameter w is used by operation matmul",
+    ),
+    "alpha=2": (Small(lambda m, x: torch.add(x, m.w, alpha=2), w=parameter(4)), "alpha=2"),
+    "max_norm": (
+        Small(lambda m, x: m.table(positions(x)[None]) + x, table=nn.Embedding(12, 4, max_norm=1.0)),
+        "max_norm",
+    ),
+    "scale_grad_by_freq": (
+        Small(
+            lambda m, x: m.table((9 * x[..., 0].abs()).long().clamp(max=11)),
+            table=nn.Embedding(12, 4, scale_grad_by_freq=True),
+        ),
+        "mixes the counts",
+    ),
+    "a closure": (
+        Small(lambda m, x: m.linear(x) + F.linear(x, HIDDEN[0]), linear=_LINEAR),
+        "gradient reached linear.weight",
+    ),
+    "a custom function": (
+        Small(lambda m, x: _Function.apply(m.linear(x), m.w), linear=nn.Linear(4, 4), w=parameter(4, 5)),
+        "gradient reached w by a use that no rule saw",
+    ),
+    "a custom function on 1 + w": (
+        Small(lambda m, x: _Function.apply(m.linear(x), 1 + m.w), linear=nn.Linear(4, 4), w=parameter(4, 5)),
+        "gradient reached w by a use that no rule saw",
+    ),
+    "a scripted function": (
+        Small(lambda m, x: scripted(m.linear(x), m.w), linear=nn.Linear(4, 4), w=parameter(4, 5)),
+        "gradient reached w",
+    ),
+    "a scripted function on 1 + w": (
+        Small(lambda m, x: scripted(m.linear(x), 1 + m.w), linear=nn.Linear(4, 4), w=parameter(4, 5)),
+        "gradient reached w",
+    ),
+    "nn.LSTM": (Small(lambda m, x: m.rnn(x)[0], rnn=nn.LSTM(4, 4, batch_first=True)), "rnn.weight_ih_l0.*lstm"),
+    "nn.MultiheadAttention": (
+        Small(
+            lambda m, x: m.attention(x, x, x)[0],
+            attention=nn.MultiheadAttention(4, 2, batch_first=True, add_bias_kv=True),
+        ),
+        "attention.in_proj_weight.*multi_head_attention",
+    ),
+    "a compiled module": (
+        Small(
+            lambda m, x: m.inner(m.linear(x)),
+            linear=nn.Linear(4, 4),
+            inner=torch.compile(nn.Linear(4, 4), backend="eager"),
+        ),
+        "inner is compiled",
+    ),
+}
+HIDDEN.append(_LINEAR.weight)
+
+
+@pytest.mark.parametrize("size", [2, 3, 5, 10])
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_by_name_at_every_batch_size(name: str, size: int) -> None:
+    """Ten positions: batches that divide them, equal them, half of them, and neither."""
+    model, message = REFUSED[name]
+    data = batch(size, 10, 4)
+    before = dict(model.named_parameters())
+    with pytest.raises(UnsupportedModelError, match=f"(?s){message}"):
+        record(model, square, data)
+    assert all(p is before[name] and p.grad is None for name, p in model.named_parameters())
+
+
+def penalised(create_graph: bool) -> Any:
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        x = batch["x"].clone().requires_grad_()
+        y = model(x).square().flatten(1).mean(1)
+        (gradient,) = torch.autograd.grad(y.sum(), x, create_graph=create_graph)
+        return y + gradient.flatten(1).square().sum(1) if create_graph else square(model, {"x": batch["x"] + gradient})
+
+    return loss
+
+
+@pytest.mark.parametrize("create_graph", [True, False])
+def test_gradients_taken_inside_the_loss_are_refused(create_graph: bool) -> None:
+    """They would be recorded as uses of their own, and second derivatives not at all."""
+    with pytest.raises(UnsupportedModelError, match=r"linear.weight.*(?s:.*)differentiates it by itself"):
+        record(EXACT["folded"], penalised(create_graph), batch(3, 5, 4))
+
+
+def test_a_rule_of_ones_own() -> None:
+    def bind(equation: str, x: Tensor, w: Tensor) -> Bound:
+        return Bound(x, {"w": w}, {"equation": equation})
+
+    def backward(saved: Any, operands: Any, gradient: Tensor, axis: Any, needs_input: bool) -> Any:
+        outer = Outer(Dense(axis.positions(saved[0])), Dense(axis.positions(gradient)))
+        return gradient @ operands.parameters["w"].T, {"w": outer}
+
+    rule = Rule(
+        "einsum", bind, lambda x, o: (torch.einsum(o.options["equation"], x, o.parameters["w"]), (x,)), backward
+    )
+    model, data = REFUSED["einsum"][0], batch(3, 5, 4)
+    found = record(model, square, data, rules={**RULES, torch.functional.einsum: rule})
+    assert relative_error(found, loop(model, square, data)) <= 1e-12

@@ -1,0 +1,198 @@
+"""What a parameter can be used by: a small model for each, of which every recording is exact."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.per_example.small import Small, parameter
+
+
+def positions(x: Tensor) -> Tensor:
+    return torch.arange(x.shape[1])
+
+
+def near(x: Tensor) -> Tensor:
+    return (positions(x)[:, None] - positions(x)[None]).clamp(-4, 4) + 4
+
+
+def ids(x: Tensor) -> Tensor:
+    return (9 * x[..., 0].abs()).long().clamp(max=8)
+
+
+def in_place(model: Any, x: Tensor) -> Tensor:
+    y = model.linear(x)
+    y += model.w
+    return y
+
+
+EXACT: dict[str, Small] = {
+    "used twice in one product": Small(lambda m, x: x * m.w * m.w, w=parameter(4)),
+    "a scalar": Small(lambda m, x: torch.tanh(m.w * x), w=parameter()),
+    "a scalar in one entry": Small(lambda m, x: torch.tanh(x * m.w), w=parameter(1)),
+    "a matrix added transposed": Small(lambda m, x: torch.tanh(x + m.w.T), w=parameter(4, 5)),
+    "a square matrix added transposed": Small(lambda m, x: torch.tanh(x[:, :4] + m.w.T), w=parameter(4, 4)),
+    "2 - w / 3, transposed": Small(lambda m, x: F.linear(x, (2 - m.w / 3).T), w=parameter(4, 4)),
+    "1 + w and w in one layer norm": Small(lambda m, x: F.layer_norm(x, (4,), 1 + m.w, m.w), w=parameter(4)),
+    "rsub": Small(lambda m, x: F.linear(x, torch.rsub(m.w, 1)), w=parameter(4, 4)),
+    "detached in part": Small(lambda m, x: F.linear(x, m.w * m.w.detach().abs().max()), w=parameter(4, 4)),
+    "module and F.linear": Small(lambda m, x: m.linear(x) + F.linear(x.cos(), m.linear.weight), linear=nn.Linear(4, 4)),
+    "frozen weight, trainable bias": Small(
+        lambda m, x: F.linear(x, m.w, m.b), w=parameter(4, 4).requires_grad_(False), b=parameter(4)
+    ),
+    "keyword arguments": Small(
+        lambda m, x: F.linear(bias=m.b, weight=m.w, input=torch.tanh(F.linear(weight=m.w, input=x))),
+        w=parameter(4, 4),
+        b=parameter(4),
+    ),
+    "norms": Small(lambda m, x: m.rms(m.layer(x) * 2).cos(), rms=nn.RMSNorm(4), layer=nn.LayerNorm(4)),
+    "folded": Small(lambda m, x: m.linear(x.flatten(0, 1)).view(x.shape).cos(), linear=nn.Linear(4, 4)),
+    "positions as (1, T) ids": Small(
+        lambda m, x: torch.tanh(x + m.table(positions(x)[None])), table=nn.Embedding(12, 4)
+    ),
+    "positions squeezed": Small(
+        lambda m, x: torch.tanh(x + m.table(positions(x)[None]).squeeze(0)), table=nn.Embedding(12, 4)
+    ),
+    "a constant (1, T, d) input": Small(
+        lambda m, x: torch.tanh(x + m.linear(positions(x).double()[None, :, None] / 9)), linear=nn.Linear(1, 4)
+    ),
+    "a class token": Small(
+        lambda m, x: torch.tanh(torch.cat([m.token.expand(len(x), -1, -1), x], 1)), token=parameter(1, 1, 4)
+    ),
+    "a class token that is a vector": Small(
+        lambda m, x: torch.tanh(torch.cat([m.token.expand(len(x), 2, -1), x], 1)), token=parameter(4)
+    ),
+    "x @ w": Small(lambda m, x: torch.tanh(x) @ m.w, w=parameter(4, 6)),
+    "addmm": Small(
+        lambda m, x: torch.addmm(m.b, x.flatten(0, 1), m.w).view(*x.shape[:2], 6), w=parameter(4, 6), b=parameter(6)
+    ),
+    "a shared layer in a loop": Small(
+        lambda m, x: [x := torch.tanh(m.linear(x)) for _ in range(3)][-1], linear=nn.Linear(4, 4)
+    ),
+    "positions (T,)": Small(lambda m, x: torch.tanh(x + m.table(positions(x))), table=nn.Embedding(12, 4)),
+    "token types zeros(T)": Small(lambda m, x: torch.tanh(x + m.table(0 * positions(x))), table=nn.Embedding(12, 4)),
+    "constant (T, d)": Small(
+        lambda m, x: torch.tanh(x + m.linear(torch.ones(x.shape[1], 2).double())), linear=nn.Linear(2, 4)
+    ),
+    "a row of (1, T)": Small(lambda m, x: torch.tanh(x + m.table(positions(x)[None])[0]), table=nn.Embedding(12, 4)),
+    "a mean over (1, T)": Small(
+        lambda m, x: torch.tanh(x + m.table(positions(x)[None]).mean(0)), table=nn.Embedding(12, 4)
+    ),
+    "expanded to positions": Small(lambda m, x: torch.tanh(x + m.w.expand(x.shape[1], -1)), w=parameter(1, 4)),
+    "weight norm": Small(lambda m, x: m.linear(x), linear=nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))),
+    "tanh(w)": Small(lambda m, x: F.linear(x, torch.tanh(m.w)), w=parameter(4, 4)),
+    "exp(w)": Small(lambda m, x: x * m.w.exp(), w=parameter(4)),
+    "w * w": Small(lambda m, x: x * (m.w * m.w), w=parameter(4)),
+    "w * max|w|": Small(lambda m, x: F.linear(x, m.w * m.w.abs().max()), w=parameter(4, 4)),
+    "a slice": Small(lambda m, x: x + m.w[: x.shape[1]], w=parameter(9, 4)),
+    "in place between two layers": Small(
+        lambda m, x: m.second(m.linear(x).add_(x).mul_(2)), linear=nn.Linear(4, 4), second=nn.Linear(4, 4)
+    ),
+    "a table of relative positions, (T, T)": Small(
+        lambda m, x: torch.einsum("bts,bsd->btd", torch.tanh(x @ x.mT + m.table(near(x)).permute(2, 0, 1)), x),
+        table=nn.Embedding(9, 1),
+    ),
+    "a table of relative positions, indexed": Small(
+        lambda m, x: torch.einsum("bts,bsd->btd", (x @ x.mT + m.w[near(x)]).softmax(-1), x), w=parameter(9)
+    ),
+    "a table of relative positions, added in place": Small(
+        lambda m, x: torch.einsum("bts,bsd->btd", m.linear(x).matmul(x.mT).add_(m.w[near(x)][None]).tanh(), x),
+        linear=nn.Linear(4, 4),
+        w=parameter(9),
+    ),
+    "a constant through layers that data takes too": Small(
+        lambda m, x: m.norm(m.linear(x)) @ m.norm(m.linear(m.w)).mT.repeat(len(x), 1, 1),
+        linear=nn.Linear(4, 4),
+        norm=nn.LayerNorm(4),
+        w=parameter(6, 4),
+    ),
+    "heads of a constant, repeated": Small(
+        lambda m, x: torch.bmm(
+            x.repeat_interleave(2, 0), m.linear(m.w).view(6, 2, 4).transpose(0, 1).mT.repeat(len(x), 1, 1)
+        ).view(len(x), -1),
+        linear=nn.Linear(4, 8),
+        w=parameter(6, 4),
+    ),
+    "some rows of a table": Small(
+        lambda m, x: (
+            F.embedding(ids(x), m.table.index_copy(0, torch.tensor([7, 2]), m.w))
+            @ m.table.index_copy(0, torch.tensor([7, 2]), m.w).T
+        ),
+        table=parameter(9, 4).requires_grad_(False),
+        w=parameter(2, 4),
+    ),
+    "rows chosen by each example": Small(
+        lambda m, x: torch.einsum("btde,btd->bte", m.w[ids(x)], x).tanh(), w=parameter(9, 4, 3)
+    ),
+    "rows chosen by each example, folded": Small(
+        lambda m, x: torch.bmm(m.w[ids(x).flatten()], x.reshape(-1, 4, 1)).view(len(x), -1).tanh(), w=parameter(9, 3, 4)
+    ),
+    "split, concatenated and normalised": Small(
+        lambda m, x: F.linear(x, F.normalize(torch.cat(m.w.split(2)[::-1]), dim=0)), w=parameter(4, 4)
+    ),
+    "a parameter in the loss itself": Small(
+        lambda m, x: m.linear(x) * m.w.square().mean(), linear=nn.Linear(4, 4), w=parameter(3)
+    ),
+    "a bias of attention": Small(
+        lambda m, x: F.scaled_dot_product_attention(x[:, None], x[:, None], x[:, None], m.w[near(x)][None, None]),
+        w=parameter(9),
+    ),
+    "a bias of attention under a mask": Small(
+        lambda m, x: torch.where(x[..., :1] > 0, m.w[near(x)], -1.0).softmax(-1) @ x, w=parameter(9)
+    ),
+    "differences and ratios": Small(lambda m, x: (m.w - x) / (m.w.exp() + 2) - m.w, w=parameter(4)),
+    "x @ w with a vector w": Small(
+        lambda m, x: (m.linear(x) @ m.w)[..., None].cos(), linear=nn.Linear(4, 4), w=parameter(4)
+    ),
+    "F.linear with a vector": Small(lambda m, x: F.linear(x, m.w)[..., None].cos(), w=parameter(4)),
+    "w @ x": Small(lambda m, x: torch.tanh(m.w @ m.linear(x).mT), linear=nn.Linear(4, 4), w=parameter(6, 4)),
+    "x @ w for each head": Small(
+        lambda m, x: m.linear(x).unflatten(2, (2, 2)).transpose(1, 2) @ m.w.cos()[None],
+        linear=nn.Linear(4, 4),
+        w=parameter(2, 2, 3),
+    ),
+    "expanded as another": Small(lambda m, x: x * m.w.expand_as(x), w=parameter(4)),
+    "expanded along several axes": Small(
+        lambda m, x: torch.cat([x, m.w.view(1, 1, -1).expand(len(x), x.shape[1], -1)], 2), w=parameter(3)
+    ),
+    "sinks of attention": Small(
+        lambda m, x: (
+            torch.cat([x @ x.mT, m.w.view(1, 1, 1).expand(len(x), x.shape[1], -1)], 2).softmax(-1)[..., :-1] @ x
+        ),
+        w=parameter(1),
+    ),
+    "nn.MultiheadAttention": Small(
+        lambda m, x: m.attention(x, x, x)[0], attention=nn.MultiheadAttention(4, 2, batch_first=True)
+    ),
+    "nn.MultiheadAttention, positions first, without weights": Small(
+        lambda m, x: m.attention(*[x.transpose(0, 1)] * 3, need_weights=False)[0].transpose(0, 1),
+        attention=nn.MultiheadAttention(4, 2),
+    ),
+    "nn.MultiheadAttention, masked": Small(
+        lambda m, x: m.attention(
+            x,
+            x,
+            x,
+            attn_mask=torch.ones(x.shape[1], x.shape[1]).triu(1).bool(),
+            key_padding_mask=(x[..., 0] > 0).logical_and(positions(x) > 0),
+        )[0],
+        attention=nn.MultiheadAttention(4, 2, batch_first=True, bias=False),
+    ),
+    "nn.MultiheadAttention of a learned query": Small(
+        lambda m, x: m.attention(m.query.repeat(len(x), 1, 1), x, x.cos())[0],
+        attention=nn.MultiheadAttention(4, 2, batch_first=True),
+        query=parameter(1, 2, 4),
+    ),
+    "nn.MultiheadAttention over other features": Small(
+        lambda m, x: m.attention(x, x[..., :3], x[..., 1:])[0],
+        attention=nn.MultiheadAttention(4, 2, batch_first=True, kdim=3, vdim=3),
+    ),
+    "nn.TransformerEncoderLayer": Small(
+        lambda m, x: m.layer(x), layer=nn.TransformerEncoderLayer(4, 2, 6, dropout=0.0, batch_first=True)
+    ),
+    "x += w": Small(in_place, linear=nn.Linear(4, 4), w=parameter(4)),
+    "x.mul_(w)": Small(lambda m, x: m.linear(x).mul_(m.w), linear=nn.Linear(4, 4), w=parameter(4)),
+}

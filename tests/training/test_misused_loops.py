@@ -1,0 +1,176 @@
+"""What can go wrong in a loop of one's own is refused before it costs anything, or does no harm."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from hf_dp.errors import ConfigurationError, LedgerError
+from tests.training.own_loops import a_run, after_one_step, begun
+from tests.training.workbench import classifier, pad, parameters, rows, same
+
+pytestmark = pytest.mark.usefixtures("checked_once")
+
+
+def misuse_second_step(model: Any, run: Any, optimizer: Any, batches: Any, batch: Any) -> None:
+    optimizer.step()
+    run.step(batch)
+
+
+def misuse_no_optimizer(model: Any, run: Any, optimizer: Any, batches: Any, batch: Any) -> None:
+    next(batches)
+
+
+def misuse_another_optimizer(model: Any, run: Any, optimizer: Any, batches: Any, batch: Any) -> None:
+    torch.optim.Adam(model.parameters()).step()
+    next(batches)
+
+
+def misuse_untaken_checkpoint(model: Any, run: Any, optimizer: Any, batches: Any, batch: Any) -> None:
+    run.save("nowhere")
+
+
+def misuse_backward(model: Any, run: Any, optimizer: Any, batches: Any, batch: Any) -> None:
+    model(**pad(rows(4))).loss.backward()
+    optimizer.step()
+
+
+def misuse_clipping(model: Any, run: Any, optimizer: Any, batches: Any, batch: Any) -> None:
+    nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+    optimizer.step()
+
+
+def misuse_own_step(model: Any, run: Any, optimizer: Any, batches: Any, batch: Any) -> None:
+    optimizer.step()
+    optimizer.zero_grad()
+    model(**pad(rows(4))).loss.backward()
+    optimizer.step()
+
+
+def misuse_other_training_between(model: Any, run: Any, optimizer: Any, batches: Any, batch: Any) -> None:
+    optimizer.step()
+    optimizer.zero_grad()
+    model(**pad(rows(4))).loss.backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    run.step(next(batches))
+
+
+def misuse_other_training_before_saving(model: Any, run: Any, optimizer: Any, batches: Any, batch: Any) -> None:
+    optimizer.step()
+    run.end()
+    optimizer.zero_grad()
+    model(**pad(rows(4))).loss.backward()
+    optimizer.step()
+    run.save("nowhere")
+
+
+def misuse_skipped_batch(model: Any, run: Any, optimizer: Any, batches: Any, batch: Any) -> None:
+    optimizer.step()
+    next(batches)
+    next(batches)
+
+
+def misuse_two_loops(model: Any, run: Any, optimizer: Any, batches: Any, batch: Any) -> None:
+    optimizer.step()
+    run.step(next(run.batches()))
+    optimizer.step()
+    next(batches)
+
+
+def misuse_own_batch(model: Any, run: Any, optimizer: Any, batches: Any, batch: Any) -> None:
+    optimizer.step()
+    run.step(pad(rows(4)))
+
+
+def misuse_after_the_end(model: Any, run: Any, optimizer: Any, batches: Any, batch: Any) -> None:
+    optimizer.step()
+    late = next(batches)
+    run.end()
+    run.step(late)
+
+
+def misuse_second_beginning(model: Any, run: Any, optimizer: Any, batches: Any, batch: Any) -> None:
+    run.begin(optimizer)
+
+
+def misuse_second_run(model: Any, run: Any, optimizer: Any, batches: Any, batch: Any) -> None:
+    optimizer.step()
+    run.end()
+    a_run(model).begin(torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def misuse_no_output_dir(model: Any, run: Any, optimizer: Any, batches: Any, batch: Any) -> None:
+    optimizer.step()
+    run.save_checkpoint()
+
+
+@pytest.mark.parametrize(
+    ("misuse", "words"),
+    [
+        (misuse_second_step, "or was used before"),
+        (misuse_no_optimizer, "the next batch before the run's optimizer has taken"),
+        (misuse_another_optimizer, "the next batch before the run's optimizer has taken"),
+        (misuse_untaken_checkpoint, r"save\(\) before the run's optimizer has taken"),
+        (misuse_backward, "gradients that are not those of the private step"),
+        (misuse_clipping, "gradients that are not those of the private step"),
+        (misuse_own_step, "gradients that are not those of the private step"),
+        (misuse_other_training_between, r"step\(\), after something else than the run's optimizer has changed"),
+        (misuse_other_training_before_saving, r"save\(\), after something else than the run's optimizer has changed"),
+        (misuse_skipped_batch, r"a batch of batches\(\) without its step\(\)\."),
+        (misuse_two_loops, "since another loop has begun"),
+        (misuse_own_batch, "what is not the latest batch"),
+        (misuse_after_the_end, "what is not the latest batch"),
+        (misuse_second_beginning, "has begun"),
+        (misuse_second_run, "has trained this model before: 1 private steps"),
+        (misuse_no_output_dir, "without output_dir"),
+    ],
+)
+def test_what_can_go_wrong_in_a_loop_is_refused(misuse: Callable[..., None], words: str) -> None:
+    in_hand = after_one_step()
+    steps = in_hand[1].ledger.steps
+    with pytest.raises((ConfigurationError, LedgerError), match=words):
+        misuse(*in_hand)
+    assert in_hand[1].ledger.steps <= steps + 1
+    assert not Path("nowhere").exists()
+
+
+def test_two_runs_on_one_model_are_refused_at_the_first_step_of_the_second() -> None:
+    model = classifier()
+    runs = [a_run(model), a_run(model)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for _ in runs]
+    for run, optimizer in zip(runs, optimizers, strict=True):
+        run.begin(optimizer)
+    runs[0].step(next(runs[0].batches()))
+    optimizers[0].step()
+    with pytest.raises(ConfigurationError, match="something else than the run's optimizer"):
+        runs[1].step(next(runs[1].batches()))
+    assert runs[1].ledger.steps == 0
+
+
+def test_what_does_no_harm_changes_nothing() -> None:
+    found, first = [], classifier()
+    for careless in (False, True):
+        model = copy.deepcopy(first)
+        run, optimizer, scheduler = begun(model, steps=3)
+        while run.global_step < 3:
+            for batch in run.batches():
+                run.step(batch)
+                optimizer.step()
+                scheduler.step()
+                if careless:  # breaks, evaluates, averages in a copy, and leaves the gradients
+                    torch.optim.swa_utils.AveragedModel(model)
+                    model.eval()
+                    model(**pad(rows(4)))
+                    break
+                optimizer.zero_grad()
+        found.append(parameters(model))
+        assert run.ledger.steps == 3
+        run.end()
+        optimizer.step()  # nobody listens any more
+    assert same(*found)

@@ -1,0 +1,106 @@
+"""What TRL computes from several pairs at once, or from a reference that sees several, is refused by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from datasets import Dataset
+from torch import Tensor, nn
+
+from hf_dp.errors import ConfigurationError, PreflightError, UnsupportedModelError
+from hf_dp.losses import PREFERENCE_LOSSES
+from hf_dp.training.trainer import DPTrainerMixin
+from tests.training.answers import DPDPOTrainer, make, pairs
+from tests.training.chats import a_model, adapter, tokenizer
+from tests.training.workbench import private
+
+pytestmark = pytest.mark.usefixtures("checked_once")
+
+trl = pytest.importorskip("trl")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"loss_type": "aot"}, "loss_type='aot'"),
+        ({"loss_type": ["sigmoid", "aot_unpaired"]}, "loss_type='aot_unpaired'"),
+        ({"f_divergence_type": "js_divergence"}, "f_divergence_type='js_divergence'"),
+        ({"ld_alpha": 0.5}, "ld_alpha=0.5"),
+        ({"use_weighting": True}, "use_weighting=True"),
+        ({"sync_ref_model": True, "precompute_ref_log_probs": False}, "sync_ref_model=True"),
+        ({"activation_offloading": True}, "activation_offloading=True"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
+def test_what_is_no_pairs_own(tmp_path: Path, options: dict[str, Any], words: str) -> None:
+    parts = {"ref_model": a_model()} if "sync_ref_model" in options else {}
+    with pytest.raises(ConfigurationError) as caught:
+        make(tmp_path, **options, **parts)
+    assert words in caught.value.found
+    assert caught.value.why
+    assert caught.value.fix
+
+
+def test_losses_of_other_rows_and_of_the_batch(tmp_path: Path) -> None:
+    class Private(DPTrainerMixin, trl.KTOTrainer):
+        pass
+
+    rows = [{"prompt": row["prompt"], "completion": row["chosen"], "label": True} for row in pairs(8)]
+    config = trl.KTOConfig(str(tmp_path), report_to="none", use_cpu=True, bf16=False, per_device_train_batch_size=2)
+    with pytest.raises(ConfigurationError, match="KTOTrainer"):
+        Private(
+            a_model(), args=config, train_dataset=Dataset.from_list(rows), processing_class=tokenizer(),
+            ref_model=a_model(), privacy=private(),
+        )  # fmt: skip
+
+
+def test_another_loss_than_trls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(PREFERENCE_LOSSES, "sigmoid", PREFERENCE_LOSSES["hinge"])
+    with pytest.raises(UnsupportedModelError, match="DPOTrainer computes .* as its loss of one pair"):
+        make(tmp_path).train()
+
+
+def test_a_reference_that_sees_other_pairs(tmp_path: Path) -> None:
+    """As one that counts padding as positions would; TRL computes it before there is a private step."""
+
+    class Seeing(DPDPOTrainer):
+        def compute_ref_log_probs(self, model: nn.Module, inputs: Any) -> Any:
+            chosen, rejected = super().compute_ref_log_probs(model, inputs)
+            return chosen + 10 * len(chosen), rejected
+
+    for kind, beforehand in ((Seeing, True), (Seeing, False)):
+        with pytest.raises(PreflightError):
+            make(tmp_path, kind, peft_config=adapter(), precompute_ref_log_probs=beforehand).train()
+
+
+def test_a_reference_that_rounds(tmp_path: Path) -> None:
+    """As in 16 bits, where numbers are rounded otherwise beside others: that is no influence of theirs."""
+
+    class Rounding(DPDPOTrainer):
+        def compute_ref_log_probs(self, model: nn.Module, inputs: Any) -> Any:
+            by = 1 + len(inputs["input_ids"]) / 3
+            return tuple(
+                (by * values).bfloat16().float() / by for values in super().compute_ref_log_probs(model, inputs)
+            )
+
+    make(tmp_path, Rounding, peft_config=adapter(), precompute_ref_log_probs=False, beta=5.0).train()
+
+
+def test_a_subclass_with_another_loss_says_so_pair_by_pair(tmp_path: Path) -> None:
+    class Doubled(trl.DPOTrainer):
+        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+            return 2 * super().compute_loss(*args, **kwargs)
+
+    class Private(DPTrainerMixin, Doubled):
+        pass
+
+    with pytest.raises(ConfigurationError, match=r"Doubled\.compute_loss gives one loss"):
+        make(tmp_path, Private)
+
+    class Known(DPDPOTrainer):
+        def compute_per_example_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
+            return 2 * super().compute_per_example_loss(model, inputs)
+
+    make(tmp_path, Known, loss_type="sigmoid").train()

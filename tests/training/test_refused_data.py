@@ -1,0 +1,91 @@
+"""Training data that cannot be sampled or read is refused by name, wherever the bad row is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+import torch
+
+from hf_dp.errors import ConfigurationError
+from tests.architectures import VOCABULARY
+from tests.training.refusing import refused
+from tests.training.workbench import make, rows
+
+
+class Streamed(torch.utils.data.IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        return iter(rows())
+
+
+class Counts(torch.utils.data.Dataset[Any]):
+    """Has 48 rows, and says something else."""
+
+    def __init__(self, *said: Any) -> None:
+        self.rows, self.said = rows(), list(said)
+
+    def __len__(self) -> int:
+        said: int = self.said.pop(0) if len(self.said) > 1 else self.said[0]
+        return said
+
+    def __getitem__(self, index: int) -> Any:
+        return self.rows[index]
+
+
+BAD_DATA: dict[str, tuple[Callable[[], Any], str]] = {
+    "none of it": (list, "0 examples"),
+    "fewer than the expected batch": (lambda: rows(7), "an expected batch of 8 from a training dataset of 7"),
+    "one example": (lambda: rows(1), "1 examples"),
+    "an iterable dataset of torch": (Streamed, "Streamed, which can only be iterated"),
+    "a streamed dataset": (lambda: datasets.Dataset.from_list(rows()).to_iterable_dataset(), "IterableDataset"),
+    "a generator": (lambda: iter(rows()), "which can only be iterated"),
+    "a set": (lambda: {1, 2, 3}, "which can only be iterated"),
+    "fewer rows than it says": (lambda: Counts(100), "Counts, whose last example cannot be read"),
+    "a length that changes": (lambda: Counts(48, 40), "whose length was 48 and then 40"),
+    "a length below zero": (lambda: Counts(-1), "Counts, whose last example cannot be read"),
+    "a length that is no number": (lambda: Counts("48"), "Counts, whose last example cannot be read"),
+    "a length beyond counting": (lambda: Counts(10**400), "Counts, whose last example cannot be read"),
+    "all splits at once": (
+        lambda: datasets.DatasetDict(train=datasets.Dataset.from_list(rows())),
+        "DatasetDict with the keys train",
+    ),
+}
+
+
+@pytest.mark.parametrize("steps", [4, -1])
+@pytest.mark.parametrize("name", BAD_DATA)
+def test_bad_training_data(tmp_path: Path, name: str, steps: int) -> None:
+    data, words = BAD_DATA[name]
+    refused(tmp_path, ConfigurationError, words, parts={"train_dataset": data()}, max_steps=steps)
+
+
+def test_a_single_row_of_its_own(tmp_path: Path) -> None:
+    one = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 1, "parts": {"train_dataset": rows(1)}}
+    refused(tmp_path, ConfigurationError, "n=1 training examples, and no delta", **one)
+
+
+@pytest.mark.parametrize(
+    ("bad", "words"),
+    [
+        ({"labels": 3}, "Target 3 is out of bounds"),
+        ({"labels": -1}, "Target -1 is out of bounds"),
+        ({"input_ids": [5, VOCABULARY]}, "index out of range"),
+        ({"input_ids": [5, -7]}, "index out of range"),
+        ({"input_ids": [5] * 3000}, "size of tensor"),
+        ({"labels": None}, "TypeError"),
+    ],
+)
+def test_one_bad_row_that_is_drawn_late(tmp_path: Path, bad: dict[str, Any], words: str) -> None:
+    many = [*rows(2000)]
+    assert make(tmp_path, parts={"train_dataset": datasets.Dataset.from_list(many)}).train().global_step
+    many[1501] |= bad
+    data = datasets.Dataset.from_list(many)
+    refused(tmp_path, ConfigurationError, f"row 1501 .*{words}", at_once=False, parts={"train_dataset": data})
+
+
+def test_rows_without_labels(tmp_path: Path) -> None:
+    data = [{"input_ids": row["input_ids"]} for row in rows()]
+    refused(tmp_path, ConfigurationError, "no 'labels'", parts={"train_dataset": data}, at_once=False)

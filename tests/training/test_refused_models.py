@@ -1,0 +1,120 @@
+"""Models that mix examples, remember data or have nothing to train are refused by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import DistilBertForSequenceClassification, TrainerCallback
+
+from hf_dp import DPTrainer
+from hf_dp.errors import ConfigurationError, PreflightError, UnsupportedModelError
+from tests.training.refusing import refused
+from tests.training.workbench import arguments, classifier, make, pad, private, rows
+
+
+def with_head(*layers: nn.Module) -> nn.Module:
+    model: Any = classifier()
+    model.pre_classifier = nn.Sequential(model.pre_classifier, *layers)
+    return model
+
+
+class Blend(nn.Module):
+    """A use of a parameter for which there is no rule."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(24))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.lerp(x, x.cos(), self.scale)
+
+
+class BatchMean(nn.Module):
+    """Examples that mix, without any parameter."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x - x.mean(0)
+
+
+def test_nothing_to_train(tmp_path: Path) -> None:
+    model = classifier().requires_grad_(False)
+    refused(tmp_path, UnsupportedModelError, "no trainable parameter", model)
+
+
+@pytest.mark.parametrize("kind", [nn.BatchNorm1d, nn.SyncBatchNorm])
+def test_batch_normalisation(tmp_path: Path, kind: type[nn.Module]) -> None:
+    refused(tmp_path, UnsupportedModelError, f"pre_classifier.1 is batch normalisation .{kind.__name__}",
+            with_head(kind(24)))  # fmt: skip
+
+
+def test_a_parameter_without_a_rule(tmp_path: Path) -> None:
+    error = refused(tmp_path, UnsupportedModelError, "pre_classifier.1.scale", with_head(Blend()), at_once=False)
+    assert "freeze" in error.fix
+
+
+def test_examples_that_mix(tmp_path: Path) -> None:
+    refused(tmp_path, PreflightError, "neighbours", with_head(BatchMean()), at_once=False)
+
+
+class Remembering(nn.Module):
+    """Each example by itself, but a running average of them goes into the saved model, without noise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(24))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+        return x
+
+
+def test_buffers_that_remember_the_data(tmp_path: Path) -> None:
+    model: Any = with_head(Remembering())
+    refused(tmp_path, UnsupportedModelError, "buffer 'pre_classifier.1.mean' changes", model, at_once=False)
+    assert not model.pre_classifier[1].mean.any(), "put back as it was"
+
+
+def test_a_model_in_dataparallel(tmp_path: Path) -> None:
+    model = classifier()
+    wrapped = nn.DataParallel(model)
+    wrapped.config = model.config  # type: ignore[assignment]
+    refused(tmp_path, ConfigurationError, "DataParallel", wrapped)
+
+
+def test_several_devices_would_be_dataparallel(tmp_path: Path) -> None:
+    args = arguments(tmp_path)
+    args._n_gpu = 2
+    with pytest.raises(ConfigurationError, match=r"DataParallel on 2 devices[\s\S]*torchrun"):
+        DPTrainer(model=classifier(), args=args, train_dataset=rows(), data_collator=pad, privacy=private())
+
+
+def test_unfreezing_in_the_middle_is_refused_before_the_step_is_paid(tmp_path: Path) -> None:
+    class Unfreeze(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+            if state.global_step == 2:
+                model.requires_grad_(True)
+
+    model: Any = classifier()
+    model.distilbert.requires_grad_(False)
+    trainer = make(tmp_path, model, parts={"callbacks": [Unfreeze()]})
+    with pytest.raises(PreflightError, match="preflight did not see"):
+        trainer.train()
+    assert trainer.ledger.steps == trainer.state.global_step == 2
+
+
+class DoubledForSequenceClassification(DistilBertForSequenceClassification):
+    def forward(self, input_ids: Any = None, attention_mask: Any = None, labels: Any = None, **kwargs: Any) -> Any:
+        output = super().forward(input_ids, attention_mask, labels=labels, **kwargs)
+        if output.loss is not None:
+            output.loss = 2 * output.loss
+        return output
+
+
+def test_a_model_whose_own_loss_is_another_is_refused(tmp_path: Path) -> None:
+    model = DoubledForSequenceClassification(classifier().config)
+    refused(tmp_path, UnsupportedModelError, "as its loss of one example", model, at_once=False)

@@ -1,0 +1,103 @@
+"""What a training tells: its report, epsilon and noise in logs and progress bar, and nothing where that is withheld."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import dp_accounting
+import pytest
+from dp_accounting import pld
+from transformers import TrainerCallback
+
+from hf_dp.errors import ConfigurationError
+from tests.training.workbench import EXPECTED, ROWS, STEPS, exact, last_log, make, private, trained
+
+pytestmark = pytest.mark.usefixtures("checked_once")
+
+
+def test_the_report_says_what_was_done(tmp_path: Path) -> None:
+    config = private(target_delta=1e-3, clipping_norm=0.5, accountant="rdp", seed=None)
+    trainer = make(tmp_path, privacy=config)
+    with pytest.raises(ConfigurationError, match="train"):
+        trainer.privacy_report()
+    trainer.train()
+    report = trainer.privacy_report()
+    by_hand = {
+        "delta": 1e-3, "noise_multiplier": 1.0, "clipping_norm": 0.5, "sampling_probability": EXPECTED / ROWS,
+        "steps": STEPS, "accountant": "rdp", "dataset_size": ROWS, "expected_batch_size": EXPECTED,
+        "target_epsilon": None, "reproducible": False, "unit": "one training example",
+        "adjacency": "replace one by nothing (zero-out), n public", "sampling": "Poisson",
+    }  # fmt: skip
+    assert {name: getattr(report, name) for name in by_hand} == by_hand
+    assert report.epsilon == report.epsilon_rdp
+    assert report.private
+    assert report.caveats
+
+
+def test_epsilon_is_that_of_the_event_one_would_compose_by_hand(tmp_path: Path) -> None:
+    trainer = make(tmp_path, privacy=private(target_delta=1e-3))
+    trainer.train()
+    gaussian = dp_accounting.GaussianDpEvent(1.0)
+    event = dp_accounting.SelfComposedDpEvent(dp_accounting.PoissonSampledDpEvent(EXPECTED / ROWS, gaussian), STEPS)
+    fine = pld.PLDAccountant(value_discretization_interval=1e-3).compose(event).get_epsilon(1e-3)
+    assert trainer.privacy_report().epsilon == pytest.approx(fine, rel=2e-3)
+    assert last_log(trainer, "epsilon") == pytest.approx(trainer.privacy_report().epsilon, abs=1e-4)
+
+
+def test_without_noise_epsilon_is_infinite_and_a_seed_is_not_private(tmp_path: Path) -> None:
+    trainer = make(tmp_path, privacy=exact())
+    trainer.train()
+    report = trainer.privacy_report()
+    assert report.epsilon == math.inf
+    assert not report.private
+    assert "NOT PRIVATE" in str(report)
+
+
+NOT_PRIVATE = {"loss", "train_loss", "clipped_fraction", "non_finite_examples", "num_input_tokens_seen", "total_flos"}
+
+
+def test_epsilon_and_noise_are_logged_and_shown_in_the_progress_bar(tmp_path: Path) -> None:
+    shown: list[dict[str, Any]] = []
+
+    class Bar:
+        def set_postfix(self, **values: Any) -> None:
+            shown.append(values)
+
+    class WithBar(TrainerCallback):
+        training_bar = Bar()
+
+    trainer = trained(tmp_path, parts={"callbacks": [WithBar()]}, logging_steps=1)
+    entries = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert [entry["epsilon"] for entry in entries] == sorted({entry["epsilon"] for entry in entries})
+    assert len(entries) == STEPS
+    assert all(entry["noise_multiplier"] == 1.0 and 0 <= entry["clipped_fraction"] <= 1 for entry in entries)
+    assert [values["epsilon"] for values in shown][:STEPS] == [entry["epsilon"] for entry in entries]
+    assert "clipped_fraction" not in trainer.state.log_history[-1], "the last window has no examples left to count"
+
+
+def test_withheld_logs_leave_no_function_of_the_data_behind(tmp_path: Path) -> None:
+    heard: list[dict[str, Any]] = []
+
+    class Listener(TrainerCallback):
+        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+            heard.append(dict(logs))
+
+    trainer = make(
+        tmp_path, privacy=private(withhold_non_private_logs=True), parts={"callbacks": [Listener()]},
+        save_strategy="steps", save_steps=2, include_num_input_tokens_seen="all", logging_steps=1,
+    )  # fmt: skip
+    out = trainer.train()
+    states = [json.loads(p.read_text()) for p in tmp_path.glob("checkpoint-*/trainer_state.json")]
+    assert len(states) == 2
+    for entry in [*heard, *trainer.state.log_history, out.metrics, *(e for s in states for e in s["log_history"])]:
+        assert not {k for k in entry if k in NOT_PRIVATE and entry[k]}, entry
+        assert not entry.get("train_tokens_per_second")
+    for state in states:
+        assert not state["total_flos"]
+        assert not state["num_input_tokens_seen"]
+    assert (out.training_loss, trainer.state.total_flos, trainer.state.num_input_tokens_seen) == (0, 0, 0)
+    assert all("epsilon" in entry for entry in heard if "learning_rate" in entry)
+    assert not any("withhold" in caveat for caveat in trainer.privacy_report().caveats)

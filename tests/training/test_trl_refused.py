@@ -1,0 +1,151 @@
+"""What TRL's settings, losses and versions do that cannot be clipped example by example is refused by name."""
+
+from __future__ import annotations
+
+import re
+import sys
+import tomllib
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from torch import Tensor, nn
+from transformers import MixtralConfig, MixtralForCausalLM
+
+from hf_dp.errors import ConfigurationError
+from hf_dp.training.behind import trl as behind
+from hf_dp.training.trainer import DPTrainerMixin
+from tests.training.chats import ROOT, ROWS, TEMPLATE, WORDS, DPSFTTrainer, conversations, make, tokenizer
+
+pytestmark = pytest.mark.usefixtures("checked_once")
+
+trl = pytest.importorskip("trl")
+
+
+def packed() -> Dataset:
+    return Dataset.from_list([{"input_ids": [7, 8, 9, 10], "labels": [7, 8, 9, 10], "seq_lengths": [2, 2]}] * ROWS)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"packing": True}, "packing=True"),
+        ({"packing": True, "packing_strategy": "wrapped"}, "packing=True"),
+        ({"train_dataset": packed(), "assistant_only_loss": False}, "'seq_lengths'"),
+        ({"padding_free": True, "max_length": None}, "padding_free=True"),
+        ({"loss_type": "dft"}, "loss_type='dft'"),
+        ({"activation_offloading": True}, "activation_offloading=True"),
+        ({"model_init_kwargs": {"use_kernels": True}}, "'use_kernels': True"),
+        ({"use_liger_kernel": True}, "use_liger_kernel=True"),
+        ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha=5.0"),
+        ({"compute_loss_func": lambda *_, **__: torch.tensor(0.0)}, "compute_loss_func gives one loss"),
+        (
+            {"processing_class": tokenizer(TEMPLATE.replace("' <end>' }}{% endg", "' <end> ' }}{% endg"))},
+            "labels of row",
+        ),
+    ],
+)
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
+def test_what_cannot_be_clipped_example_by_example(tmp_path: Path, options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        make(tmp_path, **options)
+    assert words in caught.value.found
+    assert caught.value.why
+    assert caught.value.fix
+
+
+def test_a_users_last_word_in_the_loss(tmp_path: Path) -> None:
+    template = TEMPLATE.replace("' <end>' }}{% endgeneration", "' <end> ' }}{% endgeneration")
+    data = Dataset.from_list(
+        [{"messages": [*row["messages"], {"role": "user", "content": "w1"}]} for row in conversations(turns=1)]
+    )
+    make(tmp_path, train_dataset=data)
+    with pytest.raises(ConfigurationError, match="the assistant's words alone"):
+        make(tmp_path, train_dataset=data, processing_class=tokenizer(template))
+
+
+def test_a_loss_of_the_routers_of_a_whole_batch(tmp_path: Path) -> None:
+    def experts() -> MixtralForCausalLM:
+        config = MixtralConfig(
+            vocab_size=len(WORDS), hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+            num_key_value_heads=2, num_local_experts=2, pad_token_id=0, bos_token_id=None, eos_token_id=2,
+        )  # fmt: skip
+        return MixtralForCausalLM(config)
+
+    with pytest.raises(ConfigurationError, match="router_aux_loss_coef"):
+        make(tmp_path, model=experts())
+    make(tmp_path, model=experts(), router_aux_loss_coef=0.0)
+
+
+def test_a_subclass_with_another_loss_says_so_example_by_example(tmp_path: Path) -> None:
+    class Doubled(trl.SFTTrainer):
+        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+            return 2 * super().compute_loss(*args, **kwargs)
+
+    class Private(DPTrainerMixin, Doubled):
+        pass
+
+    with pytest.raises(ConfigurationError, match=r"Doubled\.compute_loss gives one loss"):
+        make(tmp_path, Private)
+
+    class Known(DPSFTTrainer):
+        def compute_per_example_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
+            return 2 * super().compute_per_example_loss(model, inputs)
+
+    make(tmp_path, Known, loss_type="dft").train()
+
+
+def of_version(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+    monkeypatch.setattr(behind.importlib.metadata, "version", lambda name: version)
+    behind._warn_of_a_new_version.cache_clear()
+
+
+@pytest.mark.parametrize(
+    "version", ["1.17.0.dev0", *(pytest.param(newer, marks=pytest.mark.slow) for newer in ("1.100.0", "2.0rc1"))]
+)
+def test_a_newer_version_than_the_tested_ones_trains_with_one_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str
+) -> None:
+    of_version(monkeypatch, version)
+    with pytest.warns(UserWarning, match=rf"TRL {re.escape(version)} behind DPTrainerMixin was not tested"):
+        make(tmp_path)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="TRL")
+        make(tmp_path).train()
+
+
+@pytest.mark.parametrize("version", ["1.14.2", "0.29.1", "1.9.0"])
+def test_a_version_with_which_training_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+    of_version(monkeypatch, version)
+    with pytest.raises(ConfigurationError, match=rf"TRL {re.escape(version)} behind DPTrainerMixin\."):
+        make(tmp_path)
+
+
+@pytest.mark.parametrize("part", ["padding_free", "_metrics"])
+def test_a_part_that_a_newer_version_no_longer_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: str) -> None:
+    class Without(trl.SFTTrainer):
+        def __getattribute__(self, name: str) -> Any:
+            if name == part and sys._getframe(1).f_globals["__name__"].startswith("hf_dp.training.behind."):
+                raise AttributeError(name)
+            return super().__getattribute__(name)
+
+    class Private(DPTrainerMixin, Without):
+        pass
+
+    with pytest.raises(ConfigurationError, match=rf"behind DPTrainerMixin \({part}\)"):
+        make(tmp_path, Private)
+
+
+def test_the_tested_versions_are_those_of_the_project_and_its_constraints() -> None:
+    def pinned(name: str) -> str:
+        (version,) = re.findall(r"^trl==(\d+\.\d+)\.", (ROOT / name).read_text(encoding="utf-8"), re.M)
+        return version
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    oldest, newest = ("{}.{}".format(*version) for version in (behind.OLDEST, behind.NEWEST))
+    assert project["project"]["optional-dependencies"]["trl"] == [f"trl>={oldest},<2"]
+    assert (pinned("constraints-oldest.txt"), pinned("constraints.txt")) == (oldest, newest)
+    assert f"TRL {oldest} to {newest}" in (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8")
