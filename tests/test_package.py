@@ -72,11 +72,27 @@ def test_the_bounds_of_every_dependency_are_what_the_tests_install() -> None:
         for line in project["dependencies"] + extras["dev"] + extras["docs"] + extras["trl"] + extras["secure"]
     ]
     assert len(required) > 20
+    for line in extras["bench"] + extras["quantized"]:
+        assert newest[Requirement(line).name] in Requirement(line).specifier, line
+    # `make dist` builds in the environment of the tests.
+    system = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["build-system"]
+    assert set(system["requires"]) < set(extras["dev"])
     assert set(oldest) == {requirement.name for requirement in required}
     for requirement in required:
         lowest = [Version(bound.version) for bound in requirement.specifier if bound.operator == ">="]
         assert lowest == [oldest[requirement.name]], requirement
         assert newest[requirement.name] in requirement.specifier
+
+
+def test_what_a_message_says_to_install_is_the_extra_that_it_names() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    said = "".join(
+        path.read_text(encoding="utf-8") for room in ("hf_dp", "recipes") for path in (ROOT / room).rglob("*.py")
+    )
+    named = re.findall(r"pip install '([^']+)'(?: \(the extra '(\w+)'\))?", said)
+    assert {extra for _, extra in named} == {"secure", "quantized"}
+    for requirement, extra in named:
+        assert requirement in extras[extra]
 
 
 def test_type_information_is_shipped() -> None:
@@ -102,6 +118,6 @@ def test_the_source_distribution_has_all_that_its_tests_read() -> None:
         pytest.skip("no checkout: what is in the source distribution is what is here")
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     shipped = project["tool"]["hatch"]["build"]["targets"]["sdist"]["include"]
-    always = ["/pyproject.toml", "/LICENSE", "/.*"]  # hidden ones are of no use without a checkout
+    always = ["/pyproject.toml", "/LICENSE", "/.gitignore"]
     names = {f"/{path.split('/')[0]}" for path in listed}
     assert {name for name in names if not any(fnmatch(name, pattern) for pattern in (*shipped, *always))} == set()

@@ -10,6 +10,7 @@ from hf_dp.cli.audit import audit
 from hf_dp.cli.demo import demo
 from hf_dp.cli.memorisation import memorisation
 from hf_dp.cli.plan import plan
+from hf_dp.cli.recipes import recipes
 from hf_dp.cli.report import report
 from hf_dp.cli.train import train
 from hf_dp.cli.verify import verify
@@ -45,7 +46,9 @@ def main(
 
 app.command()(demo)
 app.command()(plan)
-app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(train)
+# Its own --help would hide those of the recipes.
+app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True}, add_help_option=False)(train)
+app.add_typer(recipes, name="recipes")
 app.command()(report)
 app.command()(verify)
 app.command()(audit)

@@ -13,6 +13,7 @@ import typer
 import yaml
 
 from hf_dp.cli.common import AsJson, print_json, refusals
+from hf_dp.cli.shipped import named
 from hf_dp.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -21,22 +22,27 @@ if TYPE_CHECKING:
 
 def train(
     context: typer.Context,
-    recipe: Annotated[Path, typer.Argument(metavar="RECIPE.yaml", help="The recipe's settings.")],
+    recipe: Annotated[
+        str | None,
+        typer.Argument(metavar="RECIPE", help="A name from `hf-dp recipes list`, or the path of a YAML file."),
+    ] = None,
     traceback: Annotated[
         bool, typer.Option("--traceback", help="Show where an error about files or the hub came from.")
     ] = False,
     as_json: AsJson = False,
+    help_: Annotated[bool, typer.Option("--help", help="Show this, or after RECIPE the flags of that recipe.")] = False,
 ) -> None:
     """Run a recipe: the script that lies beside its YAML file, with the settings in it.
 
     Example:
 
-        hf-dp train recipes/classify.yaml --target_epsilon 3
+        hf-dp train causal_lm --text_file TEXT.txt --target_epsilon 3
 
-    Flags after the file win over it; `python recipes/classify.py --help` lists
-    those of a recipe. NAME.yaml runs NAME.py in the same folder; several files
+    Flags win over the file. A recipe of hf_dp is given by its name, one of your
+    own by its path: NAME.yaml runs NAME.py in the same folder; several files
     can share one script by naming it, `recipe: NAME.py`. On several devices
-    start the script itself, for example with `accelerate launch`.
+    start the script itself, for example with `accelerate launch`, after
+    `hf-dp recipes copy`.
 
     With --json: the privacy report of the model that the recipe saved (or, by
     folder, of each of several), and the metrics that it wrote (results.json, or
@@ -45,11 +51,18 @@ def train(
     Exit codes: 0, trained; 2, refused, or files or the hub could not be read;
     any other is the recipe's own.
     """
+    if recipe is None:
+        if not help_:
+            context.fail("Missing argument 'RECIPE': `hf-dp recipes list` names those that come with hf_dp.")
+        typer.echo(context.get_help())
+        return
     with refusals(traceback):
-        script = recipe_script(recipe)
-        outcome = _outcome(settings(recipe), context.args) if as_json else None
-        said_by_the_recipe: AbstractContextManager[Any] = redirect_stdout(sys.stderr) if as_json else nullcontext()
-        with _as_the_main_program(script, [str(recipe), *context.args]), said_by_the_recipe:
+        path = named(recipe)
+        script = recipe_script(path)
+        flags = [*context.args, *["--help"] * help_]
+        outcome = _outcome(settings(path), flags) if as_json and not help_ else None
+        said_by_the_recipe: AbstractContextManager[Any] = redirect_stdout(sys.stderr) if outcome else nullcontext()
+        with _as_the_main_program(script, [str(path), *flags]), said_by_the_recipe:
             try:
                 runpy.run_path(str(script), run_name="__main__")
             except SystemExit as end:
@@ -81,8 +94,8 @@ def settings(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, LookupError, RecursionError, yaml.YAMLError) as error:
         raise ConfigurationError(
             f"recipe {str(path)!r} cannot be read: {error}.",
-            why="a recipe is a YAML file of settings, such as recipes/classify.yaml.",
-            fix="give the path of one; recipes come with the source of hf_dp.",
+            why="a recipe is a YAML file of settings, or one of those that come with hf_dp, by its name.",
+            fix="give the path of one, or a name from `hf-dp recipes list`.",
         ) from error
     if not isinstance(values, dict):
         raise _no_recipe(path, "no settings.")
@@ -114,7 +127,7 @@ def _no_recipe(path: Path, found: str) -> ConfigurationError:
     return ConfigurationError(
         f"recipe {str(path)!r} has {found}",
         why="it must be a mapping of settings; `recipe`, if it is there, names a script in the same folder.",
-        fix="see recipes/classify_full.yaml for one that shares another's script.",
+        fix="`hf-dp recipes copy classify_full DIRECTORY` gives one that shares another's script.",
     )
 
 

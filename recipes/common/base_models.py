@@ -56,7 +56,7 @@ class Trained:
             raise ConfigurationError(
                 "--load_in_4bit without the package bitsandbytes.",
                 why="it holds the weights, and computes with them.",
-                fix="pip install 'bitsandbytes>=0.50', or leave it out.",
+                fix="pip install 'bitsandbytes>=0.50' (the extra 'quantized'), or leave it out.",
             )
 
 

@@ -158,6 +158,7 @@ def test_commands_that_a_page_names_exist(page: Path) -> None:
     for file in re.findall(r"\b((?:recipes(?!/test_)|scripts|tests)/[\w/]+\.(?:py|yaml))", text):
         assert (ROOT / file).exists(), file
     commands = {command.name or command.callback.__name__ for command in app.registered_commands if command.callback}
+    commands |= {group.name for group in app.registered_groups}
     for command in re.findall(r"\bhf-dp ([a-z][a-z-]*)", text):
         assert command in commands, command
 

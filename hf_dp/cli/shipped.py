@@ -1,0 +1,57 @@
+"""The recipes that come with hf_dp: where they lie, and which there are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from hf_dp.errors import ConfigurationError
+
+_PACKAGE = Path(__file__).resolve().parents[1]
+# What tells their folder from another one of that name.
+_SHARED = Path("common", "arguments.py")
+
+
+def shipped() -> Path:
+    """Their folder: in the package, where it was installed, and beside it in a checkout.
+
+    Raises:
+        ConfigurationError: neither is there.
+    """
+    for folder in (_PACKAGE / "_recipes", _PACKAGE.parent / "recipes"):
+        if (folder / _SHARED).is_file():
+            return folder
+    raise ConfigurationError(
+        f"the hf_dp in {str(_PACKAGE)!r} has no recipes.",
+        why="they are part of its wheel, and of a checkout of its source.",
+        fix="install it from one of these, or give the path of a YAML file with its script beside it.",
+    )
+
+
+def named(recipe: str) -> Path:
+    """The YAML file that is given by its path, or is of this name among those that come with hf_dp.
+
+    Raises:
+        ConfigurationError: no recipe has this name, or it is a script alone.
+    """
+    if not recipe.isidentifier():
+        return Path(recipe)
+    folder = shipped()
+    path = folder / f"{recipe}.yaml"
+    if path.is_file():
+        return path
+    if path.with_suffix(".py").is_file():
+        raise ConfigurationError(
+            f"the recipe {recipe!r} has no settings.",
+            why="it is a script to be read, changed and started as one.",
+            fix=f"`hf-dp recipes copy {recipe} DIRECTORY`, then python DIRECTORY/{recipe}.py.",
+        )
+    raise unknown(recipe, folder)
+
+
+def unknown(recipe: str, folder: Path) -> ConfigurationError:
+    """No recipe of a folder has this name."""
+    return ConfigurationError(
+        f"no recipe is called {recipe!r}.",
+        why=f"those of hf_dp are {', '.join(sorted(path.stem for path in folder.glob('*.yaml')))}.",
+        fix="choose one of them (`hf-dp recipes list` says what each does), or give the path of a YAML file of yours.",
+    )
