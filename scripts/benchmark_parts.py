@@ -6,12 +6,13 @@ import dataclasses
 import functools
 import statistics
 from collections.abc import Callable
+from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
-from measuring import Dtype, in_turns, median_of, ratio_of, setting_of, timed
-from workloads import CASES, batches, build
+from measuring import Dtype, in_turns, measured_alone, median_of, peak_mib, ratio_of, setting_of, timed
+from workloads import CASES, VARIANTS, batches, build
 
 
 def forms(
@@ -98,11 +99,30 @@ def _bytes(value: torch.Tensor) -> int:
     return int(value.nbytes) + sum(int(scale.nbytes) for scale in scales)
 
 
-def bits(model: Annotated[str, typer.Option(help="Of a causal language model.")]) -> None:
-    """MiB of the weights of a model with LoRA over a frozen base in fewer bits; nothing is timed."""
+def _peak_of_a_step(model: str, kind: str) -> float:
+    """MiB that this process takes at most from when the model is loaded, which makes some weights whole first, to the
+    end of a private step on a micro-batch of 8 x 64 tokens."""
+    adapted = _in_bits(model, kind)
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    case = dataclasses.replace(CASES["llama lora"], batch=8, length=64, config=adapted.config.to_dict())
+    VARIANTS["hf_dp"](case, adapted, batches(case, torch.device("cpu"))[:1])()
+    return peak_mib()
+
+
+def bits(
+    model: Annotated[str, typer.Option(help="Of a causal language model.")],
+    alone: Annotated[str | None, typer.Option(hidden=True, help="Only the peak memory of this one, in MiB.")] = None,
+) -> None:
+    """MiB of a model with LoRA over a frozen base in fewer bits: of its weights, and at most in a process that makes
+    a private step; nothing is timed."""
+    if alone is not None:
+        print(_peak_of_a_step(model, alone))
+        return
     sizes = {name: sum(map(_bytes, _in_bits(model, name).parameters())) / 2**20 for name in BITS}
     for name, size in sizes.items():
-        print(f"{name}: {size:.0f} MiB, {size / sizes['float32']:.2f}")
+        peak = measured_alone("bits", "--model", model, "--alone", name)
+        step = peak if isinstance(peak, str) else f"{peak:.0f} MiB"
+        print(f"{name}: {size:.0f} MiB, {size / sizes['float32']:.2f}; with a step {step}")
 
 
 def re_attention(

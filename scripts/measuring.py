@@ -100,8 +100,13 @@ def peak_mib() -> float:
 
 
 def measure_memory(case_name: str, variant: str, *setting: str) -> float | str:
-    """Peak MiB in a process of its own."""
-    command = [sys.executable, str(BENCHMARK), "memory", case_name, variant, *setting]
+    """Peak MiB of a variant of a case in a process of its own."""
+    return measured_alone("memory", case_name, variant, *setting)
+
+
+def measured_alone(*asked: str) -> float | str:
+    """The last number that the command prints, so asked in a process of its own."""
+    command = [sys.executable, str(BENCHMARK), *asked]
     done = subprocess.run(command, capture_output=True, text=True)
     return float(done.stdout.split()[-1]) if done.returncode == 0 else "failed"
 

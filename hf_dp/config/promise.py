@@ -213,6 +213,12 @@ class PrivacyConfig:
         self._check()
 
     def _check(self) -> None:
+        if not is_one_of(self.accountant, ("pld", "rdp")):
+            raise ConfigurationError(
+                f"accountant={shown(self.accountant)}.",
+                why="only 'pld' and 'rdp' are known, and an unknown accountant promises nothing.",
+                fix="use 'pld' (tight, the default) or 'rdp'.",
+            )
         check_target(self)
         noise = self.noise_multiplier
         check_clipping(self.clipping, self.clipping_norm, noise)
@@ -221,12 +227,6 @@ class PrivacyConfig:
         if self.target_delta is not None:
             check_target_delta(self.target_delta)
         check_secret(self)
-        if not is_one_of(self.accountant, ("pld", "rdp")):
-            raise ConfigurationError(
-                f"accountant={shown(self.accountant)}.",
-                why="only 'pld' and 'rdp' are known, and an unknown accountant promises nothing.",
-                fix="use 'pld' (tight, the default) or 'rdp'.",
-            )
         check_sampling(self.max_batch_size, self.accountant)
         if not isinstance(self.withhold_non_private_logs, bool):
             raise ConfigurationError(

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from hf_dp import OutputBiasConfig, PrivacyConfig, ReAttentionConfig, SparseEmbeddingConfig
@@ -142,6 +142,7 @@ def test_what_is_no_config_in_json_is_refused(text: Any) -> None:
 @pytest.mark.fuzzed
 @pytest.mark.filterwarnings("ignore:noise_multiplier=0")
 @cases(150)
+@example({"target_tpr": 0.5, "accountant": np.array([1, 2])})
 @given(arguments_of_configs())
 def test_any_arguments_are_a_promise_that_goes_to_json_and_back_or_refused(arguments: dict[str, Any]) -> None:
     config = unless_refused(lambda: PrivacyConfig(**arguments))
