@@ -11,7 +11,8 @@ import torch
 
 import hf_dp
 from hf_dp.noise import source as noise_module
-from tests.noise.contract import REJECTED, SIZE, DistributionContract, NoiseSourceContract, normal_p
+from tests.noise.contract import NoiseSourceContract
+from tests.noise.distribution import REJECTED, SIZE, DistributionContract, normal_p
 
 DRAWS = re.compile(
     r"np\.random\.(?:Generator|SFC64|PCG64|Philox|MT19937|default_rng)|torch\.(?:Generator|randn|normal)\("

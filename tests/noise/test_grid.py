@@ -26,7 +26,8 @@ from hf_dp.noise.grid import ROUNDING, GridNoise
 from hf_dp.noise.table import SOURCES
 from hf_dp.randomness import Entropy
 from hf_dp.step.clipped_sum import ClippedSum
-from tests.noise.contract import NoiseSourceContract, needs_randomgen, normal_p, plan_of
+from tests.noise.contract import NoiseSourceContract, needs_randomgen, plan_of
+from tests.noise.distribution import normal_p
 
 LEVEL = 1e-6
 # Of the grid, the numbers of a row of the table and of the words.
