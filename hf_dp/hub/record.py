@@ -28,7 +28,7 @@ CARD_FILE = "README.md"
 FORMAT = "hf_dp privacy record"
 VERSION = 2
 # How hf_dp is had, on every card and in refusals. What is released to a package index is named here, and then only.
-INSTALL = "with `pip install .` in a checkout of its source (no package index has it)"
+INSTALL = "with `pip install .` in a checkout of its source"
 # As Transformers and PEFT name them; other tensors beside them are not the model.
 _WEIGHTS = ("model*.safetensors", "adapter_model*.safetensors")
 # Texts that were sampled from a private model, with its record.
