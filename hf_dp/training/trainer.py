@@ -39,6 +39,7 @@ from hf_dp.training.refusals import private_arguments, refuse_optimizer, refuse_
 from hf_dp.training.restoring import RestoringMixin
 from hf_dp.training.resume import Fingerprints, SavedRun, note_trained_by
 from hf_dp.training.run import Run
+from hf_dp.training.signature import of_trainer, shown_as, tell
 
 
 class DPTrainerMixin(RestoringMixin, CheckpointMixin, LayoutsMixin, PublishingMixin, DataMixin, LogsMixin):
@@ -62,6 +63,10 @@ class DPTrainerMixin(RestoringMixin, CheckpointMixin, LayoutsMixin, PublishingMi
 
     #: How operations use their parameters. Extend it for operations of your own; see docs/rules.md.
     per_example_rules: Mapping[Any, Rule] = RULES
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        tell(cls, DPTrainerMixin)
 
     def __init__(
         self, *args: Any, privacy: PrivacyConfig, max_tokens_per_micro_batch: int | None = None, **kwargs: Any
@@ -261,3 +266,5 @@ class DPTrainerMixin(RestoringMixin, CheckpointMixin, LayoutsMixin, PublishingMi
 
 class DPTrainer(DPTrainerMixin, Trainer):
     """Transformers' `Trainer` with a differential-privacy guarantee; see `DPTrainerMixin`."""
+
+    __init__ = shown_as(of_trainer, DPTrainerMixin.__init__)
