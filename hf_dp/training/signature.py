@@ -1,47 +1,11 @@
-"""What an editor, `help` and a type checker are told of a trainer's arguments: Trainer's own, and the promise."""
+"""What an editor and `help` are told of a trainer's arguments: those of the trainer behind it, and the promise."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ParamSpec, cast
+from collections.abc import Callable
 
-import torch
-from torch import Tensor, nn
-from transformers import TrainerCallback, TrainingArguments
-from transformers.trainer_utils import EvalPrediction
-
-from hf_dp.config import PrivacyConfig
-
-_P = ParamSpec("_P")
 OURS = ("privacy", "max_tokens_per_micro_batch")
-
-
-def of_trainer(
-    self: Any,
-    model: nn.Module | None = None,
-    args: TrainingArguments | None = None,
-    data_collator: Callable[[list[Any]], Mapping[str, Any]] | None = None,
-    train_dataset: Any = None,
-    eval_dataset: Any = None,
-    processing_class: Any = None,
-    model_init: Callable[..., nn.Module] | None = None,
-    compute_loss_func: Callable[..., Tensor] | None = None,
-    compute_metrics: Callable[[EvalPrediction], dict[str, Any]] | None = None,
-    callbacks: Sequence[TrainerCallback | type[TrainerCallback]] | None = None,
-    optimizers: tuple[torch.optim.Optimizer | None, torch.optim.lr_scheduler.LRScheduler | None] = (None, None),
-    optimizer_cls_and_kwargs: tuple[type[torch.optim.Optimizer], dict[str, Any]] | None = None,
-    preprocess_logits_for_metrics: Callable[[Tensor, Tensor], Tensor] | None = None,
-    *,
-    privacy: PrivacyConfig,
-    max_tokens_per_micro_batch: int | None = None,
-) -> None:
-    """Trainer's arguments, in its order, and those of `DPTrainerMixin`. Nothing calls it."""
-
-
-def shown_as(_shown: Callable[_P, None], made: Callable[..., None]) -> Callable[_P, None]:
-    """`made`, in the eyes of a type checker with other arguments."""
-    return cast(Callable[_P, None], made)
 
 
 def tell(kind: type, mixin: type) -> None:
