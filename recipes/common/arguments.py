@@ -130,7 +130,9 @@ def parse(recipe: type) -> tuple[Any, TrainingArguments, PrivacyConfig]:
         raise
     except (ValueError, TypeError, LookupError, AttributeError, OSError, ImportError, RuntimeError) as error:
         raise ConfigurationError(
-            f"{error}.", why="no training could begin with these arguments.", fix="--help lists them all."
+            f"{error}.",
+            why="no training could begin with these arguments.",
+            fix="change what it names; --help lists all of them.",
         ) from error
     if training.fsdp or parse_flag_from_env("ACCELERATE_USE_FSDP"):
         raise ConfigurationError(

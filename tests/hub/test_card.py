@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import shutil
@@ -15,8 +16,9 @@ from hf_dp.figures import times
 from hf_dp.hub import PrivacyRecord, verify, write_card
 from hf_dp.hub.about import about
 from hf_dp.hub.card import BEGIN, END
+from hf_dp.hub.record import as_written, sha256_of_record
 from hf_dp.versions import library_versions
-from tests.hub.forging import failed, in_card, in_record
+from tests.hub.forging import failed, in_card, in_record, seal
 
 DEV3 = Path(__file__).parent / "dev3" / "plain"
 # As PEFT writes it: the hub's own template, and what it knows.
@@ -48,6 +50,24 @@ def test_the_day_is_the_records_and_no_other(copy: Path) -> None:
         in_record("saved", to=wrong)(copy)
         with pytest.raises(LedgerError, match="no day"):
             PrivacyRecord.from_json((copy / "privacy.json").read_bytes())
+
+
+def test_the_same_saved_on_another_day_is_the_same_training(copy: Path) -> None:
+    def digest() -> str:
+        return sha256_of_record((copy / "privacy.json").read_bytes())
+
+    before = digest()
+    in_record("saved", to="1999-12-31")(copy)
+    seal(copy)
+    assert verify(copy).private
+    assert digest() == before
+    in_record("report", "epsilon", to=1.0)(copy)
+    assert digest() != before
+    # As it was of records without a day: those that name them were written so.
+    found = json.loads((DEV3 / "privacy.json").read_text())
+    assert (
+        sha256_of_record((DEV3 / "privacy.json").read_bytes()) == hashlib.sha256(as_written(found).encode()).hexdigest()
+    )
 
 
 def test_what_templates_leave_to_be_filled_in_goes_and_what_a_person_filled_in_stays(copy: Path) -> None:
