@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import decimal
 import math
+from collections.abc import Callable
 
 # What a float cannot hold, and what sums of floats round, is no reason to say more.
 _EXACT = decimal.Context(prec=12)
+# That anybody reads in full.
+_LONGEST = 1e15
 
 
 def upper(bound: float, digits: int) -> str:
@@ -23,6 +26,23 @@ def lower(amount: float, digits: int) -> str:
         return f"{amount:g}"
     down = decimal.Context(prec=digits, rounding=decimal.ROUND_FLOOR)
     return f"{float(down.plus(_EXACT.create_decimal_from_float(amount))):.{digits}g}"
+
+
+def times(factor: float) -> str:
+    """A factor for readers who know no powers of ten, never below it: 2,981 for exp(8)."""
+    return upper(factor, 3) if factor < 100 else _in_full(factor, upper(factor, 4), math.ceil)
+
+
+def one_in(probability: float) -> str:
+    """A probability as one case in so many, never below it."""
+    cases = 1 / probability if probability else math.inf
+    return f"1 in {_in_full(cases, lower(cases, 4), math.floor)}" if probability else "never"
+
+
+def _in_full(number: float, digits: str, safely: Callable[[float], int]) -> str:
+    if not math.isfinite(number):
+        return digits
+    return f"{safely(float(digits)):,}" if number < _LONGEST else f"a 1 with {safely(math.log10(number))} zeros"
 
 
 def logged(epsilon: float) -> float:

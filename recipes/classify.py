@@ -49,6 +49,7 @@ from common.classification import (
 )
 from common.data import public_labels
 from common.hub_names import pretrained
+from common.kept_features import check_place, kept
 from common.plain_classifier import as_sequence_classification, pooled
 from common.rates import in_many_steps, planned_steps
 from common.results import CLASSIFY, measured, scored_by_label, train_and_report
@@ -73,20 +74,40 @@ class RecipeArguments(EncoderClassifier):
     head_noise: float = field(
         default=0.2, metadata={"help": "With head: how far the noise may move a weight of it, which sets the rate."}
     )
+    features_dir: str | None = field(
+        default=None,
+        metadata={
+            "help": "With head: keep the features of train_file there for runs at other epsilons; as private as the "
+            "texts themselves."
+        },
+    )
 
 
 @torch.no_grad()
 def features(
-    model: MeanPoolingForSequenceClassification, texts: Dataset, collate: Any, batch_size: int, unit: str | None
+    model: MeanPoolingForSequenceClassification,
+    texts: Dataset,
+    collate: Any,
+    batch_size: int,
+    unit: str | None,
+    directory: str | None = None,
 ) -> Dataset:
-    """The texts as rows of features and label, from the encoder as it is, beside the column of units."""
+    """The texts as rows of features and label, from the encoder as it is, beside the column of units; kept in a
+    `directory`, if there is one."""
     model.eval()
     whose = {} if unit is None else {unit: list(texts[unit])}
-    rows, found = list(texts.remove_columns(list(whose))), []
-    for start in tqdm(range(0, len(rows), batch_size), desc="features"):
-        batch = collate(rows[start : start + batch_size]).to(model.device)
-        found.append(pooled(model.encoder, batch["input_ids"], batch["attention_mask"]).cpu())
-    made = {"features": torch.cat(found).numpy(), "labels": [row["labels"] for row in rows]}
+    rows = list(texts.remove_columns(list(whose)))
+
+    def compute() -> torch.Tensor:
+        found = []
+        for start in tqdm(range(0, len(rows), batch_size), desc="features"):
+            batch = collate(rows[start : start + batch_size]).to(model.device)
+            found.append(pooled(model.encoder, batch["input_ids"], batch["attention_mask"]).cpu())
+        return torch.cat(found)
+
+    read = ((row["input_ids"], row["attention_mask"]) for row in rows)
+    computed = kept(directory, model.encoder, read, batch_size, compute)
+    made = {"features": computed.numpy(), "labels": [row["labels"] for row in rows]}
     return Dataset.from_dict(made | whose).with_format("torch")
 
 
@@ -149,6 +170,7 @@ def make_optimizer(
 def main() -> None:
     """Trains, then prints test accuracy, by group if asked for, and the privacy report."""
     recipe, arguments, privacy = parse(RecipeArguments)
+    check_place(recipe.features_dir, recipe.method, str(arguments.output_dir))
     tokenizer = pretrained(AutoTokenizer, recipe.encoder)
     tokenizer.model_max_length = recipe.max_length  # as it is trained, and saved
     names = public_labels(recipe)
@@ -159,7 +181,8 @@ def main() -> None:
     model = build(recipe, tokenizer, names)
     padded = DataCollatorWithPadding(tokenizer)
     if recipe.method == "head":
-        train = features(model, train, padded, arguments.per_device_eval_batch_size, privacy.unit)
+        size = arguments.per_device_eval_batch_size
+        train = features(model, train, padded, size, privacy.unit, recipe.features_dir)
     units = units_of(train, privacy)
     unit, n = unit_of(train, privacy, units), number_of(train, units)
     arguments = within(arguments, privacy, len(train) if unit.drawn is None else unit.drawn)

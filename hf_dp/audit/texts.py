@@ -88,8 +88,7 @@ def completions(model: Any, tokenizer: Any, planted: Sequence[Secret], longest: 
     Raises:
         ConfigurationError: no tokens before the secret, none in it, more than `longest`, or a loss that is NaN.
     """
-    ids = without_end(tokenizer, [one.text for one in planted])
-    starts = [shared([row, prefix]) for row, prefix in zip(ids, _ids(tokenizer, planted), strict=True)]
+    ids, starts = _from_the_seam(tokenizer, planted)
     for one, row, start in zip(planted, ids, starts, strict=True):
         if not 0 < start < len(row) <= longest:
             raise refused(
@@ -100,6 +99,25 @@ def completions(model: Any, tokenizer: Any, planted: Sequence[Secret], longest: 
     found = [_completion(*one, start) for one, start in zip(_predicted(model, ids), starts, strict=True)]
     _finite([one.loss for one in found], [one.text for one in planted])
     return found
+
+
+def written(model: Any, tokenizer: Any, planted: Sequence[Secret]) -> list[str]:
+    """What the model writes after each prefix, of as many tokens as the secret, taking the likeliest each time."""
+    model.eval()
+    said = []
+    for one, row, start in zip(planted, *_from_the_seam(tokenizer, planted), strict=True):
+        now = list(row[:start])
+        with torch.no_grad():
+            while len(now) < len(row):
+                now.append(int(model(input_ids=torch.tensor([now], device=model.device)).logits[0, -1].argmax()))
+        said.append(tokenizer.decode(now).removeprefix(one.prefix.rstrip()).strip())
+    return said
+
+
+def _from_the_seam(tokenizer: Any, planted: Sequence[Secret]) -> tuple[list[list[int]], list[int]]:
+    """The tokens of each prefix and secret, and where those begin that the prefix alone has not."""
+    ids = without_end(tokenizer, [one.text for one in planted])
+    return ids, [shared([row, prefix]) for row, prefix in zip(ids, _ids(tokenizer, planted), strict=True)]
 
 
 def _completion(losses: Tensor, likeliest: Tensor, start: int) -> Completion:

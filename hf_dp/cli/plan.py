@@ -86,6 +86,9 @@ def plan(
     gpu_memory: Annotated[
         float | None, typer.Option(help="GB of each rank's GPU, with --model: in how many passes a step fits.")
     ] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="float32 or bfloat16, with --model: of frozen weights and what is computed.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """How much noise a budget needs, what a noise costs, or how best to spend compute, before any training.
@@ -131,9 +134,8 @@ def plan(
             _refuse_no_place(plot, _not_of_plain_steps(share, max_batch_size, after, max_examples))
         answer: dict[str, Any] = {}
         if model is None:
-            _refuse_without_model(
-                {"--world-size": world_size, "--length": length, "--micro-batch": micro_batch}, lora_rank, gpu_memory
-            )
+            of_model = {"--world-size": world_size, "--length": length, "--micro-batch": micro_batch}
+            _refuse_without_model({**of_model, "--lora-rank": lora_rank, "--gpu-memory": gpu_memory, "--dtype": dtype})
         of_data: dict[str, object] = {"--n": n, "--units": units, "--sampling-probability": sampling_probability}
         has_data = any(value is not None for value in of_data.values())
         if not has_data:
@@ -176,7 +178,7 @@ def plan(
         if model is not None:
             if gpu_memory is not None:
                 positive("--gpu-memory", gpu_memory)
-            answer |= sizes(model, lora_rank, world_size, length, micro_batch, batch_size, gpu_memory)
+            answer |= sizes(model, lora_rank, world_size, length, micro_batch, batch_size, gpu_memory, dtype)
         if plot is not None:
             from hf_dp.cli.plot import draw_plan
 
@@ -192,7 +194,7 @@ def plan(
         console.print(risk_table(found.rows(one)))
         console.print(found.in_words(one), highlight=False)
     if model is not None:
-        console.print(size_table(answer["per_rank"], world_size))
+        console.print(size_table(answer["per_rank"], world_size, answer["dtype"]))
         console.print(speed_in_words(answer["time_to_ordinary"]), highlight=False)
         for line in [] if gpu_memory is None else fits_in_words(answer["fits"], gpu_memory):
             console.print(line, highlight=False)
@@ -264,11 +266,8 @@ def _refuse_without_n(model: str | None, of_privacy: dict[str, object]) -> None:
         )
 
 
-def _refuse_without_model(of_model: dict[str, int], lora_rank: int | None, gpu_memory: float | None) -> None:
-    given = [name for name, value in of_model.items() if value != _DEFAULTS[name]]
-    given += [
-        name for name, value in {"--lora-rank": lora_rank, "--gpu-memory": gpu_memory}.items() if value is not None
-    ]
+def _refuse_without_model(of_model: dict[str, object]) -> None:
+    given = [name for name, value in of_model.items() if value != _DEFAULTS.get(name)]
     if given:
         raise ConfigurationError(
             f"{given[0]} without --model.",

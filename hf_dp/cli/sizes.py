@@ -7,6 +7,9 @@ from typing import Any
 
 from rich.table import Table
 
+# What is added up: of activations a plan knows nothing.
+_TOGETHER = {"memory": "without activations", "sent in one step": "in all"}
+
 
 def sizes(
     model: str,
@@ -16,15 +19,20 @@ def sizes(
     micro_batch: int,
     batch_size: float | None,
     gpu_memory: float | None = None,
+    dtype: str | None = None,
 ) -> dict[str, Any]:
     """Bytes on each rank for both strategies; without a batch size, of a step of one micro-batch on each.
 
-    With a `gpu_memory` in GB also in which numbers of passes each fits, activations apart.
+    Frozen weights, and what is computed, are counted in `dtype`, or in that of the model's configuration, or in
+    float32. With a `gpu_memory` in GB also in which numbers of passes each fits, activations apart.
     """
     # torch and transformers take seconds to import.
+    import torch
+
     from hf_dp.planning import memory, speed
 
     size = memory.model_size(model, lora_rank)
+    counted = memory.dtype_named(dtype) or size.dtype or torch.float32
     at_once = max(1, world_size) * max(1, micro_batch)
     parts = 1 if batch_size is None else max(1, math.ceil(batch_size / at_once))
     found: dict[str, dict[str, Any]] = {}
@@ -32,23 +40,31 @@ def sizes(
     for strategy in ("DDP", "FSDP2"):
         one, two = (
             memory.estimate(
-                size, strategy, world_size, length=length, micro_batch=micro_batch, micro_batches=parts, passes=passes
+                size,
+                strategy,
+                world_size,
+                length=length,
+                micro_batch=micro_batch,
+                micro_batches=parts,
+                passes=passes,
+                bytes_computed=counted.itemsize,
             )
             for passes in (1, 2)
         )
         found[strategy] = {
-            "memory": {**one.memory, "in all": one.total_memory},
-            "sent in one step": {**one.sent, "in all": one.total_sent},
+            "memory": {**one.memory, _TOGETHER["memory"]: one.total_memory},
+            "sent in one step": {**one.sent, _TOGETHER["sent in one step"]: one.total_sent},
         }
         if gpu_memory is not None:
             taken = {1: one.total_memory, 2: two.total_memory}
             fits = [passes for passes, total in taken.items() if total <= gpu_memory * 1e9]
-            fitting[strategy] = {"passes": fits, "in all": taken}
+            fitting[strategy] = {"passes": fits, _TOGETHER["memory"]: taken}
     predicted = {
         name: speed.predicted_ratio(size, gpu, length=length, micro_batch=micro_batch, micro_batches=parts)
         for name, gpu in speed.GPUS.items()
     }
-    answer = {"parameters": size.total, "trained": size.trained, "per_rank": found, "time_to_ordinary": predicted}
+    answer = {"parameters": size.total, "trained": size.trained, "dtype": str(counted).removeprefix("torch.")}
+    answer |= {"per_rank": found, "time_to_ordinary": predicted}
     return answer if gpu_memory is None else {**answer, "gpu_memory": gpu_memory, "fits": fitting}
 
 
@@ -56,7 +72,7 @@ def fits_in_words(fits: dict[str, dict[str, Any]], gpu_memory: float) -> list[st
     """For each strategy whether a step fits, activations apart, and what is proposed where it does not."""
     told = []
     for strategy, one in fits.items():
-        gigabytes = {passes: f"{total / 1e9:.2f} GB" for passes, total in one["in all"].items()}
+        gigabytes = {passes: f"{total / 1e9:.2f} GB" for passes, total in one[_TOGETHER["memory"]].items()}
         if 1 in one["passes"]:
             what = f"fits in one pass ({gigabytes[1]})"
         elif 2 in one["passes"]:
@@ -73,17 +89,19 @@ def speed_in_words(predicted: dict[str, float]) -> str:
     return f"A step is predicted to take {ratios} what an ordinary one takes, in bf16: by arithmetic, not measured."
 
 
-def size_table(sizes: dict[str, Any], world_size: int) -> Table:
+def size_table(sizes: dict[str, Any], world_size: int, dtype: str) -> Table:
     table = Table(
         title=f"Each of {world_size} ranks, GB",
-        caption="Weights, gradients and factors; the activations of ordinary training come on top.",
+        caption="The activations of ordinary training come on top, and are often the most. Trained weights and sums "
+        f"count in float32, frozen weights and factors in {dtype} (--dtype).",
     )
     table.add_column("")
     for strategy in sizes:
         table.add_column(strategy, justify="right")
     for part in ("memory", "sent in one step"):
-        rows = dict.fromkeys(row for one in sizes.values() for row in one[part] if row != "in all")
-        for row, label in {**dict.fromkeys(rows), "in all": f"{part}, in all"}.items():
+        together = _TOGETHER[part]
+        rows = dict.fromkeys(row for one in sizes.values() for row in one[part] if row != together)
+        for row, label in {**dict.fromkeys(rows), together: f"{part}, {together}"}.items():
             values = [one[part].get(row) for one in sizes.values()]
             table.add_row(label or row, *("-" if v is None else f"{v / 1e9:.2f}" for v in values))
         table.add_section()

@@ -95,6 +95,12 @@ def check_columns(
                 )
 
 
+def _is_quoted(field: Any) -> bool:
+    """As programs write CSV: in quotes, and those inside twice."""
+    inside = field[1:-1] if isinstance(field, str) and len(field) > 2 and field[0] == field[-1] == '"' else ""
+    return '""' in inside and '"' not in inside.replace('""', "")
+
+
 def _parsed(text: str, ending: str) -> list[Any]:
     if ending in (".csv", ".tsv"):
         csv.field_size_limit(min(sys.maxsize, 2**31 - 1))  # of one text
@@ -105,6 +111,8 @@ def _parsed(text: str, ending: str) -> list[Any]:
         names = list(found.fieldnames or ())
         if len(set(names)) < len(names):
             raise ValueError(f"a column twice in the header: {', '.join(map(str, names))[:200]}")
+        if ending == ".tsv" and (quoted := next((f for row in rows for f in row.values() if _is_quoted(f)), None)):
+            raise ValueError(f"{quoted[:60]!r} is quoted as in CSV, and in TSV quotes are text")
         return rows
     if text.lstrip().startswith("["):
         rows = json.loads(text, object_pairs_hook=each_name_once)

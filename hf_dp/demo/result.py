@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.table import Table
 
-from hf_dp.audit.secrets import MEAN_EXPOSURE_BY_CHANCE, most_by_chance
+from hf_dp.audit.secrets import MEAN_EXPOSURE_BY_CHANCE, Secret, most_by_chance
 from hf_dp.demo.messages import CANDIDATES, MOST_EXPOSURE
 from hf_dp.figures import upper
 
@@ -26,6 +26,7 @@ class Row:
         planted: exposure of each planted secret, in bits.
         unplanted: exposure of each secret that was never planted, in bits.
         extracted: how many planted secrets the model says outright.
+        said: what it says when it is asked for the first of them.
     """
 
     name: str
@@ -35,15 +36,17 @@ class Row:
     planted: list[float]
     unplanted: list[float]
     extracted: int
+    said: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Result:
-    """The three models of the demo."""
+    """The three models of the demo, and the secrets that their `said` answers."""
 
     before: Row
     ordinary: Row
     private: Row
+    asked: tuple[Secret, ...] = ()
 
     @property
     def rows(self) -> tuple[Row, Row, Row]:
@@ -76,6 +79,7 @@ class Result:
                 "exposure_max": max(row.planted),
                 "control_mean": mean(row.unplanted),
                 "pins_said": row.extracted,
+                "said": list(row.said),
             }
             for row in self.rows
         }

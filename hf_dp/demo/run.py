@@ -16,7 +16,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from transformers import PreTrainedTokenizerBase
 
 from hf_dp.audit.guessed import Guesses, exposures
-from hf_dp.audit.texts import completions
+from hf_dp.audit.texts import completions, written
 from hf_dp.config import PrivacyConfig
 from hf_dp.demo.figure import draw
 from hf_dp.demo.messages import CANDIDATES, Messages, generate
@@ -27,6 +27,8 @@ from hf_dp.demo.training import Schedule, TrainingSetup, evaluation_loss
 from hf_dp.errors import ConfigurationError
 
 FIGURE_FILE = "demo.png"
+# How many secrets are asked for in the figure.
+_SHOWN = 3
 
 
 @dataclass(frozen=True)
@@ -163,7 +165,7 @@ def _train_and_measure(
     report = private_trainer.privacy_report()
     private_row = attack.row("private", report.epsilon, report.delta, evaluation_loss(private_trainer), private)
     private_trainer.save_model(str(output_dir))
-    return Result(before, ordinary_row, private_row)
+    return Result(before, ordinary_row, private_row, tuple(messages.planted[:_SHOWN]))
 
 
 class Attack:
@@ -179,9 +181,11 @@ class Attack:
     def row(self, name: str, epsilon: float, delta: float | None, loss: float, model: Any) -> Row:
         """What it finds of one model."""
         said = completions(model, self._tokenizer, self._secrets, self._tokenizer.model_max_length)
+        words = written(model, self._tokenizer, self._secrets[:_SHOWN])
         return Row(
             name=name, epsilon=epsilon, delta=delta, evaluation_loss=loss, planted=exposures(model, self._planted),
             unplanted=exposures(model, self._unplanted), extracted=sum(one.greedy for one in said),
+            said=tuple(words),
         )  # fmt: skip
 
 

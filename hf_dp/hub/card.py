@@ -8,11 +8,11 @@ from typing import Any
 from hf_dp.accounting import NO_NOISE, REPRODUCIBLE, Ledger, PrivacyReport, clipping_in_words, in_words, noise_in_words
 from hf_dp.accounting.accountants import is_composed
 from hf_dp.accounting.report import TOGETHER
-from hf_dp.accounting.risk import group_epsilons, groups_in_words, rates, risk
+from hf_dp.accounting.risk import Risk, group_epsilons, groups_in_words, rates, risk
 from hf_dp.audit.outcome import LOW_AND_TOLD, Audit
 from hf_dp.config import AccountantName, PrivacyConfig
 from hf_dp.config.asked import notes
-from hf_dp.figures import percent, upper
+from hf_dp.figures import at_most, one_in, percent, times, upper
 from hf_dp.hub.record import INSTALL, RECORD_FILE, PrivacyRecord
 
 BEGIN, END = "<!-- hf_dp privacy begins -->", "<!-- hf_dp privacy ends -->"
@@ -23,6 +23,23 @@ _BASE_OF_ALL = "The data that a base model was trained on before all of these tr
 _LARGEST_EXPONENT = 700  # of a float
 _SECRET, _AUDITED = "secret", "**Audited.** "
 _NO_RENYI = "not offered for mixtures of Gaussians", "not offered for truncated batches"
+_SAVED = "saved"
+# Each row of the table, for who reads none of these words every day.
+_IN_A_WORD = {
+    "epsilon, PLD accountant": "how far the model may depend on one of them: 0 is not at all",
+    "epsilon, RDP accountant": "the same, added up in another way",
+    "delta": "a chance that this does not hold",
+    "budget of attacks": "what this training was to keep to",
+    "privacy unit": "what is hidden as one",
+    "neighbouring datasets": "what is compared with what",
+    "number of units": "how many there are in the data",
+    "sampling": "how each step chose what it learnt from",
+    "steps": "how often the weights were changed",
+    "noise multiplier": "how much random noise each step has, beside the most that one of them can add",
+    "clipping norm": "the most that one of them can add to a step",
+    "versions": "the programs that computed epsilon",
+    _SAVED: "when, by the clock of the machine that saved it",
+}
 _EVALUATION = "Evaluation data, and metrics computed from it, are not covered."
 
 
@@ -31,13 +48,18 @@ def epsilons(report: PrivacyReport, ledger: Ledger) -> dict[AccountantName, floa
     return ledger.epsilons(report.delta)
 
 
-def privacy_section(report: PrivacyReport, ledger: Ledger, config: PrivacyConfig, audit: Audit | None = None) -> str:
+def privacy_section(
+    report: PrivacyReport, ledger: Ledger, config: PrivacyConfig, audit: Audit | None = None, saved: str | None = None
+) -> str:
     """The section as Markdown, between its two markers."""
     found = epsilons(report, ledger)
     lines = [BEGIN, "## Privacy", "", *_promise(report, found, config), *_together(report)]
-    lines += ["", "| quantity | value |", "| --- | --- |"]
-    lines += [f"| {name} | {value} |" for name, value in _rows(report, ledger, found, config).items()]
-    lines += _risk(report, ledger, config.unit or "example") if report.private else []
+    known = risk(ledger.event, rates(report.target_tpr, report.at_fpr)) if report.private else None
+    lines += [] if known is None else _for_a_person(report, found, config, known)
+    lines += ["", "| quantity | value | which is |", "| --- | --- | --- |"]
+    rows = _rows(report, ledger, found, config) | ({} if saved is None else {_SAVED: f"{saved} (UTC)"})
+    lines += [f"| {name} | {value} | {_IN_A_WORD[name.split(' (')[0]]} |" for name, value in rows.items()]
+    lines += [] if known is None else _risk(known, config.unit or "example")
     lines += ["", "Everything that was released of the training data:", "", "| release | times | mechanism |"]
     lines += ["| --- | --- | --- |"]
     lines += [f"| {label} | {count} | {in_words(event)} |" for event, count, label in ledger.entries]
@@ -81,15 +103,40 @@ def _promise(report: PrivacyReport, found: dict[AccountantName, float], config: 
     if not report.private:
         reason = NO_NOISE if not math.isfinite(report.epsilon) else REPRODUCIBLE
         return [f"**This model is not private.** {reason} The numbers below describe the run; they protect nobody."]
-    pld = found["pld"]
-    likelier = f"exp(epsilon) = {upper(math.exp(pld), 3)}" if pld < _LARGEST_EXPONENT else "exp(epsilon)"
     return [
         "Fine-tuned with differential privacy (DP-SGD) by hf_dp.",
         "",
         f'**What is protected:** {report.unit}, in the sense of "{report.adjacency}". Had {_any(config)} '
         f"{_absent(report)}, every conclusion that anyone can draw from these weights, or from what is made "
-        f"of them alone, would have been at most {likelier} times as likely or as unlikely, but for a "
-        f"probability of {upper(report.delta, 3)}.",
+        f"of them alone, would have been at most {_likelier(found)} times (the exponential of epsilon) as likely or as "
+        f"unlikely, but for a probability of {_delta(report, 3)}.",
+    ]
+
+
+def _likelier(found: dict[AccountantName, float]) -> str:
+    pld = found["pld"]
+    return times(math.exp(pld)) if pld < _LARGEST_EXPONENT else "exp(epsilon)"
+
+
+def _delta(report: PrivacyReport, digits: int) -> str:
+    return f"{upper(report.delta, digits)}, at most {one_in(report.delta)}"
+
+
+def _for_a_person(
+    report: PrivacyReport, found: dict[AccountantName, float], config: PrivacyConfig, known: Risk
+) -> list[str]:
+    gave = "as one training example" if config.unit is None else f"in all examples of one {config.unit} together"
+    return [
+        "",
+        f"**If something of yours was in the data.** What you gave {gave} could change each step of this training by "
+        "so much and no more, and random noise was added to every step. So whatever somebody concludes about you from "
+        f"these weights, or from what is made of them, today or later, is at most {_likelier(found)} times as likely "
+        f"or as unlikely as it would be had that {_absent(report)} (1 would be no difference; the larger this number, "
+        f"the weaker the promise), but for a chance of at most {one_in(report.delta)}. Somebody who asks whether it "
+        f"was used, and holds yes and no for as likely, is right in at most {at_most(known.posterior, 2)} of all cases "
+        "afterwards; guessing is right in 50%. What others wrote about you, and what holds of people in general, a "
+        "model may learn with or without you. If you gave more than that, you are protected less, as the last list of "
+        "this section says.",
     ]
 
 
@@ -105,8 +152,7 @@ def _any(config: PrivacyConfig) -> str:
     return "any single one" if config.unit is None else f"those of any single {config.unit}"
 
 
-def _risk(report: PrivacyReport, ledger: Ledger, one: str) -> list[str]:
-    found = risk(ledger.event, rates(report.target_tpr, report.at_fpr))
+def _risk(found: Risk, one: str) -> list[str]:
     lines = ["", "**What that means for one of them.**", "", found.in_words(one), ""]
     lines += ["| an attack | at most |", "| --- | --- |"]
     return lines + [f"| {name} | {value} |" for name, value in found.rows(one).items()]
@@ -149,7 +195,7 @@ def _rows(
     return {
         f"epsilon, PLD accountant ({tight})": upper(found["pld"], 5) + budget,
         "epsilon, RDP accountant (looser)": rdp,
-        "delta": upper(report.delta, 4),
+        "delta": _delta(report, 4),
         **_budget_of_attacks(report),
         "privacy unit": report.unit,
         "neighbouring datasets": report.adjacency,
@@ -170,6 +216,7 @@ def metadata(record: PrivacyRecord, record_sha256: str) -> dict[str, Any]:
     found = {f"epsilon_{name}": value for name, value in epsilons(report, record.ledger).items()}
     return {
         **{name: "inf" if value == math.inf else value for name, value in found.items()},
+        **({} if record.saved is None else {"date": record.saved}),
         "delta": report.delta,
         "private": report.private,
         "unit": report.unit,

@@ -15,6 +15,7 @@ from huggingface_hub.repocard import REGEX_YAML_BLOCK
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 from markdown_it import MarkdownIt
 
+from hf_dp.hub.about import about, taken_out, without_padding
 from hf_dp.hub.card import BEGIN, END, METADATA_KEY, TAGS, metadata, privacy_section, without_audit
 from hf_dp.hub.claim import is_of_this_version
 from hf_dp.hub.page import why_hidden
@@ -27,15 +28,23 @@ _ADAPTER = "adapter_config.json"
 _BY_TRAINER, _TO_BE_FILLED = "<!-- This model card has been generated automatically", "More information needed"
 
 
-def write_card(directory: str | os.PathLike[str], name: str | None = None, record: PrivacyRecord | None = None) -> None:
+def write_card(
+    directory: str | os.PathLike[str],
+    name: str | None = None,
+    record: PrivacyRecord | None = None,
+    base_model: str | None = None,
+) -> None:
     """Put the privacy section and metadata into the model card of a saved model; make a card where there is none.
 
-    What else is in the card stays; one that cannot be read is kept beside the new one. Writing twice changes nothing.
+    Before the section stands what the card says of the model itself (`about`). What else a person wrote stays, and
+    what templates leave to be filled in goes; a card that cannot be read is kept beside the new one. Writing twice
+    changes nothing.
 
     Args:
         directory: with `privacy.json`.
         name: the heading of a new card; by default the directory's name.
         record: what `privacy.json` holds, with epsilons that are computed already; by default it is read.
+        base_model: what the model was made from, for a card that does not say; a place on this machine is not named.
 
     Raises:
         LedgerError: a `privacy.json` that cannot be read.
@@ -45,17 +54,19 @@ def write_card(directory: str | os.PathLike[str], name: str | None = None, recor
     record = record or PrivacyRecord.from_json((directory / RECORD_FILE).read_bytes())
     set_unreadable_aside(directory)
     card = _read(path.read_bytes()) if path.exists() else None
+    title = name or directory.absolute().name
     if card is None:
         new = ModelCardData(library_name="transformers").to_yaml()
-        card = ModelCard(f"---\n{new}\n---\n\n# {name or directory.absolute().name}\n")
-    section = privacy_section(record.report, record.ledger, record.config, record.audit)
+        card = ModelCard(f"---\n{new}\n---\n\n# {title}\n")
+    section = privacy_section(record.report, record.ledger, record.config, record.audit, record.saved)
     if not is_of_this_version(record):
         unaudited = without_audit(kept := _section(card.text), record.audit)
         if sha256_of_text(unaudited) == record.card_sha256:
             section = kept  # in the words that its record has the digest of
-    card.text = _with_section(card.text, section)
     data = card.data
     tags = _other_tags(data)
+    if base_model and not data.get("base_model"):
+        data["base_model"] = base_model
     if not _is_on_the_hub(data.get("base_model")):
         # A path on this machine is no model on the hub, which refuses such metadata.
         data.pop("base_model", None)
@@ -64,6 +75,7 @@ def write_card(directory: str | os.PathLike[str], name: str | None = None, recor
         # Of an adapter that was saved here before it was merged.
         data["library_name"] = "transformers"
         tags = [tag for tag in tags if tag != "lora" and not tag.startswith("base_model:adapter:")]
+    card.text = _with_section(card.text, section, title, data)
     data["tags"] = [*tags, *(TAGS if record.report.private else ()), "hf_dp"]
     data[METADATA_KEY] = metadata(record, sha256(directory / RECORD_FILE))
     aside = path.with_name(f"_{CARD_FILE}")
@@ -94,6 +106,7 @@ def with_what_was_there(new: str, old: bytes) -> str:
     before, after = _read(old), _read(new.encode())
     if before is None or after is None:
         return new
+    before.text, table = taken_out(before.text)
     template = ModelCard.from_template(ModelCardData()).text
     drafted = {line.strip() for text in (after.text, template) for line in text.split("\n")}
 
@@ -106,7 +119,7 @@ def with_what_was_there(new: str, old: bytes) -> str:
         is_drafted = _BY_TRAINER in part if heading == "" else now and not now.rstrip().endswith(f"\n{_TO_BE_FILLED}")
         if is_own(part) and not is_drafted:
             sections[heading] = part
-    after.text = "\n\n".join(part.strip() for part in sections.values()) + "\n"
+    after.text = "\n\n".join(part.strip() for part in [*sections.values(), table]) + "\n"
     data, there = after.data, cast(Any, before.data)
     for name, value in there.to_dict().items():
         if name not in (METADATA_KEY, "tags", "model-index") and data.get(name) is None:
@@ -166,13 +179,17 @@ def _section(text: str) -> str:
     return text[start : stop + len(END)] if text.count(BEGIN) == text.count(END) == 1 and start < stop else ""
 
 
-def _with_section(text: str, section: str) -> str:
-    placed = _in_its_place(text, section)
+def _with_section(text: str, section: str, title: str, data: Any) -> str:
+    table, (text, _) = about(text, data), taken_out(text)
+    bare = _without_sections(text)
+    text = text if (filled := without_padding(bare, title)) == bare else filled
+    both = f"{table}\n\n{section}"
+    placed = _in_its_place(text, both)
     reason = why_hidden(placed, section)
     if reason is None:
         return placed
     # What is open around the section further down is not open at the top.
-    on_top = f"\n{section}\n\n{_without_sections(text).lstrip()}"
+    on_top = f"\n{both}\n\n{_without_sections(text).lstrip()}"
     if why_hidden(on_top, section) is None:
         return on_top
     logger.warning(
@@ -189,7 +206,8 @@ def _in_its_place(text: str, section: str) -> str:
     text = _without_sections(text)
     # After the introduction, where it is seen: "##" in code is no heading.
     tokens = MarkdownIt("commonmark").parse(text)
-    headings = [token.map[0] for token in tokens if token.map and (token.tag, token.level) == ("h2", 0)]
+    below = ("h2", "h3", "h4", "h5", "h6")
+    headings = [token.map[0] for token in tokens if token.map and token.tag in below and not token.level]
     lines = text.split("\n")
     at = headings[0] if headings else len(lines)
     before, rest = "\n".join(lines[:at]), "\n".join(lines[at:])

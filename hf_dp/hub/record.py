@@ -12,6 +12,7 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import date
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -43,8 +44,8 @@ _LONGEST_NUMBER = len(f"{LARGEST_NOISE:.0f}")
 DEEPEST = 100
 _damaged = functools.partial(damaged, f"not a readable {RECORD_FILE}")
 _FIELDS = {"format", "version", "report", "config", "mechanism", "ledger", "files", "card_sha256"}
-# Of runs that had one: of an earlier training, which stands there itself, or several.
-_EARLIER, _AUDIT = "earlier", "audit"
+# Of runs that had one: of an earlier training, which stands there itself, or several. The first records have no day.
+_EARLIER, _AUDIT, _SAVED = "earlier", "audit", "saved"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +63,7 @@ class PrivacyRecord:
         earlier: the records of the trainings before on the same people that `config.after` names, as they were
             written, each with those before it.
         audit: what attacks on this training found; None if nobody says that there were any.
+        saved: the day, in UTC, as "2026-11-23"; None of records of before it was written.
     """
 
     report: PrivacyReport
@@ -73,6 +75,7 @@ class PrivacyRecord:
     version: int = VERSION
     earlier: tuple[str, ...] = ()
     audit: Audit | None = None
+    saved: str | None = None
 
     @property
     def weights(self) -> list[str]:
@@ -100,6 +103,7 @@ class PrivacyRecord:
             "card_sha256": self.card_sha256,
             **({_EARLIER: before if len(before) > 1 else before[0]} if before else {}),
             **({} if self.audit is None else {_AUDIT: self.audit.to_dict()}),
+            **({} if self.saved is None else {_SAVED: self.saved}),
         }
         return as_written(values)
 
@@ -136,6 +140,9 @@ class PrivacyRecord:
         before = values.pop(_EARLIER, [])
         earlier = tuple(map(as_written, before if isinstance(before, list) else [before]))
         audit = Audit.from_dict(values.pop(_AUDIT)) if _AUDIT in values else None
+        if _SAVED in values and not _is_day(values[_SAVED]):
+            raise _damaged(f"saved is {str(values[_SAVED])[:100]!r}, and no day such as '2026-11-23'")
+        saved = values.pop(_SAVED, None)
         fields = _FIELDS if version == VERSION else _FIELDS - {"mechanism"}
         if set(values) != fields:
             raise _damaged(f"missing or unknown fields {sorted(set(values) ^ fields)}")
@@ -164,7 +171,7 @@ class PrivacyRecord:
         card = values["card_sha256"]
         return cls(
             report=report, config=config, mechanism=mechanism, ledger=ledger, files=files, card_sha256=card,
-            version=version, earlier=earlier, audit=audit,
+            version=version, earlier=earlier, audit=audit, saved=saved,
         )  # fmt: skip
 
     def with_files(self, directory: str | os.PathLike[str], names: list[str]) -> PrivacyRecord:
@@ -178,10 +185,13 @@ def as_written(values: Any) -> str:
 
 
 def sha256_of_record(text: str | bytes) -> str:
-    """Of a record as it is written, in hexadecimal, however its JSON is set; an audit that was added makes no other."""
+    """Of a record as it is written, in hexadecimal, however its JSON is set; the same with an audit that was added, or
+    saved on another day, is no other."""
     values = json.loads(text)
     if isinstance(values, dict):
         values.pop(_AUDIT, None)
+        if values.pop(_SAVED, None) is not None:
+            values.pop("card_sha256", None)  # the card has the day, and follows from the rest
     return hashlib.sha256(as_written(values).encode()).hexdigest()
 
 
@@ -218,6 +228,13 @@ def _is_printable(value: Any) -> bool:
     if isinstance(value, list):
         return all(map(_is_printable, value))
     return not isinstance(value, str) or value.isprintable()
+
+
+def _is_day(value: Any) -> bool:
+    try:
+        return isinstance(value, str) and date.fromisoformat(value).isoformat() == value
+    except ValueError:
+        return False
 
 
 def _no_constant(name: str) -> float:

@@ -51,7 +51,9 @@ def loss_kind(model: nn.Module) -> str:
     raise UnsupportedModelError(
         f"{name} (loss_type {declared!r}) has no known per-example loss.",
         why="the model's own loss is normalised over the batch, so one example would rescale its neighbours.",
-        fix="override DPTrainer.compute_per_example_loss(model, inputs) to return one loss for each example.",
+        fix="where its loss is that of one of Transformers' own heads, say which: model.loss_type = "
+        "'ForSequenceClassification', for example; or override DPTrainer.compute_per_example_loss(model, inputs) to "
+        "return one loss for each example.",
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -58,9 +58,10 @@ class Parameter:
 
 @dataclass(frozen=True)
 class ModelSize:
-    """All parameters of a model."""
+    """All parameters of a model, and the type that its configuration says its weights are in, if it does."""
 
     parameters: tuple[Parameter, ...]
+    dtype: torch.dtype | None = None
 
     @property
     def total(self) -> int:
@@ -229,7 +230,8 @@ def model_size(name_or_directory: str, lora_rank: int | None = None) -> ModelSiz
             why="the sizes of its parameters are read from it.",
             fix="give the name of a model on the hub, or a directory with its config.json.",
         ) from error
-    size = ModelSize.of(model, lora_rank)
+    dtype = getattr(config, "dtype", None)
+    size = replace(ModelSize.of(model, lora_rank), dtype=dtype if isinstance(dtype, torch.dtype) else None)
     if not size.trained:
         raise ConfigurationError(
             f"--lora-rank {lora_rank}, and {type(model).__name__} names no blocks with matrices.",
@@ -237,6 +239,20 @@ def model_size(name_or_directory: str, lora_rank: int | None = None) -> ModelSiz
             fix="leave --lora-rank out.",
         )
     return size
+
+
+def dtype_named(name: str | None) -> torch.dtype | None:
+    """The type that weights are loaded in; None for None.
+
+    Raises:
+        ConfigurationError: another one.
+    """
+    known = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+    if name is not None and name not in known:
+        raise ConfigurationError(
+            f"--dtype {name}.", why="it says how many bytes a number takes.", fix=f"give {' or '.join(known)}."
+        )
+    return None if name is None else known[name]
 
 
 def _kinds(config: Any, *kinds: Any) -> Iterator[Any]:

@@ -280,7 +280,7 @@ class PrivateRun:
         with saved_aside(directory) as aside:
             write_model(aside, self.model, self._tokenizer)
             self._run.save_beside(aside)
-            write_claim(aside, directory.absolute().name, record)
+            write_claim(aside, directory.absolute().name, record, self.model)
 
     def save_checkpoint(self) -> Path:
         """Writes `checkpoint-STEP` in the output directory, whole or not at all, to resume from. All ranks call it.

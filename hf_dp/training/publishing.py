@@ -60,7 +60,7 @@ class PublishingMixin(RunsMixin):
                 self._save(str(aside), state_dict=self.accelerator.get_state_dict(self.model))
             self._save_beside(aside)
             if record is not None:
-                write_claim(aside, directory.absolute().name, record)
+                write_claim(aside, directory.absolute().name, record, self.model)
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 

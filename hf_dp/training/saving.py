@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -20,27 +21,28 @@ logger = logging.getLogger(__name__)
 
 def claim(plan: Plan, ledger: Ledger) -> PrivacyRecord:
     """What is promised of the weights as they are now. It takes longer than writing them, and so comes first."""
-    report = plan.report(ledger)
-    card = sha256_of_text(privacy_section(report, ledger, plan.config))
+    report, saved = plan.report(ledger), datetime.now(UTC).date().isoformat()
+    card = sha256_of_text(privacy_section(report, ledger, plan.config, saved=saved))
     return PrivacyRecord(
         report=report, config=plan.config, mechanism=plan.mechanism, ledger=ledger, files={}, card_sha256=card,
-        earlier=plan.earlier,
+        earlier=plan.earlier, saved=saved,
     )  # fmt: skip
 
 
-def write_claim(folder: Path, title: str, record: PrivacyRecord) -> None:
+def write_claim(folder: Path, title: str, record: PrivacyRecord, model: Any) -> None:
     """Writes `privacy.json` and the card of the model in a folder of `saved_aside`, if there is one.
 
     Args:
         title: of a new card.
         record: a `claim`, of these weights.
+        model: that was saved, which may know what it was made from.
     """
     if names := model_files(folder):
         _say_what_is_left_out(left_out(folder))
         record = record.with_files(folder, names)
         (folder / RECORD_FILE).write_text(text := record.to_json(), encoding="utf-8")
         record.ledger.written.add(sha256_of_record(text))
-        write_card(folder, title, record)
+        write_card(folder, title, record, getattr(getattr(model, "config", None), "_name_or_path", None))
 
 
 def refuse_unloaded(model: Any) -> None:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from transformers import Trainer
+from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import TrainerState
+from transformers.trainer_utils import EvalPrediction
 
 import hf_dp.accounting as accounting
 import hf_dp.ranks as ranks
@@ -39,6 +40,7 @@ from hf_dp.training.refusals import private_arguments, refuse_optimizer, refuse_
 from hf_dp.training.restoring import RestoringMixin
 from hf_dp.training.resume import Fingerprints, SavedRun, note_trained_by
 from hf_dp.training.run import Run
+from hf_dp.training.signature import tell
 
 
 class DPTrainerMixin(RestoringMixin, CheckpointMixin, LayoutsMixin, PublishingMixin, DataMixin, LogsMixin):
@@ -62,6 +64,10 @@ class DPTrainerMixin(RestoringMixin, CheckpointMixin, LayoutsMixin, PublishingMi
 
     #: How operations use their parameters. Extend it for operations of your own; see docs/rules.md.
     per_example_rules: Mapping[Any, Rule] = RULES
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        tell(cls, DPTrainerMixin)
 
     def __init__(
         self, *args: Any, privacy: PrivacyConfig, max_tokens_per_micro_batch: int | None = None, **kwargs: Any
@@ -261,3 +267,25 @@ class DPTrainerMixin(RestoringMixin, CheckpointMixin, LayoutsMixin, PublishingMi
 
 class DPTrainer(DPTrainerMixin, Trainer):
     """Transformers' `Trainer` with a differential-privacy guarantee; see `DPTrainerMixin`."""
+
+    if TYPE_CHECKING:  # what `tell` says of it to `inspect`, for who reads no more than the source
+
+        def __init__(
+            self,
+            model: nn.Module | None = None,
+            args: TrainingArguments | None = None,
+            data_collator: Callable[[list[Any]], Mapping[str, Any]] | None = None,
+            train_dataset: Any = None,
+            eval_dataset: Any = None,
+            processing_class: Any = None,
+            model_init: Callable[..., nn.Module] | None = None,
+            compute_loss_func: Callable[..., Tensor] | None = None,
+            compute_metrics: Callable[[EvalPrediction], dict[str, Any]] | None = None,
+            callbacks: Sequence[TrainerCallback | type[TrainerCallback]] | None = None,
+            optimizers: tuple[torch.optim.Optimizer | None, Any] = (None, None),
+            optimizer_cls_and_kwargs: tuple[type[torch.optim.Optimizer], dict[str, Any]] | None = None,
+            preprocess_logits_for_metrics: Callable[[Tensor, Tensor], Tensor] | None = None,
+            *,
+            privacy: PrivacyConfig,
+            max_tokens_per_micro_batch: int | None = None,
+        ) -> None: ...

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate.utils import parse_flag_from_env
 from transformers import HfArgumentParser, TrainingArguments
 
@@ -114,9 +115,13 @@ def parse(recipe: type) -> tuple[Any, TrainingArguments, PrivacyConfig]:
     if flags and flags[0].endswith((".yaml", ".yml")):
         settings = _of_file(flags.pop(0))
     parser = HfArgumentParser((recipe, TrainingArguments, PrivacyConfig, CommonArguments))
-    if parser.parse_args([*_as_flags(settings), *flags]).smoke:
+    asked = parser.parse_args([*_as_flags(settings), *flags])
+    if asked.smoke:
         settings.pop("num_train_epochs", None)
         settings |= SMOKE
+    if (asked.bf16 or asked.bf16_full_eval) and not (asked.use_cpu or torch.accelerator.is_available()):
+        # Where there is nothing else, Transformers trains on the CPU, but in 16 bits only if it is asked to.
+        settings["use_cpu"] = "true"
     settings = _reconciled(settings, _given(recipe, flags), recipe)
     try:
         made, training, privacy, common = parser.parse_args_into_dataclasses([*_as_flags(settings), *flags])
@@ -125,7 +130,9 @@ def parse(recipe: type) -> tuple[Any, TrainingArguments, PrivacyConfig]:
         raise
     except (ValueError, TypeError, LookupError, AttributeError, OSError, ImportError, RuntimeError) as error:
         raise ConfigurationError(
-            f"{error}.", why="no training could begin with these arguments.", fix="--help lists them all."
+            f"{error}.",
+            why="no training could begin with these arguments.",
+            fix="change what it names; --help lists all of them.",
         ) from error
     if training.fsdp or parse_flag_from_env("ACCELERATE_USE_FSDP"):
         raise ConfigurationError(

@@ -62,7 +62,9 @@ class LabelledData(TextArguments):
     """Arguments of recipes that classify."""
 
     train_file: str = field(
-        metadata={"help": "CSV or JSON lines with a text and a label column, or a hub data set; this is private."}
+        metadata={
+            "help": "CSV, TSV, JSON or JSON lines with a text and a label column, or a hub data set; this is private."
+        }
     )
     test_file: str = field(metadata={"help": "Of the same form, for the reported accuracy."})
     labels_file: str | None = field(
@@ -70,7 +72,7 @@ class LabelledData(TextArguments):
         metadata={"help": "JSON list of all label names, which are public; by default a data set's own (ClassLabel)."},
     )
     text_column: str = "text"
-    label_column: str = "category"
+    label_column: str = "label"
     group_column: str | None = field(
         default=None, metadata={"help": "Report accuracy for each of its values in the test file."}
     )

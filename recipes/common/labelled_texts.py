@@ -118,7 +118,7 @@ def share(corpus: Texts, names: Sequence[str], directory: Path, model: Path, kin
     record = PrivacyRecord.from_json((model / RECORD_FILE).read_bytes())
     # A record of an earlier release is written in the words of this one.
     report = dataclasses.replace(record.report, adjacency=record.mechanism.unit.adjacency)
-    card = sha256_of_text(privacy_section(report, record.ledger, record.config))
+    card = sha256_of_text(privacy_section(report, record.ledger, record.config, saved=record.saved))
     shared = dataclasses.replace(record, report=report, files={}, card_sha256=card).with_files(directory, [file.name])
     (directory / RECORD_FILE).write_text(shared.to_json(), encoding="utf-8")
     (directory / CARD_FILE).write_text(

@@ -17,6 +17,7 @@ from hf_dp.data.files import read_text
 from hf_dp.errors import ConfigurationError
 
 Measures = tuple[float, float]
+OF_COUNTS = "popularity alone"
 # What names a run in results.json, or changes no training.
 _NAMED = {
     "arms", "epsilons", "seeds", "token_frequencies", "scales", "compare_without_privacy", "group_column", "figure",
@@ -54,11 +55,16 @@ def check_same_settings(output: Path, recipe: Any, training: TrainingArguments, 
 
 def show(results: dict[str, list[Measures]], popular: Measures | None) -> None:
     """Mean and standard deviation over seeds, and what popularity alone gives, which is counted in private data."""
-    table = Table("", title="next item")
+    said = (
+        None
+        if popular is None
+        else f"{OF_COUNTS} is computed from counts of the private data, without noise: show it to nobody."
+    )
+    table = Table("", title="next item", caption=said)
     for name in ("NDCG@10, %", "HIT@10, %", "seeds"):
         table.add_column(name, justify="right")
     if popular is not None:
-        table.add_row("popularity alone", *(f"{value:.2f}" for value in popular), end_section=True)
+        table.add_row(OF_COUNTS, *(f"{value:.2f}" for value in popular), end_section=True)
     for name, values in results.items():
         cells = [f"{mean:.2f}" for mean in np.mean(values, axis=0)]
         if len(values) > 1:

@@ -112,7 +112,7 @@ def test_a_model_alone_is_sized_without_n(tmp_path):
     assert "give --n, --epsilon and --epochs" in result.stdout
     assert "noise multiplier" not in result.stdout
     alone = json.loads(invoke("plan", "--model", str(tmp_path), "--world-size", "2", "--json").stdout)
-    assert set(alone) == {"parameters", "trained", "per_rank", "time_to_ordinary"}
+    assert set(alone) == {"parameters", "trained", "dtype", "per_rank", "time_to_ordinary"}
     ratio = alone["time_to_ordinary"]["H100"]
     assert f"predicted to take {ratio:.2f} x on one H100" in " ".join(result.stdout.split())
     both = invoke(*BASE, "--steps", "1", "--noise", "1", "--model", str(tmp_path), "--world-size", "512", "--json")

@@ -20,8 +20,9 @@ from typer.testing import CliRunner
 from hf_dp import load_report
 from hf_dp.audit.guessed import Guesses, exposures
 from hf_dp.audit.secrets import Secret
-from hf_dp.audit.texts import completions
+from hf_dp.audit.texts import completions, written
 from hf_dp.cli import app
+from hf_dp.demo.figure import draw, in_words
 from hf_dp.demo.messages import Messages, generate
 from hf_dp.demo.model import adapted, new_model, train_tokenizer
 from hf_dp.demo.result import Result, Row, mean
@@ -52,6 +53,7 @@ def test_a_model_that_knows_a_pin_is_seen_to(messages: Messages) -> None:
     assert exposures(model, [Guesses.of(tokenizer, secret, 1000)]) == [math.log2(1000)]
     said = completions(model, tokenizer, [secret, replace(other, secret=secret.secret[::-1])], 64)
     assert [one.greedy for one in said] == [True, False]
+    assert written(model, tokenizer, [secret])[0] == secret.secret
 
 
 def test_each_secret_is_planted_exactly_once_and_is_nowhere_else(messages: Messages) -> None:
@@ -97,6 +99,19 @@ def test_it_does_not_claim_what_it_did_not_show() -> None:
         (Result(before, ordinary, replace(private, evaluation_loss=3.1)), "has learnt"),
     ):
         assert any(words in shortcoming for shortcoming in broken.shortcomings())
+
+
+def test_the_figure_says_what_it_shows(tmp_path: Path) -> None:
+    told = in_words(16)
+    assert "how far up the true code ranks among all 10,000" in told
+    # 625 of 10,000 ranks give four bits or more.
+    assert (
+        f"4 bits or more: among 16 such codes there is such a dot in {1 - (1 - 0.0625) ** 16:.0%} of all runs" in told
+    )
+    chance = [1.4] * 16
+    rows = [Row(name, 8.0, 1e-5, 2.0, chance, chance, 0, ("0000",)) for name in ("before", "ordinary", "private")]
+    draw(Result(rows[0], rows[1], rows[2], (replace(SECRET, secret="$_{4711"),)), tmp_path / "demo.png")
+    assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_json_is_alone_on_stdout_and_says_what_was_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

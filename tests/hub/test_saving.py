@@ -239,7 +239,8 @@ def test_a_card_that_is_made_anew_keeps_what_people_wrote(tmp_path: Path, kind: 
     (path / "README.md").write_text(text(path).replace("---\n", "---\nlicense: mit\n", 1) + OWN)
     run.create_model_card(results=True)
     assert "Training Loss" in text(path)
-    filled = text(path).replace("## Model description\n\nMore information needed", "## Model description\n\nMine.", 1)
+    assert "More information needed" not in text(path)
+    filled = text(path).replace("## Training procedure", "## Model description\n\nMine.\n\n## Training procedure", 1)
     (path / "README.md").write_text(filled)
     found = []
     for _ in range(2):

@@ -102,7 +102,8 @@ def test_the_command(directory: Path) -> None:
     assert found.exit_code == 0, found.output
     sizes = json.loads(found.stdout)
     memory = sizes["per_rank"]["FSDP2"]["memory"]
-    assert memory["in all"] == sum(v for k, v in memory.items() if k != "in all")
+    together = "without activations"
+    assert memory[together] == sum(v for k, v in memory.items() if k != together)
     shown = CliRunner().invoke(app, [*base, "--model", str(directory)], env={"COLUMNS": "120", "TERM": "dumb"})
     assert "Each of 4 ranks" in shown.stdout
     assert "reduce-scatter of the sum" in shown.stdout
@@ -111,10 +112,30 @@ def test_the_command(directory: Path) -> None:
     assert "no configuration of a model" in refused.output
 
 
+def test_numbers_are_counted_in_the_type_that_weights_are_loaded_in(directory: Path) -> None:
+    def weights(*flags: str) -> int:
+        base = ["plan", "--model", str(directory), "--lora-rank", "2", "--json"]
+        found = json.loads(CliRunner().invoke(app, [*base, *flags]).stdout)
+        return int(found["per_rank"]["DDP"]["memory"]["weights"])
+
+    size = model_size(str(directory), lora_rank=2)
+    in_float32, in_bfloat16 = (4 * size.trained + each * (size.total - size.trained) for each in (4, 2))
+    assert weights() == in_float32, "where nothing is said"
+    assert weights("--dtype", "bfloat16") == in_bfloat16
+    AutoConfig.for_model("llama", **SHAPE, dtype="bfloat16").save_pretrained(directory)
+    assert weights() == in_bfloat16, "as its configuration says"
+    assert weights("--dtype", "float32") == in_float32
+    refused = CliRunner().invoke(app, ["plan", "--model", str(directory), "--dtype", "int8"])
+    assert refused.exit_code == 2
+    shown = CliRunner().invoke(app, ["plan", "--model", str(directory)], env={"COLUMNS": "120", "TERM": "dumb"})
+    assert "memory, in all" not in shown.stdout
+    assert "memory, without activations" in shown.stdout
+
+
 def test_two_passes_are_proposed_where_one_does_not_fit(directory: Path) -> None:
-    size, shape = model_size(str(directory)), {"length": 256, "micro_batch": 8}
+    size, shape = model_size(str(directory)), {"length": 256, "micro_batch": 8, "bytes_computed": 4}
     one, two = (estimate(size, "DDP", 1, **shape, passes=passes) for passes in (1, 2))
-    kept = [4 * whole + 2 * computed for whole, computed in (p.factor_numbers(256) for p in size.parameters)]
+    kept = [4 * whole + 4 * computed for whole, computed in (p.factor_numbers(256) for p in size.parameters)]
     assert (one.memory["factors"], two.memory["factors"]) == (8 * sum(kept), 8 * max(kept))
     assert {**one.memory, "factors": 0} == {**two.memory, "factors": 0}
     base = ["plan", "--model", str(directory), "--length", "256", "--micro-batch", "8", "--gpu-memory"]
@@ -128,4 +149,4 @@ def test_two_passes_are_proposed_where_one_does_not_fit(directory: Path) -> None
         assert "before the activations" in shown.stdout
         found = json.loads(CliRunner().invoke(app, [*base, str(memory / 1e9), "--json"]).stdout)
         assert found["fits"]["DDP"]["passes"] == fitting
-        assert found["fits"]["DDP"]["in all"] == {"1": one.total_memory, "2": two.total_memory}
+        assert found["fits"]["DDP"]["without activations"] == {"1": one.total_memory, "2": two.total_memory}

@@ -1,0 +1,128 @@
+"""The card as a lawyer and a data subject read it: in words, with what its author has still to say in one place."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import shutil
+from pathlib import Path
+
+import pytest
+from huggingface_hub import ModelCard, ModelCardData
+
+from hf_dp.errors import LedgerError
+from hf_dp.figures import times
+from hf_dp.hub import PrivacyRecord, verify, write_card
+from hf_dp.hub.about import about
+from hf_dp.hub.card import BEGIN, END
+from hf_dp.hub.record import as_written, sha256_of_record
+from hf_dp.versions import library_versions
+from tests.hub.forging import failed, in_card, in_record, seal
+
+DEV3 = Path(__file__).parent / "dev3" / "plain"
+# As PEFT writes it: the hub's own template, and what it knows.
+PADDED = f"{ModelCard.from_template(ModelCardData()).text}\n### Framework versions\n\n- PEFT 0.21.2\n"
+
+
+def words(directory: Path) -> str:
+    return (directory / "README.md").read_text(encoding="utf-8")
+
+
+def test_a_card_says_in_words_what_a_person_may_ask(copy: Path) -> None:
+    record = PrivacyRecord.from_json((copy / "privacy.json").read_bytes())
+    section = words(copy).partition(BEGIN)[2].partition(END)[0]
+    assert section.count(f"at most {times(math.exp(record.report.epsilon))} times") == 2
+    assert "e+0" not in section
+    assert "e-0" not in section
+    assert section.count("at most 1 in ") == 3, "delta, wherever it stands"
+    assert "**If something of yours was in the data.**" in section
+    assert all(line.count("|") == 4 for line in section.split("\n") if line.startswith("| epsilon"))
+    assert f"| saved | {record.saved} (UTC) |" in section
+
+
+def test_the_day_is_the_records_and_no_other(copy: Path) -> None:
+    in_card(r"\d{4}-\d\d-\d\d \(UTC\)", "1999-12-31 (UTC)")(copy)
+    assert "card, text" in failed(copy)
+    in_record("saved", to="1999-12-31")(copy)
+    assert "words of the card" in failed(copy)
+    for wrong in ("yesterday", 20261123, None, "2026-11-23T00:00"):
+        in_record("saved", to=wrong)(copy)
+        with pytest.raises(LedgerError, match="no day"):
+            PrivacyRecord.from_json((copy / "privacy.json").read_bytes())
+
+
+def test_the_same_saved_on_another_day_is_the_same_training(copy: Path) -> None:
+    def digest() -> str:
+        return sha256_of_record((copy / "privacy.json").read_bytes())
+
+    before = digest()
+    in_record("saved", to="1999-12-31")(copy)
+    seal(copy)
+    assert verify(copy).private
+    assert digest() == before
+    in_record("report", "epsilon", to=1.0)(copy)
+    assert digest() != before
+    # As it was of records without a day: those that name them were written so.
+    found = json.loads((DEV3 / "privacy.json").read_text())
+    assert (
+        sha256_of_record((DEV3 / "privacy.json").read_bytes()) == hashlib.sha256(as_written(found).encode()).hexdigest()
+    )
+
+
+def test_what_templates_leave_to_be_filled_in_goes_and_what_a_person_filled_in_stays(copy: Path) -> None:
+    header, _, _ = words(copy).partition("\n---\n")
+    filled = PADDED.replace("## Citation [optional]", "## Citation [optional]\n\nMine (2026)").replace(
+        "### Recommendations", "### Recommendations\n\nNot for doctors."
+    )
+    (copy / "README.md").write_text(f"{header}\n---\n{filled}", encoding="utf-8")
+    write_card(copy, "my-adapter")
+    text = words(copy)
+    assert "[More Information Needed]" not in text
+    assert "<!-- Provide" not in text
+    headings = [line for line in text.split("\n") if line.startswith("#")]
+    assert headings[:3] == ["# my-adapter", "## About", "## Privacy"], "ours stand first"
+    kept = [
+        "## Bias, Risks, and Limitations",
+        "### Recommendations",
+        "## Citation [optional]",
+        "### Framework versions",
+    ]
+    assert headings[3:] == kept
+    assert all(said in text for said in ("Mine (2026)", "Not for doctors.", "- PEFT 0.21.2"))
+    assert verify(copy).private
+    write_card(copy, "my-adapter")
+    assert words(copy) == text, "writing twice changes nothing"
+
+
+def test_what_the_author_says_stays_and_is_no_longer_asked_for(copy: Path) -> None:
+    asked = words(copy)
+    assert asked.count("not said yet") == 5 == sum(asked.count(f"\n- {name}: ") for name in ROWS)
+    in_card(r"\| who answers for it \| not said yet \|", "| who answers for it | ACME, dpo@acme.example |")(copy)
+    in_card("library_name: transformers", "license: apache-2.0\nbase_model: someone/base")(copy)
+    write_card(copy)
+    text = words(copy)
+    rows = (
+        "| made from | someone/base |",
+        "| licence | apache-2.0 |",
+        "| who answers for it | ACME, dpo@acme.example |",
+    )
+    assert all(row in text for row in rows)
+    assert [name for name in ROWS if f"\n- {name}: " in text] == ["meant for", "not meant for"]
+    assert verify(copy).private
+    assert "has still to say" not in about(text.replace("not said yet", "this"), ModelCard(text).data)
+
+
+ROWS = ("made from", "licence", "who answers for it", "meant for", "not meant for")
+
+
+def test_what_dev3_saved_verifies_and_keeps_its_words(tmp_path: Path) -> None:
+    version = json.loads((DEV3 / "privacy.json").read_text())["report"]["versions"]["hf_dp"]
+    assert version == "0.1.0.dev3" != library_versions()["hf_dp"]
+    copy = Path(shutil.copytree(DEV3, tmp_path / "copy"))
+    assert (verify(copy).private, failed(copy)) == (True, "")
+    write_card(copy)
+    assert verify(copy).private
+    assert "exp(epsilon) = 2.98e+03 times" in words(copy), "in the words that its record has the digest of"
+    in_card("2.98e.03 times", "2 times")(copy)
+    assert not verify(copy).private

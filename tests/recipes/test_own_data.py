@@ -1,0 +1,83 @@
+"""Files and settings of one's own: TSV, the column of labels, features kept between runs, 16 bits without a GPU."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from hf_dp.errors import ConfigurationError
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def parsed(part, tmp_path, monkeypatch):
+    """Arguments of `classify` with these changes."""
+
+    def parse(**changes):
+        encoder = tmp_path / "encoder"
+        encoder.mkdir(exist_ok=True)
+        for name in ("config.json", "tokenizer.json"):
+            (encoder / name).touch()
+        files = {"train_file": "a.csv", "test_file": "a.csv", "labels_file": "a.json", "encoder": str(encoder)}
+        values = {**files, "output_dir": str(tmp_path / "out"), "target_epsilon": 3, **changes}
+        (tmp_path / "a.yaml").write_text(json.dumps(values), encoding="utf-8")
+        monkeypatch.setattr(sys, "argv", ["recipe", str(tmp_path / "a.yaml")])
+        return part("common.arguments").parse(part("classify").RecipeArguments)
+
+    return parse
+
+
+def test_quotes_in_tsv_are_text_and_take_in_no_row(part, tmp_path):
+    read_rows, file = part("common.data").read_rows, tmp_path / "a.tsv"
+    file.write_text('text\tlabel\none, "two"\tx\n"three\tx\n', encoding="utf-8")
+    rows = read_rows(str(file), split="train", columns=("text",), others=("label",))
+    assert rows == [{"text": 'one, "two"', "label": "x"}, {"text": '"three', "label": "x"}]
+    file.write_text('text\tlabel\n"one ""two"" three"\tx\n', encoding="utf-8")
+    with pytest.raises(ConfigurationError, match="is quoted as in CSV"):
+        read_rows(str(file), split="train", columns=("text",))
+
+
+def test_features_are_computed_once_of_the_same_texts_and_weights_and_never_of_others(part, tmp_path):
+    kept, encoder, calls = part("common.kept_features").kept, torch.nn.Linear(2, 3), []
+
+    def of(*rows, batch_size=4, directory=str(tmp_path / "private")):
+        made = lambda: calls.append(rows) or torch.full((len(rows), 3), float(len(calls)))  # noqa: E731
+        return float(kept(directory, encoder, rows, batch_size, made)[0, 0])
+
+    assert [of([1, 2]), of([1, 2]), of([1, 3]), of([1, 2], batch_size=5), of([1, 2])] == [1, 1, 2, 3, 1]
+    with torch.no_grad():
+        encoder.weight[0, 0] += 1e-6
+    assert of([1, 2]) == 4, "of other weights"
+    assert of([1, 2], directory=None) == 5, "nothing is kept where nobody asked"
+    assert len(list((tmp_path / "private").iterdir())) == 4
+
+
+@pytest.mark.parametrize(("method", "place"), [("head", "out"), ("head", "out/features"), ("lora", "elsewhere")])
+def test_features_of_private_texts_are_not_kept_beside_a_model(method, place, part, tmp_path):
+    check = part("common.kept_features").check_place
+    with pytest.raises(ConfigurationError, match="--features_dir"):
+        check(str(tmp_path / place), method, str(tmp_path / "out"))
+    check(str(tmp_path / "features"), "head", str(tmp_path / "out"))
+    check(None, "lora", str(tmp_path / "out"))
+
+
+def test_sixteen_bits_are_trained_in_on_a_cpu_where_there_is_nothing_else(parsed, monkeypatch):
+    _, arguments, _ = parsed(bf16="true", use_cpu=None)
+    assert (arguments.bf16, arguments.use_cpu) == (True, not torch.accelerator.is_available())
+    _, arguments, _ = parsed(use_cpu=None)
+    assert not arguments.use_cpu
+    monkeypatch.setattr("torch.accelerator.is_available", lambda: True)
+    if not torch.cuda.is_available():
+        with pytest.raises(ConfigurationError, match="use_cpu"):
+            parsed(bf16="true", use_cpu=None)  # of an old GPU Transformers says it, and no CPU is taken in its place
+
+
+def test_a_column_of_labels_is_called_label_where_nobody_says_otherwise(parsed):
+    recipe, _, _ = parsed()
+    assert recipe.label_column == "label"
+    for file in (ROOT / "recipes").glob("*.yaml"):
+        text = file.read_text(encoding="utf-8")
+        assert ("label_column: category" in text) == ("categories.json" in text and "task: banking77" not in text), file
