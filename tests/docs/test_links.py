@@ -1,4 +1,4 @@
-"""No link of a page is dead: files and headings that it leads to are there. Those that lead elsewhere are only listed."""
+"""No link of a page is dead: files and headings that it leads to are there. What leads elsewhere is only listed."""
 
 from __future__ import annotations
 

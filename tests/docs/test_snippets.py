@@ -6,6 +6,7 @@ model, data, a tokenizer) is in `given`. A block is left out only under a commen
 
 from __future__ import annotations
 
+import ast
 import re
 import shlex
 import sys
@@ -27,8 +28,16 @@ pytestmark = pytest.mark.usefixtures("checked_once")
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-BLOCK = re.compile(r"(?:<!-- not run: (?P<reason>[^>]*?) -->\n)?^```(?P<kind>\w*)\n(?P<text>.*?)^```$", re.M | re.S)
+BLOCK = re.compile(
+    r"(?:<!-- not run: (?P<reason>[^>]*?) -->\n)?^```(?P<kind>\w*| \{.*\})\n(?P<text>.*?)^```$", re.M | re.S
+)
 SHOWN_ONLY = {"", "text", "yaml", "json"}
+# Of libraries beside this one, on the pages of those who come from there: it is Python, and that is all that is known.
+THEIRS = " { .python .theirs }"
+# They calibrate several times, or train what a fast page trains too; those who come from elsewhere are shown
+# what those who come from Trainer are.
+ALIKE = ["from_opacus", "from_fastdp", "from_dp_transformers", "from_opake"]
+SLOW = ["explained", "privacy", "choosing_privacy", "settings", "users", "gpus", *ALIKE]
 # Of the tutorial, where its model is tiny too.
 QUICK = {"max_steps=12": "max_steps=3", "letters(4000,": "letters(200,", "max_new_tokens=40": "max_new_tokens=9"}
 
@@ -68,11 +77,7 @@ def a_chat_model(folder: Path, words: str) -> None:
 
 @pytest.mark.parametrize(
     "page",
-    [
-        # They calibrate several times.
-        pytest.param(page, id=page.stem, marks=[pytest.mark.slow] * (page.stem in ("explained", "privacy")))
-        for page in PAGES
-    ],
+    [pytest.param(page, id=page.stem, marks=[pytest.mark.slow] * (page.stem in SLOW)) for page in PAGES],
 )
 def test_the_snippets_of_a_page_run(
     page: Path,
@@ -124,6 +129,8 @@ def ran(page: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, 
         elif snippet.kind == "bash":
             for line in filter(None, snippet.text.splitlines()):
                 run(line, f"{page.name}:{snippet.line}")
+        elif snippet.kind == THEIRS and page.name.startswith("from_"):
+            ast.parse(snippet.text)
         else:
             assert snippet.kind in SHOWN_ONLY, f"{page.name}:{snippet.line}: how is {snippet.kind!r} to be run?"
     return namespace
@@ -134,6 +141,13 @@ def run(line: str, where: str) -> None:
     assert program == "hf-dp", f"{where}: {line!r} is neither hf-dp nor marked as not run"
     done = CliRunner().invoke(app, arguments)
     assert done.exit_code == 0, f"{where}: {line}\n{done.output}"
+
+
+def test_all_who_come_from_elsewhere_are_shown_the_same() -> None:
+    shown = {stem: [s.text for s in snippets(ROOT / f"docs/{stem}.md")] for stem in ["from_trainer", *ALIKE]}
+    for theirs, ours in shown.values():
+        ast.parse(theirs)
+        assert ours == shown["from_trainer"][1]
 
 
 def test_few_snippets_are_not_run() -> None:
