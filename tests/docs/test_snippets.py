@@ -19,10 +19,10 @@ import torch
 from typer.testing import CliRunner
 
 from hf_dp.cli import app
+from tests.docs.bases import LANGUAGE_MODEL, QUICK, publish_bases, quickly
 from tests.hub.conftest import hub  # noqa: F401 - a fixture
 from tests.hub.server import Hub
-from tests.training.workbench import a_chat_tokenizer, a_tokenizer, classifier, pad, rows
-from tests.zoo import tiny
+from tests.training.workbench import a_tokenizer, classifier, pad, rows
 
 pytestmark = pytest.mark.usefixtures("checked_once")
 
@@ -38,8 +38,6 @@ THEIRS = " { .python .theirs }"
 # what those who come from Trainer are.
 ALIKE = ["from_opacus", "from_fastdp", "from_dp_transformers", "from_opake"]
 SLOW = ["explained", "privacy", "choosing_privacy", "settings", "users", "gpus", *ALIKE]
-# Of the tutorial, where its model is tiny too.
-QUICK = {"max_steps=12": "max_steps=3", "letters(4000,": "letters(200,", "max_new_tokens=40": "max_new_tokens=9"}
 
 
 class Snippet(NamedTuple):
@@ -66,15 +64,6 @@ def given() -> dict[str, Any]:
     }
 
 
-def a_chat_model(folder: Path, words: str) -> None:
-    """What `make model` makes, tiny and random, for these words."""
-    tokenizer = a_chat_tokenizer([words])
-    ids = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": 1}
-    model = tiny("llama", "causal_lm", torch.float32, vocab_size=len(tokenizer), max_position_embeddings=512, **ids)
-    for part in (model, tokenizer):
-        part.save_pretrained(folder)
-
-
 @pytest.mark.parametrize(
     "page",
     [pytest.param(page, id=page.stem, marks=[pytest.mark.slow] * (page.stem in SLOW)) for page in PAGES],
@@ -85,14 +74,11 @@ def test_the_snippets_of_a_page_run(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    if page.stem == "tutorial":
+    if page.stem in QUICK:
         text = page.read_text(encoding="utf-8")
-        a_chat_model(tmp_path / "build/smollm2", text)
-        for whole, part in QUICK.items():
-            assert whole in text
-            text = text.replace(whole, part)
+        publish_bases(hub, page.stem, text, tmp_path / "base")
         page = tmp_path / page.name
-        page.write_text(text, encoding="utf-8")
+        page.write_text(quickly(page.stem, text), encoding="utf-8")
     ran(page, tmp_path, monkeypatch)
 
 
@@ -104,9 +90,10 @@ def test_the_tutorial_with_the_real_model(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    (tmp_path / "build").mkdir()
-    (tmp_path / "build/smollm2").symlink_to(smollm2_directory.absolute())
-    found = ran(ROOT / "docs/tutorial.md", tmp_path, monkeypatch)
+    text = (ROOT / "docs/tutorial.md").read_text(encoding="utf-8")
+    page = tmp_path / "tutorial.md"
+    page.write_text(text.replace(LANGUAGE_MODEL, str(smollm2_directory.absolute())), encoding="utf-8")
+    found = ran(page, tmp_path, monkeypatch)
     before, after = found["losses"]
     assert after < 0.7 * before
     assert found["report"].private
