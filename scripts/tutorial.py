@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-PUBLISHING = "## Publish"
+BASE, PUBLISHING = "HuggingFaceTB/SmolLM2-135M-Instruct", "## Publish"
 
 
 def main() -> None:
@@ -27,11 +27,11 @@ def main() -> None:
     model, figure = given.model.absolute(), given.figure and given.figure.absolute()
     page = ROOT / "docs" / "tutorial.md"
     text = page.read_text(encoding="utf-8").partition(PUBLISHING)[0]
+    assert BASE in text
+    text = text.replace(BASE, str(model))
     begun = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)
-        Path("build").mkdir()
-        Path("build/smollm2").symlink_to(model)
         namespace = {"__name__": "tutorial"}
         for block in re.finditer(r"^```python\n(.*?)^```$", text, re.M | re.S):
             source = "\n" * text[: block.start(1)].count("\n") + block[1]

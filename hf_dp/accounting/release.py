@@ -15,7 +15,8 @@ from hf_dp.config.asked import check_times
 from hf_dp.errors import ConfigurationError, LedgerError, damaged
 
 # What steps are called in ledgers, and the first query of each.
-TRAINING_STEP, GRADIENT = "training step", "gradient"
+TRAINING_STEP = "training step"
+GRADIENT = "gradient"
 # Labels stand on model cards: a name, and no room for a claim in Markdown.
 _LABEL = re.compile(r"\w[\w .,()+-]{0,59}")
 

@@ -6,6 +6,7 @@ model, data, a tokenizer) is in `given`. A block is left out only under a commen
 
 from __future__ import annotations
 
+import ast
 import re
 import shlex
 import sys
@@ -18,19 +19,25 @@ import torch
 from typer.testing import CliRunner
 
 from hf_dp.cli import app
+from tests.docs.bases import LANGUAGE_MODEL, QUICK, publish_bases, quickly
 from tests.hub.conftest import hub  # noqa: F401 - a fixture
 from tests.hub.server import Hub
-from tests.training.workbench import a_chat_tokenizer, a_tokenizer, classifier, pad, rows
-from tests.zoo import tiny
+from tests.training.workbench import a_tokenizer, classifier, pad, rows
 
 pytestmark = pytest.mark.usefixtures("checked_once")
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-BLOCK = re.compile(r"(?:<!-- not run: (?P<reason>[^>]*?) -->\n)?^```(?P<kind>\w*)\n(?P<text>.*?)^```$", re.M | re.S)
+BLOCK = re.compile(
+    r"(?:<!-- not run: (?P<reason>[^>]*?) -->\n)?^```(?P<kind>\w*| \{.*\})\n(?P<text>.*?)^```$", re.M | re.S
+)
 SHOWN_ONLY = {"", "text", "yaml", "json"}
-# Of the tutorial, where its model is tiny too.
-QUICK = {"max_steps=12": "max_steps=3", "letters(4000,": "letters(200,", "max_new_tokens=40": "max_new_tokens=9"}
+# Of libraries beside this one, on the pages of those who come from there: it is Python, and that is all that is known.
+THEIRS = " { .python .theirs }"
+# They calibrate several times, or train what a fast page trains too; those who come from elsewhere are shown
+# what those who come from Trainer are.
+ALIKE = ["from_opacus", "from_fastdp", "from_dp_transformers", "from_opake"]
+SLOW = ["explained", "privacy", "choosing_privacy", "settings", "users", "gpus", *ALIKE]
 
 
 class Snippet(NamedTuple):
@@ -57,22 +64,9 @@ def given() -> dict[str, Any]:
     }
 
 
-def a_chat_model(folder: Path, words: str) -> None:
-    """What `make model` makes, tiny and random, for these words."""
-    tokenizer = a_chat_tokenizer([words])
-    ids = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": 1}
-    model = tiny("llama", "causal_lm", torch.float32, vocab_size=len(tokenizer), max_position_embeddings=512, **ids)
-    for part in (model, tokenizer):
-        part.save_pretrained(folder)
-
-
 @pytest.mark.parametrize(
     "page",
-    [
-        # They calibrate several times.
-        pytest.param(page, id=page.stem, marks=[pytest.mark.slow] * (page.stem in ("explained", "privacy")))
-        for page in PAGES
-    ],
+    [pytest.param(page, id=page.stem, marks=[pytest.mark.slow] * (page.stem in SLOW)) for page in PAGES],
 )
 def test_the_snippets_of_a_page_run(
     page: Path,
@@ -80,14 +74,11 @@ def test_the_snippets_of_a_page_run(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    if page.stem == "tutorial":
+    if page.stem in QUICK:
         text = page.read_text(encoding="utf-8")
-        a_chat_model(tmp_path / "build/smollm2", text)
-        for whole, part in QUICK.items():
-            assert whole in text
-            text = text.replace(whole, part)
+        publish_bases(hub, page.stem, text, tmp_path / "base")
         page = tmp_path / page.name
-        page.write_text(text, encoding="utf-8")
+        page.write_text(quickly(page.stem, text), encoding="utf-8")
     ran(page, tmp_path, monkeypatch)
 
 
@@ -99,9 +90,10 @@ def test_the_tutorial_with_the_real_model(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    (tmp_path / "build").mkdir()
-    (tmp_path / "build/smollm2").symlink_to(smollm2_directory.absolute())
-    found = ran(ROOT / "docs/tutorial.md", tmp_path, monkeypatch)
+    text = (ROOT / "docs/tutorial.md").read_text(encoding="utf-8")
+    page = tmp_path / "tutorial.md"
+    page.write_text(text.replace(LANGUAGE_MODEL, str(smollm2_directory.absolute())), encoding="utf-8")
+    found = ran(page, tmp_path, monkeypatch)
     before, after = found["losses"]
     assert after < 0.7 * before
     assert found["report"].private
@@ -124,6 +116,8 @@ def ran(page: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, 
         elif snippet.kind == "bash":
             for line in filter(None, snippet.text.splitlines()):
                 run(line, f"{page.name}:{snippet.line}")
+        elif snippet.kind == THEIRS and page.name.startswith("from_"):
+            ast.parse(snippet.text)
         else:
             assert snippet.kind in SHOWN_ONLY, f"{page.name}:{snippet.line}: how is {snippet.kind!r} to be run?"
     return namespace
@@ -134,6 +128,13 @@ def run(line: str, where: str) -> None:
     assert program == "hf-dp", f"{where}: {line!r} is neither hf-dp nor marked as not run"
     done = CliRunner().invoke(app, arguments)
     assert done.exit_code == 0, f"{where}: {line}\n{done.output}"
+
+
+def test_all_who_come_from_elsewhere_are_shown_the_same() -> None:
+    shown = {stem: [s.text for s in snippets(ROOT / f"docs/{stem}.md")] for stem in ["from_trainer", *ALIKE]}
+    for theirs, ours in shown.values():
+        ast.parse(theirs)
+        assert ours == shown["from_trainer"][1]
 
 
 def test_few_snippets_are_not_run() -> None:

@@ -64,7 +64,7 @@ def _conflicts(args: Any, privacy: PrivacyConfig) -> list[tuple[str, str, str]]:
     for name in _COUNTS:
         value = getattr(args, name)
         refuse(
-            not is_count(value) and not (name == "max_steps" and value == -1),
+            not is_count(value, at_least=1) and not (name == "max_steps" and value == -1),
             f"{name}={shown(value)}.",
             "the sampling probability and the number of steps, which are accounted for, follow from it.",
             "give a whole number of at least 1.",

@@ -1,0 +1,56 @@
+"""What the site says that the code says already: public names and commands, put in when mkdocs builds it (mkdocs.yml).
+
+A page asks for it by a comment on a line of its own: `<!-- names of hf_dp.audit -->`, `<!-- commands -->`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import re
+from collections.abc import Collection
+from types import ModuleType
+from typing import Any
+
+ASKED = re.compile(r"^<!-- (?:names of (?P<module>[\w.]+)|commands) -->$", re.M)
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """A page with what its comments ask for."""
+    written = set(re.findall(r"^::: ([\w.]+)$", markdown, re.M))
+    return ASKED.sub(lambda found: names(found["module"], written) if found["module"] else commands(), markdown)
+
+
+def names(module: str, written: Collection[str] = ()) -> str:
+    """Each public name of a module, but for those that the page has already, for mkdocstrings to read its docstring."""
+    home = importlib.import_module(module)
+    public = [name for name in home.__all__ if name != "__version__" and not is_module(home, name)]
+    assert public, module
+    asked = (f"{module}.{place(module, name)}" for name in public)
+    return "\n".join(f"::: {name}" for name in asked if name not in written)
+
+
+def is_module(home: ModuleType, name: str) -> bool:
+    """Whether a public name is a module, whose names stand on a page of their own."""
+    return isinstance(getattr(home, name), ModuleType)
+
+
+def place(module: str, name: str) -> str:
+    """Where a name is found without being imported: in the file of its own name, where there is one."""
+    return f"{name}.{name}" if importlib.util.find_spec(f"{module}.{name}") else name
+
+
+def commands() -> str:
+    """Each command with its options, as `--help` says them, by typer's own words; below a page's title."""
+    import typer
+    from typer.cli import get_docs_for_click
+    from typer.main import get_command
+
+    from hf_dp.cli import app
+
+    command = get_command(app)
+    said = get_docs_for_click(obj=command, ctx=typer.Context(command, info_name="hf-dp"), name="hf-dp")
+    title, _, rest = said.partition("\n")
+    assert title == "# `hf-dp`", title
+    # typer cuts the list of commands short; each stands below in full.
+    return re.sub(r"\*\*Commands\*\*:\n\n(?:\* .*\n)+", "", rest)
