@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -25,24 +25,27 @@ def check_own_loss(model: nn.Module, batch: Mapping[str, Any]) -> None:
     Raises:
         UnsupportedModelError: they differ, or the model's own cannot be computed, or is none.
     """
-    rows = next(len(v) for v in batch.values() if isinstance(v, Tensor))
+    batch = {k: v for k, v in batch.items() if k != "num_items_in_batch"}
     devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
-    for i in range(rows):
-        one = {k: v[i : i + 1] if isinstance(v, Tensor) else v for k, v in batch.items() if k != "num_items_in_batch"}
-        with torch.no_grad():
-            with torch.random.fork_rng(devices=devices):
-                ours = float(per_example_losses(model, one))
-            with torch.random.fork_rng(devices=devices):
-                own = _own_loss(model, one)
+
+    def losses(of: Callable[[nn.Module, Mapping[str, Any]], Any], batch: Mapping[str, Any]) -> Any:
+        with torch.no_grad(), torch.random.fork_rng(devices=devices):
+            return of(model, batch)
+
+    for i, ours in enumerate(losses(per_example_losses, batch).tolist()):
+        one = {k: v[i : i + 1] if isinstance(v, Tensor) else v for k, v in batch.items()}
+        own = losses(_own_loss, one)
         if own is None:
             raise UnsupportedModelError(
                 f"{type(base_model(model)).__name__} returns no loss of its own for labels.",
                 why="what it was made to be trained for is unknown, and so whether the per-example loss is that.",
                 fix="override DPTrainer.compute_per_example_loss(model, inputs).",
             )
-        if not bool(own.isfinite()):
+        if not bool(own.isfinite()) or _is_same(ours, float(own)):
             continue
-        if abs(ours - float(own)) > _SAME * max(1.0, abs(float(own))):
+        # With dropout, that of the example by itself has the same masks.
+        ours = float(losses(per_example_losses, one))
+        if not _is_same(ours, float(own)):
             raise UnsupportedModelError(
                 f"{type(base_model(model)).__name__} returns {float(own):.6g} as its loss of one example; "
                 f"the per-example loss of its kind ({loss_kind(model)}) is {ours:.6g}.",
@@ -50,6 +53,10 @@ def check_own_loss(model: nn.Module, batch: Mapping[str, Any]) -> None:
                 fix="switch off auxiliary losses (output_router_logits=False), or override "
                 "DPTrainer.compute_per_example_loss(model, inputs).",
             )
+
+
+def _is_same(ours: float, own: float) -> bool:
+    return abs(ours - own) <= _SAME * max(1.0, abs(own))
 
 
 def _own_loss(model: nn.Module, batch: Mapping[str, Any]) -> Any:

@@ -75,9 +75,15 @@ def without_shared_coins(
         return uses, [*rows, losses.detach().reshape(size, 1)]
 
     off: list[str] = []
+    drawn_at: list[str] = []
+
+    def place() -> str:
+        drawn_at.append(stack[-1] if stack else "")
+        return drawn_at[-1]
+
     before = _states(model)
     with _named(model) as stack:
-        while found := shared_draws(observed, size, lambda: stack[-1] if stack else ""):
+        while found := shared_draws(observed, size, place):
             dropouts = {draw.place: m for draw in found if isinstance(m := model.get_submodule(draw.place), _DropoutNd)}
             if found[0].place not in dropouts:
                 raise _refusal(found[0], type(model).__name__)
@@ -85,7 +91,8 @@ def without_shared_coins(
                 off.append(f"{name}.p={module.p}")
                 module.p = 0.0
         copies = take(batch, [0] * size)
-        if drawn := differing_copies(lambda: observed(copies), size, lambda: stack[-1] if stack else ""):
+        # Where nothing was drawn there is nothing that copies could have alike.
+        if drawn_at and (drawn := differing_copies(lambda: observed(copies), size, place)):
             raise _refusal_of_place(drawn, type(model).__name__)
     if _states(model) != before:
         raise _unseen("a generator of its own")
@@ -156,10 +163,9 @@ def shared_draws(run: Run, size: int, place: Callable[[], str]) -> list[Draw]:
 
     if usual.has_own_generator or moved(Change()):
         raise _unseen("a generator of its own")
-    again = observed(Change(start=1))[0]
-    if any(
-        one == other for pair in zip(usual.states, again.states, strict=False) for one, other in zip(*pair, strict=True)
-    ):
+    # Generators are looked at where something is drawn.
+    again = observed(Change(start=1))[0].states if usual.states else []
+    if any(one == other for pair in zip(usual.states, again, strict=False) for one, other in zip(*pair, strict=True)):
         raise _unseen("a generator that it seeds itself")
     if usual.has_unseen and any(moved(Change(start=start)) for start in range(1, _UNSEEN)):
         raise _unseen("a function that is not called as random.f or numpy.random.f (`from random import ...`)")

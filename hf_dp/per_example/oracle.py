@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from contextlib import nullcontext
 
 import torch
 from torch import nn
@@ -31,7 +32,7 @@ def loop(model: nn.Module, loss_fn: LossFunction, batch: Batch, *, tables: Colle
         for i in range(batch_size(batch)):
             for p in parameters.values():
                 p.grad = None
-            with torch.enable_grad(), SparseLookups([parameters[name] for name in tables]):
+            with torch.enable_grad(), SparseLookups([parameters[n] for n in tables]) if tables else nullcontext():
                 loss = loss_fn(model, take(batch, [i]))
                 check_losses(loss, 1)
                 loss.sum().backward()

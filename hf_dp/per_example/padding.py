@@ -39,7 +39,7 @@ def check_padding(
     certificate: Certificate | None = None,
     rules: Mapping[Any, Rule] = RULES,
     tables: Collection[str] = (),
-) -> None:
+) -> list[float]:
     """Checks that an example's gradient and loss are the same alone and beside the others, longer and shorter.
 
     Everything is computed in float32 with dropout off, in the mode that the model is in; a model that draws other
@@ -55,6 +55,9 @@ def check_padding(
         rules: the table of operations.
         tables: parameters that are only looked up in; their gradients are compared by the rows that were.
 
+    Returns:
+        The norm of each example's gradient: of one that adds nothing, whether others move it is not seen.
+
     Raises:
         PreflightError: a gradient moves, so one long example would change all its neighbours.
     """
@@ -64,10 +67,10 @@ def check_padding(
             found = record(model, loss_fn, prepare(exact), certificate=certificate, rules=rules, tables=tables)
             return found, {name: values.clone() for name, values in model.named_buffers()}
 
-    def refuse_moved(tolerance: float) -> None:
+    def refuse_moved(tolerance: float) -> list[float]:
         together, again = collate(list(examples)), collate(list(examples))
         is_random = any(isinstance(v, Tensor) and not torch.equal(v, again[k]) for k, v in together.items())
-        in_batch, left = gradients(together)[0], None
+        in_batch, left, norms = gradients(together)[0], None, []
         for i, example in enumerate(examples):
             single = collate([example])
             versions = [_cut(together, i, single, side) for side in (False, True)] if is_random else [single]
@@ -82,16 +85,18 @@ def check_padding(
                     f"an example's gradient moves by {100 * by:.2g} % of its norm "
                     "when longer or shorter examples are beside it in a batch."
                 )
+            norms.append(float(alone[0][0].squared_norms()[0].sqrt()))
+        return norms
 
     tolerance = _LOW_PRECISION_TOLERANCE if _is_coarse(model) else _TOLERANCE
     with forked_rng(model), off_zero(model), NoDropout():
         try:
-            refuse_moved(tolerance)
+            return refuse_moved(tolerance)
         except PreflightError:
             if not draws_numbers(model, loss_fn, prepare(collate(list(examples[:1])))):
                 raise
             with in_mode(model, training=False):
-                refuse_moved(tolerance)
+                return refuse_moved(tolerance)
 
 
 def _leak(found: str) -> PreflightError:

@@ -52,10 +52,9 @@ def refuse_unknown_shards(model: nn.Module) -> None:
     Raises:
         UnsupportedModelError: with the parameter's name and how it is laid out.
     """
-    managed = {id(p) for m in model.modules() if isinstance(m, FSDPModule) for p in m.parameters()}
-    for name, p in model.named_parameters():
-        if not isinstance(p, DTensor):
-            continue
+    shards = {name: p for name, p in model.named_parameters() if isinstance(p, DTensor)}
+    managed = {id(p) for m in model.modules() if isinstance(m, FSDPModule) for p in m.parameters()} if shards else set()
+    for name, p in shards.items():
         mesh, placements = p.device_mesh, p.placements
         is_known = mesh.ndim == 1 and mesh.size() == ranks.world_size() and isinstance(placements[0], Sharded)
         if not is_known or id(p) not in managed:

@@ -37,6 +37,11 @@ class Magnitudes:
 
     Warns once of noise that drowns any gradient, and of batches that are far from what their sums are divided by.
 
+    Attributes:
+        known: for the logs, from public numbers alone: the norm of the noise in what the optimizer takes (its root mean
+            square), and the most that the mean of the clipped gradients has in a batch as large as is expected. Nothing
+            where most of the trained numbers get no noise.
+
     Args:
         plan: of the run.
         model: whose trainable parameters get the noise.
@@ -53,9 +58,10 @@ class Magnitudes:
         deviation, clipping = plan.noise_standard_deviation, plan.clipping.sensitivity
         expected = plan.sampler.expected_batch_size
         self._warn_of_other_batches(plan)
+        norm = deviation * math.sqrt(self._count)
+        self.known = {} if by_rows else {"noise_norm": norm / expected, "signal_bound": clipping}
         if not deviation:
             return
-        norm = deviation * math.sqrt(self._count)
         narrowest = min(torch.finfo(p.dtype).max for p in trained)
         holds = _FAR_OUT * deviation / expected < narrowest and clipping < narrowest
         if not (holds and deviation > _SMALLEST and norm + plan.sampler.dataset_size * clipping < _LARGEST):

@@ -10,6 +10,7 @@ from transformers.trainer_callback import ExportableState, TrainerControl, Train
 
 import hf_dp.ranks as ranks
 from hf_dp.agreement import keep_step
+from hf_dp.training.progress import Seldom
 
 logger = logging.getLogger(__name__)
 
@@ -25,6 +26,8 @@ class PrivateTrainer(Protocol):
 
     def budget_is_left(self) -> bool: ...
 
+    def spent(self) -> str: ...
+
     def after_optimizer_step(self) -> None: ...
 
 
@@ -33,6 +36,7 @@ class PrivacyCallback(TrainerCallback, ExportableState):
 
     def __init__(self, trainer: PrivateTrainer | None = None) -> None:
         self.trainer = trainer
+        self._seldom = Seldom()
 
     def state(self) -> dict[str, Any]:
         """The ledger as of the saved step; it lands in `trainer_state.json`, in the same write as the step count."""
@@ -61,7 +65,10 @@ class PrivacyCallback(TrainerCallback, ExportableState):
             self.trainer.after_optimizer_step()
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        if self.trainer is None or self.trainer.budget_is_left():
+        if self.trainer is None:
+            return
+        self._seldom(self._show_spent)
+        if self.trainer.budget_is_left():
             return
         if not control.should_training_stop and state.global_step < state.max_steps:
             ranks.warn(
@@ -70,9 +77,13 @@ class PrivacyCallback(TrainerCallback, ExportableState):
         control.should_training_stop = True
 
     def on_log(self, args: Any, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any) -> None:
-        if self.trainer is None or not logs or "epsilon" not in logs:
-            return
-        for callback in self.trainer.callback_handler.callbacks:
+        if logs and "epsilon" in logs:
+            self._show_spent()
+
+    def _show_spent(self) -> None:
+        """On Trainer's bar, which rank 0 alone has."""
+        trainer = self.trainer
+        for callback in () if trainer is None else trainer.callback_handler.callbacks:
             bar = getattr(callback, "training_bar", None)
-            if bar is not None:
-                bar.set_postfix(epsilon=logs["epsilon"], noise=round(logs["noise_multiplier"], 3))
+            if bar is not None and trainer is not None:
+                bar.set_postfix(epsilon=trainer.spent())

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-import logging
 import math
+import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-import hf_dp.ranks as ranks
 from hf_dp.data.extremes import extreme_rows
 from hf_dp.data.left_padding import LeftPadding
 from hf_dp.data.loader import PoissonDataLoader
@@ -28,9 +27,8 @@ from hf_dp.per_example.passes import check_two_passes, record_in_two_passes, ref
 from hf_dp.per_example.sharding import is_sharded
 from hf_dp.per_example.state import unchanged_state
 from hf_dp.randomness import unchanged_global_state
+from hf_dp.training.progress import passes_shown
 from hf_dp.units.packing import Owners
-
-logger = logging.getLogger(__name__)
 
 
 class MicroBatch(NamedTuple):
@@ -61,6 +59,8 @@ class Engine:
         model: as above; a later wrapper may give another.
         by_rows: the names of the parameters whose gradients are summed by rows.
         passes: of a step, see `PrivacyConfig`.
+        is_silent: whether its progress is shown nowhere.
+        seconds_of_a_row: how long one took in the check, of the narrowest and the widest, alone and together.
     """
 
     def __init__(
@@ -77,7 +77,8 @@ class Engine:
         self.prepare, self._padding, self._rules = prepare, padding, rules
         self._check_losses = check_losses
         self.by_rows: Collection[str] = ()
-        self.passes = 1
+        self.passes, self.is_silent = 1, False
+        self.seconds_of_a_row = 0.0
         self._certificate: Certificate | None = None
 
     def record(self, micro_batch: MicroBatch) -> PerExampleGradients:
@@ -145,13 +146,18 @@ class Engine:
     def check(self) -> None:
         """Holds model, collator and data against what each example does by itself. Spends nothing.
 
+        Where there is a terminal, a line counts its passes.
+
         Raises:
             UnsupportedModelError: per-example gradients of this model are not known to be exact.
             ConfigurationError: a collator, rows or a loss that a private run cannot use.
         """
         if self.passes == 2:
             refuse_two_passes(self.model, self.loader.draws_units)
-        ranks.warn(logger, "Checking the model, the collator and the data before the first step.")
+        with passes_shown(self.model, is_silent=self.is_silent):
+            self._check()
+
+    def _check(self) -> None:
         dataset: Any = self.loader.dataset
         collate: Any = self.loader.collate_fn
 
@@ -165,8 +171,10 @@ class Engine:
             with unchanged_state(self.model):
                 few = telling_rows(dataset, collate.widths)
                 _, extremes = self._batch(few), extreme_rows(dataset.dataset)
+                # Where columns tell of ids, labels and lengths, of these rows the narrowest and the widest are enough.
+                tried = few if not extremes.rows else [few[0], few[-1]]
                 refuse_rows_that_fail(
-                    dataset, extremes.rows, few, lambda row: self._loss(self.model, self._batch([row]))
+                    dataset, extremes.rows, tried, lambda row: self._loss(self.model, self._batch([row]))
                 )
                 check_collator(collate, few)
                 uneven = uneven_rows(dataset, extremes, few)
@@ -188,18 +196,24 @@ class Engine:
         collate: Any = self.loader.collate_fn
         certificate = preflight(self.model, self._loss, together, rules=self._rules, tables=self.by_rows)
 
-        @functools.cache
-        def norm(number: int) -> float:
-            alone = self._batch([uneven[number]])
-            with unchanged_state(self.model):
-                found = record(
-                    self.model, self._loss, alone, certificate=certificate, rules=self._rules, tables=self.by_rows
-                )
-                return float(found.squared_norms()[0])
+        norms: dict[int, float] = {}
 
-        places = {id(row): i for i, row in enumerate(uneven)}
-        ends = ends_that_add(uneven, collate.widths, lambda row: 0 < norm(places[id(row)]) < math.inf)
-        self._check_padding(outermost(uneven, collate.widths, ends), certificate)
+        def held(rows: list[Any]) -> None:
+            began = time.monotonic()
+            found = self._check_padding(rows, certificate)
+            self.seconds_of_a_row = (time.monotonic() - began) / (2 * len(rows))
+            norms.update(zip(map(id, rows), found, strict=True))
+
+        def adds(row: Any) -> bool:
+            if id(row) not in norms:
+                held([row])
+            return 0 < norms[id(row)] < math.inf
+
+        held(beside := outermost(uneven, collate.widths))
+        ends = ends_that_add(uneven, collate.widths, adds)
+        compared = outermost(uneven, collate.widths, ends)
+        if {*map(id, compared)} != {*map(id, beside)}:
+            held(compared)
         if self.passes == 2:
             with unchanged_state(self.model):
                 check_two_passes(
@@ -208,10 +222,11 @@ class Engine:
         self._certificate = certificate
         return ends
 
-    def _check_padding(self, rows: list[Any], certificate: Certificate | None) -> None:
+    def _check_padding(self, rows: list[Any], certificate: Certificate | None) -> list[float]:
+        """The norms of their gradients."""
         collate: Any = self.loader.collate_fn
         with unchanged_state(self.model):
-            check_padding(
+            return check_padding(
                 self.model, self._loss, rows, collate.collated, self.prepare,
                 certificate=certificate, rules=self._rules, tables=self.by_rows,
             )  # fmt: skip

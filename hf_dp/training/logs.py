@@ -25,7 +25,7 @@ class LogsMixin(RunsMixin):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """As Trainer's, with epsilon and the clipping statistics beside the training loss."""
         if self.is_in_train and ("loss" in logs or "train_loss" in logs):
-            logs["epsilon"] = logged(self.ledger.epsilon(self._accounted.delta, self.privacy.accountant))
+            logs["epsilon"] = self._epsilon()
             logs["noise_multiplier"] = self._accounted.noise_multiplier
         withheld = self.privacy.withhold_non_private_logs
         if self.is_in_train and "loss" in logs and self._begun is not None:
@@ -35,6 +35,14 @@ class LogsMixin(RunsMixin):
                 del logs[name]
         self._behind.forget_batch_metrics()
         super().log(logs, start_time)
+
+    def spent(self) -> str:
+        """Epsilon so far, and of what budget, for a progress bar."""
+        target = self.privacy.target_epsilon
+        return f"{self._epsilon():g}" + ("" if target is None else f" of {target:g}")
+
+    def _epsilon(self) -> float:
+        return logged(self.ledger.epsilon(self._accounted.delta, self.privacy.accountant))
 
     def privacy_report(self) -> PrivacyReport:
         """What was promised and what was spent so far.

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 import math
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import nn
 
-import hf_dp.ranks as ranks
 from hf_dp.accounting import Ledger
 from hf_dp.accounting.earlier import charge
 from hf_dp.accounting.events import check_mechanisms
@@ -29,10 +28,9 @@ from hf_dp.step.written import Around, WrittenGradients
 from hf_dp.training.described import described_optimizer, described_values
 from hf_dp.training.engine import Engine, MicroBatch
 from hf_dp.training.origin import refuse_unsaid_origin
+from hf_dp.training.progress import opening, say, time_ahead
 from hf_dp.training.refusals import refuse_optimizer, refuse_other_surroundings, surroundings
 from hf_dp.training.resume import SavedRun, continued, note_trained_by, refuse_trained_by_another
-
-logger = logging.getLogger(__name__)
 
 
 class Run:
@@ -172,18 +170,16 @@ class Run:
         refuse_optimizer(optimizer, model)
         self._written = WrittenGradients(optimizer, around)
         self._magnitudes = Magnitudes(self.plan, model, self.by_rows)
-        # A warning, so that it is seen: the default delta, and an argument that is not what the user left it at.
-        ranks.warn(
-            logger,
-            "Private training: %s. max_grad_norm is set to 0: gradients are clipped for each example.",
-            self.plan,
-        )
+        for line in opening(self.plan):
+            say(line)
         self.engine.by_rows, self.engine.passes = self.by_rows, self.plan.config.passes
         self._remove_parts()
         try:
             for part in self.parts.values():
                 part.install(self)
+            began = time.monotonic()
             self.engine.check()
+            say(time_ahead(self.plan, step, time.monotonic() - began, self.engine.seconds_of_a_row))
             for part in self.parts.values():
                 part.checked(self)
             # Before a part writes into the model what it releases.
@@ -289,7 +285,10 @@ class Run:
         """What happened since the last call."""
         seen, self._statistics = self._statistics, dict.fromkeys(self._statistics, 0)
         clipped = seen["clipped"] / max(1, seen["examples"])
-        logs = Logs(exact={"clipped_fraction": clipped, "non_finite_examples": seen["non_finite"]})
+        logs = Logs(
+            {} if self._magnitudes is None else self._magnitudes.known,
+            {"clipped_fraction": clipped, "non_finite_examples": seen["non_finite"]},
+        )
         for name, part in self.parts.items():
             logs |= part.logs().under(name)
         return logs

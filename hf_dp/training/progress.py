@@ -1,0 +1,96 @@
+"""What a training says as it begins: what is promised, what is drawn, and how long it will take."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from huggingface_hub.utils.tqdm import tqdm
+from torch import nn
+
+import hf_dp.ranks as ranks
+from hf_dp.figures import percent, upper
+from hf_dp.step.plan import Plan
+
+_SECONDS = {"s": 1, "min": 60, "h": 3600, "days": 86400}
+# Of the time of a training, at most one part in so many goes into saying what was spent.
+_SELDOM = 50
+
+
+def say(message: str) -> None:
+    """One line, by rank 0, above a progress bar if there is one; no result, so to the standard error."""
+    if ranks.rank() == 0:
+        tqdm.write(message, file=sys.stderr)
+
+
+def opening(plan: Plan) -> list[str]:
+    """What is promised, and what is drawn."""
+    config, unit = plan.config, plan.mechanism.unit.name
+    what = f"the epsilon of noise multiplier {plan.noise_multiplier:g}, in the log and in privacy_report(),"
+    if config.target_epsilon is not None:
+        what = f"epsilon {config.target_epsilon:g}"
+    elif config.target_tpr is not None:
+        what = f"at most {percent(config.target_tpr)} found at {percent(config.at_fpr)} false positives,"
+    never = "NOT PRIVATE (without noise, or with a seed that subtracts it)"
+    said = f"{what} at delta {upper(plan.delta, 3)} for {unit}" if _is_private(plan) else never
+    return [f"Private training: {said}.", f"Drawn: {plan}. max_grad_norm is 0: each example's gradient is clipped."]
+
+
+def _is_private(plan: Plan) -> bool:
+    return bool(plan.noise_multiplier) and not plan.mechanism.reproducible
+
+
+def time_ahead(plan: Plan, done: int, check: float, row: float) -> str:
+    """How long the steps will take, by what was seen in the check.
+
+    Args:
+        done: how many steps were taken before.
+        check: how many seconds it took.
+        row: how many of these the longest and shortest rows took, forward and backward, on average.
+    """
+    steps = plan.steps - done
+    whole = steps * plan.sampler.expected_batch_size / ranks.world_size() * row * plan.config.passes
+    found = f"about {in_words(whole)} for {steps} steps, by the rows of the check, which took {in_words(check)}"
+    if plan.config.unit is not None:
+        found = f"the check took {in_words(check)}"
+    return f"Time: {found}; the progress of the first steps tells it better."
+
+
+def in_words(seconds: float) -> str:
+    """A duration to two digits, in the largest unit of which there are two."""
+    name = next((name for name in reversed(_SECONDS) if seconds >= 2 * _SECONDS[name]), "s")
+    return f"{float(f'{seconds / _SECONDS[name]:.2g}'):g} {name}"
+
+
+class Seldom:
+    """Lets through what takes time to compute as seldom as that it takes little of a training's time."""
+
+    def __init__(self) -> None:
+        self._next = 0.0
+
+    def __call__(self, compute: Callable[[], None]) -> None:
+        """Calls `compute`, or not."""
+        if (began := time.monotonic()) >= self._next:
+            compute()
+            self._next = time.monotonic() + _SELDOM * (time.monotonic() - began)
+
+
+@contextmanager
+def passes_shown(model: nn.Module, *, is_silent: bool) -> Iterator[None]:
+    """Inside, a line counts the forward passes of `model`, by rank 0, where there is a terminal; then it goes."""
+    # None: only where there is a terminal.
+    hidden = True if is_silent or ranks.rank() else None
+    shown = tqdm(desc="Checking before the first step", unit=" passes", leave=False, disable=hidden)  # type: ignore[no-untyped-call]
+    with shown as line:
+
+        def count(*_: Any) -> None:
+            line.update()
+
+        handle = model.register_forward_pre_hook(count)
+        try:
+            yield
+        finally:
+            handle.remove()

@@ -1,0 +1,116 @@
+"""What a training says of itself, and how many passes its check takes."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+
+import hf_dp.ranks as ranks
+from hf_dp import PrivacyConfig
+from hf_dp.training.progress import Seldom, in_words, opening, passes_shown
+from tests.training.workbench import make, pad_for_language, private, rows
+from tests.zoo import tiny
+
+
+def adapted() -> Any:
+    config = peft.LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM")
+    return peft.get_peft_model(tiny("llama", "causal_lm", torch.float32, num_hidden_layers=1), config)
+
+
+def test_the_check_of_a_model_without_random_numbers_takes_few_passes(tmp_path: Path) -> None:
+    """Most of them of a few rows that are cut short, so that they take as long as few steps of ordinary batches."""
+    data = rows(60, low=20, high=30)
+    trainer = make(tmp_path, adapted(), parts={"train_dataset": data, "data_collator": pad_for_language})
+    trainer.get_train_dataloader()
+    passes: Counter[str] = Counter()
+
+    def note(module: Any, args: Any, output: Any) -> None:
+        passes.update(forward=1)
+        if output.logits.requires_grad:
+            output.logits.register_hook(lambda _: passes.update(backward=1))
+
+    trainer.model.register_forward_hook(note)
+    trainer._run.engine.check()
+    assert passes["forward"] <= 40
+    assert passes["backward"] <= 15
+
+
+@pytest.mark.parametrize(("is_terminal", "is_silent", "rank", "is_shown"), [
+    (True, False, 0, True), (False, False, 0, False), (True, True, 0, False), (True, False, 1, False)
+])  # fmt: skip
+def test_passes_are_counted_on_a_terminal_by_the_first_rank(
+    is_terminal: bool, is_silent: bool, rank: int, is_shown: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    terminal = io.StringIO()
+    terminal.isatty = lambda: is_terminal  # type: ignore[method-assign]
+    monkeypatch.setattr("sys.stderr", terminal)
+    monkeypatch.setattr(ranks, "rank", lambda: rank)
+    model = torch.nn.Linear(2, 2)
+    with passes_shown(model, is_silent=is_silent):
+        found = model(torch.ones(1, 2))
+    assert ("Checking before the first step" in terminal.getvalue()) is is_shown
+    assert torch.equal(found, model(torch.ones(1, 2)))
+    assert not model._forward_pre_hooks
+
+
+def test_three_lines_say_what_begins_and_the_logs_how_long_noise_and_signal_are(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer = make(tmp_path, privacy=PrivacyConfig(noise_multiplier=100), max_steps=2, logging_steps=1)
+    trainer.train()
+    out, told = capsys.readouterr()
+    promised, drawn, ahead = [line for line in told.splitlines() if line.startswith(("Private", "Drawn", "Time"))]
+    assert promised == opening(trainer._run.plan)[0]
+    assert re.match(r"Drawn: .*, Poisson with sampling probability 0.1667, 2 steps of expected batch size 8\.", drawn)
+    assert re.match(r"Time: about [\d.e-]+ s for 2 steps, by the rows of the check, which took [\d.]+ (s|min);", ahead)
+    assert "Private training" not in out + caplog.text
+    for entry in (one for one in trainer.state.log_history if "loss" in one):
+        assert entry["grad_norm"] == pytest.approx(entry["noise_norm"], rel=0.05)
+        assert entry["signal_bound"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("privacy", "said"),
+    [
+        (private(), "NOT PRIVATE (without noise, or with a seed that subtracts it)."),
+        (
+            PrivacyConfig(noise_multiplier=1.5),
+            "the epsilon of noise multiplier 1.5, in the log and in privacy_report(),",
+        ),
+        (PrivacyConfig(target_epsilon=8.0), "Private training: epsilon 8 at delta 0.0142 for one training example."),
+    ],
+)
+def test_what_is_promised_is_said_as_it_was_given(privacy: PrivacyConfig, said: str, tmp_path: Path) -> None:
+    trainer = make(tmp_path, privacy=privacy)
+    trainer.get_train_dataloader()
+    assert said in opening(trainer._run.plan)[0]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"),
+    [(0.04, "0.04 s"), (119, "120 s"), (121, "2 min"), (7000, "120 min"), (86400, "24 h"), (2e5, "2.3 days")],
+)
+def test_durations_are_said_in_two_digits(seconds: float, said: str) -> None:
+    assert in_words(seconds) == said
+
+
+def test_what_takes_long_is_said_seldom(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, calls = [0.0], []
+    monkeypatch.setattr("hf_dp.training.progress.time.monotonic", lambda: now[0])
+
+    def slow() -> None:
+        calls.append(now[0])
+        now[0] += 2
+
+    seldom = Seldom()
+    for _ in range(300):
+        seldom(slow)
+        now[0] += 1
+    assert calls == [0, 102, 204]
