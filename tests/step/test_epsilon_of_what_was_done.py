@@ -35,8 +35,8 @@ others = st.fixed_dictionaries(
     {},
     optional={
         "clipping_norm": st.floats(1e-3, 1e3), "clipping": st.just("automatic"), "accountant": st.just("rdp"),
-        "target_delta": st.floats(1e-9, 1e-3), "dataset_size": st.integers(20, 90), "max_batch_size": st.integers(1, 30),
-        "noise": st.just("grid"),
+        "target_delta": st.floats(1e-9, 1e-3), "dataset_size": st.integers(20, 90),
+        "max_batch_size": st.integers(1, 30), "noise": st.just("grid"),
     },
 )  # fmt: skip
 
