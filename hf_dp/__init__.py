@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from hf_dp.training.trainer import DPTrainer, DPTrainerMixin
 
 # In every record: it changes when another epsilon is computed from the same ledger, too.
-__version__ = "0.1.0.dev4"
+__version__ = "0.1.0"
 
 __all__ = [
     "DPTrainer",

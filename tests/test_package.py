@@ -99,6 +99,17 @@ def test_type_information_is_shipped() -> None:
     assert resources.files("hf_dp").joinpath("py.typed").is_file()
 
 
+def test_links_of_the_readme_lead_somewhere_without_the_repository() -> None:
+    hooks = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["hatch"]["metadata"]["hooks"]
+    (link,) = hooks["fancy-pypi-readme"]["substitutions"]
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    shown = re.sub(link["pattern"], link["replacement"], readme)
+    for ours, theirs in zip(*(re.findall(r"\]\(([^)]*)\)", text) for text in (readme, shown)), strict=True):
+        assert (ROOT / ours.partition("#")[0]).is_file(), ours
+        assert theirs == f"{link['replacement'].removeprefix('](')}{ours}"
+    assert re.sub(link["pattern"], link["replacement"], "](https://a.b) ](#c)") == "](https://a.b) ](#c)"
+
+
 def test_no_text_names_a_package_that_is_on_no_index() -> None:
     files = [
         *ROOT.glob("*.md"),

@@ -19,7 +19,7 @@ def demo(
             help="Where the private model, its privacy record and the figure go.", file_okay=False, writable=True
         ),
     ] = Path("hf-dp-demo"),
-    quick: Annotated[bool, typer.Option("--quick", help="Half a minute; a weaker contrast.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="About a minute; a weaker contrast.")] = False,
     pretrained: Annotated[
         bool, typer.Option("--pretrained", help="Adapters (LoRA) on a real language model, which `make model` makes.")
     ] = False,
@@ -43,7 +43,7 @@ def demo(
     With --pretrained, both are done with LoRA on a pretrained model from a
     folder.
 
-    Example, half a minute long:
+    Example, about a minute long:
 
         hf-dp demo --quick
 
@@ -57,7 +57,7 @@ def demo(
         if pretrained and quick:
             raise ConfigurationError(
                 "--pretrained and --quick.",
-                why="half a minute is too short for a real language model to learn anything.",
+                why="a minute is too short for a real language model to learn anything.",
                 fix="leave one of them out.",
             )
         scale = PRETRAINED if pretrained else QUICK if quick else FULL
