@@ -253,6 +253,7 @@ def main() -> None:
     if any(run.token_frequencies == "true" for run in runs):
         counts = np.bincount([item for row in data.train for item in set(row["input_ids"])], minlength=data.items + 1)
         true_shares.write_text(json.dumps((counts / len(data.train)).tolist()), encoding="utf-8")
+        print(f"{true_shares} has how often each item occurs in the private data, exactly: show it to nobody.")
     for run in runs:
         if str(run) in known:
             continue
@@ -267,6 +268,8 @@ def main() -> None:
                 results.setdefault(name, []).append(known[text])
     if data.groups is not None:
         report(runs, folders, data.groups)
+    if recipe.group_column == "rarity":
+        print("Which items are rare is counted in the private data, without noise: show these groups to nobody.")
     show(results, None if privacy.withhold_non_private_logs else measures(popularity(data)))
     if recipe.figure is not None:
         draw(results, recipe.figure)

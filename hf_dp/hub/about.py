@@ -42,10 +42,10 @@ def about(text: str, data: Any) -> str:
 
 
 def taken_out(text: str) -> tuple[str, str]:
-    """A card without the table, and the table; as it is, and nothing, where there is none or more than one."""
+    """A card without the table, and the table; where there are several, without their marks, and none."""
     start, stop = text.find(BEGIN), text.find(END)
     if not (text.count(BEGIN) == text.count(END) == 1 and start < stop):
-        return text, ""
+        return text.replace(f"{BEGIN}\n", "").replace(f"\n{END}", "").replace(BEGIN, "").replace(END, ""), ""
     stop += len(END)
     return f"{text[:start].rstrip()}\n\n{text[stop:].lstrip()}", text[start:stop]
 

@@ -185,13 +185,10 @@ def as_written(values: Any) -> str:
 
 
 def sha256_of_record(text: str | bytes) -> str:
-    """Of a record as it is written, in hexadecimal, however its JSON is set; the same with an audit that was added, or
-    saved on another day, is no other."""
+    """Of a record as it is written, in hexadecimal, however its JSON is set; an audit that was added makes no other."""
     values = json.loads(text)
     if isinstance(values, dict):
         values.pop(_AUDIT, None)
-        if values.pop(_SAVED, None) is not None:
-            values.pop("card_sha256", None)  # the card has the day, and follows from the rest
     return hashlib.sha256(as_written(values).encode()).hexdigest()
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import shutil
@@ -16,9 +15,8 @@ from hf_dp.figures import times
 from hf_dp.hub import PrivacyRecord, verify, write_card
 from hf_dp.hub.about import about
 from hf_dp.hub.card import BEGIN, END
-from hf_dp.hub.record import as_written, sha256_of_record
 from hf_dp.versions import library_versions
-from tests.hub.forging import failed, in_card, in_record, seal
+from tests.hub.forging import failed, in_card, in_record
 
 DEV3 = Path(__file__).parent / "dev3" / "plain"
 # As PEFT writes it: the hub's own template, and what it knows.
@@ -50,24 +48,6 @@ def test_the_day_is_the_records_and_no_other(copy: Path) -> None:
         in_record("saved", to=wrong)(copy)
         with pytest.raises(LedgerError, match="no day"):
             PrivacyRecord.from_json((copy / "privacy.json").read_bytes())
-
-
-def test_the_same_saved_on_another_day_is_the_same_training(copy: Path) -> None:
-    def digest() -> str:
-        return sha256_of_record((copy / "privacy.json").read_bytes())
-
-    before = digest()
-    in_record("saved", to="1999-12-31")(copy)
-    seal(copy)
-    assert verify(copy).private
-    assert digest() == before
-    in_record("report", "epsilon", to=1.0)(copy)
-    assert digest() != before
-    # As it was of records without a day: those that name them were written so.
-    found = json.loads((DEV3 / "privacy.json").read_text())
-    assert (
-        sha256_of_record((DEV3 / "privacy.json").read_bytes()) == hashlib.sha256(as_written(found).encode()).hexdigest()
-    )
 
 
 def test_what_templates_leave_to_be_filled_in_goes_and_what_a_person_filled_in_stays(copy: Path) -> None:
@@ -111,6 +91,17 @@ def test_what_the_author_says_stays_and_is_no_longer_asked_for(copy: Path) -> No
     assert [name for name in ROWS if f"\n- {name}: " in text] == ["meant for", "not meant for"]
     assert verify(copy).private
     assert "has still to say" not in about(text.replace("not said yet", "this"), ModelCard(text).data)
+
+
+def test_a_table_that_stands_twice_becomes_a_persons_own_words_and_one_is_written(copy: Path) -> None:
+    table = words(copy).partition("<!-- hf_dp about begins -->")[2].partition("<!-- hf_dp about ends -->")[0]
+    doubled = f"\n<!-- hf_dp about begins -->{table.replace('not said yet', 'mine')}<!-- hf_dp about ends -->\n"
+    (copy / "README.md").write_text(words(copy) + doubled, encoding="utf-8")
+    write_card(copy)
+    once = words(copy)
+    assert (once.count("<!-- hf_dp about begins -->"), once.count("| mine |"), verify(copy).private) == (1, 5, True)
+    write_card(copy)
+    assert words(copy) == once
 
 
 ROWS = ("made from", "licence", "who answers for it", "meant for", "not meant for")

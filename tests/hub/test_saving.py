@@ -250,7 +250,7 @@ def test_a_card_that_is_made_anew_keeps_what_people_wrote(tmp_path: Path, kind: 
     assert found[0] == found[1]
     for part in (OWN, "license: mit", "description\n\nMine.\n", "### Training hyperparameters"):
         assert found[0].count(part) == 1, part
-    for words in ("Training Loss", "Loss:", "computed without noise", "Model Card Contact", "[More Information"):
+    for words in ("Training Loss", "Loss:", "computed without noise", "Model Card Contact", "[More Information", "[]("):
         assert words not in found[0], words
     assert verify(path).private
 

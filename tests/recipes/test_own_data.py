@@ -81,3 +81,11 @@ def test_a_column_of_labels_is_called_label_where_nobody_says_otherwise(parsed):
     for file in (ROOT / "recipes").glob("*.yaml"):
         text = file.read_text(encoding="utf-8")
         assert ("label_column: category" in text) == ("categories.json" in text and "task: banking77" not in text), file
+
+
+def test_what_is_counted_in_private_data_says_so(part, capsys):
+    show = part("common.next_item_results").show
+    show({"epsilon 3, off": [(12.5, 32.5)]}, (18.76, 35.0))
+    assert "show it to nobody" in " ".join(capsys.readouterr().out.split())
+    show({"epsilon 3, off": [(12.5, 32.5)]}, None)
+    assert "nobody" not in capsys.readouterr().out
