@@ -1,7 +1,7 @@
 """Makes the notebooks of the first two tutorials from their pages, so that the text exists once.
 
-    python scripts/notebooks.py                                 docs/notebooks, without outputs where a page has changed
-    python scripts/notebooks.py --execute classifier --base DIR  runs it with a model from a folder, and keeps the outputs
+    python scripts/notebooks.py                                  without outputs where a page has changed
+    python scripts/notebooks.py --execute classifier --base DIR  runs it with the model in a folder, and keeps outputs
 
 What is run publishes nothing: names on the hub are looked for on a hub of this machine's own (tests/hub/server.py).
 """
@@ -24,7 +24,10 @@ ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "docs" / "notebooks"
 PAGES = ("tutorial", "classifier")
 BLOCK = re.compile(r"^```(python|bash)\n(.*?)^```$\n?", re.M | re.S)
-SITE = {"language_info": {"name": "python"}, "kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}
+SITE = {
+    "language_info": {"name": "python"},
+    "kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"},
+}
 
 
 def path_of(page: str) -> Path:

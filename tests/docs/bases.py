@@ -13,7 +13,11 @@ from tests.zoo import tiny
 
 LANGUAGE_MODEL, ENCODER = "HuggingFaceTB/SmolLM2-135M-Instruct", "sentence-transformers/all-MiniLM-L6-v2"
 QUICK = {
-    "tutorial": {"max_steps=12": "max_steps=3", "letters(4000,": "letters(200,", "max_new_tokens=40": "max_new_tokens=9"},
+    "tutorial": {
+        "max_steps=12": "max_steps=3",
+        "letters(4000,": "letters(200,",
+        "max_new_tokens=40": "max_new_tokens=9",
+    },
     "classifier": {"max_steps=30": "max_steps=3", "dataset(2000,": "dataset(600,", "dataset(200,": "dataset(20,"},
 }
 

@@ -76,6 +76,7 @@ def test_a_delta_that_only_the_number_of_rows_shows_to_be_bad(tmp_path: Path) ->
         ({"label_smoothing_factor": float("nan")}, "label_smoothing_factor=nan"),
         ({"num_train_epochs": float("inf")}, "num_train_epochs=inf"),
         ({"num_train_epochs": float("nan")}, "num_train_epochs=nan"),
+        ({"max_steps": 0}, "max_steps=0"),
         ({"max_steps": 1.5}, "max_steps=1.5"),
         ({"max_steps": True}, "max_steps=True"),
         ({"per_device_train_batch_size": "8"}, "per_device_train_batch_size='8'"),
