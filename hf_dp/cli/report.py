@@ -102,7 +102,7 @@ def _draw(steps: Steps, budget: float | None, figure: Path, directory: str) -> N
     if not steps:
         raise ConfigurationError(
             f"--figure of {directory!r}, where no log of this run lies.",
-            why="the figure is made of what Trainer logs: trainer_state.json of a checkpoint or of trainer.save_state().",
+            why="the figure is made of what Trainer logged (trainer_state.json, which is in each checkpoint).",
             fix="train with logging_steps below the number of steps, and call trainer.save_state() at the end.",
         )
     draw_history(steps, budget, figure)
