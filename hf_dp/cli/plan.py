@@ -225,14 +225,9 @@ def _refuse_no_place(plot: Path, more_than_steps: list[str]) -> None:
             why="the figure is of steps alone, of plain Poisson samples.",
             fix="leave out one of the two.",
         )
-    # Without an ending Matplotlib would choose one, and write beside a directory of that name.
-    if not plot.suffix or plot.is_dir() or not plot.parent.is_dir():
-        found = "no ending" if plot.parent.is_dir() and not plot.is_dir() else "no such place for a file"
-        raise ConfigurationError(
-            f"--plot {str(plot)!r}: {found}.",
-            why="the figure cannot be written there.",
-            fix="give a path like plan.png, in a directory that is there.",
-        )
+    from hf_dp.cli.plot import refuse_no_place
+
+    refuse_no_place(plot, "--plot")
 
 
 def _refuse_examples_of_none(

@@ -28,29 +28,56 @@ def draw_plan(answer: dict[str, Any], clipping_norm: float, path: Path) -> None:
         ConfigurationError: a plan without noise or with epsilon 0, an ending that Matplotlib does not know, or a place
             that cannot be written to.
     """
-    # Not through pyplot, whose global state belongs to the caller.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     spent = answer["pld"]["epsilon"]
     if not 0 < spent < math.inf:
         found, value = ("noise so large that epsilon is 0", 0) if spent == 0 else ("no noise", "infinite")
         raise ConfigurationError(
             f"--plot of a plan with {found}.", why=f"its epsilon is {value} at every step.", fix="give --epsilon."
         )
-    figure = Figure(figsize=(10, 4.2), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = canvas((10, 4.2))
     left, right = figure.subplots(1, 2)
     _epsilon_over_steps(left, answer)
     _noise_over_batch(right, answer, clipping_norm)
+    written(figure, path, "--plot")
+
+
+def canvas(size: tuple[float, float]) -> Any:
+    """An empty figure of so many inches."""
+    # Not through pyplot, whose global state belongs to the caller.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=size, layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def written(figure: Any, path: Path, option: str) -> None:
+    """Saves a figure.
+
+    Raises:
+        ConfigurationError: an ending that Matplotlib does not know, or a place that cannot be written to.
+    """
     try:
         figure.savefig(path, dpi=150)
     except (OSError, ValueError) as error:
         raise ConfigurationError(
-            f"--plot {str(path)!r}: {error}.",
+            f"{option} {str(path)!r}: {error}.",
             why="the figure cannot be written there.",
             fix="give a path like plan.png.",
         ) from error
+
+
+def refuse_no_place(path: Path, option: str) -> None:
+    """Refuses a path without an ending, or in no directory, before anything is computed."""
+    # Without an ending Matplotlib would choose one, and write beside a directory of that name.
+    if not path.suffix or path.is_dir() or not path.parent.is_dir():
+        found = "no ending" if path.parent.is_dir() and not path.is_dir() else "no such place for a file"
+        raise ConfigurationError(
+            f"{option} {str(path)!r}: {found}.",
+            why="the figure cannot be written there.",
+            fix="give a path like plan.png, in a directory that is there.",
+        )
 
 
 def _epsilon_over_steps(axes: Any, answer: dict[str, Any]) -> None:

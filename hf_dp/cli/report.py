@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -11,7 +12,9 @@ from rich.console import Console
 from rich.table import Table
 
 from hf_dp.cli.common import AsJson, print_json, refusals
+from hf_dp.cli.history import Steps, draw_history, history, history_table
 from hf_dp.cli.planned import risk_table
+from hf_dp.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from hf_dp.hub import Source
@@ -23,6 +26,10 @@ def report(
     directory: Annotated[
         str, typer.Argument(metavar="DIR", help="A folder of DPTrainer, a checkpoint, or a repository OWNER/NAME.")
     ],
+    figure: Annotated[
+        Path | None,
+        typer.Option(help="Draw training loss, epsilon and clipped fraction over the steps (PNG, SVG or PDF)."),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """What was promised, what was spent, and on what: read from privacy.json.
@@ -33,18 +40,24 @@ def report(
 
     In an output folder the newest run speaks, by its model or by the checkpoint
     of the most steps where it was interrupted. The claim is printed as it stands; `hf-dp verify`
-    checks it.
+    checks it. Where Trainer's log of that run lies beside it (trainer_state.json, in each checkpoint,
+    or by trainer.save_state()), a table has some of its steps, and --figure draws all:
+
+        hf-dp report out/classify --figure run.png
 
     Exit codes: 0, read; 2, there is no report, or it cannot be read.
     """
     from hf_dp.accounting import in_words
     from hf_dp.accounting.risk import group_epsilons, groups_in_words, rates, risk
     from hf_dp.audit.outcome import LOW_AND_TOLD
+    from hf_dp.cli.plot import refuse_no_place
     from hf_dp.errors import shortened
     from hf_dp.hub import RECORD_FILE, open_source
 
     with refusals():
-        source = open_source(directory)
+        if figure is not None:
+            refuse_no_place(figure, "--figure")
+        source = top = open_source(directory)
         names = [name for name in source.names if name == RECORD_FILE or _CHECKPOINT.fullmatch(name)]
         place = f"{directory}/{chosen.rpartition('/')[0]}" if "/" in (chosen := _chosen(source, names)) else directory
         older = place != directory and RECORD_FILE in source.names
@@ -55,10 +68,14 @@ def report(
         found = risk(record.ledger.event, told) if record.report.private else None
         claim = record.report
         groups = group_epsilons(record.ledger.event, claim.delta, claim.epsilon) if claim.private else {}
+        steps = history(top, record)
+        if figure is not None:
+            _draw(steps, record.config.target_epsilon, figure, directory)
     if as_json:
         said = {"report": record.report.to_dict(), "ledger": record.ledger.to_dict()}
         of_groups = {str(rows): cost for rows, cost in groups.items()}
-        print_json({"source": place, **said, "risk": found and found.to_dict(), "group_epsilons": of_groups})
+        logged = {"risk": found and found.to_dict(), "group_epsilons": of_groups, "logged": steps}
+        print_json({"source": place, **said, **logged})
         return
     console = Console(soft_wrap=True)
     besides = f", the newest here; {directory} holds an older model" if older else ""
@@ -72,11 +89,23 @@ def report(
     for event, count, label in record.ledger.entries:
         table.add_row(label, str(count), in_words(event))
     Console().print("\n", table)
+    if steps:
+        Console().print("\n", history_table(steps))
     if found is not None:
         unit = record.config.unit
         one, several = ("example", "training examples") if unit is None else (unit, f"values of {unit}")
         Console().print("\n", risk_table(found.rows(one)))
         Console().print(f"{found.in_words(one)}\n{groups_in_words(groups, several)}", markup=False, highlight=False)
+
+
+def _draw(steps: Steps, budget: float | None, figure: Path, directory: str) -> None:
+    if not steps:
+        raise ConfigurationError(
+            f"--figure of {directory!r}, where no log of this run lies.",
+            why="the figure is made of what Trainer logged (trainer_state.json, which is in each checkpoint).",
+            fix="train with logging_steps below the number of steps, and call trainer.save_state() at the end.",
+        )
+    draw_history(steps, budget, figure)
 
 
 def _chosen(source: Source, names: list[str]) -> str:

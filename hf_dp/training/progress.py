@@ -56,7 +56,7 @@ def time_ahead(plan: Plan, done: int, check: float, row: float) -> str:
     found = f"about {in_words(whole)} for {steps} steps, by the rows of the check, which took {in_words(check)}"
     if plan.config.unit is not None:
         found = f"the check took {in_words(check)}"
-    return f"Time: {found}; the progress of the first steps tells it better."
+    return f"Time: {found}; after the first steps it is known better."
 
 
 def in_words(seconds: float) -> str:

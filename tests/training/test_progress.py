@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import io
 import re
+import sys
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import peft
 import pytest
 import torch
+from transformers.integrations import integration_utils
 
 import hf_dp.ranks as ranks
 from hf_dp import PrivacyConfig
@@ -114,3 +117,27 @@ def test_what_takes_long_is_said_seldom(monkeypatch: pytest.MonkeyPatch) -> None
         seldom(slow)
         now[0] += 1
     assert calls == [0, 102, 204]
+
+
+def test_tensorboard_gets_epsilon_as_any_metric(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By Transformers' own callback, also where TensorBoard itself is not installed."""
+    written: dict[str, list[float]] = {}
+
+    class Writer:
+        def add_scalar(self, name: str, value: float, step: int) -> None:
+            written.setdefault(name, []).append(value)
+
+        def add_text(self, *_: Any) -> None: ...
+
+        def flush(self) -> None: ...
+
+        def close(self) -> None: ...
+
+    monkeypatch.setattr(integration_utils, "is_tensorboard_available", lambda: True)
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", SimpleNamespace(SummaryWriter=Writer))
+    tracker = integration_utils.TensorBoardCallback(Writer())
+    trainer = make(tmp_path, parts={"callbacks": [tracker]}, max_steps=2, logging_steps=1)
+    trainer.train()
+    logged = [entry["epsilon"] for entry in trainer.state.log_history]
+    assert written["train/epsilon"] == logged
+    assert len(written["train/signal_bound"]) == 2

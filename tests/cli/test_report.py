@@ -1,0 +1,59 @@
+"""`hf-dp report`: what a run logged, as a table and as a figure."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from hf_dp import PrivacyConfig
+from hf_dp.cli import app
+from tests.training.workbench import make
+
+pytestmark = pytest.mark.usefixtures("checked_once")
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An output folder with a model, and a checkpoint with the log of 12 steps."""
+    path = tmp_path_factory.mktemp("out")
+    trainer = make(
+        path, privacy=PrivacyConfig(noise_multiplier=2), max_steps=12, logging_steps=1, save_strategy="steps",
+        save_steps=12,
+    )  # fmt: skip
+    trainer.train()
+    trainer.save_model()
+    return path
+
+
+def test_what_was_logged_is_a_table_and_a_figure(finished: Path, tmp_path: Path) -> None:
+    done = CliRunner().invoke(app, ["report", str(finished), "--figure", str(tmp_path / "run.png")])
+    assert done.exit_code == 0, done.output
+    assert "What was logged" in done.stdout
+    assert "clipped fraction" in done.stdout
+    assert (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")
+    said = json.loads(CliRunner().invoke(app, ["report", str(finished), "--json"]).stdout)
+    assert sorted(map(int, said["logged"])) == list(range(1, 13))
+    assert said["logged"]["12"]["epsilon"] == pytest.approx(said["report"]["epsilon"], abs=1e-4)
+
+
+def test_the_log_of_another_run_is_not_shown_and_none_is_refused_for_a_figure(finished: Path, tmp_path: Path) -> None:
+    state = finished / "checkpoint-12" / "trainer_state.json"
+    before = state.read_text(encoding="utf-8")
+    values = json.loads(before)
+    values["stateful_callbacks"]["PrivacyCallback"]["attributes"]["saved_ledger"]["ledger"]["promise"]["steps"] = 13
+    try:
+        for text in (json.dumps(values), "[]", "{"):
+            state.write_text(text, encoding="utf-8")
+            done = CliRunner().invoke(app, ["report", str(finished / "checkpoint-12")])
+            assert done.exit_code == 0
+            assert "What was logged" not in done.stdout
+            drawn = CliRunner().invoke(app, ["report", str(finished), "--figure", str(tmp_path / "run.png")])
+            assert drawn.exit_code == 2
+            assert "no log of this run lies" in " ".join(drawn.stderr.split())
+            assert not (tmp_path / "run.png").exists()
+    finally:
+        state.write_text(before, encoding="utf-8")
+    assert CliRunner().invoke(app, ["report", str(finished), "--figure", str(tmp_path / "run")]).exit_code == 2
