@@ -52,6 +52,7 @@ from workloads import CASES, VARIANTS, Case, Counting, Setting, batches, build, 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 _Figure = Annotated[Path | None, typer.Option(help="Where to draw it.")]
 _Dtype = Annotated[str, typer.Option(help="Of the weights: float32 or bfloat16.")]
+_IN_PASSES = ["hf_dp", "hf_dp in groups", "hf_dp in two passes"]
 _Attention = Annotated[str, typer.Option(help="As attn_implementation.")]
 
 
@@ -250,13 +251,15 @@ def _draw_ratios(results: dict[str, Any], path: Path) -> None:
 def passes(
     case: Annotated[str, typer.Option(help="What is measured.")] = "llama, checkpointing",
     repeats: Annotated[int, typer.Option(help="Timed steps of each variant.")] = 5,
+    variant: Annotated[list[str], typer.Option(help="Beside the ordinary step.")] = _IN_PASSES,
 ) -> None:
-    """Time and memory of a step in one pass and in two, as ratios to the ordinary step.
+    """Time and memory of a step in one pass, clipped flat and by groups (a layer each), and in two, as ratios to the
+    ordinary step.
 
     On a CPU the time is the processor's, and large blocks of memory go back when they are freed: what glibc's heap
     keeps between them is another number for each order of the same blocks.
     """
-    names, setting = ["ordinary", "hf_dp", "hf_dp in two passes"], _setting("float32", "sdpa")
+    names, setting = ["ordinary", *variant], _setting("float32", "sdpa")
     os.environ["MALLOC_MMAP_THRESHOLD_"] = str(2**16)
     peaks = {name: measure_memory(case, name, "float32", "sdpa") for name in names}
     clock = time.process_time if setting.device.type == "cpu" else time.perf_counter
