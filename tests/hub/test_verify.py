@@ -249,6 +249,7 @@ def test_every_release_is_on_the_card_and_in_the_ledger(tmp_path: Path) -> None:
     assert "epsilon (PLD)" in failed(tmp_path / "out")
 
 
+@pytest.mark.slow
 def test_groups_and_their_budgets_are_on_the_card_and_changed_nowhere_alone(tmp_path: Path) -> None:
     weights = {"*attention*": 3.0, "*": 1.0}
     run = make(tmp_path / "out", privacy=PrivacyConfig(target_epsilon=3.0, clipping="groups", groups=weights))

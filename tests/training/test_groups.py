@@ -21,7 +21,7 @@ OF_LORA = {"clipping": "groups", "groups": {"*lora_A*": 1.0, "*": 3.0}}
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param(case, marks=[] if case in ("users", "rows that survive") else [pytest.mark.slow])
+        pytest.param(case, marks=[] if case == "rows that survive" else [pytest.mark.slow])
         for case in CASES
         if "automatic" not in case
     ],
@@ -51,6 +51,7 @@ def test_weights_are_those_of_kept_factors(case: str, tmp_path: Path, monkeypatc
     assert dropped.privacy_report() == kept.privacy_report()
 
 
+@pytest.mark.slow
 def test_what_is_used_in_the_backward_pass_alone_is_refused_before_anything_is_spent(tmp_path: Path) -> None:
     """A group that was handed on would lack it."""
 
