@@ -30,6 +30,7 @@ import csv
 import dataclasses
 import functools
 import json
+import math
 import os
 import platform
 import random
@@ -252,6 +253,7 @@ def passes(
     case: Annotated[str, typer.Option(help="What is measured.")] = "llama, checkpointing",
     repeats: Annotated[int, typer.Option(help="Timed steps of each variant.")] = 5,
     variant: Annotated[list[str], typer.Option(help="Beside the ordinary step.")] = _IN_PASSES,
+    skip_memory: Annotated[bool, typer.Option(help="Time only.")] = False,
 ) -> None:
     """Time and memory of a step in one pass, clipped flat and by groups (a layer each), and in two, as ratios to the
     ordinary step.
@@ -261,7 +263,7 @@ def passes(
     """
     names, setting = ["ordinary", *variant], _setting("float32", "sdpa")
     os.environ["MALLOC_MMAP_THRESHOLD_"] = str(2**16)
-    peaks = {name: measure_memory(case, name, "float32", "sdpa") for name in names}
+    peaks = {name: math.nan if skip_memory else measure_memory(case, name, "float32", "sdpa") for name in names}
     clock = time.process_time if setting.device.type == "cpu" else time.perf_counter
     seconds = measure_times(CASES[case], names, repeats, setting, clock)
     print(f"{case}, ordinary: {_median(seconds['ordinary']):.3f} s, {peaks['ordinary']:.0f} MiB")
