@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import platform
 import time
@@ -60,6 +61,7 @@ from rich.table import Table
 from workloads import CASES, VARIANTS, batches, build, predicted
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+_IN_PASSES = ["hf_dp", "hf_dp in groups", "hf_dp in two passes"]
 
 
 def memory(case_name: str, variant: str, dtype: str, attention: str) -> None:
@@ -145,15 +147,18 @@ def _draw_ratios(results: dict[str, Any], path: Path) -> None:
 def passes(
     case: Annotated[str, typer.Option(help="What is measured.")] = "llama, checkpointing",
     repeats: Annotated[int, typer.Option(help="Timed steps of each variant.")] = 5,
+    variant: Annotated[list[str], typer.Option(help="Beside the ordinary step.")] = _IN_PASSES,
+    skip_memory: Annotated[bool, typer.Option(help="Time only.")] = False,
 ) -> None:
-    """Time and memory of a step in one pass and in two, as ratios to the ordinary step.
+    """Time and memory of a step in one pass, clipped flat and by groups (a layer each), and in two, as ratios to the
+    ordinary step.
 
     On a CPU the time is the processor's, and large blocks of memory go back when they are freed: what glibc's heap
     keeps between them is another number for each order of the same blocks.
     """
-    names, setting = ["ordinary", "hf_dp", "hf_dp in two passes"], setting_of("float32", "sdpa")
+    names, setting = ["ordinary", *variant], setting_of("float32", "sdpa")
     os.environ["MALLOC_MMAP_THRESHOLD_"] = str(2**16)
-    peaks = {name: measure_memory(case, name, "float32", "sdpa") for name in names}
+    peaks = {name: math.nan if skip_memory else measure_memory(case, name, "float32", "sdpa") for name in names}
     clock = time.process_time if setting.device.type == "cpu" else time.perf_counter
     seconds = measure_times(CASES[case], names, repeats, setting, clock)
     print(f"{case}, ordinary: {median_of(seconds['ordinary']):.3f} s, {peaks['ordinary']:.0f} MiB")

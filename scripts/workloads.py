@@ -50,6 +50,7 @@ _DEEP = {
     "vocab_size": 2048, "hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 8,
     "num_attention_heads": 4, "num_key_value_heads": 4,
 }  # fmt: skip
+_BY_LAYER = {**{f"model.layers.{layer}.*": 1.0 for layer in range(8)}, "lm_head.*": 1.0, "*": 1.0}
 _BERT = {
     "vocab_size": 16384, "hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 4,
     "num_attention_heads": 8, "num_labels": 10,
@@ -61,6 +62,7 @@ CASES = {
     "tied short": Case("gpt2", 64, 32, _gpt2(16384, 512, 4)),
     "llama lora": Case("llama", 8, 256, _LLAMA, lora=True),
     "bert": Case("bert", 8, 128, _BERT),
+    "llama, 8 layers": Case("llama", 4, 256, _DEEP),
     "llama, checkpointing": Case("llama", 4, 256, _DEEP, checkpointing=True),
     "large vocabulary": Case("gpt2", 4, 256, _gpt2(151936, 896, 1)),
 }
@@ -204,6 +206,7 @@ def private(
     from hf_dp.accounting import Ledger
     from hf_dp.losses import per_example_losses
     from hf_dp.per_example import PerExampleGradients, preflight, record
+    from hf_dp.per_example.in_groups import InGroups
     from hf_dp.per_example.passes import record_in_two_passes
     from hf_dp.randomness import Entropy
     from hf_dp.sampling.poisson import PoissonBatchSampler
@@ -223,6 +226,8 @@ def private(
         place, batch = micro_batch
         if plan.config.passes == 2:
             return record_in_two_passes(model, per_example_losses, batch, certificate=certificate)
+        if plan.config.clipping == "groups":
+            return InGroups(model, per_example_losses, batch, certificate=certificate)
         found = record(model, per_example_losses, batch, certificate=certificate)
         return found if sizes is None else found.grouped(*_owners(sizes, place, len(batch["input_ids"])))
 
@@ -312,6 +317,7 @@ VARIANTS: dict[str, Variant] = {
     "ordinary": ordinary,
     "hf_dp": private,
     "hf_dp in two passes": functools.partial(private, passes=2),
+    "hf_dp in groups": functools.partial(private, clipping="groups", groups=_BY_LAYER),
     "hf_dp automatic": functools.partial(private, clipping="automatic"),
     "hf_dp chacha20": functools.partial(private, noise="chacha20"),
     "hf_dp grid": functools.partial(private, noise="grid"),

@@ -71,7 +71,7 @@ _RIGHT: dict[str, st.SearchStrategy[Any]] = {
     "re_attention": st.sampled_from([None, {}, ReAttentionConfig(), ReAttentionConfig(token_frequencies="uniform")]),
     "sparse_embeddings": st.sampled_from([None, {}, SparseEmbeddingConfig(), {"method": "fest", "kept_rows": 3}]),
     "output_bias": st.sampled_from([None, {}, OutputBiasConfig(budget_share=0.1)]),
-    "clipping": st.sampled_from(["flat", "automatic"]),
+    "clipping": st.sampled_from(["flat", "automatic", "groups"]),
     "noise": st.sampled_from(["gaussian", "chacha20", "grid"]),
     "sampling_probability": st.none() | st.floats(1e-12, 1),
     "max_batch_size": st.none() | st.integers(8, 48),
@@ -91,8 +91,10 @@ def arguments_of_configs(draw: st.DrawFn, values: st.SearchStrategy[Any] = odd) 
     names = {draw(st.sampled_from(["target_epsilon", "noise_multiplier", "target_tpr"]))}
     names |= draw(st.sets(st.sampled_from(sorted(_RIGHT)), max_size=4))
     given = {name: draw(_RIGHT[name]) for name in sorted(names)}
+    if given.get("clipping") == "groups":
+        given["groups"] = draw(st.sampled_from([{"*": 1}, {"*weight": 1e-6, "*": 3}, {"a[bc]*?.-x": 2.5}]))
     if draw(st.booleans()):
-        given[draw(st.sampled_from(sorted(_RIGHT)))] = draw(values)
+        given[draw(st.sampled_from([*sorted(_RIGHT), "groups"]))] = draw(values)
     return given
 
 

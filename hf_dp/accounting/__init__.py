@@ -31,7 +31,6 @@ from hf_dp.accounting.report import (
     STANDARD_CAVEATS,
     TOKENIZER,
     PrivacyReport,
-    clipping_in_words,
     noise_in_words,
     standard_caveats,
 )
@@ -56,7 +55,13 @@ from hf_dp.accounting.units import (
     unit_terms,
 )
 from hf_dp.config.asked import Query, Share
-from hf_dp.config.clipping import AutomaticClipping, ClippingTerms, FlatClipping
+from hf_dp.config.clipping import (
+    AutomaticClipping,
+    ClippingTerms,
+    FlatClipping,
+    GroupClipping,
+    clipping_in_words,
+)
 from hf_dp.config.ranges import check_target_epsilon
 
 __all__ = [
@@ -78,6 +83,7 @@ __all__ = [
     "ExampleUnit",
     "FlatClipping",
     "GaussianNoise",
+    "GroupClipping",
     "Ledger",
     "Mechanism",
     "PoissonSampling",

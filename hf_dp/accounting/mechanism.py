@@ -170,6 +170,7 @@ class Mechanism:
             noise_multiplier=self.noise.multiplier,
             clipping=self.clipping.kind,
             clipping_norm=self.clipping.norm,
+            clipping_groups=self.clipping.budgets,
             noise=self.noise.kind,
             sampling_probability=self.sampling.probability,
             steps=ledger.steps,

@@ -14,7 +14,7 @@ from hf_dp.accounting.events import in_words
 from hf_dp.accounting.neighbours import ADD_OR_REMOVE, ZERO_OUT
 from hf_dp.accounting.release import GRADIENT, Release, check_label
 from hf_dp.config import AccountantName
-from hf_dp.config.clipping import ClippingName
+from hf_dp.config.clipping import ClippingName, are_budgets, clipping_in_words
 from hf_dp.config.computed import NoiseName
 from hf_dp.config.ranges import is_count, is_number, is_one_of
 from hf_dp.config.target import AT_FPR, is_target_tpr
@@ -69,11 +69,6 @@ def standard_caveats(
     return own + kept
 
 
-def clipping_in_words(kind: str, norm: float) -> str:
-    """The clipping norm, and what is done with gradients that are shorter."""
-    return f"{norm:g}" if kind == "flat" else f"{norm:g} ({kind}: shorter gradients are brought near it too)"
-
-
 def noise_in_words(kind: str, multiplier: float) -> str:
     """The noise multiplier, and what makes the noise where that is not the usual generator."""
     said = lower(multiplier, 4)
@@ -91,6 +86,7 @@ class PrivacyReport:
         noise_multiplier: standard deviation of a step's noise, in units of the sensitivity.
         clipping_norm: l2 norm to which each unit's gradient was clipped.
         clipping: the kind of clipping rule.
+        clipping_groups: the part of the clipping norm that each group of parameters was clipped to, by its pattern.
         noise: the kind of source that made the noise.
         sampling_probability: of each unit in each step, or of each example; see `drawn_from`.
         steps: training steps charged.
@@ -126,6 +122,7 @@ class PrivacyReport:
     dataset_size: int | None
     expected_batch_size: float
     clipping: str = "flat"
+    clipping_groups: dict[str, float] = field(default_factory=dict)
     noise: str = "gaussian"
     target_epsilon: float | None = None
     target_tpr: float | None = None
@@ -198,7 +195,7 @@ class PrivacyReport:
             "neighbours": self.adjacency,
             "sampling": f"{self.sampling}, probability {self.sampling_probability:.4g} a step ({self._of_how_many()})",
             "noise multiplier": noise_in_words(self.noise, self.noise_multiplier),
-            "clipping norm": clipping_in_words(self.clipping, self.clipping_norm),
+            "clipping norm": clipping_in_words(self.clipping, self.clipping_norm, self.clipping_groups),
             "steps": f"{self.steps}",
             "accountant": self.accountant.upper()
             + ("" if self.epsilon_rdp is None else f" (RDP cross-check: epsilon {upper(self.epsilon_rdp, 4)})"),
@@ -236,7 +233,8 @@ class PrivacyReport:
 
 
 _PLAIN: dict[str, Any] = {
-    "clipping": "flat", "noise": "gaussian", "target_tpr": None, "at_fpr": AT_FPR, "earlier": (), "drawn_from": None
+    "clipping": "flat", "noise": "gaussian", "target_tpr": None, "at_fpr": AT_FPR, "earlier": (), "drawn_from": None,
+    "clipping_groups": {}
 }  # fmt: skip
 _OPTIONAL = ("target_epsilon", "target_tpr", "epsilon_rdp")
 _VERSION = re.compile(r"[\w.+!-]{1,60}", re.ASCII)
@@ -272,6 +270,8 @@ def _read(cls: type[PrivacyReport], values: object) -> PrivacyReport | str:
     for name, kinds in (("clipping", ClippingName), ("noise", NoiseName)):
         if not is_one_of(fields[name], get_args(kinds)):
             return f"{name} is {fields[name]!r}"
+    if not are_budgets(fields["clipping"], fields["clipping_groups"]):
+        return f"clipping_groups is {str(fields['clipping_groups'])[:100]}, with clipping {fields['clipping']!r}"
     texts = [fields[name] for name in ("unit", "adjacency", "sampling")]
     texts += fields["caveats"] if isinstance(fields["caveats"], list) else [None]
     texts += fields["earlier"] if isinstance(fields["earlier"], (list, tuple)) else [None]
@@ -293,7 +293,7 @@ def _read(cls: type[PrivacyReport], values: object) -> PrivacyReport | str:
         check_label(label)
     found = tuple(map(Release.from_dict, releases))
     said = {name: tuple(fields[name]) for name in ("caveats", "earlier")}
-    report = cls(**{**fields, **said, "releases": found})
+    report = cls(**{**fields, **said, "clipping_groups": {**fields["clipping_groups"]}, "releases": found})
     if values.get("private", report.private) != report.private:
         return f"it says private={values['private']!r}, which does not follow from its epsilon and its seed"
     return report

@@ -194,7 +194,8 @@ def sampling_terms(number: int | None, expected_batch_size: float, asked: Mappin
 
 def clipping_terms(config: PrivacyConfig) -> ClippingTerms:
     """The clipping that a config promises."""
-    terms: ClippingTerms = TERMS["clipping"][config.clipping](norm=config.clipping_norm)
+    given = {} if config.groups is None else {"groups": config.groups}
+    terms: ClippingTerms = TERMS["clipping"][config.clipping](norm=config.clipping_norm, **given)
     return terms
 
 

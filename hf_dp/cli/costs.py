@@ -7,6 +7,7 @@ import math
 from typing import Any
 
 from hf_dp.cli.planned import ACCOUNTANTS
+from hf_dp.config.clipping import GROUPS_ARE, GroupClipping, as_groups
 from hf_dp.config.ranges import check_given_probability, check_target_delta
 from hf_dp.errors import ConfigurationError
 
@@ -40,6 +41,31 @@ def proposal(
         min_steps=min_steps,
     )
     return chosen.batch_size, chosen.steps
+
+
+def budgets_of_groups(groups: list[str], clipping_norm: float) -> dict[str, dict[str, float]]:
+    """The norm that each group of parameters is clipped to, by its pattern; nothing without groups.
+
+    Args:
+        groups: PATTERN=WEIGHT each.
+
+    Raises:
+        ConfigurationError: something else.
+    """
+    pairs = []
+    for text in groups:
+        pattern, _, weight = text.rpartition("=")
+        try:
+            pairs.append((pattern, float(weight)))
+        except ValueError:
+            pairs.append((pattern, math.nan))
+    if groups and as_groups(pairs) is None:
+        raise ConfigurationError(
+            f"--group {' --group '.join(groups)}.",
+            why=f"each is PATTERN=WEIGHT, and no pattern is there twice: {GROUPS_ARE}.",
+            fix="give such as --group '*attn*=2' --group '*=1'; '*' is every parameter that no other pattern matches.",
+        )
+    return {"clipping_groups": GroupClipping(norm=clipping_norm, groups=tuple(pairs)).budgets} if groups else {}
 
 
 def costs(

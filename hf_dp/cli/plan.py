@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 
 from hf_dp.cli.common import AsJson, print_json, refusals
-from hf_dp.cli.costs import compute, costs, exactly_one, positive, proposal
+from hf_dp.cli.costs import budgets_of_groups, compute, costs, exactly_one, positive, proposal
 from hf_dp.cli.planned import answered, plan_table, risk_table, start_table
 from hf_dp.cli.sizes import fits_in_words, size_table, sizes, speed_in_words
 from hf_dp.config.ranges import check_clipping_norm, is_one_of, shown
@@ -73,6 +73,9 @@ def plan(
     min_steps: Annotated[int, typer.Option(min=1, help="The fewest steps that a proposal may take.")] = MIN_STEPS,
     share: Annotated[list[float] | None, typer.Option(help="Of epsilon, for a release beside the steps.")] = None,
     clipping_norm: Annotated[float, typer.Option(help="For the noise per coordinate in the plot.")] = 1.0,
+    group: Annotated[
+        list[str] | None, typer.Option(help="Of clipping by groups, PATTERN=WEIGHT of one; of each: its clipping norm.")
+    ] = None,
     plot: Annotated[
         Path | None, typer.Option(help="Draw epsilon over steps, and noise over batch size (PNG, SVG or PDF).")
     ] = None,
@@ -143,7 +146,7 @@ def plan(
             given |= {"--minutes": minutes, "--rows-per-second": rows_per_second}
             more = {"--tpr": tpr, "--noise": noise, "--delta": delta, "--plot": plot, "--share": share or None}
             more["--max-batch-size"] = max_batch_size
-            _refuse_without_n(model, {**given, **more, "--after": after or None})
+            _refuse_without_n(model, {**given, **more, "--after": after or None, "--group": group or None})
         else:
             exactly_one(of_data)
             n, of = (n, "training examples") if units is None else (units, "units")
@@ -153,6 +156,7 @@ def plan(
             exactly_one({"--epochs": epochs, "--steps": steps, "--examples": examples, "--minutes": minutes})
             examples = compute(examples, minutes, rows_per_second)
             check_clipping_norm(positive("--clipping-norm", clipping_norm))
+            budgets = budgets_of_groups(group or [], clipping_norm)
             proposed = batch_size is None
             if batch_size is None:
                 if n is None:
@@ -174,7 +178,7 @@ def plan(
                 max_batch_size, after, other_people, of, drawn_from, max_examples,
             )  # fmt: skip
             counts = "examples" if units is None or max_examples is not None else "units"
-            answer |= {**_derived(answer, proposed, clipping_norm), "counts": counts}
+            answer |= {**_derived(answer, proposed, clipping_norm), "counts": counts, **budgets}
         if model is not None:
             if gpu_memory is not None:
                 positive("--gpu-memory", gpu_memory)

@@ -71,6 +71,7 @@ def plan_table(answer: dict[str, Any]) -> Table:
         **_of_units(answer),
         "steps": str(answer["steps"]),
         "sampling probability": f"{answer['sampling_probability']:.4g}",
+        **{f"clipping norm of {name}": f"{norm:.4g}" for name, norm in answer.get("clipping_groups", {}).items()},
         f"{answer['counts']} processed": f"{answer['examples_processed']:,.0f}",
         "of epsilon for other releases": ", ".join(f"{share:g}" for share in answer["shares"]) or "nothing (--share)",
     }.items():

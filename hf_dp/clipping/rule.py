@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Collection, Mapping
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,6 +13,18 @@ from hf_dp.accounting import ClippingTerms
 
 # Room, in units of machine epsilon, for rounding in the coefficient itself and in the weighted sum.
 _MARGIN = 8.0
+
+
+class Group(NamedTuple):
+    """Parameters that are clipped together.
+
+    Attributes:
+        names: of these, as `trainable` has them.
+        share: what they have of the sensitivity; the squares of all groups' shares add up to 1.
+    """
+
+    names: frozenset[str]
+    share: float
 
 
 class ClippingRule(ABC):
@@ -31,17 +45,27 @@ class ClippingRule(ABC):
         """How far one example, added or removed, moves the clipped sum in l2 norm."""
         return self.terms.sensitivity
 
-    def coefficients(self, squared_norms: Tensor, rounding: Tensor) -> Tensor:
+    def groups(self, names: Mapping[str, Collection[str]]) -> tuple[Group, ...]:
+        """Which parameters are clipped together: all of them, unless a rule says otherwise.
+
+        Args:
+            names: of each trained parameter by its first, all that it has where it is tied.
+        """
+        return (Group(frozenset(names), 1.0),)
+
+    def coefficients(self, squared_norms: Tensor, rounding: Tensor, share: float = 1.0) -> Tensor:
         """What each example's gradient is multiplied by: exactly 0 where its norm is not finite.
 
         Args:
             squared_norms: (B,) squared l2 norms.
             rounding: (B,) a bound on their floating-point error; the norm is taken as large as it can be.
+            share: of the sensitivity, where the norms are those of one group.
 
         Returns:
-            (B,) in the dtype of `squared_norms`. Each times its norm is at most `sensitivity`, in floating point too.
+            (B,) in the dtype of `squared_norms`. Each times its norm is at most `share` x `sensitivity`, in floating
+            point too.
         """
-        bound = self.sensitivity * (1 - _MARGIN * torch.finfo(squared_norms.dtype).eps)
+        bound = share * self.sensitivity * (1 - _MARGIN * torch.finfo(squared_norms.dtype).eps)
         norms = (squared_norms.double() + rounding.double()).sqrt()
         finite = (squared_norms + rounding).isfinite()
         # A scalar for `where` would be moved to the device first, and be waited for.

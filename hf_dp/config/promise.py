@@ -7,18 +7,18 @@ import json
 import math
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import Any, Literal
 
 from hf_dp.config.after import check_after, names_of, one_or_several
-from hf_dp.config.clipping import ClippingName, check_clipping
+from hf_dp.config.clipping import ClippingName, as_groups, check_clipping
 from hf_dp.config.computed import NoiseName, check_noise, check_passes
 from hf_dp.config.output_bias import OutputBiasConfig
 from hf_dp.config.parts import PARTS, check_parts
 from hf_dp.config.plain import values_or_error
-from hf_dp.config.ranges import check_target_delta, is_count, is_one_of, shown
+from hf_dp.config.ranges import check_seed, check_target_delta, is_one_of, shown
 from hf_dp.config.re_attention import ReAttentionConfig
 from hf_dp.config.sampling import check_sampling
 from hf_dp.config.secret import check_secret
@@ -47,6 +47,7 @@ PLAIN = {
     "after": None,
     "other_people": False,
     "passes": 1,
+    "groups": None,
 }
 
 
@@ -70,7 +71,8 @@ class PrivacyConfig:
         clipping_norm: l2 norm C > 0 to which each example's gradient is clipped. `math.inf` (no clipping) is
             allowed only with `noise_multiplier=0`.
         clipping: "flat" cuts longer gradients to norm C and leaves shorter ones; "automatic" scales every gradient g by
-            C / (|g| + 0.01), below C (Bu et al. 2022, arXiv:2206.07136), which leaves only the learning rate to choose.
+            C / (|g| + 0.01), below C (Bu et al. 2022, arXiv:2206.07136), which leaves only the learning rate to choose;
+            "groups" cuts what it has in each of several `groups` of parameters, for the memory of an ordinary step.
         noise: what makes it, Gaussian always: "gaussian", a fast statistical generator; "chacha20", a cipher (`pip
             install 'randomgen>=2.0,<3'`); "grid", the same, exact to the last digit, on sums rounded to these digits.
         max_batch_size: None, or the most examples that a step uses, over all processes: of a larger draw so many are
@@ -106,6 +108,8 @@ class PrivacyConfig:
             in this one.
         passes: 1, or 2: norms and sums each by a backward pass of their own, for about the memory of an ordinary step
             and more than twice its time. No part of the promise.
+        groups: with clipping="groups", weights by pattern (of `fnmatch`) of names of parameters: {"*attn*": 2, "*": 1},
+            "*" for every other one. A group with weight w is clipped to C sqrt(w / sum of weights), for the same claim.
         re_attention: None for plain attention, or a `ReAttentionConfig`.
         sparse_embeddings: None for dense noise on all rows, or a `SparseEmbeddingConfig`. With AdaFEST
             `noise_multiplier` is that of both releases of a step together.
@@ -170,6 +174,7 @@ class PrivacyConfig:
         default=False, metadata={"help": "The model was trained privately before, on data of nobody who is in this."}
     )
     passes: int = field(default=1, metadata={"help": "Backward passes of a step: 2 for less memory and more time."})
+    groups: Mapping[str, float] | tuple[tuple[str, float], ...] | None = field(default=None, init=False)
     seed: int | None = field(default=None, init=False)
     re_attention: ReAttentionConfig | None = field(default=None, init=False)
     sparse_embeddings: SparseEmbeddingConfig | None = field(default=None, init=False)
@@ -200,6 +205,7 @@ class PrivacyConfig:
         other_people: bool = False,
         output_bias: OutputBiasConfig | None = None,
         passes: int = 1,
+        groups: Mapping[str, float] | tuple[tuple[str, float], ...] | None = None,
     ) -> None:
         values = dict(locals())
         # Every private run makes one of these before anything can be refused.
@@ -208,6 +214,7 @@ class PrivacyConfig:
             if isinstance(values[name], dict):
                 values[name] = kind.from_dict(values[name])
         values["after"] = one_or_several(after)
+        values["groups"] = as_groups(groups) or groups
         for item in dataclasses.fields(self):
             object.__setattr__(self, item.name, values[item.name])
         self._check()
@@ -221,9 +228,9 @@ class PrivacyConfig:
             )
         check_target(self)
         noise = self.noise_multiplier
-        check_clipping(self.clipping, self.clipping_norm, noise)
         check_noise(self.noise)
         check_passes(self.passes)
+        check_clipping(self)
         if self.target_delta is not None:
             check_target_delta(self.target_delta)
         check_secret(self)
@@ -234,12 +241,7 @@ class PrivacyConfig:
                 why="it is True or False; anything else could be read as either.",
                 fix="give True to keep training loss and clipping statistics out of the logs.",
             )
-        if self.seed is not None and not is_count(self.seed):
-            raise ConfigurationError(
-                f"seed={shown(self.seed)}.",
-                why="it must be None (secret randomness) or a non-negative integer (reproducible, not private).",
-                fix="leave it out for a private run.",
-            )
+        check_seed(self.seed)
         check_after(self.after, self.other_people)
         check_parts(self)
         check_unit(self)
@@ -261,6 +263,7 @@ class PrivacyConfig:
     def to_dict(self) -> dict[str, Any]:
         """The fields as plain values; `PrivacyConfig(**config.to_dict()) == config`."""
         values = {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}
+        values["groups"] = None if self.groups is None else dict(self.groups)
         return {**values, **{name: values[name] and values[name].to_dict() for name in PARTS}}
 
     def published(self) -> dict[str, Any]:

@@ -135,3 +135,13 @@ def check_clipping_norm(clipping_norm: object) -> None:
             f"both in float32: outside {_SMALLEST_SIZE:g} to {LARGEST_SIZE:g} nothing or infinity is left.",
             fix="give a positive number; 1.0 is the usual start, 0.1 is common for large batches.",
         )
+
+
+def check_seed(seed: object) -> None:
+    """Refuse a seed that is neither None nor a count (`ConfigurationError`)."""
+    if seed is not None and not is_count(seed):
+        raise ConfigurationError(
+            f"seed={shown(seed)}.",
+            why="it must be None (secret randomness) or a non-negative integer (reproducible, not private).",
+            fix="leave it out for a private run.",
+        )

@@ -205,7 +205,7 @@ def _rows(
         "in each step, " + (f"sums divided by {size}" if report.dataset_size is None else f"{size} on average"),
         "steps": f"{report.steps}",
         "noise multiplier": noise_in_words(report.noise, report.noise_multiplier),
-        "clipping norm": clipping_in_words(report.clipping, report.clipping_norm),
+        "clipping norm": clipping_in_words(report.clipping, report.clipping_norm, report.clipping_groups),
         "versions": ", ".join(f"{name} {version}" for name, version in report.versions.items()),
     }
 

@@ -33,7 +33,7 @@ _NOISES = {
 }
 _TIMES = "row_choices"
 # What reports have said since.
-_LATER = {"queries", "releases", "clipping", "noise"}
+_LATER = {"queries", "releases", "clipping", "clipping_groups", "noise"}
 
 
 def read(values: object, config: PrivacyConfig, ledger: Ledger) -> tuple[PrivacyReport, Mechanism]:

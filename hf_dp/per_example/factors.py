@@ -193,6 +193,19 @@ def squared_norms(uses: list[Factors], grams: SelfGrams | None = None) -> tuple[
     return total, _rounding(torch.stack([_magnitude(use) for use in uses]).sum(0))
 
 
+def stacked(pairs: list[tuple[Tensor, Tensor]], losses: Tensor) -> tuple[Tensor, Tensor]:
+    """The sums of squared norms and of bounds on their rounding, (B,) each, over all parameters; zero of none.
+
+    Args:
+        pairs: of each parameter.
+        losses: (B,), beside which the sums are to lie.
+    """
+    pairs = pairs or [(torch.zeros_like(losses), torch.zeros_like(losses))]
+    dtype = torch.promote_types(torch.float32, max((p[0].dtype for p in pairs), key=lambda d: d.itemsize))
+    total, rounding = (torch.stack([pair[i].to(losses.device, dtype) for pair in pairs]).sum(0) for i in (0, 1))
+    return total, rounding
+
+
 def _gram_norms(outers: list[Outer], grams: SelfGrams) -> tuple[Tensor, Tensor]:
     total = magnitude = underflow = torch.zeros((), device=outers[0].device)
     for position, first in enumerate(outers):

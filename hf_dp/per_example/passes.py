@@ -86,6 +86,12 @@ class TwoPasses(PerExampleGradients):
         """Not of these: `record_in_two_passes` asks for owners before norms are taken."""
         raise ValueError("rows of which norms were taken are not grouped")
 
+    def by_groups(self, groups: Sequence[Collection[str]], take: Callable[[int, PerExampleGradients], None]) -> None:
+        """Of one group: norms are kept of all parameters together."""
+        if len(groups) > 1:
+            raise ValueError(f"{len(groups)} groups, in two passes")
+        take(0, self)
+
     def add_weighted_sum_(
         self, out: Mapping[str, Tensor | Shard], coefficients: Tensor, rows: Mapping[str, RowSum] = NO_TABLES
     ) -> None:

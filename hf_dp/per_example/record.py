@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from hf_dp.errors import UnseenUseError, UnsupportedModelError
 from hf_dp.per_example.batch import Batch, LossFunction, batch_size
-from hf_dp.per_example.factors import Factors, joined, squared_norms
+from hf_dp.per_example.factors import Factors, joined, squared_norms, stacked
 from hf_dp.per_example.gram import SelfGrams
 from hf_dp.per_example.grouped import Grouping
 from hf_dp.per_example.independence import ambiguous_sizes, check_independence, check_shares, survey
@@ -105,6 +105,16 @@ class PerExampleGradients:
         factors = {n: restricted(uses, kept[n]) if n in kept else uses for n, uses in self.factors.items()}
         return PerExampleGradients(self.losses, factors, self.parameters, self.uses, self._versions, self.elsewhere)
 
+    def by_groups(self, groups: Sequence[Collection[str]], take: Callable[[int, PerExampleGradients], None]) -> None:
+        """Hands each group of parameters, by its number, to `take`, which sums it: all of them, each in one group."""
+        if len(groups) == 1:
+            take(0, self)
+            return
+        for number, names in enumerate(groups):
+            factors = {name: uses for name, uses in self.factors.items() if name in names}
+            own = PerExampleGradients(self.losses, factors, self.parameters, self.uses, self._versions, self.elsewhere)
+            take(number, own)
+
     def none(self) -> PerExampleGradients:
         """Those of no example, of the same parameters."""
         return PerExampleGradients(self.losses[:0], {name: [] for name in self.factors}, self.parameters, self.uses)
@@ -164,7 +174,7 @@ class PerExampleGradients:
                 grams = SelfGrams()
                 pairs = [squared_norms(uses, grams) for uses in joined(self.factors.values())]
             pairs += self._measured
-            self._norms = stacked(pairs, self.losses.device)
+            self._norms = stacked(pairs, self.losses)
         return self._norms
 
 
@@ -192,13 +202,6 @@ def adding(
             kept.add_(total)
 
     return add
-
-
-def stacked(pairs: list[tuple[Tensor, Tensor]], device: torch.device) -> tuple[Tensor, Tensor]:
-    """The sums of squared norms and of bounds on their rounding, (B,) each, over all parameters."""
-    dtype = torch.promote_types(torch.float32, max((p[0].dtype for p in pairs), key=lambda d: d.itemsize))
-    total, rounding = (torch.stack([pair[i].to(device, dtype) for pair in pairs]).sum(0) for i in (0, 1))
-    return total, rounding
 
 
 def _chosen(coefficients: Tensor) -> tuple[Callable[[list[Factors]], Iterable[Factors]], Tensor]:

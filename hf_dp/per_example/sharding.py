@@ -80,6 +80,14 @@ def tied(model: nn.Module) -> set[frozenset[str]]:
     return {frozenset(group) for group in names.values() if len(group) > 1}
 
 
+def all_names(model: nn.Module) -> dict[str, frozenset[str]]:
+    """Of each trainable parameter, by its first name, all that it has."""
+    names: dict[int, set[str]] = {}
+    for name, p in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(p), set()).add(plain_name(name))
+    return {name: frozenset(names[id(p)]) for name, p in trainable(model).items()}
+
+
 def refuse_broken_ties(before: set[frozenset[str]], model: nn.Module) -> None:
     """Refuses a model in which sharding made several parameters of one.
 

@@ -1,9 +1,9 @@
-"""A watch that hands factors on as they come, and keeps checksums of them."""
+"""Watches that hand factors on as they come: of each parameter, with checksums of them, or of groups of parameters."""
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,11 +27,13 @@ class TakenWatch(Watch):
     Attributes:
         take: gets them.
         joined: whether it gets all uses of a parameter together, and those of `tables` are kept; else each as it comes.
+        adds_bits: whether checksums are kept.
         bits: (B,) checksums of each example's factors, int64, whatever the order of the uses.
     """
 
     take: Take = lambda name, uses: None
     joined: bool = True
+    adds_bits: bool = True
     bits: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.int64))
     _to_come: Counter[str] = field(default_factory=Counter)
     _open: set[str] = field(default_factory=set)
@@ -46,10 +48,14 @@ class TakenWatch(Watch):
     def run(self, model: nn.Module, loss_fn: LossFunction, batch: Batch) -> Tensor:
         """As of any watch; afterwards `factors` are those of the tables, if any are kept."""
         losses = super().run(model, loss_fn, batch)
+        self._hand_on_rest()
+        if self.adds_bits:
+            self.bits = self.bits.to(losses.device) + _checksums(losses)
+        return losses
+
+    def _hand_on_rest(self) -> None:
         for name in [name for name, uses in self.factors.items() if uses and name not in self.tables]:
             self._hand_on(name)
-        self.bits = self.bits.to(losses.device) + _checksums(losses)
-        return losses
 
     def _use(self, rule: Rule, bound: Any, parameters: list[str], function: Any, args: Any, kwargs: Any) -> Any:
         # What checkpoints compute again, in the backward pass, was counted in the forward pass.
@@ -66,7 +72,8 @@ class TakenWatch(Watch):
         before = len(self.versions)
         super()._keep(name, factors)
         kept = self.factors[name][-1]
-        self.bits = self.bits.to(_device_of(kept)) + checksums(kept)
+        if self.adds_bits:
+            self.bits = self.bits.to(_device_of(kept)) + checksums(kept)
         if self.joined and name in self.tables:
             return
         self._noted[name] += self.versions[before:]
@@ -84,6 +91,55 @@ class TakenWatch(Watch):
         self._taken.add(name)
         with torch.no_grad(), full_precision(_device_of(uses[0])):
             self.take(name, uses)
+
+
+@dataclass(eq=False)
+class GroupWatch(TakenWatch):
+    """A watch that hands on a group of parameters when all uses of all of them have come, so no more than one is kept.
+
+    Of tables the factors are kept, and their groups come last; so do groups with parameters that the loss does not
+    follow from, or that constants are computed from.
+
+    Attributes:
+        groups: names of parameters.
+        take_group: gets the number of a group, the losses (B,), and its factors in the order of the parameters.
+    """
+
+    adds_bits: bool = False
+    groups: Sequence[Collection[str]] = ()
+    take_group: Callable[[int, Tensor, dict[str, list[Factors]]], None] = lambda number, losses, factors: None
+    _losses: Tensor = field(default_factory=lambda: torch.zeros(0))
+    _missing: dict[int, set[str]] = field(default_factory=dict)
+
+    def forward(self, model: nn.Module, loss_fn: LossFunction, batch: Batch) -> Tensor:
+        """As of any watch; afterwards it is known which parameters of each group are used."""
+        losses = super().forward(model, loss_fn, batch)
+        self._losses = losses.detach()
+        used = self._to_come.keys() | self._open
+        self._missing = {number: used & set(names) for number, names in enumerate(self.groups)}
+        return losses
+
+    def _hand_on(self, name: str) -> None:
+        self._taken.add(name)
+        number = next(number for number, names in enumerate(self.groups) if name in names)
+        self._missing[number].discard(name)
+        if not self._missing[number]:
+            self._hand_on_group(number)
+
+    def _hand_on_rest(self) -> None:
+        for number in list(self._missing):
+            self._hand_on_group(number)
+
+    def _hand_on_group(self, number: int) -> None:
+        del self._missing[number]
+        names = [name for name in self.factors if name in self.groups[number]]
+        for name in names:
+            refuse_changed(self._noted.pop(name, ()))
+        refuse_changed(self.versions)
+        found = {name: self.factors[name] for name in names}
+        self.factors.update({name: [] for name in names if name not in self.tables})
+        with torch.no_grad(), full_precision(self._losses.device):
+            self.take_group(number, self._losses, found)
 
 
 def _device_of(factors: Factors) -> torch.device:

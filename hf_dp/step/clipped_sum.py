@@ -17,7 +17,7 @@ from hf_dp.per_example import RowSum, sparse_gradient
 from hf_dp.per_example.passes import refuse_differing
 from hf_dp.per_example.precision import sum_dtype
 from hf_dp.per_example.record import PerExampleGradients
-from hf_dp.per_example.sharding import as_sums, like, local, trainable
+from hf_dp.per_example.sharding import all_names, as_sums, like, local, trainable
 
 # Numbers between the beginnings of two gradients in one buffer: 128 bytes of float32.
 _ALIGNMENT = 32
@@ -58,6 +58,7 @@ class ClippedSum:
     def __init__(self, model: nn.Module, clipping: ClippingRule, by_rows: SummedByRows | None = None) -> None:
         self._clipping, self._by_rows = clipping, by_rows
         self._parameters = trainable(model)
+        self._groups = clipping.groups(all_names(model))
         names = () if by_rows is None else by_rows.names
         dense = {name: p for name, p in self._parameters.items() if name not in names}
         plain = {name: p for name, p in dense.items() if not isinstance(p, DTensor)}
@@ -80,12 +81,12 @@ class ClippedSum:
 
     @property
     def clipped(self) -> int:
-        """How many examples were scaled down; a rule may scale others up."""
+        """How many examples were scaled down, in any group of parameters; a rule may scale others up."""
         return int(self._read()[0])
 
     @property
     def non_finite(self) -> int:
-        """How many had a gradient that is not finite, and so contributed nothing."""
+        """How many had a gradient that is not finite in some group of parameters, and contributed nothing there."""
         return int(self._read()[1])
 
     @property
@@ -99,7 +100,7 @@ class ClippedSum:
 
     @property
     def mean_loss(self) -> float:
-        """Of the examples that contributed; 0 if there were none."""
+        """Of the examples that contributed in all groups; 0 if there were none."""
         finite = self.examples - self.non_finite
         return self.loss / finite if finite else 0.0
 
@@ -122,10 +123,19 @@ class ClippedSum:
             )
         if not gradients.batch_size:
             return self.add_nothing(gradients)
-        coefficients = self._clipping.coefficients(gradients.squared_norms(), gradients.rounding())
-        # A finite gradient of an infinite loss is no gradient of anything.
-        coefficients = coefficients.masked_fill(~gradients.losses.isfinite(), 0.0)
-        gradients.add_weighted_sum_({**self._sums, **self._whole}, coefficients, self.rows)
+        each: list[Tensor] = []
+
+        def add_clipped(number: int, group: PerExampleGradients) -> None:
+            share = self._groups[number].share
+            coefficients = self._clipping.coefficients(group.squared_norms(), group.rounding(), share)
+            # A finite gradient of an infinite loss is no gradient of anything.
+            coefficients = coefficients.masked_fill(~group.losses.isfinite(), 0.0)
+            group.add_weighted_sum_({**self._sums, **self._whole}, coefficients, self.rows)
+            each.append(coefficients)
+
+        gradients.by_groups([group.names for group in self._groups], add_clipped)
+        # Of each example the group that it has least of.
+        coefficients = each[0] if len(each) == 1 else torch.stack([one.double() for one in each]).amin(0)
         used = coefficients.ne(0)
         if self._by_rows is not None:
             self._by_rows.add(gradients, used)
@@ -137,7 +147,11 @@ class ClippedSum:
 
     def add_nothing(self, gradients: PerExampleGradients) -> None:
         """Takes part in a micro-batch of the other ranks; none of its examples counts."""
-        gradients.add_weighted_sum_({**self._sums, **self._whole}, torch.zeros_like(gradients.losses), self.rows)
+
+        def add_zeros(number: int, group: PerExampleGradients) -> None:
+            group.add_weighted_sum_({**self._sums, **self._whole}, torch.zeros_like(group.losses), self.rows)
+
+        gradients.by_groups([group.names for group in self._groups], add_zeros)
 
     def meet(self, step: int) -> None:
         """Waits for the other ranks, and makes the counts and the loss those of all. One small all-gather.

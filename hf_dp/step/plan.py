@@ -232,7 +232,8 @@ class Plan:
         return self.mechanism.report(ledger, self.config)
 
     def __str__(self) -> str:
-        clipping = accounting.clipping_in_words(self.mechanism.clipping.kind, self.mechanism.clipping.norm)
+        said = self.mechanism.clipping
+        clipping = accounting.clipping_in_words(said.kind, said.norm, said.budgets)
         noise = accounting.noise_in_words(self.mechanism.noise.kind, self.noise_multiplier)
         unit = "" if self.config.unit is None else f"{self.mechanism.unit.name}, "
         return (

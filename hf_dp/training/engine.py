@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from hf_dp.clipping.rule import ClippingRule, Group
 from hf_dp.data.extremes import extreme_rows
 from hf_dp.data.left_padding import LeftPadding
 from hf_dp.data.loader import PoissonDataLoader
@@ -21,10 +22,11 @@ from hf_dp.data.widths import Checked, outermost
 from hf_dp.errors import HfDpError, UnseenUseError
 from hf_dp.per_example import RULES, Certificate, PerExampleGradients, Rule, preflight, record
 from hf_dp.per_example.batch import Batch, LossFunction, check_losses
+from hf_dp.per_example.in_groups import InGroups
 from hf_dp.per_example.independence import survey
 from hf_dp.per_example.padding import check_padding
 from hf_dp.per_example.passes import check_two_passes, record_in_two_passes, refuse_two_passes
-from hf_dp.per_example.sharding import is_sharded
+from hf_dp.per_example.sharding import all_names, is_sharded
 from hf_dp.per_example.state import unchanged_state
 from hf_dp.randomness import unchanged_global_state
 from hf_dp.training.progress import passes_shown
@@ -61,6 +63,7 @@ class Engine:
         passes: of a step, see `PrivacyConfig`.
         is_silent: whether its progress is shown nowhere.
         seconds_of_a_row: how long one took in the check, of the narrowest and the widest, alone and together.
+        clipping: the rule of a step; None where there is none yet.
     """
 
     def __init__(
@@ -79,6 +82,8 @@ class Engine:
         self.by_rows: Collection[str] = ()
         self.passes, self.is_silent = 1, False
         self.seconds_of_a_row = 0.0
+        self.clipping: ClippingRule | None = None
+        self._groups: Sequence[Group] = ()
         self._certificate: Certificate | None = None
 
     def record(self, micro_batch: MicroBatch) -> PerExampleGradients:
@@ -87,7 +92,7 @@ class Engine:
         Those of rows of a unit that has more elsewhere are for `Pieces` to join.
         """
         batch, owners = micro_batch
-        loss = self._loss if owners is None else functools.partial(self._share_of_mean, owners)
+        loss = self._loss_of(owners)
         certificate, rules = self._certificate, self._rules
         if self.passes == 2 and certificate is not None:
             return record_in_two_passes(
@@ -95,6 +100,24 @@ class Engine:
             )
         found = record(self.model, loss, batch, certificate=certificate, rules=rules, tables=self.by_rows)
         return found if owners is None else found.grouped(*owners)
+
+    def to_sum(self, micro_batch: MicroBatch) -> PerExampleGradients:
+        """The same, for a sum alone: what is clipped by groups is made when it is summed.
+
+        In shards factors are kept: all ranks scatter the sums in one order. Rows of a unit that has more elsewhere are
+        summed before they are clipped.
+        """
+        batch, owners = micro_batch
+        in_pieces = owners is not None and (owners.before > 0 or owners.after > 0)
+        if len(self._groups) < 2 or self._certificate is None or in_pieces or is_sharded(self.model):
+            return self.record(micro_batch)
+        return InGroups(
+            self.model, self._loss_of(owners), batch, certificate=self._certificate, rules=self._rules,
+            tables=self.by_rows, owners=None if owners is None else owners.units,
+        )  # fmt: skip
+
+    def _loss_of(self, owners: Owners | None) -> LossFunction:
+        return self._loss if owners is None else functools.partial(self._share_of_mean, owners)
 
     def _share_of_mean(self, owners: Owners, model: Any, batch: Batch) -> Tensor:
         losses, rows = self._loss(model, batch), Counter(owners.units)
@@ -150,8 +173,9 @@ class Engine:
 
         Raises:
             UnsupportedModelError: per-example gradients of this model are not known to be exact.
-            ConfigurationError: a collator, rows or a loss that a private run cannot use.
+            ConfigurationError: a collator, rows, a loss or groups that a private run cannot use.
         """
+        self._groups = () if self.clipping is None else self.clipping.groups(all_names(self.model))
         if self.passes == 2:
             refuse_two_passes(self.model, self.loader.draws_units)
         with passes_shown(self.model, is_silent=self.is_silent):
@@ -220,6 +244,10 @@ class Engine:
                     self.model, self._loss, together, certificate=certificate, rules=self._rules, tables=self.by_rows
                 )
         self._certificate = certificate
+        if isinstance(found := self.to_sum(MicroBatch(together)), InGroups):
+            # What is refused of a backward pass in which groups are handed on.
+            with unchanged_global_state(), unchanged_state(self.model):
+                found.by_groups([group.names for group in self._groups], lambda number, group: None)
         return ends
 
     def _check_padding(self, rows: list[Any], certificate: Certificate | None) -> list[float]:

@@ -60,8 +60,7 @@ class Run:
         self._written: WrittenGradients | None = None
         self._magnitudes: Magnitudes | None = None
         self._ties = tied(engine.model)
-        self._surroundings: dict[str, object] = {}
-        self._statistics = {"examples": 0, "clipped": 0, "non_finite": 0}
+        self._surroundings, self._statistics = dict[str, object](), {"examples": 0, "clipped": 0, "non_finite": 0}
         self._has_begun = False
 
     @property
@@ -173,6 +172,7 @@ class Run:
         for line in opening(self.plan):
             say(line)
         self.engine.by_rows, self.engine.passes = self.by_rows, self.plan.config.passes
+        self.engine.clipping = self.plan.clipping
         self._remove_parts()
         try:
             for part in self.parts.values():
@@ -253,7 +253,7 @@ class Run:
         return total
 
     def _restricted(self, micro_batch: MicroBatch) -> PerExampleGradients:
-        gradients = self.engine.record(micro_batch)
+        gradients = self.engine.to_sum(micro_batch)
         for part in self.parts.values():
             gradients = part.restrict(gradients)
         return gradients

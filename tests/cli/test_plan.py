@@ -29,6 +29,21 @@ def test_json_plan_keeps_the_budget_under_both_accountants():
     assert plan["pld"]["noise_multiplier"] < plan["rdp"]["noise_multiplier"]
 
 
+def test_groups_of_parameters_are_told_their_norms_and_cost_nothing():
+    plain = ["plan", "--n", "1000", "--batch-size", "50", "--steps", "10", "--noise", "1"]
+    given = [*plain, "--clipping-norm", "2", "--group", "*attn*=3", "--group", "*=1"]
+    flat, groups = (json.loads(invoke(*args, "--json").stdout) for args in ([*plain, "--clipping-norm", "2"], given))
+    assert groups == {**flat, "clipping_groups": {"*attn*": pytest.approx(3**0.5), "*": 1.0}}
+    table = invoke(*given).stdout
+    assert "clipping norm of *attn*" in table
+    assert "1.732" in table
+    for wrong in ("*attn*", "*attn*=", "a b=1", "*attn*=0"):
+        refused = invoke(*plain, "--group", wrong)
+        assert refused.exit_code == 2
+        assert f"--group {wrong}" in refused.output
+    assert "--n, with --group" in invoke("plan", "--model", "x", "--group", "*=1").output
+
+
 @pytest.mark.skipif(truncated.EVENT is None, reason="dp-accounting 0.5 has no event for it")
 def test_a_cap_on_batches_is_answered_by_the_one_accountant_that_has_it():
     def planned(*flags):

@@ -25,6 +25,8 @@ from hf_dp.step.plan import Plan
 from tests.training.workbench import make, parameters, private, same
 
 DTYPES = [torch.float32, torch.float64]
+# What a kind needs besides, of a model with weights and biases.
+SETTINGS: dict[str, dict[str, Any]] = {"groups": {"groups": {"*weight": 3.0, "*": 1.0}}}
 NORMS = [1e-6, 0.1, 1.0, 3.0, 1e6]
 
 
@@ -134,7 +136,7 @@ class ClippingRuleContract:
         assert largest_move(TooLong(self.rule())) > 1.4
 
     def test_terms_go_to_json_and_back_and_nothing_else_is_read(self) -> None:
-        plan = plan_of(promise(clipping=self.kind))
+        plan = plan_of(promise(clipping=self.kind, **SETTINGS.get(self.kind, {})))
         assert plan.mechanism.clipping == self.terms()
         assert isinstance(plan.clipping, RULES[self.kind])
         assert json.loads(json.dumps(plan.mechanism.to_dict()))["clipping"] == self.written
@@ -148,7 +150,7 @@ class ClippingRuleContract:
                 terms_from_dict("clipping", {**self.written, **wrong})
 
     def test_a_step_costs_what_its_noise_costs_whatever_the_rule(self) -> None:
-        plan, flat = plan_of(promise(clipping=self.kind)), plan_of(promise())
+        plan, flat = plan_of(promise(clipping=self.kind, **SETTINGS.get(self.kind, {}))), plan_of(promise())
         assert plan.event == flat.event
         assert plan.noise_multiplier == flat.noise_multiplier
         assert plan.noise_standard_deviation == flat.noise_standard_deviation == plan.noise_multiplier * 0.5
@@ -157,7 +159,7 @@ class ClippingRuleContract:
     def test_a_resumed_training_is_the_uninterrupted_one_and_keeps_its_rule(self, tmp_path: Path) -> None:
         def trainer(kind: Any) -> Any:
             values = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4}
-            return make(tmp_path, privacy=private(clipping_norm=0.5, clipping=kind), **values)
+            return make(tmp_path, privacy=private(clipping_norm=0.5, clipping=kind, **SETTINGS.get(kind, {})), **values)
 
         whole, resumed, checkpoint = trainer(self.kind), trainer(self.kind), str(tmp_path / "checkpoint-2")
         whole.train()

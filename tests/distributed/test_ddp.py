@@ -24,6 +24,7 @@ from tests.distributed.tasks import (
 pytestmark = pytest.mark.usefixtures("checked_once")
 
 TOLERANCE = 1e-6
+GROUPS = {"clipping": "groups", "groups": (("*attention*", 1.0), ("*", 2.0))}
 NEEDS_THE_EVENT = pytest.mark.skipif(truncated.EVENT is None, reason="dp-accounting 0.5 has no event for it")
 
 
@@ -83,10 +84,12 @@ def test_batches_that_are_empty_on_some_ranks_or_all(pair: Gang) -> None:
         pytest.param({"passes": 2}, marks=pytest.mark.slow),
         pytest.param({"unit": "user", "max_examples_per_unit": 5, "passes": 2}, marks=pytest.mark.slow),
         pytest.param({"unit": "user", "max_examples_per_unit": 2, "unit_sampling": "examples"}, marks=pytest.mark.slow),
+        pytest.param(GROUPS, marks=pytest.mark.slow),
+        pytest.param({**GROUPS, "unit": "user", "max_examples_per_unit": 5}, marks=pytest.mark.slow),
     ],
     ids=[
         *("flat", "automatic", "n secret", "truncated", "by user", "two passes", "by user, two passes"),
-        "by user, examples",
+        *("by user, examples", "groups", "by user, groups"),
     ],
 )
 def test_the_seeded_noise_is_that_of_one_process(tmp_path: Path, pair: Gang, promise: dict[str, Any]) -> None:

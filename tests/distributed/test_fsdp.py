@@ -57,10 +57,17 @@ def test_with_adam_and_every_parameter_in_one_unit(pair: Gang, name: str) -> Non
         assert farthest(found["parameters"], alone["parameters"]) < TOLERANCE
 
 
-def test_automatic_clipping_in_shards(pair: Gang) -> None:
-    automatic = {"clipping": "automatic"}
-    alone = pair.alone(stepped, "tied gpt2", None, 8, False, "SGD", automatic)
-    for found in pair.run(stepped, "tied gpt2", "blocks", 8, False, "SGD", automatic):
+@pytest.mark.parametrize(
+    "clipping",
+    [
+        {"clipping": "automatic"},
+        pytest.param({"clipping": "groups", "groups": {"*attn*": 1.0, "*": 2.0}}, marks=pytest.mark.slow),
+    ],
+    ids=["automatic", "groups"],
+)
+def test_other_clipping_in_shards(pair: Gang, clipping: dict[str, Any]) -> None:
+    alone = pair.alone(stepped, "tied gpt2", None, 8, False, "SGD", clipping)
+    for found in pair.run(stepped, "tied gpt2", "blocks", 8, False, "SGD", clipping):
         assert farthest(found["parameters"], alone["parameters"]) < TOLERANCE
 
 

@@ -60,6 +60,29 @@ def test_every_release_is_on_the_card_and_in_the_ledger(tmp_path: Path) -> None:
     assert "epsilon (PLD)" in failed(tmp_path / "out")
 
 
+@pytest.mark.slow
+def test_groups_and_their_budgets_are_on_the_card_and_changed_nowhere_alone(tmp_path: Path) -> None:
+    weights = {"*attention*": 3.0, "*": 1.0}
+    run = make(tmp_path / "out", privacy=PrivacyConfig(target_epsilon=3.0, clipping="groups", groups=weights))
+    run.train()
+    run.save_model()
+    found = verify(tmp_path / "out")
+    assert found.private, found.checks
+    assert "`*attention*` 0.866, every other parameter 0.5)" in (tmp_path / "out" / "README.md").read_text()
+    others = {**weights, "*": 3.0}
+    changes = {
+        "'*attention*': 0.8660254037844386} claimed, {'*': 0.5": in_record("report", "clipping_groups", "*", to=0.6),
+        "groups: {'*': 1.0": in_record("ledger", "promise", "groups", to=others),
+        "'*': 3.0, '*attention*': 3.0}, 'kind'": in_record("config", "groups", to=others),
+        "'*': 9.0": in_record("mechanism", "clipping", "groups", "*", to=9.0),
+    }
+    for number, (words, change) in enumerate(changes.items()):
+        copy = Path(shutil.copytree(tmp_path / "out", tmp_path / str(number)))
+        change(copy)
+        seal(copy)
+        assert words in failed(copy)
+
+
 def test_another_clipping_rule_is_on_the_card_and_changed_nowhere_alone(tmp_path: Path) -> None:
     run = make(tmp_path / "out", privacy=PrivacyConfig(target_epsilon=3.0, clipping="automatic"))
     run.train()

@@ -78,7 +78,7 @@ def test_what_is_asked_for_is_all_that_the_promise_has():
     by_other_flags = {"seed", "re_attention", "noise_multiplier", "target_epsilon", "max_batch_size"}
     by_other_flags |= {"unit", "max_examples_per_unit", "unit_sampling"}
     by_other_flags |= {"target_tpr", "at_fpr", "dataset_size", "after"}
-    not_for_flags = {"sparse_embeddings", "output_bias"}
+    not_for_flags = {"sparse_embeddings", "output_bias", "groups"}
     assert PROMISE.keys() | by_other_flags | not_for_flags == {f.name for f in dataclasses.fields(PrivacyConfig)}
     assert all(getattr(PrivacyConfig(target_epsilon=1), name) != value for name, value in PROMISE.items())
 

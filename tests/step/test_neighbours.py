@@ -53,7 +53,8 @@ def loss(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def rule(kind: str, norm: float) -> ClippingRule:
-    return rule_of(TERMS["clipping"][kind](norm=norm))
+    given = {"groups": {"table.*": 2, "*bias": 1, "*": 3}} if kind == "groups" else {}
+    return rule_of(TERMS["clipping"][kind](norm=norm, **given))
 
 
 def clipped(
