@@ -25,14 +25,19 @@ _SILENCE = 60.0
 _LONGEST_REASON = 2000
 
 
+def in_group() -> bool:
+    """Whether there is a process group, of one rank or several."""
+    return dist.is_available() and dist.is_initialized()
+
+
 def world_size() -> int:
     """How many ranks there are."""
-    return dist.get_world_size() if _is_initialized() else 1
+    return dist.get_world_size() if in_group() else 1
 
 
 def rank() -> int:
     """Which of them this is, counted from 0."""
-    return dist.get_rank() if _is_initialized() else 0
+    return dist.get_rank() if in_group() else 0
 
 
 def warn(logger: logging.Logger, message: str, *args: object) -> None:
@@ -205,10 +210,6 @@ def wait() -> None:
     """Until all ranks have come here."""
     if world_size() > 1:
         gathered([0])
-
-
-def _is_initialized() -> bool:
-    return dist.is_available() and dist.is_initialized()
 
 
 def _device() -> torch.device:

@@ -108,6 +108,16 @@ def _cut(row: Any, kept: int) -> Any:
     return {name: ends(value) for name, value in row.items()}
 
 
+def _is_same(row: Any, other: Any) -> bool:
+    """Whether two rows are known to hold the same."""
+    if row is other:
+        return True
+    try:
+        return bool(row == other) and repr(row) == repr(other)  # 1 is True otherwise
+    except (RuntimeError, TypeError, ValueError):  # tensors and arrays
+        return False
+
+
 def refuse_rows_that_fail(dataset: Any, extremes: list[int], few: list[Any], run: Callable[[Any], object]) -> None:
     """Refuses training data of which some row would stop the training, after it has spent budget.
 
@@ -121,7 +131,11 @@ def refuse_rows_that_fail(dataset: Any, extremes: list[int], few: list[Any], run
         ConfigurationError: with the error that the row made.
     """
     tried = [(f"row {i} of the training data", dataset[i]) for i in extremes]
+    gone: list[Any] = []
     for name, row in [*tried, *(("a row of the training data", row) for row in few)]:
+        if any(_is_same(row, one) for one in gone):
+            continue
+        gone.append(row)
         try:
             loss = run(row)
             if isinstance(loss, Tensor):

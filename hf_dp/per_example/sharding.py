@@ -187,7 +187,7 @@ def watched_when_whole(
         return replace
 
     tables = []
-    for module in model.modules():
+    for module in model.modules() if names else ():
         chosen = {key: names[id(p)] for key, p in module._parameters.items() if id(p) in names}
         if chosen:
             tables.append((module, module._parameters))
@@ -203,7 +203,8 @@ def watched_when_whole(
 
 def reshard(model: nn.Module) -> None:
     """Leaves every module of FSDP2 with its shards."""
-    for module in model.modules():
+    # Without a process group there are none, and a model may have thousands of modules.
+    for module in model.modules() if ranks.in_group() else ():
         if isinstance(module, FSDPModule):
             module.reshard()
 

@@ -197,6 +197,14 @@ def test_a_row_that_fails_is_named_with_its_error() -> None:
     refuse_rows_that_fail([ROWS[0], ROWS[2]], [0, 1], [ROWS[3]], run)
 
 
+def test_a_row_that_is_there_twice_is_tried_once() -> None:
+    tried: list[Any] = []
+    arrays = [{"x": np.arange(3)}, {"x": np.arange(3)}]
+    alike = [{**ROWS[0], "labels": value} for value in (1, True, 1.0)]
+    refuse_rows_that_fail(ROWS, [0, 1], [ROWS[1], *alike, *arrays], tried.append)
+    assert len(tried) == 6, "arrays are not compared, and 1, True and 1.0 are three"
+
+
 class Late(torch.Tensor):
     """Tells of an error only when it is read, as what an accelerator computes does."""
 
