@@ -18,7 +18,7 @@ from typing import Any
 
 import nbformat
 from nbclient import NotebookClient
-from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
+from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "docs" / "notebooks"
@@ -73,9 +73,19 @@ def executed(notebook: Any, folder: Path, environment: dict[str, str]) -> Any:
     client.execute(env=given)
     for cell in notebook["cells"]:
         if cell["cell_type"] == "code":
-            cell["outputs"] = [output for output in cell["outputs"] if output.get("name") != "stderr"]
+            cell["outputs"] = tidied(cell["outputs"])
             cell["metadata"].pop("execution", None)  # times of day
     return notebook
+
+
+def tidied(outputs: list[Any]) -> list[Any]:
+    """What is worth keeping: what was printed in one piece, as it stands on a terminal in the end, and all displays."""
+    printed = "".join(output["text"] for output in outputs if output.get("name") == "stdout")
+    lines = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", printed.replace("\r\n", "\n")).split("\n")
+    shown = [line.rpartition("\r")[2] for line in lines if not re.search(r"[\u2800-\u28ff]", line.rpartition("\r")[2])]
+    text = "\n".join(shown)
+    displays = [output for output in outputs if output["output_type"] != "stream"]
+    return [*displays, *([new_output("stream", name="stdout", text=text)] if text.strip() else [])]
 
 
 def of_this_machine(endpoint: str, token: str, folder: Path) -> dict[str, str]:
