@@ -244,7 +244,7 @@ class Engine:
                     self.model, self._loss, together, certificate=certificate, rules=self._rules, tables=self.by_rows
                 )
         self._certificate = certificate
-        if isinstance(found := self.to_sum(MicroBatch(together)), InGroups):
+        if len(self._groups) > 1 and isinstance(found := self.to_sum(MicroBatch(together)), InGroups):
             # What is refused of a backward pass in which groups are handed on.
             with unchanged_global_state(), unchanged_state(self.model):
                 found.by_groups([group.names for group in self._groups], lambda number, group: None)

@@ -50,7 +50,8 @@ def released(
     of units."""
     tables = Tables.of({"one.weight": model.one.weight, "two.weight": model.two.weight})
     chosen = TableRows(tables, None, AdaptiveSelection(tables.rows, 1.0, None, GaussianNoise(Entropy(0))), c1)
-    total = ClippedSum(model, rule_of(TERMS["clipping"][clipping](norm=c2)), chosen)
+    given = {"groups": (("one.*", 3.0), ("*", 1.0))} if clipping == "groups" else {}
+    total = ClippedSum(model, rule_of(TERMS["clipping"][clipping](norm=c2, **given)), chosen)
     pieces = Pieces(NAMES)
     for batch in batches:
         rows, owners = batch if isinstance(batch, tuple) else (batch, None)
