@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from rich.markup import escape
 from rich.table import Table
 
 from hf_dp.config import AccountantName
@@ -71,7 +72,10 @@ def plan_table(answer: dict[str, Any]) -> Table:
         **_of_units(answer),
         "steps": str(answer["steps"]),
         "sampling probability": f"{answer['sampling_probability']:.4g}",
-        **{f"clipping norm of {name}": f"{norm:.4g}" for name, norm in answer.get("clipping_groups", {}).items()},
+        **{
+            f"clipping norm of {escape(name)}": f"{norm:.4g}"
+            for name, norm in answer.get("clipping_groups", {}).items()
+        },
         f"{answer['counts']} processed": f"{answer['examples_processed']:,.0f}",
         "of epsilon for other releases": ", ".join(f"{share:g}" for share in answer["shares"]) or "nothing (--share)",
     }.items():

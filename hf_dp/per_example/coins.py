@@ -75,15 +75,9 @@ def without_shared_coins(
         return uses, [*rows, losses.detach().reshape(size, 1)]
 
     off: list[str] = []
-    drawn_at: list[str] = []
-
-    def place() -> str:
-        drawn_at.append(stack[-1] if stack else "")
-        return drawn_at[-1]
-
     before = _states(model)
     with _named(model) as stack:
-        while found := shared_draws(observed, size, place):
+        while found := shared_draws(observed, size, lambda: stack[-1] if stack else ""):
             dropouts = {draw.place: m for draw in found if isinstance(m := model.get_submodule(draw.place), _DropoutNd)}
             if found[0].place not in dropouts:
                 raise _refusal(found[0], type(model).__name__)
@@ -91,8 +85,8 @@ def without_shared_coins(
                 off.append(f"{name}.p={module.p}")
                 module.p = 0.0
         copies = take(batch, [0] * size)
-        # Where nothing was drawn there is nothing that copies could have alike.
-        if drawn_at and (drawn := differing_copies(lambda: observed(copies), size, place)):
+        # Also where nothing was drawn: a model may draw where rows are alike.
+        if drawn := differing_copies(lambda: observed(copies), size, lambda: stack[-1] if stack else ""):
             raise _refusal_of_place(drawn, type(model).__name__)
     if _states(model) != before:
         raise _unseen("a generator of its own")

@@ -68,6 +68,11 @@ class TakenWatch(Watch):
         self._open.update(parameters)
         return super()._constant(parameters, value, hand_on)
 
+    def _on_constants(self, function: Any, args: Any, kwargs: Any, parameters: list[str], refused: Any) -> Any:
+        # What a reentrant checkpoint computes without gradients comes back in the backward pass.
+        self._open.update(parameters)
+        return super()._on_constants(function, args, kwargs, parameters, refused)
+
     def _keep(self, name: str, factors: Factors) -> None:
         before = len(self.versions)
         super()._keep(name, factors)
@@ -119,6 +124,12 @@ class GroupWatch(TakenWatch):
         self._missing = {number: used & set(names) for number, names in enumerate(self.groups)}
         return losses
 
+    def _keep(self, name: str, factors: Factors) -> None:
+        is_gone = not any(name in self.groups[number] for number in self._missing)
+        if self.is_final and name not in self._taken and is_gone:
+            raise refusal([name], "an operation in the backward pass", "its group had been handed on before")
+        super()._keep(name, factors)
+
     def _hand_on(self, name: str) -> None:
         self._taken.add(name)
         number = next(number for number, names in enumerate(self.groups) if name in names)
@@ -133,6 +144,7 @@ class GroupWatch(TakenWatch):
     def _hand_on_group(self, number: int) -> None:
         del self._missing[number]
         names = [name for name in self.factors if name in self.groups[number]]
+        self._taken.update(name for name in names if self.factors[name])
         for name in names:
             refuse_changed(self._noted.pop(name, ()))
         refuse_changed(self.versions)

@@ -228,7 +228,14 @@ def nothing_of_the_third_beside_noise_for_each(m: Any, x: Tensor) -> Tensor:
     return m.linear(x * torch.rand(len(x), 1, 1) * torch.arange(len(x)).ne(2)[:, None, None]).cos()
 
 
-@pytest.mark.parametrize("function", [coin_of_the_third, nothing_of_the_third_beside_noise_for_each])
+def dropout_of_the_last_where_rows_are_alike(m: Any, x: Tensor) -> Tensor:
+    return m.linear(torch.cat([x[:-1], F.dropout(x[-1:], 0.5)]) if x.eq(x[0]).all() else x).cos()
+
+
+@pytest.mark.parametrize(
+    "function",
+    [coin_of_the_third, nothing_of_the_third_beside_noise_for_each, dropout_of_the_last_where_rows_are_alike],
+)
 def test_what_becomes_of_a_place_in_the_micro_batch_is_refused(function: Any) -> None:
     with pytest.raises(PreflightError, match="random numbers move copies of one example by their places"):
         preflight(in_training(function), square, batch(3, 5, 4))

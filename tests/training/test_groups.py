@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 
 from hf_dp.errors import UnsupportedModelError
 from hf_dp.per_example.in_groups import InGroups
 from hf_dp.training import engine
 from tests.training.test_passes import CASES, language, trained
 from tests.training.workbench import distance, make, pad_for_language, parameters, private, rows
+from tests.zoo import tiny
 
 GROUPED = {"clipping": "groups", "groups": {"*bias": 1.0, "*": 3.0}}
 OF_LORA = {"clipping": "groups", "groups": {"*lora_A*": 1.0, "*": 3.0}}
@@ -49,6 +51,31 @@ def test_weights_are_those_of_kept_factors(case: str, tmp_path: Path, monkeypatc
     assert not made
     assert distance(parameters(dropped.model), parameters(kept.model)) < 1e-6
     assert dropped.privacy_report() == kept.privacy_report()
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("groups", [{"*lora_[AB]*": 1.0, "*": 1.0}, {"*lora_A*": 1.0, "*": 1.0}])
+def test_magnitudes_that_come_back_last_are_in_their_group(
+    groups: dict[str, float], reentrant: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a checkpoint computes again, DoRA's norms of weights, is known in the backward pass alone."""
+
+    def magnitudes(folder: str) -> dict[str, torch.Tensor]:
+        torch.manual_seed(0)
+        task = {"task_type": "SEQ_CLS", "target_modules": ["q_proj", "v_proj"], "use_dora": True}
+        model = get_peft_model(tiny("llama", "sequence", torch.float32), LoraConfig(r=2, **task))
+        privacy = private(noise_multiplier=0, clipping="groups", groups=groups)
+        checkpoints = {"gradient_checkpointing_kwargs": {"use_reentrant": reentrant}}
+        trainer = make(tmp_path / folder, model, privacy, max_steps=1, gradient_checkpointing=True, **checkpoints)
+        before = parameters(trainer.model)
+        trainer.train()
+        after = parameters(trainer.model)
+        assert any(after[name].ne(before[name]).any() for name in after if "magnitude" in name)
+        return after
+
+    dropped = magnitudes("dropped")
+    monkeypatch.setattr(engine, "is_sharded", lambda model: True)
+    assert distance(dropped, magnitudes("kept")) < 1e-6
 
 
 @pytest.mark.slow
