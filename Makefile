@@ -71,8 +71,9 @@ installed: dist
 	  --constraint $(CONSTRAINTS) dist/*.whl
 	cd build/installed && venv/bin/hf-dp --version && venv/bin/hf-dp recipes copy recipes && venv/bin/hf-dp demo --quick
 
+# From the environment, where make has put what was said to it: no tag's name is a command.
 releasable: $(VENV)/.ready
-	$(BIN)/python scripts/release.py "$(TAG)" "$(REPOSITORY)"
+	$(BIN)/python scripts/release.py "$${TAG:-}" "$${REPOSITORY:-}"
 
 changelog: $(VENV)/.ready
 	$(BIN)/towncrier build --yes --version $$($(BIN)/python -c 'import hf_dp; print(hf_dp.__version__)')

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+
+# Data of one's own, and what was trained on it, lie in that folder too. In pyproject.toml the same for sources.
+KINDS = ("*.py", "*.yaml", "common/**/*.py")
 
 
 class Recipes(BuildHookInterface):
@@ -12,4 +16,6 @@ class Recipes(BuildHookInterface):
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         if version == "standard":
-            build_data["force_include"]["recipes"] = "hf_dp/_recipes"
+            folder = Path(self.root, "recipes")
+            for path in (path for kind in KINDS for path in folder.glob(kind)):
+                build_data["force_include"][str(path)] = f"hf_dp/_recipes/{path.relative_to(folder).as_posix()}"

@@ -106,7 +106,7 @@ def features(
         return torch.cat(found)
 
     read = ((row["input_ids"], row["attention_mask"]) for row in rows)
-    computed = kept(directory, model.encoder, read, batch_size, compute)
+    computed = kept(directory, model.encoder, read, batch_size, compute, pooled)
     made = {"features": computed.numpy(), "labels": [row["labels"] for row in rows]}
     return Dataset.from_dict(made | whose).with_format("torch")
 

@@ -41,10 +41,20 @@ def disagreements(tag: str, repository: str, root: Path = ROOT) -> list[str]:
     if not re.fullmatch(r"\d+\.\d+\.\d+", released):
         found.append(f"{released} is no version of a release")
     changes = (root / "CHANGELOG.md").read_text(encoding="utf-8")
-    dated = re.findall(r"^## \[(.*?)\](?: - (\d{4}-\d\d-\d\d))?$", changes, re.M)
-    newest, date = dated[0] if dated else ("nothing", "")
+    _, *sections = re.split(r"^## ", changes, flags=re.M)
+    said = [section.partition("\n") for section in sections] or [("nothing", "", "")]
+    dated = [re.fullmatch(r"\[(.*?)\] - (\d{4}-\d\d-\d\d)", heading.rstrip()) for heading, _, _ in said]
+    newest, date = dated[0].groups() if dated[0] else (said[0][0], None)
     if newest != released or not date:
         found.append(f"CHANGELOG.md begins with {newest}, dated {date or 'nowhere'}: make changelog")
+    found += [
+        f"CHANGELOG.md has {heading} without a date: what stands there belongs to a release"
+        for (heading, _, _), match in zip(said[1:], dated[1:], strict=True)
+        if not match
+    ]
+    # Of no files at all towncrier makes a section that says so.
+    if not re.search(r"^- ", said[0][2], re.M):
+        found.append(f"CHANGELOG.md says nothing under {said[0][0]}: what changed is a list")
     found += [
         f"{path.name} is in changelog.d: make changelog" for path in sorted((root / "changelog.d").glob("*.*.md"))
     ]

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import re
+import runpy
+import shutil
 import subprocess
 import sys
 import tomllib
-from fnmatch import fnmatch
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 import pytest
+from hatchling.builders.sdist import SdistBuilder
+from hatchling.builders.wheel import WheelBuilder
 from packaging.requirements import Requirement
 from packaging.version import Version
 
@@ -124,12 +128,23 @@ def test_no_text_names_a_package_that_is_on_no_index() -> None:
     assert found == {"README.md", "docs/index.md", "hf_dp/hub/record.py"}
 
 
-def test_the_source_distribution_has_all_that_its_tests_read() -> None:
+def test_what_is_packed_is_what_is_tracked_and_never_data_beside_it(tmp_path: Path) -> None:
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False).stdout.split()
     if not listed:
         pytest.skip("no checkout: what is in the source distribution is what is here")
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-    shipped = project["tool"]["hatch"]["build"]["targets"]["sdist"]["include"]
-    always = ["/pyproject.toml", "/LICENSE", "/.gitignore"]
-    names = {f"/{path.split('/')[0]}" for path in listed}
-    assert {name for name in names if not any(fnmatch(name, pattern) for pattern in (*shipped, *always))} == set()
+    own = ["my.csv", "out/privacy.json", "out/model.safetensors", "out/text.txt"]
+    strays = [f"{room}/{name}" for room in ("hf_dp", "recipes", "recipes/common", "tests", "docs") for name in own]
+    for name in (*listed, *strays, "recipes/mine/mine.py", "scripts/a.jsonl", "train.csv"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    for name in ("pyproject.toml", ".gitignore"):
+        shutil.copy(ROOT / name, tmp_path)
+    always = {"pyproject.toml", "LICENSE", ".gitignore"}
+    source = {file.relative_path for file in SdistBuilder(str(tmp_path)).recurse_included_files()}
+    assert source | always == set(listed)
+    recipes: dict[str, Any] = {"force_include": {}}
+    hook = runpy.run_path(str(ROOT / "hatch_build.py"))["Recipes"]
+    hook(str(tmp_path), {}, None, None, "", "wheel").initialize("standard", recipes)
+    wheel = {file.relative_path for file in WheelBuilder(str(tmp_path)).recurse_included_files()}
+    wheel |= {Path(file).relative_to(tmp_path).as_posix() for file in recipes["force_include"]}
+    assert wheel == {name for name in listed if name.startswith(("hf_dp/", "recipes/"))}

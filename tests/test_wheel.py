@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -16,6 +17,8 @@ import hf_dp
 from tests.conftest import ROOT
 
 pytestmark = pytest.mark.slow
+# What lies in a checkout and is nobody's.
+STRAYS = ("recipes/my_private.csv", "recipes/out/x.safetensors", "hf_dp/out/x.csv", "tests/my.csv", "docs/my.json")
 
 
 def run(*command: str, cwd: Path, path: Path) -> str:
@@ -35,8 +38,16 @@ def run(*command: str, cwd: Path, path: Path) -> str:
 @pytest.fixture(scope="module")
 def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("dist")
-    # As `make dist` does, elsewhere.
-    run("-m", "build", "--no-isolation", "--outdir", str(folder), cwd=ROOT, path=Path(os.environ.get("PYTHONPATH", "")))
+    checkout = tmp_path_factory.mktemp("checkout") / "hf-dp"
+    ignored = shutil.ignore_patterns(".git", ".venv", "build", "dist", "out", "site", "__pycache__", ".*_cache")
+    shutil.copytree(ROOT, checkout, ignore=ignored)
+    for name in STRAYS:
+        (checkout / name).parent.mkdir(exist_ok=True)
+        (checkout / name).write_text("private")
+    # As `make dist` does, and the wheel from the checkout as well, as `pip install .` does.
+    for kind in ((), ("--wheel", "--outdir", str(folder / "direct"))):
+        path = Path(os.environ.get("PYTHONPATH", ""))
+        run("-m", "build", "--no-isolation", "--outdir", str(folder), *kind, cwd=checkout, path=path)
     return folder
 
 
@@ -62,14 +73,19 @@ def site(dist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_wheel_has_the_package_and_the_recipes_and_no_data(dist: Path) -> None:
-    (wheel,) = dist.glob("*.whl")
+    (wheel,), (direct,), (source,) = dist.glob("*.whl"), dist.glob("direct/*.whl"), dist.glob("*.tar.gz")
     names = set(zipfile.ZipFile(wheel).namelist())
+    assert set(zipfile.ZipFile(direct).namelist()) == names
+    with tarfile.open(source) as opened:
+        packed = {name.partition("/")[2] for name in opened.getnames()}
+    assert "recipes/common/arguments.py" in packed
+    assert not packed & set(STRAYS)
     package = {name for name in names if not name.startswith("hf_dp-")}
     listed = {
         path.relative_to(ROOT).as_posix()
         for room in ("hf_dp", "recipes")
         for path in (ROOT / room).rglob("*.*")
-        if path.is_file() and path.suffix != ".pyc"
+        if path.is_file() and path.suffix in {".py", ".yaml", ".typed"}
     }
     assert package == {re.sub("^recipes/", "hf_dp/_recipes/", name) for name in listed}
     assert {Path(name).suffix for name in package} == {".py", ".yaml", ".typed"}

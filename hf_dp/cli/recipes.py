@@ -49,30 +49,60 @@ def copy(
     """
     with refusals():
         folder = shipped()
-        chosen = {part for name in names or [""] for part in _parts(folder, name)}
+        if not names and _is_name(folder, str(directory)):
+            raise ConfigurationError(
+                f"{str(directory)!r} is a recipe, and no directory is given.",
+                why="a directory alone gets all recipes, and one of this name is hardly meant.",
+                fix=f"`hf-dp recipes copy {directory} DIRECTORY`, or a directory of another name for all.",
+            )
+        asked: list[str | None] = [*names] if names else [None]
+        chosen = {part for name in asked for part in _parts(folder, name)}
         for path in sorted(chosen):
-            there = directory / path
-            if there.exists() and there.read_bytes() != (folder / path).read_bytes():
-                raise ConfigurationError(
-                    f"{str(there)!r} is there, and is another than that of hf_dp.",
-                    why="what was changed in it would be lost.",
-                    fix="copy into another directory.",
-                )
+            _check_place(directory, path, folder)
         for path in sorted(chosen):
-            (directory / path).parent.mkdir(parents=True, exist_ok=True)
-            (directory / path).write_bytes((folder / path).read_bytes())
+            if not (directory / path).exists():
+                (directory / path).parent.mkdir(parents=True, exist_ok=True)
+                with (directory / path).open("xb") as file:
+                    file.write((folder / path).read_bytes())
     typer.echo(f"{len(chosen)} files are in {directory}.")
 
 
-def _parts(folder: Path, name: str) -> set[Path]:
-    """The files of one recipe, or of all where the name is empty, by their paths in the folder."""
+def _parts(folder: Path, name: str | None) -> set[Path]:
+    """The files of one recipe, or of all without a name, by their paths in the folder."""
     settings, script = folder / f"{name}.yaml", folder / f"{name}.py"
-    if not name:
+    if name is None:
         own = {*folder.glob("*.yaml"), *folder.glob("*.py")}
+    elif not _is_name(folder, name):
+        raise unknown(name, folder)
     elif settings.is_file():
         own = {settings, recipe_script(settings)}
-    elif script.is_file():
-        own = {script}
     else:
-        raise unknown(name, folder)
+        own = {script}
     return {path.relative_to(folder) for path in (*own, *folder.glob("common/**/*.py"))}
+
+
+def _is_name(folder: Path, name: str) -> bool:
+    """Of a recipe in a folder: with settings, or a script alone. No path is one."""
+    return name.isidentifier() and any((folder / f"{name}{ending}").is_file() for ending in (".yaml", ".py"))
+
+
+def _check_place(directory: Path, path: Path, folder: Path) -> None:
+    """Refuses to write over a file or through a link, in a directory that may be one itself.
+
+    Raises:
+        ConfigurationError: with another directory.
+    """
+    there = directory / path
+    links = [place for place in (there, *(directory / part for part in path.parents[:-1])) if place.is_symlink()]
+    if links:
+        found, why = f"{str(links[0])!r} is a link.", "the copy would be written where it leads."
+    elif there.exists() and (not there.is_file() or there.read_bytes() != (folder / path).read_bytes()):
+        found, why = (
+            f"{str(there)!r} is there, and is another than that of hf_dp.",
+            "what was changed in it would be lost.",
+        )
+    elif wrong := [place for place in there.parents if place.exists() and not place.is_dir()]:
+        found, why = f"{str(wrong[0])!r} is there, and is no directory.", "a recipe is several files."
+    else:
+        return
+    raise ConfigurationError(found, why=why, fix="copy into another directory.")

@@ -15,6 +15,10 @@ from hf_dp.errors import ConfigurationError
 
 # With columns: CSV and TSV with a header, a JSON list, JSON lines.
 WITH_COLUMNS = (".csv", ".tsv", ".json", ".jsonl")
+_OTHER_THAN_TSV = (
+    "In TSV quotes are text, and no field has a tab or an end of line. Where a program put quotes around fields, save "
+    "it as CSV, which takes them off; where they belong to the text, as JSON lines"
+)
 
 
 def read_text(path: str | Path) -> str:
@@ -54,7 +58,8 @@ def rows_of_file(path: Path) -> list[dict[str, Any]]:
     try:
         rows = _parsed(text, path.suffix)
     except (ValueError, RecursionError, csv.Error) as error:
-        raise unreadable(str(path), str(error), "Correct it") from error
+        way = _OTHER_THAN_TSV if path.suffix == ".tsv" else "Correct it"
+        raise unreadable(str(path), str(error), way) from error
     wrong = next((number for number, row in enumerate(rows, 1) if not isinstance(row, dict) or None in row), None)
     if wrong is not None:
         found = f"row {wrong}, which has no columns, or more than the header"
@@ -95,10 +100,32 @@ def check_columns(
                 )
 
 
-def _is_quoted(field: Any) -> bool:
-    """As programs write CSV: in quotes, and those inside twice."""
-    inside = field[1:-1] if isinstance(field, str) and len(field) > 2 and field[0] == field[-1] == '"' else ""
-    return '""' in inside and '"' not in inside.replace('""', "")
+def _check_tsv(names: Sequence[str], rows: Sequence[Mapping[str, Any]], text: str) -> None:
+    """Refuses what a reader of quotes, as CSV has them, would read otherwise.
+
+    A quote in the middle of a field, or at one end alone, is text, as long as every row has all columns: a field of
+    several lines makes rows that have fewer. In a single column they have all, so there both readings are compared.
+
+    Raises:
+        ValueError: a field in quotes, or a row that lacks columns.
+    """
+    for number, row in enumerate(({name: name for name in names}, *rows)):
+        if quoted := next((field for field in row.values() if isinstance(field, str) and _is_quoted(field)), None):
+            raise ValueError(f"{quoted[:60]!r} is quoted as in CSV")
+        if None in row.values():
+            raise ValueError(f"row {number} has fewer columns than the header, as of a field of several lines")
+    if len(names) == 1:
+        try:
+            others = [row for row in csv.reader(io.StringIO(text, newline=""), delimiter="\t", strict=True) if row]
+        except csv.Error:
+            return
+        if len(others) != len(rows) + 1:
+            raise ValueError("quotes begin in one line and end in another")
+
+
+def _is_quoted(field: str) -> bool:
+    """In quotes, and those inside twice, so that CSV has a reading of it."""
+    return len(field) > 1 and field[0] == field[-1] == '"' and '"' not in field[1:-1].replace('""', "")
 
 
 def _parsed(text: str, ending: str) -> list[Any]:
@@ -111,8 +138,8 @@ def _parsed(text: str, ending: str) -> list[Any]:
         names = list(found.fieldnames or ())
         if len(set(names)) < len(names):
             raise ValueError(f"a column twice in the header: {', '.join(map(str, names))[:200]}")
-        if ending == ".tsv" and (quoted := next((f for row in rows for f in row.values() if _is_quoted(f)), None)):
-            raise ValueError(f"{quoted[:60]!r} is quoted as in CSV, and in TSV quotes are text")
+        if ending == ".tsv":
+            _check_tsv(names, rows, text)
         return rows
     if text.lstrip().startswith("["):
         rows = json.loads(text, object_pairs_hook=each_name_once)

@@ -72,11 +72,42 @@ def test_what_was_changed_is_not_written_over(tmp_path):
     assert files(tmp_path) == {"common/rates.py": b"mine"}
 
 
+@pytest.mark.parametrize("name", ["classify.py", "common", "common/rates.py", "common/metrics"])
+@pytest.mark.parametrize("there", [True, False])
+def test_nothing_is_written_through_a_link(name, there, tmp_path):
+    target, directory = tmp_path / "elsewhere", tmp_path / "mine"
+    if there:
+        # With what would be written: a link to it is as much another's.
+        copy = shutil.copytree if (RECIPES / name).is_dir() else shutil.copy
+        copy(RECIPES / name, target)
+    (directory / name).parent.mkdir(parents=True)
+    (directory / name).symlink_to(target)
+    before = files(tmp_path)
+    said = invoke("recipes", "copy", "classify", directory)
+    assert said.exit_code == 2
+    assert f"{str(directory / name)!r} is a link" in said.stderr
+    assert files(tmp_path) == before
+
+
+def test_a_file_in_the_place_of_a_directory_is_refused(tmp_path):
+    (tmp_path / "common").write_text("mine")
+    said = invoke("recipes", "copy", "classify", tmp_path)
+    assert (said.exit_code, files(tmp_path)) == (2, {"common": b"mine"})
+    assert "is no directory" in said.stderr
+    # All of them, where the name is said to be a place.
+    assert invoke("recipes", "copy", tmp_path / "classify").exit_code == 0
+
+
 @pytest.mark.parametrize(
     ("words", "found"),
     [
         (("train", "clasify"), "no recipe is called 'clasify'"),
         (("recipes", "copy", "clasify", "out"), "no recipe is called 'clasify'"),
+        (("recipes", "copy", "/abs/foo", "out"), "no recipe is called '/abs/foo'"),
+        (("recipes", "copy", "../recipes/classify", "out"), "no recipe is called '../recipes/classify'"),
+        (("recipes", "copy", "common/../classify", "out"), "no recipe is called 'common/../classify'"),
+        (("recipes", "copy", "", "out"), "no recipe is called ''"),
+        (("recipes", "copy", "classify"), "'classify' is a recipe, and no directory is given"),
         (("train", "own_loop"), "the recipe 'own_loop' has no settings"),
         (("train", "common"), "no recipe is called 'common'"),
     ],

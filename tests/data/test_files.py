@@ -20,6 +20,15 @@ def test_a_quote_in_tsv_is_text(tmp_path: Path) -> None:
     assert [row["text"] for row in rows_of_file(file)] == ['"one', "two", 'three"']
 
 
+@pytest.mark.parametrize(
+    "text", ['say "x" or "y"', '"Yes," he said, "now"', '"so it begins', 'it ends"', '"', '5" and 6"', '""so"" it is']
+)
+def test_quotes_that_have_one_reading_stay(tmp_path: Path, text: str) -> None:
+    for form in ("text\tlabel\none\t0\n{}\t1\n", "label\ttext\n0\t{}\n", "text\none\n{}\n"):
+        rows = rows_of_file(written(tmp_path / "a.tsv", form.format(text)))
+        assert rows[-1]["text"] == text
+
+
 def test_quotes_in_csv_hold_commas_and_lines(tmp_path: Path) -> None:
     file = written(tmp_path / "a.csv", 'text,label\n"a, ""b""\nc",0\nno "quotes",1\n')
     assert [row["text"] for row in rows_of_file(file)] == ['a, "b"\nc', 'no "quotes"']
@@ -30,6 +39,12 @@ def test_quotes_in_csv_hold_commas_and_lines(tmp_path: Path) -> None:
     [
         ("a.csv", 'text,label\none,0\n"no end,1\ntwo,0\n', "unexpected end"),
         ("a.csv", 'text,label\n"one" more,0\n', "expected after"),
+        ("a.tsv", 'text\tlabel\n"quoted, simply"\t0\n', "is quoted as in CSV(.|\n)*save it as CSV"),
+        ("a.tsv", 'text\tlabel\none\t""\n', "is quoted as in CSV"),
+        ("a.tsv", '"text"\t"label"\none\t0\n', "is quoted as in CSV"),
+        ("a.tsv", 'text\tlabel\none\t0\n"two\nlines"\t1\n', "row 2 has fewer columns than the header"),
+        ("a.tsv", 'label\ttext\n0\t"two\nlines"\n', "row 2 has fewer columns than the header"),
+        ("a.tsv", 'text\none\n"two\nlines"\n', "begin in one line and end in another"),
         ("a.csv", "text,label,text\na,0,b\n", "a column twice"),
         ("a.jsonl", '{"text": "a", "text": "b"}\n', "a name twice"),
         ("a.json", '[{"text": "a", "text": "b"}]', "a name twice"),

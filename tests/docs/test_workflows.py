@@ -5,8 +5,10 @@ And what a release must agree in, which scripts/release.py looks at before anyth
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
+import subprocess
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -100,7 +102,8 @@ def released(tmp_path: Path) -> Path:
     (tmp_path / "hf_dp" / "__init__.py").write_text('__version__ = "1.2.3"\n')
     (tmp_path / "changelog.d").mkdir()
     (tmp_path / "changelog.d" / "README.md").write_text("")
-    (tmp_path / "CHANGELOG.md").write_text("# Changelog\n\n## [1.2.3] - 2030-01-02\n\n## [1.2.2] - 2029-01-01\n")
+    changes = "# Changelog\n\n## [1.2.3] - 2030-01-02\n\n### Fixed\n\n- This.\n\n## [1.2.2] - 2029-01-01\n\n- That.\n"
+    (tmp_path / "CHANGELOG.md").write_text(changes)
     text = (tmp_path / "CITATION.cff").read_text()
     text = re.sub(r"(?m)^version: .*$", "version: 1.2.3", text)
     (tmp_path / "CITATION.cff").write_text(re.sub(r"(?m)^date-released: .*$", "date-released: 2030-01-02", text))
@@ -113,7 +116,11 @@ def released(tmp_path: Path) -> Path:
         (None, "", "", None),
         ("hf_dp/__init__.py", "1.2.3", "1.2.4", "the tag is v1.2.3, the version 1.2.4"),
         ("hf_dp/__init__.py", "1.2.3", "1.2.3.dev0", "is no version of a release"),
-        ("CHANGELOG.md", "[1.2.3] - 2030-01-02", "[Unreleased]", "begins with Unreleased, dated nowhere"),
+        ("CHANGELOG.md", "[1.2.3] - 2030-01-02", "[Unreleased]", "begins with [Unreleased], dated nowhere"),
+        ("CHANGELOG.md", "- This", "No significant changes", "says nothing under [1.2.3] - 2030-01-02"),
+        ("CHANGELOG.md", "## [1.2.2] - 2029-01-01", "## [Unreleased]", "has [Unreleased] without a date"),
+        ("CHANGELOG.md", "## [1.2.2] - 2029-01-01", "## Unreleased", "has Unreleased without a date"),
+        ("CHANGELOG.md", "[1.2.2] - 2029-01-01", "[1.2.2] - soon", "has [1.2.2] - soon without a date"),
         ("CITATION.cff", "2030-01-02", "2030-01-03", "CITATION.cff has 1.2.3 of 2030-01-03"),
         ("changelog.d/+new.added.md", "", "New.", "+new.added.md is in changelog.d"),
         ("pyproject.toml", 'Issues = "https://github.com/', 'Issues = "https://github.org/', "https://github.org/"),
@@ -148,3 +155,18 @@ def test_what_cites_the_version_has_it(script: Any) -> None:
     assert "dev" in script.version() or f"\nversion: {script.version()}\n" in text
     assert len(set(script.addresses())) > 4
     assert all(address.startswith(script.addresses()[0]) for address in script.addresses())
+
+
+def test_the_name_of_a_tag_is_no_command(tmp_path: Path) -> None:
+    made = tmp_path / "made"
+    tag = f'v1"$(touch {made})`touch {made}`; touch {made}; "$(shell touch {made})'
+    python = tmp_path / "bin" / "python"
+    python.parent.mkdir()
+    python.write_text("#!/bin/sh\nprintf '%s|' \"$@\"\n")
+    python.chmod(0o755)
+    (tmp_path / ".ready").touch()
+    make = ["make", "--silent", f"VENV={tmp_path}", "-o", f"{tmp_path}/.ready", "releasable"]
+    environment = {**os.environ, "TAG": tag, "REPOSITORY": "b c"}
+    said = subprocess.run(make, cwd=ROOT, env=environment, capture_output=True, text=True, check=True).stdout
+    assert said == f"scripts/release.py|{tag}|b c|"
+    assert not made.exists()

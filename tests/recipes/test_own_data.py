@@ -1,11 +1,13 @@
 """Files and settings of one's own: TSV, the column of labels, features kept between runs, 16 bits without a GPU."""
 
 import json
+import runpy
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from transformers import PretrainedConfig
 
 from hf_dp.errors import ConfigurationError
 
@@ -53,6 +55,35 @@ def test_features_are_computed_once_of_the_same_texts_and_weights_and_never_of_o
     assert of([1, 2]) == 4, "of other weights"
     assert of([1, 2], directory=None) == 5, "nothing is kept where nobody asked"
     assert len(list((tmp_path / "private").iterdir())) == 4
+
+
+def test_features_that_are_made_otherwise_are_others(part, tmp_path, monkeypatch):
+    kept, encoder, calls = part("common.kept_features").kept, torch.nn.Linear(2, 3), []
+    encoder.config = PretrainedConfig(attn_implementation="eager")
+    (tmp_path / "pooling.py").write_text("SCALE = 64\n\ndef pooling(): return SCALE\n")
+    pooling = runpy.run_path(str(tmp_path / "pooling.py"))["pooling"]
+
+    def of():
+        made = lambda: calls.append(0) or torch.full((1, 3), float(len(calls)))  # noqa: E731
+        return int(kept(str(tmp_path / "private"), encoder, [[1]], 4, made, pooling)[0, 0])
+
+    assert [of(), of()] == [1, 1]
+    encoder.config._attn_implementation = "sdpa"
+    assert [of(), of()] == [2, 2]
+    (tmp_path / "pooling.py").write_text("SCALE = 32\n\ndef pooling(): return SCALE\n")
+    assert [of(), of()] == [3, 3], "of another constant beside the function"
+    monkeypatch.setattr("common.kept_features.__version__", "another")
+    assert [of(), of()] == [4, 4]
+
+
+@pytest.mark.parametrize("change", [lambda whole: whole[:-5], lambda whole: whole[:-1] + b"@", lambda whole: b""])
+def test_features_that_were_cut_or_changed_are_refused(change, part, tmp_path):
+    kept, encoder = part("common.kept_features").kept, torch.nn.Linear(2, 3)
+    kept(str(tmp_path), encoder, [[1]], 4, lambda: torch.ones(1, 3))
+    (path,) = tmp_path.iterdir()
+    path.write_bytes(change(path.read_bytes()))
+    with pytest.raises(ConfigurationError, match="delete it, and they are computed again"):
+        kept(str(tmp_path), encoder, [[1]], 4, lambda: torch.ones(1, 3))
 
 
 @pytest.mark.parametrize(("method", "place"), [("head", "out"), ("head", "out/features"), ("lora", "elsewhere")])
