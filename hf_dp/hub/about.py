@@ -23,6 +23,8 @@ _ROWS = (
     ("not meant for", None, "which uses it must not be put to"),
 )  # fmt: skip
 _TO_BE_FILLED = "more information needed"
+# Trainer and PEFT put it after the last section of a card, whichever that is.
+_BY_LIBRARIES = "### Framework versions"
 
 
 def about(text: str, data: Any) -> str:
@@ -54,22 +56,25 @@ def without_padding(text: str, title: str) -> str:
     """A card without the headings of templates under which nothing was filled in, and with `title` for theirs."""
     template = ModelCard.from_template(ModelCardData()).text
     known, headings = {line.strip() for line in template.split("\n")}, {name for name, _, _ in _parts(template)}
+    lines, code = text.split("\n"), _code(text)
 
-    def is_padding(line: str) -> bool:
-        said = line.strip()
-        return _asks(said) or (said in known and (_TO_BE_FILLED in said.casefold() or said.startswith("<!--")))
+    def is_padding(number: int) -> bool:
+        said = lines[number].strip()
+        is_a_templates = said in known and (_TO_BE_FILLED in said.casefold() or said.startswith("<!--"))
+        return number not in code and (_asks(said) or is_a_templates)
 
-    if not any(map(is_padding, text.split("\n"))):
+    padding = set(filter(is_padding, range(len(lines))))
+    if not padding:
         return text
-    kept, below = list[str](), 0  # the level of the part below, where it is a template's
-    for heading, level, lines in reversed(_parts(text)):
-        is_filled = any(line.strip() not in known and not _asks(line) for line in lines)
-        is_drafted = heading in headings or any(map(is_padding, lines))
-        if is_filled or not is_drafted or level == 1 or (heading in headings and below > level):
-            own = [line for line in lines if not is_padding(line)]
+    kept, below = list[str](), 0  # the level of the part that is kept below
+    for heading, level, numbers in reversed(_parts(text)):
+        own = [number for number in numbers if number not in padding]
+        is_filled = any(number in code or lines[number].strip() not in known for number in own)
+        is_drafted = heading in headings or len(own) < len(numbers)
+        if is_filled or not is_drafted or level == 1 or below > level:
             name = f"# {title}" if level == 1 and heading in headings else heading
-            kept.append("\n".join([name, *own]).strip("\n"))
-            below = level if heading in headings else 0
+            kept.append("\n".join([name, *(lines[number] for number in own)]).strip("\n"))
+            below = below if heading == _BY_LIBRARIES else level
     return "\n\n".join(part for part in reversed(kept) if part) + "\n"
 
 
@@ -77,14 +82,22 @@ def _asks(line: str) -> bool:
     return line.strip(" []*_.").casefold() == _TO_BE_FILLED
 
 
-def _parts(text: str) -> list[tuple[str, int, list[str]]]:
-    """Each heading as it is written with its level and the lines below it; the introduction under an empty one."""
+def _code(text: str) -> set[int]:
+    """The numbers of the lines that are code."""
+    tokens = MarkdownIt("commonmark").parse(text)
+    return {
+        line for token in tokens if token.map and token.type in ("fence", "code_block") for line in range(*token.map)
+    }
+
+
+def _parts(text: str) -> list[tuple[str, int, range]]:
+    """Each heading as it is written, its level and the numbers of the lines below it; the introduction's is empty."""
     lines = text.split("\n")
     tokens = MarkdownIt("commonmark").parse(text)
     found = [(*t.map, int(t.tag[1])) for t in tokens if t.map and t.type == "heading_open" and not t.level]
     starts = [(0, 0, 0), *found, (len(lines), len(lines), 0)]
     return [
-        ("\n".join(lines[start:below]).strip(), level, lines[below:stop])
+        ("\n".join(lines[start:below]).strip(), level, range(below, stop))
         for (start, below, level), (stop, _, _) in itertools.pairwise(starts)
     ]
 

@@ -13,7 +13,7 @@ from huggingface_hub import ModelCard, ModelCardData
 from hf_dp.errors import LedgerError
 from hf_dp.figures import times
 from hf_dp.hub import PrivacyRecord, verify, write_card
-from hf_dp.hub.about import about
+from hf_dp.hub.about import about, without_padding
 from hf_dp.hub.card import BEGIN, END
 from hf_dp.versions import library_versions
 from tests.hub.forging import failed, in_card, in_record
@@ -73,6 +73,24 @@ def test_what_templates_leave_to_be_filled_in_goes_and_what_a_person_filled_in_s
     assert verify(copy).private
     write_card(copy, "my-adapter")
     assert words(copy) == text, "writing twice changes nothing"
+
+
+def test_a_heading_stays_above_what_an_author_wrote_and_code_is_left_alone() -> None:
+    code = "```python\n# [More Information Needed]\n[More Information Needed]\n```"
+    found = "### What we found\n\nIt errs."
+    risks = "## Bias, Risks, and Limitations"
+    filled = PADDED.replace("### Recommendations", f"#### Deep\n\nMine.\n\n{found}\n\n### Recommendations").replace(
+        "Use the code below", f"{code}\n\nUse the code below"
+    )
+    text = without_padding(filled, "mine")
+    headings = [line for line in text.split("\n") if line.startswith("##")]
+    assert headings == [
+        risks, "#### Deep", "### What we found", "## How to Get Started with the Model", "### Framework versions",
+    ]  # fmt: skip
+    assert code in text
+    assert found in text
+    assert text.count("[More Information Needed]") == 2
+    assert without_padding(text, "mine") == text
 
 
 def test_what_the_author_says_stays_and_is_no_longer_asked_for(copy: Path) -> None:
