@@ -196,7 +196,7 @@ def _with_section(text: str, section: str, title: str, data: Any) -> str:
     if reason is None:
         return placed
     # What is open around the section further down is not open at the top.
-    on_top = f"\n{both}\n\n{_without_sections(text).lstrip()}"
+    on_top = f"\n\n{both}\n\n{_without_sections(text).lstrip()}"
     if why_hidden(on_top, section) is None:
         return on_top
     logger.warning(
@@ -209,7 +209,7 @@ def _with_section(text: str, section: str, title: str, data: Any) -> str:
 def _in_its_place(text: str, section: str) -> str:
     start, stop = text.find(BEGIN), text.find(END)
     if text.count(BEGIN) == text.count(END) == 1 and start < stop:
-        return text[:start] + section + text[stop + len(END) :]
+        return f"{text[:start].rstrip()}\n\n{section}{text[stop + len(END) :]}"
     text = _without_sections(text)
     # After the introduction, where it is seen: "##" in code is no heading.
     tokens = MarkdownIt("commonmark").parse(text)

@@ -126,6 +126,9 @@ def test_what_an_author_adds_to_the_table_stays(copy: Path) -> None:
     assert verify(copy).private
     write_card(copy)
     assert words(copy) == text
+    in_card("\n+<!-- hf_dp about begins", "\n<!-- hf_dp about begins")(copy)
+    write_card(copy)
+    assert words(copy) == text
 
 
 @pytest.mark.parametrize("mark", ["<!-- hf_dp about (begins|ends) -->\n", "<!-- hf_dp about ends -->\n"])
