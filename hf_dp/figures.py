@@ -35,14 +35,21 @@ def times(factor: float) -> str:
 
 def one_in(probability: float) -> str:
     """A probability as one case in so many, never below it."""
-    cases = 1 / probability if probability else math.inf
-    return f"1 in {_in_full(cases, lower(cases, 4), math.floor)}" if probability else "never"
+    if not probability:
+        return "never"
+    if not math.isfinite(cases := 1 / probability):
+        return f"1 in {_power_of_ten(-math.log10(probability), math.floor)}"
+    return f"1 in {_in_full(cases, lower(cases, 4), math.floor)}"
 
 
 def _in_full(number: float, digits: str, safely: Callable[[float], int]) -> str:
     if not math.isfinite(number):
         return digits
-    return f"{safely(float(digits)):,}" if number < _LONGEST else f"a 1 with {safely(math.log10(number))} zeros"
+    return f"{safely(float(digits)):,}" if number < _LONGEST else _power_of_ten(math.log10(number), safely)
+
+
+def _power_of_ten(exponent: float, safely: Callable[[float], int]) -> str:
+    return f"a 1 with {safely(exponent)} zeros"
 
 
 def logged(epsilon: float) -> float:

@@ -60,8 +60,9 @@ def test_no_message_rounds_an_epsilon_or_a_delta_to_the_nearest() -> None:
 def test_what_is_read_in_full_is_rounded_away_from_what_is_promised() -> None:
     factors = (1.0, 1.6487, 99.99, math.exp(8), math.exp(20), math.exp(40))
     assert [times(factor) for factor in factors] == ["1", "1.65", "100", "2,981", "485,200,000", "a 1 with 18 zeros"]
-    shares = (0.0141, 1e-5, 3.98e-5, 0.49, 3e-31, 0.0)
-    told = ["1 in 70", "1 in 100,000", "1 in 25,120", "1 in 2", "1 in a 1 with 30 zeros", "never"]
+    shares = (0.0141, 1e-5, 3.98e-5, 0.49, 3e-31, 5e-324, 0.0)
+    told = ["1 in 70", "1 in 100,000", "1 in 25,120", "1 in 2", "1 in a 1 with 30 zeros", "1 in a 1 with 323 zeros"]
+    told += ["never"]
     assert [one_in(share) for share in shares] == told
     for factor in np.random.default_rng(0).lognormal(6, 4, 2000).clip(1, 1e14):
         assert factor * (1 - 1e-11) <= float(times(factor).replace(",", "")) <= factor * 1.011

@@ -15,7 +15,7 @@ from huggingface_hub.repocard import REGEX_YAML_BLOCK
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 from markdown_it import MarkdownIt
 
-from hf_dp.hub.about import about, taken_out, without_padding
+from hf_dp.hub.about import about, contradicted, taken_out, without_padding
 from hf_dp.hub.card import BEGIN, END, METADATA_KEY, TAGS, metadata, privacy_section, without_audit
 from hf_dp.hub.claim import is_of_this_version
 from hf_dp.hub.page import why_hidden
@@ -180,16 +180,23 @@ def _section(text: str) -> str:
 
 
 def _with_section(text: str, section: str, title: str, data: Any) -> str:
-    table, (text, _) = about(text, data), taken_out(text)
+    # Whoever moved the section into the table has it once.
+    table = _without_sections(about(text, data))
+    if wrong := contradicted(table, data):
+        logger.warning(
+            "The table in %s says otherwise than its metadata (%s): what stands in the table was kept. Make them the "
+            "same.", CARD_FILE, "; ".join(wrong),
+        )  # fmt: skip
+    text, _ = taken_out(text)
     bare = _without_sections(text)
     text = text if (filled := without_padding(bare, title)) == bare else filled
-    both = f"{table}\n\n{section}"
+    both = f"{table}\n\n{section}" if table else section
     placed = _in_its_place(text, both)
     reason = why_hidden(placed, section)
     if reason is None:
         return placed
     # What is open around the section further down is not open at the top.
-    on_top = f"\n{both}\n\n{_without_sections(text).lstrip()}"
+    on_top = f"\n\n{both}\n\n{_without_sections(text).lstrip()}"
     if why_hidden(on_top, section) is None:
         return on_top
     logger.warning(
@@ -202,7 +209,7 @@ def _with_section(text: str, section: str, title: str, data: Any) -> str:
 def _in_its_place(text: str, section: str) -> str:
     start, stop = text.find(BEGIN), text.find(END)
     if text.count(BEGIN) == text.count(END) == 1 and start < stop:
-        return text[:start] + section + text[stop + len(END) :]
+        return f"{text[:start].rstrip()}\n\n{section}{text[stop + len(END) :]}"
     text = _without_sections(text)
     # After the introduction, where it is seen: "##" in code is no heading.
     tokens = MarkdownIt("commonmark").parse(text)

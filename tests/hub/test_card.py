@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from huggingface_hub import ModelCard, ModelCardData
 from hf_dp.errors import LedgerError
 from hf_dp.figures import times
 from hf_dp.hub import PrivacyRecord, verify, write_card
-from hf_dp.hub.about import about
+from hf_dp.hub.about import about, without_padding
 from hf_dp.hub.card import BEGIN, END
 from hf_dp.versions import library_versions
 from tests.hub.forging import failed, in_card, in_record
@@ -75,6 +76,24 @@ def test_what_templates_leave_to_be_filled_in_goes_and_what_a_person_filled_in_s
     assert words(copy) == text, "writing twice changes nothing"
 
 
+def test_a_heading_stays_above_what_an_author_wrote_and_code_is_left_alone() -> None:
+    code = "```python\n# [More Information Needed]\n[More Information Needed]\n```"
+    found = "### What we found\n\nIt errs."
+    risks = "## Bias, Risks, and Limitations"
+    filled = PADDED.replace("### Recommendations", f"#### Deep\n\nMine.\n\n{found}\n\n### Recommendations").replace(
+        "Use the code below", f"{code}\n\nUse the code below"
+    )
+    text = without_padding(filled, "mine")
+    headings = [line for line in text.split("\n") if line.startswith("##")]
+    assert headings == [
+        risks, "#### Deep", "### What we found", "## How to Get Started with the Model", "### Framework versions",
+    ]  # fmt: skip
+    assert code in text
+    assert found in text
+    assert text.count("[More Information Needed]") == 2
+    assert without_padding(text, "mine") == text
+
+
 def test_what_the_author_says_stays_and_is_no_longer_asked_for(copy: Path) -> None:
     asked = words(copy)
     assert asked.count("not said yet") == 5 == sum(asked.count(f"\n- {name}: ") for name in ROWS)
@@ -91,6 +110,49 @@ def test_what_the_author_says_stays_and_is_no_longer_asked_for(copy: Path) -> No
     assert [name for name in ROWS if f"\n- {name}: " in text] == ["meant for", "not meant for"]
     assert verify(copy).private
     assert "has still to say" not in about(text.replace("not said yet", "this"), ModelCard(text).data)
+
+
+def test_what_an_author_adds_to_the_table_stays(copy: Path) -> None:
+    row = "| trained by | ACME, 2026 |"
+    other = "Ask first.\n\n| uses | how many |\n| --- | --- |\n| chat | 2 |\n\n```\n| licence | none |\n```"
+    in_card(r"\| meant for \| not said yet \|", f"| meant for | chat \\| mail |\n{row}")(copy)
+    in_card("<!-- hf_dp about ends -->", f"\n{other}\n<!-- hf_dp about ends -->")(copy)
+    write_card(copy)
+    text = words(copy)
+    table = text.partition("<!-- hf_dp about begins -->")[2].partition("<!-- hf_dp about ends -->")[0]
+    assert table.count(row) == table.count(other) == table.count("| meant for | chat \\| mail |") == 1
+    assert [table.count(f"| {name} |") for name in ROWS] == [1, 2, 1, 1, 1], "one of them in the author's code"
+    assert "- licence: " in table
+    assert verify(copy).private
+    write_card(copy)
+    assert words(copy) == text
+    in_card("\n+<!-- hf_dp about begins", "\n<!-- hf_dp about begins")(copy)
+    write_card(copy)
+    assert words(copy) == text
+
+
+@pytest.mark.parametrize("mark", ["<!-- hf_dp about (begins|ends) -->\n", "<!-- hf_dp about ends -->\n"])
+def test_an_authors_own_section_about_it_is_the_only_one(copy: Path, mark: str) -> None:
+    text = re.sub(mark, "", words(copy)).replace("not said yet", "mine")
+    (copy / "README.md").write_text(text, encoding="utf-8")
+    for _ in range(2):
+        write_card(copy)
+        assert words(copy).count("\n## About\n") == 1
+        assert words(copy).count("| mine |") == 5
+        assert "hf_dp about" not in words(copy)
+        assert verify(copy).private
+
+
+@pytest.mark.parametrize(("licence", "is_told"), [("Apache License", True), ("MIT, see LICENSE", False)])
+def test_a_licence_in_the_table_stays_and_another_in_the_metadata_is_told(
+    copy: Path, caplog: pytest.LogCaptureFixture, licence: str, is_told: bool
+) -> None:
+    in_card(r"\| licence \| not said yet \|", f"| licence | {licence} |")(copy)
+    in_card("library_name: transformers", "license: mit")(copy)
+    write_card(copy)
+    assert f"| licence | {licence} |" in words(copy)
+    assert caplog.text.count(f"licence: {licence!r}, and `license`: 'mit'") == is_told
+    assert verify(copy).private
 
 
 def test_a_table_that_stands_twice_becomes_a_persons_own_words_and_one_is_written(copy: Path) -> None:
