@@ -45,9 +45,9 @@ def _in_full(number: float, digits: str, safely: Callable[[float], int]) -> str:
     return f"{safely(float(digits)):,}" if number < _LONGEST else f"a 1 with {safely(math.log10(number))} zeros"
 
 
-def logged(epsilon: float) -> float:
-    """To four decimals, as logs have it, never below it."""
-    return math.ceil(epsilon * 10**4 - 1e-8) / 10**4 if math.isfinite(epsilon) else epsilon
+def logged(epsilon: float, noise_multiplier: float) -> dict[str, float]:
+    """Both to the four significant digits that Trainer's console has: epsilon never below it, the noise never above."""
+    return {"epsilon": float(upper(epsilon, 4)), "noise_multiplier": float(lower(noise_multiplier, 4))}
 
 
 def percent(share: float) -> str:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 
 from hf_dp.config.ranges import is_count, is_number
+from hf_dp.figures import upper
 
 if TYPE_CHECKING:
     from hf_dp.hub import PrivacyRecord, Source
@@ -75,8 +76,14 @@ def history_table(steps: Steps) -> Table:
         table.add_column(column, justify="right")
     logged, rows = list(steps), min(_ROWS, len(steps))
     for step in dict.fromkeys(logged[i * (len(logged) - 1) // max(1, rows - 1)] for i in range(rows)):
-        table.add_row(str(step), *(f"{steps[step][n]:.4g}" if n in steps[step] else "-" for n in names))
+        table.add_row(str(step), *(_told(n, steps[step].get(n)) for n in names))
     return table
+
+
+def _told(name: str, number: float | None) -> str:
+    if number is None:
+        return "-"
+    return upper(number, 4) if name == "epsilon" else f"{number:.4g}"
 
 
 def _known(steps: Steps) -> Sequence[str]:

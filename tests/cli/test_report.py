@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 
 from hf_dp import PrivacyConfig
 from hf_dp.cli import app
+from hf_dp.cli.history import history_table
 from tests.training.workbench import make
 
 pytestmark = pytest.mark.usefixtures("checked_once")
@@ -36,7 +37,12 @@ def test_what_was_logged_is_a_table_and_a_figure(finished: Path, tmp_path: Path)
     assert (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")
     said = json.loads(CliRunner().invoke(app, ["report", str(finished), "--json"]).stdout)
     assert sorted(map(int, said["logged"])) == list(range(1, 13))
-    assert said["logged"]["12"]["epsilon"] == pytest.approx(said["report"]["epsilon"], abs=1e-4)
+    assert said["logged"]["12"]["epsilon"] == pytest.approx(said["report"]["epsilon"], rel=1e-3)
+
+
+def test_no_epsilon_of_the_table_is_below_what_was_spent() -> None:
+    table = history_table({1: {"epsilon": 7.99925, "loss": 0.69996}, 2: {"loss": 0.5}})
+    assert [list(column.cells) for column in table.columns] == [["1", "2"], ["0.7", "0.5"], ["8", "-"]]
 
 
 def test_the_log_of_another_run_is_not_shown_and_none_is_refused_for_a_figure(finished: Path, tmp_path: Path) -> None:
