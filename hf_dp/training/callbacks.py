@@ -67,8 +67,12 @@ class PrivacyCallback(TrainerCallback, ExportableState):
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if self.trainer is None:
             return
-        self._seldom(self._show_spent)
-        if self.trainer.budget_is_left():
+        is_left = self.trainer.budget_is_left()
+        if is_left and not control.should_training_stop and state.global_step < state.max_steps:
+            self._seldom(self._show_spent)
+        else:
+            self._show_spent()
+        if is_left:
             return
         if not control.should_training_stop and state.global_step < state.max_steps:
             ranks.warn(
@@ -80,8 +84,15 @@ class PrivacyCallback(TrainerCallback, ExportableState):
         if logs and "epsilon" in logs:
             self._show_spent()
 
+    def on_save(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self._show_spent()
+
+    def on_interruption(self) -> None:
+        """Of a training that ends by an exception: what it spent since the bar was written, perhaps in half a step."""
+        self._show_spent()
+
     def _show_spent(self) -> None:
-        """On Trainer's bar, which rank 0 alone has."""
+        """On Trainer's bar, which rank 0 alone has. The words name their step: the bar goes on without them."""
         trainer = self.trainer
         for callback in () if trainer is None else trainer.callback_handler.callbacks:
             bar = getattr(callback, "training_bar", None)

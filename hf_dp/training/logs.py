@@ -36,9 +36,10 @@ class LogsMixin(RunsMixin):
         super().log(logs, start_time)
 
     def spent(self) -> str:
-        """Epsilon so far, and of what budget, for a progress bar."""
+        """Epsilon so far, of what budget, and after which step, for a progress bar."""
         target = self.privacy.target_epsilon
-        return upper(self._epsilon(), 4) + ("" if target is None else f" of {target:g}")
+        budget = "" if target is None else f" of {target:g}"
+        return f"{upper(self._epsilon(), 4)}{budget} after step {self.state.global_step}"
 
     def _epsilon(self) -> float:
         return self.ledger.epsilon(self._accounted.delta, self.privacy.accountant)
