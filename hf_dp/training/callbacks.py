@@ -67,12 +67,8 @@ class PrivacyCallback(TrainerCallback, ExportableState):
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if self.trainer is None:
             return
-        is_left = self.trainer.budget_is_left()
-        if is_left and not control.should_training_stop and state.global_step < state.max_steps:
-            self._seldom(self._show_spent)
-        else:
-            self._show_spent()
-        if is_left:
+        self._seldom(self._show_spent)
+        if self.trainer.budget_is_left():
             return
         if not control.should_training_stop and state.global_step < state.max_steps:
             ranks.warn(
@@ -81,7 +77,7 @@ class PrivacyCallback(TrainerCallback, ExportableState):
         control.should_training_stop = True
 
     def on_log(self, args: Any, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any) -> None:
-        if logs and "epsilon" in logs:
+        if logs and "epsilon" in logs:  # at the end of a training too
             self._show_spent()
 
     def on_save(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
