@@ -50,6 +50,11 @@ def logged(epsilon: float, noise_multiplier: float) -> dict[str, float]:
     return {"epsilon": float(upper(epsilon, 4)), "noise_multiplier": float(lower(noise_multiplier, 4))}
 
 
+def steps_in_words(steps: int) -> str:
+    """So many steps, or one."""
+    return f"{steps} step{'' if steps == 1 else 's'}"
+
+
 def percent(share: float) -> str:
     """A share as it was given."""
     return f"{100 * share:.12g}%"
