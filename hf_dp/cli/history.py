@@ -133,10 +133,11 @@ def draw_history(steps: Steps, budget: float | None, path: Path) -> None:
         points = [(step, numbers[name]) for step, numbers in steps.items() if name in numbers]
         axes.plot(*zip(*points, strict=True), color=_BLUE, marker=".")
         axes.set(xlabel="step", ylabel=COLUMNS[name])
-        if name != "loss":
-            axes.set_ylim(0, None if name == "epsilon" else 1)
         if name == "epsilon" and budget is not None:
             axes.axhline(budget, color=_ORANGE, linewidth=1, label="budget")
             axes.legend()
+        # After the budget, which is to be seen.
+        if name != "loss":
+            axes.set_ylim(0, None if name == "epsilon" else 1)
     figure.supxlabel("\n".join(wrap(_note(names), 45 * len(names))), fontsize="small")
     written(figure, path, "--figure")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import dp_accounting
 import pytest
@@ -12,7 +13,7 @@ from typer.testing import CliRunner
 from hf_dp import PrivacyConfig
 from hf_dp.accounting import Ledger
 from hf_dp.cli import app
-from hf_dp.cli.history import _is_of, history_table
+from hf_dp.cli.history import _is_of, draw_history, history_table
 from tests.training.workbench import make
 
 pytestmark = pytest.mark.usefixtures("checked_once")
@@ -64,6 +65,15 @@ def test_a_log_is_shown_whose_ledger_is_a_beginning_or_goes_on(saved: list[tuple
     attributes = {"attributes": {"saved_ledger": {"ledger": made(saved).to_dict()}}}
     state = {"stateful_callbacks": {"PrivacyCallback": attributes}}
     assert _is_of(made([("start", 1), ("training step", 7)]), state) is is_shown
+
+
+def test_the_budget_is_in_the_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[Any] = []
+    monkeypatch.setattr("hf_dp.cli.plot.written", lambda figure, *_: drawn.append(figure))
+    draw_history({1: {"epsilon": 1.0}, 2: {"epsilon": 2.0}}, 8.0, tmp_path / "run.png")
+    low, high = drawn[0].axes[0].get_ylim()
+    assert low == 0
+    assert high > 8
 
 
 def test_no_epsilon_of_the_table_is_below_what_was_spent() -> None:
