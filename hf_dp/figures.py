@@ -52,9 +52,14 @@ def _power_of_ten(exponent: float, safely: Callable[[float], int]) -> str:
     return f"a 1 with {safely(exponent)} zeros"
 
 
-def logged(epsilon: float) -> float:
-    """To four decimals, as logs have it, never below it."""
-    return math.ceil(epsilon * 10**4 - 1e-8) / 10**4 if math.isfinite(epsilon) else epsilon
+def logged(epsilon: float, noise_multiplier: float) -> dict[str, float]:
+    """Both to the four significant digits that Trainer's console has: epsilon never below it, the noise never above."""
+    return {"epsilon": float(upper(epsilon, 4)), "noise_multiplier": float(lower(noise_multiplier, 4))}
+
+
+def steps_in_words(steps: int) -> str:
+    """So many steps, or one."""
+    return f"{steps} step{'' if steps == 1 else 's'}"
 
 
 def percent(share: float) -> str:

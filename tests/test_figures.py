@@ -40,10 +40,15 @@ def test_a_share_that_was_given_is_printed_as_it_was() -> None:
 
 def test_noise_is_printed_and_epsilon_logged_as_no_better_than_they_are() -> None:
     assert [lower(noise, 4) for noise in (0.345188, 1.0, 0.0, math.inf)] == ["0.3451", "1", "0", "inf"]
-    assert [logged(bound) for bound in (9.8e-6, 7.99921, 8.0, math.inf)] == [0.0001, 7.9993, 8.0, math.inf]
+    epsilons = (9.8e-6, 7.99921, 8.0, math.inf)
+    assert [logged(bound, 1)["epsilon"] for bound in epsilons] == [9.8e-6, 8.0, 8.0, math.inf]
+    assert logged(0.12341, 0.345188) == {"epsilon": 0.1235, "noise_multiplier": 0.3451}
     for bound in np.random.default_rng(0).lognormal(0, 3, 2000):
         assert float(lower(bound, 4)) <= bound * (1 + 1e-11)
-        assert bound - 1e-11 <= logged(bound) <= bound + 1.0001e-4
+        in_log = logged(bound, bound)
+        # As Trainer's console has it.
+        assert bound * (1 - 1e-11) <= float(f"{in_log['epsilon']:.4g}") == in_log["epsilon"] <= bound * 1.0011
+        assert bound * 0.9989 <= float(f"{in_log['noise_multiplier']:.4g}") <= bound * (1 + 1e-11)
 
 
 def test_no_message_rounds_an_epsilon_or_a_delta_to_the_nearest() -> None:

@@ -6,23 +6,31 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
 from hf_dp.config.ranges import is_count, is_number
+from hf_dp.errors import LedgerError
+from hf_dp.figures import upper
 
 if TYPE_CHECKING:
+    from hf_dp.accounting import Ledger
     from hf_dp.hub import PrivacyRecord, Source
 
 _STATE = re.compile(r"(checkpoint-[0-9]{1,18}/)?trainer_state\.json")
-_LEDGER = ("stateful_callbacks", "PrivacyCallback", "attributes", "saved_ledger", "ledger", "promise")
+_LEDGER = ("stateful_callbacks", "PrivacyCallback", "attributes", "saved_ledger", "ledger")
 # The names in the log, and in words.
 COLUMNS = {"loss": "training loss", "epsilon": "epsilon", "clipped_fraction": "clipped fraction"}
+_PRIVATE = {"loss", "clipped_fraction"}
+_SAME_SETTINGS = "By what was promised and released it is of this run; one with equal settings cannot be told from it."
 _ROWS = 10
 _BLUE, _ORANGE = "#0072b2", "#d55e00"
 
 Steps = dict[int, dict[str, float]]
+# An event, how often, and its label.
+Charged = tuple[Any, int, str]
 
 
 def history(source: Source, record: PrivacyRecord) -> Steps:
@@ -39,17 +47,33 @@ def history(source: Source, record: PrivacyRecord) -> Steps:
         except (OSError, ValueError, RecursionError):
             continue
         # What it logged tells nothing that is relied on: one that cannot be read, or of another run, is left out.
-        if _of(state) == record.ledger.promise:
+        if _is_of(record.ledger, state):
             found = _logged(state, record.report.steps)
             longest = max(longest, found, key=lambda steps: max(steps, default=0))
     return longest
 
 
-def _of(state: Any) -> Any:
-    """The promise under which it was saved."""
+def _is_of(ledger: Ledger, state: Any) -> bool:
+    """Whether its own ledger has the same promise, and one of the two is the beginning of the other."""
+    from hf_dp.accounting import Ledger
+
     for name in _LEDGER:
         state = state.get(name) if isinstance(state, Mapping) else None
-    return state
+    try:
+        saved = Ledger.from_dict(state)
+    except (LedgerError, RecursionError):
+        return False
+    short, long = sorted((saved, ledger), key=lambda one: one.charges)
+    return saved.promise == ledger.promise and _begins(short.entries, long.entries)
+
+
+def _begins(short: Sequence[Charged], long: Sequence[Charged]) -> bool:
+    """Whether the long one goes on from the short one, perhaps amid equal charges."""
+    if not short or len(short) > len(long):
+        return not short
+    *before, (event, count, label) = short
+    goes_on, at_most, as_what = long[len(before)]
+    return list(long[: len(before)]) == before and (event, label) == (goes_on, as_what) and count <= at_most
 
 
 def _logged(state: Mapping[str, Any], last: int) -> Steps:
@@ -68,15 +92,26 @@ def history_table(steps: Steps) -> Table:
     table = Table(
         title="What was logged",
         title_justify="left",
-        caption="Loss and clipped fraction are exact numbers of the private data: keep them to yourself.",
+        caption=_note(names := _known(steps)),
     )
-    names = _known(steps)
     for column in ("step", *(COLUMNS[name] for name in names)):
         table.add_column(column, justify="right")
     logged, rows = list(steps), min(_ROWS, len(steps))
     for step in dict.fromkeys(logged[i * (len(logged) - 1) // max(1, rows - 1)] for i in range(rows)):
-        table.add_row(str(step), *(f"{steps[step][n]:.4g}" if n in steps[step] else "-" for n in names))
+        table.add_row(str(step), *(_told(n, steps[step].get(n)) for n in names))
     return table
+
+
+def _note(names: Sequence[str]) -> str:
+    private = " and ".join(COLUMNS[name] for name in names if name in _PRIVATE)
+    said = f"Not private, exact numbers of the data: {private}. Keep them to yourself. " if private else ""
+    return said + _SAME_SETTINGS
+
+
+def _told(name: str, number: float | None) -> str:
+    if number is None:
+        return "-"
+    return upper(number, 4) if name == "epsilon" else f"{number:.4g}"
 
 
 def _known(steps: Steps) -> Sequence[str]:
@@ -98,9 +133,11 @@ def draw_history(steps: Steps, budget: float | None, path: Path) -> None:
         points = [(step, numbers[name]) for step, numbers in steps.items() if name in numbers]
         axes.plot(*zip(*points, strict=True), color=_BLUE, marker=".")
         axes.set(xlabel="step", ylabel=COLUMNS[name])
-        if name != "loss":
-            axes.set_ylim(0, None if name == "epsilon" else 1)
         if name == "epsilon" and budget is not None:
             axes.axhline(budget, color=_ORANGE, linewidth=1, label="budget")
             axes.legend()
+        # After the budget, which is to be seen.
+        if name != "loss":
+            axes.set_ylim(0, None if name == "epsilon" else 1)
+    figure.supxlabel("\n".join(wrap(_note(names), 45 * len(names))), fontsize="small")
     written(figure, path, "--figure")

@@ -74,7 +74,7 @@ def report(
     if as_json:
         said = {"report": record.report.to_dict(), "ledger": record.ledger.to_dict()}
         of_groups = {str(rows): cost for rows, cost in groups.items()}
-        logged = {"risk": found and found.to_dict(), "group_epsilons": of_groups, "logged": steps}
+        logged = {"risk": found and found.to_dict(), "group_epsilons": of_groups, "logged_not_private": steps}
         print_json({"source": place, **said, **logged})
         return
     console = Console(soft_wrap=True)

@@ -14,7 +14,7 @@ from hf_dp.accounting import Ledger, promised_unit, sampling_terms
 from hf_dp.config.ranges import is_number
 from hf_dp.config.secret import GIVEN_SIZE
 from hf_dp.errors import LedgerError
-from hf_dp.figures import upper
+from hf_dp.figures import logged, upper
 from hf_dp.hub.charged import same, steps_are
 from hf_dp.hub.claim import check_claim, check_promise, recomputed
 from hf_dp.hub.earlier import check_earlier
@@ -23,7 +23,8 @@ from hf_dp.hub.record import RECORD_FILE
 from hf_dp.hub.source import open_source
 from hf_dp.versions import library_versions
 
-_LOGGED_DIGITS = 1e-4
+# Of how many epsilon is logged, rounded up: four significant ones, and four decimals by earlier versions.
+_LOGGED_DIGITS, _LOGGED_DECIMALS = 1e-3, 1e-4
 _UNSEALED = ("stateful_callbacks", "log_history")
 _COUNTS = ("max_steps", "num_train_epochs", "total_flos", "num_input_tokens_seen")
 _INTERVALS = ("logging_steps", "eval_steps", "save_steps", "train_batch_size")
@@ -140,14 +141,20 @@ def _of_record(checkpoint: Path, ledger: Ledger) -> Iterator[str]:
 def _of_logs(state: Mapping[str, Any], ledger: Ledger) -> Iterator[str]:
     """Epsilon only grows, so that no earlier one is above the ledger's."""
     for entry in state.get("log_history", []):
-        step, logged, noise = (entry.get(name) for name in ("step", "epsilon", "noise_multiplier"))
+        step, spent, noise = (entry.get(name) for name in ("step", "epsilon", "noise_multiplier"))
         if isinstance(step, int) and step > state["global_step"]:
             yield f"log_history goes on to step {step}, trainer_state.json to {state['global_step']}"
-        if noise is not None and not same(noise, ledger.promise["calibrated_noise_multiplier"]):
+        if noise is not None and not _is_logged(noise, ledger.promise["calibrated_noise_multiplier"]):
             yield f"log_history has noise multiplier {noise} at step {step}"
-        if isinstance(logged, float) and not logged <= _epsilon(ledger) * (1 + _LOGGED_DIGITS) + _LOGGED_DIGITS:
+        if isinstance(spent, float) and not spent <= _epsilon(ledger) * (1 + _LOGGED_DIGITS) + _LOGGED_DECIMALS:
             follows = upper(_epsilon(ledger), 5)
-            yield f"log_history has epsilon {logged} at step {step}, and {follows} follows from the ledger"
+            yield f"log_history has epsilon {spent} at step {step}, and {follows} follows from the ledger"
+
+
+def _is_logged(noise: Any, calibrated: Any) -> bool:
+    """As it is, as earlier versions logged it, or rounded down."""
+    told = logged(0.0, calibrated)["noise_multiplier"] if is_number(calibrated) else calibrated
+    return same(noise, calibrated) or same(noise, told)
 
 
 def _epsilon(ledger: Ledger) -> float:

@@ -18,7 +18,7 @@ from hf_dp.clipping.table import rule_of
 from hf_dp.config import PrivacyConfig
 from hf_dp.config.ranges import is_number
 from hf_dp.errors import BudgetExceededError, ConfigurationError
-from hf_dp.figures import upper
+from hf_dp.figures import steps_in_words, upper
 from hf_dp.hub.earlier import check_other_people, trainings
 from hf_dp.noise.source import NoiseSource
 from hf_dp.noise.table import source_of
@@ -239,7 +239,7 @@ class Plan:
         return (
             f"{unit}delta {upper(self.delta, 3)}, noise multiplier {noise}, clipping norm {clipping}, "
             f"{self.mechanism.sampling.name} with sampling probability {self.sampler.sampling_probability:.4g}, "
-            f"{self.steps} steps of expected batch size {self.sampler.expected_batch_size}"
+            f"{steps_in_words(self.steps)} of expected batch size {self.sampler.expected_batch_size}"
         )
 
 

@@ -77,11 +77,18 @@ class PrivacyCallback(TrainerCallback, ExportableState):
         control.should_training_stop = True
 
     def on_log(self, args: Any, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any) -> None:
-        if logs and "epsilon" in logs:
+        if logs and "epsilon" in logs:  # at the end of a training too
             self._show_spent()
 
+    def on_save(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self._show_spent()
+
+    def on_interruption(self) -> None:
+        """Of a training that ends by an exception: what it spent since the bar was written, perhaps in half a step."""
+        self._show_spent()
+
     def _show_spent(self) -> None:
-        """On Trainer's bar, which rank 0 alone has."""
+        """On Trainer's bar, which rank 0 alone has. The words name their step: the bar goes on without them."""
         trainer = self.trainer
         for callback in () if trainer is None else trainer.callback_handler.callbacks:
             bar = getattr(callback, "training_bar", None)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_dp.accounting import PrivacyReport
-from hf_dp.figures import logged
+from hf_dp.figures import logged, upper
 from hf_dp.step.written import gradient_norm
 from hf_dp.training.behind.usual import Usual
 from hf_dp.training.runs import RunsMixin
@@ -25,8 +25,7 @@ class LogsMixin(RunsMixin):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """As Trainer's, with epsilon and the clipping statistics beside the training loss."""
         if self.is_in_train and ("loss" in logs or "train_loss" in logs):
-            logs["epsilon"] = self._epsilon()
-            logs["noise_multiplier"] = self._accounted.noise_multiplier
+            logs.update(logged(self._epsilon(), self._accounted.noise_multiplier))
         withheld = self.privacy.withhold_non_private_logs
         if self.is_in_train and "loss" in logs and self._begun is not None:
             logs.update(self._begun.logs().shown(withheld))
@@ -37,12 +36,13 @@ class LogsMixin(RunsMixin):
         super().log(logs, start_time)
 
     def spent(self) -> str:
-        """Epsilon so far, and of what budget, for a progress bar."""
+        """Epsilon so far, of what budget, and after which step, for a progress bar."""
         target = self.privacy.target_epsilon
-        return f"{self._epsilon():g}" + ("" if target is None else f" of {target:g}")
+        budget = "" if target is None else f" of {target:g}"
+        return f"{upper(self._epsilon(), 4)}{budget} after step {self.state.global_step}"
 
     def _epsilon(self) -> float:
-        return logged(self.ledger.epsilon(self._accounted.delta, self.privacy.accountant))
+        return self.ledger.epsilon(self._accounted.delta, self.privacy.accountant)
 
     def privacy_report(self) -> PrivacyReport:
         """What was promised and what was spent so far.

@@ -255,9 +255,9 @@ class PrivateRun:
 
     def logs(self) -> dict[str, float]:
         """Epsilon, noise, and what happened since the last call, in exact numbers unless these are withheld."""
+        plan = self._run.plan
         return {
-            "epsilon": logged(self.ledger.epsilon(self._run.plan.delta, self.privacy.accountant)),
-            "noise_multiplier": self._run.plan.noise_multiplier,
+            **logged(self.ledger.epsilon(plan.delta, self.privacy.accountant), plan.noise_multiplier),
             **self._run.logs().shown(self.privacy.withhold_non_private_logs),
         }
 

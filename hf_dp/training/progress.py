@@ -12,7 +12,7 @@ from huggingface_hub.utils.tqdm import tqdm
 from torch import nn
 
 import hf_dp.ranks as ranks
-from hf_dp.figures import percent, upper
+from hf_dp.figures import percent, steps_in_words, upper
 from hf_dp.step.plan import Plan
 
 _SECONDS = {"s": 1, "min": 60, "h": 3600, "days": 86400}
@@ -36,7 +36,11 @@ def opening(plan: Plan) -> list[str]:
         what = f"at most {percent(config.target_tpr)} found at {percent(config.at_fpr)} false positives,"
     never = "NOT PRIVATE (without noise, or with a seed that subtracts it)"
     said = f"{what} at delta {upper(plan.delta, 3)} for {unit}" if _is_private(plan) else never
-    return [f"Private training: {said}.", f"Drawn: {plan}. max_grad_norm is 0: each example's gradient is clipped."]
+    said += ", the earlier trainings included" if plan.mechanism.earlier and _is_private(plan) else ""
+    whose = "each example's gradient"
+    if config.unit is not None and config.unit_sampling == "units":
+        whose = f"the mean gradient of each {config.unit}'s drawn examples"
+    return [f"Private training: {said}.", f"Drawn: {plan}. max_grad_norm is 0: {whose} is clipped."]
 
 
 def _is_private(plan: Plan) -> bool:
@@ -53,7 +57,9 @@ def time_ahead(plan: Plan, done: int, check: float, row: float) -> str:
     """
     steps = plan.steps - done
     whole = steps * plan.sampler.expected_batch_size / ranks.world_size() * row * plan.config.passes
-    found = f"about {in_words(whole)} for {steps} steps, by the rows of the check, which took {in_words(check)}"
+    found = (
+        f"about {in_words(whole)} for {steps_in_words(steps)}, by the rows of the check, which took {in_words(check)}"
+    )
     if plan.config.unit is not None:
         found = f"the check took {in_words(check)}"
     return f"Time: {found}; after the first steps it is known better."

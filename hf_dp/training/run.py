@@ -179,7 +179,8 @@ class Run:
                 part.install(self)
             began = time.monotonic()
             self.engine.check()
-            say(time_ahead(self.plan, step, time.monotonic() - began, self.engine.seconds_of_a_row))
+            if not self.plan.config.withhold_non_private_logs:  # as it is measured on private rows
+                say(time_ahead(self.plan, step, time.monotonic() - began, self.engine.seconds_of_a_row))
             for part in self.parts.values():
                 part.checked(self)
             # Before a part writes into the model what it releases.

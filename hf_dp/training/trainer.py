@@ -97,6 +97,9 @@ class DPTrainerMixin(RestoringMixin, CheckpointMixin, LayoutsMixin, PublishingMi
         with ranks.together(), alone_in(self._output_dir):
             try:
                 return super().train(*args, **kwargs)
+            except BaseException:
+                self._privacy_callback.on_interruption()
+                raise
             finally:
                 if self._run is not None:
                     self._run.end()

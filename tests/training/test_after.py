@@ -21,6 +21,7 @@ from hf_dp.errors import BudgetExceededError, ConfigurationError, LedgerError
 from hf_dp.figures import upper
 from hf_dp.hub import load_report, open_source, verify
 from hf_dp.hub.earlier import trainings
+from hf_dp.training.progress import opening
 from tests.training.workbench import EXPECTED, MICRO, ROWS, STEPS, make, pad, rows, trained
 
 pytestmark = pytest.mark.usefixtures("checked_once")
@@ -43,6 +44,10 @@ def second(first: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
     trainer.train()
     trainer.save_model()
     return trainer
+
+
+def test_the_opening_says_that_earlier_trainings_are_included(second: Any) -> None:
+    assert opening(second._run.plan)[0].endswith(" for one training example, the earlier trainings included.")
 
 
 def read(folder: Path) -> nn.Module:

@@ -18,7 +18,7 @@ from transformers.integrations import integration_utils
 import hf_dp.ranks as ranks
 from hf_dp import PrivacyConfig
 from hf_dp.training.progress import Seldom, in_words, opening, passes_shown
-from tests.training.workbench import make, pad_for_language, private, rows
+from tests.training.workbench import EXPECTED, make, pad_for_language, private, rows
 from tests.zoo import tiny
 
 
@@ -94,6 +94,27 @@ def test_what_is_promised_is_said_as_it_was_given(privacy: PrivacyConfig, said: 
     trainer = make(tmp_path, privacy=privacy)
     trainer.get_train_dataloader()
     assert said in opening(trainer._run.plan)[0]
+
+
+@pytest.mark.parametrize(("unit_sampling", "whose"), [
+    ("units", "the mean gradient of each user's drawn examples is"), ("examples", "each example's gradient is")
+])  # fmt: skip
+def test_the_opening_says_what_is_clipped(unit_sampling: Any, whose: str, tmp_path: Path) -> None:
+    privacy = private(unit="user", max_examples_per_unit=3, unit_sampling=unit_sampling)
+    owned = [{**row, "user": f"u{i // 2}"} for i, row in enumerate(rows())]
+    trainer = make(tmp_path, privacy=privacy, parts={"train_dataset": owned}, max_steps=1)
+    trainer.get_train_dataloader()
+    drawn = opening(trainer._run.plan)[1]
+    assert drawn.endswith(f"1 step of expected batch size {EXPECTED}. max_grad_norm is 0: {whose} clipped.")
+
+
+def test_no_time_of_private_rows_is_said_where_what_is_not_private_is_withheld(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make(tmp_path, privacy=private(withhold_non_private_logs=True), max_steps=1).train()
+    told = capsys.readouterr().err
+    assert "Private training" in told
+    assert "Time:" not in told
 
 
 @pytest.mark.parametrize(

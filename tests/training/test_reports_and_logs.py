@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from dp_accounting import pld
 from transformers import TrainerCallback
 
 from hf_dp.errors import ConfigurationError
+from hf_dp.figures import upper
 from tests.training.workbench import EXPECTED, ROWS, STEPS, exact, last_log, make, private, trained
 
 pytestmark = pytest.mark.usefixtures("checked_once")
@@ -44,7 +46,7 @@ def test_epsilon_is_that_of_the_event_one_would_compose_by_hand(tmp_path: Path) 
     event = dp_accounting.SelfComposedDpEvent(dp_accounting.PoissonSampledDpEvent(EXPECTED / ROWS, gaussian), STEPS)
     fine = pld.PLDAccountant(value_discretization_interval=1e-3).compose(event).get_epsilon(1e-3)
     assert trainer.privacy_report().epsilon == pytest.approx(fine, rel=2e-3)
-    assert last_log(trainer, "epsilon") == pytest.approx(trainer.privacy_report().epsilon, abs=1e-4)
+    assert last_log(trainer, "epsilon") == float(upper(trainer.privacy_report().epsilon, 4))
 
 
 def test_without_noise_epsilon_is_infinite_and_a_seed_is_not_private(tmp_path: Path) -> None:
@@ -59,22 +61,42 @@ def test_without_noise_epsilon_is_infinite_and_a_seed_is_not_private(tmp_path: P
 NOT_PRIVATE = {"loss", "train_loss", "clipped_fraction", "non_finite_examples", "num_input_tokens_seen", "total_flos"}
 
 
+class WithBar(TrainerCallback):
+    """In place of Trainer's; interrupts before the step of that number."""
+
+    def __init__(self, interrupted_at: int | None = None) -> None:
+        self.training_bar, self.shown, self.interrupted_at = self, list[str](), interrupted_at
+
+    def set_postfix(self, epsilon: str) -> None:
+        self.shown.append(epsilon)
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self.interrupted_at:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("interrupted_at", [None, 3])
+def test_the_bar_names_the_step_of_its_epsilon_and_ends_with_all_that_was_spent(
+    interrupted_at: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However seldom it was refreshed."""
+    monkeypatch.setattr("hf_dp.training.callbacks.Seldom.__call__", lambda self, compute: None)
+    bar = WithBar(interrupted_at)
+    trainer = make(tmp_path, parts={"callbacks": [bar]}, logging_steps=1000)
+    with pytest.raises(KeyboardInterrupt) if interrupted_at else nullcontext():
+        trainer.train()
+    spent = upper(trainer.privacy_report().epsilon, 4)
+    assert bar.shown[-1] == f"{spent} after step {interrupted_at or STEPS}"
+
+
 def test_epsilon_and_noise_are_logged_and_shown_in_the_progress_bar(tmp_path: Path) -> None:
-    shown: list[dict[str, Any]] = []
-
-    class Bar:
-        def set_postfix(self, **values: Any) -> None:
-            shown.append(values)
-
-    class WithBar(TrainerCallback):
-        training_bar = Bar()
-
-    trainer = trained(tmp_path, parts={"callbacks": [WithBar()]}, logging_steps=1)
+    bar = WithBar()
+    trainer = trained(tmp_path, parts={"callbacks": [bar]}, logging_steps=1)
     entries = [entry for entry in trainer.state.log_history if "loss" in entry]
     assert [entry["epsilon"] for entry in entries] == sorted({entry["epsilon"] for entry in entries})
     assert len(entries) == STEPS
     assert all(entry["noise_multiplier"] == 1.0 and 0 <= entry["clipped_fraction"] <= 1 for entry in entries)
-    assert {f"{entry['epsilon']:g}" for entry in entries} <= {values["epsilon"] for values in shown}
+    assert {f"{entry['epsilon']:g} after step {entry['step']}" for entry in entries} <= set(bar.shown)
     assert {entry["signal_bound"] for entry in entries} == {1.0}
     assert "clipped_fraction" not in trainer.state.log_history[-1], "the last window has no examples left to count"
 

@@ -14,9 +14,10 @@ from typing import Any
 import pytest
 from transformers import TrainerCallback
 
+from hf_dp.accounting import Ledger
 from hf_dp.data.fingerprint import KEY_FILE
 from hf_dp.errors import LedgerError
-from hf_dp.hub.checkpoint import seal
+from hf_dp.hub.checkpoint import _of_logs, seal
 from hf_dp.training.resume import SavedRun
 from tests.hub.forging import in_record
 from tests.training.resuming import SAVED, STEPS, copied, edit_state, saved_ledger, trainer
@@ -182,6 +183,13 @@ def test_failure_33_a_checkpoint_that_contradicts_itself_is_refused(copy: Path, 
     assert str(caught.value).encode()
 
 
+@pytest.mark.parametrize(("noise", "is_believed"), [(0.345188, True), (0.3451, True), (0.3452, False)])
+def test_noise_is_logged_as_it_is_or_rounded_down(noise: float, is_believed: bool) -> None:
+    ledger = Ledger({"calibrated_noise_multiplier": 0.345188, "delta": 1e-3, "accountant": "pld"})
+    state = {"global_step": 2, "log_history": [{"step": 2, "noise_multiplier": noise}]}
+    assert (not list(_of_logs(state, ledger))) is is_believed
+
+
 def test_no_weight_is_read_of_a_checkpoint_that_contradicts_itself(copy: Path) -> None:
     in_entry(noise_multiplier=8.0)(copy)
     run = trainer(copy, seed=7)
@@ -199,8 +207,6 @@ def test_what_is_changed_in_all_places_alike_is_seen_by_the_key_alone(
     for change in (set_back, renamed, in_its_record(*ENTRY, "count", to=3), in_its_record("report", "steps", to=3)):
         change(copy)
     values = json.loads((checkpoint(copy) / "privacy.json").read_text())
-    from hf_dp.accounting import Ledger
-
     forged, delta = Ledger.from_dict(values["ledger"]), values["report"]["delta"]
     in_its_record("report", "epsilon", to=forged.epsilon(delta))(copy)
     in_its_record("report", "epsilon_rdp", to=forged.epsilon(delta, "rdp"))(copy)
