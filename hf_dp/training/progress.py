@@ -58,7 +58,8 @@ def time_ahead(plan: Plan, done: int, check: float, row: float) -> str:
     steps = plan.steps - done
     whole = steps * plan.sampler.expected_batch_size / ranks.world_size() * row * plan.config.passes
     found = (
-        f"about {in_words(whole)} for {steps_in_words(steps)}, by the rows of the check, which took {in_words(check)}"
+        f"about {in_words(whole)} or less for {steps_in_words(steps)}, since rows went through the check (it took "
+        f"{in_words(check)}) one or two at a time"
     )
     if plan.config.unit is not None:
         found = f"the check took {in_words(check)}"
