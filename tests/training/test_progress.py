@@ -72,9 +72,7 @@ def test_three_lines_say_what_begins_and_the_logs_how_long_noise_and_signal_are(
     promised, drawn, ahead = [line for line in told.splitlines() if line.startswith(("Private", "Drawn", "Time"))]
     assert promised == opening(trainer._run.plan)[0]
     assert re.match(r"Drawn: .*, Poisson with sampling probability 0.1667, 2 steps of expected batch size 8\.", drawn)
-    assert re.match(
-        r"Time: about [\d.e-]+ s or less for 2 steps, since .* \(it took [\d.]+ (s|min)\) one", ahead
-    )
+    assert re.match(r"Time: about [\d.e-]+ s or less for 2 steps, since .* \(it took [\d.]+ (s|min)\) one", ahead)
     assert "Private training" not in out + caplog.text
     for entry in (one for one in trainer.state.log_history if "loss" in one):
         assert entry["grad_norm"] == pytest.approx(entry["noise_norm"], rel=0.05)
