@@ -42,7 +42,8 @@ def test_negative_control_a_page_that_moved_on_is_noticed(script: Any) -> None:
     assert script.sources(kept) != script.sources(script.notebook_of(changed))
 
 
-@pytest.mark.parametrize("name", ["classifier", pytest.param("tutorial", marks=pytest.mark.slow)])
+@pytest.mark.slow  # the cells are those of the pages, which test_snippets.py runs
+@pytest.mark.parametrize("name", ["classifier", "tutorial"])
 def test_a_notebook_runs_in_a_kernel_of_its_own(name: str, script: Any, tmp_path: Path) -> None:
     hub, text = Hub(), page(name)
     publish_bases(hub, name, text, tmp_path / "base")
