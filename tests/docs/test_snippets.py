@@ -37,7 +37,7 @@ THEIRS = " { .python .theirs }"
 # They calibrate several times, or train what a fast page trains too; those who come from elsewhere are shown
 # what those who come from Trainer are.
 ALIKE = ["from_opacus", "from_fastdp", "from_dp_transformers", "from_opake"]
-SLOW = ["explained", "privacy", "choosing_privacy", "settings", "users", "gpus", *ALIKE]
+SLOW = ["explained", "privacy", "privacy_json", "resuming", "choosing_privacy", "settings", "users", "gpus", *ALIKE]
 
 
 class Snippet(NamedTuple):
