@@ -86,7 +86,7 @@ def assert_step_is_that_of_single_pairs(path: Path, kinds: tuple[Any, Any], **pa
     ("loss", "peft"),
     [
         ("sigmoid", False),
-        ("hinge", True),
+        pytest.param("hinge", True, marks=pytest.mark.slow),
         ("ipo", True),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
