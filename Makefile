@@ -28,6 +28,8 @@ BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip -qq --disable-pip-version-check install --no-compile
 # Neighbouring tests share models and what is known of them, so a worker gets them in one piece.
 PYTEST := $(BIN)/python -m pytest -n 3 --dist worksteal
+# Where nothing compiled may be kept, each process of the tests compiles torch and transformers again.
+unexport PYTHONDONTWRITEBYTECODE
 ROOM_CODE = $(if $(ROOM),$(wildcard hf_dp/$(ROOM) hf_dp/$(ROOM).py))
 ROOM_TESTS = $(if $(ROOM),$(wildcard tests/$(ROOM) tests/test_$(ROOM).py))
 
