@@ -6,6 +6,7 @@ that nobody filled in, as templates of cards have them by the page, are left out
 
 from __future__ import annotations
 
+import functools
 import itertools
 import re
 from typing import Any
@@ -76,10 +77,16 @@ def _unmarked(text: str) -> str:
     return text.replace(f"{BEGIN}\n", "").replace(f"\n{END}", "").replace(BEGIN, "").replace(END, "")
 
 
+@functools.cache
+def template() -> tuple[frozenset[str], frozenset[str]]:
+    """The lines of the hub's template for cards, and the headings among them."""
+    text = ModelCard.from_template(ModelCardData()).text
+    return frozenset(line.strip() for line in text.split("\n")), frozenset(name for name, _, _ in _parts(text))
+
+
 def without_padding(text: str, title: str) -> str:
     """A card without the headings of templates under which nothing was filled in, and with `title` for theirs."""
-    template = ModelCard.from_template(ModelCardData()).text
-    known, headings = {line.strip() for line in template.split("\n")}, {name for name, _, _ in _parts(template)}
+    known, headings = template()
     lines, code = text.split("\n"), _code(text)
 
     def is_padding(number: int) -> bool:

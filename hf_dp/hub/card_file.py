@@ -15,7 +15,7 @@ from huggingface_hub.repocard import REGEX_YAML_BLOCK
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 from markdown_it import MarkdownIt
 
-from hf_dp.hub.about import about, contradicted, taken_out, without_padding
+from hf_dp.hub.about import about, contradicted, taken_out, template, without_padding
 from hf_dp.hub.card import BEGIN, END, METADATA_KEY, TAGS, metadata, privacy_section, without_audit
 from hf_dp.hub.claim import is_of_this_version
 from hf_dp.hub.page import why_hidden
@@ -107,8 +107,7 @@ def with_what_was_there(new: str, old: bytes) -> str:
     if before is None or after is None:
         return new
     before.text, table = taken_out(before.text)
-    template = ModelCard.from_template(ModelCardData()).text
-    drafted = {line.strip() for text in (after.text, template) for line in text.split("\n")}
+    drafted = template()[0] | {line.strip() for line in after.text.split("\n")}
 
     def is_own(part: str) -> bool:
         return any(line.strip() not in drafted for line in part.split("\n") if not line.startswith("# "))
