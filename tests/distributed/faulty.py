@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
+import hf_dp.launched as launched
 import hf_dp.ranks as ranks
 from hf_dp.step.clipped_sum import ClippedSum
 from tests.distributed.gang import ON_GPU
@@ -69,6 +70,8 @@ def finished(output: str, fault: str = "sound", victim: int = -1) -> None:
         secret, values["dataloader_num_workers"] = {}, 2
     if fault == "refused":
         values["max_grad_norm"] = 5.0
+        # However slow the machine is, the launcher ends the second process before it speaks.
+        launched._TURN = 120.0
     run = trainer(output, "bert", 2, secret, **values)
     if ranks.rank() == victim:
         happens(fault, run)

@@ -25,7 +25,7 @@ SCRIPT = Path(__file__).with_name("faulty.py")
 TORCHRUN = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 ACCELERATE = ("accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--num_machines", "1")
 # How long a run may take, and so how soon one must end in which a rank has failed.
-_PATIENCE = 180
+_PATIENCE = 600
 
 
 def launch(*arguments: str, launcher: tuple[str, ...] = TORCHRUN) -> subprocess.CompletedProcess[str]:
