@@ -28,8 +28,8 @@ class NoiseSource(ABC):
     """Independent Gaussian noise, different at every call unless the entropy is seeded.
 
     A source says one thing, `bits`. What privacy rests on besides is here, once for all sources: each call has a key of
-    its own, each block of it a stream, and what cannot be noise is refused. Normals are those of `normals` in float32,
-    numpy's (ziggurat) in float64, made on the CPU and moved where a tensor lies elsewhere, unless the source has a generator there.
+    its own, each block of it a stream, and what cannot be noise is refused. Those of float32 are `normals`, of float64
+    numpy's (ziggurat), made on the CPU and moved where a tensor lies elsewhere, unless a source has a generator there.
 
     They are floating-point noise: the attack on its low-order bits (Mironov 2012, doi:10.1145/2382196.2382264) is not
     defended against, unless by a source that adds in another way.
@@ -172,8 +172,8 @@ def _add_normals(values: np.ndarray, standard_deviation: float, generator: np.ra
 def normals(generator: np.random.Generator, size: int) -> NDArray[np.float32]:
     """(size,) independent N(0, 1), float32, in pairs (Box and Muller 1958, doi:10.1214/aoms/1177706645).
 
-    The squared radius of a pair is -2 log u, with u uniform and of 64 bits, so a number may be as large as 9.4; its angle
-    is of 32. NumPy's ziggurat branches at each number and takes about three times as long.
+    The squared radius of a pair is -2 log u, with u uniform and of 64 bits, so a number may be as large as 9.4; its
+    angle is of 32. NumPy's ziggurat branches at each number and takes about three times as long.
 
     Args:
         generator: of 64-bit words that are uniform and independent.

@@ -165,8 +165,8 @@ def joined(factors: Iterable[list[Factors]]) -> Iterator[list[Factors]]:
             small.setdefault((rows.dtype, rows.device), []).append(rows)
         elif uses:
             yield uses
-    for rows in small.values():
-        yield [PerExample(torch.cat(rows, dim=1))]
+    for together in small.values():
+        yield [PerExample(torch.cat(together, dim=1))]
 
 
 def squared_norms(uses: list[Factors], grams: SelfGrams | None = None) -> tuple[Tensor, Tensor]:
@@ -237,9 +237,8 @@ def _norms_of_sum(uses: list[Factors], grams: SelfGrams) -> tuple[Tensor, Tensor
         squares, bound = _gram_norms(looked_up, grams)
         total, rounding = total + squares, rounding + bound
     for use in looked_up:
-        assert isinstance(use.left, OneHot) and isinstance(use.right, Dense)
-        met = whole[torch.arange(len(whole), device=whole.device)[:, None], use.left.ids]
-        total = total + 2 * use.scale * met.mul_(use.right.values).sum((1, 2))
+        met = whole[torch.arange(len(whole), device=whole.device)[:, None], use.left.tensor]
+        total = total + 2 * use.scale * met.mul_(use.right.tensor).sum((1, 2))
     return total.clamp_min(0), rounding
 
 
