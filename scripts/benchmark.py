@@ -45,7 +45,9 @@ from measuring import (
     Attention,
     Dtype,
     FigurePath,
+    Processor,
     blank_figure,
+    clock_of,
     count,
     measure_memory,
     measure_noise,
@@ -231,15 +233,12 @@ def kinds(
 def units(
     case: Annotated[list[str] | None, typer.Option(help="Cases to run; bert, tied and llama lora by default.")] = None,
     repeats: Annotated[int, typer.Option(help="Timed steps of each.")] = 7,
-    processor: Annotated[
-        bool, typer.Option(help="Seconds of the processor, for one thread on a machine with other work.")
-    ] = False,
+    processor: Processor = False,
 ) -> None:
     """A step by user, on units of 4 rows, of 1, 3 and 4, and of two micro-batches each, as a ratio to one by example on
     the same rows; they take turns."""
     names = [name for name in VARIANTS if name.startswith("hf_dp by user")]
-    clock = time.process_time if processor else time.perf_counter
-    _print_beside_usual(case or ["bert", "tied", "llama lora"], names, repeats, clock)
+    _print_beside_usual(case or ["bert", "tied", "llama lora"], names, repeats, clock_of(processor))
 
 
 def _print_beside_usual(

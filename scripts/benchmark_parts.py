@@ -4,23 +4,35 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import statistics
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
-from measuring import Dtype, in_turns, measured_alone, median_of, peak_mib, ratio_of, setting_of, timed
-from workloads import CASES, VARIANTS, batches, build
+from measuring import (
+    Dtype,
+    Processor,
+    clock_of,
+    in_turns,
+    measured_alone,
+    median_of,
+    peak_mib,
+    ratio_of,
+    setting_of,
+    timed,
+)  # fmt: skip
+from workloads import CASES, VARIANTS, Counting, batches, build
 
 
 def forms(
     batch: Annotated[int, typer.Option(help="Examples.")] = 8,
     length: Annotated[int, typer.Option(help="Positions of each example.")] = 128,
     repeats: Annotated[int, typer.Option(help="Timed calls.")] = 31,
+    processor: Processor = False,
 ) -> None:
-    """Norms and weighted sum of one weight's gradients: from Gram matrices, or from instantiated gradients kept."""
+    """Norms and weighted sum of one weight's gradients: from Gram matrices, or from instantiated gradients kept; beside
+    them the product that an ordinary step makes, and the norms alone."""
     from hf_dp.per_example.factors import Factors, Outer, squared_norms
     from hf_dp.per_example.gram import Dense
 
@@ -29,21 +41,30 @@ def forms(
         squared_norms([use])
         use.add_weighted_(total, coefficients)
 
-    device = setting_of("float32", "sdpa").device
+    device, clock = setting_of("float32", "sdpa").device, clock_of(processor)
     for left, right in ((512, 512), (512, 1536), (512, 2048)):
-        sides = (Dense(torch.randn(batch, length, size, device=device)) for size in (left, right))
+        sides = [Dense(torch.randn(batch, length, size, device=device)) for size in (left, right)]
         outer, total = Outer(*sides), torch.zeros(left, right, device=device)
-        coefficients, seconds = torch.rand(batch, device=device), {"Gram": [0.0], "instantiated": [0.0]}
-        for _ in range(repeats):
-            for name, form in (("Gram", lambda use=outer: use), ("instantiated", outer.instantiated)):
-                seconds[name].append(timed(functools.partial(step, form, total, coefficients), device))
-        shown = ", ".join(f"{name} {1000 * statistics.median(values[1:]):.1f} ms" for name, values in seconds.items())
-        print(f"{left} x {right}, B {batch}, T {length}: {shown}")
+        rows, coefficients = [side.values.flatten(0, 1) for side in sides], torch.rand(batch, device=device)
+        calls: dict[str, Callable[[], object]] = {
+            "Gram": functools.partial(step, lambda use=outer: use, total, coefficients),
+            "instantiated": functools.partial(step, outer.instantiated, total, coefficients),
+            "the product alone": functools.partial(total.addmm_, rows[0].T, rows[1]),
+            "Gram's norms alone": functools.partial(squared_norms, [outer]),
+        }
+        shown = []
+        for name, times in in_turns(calls, repeats, device, clock).items():
+            took = median_of(times)
+            with Counting() as counting:
+                calls[name]()
+            shown.append(f"{name} {1000 * took:.2f} ms ({counting.operations / took / 1e9:.0f} Gflop/s)")
+        print(f"{left} x {right}, B {batch}, T {length}: {', '.join(shown)}", flush=True)
 
 
 def noise(
     size: Annotated[int, typer.Option(help="Numbers.")] = 2 * 10**7,
     repeats: Annotated[int, typer.Option(help="Timed calls.")] = 9,
+    processor: Processor = False,
 ) -> None:
     """Numbers a second of torch.randn and of each source of noise, added to a sum; ratios to gaussian. In turns."""
     from hf_dp.accounting import GaussianNoise
@@ -56,7 +77,7 @@ def noise(
     for kind in SOURCES:
         source = source_of(GaussianNoise(multiplier=1.0, kind=kind), Entropy(None))
         calls[f"{kind}, drawn, scaled and added"] = functools.partial(source.add_, [total], 1.0, 0)
-    seconds = in_turns(calls, repeats, device)
+    seconds = in_turns(calls, repeats, device, clock_of(processor))
     usual = seconds["gaussian, drawn, scaled and added"]
     for name, times in seconds.items():
         took, ratio = median_of(times), ratio_of(times, usual)

@@ -19,10 +19,15 @@ BENCHMARK = Path(__file__).with_name("benchmark.py")
 FigurePath = Annotated[Path | None, typer.Option(help="Where to draw it.")]
 Dtype = Annotated[str, typer.Option(help="Of the weights: float32 or bfloat16.")]
 Attention = Annotated[str, typer.Option(help="As attn_implementation.")]
+Processor = Annotated[bool, typer.Option(help="Seconds of the processor, for one thread on a machine with other work.")]
 
 
 def setting_of(dtype: str, attention: str) -> Setting:
     return Setting(torch.device("cuda" if torch.cuda.is_available() else "cpu"), getattr(torch, dtype), attention)
+
+
+def clock_of(processor: bool) -> Callable[[], float]:
+    return time.process_time if processor else time.perf_counter
 
 
 def _synchronize(device: torch.device) -> None:

@@ -182,7 +182,8 @@ def plan(
         if model is not None:
             if gpu_memory is not None:
                 positive("--gpu-memory", gpu_memory)
-            answer |= sizes(model, lora_rank, world_size, length, micro_batch, batch_size, gpu_memory, dtype)
+            of_step = (world_size, length, micro_batch, batch_size, gpu_memory, dtype)
+            answer |= sizes(model, lora_rank, *of_step, answer.get("clipping_groups", ()))
         if plot is not None:
             from hf_dp.cli.plot import draw_plan
 

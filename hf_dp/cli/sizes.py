@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from typing import Any
 
 from rich.table import Table
@@ -20,26 +21,37 @@ def sizes(
     batch_size: float | None,
     gpu_memory: float | None = None,
     dtype: str | None = None,
+    groups: Collection[str] = (),
 ) -> dict[str, Any]:
     """Bytes on each rank for both strategies; without a batch size, of a step of one micro-batch on each.
 
     Frozen weights, and what is computed, are counted in `dtype`, or in that of the model's configuration, or in
-    float32. With a `gpu_memory` in GB also in which numbers of passes each fits, activations apart.
+    float32. With a `gpu_memory` in GB also in which numbers of passes each fits, activations apart. `groups` are the
+    patterns of clipping by groups, which is in one pass.
+
+    Raises:
+        ConfigurationError: no such model, or patterns that are not of its parameters.
     """
     # torch and transformers take seconds to import.
     import torch
 
+    from hf_dp.accounting import GroupClipping
+    from hf_dp.clipping.groups import Groups
     from hf_dp.planning import memory, speed
 
     size = memory.model_size(model, lora_rank)
     counted = memory.dtype_named(dtype) or size.dtype or torch.float32
     at_once = max(1, world_size) * max(1, micro_batch)
     parts = 1 if batch_size is None else max(1, math.ceil(batch_size / at_once))
+    members: list[frozenset[str]] = []
+    if groups:
+        rule = Groups(GroupClipping(norm=1.0, groups=tuple((pattern, 1.0) for pattern in groups)))
+        members = [one.names for one in rule.groups({p.names[0]: p.names for p in size.parameters if p.trained})]
     found: dict[str, dict[str, Any]] = {}
     fitting: dict[str, dict[str, Any]] = {}
     for strategy in ("DDP", "FSDP2"):
-        one, two = (
-            memory.estimate(
+        by_passes = {
+            passes: memory.estimate(
                 size,
                 strategy,
                 world_size,
@@ -48,15 +60,17 @@ def sizes(
                 micro_batches=parts,
                 passes=passes,
                 bytes_computed=counted.itemsize,
+                groups=members,
             )
-            for passes in (1, 2)
-        )
+            for passes in ((1,) if groups else (1, 2))
+        }
+        one = by_passes[1]
         found[strategy] = {
             "memory": {**one.memory, _TOGETHER["memory"]: one.total_memory},
             "sent in one step": {**one.sent, _TOGETHER["sent in one step"]: one.total_sent},
         }
         if gpu_memory is not None:
-            taken = {1: one.total_memory, 2: two.total_memory}
+            taken = {passes: made.total_memory for passes, made in by_passes.items()}
             fits = [passes for passes, total in taken.items() if total <= gpu_memory * 1e9]
             fitting[strategy] = {"passes": fits, _TOGETHER["memory"]: taken}
     predicted = {

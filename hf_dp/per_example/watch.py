@@ -25,6 +25,7 @@ from hf_dp.per_example.batch import Batch, LossFunction, check_losses
 from hf_dp.per_example.composites import COMPOSITES
 from hf_dp.per_example.constants import Constant, by_autograd, by_rule
 from hf_dp.per_example.factors import Factors, Outer
+from hf_dp.per_example.idle import without_idle
 from hf_dp.per_example.precision import full_precision, sum_dtype
 from hf_dp.per_example.reading import Reader
 from hf_dp.per_example.rule import PLAIN, Axis, Bound, Operands, Rule, Use, refusal
@@ -276,7 +277,7 @@ class Watch:
 
     def _keep(self, name: str, factors: Factors) -> None:
         if isinstance(factors, Outer) and name not in self.tables:
-            factors = factors.settled()
+            factors = without_idle(factors).settled()
         kept = (factors.left.tensor, factors.right.tensor) if isinstance(factors, Outer) else (factors.values,)
         self.versions += [(tensor, tensor._version) for tensor in kept if not tensor.is_inference()]
         # A float64 parameter may be used through a float32 derivative (Gemma's norms); its sums stay float64.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -27,6 +27,7 @@ class Parameter:
         unit: the block of FSDP2 that it belongs to; "" for the root.
         is_embedding: whether it is looked up in.
         uses: in how many operations it is used (a tied embedding: 2).
+        names: all that it has, the first first.
     """
 
     shape: tuple[int, ...]
@@ -34,6 +35,7 @@ class Parameter:
     unit: str
     is_embedding: bool = False
     uses: int = 1
+    names: tuple[str, ...] = ()
 
     @property
     def numel(self) -> int:
@@ -104,17 +106,19 @@ class ModelSize:
             name: name for name, module in model.named_modules() if type(module).__name__.removeprefix("FSDP") in blocks
         }
         looked_up = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
-        names: dict[int, int] = {}
-        for _, p in model.named_parameters(remove_duplicate=False):
-            names[id(p)] = names.get(id(p), 0) + 1
+        names: dict[int, tuple[str, ...]] = {}
+        for name, p in model.named_parameters(remove_duplicate=False):
+            names[id(p)] = (*names.get(id(p), ()), name)
         found = []
         for name, p in model.named_parameters():
             unit = next((u for u in unit_of if name.startswith(f"{u}.")), "")
             trained = p.requires_grad if lora_rank is None else False
-            found.append(Parameter(tuple(p.shape), trained, unit, id(p) in looked_up, names[id(p)]))
+            own = names[id(p)]
+            found.append(Parameter(tuple(p.shape), trained, unit, id(p) in looked_up, len(own), own))
             if lora_rank is not None and unit and p.dim() == 2:
-                found.append(Parameter((lora_rank, p.shape[1]), True, unit))
-                found.append(Parameter((p.shape[0], lora_rank), True, unit))
+                for side, shape in (("A", (lora_rank, p.shape[1])), ("B", (p.shape[0], lora_rank))):
+                    adapter = f"base_model.model.{name.removesuffix('.weight')}.lora_{side}.default.weight"
+                    found.append(Parameter(shape, True, unit, names=(adapter,)))
         return cls(tuple(found))
 
 
@@ -153,6 +157,7 @@ def estimate(
     micro_batches: int = 1,
     bytes_computed: int = 2,
     passes: int = 1,
+    groups: Sequence[Collection[str]] = (),
 ) -> Estimate:
     """The bytes of one private step with AdamW, where trained weights and sums are float32.
 
@@ -165,6 +170,8 @@ def estimate(
         micro_batches: of each rank in one logical batch.
         bytes_computed: of each number of the frozen weights, and of what is computed with (bfloat16: 2).
         passes: in which a step is made; in two, factors are kept of one parameter at a time.
+        groups: with clipping="groups" the first names of the parameters of each, which under DDP are kept until it is
+            summed.
 
     Raises:
         ConfigurationError: a number below 1.
@@ -176,7 +183,8 @@ def estimate(
     weights = _TRAINED * t + bytes_computed * (n - t)
     kept = [p.factor_numbers(length) for p in model.parameters]
     of_each = [_SUM * whole + bytes_computed * computed for whole, computed in kept]
-    factors = micro_batch * (sum(of_each) if passes == 1 else max(of_each))
+    kept_at_once = _of_groups(model, of_each, groups) if groups and strategy == "DDP" else sum(of_each)
+    factors = micro_batch * (kept_at_once if passes == 1 else max(of_each))
     is_little = t <= model.largest
     if strategy == "DDP":
         # A cast weight lives for one operation only.
@@ -204,6 +212,19 @@ def estimate(
             "reduce-scatter of the sum": (1 if is_little else micro_batches) * _ring(_SUM * t, w),
         }
     return Estimate(strategy, {**memory, "factors": factors}, sent)
+
+
+def _of_groups(model: ModelSize, of_each: list[int], groups: Sequence[Collection[str]]) -> int:
+    """Of one example the largest group, and all that are used far apart: in several blocks, or at both ends."""
+    largest = apart = 0
+    for names in groups:
+        members = [(p, size) for p, size in zip(model.parameters, of_each, strict=True) if p.names[0] in names]
+        size = sum(size for _, size in members)
+        if len({p.unit or p.names for p, _ in members}) > 1 or any(p.uses > 1 for p, _ in members):
+            apart += size
+        else:
+            largest = max(largest, size)
+    return largest + apart
 
 
 def model_size(name_or_directory: str, lora_rank: int | None = None) -> ModelSize:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_dp.per_example.factors import Factors, Outer, PerExample, squared_norms
+from hf_dp.per_example.factors import Factors, Outer, PerExample, joined, squared_norms
 from hf_dp.per_example.gram import Dense, OneHot
 from hf_dp.per_example.precision import full_precision
 
@@ -75,6 +77,47 @@ def test_failure_01_tied_weight_counts_both_uses(first: str, second: str) -> Non
     norms, _ = squared_norms(uses)
     together = truth(uses[0]) + 0.7 * truth(uses_of_every_kind()[second])
     assert torch.allclose(norms, together.square().sum((1, 2)), rtol=1e-12)
+
+
+def test_a_lookup_beside_an_instantiated_gradient_takes_no_table_of_its_own() -> None:
+    """As of a tied embedding on long examples: a table for each example was most of the time of the norms."""
+    table = PerExample(torch.randn(B, 50, D))
+    lookup = Outer(OneHot(torch.randint(0, 50, (B, T)), 50), dense(D, torch.float32), 0.5)
+    with _Largest() as made, torch.no_grad():
+        norms, rounding = squared_norms([table, lookup])
+    assert made.numel < table.values.numel() / 2
+    expected = (table.values + lookup.instantiated().values).double().square().sum((1, 2))
+    assert bool(((norms - expected).abs() <= rounding).all())
+    assert bool((rounding < 1e-4 * expected).all())
+
+
+def test_a_lookup_that_cancels_an_instantiated_gradient() -> None:
+    lookup = Outer(one_hot(P), dense(D, torch.float32))
+    norms, rounding = squared_norms([PerExample(-lookup.instantiated().values), lookup])
+    assert bool((norms >= 0).all())
+    assert bool((norms <= rounding).all())
+    assert bool((rounding > 0).all())
+
+
+def test_of_small_parameters_no_copies_are_made() -> None:
+    """Adapters are many, and together as large as all that is trained."""
+    values = [torch.randn(B, 16, 256) for _ in range(20)] + [torch.randn(B, 7), torch.randn(B), torch.randn(B, 700)]
+    with _Largest() as made:
+        total = sum(squared_norms(uses)[0] for uses in joined([PerExample(one)] for one in values))
+    assert made.numel <= 2 * values[0][0].numel()
+    assert torch.allclose(total, sum(one.reshape(B, -1).square().sum(1) for one in values))
+
+
+class _Largest(TorchDispatchMode):
+    """How many numbers the largest tensor has that is made inside, views left out."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor) and not func.is_view:
+            self.numel = max(self.numel, result.numel())
+        return result
 
 
 def test_three_uses_that_cancel() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -51,6 +52,8 @@ def test_lora_is_that_of_peft(tmp_path: Path, kind: str, shape: dict[str, int]) 
     size = model_size(str(tmp_path), lora_rank=2)
     assert size.trained == sum(p.numel() for p in adapted.parameters() if p.requires_grad)
     assert size.total == sum(p.numel() for p in adapted.parameters())
+    trained = {name for name, p in adapted.named_parameters() if p.requires_grad}
+    assert {p.names[0] for p in size.parameters if p.trained} == trained
 
 
 def test_a_tied_head_is_counted_once_and_used_twice(tmp_path: Path) -> None:
@@ -150,3 +153,30 @@ def test_two_passes_are_proposed_where_one_does_not_fit(directory: Path) -> None
         found = json.loads(CliRunner().invoke(app, [*base, str(memory / 1e9), "--json"]).stdout)
         assert found["fits"]["DDP"]["passes"] == fitting
         assert found["fits"]["DDP"]["without activations"] == {"1": one.total_memory, "2": two.total_memory}
+
+
+def test_groups_keep_the_factors_of_one_and_of_those_that_are_used_far_apart(directory: Path) -> None:
+    size = model_size(str(directory))
+    kept = {p.names[0]: sum(4 * numbers for numbers in p.factor_numbers(256)) for p in size.parameters}
+    layers = [sum(k for name, k in kept.items() if name.startswith(f"model.layers.{i}.")) for i in range(3)]
+    base = ["plan", "--n", "1000", "--batch-size", "8", "--steps", "2", "--epsilon", "8", "--model", str(directory)]
+    base += ["--length", "256", "--micro-batch", "8", "--world-size", "2", "--gpu-memory", "80", "--json"]
+
+    def planned(*patterns: str) -> dict[str, Any]:
+        given = [word for pattern in patterns for word in ("--group", f"{pattern}=1")]
+        found: dict[str, Any] = json.loads(CliRunner().invoke(app, [*base, *given]).stdout)
+        return found
+
+    flat, one = planned(), planned("*")
+    assert one["per_rank"] == flat["per_rank"]
+    by_layer = planned(*(f"model.layers.{i}.*" for i in range(3)), "lm_head.*", "*")
+    rest = sum(kept[name] for name in ("model.embed_tokens.weight", "model.norm.weight"))
+    assert by_layer["per_rank"]["DDP"]["memory"]["factors"] == 8 * (max(*layers, kept["lm_head.weight"]) + rest)
+    assert by_layer["per_rank"]["FSDP2"] == flat["per_rank"]["FSDP2"], "all are kept there"
+    assert flat["fits"]["DDP"]["passes"] == [1, 2]
+    assert by_layer["fits"]["DDP"]["passes"] == [1], "groups are clipped in one pass"
+    two_layers = planned("model.layers.[01].*", "*")
+    assert two_layers["per_rank"] == flat["per_rank"], "layers that are used one after another are kept together"
+    refused = CliRunner().invoke(app, [*base, "--group", "transformer.*=1"])
+    assert refused.exit_code == 2
+    assert "matched by no pattern of groups" in refused.output
