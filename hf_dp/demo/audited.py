@@ -21,13 +21,15 @@ from hf_dp.audit.canaries import IGNORED
 from hf_dp.audit.dirac import PLACE, THERE, WithDirac, placed, with_dirac
 from hf_dp.audit.given import check_numbers
 from hf_dp.audit.outcome import Audit
-from hf_dp.audit.public import of_torch, public_seeds, without_known_noise
+from hf_dp.audit.public import public_seeds, usual_noises, without_known_noise
 from hf_dp.audit.scores import by_gradient, by_loss
+from hf_dp.audit.seen import Seen, odd
 from hf_dp.config import PrivacyConfig
 from hf_dp.demo.audit_figure import draw
 from hf_dp.demo.messages import generate
 from hf_dp.demo.model import adapted, new_model, train_tokenizer
 from hf_dp.demo.quiet import one_thread, quiet
+from hf_dp.demo.seen import seen_here
 from hf_dp.hub import add_audit
 from hf_dp.losses import per_example_losses
 from hf_dp.noise.gaussian import GaussianNoise
@@ -61,15 +63,22 @@ class Audited:
     Attributes:
         report: the claim.
         audit: the attacks.
+        seen: what steps of this library were seen to do, on this machine.
     """
 
     report: PrivacyReport
     audit: Audit
+    seen: tuple[Seen, ...] = ()
+
+    @property
+    def odd(self) -> list[Seen]:
+        """What steps do otherwise than it is charged."""
+        return odd(self.seen)
 
     @property
     def holds(self) -> bool:
-        """No bound is above the claim."""
-        return self.audit.epsilon <= self.report.epsilon
+        """No bound is above the claim, and nothing that was seen is odd."""
+        return self.audit.epsilon <= self.report.epsilon and not self.odd
 
 
 def audited(
@@ -98,7 +107,7 @@ def audited(
         output_dir.mkdir(parents=True, exist_ok=True)
     place = nullcontext(output_dir) if output_dir is not None else tempfile.TemporaryDirectory()
     threads = one_thread() if pretrained is None else nullcontext()
-    with quiet(), threads, place as given:
+    with quiet(), threads, place as given, tempfile.TemporaryDirectory() as aside:
         folder = Path(str(given))
         trained, tokenizer, ids = _small() if pretrained is None else _adapted(pretrained)
         data = Dataset.from_list([_row(row, list(row)) for row in ids])
@@ -131,7 +140,7 @@ def audited(
         }
         canaries = [_collate([_row(**row)]) for row in drawn]
         deviation = report.noise_multiplier * report.clipping_norm
-        noises = [of_torch(released, deviation, steps), _of_entropy(released, deviation, steps)]
+        noises = [*usual_noises(released, deviation, steps), _of_entropy(released, deviation, steps)]
         rest, _ = without_known_noise(released, public_seeds(folder), noises)
         own = "places.weight"
         scores = {
@@ -144,7 +153,8 @@ def audited(
         audit = Audit(attacks={name: bound(*pair, delta=delta, confidence=each) for name, pair in scores.items()})
         add_audit(folder, audit)
         draw(audit, report.epsilon, folder / "audit.png")
-        return Audited(report, audit)
+        # At last, so that streams of a seed are where that has them begin.
+        return Audited(report, audit, tuple(seen_here(Path(aside))))
 
 
 def _small() -> tuple[Any, Any, list[list[int]]]:
