@@ -248,7 +248,7 @@ EXPOSED: dict[str, tuple[Callable[[Patch], None], str]] = {
     "noise left out for the first parameter": (
         noises(lambda made, step: [one * (place > 0) for place, one in enumerate(made)]), "noise on table.weight",
     ),
-    "0.7 of the noise": (noises(lambda made, step: [0.7 * one for one in made]), "noise on table.weight"),
+    "0.95 of the noise": (noises(lambda made, step: [0.95 * one for one in made]), "noise on table.weight"),
     "noise of a third in every fifth step": (
         noises(lambda made, step: [one / (1 if step % 5 else 3) for one in made]), "noise on table.weight",
     ),

@@ -113,8 +113,8 @@ def cost(shifts: float, q: float, most: int, steps: int, releases: Sequence[floa
     return float(accountant.get_epsilon(delta))
 
 
-def seen_and_said(n: int, expected: int, several: int, **promise: Any) -> tuple[float, float]:
-    """Epsilon of what was done, at least, and of the report."""
+def seen_and_said(n: int, expected: int, several: int, **promise: Any) -> tuple[float, float] | None:
+    """Epsilon of what was done, at least, and of the report; None where nothing of it could be seen."""
     rows, model, tapped = rows_of(n, several), Small(), Tapped()
     if "unit" not in promise:
         rows = [{name: value for name, value in row.items() if name != "user"} for row in rows]
@@ -144,7 +144,8 @@ def seen_and_said(n: int, expected: int, several: int, **promise: Any) -> tuple[
             if (stream, step) in tapped.deviations
         ]
         shift = max(shift, math.hypot(*moved))
-    assume(shift > 0)  # else it was drawn with the last row alone, or never
+    if not shift:  # It was drawn with the last row alone, or never.
+        return None
     size, chance = sampler.dataset_size, sum(len(sampler.draw(step)) for step in range(DRAWS))
     q = chance / (size * DRAWS)
     q -= ERRORS * math.sqrt(q * (1 - q) / (size * DRAWS))
@@ -170,7 +171,7 @@ sparse = st.builds(
     lambda ratio, norm: {
         "sparse_embeddings": SparseEmbeddingConfig(noise_ratio=ratio, contribution_norm=norm, threshold=0.01)
     },
-    st.floats(0.3, 5), st.floats(0.1, 10),
+    st.floats(0.3, 5), st.floats(0.1, 3**0.5),
 )  # fmt: skip
 labels = st.builds(
     lambda share, epsilon: {"output_bias": OutputBiasConfig(budget_share=share), "target_epsilon": epsilon},
@@ -183,38 +184,39 @@ others = st.fixed_dictionaries(
 
 
 @pytest.mark.fuzzed
-@cases(6)
+@cases(2)
 @given(st.integers(1, 6), units, st.just({}) | sparse, labels | budgets, others)
 def test_epsilon_is_at_least_that_of_what_was_done(
     several: int, unit: dict[str, Any], part: dict[str, Any], budget: dict[str, Any], other: dict[str, Any]
 ) -> None:
     several = several if unit else 1
     try:
-        done, said = seen_and_said(40, 10, several, target_delta=1e-3, **unit, **part, **budget, **other)
+        found = seen_and_said(40, 10, several, target_delta=1e-3, **unit, **part, **budget, **other)
     except ConfigurationError:
-        assume(False)
+        found = None
+    assume(found is not None)
+    assert found is not None
+    done, said = found
     assert said >= done
     # And what was seen is not nothing: much of what is claimed, but for batches that are cut.
     assert "max_batch_size" in other or done > 0.3 * said
 
 
-@pytest.mark.parametrize(
-    ("wrong", "promise"),
-    [
-        ("rows", {"unit": "user", "max_examples_per_unit": 4, "unit_sampling": "examples", "noise_multiplier": 4.0}),
-        (
-            "counts",
-            {"sparse_embeddings": SparseEmbeddingConfig(noise_ratio=1.0, threshold=0.01), "noise_multiplier": 1.0},
-        ),
-        ("frequencies", {"output_bias": OutputBiasConfig(budget_share=0.5), "target_epsilon": 3.0}),
-    ],
-)
-def test_what_is_done_otherwise_than_it_is_said_costs_more(
-    wrong: str, promise: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+WRONG: dict[str, dict[str, Any]] = {
+    "rows": {"unit": "user", "max_examples_per_unit": 4, "unit_sampling": "examples", "noise_multiplier": 4.0},
+    "counts": {"sparse_embeddings": SparseEmbeddingConfig(noise_ratio=1.0, threshold=0.01), "noise_multiplier": 1.0},
+    "frequencies": {"output_bias": OutputBiasConfig(budget_share=0.5), "target_epsilon": 3.0},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wrong", WRONG)
+def test_what_is_done_otherwise_than_it_is_said_costs_more(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    promise = WRONG[wrong]
     several = 4 if wrong == "rows" else 1
-    done, said = seen_and_said(40, 10, several, target_delta=1e-3, **promise)
-    assert done <= said
+    found = seen_and_said(40, 10, several, target_delta=1e-3, **promise)
+    assert found is not None
+    assert found[0] <= found[1]
     if wrong == "rows":
         monkeypatch.setattr(Flat, "scales", lambda self, norms, bound: 3 * bound / norms)
     elif wrong == "counts":
@@ -232,5 +234,6 @@ def test_what_is_done_otherwise_than_it_is_said_costs_more(
             add(source, tensors, deviation / (5 if step == OF_FREQUENCIES else 1), step, stream)
 
         monkeypatch.setattr(NoiseSource, "add_", less)
-    done, said = seen_and_said(40, 10, several, target_delta=1e-3, **promise)
-    assert done > said
+    found = seen_and_said(40, 10, several, target_delta=1e-3, **promise)
+    assert found is not None
+    assert found[0] > found[1]
