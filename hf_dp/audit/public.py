@@ -90,7 +90,7 @@ def usual_noises(like: Mapping[str, Tensor], deviation: float, steps: int) -> li
     orders = _once, _each_step, _each_parameter
     found = [
         _in_order(normals, order, like, deviation, steps)
-        for normals, order in itertools.product((_of_torch, _of_numpy, _of_old_numpy), orders)
+        for normals, order in itertools.product((_of_torch, _of_numpy, _of_numpy_in_float32, _of_old_numpy), orders)
     ]
     return found + [_at_once(order, like, deviation, steps) for order in orders[:2]]
 
@@ -144,6 +144,11 @@ def _of_torch(seed: int) -> Normals:
 def _of_numpy(seed: int) -> Normals:
     generator = np.random.default_rng(seed)
     return lambda shape: torch.from_numpy(generator.standard_normal(tuple(shape))).float()
+
+
+def _of_numpy_in_float32(seed: int) -> Normals:
+    generator = np.random.default_rng(seed)
+    return lambda shape: torch.from_numpy(generator.standard_normal(tuple(shape), dtype=np.float32))
 
 
 def _of_old_numpy(seed: int) -> Normals:

@@ -166,6 +166,13 @@ def _from_one_stream_of_numpy(like: dict[str, Tensor], deviation: float, steps: 
             value += torch.as_tensor(generator.normal(0.0, deviation, size=value.shape), dtype=torch.float32)
 
 
+def _from_numpy_in_float32(like: dict[str, Tensor], deviation: float, steps: int) -> None:
+    generator = np.random.default_rng(4711)
+    for _ in range(steps):
+        for value in like.values():
+            value += deviation * torch.from_numpy(generator.standard_normal(value.shape, np.float32))
+
+
 def _from_the_global_stream_of_numpy(like: dict[str, Tensor], deviation: float, steps: int) -> None:
     np.random.seed(4711)
     for _ in range(steps):
@@ -197,8 +204,8 @@ def _all_at_once(like: dict[str, Tensor], deviation: float, steps: int) -> None:
 @pytest.mark.parametrize(
     "add",
     [
-        _from_one_stream_of_numpy, _from_the_global_stream_of_numpy, _anew_in_each_step, _anew_for_each_parameter,
-        _all_at_once,
+        _from_one_stream_of_numpy, _from_numpy_in_float32, _from_the_global_stream_of_numpy, _anew_in_each_step,
+        _anew_for_each_parameter, _all_at_once,
     ],
 )  # fmt: skip
 def test_noise_comes_off_whichever_usual_generator_made_it(add: Any) -> None:
