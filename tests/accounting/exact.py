@@ -24,6 +24,7 @@ _SMALL = 1e-4
 _FAR, _FARTHEST = 40.0, 4000.0
 _NODES, _WEIGHTS = np.polynomial.legendre.leggauss(24)
 _MOST_PIECES, _END = 150, 1e-11
+_NO_HEIGHT = 1e300
 
 
 @dataclass(frozen=True)
@@ -98,15 +99,18 @@ def _log_delta(pairs: Sequence[Pair], epsilon: float, reversed_: bool) -> float:
 
     def on_axis(log_order: float) -> float:
         try:
-            return float(log_height(complex(math.exp(log_order))).real)
+            found = float(log_height(complex(math.exp(log_order))).real)
         except OverflowError:
-            return 1e300
+            return _NO_HEIGHT
+        return found if math.isfinite(found) else _NO_HEIGHT
 
     start = min(np.linspace(-9, 12, 43), key=on_axis)
     found = optimize.minimize_scalar(on_axis, bounds=(start - 0.5, start + 0.5), method="bounded")
     order, least = math.exp(found.x), float(found.fun)
     step = 1e-3 * order
-    near = [float(log_height(complex(order + move)).real) for move in (-step, 0.0, step)]
+    near = [on_axis(math.log(order + move)) for move in (-step, 0.0, step)]
+    if near[2] == _NO_HEIGHT:  # Losses end before epsilon: Chernoff's bound, which falls with the order.
+        return least + math.log1p(order)
     width = 1.5 * step / math.sqrt(max(near[0] - 2 * near[1] + near[2], 1e-30))
     return least + math.log(_integral(lambda t: np.exp(log_height(order + 1j * t) - least).real, width) / math.pi)
 
