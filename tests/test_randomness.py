@@ -5,13 +5,15 @@ from __future__ import annotations
 import copy
 import pickle
 import random
+from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 
 from hf_dp.errors import HfDpError
-from hf_dp.randomness import Entropy, secret_global_state, seed_sequence
+from hf_dp.randomness import Entropy, bernoulli, secret_global_state, seed_sequence
 
 
 def words(entropy: Entropy, purpose: str = "test", step: int = 0) -> list[int]:
@@ -126,3 +128,21 @@ def test_a_secret_global_state_leaves_nothing_behind_for_an_accelerator_that_is_
     with secret_global_state():
         pass
     assert len(torch.cuda._queued_calls) == before
+
+
+def test_failure_41_a_gap_of_nothing_that_numpy_can_draw_draws_nobody_twice() -> None:
+    """Where its uniform bits are all 0, a geometric number is 0: the last row at the beginning, a second time later."""
+    modulus, multiplier = 2**128, 0x2360ED051FC65DA44385DF649FCCF645
+    bits = np.random.PCG64()
+    state: Any = bits.state
+    # PCG64 steps, and then puts out nothing but zeros.
+    state["state"]["state"] = -state["state"]["inc"] * pow(multiplier, -1, modulus) % modulus
+    bits.state = state
+    assert np.random.Generator(bits).geometric(0.01) == 0
+    bits.state = state
+    drawn = bernoulli(np.random.Generator(bits), 1000, 0.01)
+    assert drawn[0] == 0
+    assert drawn == sorted(set(drawn))
+    gaps = mock.Mock()
+    gaps.geometric.side_effect = [np.array([3, 0, 0, 5]), np.array([1000])]
+    assert bernoulli(gaps, 20, 0.01) == [2, 3, 4, 9]

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import pickletools
 import re
 import zipfile
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
+
+Normals = Callable[[torch.Size], Tensor]
+# Of a seed, a step, the place of a parameter and how many there are: which stream, and its seed.
+Order = Callable[[int, int, int, int], tuple[int, int]]
 
 # Defaults of trainers and examples.
 USUAL_SEEDS = (0, 1, 7, 42, 123, 1234, 12345, 1337, 2024, 2025, 2026, 3407)
@@ -69,15 +75,82 @@ def without_known_noise(
 
 def of_torch(like: Mapping[str, Tensor], deviation: float, steps: int) -> Callable[[int], dict[str, Tensor]]:
     """Noise as most trainers would draw it: of torch's generator of that seed, parameter by parameter, step by step."""
+    return _in_order(_of_torch, _once, like, deviation, steps)
+
+
+def usual_noises(like: Mapping[str, Tensor], deviation: float, steps: int) -> list[Callable[[int], dict[str, Tensor]]]:
+    """Noise of torch's generator and of NumPy's new and old ones: from one stream, from one of seed + step for each
+    step, and from the seed anew for each parameter; and of torch's for all parameters at once.
+
+    Args:
+        like: what was released, by parameter name, in the order in which noise is drawn.
+        deviation: of the noise.
+        steps: of which it is the sum.
+    """
+    orders = _once, _each_step, _each_parameter
+    found = [
+        _in_order(normals, order, like, deviation, steps)
+        for normals, order in itertools.product((_of_torch, _of_numpy, _of_numpy_in_float32, _of_old_numpy), orders)
+    ]
+    return found + [_at_once(order, like, deviation, steps) for order in orders[:2]]
+
+
+def _at_once(
+    order: Order, like: Mapping[str, Tensor], deviation: float, steps: int
+) -> Callable[[int], dict[str, Tensor]]:
+    sizes = [value.numel() for value in like.values()]
+    whole = _in_order(_of_torch, order, {"": torch.zeros(sum(sizes))}, deviation, steps)
 
     def noise(seed: int) -> dict[str, Tensor]:
-        generator, found = (
-            torch.Generator().manual_seed(seed % 2**63),
-            {n: torch.zeros_like(p) for n, p in like.items()},
-        )
-        for _ in range(steps):
-            for value in found.values():
-                value.add_(torch.randn(value.shape, generator=generator), alpha=deviation)
+        parts = zip(like.items(), whole(seed)[""].split(sizes), strict=True)
+        return {name: part.view(value.shape) for (name, value), part in parts}
+
+    return noise
+
+
+def _in_order(
+    normals: Callable[[int], Normals], order: Order, like: Mapping[str, Tensor], deviation: float, steps: int
+) -> Callable[[int], dict[str, Tensor]]:
+    def noise(seed: int) -> dict[str, Tensor]:
+        found, known = {name: torch.zeros_like(value) for name, value in like.items()}, dict[int, Normals]()
+        for step in range(steps):
+            for place, value in enumerate(found.values()):
+                key, own = order(seed, step, place, len(found))
+                if key not in known:
+                    known = {key: normals(own)}
+                value.add_(known[key](value.shape), alpha=deviation)
         return found
 
     return noise
+
+
+def _once(seed: int, step: int, place: int, parameters: int) -> tuple[int, int]:
+    return 0, seed
+
+
+def _each_step(seed: int, step: int, place: int, parameters: int) -> tuple[int, int]:
+    return step, seed + step
+
+
+def _each_parameter(seed: int, step: int, place: int, parameters: int) -> tuple[int, int]:
+    return step * parameters + place, seed
+
+
+def _of_torch(seed: int) -> Normals:
+    generator = torch.Generator().manual_seed(seed % 2**63)
+    return lambda shape: torch.randn(shape, generator=generator)
+
+
+def _of_numpy(seed: int) -> Normals:
+    generator = np.random.default_rng(seed)
+    return lambda shape: torch.from_numpy(generator.standard_normal(tuple(shape))).float()
+
+
+def _of_numpy_in_float32(seed: int) -> Normals:
+    generator = np.random.default_rng(seed)
+    return lambda shape: torch.from_numpy(generator.standard_normal(tuple(shape), dtype=np.float32))
+
+
+def _of_old_numpy(seed: int) -> Normals:
+    generator = np.random.RandomState(seed % 2**32)
+    return lambda shape: torch.from_numpy(generator.standard_normal(tuple(shape))).float()

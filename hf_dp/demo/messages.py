@@ -24,7 +24,7 @@ class Messages:
         public: to train the tokenizer and to pretrain on. No secret is in it.
         private: to fine-tune on: distinct messages, among them each of `planted` exactly once.
         evaluation: of the private kind, none of them in `private`, without secrets.
-        planted: the secrets in `private`: each `PIN_DIGITS` decimal digits, uniformly random.
+        planted: the secrets in `private`: each `PIN_DIGITS` decimal digits, uniformly random, no two alike.
         unplanted: secrets of the same kind that are nowhere. No model can know them: the measure's own control.
     """
 
@@ -57,9 +57,13 @@ def generate(*, public: int, private: int, evaluation: int, canaries: int, seed:
 
 def _canaries(n: int, rng: random.Random) -> list[Secret]:
     people = rng.sample([f"{first} {last}" for first in FIRST_NAMES for last in LAST_NAMES], n)
+    # No two alike: of a code that two people have, exposure means nothing.
+    codes: dict[int, None] = {}
+    while len(codes) < n:
+        codes[rng.randrange(CANDIDATES)] = None
     return [
-        Secret(f"Hello, this is {person}, the secret code of my card is ", f"{rng.randrange(10**PIN_DIGITS):04d}")
-        for person in people
+        Secret(f"Hello, this is {person}, the secret code of my card is ", f"{code:0{PIN_DIGITS}d}")
+        for person, code in zip(people, codes, strict=True)
     ]
 
 

@@ -10,13 +10,14 @@ import numpy as np
 import pytest
 import torch
 from datasets import ClassLabel, Dataset, Features, List, Value
-from torch import nn
+from torch import Tensor, nn
 from transformers import TrainingArguments
 
 from hf_dp.audit import plant, random_labels, random_texts, random_tokens
-from hf_dp.audit.public import of_torch, public_seeds, without_known_noise
+from hf_dp.audit.public import of_torch, public_seeds, usual_noises, without_known_noise
 from hf_dp.audit.scores import by_gradient, by_loss
 from hf_dp.errors import ConfigurationError
+from hf_dp.randomness import unchanged_global_state
 
 RNG = np.random.default_rng(0)
 
@@ -156,3 +157,62 @@ def test_noise_of_a_known_seed_comes_off_and_none_that_is_secret() -> None:
     rest, seed = without_known_noise(released, [1, 2, 4712], [noise])
     assert seed is None
     assert all(torch.equal(rest[name], value) for name, value in released.items())
+
+
+def _from_one_stream_of_numpy(like: dict[str, Tensor], deviation: float, steps: int) -> None:
+    generator = np.random.default_rng(4711)
+    for _ in range(steps):
+        for value in like.values():
+            value += torch.as_tensor(generator.normal(0.0, deviation, size=value.shape), dtype=torch.float32)
+
+
+def _from_numpy_in_float32(like: dict[str, Tensor], deviation: float, steps: int) -> None:
+    generator = np.random.default_rng(4711)
+    for _ in range(steps):
+        for value in like.values():
+            value += deviation * torch.from_numpy(generator.standard_normal(value.shape, np.float32))
+
+
+def _from_the_global_stream_of_numpy(like: dict[str, Tensor], deviation: float, steps: int) -> None:
+    np.random.seed(4711)
+    for _ in range(steps):
+        for value in like.values():
+            value += torch.as_tensor(deviation * np.random.randn(*value.shape), dtype=torch.float32)
+
+
+def _anew_in_each_step(like: dict[str, Tensor], deviation: float, steps: int) -> None:
+    for step in range(steps):
+        torch.manual_seed(4711 + step)
+        for value in like.values():
+            value += torch.normal(0.0, deviation, value.shape)
+
+
+def _anew_for_each_parameter(like: dict[str, Tensor], deviation: float, steps: int) -> None:
+    for _ in range(steps):
+        for value in like.values():
+            value += deviation * torch.randn(value.shape, generator=torch.Generator().manual_seed(4711))
+
+
+def _all_at_once(like: dict[str, Tensor], deviation: float, steps: int) -> None:
+    generator = torch.Generator().manual_seed(4711)
+    for _ in range(steps):
+        flat = torch.randn(sum(value.numel() for value in like.values()), generator=generator) * deviation
+        for value, part in zip(like.values(), flat.split([value.numel() for value in like.values()]), strict=True):
+            value += part.view(value.shape)
+
+
+@pytest.mark.parametrize(
+    "add",
+    [
+        _from_one_stream_of_numpy, _from_numpy_in_float32, _from_the_global_stream_of_numpy, _anew_in_each_step,
+        _anew_for_each_parameter, _all_at_once,
+    ],
+)  # fmt: skip
+def test_noise_comes_off_whichever_usual_generator_made_it(add: Any) -> None:
+    sums = {"a": torch.ones(1000), "b": torch.zeros(3, 5)}
+    released = {name: value.clone() for name, value in sums.items()}
+    with unchanged_global_state():
+        add(released, 10.0, 4)
+    rest, seed = without_known_noise(released, [1, 4711, 4712], usual_noises(released, 10.0, 4))
+    assert seed == 4711
+    assert all(torch.allclose(rest[name], value, atol=1e-4) for name, value in sums.items())

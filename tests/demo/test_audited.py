@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from typer.testing import CliRunner
 from hf_dp.accounting import PrivacyReport
 from hf_dp.audit import one_run
 from hf_dp.audit.outcome import Audit
+from hf_dp.audit.seen import Seen
 from hf_dp.cli import app
 from hf_dp.demo import audited
 from hf_dp.demo.audit_figure import draw
@@ -58,6 +60,23 @@ def test_bounds_are_printed_beside_the_claim_and_one_above_it_is_the_answer(
     assert Audit.from_dict(values["audit"]["attacks"]) == made.audit
 
 
+@pytest.mark.parametrize(("p", "code"), [(0.3, 0), (1e-9, 1)])
+def test_what_steps_do_otherwise_is_told_and_is_the_answer_too(
+    monkeypatch: pytest.MonkeyPatch, p: float, code: int
+) -> None:
+    seen = (Seen(what="noise on bias", found="0.1 of the standard deviation that is charged", p=p),)
+    made = dataclasses.replace(found(60), seen=seen)
+    monkeypatch.setattr(audited, "audited", lambda *args, **numbers: made)
+    told = invoke()
+    assert told.exit_code == code
+    assert "No bound is above the claim" in told.output
+    assert ("Steps do what is charged, in all of 1 tests" in told.output) == (code == 0)
+    assert ("otherwise than is charged: noise on bias: 0.1 of the standard" in told.output) == (code == 1)
+    strict = json.loads(invoke("--json").stdout)
+    assert strict["holds"] == (code == 0)
+    assert strict["seen"] == [dataclasses.asdict(seen[0])]
+
+
 def test_a_picture_is_drawn(tmp_path: Path) -> None:
     draw(found(80).audit, 1.5, tmp_path / "audit.png")
     assert (tmp_path / "audit.png").read_bytes().startswith(b"\x89PNG")
@@ -85,6 +104,7 @@ def test_a_whole_audit_and_one_with_a_third_of_the_noise(tmp_path: Path, monkeyp
     # Wrong by chance in one of a million.
     told = invoke(*SMALL, "--epsilon", "2", "--confidence", "0.999999", "--output", str(tmp_path / "honest"))
     assert told.exit_code == 0, told.output
+    assert "Steps do what is charged" in told.output
     assert verify(tmp_path / "honest").private
     add = NoiseSource.add_
     monkeypatch.setattr(NoiseSource, "add_", lambda self, t, size, *args, **kw: add(self, t, size / 3, *args, **kw))

@@ -67,6 +67,15 @@ def test_each_secret_is_planted_exactly_once_and_is_nowhere_else(messages: Messa
         assert not any(canary.prefix in text for text in messages.public + messages.private + messages.evaluation)
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_no_two_secrets_have_one_code(seed: int) -> None:
+    """Of 300 random ones two are alike in 99 of 100 seeds."""
+    made = generate(public=0, private=150, evaluation=0, canaries=150, seed=seed)
+    codes = [one.secret for one in (*made.planted, *made.unplanted)]
+    assert len(set(codes)) == 300
+    assert all(len(code) == 4 for code in codes)
+
+
 def test_evaluation_messages_are_not_trained_on(messages: Messages) -> None:
     assert len(set(messages.private)) == len(messages.private)
     assert not set(messages.private) & set(messages.evaluation)
