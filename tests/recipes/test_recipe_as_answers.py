@@ -28,7 +28,7 @@ def recipe(part):
 def arguments(recipe, causal_directory, questions_directory):
     def made(**changes):
         files = {f"{split}_file": str(questions_directory / f"{split}.csv") for split in ("train", "test")}
-        labels = {"labels_file": str(questions_directory / "categories.json"), "label_column": "label"}
+        labels = {"labels_file": str(questions_directory / "categories.json")}
         return recipe.RecipeArguments(model=str(causal_directory), **{**files, **labels, **changes})
 
     return made
