@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-_LONGEST = 1500  # characters of each part of a message: all three fit a screen
+from typing import ClassVar
+
+_LONGEST = 1500  # characters
 _MOST_LINES = 20
 _CUT = " [...] "
 
 
-def shortened(text: str, longest: int = _LONGEST) -> str:
+def shortened(text: str, longest: int = _LONGEST, most_lines: int = _MOST_LINES) -> str:
     """Text that quotes what others wrote, to be printed: at most `longest` characters, and none that no screen shows.
 
     Lone surrogates cannot be written, and control characters could move the cursor over what was said before.
@@ -16,8 +18,8 @@ def shortened(text: str, longest: int = _LONGEST) -> str:
     text = text if len(text) <= longest else text[:longest] + text[-longest:]
     shown = "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)
     lines = shown.split("\n")
-    if len(lines) > _MOST_LINES:
-        shown = "\n".join([*lines[: _MOST_LINES // 2], _CUT, *lines[-_MOST_LINES // 2 :]])
+    if len(lines) > most_lines:
+        shown = "\n".join([*lines[: most_lines // 2], _CUT, *lines[-(most_lines // 2) :]])
     if len(shown) <= longest:
         return shown
     half = (longest - len(_CUT)) // 2
@@ -31,10 +33,16 @@ class HfDpError(Exception):
         found: what was found, with the name and the value of the offending thing.
         why: why going on would break the privacy promise (or the computation).
         fix: what the user can do about it.
+
+    Attributes:
+        longest: the most characters of each of these, and of lines: together a dozen lines of 100 characters.
     """
 
+    longest: ClassVar[tuple[tuple[int, int], ...]] = ((480, 4), (260, 2), (420, 4))
+
     def __init__(self, found: str, *, why: str, fix: str) -> None:
-        self.found, self.why, self.fix = shortened(found), shortened(why), shortened(fix)
+        parts = zip((found, why, fix), self.longest, strict=True)
+        self.found, self.why, self.fix = (shortened(text, most, lines) for text, (most, lines) in parts)
         super().__init__(f"{self.found}\n  Why this is refused: {self.why}\n  What to do: {self.fix}")
 
     def __reduce__(self) -> tuple[object, tuple[object, ...]]:
@@ -84,4 +92,6 @@ class HubError(HfDpError):
 
 
 class RanksError(HfDpError):
-    """Another rank of the run has failed or ended, where this one waited for it."""
+    """Another rank of the run has failed or ended, where this one waited for it; with that one's message."""
+
+    longest = ((1300, 15), *HfDpError.longest[1:])

@@ -21,6 +21,11 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
     return ASKED.sub(lambda found: names(found["module"], written) if found["module"] else commands(), markdown)
 
 
+def on_page_content(html: str, **_: Any) -> str:
+    """A page whose short pieces of code stay in one line: browsers break `--flag` after its hyphens."""
+    return re.sub(r"<code>(?=[^<]{1,32}</code>)", '<code class="short">', html)
+
+
 def names(module: str, written: Collection[str] = ()) -> str:
     """Each public name of a module, but for those that the page has already, for mkdocstrings to read its docstring."""
     home = importlib.import_module(module)

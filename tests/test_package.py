@@ -30,7 +30,10 @@ ROOT = Path(__file__).resolve().parents[1]
         ("import hf_dp", ["torch", "transformers", "dp_accounting"]),
         ("from hf_dp import PrivacyConfig", ["torch", "transformers"]),
         pytest.param("import hf_dp.accounting", ["torch", "transformers"], marks=pytest.mark.slow),
-        ("import hf_dp.cli", ["torch", "transformers", "dp_accounting", "huggingface_hub", "matplotlib"]),
+        (
+            "import hf_dp.cli",
+            ["torch", "transformers", "dp_accounting", "huggingface_hub", "matplotlib", "numpy", "yaml"],
+        ),
         pytest.param("import hf_dp.audit", ["torch", "transformers", "datasets"], marks=pytest.mark.slow),
         ("import hf_dp.hub", ["torch", "transformers", "peft"]),
         pytest.param("from hf_dp import load_report", ["torch", "transformers", "peft"], marks=pytest.mark.slow),

@@ -11,19 +11,13 @@ from contextlib import contextmanager
 
 import dp_accounting as dp
 import numpy as np
-from dp_accounting import rdp as dp_rdp
-from dp_accounting.rdp import rdp_privacy_accountant
 
 from hf_dp.accounting.composition import StepLoss, composed_deltas, composed_epsilon
 from hf_dp.accounting.events import primitives
 from hf_dp.accounting.kinds import Primitive
+from hf_dp.accounting.renyi import Counts, renyi_epsilon
 from hf_dp.config import AccountantName
 from hf_dp.errors import ConfigurationError
-
-# Orders close to 1 matter for little noise, where the default's smallest (1.1) can be 30 times too pessimistic.
-RDP_ORDERS: tuple[float, ...] = (1.02, 1.05, *rdp_privacy_accountant.DEFAULT_RDP_ORDERS)
-# With orders up to 1024 only, no epsilon below about 0.004 could ever be shown.
-LARGE_RDP_ORDERS: tuple[float, ...] = (2048, 4096, 8192)
 
 # Cells of the loss grid per standard deviation of one step's privacy loss. Rounding to the grid adds variance of
 # about cell**2 / 6 a step, here 4e-4 of the variance that is there. Few steps with little noise also need a grid that
@@ -34,14 +28,11 @@ _LARGEST_WANTED_CELL = 0.02
 _MAX_STEP_CELLS = 40_000
 # Smaller cells drown in float64's rounding; above, exp(cell) loses its digits and then overflows.
 _MIN_CELL, _MAX_CELL = 1e-7, 30.0
-# Renyi divergences are sums near 1, exact to about this much for each step.
-_RDP_ROUNDING = 1e-15
 # Each takes about 0.2 s, and up to a second with the others; a training has three at most.
 _MOST_DISTRIBUTIONS = 6
 _ONE_AT_A_TIME = threading.RLock()
 # What a grid that is too fine, or numbers that are too large for one, end in.
 _NO_GRID = (MemoryError, OverflowError, ValueError, ZeroDivisionError)
-Counts = tuple[tuple[Primitive, int], ...]
 
 
 def epsilon(event: dp.DpEvent, delta: float, accountant: AccountantName = "pld") -> float:
@@ -149,7 +140,7 @@ def _epsilon(counts: Counts, delta: float, accountant: AccountantName) -> float:
     with _quiet(), np.errstate(all="ignore"):
         if not all(one.has_renyi for one, _ in counts):
             return _pld_epsilon(counts, delta)
-        bound = _rdp_epsilon(counts, delta)
+        bound = renyi_epsilon(counts, delta)
         if accountant == "rdp" or len(counts) > _MOST_DISTRIBUTIONS:
             return bound
         return min(bound, _pld_epsilon(counts, delta))
@@ -167,26 +158,6 @@ def _quiet() -> Iterator[None]:
             yield
         finally:
             logger.setLevel(level)
-
-
-def _rdp_epsilon(counts: Counts, delta: float) -> float:
-    def at(orders: tuple[float, ...]) -> float:
-        divergences = np.sum([n * _divergences(one, orders) for one, n in counts], axis=0)
-        return float(dp_rdp.compute_epsilon(orders, divergences, delta)[0])
-
-    bound = at(RDP_ORDERS)
-    # A smaller epsilon has its best order where the slow large orders begin.
-    if bound < 0.02:
-        bound = min(bound, at(LARGE_RDP_ORDERS))
-    rounding = _RDP_ROUNDING * sum(n for one, n in counts if one.is_a_sum)
-    return math.inf if math.isnan(bound) else max(bound, math.sqrt(-2 * rounding * math.log(delta)))
-
-
-@functools.lru_cache(maxsize=1024)
-def _divergences(one: Primitive, orders: tuple[float, ...]) -> np.ndarray:
-    """Renyi divergences of one use at `orders`, which take longer than all that is made of them."""
-    divergences: np.ndarray = dp_rdp.RdpAccountant(orders).compose(one.event).rdp
-    return divergences
 
 
 def _pld_epsilon(counts: Counts, delta: float) -> float:

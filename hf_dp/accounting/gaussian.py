@@ -71,6 +71,11 @@ class Gaussian:
     def has_renyi(self) -> bool:
         return True
 
+    @property
+    def advantage(self) -> float:
+        # Of the closest two normal distributions that the noise makes, where the unit is drawn.
+        return self.probability * math.erf(1 / (math.sqrt(8) * self.noise))
+
     def of_group(self, rows: int) -> Gaussian | Group:
         # What is 1 / noise-Gaussian for one row is rows / noise-Gaussian for several (Dong, Roth and Su 2019,
         # arXiv:1905.02383, theorem 2.14), whatever mechanism it stands for.

@@ -46,6 +46,7 @@ class ByDistributions:
 
     has_renyi = False
     is_a_sum = True
+    advantage = 0.0
 
     @property
     def is_free(self) -> bool:

@@ -45,6 +45,10 @@ class Primitive(Protocol):
     def is_a_sum(self) -> bool:
         """Its Renyi divergence is computed as a sum, which rounds."""
 
+    @property
+    def advantage(self) -> float:
+        """No more than some attack finds of members in one use, less what it takes wrongly, where it `has_renyi`."""
+
     def of_group(self, rows: int) -> Any:
         """The mechanism that a person with so many rows sees; None where it is not known. For one row, itself."""
 

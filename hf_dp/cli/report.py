@@ -103,7 +103,8 @@ def _draw(steps: Steps, budget: float | None, figure: Path, directory: str) -> N
         raise ConfigurationError(
             f"--figure of {directory!r}, where no log of this run lies.",
             why="the figure is made of what Trainer logged (trainer_state.json, which is in each checkpoint).",
-            fix="train with logging_steps below the number of steps, and call trainer.save_state() at the end.",
+            fix="name the output folder, where its checkpoints lie; where there are none, call trainer.save_state() at "
+            "the end of the training, with logging_steps below the number of steps.",
         )
     draw_history(steps, budget, figure)
 

@@ -52,6 +52,6 @@ def unknown(recipe: str, folder: Path) -> ConfigurationError:
     """No recipe of a folder has this name."""
     return ConfigurationError(
         f"no recipe is called {recipe!r}.",
-        why=f"those of hf_dp are {', '.join(sorted(path.stem for path in folder.glob('*.yaml')))}.",
-        fix="choose one of them (`hf-dp recipes list` says what each does), or give the path of a YAML file of yours.",
+        why="what runs is a recipe that comes with hf_dp, or a YAML file.",
+        fix=f"choose one of {', '.join(sorted(path.stem for path in folder.glob('*.yaml')))}, or give a path.",
     )

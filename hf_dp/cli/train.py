@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-import yaml
 
 from hf_dp.cli.common import AsJson, print_json, refusals
 from hf_dp.cli.shipped import named
@@ -72,25 +71,27 @@ def train(
             print_json(outcome.read())
 
 
-class _EachNameOnce(yaml.SafeLoader):  # type: ignore[misc]
-    """Of two values for one name YAML's own reader takes the last."""
-
-    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-        names = [name.value for name, _ in node.value if isinstance(name, yaml.ScalarNode)]
-        if twice := [name for name in names if names.count(name) > 1]:
-            raise yaml.constructor.ConstructorError(None, None, f"{twice[0]!r} stands twice", node.start_mark)
-        found: dict[Any, Any] = super().construct_mapping(node, deep)
-        return found
-
-
 def settings(path: Path) -> dict[str, Any]:
     """What stands in a recipe's YAML file.
 
     Raises:
         ConfigurationError: no such file, no settings in it, or one twice.
     """
+    # Here, as every command imports this module.
+    import yaml
+
+    class EachNameOnce(yaml.SafeLoader):  # type: ignore[misc]
+        """Of two values for one name YAML's own reader takes the last."""
+
+        def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+            names = [name.value for name, _ in node.value if isinstance(name, yaml.ScalarNode)]
+            if twice := [name for name in names if names.count(name) > 1]:
+                raise yaml.constructor.ConstructorError(None, None, f"{twice[0]!r} stands twice", node.start_mark)
+            found: dict[Any, Any] = super().construct_mapping(node, deep)
+            return found
+
     try:
-        values = yaml.load(path.read_text(encoding="utf-8"), _EachNameOnce)  # a SafeLoader
+        values = yaml.load(path.read_text(encoding="utf-8"), EachNameOnce)  # a SafeLoader
     except (OSError, ValueError, LookupError, RecursionError, yaml.YAMLError) as error:
         raise ConfigurationError(
             f"recipe {str(path)!r} cannot be read: {error}.",

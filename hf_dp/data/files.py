@@ -16,8 +16,8 @@ from hf_dp.errors import ConfigurationError
 # With columns: CSV and TSV with a header, a JSON list, JSON lines.
 WITH_COLUMNS = (".csv", ".tsv", ".json", ".jsonl")
 _OTHER_THAN_TSV = (
-    "In TSV quotes are text, and no field has a tab or an end of line. Where a program put quotes around fields, save "
-    "it as CSV, which takes them off; where they belong to the text, as JSON lines"
+    "In TSV no field has a tab or an end of line, and quotes are text, but for those around all texts of a column, or "
+    'around each that has quotes within, doubled (""). Save the file as CSV, or as JSON lines'
 )
 
 
@@ -100,18 +100,21 @@ def check_columns(
                 )
 
 
+def _check_once(names: Sequence[str]) -> None:
+    if len(set(names)) < len(names):
+        raise ValueError(f"a column twice in the header: {', '.join(map(str, names))[:200]}")
+
+
 def _check_tsv(names: Sequence[str], rows: Sequence[Mapping[str, Any]], text: str) -> None:
-    """Refuses what a reader of quotes, as CSV has them, would read otherwise.
+    """Refuses what a reader of quotes, as CSV has them, would read as other rows.
 
     A quote in the middle of a field, or at one end alone, is text, as long as every row has all columns: a field of
     several lines makes rows that have fewer. In a single column they have all, so there both readings are compared.
 
     Raises:
-        ValueError: a field in quotes, or a row that lacks columns.
+        ValueError: a row that lacks columns, or quotes around lines.
     """
-    for number, row in enumerate(({name: name for name in names}, *rows)):
-        if quoted := next((field for field in row.values() if isinstance(field, str) and _is_quoted(field)), None):
-            raise ValueError(f"{quoted[:60]!r} is quoted as in CSV")
+    for number, row in enumerate(rows, 1):
         if None in row.values():
             raise ValueError(f"row {number} has fewer columns than the header, as of a field of several lines")
     if len(names) == 1:
@@ -121,6 +124,29 @@ def _check_tsv(names: Sequence[str], rows: Sequence[Mapping[str, Any]], text: st
             return
         if len(others) != len(rows) + 1:
             raise ValueError("quotes begin in one line and end in another")
+
+
+def _without_quotes(fields: Sequence[str]) -> list[str]:
+    """The fields of one column, or of the header, as whoever wrote them meant them; each of them stays one field.
+
+    A program puts all texts of a column in quotes, or those that have a quote within, which it doubles. What is written
+    neither way could mean both.
+
+    Raises:
+        ValueError: some are in quotes, and not for such a reason.
+    """
+    quoted = [_is_quoted(field) for field in fields]
+    if not any(quoted):
+        return list(fields)
+    by_need = all(
+        is_quoted and '"' in field[1:-1] for field, is_quoted in zip(fields, quoted, strict=True) if '"' in field
+    )
+    if not (all(quoted) or by_need):
+        one = next(field for field, is_quoted in zip(fields, quoted, strict=True) if is_quoted)
+        raise ValueError(f"{one[:60]!r} is quoted as in CSV, and others like it are not")
+    return [
+        field[1:-1].replace('""', '"') if is_quoted else field for field, is_quoted in zip(fields, quoted, strict=True)
+    ]
 
 
 def _is_quoted(field: str) -> bool:
@@ -136,10 +162,13 @@ def _parsed(text: str, ending: str) -> list[Any]:
         found = csv.DictReader(io.StringIO(text, newline=""), **form)
         rows: list[Any] = list(found)
         names = list(found.fieldnames or ())
-        if len(set(names)) < len(names):
-            raise ValueError(f"a column twice in the header: {', '.join(map(str, names))[:200]}")
-        if ending == ".tsv":
+        _check_once(names)
+        if ending == ".tsv" and not any(None in row for row in rows):
             _check_tsv(names, rows, text)
+            columns = [_without_quotes([row[name] for row in rows]) for name in names]
+            names = _without_quotes(names)
+            _check_once(names)
+            rows = [dict(zip(names, fields, strict=True)) for fields in zip(*columns, strict=True)]
         return rows
     if text.lstrip().startswith("["):
         rows = json.loads(text, object_pairs_hook=each_name_once)

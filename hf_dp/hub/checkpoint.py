@@ -6,11 +6,11 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from hf_dp.accounting import Ledger, promised_unit, sampling_terms
+from hf_dp.accounting import Ledger, in_words, promised_unit, sampling_terms
 from hf_dp.config.ranges import is_number
 from hf_dp.config.secret import GIVEN_SIZE
 from hf_dp.errors import LedgerError
@@ -124,7 +124,9 @@ def _of_record(checkpoint: Path, ledger: Ledger) -> Iterator[str]:
         return
     record = source.record()
     if record.ledger != ledger:
-        here, there = _told(ledger), _told(record.ledger)
+        here, there = _told(ledger, in_words), _told(record.ledger, in_words)
+        if here == there:  # words round
+            here, there = _told(ledger, repr), _told(record.ledger, repr)
         yield f"the ledger in trainer_state.json ({here}) is not that in {RECORD_FILE} ({there}), or its promise is not"
         return
     checks = [*check_promise(record), *check_earlier(record), *check_files(source, record)]
@@ -161,6 +163,6 @@ def _epsilon(ledger: Ledger) -> float:
     return ledger.epsilon(ledger.promise["delta"], ledger.promise["accountant"])
 
 
-def _told(ledger: Ledger) -> str:
-    parts = [f"{count} x {label}: {event}" for event, count, label in ledger.entries]
+def _told(ledger: Ledger, say: Callable[[Any], str]) -> str:
+    parts = [f"{count} x {label}: {say(event)}" for event, count, label in ledger.entries]
     return ", ".join(parts) or "empty"

@@ -55,7 +55,8 @@ class DPTrainerMixin(RestoringMixin, CheckpointMixin, LayoutsMixin, PublishingMi
         privacy: the promise.
         max_tokens_per_micro_batch: the most tokens of a micro-batch, padding included, that has more than one row; so
             a long row does not decide the memory. No part of the promise. None: rows alone are counted.
-        args, kwargs: those of the Trainer behind this class.
+        args, kwargs: those of the Trainer behind this class. `help` and notebooks show them by name; types of Python
+            cannot say it, so that type checkers ask for `privacy`, and let any others pass.
 
     Raises:
         ConfigurationError: arguments, data or overrides that would break the guarantee.

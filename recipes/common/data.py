@@ -14,6 +14,8 @@ from common.labelled_texts import label_names
 from hf_dp.data.files import WITH_COLUMNS, check_columns, rows_of_file
 from hf_dp.errors import ConfigurationError
 
+_FIX = "name the columns of your data with --text_column, --label_column and --group_column."
+
 
 def read_rows(
     name: str,
@@ -40,8 +42,7 @@ def read_rows(
     is_file = path.suffix in WITH_COLUMNS or path.is_file()
     rows = rows_of_file(path) if is_file else _of_data_set(name, split, max_examples)
     rows = rows[:max_examples]
-    fix = "name the columns of your data with --text_column, --label_column and --group_column."
-    check_columns(name, rows, columns, others, fix=fix)
+    check_columns(name, rows, columns, others, fix=_FIX)
     return rows
 
 
@@ -72,7 +73,9 @@ class LabelledData(TextArguments):
         metadata={"help": "JSON list of all label names, which are public; by default a data set's own (ClassLabel)."},
     )
     text_column: str = "text"
-    label_column: str = "label"
+    label_column: str | None = field(
+        default=None, metadata={"help": "By default label, or the one column beside that of texts (and of units)."}
+    )
     group_column: str | None = field(
         default=None, metadata={"help": "Report accuracy for each of its values in the test file."}
     )
@@ -95,16 +98,32 @@ def public_labels(recipe: LabelledData) -> list[str]:
         return label_names(recipe.labels_file)
     is_file = Path(recipe.train_file).suffix in WITH_COLUMNS
     features = {} if is_file else split_of(recipe.train_file, "train").features
-    kind = features.get(recipe.label_column)
+    declared = [name for name, kind in features.items() if isinstance(kind, ClassLabel)]
+    column = recipe.label_column or ("label" if "label" in features or len(declared) != 1 else declared[0])
+    kind = features.get(column)
     if not isinstance(kind, ClassLabel):
         raise ConfigurationError(
-            f"no labels_file, and {recipe.train_file} declares no names for the column {recipe.label_column!r}.",
+            f"no labels_file, and {recipe.train_file} declares no names for the column {column!r}.",
             why="the labels are public and fixed beforehand: a list made from the private data would leak.",
             fix="give a JSON list of all label names with --labels_file. A data set may declare them instead (as a "
             "ClassLabel): then name that column with --label_column.",
         )
     print(f"labels: the {len(kind.names)} names that {recipe.train_file} declares, which are taken to be public")
     return list(kind.names)
+
+
+def _label_column(name: str, columns: list[str], recipe: LabelledData, unit: str | None) -> str:
+    """Where labels are, if nobody said it: what a column is called is public, and each label must be in the list."""
+    others = [column for column in columns if column not in (recipe.text_column, unit)]
+    if len(others) > 1:
+        others = [column for column in others if column != recipe.group_column]
+    if "label" in others or len(others) == 1:
+        return "label" if "label" in others else others[0]
+    raise ConfigurationError(
+        f"{name} has the columns {', '.join(map(str, columns))}, and none that is called label.",
+        why="which of them holds the labels is not guessed.",
+        fix="name it with --label_column.",
+    )
 
 
 def labelled(
@@ -115,19 +134,22 @@ def labelled(
     Raises:
         ConfigurationError: a column that is missing, or a label that is not in the list.
     """
-    others = (recipe.label_column, *(column for column in (recipe.group_column, unit) if column))
+    others = tuple(column for column in (recipe.label_column, recipe.group_column, unit) if column)
     rows = read_rows(name, split=split, columns=(recipe.text_column,), others=others, max_examples=recipe.max_examples)
+    column = recipe.label_column or _label_column(name, list(rows[0]), recipe, unit)
+    check_columns(name, rows, (), (column,), fix=_FIX)
     numbers = {label: number for number, label in enumerate(labels)}
-    unknown = next((row[recipe.label_column] for row in rows if str(row[recipe.label_column]) not in numbers), None)
+    unknown = next((row[column] for row in rows if str(row[column]) not in numbers), None)
     if unknown is not None:
+        known = recipe.labels_file or "its declared names"
         raise ConfigurationError(
-            f"{name} has the label {unknown!r}, which is not in {recipe.labels_file or 'its declared names'}.",
+            f"{name} has the label {unknown!r} in column {column!r}, which is not in {known}.",
             why="the labels are public and fixed beforehand: a list made from the private data would leak.",
             fix="complete the list, or correct --label_column.",
         )
     found = {
         "text": [row[recipe.text_column] for row in rows],
-        "labels": [numbers[str(row[recipe.label_column])] for row in rows],
+        "labels": [numbers[str(row[column])] for row in rows],
     }
     if recipe.group_column is not None:
         found["group"] = [str(row[recipe.group_column]) for row in rows]

@@ -101,7 +101,7 @@ def banking77(recipe: TaskArguments) -> Task:
     """Questions of bank customers, 77 intents."""
     names = ("train_file", "test_file", "labels_file", "encoder", "group_column", "max_examples")
     given: dict[str, Any] = {name: getattr(recipe, name) for name in names}
-    parts = classification.EncoderClassifier(method="full", head_scale=_HEAD_SCALE, label_column="category", **given)
+    parts = classification.EncoderClassifier(method="full", head_scale=_HEAD_SCALE, **given)
     tokenizer, labels = pretrained(AutoTokenizer, recipe.encoder), label_names(recipe.labels_file)
     tokenizer.model_max_length = parts.max_length
     splits = {"train": recipe.train_file, "test": recipe.test_file}

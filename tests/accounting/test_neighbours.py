@@ -20,8 +20,8 @@ from hf_dp.accounting import (
     epsilon,
     step_event,
 )
-from hf_dp.accounting.accountants import RDP_ORDERS
 from hf_dp.accounting.neighbours import ADD_OR_REMOVE, SAID_BEFORE, ZERO_OUT
+from hf_dp.accounting.renyi import RDP_ORDERS
 from hf_dp.parts.sparse_embeddings.top_k import gumbel_scale
 from hf_dp.randomness import Entropy
 from hf_dp.sampling.poisson import PoissonBatchSampler

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import csv
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -29,6 +31,16 @@ def test_quotes_that_have_one_reading_stay(tmp_path: Path, text: str) -> None:
         assert rows[-1]["text"] == text
 
 
+@pytest.mark.parametrize("quoting", [csv.QUOTE_MINIMAL, csv.QUOTE_ALL, csv.QUOTE_NONNUMERIC])
+def test_quotes_that_a_program_put_around_fields_of_tsv_are_taken_off(tmp_path: Path, quoting: Any) -> None:
+    rows = [{"text": text, "label": n} for n, text in enumerate(["one", 'say "two"', "", '"three"', "four, five"])]
+    with (tmp_path / "a.tsv").open("w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, ["text", "label"], delimiter="\t", quoting=quoting)
+        writer.writeheader()
+        writer.writerows(rows)
+    assert rows_of_file(tmp_path / "a.tsv") == [{**row, "label": str(row["label"])} for row in rows]
+
+
 def test_quotes_in_csv_hold_commas_and_lines(tmp_path: Path) -> None:
     file = written(tmp_path / "a.csv", 'text,label\n"a, ""b""\nc",0\nno "quotes",1\n')
     assert [row["text"] for row in rows_of_file(file)] == ['a, "b"\nc', 'no "quotes"']
@@ -39,9 +51,11 @@ def test_quotes_in_csv_hold_commas_and_lines(tmp_path: Path) -> None:
     [
         ("a.csv", 'text,label\none,0\n"no end,1\ntwo,0\n', "unexpected end"),
         ("a.csv", 'text,label\n"one" more,0\n', "expected after"),
-        ("a.tsv", 'text\tlabel\n"quoted, simply"\t0\n', "is quoted as in CSV(.|\n)*save it as CSV"),
-        ("a.tsv", 'text\tlabel\none\t""\n', "is quoted as in CSV"),
-        ("a.tsv", '"text"\t"label"\none\t0\n', "is quoted as in CSV"),
+        ("a.tsv", 'text\tlabel\n"quoted, simply"\t0\nnot so\t1\n', "is quoted as in CSV(.|\n)*Save the file as CSV"),
+        ("a.tsv", 'text\tlabel\none\t""\ntwo\t1\n', "is quoted as in CSV"),
+        ("a.tsv", '"text"\tlabel\none\t0\n', "is quoted as in CSV"),
+        ("a.tsv", 'text\tlabel\n"by ""need"""\t0\nand "not"\t1\n', "is quoted as in CSV"),
+        ("a.tsv", '"a"\ta\n1\t2\n', "is quoted as in CSV"),
         ("a.tsv", 'text\tlabel\none\t0\n"two\nlines"\t1\n', "row 2 has fewer columns than the header"),
         ("a.tsv", 'label\ttext\n0\t"two\nlines"\n', "row 2 has fewer columns than the header"),
         ("a.tsv", 'text\none\n"two\nlines"\n', "begin in one line and end in another"),

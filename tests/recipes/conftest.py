@@ -83,7 +83,7 @@ def questions_directory(tmp_path_factory) -> Path:
     for name, n in (("train", 90), ("test", 30)):
         with (path / f"{name}.csv").open("w", newline="", encoding="utf-8") as file:
             writer = csv.writer(file)
-            writer.writerow(["text", "category", "branch"])
+            writer.writerow(["text", "label", "branch"])
             for i in range(n):
                 label = LABELS[i % 3]
                 words = [*draw.choices(WORDS, k=draw.randint(2, 8)), *label.split("_")]

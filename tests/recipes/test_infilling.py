@@ -25,7 +25,7 @@ def infilling(part):
 
 def arguments(infilling, model, questions, **changes):
     files = {"train_file": str(questions / "train.csv"), "test_file": str(questions / "test.csv")}
-    labels = {"labels_file": str(questions / "categories.json"), "label_column": "category"}
+    labels = {"labels_file": str(questions / "categories.json")}
     return infilling.RecipeArguments(model=str(model), **{**files, **labels, **changes})
 
 

@@ -37,7 +37,7 @@ def test_quotes_in_tsv_are_text_and_take_in_no_row(part, tmp_path):
     file.write_text('text\tlabel\none, "two"\tx\n"three\tx\n', encoding="utf-8")
     rows = read_rows(str(file), split="train", columns=("text",), others=("label",))
     assert rows == [{"text": 'one, "two"', "label": "x"}, {"text": '"three', "label": "x"}]
-    file.write_text('text\tlabel\n"one ""two"" three"\tx\n', encoding="utf-8")
+    file.write_text('text\tlabel\n"one two three"\tx\nfour\tx\n', encoding="utf-8")
     with pytest.raises(ConfigurationError, match="is quoted as in CSV"):
         read_rows(str(file), split="train", columns=("text",))
 
@@ -106,12 +106,29 @@ def test_sixteen_bits_are_trained_in_on_a_cpu_where_there_is_nothing_else(parsed
             parsed(bf16="true", use_cpu=None)  # of an old GPU Transformers says it, and no CPU is taken in its place
 
 
-def test_a_column_of_labels_is_called_label_where_nobody_says_otherwise(parsed):
-    recipe, _, _ = parsed()
-    assert recipe.label_column == "label"
-    for file in (ROOT / "recipes").glob("*.yaml"):
-        text = file.read_text(encoding="utf-8")
-        assert ("label_column: category" in text) == ("categories.json" in text and "task: banking77" not in text), file
+@pytest.mark.parametrize(
+    ("columns", "given", "found"),
+    [
+        (["text", "category"], {}, "category"),
+        (["id", "text", "label"], {}, "label"),
+        (["text", "intent", "branch"], {"group_column": "branch"}, "intent"),
+        (["text", "intent"], {"group_column": "intent"}, "intent"),
+        (["text", "intent", "user"], {"unit": "user"}, "intent"),
+        (["text", "intent", "user"], {}, None),
+        (["text"], {}, None),
+        (["text", "intent", "label"], {"label_column": "intent"}, "intent"),
+    ],
+)
+def test_labels_are_in_the_one_column_that_is_left(parsed, part, tmp_path, columns, given, found):
+    (tmp_path / "a.jsonl").write_text(json.dumps({name: "yes" if name == found else "a b" for name in columns}))
+    unit = given.pop("unit", None)
+    recipe, _, _ = parsed(**given)
+    labelled = part("common.data").labelled
+    if found is None:
+        with pytest.raises(ConfigurationError, match=f"{', '.join(columns)}(.|\n)*--label_column"):
+            labelled(str(tmp_path / "a.jsonl"), "train", recipe, ["no", "yes"], unit)
+    else:
+        assert labelled(str(tmp_path / "a.jsonl"), "train", recipe, ["no", "yes"], unit)["labels"] == [1]
 
 
 def test_what_is_counted_in_private_data_says_so(part, capsys):

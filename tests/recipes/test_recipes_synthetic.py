@@ -41,7 +41,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for split, rows in {"train": 64, "test": 32}.items():
         with (folder / f"{split}.csv").open("w", newline="") as file:
             writer = csv.writer(file)
-            writer.writerow(["text", "category", "language"])
+            writer.writerow(["text", "label", "language"])
             for i in range(rows):
                 label = draw.choice(NAMES)
                 writer.writerow([f"about {label.split()[0]}, said {split}secret{i}", label, draw.choice("de")])
