@@ -23,7 +23,7 @@ _CHANGES = ("os.rename", "os.remove", "os.rmdir", "os.mkdir", "shutil.rmtree", "
 
 def in_a_fork(act: Callable[[], Any]) -> int:
     """How `act` ended in a fork of this process: 0, or the signal that killed it; it may not raise."""
-    return _ended(_forked(act))
+    return ended(forked(act))
 
 
 def killed_after(acts: list[Callable[[Callable[[str], None]], Any]], seconds: list[float]) -> tuple[bool, list[str]]:
@@ -38,7 +38,7 @@ def killed_after(acts: list[Callable[[Callable[[str], None]], Any]], seconds: li
         Whether some were killed before they ended, and what was said until then.
     """
     reader, writer = os.pipe()
-    children = [_forked(lambda act=act: act(lambda text: os.write(writer, f"{text}\n".encode()))) for act in acts]
+    children = [forked(lambda act=act: act(lambda text: os.write(writer, f"{text}\n".encode()))) for act in acts]
     os.close(writer)
     said, begin = os.read(reader, 1 << 16), time.monotonic()
     statuses: dict[int, int] = {}
@@ -64,7 +64,8 @@ def _with_locks_of_ones_own(bar: type[Any]) -> None:
         _with_locks_of_ones_own(kind)
 
 
-def _forked(act: Callable[[], Any]) -> int:
+def forked(act: Callable[[], Any]) -> int:
+    """The number of a fork of this process that does `act`, which may not raise."""
     _with_locks_of_ones_own(tqdm)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of threads, which the child never meets
@@ -81,7 +82,8 @@ def _forked(act: Callable[[], Any]) -> int:
     return child
 
 
-def _ended(child: int) -> int:
+def ended(child: int) -> int:
+    """How a fork ended, which is waited for: 0, or the signal that killed it."""
     _, status = os.waitpid(child, 0)
     assert status in (0, signal.SIGKILL), status
     return status

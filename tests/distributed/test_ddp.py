@@ -25,10 +25,12 @@ pytestmark = pytest.mark.usefixtures("checked_once")
 
 TOLERANCE = 1e-6
 GROUPS = {"clipping": "groups", "groups": (("*attention*", 1.0), ("*", 2.0))}
+# The base of its adapters, and what the test of empty batches trains.
+LIKE_OTHERS = {"llama", "bert"}
 NEEDS_THE_EVENT = pytest.mark.skipif(truncated.EVENT is None, reason="dp-accounting 0.5 has no event for it")
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in LIKE_OTHERS)) for n in MODELS])
 def test_without_noise_two_processes_agree_with_one(tmp_path: Path, pair: Gang, name: str) -> None:
     alone = pair.alone_once(trained_alone, name)
     for found in pair.run(trained, str(tmp_path / "two"), name, 2):

@@ -107,7 +107,7 @@ def test_failure_06_batches_that_are_empty_on_some_ranks_or_all(pair: Gang) -> N
         assert farthest(each["parameters"], alone["parameters"]) < TOLERANCE
 
 
-@pytest.mark.parametrize("name", models(MODELS))
+@pytest.mark.parametrize("name", [pytest.param(n, marks=SLOW[n != "llama lora"]) for n in MODELS])
 def test_through_trainer(tmp_path: Path, pair: Gang, name: str) -> None:
     alone = pair.alone_once(trained_alone, name)
     for found in pair.run(trained_in_shards, str(tmp_path / "two"), name, 2):

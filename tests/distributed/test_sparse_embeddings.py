@@ -13,7 +13,6 @@ from tests.distributed.gang import Gang
 from tests.distributed.sparse import (
     CHOSEN,
     METHODS,
-    MODELS,
     refused_rows,
     sent_in_each_step,
     trained,
@@ -66,7 +65,7 @@ def test_without_noise_two_processes_agree_with_one(
         assert (found["ledger"], found["report"]) == (alone["ledger"], alone["report"])
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ["one table", pytest.param("several tables", marks=pytest.mark.slow)])
 def test_batches_that_are_empty_on_some_ranks_or_all(tmp_path: Path, pair: Gang, name: str) -> None:
     settings, many = {"threshold": 0.4}, {"max_steps": 12}
     alone = trained(str(tmp_path / "one"), name, 1, settings, None, 2, **many)
@@ -111,7 +110,9 @@ def test_the_seeded_draws_are_those_of_one_process(
     assert (first["ledger"], first["report"]) == (alone["ledger"], alone["report"])
 
 
-@pytest.mark.parametrize("settings", [{"threshold": 2.0}, {**CHOSEN, "renew_every": 2}])
+@pytest.mark.parametrize(
+    "settings", [pytest.param({"threshold": 2.0}, marks=pytest.mark.slow), {**CHOSEN, "renew_every": 2}]
+)
 def test_with_secret_draws_all_processes_have_the_same_bits(
     tmp_path: Path, pair: Gang, settings: dict[str, Any]
 ) -> None:
@@ -175,7 +176,7 @@ def test_what_a_step_sends(tmp_path: Path, pair: Gang, method: str, accumulation
         assert set(sent) <= {"allreduce", "allgather", "broadcast", "released"}
 
 
-@pytest.mark.parametrize("method", ["adafest", "fest"])
+@pytest.mark.parametrize("method", ["adafest", pytest.param("fest", marks=pytest.mark.slow)])
 def test_nothing_as_large_as_a_table_is_made(tmp_path: Path, pair: Gang, method: str) -> None:
     """Neither by the wrapper, nor in the comparison of the ranks, nor in a step."""
     assert pair.run(whole_tables_made, str(tmp_path / "run"), METHODS[method]) == [set(), set()]

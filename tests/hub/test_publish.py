@@ -170,7 +170,12 @@ def test_a_pushed_adapter_loads_with_peft(hub: Hub, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "strategy", ["end", pytest.param("every_save", marks=pytest.mark.slow), "checkpoint", "all_checkpoints"]
+    "strategy",
+    [
+        "end",
+        "checkpoint",
+        *(pytest.param(other, marks=pytest.mark.slow) for other in ("every_save", "all_checkpoints")),
+    ],
 )
 def test_nothing_private_goes_up_whatever_the_hub_strategy(
     hub: Hub, tmp_path: Path, strategy: str, caplog: pytest.LogCaptureFixture
@@ -222,7 +227,7 @@ def test_a_private_repository_needs_its_token(hub: Hub, trained: Any, monkeypatc
         pytest.param(("PUT", "/lfs/"), 503, marks=pytest.mark.slow),
         pytest.param(("POST", "/commit/"), "drop", marks=pytest.mark.slow),
         (("POST", "/commit/"), 409),
-        (("POST", "/preupload/"), 401),
+        pytest.param(("POST", "/preupload/"), 401, marks=pytest.mark.slow),
     ],
 )
 def test_a_push_that_fails_shows_nothing_loses_nothing_and_can_be_repeated(

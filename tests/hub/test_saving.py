@@ -14,7 +14,7 @@ import torch
 from hf_dp import PrivacyConfig, load_report
 from hf_dp.errors import ConfigurationError
 from hf_dp.hub import PrivacyRecord, model_files, saved_aside, verify, write_card
-from hf_dp.hub.card import BEGIN
+from hf_dp.hub.card import BEGIN, privacy_section
 from hf_dp.hub.saved import may_be_published
 from tests.crashes import digests, killed_everywhere
 from tests.hub.test_publish import trainer
@@ -42,8 +42,14 @@ def another(path: Path, model: Any = None, epsilon: float = 5.0, **changes: Any)
     return run
 
 
+def known(run: Any) -> None:
+    """The numbers of its card are, in each thread and fork that begins later."""
+    privacy_section(run.privacy_report(), run.ledger, run.privacy)
+
+
 def test_two_saves_at_once_follow_one_another(tmp_path: Path) -> None:
     run = another(tmp_path)
+    known(run)
     threads = [threading.Thread(target=run.save_model) for _ in range(4)]
     for thread in threads:
         thread.start()
@@ -79,6 +85,7 @@ def test_an_earlier_model_goes_with_its_record(saved: Path, tmp_path: Path) -> N
 def test_failure_34_killed_while_a_model_is_saved_over_another_no_claim_is_false(saved: Path, tmp_path: Path) -> None:
     path = Path(shutil.copytree(saved, tmp_path / "out"))
     run, found = another(path), list[float | None]()
+    known(run)
     for _ in killed_everywhere(path, run.save_model):
         if "epsilon" in text(path):
             assert verify(path).private, verify(path).checks

@@ -48,7 +48,7 @@ def test_equals_the_models_own_loss(name: str, head: str) -> None:
 
 @pytest.mark.parametrize("reduction", ["sum", "mean"])
 @pytest.mark.parametrize("with_mask", [True, False])
-@pytest.mark.parametrize("name", ["wav2vec2", "hubert"])
+@pytest.mark.parametrize("name", ["wav2vec2", pytest.param("hubert", marks=pytest.mark.slow)])
 def test_speech_recognition_by_ctc(name: str, with_mask: bool, reduction: str) -> None:
     model, batch = tiny(name, "ctc", ctc_loss_reduction=reduction), text_batch("ctc")
     batch["labels"][1, 0] = -100

@@ -29,11 +29,30 @@ ALIKE = {
     *("mbart", "m2m_100", "pegasus", "marian"),  # bart
     *("hubert", "siglip"),  # wav2vec2, clip
     *("smolvlm", "llava", "paligemma"),  # idefics3, with one image of the towers of clip and siglip
+    *(
+        "gptj",
+        "gpt_neo",
+        "falcon",
+        "bloom",
+        "bart",
+    ),  # gpt2 and llama, whose layers have no more than these; t5 and whisper
+    "mixtral, experts batched",  # gpt_oss
+    # tests/per_example/test_exact.py has them, on real batches.
+    *("llama_tied", "qwen3", "opt", "gpt_neox", "roberta", "distilbert"),
     # Adapters whose operations others have, with other numbers.
     *("rsLoRA", "DoRA on Conv1D", "LoRA on attention beside experts (qwen3_moe)", "LoRA, bias='lora_only'"),
-    *("modules_to_save, embedding and untied head", "trainable_token_indices, untied"),
+    *("modules_to_save, embedding and untied head", "trainable_token_indices, untied", "trainable tokens"),
+    *("LoRA on attention beside experts (mixtral)", "LoRA on an embedding", "LoRA on Conv1D over a bf16 base"),
+    *("DoRA on an embedding", "prefix tuning", "p-tuning"),
+    # tests/per_example/test_exact.py has them.
+    *("LoRA on Conv1D", "modules_to_save, untied head"),
     # Heads that other models have too.
     *((name, head) for name in ("t5", "bart") for head in ("sequence", "multi_label", "regression", "qa")),
+    *(("gpt2", "multi_label"), ("gpt2", "regression"), ("siglip", "text")),
+    # Settings of which each has one of the two models, or both: tests/per_example/test_exact.py has those of gpt2.
+    *((name, "gpt2") for name in coverage.SETTING if name.startswith(("bf16", "gradient checkpointing"))),
+    *((name, "llama with LoRA") for name in ("bf16 autocast", "label smoothing", "a loss of one's own")),
+    *((name, "llama") for name in coverage.SETTING),
 }
 
 
@@ -74,8 +93,9 @@ def test_adapters(method: str) -> None:
     assert_as_expected(coverage.judge_adapter(method, QUICK), method in REFUSED_ADAPTERS)
 
 
-@pytest.mark.parametrize("name", coverage.SETTING)
-@pytest.mark.parametrize("model", ["gpt2", pytest.param("llama", marks=pytest.mark.slow), "llama with LoRA"])
+@pytest.mark.parametrize(
+    ("name", "model"), cases((name, model) for name in coverage.SETTING for model in coverage.MODELS)
+)
 def test_settings(name: str, model: str) -> None:
     assert_as_expected(coverage.SETTING[name](coverage.MODELS[model], QUICK), refused=False)
 

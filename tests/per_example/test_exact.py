@@ -28,6 +28,11 @@ CASES = [
 ]
 
 
+def slow(*case: Any) -> Any:
+    """What repeats a sibling with another model."""
+    return pytest.param(*case, marks=pytest.mark.slow)
+
+
 def errors(found: PerExampleGradients, truth: PerExampleGradients) -> tuple[float, float, float]:
     """The worst relative errors: a norm, the weighted sum of one parameter, the whole weighted sum."""
     weights = torch.linspace(0.3, 1.7, truth.batch_size, dtype=torch.float64)
@@ -54,8 +59,15 @@ def assert_exact(model: nn.Module, batch: dict[str, Any], tolerance: float = 1e-
 @pytest.mark.parametrize(
     ("name", "head"),
     [
-        # These are llama or gemma2 but for sizes.
-        pytest.param(*case, marks=[pytest.mark.slow] * (case[0] in {"mistral", "qwen2", "phi3", "gemma3"}))
+        # These are llama or gemma2 but for sizes; and beside their first one, heads are those of gpt2, bert and llama.
+        pytest.param(
+            *case,
+            marks=[pytest.mark.slow]
+            * (
+                case[0] in {"mistral", "qwen2", "phi3", "gemma3"}
+                or (case[0] not in {"gpt2", "bert", "llama"} and case[1] in {"sequence", "token", "qa"})
+            ),
+        )
         for case in CASES
         if case not in NO_HEAD
     ],
@@ -73,7 +85,7 @@ def test_gpt2_is_tied_and_llama_is_either() -> None:
     assert "lm_head.weight" not in found.factors
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama_tied", "bert", "vit"])
+@pytest.mark.parametrize("name", ["gpt2", slow("llama_tied"), "bert", slow("vit")])
 @pytest.mark.parametrize("kind", ["non-reentrant", "reentrant"])
 def test_gradient_checkpointing_changes_nothing(name: str, kind: str) -> None:
     head = {"bert": "masked_lm", "vit": "image"}.get(name, "causal_lm")
@@ -85,7 +97,7 @@ def test_gradient_checkpointing_changes_nothing(name: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 7])
-@pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "roberta", "opt", "gemma2"])
+@pytest.mark.parametrize("name", ["gpt2", slow("llama"), "bert", slow("roberta"), slow("opt"), "gemma2"])
 def test_one_example_and_as_many_examples_as_positions(name: str, size: int) -> None:
     head = "sequence" if name in ENCODERS else "causal_lm"
     model = tiny(name, head)
@@ -119,7 +131,7 @@ def test_frozen_weights_beside_trainable_biases() -> None:
     assert_exact(model, text_batch("sequence"))
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama", "gemma2", "bert"])
+@pytest.mark.parametrize("name", ["gpt2", slow("llama"), "gemma2", slow("bert")])
 def test_float32(name: str) -> None:
     head = "masked_lm" if name == "bert" else "causal_lm"
     batch = text_batch(head)
@@ -133,7 +145,7 @@ def test_float32(name: str) -> None:
     assert found.squared_norms().dtype == torch.float32
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama", "bert"])
+@pytest.mark.parametrize("name", ["gpt2", slow("llama"), slow("bert")])
 @pytest.mark.parametrize("how", ["autocast", "weights"])
 def test_bf16_norms_are_within_two_percent(name: str, how: str) -> None:
     head = "masked_lm" if name == "bert" else "causal_lm"
@@ -192,11 +204,11 @@ def adapted(name: str, head: str, **options: Any) -> nn.Module:
     ("name", "head", "options"),
     [
         ("gpt2", "causal_lm", {"target_modules": ["c_attn", "c_proj", "c_fc"], "fan_in_fan_out": True}),
-        ("bert", "sequence", {"target_modules": ["query", "value", "dense"], "task_type": "SEQ_CLS"}),
+        slow("bert", "sequence", {"target_modules": ["query", "value", "dense"], "task_type": "SEQ_CLS"}),
         ("llama", "causal_lm", {"target_modules": "all-linear"}),
         ("llama", "causal_lm", {"target_modules": ["q_proj"], "bias": "all", "use_rslora": True}),
-        ("bert", "sequence", {"target_modules": ["query"], "bias": "lora_only"}),
-        ("llama", "causal_lm", {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}),
+        slow("bert", "sequence", {"target_modules": ["query"], "bias": "lora_only"}),
+        slow("llama", "causal_lm", {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}),
         ("llama", "causal_lm", {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens", "lm_head"]}),
     ],
     ids=["gpt2", "bert", "llama", "bias", "lora_only", "modules_to_save", "modules_to_save_embeddings"],
@@ -231,7 +243,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 TEXTS = ["the cat sat on a mat", "it ran", "and then it ran away from his dog", "a dog sat"]
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama", "opt"])
+@pytest.mark.parametrize("name", ["gpt2", slow("llama"), "opt"])
 def test_stock_collator_for_causal_language_models(name: str, tokenizer: PreTrainedTokenizerFast) -> None:
     collate = DataCollatorForLanguageModeling(tokenizer, mlm=False)
     batch = collate([tokenizer(text) for text in TEXTS])
@@ -246,7 +258,7 @@ def test_stock_collator_for_masked_language_models(tokenizer: PreTrainedTokenize
     assert_exact(tiny("bert", "masked_lm"), dict(batch))
 
 
-@pytest.mark.parametrize("name", ["bert", "roberta", "distilbert", "gpt2"])
+@pytest.mark.parametrize("name", ["bert", slow("roberta"), slow("distilbert"), "gpt2"])
 def test_stock_collator_for_classification(name: str, tokenizer: PreTrainedTokenizerFast) -> None:
     collate = DataCollatorWithPadding(tokenizer)
     batch = dict(collate([{**tokenizer(text), "label": i % 3} for i, text in enumerate(TEXTS)]))

@@ -165,7 +165,7 @@ def test_exact(name: str, size: int) -> None:
     assert relative_error(record(model, square, data), loop(model, square, data)) <= 1e-12
 
 
-@pytest.mark.parametrize("name", ["gpt2", "opt"])
+@pytest.mark.parametrize("name", ["gpt2", pytest.param("opt", marks=pytest.mark.slow)])
 def test_one_position_after_longer_ones(name: str) -> None:
     model = tiny(name, "sequence")
     certificate = preflight(model, per_example_losses, text_batch("sequence", 3, 7))

@@ -54,7 +54,7 @@ def exact_or_refused(model: nn.Module, data: dict[str, Tensor]) -> str:
     return "exact"
 
 
-@pytest.mark.parametrize("size", [2, 3, 7])
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow), 7])
 def test_t5_is_exact_also_with_as_many_examples_as_positions(size: int) -> None:
     """Its relative positions are (T, T): a first axis as long as the batch, and nobody's."""
     model, data = architecture("t5"), text_batch("causal_lm", size=size, length=7)
@@ -74,8 +74,14 @@ def test_experts_are_refused_by_name_and_exact_when_frozen(name: str) -> None:
     assert exact_or_refused(model, text_batch("causal_lm")) == "exact"
 
 
-@pytest.mark.parametrize("size", [1, 3, 7, 14])
-@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [
+        pytest.param(name, size, marks=[pytest.mark.slow] * ((name, size) not in {("mixtral", 1), ("qwen3_moe", 7)}))
+        for name in ("mixtral", "qwen3_moe")
+        for size in (1, 3, 7, 14)
+    ],
+)
 def test_experts_in_the_order_of_the_tokens_are_exact(name: str, size: int) -> None:
     """Transformers' batched implementation keeps each token's rows where the token is."""
     model = architecture(name)
@@ -282,14 +288,15 @@ def test_a_wrong_rule_is_found() -> None:
         preflight(model, square, batch(3, 5, 4), rules=wrong)
 
 
+OF_EACH_PRECISION = [("gpt2", torch.float64), ("bert", torch.float32), ("gpt2", torch.bfloat16)]
+
+
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [
-        *(("gpt2", dtype) for dtype in (torch.float64, torch.float32, torch.bfloat16)),
-        ("bert", torch.float32),
-        ("llama_tied", torch.bfloat16),
-        *(pytest.param("bert", dtype, marks=pytest.mark.slow) for dtype in (torch.float64, torch.bfloat16)),
-        *(pytest.param("llama_tied", dtype, marks=pytest.mark.slow) for dtype in (torch.float64, torch.float32)),
+        pytest.param(name, dtype, marks=[pytest.mark.slow] * ((name, dtype) not in OF_EACH_PRECISION))
+        for name in ("gpt2", "bert", "llama_tied")
+        for dtype in (torch.float64, torch.float32, torch.bfloat16)
     ],
 )
 def test_good_models_pass_in_every_precision(name: str, dtype: torch.dtype) -> None:

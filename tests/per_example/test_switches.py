@@ -41,7 +41,7 @@ def test_failure_28_stochastic_depth_is_of_rows_or_refused_with_its_name() -> No
 
 def test_dropout_with_one_mask_for_all_is_switched_off(caplog: pytest.LogCaptureFixture) -> None:
     """DeBERTa's relative positions, of which there is one table for all examples."""
-    model = tiny("deberta-v2", "sequence", torch.float32, hidden_dropout_prob=0.1)
+    model = tiny("deberta-v2", "sequence", torch.float32, num_hidden_layers=1, hidden_dropout_prob=0.1)
     preflight(model, per_example_losses, text_batch("sequence", dtype=torch.float32))
     attention = model.deberta.encoder.layer[0].attention
     assert (attention.self.pos_dropout.p, attention.output.dropout.p) == (0.0, 0.1)
@@ -52,7 +52,7 @@ def test_dropout_with_one_mask_for_all_is_switched_off(caplog: pytest.LogCapture
 @pytest.mark.parametrize(
     ("name", "head", "switches"),
     [
-        ("m2m_100", "seq2seq", {"encoder_layerdrop": 0.05}),
+        ("m2m_100", "seq2seq", {"encoder_layerdrop": 0.05, "encoder_layers": 1, "decoder_layers": 1}),
         ("opt", "causal_lm", {"layerdrop": 0.9}),
         ("wav2vec2", "ctc", {"layerdrop": 0.1, "apply_spec_augment": True, "mask_time_length": 2}),
     ],
@@ -78,8 +78,15 @@ def test_spec_augment_without_a_switch_is_switched_off_by_its_probabilities() ->
     assert vars(model.config) == {"mask_time_prob": 0.0, "layerdrop": 0, "speech_encoder_layerdrop": 0.0}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("jitter", [1e-4, 1e-2])
+@pytest.mark.parametrize(
+    ("jitter", "dtype"),
+    [
+        (1e-4, torch.float64),
+        (1e-2, torch.float32),
+        pytest.param(1e-4, torch.float32, marks=pytest.mark.slow),
+        pytest.param(1e-2, torch.float64, marks=pytest.mark.slow),
+    ],
+)
 def test_jitter_for_each_row_is_not_mixing(jitter: float, dtype: torch.dtype) -> None:
     model = tiny("mixtral, experts batched", "causal_lm", dtype, router_jitter_noise=jitter)
     preflight(model, per_example_losses, text_batch("causal_lm"))

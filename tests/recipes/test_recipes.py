@@ -56,7 +56,10 @@ def test_a_recipe_goes_on_from_its_checkpoint_and_never_begins_anew_instead(trai
         assert words in printed
 
 
-@pytest.mark.parametrize("recipe", ["classify", "classify_lora", "classify_as_infilling", "classify_as_answers"])
+@pytest.mark.parametrize(
+    "recipe",
+    [pytest.param("classify", marks=pytest.mark.slow), "classify_lora", "classify_as_infilling", "classify_as_answers"],
+)
 def test_accuracy_by_group_and_the_gap_to_training_without_privacy(recipe, train):
     flags = ("--group_column", "branch", "--compare_without_privacy", "true")
     printed, out = train(recipe, "--smoke", "true", *flags)

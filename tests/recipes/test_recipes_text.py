@@ -77,7 +77,8 @@ def instruct(part):
 
 
 @pytest.mark.parametrize(
-    ("recipe", "group", "method"), [("instruct", "branch", "lora"), ("table_to_text", "fee", "full")]
+    ("recipe", "group", "method"),
+    [("instruct", "branch", "lora"), pytest.param("table_to_text", "fee", "full", marks=pytest.mark.slow)],
 )
 def test_smoke_by_group(recipe, group, method, train):
     printed, out = train(recipe, "--smoke", "true", "--group_column", group, "--method", method)

@@ -250,7 +250,7 @@ def with_lora() -> nn.Module:
     ("model", "settings"),
     [
         (classifier, {}),
-        (with_lora, {}),
+        pytest.param(with_lora, {}, marks=pytest.mark.slow),
         (classifier, {"sparse_embeddings": SparseEmbeddingConfig(threshold=2.0)}),
         (classifier, {"re_attention": ReAttentionConfig()}),
     ],

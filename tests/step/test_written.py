@@ -161,7 +161,9 @@ def test_failure_12_an_optimizer_that_is_exchanged(tmp_path: Path) -> None:
         trainer.train()
 
 
-@pytest.mark.parametrize("event", ["on_step_begin", "on_optimizer_step", "on_step_end"])
+@pytest.mark.parametrize(
+    "event", ["on_step_begin", pytest.param("on_optimizer_step", marks=pytest.mark.slow), "on_step_end"]
+)
 def test_failure_12_a_backward_pass_at_another_time_changes_nothing(tmp_path: Path, event: str) -> None:
     """Gradients from elsewhere are written over by the private step, or cleared after the optimizer's."""
     trained = []

@@ -74,7 +74,10 @@ def test_what_was_not_loaded_as_it_was_saved_is_refused(
     assert run.ledger.steps <= SAVED, "spent"
 
 
-@pytest.mark.parametrize(("first", "second", "words"), [("sgd", "adamw_torch", "betas"), ("adamw_torch", "sgd", "mom")])
+@pytest.mark.parametrize(
+    ("first", "second", "words"),
+    [("sgd", "adamw_torch", "betas"), pytest.param("adamw_torch", "sgd", "mom", marks=pytest.mark.slow)],
+)
 def test_another_optimizer_is_refused_before_a_step_is_paid_for(
     tmp_path: Path, first: str, second: str, words: str
 ) -> None:

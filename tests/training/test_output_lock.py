@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import signal
-import subprocess
-import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -12,27 +12,28 @@ import pytest
 from hf_dp.errors import ConfigurationError
 from hf_dp.training import output_lock
 from hf_dp.training.output_lock import alone_in
-
-HOLD = """
-import sys, time
-from hf_dp.training.output_lock import alone_in
-with alone_in(sys.argv[1]):
-    print("held", flush=True)
-    time.sleep(600)
-"""
+from tests.crashes import ended, forked
 
 
 def test_the_lock_of_another_process_holds_until_it_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(output_lock, "_PATIENCE", 0.1)
-    with subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE, text=True) as other:
-        try:
-            assert other.stdout is not None
-            assert other.stdout.readline() == "held\n"
-            with pytest.raises(ConfigurationError, match="another training writes into"), alone_in(tmp_path):
-                pass
-        finally:
-            other.send_signal(signal.SIGKILL)
-            other.wait()
+    reader, writer = os.pipe()
+
+    def hold() -> None:
+        with alone_in(tmp_path):
+            os.write(writer, b"held")
+            time.sleep(600)
+
+    other = forked(hold)
+    os.close(writer)
+    try:
+        assert os.read(reader, 9) == b"held"
+        with pytest.raises(ConfigurationError, match="another training writes into"), alone_in(tmp_path):
+            pass
+    finally:
+        os.close(reader)
+        os.kill(other, signal.SIGKILL)
+        assert ended(other) == signal.SIGKILL
     with alone_in(tmp_path):
         pass
 

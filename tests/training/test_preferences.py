@@ -85,7 +85,7 @@ def assert_step_is_that_of_single_pairs(path: Path, kinds: tuple[Any, Any], **pa
 @pytest.mark.parametrize(
     ("loss", "peft"),
     [
-        ("sigmoid", False),
+        pytest.param("sigmoid", False, marks=pytest.mark.slow),
         pytest.param("hinge", True, marks=pytest.mark.slow),
         ("ipo", True),
         *(

@@ -53,7 +53,7 @@ def test_a_loop_of_ones_own_trains_as_trainer_does(tmp_path: Path, part: str) ->
     assert ledgers[0].steps == STEPS
 
 
-@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("part", [pytest.param("none", marks=pytest.mark.slow), *list(PARTS)[1:]])
 @pytest.mark.parametrize("at", [3, pytest.param(6, marks=pytest.mark.slow)])
 def test_resumed_it_goes_on_as_if_there_had_been_no_break(tmp_path: Path, part: str, at: int) -> None:
     privacy = private(**PARTS[part])

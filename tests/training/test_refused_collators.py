@@ -135,6 +135,13 @@ UNKNOWN = [
     ("a torch dataset", "beside a longer list"),
 ]
 
+USUAL = [
+    ("a list", "a tuple", 30),
+    ("a Hugging Face dataset", "a column of text", 30),
+    ("with a transform", "a list", 3),
+    ("a torch dataset", "beside a longer list", 30),
+]
+
 
 def parts_of(kind: str, form: str, data: list[dict[str, Any]]) -> dict[str, Any]:
     wrap, tokens = AS[form]
@@ -145,7 +152,12 @@ def parts_of(kind: str, form: str, data: list[dict[str, Any]]) -> dict[str, Any]
     return {"data_collator": collate, "train_dataset": KINDS[kind]([wrap(row) for row in data])}
 
 
-@pytest.mark.parametrize(("kind", "form"), KNOWN)
+def of_kinds(*usual: str) -> list[Any]:
+    """All kinds; those that are not usual are slow."""
+    return [pytest.param(kind, marks=[pytest.mark.slow] * (kind not in usual)) for kind in KINDS]
+
+
+@pytest.mark.parametrize(("kind", "form"), [pytest.param(*KNOWN[0], marks=pytest.mark.slow), *KNOWN[1:]])
 @pytest.mark.parametrize(
     "where", [pytest.param(0, marks=pytest.mark.slow), 337, pytest.param(799, marks=pytest.mark.slow)]
 )
@@ -159,11 +171,10 @@ def test_failure_30_one_long_row_wherever_it_is(tmp_path: Path, where: int, kind
 @pytest.mark.parametrize(
     ("kind", "form", "length"),
     [
-        *(pytest.param(kind, form, 30, marks=[pytest.mark.slow] * (i % 2)) for i, (kind, form) in enumerate(UNKNOWN)),
-        *(
-            pytest.param(kind, form, 3, marks=[pytest.mark.slow] * (i % 4 > 0))
-            for i, (kind, form) in enumerate(UNKNOWN)
-        ),
+        # Once of each kind of data set with rows of unknown length.
+        pytest.param(kind, form, length, marks=[pytest.mark.slow] * ((kind, form, length) not in USUAL))
+        for length in (30, 3)
+        for kind, form in UNKNOWN
     ],
 )
 def test_failure_30_one_row_of_another_length_is_refused_when_it_is_drawn(
@@ -193,7 +204,7 @@ def test_failure_30_a_switch_that_one_short_row_turns_for_good(tmp_path: Path) -
     assert model.bert.attention_type == model.bert.encoder.attention_type == "block_sparse"
 
 
-@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("workers", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_failure_30_a_row_longer_than_any_before_is_looked_at_before_it_counts(tmp_path: Path, workers: int) -> None:
     """Phi-3's longrope: one row above a threshold gives all beside it other frequencies."""
     factors = {"short_factor": [1.0] * 3, "long_factor": [2.0] * 3, "original_max_position_embeddings": 16}
@@ -233,13 +244,13 @@ def test_failure_30_a_long_row_where_all_are_of_one_width(tmp_path: Path) -> Non
     assert trainer.ledger.steps == 0
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", of_kinds("a Hugging Face dataset", "a torch dataset"))
 def test_failure_30_rows_of_one_length_have_no_padding(tmp_path: Path, kind: str) -> None:
     parts = {"data_collator": without_mask_for_language, "train_dataset": KINDS[kind](rows(low=6, high=6))}
     assert make(tmp_path, fnet(), parts=parts).train().global_step == 4
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", of_kinds("a list", "with a transform"))
 def test_failure_30_one_width_for_all_micro_batches_is_a_way_out(tmp_path: Path, kind: str) -> None:
     def wide(examples: list[dict[str, Any]]) -> dict[str, Tensor]:
         return {k: v[:-1] for k, v in without_mask_for_language([*examples, {"input_ids": [3] * 12}]).items()}

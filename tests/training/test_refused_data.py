@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 from hf_dp.errors import ConfigurationError
 from tests.architectures import VOCABULARY
 from tests.training.refusing import refused
-from tests.training.workbench import make, rows
+from tests.training.workbench import Rows, make, rows
 
 
 class Streamed(torch.utils.data.IterableDataset[Any]):
@@ -67,6 +68,15 @@ def test_a_single_row_of_its_own(tmp_path: Path) -> None:
     refused(tmp_path, ConfigurationError, "n=1 training examples, and no delta", **one)
 
 
+@pytest.fixture(scope="module")
+def fine(tmp_path_factory: pytest.TempPathFactory) -> Rows:
+    """Rows on which a training goes through."""
+    many = rows(2000)
+    path = tmp_path_factory.mktemp("fine")
+    assert make(path, parts={"train_dataset": datasets.Dataset.from_list(many)}).train().global_step
+    return many
+
+
 @pytest.mark.parametrize(
     ("bad", "words"),
     [
@@ -78,9 +88,8 @@ def test_a_single_row_of_its_own(tmp_path: Path) -> None:
         ({"labels": None}, "TypeError"),
     ],
 )
-def test_one_bad_row_that_is_drawn_late(tmp_path: Path, bad: dict[str, Any], words: str) -> None:
-    many = [*rows(2000)]
-    assert make(tmp_path, parts={"train_dataset": datasets.Dataset.from_list(many)}).train().global_step
+def test_one_bad_row_that_is_drawn_late(tmp_path: Path, fine: Rows, bad: dict[str, Any], words: str) -> None:
+    many = copy.deepcopy(fine)
     many[1501] |= bad
     data = datasets.Dataset.from_list(many)
     refused(tmp_path, ConfigurationError, f"row 1501 .*{words}", at_once=False, parts={"train_dataset": data})

@@ -28,7 +28,15 @@ WIDTHS = sorted({len(row["input_ids"]) for row in rows(60)})
 
 
 @pytest.mark.parametrize(
-    "widths", [WIDTHS[:1], WIDTHS[:2], WIDTHS[-1:], WIDTHS[:1] + WIDTHS[-1:], WIDTHS[1:-1]], ids=str
+    "widths",
+    [
+        WIDTHS[:1],
+        pytest.param(WIDTHS[:2], marks=pytest.mark.slow),
+        WIDTHS[-1:],
+        WIDTHS[:1] + WIDTHS[-1:],
+        pytest.param(WIDTHS[1:-1], marks=pytest.mark.slow),
+    ],
+    ids=str,
 )
 def test_a_padding_that_leaks_is_seen(tmp_path: Path, widths: list[int]) -> None:
     trainer: DPTrainer = make(
@@ -39,7 +47,7 @@ def test_a_padding_that_leaks_is_seen(tmp_path: Path, widths: list[int]) -> None
     assert not trainer.ledger.entries
 
 
-@pytest.mark.parametrize("said", [float("nan"), 0.7])
+@pytest.mark.parametrize("said", [float("nan"), pytest.param(0.7, marks=pytest.mark.slow)])
 def test_it_is_seen_where_rows_without_a_gradient_have_a_loss(tmp_path: Path, said: float) -> None:
     class Saying(DPTrainer):
         def compute_per_example_loss(self, model: Any, inputs: Any) -> Tensor:

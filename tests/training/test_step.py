@@ -73,7 +73,7 @@ def test_without_noise_and_clipping_it_is_an_ordinary_step(tmp_path: Path, optim
     assert distance(truth[0], truth[-1]) > 1e-3
 
 
-@pytest.mark.parametrize("micro", [1, 2, 8])
+@pytest.mark.parametrize("micro", [1, pytest.param(2, marks=pytest.mark.slow), 8])
 def test_failure_13_the_micro_batch_size_changes_neither_the_step_nor_its_cost(tmp_path: Path, micro: int) -> None:
     results = []
     for size in (micro, MICRO):

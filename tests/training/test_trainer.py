@@ -161,7 +161,7 @@ def test_failure_19_checkpointing_changes_nothing(tmp_path: Path, reentrant: boo
         {},
         {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": reentrant}},
     ):
-        model = tiny("gpt2", "causal_lm", torch.float32)
+        model = tiny("gpt2", "causal_lm", torch.float32, n_layer=1)
         make(tmp_path, model, parts={"data_collator": pad_for_language}, **changes).train()
         results.append(parameters(model))
     assert distance(*results) < 1e-5

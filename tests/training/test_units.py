@@ -90,7 +90,7 @@ def oracle(model: nn.Module, data: Rows, collate: Any, expected: int) -> list[di
     [
         pytest.param("classifier", MICRO, None, marks=pytest.mark.slow),
         ("classifier", 7, 12),  # Most users with two rows or more do not fit.
-        ("tied, checkpointed", 7, None),
+        pytest.param("tied, checkpointed", 7, None, marks=pytest.mark.slow),
         ("tied, checkpointed", 2, None),  # Nor do those with three.
         pytest.param("LoRA", MICRO, None, marks=pytest.mark.slow),
         pytest.param("LoRA", 1, None, marks=pytest.mark.slow),

@@ -99,7 +99,9 @@ def test_both_noise_scales_come_from_one_budget(ratio: float) -> None:
     assert accounting.epsilon(apart, plan.delta) < 1.99
 
 
-@pytest.mark.parametrize(("settings", "choices"), [(FEST, 1), ({**FEST, "renew_every": 7}, 5)])
+@pytest.mark.parametrize(
+    ("settings", "choices"), [pytest.param(FEST, 1, marks=pytest.mark.slow), ({**FEST, "renew_every": 7}, 5)]
+)
 def test_choices_of_rows_are_paid_for_from_the_same_budget(settings: dict[str, Any], choices: int) -> None:
     plan = plan_of(**settings)
     (release,) = plan.releases

@@ -39,7 +39,9 @@ class WatchedClicks(Watched, Clicks):
     """Both."""
 
 
-@pytest.mark.parametrize("method", [{"threshold": 2.0}, {"method": "fest", "kept_rows": 30}])
+@pytest.mark.parametrize(
+    "method", [pytest.param({"threshold": 2.0}, marks=pytest.mark.slow), {"method": "fest", "kept_rows": 30}]
+)
 def test_several_tables_share_one_choice(tmp_path: Path, method: dict[str, Any]) -> None:
     parts = {"train_dataset": clicks(), "data_collator": stack}
     trainer = sparse(

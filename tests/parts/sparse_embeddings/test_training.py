@@ -40,7 +40,12 @@ pytestmark = pytest.mark.usefixtures("checked_once")
 
 
 @pytest.mark.parametrize(
-    "settings", [{"threshold": 2.0}, FEST, {"method": "adafest+", "kept_rows": 9, "threshold": 2.0}]
+    "settings",
+    [
+        {"threshold": 2.0},
+        pytest.param(FEST, marks=pytest.mark.slow),
+        {"method": "adafest+", "kept_rows": 9, "threshold": 2.0},
+    ],
 )
 def test_rows_without_a_gradient_do_not_move_and_the_budget_is_kept(tmp_path: Path, settings: dict[str, Any]) -> None:
     trainer = sparse(tmp_path, sparse=settings, kind=Watched, logging_steps=1, optim="adamw_torch")
@@ -196,7 +201,7 @@ def test_a_renewal_that_was_made_before_a_failure_is_charged_once_and_kept(tmp_p
     assert trainer.privacy_report().epsilon <= 3.0
 
 
-@pytest.mark.parametrize("settings", [{"threshold": 2.0}, FEST])
+@pytest.mark.parametrize("settings", [{"threshold": 2.0}, pytest.param(FEST, marks=pytest.mark.slow)])
 def test_nothing_as_large_as_the_table_is_made(tmp_path: Path, settings: dict[str, Any]) -> None:
     """Neither in the check before the first step, nor in a step, nor in the optimizer."""
     parts = {"train_dataset": clicks(), "data_collator": stack}
