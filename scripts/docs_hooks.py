@@ -27,10 +27,12 @@ def on_page_content(html: str, **_: Any) -> str:
 
 
 def names(module: str, written: Collection[str] = ()) -> str:
-    """Each public name of a module, but for those that the page has already, for mkdocstrings to read its docstring."""
+    """Each public name of a module, but for those that the page has already, for mkdocstrings to read its docstring;
+    constants, which nobody looks for first, at the end."""
     home = importlib.import_module(module)
     public = [name for name in home.__all__ if name != "__version__" and not is_module(home, name)]
     assert public, module
+    public.sort(key=lambda name: not callable(getattr(home, name)))
     asked = (f"{module}.{place(module, name)}" for name in public)
     return "\n".join(f"::: {name}" for name in asked if name not in written)
 

@@ -53,5 +53,6 @@ def unknown(recipe: str, folder: Path) -> ConfigurationError:
     return ConfigurationError(
         f"no recipe is called {recipe!r}.",
         why="what runs is a recipe that comes with hf_dp, or a YAML file.",
-        fix=f"choose one of {', '.join(sorted(path.stem for path in folder.glob('*.yaml')))}, or give a path.",
+        fix="choose one of `hf-dp recipes list`: "
+        f"{', '.join(sorted(path.stem for path in folder.glob('*.yaml')))}; or give a path.",
     )
