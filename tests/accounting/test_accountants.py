@@ -116,7 +116,7 @@ def test_events_survive_strict_json():
             event_from_dict(broken)
 
 
-@pytest.mark.parametrize("target", [0.01, 0.5, 8, 1000])
+@pytest.mark.parametrize("target", [0.01, pytest.param(0.5, marks=pytest.mark.slow), 8, 1000])
 @pytest.mark.parametrize("accountant", ["pld", "rdp"])
 def test_failure_20_calibration_is_tight_and_never_over(target, accountant):
     q, steps, delta = 0.05, 200, 4e-5

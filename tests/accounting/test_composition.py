@@ -54,7 +54,10 @@ def exact_epsilon(q, noise, steps, delta, *, furthest=200.0, apart=0.03):
     return optimize.brentq(excess, 1e-3, chernoff(math.log(order)))
 
 
-@pytest.mark.parametrize(("q", "noise", "steps", "delta"), CASES)
+@pytest.mark.parametrize(
+    ("q", "noise", "steps", "delta"),
+    [pytest.param(*case, marks=[pytest.mark.slow] * (2 <= i <= 3)) for i, case in enumerate(CASES)],
+)
 def test_failure_32_epsilon_is_never_below_an_exact_integral(q, noise, steps, delta):
     exact = exact_epsilon(q, noise, steps, delta, furthest=200.0 if noise > 0.5 else 120.0)
     found = epsilon(dp.SelfComposedDpEvent(step_event(noise, q), steps), delta)

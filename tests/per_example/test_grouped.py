@@ -86,8 +86,23 @@ ARCHITECTURES: dict[str, tuple[Callable[[], nn.Module], str]] = {
 }
 
 
-@pytest.mark.parametrize(("length", "owners"), [(2, UNEVEN), (7, EVEN)], ids=["kept as factors", "as gradients"])
-@pytest.mark.parametrize("name", ARCHITECTURES)
+AS_FACTORS_ALONE = {"gpt2, checkpointed", "vit", "mamba", "mixtral"}
+
+
+@pytest.mark.parametrize(
+    ("name", "length", "owners"),
+    [
+        pytest.param(
+            name,
+            length,
+            owners,
+            id=f"{name}-{how}",
+            marks=[pytest.mark.slow] * (length == 7 and name in AS_FACTORS_ALONE),
+        )
+        for name in ARCHITECTURES
+        for length, owners, how in ((2, UNEVEN, "kept as factors"), (7, EVEN, "as gradients"))
+    ],
+)
 def test_architectures_are_exact(name: str, length: int, owners: list[int]) -> None:
     make, head = ARCHITECTURES[name]
     data = text_batch(head, size=6, length=length)

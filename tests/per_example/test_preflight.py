@@ -54,7 +54,7 @@ def exact_or_refused(model: nn.Module, data: dict[str, Tensor]) -> str:
     return "exact"
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow), 7])
+@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow), 7])
 def test_t5_is_exact_also_with_as_many_examples_as_positions(size: int) -> None:
     """Its relative positions are (T, T): a first axis as long as the batch, and nobody's."""
     model, data = architecture("t5"), text_batch("causal_lm", size=size, length=7)
