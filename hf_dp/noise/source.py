@@ -10,7 +10,6 @@ from typing import ClassVar
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from hf_dp.errors import ConfigurationError, HfDpError
 from hf_dp.randomness import Entropy
@@ -28,8 +27,8 @@ class NoiseSource(ABC):
     """Independent Gaussian noise, different at every call unless the entropy is seeded.
 
     A source says one thing, `bits`. What privacy rests on besides is here, once for all sources: each call has a key of
-    its own, each block of it a stream, and what cannot be noise is refused. Those of float32 are `normals`, of float64
-    numpy's (ziggurat), made on the CPU and moved where a tensor lies elsewhere, unless a source has a generator there.
+    its own, each block of it a stream, and what cannot be noise is refused. Normals are numpy's (ziggurat), of float32
+    or float64, made on the CPU and moved where a tensor lies elsewhere, unless the source has a generator there.
 
     They are floating-point noise: the attack on its low-order bits (Mironov 2012, doi:10.1145/2382196.2382264) is not
     defended against, unless by a source that adds in another way.
@@ -162,32 +161,13 @@ def _blocks(tensors: list[torch.Tensor]) -> list[list[torch.Tensor]]:
 
 
 def _add_normals(values: np.ndarray, standard_deviation: float, generator: np.random.Generator) -> None:
+    buffer = np.empty(min(_CHUNK, values.size), values.dtype)
     for start in range(0, values.size, _CHUNK):
         part = values[start : start + _CHUNK]
-        noise = normals(generator, part.size) if part.dtype == np.float32 else generator.standard_normal(part.size)
+        noise = buffer[: part.size]
+        generator.standard_normal(dtype=values.dtype, out=noise)
         noise *= standard_deviation
         part += noise
-
-
-def normals(generator: np.random.Generator, size: int) -> NDArray[np.float32]:
-    """(size,) independent N(0, 1), float32, in pairs (Box and Muller 1958, doi:10.1214/aoms/1177706645).
-
-    The squared radius of a pair is -2 log u, with u uniform and of 64 bits, so a number may be as large as 9.4; its
-    angle is of 32. NumPy's ziggurat branches at each number and takes about three times as long.
-
-    Args:
-        generator: of 64-bit words that are uniform and independent.
-    """
-    pairs = -(-size // 2)
-    words = generator.integers(-(2**63), 2**63, pairs + -(-pairs // 2), dtype=np.int64)
-    # Never 0, of which there is no logarithm; rounded to 1 at most.
-    radii = (np.abs(words[:pairs].astype(np.float32)) + np.float32(0.5)) * np.float32(2.0**-63)
-    np.sqrt(np.multiply(np.log(radii, out=radii), np.float32(-2), out=radii), out=radii)
-    angles = words[pairs:].view(np.int32)[:pairs].astype(np.float32) * np.float32(math.pi / 2**31)
-    made = np.empty((2, pairs), np.float32)
-    np.multiply(radii, np.cos(angles), out=made[0])
-    np.multiply(radii, np.sin(angles), out=made[1])
-    return made.reshape(-1)[:size]
 
 
 def _add_moved(target: torch.Tensor, noise: torch.Tensor) -> None:

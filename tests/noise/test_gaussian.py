@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import math
 import re
 from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
-import pytest
 import torch
-from scipy import stats
 
 import hf_dp
 from hf_dp.noise import source as noise_module
-from hf_dp.noise.source import normals
 from tests.noise.contract import NoiseSourceContract
 from tests.noise.distribution import REJECTED, SIZE, DistributionContract, normal_p
 
@@ -34,45 +30,6 @@ class TestGaussian(NoiseSourceContract):
 
     def test_the_noise_of_a_seed_stays_what_it_was(self) -> None:
         assert self.drawn(3, step=4, dtype=torch.float64)[:2].tolist() == [0.32175079251938843, 2.0391867807367943]
-
-
-class Words(np.random.Generator):
-    """Gives the words (n,) that it was given."""
-
-    def __init__(self, words: list[int]) -> None:
-        super().__init__(np.random.SFC64(0))
-        self._words = np.array(words, np.int64)
-
-    def integers(self, *args: Any, **kwargs: Any) -> Any:
-        return self._words
-
-
-@pytest.mark.parametrize("word", [0, -1, 1, 2**62, 2**63 - 1, -(2**63)])
-def test_normals_of_the_rarest_words_are_numbers(word: int) -> None:
-    """Two radii, and the two halves of a word as angles."""
-    made = normals(Words([word, word, 2**62 + 5]), 4).reshape(2, 2).astype(np.float64)
-    uniform = (abs(word) + 0.5) / 2**63
-    assert np.square(made).sum(0) == pytest.approx(-2 * math.log(min(1.0, uniform)), rel=1e-5, abs=1e-6)
-
-
-def test_normals_have_the_tails_of_normals() -> None:
-    made = np.abs(normals(np.random.Generator(np.random.SFC64(1)), 10_000_001)).astype(np.float64)
-    assert len(made) == 10_000_001
-    counts = {bound: int((made > bound).sum()) for bound in (1.0, 2.0, 3.0, 4.0, 4.5, 5.0)}
-    for bound, count in counts.items():
-        expected = 2 * stats.norm.sf(bound) * len(made)
-        assert stats.poisson.cdf(count, expected) > REJECTED, bound
-        assert stats.poisson.sf(count - 1, expected) > REJECTED, bound
-    assert float(normals(Words([0, 0, 0]), 4).max()) > 9.4
-
-
-def test_the_two_of_a_pair_are_independent() -> None:
-    one, two = normals(np.random.Generator(np.random.SFC64(2)), 400_000).astype(np.float64).reshape(2, -1)
-    for left, right in ((one, two), (one**2 - 1, two**2 - 1), (np.abs(one) - 1, np.sign(two))):
-        correlation = float(np.corrcoef(left, right)[0, 1])
-        assert 2 * stats.norm.sf(abs(correlation) * len(one) ** 0.5) > REJECTED
-    angles = np.arctan2(two, one) / (2 * math.pi) + 0.5
-    assert stats.kstest(angles, "uniform").pvalue > REJECTED
 
 
 class TestOnDevices(DistributionContract):
