@@ -159,7 +159,7 @@ def joined(factors: Iterable[list[Factors]]) -> Iterator[list[Factors]]:
     for uses in factors:
         values = uses[0].values if len(uses) == 1 and isinstance(uses[0], PerExample) else None
         if values is not None and values[0].numel() <= _SMALL:
-            rows = values.reshape(len(values), -1)
+            rows = accumulation(values).reshape(len(values), -1)
             # Not copied whole: of adapters that would be as many numbers as their gradients have.
             rows = _shortened(rows) if rows.shape[1] > _NORM_BLOCK else rows
             small.setdefault((rows.dtype, rows.device), []).append(rows)
@@ -226,6 +226,9 @@ def _norms_of_sum(uses: list[Factors], grams: SelfGrams) -> tuple[Tensor, Tensor
     others = [use for use in uses if not (isinstance(use, Outer) and _is_lookup(use))]
     values = [accumulation(use.instantiated().values if isinstance(use, Outer) else use.values) for use in others]
     whole = sum(values[1:], start=values[0])
+    for use in looked_up:
+        # The bound on rounding is that of the larger type.
+        whole = whole.to(torch.promote_types(whole.dtype, use.right.tensor.dtype))
     norms = _norms(whole.reshape(len(whole), -1))
     if len(uses) == 1:
         return norms.square(), _rounding(norms)

@@ -13,17 +13,25 @@ from hf_dp.per_example.factors import Outer
 from hf_dp.per_example.gram import Dense
 from hf_dp.per_example.waiting import answers_at_once
 
+# Of smaller rows nothing overflows float32 on the way to a norm and the bound on its rounding, in whatever form: not of
+# 2^20 positions of 2^20 numbers each.
+_LARGE = 2.0**20
+
 
 def without_idle(outer: Outer) -> Outer:
     """The same gradients of at most half as many positions, or what was given, where fewer are idle.
 
-    An infinity at an idle position would make its example's gradient NaN, whatever is beside it: it stays.
+    Which positions are idle depends on all examples, and so does in which form gradients are kept. So nothing is left
+    out beside large numbers, infinities and NaN: whether such an example has a finite norm, and adds anything, follows
+    from it alone.
     """
     left, right = outer.left, outer.right
     if not (isinstance(left, Dense) and isinstance(right, Dense) and answers_at_once(outer.device)):
         return outer
-    for side, other in ((left, right), (right, left)):
-        if _may_be_idle(side.values) and 2 * len(used := _used(side.values, other.values)) <= side.values.shape[1]:
+    for side in (left, right):
+        if _may_be_idle(side.values) and 2 * len(used := _used(side.values)) <= side.values.shape[1]:
+            if _is_large(left.values) or _is_large(right.values):
+                return outer
             return Outer(Dense(left.values[:, used]), Dense(right.values[:, used]), outer.scale)
     return outer
 
@@ -34,8 +42,13 @@ def _may_be_idle(values: Tensor) -> bool:
     return 2 * int(used.sum()) <= len(used) > 1
 
 
-def _used(values: Tensor, others: Tensor) -> Tensor:
-    """(k,) the positions, at least one, where some of `values` (B, T, n) is not 0, or of `others` may be infinite."""
-    # NaN is not 0; the norm of large numbers may be infinite too.
-    used: Tensor = values.abs().amax(2).ne(0).any(0) | ~torch.linalg.vector_norm(others, dim=2).isfinite().all(0)
+def _used(values: Tensor) -> Tensor:
+    """(k,) the positions, at least one, where some of `values` (B, T, n) is not 0."""
+    # Not by norms, which may be 0 of small numbers.
+    used = values.abs().amax(2).ne(0).any(0)
     return used.nonzero().squeeze(1) if bool(used.any()) else used.new_zeros(1, dtype=torch.int64)
+
+
+def _is_large(values: Tensor) -> bool:
+    """Whether a row of (B, T, n) is, or is no number."""
+    return not bool(torch.linalg.vector_norm(values, dim=2).lt(_LARGE).all())

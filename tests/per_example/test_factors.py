@@ -99,6 +99,21 @@ def test_a_lookup_that_cancels_an_instantiated_gradient() -> None:
     assert bool((rounding > 0).all())
 
 
+def test_a_lookup_of_more_digits_beside_an_instantiated_gradient() -> None:
+    """The bound on rounding is that of the larger type: so must be what it bounds."""
+    table, lookup = PerExample(torch.randn(B, 50, D)), Outer(one_hot(50), dense(D))
+    norms, rounding = squared_norms([table, lookup])
+    expected = (table.values.double() + lookup.instantiated().values).square().sum((1, 2))
+    assert bool(((norms - expected).abs() <= rounding).all())
+
+
+def test_small_parameters_in_16_bits_have_norms_of_32() -> None:
+    values = torch.randn(B, 16, 256).bfloat16()
+    (uses,) = joined([[PerExample(values)]])
+    norms, rounding = squared_norms(uses)
+    assert bool(((norms - values.double().square().sum((1, 2))).abs() <= rounding).all())
+
+
 def test_of_small_parameters_no_copies_are_made() -> None:
     """Adapters are many, and together as large as all that is trained."""
     values = [torch.randn(B, 16, 256) for _ in range(20)] + [torch.randn(B, 7), torch.randn(B), torch.randn(B, 700)]

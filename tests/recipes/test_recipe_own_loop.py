@@ -34,7 +34,8 @@ def words(encoder_directory, questions_directory, tmp_path):
     settings = json.loads((model / "config.json").read_text())
     settings |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     (model / "config.json").write_text(json.dumps(settings))
-    data, labels = questions_directory / "train.csv", questions_directory / "categories.json"
+    data, labels = tmp_path / "train.csv", questions_directory / "categories.json"
+    data.write_text((questions_directory / "train.csv").read_text().replace("label", "category", 1))
     sizes = ["--steps", "4", "--batch_size", "10", "--micro_batch_size", "5", "--seed", "5"]
     return [str(data), "--labels_file", str(labels), "--model", str(model), *sizes]
 
