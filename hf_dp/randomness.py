@@ -167,7 +167,7 @@ def bernoulli(generator: np.random.Generator, n: int, q: float) -> list[int]:
     last = -1
     at_once = math.ceil(n * q + 4 * math.sqrt(n * q)) + 16
     while last < n:
-        # NumPy's is 0 where its uniform bits all are, and a unit would be drawn twice: then a gap is the least there is.
+        # NumPy's is 0 where its uniform bits all are, and a unit would be drawn twice. A gap is 1 at least.
         gaps = np.maximum(generator.geometric(q, at_once), 1)
         # A gap beyond the end is as good as any other beyond the end, and the sum of clipped gaps cannot overflow.
         indices = last + np.minimum(gaps, n + 1).cumsum(dtype=np.int64)
