@@ -41,11 +41,15 @@ class Seen:
 
 def odd(seen: Sequence[Seen]) -> list[Seen]:
     """What no honest training would show, but one of a million (Bonferroni)."""
-    return [one for one in seen if one.p < FALSE_ALARM / len(seen)]
+    # What is not a number is odd, too.
+    return [one for one in seen if not one.p >= FALSE_ALARM / len(seen)]
 
 
 def contributions(added: Numbers, alone: Numbers, probability: float) -> list[Seen]:
     """What examples with a direction of their own add to the sums of steps that have next to no noise.
+
+    Of counts the laws of large numbers are taken: where two steps have fewer than some hundred examples in common, what
+    is rare is less so than `p` says.
 
     Args:
         added: (steps, m), the length that each step's sum has in the direction of each example, in units of C.
@@ -79,7 +83,7 @@ def contributions(added: Numbers, alone: Numbers, probability: float) -> list[Se
         Seen(
             what="how much examples differ in how often they are drawn",
             found=f"{np.square(by_example).mean():.3g} of the variance of independent draws",
-            p=_of_normal((float(np.square(by_example).sum()) - m) / math.sqrt(m * spread)),
+            p=_of_squares(float(np.square(by_example).sum()), m, spread),
         ),
         _correlation("draws of neighbouring examples", z[:, 1:], z[:, :-1]),
         _correlation("draws of an example in one step and the next", z[1:], z[:-1]),
@@ -106,7 +110,8 @@ def noise(released: Mapping[str, Numbers]) -> list[Seen]:
     """What steps release whose examples add next to nothing beside the noise.
 
     Args:
-        released: by parameter (steps, numbers), in units of the standard deviation that is charged.
+        released: by parameter (steps, numbers), in units of the standard deviation that is charged; some thousand
+            numbers together, as correlations of fewer are larger than a normal law has them.
     """
     seen = []
     for name, values in released.items():
@@ -122,7 +127,7 @@ def noise(released: Mapping[str, Numbers]) -> list[Seen]:
         )
     whole = np.concatenate([*released.values()], axis=1)
     seen += _between_steps(whole)
-    seen += [_within_steps(whole), *_between_parameters(released)]
+    seen += [*_within_steps(whole), *_between_parameters(released)]
     every = whole.ravel()
     few = every[:: -(-len(every) // _MOST_SHAPES)]
     largest = float(np.abs(every).max())
@@ -135,7 +140,7 @@ def noise(released: Mapping[str, Numbers]) -> list[Seen]:
         Seen(
             what="the largest noise",
             found=f"{largest:.3g} standard deviations in {len(every)} numbers",
-            p=math.exp(len(every) * math.log1p(-float(2 * stats.norm.sf(largest)))),
+            p=math.erf(largest / math.sqrt(2)) ** len(every),
         ),
     ]
     return seen
@@ -175,18 +180,24 @@ def _between_steps(values: Numbers) -> list[Seen]:
     ]
 
 
-def _within_steps(values: Numbers) -> Seen:
+def _within_steps(values: Numbers) -> list[Seen]:
     """Each number beside that some places on, for every distance."""
     n = values.shape[1]
-    # Circular: as many pairs at each distance.
-    moved = np.stack([fft.irfft(np.abs(fft.rfft(step)) ** 2, n)[1 : n // 2 + 1] for step in values])
+    if n < 2:
+        return []
+    # Circular: as many pairs at each distance, but for half of the way round, where there are half as many, each twice.
+    moved = np.stack([fft.irfft(np.abs(fft.rfft(step)) ** 2, n)[1 : n // 2 + 1] for step in values]) / math.sqrt(n)
+    if n % 2 == 0:
+        moved[:, -1] /= math.sqrt(2)
     step, place = np.unravel_index(int(np.abs(moved).argmax()), moved.shape)
-    z = float(moved[step, place]) / math.sqrt(n)
-    return Seen(
-        what="noise of one number beside that of others in a step",
-        found=f"correlation {z / math.sqrt(n):.3g} at a distance of {place + 1} numbers",
-        p=_least_of(moved.size, _of_normal(z)),
-    )
+    z = float(moved[step, place])
+    return [
+        Seen(
+            what="noise of one number beside that of others in a step",
+            found=f"correlation {z / math.sqrt(n):.3g} at a distance of {place + 1} numbers",
+            p=_least_of(moved.size, _of_normal(z)),
+        )
+    ]
 
 
 def _between_parameters(released: Mapping[str, Numbers]) -> list[Seen]:
@@ -222,8 +233,15 @@ def _of_normal(z: float) -> float:
 
 
 def _two_sided(law: Any, value: float) -> float:
-    return min(1.0, 2 * min(float(law.cdf(value)), float(law.sf(value))))
+    # In this order what is not a number stays so.
+    return min(2 * min(float(law.cdf(value)), float(law.sf(value))), 1.0)
+
+
+def _of_squares(value: float, number: int, spread: float) -> float:
+    """Of a sum of so many, of mean 1 and variance `spread`: of chi-squared with its two moments, as they are skewed."""
+    # One step of half of all: each square is 1.
+    return 1.0 if spread < 1e-9 else _two_sided(stats.chi2(2 * number / spread), 2 * value / spread)
 
 
 def _least_of(number: int, p: float) -> float:
-    return min(1.0, number * p)
+    return min(number * p, 1.0)

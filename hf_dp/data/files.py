@@ -109,7 +109,8 @@ def _check_tsv(names: Sequence[str], rows: Sequence[Mapping[str, Any]], text: st
     """Refuses what a reader of quotes, as CSV has them, would read as other rows.
 
     A quote in the middle of a field, or at one end alone, is text, as long as every row has all columns: a field of
-    several lines makes rows that have fewer. In a single column they have all, so there both readings are compared.
+    several lines makes rows that have fewer, but for one of a single column, or with tabs as well. So where a reader of
+    quotes finds all columns too, both have to find as many rows: what one person wrote is one row.
 
     Raises:
         ValueError: a row that lacks columns, or quotes around lines.
@@ -117,13 +118,12 @@ def _check_tsv(names: Sequence[str], rows: Sequence[Mapping[str, Any]], text: st
     for number, row in enumerate(rows, 1):
         if None in row.values():
             raise ValueError(f"row {number} has fewer columns than the header, as of a field of several lines")
-    if len(names) == 1:
-        try:
-            others = [row for row in csv.reader(io.StringIO(text, newline=""), delimiter="\t", strict=True) if row]
-        except csv.Error:
-            return
-        if len(others) != len(rows) + 1:
-            raise ValueError("quotes begin in one line and end in another")
+    try:
+        others = [row for row in csv.reader(io.StringIO(text, newline=""), delimiter="\t", strict=True) if row]
+    except csv.Error:
+        return
+    if len(others) != len(rows) + 1 and all(len(row) == len(names) for row in others):
+        raise ValueError("quotes begin in one line and end in another")
 
 
 def _without_quotes(fields: Sequence[str]) -> list[str]:

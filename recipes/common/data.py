@@ -136,7 +136,9 @@ def labelled(
     """
     others = tuple(column for column in (recipe.label_column, recipe.group_column, unit) if column)
     rows = read_rows(name, split=split, columns=(recipe.text_column,), others=others, max_examples=recipe.max_examples)
-    column = recipe.label_column or _label_column(name, list(rows[0]), recipe, unit)
+    # Of all rows: no one's row may decide what is read of the others.
+    columns = list(dict.fromkeys(column for row in rows for column in row))
+    column = recipe.label_column or _label_column(name, columns, recipe, unit)
     check_columns(name, rows, (), (column,), fix=_FIX)
     numbers = {label: number for number, label in enumerate(labels)}
     unknown = next((row[column] for row in rows if str(row[column]) not in numbers), None)

@@ -19,7 +19,17 @@ from torch import Tensor
 
 import hf_dp.data.collate as collate
 from hf_dp.accounting import Ledger
-from hf_dp.audit.seen import Seen, charged, contributions, in_common, noise, odd, standard_draws
+from hf_dp.audit.seen import (
+    Seen,
+    _of_squares,
+    _within_steps,
+    charged,
+    contributions,
+    in_common,
+    noise,
+    odd,
+    standard_draws,
+)
 from hf_dp.clipping.flat import Flat
 from hf_dp.clipping.rule import ClippingRule, Group
 from hf_dp.demo.quiet import quiet
@@ -70,6 +80,33 @@ def test_p_values_of_honest_numbers_are_as_rare_as_they_say() -> None:
     rare = (np.array(found)[:, 1:] < 0.05).mean(0)
     assert (rare < 0.1).all()
     assert (rare > 0.005).all()
+
+
+def test_every_distance_has_the_same_law() -> None:
+    """Half of the way round each pair is there twice."""
+    for n in (60, 61):
+        found = []
+        for _ in range(200):
+            (one,) = _within_steps(RNG.normal(size=(60, n)))
+            found.append(one.found.endswith(f" {n // 2} numbers"))
+        assert sum(found) < 200 * 2 / (n // 2)
+
+
+def test_few_steps_and_numbers_have_a_verdict() -> None:
+    half = 1.0 * (RNG.random((1, 400)) < 0.5)
+    assert not odd(contributions(half, np.ones(400), 0.5))
+    assert not odd(noise({"bias": RNG.normal(size=(1, 1))}))
+    assert "noise on bias" in what(noise({"bias": np.zeros((3, 50))}))
+    assert "noise on bias" in what(noise({"bias": np.full((3, 50), np.nan)}))
+
+
+def test_how_much_examples_differ_is_no_more_often_odd_than_it_says() -> None:
+    """Far out, where squares are more frequent on one side than a normal law has them."""
+    times = np.arange(13)
+    of_one = [math.comb(12, k) * 0.3**k * 0.7 ** (12 - k) for k in times]
+    squares = np.sort(RNG.multinomial(1500, of_one, size=200_000) @ (np.square(times - 3.6) / (12 * 0.21)))
+    for rare in (squares[20], squares[-20]):  # 1e-4 on either side
+        assert 1.3e-4 < _of_squares(float(rare), 1500, 2 + (1 / 0.21 - 6) / 12) < 3e-4
 
 
 def test_draws_that_are_not_what_is_charged_are_odd() -> None:

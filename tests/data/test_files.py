@@ -18,8 +18,8 @@ def written(path: Path, text: str) -> Path:
 
 
 def test_a_quote_in_tsv_is_text(tmp_path: Path) -> None:
-    file = written(tmp_path / "a.tsv", 'text\tlabel\n"one\t0\ntwo\t1\nthree"\t0\n')
-    assert [row["text"] for row in rows_of_file(file)] == ['"one', "two", 'three"']
+    file = written(tmp_path / "a.tsv", 'text\tlabel\n"one\t0\ntwo\t1\nthree"\t0\nfour\t"1\n')
+    assert [row["text"] for row in rows_of_file(file)] == ['"one', "two", 'three"', "four"]
 
 
 @pytest.mark.parametrize(
@@ -59,6 +59,8 @@ def test_quotes_in_csv_hold_commas_and_lines(tmp_path: Path) -> None:
         ("a.tsv", 'text\tlabel\none\t0\n"two\nlines"\t1\n', "row 2 has fewer columns than the header"),
         ("a.tsv", 'label\ttext\n0\t"two\nlines"\n', "row 2 has fewer columns than the header"),
         ("a.tsv", 'text\none\n"two\nlines"\n', "begin in one line and end in another"),
+        ("a.tsv", 'text\tlabel\n"one\t0\ntwo\t1\nthree"\t0\n', "begin in one line and end in another"),
+        ("a.tsv", 'text\tlabel\r\n"one\t0\r\n""two""\t1\r\nthree"\t0\r\n', "begin in one line and end in another"),
         ("a.csv", "text,label,text\na,0,b\n", "a column twice"),
         ("a.jsonl", '{"text": "a", "text": "b"}\n', "a name twice"),
         ("a.json", '[{"text": "a", "text": "b"}]', "a name twice"),

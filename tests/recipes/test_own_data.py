@@ -131,6 +131,15 @@ def test_labels_are_in_the_one_column_that_is_left(parsed, part, tmp_path, colum
         assert labelled(str(tmp_path / "a.jsonl"), "train", recipe, ["no", "yes"], unit)["labels"] == [1]
 
 
+def test_no_row_alone_says_where_the_labels_of_others_are(parsed, part, tmp_path):
+    rows = [{"text": "a", "category": "yes"}, *[{"text": "a", "category": "yes", "label": "no"}] * 3]
+    recipe, _, _ = parsed()
+    for places in (slice(None), slice(None, None, -1)):
+        (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows[places])))
+        with pytest.raises(ConfigurationError, match="'label'"):
+            part("common.data").labelled(str(tmp_path / "a.jsonl"), "train", recipe, ["no", "yes"])
+
+
 def test_what_is_counted_in_private_data_says_so(part, capsys):
     show = part("common.next_item_results").show
     show({"epsilon 3, off": [(12.5, 32.5)]}, (18.76, 35.0))
