@@ -15,6 +15,8 @@ from typing import Any
 import numpy as np
 from scipy import fft, stats
 
+from hf_dp.figures import upper
+
 Numbers = np.ndarray[Any, np.dtype[np.float64]]
 # That one of all tests finds an honest training odd.
 FALSE_ALARM = 1e-6
@@ -159,7 +161,7 @@ def charged(steps: int, counted: int, epsilon: float, at_least: float) -> list[S
         Seen(what="steps that are charged", found=f"{counted}, taken {steps}", p=float(counted == steps)),
         Seen(
             what="epsilon of the report",
-            found=f"{epsilon:.4g}, of the steps {at_least:.4g}",
+            found=f"{upper(epsilon, 4)}, of the steps {upper(at_least, 4)}",
             p=float(epsilon >= at_least * (1 - 1e-9)),
         ),
     ]
