@@ -144,8 +144,10 @@ def labelled(
     unknown = next((row[column] for row in rows if str(row[column]) not in numbers), None)
     if unknown is not None:
         known = recipe.labels_file or "its declared names"
+        # What nobody called labels may be names of people.
+        shown = f"the label {unknown!r}" if column in (recipe.label_column, "label") else "something"
         raise ConfigurationError(
-            f"{name} has the label {unknown!r} in column {column!r}, which is not in {known}.",
+            f"{name} has {shown} in column {column!r}, which is not in {known}.",
             why="the labels are public and fixed beforehand: a list made from the private data would leak.",
             fix="complete the list, or correct --label_column.",
         )

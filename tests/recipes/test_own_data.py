@@ -131,6 +131,15 @@ def test_labels_are_in_the_one_column_that_is_left(parsed, part, tmp_path, colum
         assert labelled(str(tmp_path / "a.jsonl"), "train", recipe, ["no", "yes"], unit)["labels"] == [1]
 
 
+def test_what_was_not_called_a_label_is_not_printed(parsed, part, tmp_path):
+    (tmp_path / "a.csv").write_text("text,sender\nhello,someone@example.org\n", encoding="utf-8")
+    for given, shown in ({}, False), ({"label_column": "sender"}, True):
+        recipe, _, _ = parsed(**given)
+        with pytest.raises(ConfigurationError, match="in column 'sender'(.|\n)*--label_column") as refused:
+            part("common.data").labelled(str(tmp_path / "a.csv"), "train", recipe, ["no", "yes"])
+        assert ("someone" in str(refused.value)) == shown
+
+
 def test_no_row_alone_says_where_the_labels_of_others_are(parsed, part, tmp_path):
     rows = [{"text": "a", "category": "yes"}, *[{"text": "a", "category": "yes", "label": "no"}] * 3]
     recipe, _, _ = parsed()
