@@ -104,8 +104,8 @@ def _draw(steps: Steps, budget: float | None, figure: Path, directory: str) -> N
             f"--figure of {directory!r}, where no log of this run lies.",
             why="the figure is made of what Trainer logged (trainer_state.json, which is in each checkpoint).",
             fix="name the output folder, where its checkpoints lie; where there are none, train with "
-            "save_strategy='steps' (recipes: --save_strategy steps), or call trainer.save_state() at the end, and log more "
-            "often than once.",
+            "save_strategy='steps' (recipes: --save_strategy steps), or call trainer.save_state() at the end, and log "
+            "more often than once.",
         )
     draw_history(steps, budget, figure)
 
