@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import re
 import sys
 from collections.abc import Mapping
@@ -246,15 +247,17 @@ def _refuse_paths(recipe: Any, training: TrainingArguments) -> None:
         if given is None or given == "scratch":
             continue
         path = Path(given)
-        missing = [what for what, files in _FILES.items() if not any(any(path.glob(file)) for file in files)]
-        if (path.exists() or not _NAME.fullmatch(given)) and missing:
+        # os.path's functions say no of what is too long for a name.
+        there = os.path.isdir(given)
+        missing = [what for what, files in _FILES.items() if not (there and any(any(path.glob(f)) for f in files))]
+        if (os.path.exists(given) or not _NAME.fullmatch(given)) and missing:
             raise ConfigurationError(
                 f"--{name} {given!r} is no directory with {missing[0]}.",
                 why="the recipe reads the model and its tokenizer from there.",
                 fix="give one that save_pretrained of both wrote, or OWNER/NAME on the hub.",
             )
     output = Path(str(training.output_dir))
-    if next((place for place in (output, *output.parents) if place.exists()), output).is_file():
+    if os.path.isfile(next((place for place in (output, *output.parents) if os.path.exists(place)), output)):
         raise ConfigurationError(
             f"--output_dir {str(output)!r} is a file, or lies below one.",
             why="the model would be saved there, after the budget is spent.",

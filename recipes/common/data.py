@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,7 @@ def read_rows(
         ConfigurationError: what cannot be read, has no rows, or a row without one of these columns.
     """
     path = Path(name)
-    is_file = path.suffix in WITH_COLUMNS or path.is_file()
+    is_file = path.suffix in WITH_COLUMNS or os.path.isfile(path)
     rows = rows_of_file(path) if is_file else _of_data_set(name, split, max_examples)
     rows = rows[:max_examples]
     check_columns(name, rows, columns, others, fix=_FIX)

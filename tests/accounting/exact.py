@@ -88,11 +88,16 @@ class Pair:
 
 
 def log_delta(pairs: Sequence[Pair], epsilon: float) -> float:
-    """The larger one of both directions (`ArithmeticError` where the integral does not end)."""
-    return max(_log_delta(pairs, epsilon, reversed_) for reversed_ in (False, True))
+    """The larger one of both directions (`ArithmeticError` where it is not known: `_log_delta`)."""
+    larger, is_known = max(_log_delta(pairs, epsilon, reversed_) for reversed_ in (False, True))
+    if not is_known:
+        raise ArithmeticError(f"no more than {larger}; its orders are too large")
+    return larger
 
 
-def _log_delta(pairs: Sequence[Pair], epsilon: float, reversed_: bool) -> float:
+def _log_delta(pairs: Sequence[Pair], epsilon: float, reversed_: bool) -> tuple[float, bool]:
+    """Of one direction, and whether it is this, or no more (`ArithmeticError` where the integral does not end)."""
+
     def log_height(z: complex) -> complex:
         cumulant = sum(pair.cumulant(z, reversed_) for pair in pairs)
         return cumulant - z * epsilon - np.log(z) - np.log1p(z)
@@ -109,10 +114,11 @@ def _log_delta(pairs: Sequence[Pair], epsilon: float, reversed_: bool) -> float:
     order, least = math.exp(found.x), float(found.fun)
     step = 1e-3 * order
     near = [on_axis(math.log(order + move)) for move in (-step, 0.0, step)]
-    if near[2] == _NO_HEIGHT:  # Losses end before epsilon: Chernoff's bound, which falls with the order.
-        return least + math.log1p(order)
+    if near[2] == _NO_HEIGHT:  # Chernoff's bound, which falls with the order: losses end before epsilon, or not.
+        return least + math.log1p(order), False
     width = 1.5 * step / math.sqrt(max(near[0] - 2 * near[1] + near[2], 1e-30))
-    return least + math.log(_integral(lambda t: np.exp(log_height(order + 1j * t) - least).real, width) / math.pi)
+    whole = _integral(lambda t: np.exp(log_height(order + 1j * t) - least).real, width)
+    return least + math.log(whole / math.pi), True
 
 
 def _integral(value: Callable[[float], Any], width: float) -> float:

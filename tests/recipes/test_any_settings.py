@@ -70,3 +70,8 @@ def test_what_is_no_file_of_settings_is_refused(parse: Callable[[bytes], Any], t
         text = yaml.safe_dump(BASE).encode() + b"\n" + text.partition(b"\n")[2]
     with pytest.raises(ConfigurationError):
         parse(text)
+
+
+def test_what_is_too_long_for_a_name_is_refused(parse: Callable[[bytes], Any]) -> None:
+    with pytest.raises(ConfigurationError, match="encoder"):
+        parse(yaml.safe_dump({**BASE, "output_dir": "out", "encoder": "s[" * 1500}).encode())

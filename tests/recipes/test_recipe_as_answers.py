@@ -118,10 +118,10 @@ def test_a_real_chat_model_answers_bank_questions(run, data_directory, smollm2_d
     """Two labels, whose words it follows before training, and no worse after it."""
     names, rows = ["card_swallowed", "exchange_rate"], []
     with (data_directory / "banking77" / "train.csv").open(encoding="utf-8", newline="") as file:
-        rows = [row for row in csv.DictReader(file) if row["label"] in names]
+        rows = [row for row in csv.DictReader(file) if row["category"] in names]
     for split, some in (("train", rows[::2]), ("test", rows[1::6])):
         with (tmp_path / f"{split}.csv").open("w", newline="", encoding="utf-8") as file:
-            csv.writer(file).writerows([("text", "label"), *((row["text"], row["label"]) for row in some)])
+            csv.writer(file).writerows([("text", "label"), *((row["text"], row["category"]) for row in some)])
     (tmp_path / "labels.json").write_text(json.dumps(names), encoding="utf-8")
     run(
         "classify_as_answers",
