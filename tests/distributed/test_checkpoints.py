@@ -36,6 +36,7 @@ def loads(path: Path, parameters: dict[str, torch.Tensor]) -> None:
     assert [p.name for p in path.glob("*.safetensors")] == [p.name for p in (path / "final").glob("*.safetensors")]
 
 
+@pytest.mark.slow
 def test_saved_by_two_and_resumed_by_one(tmp_path: Path, pair: Gang) -> None:
     whole = pair.run(saved_and_resumed, str(tmp_path), NAME, 2, None, False)[0]
     assert whole["steps"] == STEPS

@@ -17,6 +17,7 @@ pytestmark = pytest.mark.usefixtures("checked_once")
 TOLERANCE = 1e-4  # of Adam's steps, which have the sign of tiny gradients
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "part"),
     [

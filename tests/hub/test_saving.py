@@ -47,6 +47,7 @@ def known(run: Any) -> None:
     privacy_section(run.privacy_report(), run.ledger, run.privacy)
 
 
+@pytest.mark.slow
 def test_two_saves_at_once_follow_one_another(tmp_path: Path) -> None:
     run = another(tmp_path)
     known(run)
@@ -82,6 +83,7 @@ def test_an_earlier_model_goes_with_its_record(saved: Path, tmp_path: Path) -> N
     assert verify(copy).private, verify(copy).checks
 
 
+@pytest.mark.slow
 def test_failure_34_killed_while_a_model_is_saved_over_another_no_claim_is_false(saved: Path, tmp_path: Path) -> None:
     path = Path(shutil.copytree(saved, tmp_path / "out"))
     run, found = another(path), list[float | None]()

@@ -46,6 +46,7 @@ def branch(path: Path, **changes: Any) -> Any:
     return run
 
 
+@pytest.mark.slow
 def test_failure_33_killed_while_a_checkpoint_is_written_over_the_old_or_the_new_one_is_whole(
     checkpointed: Path, tmp_path: Path
 ) -> None:

@@ -178,6 +178,7 @@ def test_failure_11_trainers_own_clipping_is_off(tmp_path: Path) -> None:
     assert last_log(trainer, "grad_norm") == pytest.approx(float(flat(noisy[-1]).norm()), rel=1e-4)
 
 
+@pytest.mark.slow
 def test_failure_12_a_sigma_of_1000_wrecks_accuracy(tmp_path: Path) -> None:
     def accuracy(noise: float) -> float:
         trainer = make(
