@@ -88,16 +88,20 @@ class Pair:
 
 
 def log_delta(pairs: Sequence[Pair], epsilon: float) -> float:
-    """The larger one of both directions (`ArithmeticError` where it is not known: `_log_delta`)."""
-    larger, is_known = max(_log_delta(pairs, epsilon, reversed_) for reversed_ in (False, True))
+    """The larger one of both directions (`ArithmeticError` where no more than a bound on it is known)."""
+    larger, is_known = log_delta_or_bound(pairs, epsilon)
     if not is_known:
         raise ArithmeticError(f"no more than {larger}; its orders are too large")
     return larger
 
 
-def _log_delta(pairs: Sequence[Pair], epsilon: float, reversed_: bool) -> tuple[float, bool]:
-    """Of one direction, and whether it is this, or no more (`ArithmeticError` where the integral does not end)."""
+def log_delta_or_bound(pairs: Sequence[Pair], epsilon: float) -> tuple[float, bool]:
+    """The larger one of both directions, and whether it is this, or at most this (`ArithmeticError` where an integral
+    does not end)."""
+    return max(_log_delta_or_bound(pairs, epsilon, reversed_) for reversed_ in (False, True))
 
+
+def _log_delta_or_bound(pairs: Sequence[Pair], epsilon: float, reversed_: bool) -> tuple[float, bool]:
     def log_height(z: complex) -> complex:
         cumulant = sum(pair.cumulant(z, reversed_) for pair in pairs)
         return cumulant - z * epsilon - np.log(z) - np.log1p(z)
@@ -114,7 +118,7 @@ def _log_delta(pairs: Sequence[Pair], epsilon: float, reversed_: bool) -> tuple[
     order, least = math.exp(found.x), float(found.fun)
     step = 1e-3 * order
     near = [on_axis(math.log(order + move)) for move in (-step, 0.0, step)]
-    if near[2] == _NO_HEIGHT:  # Chernoff's bound, which falls with the order: losses end before epsilon, or not.
+    if near[2] == _NO_HEIGHT:  # Orders beyond it cannot be computed; Chernoff's bound holds at each.
         return least + math.log1p(order), False
     width = 1.5 * step / math.sqrt(max(near[0] - 2 * near[1] + near[2], 1e-30))
     whole = _integral(lambda t: np.exp(log_height(order + 1j * t) - least).real, width)

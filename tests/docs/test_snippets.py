@@ -34,10 +34,10 @@ BLOCK = re.compile(
 SHOWN_ONLY = {"", "text", "yaml", "json"}
 # Of libraries beside this one, on the pages of those who come from there: it is Python, and that is all that is known.
 THEIRS = " { .python .theirs }"
-# They calibrate several times, or train what a fast page trains too; those who come from elsewhere are shown
-# what those who come from Trainer are.
+# They calibrate several times, or train what a fast page trains too (the quick start: README); those who come from
+# elsewhere are shown what those who come from Trainer are.
 ALIKE = ["from_opacus", "from_fastdp", "from_dp_transformers", "from_opake"]
-SLOW = ["explained", "privacy", "privacy_json", "resuming", "choosing_privacy", "settings", "users", "gpus", *ALIKE]
+SLOW = {*ALIKE, *"index explained privacy privacy_json resuming choosing_privacy settings users gpus".split()}
 
 
 class Snippet(NamedTuple):

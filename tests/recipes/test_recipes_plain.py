@@ -117,13 +117,8 @@ def test_what_a_recipe_saves_is_loaded_without_it(recipe, train, own, plainly):
     assert checked.private, checked.checks
 
 
-@pytest.mark.parametrize(
-    "recipe",
-    [
-        *(pytest.param(recipe, marks=pytest.mark.slow) for recipe in ("classify", "classify_lora")),
-        "classify_as_infilling",
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["classify", "classify_lora", "classify_as_infilling"])
 def test_checkpoints_in_the_form_that_trains_are_taken_for_no_plain_model(recipe, train, plainly):
     flags = ("--smoke", "true", "--save_strategy", "steps", "--save_steps", "1")
     _, out = train(recipe, *flags)

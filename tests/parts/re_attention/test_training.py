@@ -81,7 +81,7 @@ def test_withheld_logs_hold_no_corrections(tmp_path: Path) -> None:
     assert "all else that is logged" not in str(trainer.privacy_report().caveats)
 
 
-@pytest.mark.parametrize("error", ["paper", "accumulated"])
+@pytest.mark.parametrize("error", ["paper", pytest.param("accumulated", marks=pytest.mark.slow)])
 def test_resumed_it_releases_nothing_anew(tmp_path: Path, error: Any) -> None:
     attention = ReAttentionConfig(error=error)
     options = {"save_strategy": "steps", "save_steps": 2, "optim": "adamw_torch", "learning_rate": 1e-2}
