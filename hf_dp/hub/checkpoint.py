@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import math
@@ -80,6 +81,18 @@ def refuse_disagreement(checkpoint: str | Path, state: Mapping[str, Any], ledger
         )
 
 
+def missing_files(checkpoint: Path) -> Iterator[str]:
+    """What is not there, of what its weights and its record say that it has: where it was deleted halfway."""
+    source = open_source(checkpoint)
+    if RECORD_FILE not in source.names:
+        if any(re.fullmatch(r"(adapter_)?model[^/]*\.safetensors", name) for name in source.names):
+            yield f"it has weights, and no {RECORD_FILE}"
+        return
+    with contextlib.suppress(LedgerError):  # one that cannot be read is refused by who reads it
+        gone = sorted(source.record().files.keys() - source.names)
+        yield from (f"it has no {name}, which {RECORD_FILE} names" for name in gone)
+
+
 def _of_promise(ledger: Ledger) -> Iterator[str]:
     promise = ledger.promise
     try:
@@ -119,8 +132,7 @@ def _of_numbers(state: Mapping[str, Any]) -> Iterator[str]:
 def _of_record(checkpoint: Path, ledger: Ledger) -> Iterator[str]:
     source = open_source(checkpoint)
     if RECORD_FILE not in source.names:
-        if any(re.fullmatch(r"(adapter_)?model[^/]*\.safetensors", name) for name in source.names):
-            yield f"it has weights, and no {RECORD_FILE}"
+        yield from missing_files(checkpoint)
         return
     record = source.record()
     if record.ledger != ledger:

@@ -22,6 +22,7 @@ import hf_dp.ranks as ranks
 from hf_dp.disk import flush, full_disk_is_named
 from hf_dp.errors import LedgerError
 from hf_dp.hub import refuse_in_the_way
+from hf_dp.hub.checkpoint import missing_files
 from hf_dp.training.loaded import checksums
 
 if TYPE_CHECKING:
@@ -266,11 +267,10 @@ def what_lacks(checkpoint: Path) -> str | None:
             return f"{path.relative_to(checkpoint)} is cut"
         if path.name.endswith(".index.json") and (shards := _shards(path) - {other.name for other in paths}):
             return f"{', '.join(sorted(shards))} is missing"
-    names = [path.name for path in checkpoint.iterdir()]
-    gone = [kind for kind in _STATES if not any(name.startswith(kind) for name in names)]
+    gone = [kind for kind in _STATES if not any(checkpoint.glob(f"{kind}*"))]
     if gone and len(gone) < len(_STATES):  # with save_only_model=True there are none
         return f"it has no {gone[0]}"
-    return None
+    return next(missing_files(checkpoint), None)
 
 
 def _is_cut(path: Path) -> bool:

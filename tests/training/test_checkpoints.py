@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import logging
+import random
 import resource
 import shutil
 import signal
@@ -17,7 +18,8 @@ from transformers import TrainerCallback
 
 from hf_dp.errors import LedgerError
 from hf_dp.hub.card import privacy_section
-from hf_dp.training.checkpoints import finish, newest_whole
+from hf_dp.training.checkpoints import finish, newest_whole, what_lacks
+from hf_dp.training.resume import SavedRun
 from tests.crashes import digests, killed_everywhere
 from tests.training.resuming import SAVED, STEPS, trainer
 from tests.training.workbench import make, parameters, private, rows, same
@@ -115,6 +117,18 @@ def test_a_half_is_passed_over_by_name_and_by_itself_refused(
     shutil.rmtree(path / f"checkpoint-{SAVED}")
     with pytest.raises(LedgerError, match=f"no checkpoint in .* is whole .*{lack}"):
         trainer(path, seed=7).train(resume_from_checkpoint=True)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_one_that_is_deleted_halfway_is_not_whole_or_is_read(checkpointed: Path, tmp_path: Path, seed: int) -> None:
+    folder, found = copied(checkpointed, tmp_path) / NEWEST, []
+    files = sorted(folder.iterdir())
+    for file in random.Random(seed).sample(files, len(files)):
+        file.unlink()
+        if (lack := what_lacks(folder)) is None:
+            assert SavedRun.read(folder).ledger.steps == STEPS, file.name
+        found.append(lack)
+    assert found[-1] is not None
 
 
 def test_without_any_checkpoint_trainer_says_so(tmp_path: Path) -> None:
