@@ -99,7 +99,7 @@ class MeanPoolingForSequenceClassification(TrainingForm):
 
 
 def temperature(recipe: EncoderClassifier, labels: int) -> float:
-    """The one that is given; else what did best with so many labels (docs/benchmarks.md): public, as they are.
+    """The one that is given; else what did best with so many labels (docs/results.md): public, as they are.
 
     The head alone is sharper with many labels than with two, whose names say little of what is to be learnt.
     """

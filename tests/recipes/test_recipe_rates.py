@@ -35,7 +35,7 @@ def test_rates_of_an_encoder_are_of_so_many_steps(given, divided, part):
     ("labels", "given", "bound"), [(2, None, 4.0), (3, None, 1.5), (2, 0.1, 1.0), (77, 0.1, 38.5), (3, 0.2, 6.0)]
 )
 def test_the_bound_on_a_head_s_rate_follows_labels_and_temperature(labels, given, bound, part):
-    """Of two labels both are others by default (docs/benchmarks.md); of more they are as they were."""
+    """Of two labels both are others by default (docs/results.md); of more they are as they were."""
     model = nn.ModuleDict({"encoder": nn.Linear(3, 3), "classifier": nn.Linear(3, labels)})
     recipe = SimpleNamespace(method="head", head_noise=1e6, temperature=given)
     sizes = {"max_steps": 2, "per_device_train_batch_size": 8, "gradient_accumulation_steps": 1, "world_size": 1}

@@ -96,6 +96,6 @@ def adapter() -> LoraConfig:
 
 
 def from_docs(language: str, word: str) -> str:
-    page = (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "trl.md").read_text(encoding="utf-8")
     (snippet,) = [text for text in re.findall(rf"^```{language}\n(.*?)^```$", page, re.M | re.S) if word in text]
     return snippet

@@ -148,4 +148,4 @@ def test_the_tested_versions_are_those_of_the_project_and_its_constraints() -> N
     oldest, newest = ("{}.{}".format(*version) for version in (behind.OLDEST, behind.NEWEST))
     assert project["project"]["optional-dependencies"]["trl"] == [f"trl>={oldest},<2"]
     assert (pinned("constraints-oldest.txt"), pinned("constraints.txt")) == (oldest, newest)
-    assert f"TRL {oldest} to {newest}" in (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8")
+    assert f"TRL {oldest} to {newest}" in (ROOT / "docs" / "trl.md").read_text(encoding="utf-8")
