@@ -6,7 +6,6 @@ import argparse
 import json
 import math
 import os
-import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -20,6 +19,7 @@ from transformers import HfArgumentParser, TrainingArguments
 from hf_dp import PrivacyConfig
 from hf_dp.cli.train import settings as read_settings
 from hf_dp.errors import ConfigurationError
+from hf_dp.places import is_name, nowhere
 from hf_dp.training.refusals import private_arguments
 
 # Enough to see that a recipe runs from end to end on a machine: seconds, and no result.
@@ -49,8 +49,6 @@ _AT_LEAST_1 = (
 )
 _ABOVE_0 = ("temperature", "head_noise", "head_scale", "head_learning_rate", "comparison_learning_rate")
 _BELOW_1 = ("average", "evaluation_share", "genre_share")
-# On the hub; the oldest models have no owner.
-_NAME = re.compile(r"([\w-][\w.-]*/)?[\w-][\w.-]*")
 _FILES = {
     "a model": ("config.json", "adapter_config.json"),
     "a tokenizer": ("tokenizer*", "vocab*", "merges.txt", "*.model", "*.spm", "adapter_config.json"),
@@ -250,9 +248,10 @@ def _refuse_paths(recipe: Any, training: TrainingArguments) -> None:
         # os.path's functions say no of what is too long for a name.
         there = os.path.isdir(given)
         missing = [what for what, files in _FILES.items() if not (there and any(any(path.glob(f)) for f in files))]
-        if (os.path.exists(given) or not _NAME.fullmatch(given)) and missing:
+        if (os.path.exists(given) or not is_name(given)) and missing:
+            lacks = f"{given!r} is no directory with {missing[0]}" if there else nowhere(given, "")
             raise ConfigurationError(
-                f"--{name} {given!r} is no directory with {missing[0]}.",
+                f"--{name}: {lacks}.",
                 why="the recipe reads the model and its tokenizer from there.",
                 fix="give one that save_pretrained of both wrote, or OWNER/NAME on the hub.",
             )

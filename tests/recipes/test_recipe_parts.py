@@ -49,8 +49,8 @@ def parsed(part, tmp_path, monkeypatch):
         ({"average": 2}, "--average 2"),
         ({"learning_rate": -1}, "learning_rate=-1"),
         ({"fp16": 1}, "fp16=True"),
-        ({"encoder": "/nowhere/at/all"}, "no directory with a model"),
-        ({"encoder": ""}, "no directory with a model"),
+        ({"encoder": "/nowhere/at/all"}, "--encoder: there is no folder '/nowhere/at/all'"),
+        ({"encoder": ""}, "--encoder: there is no folder ''"),
     ],
 )
 def test_arguments_with_which_nothing_could_be_learnt_are_refused(changes, words, parsed):
