@@ -73,8 +73,8 @@ class Clock:
         if not self._seen:
             self._since = now
         elif (took := now - self._since) >= _SEEN and self._ahead > 0:
-            whole, last = in_words(self._ahead * took / self._seen), steps_in_words(self._seen)
-            self._say(f"about {whole} for {steps_in_words(self._ahead)} ahead: the last {last} took {in_words(took)}")
+            whole, seen = in_words(self._ahead * took / self._seen), steps_in_words(self._seen)
+            self._say(f"about {whole} for {steps_in_words(self._ahead)} ahead, as {seen} took {in_words(took)}")
             self._is_silent = True
 
     def _say(self, what: str) -> None:

@@ -133,7 +133,7 @@ def test_how_long_it_takes_is_said_once_and_of_steps_that_were_seen(
         clock.stepped()
     assert said == [
         "Time: the check before the first step took 3 s.",
-        "Time: about 42 s for 85 steps ahead: the last 4 steps took 2 s.",
+        "Time: about 42 s for 85 steps ahead, as 4 steps took 2 s.",
     ]
 
 
