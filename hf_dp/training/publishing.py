@@ -72,7 +72,8 @@ class PublishingMixin(RunsMixin):
         It never goes up, and is no checkpoint: nothing resumes from it.
         """
         spent = {"saved_ledger": None, "spent": self.ledger.to_dict()}
-        self.state.stateful_callbacks[STATE_KEY] = {"args": {}, "attributes": spent}  # type: ignore[index]
+        state: Any = self.state
+        state.stateful_callbacks[STATE_KEY] = {"args": {}, "attributes": spent}
         super().save_state()
 
     def _save_beside(self, directory: Path) -> None:
