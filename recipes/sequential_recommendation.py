@@ -29,7 +29,7 @@ from common.groups import report_by_group
 from common.next_item import NEAR_NOTHING, Beginning, NextItem, as_language_model, gains, measures
 from common.next_item_results import Measures, check_same_settings, draw, show
 from common.rates import in_many_steps, planned_steps
-from common.results import say_how_to_use
+from common.results import save
 from common.sequences import PADDING, SequenceData, Sequences, item_tokenizer, load, popularity
 from hf_dp import OutputBiasConfig, PrivacyConfig, ReAttentionConfig
 from hf_dp.errors import ConfigurationError
@@ -210,9 +210,7 @@ def trained(
     found = gains(made.model, data.test)
     if privacy is not None:
         made.model = made.model_wrapped = as_language_model(made.accelerator.unwrap_model(made.model))
-        made.save_model()
-        if made.is_world_process_zero():
-            say_how_to_use(folder, USAGE.replace("ITEMS", " ".join(data.names[:2])), privacy)
+        save(made, USAGE.replace("ITEMS", " ".join(data.names[:2])))
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "hits.json").write_text(json.dumps(found.gt(0).double().tolist()), encoding="utf-8")
     return measures(found), beginning.found

@@ -24,7 +24,7 @@ from transformers import TrainingArguments, set_seed
 from common.arguments import OWN_OPTIMIZER, parse
 from common.comparison import folder_of, percent, refuse_unknown, scored, trainer
 from common.groups import report_by_group
-from common.results import say_how_to_use
+from common.results import save
 from common.sparse_tasks import TASKS, Task, TaskArguments
 from hf_dp import DPTrainer, PrivacyConfig, SparseEmbeddingConfig
 from hf_dp.figures import upper
@@ -154,9 +154,7 @@ def run(
             epsilon = max(epsilon or 0.0, made.privacy_report().epsilon)
             if task.plain is not None:
                 made.model = made.model_wrapped = task.plain(model)
-            made.save_model()
-            if made.is_world_process_zero():
-                say_how_to_use(folder, task.usage, privacy, changed=task.plain is not None)
+            save(made, task.usage, changed=task.plain is not None)
             # The examples of the next period are others: what this one spent is not theirs, and a copy says so.
             model = copy.deepcopy(model)
         if arm.kind == "fest" and chosen is None:

@@ -18,6 +18,7 @@ FLOORS = {
     "errors": 0,
     "launched": 0,
     "disk": 0,
+    "places": 0,
     "figures": 0,
     "ranks": 0,
     "randomness": 0,

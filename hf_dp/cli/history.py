@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -20,7 +21,9 @@ if TYPE_CHECKING:
     from hf_dp.hub import PrivacyRecord, Source
 
 _STATE = re.compile(r"(checkpoint-[0-9]{1,18}/)?trainer_state\.json")
-_LEDGER = ("stateful_callbacks", "PrivacyCallback", "attributes", "saved_ledger", "ledger")
+_ATTRIBUTES = ("stateful_callbacks", "PrivacyCallback", "attributes")
+# Of a checkpoint, and of what `save_state` wrote.
+_LEDGERS = ((*_ATTRIBUTES, "saved_ledger", "ledger"), (*_ATTRIBUTES, "spent"))
 # The names in the log, and in words.
 COLUMNS = {"loss": "training loss", "epsilon": "epsilon", "clipped_fraction": "clipped fraction"}
 _PRIVATE = {"loss", "clipped_fraction"}
@@ -57,14 +60,17 @@ def _is_of(ledger: Ledger, state: Any) -> bool:
     """Whether its own ledger has the same promise, and one of the two is the beginning of the other."""
     from hf_dp.accounting import Ledger
 
-    for name in _LEDGER:
-        state = state.get(name) if isinstance(state, Mapping) else None
+    found = [functools.reduce(_field, path, state) for path in _LEDGERS]
     try:
-        saved = Ledger.from_dict(state)
+        saved = Ledger.from_dict(next((one for one in found if one is not None), None))
     except (LedgerError, RecursionError):
         return False
     short, long = sorted((saved, ledger), key=lambda one: one.charges)
     return saved.promise == ledger.promise and _begins(short.entries, long.entries)
+
+
+def _field(of: Any, name: str) -> Any:
+    return of.get(name) if isinstance(of, Mapping) else None
 
 
 def _begins(short: Sequence[Charged], long: Sequence[Charged]) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ from hf_dp.audit.secrets import Secret
 from hf_dp.errors import ConfigurationError
 from hf_dp.figures import upper
 from hf_dp.hub import RECORD_FILE, PrivacyRecord, verify
+from hf_dp.places import NOT_KEPT, nowhere
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,8 +134,9 @@ def loaded(folder: str) -> tuple[Any, Any]:
         )
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
         said = " ".join(str(error).split()).rstrip(".")
+        found = f"no causal language model can be loaded from {folder!r} ({said})"
         raise ConfigurationError(
-            f"no causal language model can be loaded from {folder!r} ({said}).",
+            f"{found if os.path.isdir(folder) else nowhere(folder, NOT_KEPT)}.",
             why="its losses are what is attacked.",
             fix="give a folder that save_pretrained wrote, with its tokenizer; of other models give the losses to "
             "hf_dp.audit.membership.",

@@ -6,8 +6,8 @@ import dataclasses
 import json
 import math
 import os
-import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import Any, Literal
@@ -23,10 +23,10 @@ from hf_dp.config.re_attention import ReAttentionConfig
 from hf_dp.config.sampling import check_sampling
 from hf_dp.config.secret import check_secret
 from hf_dp.config.sparse_embeddings import SparseEmbeddingConfig
-from hf_dp.config.target import AT_FPR, check_target
+from hf_dp.config.target import AT_FPR, already_told, check_target, warn_of_no_noise
 from hf_dp.config.units import UnitSamplingName, check_unit
 from hf_dp.errors import ConfigurationError
-from hf_dp.launched import is_first, say_once
+from hf_dp.launched import say_once
 
 AccountantName = Literal["pld", "rdp"]
 # What ledgers leave out, as those did that were made before it could be chosen.
@@ -227,7 +227,6 @@ class PrivacyConfig:
                 fix="use 'pld' (tight, the default) or 'rdp'.",
             )
         check_target(self)
-        noise = self.noise_multiplier
         check_noise(self.noise)
         check_passes(self.passes)
         check_clipping(self)
@@ -245,11 +244,7 @@ class PrivacyConfig:
         check_after(self.after, self.other_people)
         check_parts(self)
         check_unit(self)
-        if noise == 0 and is_first():
-            warnings.warn(
-                "noise_multiplier=0: this run adds no noise and is not private; its epsilon is infinite.",
-                stacklevel=3,
-            )
+        warn_of_no_noise(self.noise_multiplier, stacklevel=4)
 
     @property
     def hides_n(self) -> bool:
@@ -258,7 +253,8 @@ class PrivacyConfig:
 
     def replace(self, **changes: Any) -> PrivacyConfig:
         """A copy with some values changed (`dataclasses.replace` would drop `seed`)."""
-        return PrivacyConfig(**{**self.to_dict(), **changes})
+        with already_told() if self.noise_multiplier == 0 else nullcontext():
+            return PrivacyConfig(**{**self.to_dict(), **changes})
 
     def to_dict(self) -> dict[str, Any]:
         """The fields as plain values; `PrivacyConfig(**config.to_dict()) == config`."""

@@ -2,15 +2,40 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 from hf_dp.config.ranges import check_noise_multiplier, check_target_epsilon, is_number, shown
 from hf_dp.errors import ConfigurationError
+from hf_dp.launched import is_first
 
 # The rate that attacks are mostly compared at.
 AT_FPR = 0.01
 # Of a million outsiders one. Below, what can be computed of a bound drowns in delta.
 _SMALLEST_RATE = 1e-6
+_TOLD = ContextVar("_TOLD", default=False)
+
+
+@contextmanager
+def already_told() -> Iterator[None]:
+    """Inside nothing is said of a promise without noise: it is a copy, or read, and was told of where it was made."""
+    token = _TOLD.set(True)
+    try:
+        yield
+    finally:
+        _TOLD.reset(token)
+
+
+def warn_of_no_noise(noise_multiplier: float | None, stacklevel: int) -> None:
+    """Says, on the first rank, what a promise is whose noise is none."""
+    if noise_multiplier == 0 and is_first() and not _TOLD.get():
+        warnings.warn(
+            "noise_multiplier=0: this run adds no noise and is not private; its epsilon is infinite.",
+            stacklevel=stacklevel,
+        )
 
 
 def check_target(promise: Any) -> None:

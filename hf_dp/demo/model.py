@@ -11,6 +11,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 from hf_dp.errors import ConfigurationError
+from hf_dp.places import NOT_KEPT, nowhere
 
 END, PADDING = "<|end|>", "<|padding|>"
 _POSITIONS = 64
@@ -80,8 +81,9 @@ def adapted(folder: Path) -> tuple[Any, Any]:
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, local_files_only=True)
     except (OSError, ValueError) as error:
         said = " ".join(str(error).split()).rstrip(".")
+        found = f"no language model can be loaded from {str(folder)!r} ({said})"
         raise ConfigurationError(
-            f"no language model can be loaded from {str(folder)!r} ({said}).",
+            f"{found if folder.is_dir() else nowhere(folder, NOT_KEPT)}.",
             why="adapters are put on a pretrained model, and none is downloaded.",
             fix="run `make model` in a clone of the repository; or name a folder that holds one with its tokenizer: "
             "--model FOLDER.",

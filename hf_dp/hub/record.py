@@ -22,6 +22,7 @@ from hf_dp.audit.outcome import Audit
 from hf_dp.config import PrivacyConfig
 from hf_dp.config.plain import each_name_once
 from hf_dp.config.ranges import LARGEST_NOISE, is_count, is_digest
+from hf_dp.config.target import already_told
 from hf_dp.errors import ConfigurationError, LedgerError, damaged
 
 RECORD_FILE = "privacy.json"
@@ -149,7 +150,8 @@ class PrivacyRecord:
         if not isinstance(values["config"], dict) or "seed" in values["config"]:
             raise _damaged("config is not an object, or it holds a seed")
         try:
-            config = PrivacyConfig.from_json(json.dumps(values["config"]))
+            with already_told():
+                config = PrivacyConfig.from_json(json.dumps(values["config"]))
         except (ConfigurationError, TypeError) as error:
             raise _damaged(f"config is not a promise: {error}") from error
         files = values["files"]

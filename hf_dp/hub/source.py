@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
@@ -21,6 +21,7 @@ from huggingface_hub.errors import (
 
 from hf_dp.errors import HubError, LedgerError
 from hf_dp.hub.record import RECORD_FILE, PrivacyRecord
+from hf_dp.places import is_name, nowhere
 from hf_dp.versions import library_versions
 
 # Where accelerate puts them in a checkpoint.
@@ -68,7 +69,7 @@ class Source:
                     fix="take the folder again from where the private run saved it.",
                 )
             return path
-        with _refusals(self.title):
+        with _refusals(lambda there: f"{self.title} cannot be read any more: {there}"):
             return Path(huggingface_hub.hf_hub_download(filename=name, **self._remote))
 
     def written(self, name: str) -> int:
@@ -113,17 +114,16 @@ def open_source(
     Raises:
         HubError: neither, or no access.
     """
-    if not os.fspath(repo_or_directory):
-        raise _refusal("'' is no directory, and no name of a repository")
-    directory = Path(repo_or_directory)
-    if os.path.isdir(directory):  # False, too, for a name that is too long for one
-        return Source(str(directory), frozenset(_names(directory)), directory)
-    repo_id = str(repo_or_directory)
+    given = os.fspath(repo_or_directory)
+    if given and os.path.isdir(given):  # False, too, for a name that is too long for one
+        return Source(str(Path(given)), frozenset(_names(Path(given))), Path(given))
+    if os.path.exists(given) or not is_name(given):
+        raise _refusal(nowhere(given, ""), "give a folder that is there, or a repository as OWNER/NAME.")
     api = huggingface_hub.HfApi(library_name="hf_dp", library_version=library_versions()["hf_dp"], token=token)
-    with _refusals(repo_id):
-        info = api.model_info(repo_id, revision=revision)
+    with _refusals(lambda there: nowhere(given, there)):
+        info = api.model_info(given, revision=revision)
     names = frozenset(sibling.rfilename for sibling in info.siblings or ())
-    return Source(f"{repo_id} at {info.sha}", names, None, {"repo_id": repo_id, "revision": info.sha, "token": token})
+    return Source(f"{given} at {info.sha}", names, None, {"repo_id": given, "revision": info.sha, "token": token})
 
 
 def _names(directory: Path) -> Iterator[str]:
@@ -135,29 +135,28 @@ def _names(directory: Path) -> Iterator[str]:
 
 
 @contextmanager
-def _refusals(what: str) -> Iterator[None]:
-    """Turns what the hub answers into refusals."""
+def _refusals(found: Callable[[str], str]) -> Iterator[None]:
+    """Turns what the hub answers into refusals; `found` makes what was found of what is said of the hub."""
+    login = "for a private one, the token (`hf auth login`)"
     try:
         yield
     except (RepositoryNotFoundError, GatedRepoError) as error:
-        raise _refusal(f"{what!r} is no directory, and no repository that this token may read") from error
+        there = "no repository of that name that this token may read"
+        raise _refusal(found(there), f"correct the path or the name; {login}.") from error
     except RevisionNotFoundError as error:
-        raise _refusal(f"{what!r} has no such revision") from error
+        raise _refusal(found("the repository of that name has no such revision"), "correct --revision.") from error
     except HFValidationError as error:
-        raise _refusal(f"{what!r} is no directory, and no name of a repository") from error
+        raise _refusal(found("no repository can have that name"), "correct the path or the name.") from error
     except UnicodeEncodeError as error:
-        raise _refusal(
-            f"{what!r} could not be read from the hub: the token (or the revision) has letters that no token has"
-        ) from error
+        there = "nothing is read from the hub: the token (or the revision) has letters that no token has"
+        raise _refusal(found(there), "correct the token, or the revision.") from error
     except OfflineModeIsEnabled as error:
-        raise _refusal(f"{what!r} is no directory, and the hub is switched off (HF_HUB_OFFLINE=1)") from error
+        there = "no repository of that name can be read: the hub is switched off (HF_HUB_OFFLINE=1)"
+        raise _refusal(found(there), "correct the path; or, for a repository, leave HF_HUB_OFFLINE out.") from error
     except _NETWORK as error:
-        raise _refusal(f"{what!r} could not be read from the hub ({type(error).__name__}: {error})") from error
+        there = f"no repository of that name could be read ({type(error).__name__}: {error})"
+        raise _refusal(found(there), f"correct the path; or, for a repository, the network, and {login}.") from error
 
 
-def _refusal(found: str) -> HubError:
-    return HubError(
-        f"{found}.",
-        why="what cannot be read cannot be checked.",
-        fix="check the name, the network and the token (`hf auth login` for a private repository), and try again.",
-    )
+def _refusal(found: str, fix: str) -> HubError:
+    return HubError(f"{found}.", why="what cannot be read cannot be checked.", fix=fix)

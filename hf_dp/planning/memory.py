@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -11,6 +12,7 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 
 from hf_dp.errors import ConfigurationError
+from hf_dp.places import nowhere
 
 Strategy = Literal["DDP", "FSDP2"]
 # Bytes of a number of the sum, of Adam's two moments, and of a trained weight.
@@ -246,8 +248,12 @@ def model_size(name_or_directory: str, lora_rank: int | None = None) -> ModelSiz
         OSError, ValueError, TypeError, LookupError, ArithmeticError, AttributeError, RuntimeError, AssertionError,
         StopIteration, StrictDataclassError,
     ) as error:  # fmt: skip
+        said = (str(error) or repr(error)).splitlines()[0]
+        found = f"no configuration of a model at {name_or_directory!r} ({said})"
+        if not os.path.isdir(name_or_directory):
+            found = nowhere(name_or_directory, f"no configuration of a model of that name can be read ({said})")
         raise ConfigurationError(
-            f"no configuration of a model at {name_or_directory!r} ({(str(error) or repr(error)).splitlines()[0]}).",
+            f"{found}.",
             why="the sizes of its parameters are read from it.",
             fix="give the name of a model on the hub, or a directory with its config.json.",
         ) from error

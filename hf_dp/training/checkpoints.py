@@ -214,7 +214,7 @@ def _numbers(folder: str) -> list[int]:
 
 
 @contextlib.contextmanager
-def others_named(checkpoint: Path | None, check: Callable[[Path], None]) -> Iterator[None]:
+def others_named(checkpoint: Path | None, check: Callable[[Path], object]) -> Iterator[None]:
     """Where a training does not go on from `checkpoint`, the refusal names those beside it that it can go on from.
 
     Args:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -62,7 +61,6 @@ class Engine:
         by_rows: the names of the parameters whose gradients are summed by rows.
         passes: of a step, see `PrivacyConfig`.
         is_silent: whether its progress is shown nowhere.
-        seconds_of_a_row: how long one took in the check, of the narrowest and the widest, alone and together.
         clipping: the rule of a step; None where there is none yet.
     """
 
@@ -81,7 +79,6 @@ class Engine:
         self._check_losses = check_losses
         self.by_rows: Collection[str] = ()
         self.passes, self.is_silent = 1, False
-        self.seconds_of_a_row = 0.0
         self.clipping: ClippingRule | None = None
         self._groups: Sequence[Group] = ()
         self._certificate: Certificate | None = None
@@ -223,10 +220,7 @@ class Engine:
         norms: dict[int, float] = {}
 
         def held(rows: list[Any]) -> None:
-            began = time.monotonic()
-            found = self._check_padding(rows, certificate)
-            self.seconds_of_a_row = (time.monotonic() - began) / (2 * len(rows))
-            norms.update(zip(map(id, rows), found, strict=True))
+            norms.update(zip(map(id, rows), self._check_padding(rows, certificate), strict=True))
 
         def adds(row: Any) -> bool:
             if id(row) not in norms:

@@ -1,4 +1,4 @@
-"""What a training says as it begins: what is promised, what is drawn, and how long it will take."""
+"""What a training says as it begins: what is promised, what is drawn, and, after some steps, how long it will take."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ from hf_dp.step.plan import Plan
 _SECONDS = {"s": 1, "min": 60, "h": 3600, "days": 86400}
 # Of the time of a training, at most one part in so many goes into saying what was spent.
 _SELDOM = 50
+# Seconds of steps that tell how long others take.
+_SEEN = 2.0
 
 
 def say(message: str) -> None:
@@ -47,23 +49,37 @@ def _is_private(plan: Plan) -> bool:
     return bool(plan.noise_multiplier) and not plan.mechanism.reproducible
 
 
-def time_ahead(plan: Plan, done: int, check: float, row: float) -> str:
-    """How long the steps will take, by what was seen in the check.
+class Clock:
+    """Says how long a training will take by steps that were seen, once: rows of the check tell nothing of batches.
+
+    What depends on how long private rows take is not said where such things are withheld.
 
     Args:
+        plan: of the training.
         done: how many steps were taken before.
-        check: how many seconds it took.
-        row: how many of these the longest and shortest rows took, forward and backward, on average.
     """
-    steps = plan.steps - done
-    whole = steps * plan.sampler.expected_batch_size / ranks.world_size() * row * plan.config.passes
-    found = (
-        f"about {in_words(whole)} or less for {steps_in_words(steps)}, since rows went through the check (it took "
-        f"{in_words(check)}) one or two at a time"
-    )
-    if plan.config.unit is not None:
-        found = f"the check took {in_words(check)}"
-    return f"Time: {found}; after the first steps it is known better."
+
+    def __init__(self, plan: Plan, done: int) -> None:
+        self._ahead, self._is_silent = plan.steps - done, plan.config.withhold_non_private_logs
+        self._seen, self._since = -1, time.monotonic()
+
+    def checked(self) -> None:
+        """When the check before the first step is through, which began with this clock."""
+        self._say(f"the check before the first step took {in_words(time.monotonic() - self._since)}")
+
+    def stepped(self) -> None:
+        """After each step. The first one is not like the others: much is made in it."""
+        self._ahead, self._seen, now = self._ahead - 1, self._seen + 1, time.monotonic()
+        if not self._seen:
+            self._since = now
+        elif (took := now - self._since) >= _SEEN and self._ahead > 0:
+            whole, seen = in_words(self._ahead * took / self._seen), steps_in_words(self._seen)
+            self._say(f"about {whole} for {steps_in_words(self._ahead)} ahead, as {seen} took {in_words(took)}")
+            self._is_silent = True
+
+    def _say(self, what: str) -> None:
+        if not self._is_silent:
+            say(f"Time: {what}.")
 
 
 def in_words(seconds: float) -> str:

@@ -25,6 +25,7 @@ from hf_dp.hub import (
     with_what_was_there,
     write_card,
 )
+from hf_dp.training.resume import STATE_KEY
 from hf_dp.training.runs import RunsMixin
 from hf_dp.training.saving import claim, refuse_unloaded, say_once, write_claim
 
@@ -64,6 +65,16 @@ class PublishingMixin(RunsMixin):
                 write_claim(aside, directory.absolute().name, record, self.model)
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    def save_state(self) -> None:
+        """As Trainer's, with what was spent so far, by which `hf-dp report` knows whose log it is.
+
+        It never goes up, and is no checkpoint: nothing resumes from it.
+        """
+        spent = {"saved_ledger": None, "spent": self.ledger.to_dict()}
+        state: Any = self.state
+        state.stateful_callbacks[STATE_KEY] = {"args": {}, "attributes": spent}
+        super().save_state()
 
     def _save_beside(self, directory: Path) -> None:
         """What belongs to the model and is not in its weights."""

@@ -101,16 +101,15 @@ class SavedRun:
         data, values = (each if isinstance(each, dict) else None for each in (data, values))
         return cls(ledger, data, key, values)
 
-    def check(self, promise: Mapping[str, Any], dataset: Any) -> None:
-        """Refuses to continue under another promise or on other data.
+    def check(self, promise: Mapping[str, Any], dataset: Any) -> str | None:
+        """Refuses to continue under another promise or on other data; gives what could not be compared.
 
         Raises:
             LedgerError: with what differs.
         """
         self.ledger.check_same_promise(promise)
         if self.key is None or self.data is None:
-            ranks.warn(logger, "The data could not be compared with the checkpoint's (no fingerprint or no key to it).")
-            return
+            return "The data could not be compared with the checkpoint's (no fingerprint or no key to it)."
         differs, unknown = compare(self.data, fingerprint(dataset, self.key, promise.get("unit")))
         if differs:
             raise LedgerError(
@@ -119,11 +118,11 @@ class SavedRun:
                 fix="resume with the same dataset in the same order, or start a new run in a new output_dir.",
             )
         if unknown:
-            ranks.warn(
-                logger,
-                "%d of %d columns of the data could not be compared with the checkpoint's: they change from one look "
-                "to the next. That it is the same data is your word.", unknown, len(self.data),
-            )  # fmt: skip
+            return (
+                f"{unknown} of {len(self.data)} columns of the data could not be compared with the checkpoint's: they "
+                "change from one look to the next. That it is the same data is your word."
+            )
+        return None
 
 
 class Fingerprints:
@@ -162,7 +161,8 @@ def continued(ledger: Ledger, saved: SavedRun | None, plan: Plan, dataset: Any) 
         BudgetExceededError: the budget was already spent.
     """
     if saved is not None:
-        saved.check(plan.promise, dataset)
+        if (doubt := saved.check(plan.promise, dataset)) is not None:
+            ranks.warn(logger, doubt)
         _refuse_other_releases(saved.ledger, plan)
         # In one process more may have been spent since the checkpoint than it knows.
         return max(saved.ledger, ledger, key=lambda one: (one.steps, one.charges))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,7 @@ from hf_dp.step.written import Around, WrittenGradients
 from hf_dp.training.described import described_optimizer, described_values
 from hf_dp.training.engine import Engine, MicroBatch
 from hf_dp.training.origin import refuse_unsaid_origin
-from hf_dp.training.progress import opening, say, time_ahead
+from hf_dp.training.progress import Clock, opening, say
 from hf_dp.training.refusals import refuse_optimizer, refuse_other_surroundings, surroundings
 from hf_dp.training.resume import SavedRun, continued, note_trained_by, refuse_trained_by_another
 
@@ -177,10 +176,9 @@ class Run:
         try:
             for part in self.parts.values():
                 part.install(self)
-            began = time.monotonic()
+            self._clock = Clock(self.plan, step)
             self.engine.check()
-            if not self.plan.config.withhold_non_private_logs:  # as it is measured on private rows
-                say(time_ahead(self.plan, step, time.monotonic() - began, self.engine.seconds_of_a_row))
+            self._clock.checked()
             for part in self.parts.values():
                 part.checked(self)
             # Before a part writes into the model what it releases.
@@ -272,6 +270,7 @@ class Run:
         self._magnitudes.refuse_lost_weights(self.model, optimizer.param_groups[0]["lr"])
         for part in self.parts.values():
             part.after_optimizer_step(optimizer)
+        self._clock.stepped()
 
     def end(self) -> None:
         """The optimizer may take any gradient again."""

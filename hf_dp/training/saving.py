@@ -55,7 +55,8 @@ def refuse_unloaded(model: Any) -> None:
         return
     from peft import get_peft_model_state_dict
 
-    if not get_peft_model_state_dict(model):
+    # Whether embeddings go with it decides who saves it, who then says so.
+    if not get_peft_model_state_dict(model, save_embedding_layers=False):
         raise ConfigurationError(
             "the adapter was taken out of the model (merge_and_unload(), unload()).",
             why="what is saved of a PEFT model is its adapter: a record would stand beside nothing that was trained.",

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import json
 import math
 import os
-import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from accelerate.utils import parse_flag_from_env
@@ -19,7 +19,9 @@ from transformers import HfArgumentParser, TrainingArguments
 
 from hf_dp import PrivacyConfig
 from hf_dp.cli.train import settings as read_settings
-from hf_dp.errors import ConfigurationError
+from hf_dp.errors import ConfigurationError, shortened
+from hf_dp.launched import is_first
+from hf_dp.places import is_name, nowhere
 from hf_dp.training.refusals import private_arguments
 
 # Enough to see that a recipe runs from end to end on a machine: seconds, and no result.
@@ -49,8 +51,6 @@ _AT_LEAST_1 = (
 )
 _ABOVE_0 = ("temperature", "head_noise", "head_scale", "head_learning_rate", "comparison_learning_rate")
 _BELOW_1 = ("average", "evaluation_share", "genre_share")
-# On the hub; the oldest models have no owner.
-_NAME = re.compile(r"([\w-][\w.-]*/)?[\w-][\w.-]*")
 _FILES = {
     "a model": ("config.json", "adapter_config.json"),
     "a tokenizer": ("tokenizer*", "vocab*", "merges.txt", "*.model", "*.spm", "adapter_config.json"),
@@ -99,6 +99,52 @@ class Comparison:
     )
 
 
+class _Parser(HfArgumentParser):
+    """Says in one line what is wrong: above it the usage of some hundred flags would hide that.
+
+    Args:
+        recipe: as of `parse`.
+        file: where settings were read from, and their names.
+    """
+
+    def __init__(self, recipe: type, file: tuple[str, Collection[str]] = ("", ())) -> None:
+        super().__init__((recipe, TrainingArguments, PrivacyConfig, CommonArguments))
+        self._file = file
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """As argparse's, which would say the names alone."""
+        found, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            self.error(self._unknown(next((part for part in unknown if part.startswith("--")), unknown[0])))
+        return found
+
+    def error(self, message: str) -> NoReturn:
+        """As argparse's; of many processes the first says it."""
+        said = f"{self.prog}: error: {' '.join(shortened(message).split()).rstrip('.')}. All flags: --help\n"
+        self.exit(2, said if is_first() else None)
+
+    def _unknown(self, part: str) -> str:
+        if not part.startswith("--"):
+            return f"{part!r} belongs to no flag"
+        name, flags = _as_setting(part), {_as_setting(flag) for flag in self._option_string_actions}
+        near = [f"--{one}" for one in difflib.get_close_matches(name, sorted(flags))]
+        path, settings = self._file
+        is_of_file = name in settings
+        return f"no such {'setting' if is_of_file else 'flag'}: {name if is_of_file else part.partition('=')[0]}" + (
+            f" (in {path})" * is_of_file + f"; the nearest: {', '.join(near)}" * bool(near)
+        )
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is not None and value not in action.choices:
+            known = [str(one) for one in action.choices]
+            near = difflib.get_close_matches(str(value), known) or known
+            raise argparse.ArgumentError(action, f"no such value: {value!r}; the nearest: {', '.join(near)}")
+
+
+def _as_setting(flag: str) -> str:
+    return flag.lstrip("-").partition("=")[0].replace("-", "_")
+
+
 def parse(recipe: type) -> tuple[Any, TrainingArguments, PrivacyConfig]:
     """The recipe's own arguments, Transformers' and the promise, from the command line.
 
@@ -113,9 +159,11 @@ def parse(recipe: type) -> tuple[Any, TrainingArguments, PrivacyConfig]:
     """
     flags = sys.argv[1:]
     settings: dict[str, str | list[str]] = {}
+    path = ""
     if flags and flags[0].endswith((".yaml", ".yml")):
-        settings = _of_file(flags.pop(0))
-    parser = HfArgumentParser((recipe, TrainingArguments, PrivacyConfig, CommonArguments))
+        path = flags.pop(0)
+        settings = _of_file(path)
+    parser = _Parser(recipe, (path, settings.keys()))
     asked = parser.parse_args([*_as_flags(settings), *flags])
     if asked.smoke:
         settings.pop("num_train_epochs", None)
@@ -189,7 +237,7 @@ def _as_flags(values: Mapping[str, str | list[str]]) -> list[str]:
 
 def _given(recipe: type, flags: list[str]) -> set[str]:
     """The names of the arguments in `flags`, however they are spelt; no number of steps says nothing of steps."""
-    parser = HfArgumentParser((recipe, TrainingArguments, PrivacyConfig, CommonArguments))
+    parser = _Parser(recipe)
     for action in parser._actions:
         action.default, action.required = argparse.SUPPRESS, False
     found = vars(parser.parse_args(flags))
@@ -250,9 +298,10 @@ def _refuse_paths(recipe: Any, training: TrainingArguments) -> None:
         # os.path's functions say no of what is too long for a name.
         there = os.path.isdir(given)
         missing = [what for what, files in _FILES.items() if not (there and any(any(path.glob(f)) for f in files))]
-        if (os.path.exists(given) or not _NAME.fullmatch(given)) and missing:
+        if (os.path.exists(given) or not is_name(given)) and missing:
+            lacks = f"{given!r} is no directory with {missing[0]}" if there else nowhere(given, "")
             raise ConfigurationError(
-                f"--{name} {given!r} is no directory with {missing[0]}.",
+                f"--{name}: {lacks}.",
                 why="the recipe reads the model and its tokenizer from there.",
                 fix="give one that save_pretrained of both wrote, or OWNER/NAME on the hub.",
             )

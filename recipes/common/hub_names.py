@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ from safetensors import SafetensorError
 
 from hf_dp.errors import ConfigurationError
 from hf_dp.hub import RECORD_FILE
+from hf_dp.places import nowhere
 
 # The first of them are the HTTP library's error (httpx in version 1 of the client, httpx2 in version 2) and OSError.
 # Transformers and datasets say by the others what they cannot load.
@@ -31,7 +33,7 @@ def pretrained(kind: Any, name: str, **options: Any) -> Any:
     Raises:
         ConfigurationError: it cannot be read.
     """
-    with _refusals(name):
+    with _refusals(name, "model"):
         made = kind.from_pretrained(name, **options)
     if (Path(name) / RECORD_FILE).is_file() and hasattr(made, "peft_config"):
         made.config._name_or_path = name
@@ -62,18 +64,22 @@ def split_of(name: str, split: str) -> Dataset:
 
 @functools.cache  # training and test data are then of one revision, and the hub is asked once
 def _splits(name: str, configuration: str | None) -> DatasetDict:
-    with _refusals(name, "; of several configurations one is named as NAME:CONFIGURATION"):
+    with _refusals(name, "data set", "; of several configurations one is named as NAME:CONFIGURATION"):
         return load_dataset(name, configuration)
 
 
 @contextmanager
-def _refusals(name: str, hint: str = "") -> Iterator[None]:
+def _refusals(name: str, kind: str, hint: str = "") -> Iterator[None]:
     try:
         yield
     except _UNREADABLE as error:
         said = " ".join(str(error).split()).rstrip(".")
+        said = f"({type(error).__name__}: {said})"
+        found = f"{name!r} cannot be read {said}"
+        if not os.path.isdir(name):
+            found = nowhere(name, f"no {kind} of that name can be read from the hub {said}")
         raise ConfigurationError(
-            f"{name!r} cannot be read ({type(error).__name__}: {said}).",
+            f"{found}.",
             why="the recipe trains it, or on it.",
             fix=f"check the name{hint}. What is private or gated needs a token that may read it (HF_TOKEN, or `hf auth "
             "login`). Without a network (HF_HUB_OFFLINE=1), only what was loaded with one before is there.",

@@ -155,9 +155,8 @@ def train_and_report(
     columns = {"before": untrained.scores, f"epsilon {upper(trainer.privacy_report().epsilon, 3)}": after}
     if plain is not None:
         trainer.model = trainer.model_wrapped = plain(trainer.accelerator.unwrap_model(trainer.model))
-    trainer.save_model(_internal_call=True)  # pushed when its card says how it is used
+    save(trainer, usage, changed=plain is not None, is_pushed=False)  # pushed when its card says how it is used
     if trainer.is_world_process_zero():
-        say_how_to_use(directory, usage, privacy, changed=plain is not None)
         write_results(columns, directory)  # a comparison may take as long again
     if arguments.push_to_hub:
         trainer.push_to_hub(commit_message="Model save")
@@ -185,12 +184,21 @@ def train_and_report(
     return trainer
 
 
-def say_how_to_use(directory: Path, usage: str, privacy: PrivacyConfig, *, changed: bool = False) -> None:
-    """Prints how plain Transformers loads what was saved and uses it, and adds that to its model card.
+def save(trainer: DPTrainer, usage: str, *, changed: bool = False, is_pushed: bool = True) -> None:
+    """Saves the model, and the log for `hf-dp report`, which never goes up. Prints how plain Transformers loads the
+    model and uses it, and adds that to its card.
 
     Args:
         changed: the saved model has other names of parameters than the trained one.
+        is_pushed: now, if at all.
     """
+    trainer.save_model(_internal_call=not is_pushed)
+    trainer.save_state()
+    if trainer.is_world_process_zero():
+        _say_how_to_use(Path(str(trainer.args.output_dir)), usage, trainer.privacy, changed)
+
+
+def _say_how_to_use(directory: Path, usage: str, privacy: PrivacyConfig, changed: bool) -> None:
     lines = [_USAGE, "", "```python", usage.replace("DIRECTORY", repr("OWNER/NAME")), "```"]
     base = _local_base_model(directory)
     if base is not None:

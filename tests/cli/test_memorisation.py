@@ -150,7 +150,7 @@ def test_heads_of_their_own_or_not_are_loaded(folder: Path, tmp_path: Path, name
         ({"--others": "in.jsonl"}, "no texts"),
         ({"--others": "blank.jsonl"}, "has no text in row 1"),
         ({"--confidence": "0.2"}, "confidence=0.2"),
-        ({"--reference": "nowhere"}, "no causal language model can be loaded from"),
+        ({"--reference": "nowhere"}, "there is no folder '"),
         ({"--reference": "classifier"}, "holds GPT2ForSequenceClassification, and would be read as GPT2LMHeadModel"),
         ({"--reference": "less"}, "lacks 1 weights such as transformer.wpe.weight"),
         ({"--reference": "more"}, "has no place for 1 weights such as transformer.h.1.ln_1.weight"),

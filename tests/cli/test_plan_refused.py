@@ -58,7 +58,7 @@ from tests.cli.typed import BASE, TINY, invoke
         (["plan", "--n", "9", "--batch-size", "nan", "--steps", "1", "--noise", "1"], "--batch-size nan"),
         (["plan"], "neither --n nor --model"),
         (["plan", "--model", "somewhere", "--epsilon", "8"], "no --n, with --epsilon"),
-        (["plan", "--model", "/nowhere/at/all"], "no configuration of a model at '/nowhere/at/all'"),
+        (["plan", "--model", "/nowhere/at/all"], "there is no folder '/nowhere/at/all'"),
         ([*BASE, "--steps", "1", "--noise", "1", "--delta", "0.1"], "delta=0.1"),
         (["plan", "--n", "100", "--batch-size", "512", "--steps", "1", "--noise", "1"], "--batch-size 512"),
         (["plan", "--n", "1", "--batch-size", "1", "--steps", "1", "--noise", "1"], "n=1"),

@@ -14,6 +14,9 @@ from hf_dp import PrivacyConfig
 from hf_dp.accounting import Ledger
 from hf_dp.cli import app
 from hf_dp.cli.history import _is_of, draw_history, history_table
+from hf_dp.errors import LedgerError
+from hf_dp.hub import verify
+from hf_dp.hub.upload import checked_files
 from tests.training.workbench import make
 
 pytestmark = pytest.mark.usefixtures("checked_once")
@@ -45,6 +48,20 @@ def test_what_was_logged_is_a_table_and_a_figure(finished: Path, tmp_path: Path)
     said = json.loads(CliRunner().invoke(app, ["report", str(finished), "--json"]).stdout)
     assert sorted(map(int, said["logged_not_private"])) == list(range(1, 13))
     assert said["logged_not_private"]["12"]["epsilon"] == pytest.approx(said["report"]["epsilon"], rel=1e-3)
+
+
+def test_a_log_that_was_saved_without_checkpoints_is_shown_and_stays_at_home(tmp_path: Path) -> None:
+    trainer = make(tmp_path, privacy=PrivacyConfig(noise_multiplier=2), max_steps=2, logging_steps=1)
+    trainer.train()
+    trainer.save_model()
+    trainer.save_state()
+    said = json.loads(CliRunner().invoke(app, ["report", str(tmp_path), "--json"]).stdout)
+    assert sorted(said["logged_not_private"]) == ["1", "2"]
+    assert verify(tmp_path).private
+    assert "trainer_state.json" not in checked_files(tmp_path)
+    again = make(tmp_path, privacy=PrivacyConfig(noise_multiplier=2), max_steps=2)
+    with pytest.raises(LedgerError, match=r"trainer_state\.json' has no privacy ledger"):
+        again.train(resume_from_checkpoint=str(tmp_path))
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pickle
 import warnings
 from decimal import Decimal
 from fractions import Fraction
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,7 @@ from hf_dp.accounting import calibrate_noise_multiplier, unit_terms
 from hf_dp.accounting.terms import terms_from_dict
 from hf_dp.config.asked import promised
 from hf_dp.errors import ConfigurationError
+from hf_dp.hub import PrivacyRecord
 from tests.strategies import arguments_of_configs, as_text, cases, changed, unless_refused
 
 HOSTILE = [
@@ -37,6 +38,7 @@ GIVEN: dict[type[Any], dict[str, Any]] = {
     OutputBiasConfig: {},
     SparseEmbeddingConfig: {"method": "adafest+", "kept_rows": 5},
 }
+WITHOUT_NOISE = Path(__file__).resolve().parents[1] / "hub" / "version1" / "no_noise" / "privacy.json"
 FIELDS = [(kind, name) for kind in GIVEN for name in kind.__dataclass_fields__]
 
 
@@ -137,6 +139,17 @@ def test_what_is_no_config_in_json_is_refused(text: Any) -> None:
     with pytest.raises(ConfigurationError, match="not a PrivacyConfig in JSON") as caught:
         PrivacyConfig.from_json(text)
     assert len(str(caught.value)) < 2000
+
+
+def test_that_there_is_no_noise_is_said_where_that_is_asked_for_and_of_no_copy() -> None:
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        config = PrivacyConfig(noise_multiplier=0, clipping_norm=2.0)
+        config.replace(clipping_norm=1.0).replace(seed=1)
+        PrivacyRecord.from_json(WITHOUT_NOISE.read_text(encoding="utf-8"))
+        again = PrivacyConfig(target_epsilon=8.0).replace(target_epsilon=None, noise_multiplier=0)
+    assert again.noise_multiplier == 0
+    assert ["adds no noise" in str(one.message) for one in said] == [True, True]
 
 
 @pytest.mark.fuzzed

@@ -202,8 +202,12 @@ def test_the_demo_on_a_model_from_a_folder_trains_adapters_alone(folder: Path, t
 
 
 def test_a_folder_without_a_model_is_refused_with_the_way_to_one(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match="make model"):
+    with pytest.raises(ConfigurationError, match=r"there is no folder '.*none'\.\n[\s\S]*make model"):
         adapted(tmp_path / "none")
+    with pytest.raises(
+        ConfigurationError, match="no folder 'NOTHERE', and no whole model of that name in the hub's cache"
+    ):
+        adapted(Path("NOTHERE"))
 
 
 @pytest.mark.slow

@@ -101,7 +101,7 @@ def test_who_waits_for_a_rank_learns_why_it_is_gone(pair: Gang) -> None:
 def test_all_learn_of_an_earlier_training_that_is_not_there(tmp_path: Path, pair: Gang) -> None:
     first, second = pair.run(told_of_earlier, str(tmp_path))
     assert first.startswith("HubError: ")
-    assert "/none' is no directory" in first
+    assert "there is no folder" in first
     assert "RanksError: rank 0 stopped: HubError: " in second
 
 

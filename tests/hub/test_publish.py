@@ -225,7 +225,7 @@ def test_a_private_repository_needs_its_token(hub: Hub, trained: Any, monkeypatc
     trained.push_to_hub()
     assert hub.repositories[NAME].private
     monkeypatch.setenv("HF_TOKEN", "")
-    with pytest.raises(HubError, match="no repository that this token may read"):
+    with pytest.raises(HubError, match="no repository of that name that this token may read"):
         verify(NAME)
     assert verify(NAME, token=READER).private
     assert load_report(NAME, token=READER).steps == 4

@@ -22,12 +22,12 @@ pytestmark = pytest.mark.usefixtures("checked_once")
 
 
 def test_what_is_no_place_is_refused(hub: Hub) -> None:
-    with pytest.raises(HubError, match="no repository that this token may read"):
+    with pytest.raises(HubError, match="no folder '.*', and no repository of that name that this token may read"):
         load_report("someone/nothing")
-    with pytest.raises(HubError, match="no name of a repository"):
+    with pytest.raises(HubError, match="no folder 'not/a/name/at/all'"):
         load_report("not/a/name/at/all")
     hub.fail = lambda method, path: "drop"
-    with pytest.raises(HubError, match="could not be read from the hub"):
+    with pytest.raises(HubError, match="no folder '.*', and no repository of that name could be read"):
         load_report("someone/nothing")
 
 
@@ -91,6 +91,27 @@ def test_offline_is_said(tmp_path: Path) -> None:
     assert "HF_HUB_OFFLINE" in said.stderr
 
 
+@pytest.mark.parametrize(
+    "command",
+    [["report"], ["verify"], ["plan", "--n", "9", "--batch-size", "2", "--steps", "2", "--epsilon", "8", "--after"]],
+)
+@pytest.mark.parametrize("place", ["out/classify/", "./NOTHERE", "/nowhere/at/all", "FILE"])
+def test_of_what_can_be_no_name_on_the_hub_nothing_is_said_but_that_it_is_no_folder(
+    command: list[str], place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "FILE").touch()
+    said = invoke(*command, place)
+    assert said.exit_code == 2
+    assert ("is no folder, but a file" if place == "FILE" else f"there is no folder {place!r}.") in said.stderr
+    assert not any(word in said.stderr for word in ("token", "network", "HF_HUB_OFFLINE"))
+
+
+def test_first_it_is_said_that_there_is_no_such_folder() -> None:
+    said = invoke("report", "NOTHERE", "--figure", "x.png")
+    assert said.stderr.startswith("Refused: there is no folder 'NOTHERE', and no repository of that name can be read")
+
+
 def test_report_reads_a_folder_a_checkpoint_and_an_interrupted_run(saved: Path, copy: Path) -> None:
     said = invoke("report", str(saved))
     assert said.exit_code == 0
@@ -146,7 +167,7 @@ def test_no_name_is_not_this_folder(copy: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.chdir(copy)
     for command in ("report", "verify"):
         said = invoke(command, "")
-        assert (said.exit_code, "'' is no directory" in said.stderr) == (2, True)
+        assert (said.exit_code, "there is no folder ''" in said.stderr) == (2, True)
     assert invoke("verify", ".").exit_code == 0
 
 

@@ -191,9 +191,9 @@ def test_other_recipes_by_name(recipe, train):  # noqa: F811
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        ((), "'someone/private-encoder' cannot be read"),
-        (("--encoder", "someone/masked"), "'someone/private-questions' cannot be read"),
-        (("--encoder", "someone/nothing"), "'someone/nothing' cannot be read"),
+        ((), "no folder 'someone/private-encoder', and no model of that name"),
+        (("--encoder", "someone/masked"), "no folder 'someone/private-questions', and no data set of that name"),
+        (("--encoder", "someone/nothing"), "no folder 'someone/nothing', and no model of that name"),
     ],
 )
 def test_what_no_token_opens_is_refused_before_training(flags, words, train, monkeypatch):  # noqa: F811
@@ -238,13 +238,13 @@ def test_a_split_or_configuration_is_named_after_a_colon(named, part):
     ("name", "words"),
     [
         ("someone/nothing", "DatasetNotFoundError"),
-        ("no such name", "cannot be read"),
+        ("no such name", r"^there is no folder 'no such name'\."),
         ("someone/questions:other", "'other' not found"),
         ("someone/questions::dev", r"no split 'dev' \(it has train, test\)"),
         ("../data/none.tsv", "cannot be read"),
-        ("", "cannot be read"),
-        ("someone/empty", "cannot be read"),
-        ("someone/broken", "cannot be read"),
+        ("", r"^there is no folder ''\."),
+        ("someone/empty", "no data set of that name can be read"),
+        ("someone/broken", "no data set of that name can be read"),
         ("someone/script", "scripts are no longer supported"),
     ],
 )
@@ -262,9 +262,9 @@ def test_a_hub_that_fails_is_said(failure, named, part):
     named.fail = lambda method, path: failure
     if failure == "nobody is there":
         named.close()
-    with pytest.raises(ConfigurationError, match="'someone/causal' cannot be read"):
+    with pytest.raises(ConfigurationError, match="no folder 'someone/causal', and no model of that name can be read"):
         loading.pretrained(AutoTokenizer, "someone/causal")
-    with pytest.raises(ConfigurationError, match="'someone/questions' cannot be read"):
+    with pytest.raises(ConfigurationError, match="no folder 'someone/questions', and no data set of that name can be"):
         loading.split_of("someone/questions", "train")
 
 

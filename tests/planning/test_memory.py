@@ -112,7 +112,7 @@ def test_the_command(directory: Path) -> None:
     assert "reduce-scatter of the sum" in shown.stdout
     refused = CliRunner().invoke(app, [*base, "--model", str(directory / "nothing")])
     assert refused.exit_code == 2
-    assert "no configuration of a model" in refused.output
+    assert "there is no folder" in refused.output
 
 
 def test_numbers_are_counted_in_the_type_that_weights_are_loaded_in(directory: Path) -> None:

@@ -200,3 +200,4 @@ def test_the_record_says_what_was_asked_for(train):
     assert 0.99 < record["report"]["epsilon"] <= 1
     assert record["report"]["accountant"] == "rdp"
     assert record["report"]["steps"] == 2
+    assert (out / "epsilon_1_off_seed_0" / "trainer_state.json").is_file()

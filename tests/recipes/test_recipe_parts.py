@@ -5,6 +5,7 @@ import functools
 import json
 import sys
 from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
 import torch
@@ -22,16 +23,17 @@ from tests.zoo import tiny
 def parsed(part, tmp_path, monkeypatch):
     """Arguments of `classify` with these changes."""
 
-    def parse(**changes):
+    def parse(*flags, **changes):
         encoder = tmp_path / "encoder"
         encoder.mkdir(exist_ok=True)
         for name in ("config.json", "tokenizer.json"):
             (encoder / name).touch()
         files = {"train_file": "a.csv", "test_file": "a.csv", "labels_file": "a.json", "output_dir": tmp_path / "out"}
         values = {**files, "encoder": encoder, "use_cpu": 1, "target_epsilon": 3, **changes}
-        path = tmp_path / "a.yaml"
+        monkeypatch.chdir(tmp_path)
+        path = Path("a.yaml")
         path.write_text(json.dumps({k: v if isinstance(v, int) or v is None else str(v) for k, v in values.items()}))
-        monkeypatch.setattr(sys, "argv", ["recipe", str(path)])
+        monkeypatch.setattr(sys, "argv", ["recipe", str(path), *flags])
         return part("common.arguments").parse(part("classify").RecipeArguments)
 
     return parse
@@ -49,13 +51,39 @@ def parsed(part, tmp_path, monkeypatch):
         ({"average": 2}, "--average 2"),
         ({"learning_rate": -1}, "learning_rate=-1"),
         ({"fp16": 1}, "fp16=True"),
-        ({"encoder": "/nowhere/at/all"}, "no directory with a model"),
-        ({"encoder": ""}, "no directory with a model"),
+        ({"encoder": "/nowhere/at/all"}, "--encoder: there is no folder '/nowhere/at/all'"),
+        ({"encoder": ""}, "--encoder: there is no folder ''"),
     ],
 )
 def test_arguments_with_which_nothing_could_be_learnt_are_refused(changes, words, parsed):
     with pytest.raises(ConfigurationError, match=words):
         parsed(**changes)
+
+
+@pytest.mark.parametrize(
+    ("flags", "changes", "words"),
+    [
+        (("--no_such_flag", "3"), {}, "no such flag: --no_such_flag. "),
+        (("--lerning-rate=3",), {}, "no such flag: --lerning-rate; the nearest: --learning_rate, "),
+        ((), {"lerning_rate": 3}, "no such setting: lerning_rate (in a.yaml); the nearest: --learning_rate, "),
+        (("--max_steps", "3", "4"), {}, "'4' belongs to no flag. "),
+        (("--optim", "adamw_torsh"), {}, "--optim: no such value: 'adamw_torsh'; the nearest: adamw_torch, "),
+        ((), {"method": "loraa"}, "--method: no such value: 'loraa'; the nearest: lora. "),
+        (("--clipping", "none"), {}, "no such value: 'none'; the nearest: flat, automatic, groups. "),
+        (("--max_steps", "three"), {}, "argument --max_steps/--max-steps: invalid int value: 'three'. "),
+        (("--max_steps",), {}, "argument --max_steps/--max-steps: expected one argument. "),
+        (("--smoke", "x"), {}, "--smoke: Truthy value expected: got x but expected one of yes/no"),
+    ],
+)
+def test_a_flag_or_value_that_is_none_is_said_in_one_line(flags, changes, words, parsed, capsys):
+    with pytest.raises(SystemExit) as end:
+        parsed(*flags, **changes)
+    said = capsys.readouterr()
+    assert (end.value.code, said.out) == (2, "")
+    assert said.err.startswith("recipe: error: ")
+    assert words in said.err
+    assert said.err.endswith(" All flags: --help\n")
+    assert (said.err.count("\n"), len(said.err) < 300) == (1, True)
 
 
 def test_places_that_cannot_be_used_are_refused_before_training(parsed, tmp_path):

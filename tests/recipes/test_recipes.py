@@ -22,6 +22,8 @@ ATTENTION = [f"{arm}, released, scale 1" for arm in ("on", "shuffled", "constant
 def test_adapters_after_a_head_are_under_one_budget(train, local, tmp_path):
     flags = ("--smoke", "true", "--accountant", "rdp")
     _, head = train("classify", *flags, "--target_epsilon", "4")
+    assert len(json.loads((head / "trainer_state.json").read_text(encoding="utf-8"))["log_history"]) > 2
+    assert verify(head).private
     flags = (*local("classify_lora"), *flags, "--output_dir", str(tmp_path / "both"), "--start_from", str(head))
     said = called("classify_lora", *flags, code=2)
     assert "the promise of this one does not say whose data that was" in " ".join(said.split())

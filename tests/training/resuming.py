@@ -22,6 +22,8 @@ def trainer(path: Path | str, data: Rows | None = None, seed: int | None = None,
     privacy = private(**promise, **({"noise_multiplier": None, "target_epsilon": target} if target else {}))
     values = {"max_steps": STEPS, "save_strategy": "steps", "save_steps": SAVED, "optim": "adamw_torch", **changes}
     parts = {"train_dataset": rows() if data is None else data}
+    if "eval_strategy" in changes:
+        parts["eval_dataset"] = rows(8, seed=5)
     return make(path, classifier(dropout=0.1), privacy, parts=parts, learning_rate=1e-2, **values)
 
 

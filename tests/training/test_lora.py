@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from hf_dp.errors import ConfigurationError, UnsupportedModelError
+from hf_dp.training.saving import refuse_unloaded
 from tests.architectures import VOCABULARY
 from tests.training.workbench import classifier, make, pad, pad_for_language, parameters, rows, same
 from tests.zoo import tiny
@@ -193,6 +195,13 @@ def test_chats_about_pictures_train_with_any_number_of_pictures_in_a_row(tmp_pat
     assert {name for name, p in parameters(model).items() if not torch.equal(p, before[name])} == {
         name for name, p in model.named_parameters() if p.requires_grad
     }
+
+
+def test_what_peft_says_of_embeddings_is_left_to_its_own_save() -> None:
+    model = get_peft_model(tiny("gpt2", "causal_lm", torch.float32), LoraConfig(r=2, target_modules=["wte"]))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        refuse_unloaded(model)
 
 
 def test_adapters_are_merged_into_a_model_that_is_saved_with_its_record(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from transformers.integrations import integration_utils
 
 import hf_dp.ranks as ranks
 from hf_dp import PrivacyConfig
-from hf_dp.training.progress import Seldom, in_words, opening, passes_shown
+from hf_dp.training.progress import Clock, Seldom, in_words, opening, passes_shown
 from tests.training.workbench import EXPECTED, make, pad_for_language, private, rows
 from tests.zoo import tiny
 
@@ -72,7 +72,7 @@ def test_three_lines_say_what_begins_and_the_logs_how_long_noise_and_signal_are(
     promised, drawn, ahead = [line for line in told.splitlines() if line.startswith(("Private", "Drawn", "Time"))]
     assert promised == opening(trainer._run.plan)[0]
     assert re.match(r"Drawn: .*, Poisson with sampling probability 0.1667, 2 steps of expected batch size 8\.", drawn)
-    assert re.match(r"Time: about [\d.e-]+ s or less for 2 steps, since .* \(it took [\d.]+ (s|min)\) one", ahead)
+    assert re.fullmatch(r"Time: the check before the first step took [\d.e-]+ (s|min)\.", ahead)
     assert "Private training" not in out + caplog.text
     for entry in (one for one in trainer.state.log_history if "loss" in one):
         assert entry["grad_norm"] == pytest.approx(entry["noise_norm"], rel=0.05)
@@ -115,6 +115,26 @@ def test_no_time_of_private_rows_is_said_where_what_is_not_private_is_withheld(
     told = capsys.readouterr().err
     assert "Private training" in told
     assert "Time:" not in told
+
+
+def test_how_long_it_takes_is_said_once_and_of_steps_that_were_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, said = [0.0], list[str]()
+    monkeypatch.setattr("hf_dp.training.progress.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("hf_dp.training.progress.say", said.append)
+    trainer = make(tmp_path, max_steps=100)
+    trainer.get_train_dataloader()
+    clock = Clock(trainer._run.plan, done=10)
+    now[0] += 3
+    clock.checked()
+    for seconds in (30, *[0.5] * 89):
+        now[0] += seconds
+        clock.stepped()
+    assert said == [
+        "Time: the check before the first step took 3 s.",
+        "Time: about 42 s for 85 steps ahead, as 4 steps took 2 s.",
+    ]
 
 
 @pytest.mark.parametrize(

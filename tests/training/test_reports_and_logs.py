@@ -113,8 +113,9 @@ def test_withheld_logs_leave_no_function_of_the_data_behind(tmp_path: Path) -> N
         save_strategy="steps", save_steps=2, include_num_input_tokens_seen="all", logging_steps=1,
     )  # fmt: skip
     out = trainer.train()
-    states = [json.loads(p.read_text()) for p in tmp_path.glob("checkpoint-*/trainer_state.json")]
-    assert len(states) == 2
+    trainer.save_state()
+    states = [json.loads(p.read_text()) for p in tmp_path.rglob("trainer_state.json")]
+    assert len(states) == 3
     for entry in [*heard, *trainer.state.log_history, out.metrics, *(e for s in states for e in s["log_history"])]:
         assert not {k for k in entry if k in NOT_PRIVATE and entry[k]}, entry
         assert not entry.get("train_tokens_per_second")

@@ -9,6 +9,7 @@ from torch import nn
 from hf_dp.errors import ConfigurationError
 from hf_dp.parts.re_attention.installed import ReAttention
 from hf_dp.parts.re_attention.saved import FILE, FREQUENCIES, read
+from hf_dp.places import nowhere
 
 
 def load_re_attention(model: nn.Module, directory_or_repo: str | Path) -> ReAttention:
@@ -28,8 +29,9 @@ def load_re_attention(model: nn.Module, directory_or_repo: str | Path) -> ReAtte
         try:
             path = Path(hf_hub_download(str(directory_or_repo), FILE))
         except (OSError, ValueError) as error:
+            there = f"no repository of that name has a readable {FILE} ({error})"
             raise ConfigurationError(
-                f"{str(directory_or_repo)!r} is no directory, and no repository with a readable {FILE} ({error}).",
+                f"{nowhere(directory_or_repo, there)}.",
                 why="without it the attention would not be the one that was trained.",
                 fix="check the name and the network, or leave it at plain attention.",
             ) from error

@@ -93,7 +93,7 @@ def test_saved_and_loaded_it_attends_the_same(tmp_path: Path) -> None:
         load_re_attention(loaded, tmp_path)
     with pytest.raises(ConfigurationError, match="no saved Re-Attention"):
         load_re_attention(loaded, tmp_path.parent)
-    with pytest.raises(ConfigurationError, match="is no directory, and no repository"):
+    with pytest.raises(ConfigurationError, match="there is no folder"):
         load_re_attention(loaded, tmp_path / "elsewhere")
 
 
