@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -13,21 +14,25 @@ from hf_dp.errors import PreflightError, UnsupportedModelError
 
 _Attributes = list[tuple[str, Any, dict[str, Any]]]
 _PLAIN = (str, bool, int, float, type(None), tuple, Tensor)
+# Of configurations these count as well: they are saved.
+_SAVED = (list, dict, set)
+# What Transformers notes of hooks that it has put into a model by itself, and which stay there.
+_NO_STATE = ("training", "_output_capturing_hooks_installed")
 
 
 @contextmanager
 def unchanged_state(model: nn.Module) -> Iterator[None]:
     """Refuses a model that remembers what passes through it: running averages, or a switch that stays where it is.
 
-    Looked at are saved buffers, and attributes of modules and configurations that are words or yes and no. All of them
-    are put back, as are buffers that are not saved and numbers, in which a cache may be kept: whether these matter is
-    for `check_padding` to see.
+    Looked at are saved buffers, all that configurations hold, and attributes of modules that are words or yes and no.
+    All of them are put back, as are buffers that are not saved and numbers, in which a cache may be kept: whether these
+    matter is for `check_padding` and `refuse_memory` to see. Parameters are for `unchanged_weights` to see.
 
     Raises:
         UnsupportedModelError: with the name of the buffer or the attribute.
     """
     buffers = {name: (buffer, buffer.detach().clone()) for name, buffer in model.named_buffers()}
-    attributes = _attributes(model)
+    attributes = attributes_of(model)
     try:
         yield
     except PreflightError as error:
@@ -50,7 +55,7 @@ def unchanged_state(model: nn.Module) -> Iterator[None]:
 def put_back(model: nn.Module) -> Iterator[None]:
     """Puts back what passes leave in a model (see `unchanged_state`), and which of its parameters are trained."""
     buffers = {name: (buffer, buffer.detach().clone()) for name, buffer in model.named_buffers()}
-    attributes, trained = _attributes(model), [(p, p.requires_grad) for p in model.parameters()]
+    attributes, trained = attributes_of(model), [(p, p.requires_grad) for p in model.parameters()]
     try:
         yield
     finally:
@@ -62,12 +67,14 @@ def put_back(model: nn.Module) -> Iterator[None]:
 def _left_behind(
     model: nn.Module, buffers: dict[str, tuple[Tensor, Tensor]], attributes: _Attributes
 ) -> UnsupportedModelError | None:
-    changed, switched = _put_back(model, buffers, attributes)
+    changed, written, switched = _put_back(model, buffers, attributes)
     if changed:
+        return buffer_refused(changed[0])
+    if written:
         return UnsupportedModelError(
-            f"the buffer {changed[0]!r} changes when examples pass through the model.",
-            why="buffers are saved with the model, and no noise is added to what this one remembers of the data.",
-            fix="switch it off (track_running_stats=False, say), or keep its module in eval mode by its train().",
+            f"examples that pass through the model change {written[0]}.",
+            why="a configuration is saved with the model, and no noise is added to what it remembers of the data.",
+            fix="keep what is computed from examples out of the configuration.",
         )
     if switched:
         return UnsupportedModelError(
@@ -78,31 +85,59 @@ def _left_behind(
     return None
 
 
-def _attributes(model: nn.Module) -> _Attributes:
+def buffer_refused(name: str) -> UnsupportedModelError:
+    """The refusal of a saved buffer that remembers."""
+    return UnsupportedModelError(
+        f"the buffer {name!r} changes when examples pass through the model.",
+        why="buffers are saved with the model, and no noise is added to what this one remembers of the data.",
+        fix="switch it off (track_running_stats=False, say), or keep its module in eval mode by its train().",
+    )
+
+
+def attributes_of(model: nn.Module) -> _Attributes:
     """For each module, and each configuration that one holds, its name and its plain attributes."""
     holders: dict[int, tuple[str, Any]] = {}
     for name, module in model.named_modules():
-        for path, holder in ((name, module), (f"{name}.config".lstrip("."), getattr(module, "config", None))):
+        own = (("", module), *((f".{kind}", getattr(module, kind, None)) for kind in ("config", "generation_config")))
+        for kind, holder in own:
             if hasattr(holder, "__dict__"):
-                holders.setdefault(id(holder), (path, holder))
-    return [
-        (path, holder, {k: v for k, v in vars(holder).items() if isinstance(v, _PLAIN) and k != "training"})
-        for path, holder in holders.values()
-    ]
+                holders.setdefault(id(holder), ((name + kind).lstrip("."), holder))
+    return [(path, holder, _values(holder)) for path, holder in holders.values()]
+
+
+def _values(holder: Any) -> dict[str, Any]:
+    """Its plain attributes; of a configuration lists and the like too, as they are now."""
+    kinds = _PLAIN if isinstance(holder, nn.Module) else (*_PLAIN, *_SAVED)
+    return {
+        name: copy.deepcopy(value) if isinstance(value, _SAVED) else value
+        for name, value in vars(holder).items()
+        if isinstance(value, kinds) and name not in _NO_STATE
+    }
+
+
+def is_saved(owner: nn.Module, last: str) -> bool:
+    """Whether the buffer of this name goes into the state dict."""
+    return last not in owner._non_persistent_buffers_set
 
 
 def _put_back(
     model: nn.Module, buffers: dict[str, tuple[Tensor, Tensor]], attributes: _Attributes
-) -> tuple[list[str], list[str]]:
-    """Saved buffers that are not what they were before, and switches, from what to what; now all are as before."""
-    now, changed, switched = dict(model.named_buffers()), [], []
+) -> tuple[list[str], list[str], list[str]]:
+    """Saved buffers that are not what they were before, what configurations hold that is not, and switches, from what
+    to what; now all are as before."""
+    now, changed, written, switched = dict(model.named_buffers()), [], [], []
+    for name in now.keys() - buffers.keys():
+        path, _, last = name.rpartition(".")
+        if is_saved(model.get_submodule(path), last):
+            del model.get_submodule(path)._buffers[last]
+            changed.append(name)
     for name, (buffer, value) in buffers.items():
-        if not _equal(now.get(name), value):
+        if not equal(now.get(name), value):
             path, _, last = name.rpartition(".")
             owner = model.get_submodule(path)
             buffer.detach().copy_(value)
             owner._buffers[last] = buffer
-            changed += [] if last in owner._non_persistent_buffers_set else [name]
+            changed += [name] if is_saved(owner, last) else []
     for path, holder, before in attributes:
         for name, value in before.items():
             found = vars(holder).get(name)
@@ -110,16 +145,20 @@ def _put_back(
                 continue
             if isinstance(value, (str, bool)) and isinstance(found, (str, bool)):
                 switched.append(f"{path}.{name}".lstrip(".") + f" from {value!r} to {found!r}")
+            elif not isinstance(holder, nn.Module):
+                written.append(f"{path}.{name}")
             setattr(holder, name, value)
-        for name, found in list(vars(holder).items()):
-            if name not in before and isinstance(found, _PLAIN) and name != "training":
+        for name, found in _values(holder).items():
+            if name not in before:
                 if isinstance(found, (str, bool)):
                     switched.append(f"{path}.{name}".lstrip(".") + f" from nothing to {found!r}")
+                elif not isinstance(holder, nn.Module):
+                    written.append(f"{path}.{name}")
                 delattr(holder, name)
-    return changed, switched
+    return changed, written, switched
 
 
-def _equal(now: Any, before: Tensor) -> bool:
+def equal(now: Any, before: Tensor) -> bool:
     return (
         isinstance(now, Tensor)
         and now.shape == before.shape

@@ -50,7 +50,7 @@ class TakenWatch(Watch):
         losses = super().run(model, loss_fn, batch)
         self._hand_on_rest()
         if self.adds_bits:
-            self.bits = self.bits.to(losses.device) + _checksums(losses)
+            self.bits = self.bits.to(losses.device) + bits_of(losses)
         return losses
 
     def _hand_on_rest(self) -> None:
@@ -162,11 +162,11 @@ def _device_of(factors: Factors) -> torch.device:
 def checksums(factors: Factors) -> Tensor:
     """(B,) int64: the bits of each example's factors, added up as whole numbers, so in whatever order."""
     if isinstance(factors, Outer):
-        return _checksums(factors.left.tensor) + _checksums(factors.right.tensor)
-    return _checksums(factors.values)
+        return bits_of(factors.left.tensor) + bits_of(factors.right.tensor)
+    return bits_of(factors.values)
 
 
-def _checksums(values: Tensor) -> Tensor:
+def bits_of(values: Tensor) -> Tensor:
     rows, size = values.detach().reshape(len(values), -1), values.element_size()
     if rows.numel() and rows.shape[1] * size % 8 == rows.storage_offset() * size % 8 == 0 and rows.is_contiguous():
         return rows.view(torch.int64).sum(1)

@@ -12,6 +12,7 @@ from hf_dp.accounting import Ledger
 from hf_dp.config.target import told
 from hf_dp.errors import BudgetExceededError
 from hf_dp.per_example import PerExampleGradients, Pieces
+from hf_dp.per_example.memory import unchanged_buffers
 from hf_dp.randomness import secret_global_state
 from hf_dp.step.clipped_sum import ClippedSum, SummedByRows
 from hf_dp.step.plan import Plan
@@ -49,6 +50,7 @@ def private_gradient(
 
     Raises:
         BudgetExceededError: the plan's budget pays for no further step; nothing was computed or released.
+        UnsupportedModelError: an example changed what is saved with the model; nothing was charged or released.
     """
     if ledger.steps >= plan.budgeted_steps:
         raise BudgetExceededError(
@@ -57,7 +59,7 @@ def private_gradient(
             fix="stop here; to train longer, plan more steps from the start (num_train_epochs or max_steps).",
         )
     total, pieces = ClippedSum(model, plan.clipping, by_rows), Pieces(() if by_rows is None else by_rows.names)
-    with nullcontext() if plan.entropy.reproducible else secret_global_state():
+    with unchanged_buffers(model), nullcontext() if plan.entropy.reproducible else secret_global_state():
         for micro_batch in micro_batches:
             total.add(pieces.joined(record(micro_batch)))
         pieces.refuse_rest()

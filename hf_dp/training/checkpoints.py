@@ -254,7 +254,7 @@ def refuse_half(checkpoint: str) -> None:
 def what_lacks(checkpoint: Path) -> str | None:
     """What shows that a checkpoint was not written to its end, or not deleted to its end; None if nothing does."""
     try:
-        json.loads((checkpoint / STATE_FILE).read_bytes())
+        json.loads(state := (checkpoint / STATE_FILE).read_bytes())
     except FileNotFoundError:
         return f"it has no {STATE_FILE}"
     except (OSError, ValueError, RecursionError):
@@ -270,7 +270,7 @@ def what_lacks(checkpoint: Path) -> str | None:
     gone = [kind for kind in _STATES if not any(checkpoint.glob(f"{kind}*"))]
     if gone and len(gone) < len(_STATES):  # with save_only_model=True there are none
         return f"it has no {gone[0]}"
-    return next(missing_files(checkpoint), None)
+    return next(missing_files(checkpoint), None) if b'"saved_ledger"' in state else None
 
 
 def _is_cut(path: Path) -> bool:

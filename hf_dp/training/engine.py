@@ -23,6 +23,7 @@ from hf_dp.per_example import RULES, Certificate, PerExampleGradients, Rule, pre
 from hf_dp.per_example.batch import Batch, LossFunction, check_losses
 from hf_dp.per_example.in_groups import InGroups
 from hf_dp.per_example.independence import survey
+from hf_dp.per_example.memory import refuse_memory, unchanged_weights
 from hf_dp.per_example.padding import check_padding
 from hf_dp.per_example.passes import check_two_passes, record_in_two_passes, refuse_two_passes
 from hf_dp.per_example.sharding import all_names, is_sharded
@@ -159,7 +160,7 @@ class Engine:
         """Which operations use which parameters, for a few rows."""
         collate: Any = self.loader.collate_fn
         self.model.train()
-        with unchanged_global_state(), unchanged_state(self.model):
+        with unchanged_weights(self.model), unchanged_global_state(), unchanged_state(self.model):
             few = self._batch(telling_rows(self.loader.dataset, collate.widths))
             return survey(self.model, self._loss, few, rules=self._rules)
 
@@ -175,7 +176,7 @@ class Engine:
         self._groups = () if self.clipping is None else self.clipping.groups(all_names(self.model))
         if self.passes == 2:
             refuse_two_passes(self.model, self.loader.draws_units)
-        with passes_shown(self.model, is_silent=self.is_silent):
+        with passes_shown(self.model, is_silent=self.is_silent), unchanged_weights(self.model):
             self._check()
 
     def _check(self) -> None:
@@ -198,6 +199,7 @@ class Engine:
                     dataset, extremes.rows, tried, lambda row: self._loss(self.model, self._batch([row]))
                 )
                 check_collator(collate, few)
+                refuse_memory(self.model, lambda batch: self._loss(self.model, batch), *self._alike(few))
                 uneven = uneven_rows(dataset, extremes, few)
                 # Padding first: what it shows is how all batches are completed, those of one length as well.
                 self._batch(outermost(uneven, collate.widths))
@@ -211,6 +213,18 @@ class Engine:
         # Ranks that share weights would have to look at a wider row at the same time.
         uneven = outermost(uneven, collate.widths, ends)
         collate.checked = None if is_sharded(self.model) else Checked(uneven, collate.widths, ends)
+
+    def _alike(self, few: list[Any]) -> tuple[Batch, Batch, Batch]:
+        """Two batches of the same shapes with other content, and one more: of one row each, if two are as long."""
+        alone = dict[Any, Batch]()
+        for row in few:
+            batch = self._batch([row])
+            shapes = tuple((name, v.shape) for name, v in sorted(batch.items()) if isinstance(v, Tensor))
+            if shapes in alone:
+                return alone[shapes], batch, batch
+            alone[shapes] = batch
+        one, other = few[0], few[-1]
+        return self._batch([one, one, other]), self._batch([one, other, other]), self._batch([one])
 
     def _certify(self, together: Batch, uneven: list[Any]) -> list[Any]:
         """Of `uneven`, the ends that add something."""

@@ -97,7 +97,7 @@ def test_resumed_it_releases_nothing_anew(tmp_path: Path, error: Any) -> None:
     for name, value in one.errors.items():
         torch.testing.assert_close(two.errors[name], value)
     (tmp_path / "checkpoint-2" / FILE).unlink()
-    with pytest.raises(LedgerError, match=f"{FILE}: named in the record, but not there"):
+    with pytest.raises(LedgerError, match=f"it has no {FILE}, which"):
         budgeted(tmp_path, attention, **options).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
 
 

@@ -153,7 +153,7 @@ def test_a_checkpoint_without_the_rows_or_under_another_promise_is_refused(tmp_p
     with pytest.raises(LedgerError, match="sparse_embeddings"):
         sparse(tmp_path, sparse={**FEST, "kept_rows": 8}).train(resume_from_checkpoint=str(checkpoint))
     (checkpoint / FILE).unlink()
-    with pytest.raises(LedgerError, match=f"{FILE}: named in the record, but not there"):
+    with pytest.raises(LedgerError, match=f"it has no {FILE}, which"):
         sparse(tmp_path, sparse=FEST, **options).train(resume_from_checkpoint=str(checkpoint))
 
 
