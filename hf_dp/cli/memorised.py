@@ -136,7 +136,7 @@ def loaded(folder: str) -> tuple[Any, Any]:
         said = " ".join(str(error).split()).rstrip(".")
         found = f"no causal language model can be loaded from {folder!r} ({said})"
         raise ConfigurationError(
-            f"{found if os.path.isdir(folder) else nowhere(folder, NOT_KEPT)}.",
+            f"{nowhere(folder, NOT_KEPT) if isinstance(error, OSError) and not os.path.exists(folder) else found}.",
             why="its losses are what is attacked.",
             fix="give a folder that save_pretrained wrote, with its tokenizer; of other models give the losses to "
             "hf_dp.audit.membership.",

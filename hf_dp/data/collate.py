@@ -113,8 +113,13 @@ class LogicalBatchCollator:
         except (ValueError, TypeError, LookupError, RuntimeError) as error:
             if len(examples) == 1 or isinstance(error, HfDpError):  # then the row itself is to be named
                 raise
-            raise _bad_collator(
-                self._collate, f"fails on {len(examples)} examples together ({type(error).__name__}: {error})"
+            raise ConfigurationError(
+                f"the data collator {_name(self._collate)} fails on {len(examples)} examples together "
+                f"({type(error).__name__}: {error}).",
+                why="examples that are drawn together are computed together, in tensors with a row for each.",
+                fix="let it pad all columns that differ in length (DataCollatorForSeq2Seq, or another one, "
+                "pads labels too; DataCollatorWithPadding only what the tokenizer makes); leave out columns that "
+                "are no numbers, or make numbers of them (names of labels, say).",
             ) from error
         if not isinstance(batch, Mapping):
             raise _bad_collator(self._collate, f"returned {type(batch).__name__}, not a mapping of names to tensors")

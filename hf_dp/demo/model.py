@@ -83,7 +83,7 @@ def adapted(folder: Path) -> tuple[Any, Any]:
         said = " ".join(str(error).split()).rstrip(".")
         found = f"no language model can be loaded from {str(folder)!r} ({said})"
         raise ConfigurationError(
-            f"{found if folder.is_dir() else nowhere(folder, NOT_KEPT)}.",
+            f"{nowhere(folder, NOT_KEPT) if isinstance(error, OSError) and not folder.exists() else found}.",
             why="adapters are put on a pretrained model, and none is downloaded.",
             fix="run `make model` in a clone of the repository; or name a folder that holds one with its tokenizer: "
             "--model FOLDER.",

@@ -82,10 +82,12 @@ def check_claim(record: PrivacyRecord, found: dict[AccountantName, float]) -> It
     claims: dict[AccountantName, float | None] = {"rdp": report.epsilon_rdp, report.accountant: report.epsilon}
     for name, claimed in claims.items():
         if claimed is not None and name not in found:
-            yield Check(f"epsilon ({name.upper()})", False, f"claimed {claimed:.6g}, of what this accountant has not")
+            yield Check(
+                f"epsilon ({name.upper()})", False, f"claimed {upper(claimed, 6)}, of what this accountant has not"
+            )
         elif claimed is not None:
             agrees = same(claimed, found[name], tolerance)
-            said = f"claimed {claimed:.6g}, recomputed {found[name]:.6g}"
+            said = f"claimed {upper(claimed, 6)}, recomputed {upper(found[name], 6)}"
             yield Check(f"epsilon ({name.upper()})", agrees, said + ("" if agrees else versions))
     if report.target_epsilon is not None and report.accountant in found:
         kept = found[report.accountant] <= report.target_epsilon * (1 + tolerance)

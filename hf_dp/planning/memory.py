@@ -250,7 +250,7 @@ def model_size(name_or_directory: str, lora_rank: int | None = None) -> ModelSiz
     ) as error:  # fmt: skip
         said = (str(error) or repr(error)).splitlines()[0]
         found = f"no configuration of a model at {name_or_directory!r} ({said})"
-        if not os.path.isdir(name_or_directory):
+        if not os.path.exists(name_or_directory):
             found = nowhere(name_or_directory, f"no configuration of a model of that name can be read ({said})")
         raise ConfigurationError(
             f"{found}.",

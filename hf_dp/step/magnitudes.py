@@ -77,14 +77,12 @@ class Magnitudes:
             self._warn(plan, norm / expected, clipping)
 
     def _warn(self, plan: Plan, noise: float, signal: float) -> None:
-        n, epsilon = round(plan.sampler.public_size), plan.config.target_epsilon or 8.0
-        epochs = max(1.0, plan.steps * plan.sampler.expected_batch_size / n)
         ranks.warn(
             logger,
             "The noise drowns the gradient: in each step it has a norm of about %.3g, and the mean of the clipped "
             "gradients one of at most about %.3g. Larger batches, more data or fewer trained parameters (LoRA) have "
-            "less of it; for a batch of the same compute: hf-dp plan --n %d --epochs %.3g --epsilon %g",
-            *(noise, signal, n, epochs, epsilon),
+            "less of it; hf-dp plan proposes a batch of the same compute%s",
+            *(noise, signal, _asked(plan)),
         )
 
     def _warn_of_other_batches(self, plan: Plan) -> None:
@@ -116,3 +114,13 @@ class Magnitudes:
     def _root_mean_square(self, model: nn.Module) -> float:
         held = [(p, local(p.detach())) for p in model.parameters() if p.requires_grad]
         return float(total_norm(held)) / math.sqrt(max(1, self._count))
+
+
+def _asked(plan: Plan) -> str:
+    """The command for this promise, where its numbers are all that it needs."""
+    config = plan.config
+    if config.unit is not None or config.after or config.hides_n or config.target_epsilon is None:
+        return "."
+    n = round(plan.sampler.public_size)
+    epochs = max(1.0, plan.steps * plan.sampler.expected_batch_size / n)
+    return f": hf-dp plan --n {n} --epochs {epochs:.3g} --epsilon {config.target_epsilon:g} --delta {plan.delta:g}"

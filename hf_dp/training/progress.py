@@ -61,20 +61,24 @@ class Clock:
 
     def __init__(self, plan: Plan, done: int) -> None:
         self._ahead, self._is_silent = plan.steps - done, plan.config.withhold_non_private_logs
-        self._seen, self._since = -1, time.monotonic()
+        self._seen, self._took, self._since = -1, 0.0, time.monotonic()
 
     def checked(self) -> None:
         """When the check before the first step is through, which began with this clock."""
         self._say(f"the check before the first step took {in_words(time.monotonic() - self._since)}")
 
+    def begins(self) -> None:
+        """Before each step: what lies between steps is not counted."""
+        self._since = time.monotonic()
+
     def stepped(self) -> None:
         """After each step. The first one is not like the others: much is made in it."""
-        self._ahead, self._seen, now = self._ahead - 1, self._seen + 1, time.monotonic()
-        if not self._seen:
-            self._since = now
-        elif (took := now - self._since) >= _SEEN and self._ahead > 0:
-            whole, seen = in_words(self._ahead * took / self._seen), steps_in_words(self._seen)
-            self._say(f"about {whole} for {steps_in_words(self._ahead)} ahead, as {seen} took {in_words(took)}")
+        self._ahead, self._seen = self._ahead - 1, self._seen + 1
+        self._took += time.monotonic() - self._since if self._seen else 0.0
+        if self._took >= _SEEN and self._ahead > 0:
+            whole, took = in_words(self._ahead * self._took / self._seen), in_words(self._took)
+            ahead, seen = steps_in_words(self._ahead), steps_in_words(self._seen)
+            self._say(f"about {whole} for {ahead} ahead, as {seen} took {took}; what lies between steps is not counted")
             self._is_silent = True
 
     def _say(self, what: str) -> None:

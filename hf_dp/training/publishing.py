@@ -71,10 +71,15 @@ class PublishingMixin(RunsMixin):
 
         It never goes up, and is no checkpoint: nothing resumes from it.
         """
-        spent = {"saved_ledger": None, "spent": self.ledger.to_dict()}
         state: Any = self.state
+        saved = dict(state.stateful_callbacks)
+        spent = {"saved_ledger": None, "spent": self.ledger.to_dict()}
         state.stateful_callbacks[STATE_KEY] = {"args": {}, "attributes": spent}
-        super().save_state()
+        try:
+            super().save_state()
+        finally:
+            # A checkpoint may be written from this state again.
+            state.stateful_callbacks = saved
 
     def _save_beside(self, directory: Path) -> None:
         """What belongs to the model and is not in its weights."""

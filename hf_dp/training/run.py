@@ -231,6 +231,7 @@ class Run:
                 why="what is checked before the first step was not, or it was refused.",
                 fix="call begin(), and no step where it raises.",
             )
+        self._clock.begins()
         refuse_other_surroundings(self._surroundings, self.model)
         if self.budget_is_left:
             for part in self.parts.values():

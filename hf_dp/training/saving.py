@@ -56,7 +56,8 @@ def refuse_unloaded(model: Any) -> None:
     from peft import get_peft_model_state_dict
 
     # Whether embeddings go with it decides who saves it, who then says so.
-    if not get_peft_model_state_dict(model, save_embedding_layers=False):
+    states = (get_peft_model_state_dict(model, adapter_name=n, save_embedding_layers=False) for n in model.peft_config)
+    if not any(states):
         raise ConfigurationError(
             "the adapter was taken out of the model (merge_and_unload(), unload()).",
             why="what is saved of a PEFT model is its adapter: a record would stand beside nothing that was trained.",

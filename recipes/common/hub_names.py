@@ -76,7 +76,7 @@ def _refusals(name: str, kind: str, hint: str = "") -> Iterator[None]:
         said = " ".join(str(error).split()).rstrip(".")
         said = f"({type(error).__name__}: {said})"
         found = f"{name!r} cannot be read {said}"
-        if not os.path.isdir(name):
+        if not os.path.exists(name):
             found = nowhere(name, f"no {kind} of that name can be read from the hub {said}")
         raise ConfigurationError(
             f"{found}.",

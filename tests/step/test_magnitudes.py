@@ -84,6 +84,18 @@ def test_stock_arguments_are_warned_of_and_large_batches_are_not(
     assert WORDS not in caplog.text
 
 
+def test_the_plan_that_is_named_is_of_this_promise_or_of_none(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    promises = (private(noise_multiplier=None, target_epsilon=0.5, target_delta=1e-5), private(noise_multiplier=50.0))
+    for privacy, command in zip(
+        promises, ("batch of the same compute: hf-dp plan", "of the same compute."), strict=True
+    ):
+        with caplog.at_level(logging.WARNING):
+            make(tmp_path, privacy=privacy, max_steps=1).train()
+        assert command in caplog.text
+        assert ("--delta 1e-05" in caplog.text) == (privacy.target_epsilon is not None)
+        caplog.clear()
+
+
 def test_a_second_training_in_one_output_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(output_lock, "_PATIENCE", 0.1)
     other = make(tmp_path)
@@ -106,5 +118,5 @@ def test_the_hint_at_a_larger_batch_does_not_tell_a_secret_n(caplog: pytest.LogC
     Magnitudes(Plan.make(config, sampler, 100, entropy), torch.nn.Linear(200, 200))
     (said,) = caplog.messages
     assert WORDS in said
-    assert "--n 400 --epochs 1 " in said
+    assert said.endswith("proposes a batch of the same compute.")
     assert "450" not in said

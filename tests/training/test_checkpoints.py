@@ -131,6 +131,24 @@ def test_one_that_is_deleted_halfway_is_not_whole_or_is_read(checkpointed: Path,
     assert found[-1] is not None
 
 
+class WritesAgain(TrainerCallback):
+    """Saves the state by itself, and writes that of each checkpoint again."""
+
+    trainer: Any = None
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.trainer.save_state()
+        state.save_to_json(str(Path(args.output_dir, f"checkpoint-{state.global_step}", "trainer_state.json")))
+
+
+def test_a_state_that_is_saved_in_between_takes_no_ledger_from_a_checkpoint(tmp_path: Path) -> None:
+    run, again = trainer(tmp_path, seed=7), WritesAgain()
+    again.trainer = run
+    run.add_callback(again)
+    run.train()
+    assert SavedRun.read(tmp_path / NEWEST).ledger.steps == STEPS
+
+
 def test_without_any_checkpoint_trainer_says_so(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="No valid checkpoint"):
         trainer(tmp_path, seed=7).train(resume_from_checkpoint=True)

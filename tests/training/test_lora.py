@@ -15,7 +15,9 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+from hf_dp import PrivacyConfig
 from hf_dp.errors import ConfigurationError, UnsupportedModelError
+from hf_dp.hub import verify
 from hf_dp.training.saving import refuse_unloaded
 from tests.architectures import VOCABULARY
 from tests.training.workbench import classifier, make, pad, pad_for_language, parameters, rows, same
@@ -42,6 +44,15 @@ def delta(model: Any) -> float:
         if hasattr(module, "lora_A") and "default" in module.lora_A:
             total += float((module.lora_B["default"].weight @ module.lora_A["default"].weight).float().norm())
     return total
+
+
+def test_an_adapter_of_another_name_is_saved_and_verified(tmp_path: Path) -> None:
+    config = LoraConfig(r=2, target_modules=["q_lin"], task_type="SEQ_CLS")
+    trainer = make(tmp_path, get_peft_model(classifier(), config, adapter_name="mine"), PrivacyConfig(target_epsilon=3))
+    trainer.train()
+    trainer.save_model(str(tmp_path / "saved"))
+    assert (tmp_path / "saved/mine/adapter_model.safetensors").exists()
+    assert verify(tmp_path / "saved").private
 
 
 def test_only_the_adapter_is_trained_and_saved_and_it_loads_again(tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ def test_the_check_of_a_model_without_random_numbers_takes_few_passes(tmp_path: 
 
     trainer.model.register_forward_hook(note)
     trainer._run.engine.check()
-    assert passes["forward"] <= 40
+    assert passes["forward"] <= 42
     assert passes["backward"] <= 15
 
 
@@ -129,11 +129,13 @@ def test_how_long_it_takes_is_said_once_and_of_steps_that_were_seen(
     now[0] += 3
     clock.checked()
     for seconds in (30, *[0.5] * 89):
+        now[0] += 60  # evaluation, a checkpoint
+        clock.begins()
         now[0] += seconds
         clock.stepped()
     assert said == [
         "Time: the check before the first step took 3 s.",
-        "Time: about 42 s for 85 steps ahead, as 4 steps took 2 s.",
+        "Time: about 42 s for 85 steps ahead, as 4 steps took 2 s; what lies between steps is not counted.",
     ]
 
 
