@@ -59,7 +59,9 @@ def plan(
     fpr: Annotated[float, typer.Option(help="The share of others that it takes for members, with --tpr.")] = _DEFAULTS[
         "--fpr"
     ],
-    noise: Annotated[float | None, typer.Option(help="A noise multiplier, to ask for its epsilon.")] = None,
+    noise: Annotated[
+        float | None, typer.Option("--noise", "--noise-multiplier", help="A noise multiplier, to ask for its epsilon.")
+    ] = None,
     max_batch_size: Annotated[
         int | None, typer.Option(help="The most examples of one step; of a larger draw so many, at random.")
     ] = None,
