@@ -246,11 +246,11 @@ def compute(examples: float | None, minutes: float | None, rows_per_second: floa
 def exactly_one(options: dict[str, object]) -> None:
     given = [name for name, value in options.items() if value is not None]
     if len(given) != 1:
-        names = list(options)
-        either = " or ".join(names)
+        *names, last = options
+        either = f"{', '.join(names)} or {last}"
         raise ConfigurationError(
-            f"{'both ' if given else 'neither of '}{' and '.join(given or names)}.",
-            why="one of them determines the other.",
+            f"{' and '.join(given)} together." if given else f"none of {', '.join(names)} and {last}.",
+            why="each of them determines the others.",
             fix=f"give exactly one, {either}; `hf-dp plan --help` has an example.",
         )
 

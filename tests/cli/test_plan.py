@@ -73,7 +73,7 @@ def test_a_plan_for_units_is_that_of_as_many_examples():
     assert "units processed" in said
     assert "all of the training data but one unit" in said
     both = invoke("plan", "--units", "150", "--n", "600", *rest)
-    assert (both.exit_code, "both --n and --units" in both.stderr) == (2, True)
+    assert (both.exit_code, "--n and --units together" in both.stderr) == (2, True)
 
 
 def test_a_plan_for_examples_of_units_is_what_a_person_with_so_many_is_told():
@@ -210,7 +210,7 @@ def test_where_n_is_secret_a_plan_has_numbers_of_its_own():
     for given, named in (
         (["--steps", "10", "--noise", "1"], "--sampling-probability without --delta"),
         (["--epochs", "2", "--delta", "1e-5", "--noise", "1"], "--sampling-probability with --epochs"),
-        (["--steps", "9", "--delta", "1e-5", "--noise", "1", "--n", "9"], "both --n and --sampling-probability"),
+        (["--steps", "9", "--delta", "1e-5", "--noise", "1", "--n", "9"], "--n and --sampling-probability together"),
         (["--steps", "9", "--delta", "0.5", "--noise", "1"], "--delta 0.5 with --sampling-probability"),
         (["--steps", "9", "--delta", "1e-5", "--noise", "1", "--batch-size", "0"], "--batch-size 0"),
         (["--steps", "9", "--delta", "1e-5", "--noise", "1", "--sampling-probability", "2"], "sampling_probability=2"),
