@@ -232,7 +232,9 @@ def test_quick_demo_end_to_end(tmp_path: Path) -> None:
     finished = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path, env=environment)
     assert finished.returncode == 0, finished.stdout + finished.stderr
     assert "ordinary" in finished.stdout
-    assert [line.split(":")[0] for line in finished.stderr.splitlines()] == ["Private training", "Drawn", "Time"]
+    said = [line.split(":")[0] for line in finished.stderr.splitlines()]
+    # How long it takes is said again where its steps take long enough to tell.
+    assert said in (opening := ["Private training", "Drawn", "Time"], [*opening, "Time"])
     output = tmp_path / "out"
     report = json.loads((output / "privacy.json").read_text(encoding="utf-8"))["report"]
     assert 0 < report["epsilon"] <= 8
