@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -96,13 +96,22 @@ def buffer_refused(name: str) -> UnsupportedModelError:
 
 def attributes_of(model: nn.Module) -> _Attributes:
     """For each module, and each configuration that one holds, its name and its plain attributes."""
-    holders: dict[int, tuple[str, Any]] = {}
+    return [(path, holder, _values(holder)) for path, holder in _holders(model)]
+
+
+def configurations(model: nn.Module) -> list[tuple[str, dict[str, Any]]]:
+    """Of each configuration that a module holds, its name and what it holds."""
+    return [(path, _values(holder)) for path, holder in _holders(model) if not isinstance(holder, nn.Module)]
+
+
+def _holders(model: nn.Module) -> Iterable[tuple[str, Any]]:
+    found: dict[int, tuple[str, Any]] = {}
     for name, module in model.named_modules():
         own = (("", module), *((f".{kind}", getattr(module, kind, None)) for kind in ("config", "generation_config")))
         for kind, holder in own:
             if hasattr(holder, "__dict__"):
-                holders.setdefault(id(holder), ((name + kind).lstrip("."), holder))
-    return [(path, holder, _values(holder)) for path, holder in holders.values()]
+                found.setdefault(id(holder), ((name + kind).lstrip("."), holder))
+    return found.values()
 
 
 def _values(holder: Any) -> dict[str, Any]:
@@ -128,9 +137,10 @@ def _put_back(
     now, changed, written, switched = dict(model.named_buffers()), [], [], []
     for name in now.keys() - buffers.keys():
         path, _, last = name.rpartition(".")
-        if is_saved(model.get_submodule(path), last):
-            del model.get_submodule(path)._buffers[last]
-            changed.append(name)
+        owner = model.get_submodule(path)
+        changed += [name] if is_saved(owner, last) else []
+        # Whoever asks whether there is one gets the answer of before.
+        del owner._buffers[last]
     for name, (buffer, value) in buffers.items():
         if not equal(now.get(name), value):
             path, _, last = name.rpartition(".")

@@ -20,7 +20,7 @@ from hf_dp.data.telling_rows import ends_that_add, refuse_rows_that_fail, short_
 from hf_dp.data.widths import Checked, outermost
 from hf_dp.errors import HfDpError, UnseenUseError
 from hf_dp.per_example import RULES, Certificate, PerExampleGradients, Rule, preflight, record
-from hf_dp.per_example.batch import Batch, LossFunction, check_losses
+from hf_dp.per_example.batch import Batch, LossFunction, check_losses, take
 from hf_dp.per_example.in_groups import InGroups
 from hf_dp.per_example.independence import survey
 from hf_dp.per_example.memory import refuse_memory, unchanged_weights
@@ -215,16 +215,12 @@ class Engine:
         collate.checked = None if is_sharded(self.model) else Checked(uneven, collate.widths, ends)
 
     def _alike(self, few: list[Any]) -> tuple[Batch, Batch, Batch]:
-        """Two batches of the same shapes with other content, and one more: of one row each, if two are as long."""
-        alone = dict[Any, Batch]()
-        for row in few:
-            batch = self._batch([row])
-            shapes = tuple((name, v.shape) for name, v in sorted(batch.items()) if isinstance(v, Tensor))
-            if shapes in alone:
-                return alone[shapes], batch, batch
-            alone[shapes] = batch
-        one, other = few[0], few[-1]
-        return self._batch([one, one, other]), self._batch([one, other, other]), self._batch([one])
+        """Two rows of one width with other content, if there are such, and all of them together."""
+        together = self._batch(few)
+        first, *others = (take(together, [i]) for i in range(len(few)))
+        columns = [name for name, value in first.items() if isinstance(value, Tensor)]
+        differ = [row for row in others if any(not torch.equal(row[name], first[name]) for name in columns)]
+        return first, differ[-1] if differ else first, together
 
     def _certify(self, together: Batch, uneven: list[Any]) -> list[Any]:
         """Of `uneven`, the ends that add something."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +115,27 @@ class Slow(Plain):
         return super().forward(x) / self.scale
 
 
+class Opposite(Plain):
+    """A number of which twice and one more is itself, in a tuple, that one of two batches leaves alone."""
+
+    kept: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = 1.0 if self.kept is None else self.kept[0]
+        if float(x.detach().sum()) > 0:
+            self.kept = (-1.0,)
+        return super().forward(x) * scale
+
+
+class Unsaved(Plain):
+    """A buffer that is not saved, begun by the first rows, by which all that follows is moved."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if "first_rows" not in self._buffers:
+            self.register_buffer("first_rows", x.detach().mean(0), persistent=False)
+        return super().forward(x - self.first_rows)
+
+
 class Cache(Plain):
     """What follows from shapes, and what nothing is computed from: for later passes both are nothing."""
 
@@ -178,6 +200,38 @@ def test_hooks_that_transformers_puts_in_once_are_no_switch() -> None:
             model(ids, output_hidden_states=True)
         hooks.append(sum(len(module._forward_hooks) for module in model.modules()))
     assert hooks[0] == hooks[1] > 0
+
+
+@pytest.mark.parametrize(("kind", "name"), [(Opposite, "kept"), (Unsaved, "first_rows")])
+def test_a_memory_in_whatever_form_is_refused(kind: type[Plain], name: str) -> None:
+    one, other = batch(1, 0).abs(), -batch(1, 1).abs()
+    for first, second in ((one, other), (other, one)):
+        model = kind()
+        with pytest.raises(UnsupportedModelError, match=f"^{name} keeps something"):
+            refuse_memory(model, lambda x, model=model: model(x).sum(1), first, second, batch(2, 2))  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("what", ["a buffer that was none", "a new buffer", "extra state", "config", "frozen"])
+def test_what_is_written_in_a_step_is_refused(what: str) -> None:
+    model: Any = Extra()
+    model.config = types.SimpleNamespace(largest=0.0)
+    model.register_buffer("none_yet", None)
+    model.frozen = nn.Parameter(torch.zeros(2), requires_grad=False)
+    name = {"a buffer that was none": "none_yet", "a new buffer": "new"}.get(what, what)
+    with pytest.raises(UnsupportedModelError, match=name), unchanged_buffers(model):  # noqa: PT012
+        if what == "a buffer that was none":
+            model.none_yet = torch.ones(2)
+        elif what == "a new buffer":
+            model.register_buffer("new", torch.ones(2))
+        elif what == "extra state":
+            model(batch(3, 0))
+        elif what == "config":
+            model.config.largest = 7.0
+        else:
+            with torch.no_grad():
+                model.frozen += 1
+    assert model.none_yet is None
+    assert "new" not in model._buffers
 
 
 @pytest.mark.parametrize("what", ["number", "list"])
