@@ -19,6 +19,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 from hf_dp.errors import HfDpError, PreflightError
 from hf_dp.per_example.batch import Batch, LossFunction, batch_size, take
+from hf_dp.per_example.copies import Run, differing_copies, follows_number, moved_rows
 from hf_dp.per_example.draws import Change, Draw, Draws
 from hf_dp.per_example.independence import parameter_norms
 from hf_dp.per_example.reading import Reader
@@ -26,16 +27,12 @@ from hf_dp.per_example.rule import Axis, Readings, Rule, Use
 from hf_dp.per_example.switches import warn_of
 from hf_dp.per_example.watch import Watch
 
-_SAME = {torch.float64: 1e-9, torch.float32: 1e-4}
-_LOW_PRECISION = 5e-2
 _EXTREMES = ("least", "most", "another")
 # Seeds that are tried where numbers come from functions that are not seen.
 _UNSEEN = 64
 
 # Whatever a model makes of such numbers.
 _FAILED = ArithmeticError, HfDpError, IndexError, RuntimeError, TypeError, ValueError
-
-Run = Callable[[], tuple[list[Use], list[Tensor]]]
 
 
 def without_shared_coins(
@@ -88,6 +85,12 @@ def without_shared_coins(
         # Also where nothing was drawn: a model may draw where rows are alike.
         if drawn := differing_copies(lambda: observed(copies), size, lambda: stack[-1] if stack else ""):
             raise _refusal_of_place(drawn, type(model).__name__)
+        if follows_number(model, loss_fn, batch, rules=rules, readings=readings):
+            raise PreflightError(
+                "an example's gradient follows from how many examples are beside it, under the same random numbers.",
+                why="one example more or less would change the gradients of all others in its micro-batch.",
+                fix="make the loss and each operation act on each example alone.",
+            )
     if _states(model) != before:
         raise _unseen("a generator of its own")
     if off:
@@ -148,7 +151,7 @@ def shared_draws(run: Run, size: int, place: Callable[[], str]) -> list[Draw]:
             raise
         except _FAILED:
             return everyone  # Whatever the model makes of such a number, it is moved by it.
-        return everyone if uses != before[0] else _moved(before[1], rows, everyone)
+        return everyone if uses != before[0] else moved_rows(before[1], rows, everyone)
 
     def moves_others(is_interleaved: bool) -> bool:
         return any(
@@ -173,39 +176,6 @@ def shared_draws(run: Run, size: int, place: Callable[[], str]) -> list[Draw]:
             return [usual.seen[i] for i in (index, *shared)]
     own = [draw for draw in usual.seen if not draw.is_shared]
     return own[:1] if own and all(map(moves_others, (False, True))) else []
-
-
-def differing_copies(run: Run, size: int, place: Callable[[], str]) -> Draw | None:
-    """A draw in `run` on `size` copies of one example, where these differ although all have the same numbers.
-
-    Args:
-        run: see `shared_draws`, as for `place`.
-    """
-    seen: list[Draw] = []
-
-    def differ(is_interleaved: bool) -> bool:
-        draws = Draws(size, Change(is_alike=True, is_interleaved=is_interleaved), place)
-        with draws.attached():
-            rows = [row for row in run()[1] if len(row) == size]
-        seen[:] = draws.seen
-        return bool(seen) and bool(_moved([row[:1].expand_as(row) for row in rows], rows, set(range(size))))
-
-    return seen[0] if all(map(differ, (False, True))) else None
-
-
-def _moved(before: list[Tensor], after: list[Tensor], everyone: set[int]) -> set[int]:
-    """The examples of which any row is not what it was, rounding apart."""
-    found: set[int] = set()
-    for one, two in zip(before, after, strict=True):
-        if one.shape != two.shape:
-            return everyone
-        if torch.equal(one, two):
-            continue
-        x, y = one.double().nan_to_num(0, 0, 0), two.double().nan_to_num(0, 0, 0)
-        tolerance = _SAME.get(one.dtype, _LOW_PRECISION) if one.is_floating_point() else 0.0
-        differ = (x - y).norm(dim=1) > tolerance * torch.maximum(x.norm(dim=1), y.norm(dim=1))
-        found |= everyone if len(one) < len(everyone) and bool(differ.any()) else set(differ.nonzero()[:, 0].tolist())
-    return found
 
 
 def _states(model: nn.Module) -> list[Any]:

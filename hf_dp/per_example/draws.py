@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -72,12 +72,15 @@ class Draws(TorchDispatchMode):
         has_own_generator: a draw came from a generator other than the global ones, or numpy made one without a seed.
         has_unseen: a global generator gave numbers in another way, as by `from random import random`.
         states: of the global generators, before each draw; no draw that is seen moves them.
+        of_first: if all are alike, the numbers of the first example.
     """
 
-    def __init__(self, size: int, change: Change, place: Callable[[], str] = str) -> None:
+    def __init__(self, size: int, change: Change, place: Callable[[], str] = str, *, given: Sequence[Any] = ()) -> None:
+        """`given`: `of_first` of a run with another number of examples, for the examples of this one."""
         super().__init__()  # type: ignore[no-untyped-call]
-        self.size, self.change, self.place = size, change, place
+        self.size, self.change, self.place, self.given = size, change, place, given
         self.seen: list[Draw] = []
+        self.of_first: list[Any] = []
         self.has_own_generator = self.has_unseen = False
         self.states: list[tuple[int, ...]] = []
 
@@ -135,7 +138,7 @@ class Draws(TorchDispatchMode):
             numbers = sum(int(np.prod(np.shape(leaf))) for leaf in leaves)
             self.seen.append(Draw(name, shape, is_shared, self.place()))
             if change.is_alike:
-                return usual if is_shared else self._all_as_first(usual)
+                return usual if is_shared else self._alike(usual)
             seed_global_state(index, 1)
             if is_shared and change.row is None and change.extreme and change.only in (None, index):
                 return self._extreme(draw, numbers)
@@ -172,17 +175,26 @@ class Draws(TorchDispatchMode):
             return torch.where(torch.from_numpy(is_kept).to(usual.device), usual, other)
         return np.where(is_kept, usual, other)
 
-    def _all_as_first(self, value: Any) -> Any:
+    def _alike(self, value: Any) -> Any:
+        """The numbers of the first example, or those that are given, for all."""
         if isinstance(value, (tuple, list)):
-            return type(value)(map(self._all_as_first, value))
+            return type(value)(map(self._alike, value))
         axis = self._axis(value)
         if axis is None:
             return value
-        n = value.shape[axis]
-        each = np.arange(n) // self.size * self.size if self.change.is_interleaved else np.arange(n) % (n // self.size)
-        if isinstance(value, Tensor):
-            return value.index_select(axis, torch.from_numpy(each).to(value.device))
-        return np.take(value, each, axis)
+        places = np.arange(value.shape[axis])
+        of_one = len(places) // self.size
+        first = _taken(value, places[:: self.size] if self.change.is_interleaved else places[:of_one], axis)
+        self.of_first.append(first)
+        given = next(iter(self.given[len(self.of_first) - 1 :]), first)
+        first = given if given.shape == first.shape else first
+        return _taken(first, places // self.size if self.change.is_interleaved else places % of_one, axis)
+
+
+def _taken(value: Any, places: Any, axis: int) -> Any:
+    if isinstance(value, Tensor):
+        return value.index_select(axis, torch.from_numpy(places).to(value.device))
+    return np.take(value, places, axis)
 
 
 def _drew_nothing(leaves: list[Any], seed: int, draw: Callable[[], Any]) -> bool:

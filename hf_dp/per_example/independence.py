@@ -44,7 +44,7 @@ def survey(model: nn.Module, loss_fn: LossFunction, batch: Batch, *, rules: Mapp
     """
     uses: set[Use] = set()
     read: set[Use] = set()
-    for size in _telling_sizes(model, batch)[:2]:
+    for size in telling_sizes(model, batch)[:2]:
         few = take(batch, [i % batch_size(batch) for i in range(size)])
         watch = Watch(Reader(size), rules)
         with forked_rng(model), watch.attached(model):
@@ -56,10 +56,11 @@ def survey(model: nn.Module, loss_fn: LossFunction, batch: Batch, *, rules: Mapp
 
 def telling_size(model: nn.Module, batch: Batch) -> int:
     """The smallest number of examples above 2 that divides no other axis of the batch or of a parameter."""
-    return _telling_sizes(model, batch)[0]
+    return telling_sizes(model, batch)[0]
 
 
-def _telling_sizes(model: nn.Module, batch: Batch) -> list[int]:
+def telling_sizes(model: nn.Module, batch: Batch) -> list[int]:
+    """Two or more numbers of examples that divide no other axis of the batch or of a parameter, if they are prime."""
     others = ambiguous_sizes(model, batch)
     return [k for k in (3, 5, 7, 11, 13, 17, 19) if all(n % k for n in others)] + [23, 29]
 

@@ -51,3 +51,9 @@ def relative_error(found: Any, truth: Any) -> float:
     ours, sums = found.weighted_sum(weights), truth.weighted_sum(weights)
     least = 1e-3 * torch.stack([v.norm() for v in sums.values()]).norm()
     return max(norms, *(float((ours[k] - v).norm() / v.norm().clamp(min=least)) for k, v in sums.items()))
+
+
+def in_training(function: Any) -> Small:
+    """Without random numbers in eval mode, where engine and oracle are compared."""
+    usual = nn.Linear(4, 4)
+    return Small(lambda m, x: function(m, x) if m.training else m.linear(x).cos(), linear=usual)

@@ -16,7 +16,7 @@ from hf_dp.errors import PreflightError
 from hf_dp.per_example import preflight
 from hf_dp.per_example.batch import Batch
 from hf_dp.per_example.draws import Change, Draws
-from tests.per_example.small import Small, batch, square
+from tests.per_example.small import Small, batch, in_training, square
 
 
 def per_row(m: Any, x: Tensor) -> Tensor:
@@ -82,12 +82,6 @@ def seeded(x: Tensor) -> Tensor:
 
 def test_a_draw_that_moves_no_generator_is_one() -> None:
     assert counted(lambda x: seeded(x)) == ["seeded"]
-
-
-def in_training(function: Any) -> Small:
-    """Without random numbers in eval mode, where engine and oracle are compared."""
-    usual = nn.Linear(4, 4)
-    return Small(lambda m, x: function(m, x) if m.training else m.linear(x).cos(), linear=usual)
 
 
 def into_a_buffer(m: Any, x: Tensor) -> Tensor:
@@ -217,28 +211,6 @@ def noise_of_a_neighbour(m: Any, x: Tensor) -> Tensor:
 def test_noise_of_a_neighbour_is_refused() -> None:
     with pytest.raises(PreflightError, match="an example is moved by random numbers of its neighbours: randn_like"):
         preflight(Small(noise_of_a_neighbour, linear=nn.Linear(4, 4)), square, batch(3, 5, 4))
-
-
-def coin_of_the_third(m: Any, x: Tensor) -> Tensor:
-    place = torch.arange(len(x)).eq(2)[:, None, None]
-    return m.linear(torch.where(place, x * 2 * torch.rand(()), x)).cos()
-
-
-def nothing_of_the_third_beside_noise_for_each(m: Any, x: Tensor) -> Tensor:
-    return m.linear(x * torch.rand(len(x), 1, 1) * torch.arange(len(x)).ne(2)[:, None, None]).cos()
-
-
-def dropout_of_the_last_where_rows_are_alike(m: Any, x: Tensor) -> Tensor:
-    return m.linear(torch.cat([x[:-1], F.dropout(x[-1:], 0.5)]) if x.eq(x[0]).all() else x).cos()
-
-
-@pytest.mark.parametrize(
-    "function",
-    [coin_of_the_third, nothing_of_the_third_beside_noise_for_each, dropout_of_the_last_where_rows_are_alike],
-)
-def test_what_becomes_of_a_place_in_the_micro_batch_is_refused(function: Any) -> None:
-    with pytest.raises(PreflightError, match="random numbers move copies of one example by their places"):
-        preflight(in_training(function), square, batch(3, 5, 4))
 
 
 @pytest.mark.parametrize("made", [np.random.default_rng, random.Random, lambda: np.random.RandomState(1)])
