@@ -148,6 +148,19 @@ class Cache(Plain):
         return super().forward(x)
 
 
+class TwoNames(Plain):
+    """One tensor for two buffers that are not saved, from the first pass on (Transformers' dynamic rotary positions)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("used", torch.ones(FEATURES), persistent=False)
+        self.register_buffer("original", torch.ones(FEATURES), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.register_buffer("used", self.original if len(x) < 4 else 2 * self.original, persistent=False)
+        return super().forward(x * self.used)
+
+
 def batch(size: int, seed: int, scale: float = 1.0) -> Tensor:
     return scale * torch.randn(size, FEATURES, generator=torch.Generator().manual_seed(seed))
 
@@ -173,6 +186,16 @@ def test_what_keeps_nothing_is_not_refused(kind: type[Plain]) -> None:
     with unchanged_weights(model), unchanged_buffers(model), unchanged_state(model):
         model(batch(3, 0))
     refuse_memory(model, lambda x: model(x).sum(1), batch(1, 0), batch(1, 1), batch(2, 2))
+
+
+def test_two_buffers_that_become_one_tensor_are_put_back() -> None:
+    model = TwoNames()
+    for size in (2, 5, 2):
+        with unchanged_state(model):
+            model(batch(size, 0))
+            with unchanged_state(model):
+                model(batch(7 - size, 0))
+        assert model.used.tolist() == model.original.tolist() == [1.0] * FEATURES
 
 
 def test_what_one_row_alone_changes_is_refused_in_its_step() -> None:
