@@ -16,7 +16,14 @@ from hf_dp.data.extremes import extreme_rows
 from hf_dp.data.left_padding import LeftPadding
 from hf_dp.data.loader import PoissonDataLoader
 from hf_dp.data.mixing_collator import check_collator
-from hf_dp.data.telling_rows import ends_that_add, refuse_rows_that_fail, short_rows, telling_rows, uneven_rows
+from hf_dp.data.telling_rows import (
+    ends_that_add,
+    refuse_rows_that_fail,
+    rows_between,
+    short_rows,
+    telling_rows,
+    uneven_rows,
+)
 from hf_dp.data.widths import Checked, outermost
 from hf_dp.errors import HfDpError, UnseenUseError
 from hf_dp.per_example import RULES, Certificate, PerExampleGradients, Rule, preflight, record
@@ -242,6 +249,8 @@ class Engine:
         compared = outermost(uneven, collate.widths, ends)
         if {*map(id, compared)} != {*map(id, beside)}:
             held(compared)
+        if others := rows_between(uneven, collate.widths, compared):
+            held(others)
         if self.passes == 2:
             with unchanged_state(self.model):
                 check_two_passes(
