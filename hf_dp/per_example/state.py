@@ -26,7 +26,7 @@ def unchanged_state(model: nn.Module) -> Iterator[None]:
 
     Looked at are saved buffers, all that configurations hold, and attributes of modules that are words or yes and no.
     All of them are put back, as are buffers that are not saved and numbers, in which a cache may be kept: whether these
-    matter is for `check_padding` and `refuse_memory` to see. Parameters are for `unchanged_weights` to see.
+    matter is for `check_padding` and `Memory` to see. Parameters are for `unchanged_weights` to see.
 
     Raises:
         UnsupportedModelError: with the name of the buffer or the attribute.
@@ -178,3 +178,19 @@ def equal(now: Any, before: Tensor) -> bool:
         and now.shape == before.shape
         and bool((now.eq(before) | (now.ne(now) & before.ne(before))).all())
     )
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether two values of attributes are the same, of one kind, and no number is another's."""
+    if isinstance(one, Tensor) or isinstance(other, Tensor):
+        return isinstance(one, Tensor) and equal(other, one)
+    if isinstance(one, tuple) and isinstance(other, tuple):
+        return len(one) == len(other) and all(map(same, one, other))
+    return type(one) is type(other) and bool(one == other or (one != one and other != other))
+
+
+def copied(value: Any) -> Any:
+    """The same with tensors of its own."""
+    if isinstance(value, tuple):
+        return tuple(map(copied, value))
+    return value.detach().clone() if isinstance(value, Tensor) else value
