@@ -19,6 +19,7 @@ from hf_dp.per_example.independence import different_pair
 _ROWS = 32
 _KEPT = 5
 _FEW_TOKENS = 16
+_IN_FOURS = 4
 
 
 def telling_rows(dataset: Any, measure: Measure) -> list[Any]:
@@ -68,6 +69,34 @@ def ends_that_add(rows: Sequence[Any], measure: Measure, adds: Callable[[Any], b
             return ends
         left = [row for row in left if id(row) not in silent]
     return []
+
+
+def rows_between(rows: Sequence[Any], measure: Measure, held: Sequence[Any]) -> list[Any]:
+    """Of `rows` some with widths that leave another rest by four than those that were `held`, each beside a wider one.
+
+    A model that takes positions in fours (CANINE) does with padding what lengths decide that `held` need not have.
+
+    Args:
+        measure: see `by_width`.
+        held: of `rows`, the narrowest first, against one another.
+
+    Returns:
+        The narrowest first; none where there are no such rows.
+    """
+    in_order, _ = by_width(rows, measure)
+    widths = [measure(row) for row in in_order]
+    sizes = [sum(width.values()) for width in widths]
+
+    def rest(width: Widths) -> frozenset[tuple[tuple[str, int], int]]:
+        return frozenset((name, n % _IN_FOURS) for name, n in width.items())
+
+    known, found = {rest(measure(row)) for row in held[:-1]}, list[int]()
+    for place, width in enumerate(widths):
+        if len(found) < _IN_FOURS - 1 and sizes[place] < sizes[-1] and rest(width) not in known:
+            known.add(rest(width))
+            found.append(place)
+    wider = next((place for place, size in enumerate(sizes) if found and size > sizes[found[-1]]), None)
+    return [] if wider is None else [in_order[place] for place in (*found, wider)]
 
 
 def short_rows(few: Sequence[Any], batch: Callable[[list[Any]], Batch], loss: Callable[[Batch], Tensor]) -> list[Any]:

@@ -26,13 +26,12 @@ def unchanged_state(model: nn.Module) -> Iterator[None]:
 
     Looked at are saved buffers, all that configurations hold, and attributes of modules that are words or yes and no.
     All of them are put back, as are buffers that are not saved and numbers, in which a cache may be kept: whether these
-    matter is for `check_padding` and `refuse_memory` to see. Parameters are for `unchanged_weights` to see.
+    matter is for `check_padding` and `Memory` to see. Parameters are for `unchanged_weights` to see.
 
     Raises:
         UnsupportedModelError: with the name of the buffer or the attribute.
     """
-    buffers = {name: (buffer, buffer.detach().clone()) for name, buffer in model.named_buffers()}
-    attributes = attributes_of(model)
+    buffers, attributes = _buffers(model), attributes_of(model)
     try:
         yield
     except PreflightError as error:
@@ -54,8 +53,8 @@ def unchanged_state(model: nn.Module) -> Iterator[None]:
 @contextmanager
 def put_back(model: nn.Module) -> Iterator[None]:
     """Puts back what passes leave in a model (see `unchanged_state`), and which of its parameters are trained."""
-    buffers = {name: (buffer, buffer.detach().clone()) for name, buffer in model.named_buffers()}
-    attributes, trained = attributes_of(model), [(p, p.requires_grad) for p in model.parameters()]
+    buffers, attributes = _buffers(model), attributes_of(model)
+    trained = [(p, p.requires_grad) for p in model.parameters()]
     try:
         yield
     finally:
@@ -92,6 +91,11 @@ def buffer_refused(name: str) -> UnsupportedModelError:
         why="buffers are saved with the model, and no noise is added to what this one remembers of the data.",
         fix="switch it off (track_running_stats=False, say), or keep its module in eval mode by its train().",
     )
+
+
+def _buffers(model: nn.Module) -> dict[str, tuple[Tensor, Tensor]]:
+    """Each buffer by all of its names (one pass may give two names one tensor), and what it holds."""
+    return {name: (b, b.detach().clone()) for name, b in model.named_buffers(remove_duplicate=False)}
 
 
 def attributes_of(model: nn.Module) -> _Attributes:
@@ -134,7 +138,7 @@ def _put_back(
 ) -> tuple[list[str], list[str], list[str]]:
     """Saved buffers that are not what they were before, what configurations hold that is not, and switches, from what
     to what; now all are as before."""
-    now, changed, written, switched = dict(model.named_buffers()), [], [], []
+    now, changed, written, switched = dict(model.named_buffers(remove_duplicate=False)), [], [], []
     for name in now.keys() - buffers.keys():
         path, _, last = name.rpartition(".")
         owner = model.get_submodule(path)
@@ -174,3 +178,19 @@ def equal(now: Any, before: Tensor) -> bool:
         and now.shape == before.shape
         and bool((now.eq(before) | (now.ne(now) & before.ne(before))).all())
     )
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether two values of attributes are the same, of one kind, and no number is another's."""
+    if isinstance(one, Tensor) or isinstance(other, Tensor):
+        return isinstance(one, Tensor) and equal(other, one)
+    if isinstance(one, tuple) and isinstance(other, tuple):
+        return len(one) == len(other) and all(map(same, one, other))
+    return type(one) is type(other) and bool(one == other or (one != one and other != other))
+
+
+def copied(value: Any) -> Any:
+    """The same with tensors of its own."""
+    if isinstance(value, tuple):
+        return tuple(map(copied, value))
+    return value.detach().clone() if isinstance(value, Tensor) else value

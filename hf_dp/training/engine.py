@@ -6,6 +6,7 @@ import functools
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -16,14 +17,22 @@ from hf_dp.data.extremes import extreme_rows
 from hf_dp.data.left_padding import LeftPadding
 from hf_dp.data.loader import PoissonDataLoader
 from hf_dp.data.mixing_collator import check_collator
-from hf_dp.data.telling_rows import ends_that_add, refuse_rows_that_fail, short_rows, telling_rows, uneven_rows
+from hf_dp.data.telling_rows import (
+    ends_that_add,
+    refuse_rows_that_fail,
+    rows_between,
+    short_rows,
+    telling_rows,
+    uneven_rows,
+)
 from hf_dp.data.widths import Checked, outermost
 from hf_dp.errors import HfDpError, UnseenUseError
 from hf_dp.per_example import RULES, Certificate, PerExampleGradients, Rule, preflight, record
 from hf_dp.per_example.batch import Batch, LossFunction, check_losses, take
 from hf_dp.per_example.in_groups import InGroups
 from hf_dp.per_example.independence import survey
-from hf_dp.per_example.memory import refuse_memory, unchanged_weights
+from hf_dp.per_example.kept import Memory
+from hf_dp.per_example.memory import unchanged_weights
 from hf_dp.per_example.padding import check_padding
 from hf_dp.per_example.passes import check_two_passes, record_in_two_passes, refuse_two_passes
 from hf_dp.per_example.sharding import all_names, is_sharded
@@ -83,6 +92,7 @@ class Engine:
         self.clipping: ClippingRule | None = None
         self._groups: Sequence[Group] = ()
         self._certificate: Certificate | None = None
+        self._memory: Memory | None = None
 
     def record(self, micro_batch: MicroBatch) -> PerExampleGradients:
         """The gradients of one micro-batch, as they were certified; of units, of the means of their rows' losses.
@@ -143,7 +153,12 @@ class Engine:
                 why="each unit is clipped as one.",
                 fix="hand on the items of the loader as they are.",
             )
-        return map(MicroBatch, map(self.prepare, batches), owners)
+        yield from self._keeping_nothing(map(MicroBatch, map(self.prepare, batches), owners))
+
+    def _keeping_nothing(self, batches: Iterable[MicroBatch]) -> Iterator[MicroBatch]:
+        """`batches`, after which nothing must be left of them."""
+        with nullcontext() if self._memory is None else self._memory.unmoved():
+            yield from batches
 
     def dummies(self, item: Mapping[str, Any]) -> Iterator[MicroBatch]:
         """Of one logical batch, so that all ranks compute as many micro-batches. All call it together."""
@@ -189,6 +204,8 @@ class Engine:
                 return self._loss(self.model, given)
 
         self.model.train()
+        self._memory = None
+        memory = Memory(self.model, lambda batch: self._loss(self.model, batch), self._loss)
         with unchanged_global_state():
             with unchanged_state(self.model):
                 few = telling_rows(dataset, collate.widths)
@@ -199,7 +216,7 @@ class Engine:
                     dataset, extremes.rows, tried, lambda row: self._loss(self.model, self._batch([row]))
                 )
                 check_collator(collate, few)
-                refuse_memory(self.model, lambda batch: self._loss(self.model, batch), *self._alike(few))
+                memory.refuse(*self._alike(few))
                 uneven = uneven_rows(dataset, extremes, few)
                 # Padding first: what it shows is how all batches are completed, those of one length as well.
                 self._batch(outermost(uneven, collate.widths))
@@ -210,6 +227,8 @@ class Engine:
                 ends = self._certify(self._batch(few), uneven)
             if self._check_losses is not None:
                 self._check_losses(self.model, short, (self._batch([row]) for row in few))
+        memory.ask_of(short)
+        self._memory = memory
         # Ranks that share weights would have to look at a wider row at the same time.
         uneven = outermost(uneven, collate.widths, ends)
         collate.checked = None if is_sharded(self.model) else Checked(uneven, collate.widths, ends)
@@ -242,6 +261,8 @@ class Engine:
         compared = outermost(uneven, collate.widths, ends)
         if {*map(id, compared)} != {*map(id, beside)}:
             held(compared)
+        if others := rows_between(uneven, collate.widths, compared):
+            held(others)
         if self.passes == 2:
             with unchanged_state(self.model):
                 check_two_passes(

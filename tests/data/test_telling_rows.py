@@ -14,6 +14,7 @@ import hf_dp.data.extremes as extremes
 import hf_dp.per_example.state as state
 from hf_dp.data.telling_rows import (
     refuse_rows_that_fail,
+    rows_between,
     short_rows,
     telling_rows,
     uneven_rows,
@@ -279,3 +280,16 @@ def test_more_labels_than_ids() -> None:
     rows[2]["labels"] = [1] * 4
     assert 2 in extreme_rows(table(rows))
     assert 0 in extreme_rows(table(rows).select([2, 0, 3]))
+
+
+def test_rows_between_those_that_were_held_leave_another_rest_by_four() -> None:
+    def between(lengths: list[int], held: list[int]) -> list[int]:
+        rows = [torch.zeros(n) for n in lengths]
+        ends = [next(row for row in rows if len(row) == n) for n in held]
+        return [len(row) for row in rows_between(rows, lambda row: widths_of({"ids": row[None]}), ends)]
+
+    assert between([4, 5, 6, 7, 8, 12], [4, 12]) == [5, 6, 7, 8]
+    assert between([16, 4, 7, 8, 11, 12], [4, 16]) == [7, 8], "one of each rest, and a wider one beside the last"
+    assert between([4, 8, 12], [4, 12]) == between([4, 4], [4, 4]) == [], "nothing that was not held"
+    assert between([4, 7, 8], [4, 8]) == [7, 8]
+    assert between([4, 8, 11], [4, 8, 11]) == [], "nothing is wider"

@@ -60,6 +60,26 @@ def test_examples_that_mix(tmp_path: Path) -> None:
     refused(tmp_path, PreflightError, "neighbours", with_head(BatchMean()), at_once=False)
 
 
+def in_fours() -> nn.Module:
+    """Takes whole fours of positions, padding or not, and leaves out what is left."""
+    model: Any = classifier()
+    embed = model.get_input_embeddings().forward
+
+    def whole_fours(ids: Tensor) -> Tensor:
+        shown: Tensor = embed(ids) * torch.arange(ids.shape[1]).lt(ids.shape[1] // 4 * 4)[:, None]
+        return shown
+
+    model.get_input_embeddings().forward = whole_fours
+    return model
+
+
+def test_failure_44_what_is_seen_at_neither_the_shortest_nor_the_longest_length(tmp_path: Path) -> None:
+    ends = [*rows(8, low=4, high=4), *rows(8, low=8, high=8)]
+    make(tmp_path / "ends", in_fours(), parts={"train_dataset": ends}, max_steps=1).train()
+    others = {"train_dataset": [*ends, *rows(8, low=5, high=7)]}
+    refused(tmp_path / "others", PreflightError, "longer or shorter", in_fours(), at_once=False, parts=others)
+
+
 class Remembering(nn.Module):
     """Each example by itself, but a running average of them goes into the saved model, without noise."""
 
