@@ -157,7 +157,10 @@ def test_what_is_no_earlier_training_is_refused(changes):
     [
         ((earlier(reproducible=True),), "reproducible=False"),
         ((earlier(unit=UncountedExampleUnit()),), "n public in both or secret in both"),
-        ((earlier(unit=ColumnUnit(number=9, column="user", max_examples=2)),), "all training examples of one user"),
+        (
+            (earlier(unit=ColumnUnit(number=9, column="user", max_examples=2)),),
+            "all training examples with one value of 'user'",
+        ),
         ((earlier(),) * 17, "17 trainings before this one"),
     ],
 )
@@ -169,7 +172,7 @@ def test_units_that_are_hidden_otherwise_have_no_epsilon_in_common(before, words
 @pytest.mark.parametrize("kind", [ColumnUnit, functools.partial(ColumnExamplesUnit, examples=9)])
 def test_units_of_two_columns_are_two_kinds_of_people(kind):
     before, after = (kind(number=9, column=column, max_examples=2) for column in ("user", "author"))
-    with pytest.raises(ConfigurationError, match="all training examples of one user"):
+    with pytest.raises(ConfigurationError, match="all training examples with one value of 'user'"):
         mechanism(earlier(unit=before), unit=after)
 
 

@@ -243,3 +243,9 @@ def test_no_batch_is_proposed_for_what_is_shared():
     said = invoke("plan", "--n", "10003", "--epochs", "6", "--epsilon", "8", "--share", "0.2")
     assert said.exit_code == 2
     assert "--share without --batch-size" in said.stderr
+
+
+def test_a_plan_says_where_delta_leaves_little():
+    for n, is_said in (("3", True), ("10003", False)):
+        planned = invoke("plan", "--n", n, "--batch-size", "2", "--steps", "2", "--noise", "1")
+        assert ("Note: delta is 0.299" in planned.stdout) == is_said
