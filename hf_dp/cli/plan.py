@@ -132,6 +132,9 @@ def plan(
 
         hf-dp plan --model DIRECTORY --world-size 8 --length 1024
 
+    Options may also be given by their names in PrivacyConfig and
+    TrainingArguments: --target_epsilon, --target_delta, --max_steps.
+
     Exit codes: 0, planned; 2, refused: there is no such plan.
     """
     with refusals(), Console(stderr=True).status("Computing"):
