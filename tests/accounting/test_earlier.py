@@ -93,10 +93,23 @@ def test_a_budget_that_was_spent_is_refused_with_what_it_would_take():
         BudgetExceededError, match=r"target_epsilon=2, and on the same people 2\.\d+ was spent"
     ) as error:
         calibrated(lambda s: step_event(s, 0.1), steps=9, delta=DELTA, target_epsilon=2.0, earlier=(earlier(),))
-    assert "give a target_epsilon above 2." in str(error.value)
+    assert "give a target_epsilon well above 2." in str(error.value)
     unsafe = earlier(releases=(Release("earlier 1, training step", dp.NonPrivateDpEvent(), 1),))
     with pytest.raises(BudgetExceededError, match="inf was spent before"):
         calibrated(lambda s: step_event(s, 0.1), steps=9, delta=DELTA, target_epsilon=99.0, earlier=(unsafe,))
+
+
+@pytest.mark.parametrize("budget", [{"target_epsilon": 2.0}, {"target_tpr": 0.05, "at_fpr": 0.01}])
+def test_what_a_calibration_left_over_is_no_budget(budget: dict[str, float]) -> None:
+    def noise_after(*before: Earlier, **changes: float) -> float:
+        step = functools.partial(step_event, sampling_probability=0.1)
+        return calibrated(step, steps=9, delta=DELTA, **{**budget, **changes}, earlier=before)[1]
+
+    spent = Release("earlier 1, training step", step_event(alone := noise_after(), 0.1), 9)
+    with pytest.raises(BudgetExceededError, match="was spent before"):
+        noise_after(earlier(releases=(spent,)))
+    name, value = next(iter(budget.items()))
+    assert noise_after(earlier(releases=(spent,)), **{name: 1.1 * value}) < 5 * alone
 
 
 def test_charged_once_and_under_labels_that_no_part_of_a_later_training_knows():
