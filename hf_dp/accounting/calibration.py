@@ -129,10 +129,7 @@ def noise_for_tpr(
         whole = run if spent is None else dp.ComposedDpEvent([spent, run])
         return risk(whole, (at_fpr,)).true_positive_rates[at_fpr]
 
-    def mu(rate: float) -> float:
-        return float(stats.norm.ppf(rate) - stats.norm.ppf(at_fpr))
-
-    noise = _smallest_noise(lambda noise: mu(most(noise)), mu(target_tpr), 1.0, tolerance=_TOLERANCE)
+    noise = _smallest_noise(lambda noise: _mu(most(noise), at_fpr), _mu(target_tpr, at_fpr), 1.0, tolerance=_TOLERANCE)
     if noise is None or not most(noise) <= target_tpr:
         raise ConfigurationError(
             f"target_tpr={target_tpr!r} at at_fpr={at_fpr!r} with {steps} steps.",
@@ -140,6 +137,10 @@ def noise_for_tpr(
             fix="raise target_tpr, or take fewer steps.",
         )
     return noise
+
+
+def _mu(tpr: float, fpr: float) -> float:
+    return float(stats.norm.ppf(tpr) - stats.norm.ppf(fpr))
 
 
 def calibrated(
@@ -162,7 +163,7 @@ def calibrated(
 
     Raises:
         ConfigurationError: as the functions above and below.
-        BudgetExceededError: the earlier trainings have spent the target.
+        BudgetExceededError: the earlier trainings have spent the target, but perhaps for what calibration left over.
     """
     before = event_of(earlier)
 
@@ -205,17 +206,20 @@ def _refuse_spent(
 ) -> None:
     if target_epsilon is not None:
         name, target, spent = "target_epsilon", target_epsilon, epsilon(before, delta, accountant)
+        share = spent / target
     elif target_tpr is not None:
         name, target, spent = "target_tpr", target_tpr, risk(before, (at_fpr,)).true_positive_rates[at_fpr]
+        share = _mu(spent, at_fpr) / _mu(target, at_fpr)
     else:
         return
-    if spent < target:
+    # A training under the whole budget leaves so much of it. Noise to keep to that would drown all that is learnt.
+    if share < 1 - _TOLERANCE:
         return
     raise BudgetExceededError(
         f"{name}={target:g}, and on the same people {upper(spent, 4)} was spent before, at delta {upper(delta, 3)}.",
         why="the budget is for all their trainings together, and no noise in this one takes back what was released.",
-        fix=f"give a {name} above {upper(spent, 4)} (hf-dp plan --after says what noise goes with it); or train the "
-        "earlier one again with less of the budget.",
+        fix=f"give a {name} well above {upper(spent, 4)} (hf-dp plan --after says what noise goes with it); or train "
+        "the earlier one again with less of the budget.",
     )
 
 

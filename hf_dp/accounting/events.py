@@ -17,6 +17,8 @@ from hf_dp.figures import upper
 _KINDS_BY_TYPE = {kind.event: kind for kind in KINDS}
 _KINDS_BY_NAME = {kind.name: kind for kind in KINDS}
 _EXAMPLES = "training examples"
+# Of a hundred such trainings one may publish what somebody gave: below 1/n that is where there are few.
+_LARGE_DELTA = 0.01
 # Each takes about 0.1 s; a training has one, and one for each kind of release besides its steps.
 MOST_MECHANISMS = 16
 
@@ -144,6 +146,17 @@ def default_delta(n: int, of: str = _EXAMPLES) -> float:
             fix="give target_delta, such as 1e-5: then all that is released is nearly what it is without any data.",
         )
     return math.pow(n, -1.1)
+
+
+def large_delta_in_words(delta: float) -> str | None:
+    """That a delta, though it is below 1/n, is too large for epsilon to mean much; None of one that is not."""
+    if delta <= _LARGE_DELTA:
+        return None
+    return (
+        f"delta is {upper(delta, 3)}: with up to that probability nothing of what epsilon says need hold. The default, "
+        f"n ** -1.1, is as large as {_LARGE_DELTA:g} where n is below {math.ceil(_LARGE_DELTA ** (-1 / 1.1))}. Give "
+        "target_delta (hf-dp plan: --delta), such as 1e-5, which takes more noise; or train on more data."
+    )
 
 
 def promised_delta(config: PrivacyConfig, n: int) -> float:

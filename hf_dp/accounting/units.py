@@ -131,8 +131,8 @@ class ColumnExamplesUnit(Terms):
     @property
     def name(self) -> str:
         return (
-            f"all training examples of one {self.column} together, at most {self.max_examples} of them among the "
-            f"{self.examples} that are drawn from"
+            f"{_all_of_one(self.column)}, at most {self.max_examples} of them among the {self.examples} that are drawn "
+            "from"
         )
 
     @property
@@ -161,10 +161,7 @@ class UncountedColumnExamplesUnit(Terms):
 
     @property
     def name(self) -> str:
-        return (
-            f"all training examples of one {self.column} together, at most {self.max_examples} of them among those "
-            "that are drawn from"
-        )
+        return f"{_all_of_one(self.column)}, at most {self.max_examples} of them among those that are drawn from"
 
     @property
     def apart(self) -> int:
@@ -204,7 +201,20 @@ def promised_unit(number: int | None, asked: Mapping[str, Any], drawn: int | Non
 
 
 def _drawn_whole(unit: Any) -> str:
-    return f"all training examples of one {unit.column} together, at most {unit.max_examples} in a step"
+    return f"{_all_of_one(unit.column)}, at most {unit.max_examples} in a step"
+
+
+def _all_of_one(column: str) -> str:
+    # The name of a column need not be a word for whose the examples are.
+    return f"all training examples with one value of {column!r} together"
+
+
+def as_said_today(text: str, unit: UnitTerms) -> str:
+    """What a record says of a unit, in the words of today; 0.1.0.dev3 took the column's name for a noun."""
+    column = getattr(unit, "column", None)
+    return (
+        text if column is None else text.replace(f"all training examples of one {column} together", _all_of_one(column))
+    )
 
 
 def _check_column(unit: Any) -> None:

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from hf_dp.cli.audit import audit
+from hf_dp.cli.common import PLAN_SPELLINGS, SPELLINGS
 from hf_dp.cli.demo import demo
 from hf_dp.cli.memorisation import memorisation
 from hf_dp.cli.plan import plan
@@ -44,12 +45,12 @@ def main(
     """
 
 
-app.command()(demo)
-app.command()(plan)
+app.command(context_settings=SPELLINGS)(demo)
+app.command(context_settings=PLAN_SPELLINGS)(plan)
 # Its own --help would hide those of the recipes.
 app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True}, add_help_option=False)(train)
 app.add_typer(recipes, name="recipes")
-app.command()(report)
-app.command()(verify)
-app.command()(audit)
-app.command()(memorisation)
+app.command(context_settings=SPELLINGS)(report)
+app.command(context_settings=SPELLINGS)(verify)
+app.command(context_settings=SPELLINGS)(audit)
+app.command(context_settings=SPELLINGS)(memorisation)

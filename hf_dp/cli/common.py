@@ -19,7 +19,30 @@ NO, REFUSED = 1, 2
 AsJson = Annotated[
     bool, typer.Option("--json", help="Print strict JSON on stdout and nothing else there; the rest goes to stderr.")
 ]
+# What options are called in PrivacyConfig and TrainingArguments; `dataset_size` there is no n.
+_IN_PYTHON = {
+    "target-epsilon": "epsilon",
+    "target-tpr": "tpr",
+    "at-fpr": "fpr",
+    "target-delta": "delta",
+    "max-steps": "steps",
+    "num-train-epochs": "epochs",
+    "max-examples-per-unit": "max-examples",
+}
 TextColumn = Annotated[str, typer.Option(help="The column of files that holds the texts.")]
+
+
+def _with_dashes(name: str) -> str:
+    return name.replace("_", "-")
+
+
+def _as_in_plans(name: str) -> str:
+    return _IN_PYTHON.get(name := _with_dashes(name), name)
+
+
+# Of a command: how its options may be spelt besides, such as with underscores, as recipes have them.
+SPELLINGS: dict[str, Any] = {"token_normalize_func": _with_dashes}
+PLAN_SPELLINGS: dict[str, Any] = {"token_normalize_func": _as_in_plans}
 
 
 @contextmanager

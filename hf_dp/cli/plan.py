@@ -10,7 +10,7 @@ from rich.console import Console
 
 from hf_dp.cli.common import AsJson, print_json, refusals
 from hf_dp.cli.costs import budgets_of_groups, compute, costs, exactly_one, positive, proposal
-from hf_dp.cli.planned import answered, plan_table, risk_table, start_table
+from hf_dp.cli.planned import answered, notes, plan_table, risk_table, start_table
 from hf_dp.cli.sizes import fits_in_words, size_table, sizes, speed_in_words
 from hf_dp.config.ranges import check_clipping_norm, is_one_of, shown
 from hf_dp.config.target import AT_FPR, check_target_tpr
@@ -132,6 +132,9 @@ def plan(
 
         hf-dp plan --model DIRECTORY --world-size 8 --length 1024
 
+    Options may also be given by their names in PrivacyConfig and
+    TrainingArguments: --target_epsilon, --target_delta, --max_steps.
+
     Exit codes: 0, planned; 2, refused: there is no such plan.
     """
     with refusals(), Console(stderr=True).status("Computing"):
@@ -200,6 +203,8 @@ def plan(
         one = "example" if units is None and max_examples is None else "unit"
         console.print(risk_table(found.rows(one)))
         console.print(found.in_words(one), highlight=False)
+        for note in notes(answer):
+            console.print(f"Note: {note}", highlight=False)
     if model is not None:
         console.print(size_table(answer["per_rank"], world_size, answer["dtype"]))
         console.print(speed_in_words(answer["time_to_ordinary"]), highlight=False)

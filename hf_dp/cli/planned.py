@@ -83,6 +83,15 @@ def plan_table(answer: dict[str, Any]) -> Table:
     return table
 
 
+def notes(answer: dict[str, Any]) -> list[str]:
+    """What should be known of a plan's numbers."""
+    # Here, as every command imports this module.
+    from hf_dp.accounting.events import large_delta_in_words
+
+    said = large_delta_in_words(answer["delta"])
+    return [] if said is None else [said]
+
+
 def _of_units(answer: dict[str, Any]) -> dict[str, str]:
     if "max_examples_per_unit" not in answer:
         return {}

@@ -93,7 +93,7 @@ def report(
         Console().print("\n", history_table(steps))
     if found is not None:
         unit = record.config.unit
-        one, several = ("example", "training examples") if unit is None else (unit, f"values of {unit}")
+        one, several = ("example", "training examples") if unit is None else ("unit", f"values of {unit!r}")
         Console().print("\n", risk_table(found.rows(one)))
         Console().print(f"{found.in_words(one)}\n{groups_in_words(groups, several)}", markup=False, highlight=False)
 

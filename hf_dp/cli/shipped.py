@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from hf_dp.errors import ConfigurationError
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 # What tells their folder from another one of that name.
 _SHARED = Path("common", "arguments.py")
+# Where their data lies, seen from a checkout.
+_DATA = Path("..", "shared", "data")
 
 
 def shipped() -> Path:
@@ -46,6 +50,21 @@ def named(recipe: str) -> Path:
             fix=f"`hf-dp recipes copy {recipe} DIRECTORY`, then python DIRECTORY/{recipe}.py.",
         )
     raise unknown(recipe, folder)
+
+
+def without_data(error: ConfigurationError, recipe: Path, settings: Mapping[str, Any]) -> ConfigurationError:
+    """A refusal of a recipe; of data that its YAML file names as all presets do, what to put in its place."""
+    cause = error.__cause__
+    if not (isinstance(cause, FileNotFoundError) and _DATA in Path(str(cause.filename)).parents):
+        return error
+    flags = [f"--{name} FILE" for name, value in settings.items() if _DATA in Path(str(value)).parents]
+    return ConfigurationError(
+        error.found,
+        why="the settings name public data that does not come with hf_dp.",
+        fix=f"give data of your own: {' '.join(flags)} (`hf-dp train {recipe.stem} --help` says of which form); or get "
+        "this one, see docs/recipes.md. `hf-dp train sequential_recommendation` and `hf-dp train sparse_embeddings` "
+        "need none: they make theirs.",
+    )
 
 
 def unknown(recipe: str, folder: Path) -> ConfigurationError:

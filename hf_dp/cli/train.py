@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hf_dp.cli.common import AsJson, print_json, refusals
-from hf_dp.cli.shipped import named
+from hf_dp.cli.shipped import named, without_data
 from hf_dp.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -67,6 +67,8 @@ def train(
             except SystemExit as end:
                 if end.code:
                     raise
+            except ConfigurationError as error:
+                raise without_data(error, path, settings(path)) from error.__cause__
         if outcome is not None:
             print_json(outcome.read())
 

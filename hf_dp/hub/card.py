@@ -59,7 +59,7 @@ def privacy_section(
     lines += ["", "| quantity | value | which is |", "| --- | --- | --- |"]
     rows = _rows(report, ledger, found, config) | ({} if saved is None else {_SAVED: f"{saved} (UTC)"})
     lines += [f"| {name} | {value} | {_IN_A_WORD[name.split(' (')[0]]} |" for name, value in rows.items()]
-    lines += [] if known is None else _risk(known, config.unit or "example")
+    lines += [] if known is None else _risk(known, "example" if config.unit is None else "unit")
     lines += ["", "Everything that was released of the training data:", "", "| release | times | mechanism |"]
     lines += ["| --- | --- | --- |"]
     lines += [f"| {label} | {count} | {in_words(event)} |" for event, count, label in ledger.entries]
@@ -96,7 +96,7 @@ def _people(report: PrivacyReport, ledger: Ledger, config: PrivacyConfig) -> str
     found = group_epsilons(ledger.event, report.delta, report.epsilon) if report.private else {}
     if config.unit is None:
         return groups_in_words(found)
-    return f"Whose each example is says its column {config.unit}. {groups_in_words(found, 'values of it')}"
+    return f"Whose each example is says its column {config.unit!r}. {groups_in_words(found, 'values of it')}"
 
 
 def _promise(report: PrivacyReport, found: dict[AccountantName, float], config: PrivacyConfig) -> list[str]:
@@ -125,7 +125,7 @@ def _delta(report: PrivacyReport, digits: int) -> str:
 def _for_a_person(
     report: PrivacyReport, found: dict[AccountantName, float], config: PrivacyConfig, known: Risk
 ) -> list[str]:
-    gave = "as one training example" if config.unit is None else f"in all examples of one {config.unit} together"
+    gave = "as one training example" if config.unit is None else f"in all examples with one value of {config.unit!r}"
     return [
         "",
         f"**If something of yours was in the data.** What you gave {gave} could change each step of this training by "
@@ -149,7 +149,7 @@ def _together(report: PrivacyReport) -> list[str]:
 
 
 def _any(config: PrivacyConfig) -> str:
-    return "any single one" if config.unit is None else f"those of any single {config.unit}"
+    return "any single one" if config.unit is None else f"those with any single value of {config.unit!r}"
 
 
 def _risk(found: Risk, one: str) -> list[str]:

@@ -18,6 +18,7 @@ from hf_dp.accounting import (
 from hf_dp.accounting.events import MOST_MECHANISMS, primitives
 from hf_dp.accounting.neighbours import SAID_BEFORE, ZERO_OUT
 from hf_dp.accounting.risk import risk
+from hf_dp.accounting.units import as_said_today
 from hf_dp.config import AccountantName
 from hf_dp.config.asked import asked
 from hf_dp.config.ranges import is_probability
@@ -171,10 +172,15 @@ def _check_neighbours(record: PrivacyRecord) -> Check:
 def _check_what_follows(record: PrivacyRecord) -> Check:
     """Every number and word of the report that follows from the mechanism, the ledger and the config."""
     follows = record.mechanism.report(record.ledger, record.config)
+    claimed, unit = record.report, record.mechanism.unit
+    today: dict[str, object] = {"unit": as_said_today(claimed.unit, unit)}
+    today["earlier"] = tuple(as_said_today(one, unit) for one in claimed.earlier)
     differing = [
-        f"{name}: {_told(value)} claimed, {_told(getattr(follows, name))} follows"
-        for name, value in vars(record.report).items()
-        if name not in _CHECKED_APART and not same(value, getattr(follows, name))
+        f"{name}: {_told(value)} claimed, {_told(wanted)} follows"
+        for name, value in vars(claimed).items()
+        if name not in _CHECKED_APART
+        and not same(value, wanted := getattr(follows, name))
+        and today.get(name) != wanted
     ]
     return Check("claim and mechanism", not differing, "; ".join(differing) or "the claim follows")
 

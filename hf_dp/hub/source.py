@@ -144,7 +144,8 @@ def _refusals(found: Callable[[str], str]) -> Iterator[None]:
         there = "no repository of that name that this token may read"
         raise _refusal(found(there), f"correct the path or the name; {login}.") from error
     except RevisionNotFoundError as error:
-        raise _refusal(found("the repository of that name has no such revision"), "correct --revision.") from error
+        there = "the repository of that name has no such revision"
+        raise _refusal(found(there), "correct the revision (on the command line --revision).") from error
     except HFValidationError as error:
         raise _refusal(found("no repository can have that name"), "correct the path or the name.") from error
     except UnicodeEncodeError as error:

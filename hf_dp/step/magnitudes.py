@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import hf_dp.ranks as ranks
+from hf_dp.accounting.events import large_delta_in_words
 from hf_dp.config.units import drawn_are
 from hf_dp.errors import ConfigurationError
 from hf_dp.per_example.sharding import local, total_norm
@@ -35,7 +36,8 @@ _LOST = 1e6
 class Magnitudes:
     """Looks at what a run will do to a model before it begins, and at the weights after each step.
 
-    Warns once of noise that drowns any gradient, and of batches that are far from what their sums are divided by.
+    Warns once of noise that drowns any gradient, of batches that are far from what their sums are divided by, and of a
+    delta that leaves little of the promise.
 
     Attributes:
         known: for the logs, from public numbers alone: the norm of the noise in what the optimizer takes (its root mean
@@ -62,6 +64,8 @@ class Magnitudes:
         self.known = {} if by_rows else {"noise_norm": norm / expected, "signal_bound": clipping}
         if not deviation:
             return
+        if (said := large_delta_in_words(plan.delta)) is not None and not plan.mechanism.reproducible:
+            ranks.warn(logger, "%s", said)
         narrowest = min(torch.finfo(p.dtype).max for p in trained)
         holds = _FAR_OUT * deviation / expected < narrowest and clipping < narrowest
         if not (holds and deviation > _SMALLEST and norm + plan.sampler.dataset_size * clipping < _LARGEST):

@@ -195,7 +195,7 @@ def newest_whole(output_dir: str) -> str | None:
             step.fill_(_HALVES)
     ranks.from_first_(step)
     if step == _HALVES:
-        raise _half(f"no checkpoint in {output_dir!r} is whole" + (f" ({'; '.join(halves)})" if halves else ""))
+        raise half(f"no checkpoint in {output_dir!r} is whole" + (f" ({'; '.join(halves)})" if halves else ""))
     if step == _NONE:
         return None
     found = os.path.join(output_dir, f"{PREFIX_CHECKPOINT_DIR}-{int(step)}")
@@ -241,16 +241,6 @@ def others_named(checkpoint: Path | None, check: Callable[[Path], object]) -> It
         raise LedgerError(error.found, why=error.why, fix=way) from error
 
 
-def refuse_half(checkpoint: str) -> None:
-    """Refuses a checkpoint that is not whole.
-
-    Raises:
-        LedgerError: with what it lacks.
-    """
-    if (lack := what_lacks(Path(checkpoint))) is not None:
-        raise _half(f"{checkpoint!r} is not whole: {lack}")
-
-
 def what_lacks(checkpoint: Path) -> str | None:
     """What shows that a checkpoint was not written to its end, or not deleted to its end; None if nothing does."""
     try:
@@ -292,7 +282,8 @@ def _shards(index: Path) -> set[str]:
         return {index.name + " (cut)"}
 
 
-def _half(what: str) -> LedgerError:
+def half(what: str) -> LedgerError:
+    """The refusal of what is not whole."""
     return LedgerError(
         f"{what}.",
         why="weights, optimizer and ledger of different moments would make epsilon untrue.",

@@ -190,7 +190,8 @@ def _chosen(dataset: Any, units: UnitRows, privacy: PrivacyConfig, entropy: Entr
     if len(rows) < units.rows and not privacy.withhold_non_private_logs:
         ranks.warn(
             logger,
-            "%d of %d examples are drawn from: the others would be more than max_examples_per_unit=%d of one %s.",
+            "%d of %d examples are drawn from: the others would be more than max_examples_per_unit=%d with one value "
+            "of %r.",
             *(len(rows), units.rows, privacy.max_examples_per_unit, privacy.unit),
         )
     return taken(dataset, rows)

@@ -41,7 +41,7 @@ def opening(plan: Plan) -> list[str]:
     said += ", the earlier trainings included" if plan.mechanism.earlier and _is_private(plan) else ""
     whose = "each example's gradient"
     if config.unit is not None and config.unit_sampling == "units":
-        whose = f"the mean gradient of each {config.unit}'s drawn examples"
+        whose = f"the mean gradient of the drawn examples with each value of {config.unit!r}"
     return [f"Private training: {said}.", f"Drawn: {plan}. max_grad_norm is 0: {whose} is clipped."]
 
 

@@ -18,6 +18,8 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 import hf_dp.ranks as ranks
 from hf_dp.errors import HfDpError, LedgerError
+from hf_dp.places import nowhere
+from hf_dp.training.checkpoints import half, what_lacks
 from hf_dp.training.resume import SavedRun
 
 if TYPE_CHECKING:
@@ -90,6 +92,23 @@ class RestoringMixin(_Base):
                 why="another training wrote it.",
                 fix="give each training an output_dir of its own.",
             )
+
+
+def refuse_half(checkpoint: str) -> None:
+    """Refuses a checkpoint that is not there, or not whole.
+
+    Raises:
+        LedgerError: with what it lacks.
+    """
+    if not os.path.isdir(checkpoint):
+        raise LedgerError(
+            f"resume_from_checkpoint={str(checkpoint)!r}: {nowhere(checkpoint, 'none is read from the hub')}.",
+            why="a training from the beginning would spend the budget once more.",
+            fix="give the path of a folder checkpoint-N that is there, or True for the newest whole one in the output "
+            "directory.",
+        )
+    if (lack := what_lacks(Path(checkpoint))) is not None:
+        raise half(f"{str(checkpoint)!r} is not whole: {lack}")
 
 
 @contextmanager

@@ -27,7 +27,7 @@ from hf_dp.per_example.batch import Batch
 from hf_dp.per_example.preflight import check_modules
 from hf_dp.training.behind.table import behind
 from hf_dp.training.callbacks import PrivacyCallback
-from hf_dp.training.checkpoints import CheckpointMixin, others_named, refuse_half
+from hf_dp.training.checkpoints import CheckpointMixin, others_named
 from hf_dp.training.data import DataMixin
 from hf_dp.training.engine import Engine
 from hf_dp.training.layouts import LayoutsMixin
@@ -37,7 +37,7 @@ from hf_dp.training.output_lock import alone_in
 from hf_dp.training.planned import check_data, check_privacy, records_before
 from hf_dp.training.publishing import PublishingMixin
 from hf_dp.training.refusals import private_arguments, refuse_optimizer, refuse_overrides, refuse_parallel_model
-from hf_dp.training.restoring import RestoringMixin
+from hf_dp.training.restoring import RestoringMixin, refuse_half
 from hf_dp.training.resume import Fingerprints, SavedRun, note_trained_by
 from hf_dp.training.run import Run
 from hf_dp.training.signature import tell

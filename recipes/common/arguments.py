@@ -108,7 +108,8 @@ class _Parser(HfArgumentParser):
     """
 
     def __init__(self, recipe: type, file: tuple[str, Collection[str]] = ("", ())) -> None:
-        super().__init__((recipe, TrainingArguments, PrivacyConfig, CommonArguments))
+        # What is short for one flag today is short for two with the next version of Transformers.
+        super().__init__((recipe, TrainingArguments, PrivacyConfig, CommonArguments), allow_abbrev=False)
         self._file = file
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
@@ -127,7 +128,8 @@ class _Parser(HfArgumentParser):
         if not part.startswith("--"):
             return f"{part!r} belongs to no flag"
         name, flags = _as_setting(part), {_as_setting(flag) for flag in self._option_string_actions}
-        near = [f"--{one}" for one in difflib.get_close_matches(name, sorted(flags))]
+        begun = sorted(flag for flag in flags if flag.startswith(name))
+        near = [f"--{one}" for one in (begun if 0 < len(begun) < 4 else difflib.get_close_matches(name, sorted(flags)))]
         path, settings = self._file
         is_of_file = name in settings
         return f"no such {'setting' if is_of_file else 'flag'}: {name if is_of_file else part.partition('=')[0]}" + (
@@ -137,8 +139,9 @@ class _Parser(HfArgumentParser):
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:
             known = [str(one) for one in action.choices]
-            near = difflib.get_close_matches(str(value), known) or known
-            raise argparse.ArgumentError(action, f"no such value: {value!r}; the nearest: {', '.join(near)}")
+            near = difflib.get_close_matches(str(value), known)
+            listed = f"the nearest: {', '.join(near)}" if near else f"there are: {', '.join(known)}"
+            raise argparse.ArgumentError(action, f"no such value: {value!r}; {listed}")
 
 
 def _as_setting(flag: str) -> str:

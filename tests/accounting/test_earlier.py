@@ -93,10 +93,23 @@ def test_a_budget_that_was_spent_is_refused_with_what_it_would_take():
         BudgetExceededError, match=r"target_epsilon=2, and on the same people 2\.\d+ was spent"
     ) as error:
         calibrated(lambda s: step_event(s, 0.1), steps=9, delta=DELTA, target_epsilon=2.0, earlier=(earlier(),))
-    assert "give a target_epsilon above 2." in str(error.value)
+    assert "give a target_epsilon well above 2." in str(error.value)
     unsafe = earlier(releases=(Release("earlier 1, training step", dp.NonPrivateDpEvent(), 1),))
     with pytest.raises(BudgetExceededError, match="inf was spent before"):
         calibrated(lambda s: step_event(s, 0.1), steps=9, delta=DELTA, target_epsilon=99.0, earlier=(unsafe,))
+
+
+@pytest.mark.parametrize("budget", [{"target_epsilon": 2.0}, {"target_tpr": 0.05, "at_fpr": 0.01}])
+def test_what_a_calibration_left_over_is_no_budget(budget: dict[str, float]) -> None:
+    def noise_after(*before: Earlier, **changes: float) -> float:
+        step = functools.partial(step_event, sampling_probability=0.1)
+        return calibrated(step, steps=9, delta=DELTA, **{**budget, **changes}, earlier=before)[1]
+
+    spent = Release("earlier 1, training step", step_event(alone := noise_after(), 0.1), 9)
+    with pytest.raises(BudgetExceededError, match="was spent before"):
+        noise_after(earlier(releases=(spent,)))
+    name, value = next(iter(budget.items()))
+    assert noise_after(earlier(releases=(spent,)), **{name: 1.1 * value}) < 5 * alone
 
 
 def test_charged_once_and_under_labels_that_no_part_of_a_later_training_knows():
@@ -157,7 +170,10 @@ def test_what_is_no_earlier_training_is_refused(changes):
     [
         ((earlier(reproducible=True),), "reproducible=False"),
         ((earlier(unit=UncountedExampleUnit()),), "n public in both or secret in both"),
-        ((earlier(unit=ColumnUnit(number=9, column="user", max_examples=2)),), "all training examples of one user"),
+        (
+            (earlier(unit=ColumnUnit(number=9, column="user", max_examples=2)),),
+            "all training examples with one value of 'user'",
+        ),
         ((earlier(),) * 17, "17 trainings before this one"),
     ],
 )
@@ -169,7 +185,7 @@ def test_units_that_are_hidden_otherwise_have_no_epsilon_in_common(before, words
 @pytest.mark.parametrize("kind", [ColumnUnit, functools.partial(ColumnExamplesUnit, examples=9)])
 def test_units_of_two_columns_are_two_kinds_of_people(kind):
     before, after = (kind(number=9, column=column, max_examples=2) for column in ("user", "author"))
-    with pytest.raises(ConfigurationError, match="all training examples of one user"):
+    with pytest.raises(ConfigurationError, match="all training examples with one value of 'user'"):
         mechanism(earlier(unit=before), unit=after)
 
 

@@ -243,3 +243,21 @@ def test_no_batch_is_proposed_for_what_is_shared():
     said = invoke("plan", "--n", "10003", "--epochs", "6", "--epsilon", "8", "--share", "0.2")
     assert said.exit_code == 2
     assert "--share without --batch-size" in said.stderr
+
+
+def test_options_may_be_spelt_as_in_python():
+    usual = ["--n", "500", "--batch-size", "50", "--steps", "5", "--delta", "1e-5"]
+    python = ["--n", "500", "--batch_size", "50", "--max_steps", "5", "--target-delta=1e-5"]
+    for budget, spelt in (
+        (["--epsilon", "8"], ["--target_epsilon", "8"]),
+        (["--tpr", "0.2", "--fpr", "0.05"], ["--target-tpr", "0.2", "--at_fpr", "0.05"]),
+    ):
+        one, other = (invoke("plan", *each, "--json") for each in ([*usual, *budget], [*python, *spelt]))
+        assert (one.exit_code, other.stdout) == (0, one.stdout)
+    assert "No such option: --no-such" in invoke("plan", "--no_such", "3").stderr
+
+
+def test_a_plan_says_where_delta_leaves_little():
+    for n, is_said in (("3", True), ("10003", False)):
+        planned = invoke("plan", "--n", n, "--batch-size", "2", "--steps", "2", "--noise", "1")
+        assert ("Note: delta is 0.299" in planned.stdout) == is_said

@@ -26,6 +26,9 @@ if "--missing" in sys.argv:
 if "--full" in sys.argv:
     from safetensors import SafetensorError
     raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+if "--read" in sys.argv:
+    from hf_dp.data.files import read_text
+    read_text(sys.argv[-1])
 if "--leave" in sys.argv:
     sys.exit(3)
 if "--save" in sys.argv:
@@ -182,3 +185,20 @@ def test_a_file_that_is_no_recipe_is_refused(recipe, text, words):
     assert said.exit_code == 2
     assert words in said.stderr
     assert "What to do:" in said.stderr
+
+
+def test_data_of_a_preset_that_is_not_there_is_said_not_to_be_shipped(recipe, monkeypatch):
+    monkeypatch.chdir(recipe.parent)
+    recipe.write_text(
+        "train_file: ../shared/data/some/train.csv\nlabels_file: ../shared/data/some/labels.json\nwidth: 3\n"
+    )
+    ours, own = (
+        CliRunner().invoke(app, ["train", "mine.yaml", "--read", file])
+        for file in ("../shared/data/some/train.csv", "own/train.csv")
+    )
+    assert (ours.exit_code, own.exit_code) == (2, 2)
+    assert "'../shared/data/some/train.csv' cannot be read: no file." in ours.stderr
+    assert "does not come with hf_dp" in ours.stderr
+    assert "--train_file FILE --labels_file FILE (`hf-dp train mine --help`" in ours.stderr
+    assert "does not come with hf_dp" not in own.stderr
+    assert "give a whole path" in own.stderr

@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
 
 from hf_dp import PrivacyConfig, load_report
@@ -15,7 +16,7 @@ from hf_dp.accounting import Ledger
 from hf_dp.accounting.risk import risk
 from hf_dp.errors import HubError
 from tests.hub.forging import invoke
-from tests.hub.server import Hub
+from tests.hub.server import TOKEN, Hub
 from tests.training.workbench import make
 
 pytestmark = pytest.mark.usefixtures("checked_once")
@@ -66,6 +67,13 @@ def test_what_cannot_be_read_is_refused_without_a_traceback(
     assert said.exit_code == 2, said.output
     assert "Traceback" not in said.output
     assert not said.stdout
+
+
+def test_a_revision_that_is_not_there_is_named_to_callers_and_on_the_command_line(hub: Hub) -> None:
+    huggingface_hub.HfApi(endpoint=hub.endpoint, token=TOKEN).create_repo("someone/model")
+    with pytest.raises(HubError, match="has no such revision") as caught:
+        load_report("someone/model", revision="nowhere")
+    assert caught.value.fix == "correct the revision (on the command line --revision)."
 
 
 def test_a_token_that_cannot_be_one_is_refused(hub: Hub) -> None:

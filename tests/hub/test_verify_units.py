@@ -46,3 +46,15 @@ def test_a_budget_that_was_not_asked_for_is_noticed(saved: Path, tmp_path: Path)
     in_record("ledger", "promise", "target_tpr", to=0.02)(forged)
     seal(forged)
     assert "mechanism, config and ledger's promise" in failed(forged)
+
+
+def test_a_record_that_takes_the_column_for_a_noun_follows_as_it_did(saved: Path, tmp_path: Path) -> None:
+    """0.1.0.dev3 wrote "of one user together", whatever the column is called."""
+    older = Path(shutil.copytree(saved, tmp_path / "older"))
+    in_record("report", "versions", "hf_dp", to="0.1.0.dev3")(older)
+    in_record("report", "unit", to="all training examples of one user together, at most 3 in a step")(older)
+    seal(older)
+    assert failed(older) == ""
+    in_record("report", "unit", to="all training examples of one user together, at most 2 in a step")(older)
+    seal(older)
+    assert "claim and mechanism" in failed(older)

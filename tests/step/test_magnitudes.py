@@ -117,3 +117,23 @@ def test_the_hint_at_a_larger_batch_does_not_tell_a_secret_n(caplog: pytest.LogC
     assert WORDS in said
     assert said.endswith("proposes a batch of the same compute.")
     assert "450" not in said
+
+
+@pytest.mark.parametrize(
+    ("n", "promise", "said"),
+    [
+        (3, {}, "delta is 0.299: with up to that probability nothing of what epsilon says need hold."),
+        (65, {}, "delta is 0.0102: "),
+        (66, {}, None),
+        (3, {"target_delta": 1e-5}, None),
+        (3, {"seed": 1}, None),
+    ],
+)
+def test_a_delta_that_leaves_little_is_warned_of_where_something_is_promised(
+    n: int, promise: dict[str, Any], said: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    entropy = Entropy(promise.get("seed"))
+    config = PrivacyConfig(noise_multiplier=1.0, **promise)
+    Magnitudes(Plan.make(config, PoissonBatchSampler.of(n, 2, entropy), 2, entropy), torch.nn.Linear(2, 2))
+    assert len(caplog.messages) == (said is not None)
+    assert said is None or (caplog.messages[0].startswith(said) and "where n is below 66" in caplog.messages[0])

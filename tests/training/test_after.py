@@ -250,7 +250,9 @@ def test_what_is_spoilt_or_not_hidden_alike_is_refused(first: Path, tmp_path: Pa
         make(tmp_path, privacy=given(after=folder, target_delta=0.022), parts={"train_dataset": rows(FEWER)})
     users = {"unit": "user", "max_examples_per_unit": 2}
     data = [{**row, "user": f"u{i % 20}"} for i, row in enumerate(rows())]
-    with pytest.raises(ConfigurationError, match="a training with the unit 'all training examples of one user"):
+    with pytest.raises(
+        ConfigurationError, match="a training with the unit \"all training examples with one value of 'user'"
+    ):
         make(tmp_path, privacy=given(after=folder, **users), parts={"train_dataset": data}, remove_unused_columns=False)
     for after in (folder, [first, folder]):
         with pytest.raises(ConfigurationError, match="output_dir=.* with after="):

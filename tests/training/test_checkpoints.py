@@ -19,6 +19,7 @@ from transformers import TrainerCallback
 from hf_dp.errors import LedgerError
 from hf_dp.hub.card import privacy_section
 from hf_dp.training.checkpoints import finish, newest_whole, what_lacks
+from hf_dp.training.own_checkpoints import found_checkpoint
 from hf_dp.training.resume import SavedRun
 from tests.crashes import digests, killed_everywhere
 from tests.training.resuming import SAVED, STEPS, trainer
@@ -152,6 +153,18 @@ def test_a_state_that_is_saved_in_between_takes_no_ledger_from_a_checkpoint(tmp_
 def test_without_any_checkpoint_trainer_says_so(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="No valid checkpoint"):
         trainer(tmp_path, seed=7).train(resume_from_checkpoint=True)
+
+
+def test_a_checkpoint_that_is_not_there_is_said_to_be_none(tmp_path: Path) -> None:
+    (file := tmp_path / "file").touch()
+    for place, found in (("someone/nowhere", "there is no folder 'someone/nowhere'"), (str(file), "but a file")):
+        for resume in (
+            lambda place=place: trainer(tmp_path, seed=7).train(resume_from_checkpoint=place),
+            lambda place=place: found_checkpoint(Path(place), None),
+        ):
+            with pytest.raises(LedgerError, match=found) as caught:
+                resume()
+            assert "folder checkpoint-N that is there, or True" in caught.value.fix
 
 
 def test_what_trainer_does_with_checkpoints_stays(tmp_path: Path) -> None:

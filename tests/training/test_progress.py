@@ -97,7 +97,8 @@ def test_what_is_promised_is_said_as_it_was_given(privacy: PrivacyConfig, said: 
 
 
 @pytest.mark.parametrize(("unit_sampling", "whose"), [
-    ("units", "the mean gradient of each user's drawn examples is"), ("examples", "each example's gradient is")
+    ("units", "the mean gradient of the drawn examples with each value of 'user' is"),
+    ("examples", "each example's gradient is"),
 ])  # fmt: skip
 def test_the_opening_says_what_is_clipped(unit_sampling: Any, whose: str, tmp_path: Path) -> None:
     privacy = private(unit="user", max_examples_per_unit=3, unit_sampling=unit_sampling)

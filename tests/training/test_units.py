@@ -162,7 +162,7 @@ def test_what_is_said_counts_users(tmp_path: Path) -> None:
     trainer = make(tmp_path, privacy=by_user(), parts={"train_dataset": data}, logging_steps=1)
     trainer.train()
     report, n = trainer.privacy_report(), len(set(OWNERS))
-    assert report.unit == "all training examples of one user together, at most 3 in a step"
+    assert report.unit == "all training examples with one value of 'user' together, at most 3 in a step"
     assert (report.dataset_size, report.expected_batch_size) == (n, EXPECTED)
     assert report.sampling_probability == EXPECTED / n
     assert report.delta == pytest.approx(n**-1.1)
@@ -171,7 +171,7 @@ def test_what_is_said_counts_users(tmp_path: Path) -> None:
     found = verify(tmp_path / "model")
     assert found.consistent, [check for check in found.checks if not check.passed]
     card = (tmp_path / "model" / "README.md").read_text()
-    assert "of one user together" in card
+    assert "with one value of 'user' together" in card
     assert f"| number of units | {n} |" in card
     assert "A person behind k training examples" not in card
 

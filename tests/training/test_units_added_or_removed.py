@@ -169,7 +169,8 @@ def test_the_record_says_so_and_verifies(saved: tuple[Path, Any]) -> None:
     assert found.private, [check for check in found.checks if not check.passed]
     card = (path / "README.md").read_text()
     for words in (
-        'in the sense of "add or remove one, n secret". Had those of any single user not been in the data',
+        'in the sense of "add or remove one, n secret". ',
+        "Had those with any single value of 'user' not been in the data",
         "| number of units | secret; 40 stands for that of the examples that are drawn from |",
         "Poisson: each example with probability 0.2 in each step, sums divided by 8",
         "not offered for mixtures of Gaussians",
