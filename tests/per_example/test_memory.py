@@ -140,7 +140,7 @@ class Unsaved(Plain):
 
 
 class LargestSeen(Plain):
-    """A number, not saved, that only what is larger than all before changes, and that all that follows is divided by."""
+    """A number, not saved, that only what is larger than all before changes; what follows is divided by it."""
 
     largest = 10.0
 
@@ -186,7 +186,7 @@ class Cache(Plain):
 
 
 class TwoNames(Plain):
-    """One tensor for two buffers that are not saved, from the first pass on (Transformers' dynamic rotary positions)."""
+    """One tensor for two unsaved buffers, from the first pass on (Transformers' dynamic rotary positions)."""
 
     def __init__(self) -> None:
         super().__init__()
