@@ -19,7 +19,7 @@ from hf_dp.per_example.independence import different_pair
 _ROWS = 32
 _KEPT = 5
 _FEW_TOKENS = 16
-_IN_FOURS = 4
+_IN_FOURS, _BETWEEN = 4, 2
 
 
 def telling_rows(dataset: Any, measure: Measure) -> list[Any]:
@@ -92,11 +92,15 @@ def rows_between(rows: Sequence[Any], measure: Measure, held: Sequence[Any]) -> 
 
     known, found = {rest(measure(row)) for row in held[:-1]}, list[int]()
     for place, width in enumerate(widths):
-        if len(found) < _IN_FOURS - 1 and sizes[place] < sizes[-1] and rest(width) not in known:
+        if len(found) < _BETWEEN and sizes[place] < sizes[-1] and rest(width) not in known:
             known.add(rest(width))
             found.append(place)
-    wider = next((place for place, size in enumerate(sizes) if found and size > sizes[found[-1]]), None)
-    return [] if wider is None else [in_order[place] for place in (*found, wider)]
+    if not found:
+        return []
+    # Beside it whatever is taken in fours is another.
+    more = {name: n + _IN_FOURS for name, n in widths[found[-1]].items()}
+    wider = (place for place, width in enumerate(widths) if any(width.get(name, 0) >= n for name, n in more.items()))
+    return [in_order[place] for place in (*found, next(wider, len(in_order) - 1))]
 
 
 def short_rows(few: Sequence[Any], batch: Callable[[list[Any]], Batch], loss: Callable[[Batch], Tensor]) -> list[Any]:

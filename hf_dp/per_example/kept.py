@@ -1,4 +1,4 @@
-"""What stays in a model, and in what computes its losses, from one pass to the next: nothing that losses follow from."""
+"""What stays in a model, and in what computes its losses, after a pass: nothing that later losses follow from."""
 
 from __future__ import annotations
 

@@ -288,8 +288,8 @@ def test_rows_between_those_that_were_held_leave_another_rest_by_four() -> None:
         ends = [next(row for row in rows if len(row) == n) for n in held]
         return [len(row) for row in rows_between(rows, lambda row: widths_of({"ids": row[None]}), ends)]
 
-    assert between([4, 5, 6, 7, 8, 12], [4, 12]) == [5, 6, 7, 8]
-    assert between([16, 4, 7, 8, 11, 12], [4, 16]) == [7, 8], "one of each rest, and a wider one beside the last"
+    assert between([4, 5, 6, 7, 8, 9, 10, 12], [4, 12]) == [5, 6, 10], "and one beside which four more are"
+    assert between([16, 4, 7, 8, 10, 11, 12], [4, 16]) == [7, 10, 16], "one of each rest"
     assert between([4, 8, 12], [4, 12]) == between([4, 4], [4, 4]) == [], "nothing that was not held"
     assert between([4, 7, 8], [4, 8]) == [7, 8]
     assert between([4, 8, 11], [4, 8, 11]) == [], "nothing is wider"

@@ -14,7 +14,7 @@ from tests.zoo import tiny
 LANGUAGE_MODEL, ENCODER = "HuggingFaceTB/SmolLM2-135M-Instruct", "sentence-transformers/all-MiniLM-L6-v2"
 QUICK = {
     "tutorial": {
-        "max_steps=12": "max_steps=3",
+        "max_steps=16": "max_steps=3",
         "letters(4000,": "letters(200,",
         "max_new_tokens=40": "max_new_tokens=9",
     },

@@ -41,8 +41,8 @@ def test_the_check_of_a_model_without_random_numbers_takes_few_passes(tmp_path: 
 
     trainer.model.register_forward_hook(note)
     trainer._run.engine.check()
-    assert passes["forward"] <= 42
-    assert passes["backward"] <= 15
+    assert passes["forward"] <= 46
+    assert passes["backward"] <= 19
 
 
 @pytest.mark.parametrize(("is_terminal", "is_silent", "rank", "is_shown"), [

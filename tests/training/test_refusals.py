@@ -165,3 +165,8 @@ def test_hyperparameter_search(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"hyperparameter_search[\s\S]*public data"):
         trainer.hyperparameter_search(n_trials=2)
     assert trainer.ledger.steps == 0
+
+
+def test_failure_23_mixed_precision_that_accelerate_was_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
+    refused(tmp_path, ConfigurationError, "mixed precision 'fp16'")

@@ -14,6 +14,7 @@ from hf_dp.errors import ConfigurationError
 
 _DEFAULT_MAX_GRAD_NORM = 1.0
 _COUNTS = ("per_device_train_batch_size", "gradient_accumulation_steps", "max_steps")
+_FEW_BITS = ("fp16", "fp8")
 _RATES = {
     "learning_rate": (1e30, "weights would become no numbers, or learn backwards"),
     "weight_decay": (1e6, "weights would become no numbers, or grow without end"),
@@ -49,9 +50,11 @@ def _conflicts(args: Any, privacy: PrivacyConfig) -> list[tuple[str, str, str]]:
 
     strategy = getattr(args, "train_sampling_strategy", "random")
     optimizer = str(getattr(args.optim, "value", args.optim))
+    # By the arguments or, where they say nothing, by accelerate's config or environment.
+    chosen = getattr(args, "mixed_precision", "no")
     refuse(
-        args.fp16,
-        "fp16=True.",
+        args.fp16 or chosen in _FEW_BITS,
+        "fp16=True." if args.fp16 else f"mixed precision {chosen!r}, as accelerate was told.",
         "its loss scaling divides the noise by the scale and skips steps depending on the data.",
         "use bf16=True, or float32.",
     )

@@ -1,0 +1,149 @@
+"""What stays after a pass, and later losses follow from: refused in the step that left it, wherever it is kept."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hf_dp import DPTrainer
+from hf_dp.errors import UnsupportedModelError
+from hf_dp.per_example.kept import Memory
+from tests.per_example.test_memory import Plain, batch, memory_of
+from tests.training.refusing import refused
+from tests.training.workbench import classifier, make, private, rows
+
+
+class LargestSeen(Plain):
+    """A number, not saved, that only what is larger than all before changes; what follows is divided by it."""
+
+    largest = 10.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.largest = max(self.largest, float(x.detach().abs().max()))
+        return super().forward(x / self.largest)
+
+
+class Table(Plain):
+    """What follows from how many rows there were at most, made when it is first needed, and what is only noted."""
+
+    table: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.table is None or len(self.table) < len(x):
+            self.table = torch.ones(len(x), 1)
+        self.noted = x.detach().sum()
+        return super().forward(x * self.table[: len(x)])
+
+
+class Running(nn.Module):
+    """A loss with a memory of its own: how often each class was seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("shares", torch.ones(3) / 3)
+
+    def forward(self, logits: Tensor) -> Tensor:
+        self.shares.mul_(1 - 1e-6).add_(1e-6 * logits.detach().softmax(1).mean(0))
+        return (logits + self.shares.log()).logsumexp(1)
+
+
+def test_failure_45_what_one_rare_row_leaves_is_refused_in_its_step() -> None:
+    model = LargestSeen()
+    memory = memory_of(model)
+    memory.refuse(batch(1, 0), batch(1, 1), batch(2, 2))
+    memory.ask_of(batch(2, 2))
+    with memory.unmoved():
+        model(batch(3, 3))
+    with pytest.raises(UnsupportedModelError, match="^largest keeps something of the examples"), memory.unmoved():
+        model(batch(3, 3, scale=100))
+
+
+def test_caches_that_grow_and_notes_that_nobody_reads_are_not_refused_in_a_step() -> None:
+    model, passes = Table(), []
+    memory = Memory(model, lambda x: (passes.append(len(x)), model(x).sum(1))[1])
+    memory.refuse(batch(1, 0), batch(1, 1), batch(2, 2))
+    memory.ask_of(batch(2, 2))
+    for size in (3, 5, 4):
+        del passes[:]
+        with memory.unmoved():
+            model(batch(size, size))
+        assert len(model.table) == max(3, size if size != 4 else 5), "the cache stays"
+    assert not passes, "where nothing is new, nothing is computed"
+
+
+def method_of_a_trainer(loss: Running) -> Any:
+    class Trainer:
+        def __init__(self) -> None:
+            self.loss = loss
+
+        def losses(self, model: nn.Module, x: Tensor) -> Tensor:
+            found: Tensor = self.loss(model(x))
+            return found
+
+    return Trainer().losses
+
+
+def closure_of_a_method(loss: Running) -> Any:
+    class Trainer:
+        def losses(self, model: nn.Module, x: Tensor) -> Tensor:
+            found: Tensor = loss(model(x))
+            return found
+
+    return Trainer().losses
+
+
+def a_closure(loss: Running) -> Any:
+    return lambda model, x: loss(model(x))
+
+
+def a_partial(loss: Running) -> Any:
+    return functools.partial(lambda model, x, kept: kept(model(x)), kept=loss)
+
+
+@pytest.mark.parametrize("held", [method_of_a_trainer, closure_of_a_method, a_closure, a_partial])
+def test_what_computes_losses_may_keep_nothing_either(held: Any) -> None:
+    model, loss = Plain(), Running()
+    losses = held(loss)
+    memory = Memory(model, lambda x: losses(model, x), losses)
+    with pytest.raises(UnsupportedModelError, match="shares keeps something of the examples"):
+        memory.refuse(batch(1, 0), batch(1, 1), batch(2, 2))
+    assert torch.equal(loss.shares, Running().shares), "put back"
+
+
+class Weighted(DPTrainer):
+    """Losses beside their running mean, which hardly moves."""
+
+    mean = 1.0
+
+    def compute_per_example_loss(self, model: Any, inputs: Any) -> Tensor:
+        losses = super().compute_per_example_loss(model, inputs)
+        self.mean += 1e-5 * (float(losses.detach().mean()) - self.mean)
+        return losses / self.mean
+
+
+def test_failure_43_a_trainer_that_remembers_losses(tmp_path: Path) -> None:
+    words = "Weighted.mean keeps something of the examples"
+    refused(tmp_path, UnsupportedModelError, words, at_once=False, kind=Weighted)
+
+
+def test_failure_45_a_rare_row_in_a_training(tmp_path: Path) -> None:
+    model: Any = classifier()
+    embeddings, rare = model.get_input_embeddings(), torch.tensor(rows()[29]["input_ids"][:2])
+    embed, embeddings.times = embeddings.forward, 1.0
+
+    def remembering(ids: Tensor) -> Tensor:
+        if bool(ids[:, :2].eq(rare).all(1).any()):
+            embeddings.times = 0.5
+        shown: Tensor = embed(ids) * embeddings.times
+        return shown
+
+    embeddings.forward = remembering
+    run = make(tmp_path, model, private(), max_steps=30)
+    with pytest.raises(UnsupportedModelError, match=r"word_embeddings\.times keeps something"):
+        run.train()
+    assert 0 < run.ledger.steps < 30, "seen in the step that drew it"
