@@ -27,6 +27,7 @@ def on_page_content(html: str, **_: Any) -> str:
     `--flag` and 2e-16 after their hyphens. Nor does a percent sign begin a line."""
     html = re.sub(r"<code>(?=[^<]{1,32}</code>)", '<code class="short">', html)
     html = re.sub(r"<code>[^<]{33,}</code>", _with_whole_options, html)
+    html = re.sub(r'<div class="language-bash .*?</div>', _with_whole_options, html, flags=re.S)
     # What follows is not the inside of a tag.
     return re.sub(r"\b\d[\d.]*(?:e-\d+\b| %(?!\w))(?=[^<>]*<)", _WHOLE, html)
 

@@ -75,6 +75,9 @@ def test_options_numbers_and_percent_stay_in_one_line(hooks: Any) -> None:
     for part in ("--learning_rate", "5e-3", "-o", "--x"):
         assert whole(part) in said, part
     assert re.sub("<span[^>]*>|</span>", "", said) == long, "what is copied is what was written"
+    block = '<div class="language-bash highlight"><code><a id="x-1"></a>hf-dp --flag<span> </span>-o - a-b</code></div>'
+    said = hooks.on_page_content(block)
+    assert said == block.replace("--flag", whole("--flag")).replace(">-o", f">{whole('-o')}")
     for number in ("2e-16", "91.4 %"):
         said = hooks.on_page_content(f'<td id="{number}">of {number}, 5 %s</td>')
         assert said == f'<td id="{number}">of {whole(number)}, 5 %s</td>'
