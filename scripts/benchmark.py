@@ -142,7 +142,7 @@ def _draw_ratios(results: dict[str, Any], path: Path) -> None:
         axes.set_yticks(range(len(results)), results if what == "time" else [""] * len(results))
         axes.axvline(1, color="black", linewidth=0.8)
         axes.set_xlabel(f"{what}, ratio to an ordinary step")
-    panels[0].legend(loc="lower left")
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(names))
     save_figure(figure, path)
 
 

@@ -12,6 +12,7 @@ from collections.abc import Collection
 from types import ModuleType
 from typing import Any
 
+_WHOLE = r'<span class="short">\g<0></span>'
 ASKED = re.compile(r"^<!-- (?:names of (?P<module>[\w.]+)|commands) -->$", re.M)
 
 
@@ -22,8 +23,17 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 
 
 def on_page_content(html: str, **_: Any) -> str:
-    """A page whose short pieces of code stay in one line: browsers break `--flag` after its hyphens."""
-    return re.sub(r"<code>(?=[^<]{1,32}</code>)", '<code class="short">', html)
+    """A page whose short pieces of code stay in one line, and so does each option of longer ones: browsers break
+    `--flag` and 2e-16 after their hyphens. Nor does a percent sign begin a line."""
+    html = re.sub(r"<code>(?=[^<]{1,32}</code>)", '<code class="short">', html)
+    html = re.sub(r"<code>[^<]{33,}</code>", _with_whole_options, html)
+    html = re.sub(r'<div class="language-bash .*?</div>', _with_whole_options, html, flags=re.S)
+    # What follows is not the inside of a tag.
+    return re.sub(r"\b\d[\d.]*(?:e-\d+\b| %(?!\w))(?=[^<>]*<)", _WHOLE, html)
+
+
+def _with_whole_options(code: re.Match[str]) -> str:
+    return re.sub(r"(?<=[\s>\[])--?[\w-]{1,32}", _WHOLE, code[0])
 
 
 def names(module: str, written: Collection[str] = ()) -> str:

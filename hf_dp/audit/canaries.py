@@ -150,7 +150,17 @@ def plant(
 def random_labels(
     rows: Sequence[Mapping[str, Any]], labels: Sequence[Any], generator: np.random.Generator, column: str = "labels"
 ) -> list[Row]:
-    """These rows, each with a label drawn from `labels`: only who saw the canary knows it."""
+    """These rows, each with a label drawn from `labels`: only who saw the canary knows it.
+
+    Raises:
+        ConfigurationError: they are columns.
+    """
+    if isinstance(rows, Mapping):
+        raise ConfigurationError(
+            f"rows is {type(rows).__name__} with the keys {', '.join(map(str, rows))}.",
+            why="a canary is one row, and these are columns, as of data[:200] where data is a Dataset.",
+            fix="give rows: data.select(range(200)), or list(data)[:200].",
+        )
     return [{**row, column: labels[int(generator.integers(len(labels)))]} for row in rows]
 
 

@@ -119,6 +119,13 @@ def test_labels_tokens_and_texts_are_drawn() -> None:
     assert {len(text) for text in texts} == {9}
 
 
+def test_the_columns_that_a_slice_of_a_dataset_is_are_no_rows() -> None:
+    data = Dataset.from_dict({"labels": [0, 1, 2], "text": ["a", "b", "c"]})
+    with pytest.raises(ConfigurationError, match=r"keys labels, text[\s\S]*list\(data\)"):
+        random_labels(data[:2], [3], RNG)
+    assert random_labels(data.select(range(2)), [3], RNG) == random_labels(list(data)[:2], [3], RNG)
+
+
 def test_loss_and_gradient_tell_what_was_learnt() -> None:
     torch.manual_seed(0)
     before, after = nn.Linear(40, 1, bias=False), nn.Linear(40, 1, bias=False)

@@ -67,5 +67,21 @@ def test_every_field_of_a_record_is_in_a_table() -> None:
         assert f"`{name}`" in page or f'"{name}"' in page, name
 
 
+def test_options_numbers_and_percent_stay_in_one_line(hooks: Any) -> None:
+    whole = '<span class="short">{}</span>'.format
+    assert hooks.on_page_content("<code>--short</code>") == '<code class="short">--short</code>'
+    long = "<code>python recipes/{} --learning_rate 5e-3 -- -o [--x]</code>".format("a" * 32)
+    said = hooks.on_page_content(long)
+    for part in ("--learning_rate", "5e-3", "-o", "--x"):
+        assert whole(part) in said, part
+    assert re.sub("<span[^>]*>|</span>", "", said) == long, "what is copied is what was written"
+    block = '<div class="language-bash highlight"><code><a id="x-1"></a>hf-dp --flag<span> </span>-o - a-b</code></div>'
+    said = hooks.on_page_content(block)
+    assert said == block.replace("--flag", whole("--flag")).replace(">-o", f">{whole('-o')}")
+    for number in ("2e-16", "91.4 %"):
+        said = hooks.on_page_content(f'<td id="{number}">of {number}, 5 %s</td>')
+        assert said == f'<td id="{number}">of {whole(number)}, 5 %s</td>'
+
+
 def test_negative_control_what_nobody_asked_for_is_not_put_in(hooks: Any) -> None:
     assert hooks.on_page_markdown("names of hf_dp, `<!-- commands -->`") == "names of hf_dp, `<!-- commands -->`"

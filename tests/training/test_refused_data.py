@@ -63,6 +63,12 @@ def test_bad_training_data(tmp_path: Path, name: str, steps: int) -> None:
     refused(tmp_path, ConfigurationError, words, parts={"train_dataset": data()}, max_steps=steps)
 
 
+def test_the_columns_that_a_slice_of_a_dataset_is(tmp_path: Path) -> None:
+    parts = {"train_dataset": datasets.Dataset.from_list(rows())[:9]}
+    error = refused(tmp_path, ConfigurationError, "dict with the keys input_ids, labels", parts=parts)
+    assert "data.select(" in error.fix
+
+
 def test_a_single_row_of_its_own(tmp_path: Path) -> None:
     one = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 1, "parts": {"train_dataset": rows(1)}}
     refused(tmp_path, ConfigurationError, "n=1 training examples, and no delta", **one)

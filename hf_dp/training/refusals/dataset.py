@@ -23,7 +23,8 @@ def refuse_dataset(dataset: Any) -> None:
         raise ConfigurationError(
             f"train_dataset is {kind} with the keys {', '.join(map(str, dataset))}.",
             why="its length is the number of its parts, not of its examples.",
-            fix="pass one of its parts, for example train_dataset=data['train'].",
+            fix="pass one of its parts, for example train_dataset=data['train']; the first rows of a Dataset are "
+            "data.select(range(400)), since data[:400] is its columns.",
         )
     if isinstance(dataset, IterableDataset) or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
         raise ConfigurationError(
