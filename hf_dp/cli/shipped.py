@@ -62,8 +62,7 @@ def without_data(error: ConfigurationError, recipe: Path, settings: Mapping[str,
         error.found,
         why="the settings name public data that does not come with hf_dp.",
         fix=f"give data of your own: {' '.join(flags)} (`hf-dp train {recipe.stem} --help` says of which form); or get "
-        "this one, see docs/recipes.md. `hf-dp train sequential_recommendation` and `hf-dp train sparse_embeddings` "
-        "need none: they make theirs.",
+        "this one, see docs/recipes.md. `hf-dp train sequential_recommendation` needs none: it makes its own.",
     )
 
 
