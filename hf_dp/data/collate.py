@@ -161,8 +161,8 @@ def packed_by(batch: Mapping[str, Any]) -> str | None:
         told = batch.get(name)
         if not isinstance(told, Tensor) or told.dim() != 2:
             continue
-        is_masked = isinstance(kept, Tensor) and kept.shape == told.shape
-        rows = (row[mask.bool()] for row, mask in zip(told, kept if is_masked else torch.ones_like(told), strict=True))
+        masks = kept if isinstance(kept, Tensor) and kept.shape == told.shape else torch.ones_like(told)
+        rows = (row[mask.bool()] for row, mask in zip(told, masks, strict=True))
         if any(_begins_anew(row) if name == "position_ids" else len(row[row >= 0].unique()) > 1 for row in rows):
             return name
     return None
