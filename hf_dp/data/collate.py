@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from hf_dp.data.cut import by_rows, by_tokens, by_units, check_max_tokens
 from hf_dp.data.widths import Checked, Widths, widths_of
@@ -148,6 +149,30 @@ def length_of(value: Any) -> int:
     if shape is not None:
         return int(shape[0]) if len(shape) else 0
     return len(value) if isinstance(value, Sized) else 0
+
+
+def packed_by(batch: Mapping[str, Any]) -> str | None:
+    """The column of a batch by which its rows hold several texts each; None where none says so.
+
+    Positions (examples, tokens) that begin anew where a row is attended to, or numbers of its texts, `seq_idx`.
+    """
+    kept = batch.get("attention_mask")
+    for name in ("position_ids", "seq_idx"):
+        told = batch.get(name)
+        if not isinstance(told, Tensor) or told.dim() != 2:
+            continue
+        masks = kept if isinstance(kept, Tensor) and kept.shape == told.shape else torch.ones_like(told)
+        rows = (row[mask.bool()] for row, mask in zip(told, masks, strict=True))
+        if any(_begins_anew(row) if name == "position_ids" else len(row[row >= 0].unique()) > 1 for row in rows):
+            return name
+    return None
+
+
+def _begins_anew(positions: Tensor) -> bool:
+    # Padding may end a row with zeros, after which none grows.
+    steps = positions.diff()
+    back = (steps < 0).nonzero()
+    return bool(len(back)) and bool((steps[int(back[0]) :] > 0).any())
 
 
 def _refuse_packing(collate: Any) -> None:

@@ -69,6 +69,20 @@ def extreme_rows(dataset: Any) -> Extremes:
     return Extremes(sorted(rows), list(dict.fromkeys(in_order)))
 
 
+def empty_rows(dataset: Any, column: str) -> int | None:
+    """How many rows have nothing in a column of lists or texts; None where that is not known soon."""
+    if isinstance(dataset, (list, tuple)):
+        return sum(isinstance(row, Mapping) and column in row and not length_of(row[column]) for row in dataset)
+    if not isinstance(dataset, Dataset) or dataset.format["type"] == "custom" or column not in dataset.column_names:
+        return None
+    kind = dataset.data.table.schema.field(column).type
+    lengths = pc.binary_length if _is_text(kind) else pc.list_value_length if _is_list(kind) else None
+    if lengths is None:
+        return None
+    some = dataset.select_columns([column]).with_format("arrow").iter(_AT_ONCE)
+    return sum(int((_numbers(lengths(table.column(column))) == 0).sum()) for table in some)
+
+
 def _note_row(row: Mapping[Any, Any], number: int, kinds: dict[Hashable, int], note: _Note) -> None:
     """Notes a row of a list, which holds whatever it holds: what is unlike all before it is a kind of its own."""
     before: tuple[Any, int] | None = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence, Sized
 from typing import Any
 
 import numpy as np
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hf_dp.data.collate import length, length_of
-from hf_dp.data.extremes import Extremes
+from hf_dp.data.extremes import Extremes, empty_rows
 from hf_dp.data.widths import Measure, Widths, by_width, outermost
 from hf_dp.errors import ConfigurationError, HfDpError
 from hf_dp.per_example.batch import Batch
@@ -177,10 +177,33 @@ def refuse_rows_that_fail(dataset: Any, extremes: list[int], few: list[Any], run
         except (HfDpError, torch.OutOfMemoryError):
             raise
         except Exception as error:
+            failed = f"does not go through the collator and the model ({type(error).__name__}: {error})"
+            why = "the training would stop where it is drawn, and what was spent until then would be lost."
+            if (found := _nothing_in(row, dataset)) is not None:
+                column, number = found
+                more = "" if number is None else f" ({number} such row{'s' * (number != 1)})"
+                raise ConfigurationError(
+                    f"{name} has nothing in its column {column!r}{more}, and {failed}.",
+                    why=why,
+                    fix="leave out the rows that are empty, before or after they are tokenized, for example "
+                    f"dataset.filter(lambda row: len(row[{column!r}]) > 0); or give each a token, such as the end of a "
+                    "text.",
+                ) from error
             raise ConfigurationError(
-                f"{name} does not go through the collator and the model ({type(error).__name__}: {error}).",
-                why="the training would stop where it is drawn, and what was spent until then would be lost.",
+                f"{name} {failed}.",
+                why=why,
                 fix="correct the row or leave it out: token ids are below the size of the vocabulary, labels are below "
                 "num_labels, and texts have no more tokens than the model has positions (truncation=True). If any row "
                 "fails, the collator, model or adapter does not take one by itself; micro-batches of one occur.",
             ) from error
+
+
+def _nothing_in(row: Any, dataset: Any) -> tuple[str, int | None] | None:
+    """A column in which a row has nothing, and others have something; and how many rows have nothing there."""
+    for name, value in row.items() if isinstance(row, Mapping) else ():
+        # A number in a tensor or an array has no length either.
+        if isinstance(value, Sized) and getattr(value, "shape", None) != () and not length_of(value):
+            number = empty_rows(getattr(dataset, "dataset", dataset), str(name))
+            if number != len(dataset):
+                return str(name), number
+    return None

@@ -57,10 +57,12 @@ class Clock:
     Args:
         plan: of the training.
         done: how many steps were taken before.
+        charged: how many are in the ledger: more, where those of a lost checkpoint are, which a budget pays for once.
     """
 
-    def __init__(self, plan: Plan, done: int) -> None:
-        self._ahead, self._is_silent = plan.steps - done, plan.config.withhold_non_private_logs
+    def __init__(self, plan: Plan, done: int, charged: int) -> None:
+        self._ahead = int(min(plan.steps - done, plan.budgeted_steps - charged))
+        self._is_silent = plan.config.withhold_non_private_logs
         self._seen, self._took, self._since = -1, 0.0, time.monotonic()
 
     def checked(self) -> None:

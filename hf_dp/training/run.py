@@ -176,7 +176,7 @@ class Run:
         try:
             for part in self.parts.values():
                 part.install(self)
-            self._clock = Clock(self.plan, step)
+            self._clock = Clock(self.plan, step, self.ledger.steps)
             self.engine.check()
             self._clock.checked()
             for part in self.parts.values():

@@ -198,6 +198,22 @@ def test_a_row_that_fails_is_named_with_its_error() -> None:
     refuse_rows_that_fail([ROWS[0], ROWS[2]], [0, 1], [ROWS[3]], run)
 
 
+@pytest.mark.parametrize("of", [list, table])
+def test_of_a_row_without_tokens_it_is_said_where_and_of_how_many(of: Any) -> None:
+    def run(row: dict[str, Any]) -> None:
+        row["input_ids"][0]
+
+    empty = [{**row, "tags": [], "input_ids": row["input_ids"] if i % 2 else []} for i, row in enumerate(ROWS)]
+    with pytest.raises(
+        ConfigurationError, match=r"row 2 .* nothing in its column 'input_ids' \(3 such rows\), and"
+    ) as e:
+        refuse_rows_that_fail(of([{"tags": [], **row} for row in empty]), [1, 2], [], lambda row: run(row))
+    assert "IndexError" in e.value.found
+    assert "dataset.filter(lambda row: len(row['input_ids']) > 0)" in e.value.fix
+    assert extremes.empty_rows(table([{"text": ""}, {"text": "a"}]).select([1]), "text") == 0
+    assert extremes.empty_rows(table([{"text": 3}]), "text") is None
+
+
 def test_a_row_that_is_there_twice_is_tried_once() -> None:
     tried: list[Any] = []
     arrays = [{"x": np.arange(3)}, {"x": np.arange(3)}]

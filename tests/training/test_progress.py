@@ -126,7 +126,7 @@ def test_how_long_it_takes_is_said_once_and_of_steps_that_were_seen(
     monkeypatch.setattr("hf_dp.training.progress.say", said.append)
     trainer = make(tmp_path, max_steps=100)
     trainer.get_train_dataloader()
-    clock = Clock(trainer._run.plan, done=10)
+    clock = Clock(trainer._run.plan, done=10, charged=10)
     now[0] += 3
     clock.checked()
     for seconds in (30, *[0.5] * 89):
@@ -138,6 +138,17 @@ def test_how_long_it_takes_is_said_once_and_of_steps_that_were_seen(
         "Time: the check before the first step took 3 s.",
         "Time: about 42 s for 85 steps ahead, as 4 steps took 2 s; what lies between steps is not counted.",
     ]
+
+
+@pytest.mark.parametrize(
+    ("privacy", "ahead"), [(PrivacyConfig(target_epsilon=8.0, accountant="rdp"), 70), (private(), 90)]
+)
+def test_steps_that_a_budget_does_not_pay_for_again_are_not_ahead(
+    privacy: PrivacyConfig, ahead: int, tmp_path: Path
+) -> None:
+    trainer = make(tmp_path, privacy=privacy, max_steps=100)
+    trainer.get_train_dataloader()
+    assert Clock(trainer._run.plan, done=10, charged=30)._ahead == ahead
 
 
 @pytest.mark.parametrize(
