@@ -115,7 +115,7 @@ class LogicalBatchCollator:
             if len(examples) == 1 or isinstance(error, HfDpError):  # then the row itself is to be named
                 raise
             raise ConfigurationError(
-                f"the data collator {_name(self._collate)} fails on {len(examples)} examples together "
+                f"the data collator {self.name} fails on {len(examples)} examples together "
                 f"({type(error).__name__}: {error}).",
                 why="examples that are drawn together are computed together, in tensors with a row for each.",
                 fix="let it pad all columns that differ in length (DataCollatorForSeq2Seq, or another one, "
@@ -123,16 +123,16 @@ class LogicalBatchCollator:
                 "are no numbers, or make numbers of them (names of labels, say).",
             ) from error
         if not isinstance(batch, Mapping):
-            raise _bad_collator(self._collate, f"returned {type(batch).__name__}, not a mapping of names to tensors")
+            raise _bad_collator(self.name, f"returned {type(batch).__name__}, not a mapping of names to tensors")
         tensors = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}
         if not tensors:
-            raise _bad_collator(self._collate, f"returned no torch tensor, only {list(batch)}")
+            raise _bad_collator(self.name, f"returned no torch tensor, only {list(batch)}")
         for name, tensor in tensors.items():
             if tensor.dim() == 0:
-                raise _bad_collator(self._collate, f"returned the single number {name!r} for {len(examples)} examples")
+                raise _bad_collator(self.name, f"returned the single number {name!r} for {len(examples)} examples")
             if tensor.shape[0] != len(examples):
                 raise _bad_collator(
-                    self._collate, f"returned {name!r} of shape {tuple(tensor.shape)} for {len(examples)} examples"
+                    self.name, f"returned {name!r} of shape {tuple(tensor.shape)} for {len(examples)} examples"
                 )
         return batch
 
@@ -179,7 +179,7 @@ def _refuse_packing(collate: Any) -> None:
     while collate is not None:
         names = [kind.__name__ for kind in type(collate).__mro__]
         if "DataCollatorWithFlattening" in names or getattr(collate, "padding_free", False):
-            raise _bad_collator(collate, "puts several examples in one row")
+            raise _bad_collator(_name(collate), "puts several examples in one row")
         # Trainer's column remover, among others, holds the user's collator under this name.
         collate = getattr(collate, "data_collator", None)
 
@@ -189,9 +189,9 @@ def _name(collate: Any) -> str:
     return str(getattr(collate, "__qualname__", type(collate).__qualname__))
 
 
-def _bad_collator(collate: Any, problem: str) -> ConfigurationError:
+def _bad_collator(name: str, problem: str) -> ConfigurationError:
     return ConfigurationError(
-        f"the data collator {_name(collate)} {problem}.",
+        f"the data collator {name} {problem}.",
         why="each example's gradient is clipped on its own, so each must have its own row; packed or padding-free rows "
         "and values shared between examples mix them.",
         fix="use a padding collator (for example transformers.DataCollatorWithPadding) with return_tensors='pt', "

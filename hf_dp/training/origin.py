@@ -60,11 +60,19 @@ def refuse_unsaid_origin(model: nn.Module, own: Ledger, saved: object | None, pl
         )
 
 
-def covers(earlier: tuple[str, ...], ledger: Ledger) -> bool:
+def covers(earlier: tuple[str, ...], ledger: Ledger, steps: int | None = None) -> bool:
     """Whether all that a ledger of this process says was spent is in a record that was saved of it, and is `earlier` or
-    the record of a training before that. Two trainings with one promise are two."""
+    the record of a training before that. Two trainings with one promise are two.
+
+    Args:
+        steps: of weights that were left before all was spent, by then.
+    """
     return any(
-        _was_written_of(ledger, sha256_of_record(one)) and has_all_of(PrivacyRecord.from_json(one).ledger, ledger)
+        _was_written_of(ledger, sha256_of_record(one))
+        and (
+            has_all_of(saved := PrivacyRecord.from_json(one).ledger, ledger)
+            or (steps is not None and saved.steps >= steps)
+        )
         for one in records(earlier)
     )
 

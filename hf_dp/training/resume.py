@@ -10,9 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 import hf_dp.ranks as ranks
@@ -25,6 +23,7 @@ from hf_dp.figures import upper
 from hf_dp.hub.checkpoint import refuse_disagreement, seal
 from hf_dp.hub.record import DEEPEST, is_deep
 from hf_dp.step.plan import Plan
+from hf_dp.training.copies import few_of, has_moved
 from hf_dp.training.origin import covers
 
 logger = logging.getLogger(__name__)
@@ -33,7 +32,6 @@ logger = logging.getLogger(__name__)
 STATE_KEY = "PrivacyCallback"
 _PATH = ("stateful_callbacks", STATE_KEY, "attributes", "saved_ledger")
 # Which trainers have begun with a parameter in this process, and their ledgers; of one left frozen, some numbers of it.
-_FEW = 64
 _TRAINED_BY: Any = WeakTensorKeyDictionary()
 # Of a ledger's promise: whose data was trained on. One epsilon is about units of one kind.
 _OF_UNITS = ("dataset_size", "unit", "max_examples_per_unit", "unit_sampling", "drawn_from")
@@ -225,14 +223,14 @@ def note_trained_by(model: nn.Module, trainer: object, ledger: Ledger) -> None:
         known = _trained_by(p)
         if p.requires_grad:
             _TRAINED_BY[p] = (*([] if known is None else [(*known[:2], None)]), (weakref.ref(trainer), ledger, None))
-        elif known is None and (now := _few_of(p)) is not None:
+        elif known is None and (now := few_of(p)) is not None:
             _TRAINED_BY[p] = ((weakref.ref(trainer), ledger, now),)
 
 
 def _trained_by(p: Tensor) -> tuple[Any, Ledger, Tensor | None] | None:
     """The latest training that may have changed a parameter: one that spent something besides what came before it."""
     for who, ledger, frozen in reversed(_TRAINED_BY.get(p, ())):
-        if (ledger.steps or _labels(ledger)) and (frozen is None or _has_moved(p, frozen)):
+        if (ledger.steps or _labels(ledger)) and (frozen is None or has_moved(p, frozen)):
             return who, ledger, frozen
     return None
 
@@ -240,20 +238,6 @@ def _trained_by(p: Tensor) -> tuple[Any, Ledger, Tensor | None] | None:
 def _labels(ledger: Ledger) -> str:
     """What a training released besides its steps."""
     return ", ".join(sorted({made.label for made in ledger.releases if not is_of_earlier(made.label)}))
-
-
-def _few_of(p: Tensor) -> Tensor | None:
-    """Some numbers from all over a parameter; None of one in shards, or in few bits."""
-    if isinstance(p, DTensor) or not p.is_floating_point():
-        return None
-    every = max(1, p.numel() // _FEW)
-    return p.detach().flatten()[::every].clone()
-
-
-def _has_moved(p: Tensor, before: Tensor) -> bool:
-    """Whether numbers of `_few_of` are others now, which a change of precision alone does not say."""
-    now = _few_of(p)
-    return now is not None and now.dtype == before.dtype and not torch.equal(now.cpu(), before.cpu())
 
 
 def _refuse_strangers(ledger: Ledger, plan: Plan) -> None:

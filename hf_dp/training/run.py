@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,7 @@ from hf_dp.step.magnitudes import Magnitudes
 from hf_dp.step.plan import Plan
 from hf_dp.step.private_gradient import private_gradient
 from hf_dp.step.written import Around, WrittenGradients
+from hf_dp.training.copies import begun_with, note_left, refuse_copies
 from hf_dp.training.described import described_optimizer, described_values
 from hf_dp.training.engine import Engine, MicroBatch
 from hf_dp.training.origin import refuse_unsaid_origin
@@ -118,6 +121,7 @@ class Run:
             kind.wrapped(self.model)
         refuse_trained_by_another(self.model, owner, saved, self.plan)
         refuse_unsaid_origin(self.model, ledger, saved, self.plan)
+        refuse_copies(self.model, owner, saved, self.plan)
         for other in beside:
             refuse_trained_by_another(other, owner, None, self.plan)
             refuse_unsaid_origin(other, ledger, None, self.plan)
@@ -154,15 +158,8 @@ class Run:
         self.optimizer, model = optimizer, self.model
         for part in self.parts.values():
             part.refuse(Setting(self.plan.config, is_sharded(model)))
-        agree(
-            {
-                "the promise": self.plan.promise,
-                "the step to begin at": step,
-                "the ledger": self.ledger.to_dict(),
-                **described_optimizer(optimizer),
-                **described_values(model),
-            }
-        )
+        said = {"the promise": self.plan.promise, "the step to begin at": step, "the ledger": self.ledger.to_dict()}
+        agree({**said, **described_optimizer(optimizer), **described_values(model)})
         refuse_broken_ties(self._ties, model)
         self._surroundings = surroundings(model)
         refuse_optimizer(optimizer, model)
@@ -183,6 +180,7 @@ class Run:
                 part.checked(self)
             # Before a part writes into the model what it releases.
             note_trained_by(model, owner, self.ledger)
+            self._note_left = functools.partial(note_left, model, begun_with(model), weakref.ref(owner), self.ledger)
             for name, part in self.parts.items():
                 part.begin(self, checkpoint, self._known.get(name))
                 self._known = {**self._known, name: part}
@@ -277,6 +275,8 @@ class Run:
         """The optimizer may take any gradient again."""
         if self._written is not None:
             self._written.forget()
+        if self._has_begun:
+            self._note_left()
         if self._earlier is not None:
             self._earlier.end()
 

@@ -48,7 +48,7 @@ class Running(nn.Module):
         self.register_buffer("shares", torch.ones(3) / 3)
 
     def forward(self, logits: Tensor) -> Tensor:
-        self.shares.mul_(1 - 1e-6).add_(1e-6 * logits.detach().softmax(1).mean(0))
+        self.shares.mul_(0.99).add_(0.01 * logits.detach().softmax(1).mean(0))
         return (logits + self.shares.log()).logsumexp(1)
 
 
@@ -107,6 +107,7 @@ def a_partial(loss: Running) -> Any:
 
 @pytest.mark.parametrize("held", [method_of_a_trainer, closure_of_a_method, a_closure, a_partial])
 def test_what_computes_losses_may_keep_nothing_either(held: Any) -> None:
+    torch.manual_seed(0)
     model, loss = Plain(), Running()
     losses = held(loss)
     memory = Memory(model, lambda x: losses(model, x), losses)

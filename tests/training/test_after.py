@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import shutil
@@ -22,7 +23,7 @@ from hf_dp.figures import upper
 from hf_dp.hub import load_report, open_source, verify
 from hf_dp.hub.earlier import trainings
 from hf_dp.training.progress import opening
-from tests.training.workbench import EXPECTED, MICRO, ROWS, STEPS, make, pad, rows, trained
+from tests.training.workbench import EXPECTED, MICRO, ROWS, STEPS, classifier, make, pad, rows, trained
 
 pytestmark = pytest.mark.usefixtures("checked_once")
 FEWER = 40
@@ -271,3 +272,29 @@ def test_what_is_spoilt_or_not_hidden_alike_is_refused(first: Path, tmp_path: Pa
         make(tmp_path, privacy=given(after=folder))
     with pytest.raises(LedgerError, match=r"there is no privacy\.json"):
         make(tmp_path, privacy=given(after=tmp_path))
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "state dict", "data"])
+def test_a_copy_of_what_was_trained_says_on_whose_data(tmp_path: Path, how: str) -> None:
+    one = trained(tmp_path / "one", privacy=given(), max_steps=1)
+    one.save_model()
+
+    def copied() -> Any:
+        if how == "deepcopy":
+            return copy.deepcopy(one.model)
+        model = classifier()
+        if how == "state dict":
+            model.load_state_dict(one.model.state_dict())
+        else:
+            for own, other in zip(model.parameters(), one.model.parameters(), strict=True):
+                own.data = other.data.clone()
+        return model
+
+    two = make(tmp_path / "two", model=copied(), privacy=given(), max_steps=1)
+    with pytest.raises(LedgerError, match="weights that another private training in this process has left, after 1"):
+        two.train()
+    assert not two.ledger.entries
+    copied_before = copied()
+    one.train()  # What is spent later is not in the weights that were saved.
+    going_on(tmp_path / "three", tmp_path / "one", given(after=tmp_path / "one")).train()
+    make(tmp_path / "others", model=copied_before, privacy=given(other_people=True), max_steps=1).train()

@@ -70,6 +70,12 @@ def test_failure_22_collators_that_mix_examples(tmp_path: Path, collate: Any, wo
     )
 
 
+def test_of_a_collator_in_trainers_own_the_users_is_named(tmp_path: Path) -> None:
+    refused(
+        tmp_path, ConfigurationError, "collator flattened returned", at_once=False, parts={"data_collator": flattened}
+    )
+
+
 def fnet() -> nn.Module:
     """It mixes all positions, padding included, and takes no mask."""
     config = {"hidden_size": 16, "num_hidden_layers": 1, "intermediate_size": 20, "max_position_embeddings": 40}
