@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable, Mapping, Sized
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
@@ -10,10 +11,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+import hf_dp.ranks as ranks
 from hf_dp.data.cut import by_rows, by_tokens, by_units, check_max_tokens
 from hf_dp.data.widths import Checked, Widths, widths_of
 from hf_dp.errors import ConfigurationError, HfDpError
 from hf_dp.randomness import secret_global_state, unchanged_global_state
+
+logger = logging.getLogger(__name__)
 
 Randomness = Callable[[], AbstractContextManager[None]]
 
@@ -149,6 +153,18 @@ def length_of(value: Any) -> int:
     if shape is not None:
         return int(shape[0]) if len(shape) else 0
     return len(value) if isinstance(value, Sized) else 0
+
+
+def warn_of_packed(batch: Mapping[str, Any]) -> None:
+    """Says once whom a promise to rows is made to, where they hold several texts each."""
+    if (column := packed_by(batch)) is not None:
+        ranks.warn(
+            logger,
+            "Rows hold several texts each, by their %r. What is promised is promised to a row: to all of its texts "
+            "together, which are clipped together, and less than that to a text that is cut in two. Where each text is "
+            "somebody's, give each a row of its own (packing=False).",
+            column,
+        )
 
 
 def packed_by(batch: Mapping[str, Any]) -> str | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -13,9 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-import hf_dp.ranks as ranks
 from hf_dp.clipping.rule import ClippingRule, Group
-from hf_dp.data.collate import packed_by
+from hf_dp.data.collate import warn_of_packed
 from hf_dp.data.extremes import extreme_rows
 from hf_dp.data.left_padding import LeftPadding
 from hf_dp.data.loader import PoissonDataLoader
@@ -43,13 +41,6 @@ from hf_dp.per_example.state import unchanged_state
 from hf_dp.randomness import unchanged_global_state
 from hf_dp.training.progress import passes_shown
 from hf_dp.units.packing import Owners
-
-logger = logging.getLogger(__name__)
-_PACKED = (
-    "Rows hold several texts each, by their %r. What is promised is promised to a row: to all of its texts together, "
-    "which are clipped together, and less than that to a text that is cut in two. Where each text is somebody's, give "
-    "each a row of its own (packing=False)."
-)
 
 
 class MicroBatch(NamedTuple):
@@ -220,8 +211,7 @@ class Engine:
             with unchanged_state(self.model):
                 few = telling_rows(dataset, collate.widths)
                 together, extremes = self._batch(few), extreme_rows(dataset.dataset)
-                if (column := packed_by(together)) is not None:
-                    ranks.warn(logger, _PACKED, column)
+                warn_of_packed(together)
                 # Where columns tell of ids, labels and lengths, of these rows the narrowest and the widest are enough.
                 tried = few if not extremes.rows else [few[0], few[-1]]
                 refuse_rows_that_fail(

@@ -20,6 +20,7 @@ from transformers import Trainer
 
 from hf_dp import ReAttentionConfig, SparseEmbeddingConfig
 from hf_dp.data import left_padding
+from hf_dp.per_example import kept
 from hf_dp.step import private_gradient
 from hf_dp.step.clipped_sum import ClippedSum
 from hf_dp.training.engine import Engine
@@ -187,7 +188,7 @@ def waits_of_a_training(
             window.close()
             super().meet(step)
 
-    def kept(engine: Engine, micro_batch: Any) -> Any:
+    def noted(engine: Engine, micro_batch: Any) -> Any:
         recorded.append({name: value.clone() for name, value in micro_batch.batch.items()})
         return record(engine, micro_batch)
 
@@ -202,9 +203,17 @@ def waits_of_a_training(
         waits.is_open = True
         return found
 
-    record, prepared, is_padded = Engine.record, Trainer._prepare_inputs, left_padding._is_padded
+    def compared(one: Any, other: Any) -> bool:
+        # After the last micro-batch.
+        waits.is_open = False
+        found = same(one, other)
+        waits.is_open = True
+        return found
+
+    record, prepared, is_padded, same = Engine.record, Trainer._prepare_inputs, left_padding._is_padded, kept.same
     monkeypatch.setattr(private_gradient, "ClippedSum", Sum)
-    monkeypatch.setattr(Engine, "record", kept)
+    monkeypatch.setattr(Engine, "record", noted)
+    monkeypatch.setattr(kept, "same", compared)
     monkeypatch.setattr(Trainer, "_prepare_inputs", moved)
     monkeypatch.setattr(left_padding, "_is_padded", asked)
 
