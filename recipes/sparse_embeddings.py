@@ -7,7 +7,6 @@ with its model and its report by group.
 
 from __future__ import annotations
 
-import copy
 import itertools
 import json
 from dataclasses import dataclass, field
@@ -127,13 +126,15 @@ def run(
     set_seed(arguments.seed)
     folder = folder_of(arguments.output_dir, arm)
     model, chosen, right, reductions, epsilon = task.model(), None, [], [], None
-    for train, test in task.periods:
+    for period, (train, test) in enumerate(task.periods):
         tables = [p for name, p in model.named_parameters() if name in task.tables]
         for parameter in tables:
             parameter.requires_grad_(arm.kind != "frozen")
         config = sparse(arm, recipe, chosen)
         groups = parameter_groups(model, tables, config is None, task, recipe, arguments.learning_rate)
-        promise = None if arm.kind == WITHOUT else privacy.replace(sparse_embeddings=config)
+        # The examples of a later period are others: what the earlier ones spent is not theirs.
+        others = privacy.other_people or period > 0
+        promise = None if arm.kind == WITHOUT else privacy.replace(sparse_embeddings=config, other_people=others)
         optimizers = torch.optim.Adam(groups), None
         made = trainer(
             model,
@@ -155,8 +156,6 @@ def run(
             if task.plain is not None:
                 made.model = made.model_wrapped = task.plain(model)
             save(made, task.usage, changed=task.plain is not None)
-            # The examples of the next period are others: what this one spent is not theirs, and a copy says so.
-            model = copy.deepcopy(model)
         if arm.kind == "fest" and chosen is None:
             kept = load_file(folder / "sparse_embeddings.safetensors")
             chosen = folder / "chosen_rows.json"
