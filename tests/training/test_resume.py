@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 from transformers import TrainerCallback
 
 from hf_dp.errors import BudgetExceededError, LedgerError
 from tests.crashes import in_a_fork
 from tests.training.resuming import KILLED, SAVED, STEPS, copied, saved_ledger, trainer
-from tests.training.workbench import parameters, rows, same
+from tests.training.workbench import classifier, make, parameters, rows, same
 
 pytestmark = pytest.mark.usefixtures("checked_once")
 
@@ -170,3 +171,16 @@ def test_resumed_from_the_last_step_nothing_more_is_spent(tmp_path: Path, target
     assert same(parameters(again.model), parameters(first.model))
     again.save_model()
     assert (tmp_path / "privacy.json").exists()
+
+
+def test_a_model_made_anew_with_other_frozen_weights_is_resumed(tmp_path: Path) -> None:
+    def made(mean: float) -> Any:
+        model = classifier()
+        torch.nn.init.normal_(model.get_input_embeddings().weight, mean)
+        model.get_input_embeddings().requires_grad_(False)
+        return model
+
+    make(tmp_path, made(0.0), max_steps=2, save_strategy="steps", save_steps=1).train()
+    resumed = make(tmp_path, made(1.0), max_steps=2)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    assert resumed.ledger.steps == 2
