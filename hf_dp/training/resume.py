@@ -201,7 +201,10 @@ def refuse_trained_by_another(model: nn.Module, trainer: object, saved: SavedRun
         if plan.config.other_people or (saved is not None and p.requires_grad):
             continue
         who, ledger, _ = _trained_by(p) or (None, None, None)
-        if who is None or ledger is None or who() is trainer or who() is saved or covers(plan.earlier, ledger):
+        if who is None or ledger is None or covers(plan.earlier, ledger):
+            continue
+        # A training that is gone is neither.
+        if (by := who()) is not None and (by is trainer or by is saved):
             continue
         steps = f"{ledger.steps} private steps" if ledger.steps else f"it released {_labels(ledger)}, and took no step,"
         raise LedgerError(
