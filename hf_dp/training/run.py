@@ -119,12 +119,10 @@ class Run:
         """
         for kind in PARTS.values():
             kind.wrapped(self.model)
-        refuse_trained_by_another(self.model, owner, saved, self.plan)
-        refuse_unsaid_origin(self.model, ledger, saved, self.plan)
-        refuse_copies(self.model, owner, saved, self.plan)
-        for other in beside:
-            refuse_trained_by_another(other, owner, None, self.plan)
-            refuse_unsaid_origin(other, ledger, None, self.plan)
+        for model, read in ((self.model, saved), *((other, None) for other in beside)):
+            refuse_trained_by_another(model, owner, read, self.plan)
+            refuse_unsaid_origin(model, ledger, read, self.plan)
+            refuse_copies(model, owner, read, self.plan)
         if saved is not None:
             self.plan = self.plan.continuing(saved.ledger)
         found = continued(ledger, saved, self.plan, dataset)

@@ -247,3 +247,10 @@ def test_whose_data_the_reference_was_trained_on_is_asked(tmp_path: Path) -> Non
     note_trained_by(reference, Path, spent)
     with pytest.raises(LedgerError, match="another private training has trained this model before"):
         make(tmp_path / "new", ref_model=reference).train()
+
+
+def test_whose_data_a_copied_reference_was_trained_on_is_asked(tmp_path: Path) -> None:
+    first = make(tmp_path / "first")
+    first.train()
+    with pytest.raises(LedgerError, match="weights that another private training in this process has left"):
+        make(tmp_path / "new", ref_model=copy.deepcopy(first.model)).train()
