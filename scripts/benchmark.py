@@ -13,6 +13,7 @@
     python scripts/benchmark.py bits --model DIRECTORY
     python scripts/benchmark.py lengths --texts DEVSET.csv --tokenizer DIRECTORY
     python scripts/benchmark.py trainer
+    python scripts/benchmark.py startup --model DIRECTORY --texts DEVSET.csv
     python scripts/benchmark.py re-attention
 
 A step is one logical batch of four micro-batches of B with fused AdamW; the private one also clips each example, adds
@@ -39,7 +40,7 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from benchmark_loops import lengths, trainer
+from benchmark_loops import lengths, startup, trainer
 from benchmark_parts import bits, forms, noise, re_attention
 from measuring import (
     Attention,
@@ -254,7 +255,7 @@ def _print_beside_usual(
 
 
 KINDS = (
-    run, passes, operations, forms, scaling, noise, kinds, units, lengths, bits, re_attention, trainer,
+    run, passes, operations, forms, scaling, noise, kinds, units, lengths, bits, re_attention, startup, trainer,
 )  # fmt: skip
 for kind in KINDS:
     app.command()(kind)

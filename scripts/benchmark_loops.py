@@ -1,4 +1,4 @@
-"""What is around a private step: how rows of mixed lengths are cut into micro-batches, and Trainer's own loop."""
+"""What is around a private step: how rows are cut into micro-batches, Trainer's own loop, and the first check."""
 
 from __future__ import annotations
 
@@ -154,3 +154,55 @@ def trainer(
     engine_alone = sum(inside[10:-1]) / len(inside[10:-1])
     print(f"a step: {1000 * whole:.2f} ms, of it the engine {1000 * engine_alone:.2f} ms, everything else "
           f"{1000 * (whole - engine_alone):.2f} ms (n = {size}, optimizer and data collation included)")  # fmt: skip
+
+
+def startup(
+    model: Annotated[str, typer.Option(help="Folder of a causal language model, trained with LoRA r 8.")],
+    texts: Annotated[Path, typer.Option(help="CSV, a row an example.")],
+    rows: Annotated[int, typer.Option(help="Of a logical batch.")] = 32,
+    steps: Annotated[int, typer.Option(help="Timed steps, after one more.")] = 5,
+) -> None:
+    """What the check before the first step takes, in steps of the same training (logical batches of `rows`)."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM, AutoTokenizer, DataCollatorForLanguageModeling, TrainingArguments
+
+    from hf_dp import DPTrainer, PrivacyConfig
+    from hf_dp.training.engine import Engine
+
+    encode = AutoTokenizer.from_pretrained(model)
+    with texts.open(encoding="utf-8", newline="") as file:
+        data = [dict(encode(" || ".join(row.values()))) for row in csv.DictReader(file)]
+    adapted = get_peft_model(
+        AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32),
+        LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM"),
+    )
+    check, took, ended = Engine.check, list[float](), list[float]()
+
+    def timed(engine: Engine) -> None:
+        start = time.perf_counter()
+        check(engine)
+        took.append(time.perf_counter() - start)
+        ended.append(time.perf_counter())
+
+    with tempfile.TemporaryDirectory() as folder:
+        private = DPTrainer(
+            adapted,
+            TrainingArguments(
+                folder, max_steps=steps + 2, per_device_train_batch_size=min(rows, 8), save_strategy="no",
+                gradient_accumulation_steps=max(1, rows // 8), report_to=[], disable_tqdm=True,
+            ),
+            train_dataset=data,
+            data_collator=DataCollatorForLanguageModeling(encode, mlm=False),
+            privacy=PrivacyConfig(noise_multiplier=1.0),
+        )  # fmt: skip
+        starts: list[float] = []
+        step = private.training_step
+        private.training_step = lambda *args: starts.append(time.perf_counter()) or step(*args)  # type: ignore[method-assign]
+        Engine.check = timed  # type: ignore[method-assign]
+        try:
+            private.train()
+        finally:
+            Engine.check = check  # type: ignore[method-assign]
+    each = [after - before for before, after in zip(starts[1:], starts[2:], strict=False)]
+    print(f"the check took {sum(took):.1f} s, a step {median_of(each):.2f} s ({min(each):.2f} to {max(each):.2f}): "
+          f"{sum(took) / median_of(each):.1f} steps of {rows} rows each")  # fmt: skip
