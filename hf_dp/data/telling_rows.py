@@ -189,6 +189,14 @@ def refuse_rows_that_fail(dataset: Any, extremes: list[int], few: list[Any], run
                     f"dataset.filter(lambda row: len(row[{column!r}]) > 0); or give each a token, such as the end of a "
                     "text.",
                 ) from error
+            if isinstance(error, KeyError):
+                raise ConfigurationError(
+                    f"{name} {failed}.",
+                    why=why,
+                    fix="give the dataset that column; if it has it, TrainingArguments(remove_unused_columns=False): "
+                    "Trainer drops what the model's forward does not name, and a collator or loss of your own may "
+                    "need it.",
+                ) from error
             raise ConfigurationError(
                 f"{name} {failed}.",
                 why=why,

@@ -11,10 +11,11 @@ import datasets
 import pytest
 import torch
 
+from hf_dp import DPTrainer
 from hf_dp.errors import ConfigurationError
 from tests.architectures import VOCABULARY
 from tests.training.refusing import refused
-from tests.training.workbench import Rows, make, rows
+from tests.training.workbench import Rows, make, pad, rows
 
 
 class Streamed(torch.utils.data.IterableDataset[Any]):
@@ -104,3 +105,21 @@ def test_one_bad_row_that_is_drawn_late(tmp_path: Path, fine: Rows, bad: dict[st
 def test_rows_without_labels(tmp_path: Path) -> None:
     data = [{"input_ids": row["input_ids"]} for row in rows()]
     refused(tmp_path, ConfigurationError, "no 'labels'", parts={"train_dataset": data}, at_once=False)
+
+
+def test_a_column_that_is_dropped_before_a_loss_of_ones_own_reads_it(tmp_path: Path) -> None:
+    class Weighted(DPTrainer):
+        def compute_per_example_loss(self, model: Any, inputs: Any) -> Any:
+            weights = inputs.pop("weight")
+            return weights * super().compute_per_example_loss(model, inputs)
+
+    def weighted(examples: Rows) -> dict[str, Any]:
+        weights = {"weight": torch.tensor([e["weight"] for e in examples])} if "weight" in examples[0] else {}
+        return pad(examples) | weights
+
+    data = [row | {"weight": 0.5} for row in rows()]
+    parts = {"train_dataset": data, "data_collator": weighted}
+    given: dict[str, Any] = {"kind": Weighted, "parts": parts, "at_once": False}
+    error = refused(tmp_path, ConfigurationError, "KeyError: 'weight'", **given)
+    assert "remove_unused_columns=False" in error.fix
+    assert make(tmp_path, kind=Weighted, parts=parts, remove_unused_columns=False).train().global_step
