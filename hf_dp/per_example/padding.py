@@ -42,9 +42,10 @@ def check_padding(
 ) -> list[float]:
     """Checks that an example's gradient and loss are the same alone and beside the others, longer and shorter.
 
-    Everything is computed in float32 with dropout off, in the mode that the model is in; a model that draws other
-    random numbers, in eval mode. What a collator draws at random (masked language modelling) cannot be drawn again for
-    the example alone; there its row of the batch is cut to the length that it has alone, on one side or the other.
+    Everything is computed in float32 (before it is refused, in float64 as well) with dropout off, in the mode that
+    the model is in; a model that draws other random numbers, in eval mode. What a collator draws at random (masked
+    language modelling) cannot be drawn again for the example alone; there its row of the batch is cut to the length
+    that it has alone, on one side or the other.
 
     Args:
         examples: two or more, of different lengths where possible, the shortest first: what a short one leaves behind
@@ -62,19 +63,19 @@ def check_padding(
         PreflightError: a gradient moves, so one long example would change all its neighbours.
     """
 
-    def gradients(batch: Batch) -> tuple[PerExampleGradients, dict[str, Tensor]]:
-        with computed_in(model, batch, torch.float32) as exact:
+    def gradients(batch: Batch, dtype: torch.dtype) -> tuple[PerExampleGradients, dict[str, Tensor]]:
+        with computed_in(model, batch, dtype) as exact:
             found = record(model, loss_fn, prepare(exact), certificate=certificate, rules=rules, tables=tables)
             return found, {name: values.clone() for name, values in model.named_buffers()}
 
-    def refuse_moved(tolerance: float) -> list[float]:
+    def held(dtype: torch.dtype) -> list[float]:
         together, again = collate(list(examples)), collate(list(examples))
         is_random = any(isinstance(v, Tensor) and not torch.equal(v, again[k]) for k, v in together.items())
-        in_batch, left, norms = gradients(together)[0], None, []
+        in_batch, left, norms = gradients(together, dtype)[0], None, []
         for i, example in enumerate(examples):
             single = collate([example])
             versions = [_cut(together, i, single, side) for side in (False, True)] if is_random else [single]
-            alone = [gradients(version) for version in versions]
+            alone = [gradients(version, dtype) for version in versions]
             left = left or alone[0][1]
             changed = [name for name, values in alone[0][1].items() if name in left and _differs(values, left[name])]
             if changed:
@@ -88,15 +89,31 @@ def check_padding(
             norms.append(float(alone[0][0].squared_norms()[0].sqrt()))
         return norms
 
+    def refuse_moved() -> list[float]:
+        try:
+            return held(torch.float32)
+        except PreflightError as leak:
+            try:
+                norms = held(torch.float64)
+            except Exception as error:  # noqa: BLE001 - not every model can compute in float64
+                raise (error if isinstance(error, PreflightError) else leak) from None
+            # A gradient that is a small difference of large numbers is rounded by more than the tolerance, as often as
+            # it is computed. What is gone the second time was in what the first one has left in the model.
+            try:
+                held(torch.float32)
+            except PreflightError:
+                return norms
+            raise leak
+
     tolerance = _LOW_PRECISION_TOLERANCE if _is_coarse(model) else _TOLERANCE
     with forked_rng(model), off_zero(model), NoDropout():
         try:
-            return refuse_moved(tolerance)
+            return refuse_moved()
         except PreflightError:
             if not draws_numbers(model, loss_fn, prepare(collate(list(examples[:1])))):
                 raise
             with in_mode(model, training=False):
-                return refuse_moved(tolerance)
+                return refuse_moved()
 
 
 def _leak(found: str) -> PreflightError:

@@ -168,6 +168,35 @@ def test_a_leak_in_training_mode_alone_is_one_where_attention_could_draw_numbers
         check_padding(model, losses, TEXTS, collator())
 
 
+@pytest.mark.parametrize("leak", [0.0, 1e-2])
+def test_rounding_in_float32_is_no_leak(leak: float) -> None:
+    """As of an example that is known by heart: its gradient is a small difference of large numbers."""
+
+    def losses(model: Any, batch: Any) -> Tensor:
+        embedded = model.get_input_embeddings()(batch["input_ids"])
+        far = 1e3 * embedded.shape[1]
+        rows = {"attention_mask": batch["attention_mask"], "labels": batch["labels"]}
+        given = (embedded + far) - far + leak * embedded.shape[1] * embedded.sin()
+        return per_example_losses(model, {"inputs_embeds": given, **rows})
+
+    model = tiny("llama", "causal_lm", torch.float32)
+    if leak:
+        with pytest.raises(PreflightError, match="gradient moves by"):
+            check_padding(model, losses, TEXTS, collator())
+    else:
+        check_padding(model, losses, TEXTS, collator())
+
+
+def test_a_model_that_cannot_compute_in_float64_is_told_what_leaks_in_float32() -> None:
+    def losses(model: Any, batch: Any) -> Tensor:
+        if model.lm_head.weight.dtype == torch.float64:
+            raise NotImplementedError("no kernel")
+        return per_example_losses(model, batch)
+
+    with pytest.raises(PreflightError, match="gradient moves by"):
+        check_padding(tiny("gpt2", "causal_lm", torch.float32), losses, TEXTS, collator("left"))
+
+
 @pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 6))])
 def test_a_coin_that_falls_alike_twice_is_random_all_the_same(seed: int) -> None:
     """Two losses of one example under stochastic depth of 0.1 are the same more often than not."""
