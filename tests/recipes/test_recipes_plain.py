@@ -45,6 +45,7 @@ FORMS |= {f"classify_{method}": FORMS["classify"] for method in ("full", "lora")
 # What they save is made as that of classify_lora, table_to_text_lora or sparse_embeddings_table is.
 ALIKE = {
     "classify_as_answers",
+    "classify_as_infilling",
     *("causal_lm", "causal_lm_lora", "classify", "classify_full", "instruct", "preferences"),
     *("sparse_embeddings_banking77", "synthetic_text", "synthetic_text_lora", "table_to_text"),
 }
