@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import itertools
 import random
 import subprocess
 import sys
@@ -203,6 +204,6 @@ def startup(
             private.train()
         finally:
             Engine.check = check  # type: ignore[method-assign]
-    each = [after - before for before, after in zip(starts[1:], starts[2:], strict=False)]
+    each = [after - before for before, after in itertools.pairwise(starts[1:])]
     print(f"the check took {sum(took):.1f} s, a step {median_of(each):.2f} s ({min(each):.2f} to {max(each):.2f}): "
           f"{sum(took) / median_of(each):.1f} steps of {rows} rows each")  # fmt: skip
