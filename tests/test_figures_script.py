@@ -6,6 +6,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from matplotlib.figure import Figure
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -20,7 +21,7 @@ def script() -> ModuleType:
     return made
 
 
-def over_one_another(figure) -> list[str]:
+def over_one_another(figure: Figure) -> list[str]:
     figure.canvas.draw()
     found = []
     for axis in figure.axes:
