@@ -3,7 +3,7 @@
     python scripts/benchmark.py run --output out/benchmark.json --figure out/benchmark.png
     python scripts/benchmark.py run --case untied --opacus --repeats 9
     python scripts/benchmark.py run --dtype bfloat16 --attention flash_attention_2     (on a GPU)
-    python scripts/benchmark.py scaling --figure docs/figures/scaling.png
+    python scripts/benchmark.py scaling
     python scripts/benchmark.py operations --case bert
     python scripts/benchmark.py forms
     python scripts/benchmark.py passes
@@ -192,7 +192,6 @@ def operations(
 
 def scaling(
     repeats: Annotated[int, typer.Option(help="Timed steps of each variant.")] = 5,
-    figure: FigurePath = None,
     dtype: Dtype = "float32",
     attention: Attention = "sdpa",
 ) -> None:
@@ -204,23 +203,14 @@ def scaling(
         "T, at B = 4": [dataclasses.replace(base, batch=4, length=t) for t in (64, 128, 256, 512)],
         "n": [dataclasses.replace(base, batch=2, dataset_size=n) for n in (10**3, 10**5, 10**7)],
     }
-    drawing, panels = blank_figure(11, len(sweeps)) if figure else (None, [None] * len(sweeps))
     table = Table("over", "value", *(f"{n} ms" for n in names), "ratio")
-    for axes, (over, cases) in zip(panels, sweeps.items(), strict=True):
+    for over, cases in sweeps.items():
         values = [c.dataset_size if over == "n" else c.length if over[0] == "T" else c.batch for c in cases]
         times = [measure_times(c, names, repeats, setting) for c in cases]
         for value, seconds in zip(values, times, strict=True):
             shown = [f"{1000 * median_of(seconds[n]):.0f}" for n in names]
             table.add_row(over, str(value), *shown, f"{ratio_of(seconds['hf_dp'], seconds['ordinary']):.2f}")
-        if axes is not None:
-            for name in names:
-                axes.plot(values, [median_of(seconds[name]) for seconds in times], marker="o", label=name)
-            axes.set(xlabel=over, ylim=(0, None), xscale="log" if over == "n" else "linear")
     Console().print(table)
-    if drawing is not None and figure is not None:
-        panels[0].set_ylabel("seconds a step")
-        panels[0].legend()
-        save_figure(drawing, figure)
 
 
 def kinds(

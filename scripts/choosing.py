@@ -274,31 +274,8 @@ def table(section: str, known: list[dict[str, Any]]) -> str:
     return f"### {section}\n\n" + "\n".join(rows) + "\n"
 
 
-def draw(known: list[dict[str, Any]], path: Path) -> None:
-    """All sections that were computed: mean loss, with the seeds as dots."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    sections = {name: lines_of(name, known) for name in SECTIONS}
-    sections = {name: lines for name, lines in sections.items() if sum(map(len, lines.values())) > 1}
-    figure = Figure(figsize=(11, 5.5), layout="constrained")
-    axes = FigureCanvasAgg(figure).figure.subplots(2, max(1, math.ceil(len(sections) / 2)), squeeze=False).flat
-    for (section, lines), axis in zip(sections.items(), axes, strict=False):
-        for line, points in lines.items():
-            places = [place if isinstance(place, str) else f"{place:g}" for place in points]
-            means = [statistics.mean(one["loss"] for one in found) for found in points.values()]
-            (drawn,) = axis.plot(places, means, label=line or None)
-            for place, found in zip(places, points.values(), strict=True):
-                axis.plot([place] * len(found), [one["loss"] for one in found], ".", color=drawn.get_color())
-        axis.set_xlabel(f"{section}: {VARIED[section][0]}" if section != VARIED[section][0] else section)
-        if axis.get_legend_handles_labels()[1]:
-            axis.legend(fontsize="x-small")
-    figure.supylabel("held-out loss, nats")
-    figure.savefig(path, dpi=80)
-
-
 def main() -> None:
-    """Computes what is missing, and writes the tables and the figure of all that is there."""
+    """Computes what is missing, and writes the tables of all that is there."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--encoder", required=True)
     parser.add_argument("--data", type=Path, required=True)
@@ -306,7 +283,6 @@ def main() -> None:
     parser.add_argument("--sections", nargs="*", default=list(SECTIONS), choices=list(SECTIONS))
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--seconds", type=float, default=math.inf, help="No point is begun after so many.")
-    parser.add_argument("--figure", type=Path, help="Where the figure goes; left out, beside the points.")
     given = parser.parse_args()
     given.output.mkdir(parents=True, exist_ok=True)
     whole, train, test = prepared(given)
@@ -326,7 +302,6 @@ def main() -> None:
     found = list(known.values())
     text = "\n".join(table(section, found) for section in SECTIONS)
     (given.output / "choosing.md").write_text(text, encoding="utf-8")
-    draw(found, given.figure or given.output / "choosing.png")
 
 
 if __name__ == "__main__":

@@ -40,7 +40,7 @@ RULES: tuple[Rule, ...] = (
         "clipping norm",
         "1, with `--clipping automatic` unless public data, or a run that you charge for (`after`), shows that a part "
         "of the examples is clipped",
-        "noise grows with the norm; from 0.1 to 10 came out alike, with 40 to 89 % clipped",
+        "noise grows with the norm; from 0.1 to 10 came out alike, with 37 to 88 % clipped",
         lambda _, __, noise: (
             f"1 (automatic, unless public data shows clipping): noise of {noise:.2g} per coordinate of a step"
         ),

@@ -165,14 +165,16 @@ def test_commands_that_a_page_names_exist(page: Path) -> None:
         assert command in commands, command
 
 
-def test_the_headings_of_the_faq_are_said_by_the_library() -> None:
+def test_the_words_that_the_faq_answers_are_said_by_the_library() -> None:
     source = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "hf_dp").rglob("*.py"))
     page = (ROOT / "docs" / "faq.md").read_text(encoding="utf-8")
-    quoted, in_table = (re.findall(words, page, re.M) for words in (r"^### `(.*)`$", r"^\| .* \| `([^`]*)` \|$"))
+    quoted, in_table = (re.findall(words, page, re.M) for words in (r"^- `([^`]*)`", r"^\| .* \| `([^`]*)` \|$"))
     assert len(quoted) > 60
     assert len(in_table) > 5
     for words in quoted + in_table:
         assert words in source, words
+    for question in re.findall("^### (.*)$", page, re.M):
+        assert question.endswith("?"), question
 
 
 @pytest.mark.parametrize(
