@@ -189,11 +189,11 @@ class _Page(HTMLParser):
         self._note("text", data)
 
     def handle_comment(self, data: str) -> None:
-        # Browsers end some comments earlier, and take other things for comments.
+        # Browsers end some comments earlier, and take other things for comments; so do older and newer Pythons.
         at, column = self.getpos()
         raw, said = self._lines[at - 1 :], f"<!--{data}-->"
         is_one = "\n".join(raw[: 1 + data.count("\n")])[column:].startswith(said)
-        if not is_one or data.startswith((">", "->")) or "--!>" in data:
+        if not is_one or data.startswith((">", "->")) or re.search(r"--(!|\s+)>", data):
             self.styling = "what is no comment to all browsers"
         if said == BEGIN and self.around is None:
             self.around, self._is_inside = list(self._open), True
