@@ -68,7 +68,7 @@ def test_centres_without_gradient_or_of_the_model_are_welcome(tmp_path: Path, pa
 
     class Its(Centres):
         @property
-        def centres(self) -> Tensor:  # type: ignore[override]
+        def centres(self) -> Tensor:
             centres: Tensor = model.centres
             return centres
 
