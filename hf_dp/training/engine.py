@@ -18,6 +18,7 @@ from hf_dp.data.extremes import extreme_rows
 from hf_dp.data.left_padding import LeftPadding
 from hf_dp.data.loader import PoissonDataLoader
 from hf_dp.data.mixing_collator import check_collator
+from hf_dp.data.mixing_dataset import check_dataset
 from hf_dp.data.telling_rows import (
     ends_that_add,
     refuse_rows_that_fail,
@@ -217,6 +218,7 @@ class Engine:
                 refuse_rows_that_fail(
                     dataset, extremes.rows, tried, lambda row: self._loss(self.model, self._batch([row]))
                 )
+                check_dataset(dataset.dataset)
                 check_collator(collate, few)
                 memory.refuse(*self._alike(few))
                 uneven = uneven_rows(dataset, extremes, few)
