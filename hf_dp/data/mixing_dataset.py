@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
@@ -89,13 +88,14 @@ def _noting(value: Any, reads: Reads, n: int) -> Any:
 
 
 def _of_python(dataset: Any, note: Callable[[Any], None], reads: Reads, n: int) -> Any:
-    kind, noting = type(dataset), copy.copy(dataset)
+    kind = type(dataset)
 
     def read(self: Any, key: Any) -> Any:
         note(key)
         return kind.__getitem__(self, key)
 
-    noting.__class__ = type(kind.__name__, (kind,), {"__getitem__": read})
+    # Neither made nor ended as a dataset is, which may open files, and close those that both hold.
+    noting: Any = object.__new__(type(kind.__name__, (kind,), {"__getitem__": read, "__del__": lambda self: None}))
     for name, value in vars(dataset).items():
         vars(noting)[name] = _noting(value, reads, n)
     return noting

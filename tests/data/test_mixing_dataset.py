@@ -157,6 +157,22 @@ def test_rows_of_their_own_are_welcome(dataset: Any) -> None:
     check_dataset(dataset)
 
 
+def test_what_a_dataset_holds_open_stays_so(tmp_path: Path) -> None:
+    class Closing(Rows):
+        """Of a file that it closes."""
+
+        def __init__(self) -> None:
+            super().__init__(ROWS)
+            self.file = (tmp_path / "rows").open("w+")
+
+        def __del__(self) -> None:
+            self.file.close()
+
+    dataset = Closing()
+    check_dataset(dataset)
+    assert not dataset.file.closed
+
+
 def test_failure_47_in_a_training(tmp_path: Path) -> None:
     words = "Mixed makes a row of its own data and of other rows"
     refused(tmp_path, ConfigurationError, words, at_once=False, parts={"train_dataset": Mixed(ROWS)})
