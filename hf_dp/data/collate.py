@@ -213,3 +213,19 @@ def _bad_collator(name: str, problem: str) -> ConfigurationError:
         fix="use a padding collator (for example transformers.DataCollatorWithPadding) with return_tensors='pt', "
         "without packing or padding_free, that returns tensors of shape (examples, ...) only.",
     )
+
+
+class Prepared:
+    """A collator, and what a method of the user's makes of its batches before a model sees them: for checks.
+
+    Attributes:
+        name: of both.
+    """
+
+    def __init__(self, collate: LogicalBatchCollator, prepare: Callable[[Any], Any], name: str) -> None:
+        self._collate, self._prepare, self.name = collate, prepare, f"{collate.name}, with {name},"
+
+    def collated(self, examples: list[Any]) -> Mapping[str, Any]:
+        """As the collator's, prepared."""
+        prepared: Mapping[str, Any] = self._prepare(self._collate.collated(examples))
+        return prepared

@@ -7,7 +7,8 @@ one, and predicts its first token from padding only where there is some.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -34,6 +35,15 @@ class LeftPadding:
 
     def __init__(self) -> None:
         self.counts_columns: bool | None = None
+
+    @contextmanager
+    def put_aside(self) -> Iterator[None]:
+        """No batch gets positions inside, nor shows whether it must."""
+        known, self.counts_columns = self.counts_columns, False
+        try:
+            yield
+        finally:
+            self.counts_columns = known
 
     def completed(self, model: nn.Module, batch: Any, collated: Any = None) -> Any:
         """`batch`; without a label for a first token that padding would predict, if the model is a causal language

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hf_dp.data.collate import LogicalBatchCollator
+from hf_dp.data.collate import LogicalBatchCollator, Prepared
 from hf_dp.errors import ConfigurationError
 from hf_dp.randomness import global_state, seed_global_state, unchanged_global_state
 
@@ -27,7 +27,7 @@ _SAMPLES, _APART = 64, 0.6
 Collated = dict[str, Tensor]
 
 
-def check_collator(collate: LogicalBatchCollator, examples: list[Any]) -> None:
+def check_collator(collate: LogicalBatchCollator | Prepared, examples: list[Any]) -> None:
     """Refuses a collator whose row of one example depends on others, or whose random choice is one for all.
 
     Pairs of `examples` are collated in several arrangements, each under the same sixteen random states; the first row
@@ -206,5 +206,5 @@ def _equal(one: Tensor, two: Tensor) -> bool:
     return one.shape == two.shape and torch.allclose(one, two, rtol=1e-6, atol=0, equal_nan=True)
 
 
-def _refusal(collate: LogicalBatchCollator, found: str, why: str, fix: str) -> ConfigurationError:
+def _refusal(collate: LogicalBatchCollator | Prepared, found: str, why: str, fix: str) -> ConfigurationError:
     return ConfigurationError(f"the data collator {collate.name} {found}.", why=why, fix=fix)

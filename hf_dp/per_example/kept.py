@@ -33,13 +33,15 @@ class Memory:
         model: in training mode.
         losses: of a batch.
         loss: what computes them. Looked at as well are the object that it is a method of, and modules that this one,
-            its class or a closure holds: all of their buffers, and none of their parameters.
+            its class or a closure holds: all of their buffers, and those of their parameters that passes write to.
     """
 
     def __init__(self, model: nn.Module, losses: Losses, loss: Any = None) -> None:
         self._model, self._losses = model, losses
         self._beside = dict(_beside(model, loss))
         self._harmless: set[_Place] = set()
+        # Parameters, of modules beside the model, that every pass may write to (a teacher that follows the weights).
+        self._moving: dict[_Place, nn.Parameter] = {}
         self._probe: Any = None
 
     def refuse(self, one: Any, other: Any, probe: Any) -> None:
@@ -55,19 +57,32 @@ class Memory:
         Raises:
             UnsupportedModelError: with the name of the attribute.
         """
-        left = []
-        for batch in (one, other):
-            with self._put_back(), unchanged_global_state():
-                self._losses(batch)
-                left.append(self._look())
+        writes = self._writes()
+        left = self._left_by(one, other)
+        if written := self._written_since(writes):
+            self._moving = {place: self._parameters()[place] for place in written}
+            left = self._left_by(one, other)
+        moved = {place: p.detach() + 1 for place, p in self._moving.items()}
         for place in {**left[0], **left[1]}:
             first, second = (found.get(place, _NOTHING) for found in left)
             if same(first, second):
+                if place in self._moving and not same(first, moved[place]):  # it follows the weights
+                    self._harmless.add(place)
                 continue
             value = second if first is _NOTHING else first
             if not self._is_alike(probe, {place: value}, {place: _far(value, second)}):
                 raise _refused(place)
             self._harmless.add(place)
+
+    def _left_by(self, *batches: Any) -> list[dict[_Place, Any]]:
+        left = []
+        for batch in batches:
+            with self._put_back(), unchanged_global_state():
+                for p in self._moving.values():
+                    p.data.add_(1)  # a teacher that begins as its pupil would follow it unseen
+                self._losses(batch)
+                left.append(self._look())
+        return left
 
     @contextmanager
     def unmoved(self) -> Iterator[None]:
@@ -82,9 +97,12 @@ class Memory:
         if self._probe is None or is_sharded(self._model):
             yield
             return
-        before = self._look()
+        before, writes = self._look(), self._writes()
         yield
         after = self._look()
+        for place in self._written_since(writes):
+            if place not in self._moving:
+                raise _refused(place)
         changed = [p for p in {**before, **after} if not same(before.get(p, _NOTHING), after.get(p, _NOTHING))]
         changed = [place for place in changed if place not in self._harmless]
         if not changed:
@@ -106,8 +124,19 @@ class Memory:
         yield from self._model.named_modules()
         yield from self._beside.items()
 
+    def _parameters(self) -> dict[_Place, nn.Parameter]:
+        """Of what is beside the model."""
+        modules = [(path, holder) for path, holder in self._beside.items() if isinstance(holder, nn.Module)]
+        return {(path, n): p for path, m in modules for n, p in m._parameters.items() if p is not None}
+
+    def _writes(self) -> dict[_Place, int]:
+        return {place: p._version for place, p in self._parameters().items() if not p.is_inference()}
+
+    def _written_since(self, writes: dict[_Place, int]) -> list[_Place]:
+        return [place for place, version in self._writes().items() if writes.get(place, version) != version]
+
     def _look(self) -> dict[_Place, Any]:
-        found: dict[_Place, Any] = {}
+        found: dict[_Place, Any] = {place: copied(p.detach()) for place, p in self._moving.items()}
         for path, holder in self._holders():
             found |= {(path, n): copied(v) for n, v in vars(holder).items() if isinstance(v, _KEPT) and n != "training"}
             if isinstance(holder, nn.Module):
@@ -125,9 +154,12 @@ class Memory:
                     stack.enter_context(put_back(holder))
             plain = {path: holder for path, holder in self._beside.items() if not isinstance(holder, nn.Module)}
             before = {path: dict(vars(holder)) for path, holder in plain.items()}
+            kept = [(p, p.detach().clone()) for p in self._moving.values()]
             try:
                 yield
             finally:
+                for p, value in kept:
+                    p.data.copy_(value)
                 for path, values in before.items():
                     vars(plain[path]).update(values)
                     for name in vars(plain[path]).keys() - values.keys():
@@ -154,7 +186,9 @@ class Memory:
         path, name = place
         owner: Any = self._beside[path] if path in self._beside else self._model.get_submodule(path)
         buffers = owner._buffers if isinstance(owner, nn.Module) else {}
-        if value is _NOTHING:
+        if (path, name) in self._moving:
+            self._moving[path, name].data.copy_(value)
+        elif value is _NOTHING:
             buffers.pop(name, None)
             vars(owner).pop(name, None)
         elif name in buffers or (isinstance(owner, nn.Module) and name in owner._non_persistent_buffers_set):

@@ -26,6 +26,7 @@ from hf_dp.per_example.composites import COMPOSITES
 from hf_dp.per_example.constants import Constant, by_autograd, by_rule
 from hf_dp.per_example.factors import Factors, Outer
 from hf_dp.per_example.idle import without_idle
+from hf_dp.per_example.leaves import refusing_others
 from hf_dp.per_example.precision import full_precision, sum_dtype
 from hf_dp.per_example.reading import Reader
 from hf_dp.per_example.rule import PLAIN, Axis, Bound, Operands, Rule, Use, refusal
@@ -33,8 +34,7 @@ from hf_dp.per_example.sharding import refuse_unknown_shards, trainable, watched
 from hf_dp.per_example.use import Call, recorded, sorted_operands
 from hf_dp.per_example.watched import Source, WatchedParameter, flatten, in_place, mapped, plain
 
-# Joins the names of the parameters behind one constant.
-_AND = ", "
+_AND = ", "  # joins the names of the parameters behind one constant
 # What gives example i the same, whether an operand has one row for all examples or a copy for each.
 _BROADCASTING = {
     *(getattr(torch.Tensor, name) for name in ("__iadd__", "add_", "__isub__", "sub_", "__imul__", "mul_")),
@@ -84,7 +84,7 @@ class Watch:
 
     def run(self, model: nn.Module, loss_fn: LossFunction, batch: Batch) -> Tensor:
         """One forward and one backward pass; the losses (B,), detached. The factors are then in `factors`."""
-        with self.attached(model):
+        with refusing_others([*trainable(model).values(), *batch.values()]), self.attached(model):
             losses = self.forward(model, loss_fn, batch)
             self.is_final = True
             losses.sum().backward()

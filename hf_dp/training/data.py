@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,6 +19,7 @@ from hf_dp.step.plan import Plan
 from hf_dp.training.behind.usual import Usual
 from hf_dp.training.described import described_arguments, described_values
 from hf_dp.training.planned import check_ranks, planned, units_of
+from hf_dp.training.refusals import refuse_choices_by_training_data
 from hf_dp.units.rows import without_column
 
 if TYPE_CHECKING:
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
 else:
     _Base = object
 logger = logging.getLogger(__name__)
+_KNOWN = ("hf_dp.", "transformers.", "trl.")
 
 
 class DataMixin(_Base):
@@ -68,6 +71,7 @@ class DataMixin(_Base):
 
     def _planned(self) -> tuple[Plan, PoissonDataLoader]:
         """Of the next training, whose number of steps Trainer reads off the loader."""
+        refuse_choices_by_training_data(self)
         collate, units = self._behind.collator(self.data_collator), units_of(self._dataset, self.privacy)
         dataset = self._dataset if units is None else without_column(self._dataset, str(self.privacy.unit))
         if isinstance(dataset, Dataset):
@@ -98,6 +102,13 @@ class DataMixin(_Base):
     def _prepare_examples(self, inputs: Any) -> Any:
         """`_prepare_inputs` of a micro-batch of training."""
         return self._behind.prepared(self._module, self._prepare_inputs(inputs))
+
+    def _own_preparation(self) -> tuple[str, Callable[[Any], Any], Callable[[Any], Any]] | None:
+        """What a user's class does to batches in place of Trainer, if it does; see `Engine`."""
+        methods = "_prepare_inputs", "_prepare_input"
+        owners = [(next(kind for kind in type(self).__mro__ if name in vars(kind)), name) for name in methods]
+        own = [f"{kind.__name__}.{name}" for kind, name in owners if not kind.__module__.startswith(_KNOWN)]
+        return (own[0], self._prepare_inputs, lambda batch: self._behind.prepared(self._module, batch)) if own else None
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         """As Trainer's; none after the last step, where Trainer resumed from its checkpoint would make one more."""

@@ -13,11 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from hf_dp.clipping.rule import ClippingRule, Group
-from hf_dp.data.collate import warn_of_packed
+from hf_dp.data.collate import Prepared, warn_of_packed
 from hf_dp.data.extremes import extreme_rows
 from hf_dp.data.left_padding import LeftPadding
 from hf_dp.data.loader import PoissonDataLoader
 from hf_dp.data.mixing_collator import check_collator
+from hf_dp.data.mixing_dataset import check_dataset
 from hf_dp.data.telling_rows import (
     ends_that_add,
     refuse_rows_that_fail,
@@ -66,6 +67,7 @@ class Engine:
         padding: what `prepare` has learnt of batches that are padded on the left.
         rules: how operations use their parameters.
         check_losses: holds `loss` of a few examples against what it is meant to be; None where nobody else knows that.
+        own: of `prepare`, the name of a method of the user's, that method, and what is done after it.
 
     Attributes:
         model: as above; a later wrapper may give another.
@@ -84,10 +86,14 @@ class Engine:
         padding: LeftPadding,
         rules: Mapping[Any, Rule] = RULES,
         check_losses: Callable[[nn.Module, Batch, Iterable[Batch]], None] | None = None,
+        own: tuple[str, Callable[[Any], Any], Callable[[Any], Any]] | None = None,
     ) -> None:
         self.model, self._loss, self.loader = model, loss, loader
         self.prepare, self._padding, self._rules = prepare, padding, rules
-        self._check_losses = check_losses
+        self._check_losses, collate = check_losses, loader.collate_fn
+        # A user's own preparation may mix rows, and draw numbers, as collators do.
+        self._collate: Any = collate if own is None else Prepared(collate, own[1], own[0])  # type: ignore[arg-type]
+        self._prepare_collated = prepare if own is None else own[2]
         self.by_rows: Collection[str] = ()
         self.passes, self.is_silent = 1, False
         self.clipping: ClippingRule | None = None
@@ -217,7 +223,9 @@ class Engine:
                 refuse_rows_that_fail(
                     dataset, extremes.rows, tried, lambda row: self._loss(self.model, self._batch([row]))
                 )
-                check_collator(collate, few)
+                check_dataset(dataset.dataset)
+                with self._padding.put_aside():
+                    check_collator(self._collate, few)
                 memory.refuse(*self._alike(few))
                 uneven = uneven_rows(dataset, extremes, few)
                 # Padding first: what it shows is how all batches are completed, those of one length as well.
@@ -279,14 +287,12 @@ class Engine:
 
     def _check_padding(self, rows: list[Any], certificate: Certificate | None) -> list[float]:
         """The norms of their gradients."""
-        collate: Any = self.loader.collate_fn
         with unchanged_state(self.model):
             return check_padding(
-                self.model, self._loss, rows, collate.collated, self.prepare,
+                self.model, self._loss, rows, self._collate.collated, self._prepare_collated,
                 certificate=certificate, rules=self._rules, tables=self.by_rows,
             )  # fmt: skip
 
     def _batch(self, rows: list[Any]) -> Batch:
-        collate: Any = self.loader.collate_fn
-        prepared: Batch = self.prepare(collate.collated(rows))
+        prepared: Batch = self._prepare_collated(self._collate.collated(rows))
         return prepared

@@ -137,6 +137,7 @@ class DPTrainerMixin(RestoringMixin, CheckpointMixin, LayoutsMixin, PublishingMi
         engine = Engine(
             *(self._module, self._loss, loader, self._prepare_examples, self._left_padding),
             *(self.per_example_rules, self._behind.check_losses if self._has_usual_loss else None),
+            own=self._own_preparation(),
         )
         engine.is_silent = bool(self.args.disable_tqdm)
         self._run = Run(plan, engine, self._run, self.processing_class)

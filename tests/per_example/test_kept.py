@@ -116,6 +116,65 @@ def test_what_computes_losses_may_keep_nothing_either(held: Any) -> None:
     assert torch.equal(loss.shares, Running().shares), "put back"
 
 
+class Centre(nn.Module):
+    """A loss that moves a parameter of its own by the rows above a bound, or by the weights of the model."""
+
+    def __init__(self, bound: float, by_weights: bool = False) -> None:
+        super().__init__()
+        self.place, self.teacher = nn.Linear(3, 1).requires_grad_(False), nn.Linear(3, 1).requires_grad_(False)
+        self.bound, self.by_weights = bound, by_weights
+
+    def forward(self, model: nn.Module, x: Tensor) -> Tensor:
+        logits = model(x)
+        with torch.no_grad():
+            if self.by_weights:
+                self.place.weight.lerp_(next(model.parameters())[:1, :3], 0.1)
+            else:
+                self.place.weight.lerp_(logits.detach().mean(0)[None], 1e-6 * float(x.max() > self.bound))
+        found: Tensor = (logits - self.place.weight + self.teacher(logits)).square().sum(1)
+        return found
+
+
+def test_failure_45_a_parameter_of_what_computes_losses() -> None:
+    torch.manual_seed(0)
+    words, model = r"place\.weight keeps something of the examples", Plain()
+    loss = Centre(-100.0)  # every row moves it
+    with pytest.raises(UnsupportedModelError, match=words):
+        Memory(model, functools.partial(loss, model), loss).refuse(batch(1, 0), batch(1, 1), batch(2, 2))
+    loss = Centre(100.0)  # a rare one does
+    memory = Memory(model, functools.partial(loss, model), loss)
+    memory.refuse(batch(1, 0), batch(1, 1), batch(2, 2))
+    memory.ask_of(batch(2, 2))
+    with memory.unmoved():
+        loss(model, batch(3, 3))
+    with pytest.raises(UnsupportedModelError, match=words), memory.unmoved():
+        loss(model, batch(3, 3, scale=1000))
+
+
+def test_failure_45_one_that_is_written_to_only_then() -> None:
+    torch.manual_seed(0)
+    model, loss = Plain(), Centre(0)
+    memory = Memory(model, lambda x: model(x).sum(1), loss)
+    memory.refuse(batch(1, 0), batch(1, 1), batch(2, 2))
+    memory.ask_of(batch(2, 2))
+    with pytest.raises(UnsupportedModelError, match=r"place\.weight keeps something"), memory.unmoved():
+        loss(model, batch(3, 3))
+
+
+def test_a_teacher_that_follows_the_weights_is_welcome() -> None:
+    torch.manual_seed(0)
+    model, loss = Plain(), Centre(0, by_weights=True)
+    loss.place.weight.data.copy_(next(model.parameters())[:1, :3])
+    memory = Memory(model, functools.partial(loss, model), loss)
+    memory.refuse(batch(1, 0), batch(1, 1), batch(2, 2))
+    memory.ask_of(batch(2, 2))
+    for size in (3, 4):
+        with torch.no_grad():
+            next(model.parameters()).add_(0.1)
+        with memory.unmoved():
+            loss(model, batch(size, size))
+
+
 class Weighted(DPTrainer):
     """Losses beside their running mean, which hardly moves."""
 

@@ -27,6 +27,11 @@ class OwnLoader(DPTrainer):
         return super().get_train_dataloader()
 
 
+class OwnBatches(DPTrainer):
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        return super().get_batch_samples(*args, **kwargs)
+
+
 class WeightedSampler(DPTrainer):
     def _get_train_sampler(self, *args: Any) -> Any:
         return torch.utils.data.WeightedRandomSampler([1.0] * ROWS, ROWS)
@@ -51,6 +56,7 @@ class OwnLoss(DPTrainer):
     [
         (OwnStep, "OwnStep.training_step"),
         (OwnLoader, "OwnLoader.get_train_dataloader"),
+        (OwnBatches, "OwnBatches.get_batch_samples"),
         (WeightedSampler, "WeightedSampler chooses its own training sampler"),
         (OwnLoss, "OwnLoss.compute_loss gives one loss for the whole batch"),
     ],

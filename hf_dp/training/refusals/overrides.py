@@ -14,13 +14,15 @@ def refuse_overrides(trainer: Any, mixin: type, base: type) -> None:
     Raises:
         ConfigurationError: with the method and the class that defines it.
     """
-    for method in ("training_step", "get_train_dataloader"):
+    for method in ("training_step", "get_train_dataloader", "get_batch_samples"):
         owner = _owner(trainer, method)
         if owner is not mixin and not issubclass(mixin, owner):
             raise ConfigurationError(
                 f"{owner.__name__}.{method} comes before DPTrainerMixin's.",
-                why="it would run instead of the private one, and nothing would be clipped, noised or counted.",
-                fix="put DPTrainerMixin first: class MyTrainer(DPTrainerMixin, MyBaseTrainer), and do not override it.",
+                why="it would run instead of the private one: what is drawn, clipped, noised and counted, and whether "
+                "rows are mixed, would be its affair, and nobody's to check.",
+                fix="put DPTrainerMixin first: class MyTrainer(DPTrainerMixin, MyBaseTrainer), and do not override it; "
+                "what is to be done to batches goes into the data collator or _prepare_inputs.",
             )
     owner = _owner(trainer, "_get_train_sampler")
     if owner is not base:

@@ -1,0 +1,56 @@
+"""What a training chooses by its evaluations: not by those of the data that it trains on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from transformers import EarlyStoppingCallback
+
+from hf_dp.errors import ConfigurationError
+from hf_dp.randomness import unchanged_global_state
+
+_FIRST = 4
+
+
+def refuse_choices_by_training_data(trainer: Any) -> None:
+    """Refuses a Trainer that chooses weights, steps or rates by evaluations of its training data.
+
+    Only data that is the training data, or begins with the same rows, is told for it.
+
+    Raises:
+        ConfigurationError: with what chooses.
+    """
+    found = list(_choices(trainer))
+    if not found:
+        return
+    data, metric = trainer.eval_dataset, str(trainer.args.metric_for_best_model or "loss").removeprefix("eval_")
+    for name, each in data.items() if isinstance(data, Mapping) else [("", data)]:
+        if metric.startswith(f"{name}_" if name else "") and _is_same(each, trainer.train_dataset):
+            raise ConfigurationError(
+                f"{' and '.join(found)} with evaluations of the training data.",
+                why="which weights, steps and rates come out then follows from private data without noise, and epsilon "
+                "would not say so.",
+                fix="pass an eval_dataset of other rows, whose owners agreed; or leave these out.",
+            )
+
+
+def _choices(trainer: Any) -> Iterator[str]:
+    if trainer.args.load_best_model_at_end:
+        yield "load_best_model_at_end=True"
+    kind = trainer.args.lr_scheduler_type
+    if str(getattr(kind, "value", kind)) == "reduce_lr_on_plateau":
+        yield "lr_scheduler_type='reduce_lr_on_plateau'"
+    if any(isinstance(callback, EarlyStoppingCallback) for callback in trainer.callback_handler.callbacks):
+        yield "EarlyStoppingCallback"
+
+
+def _is_same(evaluated: Any, trained: Any) -> bool:
+    if evaluated is trained or evaluated is None:
+        return evaluated is not None
+    try:
+        n = min(len(evaluated), len(trained), _FIRST)
+        with unchanged_global_state():
+            return n == _FIRST and all(repr(evaluated[i]) == repr(trained[i]) for i in range(n))
+    except (LookupError, TypeError, ValueError):
+        return False

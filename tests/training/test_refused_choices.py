@@ -1,0 +1,61 @@
+"""Weights, steps and rates are not chosen by evaluations of the training data; of other data they may be."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from datasets import Dataset
+from transformers import EarlyStoppingCallback
+
+from hf_dp.errors import ConfigurationError
+from tests.training.refusing import refused
+from tests.training.workbench import make, rows
+
+EACH: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 1}
+BEST = {**EACH, "save_strategy": "steps", "save_steps": 1, "load_best_model_at_end": True}
+PLATEAU = {**EACH, "lr_scheduler_type": "reduce_lr_on_plateau"}
+OTHERS = rows(8, seed=5)
+
+
+@pytest.mark.parametrize(
+    ("data", "values", "words"),
+    [
+        (lambda train: train, BEST, "load_best_model_at_end=True with evaluations of the training data"),
+        (lambda train: train[:10], PLATEAU, "reduce_lr_on_plateau"),
+        (
+            lambda train: {"some": OTHERS, "all": train},
+            {**BEST, "metric_for_best_model": "all_loss"},
+            "load_best_model",
+        ),
+    ],
+)
+def test_failure_48_choices_by_the_training_data(tmp_path: Path, data: Any, values: Any, words: str) -> None:
+    train = rows()
+    parts = {"train_dataset": train, "eval_dataset": data(train)}
+    refused(tmp_path, ConfigurationError, words, at_once=False, parts=parts, **values)
+
+
+def test_failure_48_early_stopping_on_a_part_of_a_dataset(tmp_path: Path) -> None:
+    train = Dataset.from_list(rows())
+    parts = {
+        "train_dataset": train, "eval_dataset": train.select(range(9)),
+        "callbacks": [EarlyStoppingCallback(early_stopping_patience=1)],
+    }  # fmt: skip
+    words = "load_best_model_at_end=True and EarlyStoppingCallback"
+    refused(tmp_path, ConfigurationError, words, at_once=False, parts=parts, **BEST)
+
+
+@pytest.mark.usefixtures("checked_once")
+def test_looking_at_the_training_data_and_choosing_by_others_is_welcome(tmp_path: Path) -> None:
+    train = rows()
+    looked_at = make(
+        tmp_path / "looked at", parts={"train_dataset": train, "eval_dataset": train}, eval_strategy="steps",
+        eval_steps=1, max_steps=1,
+    )  # fmt: skip
+    both = {"train_dataset": train, "eval_dataset": {"all": train, "some": OTHERS}}
+    chosen = make(tmp_path / "chosen", parts=both, max_steps=1, **{**BEST, "metric_for_best_model": "some_loss"})
+    for run in (looked_at, chosen):
+        run.train()
+        assert run.ledger.steps == 1
