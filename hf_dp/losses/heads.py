@@ -71,8 +71,14 @@ def ctc_losses(base: Any, inputs: Mapping[str, Any], logits: Tensor, labels: Ten
     return losses / counted.sum(1).clamp_min(1) if base.config.ctc_loss_reduction == "mean" else losses
 
 
-def question_answering(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
-    """The mean over start and end; positions beyond the text count as none, as in Transformers."""
+def question_answering(model: nn.Module, batch: Mapping[str, Any], over_padding: bool = False) -> Tensor:
+    """The mean over start and end; positions beyond the text count as none, as in Transformers.
+
+    No answer is where the attention mask (B, T) hides the text: how far an example is padded does not change its loss.
+
+    Args:
+        over_padding: as Transformers' own, which spends probability there too.
+    """
     ends = [labels_of(batch, name) for name in ("start_positions", "end_positions")]
     output = model(**{k: v for k, v in batch.items() if k not in ("start_positions", "end_positions")})
     if getattr(output, "start_logits", None) is None or output.start_logits.dim() != 2:
@@ -81,11 +87,16 @@ def question_answering(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
             why="its question answering head is of another kind.",
             fix="override DPTrainer.compute_per_example_loss(model, inputs).",
         )
+    mask = None if over_padding else batch.get("attention_mask")
     total: Tensor | float = 0.0
     for logits, positions in zip((output.start_logits, output.end_logits), ends, strict=True):
         length = logits.shape[1]
-        clamped = positions.view(-1).clamp(0, length)
-        one = F.cross_entropy(accurate(logits), clamped, ignore_index=length, reduction="none")
+        answers, logits = positions.view(-1).clamp(0, length), accurate(logits)
+        if isinstance(mask, Tensor) and mask.shape == logits.shape:
+            logits = logits.masked_fill(mask.eq(0), torch.finfo(logits.dtype).min)
+            hidden = F.pad(mask.eq(0), (0, 1)).gather(1, answers[:, None])[:, 0]
+            answers = answers.masked_fill(hidden, length)
+        one = F.cross_entropy(logits, answers, ignore_index=length, reduction="none")
         total = total + one / 2
     assert isinstance(total, Tensor)
     return total

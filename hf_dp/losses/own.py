@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -9,11 +11,15 @@ import torch
 from torch import Tensor, nn
 
 from hf_dp.errors import HfDpError, UnsupportedModelError
-from hf_dp.losses.kinds import base_model, loss_kind
+from hf_dp.losses.heads import question_answering
+from hf_dp.losses.kinds import SHIFTED, base_model, loss_kind
 from hf_dp.losses.per_example import per_example_losses
+from hf_dp.losses.tokens import accurate, token_losses
 
 # How far the model's own loss may be off, in its own precision.
 _SAME = 1e-2
+# What adapters call the weight of a term that they add.
+_ADDED = re.compile("(reg|regulari[sz]ation|aux|auxiliary_loss)_(weight|coef|alpha)")
 
 
 def check_own_loss(model: nn.Module, batch: Mapping[str, Any]) -> None:
@@ -32,7 +38,10 @@ def check_own_loss(model: nn.Module, batch: Mapping[str, Any]) -> None:
         with torch.no_grad(), torch.random.fork_rng(devices=devices):
             return of(model, batch)
 
-    for i, ours in enumerate(losses(per_example_losses, batch).tolist()):
+    # The model's own is over padding as well.
+    is_qa = loss_kind(model) == "question_answering"
+    kinds = functools.partial(question_answering, over_padding=True) if is_qa else per_example_losses
+    for i, ours in enumerate(losses(kinds, batch).tolist()):
         one = {k: v[i : i + 1] if isinstance(v, Tensor) else v for k, v in batch.items()}
         own = losses(_own_loss, one)
         if own is None:
@@ -44,15 +53,43 @@ def check_own_loss(model: nn.Module, batch: Mapping[str, Any]) -> None:
         if not bool(own.isfinite()) or _is_same(ours, float(own)):
             continue
         # With dropout, that of the example by itself has the same masks.
-        ours = float(losses(per_example_losses, one))
+        ours = float(losses(kinds, one))
         if not _is_same(ours, float(own)):
+            probable, fix = losses(functools.partial(_probable, own=float(own), ours=ours), one)
             raise UnsupportedModelError(
                 f"{type(base_model(model)).__name__} returns {float(own):.6g} as its loss of one example; "
-                f"the per-example loss of its kind ({loss_kind(model)}) is {ours:.6g}.",
+                f"the per-example loss of its kind ({loss_kind(model)}) is {ours:.6g}. {probable}",
                 why="it would be trained for something else than what it was made for.",
-                fix="switch off auxiliary losses (output_router_logits=False), or override "
-                "DPTrainer.compute_per_example_loss(model, inputs).",
+                fix=f"{fix}; or say what each example's loss is: override DPTrainer.compute_per_example_loss(model, "
+                "inputs), or give PrivateRun(loss=...) (docs/extending.md has one).",
             )
+
+
+def _probable(model: nn.Module, one: Mapping[str, Any], own: float, ours: float) -> tuple[str, str]:
+    """Why a model's own loss is probably another, by what is seen of both, and what to do about that."""
+    base = base_model(model)
+    configs = [base.config, *(getattr(base.config, name, None) for name in getattr(base.config, "sub_configs", ()))]
+    if any(getattr(config, "output_router_logits", False) for config in configs):
+        return (
+            "Its config has output_router_logits=True, which adds a loss of all tokens together.",
+            "set output_router_logits=False in its config",
+        )
+    if base is not model and _is_same(ours, float(_own_loss(base, one))):
+        adapter: Any = getattr(model, "active_peft_config", None)
+        weights = [f"{name}=0" for name, value in vars(adapter).items() if _ADDED.search(name) and value]
+        return (
+            f"{type(adapter).__name__} of PEFT adds {own - ours:.6g} to it.",
+            f"give {', '.join(weights) or 'an adapter that adds nothing'}, and train without that term",
+        )
+    if loss_kind(model) == SHIFTED:
+        labels = one["labels"]
+        logits = accurate(model(**{k: v for k, v in one.items() if k != "labels"}).logits)
+        if logits.shape[1] == labels.shape[1] and _is_same(float(token_losses(logits, labels, 0.0)), own):
+            return (
+                "Its forward does not shift the labels: each position is to give its own token, not the next.",
+                "use a model whose forward shifts them",
+            )
+    return "Its forward computes another loss than that.", "use a model whose forward computes that"
 
 
 def _is_same(ours: float, own: float) -> bool:

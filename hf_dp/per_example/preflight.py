@@ -85,10 +85,11 @@ def preflight(
     check_modules(model)
     if different_pair(batch) is None:
         raise ConfigurationError(
-            f"preflight was given {batch_size(batch)} example(s), with no two that differ.",
+            f"the {batch_size(batch)} example(s) for the check before the first step, from all over the training data, "
+            "are the same: no two differ.",
             why="whether one example sees another can only be checked with two that differ.",
-            fix="give at least two different examples (one by itself cannot be trained on); shuffle the dataset if its "
-            "first rows repeat.",
+            fix="look whether the dataset or its collator made all rows alike (one by itself cannot be trained on); if "
+            "many repeat, shuffle the dataset.",
         )
     if off := switch_off(model):
         warn_of(off)

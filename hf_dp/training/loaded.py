@@ -66,8 +66,12 @@ def refuse_other_values(
     if not saved:
         ranks.warn(logger, "What was loaded from %r could not be compared with what was saved.", str(checkpoint))
         return
-    if optimizer is None or not (checkpoint / SCHEDULE).is_file():
-        optimizer, saved = None, {name: told for name, told in saved.items() if _OF not in name}
+    if optimizer is not None:
+        _refuse_other_parameters(checkpoint, saved, model)
+    if not (checkpoint / SCHEDULE).is_file():
+        optimizer = None
+    if optimizer is None:
+        saved = {name: told for name, told in saved.items() if _OF not in name}
     now = checksums(model, optimizer, saved)
     if others := [name for name, told in saved.items() if now.get(name) != told]:
         some = ", ".join(others[:_MOST_NAMED]) + ", ..." * (len(others) > _MOST_NAMED)
@@ -79,6 +83,21 @@ def refuse_other_values(
             fix="resume with the model, the dtype and the optimizer of the first run, and with newer versions of "
             "accelerate and PEFT, or without FSDP2; to go on from weights that you changed, start a new run from them.",
         )
+
+
+def _refuse_other_parameters(checkpoint: Path, saved: Mapping[str, str], model: nn.Module) -> None:
+    trained = {plain_name(name): p.requires_grad for name, p in model.named_parameters()}
+    frozen = [name for name in saved if trained.get(name) is False]
+    more = [name for name, is_trained in trained.items() if is_trained and name not in saved]
+    for names, now, then in ((frozen, "frozen", "trained"), (more, "trained", "frozen")):
+        if names:
+            raise LedgerError(
+                f"{names[0]} is {now} now, and was {then} when {str(checkpoint)!r} was saved "
+                f"({len(names)} of {len(trained)} parameters).",
+                why="another training than the one that was saved would go on, and nothing would show it.",
+                fix="make the model with the same parameters frozen; to train others from here, load its weights for a "
+                "new run with a budget of both: PrivacyConfig(after=...).",
+            )
 
 
 def _told(found: Tensor | float, dtype: torch.dtype) -> str:

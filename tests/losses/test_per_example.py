@@ -7,6 +7,7 @@ from pathlib import Path
 import peft
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import Trainer, TrainingArguments
 
@@ -14,12 +15,21 @@ from hf_dp.errors import UnsupportedModelError
 from hf_dp.losses import check_own_loss, loss_kind, per_example_losses
 from hf_dp.per_example import loop, preflight, record
 from hf_dp.per_example.batch import take
+from hf_dp.per_example.padding import check_padding
 from tests.zoo import batches_of, text_batch, tiny
+
+
+def _unpadded(one: dict[str, Tensor]) -> dict[str, Tensor]:
+    shown = one["attention_mask"][0].bool()
+    return {name: values[:, shown] if values.dim() == 2 else values for name, values in one.items()}
 
 
 def assert_own(model: nn.Module, batch: dict[str, Tensor], size: int = 3) -> None:
     ours = per_example_losses(model, batch)
-    own = torch.stack([model(**take(batch, [i])).loss for i in range(size)])
+    alone = [take(batch, [i]) for i in range(size)]
+    if loss_kind(model) == "question_answering":
+        alone = [_unpadded(one) for one in alone]
+    own = torch.stack([model(**one).loss for one in alone])
     assert ours.shape == (size,)
     assert torch.allclose(ours, own.to(ours.dtype), rtol=1e-6, atol=1e-6)
     check_own_loss(model, batch)
@@ -165,6 +175,27 @@ def test_question_answering_ignores_answers_beyond_the_text() -> None:
     losses = per_example_losses(model, batch)
     assert losses[1] == 0
     assert torch.allclose(losses[0], model(**take(batch, [0])).loss)
+
+
+def test_question_answering_is_the_same_however_far_a_text_is_padded() -> None:
+    """The model's own spends probability on padding."""
+    model, batch = tiny("bert", "qa"), text_batch("qa")
+    batch["start_positions"][1], batch["end_positions"][1] = 0, 5
+    wider = {name: F.pad(values, (0, 4)) if values.dim() == 2 else values for name, values in batch.items()}
+    assert torch.allclose(per_example_losses(model, batch), per_example_losses(model, wider))
+    alone = _unpadded(take(batch, [1]))
+    assert len(alone["input_ids"][0]) == 6
+    assert torch.allclose(per_example_losses(model, batch)[1], model(**alone).loss)
+    assert not torch.allclose(model(**take(wider, [1])).loss, model(**alone).loss)
+    check_own_loss(model, wider)
+    rows = [_unpadded(take(batch, [i])) for i in (2, 1, 0)]
+
+    def padded(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+        width = max(row["input_ids"].shape[1] for row in rows)
+        filled = {n: [F.pad(r[n], (0, width - r[n].shape[1])) for r in rows] for n in ("input_ids", "attention_mask")}
+        return {n: torch.cat(filled.get(n) or [row[n] for row in rows]) for n in batch}
+
+    check_padding(model, per_example_losses, rows, padded)
 
 
 def test_failure_03_the_losses_of_others_do_not_move_with_ones_labels() -> None:

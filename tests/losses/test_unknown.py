@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import peft
 import pytest
 import torch
 import torch.nn.functional as F
@@ -50,6 +51,43 @@ def test_a_model_whose_own_loss_is_another_is_refused() -> None:
     model = tiny("bart", "causal_lm")
     with pytest.raises(UnsupportedModelError, match="BartForCausalLM returns .* as its loss of one example"):
         check_own_loss(model, text_batch("causal_lm"))
+
+
+def hint_for(model: Any) -> str:
+    with pytest.raises(UnsupportedModelError) as caught:
+        check_own_loss(model, text_batch("causal_lm"))
+    assert "compute_per_example_loss" in caught.value.fix
+    assert "docs/extending.md" in caught.value.fix
+    return f"{caught.value.found} {caught.value.fix}"
+
+
+def test_the_hint_names_what_is_probable_by_what_is_seen() -> None:
+    unshifted = hint_for(tiny("bart", "causal_lm"))
+    assert "does not shift" in unshifted
+    assert "router" not in unshifted
+    routed = hint_for(tiny("mixtral", "causal_lm", torch.float32, output_router_logits=True, router_aux_loss_coef=1.0))
+    assert "output_router_logits=False" in routed
+    other = tiny("gpt2", "causal_lm")
+    plain = other.forward
+
+    def doubled(**inputs: Any) -> Any:
+        out = plain(**inputs)
+        out.loss = None if out.loss is None else 2 * out.loss
+        return out
+
+    other.forward = doubled
+    assert "another loss" in (hint := hint_for(other))
+    assert "router" not in hint
+
+
+def test_an_adapter_that_adds_a_term_is_named_and_the_way_out_works() -> None:
+    def adapter(**changes: Any) -> Any:
+        config = peft.AdaLoraConfig(total_step=10, target_modules=["q_proj"], task_type="CAUSAL_LM", **changes)
+        return peft.get_peft_model(tiny("llama", "causal_lm"), config)
+
+    assert "orth_reg_weight=0" in (hint := hint_for(adapter()))
+    assert "router" not in hint
+    check_own_loss(adapter(orth_reg_weight=0.0), text_batch("causal_lm"))
 
 
 def test_a_model_that_cannot_compute_its_own_loss_is_refused() -> None:

@@ -72,6 +72,30 @@ def with_changed_weights(path: Path) -> None:
     resumed_with()(path)
 
 
+@pytest.mark.parametrize("more", [True, False])
+@pytest.mark.parametrize("loop_of", ["Trainer", "own"])
+def test_other_parameters_frozen_than_before_are_refused(tmp_path: Path, loop_of: str, more: bool) -> None:
+    def train(freeze: bool, resume: bool) -> None:
+        model = classifier()
+        model.get_input_embeddings().requires_grad_(not freeze)
+        if loop_of == "Trainer":
+            only = {"save_only_model": True, "save_strategy": "steps", "save_steps": 1, "max_steps": 2}
+            make(tmp_path, model, **only).train(
+                resume_from_checkpoint=str(tmp_path / "checkpoint-1") if resume else None
+            )
+            return
+        run = a_run(model, steps=2, output_dir=tmp_path)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        run.begin(optimizer, LambdaLR(optimizer, lambda step: 1.0), resume_from_checkpoint=resume)
+        loop(run, optimizer, run._scheduler, save_at=1, until=1)
+        run.end()
+
+    train(freeze=not more, resume=False)
+    with pytest.raises(LedgerError, match="word_embeddings.weight is (frozen|trained) now"):
+        train(freeze=more, resume=True)
+    train(freeze=not more, resume=True)
+
+
 @pytest.mark.parametrize(
     ("resume", "words"),
     [
