@@ -53,6 +53,13 @@ def imports_are_no_garbage() -> None:
     gc.freeze()
 
 
+@pytest.fixture(autouse=True)
+def nothing_trained_before() -> None:
+    """Trainings with one seed leave the same weights, and a test is no part of the training of another."""
+    if copies := sys.modules.get("hf_dp.training.copies"):
+        copies._LEFT.clear()
+
+
 @contextmanager
 def recipes_imported_anew() -> Iterator[None]:
     """Whatever modules of the recipes are imported inside, who comes after imports them anew."""
