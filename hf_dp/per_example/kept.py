@@ -38,7 +38,7 @@ class Memory:
 
     def __init__(self, model: nn.Module, losses: Losses, loss: Any = None) -> None:
         self._model, self._losses = model, losses
-        self._beside = dict(_beside(model, loss))
+        self._beside = dict(beside(model, loss))
         self._harmless: set[_Place] = set()
         # Parameters, of modules beside the model, that every pass may write to (a teacher that follows the weights).
         self._moving: dict[_Place, nn.Parameter] = {}
@@ -197,8 +197,8 @@ class Memory:
             setattr(owner, name, copied(value))
 
 
-def _beside(model: nn.Module, loss: Any) -> Iterator[tuple[str, Any]]:
-    """What holds something besides the model's own modules, by a name."""
+def beside(model: nn.Module, loss: Any) -> Iterator[tuple[str, Any]]:
+    """What holds something besides the model's own modules, by a name: what computes losses, and modules it holds."""
     own = {id(module) for module in model.modules()}
     for name, holder in _held(loss):
         if not isinstance(holder, nn.Module):

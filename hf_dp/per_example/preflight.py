@@ -174,7 +174,7 @@ def check_modules(model: nn.Module) -> None:
             why="it computes each example's output from the whole batch, so no per-example gradient exists.",
             fix="replace it by GroupNorm or LayerNorm, or override its train() so that it stays in eval mode.",
         )
-    check_quantised(model)
+    check_quantised(model.named_modules())
     if not any(p.requires_grad for p in model.parameters()):
         raise UnsupportedModelError(
             "the model has no trainable parameter.",

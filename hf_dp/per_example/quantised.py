@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,13 +17,16 @@ _OUTLIERS = "Linear8bitLt"
 _REPACKS = "support_avx512bf16_for_cpu"
 
 
-def check_quantised(model: nn.Module) -> None:
+def check_quantised(named: Iterable[tuple[str, Any]]) -> None:
     """Refuses by name what computes with the outliers of a whole batch; what repacks weights no longer does.
+
+    Args:
+        named: modules of a model, or of one beside it that its losses follow from (a reference, a teacher).
 
     Raises:
         UnsupportedModelError: with the layer's name.
     """
-    for name, module in model.named_modules():
+    for name, module in named:
         if vars(module).get(_REPACKS):
             setattr(module, _REPACKS, False)
         threshold = getattr(vars(module).get("state"), "threshold", 0.0)

@@ -33,10 +33,11 @@ from hf_dp.per_example import RULES, Certificate, PerExampleGradients, Rule, pre
 from hf_dp.per_example.batch import Batch, LossFunction, check_losses, take
 from hf_dp.per_example.in_groups import InGroups
 from hf_dp.per_example.independence import survey
-from hf_dp.per_example.kept import Memory
+from hf_dp.per_example.kept import Memory, beside
 from hf_dp.per_example.memory import unchanged_weights
 from hf_dp.per_example.padding import check_padding
 from hf_dp.per_example.passes import check_two_passes, record_in_two_passes, refuse_two_passes
+from hf_dp.per_example.quantised import check_quantised
 from hf_dp.per_example.sharding import all_names, is_sharded
 from hf_dp.per_example.state import unchanged_state
 from hf_dp.randomness import unchanged_global_state
@@ -211,6 +212,7 @@ class Engine:
                 return self._loss(self.model, given)
 
         self.model.train()
+        check_quantised(beside(self.model, self._loss))
         self._memory = None
         memory = Memory(self.model, lambda batch: self._loss(self.model, batch), self._loss)
         with unchanged_global_state():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,12 +10,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from hf_dp import DPTrainer
 from hf_dp.errors import UnsupportedModelError
 from hf_dp.losses import per_example_losses
 from hf_dp.per_example import preflight
 from hf_dp.per_example.preflight import check_modules
 from scripts import coverage
 from tests import low_bits, zoo
+from tests.training.workbench import make
 
 KINDS = [
     pytest.param(kind, marks=pytest.mark.skipif(not low_bits.is_there(kind), reason=f"no {package} here"))
@@ -58,6 +61,17 @@ def test_failure_37_outliers_of_a_batch_are_refused_by_name() -> None:
     with pytest.raises(UnsupportedModelError, match=r"(?s)1 computes in 8 bits.*llm_int8_threshold=0\.0"):
         check_modules(nn.Sequential(nn.Linear(2, 2), Linear8bitLt(6.0)))
     check_modules(nn.Sequential(nn.Linear(2, 2), Linear8bitLt(0.0)))
+
+
+def test_failure_37_a_teacher_in_8_bits(tmp_path: Path) -> None:
+    class Taught(DPTrainer):
+        teacher = nn.Sequential(Linear8bitLt(6.0))
+
+        def compute_per_example_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
+            raise NotImplementedError
+
+    with pytest.raises(UnsupportedModelError, match=r"Taught\.teacher\.0 computes in 8 bits, but for outliers"):
+        make(tmp_path, kind=Taught).train()
 
 
 def test_weights_are_not_repacked_in_evaluations() -> None:

@@ -80,5 +80,5 @@ def references() -> dict[str, dict[str, Any]]:
         "adapter switched off": {"peft_config": adapter(), "gradient_checkpointing": True, **now},
         "copy of an adapter": {"model": get_peft_model(a_model(), adapter()), **now},
         "a model of its own": {"ref_model": moved(a_model()), **now},
-        "a model of its own, beforehand": {"ref_model": moved(a_model())},
+        "a model of its own, beforehand": {"ref_model": moved(a_model()).eval()},
     }

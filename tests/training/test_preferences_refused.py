@@ -6,14 +6,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from datasets import Dataset
 from torch import Tensor, nn
+from transformers import LlamaForCausalLM, OPTConfig, OPTForCausalLM
 
 from hf_dp.errors import ConfigurationError, PreflightError, UnsupportedModelError
 from hf_dp.losses import PREFERENCE_LOSSES
 from hf_dp.training.trainer import DPTrainerMixin
+from tests.per_example.test_quantised import Linear8bitLt
 from tests.training.answers import DPDPOTrainer, make, pairs
-from tests.training.chats import a_model, adapter, tokenizer
+from tests.training.chats import WORDS, a_model, adapter, tokenizer
 from tests.training.workbench import private
 
 pytestmark = pytest.mark.usefixtures("checked_once")
@@ -73,6 +76,52 @@ def test_a_reference_that_sees_other_pairs(tmp_path: Path) -> None:
     for kind, beforehand in ((Seeing, True), (Seeing, False)):
         with pytest.raises(PreflightError):
             make(tmp_path, kind, peft_config=adapter(), precompute_ref_log_probs=beforehand).train()
+
+
+class Noisy(LlamaForCausalLM):
+    """In training mode it draws one number for all rows of a batch."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        found = super().forward(*args, **kwargs)
+        if self.training:
+            found.log_probs = found.log_probs * (1 + torch.rand(()))
+        return found
+
+
+def noisy() -> Noisy:
+    torch.manual_seed(0)
+    return Noisy(a_model().config).train()
+
+
+def test_a_reference_draws_nothing(tmp_path: Path) -> None:
+    """No check of the losses sees what it draws, and beforehand it would be by a public seed."""
+    for parts in ({"ref_model": noisy(), "precompute_ref_log_probs": False}, {"model": noisy()}):
+        trainer = make(tmp_path, **parts)
+        rows = [trainer.train_dataset[i] for i in range(2)]
+        batch = trainer._behind.collator(trainer.data_collator)(rows)
+        found = {"ref_chosen_logps": None, **trainer._behind.prepared(trainer.model.train(), batch)}
+        reference = parts.get("ref_model", trainer.model).eval()
+        expected, _ = trainer.compute_ref_log_probs(reference, dict(trainer.data_collator(rows)))
+        torch.testing.assert_close(found["ref_chosen_logps"], expected)
+    make(tmp_path, ref_model=noisy(), precompute_ref_log_probs=False).train()
+    with pytest.raises(ConfigurationError, match="by a ref_model in training mode"):
+        make(tmp_path, ref_model=noisy()).train()
+
+
+def test_failure_37_a_reference_in_8_bits(tmp_path: Path) -> None:
+    reference = a_model()
+    reference.model.extra = Linear8bitLt(6.0)
+    with pytest.raises(UnsupportedModelError, match=r"ref_model\.model\.extra computes in 8 bits, but for outliers"):
+        make(tmp_path, ref_model=reference, precompute_ref_log_probs=False).train()
+
+
+def test_dropout_is_no_other_loss(tmp_path: Path) -> None:
+    """OPT draws its masks without a module that TRL could switch off."""
+    config = OPTConfig(
+        vocab_size=len(WORDS), hidden_size=16, ffn_dim=32, num_hidden_layers=1, num_attention_heads=2,
+        max_position_embeddings=64, word_embed_proj_dim=16, pad_token_id=0, bos_token_id=1, eos_token_id=2, dropout=0.5,
+    )  # fmt: skip
+    make(tmp_path, model=OPTForCausalLM(config)).train()
 
 
 def test_a_reference_that_rounds(tmp_path: Path) -> None:

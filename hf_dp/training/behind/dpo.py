@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from hf_dp.data.pairs import both, rows_of_pairs
-from hf_dp.errors import PreflightError
+from hf_dp.errors import ConfigurationError, PreflightError
 from hf_dp.losses import PREFERENCE_LOSSES, Preferences, Shape, log_probabilities
+from hf_dp.per_example.independence import in_mode
 from hf_dp.per_example.precision import computed_in
 from hf_dp.per_example.state import put_back
 from hf_dp.training.behind.pairs import Pairs
@@ -41,6 +42,13 @@ class Dpo(Pairs):
     def beside(self) -> Sequence[nn.Module]:
         return () if self.trainer.ref_model is None else (self.trainer.ref_model,)
 
+    def refuse(self, own_loss: bool) -> None:
+        super().refuse(own_loss)
+        if self.trainer.args.precompute_ref_log_probs:
+            # TRL does it next, without a look at the mode: masks of dropout follow from a public seed, and from how
+            # wide the pairs before are.
+            self.trainer.model.eval()
+
     def losses(self, model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
         with self.known_parts():
             shape = Shape(self.trainer.beta, self.trainer.label_smoothing, self.trainer.args.discopop_tau)
@@ -62,6 +70,15 @@ class Dpo(Pairs):
         return {**batch, **self._reference(model, batch)}
 
     def check_losses(self, model: nn.Module, batch: Mapping[str, Any], alone: Iterable[Mapping[str, Any]]) -> None:
+        for reference in self.beside():
+            if reference.training and self.trainer.precompute_ref_logps:
+                raise ConfigurationError(
+                    "precompute_ref_log_probs=True, by a ref_model in training mode.",
+                    why="masks of its dropout follow from a public seed, and from how wide the pairs before were, so "
+                    "one pair would change the gradients of others.",
+                    fix="call ref_model.eval() before.",
+                )
+            reference.eval()
         super().check_losses(model, batch, alone)
         # What is computed in each step is checked with it. Without an adapter or a model of its own the reference is
         # the model before the first step, which is checked too.
@@ -115,6 +132,7 @@ class Dpo(Pairs):
         rows = rows_of_pairs(batch, firsts_first=True)
         # A model of its own computes in no fewer bits than the checks do.
         lifted = nullcontext(rows) if reference is model else computed_in(reference, rows, torch.float32)
-        with put_back(model), lifted as rows:
+        # In training mode it may draw a coin for all pairs of a micro-batch, which no check of the losses sees.
+        with put_back(model), in_mode(reference, training=False), lifted as rows:
             found = compute(reference, rows)
         return dict(zip(_REFERENCE, found, strict=True))

@@ -12,6 +12,7 @@ from torch import nn
 from hf_dp.data.pairs import PairCollator, rows_of_pairs
 from hf_dp.errors import HfDpError, UnsupportedModelError
 from hf_dp.per_example.batch import batch_size, take
+from hf_dp.per_example.independence import NoDropout
 from hf_dp.per_example.precision import computed_in
 from hf_dp.per_example.sharding import is_sharded
 from hf_dp.training.behind.trl import Conflicts, Trl
@@ -30,7 +31,7 @@ class Pairs(Trl):
     def check_losses(self, model: nn.Module, batch: Mapping[str, Any], alone: Iterable[Mapping[str, Any]]) -> None:
         for i in range(batch_size(batch)):
             # In 16 bits a reference and a model that are the same differ by their rounding.
-            with torch.no_grad(), computed_in(model, take(batch, [i]), torch.float32) as exact:
+            with torch.no_grad(), NoDropout(), computed_in(model, take(batch, [i]), torch.float32) as exact:
                 pair = self.prepared(model, exact)
                 ours, trls = float(self.losses(model, pair)), self._trls_loss(model, pair)
             is_same = abs(ours - trls) <= (_SAME_IN_SHARDS if is_sharded(model) else _SAME) * max(1.0, abs(trls))
