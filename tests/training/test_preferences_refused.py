@@ -88,14 +88,18 @@ class Noisy(LlamaForCausalLM):
         return found
 
 
-def noisy() -> Noisy:
+def noisy() -> Any:
     torch.manual_seed(0)
     return Noisy(a_model().config).train()
 
 
 def test_a_reference_draws_nothing(tmp_path: Path) -> None:
     """No check of the losses sees what it draws, and beforehand it would be by a public seed."""
-    for parts in ({"ref_model": noisy(), "precompute_ref_log_probs": False}, {"model": noisy()}):
+    kinds: tuple[dict[str, Any], ...] = (
+        {"ref_model": noisy(), "precompute_ref_log_probs": False},
+        {"model": noisy()},
+    )
+    for parts in kinds:
         trainer = make(tmp_path, **parts)
         rows = [trainer.train_dataset[i] for i in range(2)]
         batch = trainer._behind.collator(trainer.data_collator)(rows)
