@@ -6,16 +6,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from datasets import Dataset
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 from transformers import EarlyStoppingCallback
 
 from hf_dp.errors import ConfigurationError
 from tests.training.refusing import refused
-from tests.training.workbench import make, rows
+from tests.training.workbench import classifier, make, private, rows
 
 EACH: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 1}
 BEST = {**EACH, "save_strategy": "steps", "save_steps": 1, "load_best_model_at_end": True}
 PLATEAU = {**EACH, "lr_scheduler_type": "reduce_lr_on_plateau"}
+GREEDY = {**EACH, "lr_scheduler_type": "greedy"}
 OTHERS = rows(8, seed=5)
 
 
@@ -24,6 +27,7 @@ OTHERS = rows(8, seed=5)
     [
         (lambda train: train, BEST, "load_best_model_at_end=True with evaluations of the training data"),
         (lambda train: train[:10], PLATEAU, "reduce_lr_on_plateau"),
+        (lambda train: train, GREEDY, "greedy"),
         (
             lambda train: {"some": OTHERS, "all": train},
             {**BEST, "metric_for_best_model": "all_loss"},
@@ -45,6 +49,21 @@ def test_failure_48_early_stopping_on_a_part_of_a_dataset(tmp_path: Path) -> Non
     }  # fmt: skip
     words = "load_best_model_at_end=True and EarlyStoppingCallback"
     refused(tmp_path, ConfigurationError, words, at_once=False, parts=parts, **BEST)
+
+
+def test_failure_48_a_scheduler_of_ones_own(tmp_path: Path) -> None:
+    train, model = rows(), classifier()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    own = {"optimizers": (optimizer, ReduceLROnPlateau(optimizer)), "train_dataset": train, "eval_dataset": train}
+    values = {**EACH, "metric_for_best_model": "loss"}
+    refused(tmp_path, ConfigurationError, "ReduceLROnPlateau with", at_once=False, model=model, parts=own, **values)
+
+
+def test_failure_48_the_training_data_without_the_column_of_units(tmp_path: Path) -> None:
+    train = [{**row, "user": i % 24} for i, row in enumerate(rows())]
+    parts = {"train_dataset": train, "eval_dataset": rows()}
+    privacy = private(unit="user", max_examples_per_unit=2)
+    refused(tmp_path, ConfigurationError, "load_best_model", at_once=False, privacy=privacy, parts=parts, **BEST)
 
 
 @pytest.mark.usefixtures("checked_once")

@@ -11,6 +11,8 @@ from hf_dp.errors import ConfigurationError
 from hf_dp.randomness import unchanged_global_state
 
 _FIRST = 4
+# What Trainer gives the evaluated metric to: by the argument, and by the class of a user's own.
+_BY_METRICS = {"reduce_lr_on_plateau": "ReduceLROnPlateau", "greedy": "GreedyLR"}
 
 
 def refuse_choices_by_training_data(trainer: Any) -> None:
@@ -39,8 +41,9 @@ def _choices(trainer: Any) -> Iterator[str]:
     if trainer.args.load_best_model_at_end:
         yield "load_best_model_at_end=True"
     kind = trainer.args.lr_scheduler_type
-    if str(getattr(kind, "value", kind)) == "reduce_lr_on_plateau":
-        yield "lr_scheduler_type='reduce_lr_on_plateau'"
+    if (name := str(getattr(kind, "value", kind))) in _BY_METRICS:
+        yield f"lr_scheduler_type={name!r}"
+    yield from {one.__name__ for one in type(trainer.lr_scheduler).__mro__} & {*_BY_METRICS.values()}
     if any(isinstance(callback, EarlyStoppingCallback) for callback in trainer.callback_handler.callbacks):
         yield "EarlyStoppingCallback"
 
@@ -51,6 +54,15 @@ def _is_same(evaluated: Any, trained: Any) -> bool:
     try:
         n = min(len(evaluated), len(trained), _FIRST)
         with unchanged_global_state():
-            return n == _FIRST and all(repr(evaluated[i]) == repr(trained[i]) for i in range(n))
+            return n == _FIRST and all(_is_same_row(evaluated[i], trained[i]) for i in range(n))
     except (LookupError, TypeError, ValueError):
         return False
+
+
+def _is_same_row(one: Any, other: Any) -> bool:
+    """Whether both say the same, where one may have further columns (whose it is, say)."""
+    if not (isinstance(one, Mapping) and isinstance(other, Mapping)):
+        return repr(one) == repr(other)
+    names = one.keys() & other.keys()
+    has_all = bool(names) and len(names) in (len(one), len(other))
+    return has_all and all(repr(one[name]) == repr(other[name]) for name in names)
