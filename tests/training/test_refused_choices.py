@@ -28,6 +28,7 @@ OTHERS = rows(8, seed=5)
         (lambda train: train, BEST, "load_best_model_at_end=True with evaluations of the training data"),
         (lambda train: train[:10], PLATEAU, "reduce_lr_on_plateau"),
         (lambda train: train, GREEDY, "greedy"),
+        (lambda train: train, {**EACH, "save_strategy": "best", "metric_for_best_model": "loss"}, "save_strategy"),
         (
             lambda train: {"some": OTHERS, "all": train},
             {**BEST, "metric_for_best_model": "all_loss"},

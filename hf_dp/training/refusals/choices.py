@@ -40,6 +40,8 @@ def refuse_choices_by_training_data(trainer: Any) -> None:
 def _choices(trainer: Any) -> Iterator[str]:
     if trainer.args.load_best_model_at_end:
         yield "load_best_model_at_end=True"
+    if str(getattr(trainer.args.save_strategy, "value", trainer.args.save_strategy)) == "best":
+        yield "save_strategy='best'"
     kind = trainer.args.lr_scheduler_type
     if (name := str(getattr(kind, "value", kind))) in _BY_METRICS:
         yield f"lr_scheduler_type={name!r}"
