@@ -36,7 +36,7 @@ from hf_dp.training.planned import check_data, check_privacy, check_ranks, plann
 from hf_dp.training.refusals import refuse_no_output_dir, refuse_own_optimizer, refuse_own_settings, unwrapped
 from hf_dp.training.resume import Fingerprints, SavedRun, note_trained_by
 from hf_dp.training.run import Run
-from hf_dp.training.saving import claim, refuse_unloaded, write_claim
+from hf_dp.training.saving import claim, refuse_unclaimed, write_claim
 from hf_dp.units.rows import without_column
 
 logger = logging.getLogger(__name__)
@@ -275,7 +275,7 @@ class PrivateRun:
             self._save(Path(directory))
 
     def _save(self, directory: Path) -> None:
-        refuse_unloaded(self.model)
+        refuse_unclaimed(self.model, self)
         record = claim(self._run.plan, self.ledger)
         with saved_aside(directory) as aside:
             write_model(aside, self.model, self._tokenizer)

@@ -230,6 +230,14 @@ def note_trained_by(model: nn.Module, trainer: object, ledger: Ledger) -> None:
             _TRAINED_BY[p] = ((weakref.ref(trainer), ledger, now),)
 
 
+def has_changed_since(p: Tensor, trainer: object) -> bool:
+    """Whether another training than `trainer`, or a checkpoint that was read, made a parameter what it is now."""
+    for who, ledger, _ in reversed(_TRAINED_BY.get(p, ())):
+        if who() is trainer or ledger.steps or _labels(ledger):
+            return who() is not trainer
+    return False
+
+
 def _trained_by(p: Tensor) -> tuple[Any, Ledger, Tensor | None] | None:
     """The latest training that may have changed a parameter: one that spent something besides what came before it."""
     for who, ledger, frozen in reversed(_TRAINED_BY.get(p, ())):

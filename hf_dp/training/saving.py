@@ -10,11 +10,12 @@ from typing import Any
 
 import hf_dp.ranks as ranks
 from hf_dp.accounting import Ledger
-from hf_dp.errors import ConfigurationError
+from hf_dp.errors import ConfigurationError, LedgerError
 from hf_dp.hub import RECORD_FILE, PrivacyRecord, left_out, model_files, write_card
 from hf_dp.hub.card import privacy_section
 from hf_dp.hub.record import sha256_of_record, sha256_of_text
 from hf_dp.step.plan import Plan
+from hf_dp.training.resume import has_changed_since
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +64,23 @@ def refuse_unloaded(model: Any) -> None:
             why="what is saved of a PEFT model is its adapter: a record would stand beside nothing that was trained.",
             fix="save what merge_and_unload() returned: trainer.model = trainer.model.merge_and_unload(), or "
             "trainer.model = trainer.model.get_base_model() where that was done before.",
+        )
+
+
+def refuse_unclaimed(model: Any, trainer: object) -> None:
+    """Refuses to claim what `trainer` spent of weights that came of something else since, or are not there.
+
+    Raises:
+        ConfigurationError: as of `refuse_unloaded`.
+        LedgerError: those of a checkpoint that was read and then refused, or another trainer's of the same model.
+    """
+    refuse_unloaded(model)
+    if any(p.requires_grad and has_changed_since(p, trainer) for p in model.parameters()):
+        raise LedgerError(
+            "the weights of this model were trained privately elsewhere since this training: read from a checkpoint "
+            "that was refused, or by another trainer that holds the model.",
+            why="the ledger of this one is without them, so the record would leave out what those cost.",
+            fix="save with the trainer that made them; or load what this training saved into a new model.",
         )
 
 

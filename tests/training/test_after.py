@@ -224,6 +224,9 @@ def test_a_model_that_another_trainer_holds_says_on_whose_data(tmp_path: Path) -
                 two.train()
         else:
             two.train()
+    two.save_model()
+    with pytest.raises(LedgerError, match="by another trainer that holds the model"):
+        one.save_model()
     assert two.ledger.entries == tuple(
         (one.ledger.entries[0][0], 1, label) for label in ("earlier 1, training step", "training step")
     )

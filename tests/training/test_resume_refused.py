@@ -116,6 +116,17 @@ def test_failure_21_a_checkpoint_of_another_run_is_refused(
     assert run.ledger.steps == 0
 
 
+def test_failure_50_weights_of_a_refused_checkpoint_are_not_claimed(checkpointed: Path, tmp_path: Path) -> None:
+    """They are in the model by then, and the ledger of this trainer is of its own weights."""
+    run = trainer(tmp_path / "own", max_steps=1)
+    run.train()
+    with pytest.raises(LedgerError, match="planned_steps"):
+        run.train(resume_from_checkpoint=str(copied(checkpointed, tmp_path) / f"checkpoint-{SAVED}"))
+    with pytest.raises(LedgerError, match="read from a checkpoint that was refused"):
+        run.save_model(str(tmp_path / "saved"))
+    assert not (tmp_path / "saved").exists()
+
+
 def test_a_seeded_run_cannot_be_continued_as_a_private_one(checkpointed: Path, tmp_path: Path) -> None:
     """Its first steps stay repeatable, so the report must go on saying that it is not private."""
     run = trainer(copied(checkpointed, tmp_path), seed=None)
