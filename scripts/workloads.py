@@ -119,11 +119,13 @@ def build(case: Case, setting: Setting) -> nn.Module:
     torch.manual_seed(0)
     config = AutoConfig.for_model(case.family, **case.config)
     auto = AutoModelForSequenceClassification if case.family == "bert" else AutoModelForCausalLM
-    model: nn.Module = auto.from_config(config, attn_implementation=setting.attention)
-    if case.lora:
-        from peft import LoraConfig, get_peft_model
+    # Where it will be: a CPU takes long to draw a billion numbers.
+    with setting.device:
+        model: nn.Module = auto.from_config(config, attn_implementation=setting.attention)
+        if case.lora:
+            from peft import LoraConfig, get_peft_model
 
-        model = get_peft_model(model, LoraConfig(r=case.rank, target_modules="all-linear"))
+            model = get_peft_model(model, LoraConfig(r=case.rank, target_modules="all-linear"))
     if case.checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     return model.to(setting.device, setting.dtype).train()
