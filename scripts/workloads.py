@@ -162,7 +162,10 @@ class Counting(TorchDispatchMode):
         name = func.overloadpacket.__name__.replace("_for_cpu", "").removesuffix("_")
         formula = flop_registry.get(getattr(torch.ops.aten, name, None))
         if formula is not None:
-            self.operations += formula(*args, **(kwargs or {}), out_val=result)
+            # What type sums come out in is nothing that the formulas know.
+            self.operations += formula(
+                *(a for a in args if not isinstance(a, torch.dtype)), **(kwargs or {}), out_val=result
+            )
         return result
 
 
