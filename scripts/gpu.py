@@ -3,17 +3,22 @@
     python scripts/gpu.py --output DIR
     python scripts/gpu.py --output DIR --cpu           all of it, small, on a CPU; a test runs this
 
-DIR gets gpu.json and gpu.md. On a machine that reaches no registry, but has torch, transformers, accelerate, peft,
-scipy, pandas, pyarrow, typer and rich, carry what is missing, downloaded for the Python that is there:
+DIR gets gpu.json and gpu.md. For a machine that reaches no registry, but has torch, transformers, accelerate, peft,
+scipy, pandas, pyarrow, typer, rich, attrs and absl-py, carry the rest, downloaded for the Python that is there:
 
     python -m pip download --no-deps --only-binary :all: --python-version 3.12 --dest build/wheels \\
-        dp-accounting datasets dm-tree immutabledict multiprocess dill evaluate
-    cd REPOSITORY && python3 -m pip install --no-index --no-deps build/wheels/*.whl && \\
-        PYTHONPATH=. python3 scripts/gpu.py --output DIR
+        dp-accounting datasets dm-tree immutabledict multiprocess dill evaluate randomgen
+    cd REPOSITORY && python3 -m pip install -q --no-index --no-deps --target build/site build/wheels/*.whl && \\
+        PYTHONPATH=.:build/site python3 scripts/gpu.py --output DIR
+
+What is there must be as new as constraints-oldest.txt (torch 2.11, transformers 5.17, accelerate 1.10.1, peft 0.20);
+all but torch can be carried too, and goes before. Versions are written down with the results. Opacus, bitsandbytes and
+torchao are held beside where they are carried.
 
 Gradients are held against a loop over single examples on the same device. A case that fails says so in its place and
-ends no other; one for which no time is left says that. Times and memory are ratios to an ordinary step, the variants
-taking turns, as in scripts/benchmark.py; peak memory is that of torch's allocator.
+ends no other. Each section is a process of its own, which ends when its time is over: after an error of CUDA's none of
+its process goes on. What it leaves of its time is the next ones'. Times and memory are ratios to an ordinary step, the
+variants taking turns, as in scripts/benchmark.py; peak memory is what torch's allocator takes for one step.
 """
 
 from __future__ import annotations
@@ -21,18 +26,14 @@ from __future__ import annotations
 import functools
 import gc
 import json
-import math
-import operator
 import os
-import platform
-import statistics
+import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
-from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
@@ -51,29 +52,17 @@ from hf_dp.noise.gaussian import GaussianNoise
 from hf_dp.noise.grid import GridNoise
 from hf_dp.noise.source import NoiseSource
 from hf_dp.per_example import loop, preflight, record
+from hf_dp.per_example.precision import computed_in
 from hf_dp.randomness import Entropy
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
-import measuring  # noqa: E402
-from workloads import (  # noqa: E402
-    GPU_CASES,
-    MICRO_BATCHES,
-    SMALL_CASES,
-    VARIANTS,
-    Case,
-    Setting,
-    batches,
-    build,
-    predicted,
-)
+from gpu_costs import Cases, machine, settled, speed, told  # noqa: E402
 
 from scripts import coverage, judging  # noqa: E402
 from tests import low_bits, zoo  # noqa: E402
 
-SECONDS = 480
-Cases = Iterator[tuple[str, Callable[[], str]]]
 FAMILIES = {
     **dict.fromkeys(("gpt2", "llama_tied", "qwen3", "gemma3", "opt", "mamba"), "causal_lm"),
     **dict.fromkeys(("bert", "modernbert"), "sequence"),
@@ -85,10 +74,9 @@ _PRECISIONS = {
     "bf16 weights": torch.bfloat16, "bf16 autocast": torch.float32,
 }  # fmt: skip
 # Of a training in processes of its own, in seconds.
-_PATIENCE = {"cpu": 900, "cuda": 120}
+_PATIENCE = {"cpu": 900, "cuda": 40}
 # Of the model itself, in few bits and on five short rows.
 _ROUNDING = 0.03
-_PACKAGES = ("torch", "transformers", "accelerate", "peft", "dp-accounting", "numpy", "scipy")
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
@@ -109,18 +97,27 @@ def _exact(family: str, head: str, precision: str, device: torch.device) -> str:
     if "bf16" in precision:
         oracle = zoo.tiny(family, head, dtype).to(device).float()
         return judging.judge_low_precision(model, oracle, batch, "autocast" in precision, _ROUNDING)
-    matmul: Any = torch.backends.cuda.matmul
-    before, matmul.fp32_precision = matmul.fp32_precision, "tf32" if "TF32" in precision else "ieee"
+    # Convolutions have TF32 unless told otherwise.
+    libraries: list[Any] = [torch.backends.cuda.matmul, torch.backends.cudnn.conv]
+    before = [library.fp32_precision for library in libraries]
     try:
-        return _held(model, batch, _ROUNDING if "TF32" in precision else judging.TOLERANCE[dtype])
+        for library in libraries:
+            library.fp32_precision = "tf32" if "TF32" in precision else "ieee"
+        tolerance = _ROUNDING if "TF32" in precision else judging.TOLERANCE[dtype]
+        off = _off(model, batch)
+        if dtype == torch.float64 and not off <= tolerance:
+            # Some families compute parts in float32 whatever they are in.
+            with computed_in(model, batch, dtype):
+                off = _off(model, batch)
+        return f"exact {off:.0e}" if off <= tolerance else f"WRONG by {off:.1g}"
     finally:
-        matmul.fp32_precision = before
+        for library, value in zip(libraries, before, strict=True):
+            library.fp32_precision = value
 
 
-def _held(model: nn.Module, batch: dict[str, Tensor], tolerance: float) -> str:
+def _off(model: nn.Module, batch: dict[str, Tensor]) -> float:
     found = record(model, per_example_losses, batch, certificate=preflight(model, per_example_losses, batch))
-    off = judging.error(found, loop(model, per_example_losses, batch))
-    return f"exact {off:.0e}" if off <= tolerance else f"WRONG by {off:.1g}"
+    return judging.error(found, loop(model, per_example_losses, batch))
 
 
 def _moved(batch: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
@@ -187,7 +184,7 @@ def _noise(kind: type[NoiseSource], device: torch.device, size: int | None = Non
     source, start = kind(Entropy(None)), time.perf_counter()
     source.add_([one, two], sigma, 0)
     source.add_([later], sigma, 1)
-    _settled(device)
+    settled(device)
     rate = 3 * size / (time.perf_counter() - start)
     few = [values[: 2**20].double().cpu().numpy() for values in (one, two, later)]
     fits = min(float(stats.kstest(values, stats.norm(0, sigma).cdf).pvalue) for values in few)
@@ -198,11 +195,6 @@ def _noise(kind: type[NoiseSource], device: torch.device, size: int | None = Non
     good = min(fits, spread, related) > 1e-4 and control < 1e-9
     shown = f"p {fits:.2g} (normal), {spread:.2g} (variance), {related:.2g} (correlation)"
     return f"{shown}, control {control:.0e}; {rate:.1e} a second" if good else f"WRONG: {shown}, control {control:.2g}"
-
-
-def _settled(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 # --- processes ------------------------------------------------------------------------------------------------------
@@ -236,88 +228,18 @@ def _trained(layout: str, device: torch.device, weights: dict[str, dict[str, Ten
     return f"{'as alone, off' if off < 1e-4 else 'WRONG by'} {off:.0e}; epsilon {epsilon:.4f}"
 
 
-# --- what does a step cost? -----------------------------------------------------------------------------------------
-
-
-def speed(device: torch.device) -> Cases:
-    """Ratios to an ordinary step in bf16, Opacus' beside them where it is there."""
-    names = ["ordinary", "hf_dp", *(["opacus ghost"] if find_spec("opacus") else [])]
-    setting = Setting(device, torch.bfloat16)
-    for name, case in (GPU_CASES if device.type == "cuda" else SMALL_CASES).items():
-        twice = ["hf_dp in two passes"] if case.checkpointing else []
-        yield name, functools.partial(_speed, case, [*names, *twice], setting)
-
-
-def _speed(case: Case, names: list[str], setting: Setting) -> str:
-    seconds = measuring.measure_times(case, names, 3, setting)
-    peaks = {name: _peak(case, name, setting) for name in names}
-    ordinary = seconds["ordinary"]
-    if isinstance(ordinary, str):
-        return f"failed: {ordinary}"
-    tokens = MICRO_BATCHES * case.batch * case.length / statistics.median(ordinary)
-    found = [f"ordinary {tokens:,.0f} tokens a second, {peaks['ordinary']:,.0f} MiB"]
-    for name in names[1:]:
-        times = seconds[name]
-        ratio = (
-            times if isinstance(times, str) else f"{statistics.median(map(operator.truediv, times, ordinary)):.2f} x"
-        )
-        more = f", memory {peaks[name] / peaks['ordinary']:.2f} x" if peaks["ordinary"] else ""
-        arithmetic = f" (predicted for an H100: {predicted(case):.2f} x)" if name == "hf_dp" else ""
-        found.append(f"{name} {ratio}{arithmetic}{more}")
-    return "; ".join(found)
-
-
-def _peak(case: Case, name: str, setting: Setting) -> float:
-    """MiB that torch's allocator on the GPU held at most; 0 on a CPU."""
-    if setting.device.type != "cuda":
-        return 0.0
-    gc.collect()
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
-    try:
-        step = VARIANTS[name](case, build(case, setting), batches(case, setting.device))
-        for _ in range(2):
-            step()
-    except Exception:  # noqa: BLE001 - its time says why
-        return float("nan")
-    return torch.cuda.max_memory_allocated() / 2**20
-
-
 # --- the whole ------------------------------------------------------------------------------------------------------
 
+
 SECTIONS: dict[str, Callable[[torch.device], Cases]] = {
-    "Exactness": exactness, "Noise": noise, "Speed and memory": speed, "Attention": attention,
+    "Machine": machine, "Exactness": exactness, "Noise": noise, "Speed and memory": speed, "Attention": attention,
     "Processes": processes, "LoRA over a base in few bits": few_bits,
 }  # fmt: skip
-
-
-def machine(device: torch.device) -> dict[str, str]:
-    """What it is, and how fast its products and copies are."""
-    size = 8192 if device.type == "cuda" else 256
-    found = {"device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "CPU"}
-    for dtype in (torch.bfloat16, torch.float32):
-        a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-        rate = 2 * size**3 / _best(functools.partial(torch.matmul, a, b), device)
-        found[f"{dtype} products".removeprefix("torch.")] = f"{rate / 1e12:.1f} TFLOP/s"
-    rows = torch.empty(size * size, device=device)
-    found["copies"] = f"{2 * rows.nbytes / _best(rows.clone, device) / 1e9:.0f} GB/s, read and written"
-    for name in _PACKAGES:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            found[name] = "absent"
-    return {**found, "python": platform.python_version(), "cuda": str(torch.version.cuda)}
-
-
-def _best(call: Callable[[], Any], device: torch.device) -> float:
-    seconds = []
-    for _ in range(5):
-        _settled(device)
-        start = time.perf_counter()
-        call()
-        _settled(device)
-        seconds.append(time.perf_counter() - start)
-    return min(seconds)
+# Seconds on a GPU, of eight minutes, the starts of processes included.
+SECONDS = {
+    "Machine": 25, "Exactness": 100, "Noise": 45, "Speed and memory": 170, "Attention": 40, "Processes": 70,
+    "LoRA over a base in few bits": 30,
+}  # fmt: skip
 
 
 @app.command()
@@ -326,33 +248,69 @@ def run(
     cpu: Annotated[bool, typer.Option("--cpu", help="Small, on a CPU.")] = False,
     only: Annotated[list[str] | None, typer.Option(help="Sections to run; all by default.")] = None,
 ) -> None:
-    """Runs every section, and writes down after each what is known so far."""
-    if not cpu and not torch.cuda.is_available():
-        raise typer.BadParameter("no CUDA device is there; --cpu runs all of it small")
+    """Runs every section in a process of its own, or one in this one; after each case all that is known is written."""
     device = torch.device("cpu" if cpu else "cuda")
-    end = math.inf if cpu else time.monotonic() + SECONDS
-    results: dict[str, dict[str, str]] = {"Machine": machine(device)}
+    titles = only or list(SECTIONS)
     output.mkdir(parents=True, exist_ok=True)
-    for title in only or SECTIONS:
-        rows = results[title] = {}
-        for name, case in SECTIONS[title](device):
-            rows[name] = _answer(case) if time.monotonic() < end else "not run: no time was left"
-            print(f"{title}: {name}: {rows[name]}", flush=True)
-            gc.collect()
-        (output / "gpu.json").write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
-        (output / "gpu.md").write_text(markdown(results), encoding="utf-8")
-    if wrong := [
-        f"{title}: {name}" for title, rows in results.items() for name, text in rows.items() if "WRONG" in text
-    ]:
+    file = output / "gpu.json"
+    if only is None:
+        file.unlink(missing_ok=True)
+    left = 0.0
+    for title in titles:
+        if len(titles) == 1:
+            _section(title, device, file)
+            continue
+        start, left = time.monotonic(), left + SECONDS[title]
+        ended = _alone(["--output", str(output), "--only", title, *(["--cpu"] if cpu else [])], None if cpu else left)
+        left -= time.monotonic() - start
+        results = _known(file)
+        for name, _ in SECTIONS[title](device):
+            results.setdefault(title, {}).setdefault(name, ended)
+        _write(file, results)
+    wrong = [f"{t}: {name}" for t in titles for name, text in _known(file)[t].items() if "WRONG" in text]
+    if wrong:
         print(f"WRONG: {'; '.join(wrong)}")
         raise typer.Exit(1)
+
+
+def _section(title: str, device: torch.device, file: Path) -> None:
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise typer.BadParameter("no CUDA device is there; --cpu runs all of it small")
+    results = _known(file)
+    rows = results[title] = {}
+    for name, case in SECTIONS[title](device):
+        rows[name] = _answer(case)
+        print(f"{title}: {name}: {rows[name]}", flush=True)
+        _write(file, results)
+        gc.collect()
+
+
+def _alone(arguments: list[str], seconds: float | None) -> str:
+    """Runs this script, and says what to write for cases that have no result."""
+    process = subprocess.Popen([sys.executable, __file__, *arguments], start_new_session=True)
+    try:
+        return f"not run: its process ended with {process.wait(seconds)}"
+    except subprocess.TimeoutExpired:
+        # With what it has started.
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        return "not run: no time was left"
+
+
+def _known(file: Path) -> dict[str, dict[str, str]]:
+    return json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}  # type: ignore[no-any-return]
+
+
+def _write(file: Path, results: dict[str, dict[str, str]]) -> None:
+    file.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+    file.with_suffix(".md").write_text(markdown(results), encoding="utf-8")
 
 
 def _answer(case: Callable[[], str]) -> str:
     try:
         return case()
     except Exception as error:  # noqa: BLE001 - what one case runs into is its result
-        return f"failed: {type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
+        return told(error)
 
 
 def markdown(results: dict[str, dict[str, str]]) -> str:
@@ -364,4 +322,6 @@ def markdown(results: dict[str, dict[str, str]]) -> str:
 
 
 if __name__ == "__main__":
+    # Read once, at the first product: two passes need it.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     app()

@@ -47,7 +47,7 @@ def measure_times(
             steps[name]()
         except Exception as error:  # noqa: BLE001 - a peer that cannot run a case is a result
             steps.pop(name, None)
-            failed[name] = f"{type(error).__name__}: {str(error).splitlines()[0][:80]}"
+            failed[name] = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:80]}"
     return {**in_turns(steps, repeats, setting.device, clock), **failed}
 
 

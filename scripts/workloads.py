@@ -119,11 +119,13 @@ def build(case: Case, setting: Setting) -> nn.Module:
     torch.manual_seed(0)
     config = AutoConfig.for_model(case.family, **case.config)
     auto = AutoModelForSequenceClassification if case.family == "bert" else AutoModelForCausalLM
-    model: nn.Module = auto.from_config(config, attn_implementation=setting.attention)
-    if case.lora:
-        from peft import LoraConfig, get_peft_model
+    # Where it will be: a CPU takes long to draw a billion numbers.
+    with setting.device:
+        model: nn.Module = auto.from_config(config, attn_implementation=setting.attention)
+        if case.lora:
+            from peft import LoraConfig, get_peft_model
 
-        model = get_peft_model(model, LoraConfig(r=case.rank, target_modules="all-linear"))
+            model = get_peft_model(model, LoraConfig(r=case.rank, target_modules="all-linear"))
     if case.checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     return model.to(setting.device, setting.dtype).train()
@@ -160,7 +162,10 @@ class Counting(TorchDispatchMode):
         name = func.overloadpacket.__name__.replace("_for_cpu", "").removesuffix("_")
         formula = flop_registry.get(getattr(torch.ops.aten, name, None))
         if formula is not None:
-            self.operations += formula(*args, **(kwargs or {}), out_val=result)
+            # What type sums come out in is nothing that the formulas know.
+            self.operations += formula(
+                *(a for a in args if not isinstance(a, torch.dtype)), **(kwargs or {}), out_val=result
+            )
         return result
 
 

@@ -58,3 +58,17 @@ def test_all_of_it_runs_small_on_a_cpu(tmp_path: Path) -> None:
         if text.startswith(("WRONG", "failed", "not run"))
     }
     assert not bad
+
+
+def test_a_section_that_hangs_or_dies_ends_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = tmp_path / "hangs.py"
+    script.write_text("import sys, time\ntime.sleep(60 * ('hang' in sys.argv))\nsys.exit(3)\n", encoding="utf-8")
+    monkeypatch.setattr(gpu, "__file__", str(script))
+    assert gpu._alone(["hang"], 0.5) == "not run: no time was left"
+    assert gpu._alone([], None) == "not run: its process ended with 3"
+    for title in gpu.SECTIONS:
+        monkeypatch.setitem(gpu.SECTIONS, title, lambda device: iter([("one", str), ("two", str)]))
+    assert invoke(tmp_path, "Noise", "Machine") == dict.fromkeys(
+        ("Noise", "Machine"), dict.fromkeys(("one", "two"), "not run: its process ended with 3")
+    )
+    assert sum(gpu.SECONDS.values()) <= 480

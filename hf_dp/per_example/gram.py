@@ -13,7 +13,7 @@ from hf_dp.per_example.precision import accumulation
 from hf_dp.per_example.products import BLOCK, inner
 
 # Gram matrices are split, to compute half of what is symmetric, down to so many positions.
-_SMALLEST_BLOCK = 48
+SMALLEST_BLOCK = 48
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,7 @@ def gram(first: Side, second: Side) -> Tensor:
 def _self_gram(side: Side) -> SelfGram:
     batch, length = side.tensor.shape[:2]
     part, rest = side, []
-    while length >= 2 * _SMALLEST_BLOCK:
+    while length >= 2 * SMALLEST_BLOCK:
         halves = part.padded(length % 2).unflatten(1, (2, -1))
         rest.append(gram(part.of(halves[:, 0]), part.of(halves[:, 1])))
         part, length = part.of(halves.flatten(0, 1)), (length + 1) // 2

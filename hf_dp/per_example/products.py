@@ -21,7 +21,7 @@ from hf_dp.per_example.precision import accumulation, full_precision
 # The longest sums that are left to one product: rounding grows with their length.
 BLOCK = 4096
 # The same of what `inner` leaves to tensor cores, where it grows faster.
-_CUT_BLOCK = 256
+CUT_BLOCK = 256
 # An upper bound for both: so many epsilons for each so many products.
 _CUT, _AT_ONCE = 5, 8
 # A weighted factor, as the sum of two bfloat16 numbers, is off by 2^-18 of itself: in float32's epsilons of 2^-23, and
@@ -39,7 +39,7 @@ def inner(left: Tensor, right: Tensor, block: int | None = None) -> Tensor:
         block: how long the sums may be that are left to one product; None: as long as they are.
     """
     as_they_are = _are_multiplied_as_they_are(left, right)
-    block = left.shape[2] if block is None else _CUT_BLOCK if as_they_are else block
+    block = left.shape[2] if block is None else CUT_BLOCK if as_they_are else block
     pairs = zip(left.split(max(1, block), 2), right.split(max(1, block), 1), strict=True)
     one, other = next(pairs)
     if as_they_are:
@@ -93,7 +93,7 @@ def unsure(left: Tensor, right: Tensor) -> float:
     for side, width in zip((left, right), widths, strict=True):
         if width and _are_multiplied_as_they_are(side, side):
             # Within a block, and where blocks are added.
-            cut += _cut(min(width, _CUT_BLOCK)) + width / _CUT_BLOCK
+            cut += _cut(min(width, CUT_BLOCK)) + width / CUT_BLOCK
     if all(widths) and _are_multiplied_as_they_are(left, right):
         cut += 2 * _cut(min(left.shape[1], BLOCK)) + _SPLIT
     return cut

@@ -291,7 +291,7 @@ def _refuse_compiled(model: nn.Module) -> None:
             raise UnsupportedModelError(
                 f"{name or 'the model'} is compiled (torch.compile) and has trainable parameters.",
                 why="the uses of a parameter cannot be seen inside a compiled graph.",
-                fix="train the module uncompiled (compile it again for inference), or freeze its parameters.",
+                fix="train it uncompiled, or freeze its parameters: frozen modules may be compiled by themselves.",
             )
 
 

@@ -195,8 +195,6 @@ def _rows_replaced(
     """`input.index_copy(0, index, source)`, where the rows `source` alone are trained (PEFT's trainable tokens)."""
     if source is not new.plain or dim != 0 or input.dim() != 2 or input.requires_grad:
         return None
-    if len(index.unique()) != len(index):
-        return None
     return new.derived(input.index_copy(0, index, source), lambda f: new.pull(f.rows(index)))
 
 

@@ -6,10 +6,13 @@ activations and the loss, which both steps have, are left out, and nothing overl
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from hf_dp.per_example.gram import SMALLEST_BLOCK
+from hf_dp.per_example.products import BLOCK, CUT_BLOCK
 from hf_dp.planning.memory import ModelSize, Parameter
 
 
@@ -30,8 +33,6 @@ class Gpu:
 
 # NVIDIA's data sheet of the H100 SXM: 989e12, 67e12 and 3.35e12. Large products and copies reach 60 to 90 % of these.
 GPUS = MappingProxyType({"H100": Gpu(600e12, 50e12, 2.8e12)})
-# Of a Gram matrix, of which one triangle of blocks is computed.
-_TRIANGLE = 0.55
 # Bytes for each trained number and step: AdamW reads and writes a weight and two moments, and reads a gradient; the
 # private step besides fills its sum with zeros, adds noise that it makes and divides.
 _ADAM, _NOISE = 28, 28
@@ -110,11 +111,11 @@ def _factors(parameter: Parameter, b: int, t: int, c: int) -> Work:
     if len(parameter.shape) < 2:
         return Work()
     # Looked-up rows: the other side's Gram matrix, and an addition of rows in float32.
-    lookup = Work(2 * b * t * t * d * _TRIANGLE, (2 * c + 16) * b * t * d).times(parameter.is_embedding)
+    lookup = (_gram(d, b, t, c) + Work(0, (c + 16) * b * t * d)).times(parameter.is_embedding)
     if p * d <= t * (p + d):
         # Made, read for the norm, copied without what is left out, read for the sum.
         return lookup + Work(2 * b * t * p * d, c * rows + 4 * 5 * b * p * d + 8 * p * d).times(uses)
-    norm = Work(2 * b * t * t * (p + d) * _TRIANGLE, c * rows + 2 * 12 * b * t * t * _TRIANGLE)
+    norm = _gram(p, b, t, c) + _gram(d, b, t, c)
     # Both sides are copied without what is left out; the smaller is weighted, and in 16 bits split into two.
     parts = 2 if c == 2 else 1
     small = b * t * min(p, d)
@@ -122,3 +123,14 @@ def _factors(parameter: Parameter, b: int, t: int, c: int) -> Work:
         parts * 2 * b * t * p * d, 2 * c * rows + (c + 8 + 8 * (c == 2)) * small + parts * (c * rows + 8 * p * d)
     )
     return lookup + (norm + total).times(uses)
+
+
+def _gram(width: int, b: int, t: int, c: int) -> Work:
+    """The Gram matrices of (B, T, width): made, added up in blocks where sums are long, and multiplied by others."""
+    halvings = max(0, math.ceil(math.log2((t + 1) / (2 * SMALLEST_BLOCK))))
+    # Of what is symmetric one triangle of blocks, and those on the diagonal whole.
+    numbers, blocks = b * t * t * (1 + 2**-halvings) / 2, -(-width // (CUT_BLOCK if c == 2 else BLOCK))
+    # Rows are read for each halving, and twice for the diagonal. What is added in 16 bits is written first.
+    each = 16 if c == 2 else 8
+    moved = c * b * t * width * (2 + halvings) + numbers * (12 + each * (blocks - 1))
+    return Work(2 * numbers * width, moved)

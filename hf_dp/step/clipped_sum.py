@@ -64,7 +64,7 @@ class ClippedSum:
         plain = {name: p for name, p in dense.items() if not isinstance(p, DTensor)}
         sharded = {name: p for name, p in dense.items() if isinstance(p, DTensor)}
         replicated, self._buffers = _in_buffers(plain)
-        shards = {name: torch.zeros_like(local(p), dtype=sum_dtype(p.dtype)) for name, p in sharded.items()}
+        shards, self._own = _in_buffers({name: local(p) for name, p in sharded.items()})
         held = {**replicated, **shards}
         self.gradients = {name: held[name] for name in dense}
         self._sums = as_sums(self.gradients, self._parameters)
@@ -207,7 +207,8 @@ class ClippedSum:
         if noise.comes_last:
             for buffer in self._buffers:
                 ranks.sum_(buffer)
-        own = [g for name, g in self.gradients.items() if rank == 0 or isinstance(self._parameters[name], DTensor)]
+        # Not parameter by parameter, for which a GPU would be asked hundreds of times.
+        own = [*self._own, *(self._buffers if rank == 0 else [])]
         noise.add_(own, standard_deviation, step, stream=f"noise of rank {rank}" if rank else "noise")
         for buffer in self._buffers:
             (ranks.from_first_ if noise.comes_last else ranks.sum_)(buffer)

@@ -140,7 +140,7 @@ def test_one_is_at_most_c_where_all_products_but_the_largest_are_cut_off(
 ) -> None:
     on_cores(multiply)
     side = torch.full((1, 1, 1024), 1.4 * 2 ** (-12 - extra / 2))
-    side[..., :: products._CUT_BLOCK] = 1.0
+    side[..., :: products.CUT_BLOCK] = 1.0
     uses: list[Factors] = [Outer(Dense(side.bfloat16()), Dense(side.bfloat16()))]
     assert 1 - 1e-4 < max(contributions(uses, 1.0)) <= 1
     monkeypatch.setattr("hf_dp.per_example.factors.unsure", lambda left, right: 0.0)

@@ -13,9 +13,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from hf_dp.errors import UnsupportedModelError
+from hf_dp.losses import per_example_losses
 from hf_dp.per_example import Certificate, loop, preflight, record
 from tests.per_example.small import Small, batch, parameter, relative_error, square
 from tests.per_example.uses import EXACT
+from tests.zoo import adapted, text_batch
 
 
 @pytest.mark.parametrize("size", [1, 3, 4, 5])
@@ -177,3 +179,15 @@ def test_memory_is_freed_without_the_garbage_collector(name: str) -> None:
         assert not any(reference() for reference in kept)
     finally:
         gc.enable()
+
+
+def test_frozen_modules_may_be_compiled() -> None:
+    model = adapted("LoRA", torch.float32)
+    batch = text_batch("causal_lm", dtype=torch.float32)
+    plain = record(model, per_example_losses, batch)
+    frozen = [m for m in model.modules() if type(m).__name__ in ("LlamaRMSNorm", "SiLUActivation")]
+    for module in frozen:
+        module.compile(backend="eager")
+    found = record(model, per_example_losses, batch, certificate=preflight(model, per_example_losses, batch))
+    assert frozen
+    assert torch.allclose(found.squared_norms(), plain.squared_norms(), rtol=1e-5)

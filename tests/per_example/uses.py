@@ -124,6 +124,11 @@ EXACT: dict[str, Small] = {
         table=parameter(9, 4).requires_grad_(False),
         w=parameter(2, 4),
     ),
+    "some rows of a table, one of them twice": Small(
+        lambda m, x: F.embedding(ids(x), m.table.index_copy(0, torch.tensor([7, 2, 7]), m.w)),
+        table=parameter(9, 4).requires_grad_(False),
+        w=parameter(3, 4),
+    ),
     "rows chosen by each example": Small(
         lambda m, x: torch.einsum("btde,btd->bte", m.w[ids(x)], x).tanh(), w=parameter(9, 4, 3)
     ),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
+from typing import Any
 
 import pytest
 import torch
@@ -10,8 +12,10 @@ from torch import Tensor, nn
 
 from hf_dp.accounting import FlatClipping
 from hf_dp.clipping.flat import Flat
+from hf_dp.noise.gaussian import GaussianNoise
 from hf_dp.per_example import loop, record
 from hf_dp.per_example.batch import Batch, take
+from hf_dp.randomness import Entropy
 from hf_dp.step.clipped_sum import ClippedSum
 
 
@@ -159,3 +163,20 @@ def test_parameters_laid_out_otherwise_are_summed_right() -> None:
     for name, expected in truth.weighted_sum(torch.ones(5)).items():
         assert torch.allclose(total.gradients[name], expected, rtol=1e-12)
         assert total.gradients[name].shape == dict(model.named_parameters())[name].shape
+
+
+def test_noise_is_asked_for_once_for_all_parameters_and_every_number_of_them_gets_its_own() -> None:
+    asked: list[list[Tensor]] = []
+
+    class Noted(GaussianNoise):
+        def add_(self, tensors: Iterable[Tensor], *args: Any, **kwargs: Any) -> None:
+            asked.append(list(tensors))
+            super().add_(asked[-1], *args, **kwargs)
+
+    model = nn.ModuleList([nn.Linear(3, 5), nn.Conv2d(2, 4, 3).to(memory_format=torch.channels_last), nn.Linear(5, 1)])
+    total = ClippedSum(model, Flat(FlatClipping(norm=1.0)))
+    total.release(Noted(Entropy(3)), 2.0, 0)
+    assert [len(tensors) for tensors in asked] == [1]
+    numbers = torch.cat([gradient.flatten() for gradient in total.gradients.values()])
+    assert len(numbers.unique()) == len(numbers) == sum(p.numel() for p in model.parameters())
+    assert 1 < float(numbers.std()) < 3

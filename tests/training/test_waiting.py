@@ -19,13 +19,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Trainer
 
 from hf_dp import ReAttentionConfig, SparseEmbeddingConfig
+from hf_dp.accounting import FlatClipping
+from hf_dp.clipping.flat import Flat
 from hf_dp.data import left_padding
-from hf_dp.per_example import kept
+from hf_dp.losses import per_example_losses
+from hf_dp.per_example import kept, preflight, record
 from hf_dp.step import private_gradient
 from hf_dp.step.clipped_sum import ClippedSum
 from hf_dp.training.engine import Engine
 from tests.training.workbench import arguments, classifier, make, pad_for_language, private, rows
-from tests.zoo import tiny
+from tests.zoo import adapted, batches_of, tiny
 
 # Whose results the host must know, or whose shapes follow from what tensors hold.
 _WAITING = {
@@ -163,6 +166,42 @@ def test_two_passes_ask_no_more_than_two_ordinary_ones(
     assert not found - ordinary - ordinary
 
 
+# Whether pictures are in their places; how many each example has. Relative positions are replaced by a scalar.
+READ = {"__bool__": 1, "_local_scalar_dense": 1}
+RECORDED: dict[str, tuple[Callable[[], nn.Module], Callable[[int, int, torch.dtype], Any], dict[str, int]]] = {
+    "experts": (
+        lambda: tiny("mixtral, experts batched", "causal_lm", torch.float32),
+        batches_of("mixtral", "causal_lm"),
+        {},
+    ),
+    "trainable tokens": (lambda: adapted("trainable tokens", torch.float32), batches_of("llama", "causal_lm"), {}),
+    "t5": (lambda: tiny("t5", "seq2seq", torch.float32), batches_of("t5", "seq2seq"), {"where": 8}),
+    "one picture": (lambda: tiny("llava", "image_text", torch.float32), batches_of("llava", "image_text"), READ),
+    "pictures": (
+        lambda: tiny("smolvlm", "image_text", torch.float32),
+        batches_of("smolvlm", "image_text"),
+        {**READ, "tolist": 1},
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", RECORDED)
+def test_what_a_recording_asks_of_the_device_beside_an_ordinary_pass(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build, batches, known = RECORDED[kind]
+    model, batch, ordinary, found = build(), batches(5, 7, torch.float32), Waits(), Waits()
+    certificate = preflight(model, per_example_losses, batch)
+    monkeypatch.setattr("hf_dp.per_example.waiting._AT_ONCE", frozenset())
+    with ordinary.counted():
+        per_example_losses(model, batch).sum().backward()
+    model.zero_grad()
+    total = ClippedSum(model, Flat(FlatClipping(norm=1.0)))
+    with found.counted():
+        total.add(record(model, per_example_losses, batch, certificate=certificate))
+    assert found.found - ordinary.found == Counter(known)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", MODELS)
 def test_nothing_waits_for_a_gpu(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,7 +229,7 @@ def waits_of_a_training(
 
     def noted(engine: Engine, micro_batch: Any) -> Any:
         recorded.append({name: value.clone() for name, value in micro_batch.batch.items()})
-        return record(engine, micro_batch)
+        return recorded_by(engine, micro_batch)
 
     def moved(trainer: Any, inputs: Any) -> Any:
         collated.append(inputs.get("attention_mask"))
@@ -210,7 +249,7 @@ def waits_of_a_training(
         waits.is_open = True
         return found
 
-    record, prepared, is_padded, same = Engine.record, Trainer._prepare_inputs, left_padding._is_padded, kept.same
+    recorded_by, prepared, is_padded, same = Engine.record, Trainer._prepare_inputs, left_padding._is_padded, kept.same
     monkeypatch.setattr(private_gradient, "ClippedSum", Sum)
     monkeypatch.setattr(Engine, "record", noted)
     monkeypatch.setattr(kept, "same", compared)

@@ -130,7 +130,7 @@ def _conflicts(args: Any, privacy: PrivacyConfig) -> list[tuple[str, str, str]]:
         args.torch_compile,
         "torch_compile=True.",
         "compiled graphs use parameters where no rule sees them.",
-        "leave it out.",
+        "leave it out; frozen modules may be compiled by themselves (module.compile()).",
     )
     refuse(
         "lomo" in optimizer or "layerwise" in optimizer,

@@ -18,6 +18,7 @@ from hf_dp.per_example import Tables, loop, record
 from hf_dp.per_example.batch import Batch, take
 from hf_dp.randomness import Entropy, bernoulli
 from hf_dp.sampling.poisson import PoissonBatchSampler
+from hf_dp.step.clipped_sum import _in_buffers
 from hf_dp.step.plan import Plan
 from hf_dp.step.private_gradient import private_gradient
 
@@ -133,11 +134,14 @@ def dense_step(model: Model, plan: Plan, batch: Batch | None, kept: Tensor | Non
         survive[free[bernoulli(generator, len(free), selection.false_positive_rate)]] = True
     dense = [name for name in parameters if name not in TABLES]
     chosen = {TABLES[0]: survive[:ROWS], TABLES[1]: survive[ROWS:]}
-    noised = [sums[name] for name in dense] + [sums[name][chosen[name]] for name in TABLES]
-    plan.noise.add_(noised, plan.noise_standard_deviation, 0)
-    for name, values in zip(TABLES, noised[len(dense) :], strict=True):
-        sums[name] = torch.zeros_like(sums[name])
-        sums[name][chosen[name]] = values
+    # Laid out as in the step, whose noise is drawn for whole buffers.
+    parts = [{n: sums[n] for n in dense}, {n: sums[n][chosen[n]] for n in TABLES}]
+    laid_out = [_in_buffers(part) for part in parts]
+    plan.noise.add_([buffer for _, buffers in laid_out for buffer in buffers], plan.noise_standard_deviation, 0)
+    for part, (noise, _) in zip(parts, laid_out, strict=True):
+        for name, values in part.items():
+            sums[name] = torch.zeros_like(sums[name])
+            sums[name][chosen.get(name, ...)] = values + noise[name]
     return {name: value / EXPECTED for name, value in sums.items()}, survive
 
 

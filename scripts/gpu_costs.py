@@ -1,0 +1,123 @@
+"""What scripts/gpu.py tells of costs: how fast the machine is, and the time and memory of a step."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import operator
+import platform
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from typing import Any
+
+import measuring
+import torch
+from workloads import GPU_CASES, MICRO_BATCHES, SMALL_CASES, VARIANTS, Case, Setting, batches, build, predicted
+
+Cases = Iterator[tuple[str, Callable[[], str]]]
+_PACKAGES = ("torch", "transformers", "accelerate", "peft", "dp-accounting", "numpy", "scipy")
+
+
+def machine(device: torch.device) -> Cases:
+    """What it is, and how fast its products and copies are."""
+    is_gpu = device.type == "cuda"
+    yield "device", lambda: torch.cuda.get_device_name(device) if is_gpu else platform.processor() or "CPU"
+    size = 8192 if is_gpu else 256
+    for dtype in (torch.bfloat16, torch.float32):
+        yield f"{dtype} products".removeprefix("torch."), functools.partial(_products, size, dtype, device)
+    yield "copies", functools.partial(_copies, size, device)
+    for name in _PACKAGES:
+        yield name, functools.partial(_version, name)
+    yield "python", platform.python_version
+    yield "cuda", lambda: str(torch.version.cuda)
+
+
+def _products(size: int, dtype: torch.dtype, device: torch.device) -> str:
+    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    return f"{2 * size**3 / _best(functools.partial(torch.matmul, a, b), device) / 1e12:.1f} TFLOP/s"
+
+
+def _copies(size: int, device: torch.device) -> str:
+    rows = torch.empty(size * size, device=device)
+    return f"{2 * rows.nbytes / _best(rows.clone, device) / 1e9:.0f} GB/s, read and written"
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "absent"
+
+
+def _best(call: Callable[[], Any], device: torch.device) -> float:
+    seconds = []
+    for _ in range(5):
+        settled(device)
+        start = time.perf_counter()
+        call()
+        settled(device)
+        seconds.append(time.perf_counter() - start)
+    return min(seconds)
+
+
+def speed(device: torch.device) -> Cases:
+    """Ratios to an ordinary step in bf16, Opacus' beside them where it is there."""
+    names = ["ordinary", "hf_dp", *(["opacus ghost"] if find_spec("opacus") else [])]
+    setting = Setting(device, torch.bfloat16)
+    for name, case in (GPU_CASES if device.type == "cuda" else SMALL_CASES).items():
+        twice = ["hf_dp in two passes"] if case.checkpointing else []
+        yield name, functools.partial(_speed, case, [*names, *twice], setting)
+
+
+def _speed(case: Case, names: list[str], setting: Setting) -> str:
+    steps: dict[str, Callable[[], object]] = {}
+    failed: dict[str, str] = {}
+    peaks: dict[str, float] = {}
+    for name in names:
+        try:
+            steps[name], peaks[name] = _prepared(case, name, setting)
+        except Exception as error:  # noqa: BLE001 - a variant that cannot run a case is a result
+            failed[name] = told(error)
+    if "ordinary" in failed:
+        return failed["ordinary"]
+    seconds = measuring.in_turns(steps, 3, setting.device)
+    tokens = MICRO_BATCHES * case.batch * case.length / statistics.median(seconds["ordinary"])
+    found = [f"ordinary {tokens:,.0f} tokens a second, {peaks['ordinary']:,.0f} MiB"]
+    for name in names[1:]:
+        if name in failed:
+            found.append(f"{name} {failed[name]}")
+            continue
+        ratio = statistics.median(map(operator.truediv, seconds[name], seconds["ordinary"]))
+        more = f", memory {peaks[name] / peaks['ordinary']:.2f} x" if peaks["ordinary"] else ""
+        arithmetic = f" (predicted for an H100: {predicted(case):.2f} x)" if name == "hf_dp" else ""
+        found.append(f"{name} {ratio:.2f} x{arithmetic}{more}")
+    return "; ".join(found)
+
+
+def _prepared(case: Case, name: str, setting: Setting) -> tuple[Callable[[], object], float]:
+    """A step, and what torch's allocator on the GPU held for it at most, with its model, in MiB; 0 on a CPU."""
+    is_gpu = setting.device.type == "cuda"
+    gc.collect()
+    before = torch.cuda.memory_allocated() if is_gpu else 0
+    step = VARIANTS[name](case, build(case, setting), batches(case, setting.device))
+    # The first makes the optimizer's state.
+    step()
+    if not is_gpu:
+        return step, 0.0
+    settled(setting.device)
+    torch.cuda.reset_peak_memory_stats()
+    step()
+    settled(setting.device)
+    return step, (torch.cuda.max_memory_allocated() - before) / 2**20
+
+
+def settled(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def told(error: Exception) -> str:
+    return f"failed: {type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
