@@ -6,6 +6,7 @@ Without a process group there is one rank, and nothing is sent. What is secret g
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -13,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from huggingface_hub.utils.tqdm import tqdm
 from torch import Tensor
 
 from hf_dp.errors import RanksError
@@ -41,9 +43,10 @@ def rank() -> int:
 
 
 def warn(logger: logging.Logger, message: str, *args: object) -> None:
-    """A warning of the whole run: said by rank 0."""
+    """A warning of the whole run: said by rank 0, above a progress bar if there is one."""
     if rank() == 0:
-        logger.warning(message, *args)
+        with tqdm.external_write_mode(sys.stderr):
+            logger.warning(message, *args)
 
 
 def sum_(tensor: Tensor) -> None:

@@ -171,9 +171,9 @@ def main() -> None:
     """Trains, then prints test accuracy, by group if asked for, and the privacy report."""
     recipe, arguments, privacy = parse(RecipeArguments)
     check_place(recipe.features_dir, recipe.method, str(arguments.output_dir))
+    names = public_labels(recipe)
     tokenizer = pretrained(AutoTokenizer, recipe.encoder)
     tokenizer.model_max_length = recipe.max_length  # as it is trained, and saved
-    names = public_labels(recipe)
     files = {"train": recipe.train_file, "test": recipe.test_file}
     units = {"train": privacy.unit, "test": None}
     train, test = (by_length(read(path, at, recipe, tokenizer, names, units[at])) for at, path in files.items())

@@ -171,6 +171,7 @@ def _check(model: nn.Module, tokenizer: Any, labels: int) -> None:
 def main() -> None:
     """Trains, then prints test accuracy, by group if asked for, and the privacy report."""
     recipe, arguments, privacy = parse(RecipeArguments)
+    names = public_labels(recipe)
     tokenizer = pretrained(AutoTokenizer, recipe.model)
     if tokenizer.mask_token is None or any(recipe.template.count(part) != 1 for part in ("{text}", "{mask}")):
         raise ConfigurationError(
@@ -178,7 +179,6 @@ def main() -> None:
             why="each text needs exactly one mask to fill.",
             fix="write {text} and {mask} once each, and use a masked language model.",
         )
-    names = public_labels(recipe)
     files = {"train": recipe.train_file, "test": recipe.test_file}
     train, test = (by_length(infilled(path, split, recipe, tokenizer, names)) for split, path in files.items())
     train, test, groups = apart(train, test)

@@ -40,8 +40,8 @@ def main(
     command's --help has an example.
 
     Exit codes: 0 for yes or done; 1 for no (the demo did not show it, a claim
-    does not hold, or an attack shows more) or an error inside a recipe; 2 for input that is refused, or
-    a question that could not be answered.
+    does not hold, or an attack shows more) or an error inside a recipe; 2 for
+    input that is refused, or a question that could not be answered.
     """
 
 

@@ -125,9 +125,9 @@ def plan(
 
     With --after what earlier private trainings spent on the same people is
     part of the budget; --other-people is PrivacyConfig(other_people=True),
-    which a training after one that said it says too. PLD is the tight accountant and the default in
-    training; RDP is a looser cross-check. With --model, also how much memory
-    each of --world-size ranks needs and what it
+    which a training after one that said it says too. PLD is the tight
+    accountant and the default in training; RDP is a looser cross-check. With
+    --model, also how much memory each of --world-size ranks needs and what it
     sends (docs/scaling.md); that alone, where nothing of the privacy is given:
 
         hf-dp plan --model DIRECTORY --world-size 8 --length 1024

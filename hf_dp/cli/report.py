@@ -39,9 +39,11 @@ def report(
         hf-dp report out/classify
 
     In an output folder the newest run speaks, by its model or by the checkpoint
-    of the most steps where it was interrupted. The claim is printed as it stands; `hf-dp verify`
-    checks it. Where Trainer's log of that run lies beside it (trainer_state.json, in each checkpoint,
-    or by trainer.save_state()), a table has some of its steps, and --figure draws all:
+    of the most steps where it was interrupted. The claim is printed as it
+    stands; `hf-dp verify` checks it. Where Trainer's log of that run lies
+    beside it (trainer_state.json, in each checkpoint, or by
+    trainer.save_state()), a table has some of its steps, and --figure draws
+    all:
 
         hf-dp report out/classify --figure run.png
 

@@ -124,7 +124,7 @@ class LogicalBatchCollator:
                 why="examples that are drawn together are computed together, in tensors with a row for each.",
                 fix="let it pad all columns that differ in length (DataCollatorForSeq2Seq, or another one, "
                 "pads labels too; DataCollatorWithPadding only what the tokenizer makes); leave out columns that "
-                "are no numbers, or make numbers of them (names of labels, say).",
+                "are no numbers, or make numbers of them beforehand (of texts with the tokenizer, of names of labels).",
             ) from error
         if not isinstance(batch, Mapping):
             raise _bad_collator(self.name, f"returned {type(batch).__name__}, not a mapping of names to tensors")

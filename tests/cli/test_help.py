@@ -1,8 +1,10 @@
 """Help, completion, and what is said where an argument is missing."""
 
+import inspect
 import re
 
 import pytest
+from typer.main import get_command
 from typer.testing import CliRunner
 
 from hf_dp.cli import app
@@ -47,3 +49,11 @@ def test_every_command_has_help(command):
     assert f"hf-dp {command} " in result.stdout
     assert "Exit codes:" in result.stdout
     assert "--json" in result.stdout
+
+
+def test_help_breaks_no_line_in_two_on_ordinary_terminals():
+    """Typer keeps the line ends of a docstring: of a paragraph of several lines each must fit into 80 columns."""
+    root = get_command(app)
+    for command in (root, *root.commands.values(), *root.commands["recipes"].commands.values()):
+        paragraphs = inspect.cleandoc(command.help).split("\n\n")
+        assert [line for text in paragraphs if "\n" in text for line in text.splitlines() if len(line) > 78] == []

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import io
+import logging
 import re
 import sys
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,11 +15,12 @@ from typing import Any
 import peft
 import pytest
 import torch
+from tqdm.auto import tqdm
 from transformers.integrations import integration_utils
 
 import hf_dp.ranks as ranks
 from hf_dp import PrivacyConfig
-from hf_dp.training.progress import Clock, Seldom, in_words, opening, passes_shown
+from hf_dp.training.progress import Clock, Seldom, in_words, opening, passes_shown, say
 from tests.training.workbench import EXPECTED, make, pad_for_language, private, rows
 from tests.zoo import tiny
 
@@ -94,6 +97,20 @@ def test_what_is_promised_is_said_as_it_was_given(privacy: PrivacyConfig, said: 
     trainer = make(tmp_path, privacy=privacy)
     trainer.get_train_dataloader()
     assert said in opening(trainer._run.plan)[0]
+
+
+@pytest.mark.parametrize("tell", [say, lambda message: ranks.warn(logging.getLogger("hf_dp.told"), message)])
+def test_what_is_said_beside_a_bar_has_a_line_of_its_own(
+    tell: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    terminal = io.StringIO()
+    monkeypatch.setattr("sys.stderr", terminal)
+    monkeypatch.setattr(logging.getLogger("hf_dp.told"), "handlers", [logging.StreamHandler(terminal)])
+    with tqdm(total=9) as bar:
+        bar.update()
+        tell("Something.")
+    assert "Something." in terminal.getvalue().splitlines()
+    assert "1/9" in terminal.getvalue().split("Something.")[1]
 
 
 @pytest.mark.parametrize(("unit_sampling", "whose"), [
