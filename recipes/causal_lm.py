@@ -18,7 +18,7 @@ from transformers import AutoTokenizer, Trainer, set_seed
 
 from common.arguments import Comparison, TextArguments, parse
 from common.base_models import Trained, language_model
-from common.data import read_rows
+from common.data import naming_columns, read_rows
 from common.hub_names import pretrained
 from common.language_models import characters, small_gpt2
 from common.results import CONTINUE, Scores, scored_by_loss, train_and_report
@@ -66,10 +66,14 @@ def read(recipe: RecipeArguments, encode: Callable[[str], list[int]]) -> tuple[R
         parts = [[ids[i : i + length] for i in range(0, len(ids) - length + 1, length)] for ids in encoded]
     else:
         others = (recipe.group_column,) if recipe.group_column else ()
-        rows = read_rows(recipe.text_file, split="train", columns=(recipe.text_column,), others=others)
+        fix = naming_columns(RecipeArguments)
+        rows = read_rows(recipe.text_file, split="train", columns=(recipe.text_column,), others=others, fix=fix)
         cut = int(len(rows) * (1 - recipe.evaluation_share))
         both = (part[: recipe.max_examples] for part in (rows[:cut], rows[cut:]))
-        parts = [[encode(row[recipe.text_column])[:length] for row in part] for part in both]
+        whole = [[encode(row[recipe.text_column]) for row in part] for part in both]
+        if longer := sum(len(ids) > length for part in whole for ids in part):
+            print(f"{longer} of {sum(map(len, whole))} rows are cut off after {length} tokens (--passage_length)")
+        parts = [[ids[:length] for ids in part] for part in whole]
         if recipe.group_column:
             groups = [str(row[recipe.group_column]) for row in rows[cut:]][: recipe.max_examples]
     train, held_out = ([{"input_ids": ids} for ids in part[: recipe.max_examples]] for part in parts)

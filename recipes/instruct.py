@@ -38,14 +38,24 @@ class RecipeArguments(AnswerData, ChatTemplate):
 
 
 def conversation(row: dict[str, Any]) -> tuple[list[Message], int]:
-    """The messages of a row, and how many of them are its prompt, in which no answer is learnt."""
+    """The messages of a row, and how many of them are its prompt, in which no answer is learnt.
+
+    Raises:
+        ValueError: it has none, or something else.
+    """
     if row.get("messages"):
-        return list(row["messages"]), 0
-    prompt, completion = (
-        [{"role": role, "content": row[name]}] if isinstance(row[name], str) else list(row[name])
-        for role, name in (("user", "prompt"), ("assistant", "completion"))
-    )
-    return prompt + completion, len(prompt)
+        messages, first = row["messages"], 0
+    elif {"prompt", "completion"} <= row.keys():
+        prompt, completion = (
+            [{"role": role, "content": row[name]}] if isinstance(row[name], str) else list(row[name])
+            for role, name in (("user", "prompt"), ("assistant", "completion"))
+        )
+        messages, first = prompt + completion, len(prompt)
+    else:
+        raise ValueError("it has no messages, and no prompt with a completion")
+    if not isinstance(messages, list) or not all(isinstance(m, dict) and "role" in m for m in messages):
+        raise ValueError("messages are a list of objects, each with role and content")
+    return messages, first
 
 
 def encoded(row: dict[str, Any], tokenizer: Any, recipe: RecipeArguments) -> Row:
@@ -73,12 +83,14 @@ def read(name: str, split: str, recipe: RecipeArguments) -> list[dict[str, Any]]
 def encode_all(rows: list[dict[str, Any]], name: str, tokenizer: Any, recipe: RecipeArguments) -> list[Row]:
     """All rows, encoded; an error names the row."""
     out = []
-    for index, row in enumerate(rows):
+    for number, row in enumerate(rows, 1):
         try:
             out.append(encoded(row, tokenizer, recipe))
-        except (jinja2.TemplateError, KeyError, TypeError) as error:
+        except ConfigurationError as error:
+            raise ConfigurationError(f"row {number} of {name}: {error.found}", why=error.why, fix=error.fix) from error
+        except (jinja2.TemplateError, AttributeError, LookupError, TypeError, ValueError) as error:
             raise ConfigurationError(
-                f"row {index} of {name} is no conversation that the chat template can render ({error}).",
+                f"row {number} of {name} is no conversation that the chat template can render ({error}).",
                 why="all rows take part, or the sampling probability would be another one.",
                 fix="correct or take out the row; templates differ in the roles and orders they admit.",
             ) from error

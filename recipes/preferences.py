@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 import re
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from datasets import Dataset
@@ -21,6 +21,7 @@ from common.arguments import parse
 from common.data import read_rows
 from common.results import CONTINUE, Scores, train_and_report
 from hf_dp import DPTrainer
+from hf_dp.data.files import check_columns
 from hf_dp.errors import ConfigurationError
 from hf_dp.training.trainer import DPTrainerMixin
 
@@ -47,6 +48,11 @@ class RecipeArguments(AnswerData):
     beta: float = field(default=0.1, metadata={"help": "How closely the model is held to what it was before."})
     table_column: str = "mr"
     text_column: str = "ref"
+
+    DECIDES_ITSELF: ClassVar[dict[str, str]] = {
+        "group_column": "scores are of all test pairs together",
+        "max_new_tokens": "no answers are written",
+    }
 
 
 class DPDPOTrainer(DPTrainerMixin, DPOTrainer):
@@ -79,7 +85,8 @@ def corrupted(table: str, text: str) -> str | None:
 
 
 def pairs(name: str, split: str, recipe: RecipeArguments, most: int | None) -> Dataset:
-    """Prompts with a chosen and a rejected answer: those of the rows, or made of tables and their descriptions.
+    """Prompts with a chosen and a rejected answer: those of the rows, or made of tables and their descriptions. Chats
+    may be without a prompt: it is then what the two have in common.
 
     A row whose description names no value stays out, for itself. How many stay is n, and public.
 
@@ -87,9 +94,12 @@ def pairs(name: str, split: str, recipe: RecipeArguments, most: int | None) -> D
         ConfigurationError: none is left, or other columns.
     """
     rows = read_rows(name, split=split, columns=(), max_examples=most)
-    if rows and {"prompt", "chosen", "rejected"} <= rows[0].keys():
-        return Dataset.from_list([{key: row[key] for key in ("prompt", "chosen", "rejected")} for row in rows])
-    rows = read_rows(name, split=split, columns=(recipe.table_column, recipe.text_column), max_examples=most)
+    if rows and {"chosen", "rejected"} <= rows[0].keys():
+        columns = [key for key in ("prompt", "chosen", "rejected") if key in rows[0]]
+        check_columns(name, rows, (), columns, fix="correct or take out the row.")
+        return Dataset.from_list([{key: row[key] for key in columns} for row in rows])
+    fix = "give rows with prompt, chosen and rejected; or name those of tables with --table_column and --text_column."
+    check_columns(name, rows, (recipe.table_column, recipe.text_column), fix=fix)
     tables = ((row[recipe.table_column], row[recipe.text_column]) for row in rows)
     made = [
         {"prompt": f"{table} ||", "chosen": f" {text}", "rejected": f" {wrong}"}
@@ -104,6 +114,14 @@ def pairs(name: str, split: str, recipe: RecipeArguments, most: int | None) -> D
         )
     print(f"{name}: {len(made)} pairs of {len(rows)} rows")
     return Dataset.from_list(made)
+
+
+def a_prompt_like(data: Dataset) -> str | list[dict[str, str]]:
+    """A public one, of the form that those of the pairs have."""
+    given = data[0].get("prompt", data[0]["chosen"])
+    if isinstance(given, list):
+        return [{"role": "user", "content": "A question."}]
+    return "name[Blue Spice], food[Italian] ||" if given.endswith("] ||") else "A question."
 
 
 @torch.no_grad()
@@ -167,7 +185,7 @@ def main() -> None:
         lambda trainer: scored(trainer, trainer.eval_dataset),
         arguments,
         privacy,
-        usage=CONTINUE.replace("PROMPT", repr("name[Blue Spice], food[Italian] ||")),
+        usage=CONTINUE.replace("PROMPT", repr(a_prompt_like(train))),
         compare_without_privacy=recipe.compare_without_privacy,
         comparison_learning_rate=recipe.comparison_learning_rate,
         recipe=recipe,

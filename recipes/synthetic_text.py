@@ -90,6 +90,7 @@ class RecipeArguments(LabelledData, Trained):
     compared: int = field(default=1000, metadata={"help": "Samples, and held-out texts, in the near-copy check."})
 
     def __post_init__(self) -> None:
+        self.encoder = self.encoder or None  # an empty flag takes it out of a YAML file
         least = {"samples": 1, "draws": 1, "compared": 1, "max_length": 2, "width": 1, "layers": 1, "lora_rank": 1}
         wrong = [f"{name}={getattr(self, name)}" for name, low in least.items() if getattr(self, name) < low]
         wrong += [f"temperature={self.temperature}"] * (not 0 < self.temperature < math.inf)

@@ -23,7 +23,7 @@ from common.answers import (
     with_an_answer,
 )
 from common.arguments import parse
-from common.data import read_rows
+from common.data import naming_columns, read_rows
 from common.results import CONTINUE, Scores, measured, train_and_report
 from hf_dp.errors import ConfigurationError
 
@@ -62,7 +62,7 @@ def tokens(text: str, tokenizer: Any) -> list[int]:
 def encoded(row: dict[str, Any], tokenizer: Any, recipe: RecipeArguments) -> Row:
     """Token ids, with labels on the description and its end."""
     before = asked(row[recipe.table_column], recipe)
-    answer = row[recipe.text_column] if before[-1].isspace() else f" {row[recipe.text_column]}"
+    answer = row[recipe.text_column] if before[-1:].isspace() else f" {row[recipe.text_column]}"
     parts = [(tokens(before, tokenizer), False), ([*tokens(answer, tokenizer), tokenizer.eos_token_id], True)]
     return labelled_row(parts, recipe.max_length)
 
@@ -87,7 +87,8 @@ def grouped(rows: list[dict[str, Any]], recipe: RecipeArguments) -> list[str] | 
 def described(
     trainer: Trainer, tokenizer: Any, rows: list[dict[str, Any]], recipe: RecipeArguments
 ) -> tuple[dict[str, float], dict[str, str]]:
-    """BLEU and ROUGE-L against all references of a table, and slot coverage, of greedy descriptions of some tables.
+    """BLEU and ROUGE-L against all references of a table, of greedy descriptions of some tables; slot coverage, where
+    these have slots.
 
     With a few of the tables and what is said of them.
     """
@@ -113,7 +114,9 @@ def main() -> None:
         )
     columns = (recipe.table_column, recipe.text_column)
     train, test = (
-        read_rows(name, split=split, columns=columns, max_examples=recipe.max_examples)
+        read_rows(
+            name, split=split, columns=columns, max_examples=recipe.max_examples, fix=naming_columns(RecipeArguments)
+        )
         for split, name in (("train", recipe.train_file), ("test", recipe.test_file))
     )
     set_seed(arguments.seed)

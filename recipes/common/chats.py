@@ -40,7 +40,7 @@ def rendered(messages: list[Message], first: int, tokenizer: Any) -> list[tuple[
     """A conversation as text in parts, of which some are answers: an answer is what follows the generation prompt.
 
     White space after an answer belongs to what comes next. Found by rendering the conversation up to each answer, so
-    that a template needs no `{% generation %}` marks.
+    that a template needs no `{% generation %}` marks. What the assistant opens a conversation with answers nothing.
 
     Args:
         first: answers before this message are not learnt.
@@ -55,7 +55,7 @@ def rendered(messages: list[Message], first: int, tokenizer: Any) -> list[tuple[
 
     whole, parts, done = render(messages), [], 0
     for i, message in enumerate(messages):
-        if message["role"] != "assistant" or i < first:
+        if message["role"] != "assistant" or i < max(first, 1):
             continue
         prompt, answered = render(messages[:i], add_generation_prompt=True), render(messages[: i + 1])
         if not (answered.startswith(prompt) and whole.startswith(answered) and len(prompt) >= done):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,11 @@ from common.labelled_texts import label_names
 from hf_dp.data.files import WITH_COLUMNS, check_columns, rows_of_file
 from hf_dp.errors import ConfigurationError
 
-_FIX = "name the columns of your data with --text_column, --label_column and --group_column."
+
+def naming_columns(recipe: type) -> str:
+    """How the columns of one's own data are named, with the flags that the recipe has for that."""
+    flags = [f"--{one.name}" for one in fields(recipe) if one.name.endswith("_column")]
+    return f"name the columns of your data with {', '.join(flags[:-1])} and {flags[-1]}."
 
 
 def read_rows(
@@ -25,6 +29,7 @@ def read_rows(
     columns: tuple[str, ...],
     others: tuple[str, ...] = (),
     max_examples: int | None = None,
+    fix: str = "look at the columns of the file.",
 ) -> list[dict[str, Any]]:
     """All rows of `name`, or the first `max_examples` of them.
 
@@ -35,6 +40,7 @@ def read_rows(
         columns: that must hold a text in each row.
         others: that must hold something in each row. Labels that a data set keeps as numbers with names are given by
             name.
+        fix: what to do about a column that is not there.
 
     Raises:
         ConfigurationError: what cannot be read, has no rows, or a row without one of these columns.
@@ -43,7 +49,7 @@ def read_rows(
     is_file = path.suffix in WITH_COLUMNS or os.path.isfile(path)
     rows = rows_of_file(path) if is_file else _of_data_set(name, split, max_examples)
     rows = rows[:max_examples]
-    check_columns(name, rows, columns, others, fix=_FIX)
+    check_columns(name, rows, columns, others, fix=fix)
     return rows
 
 
@@ -136,11 +142,12 @@ def labelled(
         ConfigurationError: a column that is missing, or a label that is not in the list.
     """
     others = tuple(column for column in (recipe.label_column, recipe.group_column, unit) if column)
-    rows = read_rows(name, split=split, columns=(recipe.text_column,), others=others, max_examples=recipe.max_examples)
+    fix, texts = naming_columns(type(recipe)), (recipe.text_column,)
+    rows = read_rows(name, split=split, columns=texts, others=others, max_examples=recipe.max_examples, fix=fix)
     # Of all rows: no one's row may decide what is read of the others.
     columns = list(dict.fromkeys(column for row in rows for column in row))
     column = recipe.label_column or _label_column(name, columns, recipe, unit)
-    check_columns(name, rows, (), (column,), fix=_FIX)
+    check_columns(name, rows, (), (column,), fix=fix)
     numbers = {label: number for number, label in enumerate(labels)}
     unknown = next((row[column] for row in rows if str(row[column]) not in numbers), None)
     if unknown is not None:

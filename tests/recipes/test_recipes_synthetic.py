@@ -216,7 +216,8 @@ class Echo:
 
 def test_labels_share_batches_without_padding_and_each_text_keeps_its_own(part: Any) -> None:
     recipe = part("synthetic_text")
-    settings = recipe.RecipeArguments(train_file="", test_file="", labels_file="")
+    settings = recipe.RecipeArguments(train_file="", test_file="", labels_file="", encoder="")
+    assert settings.encoder is None, "an empty flag takes a YAML file's encoder out"
     model, before, wanted = Echo(), [[7, 1], [7, 7, 2], [7, 3]], [3, 2, 4]
     corpus = recipe.sampled_corpus(model, model, before, wanted, settings, 5)
     assert Counter(zip(corpus.texts, corpus.labels, strict=True)) == {("1", 0): 3, ("2", 1): 2, ("3", 2): 4}

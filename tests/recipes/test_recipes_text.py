@@ -65,7 +65,8 @@ def local(data, causal_directory):
         kind, ending = forms.get(recipe, ("chats", "jsonl"))
         found = [f"--{split}_file={data}/{kind}_{split}.{ending}" for split in ("train", "test")]
         template = [] if recipe in forms else ["--chat_template", str(data / "template.jinja")]
-        return [*found, *template, "--model", str(causal_directory), "--max_new_tokens", "8"]
+        most = [] if recipe == "preferences" else ["--max_new_tokens", "8"]
+        return [*found, *template, "--model", str(causal_directory), *most]
 
     return flags
 

@@ -12,7 +12,7 @@ import evaluate
 class SlotCoverage(evaluate.Metric):
     """The share of values of tables like `name[Blue Spice], area[city centre]` that their texts say word for word.
 
-    Values of yes or no are left out, since texts say them in other words. 1 if no table has another value.
+    Values of yes or no are left out, since texts say them in other words. Nothing if no table has another value.
     """
 
     def _info(self) -> evaluate.MetricInfo:
@@ -29,4 +29,4 @@ class SlotCoverage(evaluate.Metric):
             values = [value for value in re.findall(r"\w+\[([^\]]*)\]", table) if value not in ("yes", "no")]
             said += sum(value.lower() in text.lower() for value in values)
             total += len(values)
-        return {"slot_coverage": said / total if total else 1.0}
+        return {"slot_coverage": said / total} if total else {}
