@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
@@ -51,7 +51,7 @@ from common.data import public_labels
 from common.hub_names import pretrained
 from common.kept_features import check_place, kept
 from common.plain_classifier import as_sequence_classification, pooled
-from common.rates import in_many_steps, planned_steps
+from common.rates import in_many_steps, planned_steps, within
 from common.results import CLASSIFY, measured, scored_by_label, train_and_report
 from hf_dp import PrivacyConfig, accounting
 from hf_dp.config.asked import promised
@@ -109,17 +109,6 @@ def features(
     computed = kept(directory, model.encoder, read, batch_size, compute, pooled)
     made = {"features": computed.numpy(), "labels": [row["labels"] for row in rows]}
     return Dataset.from_dict(made | whose).with_format("torch")
-
-
-def within(arguments: TrainingArguments, privacy: PrivacyConfig, n: int) -> TrainingArguments:
-    """The same with an expected batch of at most all `n` examples, or units, where n is public."""
-    rows, world = arguments.per_device_train_batch_size, arguments.world_size
-    if privacy.hides_n or rows * arguments.gradient_accumulation_steps * world <= n:
-        return arguments
-    rows = max(1, min(rows, n // world))
-    made = replace(arguments, per_device_train_batch_size=rows, gradient_accumulation_steps=max(1, n // (rows * world)))
-    print(f"A batch of all {n} that are drawn from: {made.gradient_accumulation_steps} x {rows} on each device.")
-    return made
 
 
 def make_optimizer(

@@ -1,7 +1,8 @@
 """Next item from the items before it, privately and from scratch on long-tailed data, with and without Re-Attention.
 
-The privacy unit is a user: one sequence of items, of which the last is the test and the one before it the target of
-training. Item embeddings are tied. By default the data is generated, with a known long tail.
+The privacy unit is a user: one sequence of items, of which the last is the test and the `--targets` before it are
+learnt, in one loss that is their mean. Item embeddings are tied. By default the data is generated, with a known long
+tail.
 
 What is learnt is what differs from popularity: how often each item is a target is released once, with noise and out of
 the same budget, and the scores begin as its logarithm (`--start released`). The learning rate is that of at most 120
@@ -28,7 +29,7 @@ from common.comparison import VarianceControl, collate, folder_of, percent, refu
 from common.groups import report_by_group
 from common.next_item import NEAR_NOTHING, Beginning, NextItem, as_language_model, gains, measures
 from common.next_item_results import Measures, check_same_settings, draw, show
-from common.rates import in_many_steps, planned_steps
+from common.rates import in_many_steps, planned_steps, within
 from common.results import save
 from common.sequences import PADDING, SequenceData, Sequences, item_tokenizer, load, popularity
 from hf_dp import OutputBiasConfig, PrivacyConfig, ReAttentionConfig
@@ -193,7 +194,7 @@ def trained(
         steps = planned_steps(arguments, len(data.train))
         arguments = replace(arguments, learning_rate=in_many_steps(arguments.learning_rate, steps, _STEPS))
     made = trainer(
-        NextItem(config, with_bias=begins),
+        NextItem(config, with_bias=begins, only_new=recipe.new_items_only),
         arguments,
         folder,
         privacy,
@@ -232,6 +233,7 @@ def main() -> None:
             fix="group by length or by a group of each user, or leave out one of the two.",
         )
     data, output = load(recipe), Path(str(arguments.output_dir))
+    arguments = within(arguments, privacy, len(data.train))
     runs = planned(recipe, privacy, arguments.seed)
     true_shares = output / "for_owner_only_true_shares.json"
     # All before the first training: what is refused in one of them would come too late.
@@ -268,7 +270,7 @@ def main() -> None:
         report(runs, folders, data.groups)
     if recipe.group_column == "rarity":
         print("Which items are rare is counted in the private data, without noise: show these groups to nobody.")
-    show(results, None if privacy.withhold_non_private_logs else measures(popularity(data)))
+    show(results, None if privacy.withhold_non_private_logs else measures(popularity(data, recipe.new_items_only)))
     if recipe.figure is not None:
         draw(results, recipe.figure)
 

@@ -47,7 +47,7 @@ OWN_OPTIMIZER = dict.fromkeys(
 # What sizes and shares must be, in whichever recipe has them.
 _AT_LEAST_1 = (
     *("max_examples", "max_test_examples", "max_length", "max_new_tokens", "max_tokens_per_micro_batch"),
-    *("passage_length", "width", "layers", "lora_rank", "lora_layers"),
+    *("passage_length", "width", "layers", "lora_rank", "lora_layers", "longest", "targets"),
 )
 _ABOVE_0 = ("temperature", "head_noise", "head_scale", "head_learning_rate", "comparison_learning_rate")
 _BELOW_1 = ("average", "evaluation_share", "genre_share")

@@ -24,12 +24,15 @@ Collator = Callable[[list[Any]], dict[str, Tensor]]
 
 
 class LogitsTrainer(DPTrainer):
-    """The loss is the cross-entropy of what the model returns, logits (B, classes) or an output that has them."""
+    """The loss is the cross-entropy of what the model returns, logits (B, classes) or an output that has them.
+
+    Of logits (B, K, classes), for K labels each, it is each example's mean over those that are not negative.
+    """
 
     def compute_per_example_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
         """Cross-entropy (B,)."""
         outputs = model(**{name: value for name, value in inputs.items() if name != "labels"})
-        return F.cross_entropy(_logits(outputs), inputs["labels"], reduction="none")
+        return _losses(outputs, inputs["labels"])
 
 
 class VarianceControl(TrainerCallback):
@@ -72,8 +75,14 @@ def trainer(
 
 
 def _mean_loss(outputs: Any, labels: Tensor, num_items_in_batch: Tensor | int | None = None) -> Tensor:
-    count = len(labels) if num_items_in_batch is None else num_items_in_batch
-    return F.cross_entropy(_logits(outputs), labels, reduction="sum") / count
+    losses = _losses(outputs, labels)
+    return losses.mean() if num_items_in_batch is None else losses.mean() * labels.ge(0).sum() / num_items_in_batch
+
+
+def _losses(outputs: Any, labels: Tensor) -> Tensor:
+    logits, labels = _logits(outputs), labels.view(len(labels), -1)
+    losses = F.cross_entropy(logits.view(-1, logits.shape[-1]), labels.flatten(), reduction="none").view(labels.shape)
+    return losses.sum(1) / labels.ge(0).sum(1)
 
 
 def _logits(outputs: Any) -> Tensor:

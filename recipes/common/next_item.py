@@ -18,6 +18,8 @@ from common.comparison import collate, scored
 from common.next_item_results import Measures
 from common.sequences import PADDING
 
+# The score of what cannot be the next; with a smaller one the loss of an example that denies it would be no number.
+_NEVER = -1e4
 # Of the first weights, beside a bias: what they add to the scores changes the order that was released little.
 NEAR_NOTHING = 0.02
 
@@ -39,10 +41,12 @@ class NextItem(GPT2PreTrainedModel):
 
     Args:
         with_bias: in place of the first hidden feature.
+        only_new: what a history has is never the next item.
     """
 
-    def __init__(self, config: GPT2Config, with_bias: bool = False) -> None:
+    def __init__(self, config: GPT2Config, with_bias: bool = False, only_new: bool = False) -> None:
         super().__init__(config)
+        self.only_new = only_new
         self.transformer = GPT2Model(config)
         self.output = Output(config.vocab_size) if with_bias else None
         if with_bias:
@@ -55,12 +59,17 @@ class NextItem(GPT2PreTrainedModel):
         """What has the bias, if there is one."""
         return self.output
 
-    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        """Scores (B, items + 1)."""
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, after: Tensor | None = None) -> Tensor:
+        """Scores (B, items + 1) of what follows; or (B, K, items + 1) of what follows the positions `after` (B, K)."""
         hidden = self.transformer(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
-        last = attention_mask.sum(1) - 1
-        read, table = hidden[torch.arange(len(hidden)), last], self.transformer.wte.weight
-        return read @ table.T if self.output is None else self.output(read * self.kept, table)
+        at = attention_mask.sum(1, keepdim=True) - 1 if after is None else after
+        read, table = hidden[torch.arange(len(hidden))[:, None], at], self.transformer.wte.weight
+        scores = read @ table.T if self.output is None else self.output(read * self.kept, table)
+        if self.only_new:
+            places = torch.arange(input_ids.shape[1], device=at.device)
+            seen = torch.where(places <= at[..., None], input_ids[:, None], PADDING)
+            scores = scores.scatter(2, seen, _NEVER)
+        return scores.squeeze(1) if after is None else scores
 
 
 @torch.no_grad()
@@ -77,6 +86,8 @@ def as_language_model(model: NextItem) -> GPT2LMHeadModel:
         norm.weight[0], norm.bias[0] = 0, 1
         plain.lm_head.weight.copy_(model.transformer.wte.weight)
         plain.lm_head.weight[:, 0] = model.output.bias
+    if model.only_new:
+        plain.generation_config.no_repeat_ngram_size = 1
     return plain.to(model.device).eval()
 
 

@@ -1,12 +1,13 @@
-"""Learning rates that noise alone does not carry too far, however many steps there are."""
+"""Batches that fit few examples, and learning rates that noise does not carry too far, however many steps there are."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from transformers import TrainingArguments
 
-from hf_dp import accounting
+from hf_dp import PrivacyConfig, accounting
 
 
 def planned_steps(arguments: TrainingArguments, n: int) -> int:
@@ -26,3 +27,14 @@ def in_many_steps(rate: float, steps: int, measured: int) -> float:
     T steps by the rate times sqrt(T). Of more steps than were measured it is divided by sqrt(steps / measured).
     """
     return rate * min(1.0, math.sqrt(measured / steps))
+
+
+def within(arguments: TrainingArguments, privacy: PrivacyConfig, n: int) -> TrainingArguments:
+    """The same with an expected batch of at most all `n` examples, or units, where n is public."""
+    rows, world = arguments.per_device_train_batch_size, arguments.world_size
+    if privacy.hides_n or rows * arguments.gradient_accumulation_steps * world <= n:
+        return arguments
+    times = math.ceil(n / (rows * world))
+    rows = max(1, n // (times * world))
+    print(f"A batch of {times * rows * world} of {n} that are drawn from: {times} x {rows} on each device.")
+    return replace(arguments, per_device_train_batch_size=rows, gradient_accumulation_steps=times)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from bisect import bisect
 from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,10 +17,11 @@ from transformers import PreTrainedTokenizerFast
 
 from common.comparison import by_rarity, refuse_unknown
 from common.labelled_texts import label_names
-from hf_dp.data.files import read_text
+from hf_dp.data.files import WITH_COLUMNS, check_columns, read_text, rows_of_file
 from hf_dp.errors import ConfigurationError
 
 PADDING = 0
+NOTHING = -100
 GROUPS = ("rarity", "length", "group")
 _LENGTHS = {0: "under 5", 5: "5 to 9", 10: "10 to 19", 20: "20 to 49", 50: "50 or more"}
 Row = dict[str, Any]
@@ -29,7 +32,11 @@ class SequenceData:
     """Which sequences, and how their users are grouped."""
 
     interactions_file: str | None = field(
-        default=None, metadata={"help": "Lines 'user item', in time order; generated data if it is left out."}
+        default=None,
+        metadata={
+            "help": "Lines 'user item' in time order, or CSV, TSV, JSON or JSON lines with columns; generated data if "
+            "it is left out."
+        },
     )
     items_file: str | None = field(
         default=None,
@@ -41,6 +48,11 @@ class SequenceData:
         default=False,
         metadata={"help": "In place of items_file: which items occur in interactions_file is public knowledge."},
     )
+    user_column: str = "user"
+    item_column: str = "item"
+    time_column: str | None = field(
+        default=None, metadata={"help": "Numbers, or dates as ISO 8601 has them; without it rows are in time order."}
+    )
     users: int = 15000
     items: int = 6000
     genre_share: float = field(
@@ -48,13 +60,17 @@ class SequenceData:
         metadata={"help": "Of each generated sequence, from its user's genre; with 0 popularity is all there is."},
     )
     longest: int = 20
+    new_items_only: bool = field(
+        default=False, metadata={"help": "Nobody takes an item twice, as with films: what was seen is never the next."}
+    )
+    targets: int = field(default=1, metadata={"help": "How many of a user's last items are learnt from, in one loss."})
     test_users: int = 6000
     group_column: str | None = field(
         default=None,
         metadata={
             "help": "Report HIT@10 by rarity (of the item to be predicted: head, middle and tail are a third of all "
-            "training interactions each), length (of the history) or group (the file's third word, in a user's last "
-            "line)."
+            "training interactions each), length (of the history) or group (the file's third word, or its column "
+            "group, in a user's last line)."
         },
     )
     max_examples: int | None = field(default=None, metadata={"help": "Use only the first so many users."})
@@ -98,14 +114,14 @@ def load(recipe: SequenceData) -> Sequences:
         names = [str(number + 1) for number in range(recipe.items)]
         sequences = generated(min(recipe.users, recipe.max_examples or recipe.users), recipe.items, recipe.genre_share)
     else:
-        known = None if recipe.items_file is None else label_names(recipe.items_file)
-        names, sequences, words = _read(recipe.interactions_file, known)
+        known = None if recipe.items_file is None else list(map(_one_word, label_names(recipe.items_file)))
+        names, sequences, words = _read(recipe.interactions_file, _lines(recipe, recipe.interactions_file), known)
     sequences = sequences[: recipe.max_examples]
-    train, test = (_rows(sequences, recipe.longest, target) for target in (2, 1))
-    test = test[: recipe.test_users]
+    train = _rows(sequences, recipe.longest, 2, recipe.targets)
+    test = _rows(sequences[: recipe.test_users], recipe.longest, 1)
     groups = None
     if recipe.group_column == "rarity":
-        seen = [[*row["input_ids"][: sum(row["attention_mask"])], row["labels"]] for row in train]
+        seen = [sequence[:-1][-recipe.longest - 1 :] for sequence in sequences]
         groups = by_rarity(np.concatenate(seen), np.array([[row["labels"]] for row in test]))
     elif recipe.group_column == "length":
         lengths = list(_LENGTHS.values())
@@ -139,10 +155,44 @@ def generated(users: int, items: int, share: float = 0.6, genres: int = 40) -> l
     return sequences
 
 
-def _read(path: str, known: list[str] | None) -> tuple[list[str], list[list[int]], list[str] | None]:
+def _lines(recipe: SequenceData, path: str) -> list[list[str]]:
+    """Words of each line, user and item first, in time order; spaces in names as underscores."""
+    if Path(path).suffix not in WITH_COLUMNS:
+        return [line.split() for line in read_text(path).splitlines()]
+    named = [recipe.user_column, recipe.item_column, *([] if recipe.time_column is None else [recipe.time_column])]
+    rows = rows_of_file(Path(path))
+    check_columns(path, rows, (), named, fix="name them with --user_column, --item_column and --time_column.")
+    if recipe.time_column is not None:
+        times = _times(path, [row[recipe.time_column] for row in rows])
+        rows = [rows[place] for place in sorted(range(len(rows)), key=times.__getitem__)]
+    columns = (*named[:2], "group")
+    return [[_one_word(str(row[name])) for name in columns if name in row] for row in rows]
+
+
+def _one_word(name: str) -> str:
+    return "_".join(name.split())
+
+
+def _times(path: str, values: list[Any]) -> list[float]:
+    for read in (float, lambda value: datetime.fromisoformat(value).timestamp()):
+        try:
+            found = [read(value) for value in values]
+        except (TypeError, ValueError):
+            continue
+        if all(map(math.isfinite, found)):
+            return found
+    raise ConfigurationError(
+        f"--time_column of {path} holds something else than numbers alone, or dates alone.",
+        why="who took what last is the test, and is not guessed.",
+        fix="write numbers, such as seconds since 1970, or dates such as 2026-11-25T10:00:00, in every row.",
+    )
+
+
+def _read(
+    path: str, lines: list[list[str]], known: list[str] | None
+) -> tuple[list[str], list[list[int]], list[str] | None]:
     """The items' names, in alphabetical order where they are not `known`; the items of each user, numbered from 1,
     users with fewer than 3 left out; and the third word of each one's last line, if all lines have one."""
-    lines = [line.split() for line in read_text(path).splitlines()]
     names = sorted({line[1] for line in lines if len(line) > 1}) if known is None else known
     numbers = {name: number + 1 for number, name in enumerate(names)}
     users: dict[str, list[int]] = {}
@@ -197,14 +247,21 @@ def _no_groups(source: str) -> ConfigurationError:
     )
 
 
-def _rows(sequences: list[list[int]], longest: int, target: int) -> list[Row]:
-    """Items before the `target` last one, padded on the right, and that one as the label."""
+def _rows(sequences: list[list[int]], longest: int, target: int, targets: int = 1) -> list[Row]:
+    """Items before the `target` last one, padded on the right, and that one as the label; of several `targets` a list
+    of those up to it, with the position `after` which each follows, and -100 where there is none."""
     made = []
     for sequence in sequences:
         items = sequence[:-target][-longest:]
         padded = items + [PADDING] * (longest - len(items))
         mask = [1] * len(items) + [0] * (longest - len(items))
-        made.append({"input_ids": padded, "attention_mask": mask, "labels": sequence[-target]})
+        row: Row = {"input_ids": padded, "attention_mask": mask, "labels": sequence[-target]}
+        if targets > 1:
+            count = min(targets, len(items))
+            known = [*items, sequence[-target]][-count:]
+            row["labels"] = known + [NOTHING] * (targets - count)
+            row["after"] = [*range(len(items) - count, len(items)), *[0] * (targets - count)]
+        made.append(row)
     return made
 
 
@@ -216,8 +273,16 @@ def item_tokenizer(data: Sequences) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<padding>")
 
 
-def popularity(data: Sequences) -> Tensor:
-    """Each test user's gain from the most frequent targets, the same for everyone (not private: a yardstick)."""
-    counts = np.bincount([row["labels"] for row in data.train], minlength=data.items + 1)
-    gains = {int(item): 1 / math.log2(rank + 2) for rank, item in enumerate(np.argsort(-counts)[:10])}
-    return torch.tensor([gains.get(row["labels"], 0.0) for row in data.test])
+def popularity(data: Sequences, only_new: bool = False) -> Tensor:
+    """Each test user's gain from the most frequent targets, or those that the history lacks (not private: a
+    yardstick)."""
+    targets = np.concatenate([np.atleast_1d(row["labels"]) for row in data.train])
+    counts = np.bincount(targets[targets > 0], minlength=data.items + 1)
+    ranks = np.argsort(np.argsort(-counts))
+    found = []
+    for row in data.test:
+        seen = set(row["input_ids"]) - {row["labels"]} if only_new else set()
+        rank = ranks[row["labels"]] - sum(ranks[item] < ranks[row["labels"]] for item in seen)
+        is_hit = rank < 10 and not (only_new and row["labels"] in row["input_ids"])
+        found.append(1 / math.log2(rank + 2) if is_hit else 0.0)
+    return torch.tensor(found)

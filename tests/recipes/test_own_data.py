@@ -1,6 +1,7 @@
 """Files and settings of one's own: TSV, the column of labels, features kept between runs, 16 bits without a GPU."""
 
 import json
+import math
 import runpy
 import sys
 from pathlib import Path
@@ -155,3 +156,45 @@ def test_what_is_counted_in_private_data_says_so(part, capsys):
     assert "show it to nobody" in " ".join(capsys.readouterr().out.split())
     show({"epsilon 3, off": [(12.5, 32.5)]}, None)
     assert "nobody" not in capsys.readouterr().out
+
+
+def sequences(part, path, text, **given):
+    path.write_text(text, encoding="utf-8")
+    kind = part("common.sequences")
+    return kind.load(kind.SequenceData(interactions_file=str(path), **given))
+
+
+def test_interactions_of_a_table_are_in_the_order_of_their_times(part, tmp_path):
+    times = {"a b": "3", "c": "1", "d": "2e0", "e": "4"}
+    rows = [f"{user},{item},{time}" for item, time in times.items() for user in ("u", "v")]
+    given = {"items_are_public": True, "user_column": "who", "item_column": "what"}
+    text = "\n".join(["who,what,when", *rows])
+    found = sequences(part, tmp_path / "a.csv", text, time_column="when", **given)
+    assert found.names == ["a_b", "c", "d", "e"]
+    assert found.test == [{"input_ids": [2, 3, 1] + [0] * 17, "attention_mask": [1] * 3 + [0] * 17, "labels": 4}] * 2
+    dated = text.replace("2e0", "2").replace("\n", "\n").replace(",3", ",2026-03-01").replace(",1", ",2026-01-01")
+    dated = dated.replace(",2\n", ",2026-02-01\n").replace(",4", ",2026-04-01")
+    assert sequences(part, tmp_path / "b.csv", dated, time_column="when", **given).test == found.test
+    assert sequences(part, tmp_path / "a.csv", text, **given).test[0]["input_ids"][:3] == [1, 2, 3]
+    for wrong in ("soon", "nan"):
+        with pytest.raises(ConfigurationError, match="numbers alone, or dates alone"):
+            sequences(part, tmp_path / "c.csv", text.replace("2e0", wrong), time_column="when", **given)
+    with pytest.raises(ConfigurationError, match="no column 'user'(.|\n)*--user_column"):
+        sequences(part, tmp_path / "a.csv", text, items_are_public=True)
+
+
+def test_several_items_of_a_user_are_learnt_from(part, tmp_path):
+    text = "".join(f"u {item}\n" for item in "abcde") + "".join(f"v {item}\n" for item in "bca")
+    found = sequences(part, tmp_path / "a.txt", text, items_are_public=True, targets=2, longest=3)
+    assert [(row["labels"], row["after"]) for row in found.train] == [([3, 4], [1, 2]), ([3, -100], [0, 0])]
+    assert [row["labels"] for row in found.test] == [5, 1]
+
+
+def test_popularity_of_what_is_new_leaves_out_what_was_seen(part):
+    kind = part("common.sequences")
+    rows = [{"input_ids": [1, 2], "labels": label} for label in (3, 3, 3, 2, 2, 1)]
+    data = kind.Sequences(
+        rows, [{"input_ids": [3, 0], "labels": 2}, {"input_ids": [3, 2], "labels": 3}], ["a"] * 3, None
+    )
+    assert kind.popularity(data).tolist() == pytest.approx([1 / math.log2(3), 1.0])
+    assert kind.popularity(data, only_new=True).tolist() == [1.0, 0.0]

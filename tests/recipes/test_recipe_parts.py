@@ -178,8 +178,27 @@ def test_the_saved_form_of_the_next_item_gives_the_same_scores(part):
         model = parts.NextItem(config, with_bias).eval()
         if with_bias:
             torch.nn.init.normal_(model.output.bias)
-        found = parts.as_language_model(model)(input_ids=ids, attention_mask=mask).logits
+        plain = parts.as_language_model(model)
+        found = plain(input_ids=ids, attention_mask=mask).logits
         torch.testing.assert_close(found[[0, 1], [2, 1]], model(ids, mask))
+        several = model(ids, mask, torch.tensor([[0, 2], [1, 0]]))
+        torch.testing.assert_close(several, found[[[0], [1]], [[0, 2], [1, 0]]])
+        model.only_new = True
+        plain = parts.as_language_model(model)
+        for row, length in ((0, 3), (1, 2)):
+            said = plain.generate(ids[row : row + 1, :length], max_new_tokens=1, do_sample=False, pad_token_id=0)
+            scores = model(ids, mask)[row]
+            scores[0] = -1e9
+            assert int(said[0, -1]) == int(scores.argmax()) not in ids[row]
+        assert torch.equal(model(ids, mask, torch.tensor([[0], [1]]))[:, 0].eq(-1e4).sum(1), torch.tensor([2, 3]))
+
+
+def test_the_loss_of_several_items_is_the_mean_of_those_that_there_are(part):
+    losses = part("common.comparison")._losses
+    logits, labels = torch.randn(2, 3, 5), torch.tensor([[1, 2, 3], [4, -100, -100]])
+    each = torch.nn.functional.cross_entropy(logits.transpose(1, 2), labels, reduction="none")
+    torch.testing.assert_close(losses(logits, labels), torch.stack([each[0].mean(), each[1, 0]]))
+    torch.testing.assert_close(losses(logits[:, 0], labels[:, 0]), each[:, 0])
 
 
 @pytest.mark.parametrize("arm", ["on", "shuffled", "constant"])

@@ -63,11 +63,17 @@ def test_noise_alone_moves_weights_as_far_in_six_hundred_steps_as_in_sixty(bound
 
 @pytest.mark.parametrize(
     ("n", "promise", "batch"),
-    [(4000, {}, (1000, 4)), (3016, {}, (1000, 3)), (999, {}, (999, 1)), (10, {"dataset_size": 9000}, (1000, 4))],
+    [
+        (4000, {}, (1000, 4)),
+        (3016, {}, (754, 4)),
+        (1780, {}, (890, 2)),
+        (999, {}, (999, 1)),
+        (10, {"dataset_size": 9000}, (1000, 4)),
+    ],
 )
 def test_a_batch_is_no_larger_than_the_data_whose_size_is_public(n, promise, batch, part, tmp_path):
     given = TrainingArguments(
         str(tmp_path), per_device_train_batch_size=1000, gradient_accumulation_steps=4, use_cpu=True
     )
-    made = part("classify").within(given, PrivacyConfig(target_epsilon=1, **promise), n)
+    made = part("common.rates").within(given, PrivacyConfig(target_epsilon=1, **promise), n)
     assert (made.per_device_train_batch_size, made.gradient_accumulation_steps) == batch
