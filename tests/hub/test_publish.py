@@ -24,6 +24,7 @@ from hf_dp.errors import ConfigurationError, HubError, LedgerError
 from hf_dp.hub import upload, verify
 from hf_dp.hub.record import INSTALL
 from hf_dp.hub.upload import checked_card
+from hf_dp.training.resume import note_trained_by
 from tests.hub.server import READER, Hub
 from tests.training.test_lora import adapted
 from tests.training.workbench import a_tokenizer, classifier, make, pad, rows
@@ -72,6 +73,7 @@ def trained(trained_once: Any, tmp_path: Path) -> Any:
     run, args = copy.copy(trained_once), copy.copy(trained_once.args)
     args.output_dir = str(shutil.copytree(args.output_dir, tmp_path / "out"))
     run.args = args
+    note_trained_by(run.model, run, run.ledger)
     return run
 
 

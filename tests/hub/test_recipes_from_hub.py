@@ -191,14 +191,19 @@ def test_other_recipes_by_name(recipe, train):  # noqa: F811
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        ((), "no folder 'someone/private-encoder', and no model of that name"),
+        ((), "no folder 'someone/private-questions', and no data set of that name"),
+        (("--labels_file", "LABELS"), "no folder 'someone/private-encoder', and no model of that name"),
         (("--encoder", "someone/masked"), "no folder 'someone/private-questions', and no data set of that name"),
-        (("--encoder", "someone/nothing"), "no folder 'someone/nothing', and no model of that name"),
+        (
+            ("--labels_file", "LABELS", "--encoder", "someone/nothing"),
+            "no folder 'someone/nothing', and no model of that",
+        ),
     ],
 )
-def test_what_no_token_opens_is_refused_before_training(flags, words, train, monkeypatch):  # noqa: F811
+def test_what_no_token_opens_is_refused_before_training(flags, words, train, monkeypatch, tmp_path):  # noqa: F811
     monkeypatch.delenv("HF_TOKEN")
-    printed, out = train("classify", *flags, code=2)
+    (labels := tmp_path / "labels.json").write_text('["one", "two"]')
+    printed, out = train("classify", *(str(labels) if flag == "LABELS" else flag for flag in flags), code=2)
     assert words in printed
     assert "What to do: check the name" in printed
     assert not out.exists()
