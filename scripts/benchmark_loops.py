@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from measuring import BENCHMARK, in_turns, median_of, peak_mib, ratio_of, setting_of
+from measuring import BENCHMARK, Processor, clock_of, in_turns, median_of, peak_mib, ratio_of, setting_of
 from rich.console import Console
 from rich.table import Table
 from workloads import CASES, VARIANTS, build
@@ -162,6 +162,7 @@ def startup(
     texts: Annotated[Path, typer.Option(help="CSV, a row an example.")],
     rows: Annotated[int, typer.Option(help="Of a logical batch.")] = 32,
     steps: Annotated[int, typer.Option(help="Timed steps, after one more.")] = 5,
+    processor: Processor = False,
 ) -> None:
     """What the check before the first step takes, in steps of the same training (logical batches of `rows`)."""
     from peft import LoraConfig, get_peft_model
@@ -177,13 +178,12 @@ def startup(
         AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32),
         LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM"),
     )
-    check, took, ended = Engine.check, list[float](), list[float]()
+    check, took, clock = Engine.check, list[float](), clock_of(processor)
 
     def timed(engine: Engine) -> None:
-        start = time.perf_counter()
+        start = clock()
         check(engine)
-        took.append(time.perf_counter() - start)
-        ended.append(time.perf_counter())
+        took.append(clock() - start)
 
     with tempfile.TemporaryDirectory() as folder:
         private = DPTrainer(
@@ -198,7 +198,7 @@ def startup(
         )  # fmt: skip
         starts: list[float] = []
         step = private.training_step
-        private.training_step = lambda *args: starts.append(time.perf_counter()) or step(*args)  # type: ignore[method-assign]
+        private.training_step = lambda *args: starts.append(clock()) or step(*args)  # type: ignore[method-assign]
         Engine.check = timed  # type: ignore[method-assign]
         try:
             private.train()
@@ -206,4 +206,5 @@ def startup(
             Engine.check = check  # type: ignore[method-assign]
     each = [after - before for before, after in itertools.pairwise(starts[1:])]
     print(f"the check took {sum(took):.1f} s, a step {median_of(each):.2f} s ({min(each):.2f} to {max(each):.2f}): "
-          f"{sum(took) / median_of(each):.1f} steps of {rows} rows each")  # fmt: skip
+          f"{sum(took) / median_of(each):.1f} steps of {rows} rows each, "
+          f"{sum(took) / median_of(each) * rows / 8:.1f} of 8 rows")  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -10,15 +11,16 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from datasets import Dataset
 
-from hf_dp.data.collate import length_of
+from hf_dp.data.collate import length, length_of
 
 # Views of the columns, no copies; rows that are selected out of a table are copied, so many at a time.
 _AT_ONCE = 10_000
 _NO_LABEL = -100
 _Numbers = np.ndarray[Any, np.dtype[Any]]
 _PLAIN = {int, float, bool, str, bytes, type(None)}
-# Of which column, or of how many more elements one has than another; what; how much of it; in which row.
-_Note = Callable[[Hashable, str, int, int], None]
+# Of which column, or of how many more elements one has than another; what; how much of it; in which row, and how long
+# that is: where rows have as much the shortest tells as much in less time.
+_Note = Callable[[Hashable, str, int, int, int], None]
 
 
 class Extremes(NamedTuple):
@@ -44,16 +46,15 @@ def extreme_rows(dataset: Any) -> Extremes:
     Only a `datasets.Dataset` without a transform knows its columns, and a list its rows; others, which would be read
     row by row, tell nothing.
     """
-    found: dict[tuple[Hashable, str], tuple[int, int]] = {}
-    kinds: dict[Hashable, int] = {}
+    found: dict[tuple[Hashable, str], tuple[int, int, int]] = {}
 
-    def note(name: Hashable, what: str, value: int, row: int) -> None:
-        found[name, what] = max(found.get((name, what), (value, row)), (value, row))
+    def note(name: Hashable, what: str, value: int, row: int, size: int) -> None:
+        told = value, -size, row
+        found[name, what] = max(found.get((name, what), told), told)
 
     if isinstance(dataset, (list, tuple)) and all(isinstance(row, Mapping) for row in dataset):
         for i, row in enumerate(dataset):
-            kinds.setdefault(frozenset(row), i)
-            _note_row(row, i, kinds, note)
+            _note_row(row, functools.partial(_in_row, note, i, length(row)))
     elif isinstance(dataset, Dataset) and dataset.format["type"] != "custom":
         _note_columns(dataset, note)
     else:
@@ -63,10 +64,9 @@ def extreme_rows(dataset: Any) -> Extremes:
         for (name, what), best in found.items()
         if what.startswith("longest")
     ]
-    uneven = [(long, short) for (most, long), (least, short) in pairs if most != -least]
+    uneven = [(long, short) for (most, _, long), (least, _, short) in pairs if most != -least]
     in_order = [short for _, short in uneven] + [long for long, _ in uneven]
-    rows = {row for _, row in found.values()}.union(kinds.values())
-    return Extremes(sorted(rows), list(dict.fromkeys(in_order)))
+    return Extremes(sorted({row for _, _, row in found.values()}), list(dict.fromkeys(in_order)))
 
 
 def empty_rows(dataset: Any, column: str) -> int | None:
@@ -83,44 +83,47 @@ def empty_rows(dataset: Any, column: str) -> int | None:
     return sum(int((_numbers(lengths(table.column(column))) == 0).sum()) for table in some)
 
 
-def _note_row(row: Mapping[Any, Any], number: int, kinds: dict[Hashable, int], note: _Note) -> None:
-    """Notes a row of a list, which holds whatever it holds: what is unlike all before it is a kind of its own."""
+def _in_row(note: _Note, row: int, size: int, name: Hashable, what: str, value: int = 0) -> None:
+    note(name, what, value, row, size)
+
+
+def _note_row(row: Mapping[Any, Any], note: Callable[..., None]) -> None:
+    """Notes a row of a list, which holds whatever it holds: what is unlike all others is a kind of its own."""
     before: tuple[Any, int] | None = None
+    note(frozenset(row), "kind")
     for name, value in row.items():
-        length = length_of(value)
-        note(name, "longest", length, number)
-        note(name, "shortest", -length, number)
-        _note_values(name, 0, (value,), number, kinds, note)
+        size = length_of(value)
+        note(name, "longest", size)
+        note(name, "shortest", -size)
+        _note_values(name, 0, (value,), note)
         if not isinstance(value, (str, bytes)) and hasattr(value, "__len__"):
-            if before is not None and (more := length - before[1]):
-                note((before[0], name), "more", more, number)
-                note((before[0], name), "fewer", -more, number)
-            before = name, length
+            if before is not None and (more := size - before[1]):
+                note((before[0], name), "more", more)
+                note((before[0], name), "fewer", -more)
+            before = name, size
 
 
-def _note_values(
-    name: Any, depth: int, values: list[Any] | tuple[Any, ...], row: int, kinds: dict[Hashable, int], note: _Note
-) -> None:
+def _note_values(name: Any, depth: int, values: list[Any] | tuple[Any, ...], note: Callable[..., None]) -> None:
     types = set(map(type, values))
     for kind in types:
-        kinds.setdefault((name, depth, kind), row)
+        note((name, depth, kind), "kind")
     whole = values if types == {int} else [value for value in values if type(value) is int]
     if whole and min(whole) <= _NO_LABEL:
         whole = [value for value in whole if value != _NO_LABEL]
     if whole:
-        note(name, "largest", max(whole), row)
-        note(name, "smallest", -min(whole), row)
+        note(name, "largest", max(whole))
+        note(name, "smallest", -min(whole))
     if types <= _PLAIN:
         return
     for value in values:
         if isinstance(value, (list, tuple)):
-            _note_values(name, depth + 1, value, row, kinds, note)
+            _note_values(name, depth + 1, value, note)
         elif hasattr(value, "dtype"):  # an array, a tensor, or one number of these
-            kinds.setdefault((name, depth, str(value.dtype), len(value.shape)), row)
+            note((name, depth, str(value.dtype), len(value.shape)), "kind")
             flat = value.reshape(-1)
             if "int" in str(value.dtype) and len(flat := flat[flat != _NO_LABEL] if flat.min() < 0 else flat):
-                note(name, "largest", int(flat.max()), row)
-                note(name, "smallest", -int(flat.min()), row)
+                note(name, "largest", int(flat.max()))
+                note(name, "smallest", -int(flat.min()))
 
 
 def _note_columns(dataset: Dataset, note: _Note) -> None:
@@ -141,19 +144,19 @@ def _note_columns(dataset: Dataset, note: _Note) -> None:
                 begin += len(part)
                 if not (rows >= 0).all():
                     part, rows = part.take(np.flatnonzero(rows >= 0)), rows[rows >= 0]
-                for what, value, row in _extremes(part):
-                    note(name, what, value, int(rows[row]))
+                for what, value, row, size in _extremes(part):
+                    note(name, what, value, int(rows[row]), size)
         if _is_list(table.schema.field(name).type):
             lengths = _numbers(pc.list_value_length(table.column(name)))[places >= 0]
             if before is not None and (more := lengths - before[1]).any():
                 kept = places[places >= 0]
-                note((before[0], name), "more", int(more.max()), int(kept[more.argmax()]))
-                note((before[0], name), "fewer", -int(more.min()), int(kept[more.argmin()]))
+                note((before[0], name), "more", int(more.max()), int(kept[more.argmax()]), 0)
+                note((before[0], name), "fewer", -int(more.min()), int(kept[more.argmin()]), 0)
             before = name, lengths
 
 
-def _extremes(column: pa.Array) -> Iterator[tuple[str, int, int]]:
-    """What, how much of it, and in which row; the more, the more extreme."""
+def _extremes(column: pa.Array) -> Iterator[tuple[str, int, int, int]]:
+    """What, how much of it, in which row, and how long that is; the more, the more extreme."""
     if _is_text(column.type):
         yield from _both(("longest", "shortest"), _numbers(pc.binary_length(column)), np.arange(len(column) + 1))
     # Where each row begins among the elements of its lists. Of other numbers than whole ones, lengths are enough.
@@ -177,20 +180,23 @@ def _extremes(column: pa.Array) -> Iterator[tuple[str, int, int]]:
     yield from _both(("largest", "smallest"), values, starts)
 
 
-def _missing(column: pa.Array, depth: int, starts: _Numbers) -> Iterator[tuple[str, int, int]]:
+def _missing(column: pa.Array, depth: int, starts: _Numbers) -> Iterator[tuple[str, int, int, int]]:
     if column.null_count:
         first = int(column.is_null().to_numpy(zero_copy_only=False).argmax())
-        yield f"missing, {depth}", 1, int(np.searchsorted(starts, first, side="right")) - 1
+        yield f"missing, {depth}", 1, int(np.searchsorted(starts, first, side="right")) - 1, 0
 
 
-def _both(names: tuple[str, str], values: _Numbers, starts: _Numbers) -> Iterator[tuple[str, int, int]]:
+def _both(names: tuple[str, str], values: _Numbers, starts: _Numbers) -> Iterator[tuple[str, int, int, int]]:
     """The greatest and the least of the rows' values; those of row i are from starts[i] to starts[i + 1]."""
-    rows = np.flatnonzero(starts[:-1] < starts[1:])
-    if len(rows):
-        most = np.maximum.reduceat(values, starts[rows])
-        least = np.minimum.reduceat(values, starts[rows])
-        yield names[0], int(most.max()), int(rows[most.argmax()])
-        yield names[1], -int(least.min()), int(rows[least.argmin()])
+    sizes = np.diff(starts)
+    rows = np.flatnonzero(sizes)
+    if not len(rows):
+        return
+    for name, best, sign in ((names[0], np.maximum, 1), (names[1], np.minimum, -1)):
+        found = best.reduceat(values, starts[rows])
+        those = rows[found == best.reduce(found)]
+        row = those[sizes[those].argmin()]
+        yield name, sign * int(best.reduce(found)), int(row), int(sizes[row])
 
 
 def _numbers(given: pa.Array | pa.ChunkedArray) -> _Numbers:

@@ -13,20 +13,23 @@ from hf_dp.data.collate import length, length_of
 from hf_dp.data.extremes import Extremes, empty_rows
 from hf_dp.data.widths import Measure, Widths, by_width, outermost
 from hf_dp.errors import ConfigurationError, HfDpError
-from hf_dp.per_example.batch import Batch
+from hf_dp.per_example.batch import Batch, take
 from hf_dp.per_example.independence import different_pair
 
 _ROWS = 32
 _KEPT = 5
-_FEW_TOKENS = 16
+_FEW_TOKENS = 12
 _IN_FOURS, _BETWEEN = 4, 2
 
 
-def telling_rows(dataset: Any, measure: Measure) -> list[Any]:
+def telling_rows(dataset: Any, measure: Measure) -> tuple[list[Any], list[Any]]:
     """About five rows from all over `dataset`, the narrowest first; data that is sorted begins with many alike.
 
     Args:
         measure: see `by_width`. Rows that it fails on come first; what they do is for others to say.
+
+    Returns:
+        These rows, and all that they were chosen from.
     """
 
     def tried(row: Any) -> Widths:
@@ -36,7 +39,7 @@ def telling_rows(dataset: Any, measure: Measure) -> list[Any]:
             return {}
 
     rows, ends = by_width([dataset[i] for i in _spread(len(dataset), _ROWS)], tried)
-    return [rows[i] for i in sorted({*ends, *range(0, len(rows), max(1, len(rows) // _KEPT))})]
+    return [rows[i] for i in sorted({*ends, *range(0, len(rows), max(1, len(rows) // _KEPT))})], rows
 
 
 def _spread(n: int, count: int) -> list[int]:
@@ -50,6 +53,29 @@ def uneven_rows(dataset: Any, extremes: Extremes, few: Sequence[Any]) -> list[An
         few: see `telling_rows`.
     """
     return [*few, *(dataset[i] for i in sorted({*extremes.rows, *extremes.uneven}))]
+
+
+def rows_beyond(few: Sequence[Any], known: Sequence[Any], measure: Measure) -> list[Any]:
+    """The first and the last of `few` where they are narrower or wider than all that is `known`, or the collator fails
+    on them; all of `few` where nothing is known.
+
+    Args:
+        few: see `telling_rows`.
+        known: rows that columns tell of.
+        measure: see `by_width`.
+    """
+
+    def is_within(row: Any) -> bool:
+        try:
+            sizes = [measure(one) for one in known]
+            return all(
+                min(size.get(name, n + 1) for size in sizes) <= n <= max(size.get(name, 0) for size in sizes)
+                for name, n in measure(row).items()
+            )
+        except Exception:  # noqa: BLE001 - it is tried, and then its error is told
+            return False
+
+    return [row for row in (few[0], few[-1]) if not is_within(row)] if known else list(few)
 
 
 def ends_that_add(rows: Sequence[Any], measure: Measure, adds: Callable[[Any], bool]) -> list[Any]:
@@ -101,6 +127,21 @@ def rows_between(rows: Sequence[Any], measure: Measure, held: Sequence[Any]) -> 
     more = {name: n + _IN_FOURS for name, n in widths[found[-1]].items()}
     wider = (place for place, width in enumerate(widths) if any(width.get(name, 0) >= n for name, n in more.items()))
     return [in_order[place] for place in (*found, next(wider, len(in_order) - 1))]
+
+
+def alike_batches(few: Sequence[Any], batch: Callable[[list[Any]], Batch]) -> tuple[Batch, Batch, Batch]:
+    """Two rows in batches of one shape with other content, if there are such, and all of `few` together.
+
+    They are the first, and the narrowest that differs from it in as many columns as any does.
+
+    Args:
+        batch: list of rows -> batch.
+    """
+    together = batch(list(few))
+    columns = [value for value in together.values() if isinstance(value, Tensor)]
+    differing = [sum(not torch.equal(column[0], column[i]) for column in columns) for i in range(len(few))]
+    pair = batch([few[0], few[differing.index(max(differing))]])
+    return take(pair, [0]), take(pair, [1]), together
 
 
 def short_rows(few: Sequence[Any], batch: Callable[[list[Any]], Batch], loss: Callable[[Batch], Tensor]) -> list[Any]:

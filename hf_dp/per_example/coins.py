@@ -106,23 +106,42 @@ def that_count(
     """
     size, found = batch_size(batch), set[int]()
     for extreme in ("", "least", "most"):
-        draws = Draws(size, Change(extreme=extreme))
         try:
-            with draws.attached():
-                norms = parameter_norms(
-                    model, loss_fn, batch, [1.0] * size, Watch(Reader(size, readings=readings), rules)
-                )
+            norms, draws = drawn_norms(model, loss_fn, batch, Change(extreme=extreme), rules=rules, readings=readings)
         except torch.OutOfMemoryError:
             raise
         except _FAILED:
             if not extreme:
                 raise
             continue
-        whole = torch.stack(list(norms.values())).sum(0)
-        found |= set((whole.isfinite() & whole.ne(0)).nonzero().flatten().tolist())
+        found |= set(with_gradient(norms))
         if not any(draw.is_shared for draw in draws.seen):
             break
     return sorted(found) or list(range(size))
+
+
+def drawn_norms(
+    model: nn.Module,
+    loss_fn: LossFunction,
+    batch: Batch,
+    change: Change,
+    *,
+    rules: Mapping[Any, Rule],
+    readings: Readings,
+) -> tuple[dict[str, Tensor], Draws]:
+    """`parameter_norms` of the losses as they are, and what was drawn meanwhile."""
+    size = batch_size(batch)
+    draws = Draws(size, change)
+    with draws.attached():
+        norms = parameter_norms(model, loss_fn, batch, [1.0] * size, Watch(Reader(size, readings=readings), rules))
+    return norms, draws
+
+
+def with_gradient(norms: Mapping[str, Tensor]) -> list[int]:
+    """The examples with a finite gradient that is not 0, by the norms (B,) for each parameter."""
+    whole = torch.stack(list(norms.values())).sum(0)
+    found: list[int] = (whole.isfinite() & whole.ne(0)).nonzero().flatten().tolist()
+    return found
 
 
 def shared_draws(run: Run, size: int, place: Callable[[], str]) -> list[Draw]:

@@ -84,6 +84,11 @@ class Draws(TorchDispatchMode):
         self.has_own_generator = self.has_unseen = False
         self.states: list[tuple[int, ...]] = []
 
+    @property
+    def is_silent(self) -> bool:
+        """Whether nothing was drawn, as far as is seen."""
+        return not (self.seen or self.has_unseen or self.has_own_generator)
+
     @contextmanager
     def attached(self) -> Iterator[None]:
         """Also numpy's and Python's global functions are seen, where they are looked up in their modules."""
@@ -111,9 +116,9 @@ class Draws(TorchDispatchMode):
         return self._drawn(name, functools.partial(function, *args, **kwargs))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not _is_random(func):
+            return func(*args, **(kwargs or {}))
         draw = functools.partial(func, *args, **(kwargs or {}))
-        if torch.Tag.nondeterministic_seeded not in func.tags:
-            return draw()
         self.has_own_generator |= (kwargs or {}).get("generator") is not None
         name = func.overloadpacket.__name__
         # In place, as bernoulli_, or into `out`.
@@ -189,6 +194,11 @@ class Draws(TorchDispatchMode):
         given = next(iter(self.given[len(self.of_first) - 1 :]), first)
         first = given if given.shape == first.shape else first
         return _taken(first, places // self.size if self.change.is_interleaved else places % of_one, axis)
+
+
+@functools.cache
+def _is_random(function: Any) -> bool:
+    return torch.Tag.nondeterministic_seeded in function.tags
 
 
 def _taken(value: Any, places: Any, axis: int) -> Any:

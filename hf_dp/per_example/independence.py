@@ -119,11 +119,16 @@ def check_shares(
     *,
     rules: Mapping[Any, Rule] = RULES,
     readings: Readings = _NONE,
+    once: dict[str, Tensor] | None = None,
 ) -> None:
     """Checks that an example's gradient is scaled by the weight of its own loss, and by nothing else.
 
     Two forward and backward passes under the same random numbers. The weights are powers of two, so that rounding is
     the same in both.
+
+    Args:
+        model: see `check_independence`, as for the others.
+        once: what `parameter_norms` gave for weights of one, of the same model in the same mode that drew nothing.
 
     Raises:
         PreflightError: a shape was misread, or examples mix.
@@ -132,8 +137,11 @@ def check_shares(
     if size == 1:
         return
     weights = [2.0 ** (i % 7) for i in range(size)]
-    once = parameter_norms(model, loss_fn, batch, [1.0] * size, Watch(Reader(size, readings=readings), rules))
-    weighted = parameter_norms(model, loss_fn, batch, weights, Watch(Reader(size, readings=readings), rules))
+
+    def norms_at(weights: list[float]) -> dict[str, Tensor]:
+        return parameter_norms(model, loss_fn, batch, weights, Watch(Reader(size, readings=readings), rules))
+
+    once, weighted = once or norms_at([1.0] * size), norms_at(weights)
     factor = torch.tensor(weights, dtype=torch.float64)
     whole = torch.stack(list(once.values())).nan_to_num(0, 0, 0).square().sum(0).sqrt()
     for name, norms in once.items():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -107,9 +106,11 @@ def _writes(model: nn.Module) -> dict[str, int]:
 def _checksums(model: nn.Module) -> dict[str, Any]:
     reshard(model)
     buffers = {name for name, _ in model.named_buffers(remove_duplicate=False)}
-    parameters = model.named_parameters(remove_duplicate=False)
-    kept = itertools.chain(parameters, model.state_dict(keep_vars=True).items())
-    return {name: _told(value) for name, value in kept if name not in buffers}
+    kept = dict(model.named_parameters(remove_duplicate=False)) | model.state_dict(keep_vars=True)
+    kept = {name: value for name, value in kept.items() if name not in buffers}
+    # A parameter is most often in both, and a tied one has several names.
+    told = {id(value): _told(value) for value in {id(value): value for value in kept.values()}.values()}
+    return {name: told[id(value)] for name, value in kept.items()}
 
 
 def _told(value: Any) -> Any:

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from contextlib import nullcontext
+from typing import NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hf_dp.per_example.batch import Batch, LossFunction, batch_size, check_losses, take
-from hf_dp.per_example.factors import Factors, PerExample
-from hf_dp.per_example.precision import accumulation
+from hf_dp.per_example.factors import Factors, PerExample, squared_norms
+from hf_dp.per_example.precision import accumulation, full_precision
 from hf_dp.per_example.record import PerExampleGradients
-from hf_dp.per_example.rows import SparseLookups, row_factors
-from hf_dp.per_example.sharding import local, trainable
+from hf_dp.per_example.rows import RowSum, SparseLookups, row_factors
+from hf_dp.per_example.sharding import local, summed_over_shards, trainable
+
+# So many of a few examples are different ones, which is enough to tell them from one another.
+DIFFERENT = 3
 
 
 def loop(model: nn.Module, loss_fn: LossFunction, batch: Batch, *, tables: Collection[str] = ()) -> PerExampleGradients:
@@ -52,3 +56,29 @@ def loop(model: nn.Module, loss_fn: LossFunction, batch: Batch, *, tables: Colle
         if values:
             factors[name] = [PerExample(values[0][None] if len(values) == 1 else torch.stack(values))]
     return PerExampleGradients(torch.cat(losses), factors, parameters)
+
+
+class Truth(NamedTuple):
+    """What a batch, whose first examples repeat, has by the loop: norms (B,), weighted sums, and those of tables.
+
+    Sums are of examples whose norm is finite.
+    """
+
+    norms: Tensor
+    sums: dict[str, Tensor]
+    rows: dict[str, RowSum]
+
+    @staticmethod
+    def of(model: nn.Module, loss_fn: LossFunction, batch: Batch, weights: Tensor, tables: Collection[str]) -> Truth:
+        """With `weights` (B,). Of those that are alike the gradient is computed once."""
+        norms, sums, parameters = [], None, trainable(model)
+        rows = {name: RowSum(name, parameters[name]) for name in tables}
+        for i in range(DIFFERENT):
+            one = loop(model, loss_fn, take(batch, [i]), tables=tables)
+            sums = one.zeros(besides=tables) if sums is None else sums
+            with full_precision(one.losses.device):
+                squares = [(parameters[name], squared_norms(uses)[0]) for name, uses in one.factors.items() if uses]
+            norms.append(summed_over_shards(squares, one.losses.device).sqrt())
+            weight = weights[i::DIFFERENT].sum(0, keepdim=True)
+            one.add_weighted_sum_(sums, weight.where(norms[-1].isfinite(), 0), rows)
+        return Truth(torch.cat(norms)[torch.arange(len(weights)) % DIFFERENT], sums or {}, rows)

@@ -36,6 +36,7 @@ def check_padding(
     collate: Callable[[list[Any]], Batch],
     prepare: Callable[[Batch], Batch] = dict,
     *,
+    number: int | None = None,
     certificate: Certificate | None = None,
     rules: Mapping[Any, Rule] = RULES,
     tables: Collection[str] = (),
@@ -52,12 +53,13 @@ def check_padding(
             in the model is seen by the longer ones after it.
         collate: list of examples -> batch.
         prepare: such a batch on its way to the model; in float32 as well, if it computes anything.
+        number: how many of them, from the first, are looked at; all by default.
         certificate: of `preflight`, so that no more is computed than the gradients.
         rules: the table of operations.
         tables: parameters that are only looked up in; their gradients are compared by the rows that were.
 
     Returns:
-        The norm of each example's gradient: of one that adds nothing, whether others move it is not seen.
+        The norm of each one's gradient: of one that adds nothing, whether others move it is not seen.
 
     Raises:
         PreflightError: a gradient moves, so one long example would change all its neighbours.
@@ -72,7 +74,7 @@ def check_padding(
         together, again = collate(list(examples)), collate(list(examples))
         is_random = any(isinstance(v, Tensor) and not torch.equal(v, again[k]) for k, v in together.items())
         in_batch, left, norms = gradients(together, dtype)[0], None, []
-        for i, example in enumerate(examples):
+        for i, example in enumerate(examples[:number]):
             single = collate([example])
             versions = [_cut(together, i, single, side) for side in (False, True)] if is_random else [single]
             alone = [gradients(version, dtype) for version in versions]

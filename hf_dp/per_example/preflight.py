@@ -11,7 +11,7 @@ import logging
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Set
 from contextlib import contextmanager, suppress
-from typing import Any, NamedTuple
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -21,8 +21,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 import hf_dp.ranks as ranks
 from hf_dp.errors import ConfigurationError, PreflightError, UnsupportedModelError
 from hf_dp.per_example.batch import Batch, LossFunction, batch_size, take
-from hf_dp.per_example.coins import that_count, without_shared_coins
-from hf_dp.per_example.factors import squared_norms
+from hf_dp.per_example.coins import drawn_norms, that_count, with_gradient, without_shared_coins
+from hf_dp.per_example.draws import Change
 from hf_dp.per_example.independence import (
     check_independence,
     check_shares,
@@ -32,15 +32,15 @@ from hf_dp.per_example.independence import (
     survey,
     telling_size,
 )
-from hf_dp.per_example.oracle import loop
-from hf_dp.per_example.precision import computed_in, full_precision
+from hf_dp.per_example.oracle import DIFFERENT, Truth
+from hf_dp.per_example.precision import computed_in
 from hf_dp.per_example.quantised import check_quantised, passing_gradients
 from hf_dp.per_example.reading import Reader
 from hf_dp.per_example.record import PerExampleGradients, record
 from hf_dp.per_example.rows import RowSum
 from hf_dp.per_example.rule import Certificate, Rule
 from hf_dp.per_example.rules import RULES
-from hf_dp.per_example.sharding import as_sums, local, summed_over_shards, trainable
+from hf_dp.per_example.sharding import as_sums, local, trainable
 from hf_dp.per_example.switches import switch_off, warn_of
 from hf_dp.per_example.watch import Watch
 
@@ -51,6 +51,7 @@ _LOW_PRECISION_TOLERANCE = 5e-2
 # Of a square, relative to all squares.
 _ROUNDING = 1e-12
 _CHUNK = 1 << 20
+_Checked = TypeVar("_Checked")
 
 
 def preflight(
@@ -94,31 +95,34 @@ def preflight(
     if off := switch_off(model):
         warn_of(off)
     with forked_rng(model), off_zero(model):
-        seen = survey(model, loss_fn, batch, rules=rules)
-        size, counting = (
-            telling_size(model, batch),
-            that_count(model, loss_fn, batch, rules=rules, readings=seen.readings),
-        )
-        batch = take(batch, [*counting, *(i for i in range(batch_size(batch)) if i not in counting)])
+        seen, size = survey(model, loss_fn, batch, rules=rules), telling_size(model, batch)
+        known: dict[str, Any] = {"rules": rules, "readings": seen.readings}
 
-        def check(batch: Batch) -> Watch:
-            few = take(batch, [i % batch_size(batch) for i in range(size)])
-            counted = take(batch, [i % len(counting) for i in range(size)])
-            without_shared_coins(model, loss_fn, counted, rules=rules, readings=seen.readings)
-            check_independence(model, loss_fn, batch, rules=rules, readings=seen.readings)
-            check_shares(model, loss_fn, few, rules=rules, readings=seen.readings)
-            return _check_gradients(model, loss_fn, few, rules, tables)
+        def check(batch: Batch) -> tuple[Watch, Batch]:
+            n = batch_size(batch)
+            few = counted = take(batch, [i % n for i in range(size)])
+            # It says which examples have a gradient; where nothing is drawn it is also what the same losses with other
+            # weights are held against.
+            once, draws = drawn_norms(model, loss_fn, few, Change(), **known)
+            is_told = len(with_gradient(once)) == size and not any(draw.is_shared for draw in draws.seen)
+            if not is_told:
+                first = that_count(model, loss_fn, batch, **known)
+                batch = take(batch, [*first, *(i for i in range(n) if i not in first)])
+                few, counted = (take(batch, [i % among for i in range(size)]) for among in (n, len(first)))
+            without_shared_coins(model, loss_fn, counted, **known)
+            check_independence(model, loss_fn, batch, **known)
+            check_shares(model, loss_fn, few, **known, once=once if is_told and draws.is_silent else None)
+            return _check_gradients(model, loss_fn, few, rules, tables), few
 
-        watch = _with_enough_bits(model, batch, check)
+        watch, few = _with_enough_bits(model, batch, check)
     certificate = Certificate(watch.uses, read=watch.read | seen | seen.read)
-    few = take(batch, [i % batch_size(batch) for i in range(size)])
     # As in training: what its mode alone does (dropout, checkpoints) must not be refused only after the start.
     with forked_rng(model), passing_gradients(model):
         record(model, loss_fn, few, certificate=certificate, rules=rules, tables=tables)
     return certificate
 
 
-def _with_enough_bits(model: nn.Module, batch: Batch, check: Callable[[Batch], Watch]) -> Watch:
+def _with_enough_bits(model: nn.Module, batch: Batch, check: Callable[[Batch], _Checked]) -> _Checked:
     """`check` in float32 where the model has fewer bits; what is off by rounding alone is not off in float64."""
     try:
         with computed_in(model, batch, torch.float32) as lifted:
@@ -146,13 +150,16 @@ def _check_gradients(
     model: nn.Module, loss_fn: LossFunction, batch: Batch, rules: Mapping[Any, Rule], tables: Collection[str]
 ) -> Watch:
     """Engine against oracle in eval mode; the watch knows the uses that were compared."""
+    size = batch_size(batch)
+    # As many examples as no other axis has, of which more than three different ones show no more.
+    batch = take(batch, [i % DIFFERENT for i in range(size)])
     with in_mode(model, training=False):
-        watch = Watch(Reader(batch_size(batch)), rules, tables=frozenset(tables))
+        watch = Watch(Reader(size), rules, tables=frozenset(tables))
         losses = watch.run(model, loss_fn, batch)
         parameters = trainable(model)
         found = PerExampleGradients(losses, watch.factors, parameters, frozenset(watch.uses), watch.versions)
         weights = torch.linspace(0.5, 1.5, len(losses), device=losses.device, dtype=torch.float64)
-        truth = _Truth.of(model, loss_fn, batch, weights, tables)
+        truth = Truth.of(model, loss_fn, batch, weights, tables)
     # A frozen base in bf16 rounds what reaches an adapter in float32.
     dtypes = watch.dtypes | {p.dtype for p in model.parameters() if p.is_floating_point()}
     _compare(found, truth, weights, dtypes, parameters)
@@ -183,29 +190,9 @@ def check_modules(model: nn.Module) -> None:
         )
 
 
-class _Truth(NamedTuple):
-    norms: Tensor
-    sums: dict[str, Tensor]
-    rows: dict[str, RowSum]
-
-    @staticmethod
-    def of(model: nn.Module, loss_fn: LossFunction, batch: Batch, weights: Tensor, tables: Collection[str]) -> _Truth:
-        """The oracle's norms (B,), and its weighted sums of the examples whose norm is finite."""
-        norms, sums, parameters = [], None, trainable(model)
-        rows = {name: RowSum(name, parameters[name]) for name in tables}
-        for i in range(len(weights)):
-            one = loop(model, loss_fn, take(batch, [i]), tables=tables)
-            sums = one.zeros(besides=tables) if sums is None else sums
-            with full_precision(one.losses.device):
-                squares = [(parameters[name], squared_norms(uses)[0]) for name, uses in one.factors.items() if uses]
-            norms.append(summed_over_shards(squares, one.losses.device).sqrt())
-            one.add_weighted_sum_(sums, weights[i : i + 1].where(norms[-1].isfinite(), 0), rows)
-        return _Truth(torch.cat(norms), sums or {}, rows)
-
-
 def _compare(
     engine: PerExampleGradients,
-    oracle: _Truth,
+    oracle: Truth,
     weights: Tensor,
     dtypes: Set[torch.dtype],
     parameters: Mapping[str, Tensor],

@@ -20,9 +20,11 @@ from hf_dp.data.loader import PoissonDataLoader
 from hf_dp.data.mixing_collator import check_collator
 from hf_dp.data.mixing_dataset import check_dataset
 from hf_dp.data.telling_rows import (
+    alike_batches,
     ends_that_add,
     refuse_rows_that_fail,
     rows_between,
+    rows_beyond,
     short_rows,
     telling_rows,
     uneven_rows,
@@ -30,7 +32,7 @@ from hf_dp.data.telling_rows import (
 from hf_dp.data.widths import Checked, outermost
 from hf_dp.errors import HfDpError, UnseenUseError
 from hf_dp.per_example import RULES, Certificate, PerExampleGradients, Rule, preflight, record
-from hf_dp.per_example.batch import Batch, LossFunction, check_losses, take
+from hf_dp.per_example.batch import Batch, LossFunction, check_losses
 from hf_dp.per_example.in_groups import InGroups
 from hf_dp.per_example.independence import survey
 from hf_dp.per_example.kept import Memory, beside
@@ -184,7 +186,7 @@ class Engine:
         collate: Any = self.loader.collate_fn
         self.model.train()
         with unchanged_weights(self.model), unchanged_global_state(), unchanged_state(self.model):
-            few = self._batch(telling_rows(self.loader.dataset, collate.widths))
+            few = self._batch(telling_rows(self.loader.dataset, collate.widths)[0])
             return survey(self.model, self._loss, few, rules=self._rules)
 
     def check(self) -> None:
@@ -217,26 +219,26 @@ class Engine:
         memory = Memory(self.model, lambda batch: self._loss(self.model, batch), self._loss)
         with unchanged_global_state():
             with unchanged_state(self.model):
-                few = telling_rows(dataset, collate.widths)
+                few, others = telling_rows(dataset, collate.widths)
                 together, extremes = self._batch(few), extreme_rows(dataset.dataset)
                 warn_of_packed(together)
-                # Where columns tell of ids, labels and lengths, of these rows the narrowest and the widest are enough.
-                tried = few if not extremes.rows else [few[0], few[-1]]
+                # Where columns tell of ids, labels and lengths, what is no narrower and no wider shows no more.
+                tried = rows_beyond(few, [dataset[i] for i in extremes.rows], collate.widths)
                 refuse_rows_that_fail(
                     dataset, extremes.rows, tried, lambda row: self._loss(self.model, self._batch([row]))
                 )
                 check_dataset(dataset.dataset)
                 with self._padding.put_aside():
                     check_collator(self._collate, few)
-                memory.refuse(*self._alike(few))
+                memory.refuse(*alike_batches(few, self._batch))
                 uneven = uneven_rows(dataset, extremes, few)
                 # Padding first: what it shows is how all batches are completed, those of one length as well.
                 self._batch(outermost(uneven, collate.widths))
             short = self._batch(short_rows(few, self._batch, loss))
             try:
-                ends = self._certify(short, uneven)
+                ends = self._certify(short, uneven, others)
             except UnseenUseError:
-                ends = self._certify(self._batch(few), uneven)
+                ends = self._certify(self._batch(few), uneven, others)
             if self._check_losses is not None:
                 self._check_losses(self.model, short, (self._batch([row]) for row in few))
         memory.ask_of(short)
@@ -245,16 +247,8 @@ class Engine:
         uneven = outermost(uneven, collate.widths, ends)
         collate.checked = None if is_sharded(self.model) else Checked(uneven, collate.widths, ends)
 
-    def _alike(self, few: list[Any]) -> tuple[Batch, Batch, Batch]:
-        """Two rows of one width with other content, if there are such, and all of them together."""
-        together = self._batch(few)
-        first, *others = (take(together, [i]) for i in range(len(few)))
-        columns = [name for name, value in first.items() if isinstance(value, Tensor)]
-        differ = [row for row in others if any(not torch.equal(row[name], first[name]) for name in columns)]
-        return first, differ[-1] if differ else first, together
-
-    def _certify(self, together: Batch, uneven: list[Any]) -> list[Any]:
-        """Of `uneven`, the ends that add something."""
+    def _certify(self, together: Batch, uneven: list[Any], others: Sequence[Any] = ()) -> list[Any]:
+        """Of `uneven`, the ends that add something. `others` may be held against these as well."""
         collate: Any = self.loader.collate_fn
         certificate = preflight(self.model, self._loss, together, rules=self._rules, tables=self.by_rows)
 
@@ -273,8 +267,9 @@ class Engine:
         compared = outermost(uneven, collate.widths, ends)
         if {*map(id, compared)} != {*map(id, beside)}:
             held(compared)
-        if others := rows_between(uneven, collate.widths, compared):
-            held(others)
+        if between := rows_between([*uneven, *others], collate.widths, compared):
+            # The last is beside the others, as wide as it is alone: what narrower rows do to a wide one is known.
+            self._check_padding(between, certificate, len(between) - 1)
         if self.passes == 2:
             with unchanged_state(self.model):
                 check_two_passes(
@@ -287,11 +282,13 @@ class Engine:
                 found.by_groups([group.names for group in self._groups], lambda number, group: None)
         return ends
 
-    def _check_padding(self, rows: list[Any], certificate: Certificate | None) -> list[float]:
+    def _check_padding(
+        self, rows: list[Any], certificate: Certificate | None, number: int | None = None
+    ) -> list[float]:
         """The norms of their gradients."""
         with unchanged_state(self.model):
             return check_padding(
-                self.model, self._loss, rows, self._collate.collated, self._prepare_collated,
+                self.model, self._loss, rows, self._collate.collated, self._prepare_collated, number=number,
                 certificate=certificate, rules=self._rules, tables=self.by_rows,
             )  # fmt: skip
 

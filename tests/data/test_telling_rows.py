@@ -13,8 +13,10 @@ import torch
 import hf_dp.data.extremes as extremes
 import hf_dp.per_example.state as state
 from hf_dp.data.telling_rows import (
+    alike_batches,
     refuse_rows_that_fail,
     rows_between,
+    rows_beyond,
     short_rows,
     telling_rows,
     uneven_rows,
@@ -124,12 +126,42 @@ def measure(row: Any) -> Any:
 def test_rows_from_all_over_the_narrowest_first_with_those_that_fail_before_them() -> None:
     data: list[Any] = [{"input_ids": [3] * (5 + i % 7), "same": [0.5] * 100} for i in range(400)]
     data[399]["input_ids"], data[0] = [3] * 90, {"text": "no ids"}
-    first, *few = telling_rows(data, measure)
+    (first, *few), others = telling_rows(data, measure)
     sizes = [len(row["input_ids"]) for row in few]
     assert first is data[0]
     assert sizes == sorted(sizes)
     assert sizes[-1] == 90
     assert len(few) <= 8
+    assert len(others) == 32
+    assert all(any(row is one for one in others) for row in (first, *few))
+
+
+def test_of_rows_that_columns_tell_of_no_others_are_tried_but_those_beyond_them_and_those_that_fail() -> None:
+    few = [{"input_ids": [3] * n} for n in (3, 5, 9)]
+    shortest, longest = ({"input_ids": [3] * n} for n in (2, 9))
+    assert rows_beyond(few, [shortest, longest], measure) == []
+    assert rows_beyond(few, [longest], measure) == [few[0]]
+    assert rows_beyond(few, [shortest], measure) == [few[0], few[-1]]
+    assert rows_beyond([{"text": "no ids"}, *few], [shortest, longest], measure) == [{"text": "no ids"}]
+    assert rows_beyond(few, [], measure) == few
+
+
+@pytest.mark.parametrize("made", [list, table])
+def test_of_rows_with_as_much_the_shortest_is_taken(made: Any) -> None:
+    rows = [{"ids": [9] * n, "mask": [1] * n} for n in (4, 2, 3)]
+    assert extreme_rows(made([*rows, {"ids": [1] * 5, "mask": [1] * 5}])) == [1, 3]
+
+
+def test_two_rows_of_one_shape_differ_in_as_many_columns_as_can_be() -> None:
+    def batch(rows: list[Any]) -> Any:
+        whole = padded(rows)
+        return {**whole, "mask": whole["input_ids"].ne(0).long()}
+
+    few = [{"input_ids": ids} for ids in ([1, 2], [1, 3], [1, 2, 3], [4] * 9)]
+    one, other, together = alike_batches(few, batch)
+    assert one["input_ids"].tolist() == [[1, 2, 0]]
+    assert other["input_ids"].tolist() == [[1, 2, 3]]
+    assert len(together["mask"]) == 4
 
 
 def test_the_rows_known_to_be_longest_and_shortest_are_among_the_uneven() -> None:
@@ -153,8 +185,8 @@ def test_rows_are_cut_short_for_the_oracle_unless_they_show_less_then() -> None:
         return given["x"].float().sum(1)
 
     assert short_rows(rows, batch, loss) == rows, "all alike when they are cut"
-    ids = [{"input_ids": list(range(n))} for n in (12, 40, 90)]
-    assert [len(row["input_ids"]) for row in short_rows(ids, lengths, loss)] == [12, 16, 16]
+    ids = [{"input_ids": list(range(n))} for n in (8, 40, 90)]
+    assert [len(row["input_ids"]) for row in short_rows(ids, lengths, loss)] == [8, 12, 12]
     assert short_rows(ids, lengths, lambda given: loss(given) * 0) == ids
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM,
 
 from hf_dp.errors import ConfigurationError, HfDpError, PreflightError, UnsupportedModelError
 from hf_dp.losses import per_example_losses
-from hf_dp.per_example import loop, preflight, record
+from hf_dp.per_example import loop, oracle, preflight, record
 from hf_dp.per_example.independence import check_independence, check_shares
 from hf_dp.per_example.preflight import check_modules
 from tests.architectures import VOCABULARY
@@ -329,6 +328,6 @@ def test_the_oracle_goes_through_examples_one_by_one(monkeypatch: pytest.MonkeyP
         sizes.append(len(data["x"]))
         return loop(model, loss_fn, data, **options)
 
-    monkeypatch.setattr(sys.modules[preflight.__module__], "loop", spied)
+    monkeypatch.setattr(oracle, "loop", spied)
     preflight(Small(lambda m, x: m.linear(x).cos(), linear=nn.Linear(4, 4)), square, batch(3, 5, 4))
     assert sizes == [1] * 3

@@ -38,14 +38,17 @@ def test_the_check_of_a_model_without_random_numbers_takes_few_passes(tmp_path: 
     passes: Counter[str] = Counter()
 
     def note(module: Any, args: Any, output: Any) -> None:
-        passes.update(forward=1)
+        tokens = output.logits.shape[:2].numel()
+        passes.update(forward=1, tokens_forward=tokens)
         if output.logits.requires_grad:
-            output.logits.register_hook(lambda _: passes.update(backward=1))
+            output.logits.register_hook(lambda _: passes.update(backward=1, tokens_backward=tokens))
 
     trainer.model.register_forward_hook(note)
     trainer._run.engine.check()
-    assert passes["forward"] <= 46
-    assert passes["backward"] <= 19
+    assert passes["forward"] <= 33
+    assert passes["backward"] <= 13
+    assert passes["tokens_forward"] <= 1677
+    assert passes["tokens_backward"] <= 607
 
 
 @pytest.mark.parametrize(("is_terminal", "is_silent", "rank", "is_shown"), [
