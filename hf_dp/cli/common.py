@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -53,7 +56,8 @@ def refusals(traceback: bool | None = None) -> Iterator[None]:
         traceback: keep that of an error of the system; False where the command could be asked to.
     """
     try:
-        yield
+        with _installed():
+            yield
     except HfDpError as error:
         if not hand_over(error):
             typer.echo(f"Refused: {error}", err=True)
@@ -65,6 +69,38 @@ def refusals(traceback: bool | None = None) -> Iterator[None]:
         if not hand_over(error):
             typer.echo(shortened(f"{type(error).__name__}: {error}") + hint, err=True)
         raise typer.Exit(REFUSED) from None
+
+
+@contextmanager
+def _installed() -> Iterator[None]:
+    """A package that hf_dp names among its own, and that is not there, is refused with how it is installed."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        needed = _needed(package)
+        if needed is None or find_spec(package) is not None:
+            raise
+        requirement, extra = needed
+        raise ConfigurationError(
+            f"the package {package} is not installed.",
+            why=f"it is needed for this, and {f'in the extra {extra!r}' if extra else 'a dependency'} of hf_dp.",
+            fix=f"pip install '{requirement}'" + f" (the extra {extra!r})" * bool(extra) + ".",
+        ) from error
+
+
+def _needed(package: str) -> tuple[str, str] | None:
+    """The requirement of hf_dp that names it, and the extra that this is of, if any."""
+    try:
+        lines = metadata.requires("hf-dp") or []
+    except metadata.PackageNotFoundError:
+        return None
+    for line in lines:
+        requirement, _, marker = line.partition(";")
+        if re.split(r"[^\w.-]", requirement, maxsplit=1)[0].replace("-", "_").lower() == package.lower():
+            extra = re.search(r"""extra == ['"]([^'"]+)""", marker)
+            return requirement.strip(), extra[1] if extra else ""
+    return None
 
 
 def texts_of(path: Path, column: str) -> list[str]:
