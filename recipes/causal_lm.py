@@ -21,6 +21,7 @@ from common.base_models import Trained, language_model
 from common.data import naming_columns, read_rows
 from common.hub_names import pretrained
 from common.language_models import characters, small_gpt2
+from common.rates import check_batch
 from common.results import CONTINUE, Scores, scored_by_loss, train_and_report
 from hf_dp.data.files import WITH_COLUMNS, read_text
 from hf_dp.errors import ConfigurationError
@@ -127,6 +128,7 @@ def main() -> None:
         )
     tokenizer = characters() if recipe.model is None else pretrained(AutoTokenizer, recipe.model)
     train, held_out, groups = read(recipe, tokenizer.encode)
+    check_batch(arguments, privacy, len(train))
     set_seed(arguments.seed)
 
     def make(kind: type[Trainer], **others: Any) -> Trainer:

@@ -18,14 +18,16 @@ from common.answers import (
     Row,
     continued,
     labelled_row,
+    model_for,
     scored_answers,
     to_be_scored,
-    tokenizer_and_model,
+    tokenizer_for,
     with_an_answer,
 )
 from common.arguments import parse
 from common.chats import ChatTemplate, Message, rendered, use_template
 from common.data import read_rows
+from common.rates import check_batch
 from common.results import CONTINUE, train_and_report
 from hf_dp.errors import ConfigurationError
 
@@ -114,7 +116,7 @@ def main() -> None:
         read(name, split, recipe) for split, name in (("train", recipe.train_file), ("test", recipe.test_file))
     )
     set_seed(arguments.seed)
-    tokenizer, model = tokenizer_and_model(recipe, bf16=arguments.bf16)
+    tokenizer = tokenizer_for(recipe)
     use_template(tokenizer, recipe)
     training, held_out = (
         encode_all(rows, name, tokenizer, recipe)
@@ -124,7 +126,8 @@ def main() -> None:
     kept = with_an_answer(held_out, recipe.test_file)
     kept = [kept[i] for i in to_be_scored(len(kept), recipe, arguments.seed)]
     held_out, test = [held_out[i] for i in kept], [test[i] for i in kept]
-    collate = DataCollatorForSeq2Seq(tokenizer)
+    check_batch(arguments, privacy, len(training))
+    model, collate = model_for(recipe, tokenizer, bf16=arguments.bf16), DataCollatorForSeq2Seq(tokenizer)
 
     def make(kind: type[Trainer], **others: Any) -> Trainer:
         return kind(train_dataset=training, data_collator=collate, processing_class=tokenizer, **others)

@@ -47,6 +47,7 @@ from common.labelled_texts import (
     stays_private,
 )
 from common.language_models import small_gpt2
+from common.rates import check_batch
 from common.results import CONTINUE, scored_by_loss, train_and_report
 from hf_dp.errors import ConfigurationError
 
@@ -225,6 +226,7 @@ def main() -> None:
     files = {"train": recipe.train_file, "test": recipe.test_file}
     found = {split: labelled(path, split, recipe, names) for split, path in files.items()}
     train, test = (Texts(found[split]["text"], found[split]["labels"]) for split in files)
+    check_batch(arguments, privacy, len(train.texts))
     # As many as the texts that are learnt, where only a few are.
     wanted = counts(shares(recipe.label_frequencies, names), min(recipe.samples, recipe.max_examples or recipe.samples))
     output = Path(str(arguments.output_dir))
