@@ -13,6 +13,7 @@ import torch
 import hf_dp.data.extremes as extremes
 import hf_dp.per_example.state as state
 from hf_dp.data.telling_rows import (
+    failures_refused,
     refuse_rows_that_fail,
     rows_between,
     short_rows,
@@ -196,6 +197,24 @@ def test_a_row_that_fails_is_named_with_its_error() -> None:
     with pytest.raises(ConfigurationError, match="a row of the training data"):
         refuse_rows_that_fail(ROWS, [], ROWS, run)
     refuse_rows_that_fail([ROWS[0], ROWS[2]], [0, 1], [ROWS[3]], run)
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (ZeroDivisionError("none"), ConfigurationError),
+        (PreflightError("a", why="b", fix="c"), PreflightError),
+        (torch.OutOfMemoryError("no more"), torch.OutOfMemoryError),
+        (RuntimeError("[gloo/transport] Connection closed by peer"), RuntimeError),
+        (KeyboardInterrupt(), KeyboardInterrupt),
+    ],
+)
+def test_an_error_of_the_model_is_refused_and_one_that_says_more_stays(error: Exception, kind: type[Exception]) -> None:
+    with pytest.raises(kind) as caught, failures_refused():
+        raise error
+    assert type(caught.value) is kind
+    assert (caught.value is error) == (kind is not ConfigurationError)
+    assert str(error) in str(caught.value)
 
 
 @pytest.mark.parametrize("of", [list, table])
