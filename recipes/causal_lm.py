@@ -100,7 +100,6 @@ def collate(rows: Rows) -> dict[str, torch.Tensor]:
 
 def build(recipe: RecipeArguments, *, bf16: bool) -> Any:
     """The model before training; `bf16` keeps what is frozen below adapters in 16 bits."""
-    recipe.check_method()
     if recipe.model is None:
         return small_gpt2(characters(), positions=recipe.passage_length, width=recipe.width, layers=recipe.layers)
     return language_model(recipe.model, recipe, bf16=bf16)
@@ -120,6 +119,7 @@ def scored(trainer: Trainer, rows: Rows, tokenizer: Any) -> Scores:
 def main() -> None:
     """Trains, then prints loss and perplexity, by group if asked for, the privacy report and a sample."""
     recipe, arguments, privacy = parse(RecipeArguments)
+    recipe.check_method()
     if recipe.model is None and recipe.method == "lora":
         raise ConfigurationError(
             "--method lora without a model.",

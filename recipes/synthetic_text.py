@@ -136,7 +136,6 @@ def bytes_tokenizer() -> PreTrainedTokenizerFast:
 
 def build(recipe: RecipeArguments, names: Sequence[str], *, bf16: bool) -> tuple[Any, Any]:
     """The model and its tokenizer. From scratch, each label is one token."""
-    recipe.check_method()
     if recipe.model is not None:
         tokenizer = pretrained(AutoTokenizer, recipe.model)
         model = language_model(recipe.model, recipe, bf16=bf16)
@@ -222,6 +221,7 @@ def sampled_corpus(
 def main() -> None:
     """Trains, shares a corpus, and then judges it."""
     recipe, arguments, privacy = parse(RecipeArguments)
+    recipe.check_method()
     names = public_labels(recipe)
     files = {"train": recipe.train_file, "test": recipe.test_file}
     found = {split: labelled(path, split, recipe, names) for split, path in files.items()}
