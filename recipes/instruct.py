@@ -30,6 +30,7 @@ from common.data import read_rows
 from common.rates import check_batch
 from common.results import CONTINUE, train_and_report
 from hf_dp.errors import ConfigurationError
+from hf_dp.figures import row_in_words
 
 
 @dataclass(kw_only=True)
@@ -85,14 +86,15 @@ def read(name: str, split: str, recipe: RecipeArguments) -> list[dict[str, Any]]
 def encode_all(rows: list[dict[str, Any]], name: str, tokenizer: Any, recipe: RecipeArguments) -> list[Row]:
     """All rows, encoded; an error names the row."""
     out = []
-    for number, row in enumerate(rows, 1):
+    for number, row in enumerate(rows):
         try:
             out.append(encoded(row, tokenizer, recipe))
         except ConfigurationError as error:
-            raise ConfigurationError(f"row {number} of {name}: {error.found}", why=error.why, fix=error.fix) from error
+            which = f"{row_in_words(number)} of {name}"
+            raise ConfigurationError(f"{which}: {error.found}", why=error.why, fix=error.fix) from error
         except (jinja2.TemplateError, AttributeError, LookupError, TypeError, ValueError) as error:
             raise ConfigurationError(
-                f"row {number} of {name} is no conversation that the chat template can render ({error}).",
+                f"{row_in_words(number)} of {name} is no conversation that the chat template can render ({error}).",
                 why="all rows take part, or the sampling probability would be another one.",
                 fix="correct or take out the row; templates differ in the roles and orders they admit.",
             ) from error

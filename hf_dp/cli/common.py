@@ -16,6 +16,7 @@ import typer
 from safetensors import SafetensorError
 
 from hf_dp.errors import ConfigurationError, HfDpError, shortened
+from hf_dp.figures import row_in_words
 from hf_dp.launched import hand_over
 
 NO, REFUSED = 1, 2
@@ -114,10 +115,10 @@ def texts_of(path: Path, column: str) -> list[str]:
     rows = rows_of_file(path)
     check_columns(str(path), rows, (column,), fix="name the column of the texts with --text-column.")
     texts = [str(row[column]) for row in rows]
-    empty = [number for number, text in enumerate(texts, 1) if not text.strip()]
+    empty = [number for number, text in enumerate(texts) if not text.strip()]
     if empty:
         raise ConfigurationError(
-            f"{path} has no text in row {empty[0]} ({len(empty)} such rows).",
+            f"{path} has no text in {row_in_words(empty[0])} ({len(empty)} such rows).",
             why="there is nothing in it to learn, or to find again.",
             fix="take those rows out.",
         )

@@ -14,6 +14,7 @@ from hf_dp.data.collate import length, length_of
 from hf_dp.data.extremes import Extremes, empty_rows
 from hf_dp.data.widths import Measure, Widths, by_width, outermost
 from hf_dp.errors import ConfigurationError, HfDpError
+from hf_dp.figures import row_in_words
 from hf_dp.launched import of_the_backend
 from hf_dp.per_example.batch import Batch
 from hf_dp.per_example.independence import different_pair
@@ -165,7 +166,7 @@ def refuse_rows_that_fail(dataset: Any, extremes: list[int], few: list[Any], run
     Raises:
         ConfigurationError: with the error that the row made.
     """
-    tried = [(f"row {i} of the training data", dataset[i]) for i in extremes]
+    tried = [(f"{row_in_words(i)} of the training data", dataset[i]) for i in extremes]
     gone: list[Any] = []
     for name, row in [*tried, *(("a row of the training data", row) for row in few)]:
         if any(_is_same(row, one) for one in gone):

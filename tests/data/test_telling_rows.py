@@ -192,7 +192,9 @@ def test_a_row_that_fails_is_named_with_its_error() -> None:
         if 99 in row["input_ids"]:
             raise IndexError("index out of range")
 
-    with pytest.raises(ConfigurationError, match=r"row 1 of the training data .*IndexError: index out of range"):
+    with pytest.raises(
+        ConfigurationError, match=r"row 1 .counted from 0. of the training data .*IndexError: index out of range"
+    ):
         refuse_rows_that_fail(ROWS, [0, 1], [], run)
     with pytest.raises(ConfigurationError, match="a row of the training data"):
         refuse_rows_that_fail(ROWS, [], ROWS, run)
@@ -260,7 +262,7 @@ def test_an_accelerator_that_fails_late_and_then_for_good(monkeypatch: pytest.Mo
     model = torch.nn.Module()
     model.register_buffer("positions", torch.arange(3))
     with (
-        pytest.raises(ConfigurationError, match=r"row 1 of the training data .*device-side"),
+        pytest.raises(ConfigurationError, match=r"row 1 .counted from 0. of the training data .*device-side"),
         state.unchanged_state(model),
     ):
         refuse_rows_that_fail(ROWS, [1, 2], [], run)
