@@ -62,6 +62,11 @@ def steps_in_words(steps: int) -> str:
     return f"{steps} step{'' if steps == 1 else 's'}"
 
 
+def row_in_words(index: int) -> str:
+    """Which row, of a file or of a dataset, so that `rows[index]` is the one."""
+    return f"row {index} (counted from 0)"
+
+
 def percent(share: float) -> str:
     """A share as it was given."""
     return f"{100 * share:.12g}%"

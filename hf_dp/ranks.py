@@ -45,8 +45,12 @@ def rank() -> int:
 def warn(logger: logging.Logger, message: str, *args: object) -> None:
     """A warning of the whole run: said by rank 0, above a progress bar if there is one."""
     if rank() == 0:
-        with tqdm.external_write_mode(sys.stderr):
-            logger.warning(message, *args)
+        _above_the_bar(logger, message, *args)
+
+
+def _above_the_bar(logger: logging.Logger, message: str, *args: object) -> None:
+    with tqdm.external_write_mode(sys.stderr):
+        logger.warning(message, *args)
 
 
 def sum_(tensor: Tensor) -> None:
@@ -201,10 +205,8 @@ def warn_of_missing(logger: logging.Logger, call: str) -> None:
     missing = [other for other in range(world_size()) if other != rank()]
     while missing := [other for other in missing if store.add(f"{name} {other}", 0) < mine]:
         if time.monotonic() > end:
-            logger.warning(
-                "Rank %d waits in %s for rank %s: every rank must call it, not the first alone.",
-                rank(), call, ", ".join(map(str, missing)),
-            )  # fmt: skip
+            said = "Rank %d waits in %s for rank %s: every rank must call it, not the first alone."
+            _above_the_bar(logger, said, rank(), call, ", ".join(map(str, missing)))
             return
         time.sleep(0.05)
 

@@ -21,6 +21,7 @@ from common.base_models import Trained, language_model
 from common.data import naming_columns, read_rows
 from common.hub_names import pretrained
 from common.language_models import characters, small_gpt2
+from common.rates import check_batch
 from common.results import CONTINUE, Scores, scored_by_loss, train_and_report
 from hf_dp.data.files import WITH_COLUMNS, read_text
 from hf_dp.errors import ConfigurationError
@@ -99,7 +100,6 @@ def collate(rows: Rows) -> dict[str, torch.Tensor]:
 
 def build(recipe: RecipeArguments, *, bf16: bool) -> Any:
     """The model before training; `bf16` keeps what is frozen below adapters in 16 bits."""
-    recipe.check_method()
     if recipe.model is None:
         return small_gpt2(characters(), positions=recipe.passage_length, width=recipe.width, layers=recipe.layers)
     return language_model(recipe.model, recipe, bf16=bf16)
@@ -119,6 +119,7 @@ def scored(trainer: Trainer, rows: Rows, tokenizer: Any) -> Scores:
 def main() -> None:
     """Trains, then prints loss and perplexity, by group if asked for, the privacy report and a sample."""
     recipe, arguments, privacy = parse(RecipeArguments)
+    recipe.check_method()
     if recipe.model is None and recipe.method == "lora":
         raise ConfigurationError(
             "--method lora without a model.",
@@ -127,6 +128,7 @@ def main() -> None:
         )
     tokenizer = characters() if recipe.model is None else pretrained(AutoTokenizer, recipe.model)
     train, held_out, groups = read(recipe, tokenizer.encode)
+    check_batch(arguments, privacy, len(train))
     set_seed(arguments.seed)
 
     def make(kind: type[Trainer], **others: Any) -> Trainer:

@@ -20,11 +20,12 @@ from typing import Any, ClassVar
 import jinja2
 from transformers import DataCollatorForSeq2Seq, Trainer, set_seed
 
-from common.answers import IGNORED, AnswerData, Row, generated, to_be_scored, tokenizer_and_model
+from common.answers import IGNORED, AnswerData, Row, generated, model_for, to_be_scored, tokenizer_for
 from common.arguments import parse
 from common.chats import ChatTemplate, Message, rendered, use_template
 from common.classification import LabelWords, beginning, label_words
 from common.data import labelled, public_labels
+from common.rates import check_batch
 from common.results import CONTINUE, Scores, measured, train_and_report
 from hf_dp.errors import ConfigurationError
 
@@ -155,12 +156,14 @@ def main() -> None:
     names = public_labels(recipe)
     words = label_words(recipe, names)
     set_seed(arguments.seed)
-    tokenizer, model = tokenizer_and_model(recipe, bf16=arguments.bf16)
+    tokenizer = tokenizer_for(recipe)
     use_template(tokenizer, recipe)
     said = answers(words, tokenizer, recipe)
     files = {"train": recipe.train_file, "test": recipe.test_file}
     longest = max(map(len, said))
     train, test = (read(path, split, recipe, tokenizer, names, longest) for split, path in files.items())
+    check_batch(arguments, privacy, len(train.labels))
+    model = model_for(recipe, tokenizer, bf16=arguments.bf16)
     test = test.of(to_be_scored(len(test.labels), recipe, arguments.seed)).by_length()
     rows = [example(prompt, said[label]) for prompt, label in zip(train.prompts, train.labels, strict=True)]
     shown = random.Random(arguments.seed).sample(range(len(test.texts)), min(SHOWN, len(test.texts)))

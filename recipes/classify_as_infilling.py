@@ -46,6 +46,7 @@ from common.classification import (
 from common.data import labelled, public_labels
 from common.hub_names import pretrained
 from common.plain_classifier import TrainingForm, labelled_config
+from common.rates import check_batch
 from common.results import measured, scored_by_label, train_and_report
 from hf_dp.errors import ConfigurationError, UnsupportedModelError
 
@@ -182,6 +183,7 @@ def main() -> None:
     files = {"train": recipe.train_file, "test": recipe.test_file}
     train, test = (by_length(infilled(path, split, recipe, tokenizer, names)) for split, path in files.items())
     train, test, groups = apart(train, test)
+    check_batch(arguments, privacy, len(train))
 
     def make(kind: type[Trainer], model: nn.Module, **others: Any) -> Trainer:
         return kind(

@@ -18,16 +18,19 @@ from common.answers import (
     Row,
     continued,
     labelled_row,
+    model_for,
     scored_answers,
     to_be_scored,
-    tokenizer_and_model,
+    tokenizer_for,
     with_an_answer,
 )
 from common.arguments import parse
 from common.chats import ChatTemplate, Message, rendered, use_template
 from common.data import read_rows
+from common.rates import check_batch
 from common.results import CONTINUE, train_and_report
 from hf_dp.errors import ConfigurationError
+from hf_dp.figures import row_in_words
 
 
 @dataclass(kw_only=True)
@@ -83,14 +86,15 @@ def read(name: str, split: str, recipe: RecipeArguments) -> list[dict[str, Any]]
 def encode_all(rows: list[dict[str, Any]], name: str, tokenizer: Any, recipe: RecipeArguments) -> list[Row]:
     """All rows, encoded; an error names the row."""
     out = []
-    for number, row in enumerate(rows, 1):
+    for number, row in enumerate(rows):
         try:
             out.append(encoded(row, tokenizer, recipe))
         except ConfigurationError as error:
-            raise ConfigurationError(f"row {number} of {name}: {error.found}", why=error.why, fix=error.fix) from error
+            which = f"{row_in_words(number)} of {name}"
+            raise ConfigurationError(f"{which}: {error.found}", why=error.why, fix=error.fix) from error
         except (jinja2.TemplateError, AttributeError, LookupError, TypeError, ValueError) as error:
             raise ConfigurationError(
-                f"row {number} of {name} is no conversation that the chat template can render ({error}).",
+                f"{row_in_words(number)} of {name} is no conversation that the chat template can render ({error}).",
                 why="all rows take part, or the sampling probability would be another one.",
                 fix="correct or take out the row; templates differ in the roles and orders they admit.",
             ) from error
@@ -114,7 +118,7 @@ def main() -> None:
         read(name, split, recipe) for split, name in (("train", recipe.train_file), ("test", recipe.test_file))
     )
     set_seed(arguments.seed)
-    tokenizer, model = tokenizer_and_model(recipe, bf16=arguments.bf16)
+    tokenizer = tokenizer_for(recipe)
     use_template(tokenizer, recipe)
     training, held_out = (
         encode_all(rows, name, tokenizer, recipe)
@@ -124,7 +128,8 @@ def main() -> None:
     kept = with_an_answer(held_out, recipe.test_file)
     kept = [kept[i] for i in to_be_scored(len(kept), recipe, arguments.seed)]
     held_out, test = [held_out[i] for i in kept], [test[i] for i in kept]
-    collate = DataCollatorForSeq2Seq(tokenizer)
+    check_batch(arguments, privacy, len(training))
+    model, collate = model_for(recipe, tokenizer, bf16=arguments.bf16), DataCollatorForSeq2Seq(tokenizer)
 
     def make(kind: type[Trainer], **others: Any) -> Trainer:
         return kind(train_dataset=training, data_collator=collate, processing_class=tokenizer, **others)

@@ -16,9 +16,10 @@ from datasets import Dataset
 from transformers import Trainer, TrainingArguments, set_seed
 from trl import DPOConfig, DPOTrainer
 
-from common.answers import AnswerData, to_be_scored, tokenizer_and_model
+from common.answers import AnswerData, model_for, to_be_scored, tokenizer_for
 from common.arguments import parse
 from common.data import read_rows
+from common.rates import check_batch
 from common.results import CONTINUE, Scores, train_and_report
 from hf_dp import DPTrainer
 from hf_dp.data.files import check_columns
@@ -161,10 +162,12 @@ def main() -> None:
             fix="train adapters, whose reference is the model without them: --method lora; or in one process.",
         )
     train = pairs(recipe.train_file, "train", recipe, recipe.max_examples)
+    check_batch(arguments, privacy, len(train))
     test = pairs(recipe.test_file, "test", recipe, recipe.max_examples)
     test = test.select(to_be_scored(len(test), recipe, arguments.seed))
     set_seed(arguments.seed)
-    tokenizer, model = tokenizer_and_model(recipe, bf16=arguments.bf16)
+    tokenizer = tokenizer_for(recipe)
+    model = model_for(recipe, tokenizer, bf16=arguments.bf16)
 
     def make(kind: type[Trainer], *, args: TrainingArguments, **others: Any) -> Trainer:
         given = {f.name: getattr(args, f.name) for f in fields(TrainingArguments) if f.init}

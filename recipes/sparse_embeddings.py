@@ -23,6 +23,7 @@ from transformers import TrainingArguments, set_seed
 from common.arguments import OWN_OPTIMIZER, parse
 from common.comparison import folder_of, percent, refuse_unknown, scored, trainer
 from common.groups import report_by_group
+from common.rates import check_batch
 from common.results import save
 from common.sparse_tasks import TASKS, Task, TaskArguments
 from hf_dp import DPTrainer, PrivacyConfig, SparseEmbeddingConfig
@@ -209,6 +210,8 @@ def main() -> None:
     recipe, arguments, privacy = parse(RecipeArguments)
     task, output = TASKS[recipe.task](recipe), Path(str(arguments.output_dir))
     output.mkdir(parents=True, exist_ok=True)
+    for train, _ in task.periods:
+        check_batch(arguments, privacy, len(train))
     results, right = {}, {}
     for arm in planned(recipe):
         found, right[arm] = run(arm, task, recipe, arguments, privacy)

@@ -47,6 +47,7 @@ from common.labelled_texts import (
     stays_private,
 )
 from common.language_models import small_gpt2
+from common.rates import check_batch
 from common.results import CONTINUE, scored_by_loss, train_and_report
 from hf_dp.errors import ConfigurationError
 
@@ -135,7 +136,6 @@ def bytes_tokenizer() -> PreTrainedTokenizerFast:
 
 def build(recipe: RecipeArguments, names: Sequence[str], *, bf16: bool) -> tuple[Any, Any]:
     """The model and its tokenizer. From scratch, each label is one token."""
-    recipe.check_method()
     if recipe.model is not None:
         tokenizer = pretrained(AutoTokenizer, recipe.model)
         model = language_model(recipe.model, recipe, bf16=bf16)
@@ -221,10 +221,12 @@ def sampled_corpus(
 def main() -> None:
     """Trains, shares a corpus, and then judges it."""
     recipe, arguments, privacy = parse(RecipeArguments)
+    recipe.check_method()
     names = public_labels(recipe)
     files = {"train": recipe.train_file, "test": recipe.test_file}
     found = {split: labelled(path, split, recipe, names) for split, path in files.items()}
     train, test = (Texts(found[split]["text"], found[split]["labels"]) for split in files)
+    check_batch(arguments, privacy, len(train.texts))
     # As many as the texts that are learnt, where only a few are.
     wanted = counts(shares(recipe.label_frequencies, names), min(recipe.samples, recipe.max_examples or recipe.samples))
     output = Path(str(arguments.output_dir))

@@ -17,13 +17,15 @@ from common.answers import (
     Row,
     continued,
     labelled_row,
+    model_for,
     scored_answers,
     to_be_scored,
-    tokenizer_and_model,
+    tokenizer_for,
     with_an_answer,
 )
 from common.arguments import parse
 from common.data import naming_columns, read_rows
+from common.rates import check_batch
 from common.results import CONTINUE, Scores, measured, train_and_report
 from hf_dp.errors import ConfigurationError
 
@@ -120,14 +122,15 @@ def main() -> None:
         for split, name in (("train", recipe.train_file), ("test", recipe.test_file))
     )
     set_seed(arguments.seed)
-    tokenizer, model = tokenizer_and_model(recipe, bf16=arguments.bf16)
+    tokenizer = tokenizer_for(recipe)
     training, held_out = ([encoded(row, tokenizer, recipe) for row in part] for part in (train, test))
     training = [training[i] for i in with_an_answer(training, recipe.train_file)]
     kept = with_an_answer(held_out, recipe.test_file)
     held_out, test = [held_out[i] for i in kept], [test[i] for i in kept]
     scored = to_be_scored(len(test), recipe, arguments.seed)
     held_out, groups = [held_out[i] for i in scored], grouped([test[i] for i in scored], recipe)
-    collate = DataCollatorForSeq2Seq(tokenizer)
+    check_batch(arguments, privacy, len(training))
+    model, collate = model_for(recipe, tokenizer, bf16=arguments.bf16), DataCollatorForSeq2Seq(tokenizer)
 
     def make(kind: type[Trainer], **others: Any) -> Trainer:
         return kind(train_dataset=training, data_collator=collate, processing_class=tokenizer, **others)

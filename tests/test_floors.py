@@ -220,6 +220,12 @@ def test_parts_are_named_in_their_room_only() -> None:
     assert named_parts(PACKAGE) == []
 
 
+def test_warnings_are_said_in_one_way() -> None:
+    """By one rank, and above a progress bar."""
+    files = {path.relative_to(PACKAGE).as_posix(): path.read_text(encoding="utf-8") for path in PACKAGE.rglob("*.py")}
+    assert {name for name, text in files.items() if re.search(r"\blog\w*\.warn", text)} == {"ranks.py"}
+
+
 def test_no_import_leads_back_to_where_it_stands() -> None:
     assert circle(PACKAGE) == []
 

@@ -21,7 +21,7 @@ from hf_dp.config.target import AT_FPR, check_target_tpr
 from hf_dp.errors import BudgetExceededError, ConfigurationError
 from hf_dp.figures import upper
 
-_SMALLEST_NOISE, _LARGEST_NOISE = 1e-4, 1e12
+SMALLEST_NOISE, _LARGEST_NOISE = 1e-4, 1e12
 # Relative to epsilon. Epsilon falls at least about as fast as noise grows, so noise is as exact.
 _TOLERANCE = 3e-4
 
@@ -278,8 +278,8 @@ def _smallest_noise(cost: Callable[[float], float], target: float, start: float,
         else:
             high, x = (x, value), x / move
         stretch *= 2
-        if low is None and x < _SMALLEST_NOISE:
-            return _SMALLEST_NOISE if excess(_SMALLEST_NOISE) <= 0 else high[0] if high else None
+        if low is None and x < SMALLEST_NOISE:
+            return SMALLEST_NOISE if excess(SMALLEST_NOISE) <= 0 else high[0] if high else None
         if high is None and x > _LARGEST_NOISE:
             return None
     # A little inside the budget, since only a point inside can be returned.

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,6 +16,7 @@ import typer
 from safetensors import SafetensorError
 
 from hf_dp.errors import ConfigurationError, HfDpError, shortened
+from hf_dp.figures import row_in_words
 from hf_dp.launched import hand_over
 
 NO, REFUSED = 1, 2
@@ -53,7 +57,8 @@ def refusals(traceback: bool | None = None) -> Iterator[None]:
         traceback: keep that of an error of the system; False where the command could be asked to.
     """
     try:
-        yield
+        with _installed():
+            yield
     except HfDpError as error:
         if not hand_over(error):
             typer.echo(f"Refused: {error}", err=True)
@@ -67,6 +72,38 @@ def refusals(traceback: bool | None = None) -> Iterator[None]:
         raise typer.Exit(REFUSED) from None
 
 
+@contextmanager
+def _installed() -> Iterator[None]:
+    """A package that hf_dp names among its own, and that is not there, is refused with how it is installed."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        needed = _needed(package)
+        if needed is None or find_spec(package) is not None:
+            raise
+        requirement, extra = needed
+        raise ConfigurationError(
+            f"the package {package} is not installed.",
+            why=f"it is needed for this, and {f'in the extra {extra!r}' if extra else 'a dependency'} of hf_dp.",
+            fix=f"pip install '{requirement}'" + f" (the extra {extra!r})" * bool(extra) + ".",
+        ) from error
+
+
+def _needed(package: str) -> tuple[str, str] | None:
+    """The requirement of hf_dp that names it, and the extra that this is of, if any."""
+    try:
+        lines = metadata.requires("hf-dp") or []
+    except metadata.PackageNotFoundError:
+        return None
+    for line in lines:
+        requirement, _, marker = line.partition(";")
+        if re.split(r"[^\w.-]", requirement, maxsplit=1)[0].replace("-", "_").lower() == package.lower():
+            extra = re.search(r"""extra == ['"]([^'"]+)""", marker)
+            return requirement.strip(), extra[1] if extra else ""
+    return None
+
+
 def texts_of(path: Path, column: str) -> list[str]:
     """The texts in one column of a file, none of them empty.
 
@@ -78,10 +115,10 @@ def texts_of(path: Path, column: str) -> list[str]:
     rows = rows_of_file(path)
     check_columns(str(path), rows, (column,), fix="name the column of the texts with --text-column.")
     texts = [str(row[column]) for row in rows]
-    empty = [number for number, text in enumerate(texts, 1) if not text.strip()]
+    empty = [number for number, text in enumerate(texts) if not text.strip()]
     if empty:
         raise ConfigurationError(
-            f"{path} has no text in row {empty[0]} ({len(empty)} such rows).",
+            f"{path} has no text in {row_in_words(empty[0])} ({len(empty)} such rows).",
             why="there is nothing in it to learn, or to find again.",
             fix="take those rows out.",
         )

@@ -105,7 +105,7 @@ def speed_in_words(predicted: dict[str, float]) -> str:
 
 def size_table(sizes: dict[str, Any], world_size: int, dtype: str) -> Table:
     table = Table(
-        title=f"Each of {world_size} ranks, GB",
+        title="One rank, GB" if world_size == 1 else f"Each of {world_size} ranks, GB",
         caption="The activations of ordinary training come on top, and are often the most. Trained weights and sums "
         f"count in float32, frozen weights and factors in {dtype} (--dtype).",
     )

@@ -8,13 +8,13 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
 from pathlib import PurePath
-from typing import Any, Literal
+from typing import Any
 
 from hf_dp.config.after import check_after, names_of, one_or_several
 from hf_dp.config.clipping import ClippingName, as_groups, check_clipping
 from hf_dp.config.computed import NoiseName, check_noise, check_passes
+from hf_dp.config.fields import AccountantName, Fields
 from hf_dp.config.output_bias import OutputBiasConfig
 from hf_dp.config.parts import PARTS, check_parts
 from hf_dp.config.plain import values_or_error
@@ -28,7 +28,6 @@ from hf_dp.config.units import UnitSamplingName, check_unit
 from hf_dp.errors import ConfigurationError
 from hf_dp.launched import say_once
 
-AccountantName = Literal["pld", "rdp"]
 # What ledgers leave out, as those did that were made before it could be chosen.
 PLAIN = {
     "re_attention": None,
@@ -51,8 +50,7 @@ PLAIN = {
 }
 
 
-@dataclass(frozen=True, init=False)
-class PrivacyConfig:
+class PrivacyConfig(Fields):
     """The promise of a private training run.
 
     Exactly one of `target_epsilon`, `target_tpr` and `noise_multiplier` is given. In neighbouring datasets one of n
@@ -119,67 +117,6 @@ class PrivacyConfig:
         ConfigurationError: a value outside the ranges above, or more or less than one of what the noise follows from.
     """
 
-    target_epsilon: float | None = field(
-        default=None, metadata={"help": "The privacy budget epsilon. Give this or noise_multiplier."}
-    )
-    noise_multiplier: float | None = field(
-        default=None, metadata={"help": "Noise standard deviation in units of the clipping norm."}
-    )
-    target_delta: float | None = field(default=None, metadata={"help": "Delta; by default n ** -1.1 for n examples."})
-    clipping_norm: float = field(default=1.0, metadata={"help": "The l2 norm each example's gradient is clipped to."})
-    clipping: ClippingName = field(
-        default="flat", metadata={"help": "flat (long gradients are cut) or automatic (all are brought near the norm)."}
-    )
-    noise: NoiseName = field(
-        default="gaussian",
-        metadata={"help": "What makes it: gaussian (fast), chacha20 (a cipher), grid (that, exact to the last digit)."},
-    )
-    max_batch_size: int | None = field(
-        default=None, metadata={"help": "The most examples that a step uses; of a larger draw so many, at random."}
-    )
-    accountant: AccountantName = field(default="pld", metadata={"help": "Accountant: pld (tight) or rdp."})
-    withhold_non_private_logs: bool = field(
-        default=False, metadata={"help": "Keep training loss and clipping statistics out of the logs."}
-    )
-    sampling_probability: float | None = field(
-        default=None,
-        metadata={"help": "What examples are drawn with, whatever their number, which is then secret (add or remove)."},
-    )
-    unit: str | None = field(
-        default=None, metadata={"help": "The dataset's column that says whose each example is: the unit of privacy."}
-    )
-    max_examples_per_unit: int | None = field(
-        default=None, metadata={"help": "With unit, the most examples of one unit that a step uses."}
-    )
-    unit_sampling: UnitSamplingName = field(
-        default="units", metadata={"help": "How units are drawn: units (whole) or examples (each by itself)."}
-    )
-    target_tpr: float | None = field(
-        default=None, metadata={"help": "The budget as the share of members that any attack may find, at at_fpr."}
-    )
-    at_fpr: float = field(default=AT_FPR, metadata={"help": "The share of others that it takes for members."})
-    dataset_size: int | None = field(
-        default=None, metadata={"help": "A public number in place of that of the examples, which is then secret."}
-    )
-    # In this order, so that command lines take several.
-    after: tuple[str, ...] | str | None = field(
-        default=None,
-        metadata={
-            "help": "Where earlier private trainings on the same people were saved: one budget.",
-            "nargs": "+",
-            "action": "extend",  # given again, no place is forgotten
-        },
-    )
-    other_people: bool = field(
-        default=False, metadata={"help": "The model was trained privately before, on data of nobody who is in this."}
-    )
-    passes: int = field(default=1, metadata={"help": "Backward passes of a step: 2 for less memory and more time."})
-    groups: Mapping[str, float] | tuple[tuple[str, float], ...] | None = field(default=None, init=False)
-    seed: int | None = field(default=None, init=False)
-    re_attention: ReAttentionConfig | None = field(default=None, init=False)
-    sparse_embeddings: SparseEmbeddingConfig | None = field(default=None, init=False)
-    output_bias: OutputBiasConfig | None = field(default=None, init=False)
-
     def __init__(
         self,
         target_epsilon: float | None = None,
@@ -218,6 +155,9 @@ class PrivacyConfig:
         for item in dataclasses.fields(self):
             object.__setattr__(self, item.name, values[item.name])
         self._check()
+
+    def __setattr__(self, name: str, value: object) -> None:  # what `frozen` would leave to a class that inherits
+        raise dataclasses.FrozenInstanceError(f"cannot assign to field {name!r}")
 
     def _check(self) -> None:
         if not is_one_of(self.accountant, ("pld", "rdp")):

@@ -12,6 +12,7 @@ from typing import Any
 
 from hf_dp.config.plain import each_name_once
 from hf_dp.errors import ConfigurationError
+from hf_dp.figures import row_in_words
 
 # With columns: CSV and TSV with a header, a JSON list, JSON lines.
 WITH_COLUMNS = (".csv", ".tsv", ".json", ".jsonl")
@@ -60,9 +61,9 @@ def rows_of_file(path: Path) -> list[dict[str, Any]]:
     except (ValueError, RecursionError, csv.Error) as error:
         way = _OTHER_THAN_TSV if path.suffix == ".tsv" else "Correct it"
         raise unreadable(str(path), str(error), way) from error
-    wrong = next((number for number, row in enumerate(rows, 1) if not isinstance(row, dict) or None in row), None)
+    wrong = next((number for number, row in enumerate(rows) if not isinstance(row, dict) or None in row), None)
     if wrong is not None:
-        found = f"row {wrong}, which has no columns, or more than the header"
+        found = f"{row_in_words(wrong)}, which has no columns, or more than the header"
         raise unreadable(str(path), found, "Correct or take out the row")
     return rows
 
@@ -88,13 +89,13 @@ def check_columns(
             why="it is read.",
             fix=fix,
         )
-    for number, row in enumerate(rows, 1):
+    for number, row in enumerate(rows):
         for column in (*texts, *others):
             value = row.get(column)
             if value is None or (column in texts and not isinstance(value, str)):
                 raise ConfigurationError(
-                    f"{name} has {'nothing' if value is None else type(value).__name__} in column {column!r} of row "
-                    f"{number}.",
+                    f"{name} has {'nothing' if value is None else type(value).__name__} in column {column!r} of "
+                    f"{row_in_words(number)}.",
                     why="it is read, and no row is left out: n would be another one.",
                     fix="correct or take out the row, or name another column.",
                 )
@@ -115,9 +116,10 @@ def _check_tsv(names: Sequence[str], rows: Sequence[Mapping[str, Any]], text: st
     Raises:
         ValueError: a row that lacks columns, or quotes around lines.
     """
-    for number, row in enumerate(rows, 1):
+    for number, row in enumerate(rows):
         if None in row.values():
-            raise ValueError(f"row {number} has fewer columns than the header, as of a field of several lines")
+            few = "has fewer columns than the header, as of a field of several lines"
+            raise ValueError(f"{row_in_words(number)} {few}")
     try:
         others = [row for row in csv.reader(io.StringIO(text, newline=""), delimiter="\t", strict=True) if row]
     except csv.Error:

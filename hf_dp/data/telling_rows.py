@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,8 @@ from hf_dp.data.collate import length, length_of
 from hf_dp.data.extremes import Extremes, empty_rows
 from hf_dp.data.widths import Measure, Widths, by_width, outermost
 from hf_dp.errors import ConfigurationError, HfDpError
+from hf_dp.figures import row_in_words
+from hf_dp.launched import of_the_backend
 from hf_dp.per_example.batch import Batch, take
 from hf_dp.per_example.independence import different_pair
 
@@ -204,7 +207,7 @@ def refuse_rows_that_fail(dataset: Any, extremes: list[int], few: list[Any], run
     Raises:
         ConfigurationError: with the error that the row made.
     """
-    tried = [(f"row {i} of the training data", dataset[i]) for i in extremes]
+    tried = [(f"{row_in_words(i)} of the training data", dataset[i]) for i in extremes]
     gone: list[Any] = []
     for name, row in [*tried, *(("a row of the training data", row) for row in few)]:
         if any(_is_same(row, one) for one in gone):
@@ -245,6 +248,30 @@ def refuse_rows_that_fail(dataset: Any, extremes: list[int], few: list[Any], run
                 "num_labels, and texts have no more tokens than the model has positions (truncation=True). If any row "
                 "fails, the collator, model or adapter does not take one by itself; micro-batches of one occur.",
             ) from error
+
+
+@contextmanager
+def failures_refused() -> Iterator[None]:
+    """What fails inside with an error of the model's, the loss's or the collator's own is refused.
+
+    Raises:
+        ConfigurationError: with that error, unless it is of memory, or of another rank.
+    """
+    try:
+        yield
+    except (HfDpError, torch.OutOfMemoryError, MemoryError):
+        raise
+    except Exception as error:
+        if of_the_backend(error):
+            raise
+        raise ConfigurationError(
+            f"the check before the first step failed in the model, its loss or the collator ({type(error).__name__}: "
+            f"{error}).",
+            why="it takes rows of all kinds through them, by themselves and together, as training does, which would "
+            "stop at such a batch and lose what was spent until then.",
+            fix="if some rows have what others lack, such as a picture, give it to all, or train on rows of one kind; "
+            "of a model in few bits quantise weights alone, not activations. Else the traceback says where.",
+        ) from error
 
 
 def _nothing_in(row: Any, dataset: Any) -> tuple[str, int | None] | None:

@@ -10,16 +10,25 @@ import datasets
 import torch
 import transformers
 
+from hf_dp.training import progress
+
 
 @contextmanager
-def quiet() -> Iterator[None]:
-    """Keeps the libraries' own messages and bars out of the story; all settings are restored."""
+def quiet(*, begins: bool = False) -> Iterator[None]:
+    """Keeps the libraries' own messages and bars out of the story; all settings are restored.
+
+    Args:
+        begins: what a private training says as it begins is a part of it.
+    """
     # hf_dp's say what a run promises; here the table does.
-    logs = [logging.getLogger(name) for name in ("hf_dp", "transformers", "datasets")]
+    wanted = dict.fromkeys(("hf_dp", "transformers", "datasets"), logging.ERROR)
+    if begins:
+        wanted[progress.__name__] = logging.WARNING
+    logs = [logging.getLogger(name) for name in wanted]
     levels = [log.level for log in logs]
     bars = transformers.logging.is_progress_bar_enabled(), datasets.are_progress_bars_disabled()
-    for log in logs:
-        log.setLevel(logging.ERROR)
+    for log, level in zip(logs, wanted.values(), strict=True):
+        log.setLevel(level)
     transformers.logging.disable_progress_bar()
     datasets.disable_progress_bars()
     try:

@@ -115,7 +115,7 @@ def run(output_dir: Path, scale: Scale, data_seed: int, console: Console, model:
         f"is fine-tuned on them twice{', with LoRA' * (model is not None)}: ordinarily, and with differential privacy."
     )
     threads = one_thread() if model is None else nullcontext()
-    with quiet(), threads, tempfile.TemporaryDirectory() as scratch, _progress(console) as progress:
+    with quiet(begins=True), threads, tempfile.TemporaryDirectory() as scratch, _progress(console) as progress:
         result = _train_and_measure(output_dir, scale, data_seed, Path(scratch), progress, made)
         draw(result, output_dir / FIGURE_FILE)
     console.print(result.table())

@@ -91,7 +91,7 @@ def set_unreadable_aside(directory: Path) -> None:
     names = itertools.chain(["README.old.md"], (f"README.old-{number}.md" for number in itertools.count(2)))
     kept = next(place for name in names if not os.path.lexists(place := directory / name))
     os.replace(path, kept)
-    logger.warning(
+    _warn(
         "%s in %r cannot be read as a model card (UTF-8, with metadata in YAML): it is kept as %s, which is not "
         "published.", CARD_FILE, str(directory), kept.name,
     )  # fmt: skip
@@ -154,6 +154,13 @@ def without_claim(card: bytes) -> bytes | None:
     return str(found).encode()
 
 
+def _warn(message: str, *about: object) -> None:
+    # Here, as who reads a card may do without torch.
+    import hf_dp.ranks as ranks
+
+    ranks.warn(logger, message, *about)
+
+
 def _read(content: bytes) -> ModelCard | None:
     try:
         text = content.decode("utf-8-sig")
@@ -182,7 +189,7 @@ def _with_section(text: str, section: str, title: str, data: Any) -> str:
     # Whoever moved the section into the table has it once.
     table = _without_sections(about(text, data))
     if wrong := contradicted(table, data):
-        logger.warning(
+        _warn(
             "The table in %s says otherwise than its metadata (%s): what stands in the table was kept. Make them the "
             "same.", CARD_FILE, "; ".join(wrong),
         )  # fmt: skip
@@ -198,7 +205,7 @@ def _with_section(text: str, section: str, title: str, data: Any) -> str:
     on_top = f"\n\n{both}\n\n{_without_sections(text).lstrip()}"
     if why_hidden(on_top, section) is None:
         return on_top
-    logger.warning(
+    _warn(
         "Readers of this %s might not see its privacy section (%s), and `hf-dp verify` will say so: change the card, "
         "and save again.", CARD_FILE, reason,
     )  # fmt: skip

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Set
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 import hf_dp.ranks as ranks
-from hf_dp.errors import ConfigurationError, PreflightError, UnsupportedModelError
+from hf_dp.errors import ConfigurationError, HfDpError, PreflightError, UnsupportedModelError
 from hf_dp.per_example.batch import Batch, LossFunction, batch_size, take
 from hf_dp.per_example.coins import drawn_norms, that_count, with_gradient, without_shared_coins
 from hf_dp.per_example.draws import Change
@@ -129,7 +129,9 @@ def _with_enough_bits(model: nn.Module, batch: Batch, check: Callable[[Batch], _
             return check(lifted)
     except PreflightError as error:
         refusal = error.with_traceback(None)
-    except RuntimeError as error:
+    except HfDpError:
+        raise
+    except Exception as error:  # noqa: BLE001 - each library has errors of its own for what it does not compute in
         # A kernel for 16 bits only, or no memory for more; or the model's own error, which comes again.
         if any(p.dtype in (torch.bfloat16, torch.float16) for p in model.parameters()):
             ranks.warn(
@@ -141,9 +143,13 @@ def _with_enough_bits(model: nn.Module, batch: Batch, check: Callable[[Batch], _
         refusal = None
     if refusal is None:
         return check(batch)
-    with suppress(RuntimeError), computed_in(model, batch, torch.float64) as lifted:
-        return check(lifted)
-    raise refusal
+    try:
+        with computed_in(model, batch, torch.float64) as lifted:
+            return check(lifted)
+    except HfDpError:
+        raise
+    except Exception:  # noqa: BLE001 - as above: what float64 would show is not known
+        raise refusal from None
 
 
 def _check_gradients(

@@ -235,9 +235,11 @@ def model_size(name_or_directory: str, lora_rank: int | None = None) -> ModelSiz
     Raises:
         ConfigurationError: no configuration there, or nothing that would be trained.
     """
-    from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, logging
 
+    verbosity = logging.get_verbosity()
     try:
+        logging.set_verbosity_error()  # of an encoder it would say that it must be made a decoder
         config: Any = AutoConfig.from_pretrained(name_or_directory)
         with torch.device("meta"):
             model = next(kind.from_config(config) for kind in _kinds(config, AutoModelForCausalLM, AutoModel))
@@ -257,6 +259,8 @@ def model_size(name_or_directory: str, lora_rank: int | None = None) -> ModelSiz
             why="the sizes of its parameters are read from it.",
             fix="give the name of a model on the hub, or a directory with its config.json.",
         ) from error
+    finally:
+        logging.set_verbosity(verbosity)
     dtype = getattr(config, "dtype", None)
     size = replace(ModelSize.of(model, lora_rank), dtype=dtype if isinstance(dtype, torch.dtype) else None)
     if not size.trained:

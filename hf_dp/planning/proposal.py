@@ -5,7 +5,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from hf_dp.accounting.calibration import calibrate_noise_multiplier
+import dp_accounting as dp
+
+from hf_dp.accounting.accountants import epsilon
+from hf_dp.accounting.calibration import SMALLEST_NOISE, calibrate_noise_multiplier
+from hf_dp.accounting.terms import step_event
 from hf_dp.config import AccountantName
 from hf_dp.errors import ConfigurationError
 from hf_dp.planning.start import MIN_STEPS
@@ -15,6 +19,8 @@ _TOLERATED = 1.1
 # The search looks at batches down to this part of the largest, and stops when it knows the answer to 5 %.
 _FINEST = 1000
 _RESOLUTION = 1.05
+# What is off by more than calibration is exact to.
+_SURELY = 0.99
 
 
 @dataclass(frozen=True)
@@ -61,7 +67,7 @@ def candidate(
     Raises:
         ConfigurationError: a value out of range.
     """
-    steps = max(1, int(examples / batch_size))
+    steps = _steps(examples, batch_size)
     noise = calibrate_noise_multiplier(
         target_epsilon=target_epsilon,
         target_delta=target_delta,
@@ -111,13 +117,34 @@ def propose(
             target_delta=target_delta,
         )
 
-    best = at(high)
-    most = _TOLERATED * best.noise_of_the_run()
+    largest = at(high)
+    most = _TOLERATED * largest.noise_of_the_run()
+
+    def keeps_to(batch: int) -> bool:
+        # Calibrating takes many times as long as to see on which side of this noise it would end.
+        steps = _steps(examples, batch)
+        limit = most * batch * math.sqrt(steps)
+
+        def cost(noise: float) -> float:
+            run = dp.SelfComposedDpEvent(step_event(noise, batch / dataset_size), steps)
+            return epsilon(run, target_delta, "rdp")
+
+        if _SURELY * limit > SMALLEST_NOISE:
+            if cost(limit) * _SURELY > target_epsilon:
+                return False
+            if cost(_SURELY * limit) <= target_epsilon:
+                return True
+        return at(batch).noise_of_the_run() <= most
+
     low = max(1, high // _FINEST)
     while high > max(low + 1, _RESOLUTION * low):
-        middle = at(round(math.sqrt(low * high)))
-        if middle.noise_of_the_run() <= most:
-            best, high = middle, middle.batch_size
+        middle = round(math.sqrt(low * high))
+        if keeps_to(middle):
+            high = middle
         else:
-            low = middle.batch_size
-    return best
+            low = middle
+    return largest if high == largest.batch_size else at(high)
+
+
+def _steps(examples: float, batch_size: int) -> int:
+    return max(1, int(examples / batch_size))

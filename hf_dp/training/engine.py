@@ -22,6 +22,7 @@ from hf_dp.data.mixing_dataset import check_dataset
 from hf_dp.data.telling_rows import (
     alike_batches,
     ends_that_add,
+    failures_refused,
     refuse_rows_that_fail,
     rows_between,
     rows_beyond,
@@ -190,9 +191,8 @@ class Engine:
             return survey(self.model, self._loss, few, rules=self._rules)
 
     def check(self) -> None:
-        """Holds model, collator and data against what each example does by itself. Spends nothing.
-
-        Where there is a terminal, a line counts its passes.
+        """Holds model, collator and data against what each example does by itself. Spends nothing. Where there is a
+        terminal, a line counts its passes.
 
         Raises:
             UnsupportedModelError: per-example gradients of this model are not known to be exact.
@@ -201,7 +201,7 @@ class Engine:
         self._groups = () if self.clipping is None else self.clipping.groups(all_names(self.model))
         if self.passes == 2:
             refuse_two_passes(self.model, self.loader.draws_units)
-        with passes_shown(self.model, is_silent=self.is_silent), unchanged_weights(self.model):
+        with passes_shown(self.model, is_silent=self.is_silent), unchanged_weights(self.model), failures_refused():
             self._check()
 
     def _check(self) -> None:

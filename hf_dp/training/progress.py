@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -15,6 +16,8 @@ import hf_dp.ranks as ranks
 from hf_dp.figures import percent, steps_in_words, upper
 from hf_dp.step.plan import Plan
 
+logger = logging.getLogger(__name__)
+
 _SECONDS = {"s": 1, "min": 60, "h": 3600, "days": 86400}
 # Of the time of a training, at most one part in so many goes into saying what was spent.
 _SELDOM = 50
@@ -23,8 +26,11 @@ _SEEN = 2.0
 
 
 def say(message: str) -> None:
-    """One line, by rank 0, above a progress bar if there is one; no result, so to the standard error."""
-    if ranks.rank() == 0:
+    """One line, by rank 0, above a progress bar if there is one; no result, so to the standard error.
+
+    Whoever turns warnings of the logger `hf_dp` off is not told.
+    """
+    if ranks.rank() == 0 and logger.isEnabledFor(logging.WARNING):
         tqdm.write(message, file=sys.stderr)
 
 

@@ -27,7 +27,7 @@ from hf_dp.hub import (
 )
 from hf_dp.training.resume import STATE_KEY
 from hf_dp.training.runs import RunsMixin
-from hf_dp.training.saving import claim, refuse_unclaimed, refuse_unloaded, say_once, write_claim
+from hf_dp.training.saving import claim, refuse_unclaimed, say_once, write_claim
 
 logger = logging.getLogger(__name__)
 
@@ -48,10 +48,7 @@ class PublishingMixin(RunsMixin):
             ConfigurationError: a PEFT model whose adapter was taken out.
             LedgerError: weights of another training, or of a checkpoint that was read and then refused.
         """
-        if self._plan is None:
-            refuse_unloaded(self.model)
-        else:
-            refuse_unclaimed(self.model, self)
+        refuse_unclaimed(self.model, self)
         directory, saves = Path(output_dir or str(self.args.output_dir)), self.args.should_save
         plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
         if plugin is not None:

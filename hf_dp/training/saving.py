@@ -68,7 +68,8 @@ def refuse_unloaded(model: Any) -> None:
 
 
 def refuse_unclaimed(model: Any, trainer: object) -> None:
-    """Refuses to claim what `trainer` spent of weights that came of something else since, or are not there.
+    """Refuses to save, with a claim of what `trainer` spent or without one, weights that came of something else since,
+    or are not there.
 
     Raises:
         ConfigurationError: as of `refuse_unloaded`.
@@ -79,7 +80,7 @@ def refuse_unclaimed(model: Any, trainer: object) -> None:
         raise LedgerError(
             "the weights of this model were trained privately elsewhere since this training: read from a checkpoint "
             "that was refused, or by another trainer that holds the model.",
-            why="the ledger of this one is without them, so the record would leave out what those cost.",
+            why="the ledger of this one is without them, so a record would leave out what those cost, if there is one.",
             fix="save with the trainer that made them; or load what this training saved into a new model.",
         )
 

@@ -11,6 +11,7 @@ from datasets import Dataset
 
 from hf_dp.config.ranges import shown
 from hf_dp.errors import ConfigurationError
+from hf_dp.figures import row_in_words
 from hf_dp.randomness import Entropy, unchanged_global_state
 
 # In place of a step, of rows that are chosen for all steps.
@@ -185,7 +186,7 @@ def _kind(value: Any, row: int, column: str) -> type[Any]:
 
 def _refused(column: str, row: int, value: Any, problem: str) -> ConfigurationError:
     return ConfigurationError(
-        f"row {row} of the training data has {shown(value)} in the column {column!r}.",
+        f"{row_in_words(row)} of the training data has {shown(value)} in the column {column!r}.",
         why=f"{problem}.",
         fix="give each row one value, a text or a whole number (or, with unit_sampling='examples', a list of such); a "
         "row that is nobody's gets one that no other row has.",

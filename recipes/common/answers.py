@@ -47,12 +47,8 @@ class AnswerData(TextArguments, Trained, Comparison):
     layers: int = 2
 
 
-def tokenizer_and_model(recipe: AnswerData, *, bf16: bool) -> tuple[Any, Any]:
-    """The pretrained ones, or those from scratch, whose alphabet is public; with adapters for the method lora.
-
-    Args:
-        bf16: what is frozen is kept in 16 bits; what is trained, never.
-    """
+def tokenizer_for(recipe: AnswerData) -> Any:
+    """The pretrained one, or that from scratch, whose alphabet is public."""
     recipe.check_method()
     if recipe.model == "scratch":
         if recipe.method == "lora":
@@ -61,11 +57,22 @@ def tokenizer_and_model(recipe: AnswerData, *, bf16: bool) -> tuple[Any, Any]:
                 why="an adapter is trained on a pretrained model; this one is random.",
                 fix="add --method full.",
             )
-        tokenizer, positions = characters(), recipe.max_length + recipe.max_new_tokens
-        return tokenizer, small_gpt2(tokenizer, positions=positions, width=recipe.width, layers=recipe.layers)
+        return characters()
     tokenizer = pretrained(AutoTokenizer, recipe.model)
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-    return tokenizer, language_model(recipe.model, recipe, bf16=bf16)
+    return tokenizer
+
+
+def model_for(recipe: AnswerData, tokenizer: Any, *, bf16: bool) -> Any:
+    """The pretrained one, or one from scratch; with adapters for the method lora.
+
+    Args:
+        bf16: what is frozen is kept in 16 bits; what is trained, never.
+    """
+    if recipe.model == "scratch":
+        positions = recipe.max_length + recipe.max_new_tokens
+        return small_gpt2(tokenizer, positions=positions, width=recipe.width, layers=recipe.layers)
+    return language_model(recipe.model, recipe, bf16=bf16)
 
 
 def labelled_row(parts: Iterable[tuple[list[int], bool]], max_length: int) -> Row:

@@ -148,7 +148,7 @@ def test_heads_of_their_own_or_not_are_loaded(folder: Path, tmp_path: Path, name
         ({"--text-column": "words"}, "has no column 'words'"),
         ({"--secrets": "in.jsonl"}, "has no column 'prefix'"),
         ({"--others": "in.jsonl"}, "no texts"),
-        ({"--others": "blank.jsonl"}, "has no text in row 1"),
+        ({"--others": "blank.jsonl"}, "has no text in row 0"),
         ({"--confidence": "0.2"}, "confidence=0.2"),
         ({"--reference": "nowhere"}, "there is no folder '"),
         ({"--reference": "classifier"}, "holds GPT2ForSequenceClassification, and would be read as GPT2LMHeadModel"),

@@ -1,6 +1,7 @@
 """`hf-dp train`: which script a YAML file runs, and that what goes wrong is said without a traceback."""
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -45,6 +46,12 @@ if "--save" in sys.argv:
     (out / "eval_results.json").write_text('{"eval_loss": NaN, "eval_accuracy": 0.5}')
     print("a story")
     sys.exit(0)
+if "--trl" in sys.argv:
+    import trl.trainer
+if "--matplotlib" in sys.argv:
+    import matplotlib
+if "--another" in sys.argv:
+    import no_package_of_ours
 if "--bug" in sys.argv:
     raise ZeroDivisionError("a bug")
 print(__name__, neighbour.NAME, *sys.argv[1:])
@@ -94,6 +101,20 @@ def test_what_the_recipe_refuses_is_said_in_words(recipe, flag, code, words):
     assert said.exit_code == code
     assert words in said.stderr
     assert "Traceback" not in said.output
+
+
+@pytest.mark.parametrize(("package", "fix"), [("trl", "' (the extra 'trl')."), ("matplotlib", "'.")])
+def test_a_package_that_is_not_installed_is_refused_with_the_extra_that_has_it(recipe, monkeypatch, package, fix):
+    monkeypatch.setitem(sys.modules, package, None)
+    said = invoke(recipe, f"--{package}")
+    assert said.exit_code == 2
+    assert f"Refused: the package {package} is not installed." in said.stderr
+    assert re.search(f"pip install '{package}[<>=0-9.,]*{re.escape(fix)}\n", said.stderr)
+    assert "Traceback" not in said.output
+
+
+def test_a_package_that_hf_dp_does_not_name_is_an_error_of_the_recipe(recipe):
+    assert isinstance(invoke(recipe, "--another").exception, ModuleNotFoundError)
 
 
 @pytest.fixture

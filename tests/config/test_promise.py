@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import pickle
@@ -178,3 +179,11 @@ def test_any_text_is_a_promise_or_refused(data: Any) -> None:
     text: Any = data.draw(as_text(data.draw(changed(json.loads(config.to_json())))))
     read = unless_refused(lambda: PrivacyConfig.from_json(text))
     assert read is None or PrivacyConfig.from_json(read.to_json()) == read
+
+
+def test_nothing_of_a_promise_can_be_set_and_no_other_name() -> None:
+    made = PrivacyConfig(target_epsilon=8.0)
+    for name in ("target_epsilon", "epsilon"):
+        with pytest.raises(dataclasses.FrozenInstanceError, match=name):
+            setattr(made, name, 3.0)
+    assert made == dataclasses.replace(made) == PrivacyConfig(target_epsilon=8.0)

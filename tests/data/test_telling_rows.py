@@ -14,6 +14,7 @@ import hf_dp.data.extremes as extremes
 import hf_dp.per_example.state as state
 from hf_dp.data.telling_rows import (
     alike_batches,
+    failures_refused,
     refuse_rows_that_fail,
     rows_between,
     rows_beyond,
@@ -223,11 +224,31 @@ def test_a_row_that_fails_is_named_with_its_error() -> None:
         if 99 in row["input_ids"]:
             raise IndexError("index out of range")
 
-    with pytest.raises(ConfigurationError, match=r"row 1 of the training data .*IndexError: index out of range"):
+    with pytest.raises(
+        ConfigurationError, match=r"row 1 .counted from 0. of the training data .*IndexError: index out of range"
+    ):
         refuse_rows_that_fail(ROWS, [0, 1], [], run)
     with pytest.raises(ConfigurationError, match="a row of the training data"):
         refuse_rows_that_fail(ROWS, [], ROWS, run)
     refuse_rows_that_fail([ROWS[0], ROWS[2]], [0, 1], [ROWS[3]], run)
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (ZeroDivisionError("none"), ConfigurationError),
+        (PreflightError("a", why="b", fix="c"), PreflightError),
+        (torch.OutOfMemoryError("no more"), torch.OutOfMemoryError),
+        (RuntimeError("[gloo/transport] Connection closed by peer"), RuntimeError),
+        (KeyboardInterrupt(), KeyboardInterrupt),
+    ],
+)
+def test_an_error_of_the_model_is_refused_and_one_that_says_more_stays(error: Exception, kind: type[Exception]) -> None:
+    with pytest.raises(kind) as caught, failures_refused():
+        raise error
+    assert type(caught.value) is kind
+    assert (caught.value is error) == (kind is not ConfigurationError)
+    assert str(error) in str(caught.value)
 
 
 @pytest.mark.parametrize("of", [list, table])
@@ -273,7 +294,7 @@ def test_an_accelerator_that_fails_late_and_then_for_good(monkeypatch: pytest.Mo
     model = torch.nn.Module()
     model.register_buffer("positions", torch.arange(3))
     with (
-        pytest.raises(ConfigurationError, match=r"row 1 of the training data .*device-side"),
+        pytest.raises(ConfigurationError, match=r"row 1 .counted from 0. of the training data .*device-side"),
         state.unchanged_state(model),
     ):
         refuse_rows_that_fail(ROWS, [1, 2], [], run)

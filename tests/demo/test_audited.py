@@ -104,6 +104,7 @@ def test_a_whole_audit_and_one_with_a_third_of_the_noise(tmp_path: Path, monkeyp
     # Wrong by chance in one of a million.
     told = invoke(*SMALL, "--epsilon", "2", "--confidence", "0.999999", "--output", str(tmp_path / "honest"))
     assert told.exit_code == 0, told.output
+    assert told.stderr == "", "of the trainings inside"
     assert "Steps do what is charged" in told.output
     assert verify(tmp_path / "honest").private
     add = NoiseSource.add_

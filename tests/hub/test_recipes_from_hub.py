@@ -313,7 +313,7 @@ def test_labels_that_are_numbers_and_rows_without_one(named, recipe, tmp_path):
     for name, unlabelled in (("someone/contest", -1), ("someone/survey", None)):
         rows = [*questions(3), {"text": "my card", "label": unlabelled}]
         named.publish(f"datasets/{name}", {"test.parquet": as_parquet(rows, kinds)})
-        with pytest.raises(ConfigurationError, match="has nothing in column 'label' of row 4"):
+        with pytest.raises(ConfigurationError, match="has nothing in column 'label' of row 3"):
             data.labelled(name, "test", recipe(name, label_column="label")[1], LABELS)
 
 
@@ -321,11 +321,11 @@ def test_rows_that_no_model_can_read_are_refused(recipe, tmp_path):
     file = tmp_path / "a.jsonl"
     data, asked = recipe(str(file), label_column="label")
     for line, words in {
-        '{"text": null, "label": "top_up"}': "has nothing in column 'text' of row 2",
-        '{"label": "top_up"}': "has nothing in column 'text' of row 2",
-        '{"text": 3, "label": "top_up"}': "has int in column 'text' of row 2",
+        '{"text": null, "label": "top_up"}': "has nothing in column 'text' of row 1",
+        '{"label": "top_up"}': "has nothing in column 'text' of row 1",
+        '{"text": 3, "label": "top_up"}': "has int in column 'text' of row 1",
         '{"text": ': "cannot be read",
-        "[1]": "row 2, which has no columns",
+        "[1]": "row 1 .counted from 0., which has no columns",
     }.items():
         file.write_text(f'{{"text": "my card", "label": "top_up"}}\n{line}\n', encoding="utf-8")
         with pytest.raises(ConfigurationError, match=words):

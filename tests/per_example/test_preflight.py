@@ -229,6 +229,18 @@ def test_shares_sees_a_misread_axis_that_rows_do_not_show() -> None:
         check_shares(model, square, data)
 
 
+def test_what_is_wrong_in_float32_is_said_of_a_model_that_does_not_compute_in_float64() -> None:
+    """As where activations are held in 8 bits, with one scale for all examples."""
+
+    def mixing(model: Any, x: Tensor) -> Tensor:
+        assert x.dtype != torch.float64, "Unsupported input dtype: torch.float64"
+        return model.linear(x - x.mean(0)).cos()
+
+    model, data = Small(mixing, linear=nn.Linear(4, 4)).float(), {"x": batch(3, 5, 4)["x"].float()}
+    with pytest.raises(PreflightError, match="depends on"):
+        preflight(model, square, data)
+
+
 def test_shares_leaves_correct_models_alone_under_dropout() -> None:
     model = tiny("bert", "sequence", torch.float32, hidden_dropout_prob=0.3, attention_probs_dropout_prob=0.3)
     state = torch.get_rng_state()

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM
 from typer.testing import CliRunner
@@ -109,10 +111,25 @@ def test_the_command(directory: Path) -> None:
     assert memory[together] == sum(v for k, v in memory.items() if k != together)
     shown = CliRunner().invoke(app, [*base, "--model", str(directory)], env={"COLUMNS": "120", "TERM": "dumb"})
     assert "Each of 4 ranks" in shown.stdout
+    alone = CliRunner().invoke(app, [*base[:-2], "--model", str(directory)], env={"COLUMNS": "120", "TERM": "dumb"})
+    assert "One rank, GB" in alone.stdout
     assert "reduce-scatter of the sum" in shown.stdout
     refused = CliRunner().invoke(app, [*base, "--model", str(directory / "nothing")])
     assert refused.exit_code == 2
     assert "there is no folder" in refused.output
+
+
+def test_nothing_is_said_of_an_encoder_but_what_was_asked(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    AutoConfig.for_model("bert", **SHAPE).save_pretrained(tmp_path)
+    caplog.clear()
+    library, level = logging.getLogger("transformers"), transformers.logging.get_verbosity()
+    library.addHandler(caplog.handler)  # it hands nothing on
+    try:
+        assert model_size(str(tmp_path)).total > 800
+    finally:
+        library.removeHandler(caplog.handler)
+    assert not caplog.records
+    assert transformers.logging.get_verbosity() == level
 
 
 def test_numbers_are_counted_in_the_type_that_weights_are_loaded_in(directory: Path) -> None:

@@ -11,7 +11,15 @@ from tempfile import gettempdir
 import pytest
 import yaml
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
-from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast, set_seed
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    set_seed,
+)
 
 from tests.recipes.running import ROOT, called
 
@@ -127,6 +135,16 @@ def train(local, forgotten, tmp_path, monkeypatch):
         return called(recipe, *local(recipe), "--output_dir", str(out), *flags, code=code), out
 
     return run
+
+
+@pytest.fixture
+def no_model(monkeypatch):
+    """None can be loaded."""
+
+    def load(*_: object, **__: object) -> None:
+        raise AssertionError("a model was loaded")
+
+    monkeypatch.setattr(PreTrainedModel, "from_pretrained", load)
 
 
 @pytest.fixture

@@ -70,14 +70,14 @@ def test_what_is_no_conversation_is_refused_by_its_row(row, words, instruct):
     rows = [{"messages": [ASKED, ANSWERED]}, row]
     with pytest.raises(ConfigurationError, match=words) as caught:
         instruct.encode_all(rows, "chats.jsonl", a_chat_tokenizer(), RECIPE)
-    assert "row 2 of chats.jsonl" in caught.value.found
+    assert "row 1 (counted from 0) of chats.jsonl" in caught.value.found
 
 
 def test_the_row_that_a_template_renders_in_two_ways_is_named(instruct):
     tokenizer = a_chat_tokenizer()
     tokenizer.chat_template = TEMPLATE.replace("m.role +", "(m.role if loop.last else m.role|upper) +")
     rows = [{"messages": [ASKED]}, {"messages": [ASKED, ANSWERED, ASKED, ANSWERED]}]
-    with pytest.raises(ConfigurationError, match=r"row 2 of chats\.jsonl: the chat template"):
+    with pytest.raises(ConfigurationError, match=r"row 1 .counted from 0. of chats\.jsonl: the chat template"):
         instruct.encode_all(rows, "chats.jsonl", tokenizer, RECIPE)
 
 
@@ -90,7 +90,7 @@ def test_pairs_of_chats_need_no_prompt_of_their_own(part, tmp_path):
     assert pairs[:1] == {"chosen": [row["chosen"]], "rejected": [row["rejected"]]}
     assert preferences.a_prompt_like(pairs) == [{"role": "user", "content": "A question."}]
     file.write_text(json.dumps({"prompt": "a", **row}) + "\n" + json.dumps(row), encoding="utf-8")
-    with pytest.raises(ConfigurationError, match="nothing in column 'prompt' of row 2"):
+    with pytest.raises(ConfigurationError, match="nothing in column 'prompt' of row 1"):
         preferences.pairs(str(file), "train", recipe, None)
     file.write_text('{"prompt": "a", "good": "b"}', encoding="utf-8")
     with pytest.raises(ConfigurationError, match="give rows with prompt, chosen and rejected"):

@@ -248,3 +248,13 @@ def test_sparse_word_embeddings_by_a_column(train):
     found = groups_of(out / "adafest_ratio_2_tau_default")
     assert [(row["group"], row["n"]) for row in found["groups"]] == [("north", 24), ("south", 6)]
     assert "without_privacy" in found["all"]
+
+
+@pytest.mark.usefixtures("no_model")
+@pytest.mark.parametrize(
+    "recipe", ["causal_lm_lora", "classify_as_answers", "classify_as_infilling", "synthetic_text_lora"]
+)
+def test_too_few_rows_are_refused_before_the_model_is_loaded(recipe, train):
+    printed, _ = train(recipe, "--per_device_train_batch_size", "500", "--max_examples", "40", code=2)
+    assert "an expected batch of " in printed
+    assert "from a training dataset of " in printed

@@ -95,6 +95,14 @@ def test_smoke_by_group(recipe, group, method, train):
     assert "loss per target token" in printed
 
 
+@pytest.mark.usefixtures("no_model")
+@pytest.mark.parametrize("recipe", ["instruct", "table_to_text", "preferences"])
+def test_too_few_rows_are_refused_before_the_model_is_loaded(recipe, train):
+    printed, _ = train(recipe, "--per_device_train_batch_size", "500", "--max_examples", "40", code=2)
+    assert "an expected batch of " in printed
+    assert "from a training dataset of " in printed
+
+
 @pytest.mark.slow
 def test_a_model_from_scratch_learns_to_describe(train):
     flags = ("--model", "scratch", "--method", "full", "--width", "32", "--layers", "1", "--samples", "3")
@@ -299,7 +307,9 @@ def test_a_reference_that_other_processes_would_not_find(train, part, monkeypatc
 
 def test_an_average_would_take_the_place_of_the_best_model(train):
     saved = ("--save_strategy", "steps", "--save_steps", "1", "--eval_strategy", "steps", "--eval_steps", "1")
-    printed, _ = train("instruct", "--average", "0.5", "--load_best_model_at_end", "true", *saved, code=2)
+    printed, _ = train(
+        "instruct", "--smoke", "true", "--average", "0.5", "--load_best_model_at_end", "true", *saved, code=2
+    )
     assert "--average 0.5 with --load_best_model_at_end" in printed
 
 

@@ -20,6 +20,7 @@ from transformers.integrations import integration_utils
 
 import hf_dp.ranks as ranks
 from hf_dp import PrivacyConfig
+from hf_dp.demo.quiet import quiet
 from hf_dp.training.progress import Clock, Seldom, in_words, opening, passes_shown, say
 from tests.training.workbench import EXPECTED, make, pad_for_language, private, rows
 from tests.zoo import tiny
@@ -114,6 +115,16 @@ def test_what_is_said_beside_a_bar_has_a_line_of_its_own(
         tell("Something.")
     assert "Something." in terminal.getvalue().splitlines()
     assert "1/9" in terminal.getvalue().split("Something.")[1]
+
+
+@pytest.mark.parametrize("begins", [False, True])
+def test_inside_of_something_else_it_is_said_where_it_is_a_part_of_that(
+    begins: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with quiet(begins=begins):
+        say("Inside.")
+    say("After.")
+    assert capsys.readouterr().err.splitlines() == ["Inside."] * begins + ["After."]
 
 
 @pytest.mark.parametrize(("unit_sampling", "whose"), [

@@ -23,7 +23,7 @@ from hf_dp.errors import ConfigurationError, PreflightError, UnsupportedModelErr
 from tests.architectures import VOCABULARY
 from tests.training.refusing import refused
 from tests.training.workbench import draws, make, pad, pad_for_language, rows
-from tests.zoo import tiny
+from tests.zoo import image_text_batch, tiny
 
 
 class PaddingFree(DefaultDataCollator):
@@ -284,3 +284,26 @@ def test_failure_29_a_random_collator_that_mixes_rows(tmp_path: Path) -> None:
 
     parts = {"data_collator": cut_and_mixed}
     refused(tmp_path, ConfigurationError, "cut_and_mixed gives an example another row", at_once=False, parts=parts)
+
+
+def test_rows_without_a_picture_beside_rows_with_one_are_refused_in_words(tmp_path: Path) -> None:
+    """A batch without any goes through by itself; one with both fails inside the model."""
+    whole = image_text_batch("idefics3", 24, 9, torch.float32, images=1)
+    seen = [{name: value[i] for name, value in whole.items()} for i in range(24)]
+    blind = {"input_ids": torch.full((9,), 5), "labels": torch.full((9,), 5), "pixel_values": None}
+
+    def collate(examples: list[dict[str, Any]]) -> dict[str, Tensor]:
+        given = [torch.zeros(1, 3, 8, 8) if one["pixel_values"] is None else one["pixel_values"] for one in examples]
+        texts = {name: torch.stack([one[name] for one in examples]) for name in ("input_ids", "labels")}
+        return texts | ({"pixel_values": torch.stack(given)} if any(bool(one.any()) for one in given) else {})
+
+    error = refused(
+        tmp_path,
+        ConfigurationError,
+        r"the check before the first step failed in the model.*\(RuntimeError: cannot reshape",
+        tiny("idefics3", "image_text", torch.float32),
+        at_once=False,
+        parts={"data_collator": collate, "train_dataset": [*seen[:12], blind, *seen[12:]]},
+        remove_unused_columns=False,
+    )
+    assert "such as a picture" in error.fix

@@ -116,10 +116,17 @@ def test_failure_21_a_checkpoint_of_another_run_is_refused(
     assert run.ledger.steps == 0
 
 
-def test_failure_50_weights_of_a_refused_checkpoint_are_not_claimed(checkpointed: Path, tmp_path: Path) -> None:
-    """They are in the model by then, and the ledger of this trainer is of its own weights."""
+@pytest.mark.parametrize("trained", [True, False])
+def test_failure_50_weights_of_a_refused_checkpoint_are_not_claimed(
+    checkpointed: Path, tmp_path: Path, trained: bool
+) -> None:
+    """They are in the model by then, and the ledger of this trainer is of its own weights, or there is none."""
     run = trainer(tmp_path / "own", max_steps=1)
-    run.train()
+    if trained:
+        run.train()
+    else:
+        run.save_model(str(tmp_path / "public"))
+        assert not (tmp_path / "public" / "privacy.json").exists()
     with pytest.raises(LedgerError, match="planned_steps"):
         run.train(resume_from_checkpoint=str(copied(checkpointed, tmp_path) / f"checkpoint-{SAVED}"))
     with pytest.raises(LedgerError, match="read from a checkpoint that was refused"):

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import ast
 import inspect
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from transformers import Trainer
 
+import hf_dp
 from hf_dp import DPTrainer, DPTrainerMixin
 from hf_dp.training.signature import OURS
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def told(of: Any) -> list[tuple[str, Any, Any]]:
@@ -36,6 +40,20 @@ def test_what_a_type_checker_reads_is_what_the_installed_version_takes() -> None
     given = [one.default for one in wanted.values() if one.default is not one.empty]
     assert [ast.literal_eval(one) for one in defaults] == given
     assert [one.arg for one in read.kwonlyargs] == list(OURS)
+
+
+@pytest.mark.parametrize("name", [name for name in hf_dp.__all__ if callable(getattr(hf_dp, name))])
+def test_an_editor_that_reads_the_source_shows_what_there_is(name: str) -> None:
+    jedi = pytest.importorskip("jedi")
+    script = jedi.Script(
+        f"from hf_dp import {name}\n{name}(",
+        project=jedi.Project(ROOT, smart_sys_path=False, sys_path=[str(ROOT), *sys.path]),
+        environment=jedi.InterpreterEnvironment(),
+    )
+    (shown,) = script.get_signatures()
+    wanted = inspect.signature(getattr(hf_dp, name)).parameters.values()
+    named = [one.name for one in wanted if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)]
+    assert [one.name for one in shown.params if one.name in named] == named != []
 
 
 def test_so_does_a_class_of_ones_own_and_one_that_takes_more() -> None:

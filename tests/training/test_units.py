@@ -271,7 +271,7 @@ def test_trained_again_it_must_be_by_the_same_unit(tmp_path: Path) -> None:
     ("change", "data", "found"),
     [
         ({}, rows(), "unit='user', and the training dataset"),
-        ({}, owned(["a", *[None] * 47]), "row 1 of the training data has None"),
+        ({}, owned(["a", *[None] * 47]), r"row 1 \(counted from 0\) of the training data has None"),
         ({}, owned(["a"] * 48), "an expected batch of 8 from a training dataset of 1 units"),
         ({"target_delta": 0.3}, owned(), r"delta=0.3 for a dataset of \d\d units"),
     ],

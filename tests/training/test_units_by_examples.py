@@ -175,7 +175,7 @@ def test_earlier_steps_of_a_ledger_may_have_had_another_whole_batch_and_no_other
             "of 8 from a training dataset of 2 chosen exampl",
         ),
         ({"target_delta": 0.3}, owned(), r"delta=0.3 for a dataset of \d\d units"),
-        ({}, owned(["a", *[[]] * 47]), r"row 1 of the training data has \[\]"),
+        ({}, owned(["a", *[[]] * 47]), r"row 1 \(counted from 0\) of the training data has \[\]"),
         ({"unit_sampling": "units"}, owned(SHARED), "a row of several units is none's alone"),
     ],
 )

@@ -113,15 +113,15 @@ def test_where_n_is_secret_no_choice_depends_on_where_rows_lie_and_so_on_others(
 
 @pytest.mark.parametrize("value", [[], ["a", None], ["a", 1], [["a"]], [{"a": 1}]], ids=str)
 def test_a_row_of_several_units_names_each(value: list[Any]) -> None:
-    with pytest.raises(ConfigurationError, match="row 1 of the training data has"):
+    with pytest.raises(ConfigurationError, match=r"row 1 \(counted from 0\) of the training data has"):
         UnitRows([["b"], value], "user", 2, several=True)
 
 
 @pytest.mark.parametrize(
     ("values", "found"),
     [
-        (["a", None], "row 1 of the training data has None in the column 'user'"),
-        (["", "a"], "row 0 of the training data has ''"),
+        (["a", None], r"row 1 \(counted from 0\) of the training data has None in the column 'user'"),
+        (["", "a"], r"row 0 \(counted from 0\) of the training data has ''"),
         (["a", " \t"], "it says nothing"),
         ([1.0, 2.0], "it is a float"),
         ([1, float("nan")], "it is a float"),

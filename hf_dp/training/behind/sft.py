@@ -11,6 +11,7 @@ from itertools import groupby
 from typing import Any
 
 from hf_dp.errors import ConfigurationError
+from hf_dp.figures import row_in_words
 from hf_dp.training.behind.trl import Conflicts, Trl
 
 _IGNORED = -100
@@ -71,7 +72,8 @@ def _check_answers(trainer: Any) -> None:
         answers, marked = _runs([role == "assistant" for role in roles]), _runs([x != _IGNORED for x in labels])
         if marked < answers or (roles[-1] != "assistant" and labels[-1] != _IGNORED):
             raise ConfigurationError(
-                f"assistant_only_loss=True, but the labels of row {index} are not the assistant's words alone.",
+                f"assistant_only_loss=True, but the labels of {row_in_words(index)} "
+                "are not the assistant's words alone.",
                 why=f"they are in {marked} part(s) for {answers} answer(s): others' words would be learnt as answers.",
                 fix="end the {% generation %} block of the chat template on a character that is a token of its own, "
                 "such as an end-of-turn token, not on a space; or pass input_ids and labels.",
