@@ -27,6 +27,8 @@ from hf_dp.data.files import WITH_COLUMNS, read_text
 from hf_dp.errors import ConfigurationError
 
 Rows = list[dict[str, list[int]]]
+# On cards, where no row may stand.
+A_PROMPT = "Once upon a time"
 
 
 @dataclass(kw_only=True)
@@ -47,7 +49,12 @@ class RecipeArguments(TextArguments, Trained, Comparison):
     passage_length: int = 128
     width: int = field(default=128, metadata={"help": "Of the model from scratch, as layers is."})
     layers: int = 2
-    prompt: str = field(default="ROMEO:\n", metadata={"help": "What the sample at the end begins with."})
+    prompt: str | None = field(
+        default=None,
+        metadata={
+            "help": "What the sample at the end begins with, named on the card too; by default as a held-out row does."
+        },
+    )
     max_examples: int | None = field(default=None, metadata={"help": "Use only the first so many of each split."})
 
 
@@ -116,6 +123,15 @@ def scored(trainer: Trainer, rows: Rows, tokenizer: Any) -> Scores:
     return scores
 
 
+def beginning(recipe: RecipeArguments, tokenizer: Any, rows: Rows) -> list[int]:
+    """Token ids of what the sample begins with: the prompt, or the first quarter of one of the rows."""
+    if recipe.prompt is not None:
+        ids: list[int] = tokenizer.encode(recipe.prompt)
+        return ids
+    first = rows[0]["input_ids"]
+    return first[: max(1, len(first) // 4)]
+
+
 def main() -> None:
     """Trains, then prints loss and perplexity, by group if asked for, the privacy report and a sample."""
     recipe, arguments, privacy = parse(RecipeArguments)
@@ -142,13 +158,13 @@ def main() -> None:
         lambda trainer: scored(trainer, held_out, tokenizer),
         arguments,
         privacy,
-        usage=CONTINUE.replace("PROMPT", repr(recipe.prompt)),
+        usage=CONTINUE.replace("PROMPT", repr(A_PROMPT if recipe.prompt is None else recipe.prompt)),
         groups=groups,
         compare_without_privacy=recipe.compare_without_privacy,
         comparison_learning_rate=recipe.comparison_learning_rate,
         recipe=recipe,
     )
-    prompt = torch.tensor([tokenizer.encode(recipe.prompt)], device=trainer.args.device)
+    prompt = torch.tensor([beginning(recipe, tokenizer, held_out)], device=trainer.args.device)
     room = getattr(trainer.model.config, "max_position_embeddings", 1024) - prompt.shape[1]
     sample = trainer.model.generate(
         input_ids=prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=min(80, room), do_sample=True,

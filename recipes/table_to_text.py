@@ -55,6 +55,11 @@ def asked(table: str, recipe: RecipeArguments) -> str:
     return recipe.prompt.replace(TABLE, table)
 
 
+def a_table_like(table: str) -> str:
+    """A public one for the card: E2E's where this is one of them."""
+    return "name[Blue Spice], food[Italian]" if table.startswith("name[") else "A table."
+
+
 def tokens(text: str, tokenizer: Any) -> list[int]:
     """Token ids, without those that mark where a text begins or ends."""
     ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -147,7 +152,7 @@ def main() -> None:
         score,
         arguments,
         privacy,
-        usage=CONTINUE.replace("PROMPT", repr(asked("name[Blue Spice], food[Italian]", recipe))),
+        usage=CONTINUE.replace("PROMPT", repr(asked(a_table_like(train[0][recipe.table_column]), recipe))),
         groups=groups,
         compare_without_privacy=recipe.compare_without_privacy,
         comparison_learning_rate=recipe.comparison_learning_rate,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -32,7 +33,9 @@ def quiet(*, begins: bool = False) -> Iterator[None]:
     transformers.logging.disable_progress_bar()
     datasets.disable_progress_bars()
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # from one library to another
+            yield
     finally:
         for log, level in zip(logs, levels, strict=True):
             log.setLevel(level)

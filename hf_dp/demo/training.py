@@ -78,7 +78,6 @@ class TrainingSetup:
         **extra: Any,
     ) -> Trainer:
         trainer = self._trainer(make, model, texts, schedule, **extra)
-        trainer.remove_callback(PrinterCallback)
         trainer.add_callback(_Bar(self.progress, title))
         trainer.train()
         return trainer
@@ -86,7 +85,7 @@ class TrainingSetup:
     def _trainer(
         self, make: Callable[..., Trainer], model: Any, texts: list[str], schedule: Schedule, **extra: Any
     ) -> Trainer:
-        return make(
+        trainer = make(
             model=model,
             args=self._arguments(schedule),
             train_dataset=_dataset(self.tokenizer, texts) if texts else None,
@@ -95,6 +94,8 @@ class TrainingSetup:
             data_collator=DataCollatorForLanguageModeling(self.tokenizer, mlm=False),
             **extra,
         )
+        trainer.remove_callback(PrinterCallback)
+        return trainer
 
     def _arguments(self, schedule: Schedule) -> TrainingArguments:
         return TrainingArguments(

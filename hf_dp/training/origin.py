@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
@@ -16,6 +18,8 @@ from hf_dp.errors import LedgerError
 from hf_dp.hub.earlier import has_all_of, records
 from hf_dp.hub.record import FORMAT, RECORD_FILE, PrivacyRecord, sha256_of_record
 from hf_dp.step.plan import Plan
+
+logger = logging.getLogger(__name__)
 
 _OTHERS = "where nobody is in both, PrivacyConfig(other_people=True)"
 
@@ -45,7 +49,7 @@ def refuse_unsaid_origin(model: nn.Module, own: Ledger, saved: object | None, pl
         ledger = _ledger_of(text, place)
         digest = sha256_of_record(text)
         is_own = has_all_of(own, ledger) and _was_written_of(own, digest)
-        if is_own or any(sha256_of_record(one) == digest for one in records(plan.earlier)):
+        if is_own or _is_charged(digest, plan):
             continue
         which = "does not say whose data that was" if plan.config.after is None else f"says after={plan.config.after!r}"
         named = [*places_of(plan.config.after), place] if plan.config.after else place
@@ -58,6 +62,32 @@ def refuse_unsaid_origin(model: nn.Module, own: Ledger, saved: object | None, pl
             "the first run read it. Of a model that was made from the config there, and none of its weights, set "
             "model.config._name_or_path to ''.",
         )
+
+
+def warn_of_tokenizer(tokenizer: Any, own: Ledger, plan: Plan) -> None:
+    """Says of a tokenizer that lay beside a record which the promise does not name that adapters may have lain there.
+
+    Args:
+        tokenizer: of the model, or its processor; None if there is none.
+        own: what its trainer has spent so far.
+        plan: of this training.
+    """
+    place = getattr(getattr(tokenizer, "tokenizer", tokenizer), "name_or_path", None)
+    path = os.path.join(place, RECORD_FILE) if isinstance(place, str) and place else ""
+    if plan.config.other_people or not os.path.isfile(path) or _is_no_record(text := Path(path).read_bytes()):
+        return
+    if (digest := sha256_of_record(text)) not in own.written and not _is_charged(digest, plan):
+        ranks.warn(
+            logger,
+            "The tokenizer was read from %r, where a private training saved it. Whether its adapters are in this "
+            "model, as they are or merged, cannot be seen. If they are, and people are in both data sets, give "
+            "PrivacyConfig(after=...) with that folder, for one budget of both: epsilon is without it now. Where "
+            "nobody is in both, PrivacyConfig(other_people=True).", place,
+        )  # fmt: skip
+
+
+def _is_charged(digest: str, plan: Plan) -> bool:
+    return any(sha256_of_record(one) == digest for one in records(plan.earlier))
 
 
 def covers(earlier: tuple[str, ...], ledger: Ledger, steps: int | None = None) -> bool:

@@ -1,4 +1,4 @@
-"""One training at a time writes into an output directory."""
+"""One training at a time writes into an output directory; what another has left there is said."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from filelock import FileLock, Timeout
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 import hf_dp.ranks as ranks
+from hf_dp.config import PrivacyConfig
 from hf_dp.errors import ConfigurationError
 
 logger = logging.getLogger(__name__)
@@ -52,3 +54,18 @@ def alone_in(directory: str | Path) -> Iterator[None]:
         yield
     finally:
         lock.release()
+
+
+def warn_of_others(directory: str | Path, privacy: PrivacyConfig) -> None:
+    """Says that there are checkpoints of another training, which one that begins anew has nothing of in its ledger."""
+    if privacy.after is not None or privacy.other_people:
+        return
+    if found := sorted(path.name for path in Path(directory).glob(f"{PREFIX_CHECKPOINT_DIR}-*") if path.is_dir()):
+        ranks.warn(
+            logger,
+            "%r has %s of an earlier training, and this one begins anew: what that one spent is not in its epsilon. To "
+            "go on from there instead, give resume_from_checkpoint=True. Where both are kept, or anyone saw the "
+            "earlier one, people who are in both have spent both: name it in PrivacyConfig(after=...), for one budget. "
+            "Otherwise delete its checkpoints, or take another output_dir: resume_from_checkpoint=True could take one "
+            "of them.", str(directory), ", ".join(found),
+        )  # fmt: skip

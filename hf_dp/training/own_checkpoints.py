@@ -16,10 +16,12 @@ from transformers.trainer_callback import TrainerControl, TrainerState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 import hf_dp.ranks as ranks
+from hf_dp.config import PrivacyConfig
 from hf_dp.errors import LedgerError
 from hf_dp.training.checkpoints import STATE_FILE, clear, finish, newest_whole, put_in_place, written_aside
 from hf_dp.training.generators import file_of_this_rank, read_generators, save_generators
 from hf_dp.training.loaded import OPTIMIZER, SCHEDULE
+from hf_dp.training.output_lock import warn_of_others
 from hf_dp.training.restoring import damage_is_named, refuse_half, settings_are_kept
 from hf_dp.training.resume import STATE_KEY, SavedRun
 
@@ -89,13 +91,19 @@ def write_checkpoint(
     return output_dir / name
 
 
-def found_checkpoint(resume_from: str | os.PathLike[str] | bool | None, output_dir: Path | None) -> Path | None:
+def found_checkpoint(
+    resume_from: str | os.PathLike[str] | bool | None, output_dir: Path | None, privacy: PrivacyConfig
+) -> Path | None:
     """The checkpoint to go on from; None to begin. Of `True` the newest whole one in the output directory, if any.
+
+    A training that begins beside checkpoints, of which its promise says nothing, is told of them.
 
     Raises:
         LedgerError: it is not whole, or of those in the output directory none is.
     """
     if not resume_from:
+        if output_dir is not None:
+            warn_of_others(output_dir, privacy)
         return None
     if resume_from is True:
         newest = None if output_dir is None else newest_whole(str(output_dir))

@@ -172,7 +172,7 @@ class PrivateRun:
                 lock.enter_context(alone_in(self._output_dir))
             self._optimizer, self._scheduler = optimizer, scheduler
             lock.callback(self._run.end)
-            self._begin(found_checkpoint(resume_from_checkpoint, self._output_dir))
+            self._begin(found_checkpoint(resume_from_checkpoint, self._output_dir, self.privacy))
             self._lock = lock.pop_all()
         self._order.begin()
 

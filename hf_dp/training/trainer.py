@@ -33,7 +33,7 @@ from hf_dp.training.engine import Engine
 from hf_dp.training.layouts import LayoutsMixin
 from hf_dp.training.loaded import refuse_other_values
 from hf_dp.training.logs import LogsMixin
-from hf_dp.training.output_lock import alone_in
+from hf_dp.training.output_lock import alone_in, warn_of_others
 from hf_dp.training.planned import check_data, check_privacy, records_before
 from hf_dp.training.publishing import PublishingMixin
 from hf_dp.training.refusals import private_arguments, refuse_optimizer, refuse_overrides, refuse_parallel_model
@@ -184,7 +184,10 @@ class DPTrainerMixin(RestoringMixin, CheckpointMixin, LayoutsMixin, PublishingMi
         run.engine.model = self._module
         checkpoint = None if saved is None else self._checkpoint
         with others_named(checkpoint, lambda other: SavedRun.read(other).check(run.plan.promise, self._dataset)):
+            anew = saved is None and not self.ledger.steps
             self.ledger = run.go_on(self.ledger, saved, self._dataset, self, self._behind.beside())
+        if anew:
+            warn_of_others(self._output_dir, self.privacy)
         if saved is not None:
             refuse_other_values(self._checkpoint, saved.values, self._module, self.optimizer)
             if self.args.load_best_model_at_end:

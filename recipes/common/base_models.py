@@ -76,7 +76,7 @@ def language_model(directory: str, how: Trained, *, bf16: bool) -> Any:
         options["dtype"] = torch.bfloat16
     model = pretrained(AutoModelForCausalLM, directory, **options)
     if how.load_in_4bit:
-        check_quantised(model)  # before a copy is made of it, for a training without privacy
+        check_quantised(model.named_modules())  # before a copy is made of it, for a training without privacy
     return model if how.method == "full" else adapters(model, rank=how.lora_rank, layers=how.lora_layers)
 
 

@@ -183,7 +183,9 @@ def folder(messages: Messages, tmp_path_factory: pytest.TempPathFactory) -> Path
     return path
 
 
-def test_the_demo_on_a_model_from_a_folder_trains_adapters_alone(folder: Path, tmp_path: Path) -> None:
+def test_the_demo_on_a_model_from_a_folder_trains_adapters_alone(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], recwarn: pytest.WarningsRecorder
+) -> None:
     schedule = Schedule(epochs=1, learning_rate=1e-3, micro_batch=16)
     scale = replace(
         PRETRAINED, private=32, evaluation=8, canaries=1, ordinary_training=schedule, private_training=schedule
@@ -191,6 +193,8 @@ def test_the_demo_on_a_model_from_a_folder_trains_adapters_alone(folder: Path, t
     output = tmp_path / "out"
     console = Console(file=io.StringIO())
     result = run(output, scale, 1, console, folder)
+    assert capsys.readouterr().out == "", "all that is told is told by the console"
+    assert not [one for one in recwarn if issubclass(one.category, FutureWarning)], "libraries to their own users"
     assert load_report(output).private
     assert result.ordinary.evaluation_loss != result.before.evaluation_loss != result.private.evaluation_loss
     assert (output / "adapter_model.safetensors").is_file()

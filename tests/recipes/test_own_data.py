@@ -5,6 +5,7 @@ import math
 import runpy
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -198,3 +199,14 @@ def test_popularity_of_what_is_new_leaves_out_what_was_seen(part):
     )
     assert kind.popularity(data).tolist() == pytest.approx([1 / math.log2(3), 1.0])
     assert kind.popularity(data, only_new=True).tolist() == [1.0, 0.0]
+
+
+def test_a_sample_begins_as_ones_own_texts_do_and_cards_have_words_of_nobody(part):
+    plays, tables = part("causal_lm"), part("table_to_text")
+    rows, tokenizer = [{"input_ids": list(range(8))}], SimpleNamespace(encode=lambda text: [7] * len(text))
+    own, given = (plays.RecipeArguments(text_file="a.txt", prompt=prompt) for prompt in (None, "ab"))
+    assert plays.beginning(own, tokenizer, rows) == [0, 1]
+    assert plays.beginning(own, tokenizer, [{"input_ids": [5]}]) == [5]
+    assert plays.beginning(given, tokenizer, rows) == [7, 7]
+    assert tables.a_table_like("patient[x], drug[y]") == "A table."
+    assert tables.a_table_like("name[Alimentum], area[city centre]") == "name[Blue Spice], food[Italian]"

@@ -243,3 +243,15 @@ def test_an_adapter_that_lies_beside_a_record_keeps_where_it_lay(part, tmp_path)
         if record:
             (tmp_path / "adapter" / "privacy.json").write_text("{}")
         assert read(str(tmp_path / "adapter")).config._name_or_path == str(tmp_path / place)
+
+
+def test_a_base_in_4_bits_is_loaded_and_looked_at_before_it_is_copied(part, monkeypatch):
+    base, models = tiny("llama", "causal_lm", torch.float32), part("common.base_models")
+    base.lm_head.support_avx512bf16_for_cpu = True  # as of bitsandbytes, which need not be here
+    asked = []
+    monkeypatch.setattr(models, "BitsAndBytesConfig", dict)
+    monkeypatch.setattr(models, "pretrained", lambda *_, **options: asked.append(options) or base)
+    found = models.language_model("any", models.Trained(method="lora", load_in_4bit=True), bf16=True)
+    assert asked[0]["quantization_config"]["load_in_4bit"]
+    assert base.lm_head.support_avx512bf16_for_cpu is False
+    assert found.peft_config

@@ -160,7 +160,7 @@ def test_a_checkpoint_that_is_not_there_is_said_to_be_none(tmp_path: Path) -> No
     for place, found in (("someone/nowhere", "there is no folder 'someone/nowhere'"), (str(file), "but a file")):
         for resume in (
             lambda place=place: trainer(tmp_path, seed=7).train(resume_from_checkpoint=place),
-            lambda place=place: found_checkpoint(Path(place), None),
+            lambda place=place: found_checkpoint(Path(place), None, private()),
         ):
             with pytest.raises(LedgerError, match=found) as caught:
                 resume()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from hf_dp.accounting import Ledger
 from hf_dp.errors import LedgerError
 from hf_dp.hub.record import PrivacyRecord
 from hf_dp.step.plan import Plan
-from hf_dp.training.origin import covers, refuse_unsaid_origin
+from hf_dp.training.origin import covers, refuse_unsaid_origin, warn_of_tokenizer
 from tests.training.workbench import classifier, make, trained
 
 pytestmark = pytest.mark.usefixtures("checked_once")
@@ -121,3 +122,20 @@ def test_the_digests_of_a_ledger_are_of_its_files(first: Path, two: list[Any]) -
     record = PrivacyRecord.from_json((first / "privacy.json").read_bytes())
     assert record.ledger == two[0].ledger
     assert (len(two[0].ledger.written), len(record.ledger.written)) == (1, 0)
+
+
+def test_a_tokenizer_from_beside_a_record_is_warned_of(
+    two: list[Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = str(two[0].args.output_dir)
+    tokenizer = SimpleNamespace(name_or_path=folder)
+    for silent in (given(after=folder), given(other_people=True)):
+        warn_of_tokenizer(tokenizer, Ledger(), plan(tmp_path, silent))
+    for other in (None, SimpleNamespace(name_or_path=str(tmp_path)), SimpleNamespace(name_or_path="owner/name")):
+        warn_of_tokenizer(other, Ledger(), plan(tmp_path))
+    warn_of_tokenizer(tokenizer, two[0].ledger, plan(tmp_path))
+    assert "tokenizer" not in caplog.text
+    for of_model in (tokenizer, SimpleNamespace(tokenizer=tokenizer)):
+        caplog.clear()
+        warn_of_tokenizer(of_model, Ledger(), plan(tmp_path))
+        assert f"The tokenizer was read from {folder!r}, where a private training saved it" in caplog.text

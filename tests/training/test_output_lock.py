@@ -1,4 +1,5 @@
-"""Two trainings in one output directory: the second is refused, and one that was killed leaves nothing behind."""
+"""Two trainings in one output directory: the second is refused, one that was killed leaves nothing behind, and one that
+begins anew is told of checkpoints."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import os
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,6 +15,8 @@ from hf_dp.errors import ConfigurationError
 from hf_dp.training import output_lock
 from hf_dp.training.output_lock import alone_in
 from tests.crashes import ended, forked
+from tests.training.own_loops import begun
+from tests.training.workbench import classifier, make, private
 
 
 def test_the_lock_of_another_process_holds_until_it_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -57,3 +61,31 @@ def test_a_place_without_locks_is_warned_of(tmp_path: Path, caplog: pytest.LogCa
     (tmp_path / "file").touch()
     with alone_in(tmp_path / "file" / "out"):
         assert "cannot be locked" in caplog.text
+
+
+@pytest.mark.usefixtures("checked_once")
+def test_a_training_that_begins_anew_is_told_of_the_checkpoints_of_another(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def begin(**privacy: Any) -> Any:
+        return make(tmp_path, privacy=private(**privacy), max_steps=2, save_strategy="steps", save_steps=1)
+
+    def told() -> str:
+        found = [one.getMessage() for one in caplog.records if "of an earlier training" in one.getMessage()]
+        caplog.clear()
+        return "".join(found)
+
+    first = begin()
+    first.train()
+    first.train()  # its ledger goes on
+    assert told() == ""
+    begin().train(resume_from_checkpoint=True)
+    begin(after=str(tmp_path / "checkpoint-2")).train()
+    assert told() == ""
+    begin().train()
+    said = told()
+    assert "has checkpoint-1, checkpoint-2 of an earlier training, and this one begins anew" in said
+    assert "resume_from_checkpoint=True" in said
+    run, _, _ = begun(classifier(), output_dir=tmp_path)
+    run.end()
+    assert told() == said

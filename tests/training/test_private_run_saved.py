@@ -124,7 +124,7 @@ def test_killed_in_a_save_there_is_a_whole_checkpoint_with_its_ledger(tmp_path: 
     loop(run, optimizer, scheduler, save_at=1, until=2)
     found, one = [], (killed(out, run.save_checkpoint, number) for number in (4,))
     for _ in killed_everywhere(out, run.save_checkpoint) if all_moments else one:
-        checkpoint = found_checkpoint(True, out)
+        checkpoint = found_checkpoint(True, out, private())
         assert checkpoint is not None
         assert SavedRun.read(checkpoint).ledger.steps == step_of(checkpoint)
         found.append(step_of(checkpoint))
