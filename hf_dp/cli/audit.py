@@ -64,11 +64,11 @@ def audit(
     Exit codes: 0, no bound is above the claim, and steps do what is charged; 1,
     otherwise; 2, refused.
     """
-    # torch and transformers take seconds to import; the other commands should not wait for them.
-    from hf_dp.audit.outcome import LOW
-    from hf_dp.demo.audited import Pretrained, audited
-
     with refusals():
+        # torch and transformers take seconds to import; the other commands should not wait for them.
+        from hf_dp.audit.outcome import LOW
+        from hf_dp.demo.audited import Pretrained, audited
+
         if (model is None) != (data is None):
             raise ConfigurationError(
                 "--model and --data, one without the other.",

@@ -49,11 +49,11 @@ def demo(
 
     Exit codes: 0, the contrast showed; 1, it did not; 2, refused.
     """
-    # torch and transformers take seconds to import; the other commands should not wait for them.
-    from hf_dp.demo.run import FULL, PRETRAINED, QUICK, run
-    from hf_dp.hub import load_report
-
     with refusals():
+        # torch and transformers take seconds to import; the other commands should not wait for them.
+        from hf_dp.demo.run import FULL, PRETRAINED, QUICK, run
+        from hf_dp.hub import load_report
+
         if pretrained and quick:
             raise ConfigurationError(
                 "--pretrained and --quick.",

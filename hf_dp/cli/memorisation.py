@@ -65,13 +65,13 @@ def memorisation(
     Exit codes: 0, measured, whatever was found; 2, refused.
     """
     # torch and transformers take seconds to import; the other commands should not wait for them.
-    from hf_dp.audit.given import check_confidence
-    from hf_dp.audit.secrets import Secret
-    from hf_dp.cli.memorised import measured
-    from hf_dp.data.files import check_columns, rows_of_file
-    from hf_dp.demo.quiet import quiet
-
     with refusals():
+        from hf_dp.audit.given import check_confidence
+        from hf_dp.audit.secrets import Secret
+        from hf_dp.cli.memorised import measured
+        from hf_dp.data.files import check_columns, rows_of_file
+        from hf_dp.demo.quiet import quiet
+
         check_confidence(confidence)
         if len(set(models)) < len(models):
             raise ConfigurationError(

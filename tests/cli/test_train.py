@@ -2,6 +2,7 @@
 
 import json
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -111,6 +112,14 @@ def test_a_package_that_is_not_installed_is_refused_with_the_extra_that_has_it(r
     assert f"Refused: the package {package} is not installed." in said.stderr
     assert re.search(f"pip install '{package}[<>=0-9.,]*{re.escape(fix)}\n", said.stderr)
     assert "Traceback" not in said.output
+
+
+def test_so_is_one_that_another_command_needs():
+    # In an interpreter of its own: here the commands' modules are loaded.
+    code = "import sys; sys.modules['matplotlib'] = None; from hf_dp.cli import app; app(['audit'])"
+    said = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert said.returncode == 2
+    assert "Refused: the package matplotlib is not installed." in said.stderr
 
 
 def test_a_package_that_hf_dp_does_not_name_is_an_error_of_the_recipe(recipe):
