@@ -8,12 +8,13 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import CommitInfo, CommitOperationAdd, HfApi
+from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete, HfApi
 
-from hf_dp.errors import LedgerError
+from hf_dp.errors import HubError, LedgerError
 from hf_dp.hub.page import check_text
 from hf_dp.hub.record import CARD_FILE, RECORD_FILE, PrivacyRecord, sha256
 from hf_dp.hub.saved import may_be_published
+from hf_dp.hub.source import open_source
 from hf_dp.versions import library_versions
 
 
@@ -27,7 +28,8 @@ def upload(
     revision: str | None = None,
     run_as_future: bool = False,
 ) -> CommitInfo | Future[CommitInfo]:
-    """Publish a saved model in one commit: all of it, or nothing.
+    """Publish a saved model in one commit: all of it, or nothing. What the record that lies there names, and the new
+    one does not, goes with it.
 
     Args:
         directory: with `privacy.json` and what it names. Nothing else in it goes up.
@@ -49,16 +51,32 @@ def upload(
     # As bytes: what was checked goes up, whoever writes there meanwhile.
     files: list[tuple[str, Path | bytes]] = [(CARD_FILE, checked_card(directory))]
     files += [(name, directory / name) for name in names]
+    gone = _of_another_form(repo_id, prefix, [CARD_FILE, *names], token, revision)
     commit: Callable[..., Any] = _api().create_commit
     result: CommitInfo | Future[CommitInfo] = commit(
         repo_id,
-        [CommitOperationAdd(prefix + name, content) for name, content in files],
+        [
+            *(CommitOperationAdd(prefix + name, content) for name, content in files),
+            *map(CommitOperationDelete, gone),
+        ],
         commit_message=message,
         token=token,
         revision=revision,
         run_as_future=run_as_future,
     )
     return result
+
+
+def _of_another_form(repo_id: str, prefix: str, names: list[str], token: str | None, revision: str | None) -> list[str]:
+    """What lies there of the model before, beside `names`: adapters would be loaded in place of a merged model."""
+    try:
+        there = open_source(repo_id, revision=revision, token=token)
+        before = PrivacyRecord.from_json(there.path(prefix + RECORD_FILE).read_bytes())
+    except (HubError, LedgerError):
+        return []
+    if there.is_local:  # a directory that has the repository's name
+        return []
+    return sorted({prefix + name for name in set(before.files) - set(names)} & there.names)
 
 
 @functools.cache

@@ -7,7 +7,6 @@ import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, cast
 
 from datasets import Dataset, DatasetDict, load_dataset
@@ -16,7 +15,6 @@ from huggingface_hub.errors import HfHubHTTPError
 from safetensors import SafetensorError
 
 from hf_dp.errors import ConfigurationError
-from hf_dp.hub import RECORD_FILE
 from hf_dp.places import nowhere
 
 # The first of them are the HTTP library's error (httpx in version 1 of the client, httpx2 in version 2) and OSError.
@@ -27,16 +25,24 @@ _DATA = re.compile(r"(?P<name>.*?)(?::(?P<configuration>[^:/\\]*))?(?::(?P<split
 
 
 def pretrained(kind: Any, name: str, **options: Any) -> Any:
-    """What `kind.from_pretrained(name)` loads. An adapter beside a privacy record keeps where it lay, so that the
-    promise is asked on whose data it was trained.
+    """What `kind.from_pretrained(name)` loads.
 
     Raises:
-        ConfigurationError: it cannot be read.
+        ConfigurationError: it cannot be read, or has adapters.
     """
     with _refusals(name, "model"):
         made = kind.from_pretrained(name, **options)
-    if (Path(name) / RECORD_FILE).is_file() and hasattr(made, "peft_config"):
-        made.config._name_or_path = name
+    if hasattr(made, "peft_config"):
+        merged = f"{os.path.basename(name.rstrip('/'))}-merged"
+        raise ConfigurationError(
+            f"{name!r} is adapters over a base model.",
+            why="what a recipe trains would take their place: PEFT drops them for new ones, and what is saved would be "
+            "loaded without them.",
+            fix="merge them first, in Python: peft.AutoPeftModelForCausalLM.from_pretrained("
+            f"{name!r}).merge_and_unload().save_pretrained({merged!r}), and the same of its tokenizer: "
+            f"transformers.AutoTokenizer.from_pretrained({name!r}).save_pretrained({merged!r}). Then name {merged!r}; "
+            f"if people are in both data sets, with --after {name}, since nothing of that is seen in a merged model.",
+        )
     return made
 
 

@@ -34,6 +34,9 @@ print(classify("A text."))"""
 CONTINUE = """from transformers import pipeline
 continue_ = pipeline("text-generation", DIRECTORY, tokenizer=DIRECTORY, max_new_tokens=20)
 print(continue_(PROMPT))"""
+# Over whole weights adapters would meet others than those that they were trained on.
+_FOUR_BITS = """max_new_tokens=20, model_kwargs={"quantization_config": BitsAndBytesConfig(
+    load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype="float32")})"""
 _USAGE = "## How to use it"
 METRICS = Path(__file__).resolve().parent / "metrics"
 
@@ -126,6 +129,7 @@ def train_and_report(
         comparison_learning_rate: of that training, if it is another one.
     """
     directory, checkpoint = Path(str(arguments.output_dir)), checkpoint_of(arguments)
+    usage = in_four_bits(usage) if getattr(recipe, "load_in_4bit", False) else usage
     if recipe.average and arguments.load_best_model_at_end:
         raise ConfigurationError(
             f"--average {recipe.average} with --load_best_model_at_end.",
@@ -182,6 +186,11 @@ def train_and_report(
             )
         print(trainer.privacy_report())
     return trainer
+
+
+def in_four_bits(usage: str) -> str:
+    """`CONTINUE` for adapters whose base was in 4 bits when they were trained."""
+    return usage.replace("import ", "import BitsAndBytesConfig, ", 1).replace("max_new_tokens=20)", _FOUR_BITS)
 
 
 def save(trainer: DPTrainer, usage: str, *, changed: bool = False, is_pushed: bool = True) -> None:

@@ -217,6 +217,8 @@ class _Handler(BaseHTTPRequestHandler):
                 files[value["path"]] = base64.b64decode(value["content"])
             elif item["key"] == "lfsFile":
                 files[value["path"]] = self.hub.large[value["oid"]]
+            elif item["key"] == "deletedFile":
+                del files[value["path"]]  # one that is not there is an error, as of the real hub
         commit = repository.commit(message, files)
         url = f"{self.hub.endpoint}/{name}/commit/{commit}"
         self._json({"success": True, "commitUrl": url, "commitOid": commit, "hookOutput": ""})

@@ -182,6 +182,21 @@ def test_a_pushed_adapter_loads_with_peft(hub: Hub, tmp_path: Path) -> None:
     assert verify(NAME).private
 
 
+def test_a_merged_model_takes_the_place_of_the_adapter_that_was_pushed_before(hub: Hub, tmp_path: Path) -> None:
+    run = trainer(tmp_path / "out", adapted(classifier()))
+    run.train()
+    run.push_to_hub()
+    repository = hub.repositories[NAME]
+    kept = {name: content for name, content in repository.files.items() if name != "adapter_config.json"}
+    assert "adapter_model.safetensors" in kept
+    repository.commit("by hand", {**kept, "notes.md": b"mine"})
+    run.model = run.model.merge_and_unload()
+    run.push_to_hub()
+    assert set(repository.files) == MODEL | TOKENIZER | {"notes.md"}
+    assert verify(NAME).private
+    assert torch.equal(logits(AutoModelForSequenceClassification.from_pretrained(NAME)), logits(run.model))
+
+
 @pytest.mark.parametrize(
     "strategy",
     [

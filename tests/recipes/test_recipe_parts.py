@@ -234,15 +234,15 @@ def test_generation_gives_the_output_layer_states_without_gaps_and_says_the_same
     assert not model.lm_head._forward_pre_hooks
 
 
-def test_an_adapter_that_lies_beside_a_record_keeps_where_it_lay(part, tmp_path):
+def test_adapters_are_no_model_to_train_and_the_refusal_says_how_to_merge_them(part, tmp_path):
     tiny("llama", "causal_lm", torch.float32).save_pretrained(tmp_path / "base")
     read = functools.partial(part("common.hub_names").pretrained, AutoModelForCausalLM)
     adapted = get_peft_model(read(str(tmp_path / "base")), LoraConfig(target_modules=["q_proj"]))
-    adapted.save_pretrained(tmp_path / "adapter")
-    for record, place in ((False, "base"), (True, "adapter")):
-        if record:
-            (tmp_path / "adapter" / "privacy.json").write_text("{}")
-        assert read(str(tmp_path / "adapter")).config._name_or_path == str(tmp_path / place)
+    adapted.save_pretrained(folder := tmp_path / "adapter")
+    with pytest.raises(ConfigurationError, match="is adapters over a base model") as refusal:
+        read(str(folder))
+    assert "merge_and_unload().save_pretrained('adapter-merged')" in str(refusal.value)
+    assert f"with --after {folder}" in str(refusal.value)
 
 
 def test_a_base_in_4_bits_is_loaded_and_looked_at_before_it_is_copied(part, monkeypatch):

@@ -96,3 +96,12 @@ def test_a_loss_of_tokens_is_shared_out_among_their_characters(part, monkeypatch
     found = plays.scored(None, rows, tokenizer).measures
     assert found["loss per character"] == pytest.approx(1.5 * 3 / 8)
     assert found["perplexity of a character"] == pytest.approx(math.exp(1.5 * 3 / 8))
+
+
+def test_adapters_over_4_bits_are_loaded_over_4_bits(part):
+    results = part("common.results")
+    usage = results.in_four_bits(results.CONTINUE)
+    compile(usage, "usage", "exec")
+    assert usage.startswith("from transformers import BitsAndBytesConfig, pipeline\n")
+    assert 'max_new_tokens=20, model_kwargs={"quantization_config": BitsAndBytesConfig(' in usage
+    assert usage.endswith("print(continue_(PROMPT))")

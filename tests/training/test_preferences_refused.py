@@ -59,6 +59,29 @@ def test_losses_of_other_rows_and_of_the_batch(tmp_path: Path) -> None:
         )  # fmt: skip
 
 
+@pytest.mark.filterwarnings("ignore")  # TRL says that it is experimental
+def test_trainers_of_trl_with_losses_of_their_own_are_told_which_are_known(tmp_path: Path) -> None:
+    cpo = pytest.importorskip("trl.experimental.cpo")
+
+    class Private(DPTrainerMixin, cpo.CPOTrainer):
+        pass
+
+    class Own(Private):
+        def compute_per_example_loss(self, model: Any, inputs: Any) -> Any: ...
+
+    def make_one(kind: Any) -> Any:
+        values = {"report_to": "none", "use_cpu": True, "bf16": False, "loss_type": "simpo", "cpo_alpha": 0.0}
+        return kind(
+            a_model(), args=cpo.CPOConfig(str(tmp_path), per_device_train_batch_size=2, **values),
+            train_dataset=pairs(8), processing_class=tokenizer(), privacy=private(),
+        )  # fmt: skip
+
+    with pytest.raises(ConfigurationError, match=r"CPOTrainer behind DPTrainerMixin") as refusal:
+        make_one(Private)
+    assert "SFTTrainer, DPOTrainer" in str(refusal.value)
+    make_one(Own)
+
+
 def test_another_loss_than_trls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(PREFERENCE_LOSSES, "sigmoid", PREFERENCE_LOSSES["hinge"])
     with pytest.raises(UnsupportedModelError, match="DPOTrainer computes .* as its loss of one pair"):

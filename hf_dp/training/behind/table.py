@@ -8,7 +8,7 @@ from hf_dp.training.behind.dpo import Dpo
 from hf_dp.training.behind.kto import Kto
 from hf_dp.training.behind.reward import Reward
 from hf_dp.training.behind.sft import Sft
-from hf_dp.training.behind.trl import Trl
+from hf_dp.training.behind.trl import Trl, Unknown, is_of_trl
 from hf_dp.training.behind.usual import Usual
 
 _TRLS: dict[str, type[Trl]] = {kind.name: kind for kind in (Sft, Dpo, Reward, Kto)}
@@ -16,7 +16,9 @@ _TRLS: dict[str, type[Trl]] = {kind.name: kind for kind in (Sft, Dpo, Reward, Kt
 
 def behind(trainer: Any) -> Usual:
     """What is asked of the first of `trainer`'s classes that is known."""
-    return next((found(trainer) for kind in type(trainer).__mro__ if (found := _found(kind))), Usual(trainer))
+    kinds = type(trainer).__mro__
+    other = Unknown if any(map(is_of_trl, kinds)) else Usual
+    return next((found(trainer) for kind in kinds if (found := _found(kind))), other(trainer))
 
 
 def has_known_loss(kind: type) -> bool:

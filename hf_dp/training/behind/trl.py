@@ -19,6 +19,27 @@ _TESTED = "{}.{} to {}.{}".format(*OLDEST, *NEWEST)
 Conflicts = Iterable[tuple[str, str, str]]
 
 
+class Unknown(Usual):
+    """Of another trainer of TRL, whose loss is not known example by example."""
+
+    def refuse(self, own_loss: bool) -> None:
+        if own_loss:
+            return
+        name = next(kind.__name__ for kind in type(self.trainer).__mro__ if is_of_trl(kind))
+        raise ConfigurationError(
+            f"{name} behind DPTrainerMixin.",
+            why="it has a loss of its own, of which nothing is known here example by example; some such trainers mix "
+            "rows, or draw what they learn from.",
+            fix="use SFTTrainer, DPOTrainer (its loss_type has several losses of pairs) or RewardTrainer; or, where "
+            "each row of a batch has a loss of its own, override compute_per_example_loss(model, inputs).",
+        )
+
+
+def is_of_trl(kind: type) -> bool:
+    """Whether TRL itself has this class."""
+    return kind.__module__.partition(".")[0] == "trl"
+
+
 class Trl(Usual):
     """Of a trainer of TRL, whose `compute_loss` a private step does not run."""
 
