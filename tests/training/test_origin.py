@@ -8,8 +8,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from peft import LoraConfig, get_peft_model
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from hf_dp import PrivacyConfig
@@ -17,6 +18,7 @@ from hf_dp.accounting import Ledger
 from hf_dp.errors import LedgerError
 from hf_dp.hub.record import PrivacyRecord
 from hf_dp.step.plan import Plan
+from hf_dp.training.copies import few_of
 from hf_dp.training.origin import covers, refuse_unsaid_origin, warn_of_tokenizer
 from tests.training.workbench import classifier, make, trained
 
@@ -139,3 +141,17 @@ def test_a_tokenizer_from_beside_a_record_is_warned_of(
         caplog.clear()
         warn_of_tokenizer(of_model, Ledger(), plan(tmp_path))
         assert f"The tokenizer was read from {folder!r}, where a private training saved it" in caplog.text
+
+
+def test_of_weights_in_few_bits_no_numbers_are_compared() -> None:
+    class Packed(Tensor):
+        """As torchao's, which knows few operations."""
+
+        @classmethod
+        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is Tensor.flatten:
+                raise NotImplementedError(func)
+            return super().__torch_function__(func, types, args, kwargs or {})
+
+    assert few_of(nn.Parameter(torch.ones(32))) is not None
+    assert few_of(nn.Parameter(torch.ones(32).as_subclass(Packed))) is None
