@@ -150,32 +150,40 @@ def alike_batches(few: Sequence[Any], batch: Callable[[list[Any]], Batch]) -> tu
 def short_rows(few: Sequence[Any], batch: Callable[[list[Any]], Batch], loss: Callable[[Batch], Tensor]) -> list[Any]:
     """`few`, cut short, on which the engine is compared with the oracle in a fraction of the time.
 
-    As they are where what is left does not go through, or shows less: no loss, or no two rows that differ.
+    All of their lists are cut, or else the longest alone; none where what is left does not go through, or shows less:
+    no loss, or no two rows that differ.
 
     Args:
         batch: list of rows -> batch.
         loss: (B,) of a batch.
     """
-    cut = [_cut(row, _FEW_TOKENS) or row for row in few]
-    try:
-        together = batch(cut)
-        losses = loss(together).detach()
-    except torch.OutOfMemoryError:
-        raise
-    except Exception:  # noqa: BLE001
-        return list(few)
-    is_telling = bool((losses.isfinite() & losses.ne(0)).all()) and different_pair(together) is not None
-    return cut if is_telling else list(few)
+    tried: list[Any] = []
+    for longest_alone in (False, True):
+        cut = [_cut(row, _FEW_TOKENS, longest_alone=longest_alone) for row in few]
+        if all(map(_is_same, cut, tried or few)):
+            continue
+        try:
+            together = batch(tried := cut)
+            losses = loss(together).detach()
+        except torch.OutOfMemoryError:
+            raise
+        except Exception:  # noqa: BLE001
+            continue
+        if bool((losses.isfinite() & losses.ne(0)).all()) and different_pair(together) is not None:
+            return cut
+    return list(few)
 
 
-def _cut(row: Any, kept: int) -> Any:
-    """`row` with `kept` elements, from both ends, of each of its longest lists; None if there are not more."""
-    whole = length(row)
-    if kept < 2 or whole <= kept:
-        return None
+def _cut(row: Any, kept: int, *, longest_alone: bool) -> Any:
+    """`row` with `kept` elements, from both ends, of each list that has more, or of the longest of them alone."""
+    longest = length(row)
+    if longest <= kept:
+        return row
 
     def ends(value: Any) -> Any:
-        if length_of(value) != whole or getattr(value, "ndim", 1) > 1:
+        whole = length_of(value)
+        is_kept = whole <= kept or (longest_alone and whole != longest)
+        if is_kept or getattr(value, "ndim", 1) > 1:
             return value
         first, last = value[: kept - kept // 2], value[whole - kept // 2 :]
         if isinstance(value, Tensor):

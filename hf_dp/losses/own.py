@@ -17,7 +17,7 @@ from hf_dp.losses.per_example import per_example_losses
 from hf_dp.losses.tokens import accurate, token_losses
 
 # So many examples show which loss is computed: which one it is follows from no example.
-_COMPARED = 3
+COMPARED = 3
 # How far the model's own loss may be off, in its own precision.
 _SAME = 1e-2
 # What adapters call the weight of a term that they add.
@@ -46,7 +46,7 @@ def check_own_loss(model: nn.Module, batch: Mapping[str, Any]) -> None:
     kinds = functools.partial(question_answering, over_padding=True) if is_qa else per_example_losses
     compared = 0
     for i, ours in enumerate(losses(kinds, batch).tolist()):
-        if compared == _COMPARED:
+        if compared == COMPARED:
             return
         one = {k: v[i : i + 1] if isinstance(v, Tensor) else v for k, v in batch.items()}
         own = losses(_own_loss, one)

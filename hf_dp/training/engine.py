@@ -220,8 +220,9 @@ class Engine:
         with unchanged_global_state():
             with unchanged_state(self.model):
                 few, others = telling_rows(dataset, collate.widths)
-                together, extremes = self._batch(few), extreme_rows(dataset.dataset)
+                one, other, together = alike_batches(few, self._batch)
                 warn_of_packed(together)
+                extremes = extreme_rows(dataset.dataset)
                 # Where columns tell of ids, labels and lengths, what is no narrower and no wider shows no more.
                 tried = rows_beyond(few, [dataset[i] for i in extremes.rows], collate.widths)
                 refuse_rows_that_fail(
@@ -230,7 +231,7 @@ class Engine:
                 check_dataset(dataset.dataset)
                 with self._padding.put_aside():
                     check_collator(self._collate, few)
-                memory.refuse(*alike_batches(few, self._batch))
+                memory.refuse(one, other, together)
                 uneven = uneven_rows(dataset, extremes, few)
                 # Padding first: what it shows is how all batches are completed, those of one length as well.
                 self._batch(outermost(uneven, collate.widths))

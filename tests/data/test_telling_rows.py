@@ -191,6 +191,25 @@ def test_rows_are_cut_short_for_the_oracle_unless_they_show_less_then() -> None:
     assert short_rows(ids, lengths, lambda given: loss(given) * 0) == ids
 
 
+def test_lists_of_other_lengths_are_cut_too_where_what_is_left_goes_through() -> None:
+    """A prompt and its answers, say."""
+    rows = [{"long": list(range(n)), "short": list(range(n // 2))} for n in (30, 40, 90)]
+
+    def batch(given: list[Any], least: int = 0) -> Any:
+        if min(len(row["short"]) for row in given) < least:
+            raise ValueError("these must be whole")
+        return {"lengths": torch.tensor([[len(row["long"]), len(row["short"]), i] for i, row in enumerate(given)])}
+
+    def summed(given: Any) -> Any:
+        return given["lengths"].sum(1).float()
+
+    def sizes(found: list[Any]) -> list[tuple[int, int]]:
+        return [(len(row["long"]), len(row["short"])) for row in found]
+
+    assert sizes(short_rows(rows, batch, summed)) == [(12, 12)] * 3
+    assert sizes(short_rows(rows, lambda given: batch(given, least=15), summed)) == [(12, 15), (12, 20), (12, 45)]
+
+
 class Switching(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
