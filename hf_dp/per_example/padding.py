@@ -21,6 +21,7 @@ from hf_dp.per_example.rows import RowSum
 from hf_dp.per_example.rule import Certificate, Rule
 from hf_dp.per_example.rules import RULES
 from hf_dp.per_example.sharding import as_sums, summed_over_shards, trainable
+from hf_dp.randomness import global_state
 
 # Of the norm of the example's gradient. In float32 what is right differs by 1.3e-5 at most, what leaks by 2.6e-4 at
 # least; where 16 bits or whole numbers are computed with all the same (quantised weights, FSDP2), only more is seen.
@@ -45,8 +46,8 @@ def check_padding(
 
     Everything is computed in float32 (before it is refused, in float64 as well) with dropout off, in the mode that
     the model is in; a model that draws other random numbers, in eval mode. What a collator draws at random (masked
-    language modelling) cannot be drawn again for the example alone; there its row of the batch is cut to the length
-    that it has alone, on one side or the other.
+    language modelling), or what prepares its batches, cannot be drawn again for the example alone; there its row of the
+    batch is cut to the length that it has alone, on one side or the other.
 
     Args:
         examples: two or more, of different lengths where possible, the shortest first: what a short one leaves behind
@@ -65,17 +66,23 @@ def check_padding(
         PreflightError: a gradient moves, so one long example would change all its neighbours.
     """
 
+    def prepared(batch: Batch, dtype: torch.dtype) -> Batch:
+        with computed_in(model, batch, dtype) as exact:
+            return prepare(exact)
+
     def gradients(batch: Batch, dtype: torch.dtype) -> tuple[PerExampleGradients, dict[str, Tensor]]:
         with computed_in(model, batch, dtype) as exact:
-            found = record(model, loss_fn, prepare(exact), certificate=certificate, rules=rules, tables=tables)
+            found = record(model, loss_fn, exact, certificate=certificate, rules=rules, tables=tables)
             return found, {name: values.clone() for name, values in model.named_buffers()}
 
     def held(dtype: torch.dtype) -> list[float]:
         together, again = collate(list(examples)), collate(list(examples))
         is_random = any(isinstance(v, Tensor) and not torch.equal(v, again[k]) for k, v in together.items())
+        before, together = global_state(), prepared(together, dtype)
+        is_random |= global_state() != before
         in_batch, left, norms = gradients(together, dtype)[0], None, []
         for i, example in enumerate(examples[:number]):
-            single = collate([example])
+            single = prepared(collate([example]), dtype)
             versions = [_cut(together, i, single, side) for side in (False, True)] if is_random else [single]
             alone = [gradients(version, dtype) for version in versions]
             left = left or alone[0][1]

@@ -98,8 +98,8 @@ def preflight(
         seen, size = survey(model, loss_fn, batch, rules=rules), telling_size(model, batch)
         known: dict[str, Any] = {"rules": rules, "readings": seen.readings}
 
-        def check(batch: Batch) -> tuple[Watch, Batch]:
-            n = batch_size(batch)
+        def check(batch: Batch) -> tuple[Watch, list[int]]:
+            n, order = batch_size(batch), list(range(batch_size(batch)))
             few = counted = take(batch, [i % n for i in range(size)])
             # It says which examples have a gradient; where nothing is drawn it is also what the same losses with other
             # weights are held against.
@@ -107,15 +107,17 @@ def preflight(
             is_told = len(with_gradient(once)) == size and not any(draw.is_shared for draw in draws.seen)
             if not is_told:
                 first = that_count(model, loss_fn, batch, **known)
-                batch = take(batch, [*first, *(i for i in range(n) if i not in first)])
+                order = [*first, *(i for i in range(n) if i not in first)]
+                batch = take(batch, order)
                 few, counted = (take(batch, [i % among for i in range(size)]) for among in (n, len(first)))
             without_shared_coins(model, loss_fn, counted, **known)
             check_independence(model, loss_fn, batch, **known)
             check_shares(model, loss_fn, few, **known, once=once if is_told and draws.is_silent else None)
-            return _check_gradients(model, loss_fn, few, rules, tables), few
+            return _check_gradients(model, loss_fn, few, rules, tables), order
 
-        watch, few = _with_enough_bits(model, batch, check)
+        watch, order = _with_enough_bits(model, batch, check)
     certificate = Certificate(watch.uses, read=watch.read | seen | seen.read)
+    few = take(batch, [order[i % len(order)] for i in range(size)])
     # As in training: what its mode alone does (dropout, checkpoints) must not be refused only after the start.
     with forked_rng(model), passing_gradients(model):
         record(model, loss_fn, few, certificate=certificate, rules=rules, tables=tables)

@@ -33,15 +33,15 @@ def pretrained(kind: Any, name: str, **options: Any) -> Any:
     with _refusals(name, "model"):
         made = kind.from_pretrained(name, **options)
     if hasattr(made, "peft_config"):
-        merged = f"{os.path.basename(name.rstrip('/'))}-merged"
         raise ConfigurationError(
             f"{name!r} is adapters over a base model.",
             why="what a recipe trains would take their place: PEFT drops them for new ones, and what is saved would be "
             "loaded without them.",
-            fix="merge them first, in Python: peft.AutoPeftModelForCausalLM.from_pretrained("
-            f"{name!r}).merge_and_unload().save_pretrained({merged!r}), and the same of its tokenizer: "
-            f"transformers.AutoTokenizer.from_pretrained({name!r}).save_pretrained({merged!r}). Then name {merged!r}; "
-            f"if people are in both data sets, with --after {name}, since nothing of that is seen in a merged model.",
+            fix="merge them first, in Python: "
+            "peft.AutoPeftModelForCausalLM.from_pretrained(ADAPTERS).merge_and_unload().save_pretrained(MERGED), and "
+            "their tokenizer beside it: transformers.AutoTokenizer.from_pretrained(ADAPTERS).save_pretrained(MERGED). "
+            "Then give --model MERGED, and if people are in both data sets --after ADAPTERS, since nothing of that is "
+            "seen in a merged model.",
         )
     return made
 

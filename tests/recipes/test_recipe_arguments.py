@@ -32,6 +32,7 @@ PROMISE = {
     "other_people": True,
     "passes": 2,
 }
+FEW = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
 # Not with the accountant above, nor with dp-accounting 0.5.
 CAPPED = {} if truncated.EVENT is None else {"max_batch_size": 10_000}
 OF_THE_PROMISE = {**PROMISE, "target_epsilon": 2.5, "privacy_seed": 5, "re_attention": {"budget_share": 0.3}}
@@ -145,7 +146,7 @@ def test_the_rate_of_a_head_follows_from_the_noise_of_units(begun, questions_dir
         ("causal_lm", {"target_epsilon": 1, "noise_multiplier": 1}, "--target_epsilon and --noise_multiplier"),
         ("causal_lm", {"target_epsilon": 1, "target_tpr": 0.1}, "--target_epsilon and --target_tpr"),
         ("causal_lm", {"max_steps": 1, "num_train_epochs": 1}, "--max_steps and --num_train_epochs"),
-        ("causal_lm", {"unit": "user", "max_examples_per_unit": 2}, "unit='user', and the training dataset"),
+        ("causal_lm", {"unit": "user", "max_examples_per_unit": 2, **FEW}, "unit='user', and the training dataset"),
         ("sequential_recommendation", {"epsilons": 1, "target_epsilon": 2}, "--epsilons and --target_epsilon"),
         ("sequential_recommendation", {"epsilons": 1, "noise_multiplier": 2}, "--epsilons and --noise_multiplier"),
         ("sequential_recommendation", {"seeds": 1, "seed": 2}, "--seeds and --seed"),
