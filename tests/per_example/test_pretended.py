@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+pytestmark = pytest.mark.slow
 _FEW = ("tied", "trainable tokens", "users in pieces", "two passes", "groups")
 _OFF = ("on the CPU", "a number", "chosen by a mask")
 
@@ -28,7 +29,6 @@ def test_few_steps_compute_on_one_device_and_read_nothing_off_it(few: dict[str, 
     assert {name: few[name] for name in _FEW} == {name: ["gpu"] for name in _FEW}
 
 
-@pytest.mark.slow
 def test_all_steps_compute_on_one_device_and_read_nothing_off_it() -> None:
     found = steps()
     assert len(found) > len(_FEW)
