@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -145,7 +145,7 @@ class Engine:
         shares = torch.tensor([1 / (rows[unit] + elsewhere) for unit in owners.units], dtype=losses.dtype)
         return losses * shares.to(losses.device, non_blocking=True)
 
-    def micro_batches(self, item: Mapping[str, Any]) -> Iterator[MicroBatch]:
+    def micro_batches(self, item: Mapping[str, Any]) -> Generator[MicroBatch]:
         """Of one logical batch, once those that are wider or narrower than all before are known to do no harm."""
         for rows in item.get("unlike", []):
             with unchanged_global_state():

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hf_dp.errors import ConfigurationError, LedgerError
 from hf_dp.step.clipped_sum import ClippedSum
@@ -150,6 +150,29 @@ def test_a_step_that_failed_before_it_was_paid_for_can_be_taken_again(monkeypatc
     run.step(batch)
     optimizer.step()
     assert run.global_step == run.ledger.steps == 2
+
+
+def test_failure_51_a_step_that_is_taken_again_does_not_begin_with_what_it_has_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, run, optimizer, batches, _ = after_one_step()
+    optimizer.step()
+    embeddings, batch = model.get_input_embeddings(), next(batches)
+    embed, embeddings.times = embeddings.forward, 1.0
+
+    def remembering(ids: Tensor) -> Tensor:
+        embeddings.times = 0.5
+        shown: Tensor = embed(ids) * embeddings.times
+        return shown
+
+    with monkeypatch.context() as patch:
+        patch.setattr(embeddings, "forward", remembering)
+        patch.setattr(ClippedSum, "add", interrupt)
+        try:
+            run.step(batch)
+        except KeyboardInterrupt:
+            assert embeddings.times == 1
+    run.step(batch)
 
 
 def test_threads_do_not_use_one_draw_twice(monkeypatch: pytest.MonkeyPatch) -> None:
