@@ -181,7 +181,8 @@ class Run:
                 part.checked(self)
             # Before a part writes into the model what it releases.
             note_trained_by(model, owner, self.ledger)
-            self._note_left = functools.partial(note_left, model, begun_with(model), weakref.ref(owner), self.ledger)
+            left = model, optimizer, begun_with(model), weakref.ref(owner), self.ledger
+            self._note_left = functools.partial(note_left, *left)
             for name, part in self.parts.items():
                 part.begin(self, checkpoint, self._known.get(name))
                 self._known = {**self._known, name: part}
