@@ -55,10 +55,10 @@ def unchanged_weights(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def unchanged_buffers(model: nn.Module) -> Iterator[None]:
-    """Refuses what changes inside of what is saved with a model and not trained: one example alone may do it.
+    """Refuses what changes inside of what is saved with a model: one example alone may do it.
 
-    Looked at are saved buffers, which are put back, configurations and extra state. Frozen parameters are compared by
-    the counts that torch keeps of writes, which those through `.data` pass by.
+    Looked at are saved buffers, which are put back, configurations and extra state. Parameters, trained or not, are
+    compared by the counts that torch keeps of writes, which those through `.data` pass by.
 
     Raises:
         UnsupportedModelError: with the name.
@@ -141,9 +141,7 @@ def _others(model: nn.Module) -> dict[str, Any]:
 
 def _writes(model: nn.Module) -> dict[str, int]:
     return {
-        name: p._version
-        for name, p in model.named_parameters()
-        if not (p.requires_grad or isinstance(p, DTensor) or p.is_inference())
+        name: p._version for name, p in model.named_parameters() if not (isinstance(p, DTensor) or p.is_inference())
     }
 
 

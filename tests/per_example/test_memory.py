@@ -280,7 +280,9 @@ def test_a_memory_in_whatever_form_is_refused(kind: type[Plain], name: str) -> N
             memory_of(model).refuse(first, second, batch(2, 2))
 
 
-@pytest.mark.parametrize("what", ["a buffer that was none", "a new buffer", "extra state", "config", "frozen"])
+@pytest.mark.parametrize(
+    "what", ["a buffer that was none", "a new buffer", "extra state", "config", "frozen", "last.bias"]
+)
 def test_what_is_written_in_a_step_is_refused(what: str) -> None:
     model: Any = Extra()
     model.config = types.SimpleNamespace(largest=0.0)
@@ -298,7 +300,7 @@ def test_what_is_written_in_a_step_is_refused(what: str) -> None:
             model.config.largest = 7.0
         else:
             with torch.no_grad():
-                model.frozen += 1
+                model.get_parameter(what).add_(1)
     assert model.none_yet is None
     assert "new" not in model._buffers
 

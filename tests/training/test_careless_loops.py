@@ -175,6 +175,19 @@ def test_failure_51_a_step_that_is_taken_again_does_not_begin_with_what_it_has_l
     run.step(batch)
 
 
+def test_rows_of_new_widths_beside_weights_of_zero_are_no_write_by_something_else() -> None:
+    model = classifier()
+    with torch.no_grad():
+        model.classifier.weight.zero_()  # as a fresh adapter's
+    run = a_run(model, steps=1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run.begin(optimizer)
+    batch = next(run.batches())
+    batch._item["unlike"] = [rows()[:2]]
+    run.step(batch)
+    optimizer.step()
+
+
 def test_threads_do_not_use_one_draw_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     _, run, optimizer, batches, _ = after_one_step()
     optimizer.step()
