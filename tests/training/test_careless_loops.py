@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
 
 from hf_dp.errors import ConfigurationError, LedgerError
 from hf_dp.step.clipped_sum import ClippedSum
@@ -235,6 +236,28 @@ def test_weights_of_a_checkpoint_that_was_refused_are_not_trained_as_if_they_wer
         assert same(parameters(first), parameters(model))
     with pytest.raises(LedgerError, match="4 private steps"):
         again()
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_failure_50_weights_of_a_checkpoint_that_was_refused_are_not_saved(tmp_path: Path, trained: bool) -> None:
+    run, optimizer, scheduler = begun(classifier(), output_dir=tmp_path)
+    loop(run, optimizer, scheduler, save_at=2, until=2)
+    run.end()
+    model, checkpoint = classifier(), tmp_path / "checkpoint-2"
+    first, optimizer, scheduler = begun(model)
+    loop(first, optimizer, scheduler, until=1)
+    first.end()
+    second = a_run(model, output_dir=tmp_path)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with pytest.raises(LedgerError, match="optimizer has no dampening"):
+        second.begin(optimizer, LambdaLR(optimizer, lambda step: 1.0), resume_from_checkpoint=checkpoint)
+    assert same(parameters(run.model), parameters(model)), "the weights were read by then"
+    saves: list[Callable[[], object]] = [lambda: second.save(tmp_path / "saved"), second.save_checkpoint]
+    for save in [lambda: first.save(tmp_path / "saved")] if trained else saves:
+        with pytest.raises((ConfigurationError, LedgerError)):
+            save()
+    assert not (tmp_path / "saved").exists()
+    assert not (tmp_path / "checkpoint-0").exists()
 
 
 def test_resuming_without_an_output_directory_is_refused() -> None:
