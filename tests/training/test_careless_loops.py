@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
+import hf_dp.ranks as ranks
 from hf_dp.errors import ConfigurationError, LedgerError
 from hf_dp.step.clipped_sum import ClippedSum
 from hf_dp.step.written import WrittenGradients
@@ -151,6 +152,26 @@ def test_a_step_that_failed_before_it_was_paid_for_can_be_taken_again(monkeypatc
     run.step(batch)
     optimizer.step()
     assert run.global_step == run.ledger.steps == 2
+
+
+def test_a_step_that_failed_on_one_of_several_ranks_is_not_taken_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another rank waits in the middle of it, and would take what comes first for what it waits for."""
+    _, run, optimizer, batches, _ = after_one_step()
+    optimizer.step()
+    batch = next(batches)
+
+    def failing(*args: Any) -> None:
+        monkeypatch.setattr(ranks, "world_size", lambda: 2)
+        raise torch.OutOfMemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ClippedSum, "add", failing)
+        with pytest.raises(torch.OutOfMemoryError):
+            run.step(batch)
+    monkeypatch.undo()
+    with pytest.raises(ConfigurationError, match="or that several processes took together"):
+        run.step(batch)
+    assert run.ledger.steps == 1
 
 
 def test_failure_51_a_step_that_is_taken_again_does_not_begin_with_what_it_has_left(
