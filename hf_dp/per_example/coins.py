@@ -197,6 +197,27 @@ def shared_draws(run: Run, size: int, place: Callable[[], str]) -> list[Draw]:
     return own[:1] if own and all(map(moves_others, (False, True))) else []
 
 
+class NotingDraws:
+    """The losses of a batch; which random numbers are drawn for them is noted.
+
+    Attributes:
+        drawn: each by its operation and its module.
+    """
+
+    def __init__(self, model: nn.Module, loss_fn: LossFunction) -> None:
+        self._model, self._loss_fn = model, loss_fn
+        self.drawn: set[tuple[str, str]] = set()
+
+    def __call__(self, batch: Batch) -> Tensor:
+        with _named(self._model) as stack:
+            draws = Draws(1, Change(), lambda: stack[-1] if stack else "")
+            with draws.attached():
+                losses = self._loss_fn(self._model, batch)
+        self.drawn |= {(draw.name, draw.place) for draw in draws.seen}
+        self.drawn |= {("unseen", "")} if draws.has_unseen else set()
+        return losses
+
+
 def _states(model: nn.Module) -> list[Any]:
     """What the generators are at that modules hold."""
     values = [value for module in model.modules() for value in vars(module).values()]

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from hf_dp.errors import UnsupportedModelError
 from hf_dp.per_example.sharding import is_sharded
@@ -20,6 +21,8 @@ Losses = Callable[[Any], Tensor]
 _Place = tuple[str, str]
 _KEPT = (int, float, str, type(None), tuple, Tensor)
 _NOTHING = object()
+# Parameters beside a model that a refused step has written to, and torch's count of writes then.
+_WRITTEN: Any = WeakTensorKeyDictionary()
 # So many times what losses differ by themselves is no more than that.
 _BY_ITSELF = 4.0
 # Whatever comes of a value that a model did not write.
@@ -58,6 +61,9 @@ class Memory:
             UnsupportedModelError: with the name of the attribute.
         """
         writes = self._writes()
+        for place, p in self._parameters().items():
+            if _WRITTEN.get(p) == p._version:
+                raise _refused(place)
         left = self._left_by(one, other)
         if written := self._written_since(writes):
             self._moving = {place: self._parameters()[place] for place in written}
@@ -92,13 +98,26 @@ class Memory:
         under FSDP2, where all ranks would have to ask together.
 
         Raises:
-            UnsupportedModelError: with the name of the attribute, which stays as it is.
+            UnsupportedModelError: with the name of the attribute. It is put back, as it is where something else fails.
         """
         if self._probe is None or is_sharded(self._model):
             yield
             return
         before, writes = self._look(), self._writes()
-        yield
+        try:
+            yield
+            self._refuse_moved(before, writes)
+        except BaseException:
+            # The next step, or training, would begin with it.
+            with suppress(RuntimeError):
+                for place, value in self._look().items():
+                    if not same(value, before.get(place, _NOTHING)):
+                        self._put(place, before.get(place, _NOTHING))
+                parameters = self._parameters()
+                _WRITTEN.update((p, p._version) for p in map(parameters.__getitem__, self._written_since(writes)))
+            raise
+
+    def _refuse_moved(self, before: dict[_Place, Any], writes: dict[_Place, int]) -> None:
         after = self._look()
         for place in self._written_since(writes):
             if place not in self._moving:

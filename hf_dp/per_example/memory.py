@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from hf_dp.errors import UnsupportedModelError
 from hf_dp.per_example.sharding import reshard
@@ -17,6 +18,8 @@ from hf_dp.per_example.state import buffer_refused, configurations, copied, is_s
 from hf_dp.per_example.taken import bits_of
 
 _Place = tuple[str, str]
+# Of models that were refused, by each parameter: what had been written, by the last of its name, and its checksum.
+_WRITTEN: Any = WeakTensorKeyDictionary()
 
 
 @contextmanager
@@ -24,16 +27,24 @@ def unchanged_weights(model: nn.Module) -> Iterator[None]:
     """Refuses a model whose passes write into what is saved with it: parameters, frozen or trained, and what modules
     add to a state dict (extra state, hooks). Buffers are for `unchanged_state` to see.
 
-    Compared are checksums, whatever way it was written in.
+    Compared are checksums, whatever way it was written in. What was written stays there, and as long as it does the
+    model is refused.
 
     Raises:
         UnsupportedModelError: with the name in the state dict.
     """
     before = _checksums(model)
-    yield
+    _refuse_written(model, {**before, **_others(model)})
+    try:
+        yield
+    except BaseException:
+        # An accelerator that is full, or had an index out of range, answers nothing, which must not hide the reason.
+        with suppress(RuntimeError):
+            _note_written(model, _differing(before, now := _checksums(model)), now)
+        raise
     now = _checksums(model)
-    found = sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name))
-    if found:
+    if found := sorted(_differing(before, now)):
+        _note_written(model, found, now)
         raise UnsupportedModelError(
             f"{found[0]!r} changes when examples pass through the model, or comes with the first of them.",
             why="it is saved with the model, and no noise is added to what was computed of the data.",
@@ -44,33 +55,66 @@ def unchanged_weights(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def unchanged_buffers(model: nn.Module) -> Iterator[None]:
-    """Refuses what changes inside of what is saved with a model and not trained: one example alone may do it.
+    """Refuses what changes inside of what is saved with a model: one example alone may do it.
 
-    Looked at are saved buffers, which are put back, configurations and extra state. Frozen parameters are compared by
-    the counts that torch keeps of writes, which those through `.data` pass by.
+    Looked at are saved buffers, which are put back, configurations and extra state. Parameters, trained or not, are
+    compared by the counts that torch keeps of writes, which those through `.data` pass by.
 
     Raises:
         UnsupportedModelError: with the name.
     """
     before, others, writes = _saved_buffers(model), _others(model), _writes(model)
-    yield
-    now = _saved_buffers(model, as_is=True)
-    changed = [place for place in {**before, **now} if not same(before.get(place), now.get(place))]
-    for path, last in changed:
-        owner = model.get_submodule(path)
-        value, found = before.get((path, last)), owner._buffers.pop(last, None)
-        if (path, last) in before:
-            is_there = value is not None and found is not None and found.shape == value.shape
-            owner._buffers[last] = found.detach().copy_(value) if is_there else value  # type: ignore[union-attr,arg-type]
+
+    def undone() -> tuple[list[_Place], list[str]]:
+        now = _saved_buffers(model, as_is=True)
+        changed = [place for place in {**before, **now} if not same(before.get(place), now.get(place))]
+        for path, last in changed:
+            owner = model.get_submodule(path)
+            value, found = before.get((path, last)), owner._buffers.pop(last, None)
+            if (path, last) in before:
+                is_there = value is not None and found is not None and found.shape == value.shape
+                owner._buffers[last] = found.detach().copy_(value) if is_there else value  # type: ignore[union-attr,arg-type]
+        if written := _differing(others, _others(model)) + _differing(writes, _writes(model)):
+            _note_written(model, written, {**_checksums(model), **_others(model)})
+        return changed, written
+
+    try:
+        yield
+    except BaseException:
+        # The step may be taken again, and would begin with it.
+        with suppress(RuntimeError):
+            undone()
+        raise
+    changed, written = undone()
     if changed:
         raise buffer_refused(".".join(filter(None, changed[0])))
-    written = _differing(others, _others(model)) + _differing(writes, _writes(model))
     if written:
         raise UnsupportedModelError(
-            f"{written[0]} was written to while a private step was computed.",
+            f"{written[0]!r} was written to while a private step was computed.",
             why="it is saved with the model, and no noise is added to what was computed of the data.",
-            fix="begin again from the last checkpoint, without what writes into it.",
+            fix="begin again from the last checkpoint, in a model that is loaded anew, without what writes into it.",
         )
+
+
+def _note_written(model: nn.Module, names: Iterable[str], now: Mapping[str, Any]) -> None:
+    told = {_known(name, now[name]) for name in names if name in now}
+    for p in model.parameters() if told else ():
+        _WRITTEN[p] = _WRITTEN.get(p, frozenset()) | told
+
+
+def _refuse_written(model: nn.Module, now: Mapping[str, Any]) -> None:
+    written = set[tuple[str, str]]().union(*(_WRITTEN.get(p, ()) for p in model.parameters())) if _WRITTEN else set()
+    if found := sorted(name for name, told in now.items() if written and _known(name, told) in written):
+        raise UnsupportedModelError(
+            f"{found[0]!r} was written when examples passed through this model before, in a training that was refused.",
+            why="it is saved with the model, and no noise is added to what was computed of the data.",
+            fix="load the model again, into a new object, without what writes into it.",
+        )
+
+
+def _known(name: str, told: Any) -> tuple[str, str]:
+    # What comes before it changes where the model is put into another one, an adapter's say.
+    return name.rpartition(".")[2], repr(told)
 
 
 def _differing(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
@@ -88,18 +132,16 @@ def _saved_buffers(model: nn.Module, *, as_is: bool = False) -> dict[_Place, Ten
 
 def _others(model: nn.Module) -> dict[str, Any]:
     """What configurations hold, and extra state."""
-    found = {path: _told(values) for path, values in configurations(model)}
+    found = {f"{path}.{name}": _told(value) for path, values in configurations(model) for name, value in values.items()}
     for path, module in model.named_modules():
         if type(module).get_extra_state is not nn.Module.get_extra_state:
-            found[f"the extra state of {path or 'the model'}"] = _told(module.get_extra_state())
+            found[f"{path}._extra_state".lstrip(".")] = _told(module.get_extra_state())
     return found
 
 
 def _writes(model: nn.Module) -> dict[str, int]:
     return {
-        f"the frozen parameter {name!r}": p._version
-        for name, p in model.named_parameters()
-        if not (p.requires_grad or isinstance(p, DTensor) or p.is_inference())
+        name: p._version for name, p in model.named_parameters() if not (isinstance(p, DTensor) or p.is_inference())
     }
 
 

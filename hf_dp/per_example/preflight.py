@@ -257,7 +257,8 @@ def off_zero(model: nn.Module) -> Iterator[None]:
     # A shard may be empty, or all zero by chance.
     found = [float(local(p).any()) for p in parameters]
     touched = ranks.gathered(found).sum(0) if any(isinstance(p, DTensor) for p in parameters) else found
-    zeros = [local(p.detach()) for p, elements in zip(parameters, touched, strict=True) if not elements]
+    # Through `.data`, which torch does not count: in a step other writes are told by that count.
+    zeros = [local(p.data) for p, elements in zip(parameters, touched, strict=True) if not elements]
     kept = [p.clone() for p in zeros]
     with torch.no_grad():
         for p in zeros:

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from hf_dp.accounting import Ledger
 from hf_dp.errors import LedgerError
@@ -27,8 +28,18 @@ class _Left(NamedTuple):
     steps: int
 
 
+class _AsLeft(NamedTuple):
+    """As `_Left`; some numbers of the parameter then, and which beginning of a training that was the end of."""
+
+    who: weakref.ref[Any]
+    steps: int
+    few: Tensor
+    beginning: frozenset[_Known]
+
+
 # What trainings have left, also of models that are gone.
 _LEFT: dict[_Known, _Left] = {}
+_AS_LEFT: Any = WeakTensorKeyDictionary()
 
 
 def few_of(p: Tensor) -> Tensor | None:
@@ -50,10 +61,44 @@ def begun_with(model: nn.Module) -> frozenset[_Known]:
     return frozenset(known for p in model.parameters() if (known := _known(p)) is not None)
 
 
-def note_left(model: nn.Module, before: frozenset[_Known], who: weakref.ref[Any], ledger: Ledger) -> None:
-    """For `refuse_copies`, where a training has come to an end: trained parameters that are others than any before."""
-    left = {_known(p) for p in model.parameters() if p.requires_grad} - before if ledger.steps else set()
+def note_left(
+    model: nn.Module, optimizer: Any, before: frozenset[_Known], who: weakref.ref[Any], ledger: Ledger
+) -> None:
+    """For `refuse_copies` and `refuse_moved`, where a training has come to an end: trained parameters, which of them
+    are others than any before, and what they are."""
+    trained = [p for p in model.parameters() if p.requires_grad] if ledger.steps else []
+    left = {_known(p) for p in trained} - before
     _LEFT.update({known: _Left(who, ledger, ledger.steps) for known in left if known is not None})
+    # Schedule-free optimizers exchange weights between training and evaluation.
+    for p in () if any("train_mode" in group for group in optimizer.param_groups) else trained:
+        known = _AS_LEFT.get(p)
+        is_noted = known is not None and known.beginning is before and known.steps == ledger.steps
+        if not is_noted and (few := few_of(p)) is not None:
+            _AS_LEFT[p] = _AsLeft(who, ledger.steps, few, before)
+
+
+def refuse_moved(model: nn.Module, trainer: Any, what: str) -> None:
+    """Refuses `what` follows, where something else has changed what `trainer` has left at the end of its training.
+
+    Raises:
+        LedgerError: with the name of a parameter.
+    """
+    for name, p in model.named_parameters():
+        left = _AS_LEFT.get(p) if p.requires_grad else None
+        if (
+            left is None
+            or left.who() is not trainer
+            or left.steps != trainer.ledger.steps
+            or not has_moved(p, left.few)
+        ):
+            continue
+        raise LedgerError(
+            f"{what}, after something else than this training has changed {name} since it came to its end.",
+            why="what changed it may have seen private data (a training without privacy, say), of which the ledger has "
+            "nothing, and the record beside the weights would be untrue.",
+            fix="call save_model() right after train(), and change a copy of the model, or what was saved; weights "
+            "that are changed already can be saved without a record, by save_pretrained() of the model.",
+        )
 
 
 def refuse_copies(model: nn.Module, trainer: object, saved: object | None, plan: Plan) -> None:
@@ -69,6 +114,8 @@ def refuse_copies(model: nn.Module, trainer: object, saved: object | None, plan:
     Raises:
         LedgerError: this trainer's ledger, and so its report and card, would not have those steps.
     """
+    if saved is None:
+        refuse_moved(model, trainer, "another training")
     for p in model.parameters() if _LEFT and not plan.config.other_people else ():
         left = None if saved is not None and p.requires_grad else _LEFT.get(_known(p))  # type: ignore[arg-type]
         if left is None or left.who() is trainer or covers(plan.earlier, left.ledger, left.steps):

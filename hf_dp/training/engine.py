@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -34,6 +34,7 @@ from hf_dp.data.widths import Checked, outermost
 from hf_dp.errors import HfDpError, UnseenUseError
 from hf_dp.per_example import RULES, Certificate, PerExampleGradients, Rule, preflight, record
 from hf_dp.per_example.batch import Batch, LossFunction, check_losses
+from hf_dp.per_example.coins import NotingDraws
 from hf_dp.per_example.in_groups import InGroups
 from hf_dp.per_example.independence import survey
 from hf_dp.per_example.kept import Memory, beside
@@ -145,7 +146,7 @@ class Engine:
         shares = torch.tensor([1 / (rows[unit] + elsewhere) for unit in owners.units], dtype=losses.dtype)
         return losses * shares.to(losses.device, non_blocking=True)
 
-    def micro_batches(self, item: Mapping[str, Any]) -> Iterator[MicroBatch]:
+    def micro_batches(self, item: Mapping[str, Any]) -> Generator[MicroBatch]:
         """Of one logical batch, once those that are wider or narrower than all before are known to do no harm."""
         for rows in item.get("unlike", []):
             with unchanged_global_state():
@@ -208,10 +209,12 @@ class Engine:
         dataset: Any = self.loader.dataset
         collate: Any = self.loader.collate_fn
 
+        of_short, of_whole = (NotingDraws(self.model, self._loss) for _ in range(2))
+
         def loss(given: Batch) -> Tensor:
             # Whatever short rows switch must not stay so, nor be certified.
             with unchanged_state(self.model):
-                return self._loss(self.model, given)
+                return of_short(given)
 
         self.model.train()
         check_quantised(beside(self.model, self._loss))
@@ -225,9 +228,7 @@ class Engine:
                 extremes = extreme_rows(dataset.dataset)
                 # Where columns tell of ids, labels and lengths, what is no narrower and no wider shows no more.
                 tried = rows_beyond(few, [dataset[i] for i in extremes.rows], collate.widths)
-                refuse_rows_that_fail(
-                    dataset, extremes.rows, tried, lambda row: self._loss(self.model, self._batch([row]))
-                )
+                refuse_rows_that_fail(dataset, extremes.rows, tried, lambda row: of_whole(self._batch([row])))
                 check_dataset(dataset.dataset)
                 with self._padding.put_aside():
                     check_collator(self._collate, few)
@@ -236,6 +237,8 @@ class Engine:
                 # Padding first: what it shows is how all batches are completed, those of one length as well.
                 self._batch(outermost(uneven, collate.widths))
             short = self._batch(short_rows(few, self._batch, loss))
+            if of_whole.drawn - of_short.drawn:  # Longer rows are moved by numbers that short ones do not draw.
+                short = self._batch([*few, outermost(uneven, collate.widths)[-1]])
             try:
                 ends = self._certify(short, uneven, others)
             except UnseenUseError:

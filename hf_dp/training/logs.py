@@ -14,7 +14,7 @@ from hf_dp.training.behind.usual import Usual
 from hf_dp.training.runs import RunsMixin
 
 # Of what Trainer logs; what a private run adds says itself what of it is released.
-_WITHHELD = {"loss", "train_loss", "num_input_tokens_seen", "total_flos"}
+WITHHELD = {"loss", "train_loss", "num_input_tokens_seen", "total_flos"}
 
 
 class LogsMixin(RunsMixin):
@@ -30,7 +30,7 @@ class LogsMixin(RunsMixin):
         if self.is_in_train and "loss" in logs and self._begun is not None:
             logs.update(self._begun.logs().shown(withheld))
         if withheld:
-            for name in _WITHHELD & set(logs):
+            for name in WITHHELD & set(logs):
                 del logs[name]
         self._behind.forget_batch_metrics()
         super().log(logs, start_time)

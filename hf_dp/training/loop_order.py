@@ -9,6 +9,7 @@ from typing import Any
 from accelerate import skip_first_batches
 from torch import nn
 
+import hf_dp.ranks as ranks
 from hf_dp.accounting import Ledger
 from hf_dp.data.loader import PoissonDataLoader
 from hf_dp.errors import ConfigurationError
@@ -83,7 +84,9 @@ class LoopOrder:
 
     @contextmanager
     def used(self, batch: LogicalBatch, ledger: Ledger) -> Iterator[Mapping[str, Any]]:
-        """What is in a batch, for its step. One that fails before it is in the ledger can be taken again."""
+        """What is in a batch, for its step. One that fails before it is in the ledger can be taken again, by a single
+        process.
+        """
         self._refuse_without_beginning("step()")
         self._refuse_half("step()")
         if batch is not self._drawn or self._has_ended:
@@ -98,7 +101,8 @@ class LoopOrder:
         try:
             yield batch._item
         except BaseException:
-            if ledger.steps == spent:
+            # The other ranks are somewhere in their step, and what they wait for is not how this one would begin again.
+            if ledger.steps == spent and ranks.world_size() == 1:
                 self._drawn, self._is_half = batch, False
             raise
         self._is_untaken, self._is_half = True, False
@@ -125,9 +129,11 @@ class LoopOrder:
     def _refuse_half(self, what: str) -> None:
         if self._is_half:
             raise ConfigurationError(
-                f"{what} after a step that was paid for and did not come to its end, or while another is at work.",
+                f"{what} after a step that was paid for, or that several processes took together, and did not come to "
+                "its end, or while another is at work.",
                 why="each draw is for one release, and of this one a part may have been seen.",
-                fix="call save_checkpoint(), which has what was spent, and go on from there with another PrivateRun.",
+                fix="call save_checkpoint(), which has what was spent, and go on from there with another PrivateRun; "
+                "of several processes, where one has failed, end all and resume from the last checkpoint.",
             )
 
     def _refuse_untaken(self, what: str) -> None:

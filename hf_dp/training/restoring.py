@@ -17,9 +17,11 @@ from transformers.trainer_callback import TrainerState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 import hf_dp.ranks as ranks
+from hf_dp.config import PrivacyConfig
 from hf_dp.errors import HfDpError, LedgerError
 from hf_dp.places import nowhere
 from hf_dp.training.checkpoints import half, what_lacks
+from hf_dp.training.logs import WITHHELD
 from hf_dp.training.resume import SavedRun
 
 if TYPE_CHECKING:
@@ -34,9 +36,13 @@ logger = logging.getLogger(__name__)
 class RestoringMixin(_Base):
     """Trainer's own methods, with refusals in place of the words of pickles, archives and JSON."""
 
+    privacy: PrivacyConfig
+
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         with damage_is_named(resume_from_checkpoint, "trainer_state.json"):
-            TrainerState.load_from_json(str(Path(resume_from_checkpoint, "trainer_state.json")))
+            state = TrainerState.load_from_json(str(Path(resume_from_checkpoint, "trainer_state.json")))
+        if self.privacy.withhold_non_private_logs:
+            _refuse_logged(resume_from_checkpoint, state)
         with damage_is_named(resume_from_checkpoint, "*.safetensors", "*.json"):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
@@ -92,6 +98,19 @@ class RestoringMixin(_Base):
                 why="another training wrote it.",
                 fix="give each training an output_dir of its own.",
             )
+
+
+def _refuse_logged(checkpoint: str, state: TrainerState) -> None:
+    """Refuses to withhold from now on what a checkpoint has logged: all later ones would have it too."""
+    logged = {name for entry in state.log_history for name in WITHHELD if entry.get(name)}
+    counted = {name for name in ("total_flos", "num_input_tokens_seen") if getattr(state, name)}
+    if found := sorted(logged | counted):
+        raise LedgerError(
+            f"{checkpoint!r} has {', '.join(found)} of its training, which withhold_non_private_logs=True withholds.",
+            why="they are exact functions of the private data, would be in every later checkpoint, and the report and "
+            "the card would say that there are none.",
+            fix="resume with withhold_non_private_logs=False, as it was begun, or begin anew.",
+        )
 
 
 def refuse_half(checkpoint: str) -> None:

@@ -6,6 +6,7 @@ import functools
 import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -180,7 +181,8 @@ class Run:
                 part.checked(self)
             # Before a part writes into the model what it releases.
             note_trained_by(model, owner, self.ledger)
-            self._note_left = functools.partial(note_left, model, begun_with(model), weakref.ref(owner), self.ledger)
+            left = model, optimizer, begun_with(model), weakref.ref(owner), self.ledger
+            self._note_left = functools.partial(note_left, *left)
             for name, part in self.parts.items():
                 part.begin(self, checkpoint, self._known.get(name))
                 self._known = {**self._known, name: part}
@@ -234,15 +236,13 @@ class Run:
         if self.budget_is_left:
             for part in self.parts.values():
                 part.before_step(self)
-        total = private_gradient(
-            self.model,
-            self._restricted,
-            self.engine.micro_batches(item),
-            self.plan,
-            self.ledger,
-            by_rows=next((part.rows for part in self.parts.values() if part.rows is not None), None),
-            dummies=self.engine.dummies(item),
-        )
+        by_rows = next((part.rows for part in self.parts.values() if part.rows is not None), None)
+        # Closed where the step fails, whoever holds its traceback.
+        with closing(self.engine.micro_batches(item)) as batches:
+            total = private_gradient(
+                *(self.model, self._restricted, batches, self.plan, self.ledger),
+                by_rows=by_rows, dummies=self.engine.dummies(item),
+            )  # fmt: skip
         self._written.note(self.model)
         for part in self.parts.values():
             part.after_step()

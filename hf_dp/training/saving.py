@@ -15,6 +15,7 @@ from hf_dp.hub import RECORD_FILE, PrivacyRecord, left_out, model_files, write_c
 from hf_dp.hub.card import privacy_section
 from hf_dp.hub.record import sha256_of_record, sha256_of_text
 from hf_dp.step.plan import Plan
+from hf_dp.training.copies import refuse_moved
 from hf_dp.training.resume import has_changed_since
 
 logger = logging.getLogger(__name__)
@@ -73,7 +74,8 @@ def refuse_unclaimed(model: Any, trainer: object) -> None:
 
     Raises:
         ConfigurationError: as of `refuse_unloaded`.
-        LedgerError: those of a checkpoint that was read and then refused, or another trainer's of the same model.
+        LedgerError: those of a checkpoint that was read and then refused, or another trainer's of the same model, also
+            of one without privacy.
     """
     refuse_unloaded(model)
     if any(p.requires_grad and has_changed_since(p, trainer) for p in model.parameters()):
@@ -83,6 +85,7 @@ def refuse_unclaimed(model: Any, trainer: object) -> None:
             why="the ledger of this one is without them, so a record would leave out what those cost, if there is one.",
             fix="save with the trainer that made them; or load what this training saved into a new model.",
         )
+    refuse_moved(model, trainer, "save_model()")
 
 
 @functools.cache

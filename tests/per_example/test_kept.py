@@ -61,6 +61,11 @@ def test_failure_45_what_one_rare_row_leaves_is_refused_in_its_step() -> None:
         model(batch(3, 3))
     with pytest.raises(UnsupportedModelError, match="^largest keeps something of the examples"), memory.unmoved():
         model(batch(3, 3, scale=100))
+    assert model.largest == 10
+    with pytest.raises(KeyboardInterrupt), memory.unmoved():  # noqa: PT012
+        model(batch(3, 3, scale=100))
+        raise KeyboardInterrupt
+    assert model.largest == 10
 
 
 def test_caches_that_grow_and_notes_that_nobody_reads_are_not_refused_in_a_step() -> None:
@@ -149,6 +154,8 @@ def test_failure_45_a_parameter_of_what_computes_losses() -> None:
         loss(model, batch(3, 3))
     with pytest.raises(UnsupportedModelError, match=words), memory.unmoved():
         loss(model, batch(3, 3, scale=1000))
+    with pytest.raises(UnsupportedModelError, match=words):
+        Memory(model, functools.partial(loss, model), loss).refuse(batch(1, 0), batch(1, 1), batch(2, 2))
 
 
 def test_failure_45_one_that_is_written_to_only_then() -> None:
@@ -207,3 +214,4 @@ def test_failure_45_a_rare_row_in_a_training(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModelError, match=r"word_embeddings\.times keeps something"):
         run.train()
     assert 0 < run.ledger.steps < 30, "seen in the step that drew it"
+    assert embeddings.times == 1, "another training on this model does not follow from that row"

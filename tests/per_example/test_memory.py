@@ -178,6 +178,43 @@ def test_what_is_written_into_what_is_saved_is_refused(kind: type[Plain]) -> Non
         model(batch(3, 0))
 
 
+@pytest.mark.parametrize("first", ["refused", "another error"])
+@pytest.mark.parametrize("kind", [Started, Late, Extra])
+def test_failure_51_what_was_written_is_refused_as_long_as_it_is_there(kind: type[Plain], first: str) -> None:
+    model = kind()
+    with pytest.raises((UnsupportedModelError, IndexError)), unchanged_weights(model):  # noqa: PT012
+        model(batch(3, 0))
+        if first == "another error":
+            raise IndexError("of a row that is corrected then")
+    # Whoever runs the cell again, or puts it into another model, adds nothing to it.
+    for again in (model, nn.ModuleDict({"base": model})):
+        with pytest.raises(UnsupportedModelError, match="was written"), unchanged_weights(again):
+            pass
+    anew = kind()
+    with pytest.raises(UnsupportedModelError, match="changes when examples pass"), unchanged_weights(anew):
+        anew(batch(3, 1))
+
+
+@pytest.mark.parametrize("what", ["frozen", "config", "extra state"])
+def test_failure_51_what_a_step_has_written_is_refused_in_the_next_training(what: str) -> None:
+    model: Any = Extra()
+    model.config = types.SimpleNamespace(largest=0.0)
+    model.frozen = nn.Parameter(torch.zeros(2), requires_grad=False)
+    with pytest.raises(UnsupportedModelError, match="was written to while"), unchanged_buffers(model):  # noqa: PT012
+        if what == "frozen":
+            with torch.no_grad():
+                model.frozen += 11
+        elif what == "config":
+            model.config.largest = 11.0
+        else:
+            model.kept["mean"] = torch.full((FEATURES,), 11.0)
+    with (
+        pytest.raises(UnsupportedModelError, match=f"{what.replace(' ', '_')}.* was written"),
+        unchanged_weights(model),
+    ):
+        pass
+
+
 def test_a_buffer_that_comes_with_the_first_pass_is_refused_and_goes() -> None:
     model = LateBuffer()
     with pytest.raises(UnsupportedModelError, match="buffer 'late' changes"), unchanged_state(model):
@@ -211,6 +248,10 @@ def test_what_one_row_alone_changes_is_refused_in_its_step() -> None:
     with pytest.raises(UnsupportedModelError, match="buffer 'largest' changes"), unchanged_buffers(model):
         model(batch(3, 0, scale=100))
     assert float(model.largest) == 10
+    with pytest.raises(KeyboardInterrupt), unchanged_buffers(model):  # noqa: PT012
+        model(batch(3, 0, scale=100))
+        raise KeyboardInterrupt
+    assert float(model.largest) == 10
 
 
 def test_failure_43_a_memory_that_hardly_moves_is_refused_by_its_name() -> None:
@@ -239,13 +280,15 @@ def test_a_memory_in_whatever_form_is_refused(kind: type[Plain], name: str) -> N
             memory_of(model).refuse(first, second, batch(2, 2))
 
 
-@pytest.mark.parametrize("what", ["a buffer that was none", "a new buffer", "extra state", "config", "frozen"])
+@pytest.mark.parametrize(
+    "what", ["a buffer that was none", "a new buffer", "extra state", "config", "frozen", "last.bias"]
+)
 def test_what_is_written_in_a_step_is_refused(what: str) -> None:
     model: Any = Extra()
     model.config = types.SimpleNamespace(largest=0.0)
     model.register_buffer("none_yet", None)
     model.frozen = nn.Parameter(torch.zeros(2), requires_grad=False)
-    name = {"a buffer that was none": "none_yet", "a new buffer": "new"}.get(what, what)
+    name = {"a buffer that was none": "none_yet", "a new buffer": "new", "extra state": "_extra_state"}.get(what, what)
     with pytest.raises(UnsupportedModelError, match=name), unchanged_buffers(model):  # noqa: PT012
         if what == "a buffer that was none":
             model.none_yet = torch.ones(2)
@@ -257,7 +300,7 @@ def test_what_is_written_in_a_step_is_refused(what: str) -> None:
             model.config.largest = 7.0
         else:
             with torch.no_grad():
-                model.frozen += 1
+                model.get_parameter(what).add_(1)
     assert model.none_yet is None
     assert "new" not in model._buffers
 

@@ -17,7 +17,10 @@ STEPS, SAVED, KILLED = 7, 4, 6
 
 def trainer(path: Path | str, data: Rows | None = None, seed: int | None = None, **changes: Any) -> Any:
     """Dropout and AdamW, so that the generators' and the optimizer's states matter."""
-    promise = {"seed": seed, "clipping_norm": changes.pop("clipping_norm", 1.0)}
+    withheld = changes.pop("withhold_non_private_logs", False)
+    promise = {
+        "seed": seed, "clipping_norm": changes.pop("clipping_norm", 1.0), "withhold_non_private_logs": withheld
+    }  # fmt: skip
     target = changes.pop("target_epsilon", None)
     privacy = private(**promise, **({"noise_multiplier": None, "target_epsilon": target} if target else {}))
     values = {"max_steps": STEPS, "save_strategy": "steps", "save_steps": SAVED, "optim": "adamw_torch", **changes}

@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
 
+import hf_dp.ranks as ranks
 from hf_dp.errors import ConfigurationError, LedgerError
 from hf_dp.step.clipped_sum import ClippedSum
 from hf_dp.step.written import WrittenGradients
@@ -152,6 +154,62 @@ def test_a_step_that_failed_before_it_was_paid_for_can_be_taken_again(monkeypatc
     assert run.global_step == run.ledger.steps == 2
 
 
+def test_a_step_that_failed_on_one_of_several_ranks_is_not_taken_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another rank waits in the middle of it, and would take what comes first for what it waits for."""
+    _, run, optimizer, batches, _ = after_one_step()
+    optimizer.step()
+    batch = next(batches)
+
+    def failing(*args: Any) -> None:
+        monkeypatch.setattr(ranks, "world_size", lambda: 2)
+        raise torch.OutOfMemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ClippedSum, "add", failing)
+        with pytest.raises(torch.OutOfMemoryError):
+            run.step(batch)
+    monkeypatch.undo()
+    with pytest.raises(ConfigurationError, match="or that several processes took together"):
+        run.step(batch)
+    assert run.ledger.steps == 1
+
+
+def test_failure_51_a_step_that_is_taken_again_does_not_begin_with_what_it_has_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, run, optimizer, batches, _ = after_one_step()
+    optimizer.step()
+    embeddings, batch = model.get_input_embeddings(), next(batches)
+    embed, embeddings.times = embeddings.forward, 1.0
+
+    def remembering(ids: Tensor) -> Tensor:
+        embeddings.times = 0.5
+        shown: Tensor = embed(ids) * embeddings.times
+        return shown
+
+    with monkeypatch.context() as patch:
+        patch.setattr(embeddings, "forward", remembering)
+        patch.setattr(ClippedSum, "add", interrupt)
+        try:
+            run.step(batch)
+        except KeyboardInterrupt:
+            assert embeddings.times == 1
+    run.step(batch)
+
+
+def test_rows_of_new_widths_beside_weights_of_zero_are_no_write_by_something_else() -> None:
+    model = classifier()
+    with torch.no_grad():
+        model.classifier.weight.zero_()  # as a fresh adapter's
+    run = a_run(model, steps=1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run.begin(optimizer)
+    batch = next(run.batches())
+    batch._item["unlike"] = [rows()[:2]]
+    run.step(batch)
+    optimizer.step()
+
+
 def test_threads_do_not_use_one_draw_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     _, run, optimizer, batches, _ = after_one_step()
     optimizer.step()
@@ -199,6 +257,28 @@ def test_weights_of_a_checkpoint_that_was_refused_are_not_trained_as_if_they_wer
         assert same(parameters(first), parameters(model))
     with pytest.raises(LedgerError, match="4 private steps"):
         again()
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_failure_50_weights_of_a_checkpoint_that_was_refused_are_not_saved(tmp_path: Path, trained: bool) -> None:
+    run, optimizer, scheduler = begun(classifier(), output_dir=tmp_path)
+    loop(run, optimizer, scheduler, save_at=2, until=2)
+    run.end()
+    model, checkpoint = classifier(), tmp_path / "checkpoint-2"
+    first, optimizer, scheduler = begun(model)
+    loop(first, optimizer, scheduler, until=1)
+    first.end()
+    second = a_run(model, output_dir=tmp_path)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with pytest.raises(LedgerError, match="optimizer has no dampening"):
+        second.begin(optimizer, LambdaLR(optimizer, lambda step: 1.0), resume_from_checkpoint=checkpoint)
+    assert same(parameters(run.model), parameters(model)), "the weights were read by then"
+    saves: list[Callable[[], object]] = [lambda: second.save(tmp_path / "saved"), second.save_checkpoint]
+    for save in [lambda: first.save(tmp_path / "saved")] if trained else saves:
+        with pytest.raises((ConfigurationError, LedgerError)):
+            save()
+    assert not (tmp_path / "saved").exists()
+    assert not (tmp_path / "checkpoint-0").exists()
 
 
 def test_resuming_without_an_output_directory_is_refused() -> None:

@@ -40,6 +40,20 @@ class BatchMean(nn.Module):
         return x - x.mean(0)
 
 
+class CoinOfLongRows(nn.Module):
+    """One coin for all, where there are more positions than in rows that are cut short."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.bernoulli(torch.tensor(0.5)) if self.training and x.shape[1] > 24 else x
+
+
+def test_failure_28_a_coin_that_falls_for_long_rows_alone(tmp_path: Path) -> None:
+    model: Any = classifier()
+    model.distilbert.embeddings.LayerNorm = nn.Sequential(model.distilbert.embeddings.LayerNorm, CoinOfLongRows())
+    words = "one random number moves several examples: bernoulli"
+    refused(tmp_path, PreflightError, words, model, at_once=False, parts={"train_dataset": rows(low=30, high=30)})
+
+
 def test_nothing_to_train(tmp_path: Path) -> None:
     model = classifier().requires_grad_(False)
     refused(tmp_path, UnsupportedModelError, "no trainable parameter", model)

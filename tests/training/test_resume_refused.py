@@ -116,6 +116,17 @@ def test_failure_21_a_checkpoint_of_another_run_is_refused(
     assert run.ledger.steps == 0
 
 
+def test_failure_53_what_was_logged_is_not_said_to_be_withheld(checkpointed: Path, tmp_path: Path) -> None:
+    run = trainer(copied(checkpointed, tmp_path), seed=7, withhold_non_private_logs=True)
+    with pytest.raises(LedgerError, match="total_flos of its training, which withhold_non_private_logs=True withholds"):
+        run.train(resume_from_checkpoint=True)
+    begun = trainer(tmp_path / "begun", seed=7, withhold_non_private_logs=True, logging_steps=1)
+    begun.train()
+    again = trainer(tmp_path / "begun", seed=7, withhold_non_private_logs=True)
+    again.train(resume_from_checkpoint=str(tmp_path / "begun" / f"checkpoint-{SAVED}"))
+    assert again.state.global_step == STEPS
+
+
 @pytest.mark.parametrize("trained", [True, False])
 def test_failure_50_weights_of_a_refused_checkpoint_are_not_claimed(
     checkpointed: Path, tmp_path: Path, trained: bool

@@ -11,6 +11,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from transformers import (
+    Trainer,
     TrainerCallback,
 )
 
@@ -23,6 +24,7 @@ from hf_dp.training.run import Run
 from tests.parts.test_output_bias import with_output
 from tests.training.workbench import (
     STEPS,
+    arguments,
     classifier,
     make,
     pad,
@@ -90,6 +92,21 @@ def test_training_stops_at_the_budget_with_the_reason(tmp_path: Path, caplog: py
     assert (trainer.state.global_step, trainer.ledger.steps) == (3, 4)
     assert trainer.privacy_report().epsilon <= 3.0
     assert "budget is spent" in caplog.text
+
+
+def test_failure_52_weights_that_a_training_without_privacy_has_moved_since_are_not_claimed(tmp_path: Path) -> None:
+    run = trained(tmp_path / "private", privacy=private(seed=None), max_steps=1)
+    run.save_model(str(tmp_path / "before"))
+    data = {"train_dataset": rows(), "data_collator": pad}
+    Trainer(model=run.model, args=arguments(tmp_path / "plain", max_steps=1), **data).train()
+    for again in (lambda: run.save_model(str(tmp_path / "after")), run.train):
+        with pytest.raises(LedgerError, match="after something else than this training has changed"):
+            again()
+    assert not (tmp_path / "after").exists()
+    assert run.ledger.steps == 1
+    # The end of a training that was refused is none.
+    with pytest.raises(LedgerError, match="after something else than this training has changed"):
+        run.save_model()
 
 
 def test_removing_the_privacy_callback_stops_the_training(tmp_path: Path) -> None:
