@@ -152,12 +152,15 @@ def _quiet() -> Iterator[None]:
     logger = logging.getLogger("absl")
     # Of two threads one would take the other's level for the one to put back.
     with _ONE_AT_A_TIME:
-        level = logger.level
+        level, handlers = logger.level, list(logging.root.handlers)
         logger.setLevel(logging.ERROR)
         try:
             yield
         finally:
             logger.setLevel(level)
+            # absl gives the root one before it looks at a level; a program's own basicConfig would then do nothing.
+            if not handlers:
+                logging.root.handlers.clear()
 
 
 def _pld_epsilon(counts: Counts, delta: float) -> float:

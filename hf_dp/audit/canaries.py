@@ -148,9 +148,15 @@ def plant(
 
 
 def random_labels(
-    rows: Sequence[Mapping[str, Any]], labels: Sequence[Any], generator: np.random.Generator, column: str = "labels"
+    rows: Sequence[Mapping[str, Any]],
+    labels: Sequence[Any],
+    generator: np.random.Generator,
+    column: str | None = None,
 ) -> list[Row]:
     """These rows, each with a label drawn from `labels`: only who saw the canary knows it.
+
+    Args:
+        column: of labels; by default `labels`, or `label` where rows have that.
 
     Raises:
         ConfigurationError: they are columns.
@@ -161,6 +167,8 @@ def random_labels(
             why="a canary is one row, and these are columns, as of data[:200] where data is a Dataset.",
             fix="give rows: data.select(range(200)), or list(data)[:200].",
         )
+    if column is None:
+        column = next((name for name in _LABELS if any(name in row for row in rows)), _LABELS[0])
     return [{**row, column: labels[int(generator.integers(len(labels)))]} for row in rows]
 
 

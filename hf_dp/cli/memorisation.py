@@ -80,6 +80,12 @@ def memorisation(
         inside, outside = texts_of(members, text_column), texts_of(others, text_column)
         known = set(inside)
         kept = [text for text in outside if text not in known]
+        if outside and not kept:
+            raise ConfigurationError(
+                f"no text of {others} that is not in {members} too.",
+                why="what was in the training is told from texts of the same kind that were not.",
+                fix="give such texts with --others.",
+            )
         given = []
         if secrets is not None:
             rows = rows_of_file(secrets)

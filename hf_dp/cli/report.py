@@ -103,11 +103,11 @@ def report(
 def _draw(steps: Steps, budget: float | None, figure: Path, directory: str) -> None:
     if not steps:
         raise ConfigurationError(
-            f"--figure of {directory!r}, where no log of this run lies.",
+            f"--figure of {directory!r}, where no logged step of this run lies.",
             why="the figure is made of what Trainer logged (trainer_state.json, which is in each checkpoint).",
-            fix="name the output folder, where its checkpoints lie; where there are none, train with "
-            "save_strategy='steps' (recipes: --save_strategy steps), or call trainer.save_state() at the end, and log "
-            "more often than once.",
+            fix="train with logging_steps=1 or so (Trainer's own is 500), and name the output folder, where its "
+            "checkpoints lie; where there are none, train with save_strategy='steps' (recipes: --save_strategy steps), "
+            "or call trainer.save_state() at the end.",
         )
     draw_history(steps, budget, figure)
 

@@ -37,17 +37,18 @@ def named(recipe: str) -> Path:
     Raises:
         ConfigurationError: no recipe has this name, or it is a script alone.
     """
-    if not recipe.isidentifier():
+    name = recipe.replace("-", "_")  # as options have it
+    if not name.isidentifier():
         return Path(recipe)
     folder = shipped()
-    path = folder / f"{recipe}.yaml"
+    path = folder / f"{name}.yaml"
     if path.is_file():
         return path
     if path.with_suffix(".py").is_file():
         raise ConfigurationError(
-            f"the recipe {recipe!r} has no settings.",
+            f"the recipe {name!r} has no settings.",
             why="it is a script to be read, changed and started as one.",
-            fix=f"`hf-dp recipes copy {recipe} DIRECTORY`, then python DIRECTORY/{recipe}.py.",
+            fix=f"`hf-dp recipes copy {name} DIRECTORY`, then python DIRECTORY/{name}.py.",
         )
     raise unknown(recipe, folder)
 

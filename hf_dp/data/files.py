@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -20,6 +21,8 @@ _OTHER_THAN_TSV = (
     "In TSV no field has a tab or an end of line, and quotes are text, but for those around all texts of a column, or "
     'around each that has quotes within, doubled (""). Save the file as CSV, or as JSON lines'
 )
+
+_SEPARATED = "separate columns by commas (in a .tsv file by tabs), with quotes around a text that has some"
 
 
 def read_text(path: str | Path) -> str:
@@ -64,7 +67,12 @@ def rows_of_file(path: Path) -> list[dict[str, Any]]:
     wrong = next((number for number, row in enumerate(rows) if not isinstance(row, dict) or None in row), None)
     if wrong is not None:
         found = f"{row_in_words(wrong)}, which has no columns, or more than the header"
-        raise unreadable(str(path), found, "Correct or take out the row")
+        way = (
+            _SEPARATED
+            if isinstance(rows[wrong], dict) and _is_of_others(rows[wrong])
+            else "correct or take out the row"
+        )
+        raise unreadable(str(path), found, way)
     return rows
 
 
@@ -84,6 +92,8 @@ def check_columns(
     """
     missing = [column for column in (*texts, *others) if not rows or column not in rows[0]]
     if missing:
+        if rows and _is_of_others(rows[0]):
+            fix = f"{_SEPARATED}."
         raise ConfigurationError(
             f"{name} has no column {missing[0]!r} (it has {', '.join(map(str, rows[0])) if rows else 'no rows'}).",
             why="it is read.",
@@ -99,6 +109,12 @@ def check_columns(
                     why="it is read, and no row is left out: n would be another one.",
                     fix="correct or take out the row, or name another column.",
                 )
+
+
+def _is_of_others(row: Mapping[Any, Any]) -> bool:
+    """Whether the header is one name that holds what other programs put between columns."""
+    names = [name for name in row if name is not None]
+    return len(names) == 1 and re.search(r"[;\t|]", str(names[0])) is not None
 
 
 def _check_once(names: Sequence[str]) -> None:

@@ -252,9 +252,10 @@ def refuse_rows_that_fail(dataset: Any, extremes: list[int], few: list[Any], run
             raise ConfigurationError(
                 f"{name} {failed}.",
                 why=why,
-                fix="correct the row or leave it out: token ids are below the size of the vocabulary, labels are below "
-                "num_labels, and texts have no more tokens than the model has positions (truncation=True). If any row "
-                "fails, the collator, model or adapter does not take one by itself; micro-batches of one occur.",
+                fix="correct the row or leave it out: token ids are below the size of the vocabulary, labels of "
+                "classes whole numbers below num_labels (True and 1.0 are none), and texts have no more tokens than "
+                "the model has positions (truncation=True). If any row fails, the collator, model or adapter does not "
+                "take one by itself; micro-batches of one occur.",
             ) from error
 
 

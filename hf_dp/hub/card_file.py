@@ -24,6 +24,8 @@ from hf_dp.hub.record import CARD_FILE, RECORD_FILE, PrivacyRecord, sha256, sha2
 logger = logging.getLogger(__name__)
 
 _ADAPTER = "adapter_config.json"
+# Of a card without any, which ModelCard would warn of: PEFT's and TRL's are such.
+_NO_METADATA = "---\n{}\n---\n"
 # In cards that Trainer drafts.
 _BY_TRAINER, _TO_BE_FILLED = "<!-- This model card has been generated automatically", "More information needed"
 
@@ -164,8 +166,8 @@ def _warn(message: str, *about: object) -> None:
 def _read(content: bytes) -> ModelCard | None:
     try:
         text = content.decode("utf-8-sig")
-        card = ModelCard(text)
         header = REGEX_YAML_BLOCK.search(text)
+        card = ModelCard(text if header else f"{_NO_METADATA}{text}")
         tags = (yaml.safe_load(header[2]) or {}).get("tags") if header else None
         if isinstance(tags, str):  # ModelCard takes its letters for tags
             card.data["tags"] = [tags]

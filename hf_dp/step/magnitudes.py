@@ -85,7 +85,7 @@ class Magnitudes:
             logger,
             "The noise drowns the gradient: in each step it has a norm of about %.3g, and the mean of the clipped "
             "gradients one of at most about %.3g. Larger batches, more data or fewer trained parameters (LoRA) have "
-            "less of it; hf-dp plan proposes a batch of the same compute%s",
+            "less of it; hf-dp plan proposes a batch of %s",
             *(noise, signal, _asked(plan)),
         )
 
@@ -121,10 +121,12 @@ class Magnitudes:
 
 
 def _asked(plan: Plan) -> str:
-    """The command for this promise, where its numbers are all that it needs."""
+    """Which compute, and the command for this promise, where its numbers are all that it needs."""
     config = plan.config
     if config.unit is not None or config.after or config.hides_n or config.target_epsilon is None:
-        return "."
+        return "the same compute."
     n = round(plan.sampler.public_size)
-    epochs = max(1.0, plan.steps * plan.sampler.expected_batch_size / n)
-    return f": hf-dp plan --n {n} --epochs {epochs:.3g} --epsilon {config.target_epsilon:g} --delta {plan.delta:g}"
+    epochs = plan.steps * plan.sampler.expected_batch_size / n
+    compute = "the same compute" if epochs >= 1 else "one epoch's compute"
+    numbers = f"--epochs {max(1.0, epochs):.3g} --epsilon {config.target_epsilon:g} --delta {plan.delta:g}"
+    return f"{compute}: hf-dp plan --n {n} {numbers}"

@@ -168,10 +168,13 @@ def continued(ledger: Ledger, saved: SavedRun | None, plan: Plan, dataset: Any) 
         _refuse_strangers(ledger, plan)
         return ledger
     if plan.config.noise_multiplier is None:
+        fix = "plan the whole training at once, or use noise_multiplier, where the ledger adds up what is spent."
+        if ledger.steps < plan.mechanism.steps:
+            fix = "train(resume_from_checkpoint=True) goes on from a checkpoint; save_model() keeps what there is."
         raise BudgetExceededError(
             f"train() was called again after {ledger.steps} private steps.",
             why=f"the noise is calibrated for one training to spend {told(plan.config)}.",
-            fix="plan the whole training at once, or use noise_multiplier, where the ledger adds up what is spent.",
+            fix=fix,
         )
     before, now = ledger.promise, plan.promise
     if any(before.get(name) != now.get(name) for name in (*_OF_UNITS, "delta")):

@@ -14,6 +14,7 @@ from common.hub_names import split_of
 from common.labelled_texts import label_names
 from hf_dp.data.files import WITH_COLUMNS, check_columns, rows_of_file
 from hf_dp.errors import ConfigurationError
+from hf_dp.figures import row_in_words
 
 
 def naming_columns(recipe: type) -> str:
@@ -149,15 +150,15 @@ def labelled(
     column = recipe.label_column or _label_column(name, columns, recipe, unit)
     check_columns(name, rows, (), (column,), fix=fix)
     numbers = {label: number for number, label in enumerate(labels)}
-    unknown = next((row[column] for row in rows if str(row[column]) not in numbers), None)
+    unknown = next((index for index, row in enumerate(rows) if str(row[column]) not in numbers), None)
     if unknown is not None:
         known = recipe.labels_file or "its declared names"
         # What nobody called labels may be names of people.
-        shown = f"the label {unknown!r}" if column in (recipe.label_column, "label") else "something"
+        shown = f"the label {rows[unknown][column]!r}" if column in (recipe.label_column, "label") else "something"
         raise ConfigurationError(
-            f"{name} has {shown} in column {column!r}, which is not in {known}.",
+            f"{name} has {shown} in column {column!r} of {row_in_words(unknown)}, which is not in {known}.",
             why="the labels are public and fixed beforehand: a list made from the private data would leak.",
-            fix="complete the list, or correct --label_column.",
+            fix="complete the list, correct the row, or name another column with --label_column.",
         )
     found = {
         "text": [row[recipe.text_column] for row in rows],

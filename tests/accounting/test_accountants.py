@@ -213,6 +213,14 @@ def test_warnings_of_the_renyi_orders_are_silenced_here_only(caplog):
     assert logger.level == before
 
 
+def test_whether_a_program_logs_is_left_to_it():
+    code = (
+        "import logging; from hf_dp.accounting import epsilon; from tests.accounting.test_accountants import run; "
+        "epsilon(run(0.5123, 0.1, 1000), 1e-5, 'rdp'); assert not logging.root.handlers"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
 def test_accounting_imports_no_torch_and_silences_nothing():
     code = (
         "import logging, sys; import hf_dp.accounting; "

@@ -110,6 +110,7 @@ def test_a_number_for_a_column_of_numbers_that_are_not_whole_is_refused() -> Non
 
 
 def test_labels_tokens_and_texts_are_drawn() -> None:
+    assert set(random_labels([{"label": 0, "text": "a"}], [3], RNG)[0].items()) == {("label", 3), ("text", "a")}
     labelled = random_labels([{"labels": 0, "text": "a"}] * 300, [3, 4, 5], RNG)
     assert {row["labels"] for row in labelled} == {3, 4, 5}
     assert {row["text"] for row in labelled} == {"a"}

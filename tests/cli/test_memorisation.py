@@ -147,7 +147,7 @@ def test_heads_of_their_own_or_not_are_loaded(folder: Path, tmp_path: Path, name
         ({"--members": "none.csv"}, "no file"),
         ({"--text-column": "words"}, "has no column 'words'"),
         ({"--secrets": "in.jsonl"}, "has no column 'prefix'"),
-        ({"--others": "in.jsonl"}, "no texts"),
+        ({"--others": "in.jsonl"}, "in.jsonl that is not in "),
         ({"--others": "blank.jsonl"}, "has no text in row 0"),
         ({"--confidence": "0.2"}, "confidence=0.2"),
         ({"--reference": "nowhere"}, "there is no folder '"),

@@ -109,6 +109,8 @@ def test_a_file_in_the_place_of_a_directory_is_refused(tmp_path):
         (("recipes", "copy", "", "out"), "no recipe is called ''"),
         (("recipes", "copy", "classify"), "'classify' is a recipe, and no directory is given"),
         (("train", "own_loop"), "the recipe 'own_loop' has no settings"),
+        (("train", "own-loop"), "the recipe 'own_loop' has no settings"),
+        (("train", "clas-sify"), "no recipe is called 'clas-sify'"),
         (("train", "common"), "no recipe is called 'common'"),
     ],
 )

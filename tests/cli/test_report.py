@@ -116,7 +116,7 @@ def test_the_log_of_another_run_is_not_shown_and_none_is_refused_for_a_figure(fi
             assert "What was logged" not in done.stdout
             drawn = CliRunner().invoke(app, ["report", str(finished), "--figure", str(tmp_path / "run.png")])
             assert drawn.exit_code == 2
-            assert "no log of this run lies" in " ".join(drawn.stderr.split())
+            assert "no logged step of this run lies" in " ".join(drawn.stderr.split())
             assert not (tmp_path / "run.png").exists()
     finally:
         state.write_text(before, encoding="utf-8")

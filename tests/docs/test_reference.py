@@ -6,6 +6,7 @@ import importlib
 import inspect
 import json
 import re
+from fnmatch import fnmatch
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -85,3 +86,13 @@ def test_options_numbers_and_percent_stay_in_one_line(hooks: Any) -> None:
 
 def test_negative_control_what_nobody_asked_for_is_not_put_in(hooks: Any) -> None:
     assert hooks.on_page_markdown("names of hf_dp, `<!-- commands -->`") == "names of hf_dp, `<!-- commands -->`"
+
+
+def test_what_searches_find_first_is_there(hooks: Any) -> None:
+    text = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    sections = re.findall(r"^  - ([A-Z][\w ]*):$", text, re.M)
+    assert set(hooks.FIRST) <= set(sections)
+    assert all(any(fnmatch(name, pattern) for name in PAGES) for pattern in hooks.LAST)
+    found = [hooks.weight("resuming.md", "How to"), hooks.weight("api.md", "Reference"), hooks.weight("index.md", None)]
+    assert found == [2, 1, 1]
+    assert hooks.weight("rules.md", "How to") < 1

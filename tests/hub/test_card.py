@@ -76,6 +76,16 @@ def test_what_templates_leave_to_be_filled_in_goes_and_what_a_person_filled_in_s
     assert words(copy) == text, "writing twice changes nothing"
 
 
+def test_of_a_card_without_metadata_nothing_is_said(copy: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (copy / "README.md").write_text("# Mine\n\nOf my own.\n", encoding="utf-8")
+    with caplog.at_level("WARNING", logger="huggingface_hub"):
+        write_card(copy)
+    assert not caplog.records
+    assert "\n# Mine\n" in words(copy)
+    assert "Of my own." in words(copy)
+    assert verify(copy).private
+
+
 def test_a_heading_stays_above_what_an_author_wrote_and_code_is_left_alone() -> None:
     code = "```python\n# [More Information Needed]\n[More Information Needed]\n```"
     found = "### What we found\n\nIt errs."

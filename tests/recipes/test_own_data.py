@@ -137,7 +137,7 @@ def test_what_was_not_called_a_label_is_not_printed(parsed, part, tmp_path):
     (tmp_path / "a.csv").write_text("text,sender\nhello,someone@example.org\n", encoding="utf-8")
     for given, shown in ({}, False), ({"label_column": "sender"}, True):
         recipe, _, _ = parsed(**given)
-        with pytest.raises(ConfigurationError, match="in column 'sender'(.|\n)*--label_column") as refused:
+        with pytest.raises(ConfigurationError, match="in column 'sender' of row 0 (.|\n)*--label_column") as refused:
             part("common.data").labelled(str(tmp_path / "a.csv"), "train", recipe, ["no", "yes"])
         assert ("someone" in str(refused.value)) == shown
 

@@ -78,7 +78,7 @@ def test_stock_arguments_are_warned_of_and_large_batches_are_not(
     make(tmp_path, classifier(dim=96, hidden_dim=192), privacy, parts={"train_dataset": rows(160)}, **stock).train()
     (record,) = [record for record in caplog.records if WORDS in record.message]
     assert "at most about 1." in record.message
-    assert "hf-dp plan --n 160 --epochs 3 --epsilon 1" in record.message
+    assert "of the same compute: hf-dp plan --n 160 --epochs 3 --epsilon 1" in record.message
     caplog.clear()
     make(tmp_path).train()
     assert WORDS not in caplog.text
@@ -87,7 +87,7 @@ def test_stock_arguments_are_warned_of_and_large_batches_are_not(
 def test_the_plan_that_is_named_is_of_this_promise_or_of_none(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     budget = private(noise_multiplier=None, target_epsilon=0.5, target_delta=1e-5)
     make(tmp_path, privacy=budget, max_steps=1).train()
-    assert "of the same compute: hf-dp plan --n 48 --epochs 1 --epsilon 0.5 --delta 1e-05" in caplog.text
+    assert "a batch of one epoch's compute: hf-dp plan --n 48 --epochs 1 --epsilon 0.5 --delta 1e-05" in caplog.text
     caplog.clear()
     make(tmp_path, privacy=private(noise_multiplier=50.0), max_steps=1).train()
     assert caplog.text.rstrip().endswith("proposes a batch of the same compute.")

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import pandas as pd  # type: ignore[import-untyped]
 import pytest
 import torch
 
@@ -62,6 +63,12 @@ BAD_DATA: dict[str, tuple[Callable[[], Any], str]] = {
 def test_bad_training_data(tmp_path: Path, name: str, steps: int) -> None:
     data, words = BAD_DATA[name]
     refused(tmp_path, ConfigurationError, words, parts={"train_dataset": data()}, max_steps=steps)
+
+
+def test_a_pandas_table_is_told_how_it_becomes_a_dataset(tmp_path: Path) -> None:
+    parts = {"train_dataset": pd.DataFrame({"labels": [0] * 48})}
+    error = refused(tmp_path, ConfigurationError, "DataFrame, whose last example cannot be read", parts=parts)
+    assert "from_pandas" in error.fix
 
 
 def test_the_columns_that_a_slice_of_a_dataset_is(tmp_path: Path) -> None:

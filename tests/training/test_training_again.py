@@ -61,6 +61,20 @@ def test_training_again_is_refused_under_a_budget(tmp_path: Path) -> None:
     assert trainer.ledger.steps == steps
 
 
+def test_a_training_that_was_broken_off_is_told_how_to_go_on(tmp_path: Path) -> None:
+    class Interrupted(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            raise KeyboardInterrupt
+
+    trainer = make(
+        tmp_path, privacy=private(noise_multiplier=None, target_epsilon=3.0), parts={"callbacks": [Interrupted()]}
+    )
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    with pytest.raises(BudgetExceededError, match=r"again after 1 private steps[\s\S]*resume_from_checkpoint=True"):
+        trainer.train()
+
+
 def test_training_again_with_more_kinds_of_steps_than_are_verified_is_refused(
     tmp_path: Path,
 ) -> None:

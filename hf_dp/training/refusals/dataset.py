@@ -43,7 +43,8 @@ def refuse_dataset(dataset: Any) -> None:
             f"train_dataset is {kind}, whose last example cannot be read, or that has no length "
             f"({type(error).__name__}: {shown(error)}).",
             why="the sampling probability follows from its length, and each example must be there when it is drawn.",
-            fix="correct __len__ and __getitem__ so that dataset[len(dataset) - 1] is its last example.",
+            fix="correct __len__ and __getitem__ so that dataset[len(dataset) - 1] is its last example; make a "
+            "dataset of a pandas table (datasets.Dataset.from_pandas).",
         ) from error
     if again != n:
         raise ConfigurationError(
