@@ -208,7 +208,6 @@ class Engine:
     def _check(self) -> None:
         dataset: Any = self.loader.dataset
         collate: Any = self.loader.collate_fn
-
         of_short, of_whole = (NotingDraws(self.model, self._loss) for _ in range(2))
 
         def loss(given: Batch) -> Tensor:
