@@ -114,6 +114,7 @@ def test_a_package_that_is_not_installed_is_refused_with_the_extra_that_has_it(r
     assert "Traceback" not in said.output
 
 
+@pytest.mark.slow
 def test_so_is_one_that_another_command_needs():
     # In an interpreter of its own: here the commands' modules are loaded.
     code = "import sys; sys.modules['matplotlib'] = None; from hf_dp.cli import app; app(['audit'])"

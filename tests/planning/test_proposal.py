@@ -26,7 +26,7 @@ def by_calibrating_each(min_steps: int, **given: Any) -> Candidate:
 @pytest.mark.parametrize(
     ("n", "epochs", "epsilon", "min_steps"),
     [
-        (10003, 6, 8.0, 14),
+        pytest.param(10003, 6, 8.0, 14, marks=pytest.mark.slow),
         (200, 1, 0.3, 5),
         pytest.param(50_000, 30, 80.0, 14, marks=pytest.mark.slow),
         (40, 2, 1.0, 1),
