@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import functools
 import itertools
+import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
