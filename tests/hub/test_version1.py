@@ -94,7 +94,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in ("noise_multiplier", "fest"))) for name in CONFIGS]
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] * (name in ("noise_multiplier", "fest", "re_attention")))
+        for name in CONFIGS
+    ],
 )
 def test_a_checkpoint_of_version_1_is_gone_on_from(tmp_path: Path, name: str) -> None:
     copy = Path(shutil.copytree(SAVED / name, tmp_path / "copy"))
