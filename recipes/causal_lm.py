@@ -36,7 +36,9 @@ class RecipeArguments(TextArguments, Trained, Comparison):
     """What the recipe trains on, and its model."""
 
     text_file: str = field(
-        metadata={"help": "A text file, CSV or JSON lines with a text column, or a hub data set; this is private."}
+        metadata={
+            "help": "A text file, CSV, JSON lines or parquet with a text column, or a hub data set; this is private."
+        }
     )
     text_column: str = "text"
     group_column: str | None = field(

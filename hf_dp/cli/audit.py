@@ -35,7 +35,8 @@ def audit(
         Path | None, typer.Option(help="Adapters (LoRA) on the language model in this folder, instead of a small one.")
     ] = None,
     data: Annotated[
-        Path | None, typer.Option(help="With --model: texts to train on, in a column of CSV, TSV, JSON or JSON lines.")
+        Path | None,
+        typer.Option(help="With --model: texts to train on, in a column of CSV, TSV, JSON, JSON lines or parquet."),
     ] = None,
     text_column: TextColumn = "text",
     examples: Annotated[int, typer.Option(min=1, help="Of --data the first so many.")] = 1000,

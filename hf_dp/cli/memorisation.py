@@ -30,7 +30,7 @@ def memorisation(
     models: Annotated[
         list[str], typer.Argument(metavar="MODEL", help="Folders of causal language models, adapters included.")
     ],
-    members: Annotated[Path, typer.Option(help="Texts that were trained on: CSV, TSV, JSON or JSON lines.")],
+    members: Annotated[Path, typer.Option(help="Texts that were trained on: CSV, TSV, JSON, JSON lines or parquet.")],
     others: Annotated[Path, typer.Option(help="Texts of the same kind that were not.")],
     reference: Annotated[
         str | None, typer.Option(help="The folder of a model that saw neither, such as the one before training.")

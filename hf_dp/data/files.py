@@ -15,8 +15,8 @@ from hf_dp.config.plain import each_name_once
 from hf_dp.errors import ConfigurationError
 from hf_dp.figures import row_in_words
 
-# With columns: CSV and TSV with a header, a JSON list, JSON lines.
-WITH_COLUMNS = (".csv", ".tsv", ".json", ".jsonl")
+# With columns: CSV and TSV with a header, a JSON list, JSON lines, parquet.
+WITH_COLUMNS = (".csv", ".tsv", ".json", ".jsonl", ".parquet")
 _OTHER_THAN_TSV = (
     "In TSV no field has a tab or an end of line, and quotes are text, but for those around all texts of a column, or "
     'around each that has quotes within, doubled (""). Save the file as CSV, or as JSON lines'
@@ -32,10 +32,15 @@ def read_text(path: str | Path) -> str:
         ConfigurationError: there is none, or it is something else.
     """
     try:
-        return Path(path).read_bytes().decode("utf-8-sig")
+        return _bytes(path).decode("utf-8-sig")
     except UnicodeDecodeError as error:
         way = "Save it as UTF-8, for example with: iconv -f LATIN1 -t UTF-8"
         raise unreadable(str(path), f"bytes that are no UTF-8 text ({error.reason} at {error.start})", way) from error
+
+
+def _bytes(path: str | Path) -> bytes:
+    try:
+        return Path(path).read_bytes()
     except FileNotFoundError as error:
         way = f"Names are looked up from the working directory, {str(Path.cwd())!r}: give a whole path"
         raise unreadable(str(path), "no file", way) from error
@@ -57,11 +62,12 @@ def rows_of_file(path: Path) -> list[dict[str, Any]]:
         ConfigurationError: it cannot be read, has another ending, or a row without columns or with too many.
     """
     if path.suffix not in WITH_COLUMNS:
-        raise unreadable(str(path), f"the ending {path.suffix!r}", "Give CSV or TSV with a header, JSON or JSON lines")
-    text = read_text(path)
+        raise unreadable(
+            str(path), f"the ending {path.suffix!r}", "Give CSV or TSV with a header, JSON, JSON lines or parquet"
+        )
     try:
-        rows = _parsed(text, path.suffix)
-    except (ValueError, RecursionError, csv.Error) as error:
+        rows = _of_parquet(_bytes(path)) if path.suffix == ".parquet" else _parsed(read_text(path), path.suffix)
+    except (ValueError, RecursionError, csv.Error, NotImplementedError) as error:
         way = _OTHER_THAN_TSV if path.suffix == ".tsv" else "Correct it"
         raise unreadable(str(path), str(error), way) from error
     wrong = next((number for number, row in enumerate(rows) if not isinstance(row, dict) or None in row), None)
@@ -170,6 +176,19 @@ def _without_quotes(fields: Sequence[str]) -> list[str]:
 def _is_quoted(field: str) -> bool:
     """In quotes, and those inside twice, so that CSV has a reading of it."""
     return len(field) > 1 and field[0] == field[-1] == '"' and '"' not in field[1:-1].replace('""', "")
+
+
+def _of_parquet(content: bytes) -> list[Any]:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        table = pq.read_table(pa.BufferReader(content))
+    except pa.ArrowException as error:
+        raise ValueError(str(error)) from error
+    _check_once(table.column_names)
+    rows: list[Any] = table.to_pylist()
+    return rows
 
 
 def _parsed(text: str, ending: str) -> list[Any]:

@@ -30,7 +30,9 @@ Row = dict[str, list[int]]
 class AnswerData(TextArguments, Trained, Comparison):
     """Arguments of recipes that train a causal language model on answers."""
 
-    train_file: str = field(metadata={"help": "CSV, TSV, JSON or JSON lines, or a hub data set; this is private."})
+    train_file: str = field(
+        metadata={"help": "CSV, TSV, JSON, JSON lines or parquet, or a hub data set; this is private."}
+    )
     test_file: str = field(metadata={"help": "Of the same form, for what is reported."})
     model: str = field(metadata={"help": "A hub name or a directory; scratch: a small random GPT-2 over characters."})
     method: Literal["full", "lora"] = field(default="lora", metadata={"help": "What is trained."})

@@ -35,8 +35,8 @@ def read_rows(
     """All rows of `name`, or the first `max_examples` of them.
 
     Args:
-        name: a CSV or TSV file with a header, a JSON list or JSON lines (.json or .jsonl), or a data set as `split_of`
-            has it.
+        name: a CSV or TSV file with a header, a JSON list or JSON lines (.json or .jsonl), parquet, or a data set as
+            `split_of` has it.
         split: of a data set.
         columns: that must hold a text in each row.
         others: that must hold something in each row. Labels that a data set keeps as numbers with names are given by
@@ -72,7 +72,8 @@ class LabelledData(TextArguments):
 
     train_file: str = field(
         metadata={
-            "help": "CSV, TSV, JSON or JSON lines with a text and a label column, or a hub data set; this is private."
+            "help": "CSV, TSV, JSON, JSON lines or parquet with a text and a label column, or a hub data set; this is "
+            "private."
         }
     )
     test_file: str = field(metadata={"help": "Of the same form, for the reported accuracy."})

@@ -34,8 +34,8 @@ class SequenceData:
     interactions_file: str | None = field(
         default=None,
         metadata={
-            "help": "Lines 'user item' in time order, or CSV, TSV, JSON or JSON lines with columns; generated data if "
-            "it is left out."
+            "help": "Lines 'user item' in time order, or CSV, TSV, JSON, JSON lines or parquet with columns; generated "
+            "data if it is left out."
         },
     )
     items_file: str | None = field(

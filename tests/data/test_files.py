@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from datasets import Dataset
 
 from hf_dp.data.files import rows_of_file
 from hf_dp.errors import ConfigurationError
@@ -39,6 +40,16 @@ def test_quotes_that_a_program_put_around_fields_of_tsv_are_taken_off(tmp_path: 
         writer.writeheader()
         writer.writerows(rows)
     assert rows_of_file(tmp_path / "a.tsv") == [{**row, "label": str(row["label"])} for row in rows]
+
+
+def test_parquet_has_its_rows_and_what_is_none_is_told(tmp_path: Path) -> None:
+    rows = [{"text": "one", "label": 1, "talk": [{"role": "user"}]}, {"text": "two", "label": None, "talk": []}]
+    Dataset.from_list(rows).to_parquet(tmp_path / "a.parquet")
+    assert rows_of_file(tmp_path / "a.parquet") == rows
+    (tmp_path / "a.parquet").write_bytes((tmp_path / "a.parquet").read_bytes()[:-30])
+    for path in ("a.parquet", "b.parquet"):
+        with pytest.raises(ConfigurationError, match="cannot be read"):
+            rows_of_file(tmp_path / path)
 
 
 def test_quotes_in_csv_hold_commas_and_lines(tmp_path: Path) -> None:
