@@ -77,7 +77,7 @@ def test_ranks_at_different_steps(pair: Gang) -> None:
         assert "the ranks are at different steps: [0, 1]" in found
 
 
-@pytest.mark.parametrize("shards", [False, True])
+@pytest.mark.parametrize("shards", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_rank_that_stops_alone_is_named_on_all(tmp_path: Path, pair: Gang, shards: bool) -> None:
     first, second = pair.run(stopped_alone, str(tmp_path), shards)
     for found in (first, second):
