@@ -67,7 +67,7 @@ def rows_of_file(path: Path) -> list[dict[str, Any]]:
         )
     try:
         rows = _of_parquet(_bytes(path)) if path.suffix == ".parquet" else _parsed(read_text(path), path.suffix)
-    except (ValueError, RecursionError, csv.Error, NotImplementedError) as error:
+    except (ValueError, RecursionError, csv.Error) as error:
         way = _OTHER_THAN_TSV if path.suffix == ".tsv" else "Correct it"
         raise unreadable(str(path), str(error), way) from error
     wrong = next((number for number, row in enumerate(rows) if not isinstance(row, dict) or None in row), None)
@@ -184,10 +184,10 @@ def _of_parquet(content: bytes) -> list[Any]:
 
     try:
         table = pq.read_table(pa.BufferReader(content))
+        rows: list[Any] = table.to_pylist()
     except pa.ArrowException as error:
         raise ValueError(str(error)) from error
     _check_once(table.column_names)
-    rows: list[Any] = table.to_pylist()
     return rows
 
 
