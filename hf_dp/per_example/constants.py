@@ -90,7 +90,8 @@ def by_autograd(
     tensors = [plain(a) for a in flatten((args, kwargs)) if isinstance(a, Tensor)]
     versions = [t._version for t in tensors]
     # Gradient checkpointing must not compute again, under vmap, what is kept here.
-    kept = torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)
+    # Detached, since a result that is saved would hold on to the graph that holds it.
+    kept = torch.autograd.graph.saved_tensors_hooks(Tensor.detach, Tensor.detach)
     with torch.enable_grad(), kept, torch._C.DisableTorchFunctionSubclass():
         output = function(*mapped(leaf, args), **mapped(leaf, kwargs))
     if versions != [t._version for t in tensors]:

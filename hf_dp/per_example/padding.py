@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -14,7 +16,7 @@ import hf_dp.ranks as ranks
 from hf_dp.errors import PreflightError
 from hf_dp.per_example.batch import Batch, LossFunction, take
 from hf_dp.per_example.independence import NoDropout, draws_numbers, forked_rng, in_mode
-from hf_dp.per_example.precision import computed_in
+from hf_dp.per_example.precision import computed_in, with_memory_to_spare
 from hf_dp.per_example.preflight import off_zero
 from hf_dp.per_example.record import PerExampleGradients, record
 from hf_dp.per_example.rows import RowSum
@@ -66,25 +68,30 @@ def check_padding(
         PreflightError: a gradient moves, so one long example would change all its neighbours.
     """
 
-    def prepared(batch: Batch, dtype: torch.dtype) -> Batch:
-        with computed_in(model, batch, dtype) as exact:
-            return prepare(exact)
-
-    def gradients(batch: Batch, dtype: torch.dtype) -> tuple[PerExampleGradients, dict[str, Tensor]]:
-        with computed_in(model, batch, dtype) as exact:
-            found = record(model, loss_fn, exact, certificate=certificate, rules=rules, tables=tables)
-            return found, {name: values.clone() for name, values in model.named_buffers()}
-
     def held(dtype: torch.dtype) -> list[float]:
+        return with_memory_to_spare(
+            lambda sparing: held_in(functools.partial(computed_in, model, dtype=dtype, sparing=sparing))
+        )
+
+    def held_in(computed: Callable[..., AbstractContextManager[Batch]]) -> list[float]:
+        def prepared(batch: Batch) -> Batch:
+            with computed(batch) as exact:
+                return prepare(exact)
+
+        def gradients(batch: Batch) -> tuple[PerExampleGradients, dict[str, Tensor]]:
+            with computed(batch, checkpointed=True) as exact:
+                found = record(model, loss_fn, exact, certificate=certificate, rules=rules, tables=tables)
+                return found, {name: values.clone() for name, values in model.named_buffers()}
+
         together, again = collate(list(examples)), collate(list(examples))
         is_random = any(isinstance(v, Tensor) and not torch.equal(v, again[k]) for k, v in together.items())
-        before, together = global_state(), prepared(together, dtype)
+        before, together = global_state(), prepared(together)
         is_random |= global_state() != before
-        in_batch, left, norms = gradients(together, dtype)[0], None, []
+        in_batch, left, norms = gradients(together)[0], None, []
         for i, example in enumerate(examples[:number]):
-            single = prepared(collate([example]), dtype)
+            single = prepared(collate([example]))
             versions = [_cut(together, i, single, side) for side in (False, True)] if is_random else [single]
-            alone = [gradients(version, dtype) for version in versions]
+            alone = [gradients(version) for version in versions]
             left = left or alone[0][1]
             changed = [name for name, values in alone[0][1].items() if name in left and _differs(values, left[name])]
             if changed:

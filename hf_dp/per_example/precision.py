@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, TypeVar
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.utils.checkpoint import checkpoint
 
 _FEWER_BITS = {
     torch.float32: {torch.float16, torch.bfloat16},
@@ -21,6 +24,9 @@ _IN_FEWER_BITS = (
     "allow_fp16_reduced_precision_reduction",
     "allow_fp16_accumulation",
 )
+# What Transformers puts on layers that can be checkpointed.
+_IS_ON, _HOW = "gradient_checkpointing", "_gradient_checkpointing_func"
+_Computed = TypeVar("_Computed")
 _CASTS = {Tensor.half: torch.float16, Tensor.bfloat16: torch.bfloat16, Tensor.float: torch.float32}
 
 
@@ -58,11 +64,19 @@ def _sums_in_float32(is_asked: bool) -> Iterator[None]:
 
 
 @contextmanager
-def computed_in(model: nn.Module, batch: Mapping[str, Any], dtype: torch.dtype) -> Iterator[dict[str, Any]]:
+def computed_in(
+    model: nn.Module, batch: Mapping[str, Any], dtype: torch.dtype, *, checkpointed: bool = False, sparing: bool = False
+) -> Iterator[dict[str, Any]]:
     """Lets `model` compute in no fewer bits than `dtype` (float32 or float64), autocast and its own casts included.
 
-    What rounding does is told from what a model does. Nothing is checkpointed meanwhile. Parameters, buffers and
-    `.grad` come back as they were, to the bit. Shards (FSDP2), integers and quantised weights are left alone.
+    What rounding does is told from what a model does. Parameters, buffers and `.grad` come back as they were, to the
+    bit. Shards (FSDP2), integers and quantised weights are left alone.
+
+    Args:
+        checkpointed: whether layers that are checkpointed stay so: long rows need it, and what counts the numbers that
+            are drawn, or changes them, cannot have it.
+        sparing: whether time is spent where memory is short: frozen weights stay as they are, and each is lifted anew
+            in the operations that use it; layers that can be checkpointed are, if `checkpointed`.
 
     Yields:
         `batch` in as many bits.
@@ -77,12 +91,15 @@ def computed_in(model: nn.Module, batch: Mapping[str, Any], dtype: torch.dtype) 
         return
     # A weight of a quantised kind is a tensor of another class.
     low = [value for _, value in named if value.dtype in _FEWER_BITS[dtype] and type(value.data) is Tensor]
-    kept = [(value, value.data, value.grad) for value in low]
+    at_use = [value for value in low if sparing and isinstance(value, nn.Parameter) and not value.requires_grad]
+    whole = [value for value in low if not any(value is one for one in at_use)]
+    kept = [(value, value.data, value.grad) for value in whole]
     try:
-        for value in low:
+        for value in whole:
             value.grad = None
             value.data = lifted(value.data)
-        with _without_checkpoints(model), _NoFewerBits(dtype, {value.device.type for _, value in named}):
+        mode = _NoFewerBits(dtype, {value.device.type for _, value in named}, at_use)
+        with _checkpoints(model, are_kept=checkpointed, are_added=checkpointed and sparing), mode.saving_little(), mode:
             yield {name: lifted(value) for name, value in batch.items()}
     finally:
         for value, data, gradient in kept:
@@ -91,25 +108,88 @@ def computed_in(model: nn.Module, batch: Mapping[str, Any], dtype: torch.dtype) 
             value.grad = gradient
 
 
-@contextmanager
-def _without_checkpoints(model: nn.Module) -> Iterator[None]:
-    """What gradient checkpointing computes again would be in 16 bits, under the autocast that it has noted."""
-    on = [module for module in model.modules() if getattr(module, "gradient_checkpointing", False) is True]
+def with_memory_to_spare(computed: Callable[[bool], _Computed]) -> _Computed:
+    """What `computed` gives, without or, where an accelerator's memory does not suffice, with `sparing`.
+
+    Raises:
+        torch.OutOfMemoryError: it does not suffice for that either.
+    """
     try:
-        for module in on:
-            module.gradient_checkpointing = False  # type: ignore[assignment]
+        return computed(False)
+    except torch.OutOfMemoryError:
+        pass  # Only here, outside of the handler, is nothing held any more by what has failed.
+    if torch.accelerator.is_available():
+        torch.accelerator.empty_cache()
+    return computed(True)
+
+
+@contextmanager
+def _checkpoints(model: nn.Module, *, are_kept: bool, are_added: bool) -> Iterator[None]:
+    """What gradient checkpointing computes again would be in 16 bits, under the autocast that it has noted, and with
+    the dropout that is left out: it is computed under the modes of before, or nothing is checkpointed."""
+    able: list[Any] = [module for module in model.modules() if isinstance(getattr(module, _IS_ON, None), bool)]
+    before = [{name: value for name, value in vars(module).items() if name in (_IS_ON, _HOW)} for module in able]
+    try:
+        for module, own in zip(able, before, strict=True):
+            is_on = getattr(module, _IS_ON)
+            how = own.get(_HOW) if is_on else functools.partial(checkpoint, use_reentrant=False)
+            if is_kept := how is not None and (are_kept if is_on else are_added):
+                setattr(module, _HOW, functools.partial(_under_its_modes, how))
+            setattr(module, _IS_ON, is_kept)
         yield
     finally:
-        for module in on:
-            module.gradient_checkpointing = True  # type: ignore[assignment]
+        for module, own in zip(able, before, strict=True):
+            for name in {_IS_ON, _HOW} & vars(module).keys():
+                delattr(module, name)
+            vars(module).update(own)
+
+
+def _under_its_modes(checkpointed: Callable[..., Any], function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    modes = _get_current_function_mode_stack()
+
+    def again(*args: Any, **kwargs: Any) -> Any:
+        # In the forward pass they are there; a backward pass has left them behind when it comes to this.
+        with ExitStack() as left:
+            for mode in modes[len(_get_current_function_mode_stack()) :]:
+                left.enter_context(mode)
+            return function(*args, **kwargs)
+
+    return checkpointed(again, *args, **kwargs)
 
 
 class _NoFewerBits(TorchFunctionMode):
-    """Where an operation would give fewer bits than `dtype`, it gives `dtype`."""
+    """Where an operation would give fewer bits than `dtype`, it gives `dtype`; it is given `at_use` in so many."""
 
-    def __init__(self, dtype: torch.dtype, kinds: set[str]) -> None:
+    def __init__(self, dtype: torch.dtype, kinds: set[str], at_use: Sequence[Tensor]) -> None:
         self.dtype, self.kinds, self.fewer = dtype, kinds, _FEWER_BITS[dtype]
+        self.at_use = {id(weight): weight for weight in at_use}
+        # The copies that are in use, by where their numbers lie.
+        self.copies: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
+        self.copied = dict[int, Tensor]()
         super().__init__()
+
+    @contextmanager
+    def saving_little(self) -> Iterator[None]:
+        """Inside, of a copy of a weight nothing is kept for the backward pass: it is made again there."""
+        if not self.at_use:
+            yield
+            return
+
+        def packed(saved: Tensor) -> Any:
+            place = saved.untyped_storage().data_ptr()
+            if self.copies.get(place) is None:
+                return saved.detach()  # A result that is saved would hold on to the graph that holds it.
+            return self.copied[place], saved.size(), saved.stride(), saved.storage_offset()
+
+        def unpacked(kept: Any) -> Tensor:
+            if isinstance(kept, Tensor):
+                return kept
+            weight, *view = kept
+            again: Tensor = weight.detach().to(self.dtype).as_strided(*view)
+            return again
+
+        with torch.autograd.graph.saved_tensors_hooks(packed, unpacked):
+            yield
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
@@ -121,12 +201,23 @@ class _NoFewerBits(TorchFunctionMode):
             func, args = Tensor.to, (args[0], self.dtype)
         if torch.dtype in map(type, (*args, *kwargs.values())):
             args, kwargs = [*map(self._enough, args)], {name: self._enough(value) for name, value in kwargs.items()}
+        name = getattr(func, "__name__", "")
+        if self.at_use and name != "__get__" and (name.startswith("__") or not name.endswith("_")):
+            args, kwargs = [*map(self._lifted, args)], {name: self._lifted(value) for name, value in kwargs.items()}
         if not any(map(torch.is_autocast_enabled, self.kinds)):
             return func(*args, **kwargs)
         with ExitStack() as without:
             for kind in filter(torch.is_autocast_enabled, self.kinds):
                 without.enter_context(torch.autocast(kind, enabled=False))
             return func(*args, **kwargs)
+
+    def _lifted(self, value: Any) -> Any:
+        if id(value) not in self.at_use:
+            return value
+        copy = value.detach().to(self.dtype)
+        place = copy.untyped_storage().data_ptr()
+        self.copies[place], self.copied[place] = copy, value
+        return copy
 
     def _enough(self, value: Any) -> Any:
         return self.dtype if isinstance(value, torch.dtype) and value in self.fewer else value

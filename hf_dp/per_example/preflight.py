@@ -7,6 +7,7 @@ a handful of examples and comparing rows.
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Set
@@ -33,7 +34,7 @@ from hf_dp.per_example.independence import (
     telling_size,
 )
 from hf_dp.per_example.oracle import DIFFERENT, Truth
-from hf_dp.per_example.precision import computed_in
+from hf_dp.per_example.precision import computed_in, with_memory_to_spare
 from hf_dp.per_example.quantised import check_quantised, passing_gradients
 from hf_dp.per_example.reading import Reader
 from hf_dp.per_example.record import PerExampleGradients, record
@@ -126,9 +127,13 @@ def preflight(
 
 def _with_enough_bits(model: nn.Module, batch: Batch, check: Callable[[Batch], _Checked]) -> _Checked:
     """`check` in float32 where the model has fewer bits; what is off by rounding alone is not off in float64."""
-    try:
-        with computed_in(model, batch, torch.float32) as lifted:
+
+    def check_in(dtype: torch.dtype, sparing: bool) -> _Checked:
+        with computed_in(model, batch, dtype, sparing=sparing) as lifted:
             return check(lifted)
+
+    try:
+        return with_memory_to_spare(functools.partial(check_in, torch.float32))
     except PreflightError as error:
         refusal = error.with_traceback(None)
     except HfDpError:
@@ -146,8 +151,7 @@ def _with_enough_bits(model: nn.Module, batch: Batch, check: Callable[[Batch], _
     if refusal is None:
         return check(batch)
     try:
-        with computed_in(model, batch, torch.float64) as lifted:
-            return check(lifted)
+        return with_memory_to_spare(functools.partial(check_in, torch.float64))
     except HfDpError:
         raise
     except Exception:  # noqa: BLE001 - as above: what float64 would show is not known

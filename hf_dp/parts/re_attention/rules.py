@@ -151,7 +151,7 @@ def _unary(m: Moments, func: Any, output: Tensor, args: _Args, kwargs: _Kwargs) 
 
     def slope() -> Tensor:
         # Checkpointing's own hooks would take this for part of the layer, and run it again.
-        with torch.enable_grad(), saved_tensors_hooks(_itself, _itself):
+        with torch.enable_grad(), saved_tensors_hooks(Tensor.detach, Tensor.detach):
             leaf = wide(m.sampled(value)).requires_grad_()
             made = func(leaf, *rest, **{k: v for k, v in kwargs.items() if k not in ("inplace", "input")})
             (own,) = torch.autograd.grad(made.sum(), leaf)
@@ -166,10 +166,6 @@ def _negated(m: Moments, func: Any, output: Tensor, args: _Args, kwargs: _Kwargs
     if tracked is not None:
         before = _slope(tracked, x)
         m.put(output, with_slope(tracked, lambda: -before()))
-
-
-def _itself(tensor: Tensor) -> Tensor:
-    return tensor
 
 
 def _mean(m: Moments, func: Any, output: Tensor, args: _Args, kwargs: _Kwargs) -> None:
