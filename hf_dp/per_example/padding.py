@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -28,6 +29,7 @@ from hf_dp.randomness import global_state
 _TOLERANCE, _LOW_PRECISION_TOLERANCE = 1e-4, 1e-1
 # A gradient that is nothing beside the others' is held to a share of theirs: it is rounding.
 _NEGLIGIBLE = 1e-2
+_NO_NUMBER = "an example's gradient, alone and beside longer or shorter examples, is in one of both no number."
 
 
 def check_padding(
@@ -90,6 +92,8 @@ def check_padding(
             if changed:
                 raise _leak(f"{changed[0]} is another after an example of another length.")
             by = min(_moved(model, in_batch, i, found, tables) for found, _ in alone)
+            if by == math.inf:
+                raise _leak(_NO_NUMBER)
             if not by <= tolerance:
                 raise _leak(
                     f"an example's gradient moves by {100 * by:.2g} % of its norm "
@@ -102,6 +106,8 @@ def check_padding(
         try:
             return held(torch.float32)
         except PreflightError as leak:
+            if leak.found == _NO_NUMBER:  # which is no rounding: what adds nothing beside others is left out of the sum
+                raise
             try:
                 norms = held(torch.float64)
             except Exception as error:  # noqa: BLE001 - not every model can compute in float64
