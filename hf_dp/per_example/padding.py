@@ -47,7 +47,8 @@ def check_padding(
     """Checks that an example's gradient and loss are the same alone and beside the others, longer and shorter.
 
     Everything is computed in float32 (before it is refused, in float64 as well) with dropout off, in the mode that
-    the model is in; a model that draws other random numbers, in eval mode. What a collator draws at random (masked
+    the model is in; a model that draws other random numbers, in eval mode. Of 16-bit weights, in which less is finite,
+    it is computed as it is trained too, and seen whether it is finite. What a collator draws at random (masked
     language modelling), or what prepares its batches, cannot be drawn again for the example alone; there its row of the
     batch is cut to the length that it has alone, on one side or the other.
 
@@ -120,15 +121,28 @@ def check_padding(
                 return norms
             raise leak
 
+    def refuse_lost() -> None:
+        def are_finite(few: Sequence[Any]) -> list[bool]:
+            batch = prepare(collate(list(few)))
+            found = record(model, loss_fn, batch, certificate=certificate, rules=rules, tables=tables)
+            return (found.losses.isfinite() & found.squared_norms().isfinite()).tolist()
+
+        for example, is_there in zip(examples[:number], are_finite(examples), strict=False):
+            if not is_there and are_finite([example])[0]:
+                raise _leak(_NO_NUMBER)
+
     tolerance = _LOW_PRECISION_TOLERANCE if _is_coarse(model) else _TOLERANCE
     with forked_rng(model), off_zero(model), NoDropout():
         try:
-            return refuse_moved()
+            norms = refuse_moved()
         except PreflightError:
             if not draws_numbers(model, loss_fn, prepare(collate(list(examples[:1])))):
                 raise
             with in_mode(model, training=False):
-                return refuse_moved()
+                norms = refuse_moved()
+        if any(p.dtype in (torch.float16, torch.bfloat16) for p in model.parameters()):
+            refuse_lost()
+        return norms
 
 
 def _leak(found: str) -> PreflightError:
