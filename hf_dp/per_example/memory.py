@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from hf_dp.errors import UnsupportedModelError
 from hf_dp.per_example.sharding import reshard
@@ -18,8 +17,9 @@ from hf_dp.per_example.state import buffer_refused, configurations, copied, is_s
 from hf_dp.per_example.taken import bits_of
 
 _Place = tuple[str, str]
-# Of models that were refused, by each parameter: what had been written, by the last of its name, and its checksum.
-_WRITTEN: Any = WeakTensorKeyDictionary()
+# In modules of models that were refused, so that copies have it too: what had been written, by the last of its name,
+# and its checksum.
+_WRITTEN = "_hf_dp_written"
 
 
 @contextmanager
@@ -98,12 +98,12 @@ def unchanged_buffers(model: nn.Module) -> Iterator[None]:
 
 def _note_written(model: nn.Module, names: Iterable[str], now: Mapping[str, Any]) -> None:
     told = {_known(name, now[name]) for name in names if name in now}
-    for p in model.parameters() if told else ():
-        _WRITTEN[p] = _WRITTEN.get(p, frozenset()) | told
+    for module in model.modules() if told else ():
+        setattr(module, _WRITTEN, vars(module).get(_WRITTEN, frozenset()) | told)
 
 
 def _refuse_written(model: nn.Module, now: Mapping[str, Any]) -> None:
-    written = set[tuple[str, str]]().union(*(_WRITTEN.get(p, ()) for p in model.parameters())) if _WRITTEN else set()
+    written = set[tuple[str, str]]().union(*(vars(module).get(_WRITTEN, ()) for module in model.modules()))
     if found := sorted(name for name, told in now.items() if written and _known(name, told) in written):
         raise UnsupportedModelError(
             f"{found[0]!r} was written when examples passed through this model before, in a training that was refused.",

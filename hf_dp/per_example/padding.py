@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -16,7 +17,7 @@ import hf_dp.ranks as ranks
 from hf_dp.errors import PreflightError
 from hf_dp.per_example.batch import Batch, LossFunction, take
 from hf_dp.per_example.independence import NoDropout, draws_numbers, forked_rng, in_mode
-from hf_dp.per_example.precision import computed_in, with_memory_to_spare
+from hf_dp.per_example.precision import checkpoints, computed_in, with_memory_to_spare
 from hf_dp.per_example.preflight import off_zero
 from hf_dp.per_example.record import PerExampleGradients, record
 from hf_dp.per_example.rows import RowSum
@@ -30,6 +31,7 @@ from hf_dp.randomness import global_state
 _TOLERANCE, _LOW_PRECISION_TOLERANCE = 1e-4, 1e-1
 # A gradient that is nothing beside the others' is held to a share of theirs: it is rounding.
 _NEGLIGIBLE = 1e-2
+_NO_NUMBER = "an example's gradient, alone and beside longer or shorter examples, is in one of both no number."
 
 
 def check_padding(
@@ -47,7 +49,8 @@ def check_padding(
     """Checks that an example's gradient and loss are the same alone and beside the others, longer and shorter.
 
     Everything is computed in float32 (before it is refused, in float64 as well) with dropout off, in the mode that
-    the model is in; a model that draws other random numbers, in eval mode. What a collator draws at random (masked
+    the model is in; a model that draws other random numbers, in eval mode. With 16-bit weights, or under autocast, less
+    is finite: there it is computed as it is trained too, and seen whether it is finite. What a collator draws at random (masked
     language modelling), or what prepares its batches, cannot be drawn again for the example alone; there its row of the
     batch is cut to the length that it has alone, on one side or the other.
 
@@ -97,6 +100,8 @@ def check_padding(
             if changed:
                 raise _leak(f"{changed[0]} is another after an example of another length.")
             by = min(_moved(model, in_batch, i, found, tables) for found, _ in alone)
+            if by == math.inf:
+                raise _leak(_NO_NUMBER)
             if not by <= tolerance:
                 raise _leak(
                     f"an example's gradient moves by {100 * by:.2g} % of its norm "
@@ -109,6 +114,8 @@ def check_padding(
         try:
             return held(torch.float32)
         except PreflightError as leak:
+            if leak.found == _NO_NUMBER:  # which is no rounding: what adds nothing beside others is left out of the sum
+                raise
             try:
                 norms = held(torch.float64)
             except Exception as error:  # noqa: BLE001 - not every model can compute in float64
@@ -121,15 +128,32 @@ def check_padding(
                 return norms
             raise leak
 
-    tolerance = _LOW_PRECISION_TOLERANCE if _is_coarse(model) else _TOLERANCE
-    with forked_rng(model), off_zero(model), NoDropout():
+    def refuse_lost() -> None:
+        def are_finite(few: Sequence[Any]) -> list[bool]:
+            batch = prepare(collate(list(few)))
+            with checkpoints(model, are_kept=True):
+                found = record(model, loss_fn, batch, certificate=certificate, rules=rules, tables=tables)
+            return (found.losses.isfinite() & found.squared_norms().isfinite()).tolist()
+
+        for example, is_there in zip(examples[:number], are_finite(examples), strict=False):
+            if not is_there and are_finite([example])[0]:
+                raise _leak(_NO_NUMBER)
+
+    def look(module: nn.Module, given: Any) -> None:
+        under.update(filter(torch.is_autocast_enabled, {p.device.type for p in module.parameters()}))
+
+    tolerance, under = _LOW_PRECISION_TOLERANCE if _is_coarse(model) else _TOLERANCE, set[str]()
+    with forked_rng(model), off_zero(model), NoDropout(), model.register_forward_pre_hook(look):
         try:
-            return refuse_moved()
+            norms = refuse_moved()
         except PreflightError:
             if not draws_numbers(model, loss_fn, prepare(collate(list(examples[:1])))):
                 raise
             with in_mode(model, training=False):
-                return refuse_moved()
+                norms = refuse_moved()
+        if under or any(p.dtype in (torch.float16, torch.bfloat16) for p in model.parameters()):
+            refuse_lost()
+        return norms
 
 
 def _leak(found: str) -> PreflightError:

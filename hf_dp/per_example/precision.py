@@ -99,7 +99,7 @@ def computed_in(
             value.grad = None
             value.data = lifted(value.data)
         mode = _NoFewerBits(dtype, {value.device.type for _, value in named}, at_use)
-        with _checkpoints(model, are_kept=checkpointed, are_added=checkpointed and sparing), mode.saving_little(), mode:
+        with checkpoints(model, are_kept=checkpointed, are_added=checkpointed and sparing), mode.saving_little(), mode:
             yield {name: lifted(value) for name, value in batch.items()}
     finally:
         for value, data, gradient in kept:
@@ -124,9 +124,14 @@ def with_memory_to_spare(computed: Callable[[bool], _Computed]) -> _Computed:
 
 
 @contextmanager
-def _checkpoints(model: nn.Module, *, are_kept: bool, are_added: bool) -> Iterator[None]:
+def checkpoints(model: nn.Module, *, are_kept: bool, are_added: bool = False) -> Iterator[None]:
     """What gradient checkpointing computes again would be in 16 bits, under the autocast that it has noted, and with
-    the dropout that is left out: it is computed under the modes of before, or nothing is checkpointed."""
+    the dropout that is left out: it is computed under the modes of before, or nothing is checkpointed.
+
+    Args:
+        are_kept: whether layers that are checkpointed stay so.
+        are_added: whether those that can be, are.
+    """
     able: list[Any] = [module for module in model.modules() if isinstance(getattr(module, _IS_ON, None), bool)]
     before = [{name: value for name, value in vars(module).items() if name in (_IS_ON, _HOW)} for module in able]
     try:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from hf_dp.errors import UnsupportedModelError
@@ -51,6 +52,7 @@ def passing_gradients(model: nn.Module) -> Iterator[None]:
     def look(name: str) -> Any:
         def hook(module: nn.Module, given: tuple[Any, ...], output: Any) -> None:
             needed = any(isinstance(value, Tensor) and value.requires_grad for value in given)
+            needed &= torch.is_grad_enabled()  # a reentrant checkpoint computes without gradients first
             if needed and isinstance(output, Tensor) and not output.requires_grad:
                 cut.append(f"{name} ({type(module).__name__})")
 

@@ -66,7 +66,7 @@ def note_left(
 ) -> None:
     """For `refuse_copies` and `refuse_moved`, where a training has come to an end: trained parameters, which of them
     are others than any before, and what they are."""
-    trained = [p for p in model.parameters() if p.requires_grad] if ledger.steps else []
+    trained = [p for p in model.parameters() if p.requires_grad] if ledger.charges else []
     left = {_known(p) for p in trained} - before
     _LEFT.update({known: _Left(who, ledger, ledger.steps) for known in left if known is not None})
     # Schedule-free optimizers exchange weights between training and evaluation.

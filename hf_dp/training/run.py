@@ -64,6 +64,7 @@ class Run:
         self._magnitudes: Magnitudes | None = None
         self._ties = tied(engine.model)
         self._surroundings, self._statistics = dict[str, object](), {"examples": 0, "clipped": 0, "non_finite": 0}
+        self._note_left: Callable[[], None] = lambda: None  # until something may be released
         self._has_begun = False
 
     @property
@@ -275,8 +276,7 @@ class Run:
         """The optimizer may take any gradient again."""
         if self._written is not None:
             self._written.forget()
-        if self._has_begun:
-            self._note_left()
+        self._note_left()
         if self._earlier is not None:
             self._earlier.end()
 

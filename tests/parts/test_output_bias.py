@@ -27,7 +27,11 @@ BUDGET: dict[str, Any] = {"noise_multiplier": None, "accountant": "rdp"}
 
 def with_output() -> nn.Module:
     """A classifier that calls its last layer its output."""
-    model = classifier()
+    return called_output(classifier())
+
+
+def called_output(model: nn.Module) -> nn.Module:
+    """A classifier, so that it calls its last layer its output."""
     kind = type(model)
     named = type(kind.__name__, (kind,), {"get_output_embeddings": lambda self: self.classifier})
     model.__class__ = named

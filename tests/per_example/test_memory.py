@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import types
 from pathlib import Path
 from typing import Any
@@ -186,8 +187,8 @@ def test_failure_51_what_was_written_is_refused_as_long_as_it_is_there(kind: typ
         model(batch(3, 0))
         if first == "another error":
             raise IndexError("of a row that is corrected then")
-    # Whoever runs the cell again, or puts it into another model, adds nothing to it.
-    for again in (model, nn.ModuleDict({"base": model})):
+    # Whoever runs the cell again, puts it into another model or copies it, adds nothing to it.
+    for again in (model, nn.ModuleDict({"base": model}), copy.deepcopy(model)):
         with pytest.raises(UnsupportedModelError, match="was written"), unchanged_weights(again):
             pass
     anew = kind()

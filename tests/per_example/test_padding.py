@@ -187,6 +187,25 @@ def test_rounding_in_float32_is_no_leak(leak: float) -> None:
         check_padding(model, losses, TEXTS, collator())
 
 
+@pytest.mark.parametrize(("dtype", "times"), [(torch.float32, 2), (torch.bfloat16, 1)])
+def test_failure_30_what_is_not_finite_beside_a_longer_row_is_no_rounding(dtype: torch.dtype, times: int) -> None:
+    """A mask that is added twice is beyond float32, and once beyond bf16: what sees nothing but padding is no number,
+    and spreads."""
+
+    def losses(model: Any, batch: Any) -> Tensor:
+        embedded, mask = model.get_input_embeddings()(batch["input_ids"]), batch["attention_mask"]
+        hidden = (mask.eq(0)[:, None] | torch.ones(mask.shape[1], mask.shape[1]).triu(1).bool()).to(embedded.dtype)
+        far = times * (torch.finfo(torch.float32).min * hidden)
+        attended = (embedded @ embedded.mT + far).softmax(-1) @ embedded
+        labels = batch["labels"].masked_fill(mask.cumsum(1).eq(1), -100)  # of what nothing comes before
+        return per_example_losses(model, {"inputs_embeds": attended, "attention_mask": mask, "labels": labels})
+
+    model = tiny("llama", "causal_lm", dtype)
+    with pytest.raises(PreflightError, match="in one of both no number"):
+        check_padding(model, losses, TEXTS, collator("left"))
+    check_padding(model, losses, TEXTS, collator())
+
+
 def test_a_model_that_cannot_compute_in_float64_is_told_what_leaks_in_float32() -> None:
     def losses(model: Any, batch: Any) -> Tensor:
         if model.lm_head.weight.dtype == torch.float64:

@@ -99,3 +99,11 @@ def test_a_frozen_layer_that_cuts_the_gradient_off_is_refused(is_cut: bool) -> N
     layer.forward = cutting
     with pytest.raises(UnsupportedModelError, match=r"down_proj\.base_layer \(Linear\) gives its input no gradient"):
         preflight(model, per_example_losses, zoo.text_batch("causal_lm", 3, 7, torch.float32))
+
+
+def test_a_reentrant_checkpoint_that_begins_with_an_adapter_cuts_nothing_off() -> None:
+    """It computes without gradients first, from an input that needs one."""
+    model: Any = zoo.adapted("LoRA, bias='lora_only'")
+    model.enable_input_require_grads()
+    model.gradient_checkpointing_enable({"use_reentrant": True})
+    preflight(model, per_example_losses, zoo.text_batch("masked_lm"))

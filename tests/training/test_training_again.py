@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import shutil
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from hf_dp.accounting.events import MOST_MECHANISMS
 from hf_dp.errors import BudgetExceededError, ConfigurationError, LedgerError
 from hf_dp.parts.output_bias import OutputBias
 from hf_dp.training.run import Run
-from tests.parts.test_output_bias import with_output
+from tests.parts.test_output_bias import called_output
 from tests.training.workbench import (
     STEPS,
     arguments,
@@ -216,7 +217,8 @@ def test_a_trainer_that_took_no_step_leaves_the_model_to_another(tmp_path: Path)
 @pytest.mark.parametrize("where", [(Run, "step"), (OutputBias, "begin")])
 def test_what_was_released_before_any_step_is_not_left_out_either(tmp_path: Path, where: tuple[type, str]) -> None:
     """Also where the beginning itself was cut off, with the release in the weights."""
-    model, kind, hook = with_output(), *where
+    # Of fewer numbers copies are not known.
+    model, kind, hook = called_output(classifier(num_labels=16)), *where
     begin = OutputBias.begin
 
     def cut_off(self: Any, *given: Any) -> None:
@@ -231,6 +233,8 @@ def test_what_was_released_before_any_step_is_not_left_out_either(tmp_path: Path
     assert (first.ledger.steps, first.ledger.charges) == (0, 1)
     with pytest.raises(LedgerError, match="before: it released label presence, and took no step, on 48 examples"):
         make(tmp_path, model).train()
+    with pytest.raises(LedgerError, match="another private training in this process has left, after 0 steps"):
+        make(tmp_path, copy.deepcopy(model)).train()
     run = PrivateRun(model, rows(), private(), pad, expected_batch_size=8, micro_batch_size=4, steps=1)
     with pytest.raises(LedgerError, match="it released label presence"):
         run.begin(torch.optim.SGD(model.parameters(), lr=0.1))
