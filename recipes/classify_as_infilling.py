@@ -39,8 +39,9 @@ from common.classification import (
     LabelWords,
     adapted,
     apart,
-    beginning,
+    beginnings,
     by_length,
+    check_positions,
     label_words,
 )
 from common.data import labelled, public_labels
@@ -96,11 +97,10 @@ def verbalised(recipe: RecipeArguments, names: list[str]) -> list[str]:
 def infilled(path: str, split: str, recipe: RecipeArguments, tokenizer: Any, names: list[str]) -> Dataset:
     """Texts in the template as token ids, with label numbers. Long texts are cut, the template is not."""
     columns, mask = labelled(path, split, recipe, names), tokenizer.mask_token
-    room = recipe.max_length - len(tokenizer(recipe.template.format(text="", mask=mask))["input_ids"])
-    filled = []
-    for given in columns.pop("text"):
-        text = beginning(given.replace(mask, " "), tokenizer, room)
-        filled.append(recipe.template.format(text=text, mask=mask))
+    around = len(tokenizer(recipe.template.format(text="", mask=mask))["input_ids"])
+    given = [text.replace(mask, " ") for text in columns.pop("text")]
+    texts = beginnings(path, given, tokenizer, recipe.max_length, around)
+    filled = [recipe.template.format(text=text, mask=mask) for text in texts]
     return Dataset.from_dict({**tokenizer(filled), **columns})
 
 
@@ -108,6 +108,7 @@ def build(recipe: RecipeArguments, tokenizer: Any, words: list[str]) -> nn.Modul
     """The masked language model, with one output row for each label in place of the vocabulary's."""
     model, loading = pretrained(AutoModelForMaskedLM, recipe.model, output_loading_info=True)
     model.eval()
+    check_positions(model, recipe.max_length)
     if loading["missing_keys"]:
         raise UnsupportedModelError(
             f"{recipe.model} has no trained masked language modelling head.",

@@ -20,6 +20,7 @@ from common.answers import (
     labelled_row,
     model_for,
     scored_answers,
+    shortened,
     to_be_scored,
     tokenizer_for,
     with_an_answer,
@@ -61,11 +62,11 @@ def conversation(row: dict[str, Any]) -> tuple[list[Message], int]:
     return messages, first
 
 
-def encoded(row: dict[str, Any], tokenizer: Any, recipe: RecipeArguments) -> Row:
+def encoded(row: dict[str, Any], tokenizer: Any) -> Row:
     """Token ids, with labels on the answers; what follows the last answer is left out."""
     parts = rendered(*conversation(row), tokenizer)
     ids = [(tokenizer(text, add_special_tokens=False)["input_ids"], is_answer) for text, is_answer in parts]
-    return labelled_row(ids, recipe.max_length)
+    return labelled_row(ids)
 
 
 def read(name: str, split: str, recipe: RecipeArguments) -> list[dict[str, Any]]:
@@ -84,11 +85,11 @@ def read(name: str, split: str, recipe: RecipeArguments) -> list[dict[str, Any]]
 
 
 def encode_all(rows: list[dict[str, Any]], name: str, tokenizer: Any, recipe: RecipeArguments) -> list[Row]:
-    """All rows, encoded; an error names the row."""
+    """All rows, encoded and cut to their length; an error names the row."""
     out = []
     for number, row in enumerate(rows):
         try:
-            out.append(encoded(row, tokenizer, recipe))
+            out.append(encoded(row, tokenizer))
         except ConfigurationError as error:
             which = f"{row_in_words(number)} of {name}"
             raise ConfigurationError(f"{which}: {error.found}", why=error.why, fix=error.fix) from error
@@ -98,7 +99,7 @@ def encode_all(rows: list[dict[str, Any]], name: str, tokenizer: Any, recipe: Re
                 why="all rows take part, or the sampling probability would be another one.",
                 fix="correct or take out the row; templates differ in the roles and orders they admit.",
             ) from error
-    return out
+    return shortened(out, name, recipe.max_length)
 
 
 def answered(trainer: Trainer, tokenizer: Any, rows: list[dict[str, Any]], recipe: RecipeArguments) -> None:

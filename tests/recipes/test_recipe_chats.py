@@ -23,7 +23,7 @@ RECIPE = SimpleNamespace(max_length=512)
 
 def learnt(instruct, tokenizer, messages) -> list[str]:
     """The answers that are learnt, decoded, each up to where it ends."""
-    row = instruct.encoded({"messages": messages}, tokenizer, RECIPE)
+    row = instruct.encoded({"messages": messages}, tokenizer)
     spans, before = [], instruct.IGNORED
     for token, label in zip(row["input_ids"], row["labels"], strict=True):
         assert label in (token, instruct.IGNORED)
@@ -91,6 +91,10 @@ def test_pairs_of_chats_need_no_prompt_of_their_own(part, tmp_path):
     assert preferences.a_prompt_like(pairs) == [{"role": "user", "content": "A question."}]
     file.write_text(json.dumps({"prompt": "a", **row}) + "\n" + json.dumps(row), encoding="utf-8")
     with pytest.raises(ConfigurationError, match="nothing in column 'prompt' of row 1"):
+        preferences.pairs(str(file), "train", recipe, None)
+    texts = {"chosen": "a", "rejected": "b"}
+    file.write_text(json.dumps(row) + "\n" + json.dumps(texts), encoding="utf-8")
+    with pytest.raises(ConfigurationError, match="row 1 .* has texts where row 0 .* has messages, or the reverse"):
         preferences.pairs(str(file), "train", recipe, None)
     file.write_text('{"prompt": "a", "good": "b"}', encoding="utf-8")
     with pytest.raises(ConfigurationError, match="give rows with prompt, chosen and rejected"):
