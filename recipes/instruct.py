@@ -1,7 +1,8 @@
 """Chat-format supervised fine-tuning: a causal language model learns the assistant's answers, and nothing else.
 
-Rows have `messages` (role and content), or `prompt` and `completion` (text, or messages). The tokenizer's chat template
-renders them; the loss is on the answers, each up to its end. The privacy unit is a row: one conversation.
+Rows have `messages` (role and content), or `prompt` and `completion` (text, or messages), and may have `tools`. The
+tokenizer's chat template renders them; the loss is on the answers, each up to its end. The privacy unit is a row: one
+conversation.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from common.answers import (
     with_an_answer,
 )
 from common.arguments import parse
-from common.chats import ChatTemplate, Message, rendered, use_template
+from common.chats import ChatTemplate, Message, rendered, tools_of, use_template
 from common.data import read_rows
 from common.rates import check_batch
 from common.results import CONTINUE, train_and_report
@@ -64,7 +65,7 @@ def conversation(row: dict[str, Any]) -> tuple[list[Message], int]:
 
 def encoded(row: dict[str, Any], tokenizer: Any) -> Row:
     """Token ids, with labels on the answers; what follows the last answer is left out."""
-    parts = rendered(*conversation(row), tokenizer)
+    parts = rendered(*conversation(row), tokenizer, tools_of(row))
     ids = [(tokenizer(text, add_special_tokens=False)["input_ids"], is_answer) for text, is_answer in parts]
     return labelled_row(ids)
 
@@ -107,7 +108,8 @@ def answered(trainer: Trainer, tokenizer: Any, rows: list[dict[str, Any]], recip
     for row in random.Random(trainer.args.seed).sample(rows, min(recipe.samples, len(rows))):
         messages, _ = conversation(row)
         last = max(i for i, message in enumerate(messages) if message["role"] == "assistant")
-        text = tokenizer.apply_chat_template(messages[:last], tokenize=False, add_generation_prompt=True)
+        asked = {"tools": tools_of(row), "tokenize": False, "add_generation_prompt": True}
+        text = tokenizer.apply_chat_template(messages[:last], **asked)
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]
         print(f"{text}\n    {continued(trainer, tokenizer, [ids], recipe.max_new_tokens)[0]}")
 
