@@ -104,11 +104,15 @@ def infilled(path: str, split: str, recipe: RecipeArguments, tokenizer: Any, nam
     return Dataset.from_dict({**tokenizer(filled), **columns})
 
 
-def build(recipe: RecipeArguments, tokenizer: Any, words: list[str]) -> nn.Module:
-    """The masked language model, with one output row for each label in place of the vocabulary's."""
+def build(recipe: RecipeArguments, tokenizer: Any, words: list[str], longest: int = 0) -> nn.Module:
+    """The masked language model, with one output row for each label in place of the vocabulary's.
+
+    Args:
+        longest: of the texts, in tokens.
+    """
     model, loading = pretrained(AutoModelForMaskedLM, recipe.model, output_loading_info=True)
     model.eval()
-    check_positions(model, recipe.max_length)
+    check_positions(model, longest)
     if loading["missing_keys"]:
         raise UnsupportedModelError(
             f"{recipe.model} has no trained masked language modelling head.",
@@ -184,6 +188,7 @@ def main() -> None:
     files = {"train": recipe.train_file, "test": recipe.test_file}
     train, test = (by_length(infilled(path, split, recipe, tokenizer, names)) for split, path in files.items())
     train, test, groups = apart(train, test)
+    longest = max(len(ids) for rows in (train, test) for ids in rows["input_ids"])
     check_batch(arguments, privacy, len(train))
 
     def make(kind: type[Trainer], model: nn.Module, **others: Any) -> Trainer:
@@ -198,7 +203,7 @@ def main() -> None:
         )
 
     train_and_report(
-        build(recipe, tokenizer, verbalised(recipe, names)),
+        build(recipe, tokenizer, verbalised(recipe, names), longest),
         make,
         lambda trainer: scored_by_label(trainer, test),
         arguments,

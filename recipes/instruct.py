@@ -8,6 +8,7 @@ conversation.
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -87,20 +88,22 @@ def read(name: str, split: str, recipe: RecipeArguments) -> list[dict[str, Any]]
 
 def encode_all(rows: list[dict[str, Any]], name: str, tokenizer: Any, recipe: RecipeArguments) -> list[Row]:
     """All rows, encoded and cut to their length; an error names the row."""
-    out = []
-    for number, row in enumerate(rows):
-        try:
-            out.append(encoded(row, tokenizer))
-        except ConfigurationError as error:
-            which = f"{row_in_words(number)} of {name}"
-            raise ConfigurationError(f"{which}: {error.found}", why=error.why, fix=error.fix) from error
-        except (jinja2.TemplateError, AttributeError, LookupError, TypeError, ValueError) as error:
-            raise ConfigurationError(
-                f"{row_in_words(number)} of {name} is no conversation that the chat template can render ({error}).",
-                why="all rows take part, or the sampling probability would be another one.",
-                fix="correct or take out the row; templates differ in the roles and orders they admit.",
-            ) from error
-    return shortened(out, name, recipe.max_length)
+
+    def each() -> Iterator[Row]:
+        for number, row in enumerate(rows):
+            try:
+                yield encoded(row, tokenizer)
+            except ConfigurationError as error:
+                which = f"{row_in_words(number)} of {name}"
+                raise ConfigurationError(f"{which}: {error.found}", why=error.why, fix=error.fix) from error
+            except (jinja2.TemplateError, AttributeError, LookupError, TypeError, ValueError) as error:
+                raise ConfigurationError(
+                    f"{row_in_words(number)} of {name} is no conversation that the chat template can render ({error}).",
+                    why="all rows take part, or the sampling probability would be another one.",
+                    fix="correct or take out the row; templates differ in the roles and orders they admit.",
+                ) from error
+
+    return shortened(each(), name, recipe.max_length)
 
 
 def answered(trainer: Trainer, tokenizer: Any, rows: list[dict[str, Any]], recipe: RecipeArguments) -> None:

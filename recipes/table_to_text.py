@@ -130,7 +130,7 @@ def main() -> None:
     set_seed(arguments.seed)
     tokenizer = tokenizer_for(recipe)
     training, held_out = (
-        shortened([encoded(row, tokenizer, recipe) for row in part], name, recipe.max_length)
+        shortened((encoded(row, tokenizer, recipe) for row in part), name, recipe.max_length)
         for part, name in ((train, recipe.train_file), (test, recipe.test_file))
     )
     training = [training[i] for i in with_an_answer(training, recipe.train_file)]

@@ -88,10 +88,14 @@ def labelled_row(parts: Iterable[tuple[list[int], bool]]) -> Row:
     return {"input_ids": ids, "labels": labels}
 
 
-def shortened(rows: list[Row], name: str, max_length: int) -> list[Row]:
+def shortened(rows: Iterable[Row], name: str, max_length: int) -> list[Row]:
     """The rows, cut off after so many tokens; says how many are."""
-    tell_of_cuts(name, (len(row["input_ids"]) for row in rows), max_length)
-    return [{column: values[:max_length] for column, values in row.items()} for row in rows]
+    cut, lengths = [], []
+    for row in rows:
+        lengths.append(len(row["input_ids"]))
+        cut.append({column: values[:max_length] for column, values in row.items()})
+    tell_of_cuts(name, lengths, max_length)
+    return cut
 
 
 def with_an_answer(rows: list[Row], name: str) -> list[int]:

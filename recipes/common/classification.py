@@ -116,7 +116,9 @@ def read(
     """Texts as token ids, with label numbers, and groups, or the column of units, where they are asked for."""
     columns = labelled(path, split, recipe, names, unit)
     texts = columns.pop("text")
-    tell_of_cuts(path, map(len, tokenizer(texts, verbose=False)["input_ids"]), recipe.max_length)
+    parts = (texts[i : i + 1000] for i in range(0, len(texts), 1000))  # whole texts may be long
+    lengths = (len(ids) for part in parts for ids in tokenizer(part, verbose=False)["input_ids"])
+    tell_of_cuts(path, lengths, recipe.max_length)
     return Dataset.from_dict({**tokenizer(texts, truncation=True, max_length=recipe.max_length), **columns})
 
 
@@ -156,9 +158,13 @@ def beginnings(name: str, texts: list[str], tokenizer: Any, max_length: int, aro
             fix="raise it, or let less stand around a text.",
         )
     options = {"add_special_tokens": False, "return_offsets_mapping": True, "verbose": False}
-    ends = [tokenizer(text, **options)["offset_mapping"] for text in texts]
-    tell_of_cuts(name, map(len, ends), tokens)
-    return [text[: of[:tokens][-1][1] if of else 0] for text, of in zip(texts, ends, strict=True)]
+    made, lengths = [], []
+    for text in texts:
+        ends = tokenizer(text, **options)["offset_mapping"]
+        lengths.append(len(ends))
+        made.append(text[: ends[:tokens][-1][1] if ends else 0])
+    tell_of_cuts(name, lengths, tokens)
+    return made
 
 
 def check_positions(model: PreTrainedModel, longest: int) -> None:
@@ -170,8 +176,8 @@ def check_positions(model: PreTrainedModel, longest: int) -> None:
     most = table.num_embeddings - (0 if table.padding_idx is None else table.padding_idx + 1)
     if longest > most:
         raise ConfigurationError(
-            f"--max_length {longest} with an encoder of {most} positions.",
-            why="it cannot read longer texts, and the saved tokenizer would not cut them.",
+            f"texts of up to {longest} tokens with an encoder of {most} positions.",
+            why="it cannot read longer texts, and nothing would cut them where the saved model is used.",
             fix=f"take --max_length {most} or less, or an encoder for longer texts.",
         )
 

@@ -128,6 +128,5 @@ def test_long_texts_are_cut_and_each_keeps_its_one_mask(
     recipe.max_length = 6
     with pytest.raises(ConfigurationError, match="what stands around a text takes 7 tokens"):
         infilling.infilled(str(path), "train", recipe, tokenizer, LABELS)
-    recipe.max_length = 129
     with pytest.raises(ConfigurationError, match="an encoder of 128 positions"):
-        infilling.build(recipe, tokenizer, infilling.verbalised(recipe, LABELS))
+        infilling.build(recipe, tokenizer, infilling.verbalised(recipe, LABELS), 129)
