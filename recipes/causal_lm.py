@@ -18,7 +18,7 @@ from transformers import AutoTokenizer, Trainer, set_seed
 
 from common.arguments import Comparison, TextArguments, parse
 from common.base_models import Trained, language_model
-from common.data import naming_columns, read_rows
+from common.data import naming_columns, read_rows, tell_of_cuts
 from common.hub_names import pretrained
 from common.language_models import characters, small_gpt2
 from common.rates import check_batch
@@ -81,8 +81,7 @@ def read(recipe: RecipeArguments, encode: Callable[[str], list[int]]) -> tuple[R
         cut = int(len(rows) * (1 - recipe.evaluation_share))
         both = (part[: recipe.max_examples] for part in (rows[:cut], rows[cut:]))
         whole = [[encode(row[recipe.text_column]) for row in part] for part in both]
-        if longer := sum(len(ids) > length for part in whole for ids in part):
-            print(f"{longer} of {sum(map(len, whole))} rows are cut off after {length} tokens (--passage_length)")
+        tell_of_cuts(recipe.text_file, (len(ids) for part in whole for ids in part), length, "--passage_length")
         parts = [[ids[:length] for ids in part] for part in whole]
         if recipe.group_column:
             groups = [str(row[recipe.group_column]) for row in rows[cut:]][: recipe.max_examples]

@@ -23,7 +23,7 @@ from transformers import DataCollatorForSeq2Seq, Trainer, set_seed
 from common.answers import IGNORED, AnswerData, Row, generated, model_for, to_be_scored, tokenizer_for
 from common.arguments import parse
 from common.chats import ChatTemplate, Message, rendered, use_template
-from common.classification import LabelWords, beginning, label_words
+from common.classification import LabelWords, beginnings, label_words
 from common.data import labelled, public_labels
 from common.rates import check_batch
 from common.results import CONTINUE, Scores, measured, train_and_report
@@ -127,14 +127,7 @@ def read(name: str, split: str, recipe: RecipeArguments, tokenizer: Any, names: 
         ids: list[int] = tokenizer(before, add_special_tokens=False)["input_ids"]
         return ids
 
-    room = recipe.max_length - len(prompt("")) - longest
-    if room < 1:
-        raise ConfigurationError(
-            f"--max_length {recipe.max_length}.",
-            why=f"the longest answer and what stands around a text take {recipe.max_length - room} tokens.",
-            fix="raise it, or shorten --system.",
-        )
-    texts = [beginning(text, tokenizer, room) for text in columns["text"]]
+    texts = beginnings(name, columns["text"], tokenizer, recipe.max_length, len(prompt("")) + longest)
     return Questions(texts, [prompt(text) for text in texts], columns["labels"], columns.get("group"))
 
 

@@ -39,8 +39,9 @@ from common.classification import (
     LabelWords,
     adapted,
     apart,
-    beginning,
+    beginnings,
     by_length,
+    check_positions,
     label_words,
 )
 from common.data import labelled, public_labels
@@ -96,18 +97,22 @@ def verbalised(recipe: RecipeArguments, names: list[str]) -> list[str]:
 def infilled(path: str, split: str, recipe: RecipeArguments, tokenizer: Any, names: list[str]) -> Dataset:
     """Texts in the template as token ids, with label numbers. Long texts are cut, the template is not."""
     columns, mask = labelled(path, split, recipe, names), tokenizer.mask_token
-    room = recipe.max_length - len(tokenizer(recipe.template.format(text="", mask=mask))["input_ids"])
-    filled = []
-    for given in columns.pop("text"):
-        text = beginning(given.replace(mask, " "), tokenizer, room)
-        filled.append(recipe.template.format(text=text, mask=mask))
+    around = len(tokenizer(recipe.template.format(text="", mask=mask))["input_ids"])
+    given = [text.replace(mask, " ") for text in columns.pop("text")]
+    texts = beginnings(path, given, tokenizer, recipe.max_length, around)
+    filled = [recipe.template.format(text=text, mask=mask) for text in texts]
     return Dataset.from_dict({**tokenizer(filled), **columns})
 
 
-def build(recipe: RecipeArguments, tokenizer: Any, words: list[str]) -> nn.Module:
-    """The masked language model, with one output row for each label in place of the vocabulary's."""
+def build(recipe: RecipeArguments, tokenizer: Any, words: list[str], longest: int = 0) -> nn.Module:
+    """The masked language model, with one output row for each label in place of the vocabulary's.
+
+    Args:
+        longest: of the texts, in tokens.
+    """
     model, loading = pretrained(AutoModelForMaskedLM, recipe.model, output_loading_info=True)
     model.eval()
+    check_positions(model, longest)
     if loading["missing_keys"]:
         raise UnsupportedModelError(
             f"{recipe.model} has no trained masked language modelling head.",
@@ -183,6 +188,7 @@ def main() -> None:
     files = {"train": recipe.train_file, "test": recipe.test_file}
     train, test = (by_length(infilled(path, split, recipe, tokenizer, names)) for split, path in files.items())
     train, test, groups = apart(train, test)
+    longest = max(len(ids) for rows in (train, test) for ids in rows["input_ids"])
     check_batch(arguments, privacy, len(train))
 
     def make(kind: type[Trainer], model: nn.Module, **others: Any) -> Trainer:
@@ -197,7 +203,7 @@ def main() -> None:
         )
 
     train_and_report(
-        build(recipe, tokenizer, verbalised(recipe, names)),
+        build(recipe, tokenizer, verbalised(recipe, names), longest),
         make,
         lambda trainer: scored_by_label(trainer, test),
         arguments,

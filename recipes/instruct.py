@@ -1,12 +1,14 @@
 """Chat-format supervised fine-tuning: a causal language model learns the assistant's answers, and nothing else.
 
-Rows have `messages` (role and content), or `prompt` and `completion` (text, or messages). The tokenizer's chat template
-renders them; the loss is on the answers, each up to its end. The privacy unit is a row: one conversation.
+Rows have `messages` (role and content), or `prompt` and `completion` (text, or messages), and may have `tools`. The
+tokenizer's chat template renders them; the loss is on the answers, each up to its end. The privacy unit is a row: one
+conversation.
 """
 
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,12 +22,13 @@ from common.answers import (
     labelled_row,
     model_for,
     scored_answers,
+    shortened,
     to_be_scored,
     tokenizer_for,
     with_an_answer,
 )
 from common.arguments import parse
-from common.chats import ChatTemplate, Message, rendered, use_template
+from common.chats import ChatTemplate, Message, rendered, tools_of, use_template
 from common.data import read_rows
 from common.rates import check_batch
 from common.results import CONTINUE, train_and_report
@@ -61,11 +64,11 @@ def conversation(row: dict[str, Any]) -> tuple[list[Message], int]:
     return messages, first
 
 
-def encoded(row: dict[str, Any], tokenizer: Any, recipe: RecipeArguments) -> Row:
+def encoded(row: dict[str, Any], tokenizer: Any) -> Row:
     """Token ids, with labels on the answers; what follows the last answer is left out."""
-    parts = rendered(*conversation(row), tokenizer)
+    parts = rendered(*conversation(row), tokenizer, tools_of(row))
     ids = [(tokenizer(text, add_special_tokens=False)["input_ids"], is_answer) for text, is_answer in parts]
-    return labelled_row(ids, recipe.max_length)
+    return labelled_row(ids)
 
 
 def read(name: str, split: str, recipe: RecipeArguments) -> list[dict[str, Any]]:
@@ -84,21 +87,23 @@ def read(name: str, split: str, recipe: RecipeArguments) -> list[dict[str, Any]]
 
 
 def encode_all(rows: list[dict[str, Any]], name: str, tokenizer: Any, recipe: RecipeArguments) -> list[Row]:
-    """All rows, encoded; an error names the row."""
-    out = []
-    for number, row in enumerate(rows):
-        try:
-            out.append(encoded(row, tokenizer, recipe))
-        except ConfigurationError as error:
-            which = f"{row_in_words(number)} of {name}"
-            raise ConfigurationError(f"{which}: {error.found}", why=error.why, fix=error.fix) from error
-        except (jinja2.TemplateError, AttributeError, LookupError, TypeError, ValueError) as error:
-            raise ConfigurationError(
-                f"{row_in_words(number)} of {name} is no conversation that the chat template can render ({error}).",
-                why="all rows take part, or the sampling probability would be another one.",
-                fix="correct or take out the row; templates differ in the roles and orders they admit.",
-            ) from error
-    return out
+    """All rows, encoded and cut to their length; an error names the row."""
+
+    def each() -> Iterator[Row]:
+        for number, row in enumerate(rows):
+            try:
+                yield encoded(row, tokenizer)
+            except ConfigurationError as error:
+                which = f"{row_in_words(number)} of {name}"
+                raise ConfigurationError(f"{which}: {error.found}", why=error.why, fix=error.fix) from error
+            except (jinja2.TemplateError, AttributeError, LookupError, TypeError, ValueError) as error:
+                raise ConfigurationError(
+                    f"{row_in_words(number)} of {name} is no conversation that the chat template can render ({error}).",
+                    why="all rows take part, or the sampling probability would be another one.",
+                    fix="correct or take out the row; templates differ in the roles and orders they admit.",
+                ) from error
+
+    return shortened(each(), name, recipe.max_length)
 
 
 def answered(trainer: Trainer, tokenizer: Any, rows: list[dict[str, Any]], recipe: RecipeArguments) -> None:
@@ -106,7 +111,8 @@ def answered(trainer: Trainer, tokenizer: Any, rows: list[dict[str, Any]], recip
     for row in random.Random(trainer.args.seed).sample(rows, min(recipe.samples, len(rows))):
         messages, _ = conversation(row)
         last = max(i for i, message in enumerate(messages) if message["role"] == "assistant")
-        text = tokenizer.apply_chat_template(messages[:last], tokenize=False, add_generation_prompt=True)
+        asked = {"tools": tools_of(row), "tokenize": False, "add_generation_prompt": True}
+        text = tokenizer.apply_chat_template(messages[:last], **asked)
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]
         print(f"{text}\n    {continued(trainer, tokenizer, [ids], recipe.max_new_tokens)[0]}")
 

@@ -6,6 +6,7 @@ the description with one value of the table in the place of another. The privacy
 
 from __future__ import annotations
 
+import json
 import random
 import re
 from dataclasses import dataclass, field, fields
@@ -18,12 +19,14 @@ from trl import DPOConfig, DPOTrainer
 
 from common.answers import AnswerData, model_for, to_be_scored, tokenizer_for
 from common.arguments import parse
+from common.chats import tools_of
 from common.data import read_rows
 from common.rates import check_batch
 from common.results import CONTINUE, Scores, train_and_report
 from hf_dp import DPTrainer
 from hf_dp.data.files import check_columns
 from hf_dp.errors import ConfigurationError
+from hf_dp.figures import row_in_words
 from hf_dp.training.trainer import DPTrainerMixin
 
 # Of E2E's slots, as its authors list them: a list made from the rows would put one row's words into another.
@@ -98,7 +101,19 @@ def pairs(name: str, split: str, recipe: RecipeArguments, most: int | None) -> D
     if rows and {"chosen", "rejected"} <= rows[0].keys():
         columns = [key for key in ("prompt", "chosen", "rejected") if key in rows[0]]
         check_columns(name, rows, (), columns, fix="correct or take out the row.")
-        return Dataset.from_list([{key: row[key] for key in columns} for row in rows])
+        has_tools = any(row.get("tools") for row in rows)
+        is_text = [[isinstance(row[key], str) for key in columns] for row in rows]
+        if other := next((i for i, row in enumerate(is_text) if row != is_text[0]), None):
+            raise ConfigurationError(
+                f"{row_in_words(other)} of {name} has texts where {row_in_words(0)} has messages, or the reverse.",
+                why="one way of rendering them is taken for all.",
+                fix="write all rows as texts, or all as lists of messages.",
+            )
+        # As JSON: Arrow would put the fields of one row's tools into those of all others.
+        told = [{"tools": json.dumps(tools_of(row))} if has_tools else {} for row in rows]
+        return Dataset.from_list(
+            [{key: row[key] for key in columns} | more for row, more in zip(rows, told, strict=True)]
+        )
     fix = "give rows with prompt, chosen and rejected; or name those of tables with --table_column and --text_column."
     check_columns(name, rows, (recipe.table_column, recipe.text_column), fix=fix)
     tables = ((row[recipe.table_column], row[recipe.text_column]) for row in rows)

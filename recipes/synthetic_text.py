@@ -35,7 +35,7 @@ from common.base_models import Trained, generating, language_model
 from common.best_draws import best_draws
 from common.classification import by_length
 from common.corpus_quality import encoded_by, judge
-from common.data import LabelledData, labelled, public_labels
+from common.data import LabelledData, labelled, public_labels, tell_of_cuts
 from common.hub_names import pretrained
 from common.labelled_texts import (
     Texts,
@@ -162,9 +162,10 @@ def prompts(tokenizer: Any, names: Sequence[str], recipe: RecipeArguments) -> li
     return [start + tokenizer(prompt(name, recipe), add_special_tokens=False)["input_ids"] for name in names]
 
 
-def rows(texts: Texts, tokenizer: Any, before: Sequence[list[int]], max_length: int) -> Dataset:
-    """Label and text as token ids; only the text is to be predicted."""
-    encoded = tokenizer(texts.texts, add_special_tokens=False, truncation=True, max_length=max_length)["input_ids"]
+def rows(name: str, texts: Texts, tokenizer: Any, before: Sequence[list[int]], max_length: int) -> Dataset:
+    """Label and text of a file's rows as token ids; only the text is to be predicted."""
+    encoded = tokenizer(texts.texts, add_special_tokens=False, verbose=False)["input_ids"]
+    tell_of_cuts(name, (len(ids) + 1 for ids in encoded), max_length)
     made: dict[str, list[list[int]]] = {"input_ids": [], "labels": []}
     for ids, label in zip(encoded, texts.labels, strict=True):
         ids = [*ids, tokenizer.eos_token_id][:max_length]
@@ -239,7 +240,10 @@ def main() -> None:
     set_seed(arguments.seed)
     model, tokenizer = build(recipe, names, bf16=arguments.bf16)
     before = prompts(tokenizer, names, recipe)
-    learnt, held_out = (rows(texts, tokenizer, before, recipe.max_length) for texts in (train, test))
+    learnt, held_out = (
+        rows(files[split], texts, tokenizer, before, recipe.max_length)
+        for split, texts in (("train", train), ("test", test))
+    )
     learnt = by_length(learnt)
     few = min(recipe.max_test_examples or len(held_out), len(held_out))
     scored = [i * len(held_out) // few for i in range(few)]

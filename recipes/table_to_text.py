@@ -19,6 +19,7 @@ from common.answers import (
     labelled_row,
     model_for,
     scored_answers,
+    shortened,
     to_be_scored,
     tokenizer_for,
     with_an_answer,
@@ -71,7 +72,7 @@ def encoded(row: dict[str, Any], tokenizer: Any, recipe: RecipeArguments) -> Row
     before = asked(row[recipe.table_column], recipe)
     answer = row[recipe.text_column] if before[-1:].isspace() else f" {row[recipe.text_column]}"
     parts = [(tokens(before, tokenizer), False), ([*tokens(answer, tokenizer), tokenizer.eos_token_id], True)]
-    return labelled_row(parts, recipe.max_length)
+    return labelled_row(parts)
 
 
 def grouped(rows: list[dict[str, Any]], recipe: RecipeArguments) -> list[str] | None:
@@ -128,7 +129,10 @@ def main() -> None:
     )
     set_seed(arguments.seed)
     tokenizer = tokenizer_for(recipe)
-    training, held_out = ([encoded(row, tokenizer, recipe) for row in part] for part in (train, test))
+    training, held_out = (
+        shortened((encoded(row, tokenizer, recipe) for row in part), name, recipe.max_length)
+        for part, name in ((train, recipe.train_file), (test, recipe.test_file))
+    )
     training = [training[i] for i in with_an_answer(training, recipe.train_file)]
     kept = with_an_answer(held_out, recipe.test_file)
     held_out, test = [held_out[i] for i in kept], [test[i] for i in kept]

@@ -211,7 +211,8 @@ def _bad_collator(name: str, problem: str) -> ConfigurationError:
         why="each example's gradient is clipped on its own, so each must have its own row; packed or padding-free rows "
         "and values shared between examples mix them.",
         fix="use a padding collator (for example transformers.DataCollatorWithPadding) with return_tensors='pt', "
-        "without packing or padding_free, that returns tensors of shape (examples, ...) only.",
+        "without packing or padding_free, that returns tensors of shape (examples, ...) only. Several images of an "
+        "example are its row (examples, images, ...), for models that take them so; others take one each.",
     )
 
 

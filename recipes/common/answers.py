@@ -17,6 +17,7 @@ from transformers import AutoTokenizer, Trainer
 
 from common.arguments import Comparison, TextArguments
 from common.base_models import Trained, generating, language_model
+from common.data import tell_of_cuts
 from common.hub_names import pretrained
 from common.language_models import characters, small_gpt2
 from common.results import Scores, scored_by_loss
@@ -77,14 +78,24 @@ def model_for(recipe: AnswerData, tokenizer: Any, *, bf16: bool) -> Any:
     return language_model(recipe.model, recipe, bf16=bf16)
 
 
-def labelled_row(parts: Iterable[tuple[list[int], bool]], max_length: int) -> Row:
-    """Token ids in parts, of which some are answers: labels on those only, all cut off after `max_length`."""
+def labelled_row(parts: Iterable[tuple[list[int], bool]]) -> Row:
+    """Token ids in parts, of which some are answers: labels on those only."""
     ids: list[int] = []
     labels: list[int] = []
     for part, is_answer in parts:
         ids += part
         labels += part if is_answer else [IGNORED] * len(part)
-    return {"input_ids": ids[:max_length], "labels": labels[:max_length]}
+    return {"input_ids": ids, "labels": labels}
+
+
+def shortened(rows: Iterable[Row], name: str, max_length: int) -> list[Row]:
+    """The rows, cut off after so many tokens; says how many are."""
+    cut, lengths = [], []
+    for row in rows:
+        lengths.append(len(row["input_ids"]))
+        cut.append({column: values[:max_length] for column, values in row.items()})
+    tell_of_cuts(name, lengths, max_length)
+    return cut
 
 
 def with_an_answer(rows: list[Row], name: str) -> list[int]:
@@ -103,7 +114,9 @@ def with_an_answer(rows: list[Row], name: str) -> list[int]:
             fix="raise --max_length, or check the columns.",
         )
     if len(kept) < len(rows):
-        print(f"{name}: {len(rows) - len(kept)} of {len(rows)} rows have no answer within max_length and are left out")
+        print(
+            f"{name}: {len(rows) - len(kept)} of {len(rows)} rows have no answer, or none within max_length: left out"
+        )
     return kept
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,7 +38,27 @@ def use_template(tokenizer: Any, recipe: Any) -> None:
         )
 
 
-def rendered(messages: list[Message], first: int, tokenizer: Any) -> list[tuple[str, bool]]:
+def tools_of(row: dict[str, Any]) -> list[Any] | None:
+    """What a row's column `tools` offers to the assistant, as a list or as JSON.
+
+    Raises:
+        ConfigurationError: it is something else.
+    """
+    tools = row.get("tools") or None
+    with contextlib.suppress(ValueError):
+        tools = json.loads(tools) if isinstance(tools, str) else tools
+    if not isinstance(tools, list | None):
+        raise ConfigurationError(
+            "tools are not a list, nor JSON of one.",
+            why="the chat template tells the assistant of each.",
+            fix="write a list of JSON schemas, or leave the column out.",
+        )
+    return tools or None
+
+
+def rendered(
+    messages: list[Message], first: int, tokenizer: Any, tools: list[Any] | None = None
+) -> list[tuple[str, bool]]:
     """A conversation as text in parts, of which some are answers: an answer is what follows the generation prompt.
 
     White space after an answer belongs to what comes next. Found by rendering the conversation up to each answer, so
@@ -44,13 +66,14 @@ def rendered(messages: list[Message], first: int, tokenizer: Any) -> list[tuple[
 
     Args:
         first: answers before this message are not learnt.
+        tools: that the assistant is told of.
 
     Raises:
         ConfigurationError: the template does not render the beginning of a conversation as it does the whole.
     """
 
     def render(part: list[Message], **options: Any) -> str:
-        text: str = tokenizer.apply_chat_template(part, tokenize=False, **options)
+        text: str = tokenizer.apply_chat_template(part, tools=tools, tokenize=False, **options)
         return text
 
     whole, parts, done = render(messages), [], 0

@@ -12,7 +12,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModel, PreTrainedModel
 from transformers.modeling_outputs import SequenceClassifierOutput
 
-from common.data import LabelledData, labelled
+from common.data import LabelledData, labelled, tell_of_cuts
 from common.files import json_of
 from common.hub_names import pretrained
 from common.plain_classifier import TRAINING_FORM, TrainingForm, check_plain_form, pooled, seen_from, take_over
@@ -115,9 +115,11 @@ def read(
 ) -> Dataset:
     """Texts as token ids, with label numbers, and groups, or the column of units, where they are asked for."""
     columns = labelled(path, split, recipe, names, unit)
-    return Dataset.from_dict(
-        {**tokenizer(columns.pop("text"), truncation=True, max_length=recipe.max_length), **columns}
-    )
+    texts = columns.pop("text")
+    parts = (texts[i : i + 1000] for i in range(0, len(texts), 1000))  # whole texts may be long
+    lengths = (len(ids) for part in parts for ids in tokenizer(part, verbose=False)["input_ids"])
+    tell_of_cuts(path, lengths, recipe.max_length)
+    return Dataset.from_dict({**tokenizer(texts, truncation=True, max_length=recipe.max_length), **columns})
 
 
 def label_words(recipe: LabelWords, names: list[str]) -> list[str]:
@@ -139,10 +141,45 @@ def label_words(recipe: LabelWords, names: list[str]) -> list[str]:
     return [str(words[name]).strip() for name in names]
 
 
-def beginning(text: str, tokenizer: Any, tokens: int) -> str:
-    """The text as far as its first so many tokens go."""
-    ends = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"][:tokens]
-    return text[: ends[-1][1] if ends else 0]
+def beginnings(name: str, texts: list[str], tokenizer: Any, max_length: int, around: int) -> list[str]:
+    """The texts of a file, each as far as its first tokens go; says how many are cut.
+
+    Args:
+        around: tokens that stand around a text, of `max_length` in all.
+
+    Raises:
+        ConfigurationError: nothing would be left of a text.
+    """
+    tokens = max_length - around
+    if tokens < 1:
+        raise ConfigurationError(
+            f"--max_length {max_length}.",
+            why=f"what stands around a text takes {around} tokens.",
+            fix="raise it, or let less stand around a text.",
+        )
+    options = {"add_special_tokens": False, "return_offsets_mapping": True, "verbose": False}
+    made, lengths = [], []
+    for text in texts:
+        ends = tokenizer(text, **options)["offset_mapping"]
+        lengths.append(len(ends))
+        made.append(text[: ends[:tokens][-1][1] if ends else 0])
+    tell_of_cuts(name, lengths, tokens)
+    return made
+
+
+def check_positions(model: PreTrainedModel, longest: int) -> None:
+    """Refuses texts of more tokens than an encoder has positions (`ConfigurationError`)."""
+    table = getattr(getattr(model.base_model, "embeddings", None), "position_embeddings", None)
+    if not isinstance(table, torch.nn.Embedding):
+        return
+    # RoBERTa counts from the one after that of padding.
+    most = table.num_embeddings - (0 if table.padding_idx is None else table.padding_idx + 1)
+    if longest > most:
+        raise ConfigurationError(
+            f"texts of up to {longest} tokens with an encoder of {most} positions.",
+            why="it cannot read longer texts, and nothing would cut them where the saved model is used.",
+            fix=f"take --max_length {most} or less, or an encoder for longer texts.",
+        )
 
 
 def by_length(texts: Dataset) -> Dataset:
@@ -161,6 +198,7 @@ def apart(train: Dataset, test: Dataset) -> tuple[Dataset, Dataset, list[str] | 
 def build(recipe: EncoderClassifier, tokenizer: Any, names: list[str]) -> torch.nn.Module:
     """The model, its head made of the label names' embeddings."""
     encoder = pretrained(AutoModel, recipe.encoder, dtype=torch.float32).eval()
+    check_positions(encoder, recipe.max_length)
     batch = tokenizer([name.replace("_", " ").lower() for name in names], padding=True, return_tensors="pt")
     with torch.no_grad():
         embeddings = pooled(encoder, batch["input_ids"], batch["attention_mask"])

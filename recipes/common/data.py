@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -91,8 +92,15 @@ class LabelledData(TextArguments):
     compare_without_privacy: bool = field(
         default=False, metadata={"help": "Train once more with the ordinary Trainer, for the gap to it."}
     )
-    max_length: int = 64
+    max_length: int = field(default=64, metadata={"help": "Of a text, in tokens; the rest is cut off."})
     max_examples: int | None = field(default=None, metadata={"help": "Use only the first so many of each split."})
+
+
+def tell_of_cuts(name: str, lengths: Iterable[int], longest: int, option: str = "--max_length") -> None:
+    """Prints how many of the texts are longer than what is read of each."""
+    each = list(lengths)
+    if longer := sum(length > longest for length in each):
+        print(f"{name}: {longer} of {len(each)} rows are cut off after {longest} tokens ({option})")
 
 
 def public_labels(recipe: LabelledData) -> list[str]:

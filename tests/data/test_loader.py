@@ -256,6 +256,10 @@ class TestCollator:
         ("returned", "message"),
         [
             ({"input_ids": torch.zeros(1, 30)}, r"'input_ids' of shape \(1, 30\) for 2 examples"),
+            (
+                {"pixel_values": torch.zeros(3, 3, 8, 8)},
+                r"'pixel_values' of shape(?=.*images of an example)",
+            ),
             ({"x": torch.zeros(2, 3), "position_ids": torch.zeros(1, 3)}, r"'position_ids' of shape \(1, 3\)"),
             ({"x": torch.zeros(2), "num_items_in_batch": torch.tensor(9)}, "single number 'num_items_in_batch' for 2"),
             ({"x": torch.zeros(0)}, r"'x' of shape \(0,\)"),

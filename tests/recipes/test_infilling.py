@@ -110,7 +110,9 @@ def test_the_words_of_a_label_can_be_given(infilling, masked_directory, question
         infilling.verbalised(recipe, LABELS)
 
 
-def test_long_texts_are_cut_and_each_keeps_its_one_mask(infilling, masked_directory, questions_directory, tmp_path):
+def test_long_texts_are_cut_and_each_keeps_its_one_mask(
+    infilling, masked_directory, questions_directory, tmp_path, capsys
+):
     path = tmp_path / "long.csv"
     with path.open("w", newline="", encoding="utf-8") as file:
         texts = ["my card " * 50, "a [MASK] of my own", "", "{mask} {text}"]
@@ -122,3 +124,9 @@ def test_long_texts_are_cut_and_each_keeps_its_one_mask(infilling, masked_direct
     assert max(map(len, rows["input_ids"])) == 32
     tail = tokenizer("It was about [MASK].")["input_ids"][-4:]
     assert all(ids[-4:] == tail for ids in rows["input_ids"])
+    assert f"{path}: 1 of 4 rows are cut off after " in capsys.readouterr().out
+    recipe.max_length = 6
+    with pytest.raises(ConfigurationError, match="what stands around a text takes 7 tokens"):
+        infilling.infilled(str(path), "train", recipe, tokenizer, LABELS)
+    with pytest.raises(ConfigurationError, match="an encoder of 128 positions"):
+        infilling.build(recipe, tokenizer, infilling.verbalised(recipe, LABELS), 129)

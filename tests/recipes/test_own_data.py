@@ -9,7 +9,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import PretrainedConfig
+from transformers import (
+    AutoModel,
+    AutoTokenizer,
+    BertConfig,
+    ModernBertConfig,
+    PretrainedConfig,
+    RobertaConfig,
+)
 
 from hf_dp.errors import ConfigurationError
 
@@ -42,6 +49,32 @@ def test_quotes_in_tsv_are_text_and_take_in_no_row(part, tmp_path):
     file.write_text('text\tlabel\n"one two three"\tx\nfour\tx\n', encoding="utf-8")
     with pytest.raises(ConfigurationError, match="is quoted as in CSV"):
         read_rows(str(file), split="train", columns=("text",))
+
+
+def test_long_texts_are_cut_off_and_said(part, questions_directory, encoder_directory, capsys):
+    recipe, path = part("classify").RecipeArguments, str(questions_directory / "test.csv")
+    tokenizer = AutoTokenizer.from_pretrained(encoder_directory)
+    given = recipe(train_file=path, test_file=path, encoder=str(encoder_directory), label_column="label")
+    read, names = part("common.classification").read, ["card_lost", "cash_fee", "top_up"]
+    lengths = [len(ids) for ids in read(path, "test", given, tokenizer, names)["input_ids"]]
+    assert not capsys.readouterr().out
+    given.max_length = 8
+    cut = read(path, "test", given, tokenizer, names)["input_ids"]
+    assert [len(ids) for ids in cut] == [min(8, length) for length in lengths]
+    longer = sum(length > 8 for length in lengths)
+    assert f"{path}: {longer} of 30 rows are cut off after 8 tokens (--max_length)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("config", "most"), [(BertConfig, 20), (RobertaConfig, 18), (ModernBertConfig, None)])
+def test_texts_for_which_an_encoder_has_no_positions(config, most, part):
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8}
+    model = AutoModel.from_config(config(vocab_size=9, max_position_embeddings=20, pad_token_id=1, **sizes))
+    check = part("common.classification").check_positions
+    check(model, most or 1000)
+    if most is not None:
+        model(torch.full((1, most), 3))
+        with pytest.raises(ConfigurationError, match=f"take --max_length {most} or less"):
+            check(model, most + 1)
 
 
 def test_features_are_computed_once_of_the_same_texts_and_weights_and_never_of_others(part, tmp_path):

@@ -108,7 +108,7 @@ def test_refusals(recipe, arguments, tokenizer):
     recipe.answers(["card", "top up"], tokenizer, arguments())
     with pytest.raises(ConfigurationError, match=r"(?s)with its label \(no system\).*leave out --system"):
         recipe.answers(["card", "top up"], tokenizer, arguments(system="Hi"))
-    with pytest.raises(ConfigurationError, match=r"(?s)--max_length 12.*what stands around a text take"):
+    with pytest.raises(ConfigurationError, match=r"(?s)--max_length 12.*what stands around a text takes"):
         recipe.read(arguments().test_file, "test", arguments(max_length=12), tokenizer, LABELS, 4)
 
 

@@ -23,7 +23,7 @@ RECIPE = SimpleNamespace(max_length=512)
 
 def learnt(instruct, tokenizer, messages) -> list[str]:
     """The answers that are learnt, decoded, each up to where it ends."""
-    row = instruct.encoded({"messages": messages}, tokenizer, RECIPE)
+    row = instruct.encoded({"messages": messages}, tokenizer)
     spans, before = [], instruct.IGNORED
     for token, label in zip(row["input_ids"], row["labels"], strict=True):
         assert label in (token, instruct.IGNORED)
@@ -54,12 +54,30 @@ def test_assistants_are_learnt_and_nobody_else(template, instruct):
     assert learnt(instruct, tokenizer, [ASKED]) == []
 
 
+def test_an_assistant_is_told_of_the_tools_of_its_row_alone(instruct):
+    tokenizer, tools = a_chat_tokenizer(), [{"type": "function", "function": {"name": "So"}}]
+    tokenizer.chat_template = "{% if tools %}{{ 'Why?So.' }}{% endif %}" + tokenizer.chat_template
+    row = {"messages": [ASKED, ANSWERED]}
+    plain, *told = (
+        instruct.encoded({**row, **more}, tokenizer)
+        for more in ({}, {"tools": tools}, {"tools": json.dumps(tools)}, {"tools": None}, {"tools": "[]"})
+    )
+    before = tokenizer("Why?So.", add_special_tokens=False)["input_ids"]
+    assert (
+        told[0]
+        == told[1]
+        == {"input_ids": before + plain["input_ids"], "labels": [-100] * len(before) + plain["labels"]}
+    )
+    assert told[2] == told[3] == plain
+
+
 @pytest.mark.parametrize(
     ("row", "words"),
     [
         ({"messages": [{"from": "human", "value": "Why?"}]}, "each with role and content"),
         ({"messages": json.dumps([ASKED, ANSWERED])}, "each with role and content"),
         ({"messages": ["Why?", "So."]}, "each with role and content"),
+        ({"messages": [ASKED, ANSWERED], "tools": "So."}, "tools are not a list, nor JSON of one"),
         ({"messages": []}, "no messages, and no prompt with a completion"),
         ({"prompt": "Why?"}, "no messages, and no prompt with a completion"),
         ({"prompt": "Why?", "completion": None}, "no conversation that the chat template can render"),
@@ -91,6 +109,13 @@ def test_pairs_of_chats_need_no_prompt_of_their_own(part, tmp_path):
     assert preferences.a_prompt_like(pairs) == [{"role": "user", "content": "A question."}]
     file.write_text(json.dumps({"prompt": "a", **row}) + "\n" + json.dumps(row), encoding="utf-8")
     with pytest.raises(ConfigurationError, match="nothing in column 'prompt' of row 1"):
+        preferences.pairs(str(file), "train", recipe, None)
+    tools = [{"type": "function", "function": {"name": "So"}}]
+    file.write_text(json.dumps({**row, "tools": tools}) + "\n" + json.dumps(row), encoding="utf-8")
+    assert preferences.pairs(str(file), "train", recipe, None)["tools"] == [json.dumps(tools), "null"]
+    texts = {"chosen": "a", "rejected": "b"}
+    file.write_text(json.dumps(row) + "\n" + json.dumps(texts), encoding="utf-8")
+    with pytest.raises(ConfigurationError, match="row 1 .* has texts where row 0 .* has messages, or the reverse"):
         preferences.pairs(str(file), "train", recipe, None)
     file.write_text('{"prompt": "a", "good": "b"}', encoding="utf-8")
     with pytest.raises(ConfigurationError, match="give rows with prompt, chosen and rejected"):

@@ -227,9 +227,8 @@ def chat_tokenizer(request):
 
 def test_what_is_trained_of_a_conversation_decoded(instruct, chat_tokenizer):
     """Each answer and its end, after the very tokens that it is asked with; padding is no end of a turn."""
-    recipe = SimpleNamespace(max_length=512)
     rows = [
-        instruct.encoded({"messages": messages}, chat_tokenizer, recipe)
+        instruct.encoded({"messages": messages}, chat_tokenizer)
         for messages in (
             CONVERSATION,
             CONVERSATION[:2],
@@ -250,11 +249,14 @@ def test_what_is_trained_of_a_conversation_decoded(instruct, chat_tokenizer):
     assert chat_tokenizer.decode(rows[0]["labels"][len(prompt) :]) == "A plum." + end
 
 
-def test_an_answer_that_is_cut_off_is_trained_as_far_as_it_goes(instruct, chat_tokenizer):
-    row = instruct.encoded({"messages": CONVERSATION}, chat_tokenizer, SimpleNamespace(max_length=512))
+def test_an_answer_that_is_cut_off_is_trained_as_far_as_it_goes_and_said(instruct, chat_tokenizer, capsys):
+    rows = [{"messages": CONVERSATION}]
+    (row,) = instruct.encode_all(rows, "a.jsonl", chat_tokenizer, SimpleNamespace(max_length=512))
+    assert not capsys.readouterr().out
     first = next(i for i, label in enumerate(row["labels"]) if label != -100)
-    cut = instruct.encoded({"messages": CONVERSATION}, chat_tokenizer, SimpleNamespace(max_length=first + 2))
+    (cut,) = instruct.encode_all(rows, "a.jsonl", chat_tokenizer, SimpleNamespace(max_length=first + 2))
     assert cut["labels"] == [-100] * first + row["labels"][first : first + 2]
+    assert f"a.jsonl: 1 of 1 rows are cut off after {first + 2} tokens" in capsys.readouterr().out
 
 
 def test_a_template_that_changes_what_it_rendered_before(instruct, causal_directory):
