@@ -20,7 +20,7 @@ from hf_dp.errors import PreflightError
 from hf_dp.losses import per_example_losses
 from hf_dp.per_example.padding import check_padding
 from tests.architectures import CONFIGS, VOCABULARY
-from tests.zoo import adapted, tiny
+from tests.zoo import adapted, tiny, with_dropout
 
 TEXTS = [[4, 3], [5, 6, 7], [8, 9, 10, 11, 12]]
 Collate = Callable[[list[list[int]]], dict[str, Tensor]]
@@ -187,8 +187,13 @@ def test_rounding_in_float32_is_no_leak(leak: float) -> None:
         check_padding(model, losses, TEXTS, collator())
 
 
-@pytest.mark.parametrize(("dtype", "times"), [(torch.float32, 2), (torch.bfloat16, 1)])
-def test_failure_30_what_is_not_finite_beside_a_longer_row_is_no_rounding(dtype: torch.dtype, times: int) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "times", "autocast"),
+    [(torch.float32, 2, False), (torch.bfloat16, 1, False), (torch.float32, 1, True), (torch.float32, 0.5, True)],
+)
+def test_failure_30_what_is_not_finite_beside_a_longer_row_is_no_rounding(
+    dtype: torch.dtype, times: float, autocast: bool
+) -> None:
     """A mask that is added twice is beyond float32, and once beyond bf16: what sees nothing but padding is no number,
     and spreads."""
 
@@ -196,14 +201,28 @@ def test_failure_30_what_is_not_finite_beside_a_longer_row_is_no_rounding(dtype:
         embedded, mask = model.get_input_embeddings()(batch["input_ids"]), batch["attention_mask"]
         hidden = (mask.eq(0)[:, None] | torch.ones(mask.shape[1], mask.shape[1]).triu(1).bool()).to(embedded.dtype)
         far = times * (torch.finfo(torch.float32).min * hidden)
-        attended = (embedded @ embedded.mT + far).softmax(-1) @ embedded
-        labels = batch["labels"].masked_fill(mask.cumsum(1).eq(1), -100)  # of what nothing comes before
-        return per_example_losses(model, {"inputs_embeds": attended, "attention_mask": mask, "labels": labels})
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            attended = torch.baddbmm(far, embedded, embedded.mT).softmax(-1) @ embedded
+            labels = batch["labels"].masked_fill(mask.cumsum(1).eq(1), -100)  # of what nothing comes before
+            given = {"inputs_embeds": attended, "attention_mask": mask, "labels": labels}
+            return per_example_losses(model, given)
 
     model = tiny("llama", "causal_lm", dtype)
-    with pytest.raises(PreflightError, match="in one of both no number"):
-        check_padding(model, losses, TEXTS, collator("left"))
     check_padding(model, losses, TEXTS, collator())
+    if times < 1:
+        check_padding(model, losses, TEXTS, collator("left"))
+    else:
+        with pytest.raises(PreflightError, match="in one of both no number"):
+            check_padding(model, losses, TEXTS, collator("left"))
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_checkpoints_with_dropout_in_16_bits(use_reentrant: bool) -> None:
+    """What is left out in the forward pass is not to come when it is computed again."""
+    model: Any = with_dropout(tiny("llama", "causal_lm", torch.bfloat16))
+    model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+    model.enable_input_require_grads()
+    check_padding(model, per_example_losses, TEXTS, collator())
 
 
 def test_a_model_that_cannot_compute_in_float64_is_told_what_leaks_in_float32() -> None:
