@@ -49,10 +49,10 @@ def check_padding(
     """Checks that an example's gradient and loss are the same alone and beside the others, longer and shorter.
 
     Everything is computed in float32 (before it is refused, in float64 as well) with dropout off, in the mode that
-    the model is in; a model that draws other random numbers, in eval mode. With 16-bit weights, or under autocast, less
-    is finite: there it is computed as it is trained too, and seen whether it is finite. What a collator draws at random (masked
-    language modelling), or what prepares its batches, cannot be drawn again for the example alone; there its row of the
-    batch is cut to the length that it has alone, on one side or the other.
+    the model is in; a model that draws other random numbers, in eval mode. With 16-bit weights, or under autocast,
+    less is finite: there it is computed as it is trained too, and seen whether it is finite. What a collator draws at
+    random (masked language modelling), or what prepares its batches, cannot be drawn again for the example alone; there
+    its row of the batch is cut to the length that it has alone, on one side or the other.
 
     Args:
         examples: two or more, of different lengths where possible, the shortest first: what a short one leaves behind

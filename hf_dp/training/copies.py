@@ -40,6 +40,8 @@ class _AsLeft(NamedTuple):
 # What trainings have left, also of models that are gone.
 _LEFT: dict[_Known, _Left] = {}
 _AS_LEFT: Any = WeakTensorKeyDictionary()
+# The same by trainer, and by name: for a model that was put in the place of what it has trained.
+_BY_NAME: weakref.WeakKeyDictionary[Any, dict[str, _AsLeft]] = weakref.WeakKeyDictionary()
 
 
 def few_of(p: Tensor) -> Tensor | None:
@@ -66,25 +68,35 @@ def note_left(
 ) -> None:
     """For `refuse_copies` and `refuse_moved`, where a training has come to an end: trained parameters, which of them
     are others than any before, and what they are."""
-    trained = [p for p in model.parameters() if p.requires_grad] if ledger.charges else []
-    left = {_known(p) for p in trained} - before
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad} if ledger.charges else {}
+    left = {_known(p) for p in trained.values()} - before
     _LEFT.update({known: _Left(who, ledger, ledger.steps) for known in left if known is not None})
     # Schedule-free optimizers exchange weights between training and evaluation.
-    for p in () if any("train_mode" in group for group in optimizer.param_groups) else trained:
+    changes_itself = any("train_mode" in group for group in optimizer.param_groups)
+    for p in () if changes_itself else trained.values():
         known = _AS_LEFT.get(p)
         is_noted = known is not None and known.beginning is before and known.steps == ledger.steps
         if not is_noted and (few := few_of(p)) is not None:
             _AS_LEFT[p] = _AsLeft(who, ledger.steps, few, before)
+    if (trainer := who()) is not None:
+        _BY_NAME[trainer] = (
+            {} if changes_itself else {name: _AS_LEFT[p] for name, p in trained.items() if p in _AS_LEFT}
+        )
 
 
-def refuse_moved(model: nn.Module, trainer: Any, what: str) -> None:
+def refuse_moved(model: nn.Module, trainer: Any, what: str, *, is_saved: bool = False) -> None:
     """Refuses `what` follows, where something else has changed what `trainer` has left at the end of its training.
+
+    Args:
+        is_saved: whether the model is what `trainer` saves, so that one in the place of what it has trained is held
+            against that, by the names of parameters. What an adapter is merged into has others.
 
     Raises:
         LedgerError: with the name of a parameter.
     """
+    by_name = _BY_NAME.get(trainer, {}) if is_saved else {}
     for name, p in model.named_parameters():
-        left = _AS_LEFT.get(p) if p.requires_grad else None
+        left: Any = (_AS_LEFT.get(p) if p.requires_grad else None) or by_name.get(name)
         if (
             left is None
             or left.who() is not trainer

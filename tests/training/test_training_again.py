@@ -124,6 +124,19 @@ def test_failure_52_weights_that_a_training_without_privacy_has_moved_since_are_
         run.save_model()
 
 
+@pytest.mark.parametrize("is_trained", [True, False])
+def test_failure_52_a_copy_in_the_place_of_what_was_trained(tmp_path: Path, is_trained: bool) -> None:
+    run = trained(tmp_path / "private", privacy=private(seed=None), max_steps=1)
+    run.model = copy.deepcopy(run.model)
+    if not is_trained:
+        run.save_model(str(tmp_path / "after"))
+        return
+    data = {"train_dataset": rows(), "data_collator": pad}
+    Trainer(model=run.model, args=arguments(tmp_path / "plain", max_steps=1), **data).train()
+    with pytest.raises(LedgerError, match="after something else than this training has changed"):
+        run.save_model(str(tmp_path / "after"))
+
+
 def test_removing_the_privacy_callback_stops_the_training(tmp_path: Path) -> None:
     trainer = make(tmp_path)
     from hf_dp.training.callbacks import PrivacyCallback
