@@ -23,6 +23,11 @@ _ROWS = 32
 _KEPT = 5
 _FEW_TOKENS = 12
 _IN_FOURS, _BETWEEN = 4, 2
+_TOO_LITTLE = (
+    "This was the check before the first step, and no budget was spent: it takes a few rows, the longest among them, "
+    "through the model together and in float32, with layers checkpointed where they can be. Cut rows shorter "
+    "(max_length), train fewer parameters (LoRA), or take an accelerator with more memory."
+)
 
 
 def telling_rows(dataset: Any, measure: Measure) -> tuple[list[Any], list[Any]]:
@@ -268,7 +273,10 @@ def failures_refused() -> Iterator[None]:
     """
     try:
         yield
-    except (HfDpError, torch.OutOfMemoryError, MemoryError):
+    except torch.OutOfMemoryError as error:
+        error.add_note(_TOO_LITTLE)
+        raise
+    except (HfDpError, MemoryError):
         raise
     except Exception as error:
         if of_the_backend(error):

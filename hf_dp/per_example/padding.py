@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import CheckpointError
 
 import hf_dp.ranks as ranks
 from hf_dp.errors import PreflightError
@@ -139,21 +140,26 @@ def check_padding(
             if not is_there and are_finite([example])[0]:
                 raise _leak(_NO_NUMBER)
 
+    def refuse_any() -> list[float]:
+        norms = refuse_moved()
+        if under or any(p.dtype in (torch.float16, torch.bfloat16) for p in model.parameters()):
+            refuse_lost()
+        return norms
+
     def look(module: nn.Module, given: Any) -> None:
         under.update(filter(torch.is_autocast_enabled, {p.device.type for p in module.parameters()}))
 
     tolerance, under = _LOW_PRECISION_TOLERANCE if _is_coarse(model) else _TOLERANCE, set[str]()
     with forked_rng(model), off_zero(model), NoDropout(), model.register_forward_pre_hook(look):
         try:
-            norms = refuse_moved()
+            return refuse_any()
+        except CheckpointError:
+            pass  # Computed again by a wrapper of torch's, where dropout is not left out any more.
         except PreflightError:
             if not draws_numbers(model, loss_fn, prepare(collate(list(examples[:1])))):
                 raise
-            with in_mode(model, training=False):
-                norms = refuse_moved()
-        if under or any(p.dtype in (torch.float16, torch.bfloat16) for p in model.parameters()):
-            refuse_lost()
-        return norms
+        with in_mode(model, training=False):
+            return refuse_any()
 
 
 def _leak(found: str) -> PreflightError:

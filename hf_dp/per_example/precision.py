@@ -87,7 +87,8 @@ def computed_in(
 
     named = [*model.named_parameters(), *model.named_buffers()]
     if any(isinstance(value, DTensor) for _, value in named):
-        yield dict(batch)
+        with checkpoints(model, are_kept=checkpointed):
+            yield dict(batch)
         return
     # A weight of a quantised kind is a tensor of another class.
     low = [value for _, value in named if value.dtype in _FEWER_BITS[dtype] and type(value.data) is Tensor]

@@ -268,6 +268,8 @@ def test_an_error_of_the_model_is_refused_and_one_that_says_more_stays(error: Ex
     assert type(caught.value) is kind
     assert (caught.value is error) == (kind is not ConfigurationError)
     assert str(error) in str(caught.value)
+    notes = getattr(caught.value, "__notes__", [])
+    assert any("the longest among them" in note for note in notes) == (kind is torch.OutOfMemoryError)
 
 
 @pytest.mark.parametrize("of", [list, table])

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -223,6 +224,17 @@ def test_checkpoints_with_dropout_in_16_bits(use_reentrant: bool) -> None:
     model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
     model.enable_input_require_grads()
     check_padding(model, per_example_losses, TEXTS, collator())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_checkpoints_of_torch_with_dropout(dtype: torch.dtype) -> None:
+    """As accelerate wraps layers in, under FSDP2."""
+    model: Any = with_dropout(tiny("gpt2", "causal_lm", dtype))
+    model.config.use_cache = False
+    apply_activation_checkpointing(model, check_fn=lambda module: type(module).__name__ == "GPT2Block")
+    check_padding(model, per_example_losses, TEXTS, collator())
+    with pytest.raises(PreflightError, match="gradient moves by"):
+        check_padding(model, per_example_losses, TEXTS, collator("left"))
 
 
 def test_a_model_that_cannot_compute_in_float64_is_told_what_leaks_in_float32() -> None:
