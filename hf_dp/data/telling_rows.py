@@ -19,14 +19,11 @@ from hf_dp.launched import of_the_backend
 from hf_dp.per_example.batch import Batch, take
 from hf_dp.per_example.independence import different_pair
 
-_ROWS = 32
-_KEPT = 5
-_FEW_TOKENS = 12
+_ROWS, _KEPT, _FEW_TOKENS = 32, 5, 12
 _IN_FOURS, _BETWEEN = 4, 2
 _TOO_LITTLE = (
-    "This was the check before the first step, and no budget was spent: it takes a few rows, the longest among them, "
-    "through the model together and in float32, with layers checkpointed where they can be. Cut rows shorter "
-    "(max_length), train fewer parameters (LoRA), or take an accelerator with more memory."
+    "The check before the first step takes a few rows, the longest among them, at once and in float32; no budget was "
+    "spent. Cut rows shorter (max_length), train fewer parameters (LoRA), or take an accelerator with more memory."
 )
 
 

@@ -41,7 +41,7 @@ class _AsLeft(NamedTuple):
 _LEFT: dict[_Known, _Left] = {}
 _AS_LEFT: Any = WeakTensorKeyDictionary()
 # The same by trainer, and by name: for a model that was put in the place of what it has trained.
-_BY_NAME: weakref.WeakKeyDictionary[Any, dict[str, _AsLeft]] = weakref.WeakKeyDictionary()
+_BY_NAME: weakref.WeakKeyDictionary[Any, tuple[type, dict[str, _AsLeft]]] = weakref.WeakKeyDictionary()
 
 
 def few_of(p: Tensor) -> Tensor | None:
@@ -79,9 +79,8 @@ def note_left(
         if not is_noted and (few := few_of(p)) is not None:
             _AS_LEFT[p] = _AsLeft(who, ledger.steps, few, before)
     if (trainer := who()) is not None:
-        _BY_NAME[trainer] = (
-            {} if changes_itself else {name: _AS_LEFT[p] for name, p in trained.items() if p in _AS_LEFT}
-        )
+        noted = {} if changes_itself else {name: _AS_LEFT.get(p) for name, p in trained.items()}
+        _BY_NAME[trainer] = type(model), {name: left for name, left in noted.items() if left is not None}
 
 
 def refuse_moved(model: nn.Module, trainer: Any, what: str, *, is_saved: bool = False) -> None:
@@ -89,12 +88,14 @@ def refuse_moved(model: nn.Module, trainer: Any, what: str, *, is_saved: bool = 
 
     Args:
         is_saved: whether the model is what `trainer` saves, so that one in the place of what it has trained is held
-            against that, by the names of parameters. What an adapter is merged into has others.
+            against that, by the names of parameters. What an adapter is merged into has others, and what a model is
+            made into for others to load is of another class.
 
     Raises:
         LedgerError: with the name of a parameter.
     """
-    by_name = _BY_NAME.get(trainer, {}) if is_saved else {}
+    kind, by_name = _BY_NAME.get(trainer, (None, {}))
+    by_name = by_name if is_saved and type(model) is kind else {}
     for name, p in model.named_parameters():
         left: Any = (_AS_LEFT.get(p) if p.requires_grad else None) or by_name.get(name)
         if (
