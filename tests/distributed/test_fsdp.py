@@ -60,7 +60,7 @@ def test_with_adam_and_every_parameter_in_one_unit(pair: Gang, name: str) -> Non
 @pytest.mark.parametrize(
     "clipping",
     [
-        {"clipping": "automatic"},
+        pytest.param({"clipping": "automatic"}, marks=pytest.mark.slow),
         pytest.param({"clipping": "groups", "groups": {"*attn*": 1.0, "*": 2.0}}, marks=pytest.mark.slow),
     ],
     ids=["automatic", "groups"],

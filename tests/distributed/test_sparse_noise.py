@@ -10,6 +10,7 @@ from tests.distributed.noise import LEVEL
 from tests.distributed.sparse_noise import REPEATS, choice_p, chosen, complaints, drawn, rows_without_a_meeting
 
 
+@pytest.mark.slow
 def test_rows_survive_by_one_noise_and_get_one_noise(pair: Gang) -> None:
     first, second = pair.run(drawn)
     assert complaints(first) == []
@@ -31,7 +32,7 @@ def test_one_process_passes_the_same_check() -> None:
         pytest.param("two thirds of the noise on the gradient", "variance 0.4", marks=pytest.mark.slow),
         pytest.param("noise of every rank on the counts", "survive", marks=pytest.mark.slow),
         pytest.param("no noise on the counts", "rows touched by 1 survive 0.000", marks=pytest.mark.slow),
-        ("two thirds of the noise on the counts", "survive"),
+        pytest.param("two thirds of the noise on the counts", "survive", marks=pytest.mark.slow),
         pytest.param("counts of the first rank alone", "rows touched by 4 survive", marks=pytest.mark.slow),
         pytest.param("rows that any rank draws", "rows touched by 0 survive", marks=pytest.mark.slow),
         pytest.param("one stream for both releases", "in a step", marks=pytest.mark.slow),

@@ -46,7 +46,7 @@ FORMS |= {f"classify_{method}": FORMS["classify"] for method in ("full", "lora")
 ALIKE = {
     "classify_as_answers",
     "classify_as_infilling",
-    *("causal_lm", "causal_lm_lora", "classify", "classify_full", "instruct", "preferences"),
+    *("causal_lm", "causal_lm_lora", "classify", "classify_full", "classify_lora", "instruct", "preferences"),
     *("sparse_embeddings_banking77", "synthetic_text", "synthetic_text_lora", "table_to_text", "table_to_text_lora"),
 }
 

@@ -42,7 +42,14 @@ def test_what_a_type_checker_reads_is_what_the_installed_version_takes() -> None
     assert [one.arg for one in read.kwonlyargs] == list(OURS)
 
 
-@pytest.mark.parametrize("name", [name for name in hf_dp.__all__ if callable(getattr(hf_dp, name))])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] * (name not in ("DPTrainer", "PrivacyConfig")))
+        for name in hf_dp.__all__
+        if callable(getattr(hf_dp, name))
+    ],
+)
 def test_an_editor_that_reads_the_source_shows_what_there_is(name: str) -> None:
     jedi = pytest.importorskip("jedi")
     script = jedi.Script(
