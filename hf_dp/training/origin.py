@@ -21,6 +21,7 @@ from hf_dp.step.plan import Plan
 
 logger = logging.getLogger(__name__)
 
+_FROM_DATA = {"eva", "corda", "lora_ga"}
 _OTHERS = "where nobody is in both, PrivacyConfig(other_people=True)"
 
 
@@ -84,6 +85,23 @@ def warn_of_tokenizer(tokenizer: Any, own: Ledger, plan: Plan) -> None:
             "PrivacyConfig(after=...) with that folder, for one budget of both: epsilon is without it now. Where "
             "nobody is in both, PrivacyConfig(other_people=True).", place,
         )  # fmt: skip
+
+
+def warn_of_fitted(model: nn.Module) -> None:
+    """Says of adapters of PEFT that begin from what was computed of data that these may be private."""
+    kinds = {
+        str(getattr(adapter, "init_lora_weights", None)).lower()
+        for module in model.modules()
+        if isinstance(adapters := getattr(module, "peft_config", None), dict)
+        for adapter in adapters.values()
+    }
+    if found := sorted(kinds & _FROM_DATA):
+        ranks.warn(
+            logger,
+            "The adapters begin from what init_lora_weights=%r computes of data. Of private rows that is in the weights "
+            "without noise, and epsilon is without it: compute it of public ones, or leave init_lora_weights out.",
+            found[0],
+        )
 
 
 def _is_charged(digest: str, plan: Plan) -> bool:

@@ -55,6 +55,16 @@ def test_an_adapter_of_another_name_is_saved_and_verified(tmp_path: Path) -> Non
     assert verify(tmp_path / "saved").private
 
 
+@pytest.mark.parametrize(("begin", "is_told"), [("eva", True), ("corda", True), ("gaussian", False), (True, False)])
+def test_adapters_that_begin_from_data_are_told_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, begin: Any, is_told: bool
+) -> None:
+    model = adapted(classifier())
+    model.peft_config["default"].init_lora_weights = begin
+    make(tmp_path, model, PrivacyConfig(target_epsilon=3), max_steps=1).train()
+    assert (f"init_lora_weights={begin!r} computes of data" in caplog.text) == is_told
+
+
 def test_only_the_adapter_is_trained_and_saved_and_it_loads_again(tmp_path: Path) -> None:
     model = adapted(classifier())
     frozen = {name for name, p in model.named_parameters() if not p.requires_grad}
