@@ -65,14 +65,17 @@ def refuse_unsaid_origin(model: nn.Module, own: Ledger, saved: object | None, pl
         )
 
 
-def warn_of_tokenizer(tokenizer: Any, own: Ledger, plan: Plan) -> None:
-    """Says of a tokenizer that lay beside a record which the promise does not name that adapters may have lain there.
+def warn_of_origin(model: nn.Module, tokenizer: Any, own: Ledger, plan: Plan) -> None:
+    """Says of adapters that begin from data, and of a tokenizer that lay beside a record which the promise does not
+    name, that private data may be in the weights.
 
     Args:
+        model: that will be trained.
         tokenizer: of the model, or its processor; None if there is none.
         own: what its trainer has spent so far.
         plan: of this training.
     """
+    _warn_of_fitted(model)
     place = getattr(getattr(tokenizer, "tokenizer", tokenizer), "name_or_path", None)
     path = os.path.join(place, RECORD_FILE) if isinstance(place, str) and place else ""
     if plan.config.other_people or not os.path.isfile(path) or _is_no_record(text := Path(path).read_bytes()):
@@ -87,8 +90,7 @@ def warn_of_tokenizer(tokenizer: Any, own: Ledger, plan: Plan) -> None:
         )  # fmt: skip
 
 
-def warn_of_fitted(model: nn.Module) -> None:
-    """Says of adapters of PEFT that begin from what was computed of data that these may be private."""
+def _warn_of_fitted(model: nn.Module) -> None:
     kinds = {
         str(getattr(adapter, "init_lora_weights", None)).lower()
         for module in model.modules()
@@ -98,7 +100,7 @@ def warn_of_fitted(model: nn.Module) -> None:
     if found := sorted(kinds & _FROM_DATA):
         ranks.warn(
             logger,
-            "The adapters begin from what init_lora_weights=%r computes of data. Of private rows that is in the weights "
+            "The adapters begin from what init_lora_weights=%r computes of data. Of private rows it is in the weights "
             "without noise, and epsilon is without it: compute it of public ones, or leave init_lora_weights out.",
             found[0],
         )

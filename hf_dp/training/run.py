@@ -30,7 +30,7 @@ from hf_dp.step.written import Around, WrittenGradients
 from hf_dp.training.copies import begun_with, note_left, refuse_copies
 from hf_dp.training.described import described_optimizer, described_values
 from hf_dp.training.engine import Engine, MicroBatch
-from hf_dp.training.origin import refuse_unsaid_origin, warn_of_fitted, warn_of_tokenizer
+from hf_dp.training.origin import refuse_unsaid_origin, warn_of_origin
 from hf_dp.training.progress import Clock, opening, say
 from hf_dp.training.refusals import refuse_optimizer, refuse_other_surroundings, surroundings
 from hf_dp.training.resume import SavedRun, continued, note_trained_by, refuse_trained_by_another
@@ -126,8 +126,7 @@ class Run:
             refuse_unsaid_origin(model, ledger, read, self.plan)
             refuse_copies(model, owner, read, self.plan)
         if saved is None:
-            warn_of_tokenizer(self.tokenizer, ledger, self.plan)
-            warn_of_fitted(self.model)
+            warn_of_origin(self.model, self.tokenizer, ledger, self.plan)
         else:
             self.plan = self.plan.continuing(saved.ledger)
         found = continued(ledger, saved, self.plan, dataset)
