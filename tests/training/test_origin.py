@@ -19,7 +19,7 @@ from hf_dp.errors import LedgerError
 from hf_dp.hub.record import PrivacyRecord
 from hf_dp.step.plan import Plan
 from hf_dp.training.copies import few_of
-from hf_dp.training.origin import covers, refuse_unsaid_origin, warn_of_tokenizer
+from hf_dp.training.origin import covers, refuse_unsaid_origin, warn_of_origin
 from tests.training.workbench import classifier, make, trained
 
 pytestmark = pytest.mark.usefixtures("checked_once")
@@ -132,14 +132,14 @@ def test_a_tokenizer_from_beside_a_record_is_warned_of(
     folder = str(two[0].args.output_dir)
     tokenizer = SimpleNamespace(name_or_path=folder)
     for silent in (given(after=folder), given(other_people=True)):
-        warn_of_tokenizer(tokenizer, Ledger(), plan(tmp_path, silent))
+        warn_of_origin(nn.Module(), tokenizer, Ledger(), plan(tmp_path, silent))
     for other in (None, SimpleNamespace(name_or_path=str(tmp_path)), SimpleNamespace(name_or_path="owner/name")):
-        warn_of_tokenizer(other, Ledger(), plan(tmp_path))
-    warn_of_tokenizer(tokenizer, two[0].ledger, plan(tmp_path))
+        warn_of_origin(nn.Module(), other, Ledger(), plan(tmp_path))
+    warn_of_origin(nn.Module(), tokenizer, two[0].ledger, plan(tmp_path))
     assert "tokenizer" not in caplog.text
     for of_model in (tokenizer, SimpleNamespace(tokenizer=tokenizer)):
         caplog.clear()
-        warn_of_tokenizer(of_model, Ledger(), plan(tmp_path))
+        warn_of_origin(nn.Module(), of_model, Ledger(), plan(tmp_path))
         assert f"The tokenizer was read from {folder!r}, where a private training saved it" in caplog.text
 
 
