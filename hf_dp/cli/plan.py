@@ -92,7 +92,8 @@ def plan(
         float | None, typer.Option(help="GB of each rank's GPU, with --model: in how many passes a step fits.")
     ] = None,
     dtype: Annotated[
-        str | None, typer.Option(help="float32 or bfloat16, with --model: of frozen weights and what is computed.")
+        str | None,
+        typer.Option(help="float32, bfloat16, int8 or nf4, with --model: of frozen weights, and what is computed."),
     ] = None,
     as_json: AsJson = False,
 ) -> None:

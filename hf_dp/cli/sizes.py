@@ -8,6 +8,7 @@ from typing import Any
 
 from rich.table import Table
 
+FEW_BITS = ("int8", "nf4")
 # What is added up: of activations a plan knows nothing.
 _TOGETHER = {"memory": "without activations", "sent in one step": "in all"}
 
@@ -26,21 +27,30 @@ def sizes(
     """Bytes on each rank for both strategies; without a batch size, of a step of one micro-batch on each.
 
     Frozen weights, and what is computed, are counted in `dtype`, or in that of the model's configuration, or in
-    float32. With a `gpu_memory` in GB also in which numbers of passes each fits, activations apart. `groups` are the
-    patterns of clipping by groups, which is in one pass.
+    float32; in "int8" and "nf4" the matrices of blocks alone, the rest in bfloat16, and under DDP alone. With a
+    `gpu_memory` in GB also in which numbers of passes each fits, activations apart. `groups` are the patterns of
+    clipping by groups, which is in one pass.
 
     Raises:
-        ConfigurationError: no such model, or patterns that are not of its parameters.
+        ConfigurationError: no such model, patterns that are not of its parameters, or few bits without LoRA.
     """
     # torch and transformers take seconds to import.
     import torch
 
     from hf_dp.accounting import GroupClipping
     from hf_dp.clipping.groups import Groups
+    from hf_dp.errors import ConfigurationError
     from hf_dp.planning import memory, speed
+    from hf_dp.planning.loaded import loaded_as
 
     size = memory.model_size(model, lora_rank)
-    counted = memory.dtype_named(dtype) or size.dtype or torch.float32
+    loaded = loaded_as(dtype, size.dtype or torch.float32)
+    if loaded.bytes_of_matrices is not None and lora_rank is None:
+        raise ConfigurationError(
+            f"--dtype {dtype} without --lora-rank.",
+            why="weights in so few bits stay frozen, and there would be nothing to train.",
+            fix="give --lora-rank, or --dtype bfloat16.",
+        )
     at_once = max(1, world_size) * max(1, micro_batch)
     parts = 1 if batch_size is None else max(1, math.ceil(batch_size / at_once))
     members: list[frozenset[str]] = []
@@ -49,7 +59,8 @@ def sizes(
         members = [one.names for one in rule.groups({p.names[0]: p.names for p in size.parameters if p.trained})]
     found: dict[str, dict[str, Any]] = {}
     fitting: dict[str, dict[str, Any]] = {}
-    for strategy in ("DDP", "FSDP2"):
+    strategies: tuple[memory.Strategy, ...] = ("DDP", "FSDP2") if loaded.bytes_of_matrices is None else ("DDP",)
+    for strategy in strategies:
         by_passes = {
             passes: memory.estimate(
                 size,
@@ -59,7 +70,8 @@ def sizes(
                 micro_batch=micro_batch,
                 micro_batches=parts,
                 passes=passes,
-                bytes_computed=counted.itemsize,
+                bytes_computed=loaded.dtype.itemsize,
+                bytes_of_matrices=loaded.bytes_of_matrices,
                 groups=members,
             )
             for passes in ((1,) if groups else (1, 2))
@@ -77,7 +89,11 @@ def sizes(
         name: speed.predicted_ratio(size, gpu, length=length, micro_batch=micro_batch, micro_batches=parts)
         for name, gpu in speed.GPUS.items()
     }
-    answer = {"parameters": size.total, "trained": size.trained, "dtype": str(counted).removeprefix("torch.")}
+    answer = {
+        "parameters": size.total,
+        "trained": size.trained,
+        "dtype": dtype or str(loaded.dtype).removeprefix("torch."),
+    }
     answer |= {"per_rank": found, "time_to_ordinary": predicted}
     return answer if gpu_memory is None else {**answer, "gpu_memory": gpu_memory, "fits": fitting}
 
@@ -107,7 +123,8 @@ def size_table(sizes: dict[str, Any], world_size: int, dtype: str) -> Table:
     table = Table(
         title="One rank, GB" if world_size == 1 else f"Each of {world_size} ranks, GB",
         caption="The activations of ordinary training come on top, and are often the most. Trained weights and sums "
-        f"count in float32, frozen weights and factors in {dtype} (--dtype).",
+        f"count in float32, frozen weights and factors in {dtype} (--dtype)"
+        f"{', but for what is no matrix of a block, and what is computed: bfloat16' if dtype in FEW_BITS else ''}.",
     )
     table.add_column("")
     for strategy in sizes:

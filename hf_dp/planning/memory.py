@@ -158,6 +158,7 @@ def estimate(
     micro_batch: int,
     micro_batches: int = 1,
     bytes_computed: int = 2,
+    bytes_of_matrices: float | None = None,
     passes: int = 1,
     groups: Sequence[Collection[str]] = (),
 ) -> Estimate:
@@ -171,6 +172,8 @@ def estimate(
         micro_batch: examples in one micro-batch.
         micro_batches: of each rank in one logical batch.
         bytes_computed: of each number of the frozen weights, and of what is computed with (bfloat16: 2).
+        bytes_of_matrices: of each number of a frozen matrix in a block, where it is loaded in fewer bits (DDP); one at
+            a time is made whole to be computed with.
         passes: in which a step is made; in two, factors are kept of one parameter at a time.
         groups: with clipping="groups" the first names of the parameters of each, which under DDP are kept until it is
             summed.
@@ -182,7 +185,9 @@ def estimate(
         if value < 1:
             raise ConfigurationError(f"{name} {value}.", why="there is nothing to estimate.", fix="give 1 or more.")
     n, t, w = model.total, model.trained, world_size
-    weights = _TRAINED * t + bytes_computed * (n - t)
+    matrices = [p.numel for p in model.parameters if p.unit and len(p.shape) == 2 and not p.trained]
+    in_fewer_bits = 0 if bytes_of_matrices is None else sum(matrices)
+    weights = _TRAINED * t + bytes_computed * (n - t - in_fewer_bits) + int((bytes_of_matrices or 0) * in_fewer_bits)
     kept = [p.factor_numbers(length) for p in model.parameters]
     of_each = [_SUM * whole + bytes_computed * computed for whole, computed in kept]
     kept_at_once = _of_groups(model, of_each, groups) if groups and strategy == "DDP" else sum(of_each)
@@ -196,6 +201,8 @@ def estimate(
             "Adam": 2 * _SUM * t,
             "DDP's buckets": _TRAINED * t if w > 1 else 0,
         }
+        if in_fewer_bits:
+            memory["whole weights"] = bytes_computed * max(matrices)
         sent = {"all-reduce of the sum": _ring(2 * _SUM * t, w)}
     else:
         largest = max((size for unit, size in model.units.items() if unit), default=0)
@@ -270,20 +277,6 @@ def model_size(name_or_directory: str, lora_rank: int | None = None) -> ModelSiz
             fix="leave --lora-rank out.",
         )
     return size
-
-
-def dtype_named(name: str | None) -> torch.dtype | None:
-    """The type that weights are loaded in; None for None.
-
-    Raises:
-        ConfigurationError: another one.
-    """
-    known = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-    if name is not None and name not in known:
-        raise ConfigurationError(
-            f"--dtype {name}.", why="it says how many bytes a number takes.", fix=f"give {' or '.join(known)}."
-        )
-    return None if name is None else known[name]
 
 
 def _kinds(config: Any, *kinds: Any) -> Iterator[Any]:

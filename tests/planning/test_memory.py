@@ -145,7 +145,7 @@ def test_numbers_are_counted_in_the_type_that_weights_are_loaded_in(directory: P
     AutoConfig.for_model("llama", **SHAPE, dtype="bfloat16").save_pretrained(directory)
     assert weights() == in_bfloat16, "as its configuration says"
     assert weights("--dtype", "float32") == in_float32
-    refused = CliRunner().invoke(app, ["plan", "--model", str(directory), "--dtype", "int8"])
+    refused = CliRunner().invoke(app, ["plan", "--model", str(directory), "--dtype", "int4"])
     assert refused.exit_code == 2
     shown = CliRunner().invoke(app, ["plan", "--model", str(directory)], env={"COLUMNS": "120", "TERM": "dumb"})
     assert "memory, in all" not in shown.stdout
