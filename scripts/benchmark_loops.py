@@ -14,7 +14,18 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from measuring import BENCHMARK, Processor, clock_of, in_turns, median_of, peak_mib, ratio_of, setting_of
+from measuring import (
+    BENCHMARK,
+    Dtype,
+    Processor,
+    begin_peak,
+    clock_of,
+    in_turns,
+    median_of,
+    peak_mib,
+    ratio_of,
+    setting_of,
+)
 from rich.console import Console
 from rich.table import Table
 from workloads import CASES, VARIANTS, build
@@ -162,9 +173,13 @@ def startup(
     texts: Annotated[Path, typer.Option(help="CSV, a row an example.")],
     rows: Annotated[int, typer.Option(help="Of a logical batch.")] = 32,
     steps: Annotated[int, typer.Option(help="Timed steps, after one more.")] = 5,
+    at_once: Annotated[int, typer.Option(help="Rows of a micro-batch.")] = 8,
+    dtype: Dtype = "float32",
+    checkpointing: Annotated[bool, typer.Option(help="Gradient checkpointing.")] = False,
     processor: Processor = False,
 ) -> None:
-    """What the check before the first step takes, in steps of the same training (logical batches of `rows`)."""
+    """What the check before the first step takes, in steps of the same training (logical batches of `rows`); and the
+    most memory that each takes beyond the model. For that set MALLOC_MMAP_THRESHOLD_=65536."""
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM, AutoTokenizer, DataCollatorForLanguageModeling, TrainingArguments
 
@@ -175,22 +190,25 @@ def startup(
     with texts.open(encoding="utf-8", newline="") as file:
         data = [dict(encode(" || ".join(row.values()))) for row in csv.DictReader(file)]
     adapted = get_peft_model(
-        AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32),
+        AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype)),
         LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM"),
     )
-    check, took, clock = Engine.check, list[float](), clock_of(processor)
+    check, took, clock, peaks = Engine.check, list[float](), clock_of(processor), list[float]()
 
     def timed(engine: Engine) -> None:
-        start = clock()
+        held, start = begin_peak(), clock()
         check(engine)
         took.append(clock() - start)
+        peaks.extend((held, peak_mib()))
+        begin_peak()
 
     with tempfile.TemporaryDirectory() as folder:
         private = DPTrainer(
             adapted,
             TrainingArguments(
-                folder, max_steps=steps + 2, per_device_train_batch_size=min(rows, 8), save_strategy="no",
-                gradient_accumulation_steps=max(1, rows // 8), report_to=[], disable_tqdm=True,
+                folder, max_steps=steps + 2, per_device_train_batch_size=min(rows, at_once), save_strategy="no",
+                gradient_accumulation_steps=max(1, rows // at_once), report_to=[], disable_tqdm=True,
+                gradient_checkpointing=checkpointing, bf16=dtype == "bfloat16", use_cpu=True,
             ),
             train_dataset=data,
             data_collator=DataCollatorForLanguageModeling(encode, mlm=False),
@@ -208,3 +226,5 @@ def startup(
     print(f"the check took {sum(took):.1f} s, a step {median_of(each):.2f} s ({min(each):.2f} to {max(each):.2f}): "
           f"{sum(took) / median_of(each):.1f} steps of {rows} rows each, "
           f"{sum(took) / median_of(each) * rows / 8:.1f} of 8 rows")  # fmt: skip
+    held, of_check, of_steps = *peaks, peak_mib()
+    print(f"memory, in MiB: {held:.0f} before, {of_check - held:.0f} more in the check, {of_steps - held:.0f} in steps")
