@@ -30,7 +30,7 @@ from hf_dp.per_example.taken import TakenWatch
 from hf_dp.training import engine
 from tests.distributed.gang import ON_GPU
 from tests.training.workbench import ROWS, Rows, make, pad, pad_for_language, rows
-from tests.zoo import ADAPTERS, adapted, tiny
+from tests.zoo import ADAPTERS, adapted, tiny, with_dropout
 
 STEPS, EXPECTED, MICRO = 5, 8, 2
 SHARDS = {"auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "state_dict_type": "FULL_STATE_DICT"}
@@ -199,6 +199,19 @@ def evaluated_in_shards(path: str, name: str) -> dict[str, Any]:
 def trained_with_its_checkpointing(path: str, name: str) -> dict[str, Any]:
     """As `trained_in_shards` on two ranks, with the checkpointing that accelerate wraps layers in."""
     return trained_in_shards(path, name, 2, None, {"activation_checkpointing": True})
+
+
+def trained_with_dropout_and_its_checkpointing(path: str, name: str) -> int:
+    """How many steps two ranks take of a model that drops out, its layers checkpointed by accelerate or themselves."""
+    steps = 0
+    for own in (False, True):
+        with fsdp2_on_cpu():
+            config = {"version": 2, **SHARDS, "activation_checkpointing": not own}
+            run = trainer(f"{path}/{own}", name, 2, fsdp=True, fsdp_config=config, gradient_checkpointing=own)
+            with_dropout(run.model)
+            run.train()
+            steps += run.ledger.steps
+    return steps
 
 
 def trained_in_shards(

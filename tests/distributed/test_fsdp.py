@@ -20,6 +20,7 @@ from tests.distributed.tasks import (
     farthest,
     trained_alone,
     trained_in_shards,
+    trained_with_dropout_and_its_checkpointing,
     trained_with_its_checkpointing,
 )
 
@@ -160,6 +161,12 @@ def test_checkpointing_of_accelerate(tmp_path: Path, pair: Gang) -> None:
     alone = pair.alone_once(trained_alone, "llama")
     for found in pair.run(trained_with_its_checkpointing, str(tmp_path / "two"), "llama"):
         assert farthest(found["parameters"], alone["parameters"]) < TOLERANCE
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["tied gpt2", "llama lora"])
+def test_checkpointing_with_dropout(tmp_path: Path, pair: Gang, name: str) -> None:
+    assert pair.run(trained_with_dropout_and_its_checkpointing, str(tmp_path), name) == [2 * STEPS] * 2
 
 
 @pytest.mark.slow
