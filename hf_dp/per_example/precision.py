@@ -149,7 +149,8 @@ def checkpoints(model: nn.Module, *, are_kept: bool, are_added: bool = False) ->
             how = own.get(_HOW) if is_on else functools.partial(checkpoint, use_reentrant=False)
             if is_kept := how is not None and (are_kept if is_on else are_added):
                 setattr(module, _HOW, functools.partial(_under_its_modes, how))
-            setattr(module, _IS_ON, is_kept)
+            if is_kept != is_on:  # Where a model reads it from its configuration, it is not for writing.
+                setattr(module, _IS_ON, is_kept)
         yield
     finally:
         for module, own in zip(able, before, strict=True):

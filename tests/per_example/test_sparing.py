@@ -88,6 +88,14 @@ def test_layers_are_checkpointed_as_they_were_afterwards(own: dict[str, bool] | 
         assert switches() == before
 
 
+def test_a_switch_that_is_only_read_is_left_alone() -> None:
+    class Own(nn.Linear):
+        gradient_checkpointing = property(lambda self: False)
+
+    with computed_in(Own(4, 4), {}, torch.float32, checkpointed=True):
+        pass
+
+
 @pytest.fixture
 def full(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """An accelerator whose memory suffices for what spares it; which way was tried."""
