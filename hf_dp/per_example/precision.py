@@ -189,7 +189,8 @@ class _NoFewerBits(TorchFunctionMode):
             return
 
         def packed(saved: Tensor) -> Any:
-            copy = self.copies.get(saved.untyped_storage().data_ptr())
+            has_place = saved.layout is torch.strided
+            copy = self.copies.get(saved.untyped_storage().data_ptr()) if has_place else None
             if copy is None or copy._version:  # It is no copy any more, once something is written into it.
                 return saved.detach()  # A result that is saved would hold on to the graph that holds it.
             return copy.copied, saved.size(), saved.stride(), saved.storage_offset()

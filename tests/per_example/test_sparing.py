@@ -168,6 +168,7 @@ USES: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "in a list": lambda m, x: torch.einsum("bti,oi->bto", [m.linear(x), m.frozen.weight]),
     "in a recurrent layer": lambda m, x: m.recurrent(m.linear(x))[0],
     "added in place": lambda m, x: m.linear(x)[0].mul(1).addmm_(x[0], m.frozen.weight),
+    "beside what is sparse": lambda m, x: m.frozen(torch.sparse.mm(torch.eye(5).to_sparse(), m.linear(x)[0])),
     "widened, and written into": in_place,
 }
 
