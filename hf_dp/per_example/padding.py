@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -72,6 +72,18 @@ def check_padding(
         PreflightError: a gradient moves, so one long example would change all its neighbours.
     """
 
+    def drawn(prepare: Callable[[Batch], Batch]) -> tuple[Batch, Iterator[list[Batch]]]:
+        """All together; and each one alone, in the versions that it may have of what cannot be drawn again."""
+        together, again = collate(list(examples)), collate(list(examples))
+        is_random = any(isinstance(v, Tensor) and not torch.equal(v, again[k]) for k, v in together.items())
+        before, together = global_state(), prepare(together)
+        is_random |= global_state() != before
+        singles = (prepare(collate([example])) for example in examples[:number])
+        return together, (
+            [_cut(together, i, single, side) for side in (False, True)] if is_random else [single]
+            for i, single in enumerate(singles)
+        )
+
     def held(dtype: torch.dtype) -> list[float]:
         return with_memory_to_spare(
             lambda sparing: held_in(functools.partial(computed_in, model, dtype=dtype, sparing=sparing))
@@ -87,14 +99,9 @@ def check_padding(
                 found = record(model, loss_fn, exact, certificate=certificate, rules=rules, tables=tables)
                 return found, {name: values.clone() for name, values in model.named_buffers()}
 
-        together, again = collate(list(examples)), collate(list(examples))
-        is_random = any(isinstance(v, Tensor) and not torch.equal(v, again[k]) for k, v in together.items())
-        before, together = global_state(), prepared(together)
-        is_random |= global_state() != before
+        together, apart = drawn(prepared)
         in_batch, left, norms = gradients(together)[0], None, []
-        for i, example in enumerate(examples[:number]):
-            single = prepared(collate([example]))
-            versions = [_cut(together, i, single, side) for side in (False, True)] if is_random else [single]
+        for i, versions in enumerate(apart):
             alone = [gradients(version) for version in versions]
             left = left or alone[0][1]
             changed = [name for name, values in alone[0][1].items() if name in left and _differs(values, left[name])]
@@ -130,14 +137,14 @@ def check_padding(
             raise leak
 
     def refuse_lost() -> None:
-        def are_finite(few: Sequence[Any]) -> list[bool]:
-            batch = prepare(collate(list(few)))
+        def are_finite(batch: Batch) -> list[bool]:
             with checkpoints(model, are_kept=True):
                 found = record(model, loss_fn, batch, certificate=certificate, rules=rules, tables=tables)
             return (found.losses.isfinite() & found.squared_norms().isfinite()).tolist()
 
-        for example, is_there in zip(examples[:number], are_finite(examples), strict=False):
-            if not is_there and are_finite([example])[0]:
+        together, apart = drawn(prepare)
+        for is_there, versions in zip(are_finite(together), apart, strict=False):
+            if not is_there and all(are_finite(version)[0] for version in versions):
                 raise _leak(_NO_NUMBER)
 
     def refuse_any() -> list[float]:

@@ -26,6 +26,8 @@ _IN_FEWER_BITS = (
 )
 # What Transformers puts on layers that can be checkpointed.
 _IS_ON, _HOW = "gradient_checkpointing", "_gradient_checkpointing_func"
+# Names of what writes into the first thing that it is given, beside those that end in "_".
+_WRITING = ("__i", "__set")
 _Computed = TypeVar("_Computed")
 _CASTS = {Tensor.half: torch.float16, Tensor.bfloat16: torch.bfloat16, Tensor.float: torch.float32}
 
@@ -99,7 +101,7 @@ def computed_in(
         for value in whole:
             value.grad = None
             value.data = lifted(value.data)
-        mode = _NoFewerBits(dtype, {value.device.type for _, value in named}, at_use)
+        mode = _NoFewerBits(dtype, {value.device.type for _, value in named}, bool(at_use))
         with checkpoints(model, are_kept=checkpointed, are_added=checkpointed and sparing), mode.saving_little(), mode:
             yield {name: lifted(value) for name, value in batch.items()}
     finally:
@@ -117,11 +119,17 @@ def with_memory_to_spare(computed: Callable[[bool], _Computed]) -> _Computed:
     """
     try:
         return computed(False)
-    except torch.OutOfMemoryError:
-        pass  # Only here, outside of the handler, is nothing held any more by what has failed.
+    except torch.OutOfMemoryError as error:
+        full = str(error)  # Only outside of the handler is nothing held any more by what has failed.
     if torch.accelerator.is_available():
         torch.accelerator.empty_cache()
-    return computed(True)
+    try:
+        return computed(True)
+    except RuntimeError as error:
+        if type(error) is not RuntimeError:
+            raise
+        # What the model computes in a backward pass (checkpoints of its own) meets weights that are not widened there.
+        raise torch.OutOfMemoryError(full) from error
 
 
 @contextmanager
@@ -141,7 +149,8 @@ def checkpoints(model: nn.Module, *, are_kept: bool, are_added: bool = False) ->
             how = own.get(_HOW) if is_on else functools.partial(checkpoint, use_reentrant=False)
             if is_kept := how is not None and (are_kept if is_on else are_added):
                 setattr(module, _HOW, functools.partial(_under_its_modes, how))
-            setattr(module, _IS_ON, is_kept)
+            if is_kept != is_on:  # Where a model reads it from its configuration, it is not for writing.
+                setattr(module, _IS_ON, is_kept)
         yield
     finally:
         for module, own in zip(able, before, strict=True):
@@ -164,14 +173,12 @@ def _under_its_modes(checkpointed: Callable[..., Any], function: Callable[..., A
 
 
 class _NoFewerBits(TorchFunctionMode):
-    """Where an operation would give fewer bits than `dtype`, it gives `dtype`; it is given `at_use` in so many."""
+    """Where an operation would give fewer bits than `dtype`, it gives `dtype`; if `at_use`, it is given no fewer."""
 
-    def __init__(self, dtype: torch.dtype, kinds: set[str], at_use: Sequence[Tensor]) -> None:
-        self.dtype, self.kinds, self.fewer = dtype, kinds, _FEWER_BITS[dtype]
-        self.at_use = {id(weight): weight for weight in at_use}
-        # The copies that are in use, by where their numbers lie.
-        self.copies: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
-        self.copied = dict[int, Tensor]()
+    def __init__(self, dtype: torch.dtype, kinds: set[str], at_use: bool) -> None:
+        self.dtype, self.kinds, self.fewer, self.at_use = dtype, kinds, _FEWER_BITS[dtype], at_use
+        # The copies that are in use, by where their numbers lie; each knows what it is a copy of.
+        self.copies: WeakValueDictionary[int, Any] = WeakValueDictionary()
         super().__init__()
 
     @contextmanager
@@ -182,10 +189,11 @@ class _NoFewerBits(TorchFunctionMode):
             return
 
         def packed(saved: Tensor) -> Any:
-            place = saved.untyped_storage().data_ptr()
-            if self.copies.get(place) is None:
+            has_place = saved.layout is torch.strided
+            copy = self.copies.get(saved.untyped_storage().data_ptr()) if has_place else None
+            if copy is None or copy._version:  # It is no copy any more, once something is written into it.
                 return saved.detach()  # A result that is saved would hold on to the graph that holds it.
-            return self.copied[place], saved.size(), saved.stride(), saved.storage_offset()
+            return copy.copied, saved.size(), saved.stride(), saved.storage_offset()
 
         def unpacked(kept: Any) -> Tensor:
             if isinstance(kept, Tensor):
@@ -207,9 +215,15 @@ class _NoFewerBits(TorchFunctionMode):
             func, args = Tensor.to, (args[0], self.dtype)
         if torch.dtype in map(type, (*args, *kwargs.values())):
             args, kwargs = [*map(self._enough, args)], {name: self._enough(value) for name, value in kwargs.items()}
-        name = getattr(func, "__name__", "")
-        if self.at_use and name != "__get__" and (name.startswith("__") or not name.endswith("_")):
-            args, kwargs = [*map(self._lifted, args)], {name: self._lifted(value) for name, value in kwargs.items()}
+        if self.at_use:
+            name = getattr(func, "__name__", "")
+            if name == "__get__":
+                found = func(*args, **kwargs)
+                return self._enough(found) if self._is_few(args[0]) else found
+            # What is written into a weight must be there.
+            written = int(name.startswith(_WRITING) or (name.endswith("_") and not name.startswith("__")))
+            args = [*args[:written], *map(self._lifted, args[written:])]
+            kwargs = {name: self._lifted(value) for name, value in kwargs.items()}
         if not any(map(torch.is_autocast_enabled, self.kinds)):
             return func(*args, **kwargs)
         with ExitStack() as without:
@@ -217,12 +231,18 @@ class _NoFewerBits(TorchFunctionMode):
                 without.enter_context(torch.autocast(kind, enabled=False))
             return func(*args, **kwargs)
 
+    def _is_few(self, value: Any) -> bool:
+        return type(value) in (Tensor, nn.Parameter) and value.dtype in self.fewer
+
     def _lifted(self, value: Any) -> Any:
-        if id(value) not in self.at_use:
+        if type(value) in (list, tuple):
+            return type(value)(map(self._lifted, value))
+        if not self._is_few(value):
             return value
-        copy = value.detach().to(self.dtype)
-        place = copy.untyped_storage().data_ptr()
-        self.copies[place], self.copied[place] = copy, value
+        copy = value.to(self.dtype)
+        if not value.requires_grad:
+            copy.copied = value
+            self.copies[copy.untyped_storage().data_ptr()] = copy
         return copy
 
     def _enough(self, value: Any) -> Any:

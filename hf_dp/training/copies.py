@@ -29,10 +29,11 @@ class _Left(NamedTuple):
 
 
 class _AsLeft(NamedTuple):
-    """As `_Left`; some numbers of the parameter then, and which beginning of a training that was the end of."""
+    """As `_Left`; its shape and some of its numbers then, and which beginning of a training that was the end of."""
 
     who: weakref.ref[Any]
     steps: int
+    shape: torch.Size
     few: Tensor
     beginning: frozenset[_Known]
 
@@ -77,7 +78,7 @@ def note_left(
         known = _AS_LEFT.get(p)
         is_noted = known is not None and known.beginning is before and known.steps == ledger.steps
         if not is_noted and (few := few_of(p)) is not None:
-            _AS_LEFT[p] = _AsLeft(who, ledger.steps, few, before)
+            _AS_LEFT[p] = _AsLeft(who, ledger.steps, p.shape, few, before)
     if (trainer := who()) is not None:
         noted = {} if changes_itself else {name: _AS_LEFT.get(p) for name, p in trained.items()}
         _BY_NAME[trainer] = type(model), {name: left for name, left in noted.items() if left is not None}
@@ -102,6 +103,7 @@ def refuse_moved(model: nn.Module, trainer: Any, what: str, *, is_saved: bool = 
             left is None
             or left.who() is not trainer
             or left.steps != trainer.ledger.steps
+            or left.shape != p.shape  # with rows for new tokens, say: which numbers are those of before?
             or not has_moved(p, left.few)
         ):
             continue

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -215,6 +216,22 @@ def test_failure_30_what_is_not_finite_beside_a_longer_row_is_no_rounding(
     else:
         with pytest.raises(PreflightError, match="in one of both no number"):
             check_padding(model, losses, TEXTS, collator("left"))
+
+
+def test_what_is_masked_at_random_in_16_bits_is_held_against_the_same_draw() -> None:
+    """A row of which nothing was masked has no loss, which another draw does not say again."""
+    calls = itertools.count()
+
+    def drawn(rows: list[list[int]]) -> dict[str, Tensor]:
+        data = collator()(rows)
+        return {**data, "labels": data["labels"] if next(calls) % 2 == 0 else torch.full_like(data["labels"], -100)}
+
+    def losses(model: Any, data: Any) -> Tensor:
+        logits = model(input_ids=data["input_ids"], attention_mask=data["attention_mask"]).logits.float()
+        each = nn.functional.cross_entropy(logits.mT, data["labels"], reduction="none")
+        return each.sum(1) / data["labels"].ne(-100).sum(1)
+
+    check_padding(tiny("bert", "masked_lm", torch.bfloat16), losses, TEXTS, drawn)
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])

@@ -109,6 +109,14 @@ def test_training_stops_at_the_budget_with_the_reason(tmp_path: Path, caplog: py
     assert "budget is spent" in caplog.text
 
 
+def test_what_has_got_another_shape_since_is_saved(tmp_path: Path) -> None:
+    run = trained(tmp_path / "private", privacy=private(seed=None), max_steps=1)
+    for model in (run.model, copy.deepcopy(run.model)):
+        model.resize_token_embeddings(model.config.vocab_size + 1)
+        run.model = model
+        run.save_model(str(tmp_path / "after"))
+
+
 def test_failure_52_weights_that_a_training_without_privacy_has_moved_since_are_not_claimed(tmp_path: Path) -> None:
     run = trained(tmp_path / "private", privacy=private(seed=None), max_steps=1)
     run.save_model(str(tmp_path / "before"))
