@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils.checkpoint import checkpoint
+from torch.utils.weak import WeakTensorKeyDictionary
 
 _FEWER_BITS = {
     torch.float32: {torch.float16, torch.bfloat16},
@@ -177,8 +178,9 @@ class _NoFewerBits(TorchFunctionMode):
 
     def __init__(self, dtype: torch.dtype, kinds: set[str], at_use: bool) -> None:
         self.dtype, self.kinds, self.fewer, self.at_use = dtype, kinds, _FEWER_BITS[dtype], at_use
-        # The copies that are in use, by where their numbers lie; each knows what it is a copy of.
-        self.copies: WeakValueDictionary[int, Any] = WeakValueDictionary()
+        # The copies that are in use, by where their numbers lie, and what each is a copy of.
+        self.copies: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
+        self.copied: Any = WeakTensorKeyDictionary()
         super().__init__()
 
     @contextmanager
@@ -193,7 +195,7 @@ class _NoFewerBits(TorchFunctionMode):
             copy = self.copies.get(saved.untyped_storage().data_ptr()) if has_place else None
             if copy is None or copy._version:  # It is no copy any more, once something is written into it.
                 return saved.detach()  # A result that is saved would hold on to the graph that holds it.
-            return copy.copied, saved.size(), saved.stride(), saved.storage_offset()
+            return self.copied[copy], saved.size(), saved.stride(), saved.storage_offset()
 
         def unpacked(kept: Any) -> Tensor:
             if isinstance(kept, Tensor):
@@ -241,8 +243,8 @@ class _NoFewerBits(TorchFunctionMode):
             return value
         copy = value.to(self.dtype)
         if not value.requires_grad:
-            copy.copied = value
             self.copies[copy.untyped_storage().data_ptr()] = copy
+            self.copied[copy] = value
         return copy
 
     def _enough(self, value: Any) -> Any:
