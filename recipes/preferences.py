@@ -140,10 +140,14 @@ def a_prompt_like(data: Dataset) -> str | list[dict[str, str]]:
     return "name[Blue Spice], food[Italian] ||" if given.endswith("] ||") else "A question."
 
 
+_LOSS = "loss of the chosen, nats a token"
+
+
 @torch.no_grad()
 def scored(trainer: Any, data: Dataset) -> Scores:
-    """How often the chosen answer is the likelier one, and how often it has gained more than the rejected one."""
-    likelier, gained, margins = [], [], []
+    """How often the chosen answer is the likelier one, and how often it has gained more than the rejected one; and what
+    a token of it costs in itself, since a model that unlearns both may still prefer the right one."""
+    likelier, gained, margins, losses = [], [], [], []
     model = trainer.accelerator.unwrap_model(trainer.model)
     model.eval()
     size = trainer.args.per_device_eval_batch_size
@@ -162,7 +166,8 @@ def scored(trainer: Any, data: Dataset) -> Scores:
         likelier += now[0].gt(now[1]).float().tolist()
         gained += (0.5 * (gain.sign() * gain.abs().gt(_NOTHING) + 1)).tolist()  # a half where neither did
         margins += gain.tolist()
-    measures = {"accuracy": likelier, "share with gain": gained, "gain in nats": margins}
+        losses += (-now[0] / labels.ne(-100).sum(1).chunk(2)[0]).tolist()
+    measures = {"accuracy": likelier, "share with gain": gained, "gain in nats": margins, _LOSS: losses}
     return Scores({name: sum(values) / len(values) for name, values in measures.items()}, likelier)
 
 
