@@ -200,6 +200,12 @@ def main() -> None:
         trainer: Trainer = behind(
             train_dataset=train, eval_dataset=test, processing_class=tokenizer, args=config, **others
         )
+        kept: Any = trainer.train_dataset
+        if len(kept) < len(train):
+            print(
+                f"{recipe.train_file}: {len(train) - len(kept)} of {len(train)} pairs have prompts of --max_length "
+                f"{recipe.max_length} tokens or more, and are left out"
+            )
         return trainer
 
     train_and_report(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 import re
 from pathlib import Path
@@ -298,6 +299,8 @@ def test_preferences_before_and_after(method, local, part, tmp_path, monkeypatch
     # What two steps gain is their noise, which may come to little.
     assert abs(before["gain in nats"]) < 1e-3
     assert abs(after["gain in nats"] - before["gain in nats"]) > 1e-7
+    words = len(AutoTokenizer.from_pretrained(str(out)))  # of which a random model takes each for as likely
+    assert before["loss of the chosen, nats a token"] == pytest.approx(math.log(words), abs=0.5)
 
 
 def test_a_reference_that_other_processes_would_not_find(train, part, monkeypatch):
