@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.table import Table
 
-FEW_BITS = ("int8", "nf4")
+_FEW_BITS = ("int8", "nf4")
 # What is added up: of activations a plan knows nothing.
 _TOGETHER = {"memory": "without activations", "sent in one step": "in all"}
 
@@ -124,7 +124,7 @@ def size_table(sizes: dict[str, Any], world_size: int, dtype: str) -> Table:
         title="One rank, GB" if world_size == 1 else f"Each of {world_size} ranks, GB",
         caption="The activations of ordinary training come on top, and are often the most. Trained weights and sums "
         f"count in float32, frozen weights and factors in {dtype} (--dtype)"
-        f"{', but for what is no matrix of a block, and what is computed: bfloat16' if dtype in FEW_BITS else ''}.",
+        f"{', but for what is no matrix of a block, and what is computed: bfloat16' if dtype in _FEW_BITS else ''}.",
     )
     table.add_column("")
     for strategy in sizes:

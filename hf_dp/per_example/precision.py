@@ -95,14 +95,13 @@ def computed_in(
         return
     # A weight of a quantised kind is a tensor of another class.
     low = [value for _, value in named if value.dtype in _FEWER_BITS[dtype] and type(value.data) is Tensor]
-    at_use = [value for value in low if sparing and isinstance(value, nn.Parameter) and not value.requires_grad]
-    whole = [value for value in low if not any(value is one for one in at_use)]
+    whole = [value for value in low if not sparing or value.requires_grad or not isinstance(value, nn.Parameter)]
     kept = [(value, value.data, value.grad) for value in whole]
     try:
         for value in whole:
             value.grad = None
             value.data = lifted(value.data)
-        mode = _NoFewerBits(dtype, {value.device.type for _, value in named}, bool(at_use))
+        mode = _NoFewerBits(dtype, {value.device.type for _, value in named}, len(whole) < len(low))
         with checkpoints(model, are_kept=checkpointed, are_added=checkpointed and sparing), mode.saving_little(), mode:
             yield {name: lifted(value) for name, value in batch.items()}
     finally:
