@@ -200,6 +200,10 @@ def main() -> None:
         trainer: Trainer = behind(
             train_dataset=train, eval_dataset=test, processing_class=tokenizer, args=config, **others
         )
+        if "ref" in getattr(trainer.model, "peft_config", ()):
+            # TRL's copy of adapters that are still nothing: it would be computed with, and saved, beside the trained
+            # ones. The base without adapters is the same reference.
+            trainer.model.delete_adapter("ref")
         kept: Any = trainer.train_dataset
         if len(kept) < len(train):
             print(

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import TracebackType
 from typing import Any, NoReturn
 
 import torch
@@ -18,8 +19,9 @@ from accelerate.utils import parse_flag_from_env
 from transformers import HfArgumentParser, TrainingArguments
 
 from hf_dp import PrivacyConfig
+from hf_dp.cli.common import REFUSED
 from hf_dp.cli.train import settings as read_settings
-from hf_dp.errors import ConfigurationError, shortened
+from hf_dp.errors import ConfigurationError, HfDpError, shortened
 from hf_dp.launched import is_first
 from hf_dp.places import is_name, nowhere
 from hf_dp.training.refusals import private_arguments
@@ -148,6 +150,14 @@ def _as_setting(flag: str) -> str:
     return flag.lstrip("-").partition("=")[0].replace("-", "_")
 
 
+def _in_words(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+    """A refusal that ends a script is said as `hf-dp train` says it: a traceback would stand above it."""
+    if isinstance(error, HfDpError):
+        print(f"Refused: {error}", file=sys.stderr)
+        raise SystemExit(REFUSED)  # of a hook it is heeded
+    sys.__excepthook__(kind, error, traceback)
+
+
 def parse(recipe: type) -> tuple[Any, TrainingArguments, PrivacyConfig]:
     """The recipe's own arguments, Transformers' and the promise, from the command line.
 
@@ -160,6 +170,8 @@ def parse(recipe: type) -> tuple[Any, TrainingArguments, PrivacyConfig]:
         ConfigurationError: arguments that Transformers, the promise or the recipe refuses, or that nothing would heed;
             FSDP, asked for by them or by `accelerate launch`.
     """
+    if sys.excepthook is sys.__excepthook__:
+        sys.excepthook = _in_words
     flags = sys.argv[1:]
     settings: dict[str, str | list[str]] = {}
     path = ""

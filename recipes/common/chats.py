@@ -81,6 +81,8 @@ def rendered(
         if message["role"] != "assistant" or i < max(first, 1):
             continue
         prompt, answered = render(messages[:i], add_generation_prompt=True), render(messages[: i + 1])
+        if not whole.startswith(answered):  # a template may end each text with it, not each answer (Phi-3's)
+            answered = answered.removesuffix(tokenizer.eos_token or "")
         if not (answered.startswith(prompt) and whole.startswith(answered) and len(prompt) >= done):
             raise ConfigurationError(
                 "the chat template renders the beginning of a conversation in another way than the whole.",

@@ -86,7 +86,8 @@ def _refusals(name: str, kind: str, hint: str = "") -> Iterator[None]:
             found = nowhere(name, f"no {kind} of that name can be read from the hub {said}")
         raise ConfigurationError(
             f"{found}.",
-            why="the recipe trains it, or on it.",
+            why="the recipe begins from it, or reads it.",
             fix=f"check the name{hint}. What is private or gated needs a token that may read it (HF_TOKEN, or `hf auth "
-            "login`). Without a network (HF_HUB_OFFLINE=1), only what was loaded with one before is there.",
+            "login`). Without a network (HF_HUB_OFFLINE=1), only what was loaded with one before is there: "
+            "give a file or folder of your own in its place (the flags are in --help).",
         ) from error

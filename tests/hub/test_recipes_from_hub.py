@@ -206,6 +206,7 @@ def test_what_no_token_opens_is_refused_before_training(flags, words, train, mon
     printed, out = train("classify", *(str(labels) if flag == "LABELS" else flag for flag in flags), code=2)
     assert words in printed
     assert "What to do: check the name" in printed
+    assert "give a file or folder of your own in its place" in " ".join(printed.split())
     assert not out.exists()
 
 

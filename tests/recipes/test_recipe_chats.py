@@ -99,6 +99,16 @@ def test_the_row_that_a_template_renders_in_two_ways_is_named(instruct):
         instruct.encode_all(rows, "chats.jsonl", tokenizer, RECIPE)
 
 
+def test_a_template_that_ends_the_text_once_is_no_other_way_of_rendering(instruct):
+    tokenizer = a_chat_tokenizer()
+    tokenizer.chat_template = TEMPLATE + "{% if not add_generation_prompt %}{{ eos_token }}{% endif %}"
+    rows = [{"messages": [ASKED, ANSWERED] * n} for n in (1, 3)]
+    one, three = instruct.encode_all(rows, "chats.jsonl", tokenizer, RECIPE)
+    answers = [[label for label in row["labels"] if label != -100] for row in (one, three)]
+    assert answers[0][-1] == tokenizer.eos_token_id
+    assert answers[1] == answers[0][:-2] * 3 + answers[0][-2:]  # the end of a line stands before it
+
+
 def test_pairs_of_chats_need_no_prompt_of_their_own(part, tmp_path):
     preferences, file = part("preferences"), tmp_path / "a.jsonl"
     recipe = SimpleNamespace(table_column="mr", text_column="ref")

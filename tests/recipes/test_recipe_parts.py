@@ -255,3 +255,17 @@ def test_a_base_in_4_bits_is_loaded_and_looked_at_before_it_is_copied(part, monk
     assert asked[0]["quantization_config"]["load_in_4bit"]
     assert base.lm_head.support_avx512bf16_for_cpu is False
     assert found.peft_config
+
+
+def test_a_refusal_that_ends_a_script_is_said_without_a_traceback(part, monkeypatch, capsys):
+    arguments = part("common.arguments")
+    monkeypatch.setattr("sys.argv", ["classify.py", "none.yaml"])
+    monkeypatch.setattr("sys.excepthook", sys.__excepthook__)
+    with pytest.raises(ConfigurationError) as refusal:
+        arguments.parse(part("classify").RecipeArguments)
+    with pytest.raises(SystemExit) as end:
+        sys.excepthook(refusal.type, refusal.value, refusal.tb)
+    assert end.value.code == 2
+    assert capsys.readouterr().err == f"Refused: {refusal.value}\n"
+    sys.excepthook(ValueError, ValueError("of another kind"), None)
+    assert "ValueError: of another kind" in capsys.readouterr().err

@@ -293,6 +293,7 @@ def test_preferences_before_and_after(method, local, part, tmp_path, monkeypatch
         "sys.argv", ["preferences.py", str(tmp_path / "all_layers.yaml"), *local("preferences"), *flags]
     )
     part("preferences").main()
+    assert not (out / "ref").exists(), "TRL's copy of adapters lies beside the trained ones"
     assert json.loads((out / "privacy.json").read_text(encoding="utf-8"))["report"]["dataset_size"] == 64
     before, after = json.loads((out / "results.json").read_text(encoding="utf-8")).values()
     assert before["share with gain"] == 0.5

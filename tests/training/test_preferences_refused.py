@@ -46,17 +46,23 @@ def test_what_is_no_pairs_own(tmp_path: Path, options: dict[str, Any], words: st
     assert caught.value.fix
 
 
-def test_losses_of_other_rows_and_of_the_batch(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("loss", "why"), [("kto", "the answer of the row before"), ("apo_zero_unpaired", "does not compute its losses")]
+)
+def test_losses_of_other_rows_and_of_the_batch(tmp_path: Path, loss: str, why: str) -> None:
     class Private(DPTrainerMixin, trl.KTOTrainer):
         pass
 
     rows = [{"prompt": row["prompt"], "completion": row["chosen"], "label": True} for row in pairs(8)]
-    config = trl.KTOConfig(str(tmp_path), report_to="none", use_cpu=True, bf16=False, per_device_train_batch_size=2)
-    with pytest.raises(ConfigurationError, match="KTOTrainer"):
+    config = trl.KTOConfig(
+        str(tmp_path), report_to="none", use_cpu=True, bf16=False, per_device_train_batch_size=2, loss_type=loss
+    )
+    with pytest.raises(ConfigurationError, match="KTOTrainer") as caught:
         Private(
             a_model(), args=config, train_dataset=Dataset.from_list(rows), processing_class=tokenizer(),
             ref_model=a_model(), privacy=private(),
         )  # fmt: skip
+    assert why in caught.value.why
 
 
 @pytest.mark.filterwarnings("ignore")  # TRL says that it is experimental
