@@ -69,14 +69,26 @@ def rendered(
         tools: that the assistant is told of.
 
     Raises:
-        ConfigurationError: the template does not render the beginning of a conversation as it does the whole.
+        ConfigurationError: the template leaves out tools, or calls of them, or does not render the beginning of a
+            conversation as it does the whole.
     """
 
     def render(part: list[Message], **options: Any) -> str:
-        text: str = tokenizer.apply_chat_template(part, tools=tools, tokenize=False, **options)
+        text: str = tokenizer.apply_chat_template(part, **{"tools": tools, **options}, tokenize=False)
         return text
 
     whole, parts, done = render(messages), [], 0
+    without_calls = [{key: value for key, value in message.items() if key != "tool_calls"} for message in messages]
+    for what, is_there, without in (
+        ("tools", tools, lambda: render(messages, tools=None)),
+        ("calls of tools", any(message.get("tool_calls") for message in messages), lambda: render(without_calls)),
+    ):
+        if is_there and without() == whole:
+            raise ConfigurationError(
+                f"the chat template leaves out {what} that the rows have.",
+                why="the model would learn answers without what they are answers to, or empty ones.",
+                fix=f"give a template with a place for {what} (--chat_template FILE), or rows without them.",
+            )
     for i, message in enumerate(messages):
         if message["role"] != "assistant" or i < max(first, 1):
             continue
@@ -87,7 +99,8 @@ def rendered(
             raise ConfigurationError(
                 "the chat template renders the beginning of a conversation in another way than the whole.",
                 why="the model would learn to answer something else than it is asked later.",
-                fix="give a template that renders one message after the other: --chat_template FILE.",
+                fix="give a template that renders one message after the other: --chat_template FILE. For models that "
+                "drop the thoughts of earlier turns (Qwen3), TRL's folder chat_templates has such ones.",
             )
         end = len(answered.rstrip())
         parts += [(whole[done : len(prompt)], False), (whole[len(prompt) : end], True)]

@@ -78,6 +78,8 @@ def test_an_assistant_is_told_of_the_tools_of_its_row_alone(instruct):
         ({"messages": json.dumps([ASKED, ANSWERED])}, "each with role and content"),
         ({"messages": ["Why?", "So."]}, "each with role and content"),
         ({"messages": [ASKED, ANSWERED], "tools": "So."}, "tools are not a list, nor JSON of one"),
+        ({"messages": [ASKED, ANSWERED], "tools": [{"name": "look"}]}, "leaves out tools that the rows have"),
+        ({"messages": [ASKED, {**ANSWERED, "tool_calls": [{"name": "look"}]}]}, "leaves out calls of tools"),
         ({"messages": []}, "no messages, and no prompt with a completion"),
         ({"prompt": "Why?"}, "no messages, and no prompt with a completion"),
         ({"prompt": "Why?", "completion": None}, "no conversation that the chat template can render"),
