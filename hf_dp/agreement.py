@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 import secrets
 from collections.abc import Mapping
 from typing import Any, Literal, get_args
@@ -59,12 +60,19 @@ def difference(facts: Mapping[str, Any]) -> str | None:
     return f"rank {', '.join(odd)} has not the same as rank 0: {', '.join(different) or 'which settings there are'}"
 
 
-def keep_step(step: int, intent: Intent) -> None:
-    """Refuses ranks of which one stops alone. All call it together: one small all-gather, none where there is one rank.
+def rate_of(optimizer: Any) -> float:
+    """Its learning rates, added up."""
+    return float(sum(group.get("lr") or 0 for group in optimizer.param_groups))
+
+
+def keep_step(step: int, intent: Intent, rate: float = 0.0) -> None:
+    """Refuses ranks of which one stops alone, or steps by another rate. All call it together: one small all-gather,
+    none where there is one rank.
 
     Args:
         step: how many steps this rank has made.
         intent: what it does next.
+        rate: by which it does so, or did so last; see `rate_of`.
 
     Raises:
         HfDpError: with what each rank does.
@@ -72,14 +80,23 @@ def keep_step(step: int, intent: Intent) -> None:
     if ranks.world_size() == 1:
         return
     intents = get_args(Intent)
-    table = ranks.gathered([step, intents.index(intent)]).tolist()
-    if any(row != table[0] for row in table):
-        each = ", ".join(f"rank {i} {intents[int(what)]} after step {int(at)}" for i, (at, what) in enumerate(table))
+    table = ranks.gathered([step, intents.index(intent), rate]).tolist()
+    if any(row[:2] != table[0][:2] for row in table):
+        each = ", ".join(f"rank {i} {intents[int(what)]} after step {int(at)}" for i, (at, what, _) in enumerate(table))
         raise HfDpError(
             f"the ranks do not do the same: {each}.",
             why="a rank that goes on would wait for one that does not, and their steps would be no sum over all ranks.",
             fix="let every rank take the same callbacks and stopping decisions (a metric that all have, not a clock or "
             "a file of one); resume from the last checkpoint.",
+        )
+    # Ranks on other machines may round a schedule in another way.
+    if not all(math.isclose(own, table[0][2], rel_tol=1e-6) for *_, own in table):
+        each = ", ".join(f"rank {i} by {own:.6g}" for i, (*_, own) in enumerate(table))
+        raise HfDpError(
+            f"the optimizers of the ranks step by other learning rates (added up over their groups): {each}.",
+            why="their weights drift apart, and each would add up gradients at weights that no other rank has.",
+            fix="let callbacks set the same rate on every rank (not on the first alone); resume from a checkpoint of "
+            "before.",
         )
 
 

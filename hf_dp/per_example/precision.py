@@ -31,6 +31,8 @@ _IS_ON, _HOW = "gradient_checkpointing", "_gradient_checkpointing_func"
 _WRITING = ("__i", "__set")
 _Computed = TypeVar("_Computed")
 _CASTS = {Tensor.half: torch.float16, Tensor.bfloat16: torch.bfloat16, Tensor.float: torch.float32}
+# Of 16 bits these give a copy, which a model may write into.
+_COPYING = {Tensor.to, Tensor.float, Tensor.double, Tensor.type}
 
 
 @contextmanager
@@ -101,7 +103,8 @@ def computed_in(
         for value in whole:
             value.grad = None
             value.data = lifted(value.data)
-        mode = _NoFewerBits(dtype, {value.device.type for _, value in named}, len(whole) < len(low))
+        kinds, widened = {value.device.type for _, value in named}, set(map(_place, whole)) - {None}
+        mode = _NoFewerBits(dtype, kinds, widened, len(whole) < len(low))
         with checkpoints(model, are_kept=checkpointed, are_added=checkpointed and sparing), mode.saving_little(), mode:
             yield {name: lifted(value) for name, value in batch.items()}
     finally:
@@ -173,10 +176,14 @@ def _under_its_modes(checkpointed: Callable[..., Any], function: Callable[..., A
 
 
 class _NoFewerBits(TorchFunctionMode):
-    """Where an operation would give fewer bits than `dtype`, it gives `dtype`; if `at_use`, it is given no fewer."""
+    """Where an operation would give fewer bits than `dtype`, it gives `dtype`; if `at_use`, it is given no fewer.
 
-    def __init__(self, dtype: torch.dtype, kinds: set[str], at_use: bool) -> None:
+    What is cast of `widened` numbers, known by their places, is a copy, as it is of those of before.
+    """
+
+    def __init__(self, dtype: torch.dtype, kinds: set[str], widened: set[int | None], at_use: bool) -> None:
         self.dtype, self.kinds, self.fewer, self.at_use = dtype, kinds, _FEWER_BITS[dtype], at_use
+        self.widened = widened
         # The copies that are in use, by where their numbers lie, and what each is a copy of.
         self.copies: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
         self.copied: Any = WeakTensorKeyDictionary()
@@ -190,8 +197,7 @@ class _NoFewerBits(TorchFunctionMode):
             return
 
         def packed(saved: Tensor) -> Any:
-            has_place = saved.layout is torch.strided
-            copy = self.copies.get(saved.untyped_storage().data_ptr()) if has_place else None
+            copy = self.copies.get(place) if (place := _place(saved)) is not None else None
             if copy is None or copy._version:  # It is no copy any more, once something is written into it.
                 return saved.detach()  # A result that is saved would hold on to the graph that holds it.
             return self.copied[copy], saved.size(), saved.stride(), saved.storage_offset()
@@ -214,6 +220,8 @@ class _NoFewerBits(TorchFunctionMode):
         # A parameter that is watched must be seen in the operation that it is used by.
         if _CASTS.get(func) in self.fewer and type(args[0]) is Tensor:
             func, args = Tensor.to, (args[0], self.dtype)
+        if func in _COPYING and type(args[0]) in (Tensor, nn.Parameter) and _place(args[0]) in self.widened:
+            args = (args[0].clone(), *args[1:])
         if torch.dtype in map(type, (*args, *kwargs.values())):
             args, kwargs = [*map(self._enough, args)], {name: self._enough(value) for name, value in kwargs.items()}
         if self.at_use:
@@ -248,6 +256,11 @@ class _NoFewerBits(TorchFunctionMode):
 
     def _enough(self, value: Any) -> Any:
         return self.dtype if isinstance(value, torch.dtype) and value in self.fewer else value
+
+
+def _place(tensor: Tensor) -> int | None:
+    """Where its numbers lie; None of a sparse one, which cannot be asked."""
+    return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else None
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:

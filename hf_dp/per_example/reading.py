@@ -88,9 +88,9 @@ class Reader:
         if known != "constant" and (found == "folded" or (found == "batch" and known == "folded")):
             self._check_folded(rule, given, parameters)
         if given.requires_grad or known in ("batch", "folded", "data"):
-            return found or self._unreadable(rule, given, parameters, "no axis of that shape can be read as")
+            return found or self._unreadable(rule, given, parameters, "its first axis cannot be read as")
         if not found and self.has_uneven_images and given.shape[0] == sum(self.images):
-            self._unreadable(rule, given, parameters, "no axis of that shape can be read as")
+            self._unreadable(rule, given, parameters, "its first axis cannot be read as")
         if found and known == "either" and self.batch_size > 1 and _storage(given) not in self._storages:
             self._unreadable(rule, given, parameters, "it may be what all examples share, or rows of")
         return found if found and known != "constant" else "constant"

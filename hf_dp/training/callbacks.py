@@ -9,7 +9,7 @@ from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState, TrainerControl, TrainerState
 
 import hf_dp.ranks as ranks
-from hf_dp.agreement import keep_step
+from hf_dp.agreement import keep_step, rate_of
 from hf_dp.training.progress import Seldom
 
 logger = logging.getLogger(__name__)
@@ -37,6 +37,8 @@ class PrivacyCallback(TrainerCallback, ExportableState):
     def __init__(self, trainer: PrivateTrainer | None = None) -> None:
         self.trainer = trainer
         self._seldom = Seldom()
+        # Of the latest step: what a callback sets may be undone by the schedule before the next one.
+        self._rate = 0.0
 
     def state(self) -> dict[str, Any]:
         """The ledger as of the saved step; it lands in `trainer_state.json`, in the same write as the step count."""
@@ -49,19 +51,20 @@ class PrivacyCallback(TrainerCallback, ExportableState):
 
     def on_step_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if self.trainer is not None:
-            keep_step(state.global_step, "goes on")
+            keep_step(state.global_step, "goes on", self._rate)
 
     def on_epoch_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         # Before what may follow: an evaluation or a checkpoint, in which ranks would wait for those that go on.
         if self.trainer is not None:
-            keep_step(state.global_step, "stops" if control.should_training_stop else "ends an epoch")
+            keep_step(state.global_step, "stops" if control.should_training_stop else "ends an epoch", self._rate)
 
     def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if self.trainer is not None:
-            keep_step(state.global_step, "stops")
+            keep_step(state.global_step, "stops", self._rate)
 
     def on_optimizer_step(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if self.trainer is not None:
+            self._rate = rate_of(kwargs["optimizer"])
             self.trainer.after_optimizer_step()
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:

@@ -15,7 +15,7 @@ from torch import nn
 
 import hf_dp.ranks as ranks
 from hf_dp.accounting import Ledger, PrivacyReport
-from hf_dp.agreement import keep_step
+from hf_dp.agreement import keep_step, rate_of
 from hf_dp.config import PrivacyConfig
 from hf_dp.data.left_padding import LeftPadding
 from hf_dp.figures import logged
@@ -235,7 +235,7 @@ class PrivateRun:
                 weights that something else has moved.
         """
         with self._order.used(batch, self.ledger) as item, ranks.together():
-            keep_step(self.global_step, "goes on")
+            keep_step(self.global_step, "goes on", rate_of(self._optimizer))
             self.model.train()
             mean = self._run.step(item).mean_loss
             self._step += 1

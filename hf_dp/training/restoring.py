@@ -89,7 +89,12 @@ class RestoringMixin(_Base):
         return saved
 
     def _refuse_other_logs(self, best: str) -> None:
-        """Refuses a checkpoint that has another past: of a training that was begun anew, and promised the same."""
+        """Refuses a checkpoint that has another past: of a training that was begun anew, and promised the same.
+
+        Asked by the rank that wrote it: how long an evaluation took is another number on each.
+        """
+        if not self.args.should_save:
+            return
         with damage_is_named(best, "trainer_state.json"):
             then = TrainerState.load_from_json(str(Path(best, "trainer_state.json"))).log_history
         if json.dumps(then, sort_keys=True) != json.dumps(self.state.log_history[: len(then)], sort_keys=True):

@@ -115,6 +115,26 @@ def stopped_alone(path: str, shards: bool) -> dict[str, Any]:
     return {"error": "no error"}
 
 
+class Faster(TrainerCallback):
+    """Sets the rate of its own rank, of one step: the schedule sets it anew."""
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:
+        if state.global_step == 2:
+            optimizer.param_groups[0]["lr"] = 0.5
+
+
+def faster_alone(path: str) -> tuple[str, int]:
+    """The error of a run in which rank 0 has another learning rate for a step, and how many it had charged."""
+    run = trainer(path, "tied gpt2", dist.get_world_size(), {"noise_multiplier": 1.0}, learning_rate=0.25)
+    if dist.get_rank() == 0:
+        run.add_callback(Faster())
+    try:
+        run.train()
+    except HfDpError as error:
+        return str(error), run.ledger.steps
+    return "no error", run.ledger.steps
+
+
 def told(what: str) -> str:
     """What a rank raises that waits for rank 1, which fails by itself, before they meet, is silent, or waits too."""
     with mock.patch.object(ranks, "_PATIENCE", 1.0 if what == "silent" else 20.0):

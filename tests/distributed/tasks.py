@@ -360,6 +360,16 @@ def refusal(path: str, what: str) -> str:
     return "no error"
 
 
+def best_of_all(path: str, world: int) -> tuple[str, dict[str, Tensor]]:
+    """The best checkpoint by an evaluation after each step, and the parameters that it leaves."""
+    each = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1}
+    best = {"load_best_model_at_end": True, "metric_for_best_model": "loss"}
+    run = trainer(path, "bert", world, {"noise_multiplier": 1.0}, **each, **best)
+    run.eval_dataset = rows(8, seed=9)
+    run.train()
+    return str(run.state.best_model_checkpoint), gathered(run.model)
+
+
 def saved_and_resumed(
     path: str, name: str, world: int, shards: str | None, resume: bool | str, **changes: Any
 ) -> dict[str, Any]:

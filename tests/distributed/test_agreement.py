@@ -9,6 +9,7 @@ import pytest
 from tests.distributed.differing import (
     draws_of_all,
     drifted,
+    faster_alone,
     generators_in_checkpoint,
     refused_by,
     secrets_in_files,
@@ -86,6 +87,12 @@ def test_a_rank_that_stops_alone_is_named_on_all(tmp_path: Path, pair: Gang, sha
     # That the promise was none.
     assert first["said"] == ["noise_multiplier=0: this run adds no noise and is not private; its epsilon is infinite."]
     assert second["said"] == []
+
+
+def test_a_rank_with_another_learning_rate_is_named_on_all(tmp_path: Path, pair: Gang) -> None:
+    for found, steps in pair.run(faster_alone, str(tmp_path)):
+        assert "(added up over their groups): rank 0 by 0.75, rank 1 by 0.5." in found
+        assert steps == 3
 
 
 def test_who_waits_for_a_rank_learns_why_it_is_gone(pair: Gang) -> None:

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftModel
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from hf_dp.data.fingerprint import KEY_FILE
 from hf_dp.training.output_lock import FILE as LOCK_FILE
 from tests.distributed.gang import Gang
-from tests.distributed.tasks import STEPS, farthest, gathered, saved_and_resumed, trained
+from tests.distributed.tasks import STEPS, best_of_all, farthest, gathered, saved_and_resumed, trained
 from tests.zoo import tiny
 
 pytestmark = pytest.mark.usefixtures("checked_once")
@@ -51,6 +51,14 @@ def test_saved_by_one_and_resumed_by_two(tmp_path: Path, pair: Gang) -> None:
     for resumed in pair.run(saved_and_resumed, str(tmp_path), NAME, 2, None, True):
         assert farthest(resumed["parameters"], whole["parameters"]) < TOLERANCE
         assert resumed["ledger"] == whole["ledger"]
+
+
+def test_the_best_one_is_taken_by_all_though_each_has_times_of_its_own(tmp_path: Path, pair: Gang) -> None:
+    (best, ours), (same_best, theirs) = pair.run(best_of_all, str(tmp_path), 2)
+    assert best == same_best
+    assert farthest(ours, theirs) == 0
+    loaded = AutoModelForSequenceClassification.from_pretrained(best)
+    assert farthest(gathered(loaded), ours) == 0
 
 
 @pytest.mark.parametrize("kind", [None, pytest.param("SHARDED_STATE_DICT", marks=pytest.mark.slow)])

@@ -52,6 +52,27 @@ def test_they_come_back_after_an_error() -> None:
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
 
 
+def rescaled(model: Any, x: Tensor) -> Tensor:
+    """Whose frozen numbers are cast, and the casts written into."""
+    weight, scale = model.frozen.weight.float(), model.table.to(torch.float32)
+    weight.data.float().neg_()
+    weight.mul_(scale.exp_().mean())
+    out: Tensor = model.linear(x) @ weight
+    return out
+
+
+def test_what_is_written_into_a_cast_is_not_written_into_the_weight() -> None:
+    model = Small(rescaled, linear=nn.Linear(4, 4), frozen=nn.Linear(4, 4).requires_grad_(False)).float()
+    model.frozen.bfloat16()
+    model.register_buffer("table", torch.full((3,), 0.5, dtype=torch.bfloat16))
+    given = {"x": batch(3, 5, 4)["x"].float()}
+    expected = model(given["x"])
+    with computed_in(model, given, torch.float32):
+        for _ in range(2):
+            torch.testing.assert_close(model(given["x"]), expected)
+    preflight(model.train(), square, given)
+
+
 class Quantised(nn.Module):
     """Frozen integers times a scale, with an adapter beside them."""
 

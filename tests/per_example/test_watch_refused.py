@@ -136,6 +136,12 @@ def test_refused_by_name_at_every_batch_size(name: str, size: int) -> None:
     assert all(p is before[name] and p.grad is None for name, p in model.named_parameters())
 
 
+def test_positions_that_come_first_are_the_reason() -> None:
+    """Where another axis has as many as there are examples, that no axis has would be untrue."""
+    with pytest.raises(UnsupportedModelError, match="its first axis cannot be read as 3 examples"):
+        record(REFUSED["time-major"][0], square, batch(3, 10, 4))
+
+
 def penalised(create_graph: bool) -> Any:
     def loss(model: nn.Module, batch: Any) -> Tensor:
         x = batch["x"].clone().requires_grad_()
