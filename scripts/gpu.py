@@ -250,6 +250,8 @@ def run(
 ) -> None:
     """Runs every section in a process of its own, or one in this one; after each case all that is known is written."""
     device = torch.device("cpu" if cpu else "cuda")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise typer.BadParameter("no CUDA device is there; --cpu runs all of it small")
     titles = only or list(SECTIONS)
     output.mkdir(parents=True, exist_ok=True)
     file = output / "gpu.json"
@@ -266,7 +268,7 @@ def run(
         results = _known(file)
         for name, _ in SECTIONS[title](device):
             results.setdefault(title, {}).setdefault(name, ended)
-        _write(file, results)
+        _write(file, results, device)
     wrong = [f"{t}: {name}" for t in titles for name, text in _known(file)[t].items() if "WRONG" in text]
     if wrong:
         print(f"WRONG: {'; '.join(wrong)}")
@@ -274,14 +276,12 @@ def run(
 
 
 def _section(title: str, device: torch.device, file: Path) -> None:
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise typer.BadParameter("no CUDA device is there; --cpu runs all of it small")
     results = _known(file)
     rows = results[title] = {}
     for name, case in SECTIONS[title](device):
         rows[name] = _answer(case)
         print(f"{title}: {name}: {rows[name]}", flush=True)
-        _write(file, results)
+        _write(file, results, device)
         gc.collect()
 
 
@@ -301,9 +301,9 @@ def _known(file: Path) -> dict[str, dict[str, str]]:
     return json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}  # type: ignore[no-any-return]
 
 
-def _write(file: Path, results: dict[str, dict[str, str]]) -> None:
+def _write(file: Path, results: dict[str, dict[str, str]], device: torch.device) -> None:
     file.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
-    file.with_suffix(".md").write_text(markdown(results), encoding="utf-8")
+    file.with_suffix(".md").write_text(markdown(results, device), encoding="utf-8")
 
 
 def _answer(case: Callable[[], str]) -> str:
@@ -313,9 +313,10 @@ def _answer(case: Callable[[], str]) -> str:
         return told(error)
 
 
-def markdown(results: dict[str, dict[str, str]]) -> str:
+def markdown(results: dict[str, dict[str, str]], device: torch.device) -> str:
     """A table for each section."""
-    lines = ["# Measured on a GPU", "", "Written by `python scripts/gpu.py`, which says how."]
+    where = "on a GPU" if device.type == "cuda" else "small, on a CPU"
+    lines = [f"# Measured {where}", "", "Written by `python scripts/gpu.py`, which says how."]
     for title, rows in results.items():
         lines += ["", f"## {title}", "", "| | |", "| --- | --- |", *(f"| {n} | {text} |" for n, text in rows.items())]
     return "\n".join(lines) + "\n"

@@ -85,7 +85,8 @@ def _speed(case: Case, names: list[str], setting: Setting) -> str:
         return failed["ordinary"]
     seconds = measuring.in_turns(steps, 3, setting.device)
     tokens = MICRO_BATCHES * case.batch * case.length / statistics.median(seconds["ordinary"])
-    found = [f"ordinary {tokens:,.0f} tokens a second, {peaks['ordinary']:,.0f} MiB"]
+    held = f", {peaks['ordinary']:,.0f} MiB" if peaks["ordinary"] else ""
+    found = [f"ordinary {tokens:,.0f} tokens a second{held}"]
     for name in names[1:]:
         if name in failed:
             found.append(f"{name} {failed[name]}")

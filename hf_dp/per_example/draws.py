@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from hf_dp.per_example.state import uncompiled
 from hf_dp.randomness import global_state, seed_global_state, unchanged_global_state
 
 # A coin that falls with probability p is missed with (1 - p)^1024; of numbers for rows there are many.
@@ -92,7 +93,7 @@ class Draws(TorchDispatchMode):
     @contextmanager
     def attached(self) -> Iterator[None]:
         """Also numpy's and Python's global functions are seen, where they are looked up in their modules."""
-        with ExitStack() as stack, unchanged_global_state():
+        with ExitStack() as stack, uncompiled(), unchanged_global_state():
             seed_global_state(self.change.start)
             before = global_state()
             for module, owner in ((np.random, np.random.mtrand._rand), (random, random._inst)):

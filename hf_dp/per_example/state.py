@@ -51,6 +51,17 @@ def unchanged_state(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
+def uncompiled() -> Iterator[None]:
+    """Lets what is compiled (`torch.compile`) run as it is written, in checks.
+
+    torch compiles few variants of a module, and no more of it, for good, where it met it under a mode that sees every
+    operation: after the checks the steps would run uncompiled too.
+    """
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+@contextmanager
 def put_back(model: nn.Module) -> Iterator[None]:
     """Puts back what passes leave in a model (see `unchanged_state`), and which of its parameters are trained."""
     buffers, attributes = _buffers(model), attributes_of(model)

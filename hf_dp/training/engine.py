@@ -43,7 +43,7 @@ from hf_dp.per_example.padding import check_padding
 from hf_dp.per_example.passes import check_two_passes, record_in_two_passes, refuse_two_passes
 from hf_dp.per_example.quantised import check_quantised
 from hf_dp.per_example.sharding import all_names, is_sharded
-from hf_dp.per_example.state import unchanged_state
+from hf_dp.per_example.state import unchanged_state, uncompiled
 from hf_dp.randomness import unchanged_global_state
 from hf_dp.training.progress import passes_shown
 from hf_dp.units.packing import Owners
@@ -149,7 +149,7 @@ class Engine:
     def micro_batches(self, item: Mapping[str, Any]) -> Generator[MicroBatch]:
         """Of one logical batch, once those that are wider or narrower than all before are known to do no harm."""
         for rows in item.get("unlike", []):
-            with unchanged_global_state():
+            with uncompiled(), unchanged_global_state():
                 known = self._padding.counts_columns
                 together = self._batch(rows)
                 if self._padding.counts_columns == known:
@@ -219,7 +219,7 @@ class Engine:
         check_quantised(beside(self.model, self._loss))
         self._memory = None
         memory = Memory(self.model, lambda batch: self._loss(self.model, batch), self._loss)
-        with unchanged_global_state():
+        with uncompiled(), unchanged_global_state():
             with unchanged_state(self.model):
                 few, others = telling_rows(dataset, collate.widths)
                 one, other, together = alike_batches(few, self._batch)

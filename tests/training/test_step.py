@@ -33,12 +33,13 @@ from tests.training.workbench import (
     last_log,
     make,
     pad,
+    pad_for_language,
     parameters,
     private,
     rows,
     same,
 )
-from tests.zoo import with_dropout
+from tests.zoo import adapted, with_dropout
 
 pytestmark = pytest.mark.usefixtures("checked_once")
 
@@ -293,3 +294,23 @@ def test_the_checks_before_the_first_step_draw_nothing_from_the_seed(tmp_path: P
     trainer.add_callback(after)
     trainer.train()
     assert before.state == after.state
+
+
+def test_frozen_modules_that_are_compiled_are_so_in_the_steps_alone(tmp_path: Path) -> None:
+    """torch compiles few variants of a module: those that checks need are not among them."""
+    model, began, ran = adapted("LoRA", torch.float32), list[bool](), list[bool]()
+
+    def counted(graph: Any, given: Any) -> Any:
+        return lambda *args: ran.append(bool(began)) or graph(*args)
+
+    class Begins(TrainerCallback):
+        def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+            began.append(True)
+
+    for module in model.modules():
+        if type(module).__name__ == "LlamaRMSNorm":
+            module.compile(backend=counted)
+    parts = {"data_collator": pad_for_language, "callbacks": [Begins()]}
+    make(tmp_path, model, parts=parts, max_steps=1).train()
+    assert ran
+    assert all(ran)
