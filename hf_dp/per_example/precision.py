@@ -31,8 +31,7 @@ _IS_ON, _HOW = "gradient_checkpointing", "_gradient_checkpointing_func"
 _WRITING = ("__i", "__set")
 _Computed = TypeVar("_Computed")
 _CASTS = {Tensor.half: torch.float16, Tensor.bfloat16: torch.bfloat16, Tensor.float: torch.float32}
-# Of 16 bits these give a copy, which a model may write into.
-_COPYING = {Tensor.to, Tensor.float, Tensor.double, Tensor.type}
+_WIDE = {Tensor.float: torch.float32, Tensor.double: torch.float64}
 
 
 @contextmanager
@@ -217,11 +216,17 @@ class _NoFewerBits(TorchFunctionMode):
     ) -> Any:
         # It is asked for every operation and every attribute of a tensor, so what changes nothing is found out first.
         kwargs = kwargs or {}
+        # Of 16 bits a wider cast is a copy, which a model may write into.
+        if (
+            func in (Tensor.to, Tensor.type, *_WIDE)
+            and type(args[0]) in (Tensor, nn.Parameter)
+            and not {_WIDE.get(func), *args[1:], *kwargs.values()}.isdisjoint(_WIDE.values())
+            and _place(args[0]) in self.widened
+        ):
+            args = (args[0].clone(), *args[1:])
         # A parameter that is watched must be seen in the operation that it is used by.
         if _CASTS.get(func) in self.fewer and type(args[0]) is Tensor:
             func, args = Tensor.to, (args[0], self.dtype)
-        if func in _COPYING and type(args[0]) in (Tensor, nn.Parameter) and _place(args[0]) in self.widened:
-            args = (args[0].clone(), *args[1:])
         if torch.dtype in map(type, (*args, *kwargs.values())):
             args, kwargs = [*map(self._enough, args)], {name: self._enough(value) for name, value in kwargs.items()}
         if self.at_use:
