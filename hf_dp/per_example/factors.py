@@ -18,7 +18,7 @@ from torch import Tensor
 
 from hf_dp.per_example.gram import Dense, OneHot, SelfGrams, Side, gram, rows_or_zeros
 from hf_dp.per_example.precision import accumulation, full_precision
-from hf_dp.per_example.products import BLOCK, add_weighted_, inner, unsure
+from hf_dp.per_example.products import BLOCK, CUT_BLOCK, add_weighted_, inner, unsure
 
 # Rounding of a squared norm, in units of machine epsilon x (sum over positions of |left| |right|)^2.
 _ROUNDING = 8.0
@@ -55,31 +55,32 @@ class Outer:
         dtype = self.right.values.dtype if isinstance(self.right, Dense) else torch.float32
         return replace(self, left=Dense(chosen.to(dtype)))
 
-    def instantiated(self) -> PerExample:
-        """The (B, left.size, right.size) gradients themselves."""
+    def instantiated(self, cut_block: int = CUT_BLOCK) -> PerExample:
+        """The (B, left.size, right.size) gradients themselves; `cut_block` as of `inner`."""
         left, right = self.left, self.right
         if isinstance(left, Dense) and isinstance(right, Dense):
             with full_precision(self.device):
-                values = inner(left.values.mT, right.values, BLOCK)
+                values = inner(left.values.mT, right.values, cut_block)
             return PerExample(values.mul_(self.scale) if self.scale != 1.0 else values)
         if isinstance(left, OneHot) and isinstance(right, Dense):
             rows = accumulation(right.values)
             values = rows.new_zeros(rows.shape[0], left.size, right.size)
             values.scatter_add_(1, left.ids.unsqueeze(2).expand_as(rows), rows)
             return PerExample(values.mul_(self.scale))
-        return self.transposed.instantiated().transposed
+        return self.transposed.instantiated(cut_block).transposed
 
     def settled(self) -> Outer | PerExample:
         """Instantiated where that is smaller than the factors, which is also where it is less arithmetic.
 
         Gram: T^2 (p + d) multiply-adds and T (p + d) numbers kept; instantiated: T p d and p d numbers, of which the
         norm and the sum are read without a further product. On a GPU these are float32 beside factors in 16 bits: at
-        most twice their bytes, for less than half of their products.
+        most twice their bytes, for less than half of their products. What tensor cores cut off there is no error of
+        the norm, which is that of the very numbers that are summed.
         """
         positions = self.left.tensor.shape[1]
         width = sum(side.size if isinstance(side, Dense) else 1 for side in (self.left, self.right))
         if self.left.size * self.right.size <= positions * width:
-            return self.instantiated()
+            return self.instantiated(BLOCK)
         return self
 
     def add_weighted_(self, out: Tensor, coefficients: Tensor) -> None:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hf_dp.per_example.precision import accumulation
-from hf_dp.per_example.products import BLOCK, inner
+from hf_dp.per_example.products import inner
 
 # Gram matrices are split, to compute half of what is symmetric, down to so many positions.
 SMALLEST_BLOCK = 48
@@ -136,7 +136,7 @@ def rows_or_zeros(values: Tensor, chosen: Tensor) -> Tensor:
 def gram(first: Side, second: Side) -> Tensor:
     """Inner products (B, T, S) of the rows of two sides, in at least float32."""
     if isinstance(first, Dense) and isinstance(second, Dense):
-        return inner(first.values, second.values.mT, BLOCK)
+        return inner(first.values, second.values.mT)
     if isinstance(first, OneHot) and isinstance(second, OneHot):
         return first.ids.unsqueeze(2).eq(second.ids.unsqueeze(1))
     if isinstance(first, Dense) and isinstance(second, OneHot):

@@ -30,17 +30,17 @@ _SPLIT = 2 * 2**5
 _EXACT = (torch.bfloat16, torch.float16)
 
 
-def inner(left: Tensor, right: Tensor, block: int | None = None) -> Tensor:
+def inner(left: Tensor, right: Tensor, cut_block: int = CUT_BLOCK) -> Tensor:
     """The products (B, m, n) of left (B, m, k) and right (B, k, n), in at least float32.
 
     Args:
         left: of any floating-point dtype, as is `right`.
         right: beside it.
-        block: how long the sums may be that are left to one product; None: as long as they are.
+        cut_block: how long the sums may be that are left to one product on tensor cores.
     """
     as_they_are = _are_multiplied_as_they_are(left, right)
-    block = left.shape[2] if block is None else CUT_BLOCK if as_they_are else block
-    pairs = zip(left.split(max(1, block), 2), right.split(max(1, block), 1), strict=True)
+    block = cut_block if as_they_are else BLOCK
+    pairs = zip(left.split(block, 2), right.split(block, 1), strict=True)
     one, other = next(pairs)
     if as_they_are:
         total = _to_float32(one, other)

@@ -36,6 +36,9 @@ GPUS = MappingProxyType({"H100": Gpu(600e12, 50e12, 2.8e12)})
 # Bytes for each trained number and step: AdamW reads and writes a weight and two moments, and reads a gradient; the
 # private step besides fills its sum with zeros, adds noise that it makes and divides.
 _ADAM, _NOISE = 28, 28
+# Bytes for each number and further block of a long sum, by those that are computed with: what is added in 16 bits is
+# written first.
+_ADDED = MappingProxyType({2: 16, 4: 8})
 
 
 @dataclass(frozen=True)
@@ -113,14 +116,15 @@ def _factors(parameter: Parameter, b: int, t: int, c: int) -> Work:
     # Looked-up rows: the other side's Gram matrix, and an addition of rows in float32.
     lookup = (_gram(d, b, t, c) + Work(0, (c + 16) * b * t * d)).times(parameter.is_embedding)
     if p * d <= t * (p + d):
-        # Made, read for the norm, copied without what is left out, read for the sum.
-        return lookup + Work(2 * b * t * p * d, c * rows + 4 * 5 * b * p * d + 8 * p * d).times(uses)
+        # Made, in blocks where sums are long, read for the norm, copied without what is left out, read for the sum.
+        each = 4 * 5 + _ADDED[c] * (-(-t // BLOCK) - 1)
+        return lookup + Work(2 * b * t * p * d, c * rows + each * b * p * d + 8 * p * d).times(uses)
     norm = _gram(p, b, t, c) + _gram(d, b, t, c)
     # Both sides are copied without what is left out; the smaller is weighted, and in 16 bits split into two.
     parts = 2 if c == 2 else 1
     small = b * t * min(p, d)
     total = Work(
-        parts * 2 * b * t * p * d, 2 * c * rows + (c + 8 + 8 * (c == 2)) * small + parts * (c * rows + 8 * p * d)
+        parts * 2 * b * t * p * d, 2 * c * rows + (36 if c == 2 else 8) * small + parts * (c * rows + 8 * p * d)
     )
     return lookup + (norm + total).times(uses)
 
@@ -130,7 +134,6 @@ def _gram(width: int, b: int, t: int, c: int) -> Work:
     halvings = max(0, math.ceil(math.log2((t + 1) / (2 * SMALLEST_BLOCK))))
     # Of what is symmetric one triangle of blocks, and those on the diagonal whole.
     numbers, blocks = b * t * t * (1 + 2**-halvings) / 2, -(-width // (CUT_BLOCK if c == 2 else BLOCK))
-    # Rows are read for each halving, and twice for the diagonal. What is added in 16 bits is written first.
-    each = 16 if c == 2 else 8
-    moved = c * b * t * width * (2 + halvings) + numbers * (12 + each * (blocks - 1))
+    # Rows are read for each halving, and twice for the diagonal.
+    moved = c * b * t * width * (2 + halvings) + numbers * (12 + _ADDED[c] * (blocks - 1))
     return Work(2 * numbers * width, moved)

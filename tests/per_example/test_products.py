@@ -134,6 +134,35 @@ def test_one_contribution_is_at_most_c(multiply: Multiply, on_cores: Callable[[M
         assert max(contributions(hostile(seed), norm)) <= norm * (1 + 1e-12)
 
 
+def test_what_is_instantiated_is_normed_as_it_is_summed(on_cores: Callable[[Multiply], None]) -> None:
+    """However long its sums are, and whatever is cut off them: it is one product, and no doubt about its norm."""
+    lengths: list[int] = []
+
+    def noted(left: Tensor, right: Tensor) -> Tensor:
+        lengths.append(left.shape[2])
+        return cutting(left, right)
+
+    on_cores(noted)
+    torch.manual_seed(0)
+    positions = 3 * products.CUT_BLOCK
+    one = Outer(Dense(dense(2, positions, 3).values.abs()), Dense(dense(2, positions, 5).values.abs()))
+    whole = one.settled()
+    assert isinstance(whole, PerExample)
+    assert lengths == [positions]
+    norms, rounding = squared_norms([whole])
+    assert bool(((norms - whole.values.double().square().sum((1, 2))).abs() <= rounding).all())
+    assert bool((rounding <= 1e-5 * norms).all())
+    assert 1 - 1e-4 < max(contributions([whole], 1.0)) <= 1
+    # Beside other uses it is one of those that are added; and one that is kept as factors is cut into blocks.
+    nearly = Outer(Dense((-one.left.tensor.float() * (1 + 1e-2 * torch.randn(2, positions, 1))).bfloat16()), one.right)
+    lookup = Outer(OneHot(torch.randint(0, 3, (2, 4)), 3), dense(2, 4, 5))
+    for others in ([nearly.settled()], [nearly], [nearly, lookup]):
+        assert max(contributions([whole, *others], 1.0)) <= 1 + 1e-12
+    lengths.clear()
+    nearly.instantiated()
+    assert lengths == [products.CUT_BLOCK] * 3
+
+
 @pytest.mark.parametrize(("multiply", "extra"), [(cutting, 2), (ampere, 1)])
 def test_one_is_at_most_c_where_all_products_but_the_largest_are_cut_off(
     multiply: Multiply, extra: int, on_cores: Callable[[Multiply], None], monkeypatch: pytest.MonkeyPatch

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -52,14 +53,21 @@ def test_more_micro_batches_hide_the_noise() -> None:
     assert ratio(WIDE, GPUS["H100"], micro_batches=16) < ratio(WIDE, GPUS["H100"])
 
 
-_SHAPES = ((512, 8192, 2048), (2048, 6144, 2048), (256, 768, 3072), (95, 700, 900))
+_SHAPES = ((512, 8192, 2048), (2048, 6144, 2048), (256, 768, 3072), (95, 700, 900), (1024, 2048, 2048), (9000, 64, 96))
 
 
 @pytest.mark.parametrize(("length", "p", "d"), _SHAPES)
-def test_bytes_of_norms_are_those_that_are_moved(length: int, p: int, d: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(products, "_has_tensor_cores", lambda device, dtype: True)
+def test_bytes_are_those_that_are_moved(length: int, p: int, d: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("_has_tensor_cores", "_adds_in_place"):
+        monkeypatch.setattr(products, name, lambda device, dtype: True)
+    # Autocast knows no meta device.
+    monkeypatch.setattr("hf_dp.per_example.factors.full_precision", lambda device: nullcontext())
     sides = [torch.empty(8, length, width, dtype=torch.bfloat16, device="meta") for width in (p, d)]
+    chosen, weights = (torch.empty(8, dtype=dtype, device="meta") for dtype in (torch.bool, torch.float32))
     with Counting() as counting:
-        squared_norms([Outer(Dense(sides[0]), Dense(sides[1]))])
-    expected = speed._gram(p, 8, length, 2) + speed._gram(d, 8, length, 2)
-    assert counting.bytes == pytest.approx(expected.moved, rel=0.15)
+        use = Outer(Dense(sides[0]), Dense(sides[1])).settled()
+        squared_norms([use])
+        use.masked(chosen).add_weighted_(torch.empty(p, d, device="meta"), weights)
+    expected = speed._factors(Parameter((p, d), trained=True, unit=""), 8, length, 2)
+    assert counting.bytes == pytest.approx(expected.moved, rel=0.2)
+    assert counting.operations == pytest.approx(expected.operations, rel=0.02)
