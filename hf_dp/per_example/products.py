@@ -20,8 +20,9 @@ from hf_dp.per_example.precision import accumulation, full_precision
 
 # The longest sums that are left to one product: rounding grows with their length.
 BLOCK = 4096
-# The same of what `inner` leaves to tensor cores, where it grows faster.
-CUT_BLOCK = 256
+# The same of what `inner` leaves to tensor cores, where it grows faster: half as long would take more time, twice as
+# long would leave more of each norm in doubt.
+CUT_BLOCK = 512
 # An upper bound for both: so many epsilons for each so many products.
 _CUT, _AT_ONCE = 5, 8
 # A weighted factor, as the sum of two bfloat16 numbers, is off by 2^-18 of itself: in float32's epsilons of 2^-23, and
@@ -45,7 +46,7 @@ def inner(left: Tensor, right: Tensor, cut_block: int = CUT_BLOCK) -> Tensor:
     if as_they_are:
         total = _to_float32(one, other)
         for one, other in pairs:
-            total += _to_float32(one, other)
+            _add_(total, one, other)
         return total
     total = torch.bmm(accumulation(one), accumulation(other))
     for one, other in pairs:
@@ -128,20 +129,30 @@ def _to_float32(left: Tensor, right: Tensor) -> Tensor:
     return torch.bmm(left, right, out_dtype=torch.float32)
 
 
-def _add_(out: Tensor, left: Tensor, right: Tensor, scale: float) -> None:
-    """Adds `scale` x left (m, k) right (k, n) to `out` (m, n), float32."""
-    if _adds_in_place(out.device, left.dtype):
+def _add_(out: Tensor, left: Tensor, right: Tensor, scale: float = 1.0) -> None:
+    """Adds `scale` x left (m, k) right (k, n) to `out` (m, n), float32; or of batches (B, m, k) and (B, k, n)."""
+    if _adds_in_place(out.device, left.dtype, out.dim()):
         _add_in_place(out, left, right, scale)
+    elif out.dim() == 3:
+        out.add_(_to_float32(left, right), alpha=scale)
     else:
         out.add_(_to_float32(left[None], right[None])[0], alpha=scale)
 
 
 @functools.cache
-def _adds_in_place(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether a product is added to a float32 sum as it is made, whichever way the sum lies in memory."""
+def _adds_in_place(device: torch.device, dtype: torch.dtype, dimensions: int) -> bool:
+    """Whether a product is added to a float32 sum as it is made, and a matrix whichever way it lies in memory."""
     left, right = (torch.linspace(0.3, 1.7, 2048, device=device).view(shape[1:]).to(dtype) for shape in _SHAPES)
     expected = (left.float() @ right.float()).mul_(2).add_(1)
-    for out in (torch.ones(8, 8, device=device), torch.ones(8, 8, device=device).T):
+    sums = [torch.ones(8, 8, device=device), torch.ones(8, 8, device=device).T]
+    if dimensions == 3:
+        left, right, sums = (
+            torch.stack([left, -left]),
+            torch.stack([right, right]),
+            [torch.ones(2, 8, 8, device=device)],
+        )
+        expected = torch.stack([expected, 2 - expected])
+    for out in sums:
         try:
             _add_in_place(out, left, right, 2.0)
         except (TypeError, RuntimeError, NotImplementedError):
@@ -152,4 +163,5 @@ def _adds_in_place(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def _add_in_place(out: Tensor, left: Tensor, right: Tensor, scale: float) -> None:
-    torch.addmm(out, left, right, out_dtype=torch.float32, alpha=scale, out=out)
+    add = torch.baddbmm if out.dim() == 3 else torch.addmm
+    add(out, left, right, out_dtype=torch.float32, alpha=scale, out=out)

@@ -36,9 +36,8 @@ GPUS = MappingProxyType({"H100": Gpu(600e12, 50e12, 2.8e12)})
 # Bytes for each trained number and step: AdamW reads and writes a weight and two moments, and reads a gradient; the
 # private step besides fills its sum with zeros, adds noise that it makes and divides.
 _ADAM, _NOISE = 28, 28
-# Bytes for each number and further block of a long sum, by those that are computed with: what is added in 16 bits is
-# written first.
-_ADDED = MappingProxyType({2: 16, 4: 8})
+# Bytes for each number and further block of a long sum.
+_ADDED = 8
 
 
 @dataclass(frozen=True)
@@ -117,7 +116,7 @@ def _factors(parameter: Parameter, b: int, t: int, c: int) -> Work:
     lookup = (_gram(d, b, t, c) + Work(0, (c + 16) * b * t * d)).times(parameter.is_embedding)
     if p * d <= t * (p + d):
         # Made, in blocks where sums are long, read for the norm, copied without what is left out, read for the sum.
-        each = 4 * 5 + _ADDED[c] * (-(-t // BLOCK) - 1)
+        each = 4 * 5 + _ADDED * (-(-t // BLOCK) - 1)
         return lookup + Work(2 * b * t * p * d, c * rows + each * b * p * d + 8 * p * d).times(uses)
     norm = _gram(p, b, t, c) + _gram(d, b, t, c)
     # Both sides are copied without what is left out; the smaller is weighted, and in 16 bits split into two.
@@ -135,5 +134,5 @@ def _gram(width: int, b: int, t: int, c: int) -> Work:
     # Of what is symmetric one triangle of blocks, and those on the diagonal whole.
     numbers, blocks = b * t * t * (1 + 2**-halvings) / 2, -(-width // (CUT_BLOCK if c == 2 else BLOCK))
     # Rows are read for each halving, and twice for the diagonal.
-    moved = c * b * t * width * (2 + halvings) + numbers * (12 + _ADDED[c] * (blocks - 1))
+    moved = c * b * t * width * (2 + halvings) + numbers * (12 + _ADDED * (blocks - 1))
     return Work(2 * numbers * width, moved)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from hf_dp.per_example import Dense, Outer, products
 from hf_dp.per_example.factors import squared_norms
@@ -59,7 +60,13 @@ _SHAPES = ((512, 8192, 2048), (2048, 6144, 2048), (256, 768, 3072), (95, 700, 90
 @pytest.mark.parametrize(("length", "p", "d"), _SHAPES)
 def test_bytes_are_those_that_are_moved(length: int, p: int, d: int, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("_has_tensor_cores", "_adds_in_place"):
-        monkeypatch.setattr(products, name, lambda device, dtype: True)
+        monkeypatch.setattr(products, name, lambda device, *_: True)
+
+    def added(out: Tensor, left: Tensor, right: Tensor, scale: float) -> None:
+        # Of what adds to sums in float32 as it multiplies there is nothing without a GPU; as many bytes are moved here.
+        (torch.bmm if out.dim() == 3 else torch.mm)(left, right, out_dtype=torch.float32, out=out)
+
+    monkeypatch.setattr(products, "_add_in_place", added)
     # Autocast knows no meta device.
     monkeypatch.setattr("hf_dp.per_example.factors.full_precision", lambda device: nullcontext())
     sides = [torch.empty(8, length, width, dtype=torch.bfloat16, device="meta") for width in (p, d)]
