@@ -10,13 +10,14 @@ clipping; Ding et al. 2024, arXiv:2405.18194, is the case of one output position
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from hf_dp.per_example.gram import Dense, OneHot, SelfGrams, Side, gram, rows_or_zeros
+from hf_dp.per_example.chosen import Chosen
+from hf_dp.per_example.gram import Dense, OneHot, SelfGrams, Side, gram
 from hf_dp.per_example.precision import accumulation, full_precision
 from hf_dp.per_example.products import BLOCK, CUT_BLOCK, add_weighted_, inner, unsure
 
@@ -106,8 +107,8 @@ class Outer:
         """The examples in `index` alone."""
         return replace(self, left=self.left.of(self.left.tensor[index]), right=self.right.of(self.right.tensor[index]))
 
-    def masked(self, chosen: Tensor) -> Outer:
-        """With zeros, not 0 x NaN, in place of the examples that are not `chosen` (B,)."""
+    def masked(self, chosen: Chosen) -> Outer:
+        """With zeros, not 0 x NaN, in place of the examples that are not `chosen`."""
         return replace(self, left=self.left.masked(chosen), right=self.right.masked(chosen))
 
 
@@ -146,12 +147,27 @@ class PerExample:
         """The examples in `index` alone."""
         return PerExample(self.values[index])
 
-    def masked(self, chosen: Tensor) -> PerExample:
-        """With zeros in place of the examples that are not `chosen` (B,)."""
-        return PerExample(rows_or_zeros(self.values, chosen))
+    def masked(self, chosen: Chosen) -> PerExample:
+        """The same, of which those that are not `chosen` are left out where it is summed."""
+        return _OfChosen(self.values, chosen)
+
+
+@dataclass(frozen=True)
+class _OfChosen(PerExample):
+    chosen: Chosen
+
+    def add_weighted_(self, out: Tensor, coefficients: Tensor) -> None:
+        rows = self.values.reshape(self.values.shape[0], -1).to(out.dtype)
+        self.chosen.add_weighted_(out.view(-1), rows, coefficients.to(out.dtype))
 
 
 Factors = Outer | PerExample
+
+
+def masked(chosen: Tensor) -> Callable[[Iterable[Factors]], Iterator[Factors]]:
+    """What leaves those that are not `chosen` (B,) out of the factors of uses."""
+    summed = Chosen(chosen)
+    return lambda uses: (use.masked(summed) for use in uses)
 
 
 def joined(factors: Iterable[list[Factors]]) -> Iterator[list[Factors]]:

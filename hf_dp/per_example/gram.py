@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hf_dp.per_example.chosen import Chosen
 from hf_dp.per_example.precision import accumulation
 from hf_dp.per_example.products import inner
 
@@ -40,9 +41,9 @@ class Dense:
         """The same with other rows."""
         return Dense(values)
 
-    def masked(self, chosen: Tensor) -> Dense:
-        """With zeros in place of the examples that are not `chosen` (B,)."""
-        return Dense(rows_or_zeros(self.values, chosen))
+    def masked(self, chosen: Chosen) -> Dense:
+        """With zeros in place of the examples that are not `chosen`."""
+        return Dense(chosen.or_zeros(self.values))
 
     def padded(self, positions: int) -> Tensor:
         """`values` with so many more positions that add nothing."""
@@ -75,7 +76,7 @@ class OneHot:
         """The same with other rows."""
         return OneHot(ids, self.size)
 
-    def masked(self, chosen: Tensor) -> OneHot:
+    def masked(self, chosen: Chosen) -> OneHot:
         """Itself: beside a dense side that is zero an id adds nothing."""
         return self
 
@@ -124,13 +125,6 @@ class SelfGrams:
         if key not in self._known:
             self._known[key] = side, _self_gram(side)
         return self._known[key][1]
-
-
-def rows_or_zeros(values: Tensor, chosen: Tensor) -> Tensor:
-    """`values` (B, ...) with zeros in the rows that are not `chosen` (B,)."""
-    left_out = ~chosen.to(values.device).view(-1, *[1] * (values.dim() - 1))
-    # A scalar for `where` would be moved to the device first.
-    return values.masked_fill(left_out, 0)
 
 
 def gram(first: Side, second: Side) -> Tensor:

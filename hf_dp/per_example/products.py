@@ -68,7 +68,7 @@ def add_weighted_(out: Tensor, left: Tensor, right: Tensor, coefficients: Tensor
     is_left = left.shape[2] <= right.shape[2]
     if out.dtype == torch.float32 and left.dtype == torch.bfloat16 and _are_multiplied_as_they_are(left, right):
         small, other = (left, right) if is_left else (right, left)
-        weighted = small.to(out.dtype) * weights
+        weighted = small * weights
         high = weighted.to(small.dtype)
         for part in (high, weighted.sub_(high).to(small.dtype)):
             for one, two in zip(part.flatten(0, 1).split(BLOCK), other.flatten(0, 1).split(BLOCK), strict=True):

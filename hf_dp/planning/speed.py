@@ -115,16 +115,16 @@ def _factors(parameter: Parameter, b: int, t: int, c: int) -> Work:
     # Looked-up rows: the other side's Gram matrix, and an addition of rows in float32.
     lookup = (_gram(d, b, t, c) + Work(0, (c + 16) * b * t * d)).times(parameter.is_embedding)
     if p * d <= t * (p + d):
-        # Made, in blocks where sums are long, read for the norm, copied without what is left out, read for the sum.
-        each = 4 * 5 + _ADDED * (-(-t // BLOCK) - 1)
-        return lookup + Work(2 * b * t * p * d, c * rows + each * b * p * d + 8 * p * d).times(uses)
+        # Made, in blocks where sums are long, read for the norm and for the sum. That is made beside the sum of what is
+        # left out, and added; a single one is copied or left out.
+        each, once = 4 * 3 + _ADDED * (-(-t // BLOCK) - 1), 20 if b > 1 else 16
+        return lookup + Work(2 * b * t * p * d, c * rows + (each * b + once) * p * d).times(uses)
     norm = _gram(p, b, t, c) + _gram(d, b, t, c)
-    # Both sides are copied without what is left out; the smaller is weighted, and in 16 bits split into two.
-    parts = 2 if c == 2 else 1
-    small = b * t * min(p, d)
-    total = Work(
-        parts * 2 * b * t * p * d, 2 * c * rows + (36 if c == 2 else 8) * small + parts * (c * rows + 8 * p * d)
-    )
+    # Both sides are copied without what is left out; the smaller is weighted, and in 16 bits split into two, each of
+    # which is added in blocks.
+    parts, blocks = (2, -(-b * t // BLOCK)) if c == 2 else (1, 1)
+    weighted = (28 if c == 2 else 8) * b * t * min(p, d)
+    total = Work(parts * 2 * b * t * p * d, 2 * c * rows + weighted + parts * (c * rows + 8 * p * d * blocks))
     return lookup + (norm + total).times(uses)
 
 
