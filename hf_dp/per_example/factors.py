@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from hf_dp.per_example.chosen import Chosen
-from hf_dp.per_example.gram import Dense, OneHot, SelfGrams, Side, gram
+from hf_dp.per_example.gram import Dense, OneHot, SelfGrams, Side, gram, smallest_block
 from hf_dp.per_example.precision import accumulation, full_precision
 from hf_dp.per_example.products import BLOCK, CUT_BLOCK, add_weighted_, inner, unsure
 
@@ -223,7 +223,8 @@ def stacked(pairs: list[tuple[Tensor, Tensor]], losses: Tensor) -> tuple[Tensor,
 def _gram_norms(outers: list[Outer], grams: SelfGrams) -> tuple[Tensor, Tensor]:
     total = magnitude = underflow = torch.zeros((), device=outers[0].device)
     for position, first in enumerate(outers):
-        left, right = grams.of(first.left), grams.of(first.right)
+        smallest = smallest_block(first.left, first.right)
+        left, right = grams.of(first.left, smallest), grams.of(first.right, smallest)
         total = total + first.scale**2 * left.inner(right)
         length = max(first.left.width, first.right.width) / BLOCK
         times = 1 + length + unsure(first.left.tensor, first.right.tensor) / _ROUNDING

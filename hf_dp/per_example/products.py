@@ -39,7 +39,7 @@ def inner(left: Tensor, right: Tensor, cut_block: int = CUT_BLOCK) -> Tensor:
         right: beside it.
         cut_block: how long the sums may be that are left to one product on tensor cores.
     """
-    as_they_are = _are_multiplied_as_they_are(left, right)
+    as_they_are = are_multiplied_as_they_are(left, right)
     block = cut_block if as_they_are else BLOCK
     pairs = zip(left.split(block, 2), right.split(block, 1), strict=True)
     one, other = next(pairs)
@@ -66,7 +66,7 @@ def add_weighted_(out: Tensor, left: Tensor, right: Tensor, coefficients: Tensor
     """
     weights = coefficients.to(out.dtype)[:, None, None]
     is_left = left.shape[2] <= right.shape[2]
-    if out.dtype == torch.float32 and left.dtype == torch.bfloat16 and _are_multiplied_as_they_are(left, right):
+    if out.dtype == torch.float32 and left.dtype == torch.bfloat16 and are_multiplied_as_they_are(left, right):
         small, other = (left, right) if is_left else (right, left)
         weighted = small * weights
         high = weighted.to(small.dtype)
@@ -92,10 +92,10 @@ def unsure(left: Tensor, right: Tensor) -> float:
     widths = [side.shape[2] if side.dim() == 3 else 0 for side in (left, right)]
     cut = 0.0
     for side, width in zip((left, right), widths, strict=True):
-        if width and _are_multiplied_as_they_are(side, side):
+        if width and are_multiplied_as_they_are(side, side):
             # Within a block, and where blocks are added.
             cut += _cut(min(width, CUT_BLOCK)) + width / CUT_BLOCK
-    if all(widths) and _are_multiplied_as_they_are(left, right):
+    if all(widths) and are_multiplied_as_they_are(left, right):
         cut += 2 * _cut(min(left.shape[1], BLOCK)) + _SPLIT
     return cut
 
@@ -104,7 +104,8 @@ def _cut(length: int) -> int:
     return _CUT * math.ceil(length / _AT_ONCE)
 
 
-def _are_multiplied_as_they_are(left: Tensor, right: Tensor) -> bool:
+def are_multiplied_as_they_are(left: Tensor, right: Tensor) -> bool:
+    """Whether a product of these is made on tensor cores."""
     return left.dtype == right.dtype and left.dtype in _EXACT and _has_tensor_cores(left.device, left.dtype)
 
 

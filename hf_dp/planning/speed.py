@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from hf_dp.per_example.gram import SMALLEST_BLOCK
+from hf_dp.per_example.gram import SMALLEST_BLOCK, SMALLEST_ON_CORES
 from hf_dp.per_example.products import BLOCK, CUT_BLOCK
 from hf_dp.planning.memory import ModelSize, Parameter
 
@@ -130,7 +130,8 @@ def _factors(parameter: Parameter, b: int, t: int, c: int) -> Work:
 
 def _gram(width: int, b: int, t: int, c: int) -> Work:
     """The Gram matrices of (B, T, width): made, added up in blocks where sums are long, and multiplied by others."""
-    halvings = max(0, math.ceil(math.log2((t + 1) / (2 * SMALLEST_BLOCK))))
+    smallest = SMALLEST_ON_CORES if c == 2 else SMALLEST_BLOCK
+    halvings = max(0, math.ceil(math.log2((t + 1) / (2 * smallest))))
     # Of what is symmetric one triangle of blocks, and those on the diagonal whole.
     numbers, blocks = b * t * t * (1 + 2**-halvings) / 2, -(-width // (CUT_BLOCK if c == 2 else BLOCK))
     # Rows are read for each halving, and twice for the diagonal.

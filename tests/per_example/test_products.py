@@ -76,7 +76,16 @@ def gradients(uses: list[Factors]) -> PerExampleGradients:
     return PerExampleGradients(torch.zeros(shape[0]), {"w": uses}, {"w": nn.Parameter(torch.zeros(shape[1:]))})
 
 
-SHAPES = [(3, 1, 3, 5), (3, 7, 8, 2), (2, 130, 5, 3), (2, 3, 2100, 4), (2, 2, 6, 4200), (40, 130, 2, 2), (1, 1, 1, 1)]
+SHAPES = [
+    (3, 1, 3, 5),
+    (3, 7, 8, 2),
+    (2, 130, 5, 3),
+    (2, 3, 2100, 4),
+    (2, 2, 6, 4200),
+    (40, 130, 2, 2),
+    (1, 1, 1, 1),
+    (1, 700, 3, 5),
+]
 
 
 @pytest.mark.parametrize("multiply", [exactly, cutting])
