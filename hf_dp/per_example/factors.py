@@ -19,7 +19,15 @@ from torch import Tensor
 from hf_dp.per_example.chosen import Chosen
 from hf_dp.per_example.gram import Dense, OneHot, SelfGrams, Side, gram, smallest_block
 from hf_dp.per_example.precision import accumulation, full_precision
-from hf_dp.per_example.products import BLOCK, CUT_BLOCK, add_weighted_, inner, unsure
+from hf_dp.per_example.products import (
+    BLOCK,
+    CUT_BLOCK,
+    add_weighted_,
+    are_multiplied_as_they_are,
+    inner,
+    is_instantiated,
+    unsure,
+)
 
 # Rounding of a squared norm, in units of machine epsilon x (sum over positions of |left| |right|)^2.
 _ROUNDING = 8.0
@@ -71,16 +79,14 @@ class Outer:
         return self.transposed.instantiated(cut_block).transposed
 
     def settled(self) -> Outer | PerExample:
-        """Instantiated where that is smaller than the factors, which is also where it is less arithmetic.
+        """Instantiated where `is_instantiated` says so.
 
-        Gram: T^2 (p + d) multiply-adds and T (p + d) numbers kept; instantiated: T p d and p d numbers, of which the
-        norm and the sum are read without a further product. On a GPU these are float32 beside factors in 16 bits: at
-        most twice their bytes, for less than half of their products. What tensor cores cut off there is no error of
-        the norm, which is that of the very numbers that are summed.
+        What tensor cores cut off there is no error of the norm, which is that of the very numbers that are summed.
         """
-        positions = self.left.tensor.shape[1]
-        width = sum(side.size if isinstance(side, Dense) else 1 for side in (self.left, self.right))
-        if self.left.size * self.right.size <= positions * width:
+        left, right = self.left, self.right
+        on_cores = are_multiplied_as_they_are(left.tensor, right.tensor)
+        width = sum(side.size if isinstance(side, Dense) else 1 for side in (left, right))
+        if is_instantiated(left.size * right.size, width, left.tensor.shape[1], on_cores):
             return self.instantiated(BLOCK)
         return self
 

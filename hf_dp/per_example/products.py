@@ -31,6 +31,23 @@ _SPLIT = 2 * 2**5
 _EXACT = (torch.bfloat16, torch.float16)
 
 
+def is_instantiated(numbers: int, width: int, positions: int, on_cores: bool) -> bool:
+    """Whether of one use gradients are kept rather than their factors.
+
+    Where they are fewer numbers, which is also less arithmetic. Gram: T^2 (p + d) multiply-adds and T (p + d) numbers
+    kept; instantiated: T p d and p d numbers, of which norm and sum are read without a further product. On tensor cores
+    a sum of factors takes two products, and Gram matrices take time to read: there up to twice as many numbers, which
+    are float32 beside 16 bits, so up to four times the bytes, are kept to save it.
+
+    Args:
+        numbers: of one example's gradient, p d.
+        width: numbers in each position's factors, p + d, an id counting one.
+        positions: T.
+        on_cores: whether the factors are multiplied on tensor cores.
+    """
+    return numbers <= (2 if on_cores else 1) * positions * width
+
+
 def inner(left: Tensor, right: Tensor, cut_block: int = CUT_BLOCK) -> Tensor:
     """The products (B, m, n) of left (B, m, k) and right (B, k, n), in at least float32.
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from hf_dp.per_example.gram import SMALLEST_BLOCK, SMALLEST_ON_CORES
-from hf_dp.per_example.products import BLOCK, CUT_BLOCK
+from hf_dp.per_example.products import BLOCK, CUT_BLOCK, is_instantiated
 from hf_dp.planning.memory import ModelSize, Parameter
 
 
@@ -114,7 +114,7 @@ def _factors(parameter: Parameter, b: int, t: int, c: int) -> Work:
         return Work()
     # Looked-up rows: the other side's Gram matrix, and an addition of rows in float32.
     lookup = (_gram(d, b, t, c) + Work(0, (c + 16) * b * t * d)).times(parameter.is_embedding)
-    if p * d <= t * (p + d):
+    if is_instantiated(p * d, p + d, t, on_cores=c == 2):
         # Made, in blocks where sums are long, read for the norm and for the sum. That is made beside the sum of what is
         # left out, and added; a single one is copied or left out.
         each, once = 4 * 3 + _ADDED * (-(-t // BLOCK) - 1), 20 if b > 1 else 16
