@@ -10,15 +10,24 @@ clipping; Ding et al. 2024, arXiv:2405.18194, is the case of one output position
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from hf_dp.per_example.gram import Dense, OneHot, SelfGrams, Side, gram, rows_or_zeros
+from hf_dp.per_example.chosen import Chosen
+from hf_dp.per_example.gram import Dense, OneHot, SelfGrams, Side, gram, smallest_block
 from hf_dp.per_example.precision import accumulation, full_precision
-from hf_dp.per_example.products import BLOCK, add_weighted_, inner, unsure
+from hf_dp.per_example.products import (
+    BLOCK,
+    CUT_BLOCK,
+    add_weighted_,
+    are_multiplied_as_they_are,
+    inner,
+    is_instantiated,
+    unsure,
+)
 
 # Rounding of a squared norm, in units of machine epsilon x (sum over positions of |left| |right|)^2.
 _ROUNDING = 8.0
@@ -55,31 +64,30 @@ class Outer:
         dtype = self.right.values.dtype if isinstance(self.right, Dense) else torch.float32
         return replace(self, left=Dense(chosen.to(dtype)))
 
-    def instantiated(self) -> PerExample:
-        """The (B, left.size, right.size) gradients themselves."""
+    def instantiated(self, cut_block: int = CUT_BLOCK) -> PerExample:
+        """The (B, left.size, right.size) gradients themselves; `cut_block` as of `inner`."""
         left, right = self.left, self.right
         if isinstance(left, Dense) and isinstance(right, Dense):
             with full_precision(self.device):
-                values = inner(left.values.mT, right.values, BLOCK)
+                values = inner(left.values.mT, right.values, cut_block)
             return PerExample(values.mul_(self.scale) if self.scale != 1.0 else values)
         if isinstance(left, OneHot) and isinstance(right, Dense):
             rows = accumulation(right.values)
             values = rows.new_zeros(rows.shape[0], left.size, right.size)
             values.scatter_add_(1, left.ids.unsqueeze(2).expand_as(rows), rows)
             return PerExample(values.mul_(self.scale))
-        return self.transposed.instantiated().transposed
+        return self.transposed.instantiated(cut_block).transposed
 
     def settled(self) -> Outer | PerExample:
-        """Instantiated where that is smaller than the factors, which is also where it is less arithmetic.
+        """Instantiated where `is_instantiated` says so.
 
-        Gram: T^2 (p + d) multiply-adds and T (p + d) numbers kept; instantiated: T p d and p d numbers, of which the
-        norm and the sum are read without a further product. On a GPU these are float32 beside factors in 16 bits: at
-        most twice their bytes, for less than half of their products.
+        What tensor cores cut off there is no error of the norm, which is that of the very numbers that are summed.
         """
-        positions = self.left.tensor.shape[1]
-        width = sum(side.size if isinstance(side, Dense) else 1 for side in (self.left, self.right))
-        if self.left.size * self.right.size <= positions * width:
-            return self.instantiated()
+        left, right = self.left, self.right
+        on_cores = are_multiplied_as_they_are(left.tensor, right.tensor)
+        width = sum(side.size if isinstance(side, Dense) else 1 for side in (left, right))
+        if is_instantiated(left.size * right.size, width, left.tensor.shape[1], on_cores):
+            return self.instantiated(BLOCK)
         return self
 
     def add_weighted_(self, out: Tensor, coefficients: Tensor) -> None:
@@ -105,8 +113,8 @@ class Outer:
         """The examples in `index` alone."""
         return replace(self, left=self.left.of(self.left.tensor[index]), right=self.right.of(self.right.tensor[index]))
 
-    def masked(self, chosen: Tensor) -> Outer:
-        """With zeros, not 0 x NaN, in place of the examples that are not `chosen` (B,)."""
+    def masked(self, chosen: Chosen) -> Outer:
+        """With zeros, not 0 x NaN, in place of the examples that are not `chosen`."""
         return replace(self, left=self.left.masked(chosen), right=self.right.masked(chosen))
 
 
@@ -145,12 +153,27 @@ class PerExample:
         """The examples in `index` alone."""
         return PerExample(self.values[index])
 
-    def masked(self, chosen: Tensor) -> PerExample:
-        """With zeros in place of the examples that are not `chosen` (B,)."""
-        return PerExample(rows_or_zeros(self.values, chosen))
+    def masked(self, chosen: Chosen) -> PerExample:
+        """The same, of which those that are not `chosen` are left out where it is summed."""
+        return _OfChosen(self.values, chosen)
+
+
+@dataclass(frozen=True)
+class _OfChosen(PerExample):
+    chosen: Chosen
+
+    def add_weighted_(self, out: Tensor, coefficients: Tensor) -> None:
+        rows = self.values.reshape(self.values.shape[0], -1).to(out.dtype)
+        self.chosen.add_weighted_(out.view(-1), rows, coefficients.to(out.dtype))
 
 
 Factors = Outer | PerExample
+
+
+def masked(chosen: Tensor) -> Callable[[Iterable[Factors]], Iterator[Factors]]:
+    """What leaves those that are not `chosen` (B,) out of the factors of uses."""
+    summed = Chosen(chosen)
+    return lambda uses: (use.masked(summed) for use in uses)
 
 
 def joined(factors: Iterable[list[Factors]]) -> Iterator[list[Factors]]:
@@ -206,7 +229,8 @@ def stacked(pairs: list[tuple[Tensor, Tensor]], losses: Tensor) -> tuple[Tensor,
 def _gram_norms(outers: list[Outer], grams: SelfGrams) -> tuple[Tensor, Tensor]:
     total = magnitude = underflow = torch.zeros((), device=outers[0].device)
     for position, first in enumerate(outers):
-        left, right = grams.of(first.left), grams.of(first.right)
+        smallest = smallest_block(first.left, first.right)
+        left, right = grams.of(first.left, smallest), grams.of(first.right, smallest)
         total = total + first.scale**2 * left.inner(right)
         length = max(first.left.width, first.right.width) / BLOCK
         times = 1 + length + unsure(first.left.tensor, first.right.tensor) / _ROUNDING

@@ -9,11 +9,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hf_dp.per_example.chosen import Chosen
 from hf_dp.per_example.precision import accumulation
-from hf_dp.per_example.products import BLOCK, inner
+from hf_dp.per_example.products import are_multiplied_as_they_are, inner
 
 # Gram matrices are split, to compute half of what is symmetric, down to so many positions.
 SMALLEST_BLOCK = 48
+# The same on tensor cores, where it takes longer to read rows once more than to compute with them.
+SMALLEST_ON_CORES = 256
 
 
 @dataclass(frozen=True)
@@ -40,9 +43,9 @@ class Dense:
         """The same with other rows."""
         return Dense(values)
 
-    def masked(self, chosen: Tensor) -> Dense:
-        """With zeros in place of the examples that are not `chosen` (B,)."""
-        return Dense(rows_or_zeros(self.values, chosen))
+    def masked(self, chosen: Chosen) -> Dense:
+        """With zeros in place of the examples that are not `chosen`."""
+        return Dense(chosen.or_zeros(self.values))
 
     def padded(self, positions: int) -> Tensor:
         """`values` with so many more positions that add nothing."""
@@ -75,7 +78,7 @@ class OneHot:
         """The same with other rows."""
         return OneHot(ids, self.size)
 
-    def masked(self, chosen: Tensor) -> OneHot:
+    def masked(self, chosen: Chosen) -> OneHot:
         """Itself: beside a dense side that is zero an id adds nothing."""
         return self
 
@@ -116,27 +119,26 @@ class SelfGrams:
     def __init__(self) -> None:
         self._known: dict[Any, tuple[Side, SelfGram]] = {}
 
-    def of(self, side: Side) -> SelfGram:
-        """The Gram matrix of `side`."""
+    def of(self, side: Side, smallest: int = SMALLEST_BLOCK) -> SelfGram:
+        """The Gram matrix of `side`, split down to `smallest` positions."""
         tensor = side.tensor
         # The side is kept, so that its memory cannot become another tensor's.
-        key = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+        key = (smallest, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
         if key not in self._known:
-            self._known[key] = side, _self_gram(side)
+            self._known[key] = side, _self_gram(side, smallest)
         return self._known[key][1]
 
 
-def rows_or_zeros(values: Tensor, chosen: Tensor) -> Tensor:
-    """`values` (B, ...) with zeros in the rows that are not `chosen` (B,)."""
-    left_out = ~chosen.to(values.device).view(-1, *[1] * (values.dim() - 1))
-    # A scalar for `where` would be moved to the device first.
-    return values.masked_fill(left_out, 0)
+def smallest_block(*sides: Side) -> int:
+    """Down to how many positions the Gram matrices of sides are split whose entries are multiplied."""
+    dense = [side.values for side in sides if isinstance(side, Dense)]
+    return SMALLEST_ON_CORES if all(map(are_multiplied_as_they_are, dense, dense)) else SMALLEST_BLOCK
 
 
 def gram(first: Side, second: Side) -> Tensor:
     """Inner products (B, T, S) of the rows of two sides, in at least float32."""
     if isinstance(first, Dense) and isinstance(second, Dense):
-        return inner(first.values, second.values.mT, BLOCK)
+        return inner(first.values, second.values.mT)
     if isinstance(first, OneHot) and isinstance(second, OneHot):
         return first.ids.unsqueeze(2).eq(second.ids.unsqueeze(1))
     if isinstance(first, Dense) and isinstance(second, OneHot):
@@ -145,10 +147,10 @@ def gram(first: Side, second: Side) -> Tensor:
     return gram(second, first).mT
 
 
-def _self_gram(side: Side) -> SelfGram:
+def _self_gram(side: Side, smallest: int) -> SelfGram:
     batch, length = side.tensor.shape[:2]
     part, rest = side, []
-    while length >= 2 * SMALLEST_BLOCK:
+    while length >= 2 * smallest:
         halves = part.padded(length % 2).unflatten(1, (2, -1))
         rest.append(gram(part.of(halves[:, 0]), part.of(halves[:, 1])))
         part, length = part.of(halves.flatten(0, 1)), (length + 1) // 2

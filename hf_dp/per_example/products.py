@@ -20,8 +20,9 @@ from hf_dp.per_example.precision import accumulation, full_precision
 
 # The longest sums that are left to one product: rounding grows with their length.
 BLOCK = 4096
-# The same of what `inner` leaves to tensor cores, where it grows faster.
-CUT_BLOCK = 256
+# The same of what `inner` leaves to tensor cores, where it grows faster: half as long would take more time, twice as
+# long would leave more of each norm in doubt.
+CUT_BLOCK = 512
 # An upper bound for both: so many epsilons for each so many products.
 _CUT, _AT_ONCE = 5, 8
 # A weighted factor, as the sum of two bfloat16 numbers, is off by 2^-18 of itself: in float32's epsilons of 2^-23, and
@@ -30,22 +31,39 @@ _SPLIT = 2 * 2**5
 _EXACT = (torch.bfloat16, torch.float16)
 
 
-def inner(left: Tensor, right: Tensor, block: int | None = None) -> Tensor:
+def is_instantiated(numbers: int, width: int, positions: int, on_cores: bool) -> bool:
+    """Whether of one use gradients are kept rather than their factors.
+
+    Where they are fewer numbers, which is also less arithmetic. Gram: T^2 (p + d) multiply-adds and T (p + d) numbers
+    kept; instantiated: T p d and p d numbers, of which norm and sum are read without a further product. On tensor cores
+    a sum of factors takes two products, and Gram matrices take time to read: there up to twice as many numbers, which
+    are float32 beside 16 bits, so up to four times the bytes, are kept to save it.
+
+    Args:
+        numbers: of one example's gradient, p d.
+        width: numbers in each position's factors, p + d, an id counting one.
+        positions: T.
+        on_cores: whether the factors are multiplied on tensor cores.
+    """
+    return numbers <= (2 if on_cores else 1) * positions * width
+
+
+def inner(left: Tensor, right: Tensor, cut_block: int = CUT_BLOCK) -> Tensor:
     """The products (B, m, n) of left (B, m, k) and right (B, k, n), in at least float32.
 
     Args:
         left: of any floating-point dtype, as is `right`.
         right: beside it.
-        block: how long the sums may be that are left to one product; None: as long as they are.
+        cut_block: how long the sums may be that are left to one product on tensor cores.
     """
-    as_they_are = _are_multiplied_as_they_are(left, right)
-    block = left.shape[2] if block is None else CUT_BLOCK if as_they_are else block
-    pairs = zip(left.split(max(1, block), 2), right.split(max(1, block), 1), strict=True)
+    as_they_are = are_multiplied_as_they_are(left, right)
+    block = cut_block if as_they_are else BLOCK
+    pairs = zip(left.split(block, 2), right.split(block, 1), strict=True)
     one, other = next(pairs)
     if as_they_are:
         total = _to_float32(one, other)
         for one, other in pairs:
-            total += _to_float32(one, other)
+            _add_(total, one, other)
         return total
     total = torch.bmm(accumulation(one), accumulation(other))
     for one, other in pairs:
@@ -65,9 +83,9 @@ def add_weighted_(out: Tensor, left: Tensor, right: Tensor, coefficients: Tensor
     """
     weights = coefficients.to(out.dtype)[:, None, None]
     is_left = left.shape[2] <= right.shape[2]
-    if out.dtype == torch.float32 and left.dtype == torch.bfloat16 and _are_multiplied_as_they_are(left, right):
+    if out.dtype == torch.float32 and left.dtype == torch.bfloat16 and are_multiplied_as_they_are(left, right):
         small, other = (left, right) if is_left else (right, left)
-        weighted = small.to(out.dtype) * weights
+        weighted = small * weights
         high = weighted.to(small.dtype)
         for part in (high, weighted.sub_(high).to(small.dtype)):
             for one, two in zip(part.flatten(0, 1).split(BLOCK), other.flatten(0, 1).split(BLOCK), strict=True):
@@ -91,10 +109,10 @@ def unsure(left: Tensor, right: Tensor) -> float:
     widths = [side.shape[2] if side.dim() == 3 else 0 for side in (left, right)]
     cut = 0.0
     for side, width in zip((left, right), widths, strict=True):
-        if width and _are_multiplied_as_they_are(side, side):
+        if width and are_multiplied_as_they_are(side, side):
             # Within a block, and where blocks are added.
             cut += _cut(min(width, CUT_BLOCK)) + width / CUT_BLOCK
-    if all(widths) and _are_multiplied_as_they_are(left, right):
+    if all(widths) and are_multiplied_as_they_are(left, right):
         cut += 2 * _cut(min(left.shape[1], BLOCK)) + _SPLIT
     return cut
 
@@ -103,7 +121,8 @@ def _cut(length: int) -> int:
     return _CUT * math.ceil(length / _AT_ONCE)
 
 
-def _are_multiplied_as_they_are(left: Tensor, right: Tensor) -> bool:
+def are_multiplied_as_they_are(left: Tensor, right: Tensor) -> bool:
+    """Whether a product of these is made on tensor cores."""
     return left.dtype == right.dtype and left.dtype in _EXACT and _has_tensor_cores(left.device, left.dtype)
 
 
@@ -128,20 +147,30 @@ def _to_float32(left: Tensor, right: Tensor) -> Tensor:
     return torch.bmm(left, right, out_dtype=torch.float32)
 
 
-def _add_(out: Tensor, left: Tensor, right: Tensor, scale: float) -> None:
-    """Adds `scale` x left (m, k) right (k, n) to `out` (m, n), float32."""
-    if _adds_in_place(out.device, left.dtype):
+def _add_(out: Tensor, left: Tensor, right: Tensor, scale: float = 1.0) -> None:
+    """Adds `scale` x left (m, k) right (k, n) to `out` (m, n), float32; or of batches (B, m, k) and (B, k, n)."""
+    if _adds_in_place(out.device, left.dtype, out.dim()):
         _add_in_place(out, left, right, scale)
+    elif out.dim() == 3:
+        out.add_(_to_float32(left, right), alpha=scale)
     else:
         out.add_(_to_float32(left[None], right[None])[0], alpha=scale)
 
 
 @functools.cache
-def _adds_in_place(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether a product is added to a float32 sum as it is made, whichever way the sum lies in memory."""
+def _adds_in_place(device: torch.device, dtype: torch.dtype, dimensions: int) -> bool:
+    """Whether a product is added to a float32 sum as it is made, and a matrix whichever way it lies in memory."""
     left, right = (torch.linspace(0.3, 1.7, 2048, device=device).view(shape[1:]).to(dtype) for shape in _SHAPES)
     expected = (left.float() @ right.float()).mul_(2).add_(1)
-    for out in (torch.ones(8, 8, device=device), torch.ones(8, 8, device=device).T):
+    sums = [torch.ones(8, 8, device=device), torch.ones(8, 8, device=device).T]
+    if dimensions == 3:
+        left, right, sums = (
+            torch.stack([left, -left]),
+            torch.stack([right, right]),
+            [torch.ones(2, 8, 8, device=device)],
+        )
+        expected = torch.stack([expected, 2 - expected])
+    for out in sums:
         try:
             _add_in_place(out, left, right, 2.0)
         except (TypeError, RuntimeError, NotImplementedError):
@@ -152,4 +181,5 @@ def _adds_in_place(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def _add_in_place(out: Tensor, left: Tensor, right: Tensor, scale: float) -> None:
-    torch.addmm(out, left, right, out_dtype=torch.float32, alpha=scale, out=out)
+    add = torch.baddbmm if out.dim() == 3 else torch.addmm
+    add(out, left, right, out_dtype=torch.float32, alpha=scale, out=out)

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from hf_dp.errors import UnseenUseError, UnsupportedModelError
 from hf_dp.per_example.batch import Batch, LossFunction, batch_size
-from hf_dp.per_example.factors import Factors, joined, squared_norms, stacked
+from hf_dp.per_example.factors import Factors, joined, masked, squared_norms, stacked
 from hf_dp.per_example.gram import SelfGrams
 from hf_dp.per_example.grouped import Grouping
 from hf_dp.per_example.independence import ambiguous_sizes, check_independence, check_shares, survey
@@ -208,7 +208,7 @@ def _chosen(coefficients: Tensor) -> tuple[Callable[[list[Factors]], Iterable[Fa
     """What leaves out the examples with coefficient 0, and the coefficients of the others."""
     chosen = coefficients.ne(0)
     if not answers_at_once(coefficients.device):
-        return lambda uses: (use.masked(chosen) for use in uses), coefficients
+        return masked(chosen), coefficients
     if bool(chosen.all()):
         return lambda uses: uses, coefficients
     index = chosen.nonzero().squeeze(1)

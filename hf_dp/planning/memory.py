@@ -12,6 +12,7 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 
 from hf_dp.errors import ConfigurationError
+from hf_dp.per_example.products import is_instantiated
 from hf_dp.places import nowhere
 
 Strategy = Literal["DDP", "FSDP2"]
@@ -44,10 +45,10 @@ class Parameter:
         """How many numbers it has."""
         return int(torch.Size(self.shape).numel())
 
-    def factor_numbers(self, length: int) -> tuple[int, int]:
+    def factor_numbers(self, length: int, on_cores: bool = False) -> tuple[int, int]:
         """What is kept of one example's gradient until its norm is known: float32 numbers, and computed ones.
 
-        A weight (p, d) used at L positions keeps L (p + d) numbers, or its p d in float32 where they are fewer.
+        A weight (p, d) used at L positions keeps L (p + d) numbers, or its p d in float32: see `is_instantiated`.
         """
         if not self.trained:
             return 0, 0
@@ -57,7 +58,8 @@ class Parameter:
         lookup = length * d if self.is_embedding else 0
         if self.is_embedding and self.uses == 1:
             return 0, lookup
-        return (p * d, lookup) if p * d <= length * (p + d) else (0, length * (p + d) + lookup)
+        is_whole = is_instantiated(p * d, p + d, length, on_cores)
+        return (p * d, lookup) if is_whole else (0, length * (p + d) + lookup)
 
 
 @dataclass(frozen=True)
@@ -171,7 +173,8 @@ def estimate(
         length: L, positions of each example.
         micro_batch: examples in one micro-batch.
         micro_batches: of each rank in one logical batch.
-        bytes_computed: of each number of the frozen weights, and of what is computed with (bfloat16: 2).
+        bytes_computed: of each number of the frozen weights, and of what is computed with (bfloat16: 2, on tensor
+            cores).
         bytes_of_matrices: of each number of a frozen matrix in a block, where it is loaded in fewer bits (DDP); one at
             a time is made whole to be computed with.
         passes: in which a step is made; in two, factors are kept of one parameter at a time.
@@ -188,7 +191,7 @@ def estimate(
     matrices = [p.numel for p in model.parameters if p.unit and len(p.shape) == 2 and not p.trained]
     in_fewer_bits = 0 if bytes_of_matrices is None else sum(matrices)
     weights = _TRAINED * t + bytes_computed * (n - t - in_fewer_bits) + int((bytes_of_matrices or 0) * in_fewer_bits)
-    kept = [p.factor_numbers(length) for p in model.parameters]
+    kept = [p.factor_numbers(length, on_cores=bytes_computed == 2) for p in model.parameters]
     of_each = [_SUM * whole + bytes_computed * computed for whole, computed in kept]
     kept_at_once = _of_groups(model, of_each, groups) if groups and strategy == "DDP" else sum(of_each)
     factors = micro_batch * (kept_at_once if passes == 1 else max(of_each))

@@ -11,8 +11,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from hf_dp.per_example.gram import SMALLEST_BLOCK
-from hf_dp.per_example.products import BLOCK, CUT_BLOCK
+from hf_dp.per_example.gram import SMALLEST_BLOCK, SMALLEST_ON_CORES
+from hf_dp.per_example.products import BLOCK, CUT_BLOCK, is_instantiated
 from hf_dp.planning.memory import ModelSize, Parameter
 
 
@@ -36,6 +36,8 @@ GPUS = MappingProxyType({"H100": Gpu(600e12, 50e12, 2.8e12)})
 # Bytes for each trained number and step: AdamW reads and writes a weight and two moments, and reads a gradient; the
 # private step besides fills its sum with zeros, adds noise that it makes and divides.
 _ADAM, _NOISE = 28, 28
+# Bytes for each number and further block of a long sum.
+_ADDED = 8
 
 
 @dataclass(frozen=True)
@@ -112,25 +114,26 @@ def _factors(parameter: Parameter, b: int, t: int, c: int) -> Work:
         return Work()
     # Looked-up rows: the other side's Gram matrix, and an addition of rows in float32.
     lookup = (_gram(d, b, t, c) + Work(0, (c + 16) * b * t * d)).times(parameter.is_embedding)
-    if p * d <= t * (p + d):
-        # Made, read for the norm, copied without what is left out, read for the sum.
-        return lookup + Work(2 * b * t * p * d, c * rows + 4 * 5 * b * p * d + 8 * p * d).times(uses)
+    if is_instantiated(p * d, p + d, t, on_cores=c == 2):
+        # Made, in blocks where sums are long, read for the norm and for the sum. That is made beside the sum of what is
+        # left out, and added; a single one is copied or left out.
+        each, once = 4 * 3 + _ADDED * (-(-t // BLOCK) - 1), 20 if b > 1 else 16
+        return lookup + Work(2 * b * t * p * d, c * rows + (each * b + once) * p * d).times(uses)
     norm = _gram(p, b, t, c) + _gram(d, b, t, c)
-    # Both sides are copied without what is left out; the smaller is weighted, and in 16 bits split into two.
-    parts = 2 if c == 2 else 1
-    small = b * t * min(p, d)
-    total = Work(
-        parts * 2 * b * t * p * d, 2 * c * rows + (c + 8 + 8 * (c == 2)) * small + parts * (c * rows + 8 * p * d)
-    )
+    # Both sides are copied without what is left out; the smaller is weighted, and in 16 bits split into two, each of
+    # which is added in blocks.
+    parts, blocks = (2, -(-b * t // BLOCK)) if c == 2 else (1, 1)
+    weighted = (28 if c == 2 else 8) * b * t * min(p, d)
+    total = Work(parts * 2 * b * t * p * d, 2 * c * rows + weighted + parts * (c * rows + 8 * p * d * blocks))
     return lookup + (norm + total).times(uses)
 
 
 def _gram(width: int, b: int, t: int, c: int) -> Work:
     """The Gram matrices of (B, T, width): made, added up in blocks where sums are long, and multiplied by others."""
-    halvings = max(0, math.ceil(math.log2((t + 1) / (2 * SMALLEST_BLOCK))))
+    smallest = SMALLEST_ON_CORES if c == 2 else SMALLEST_BLOCK
+    halvings = max(0, math.ceil(math.log2((t + 1) / (2 * smallest))))
     # Of what is symmetric one triangle of blocks, and those on the diagonal whole.
     numbers, blocks = b * t * t * (1 + 2**-halvings) / 2, -(-width // (CUT_BLOCK if c == 2 else BLOCK))
-    # Rows are read for each halving, and twice for the diagonal. What is added in 16 bits is written first.
-    each = 16 if c == 2 else 8
-    moved = c * b * t * width * (2 + halvings) + numbers * (12 + each * (blocks - 1))
+    # Rows are read for each halving, and twice for the diagonal.
+    moved = c * b * t * width * (2 + halvings) + numbers * (12 + _ADDED * (blocks - 1))
     return Work(2 * numbers * width, moved)

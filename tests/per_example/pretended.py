@@ -76,9 +76,10 @@ def step(case: Case) -> list[str]:
     """Two micro-batches recorded, clipped and summed; noise. The devices of the gradients."""
     model, given = case.build(), case.batch(B, T, torch.float32)
     certificate = preflight(model, per_example_losses, given)
-    cores = {name: lambda device, dtype: device.type == GPU for name in ("_has_tensor_cores", "_adds_in_place")}
+    cores = {name: lambda device, *_: device.type == GPU for name in ("_has_tensor_cores", "_adds_in_place")}
     with ExitStack() as stack:
         stack.enter_context(patch.multiple("hf_dp.per_example.products", **cores))
+        stack.enter_context(patch("hf_dp.per_example.chosen._HAS_BAGS", {GPU}))
         stack.enter_context(patch.object(WatchedParameter, "of", functools.partial(_stands, WatchedParameter.of)))
         stack.enter_context(patch.object(GaussianNoise, "on_device", lambda self, device, key, path: device))
         stack.enter_context(patch("hf_dp.noise.source._add_by_torch", _added))

@@ -151,6 +151,17 @@ def test_instantiated_where_that_is_smaller(positions: int, left: int, right: in
     assert torch.allclose(squared_norms([use])[0], squared_norms([use.settled()])[0], rtol=1e-12)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_on_tensor_cores_up_to_twice_as_many_numbers(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    uses = [Outer(dense(6, dtype, positions=n), dense(10, dtype, positions=n)) for n in (1, 2, 4)]
+    lookup = Outer(OneHot(torch.randint(0, 9, (B, 2)), 9), dense(4, dtype, positions=2))
+    assert [isinstance(use.settled(), PerExample) for use in (*uses, lookup)] == [False, False, True, False]
+    on_cores = dtype == torch.bfloat16
+    monkeypatch.setattr("hf_dp.per_example.products._has_tensor_cores", lambda device, dtype: True)
+    monkeypatch.setattr("hf_dp.per_example.products._to_float32", lambda x, y: torch.bmm(x.float(), y.float()))
+    assert [isinstance(use.settled(), PerExample) for use in (*uses, lookup)] == [False, on_cores, True, False]
+
+
 def test_low_precision_is_accumulated_in_float32() -> None:
     use = Outer(dense(P, torch.bfloat16), dense(D, torch.bfloat16))
     norms, _ = squared_norms([use])

@@ -6,7 +6,16 @@ import pytest
 import torch
 
 from hf_dp.per_example.factors import Outer, squared_norms
-from hf_dp.per_example.gram import Dense, OneHot, SelfGrams, Side, gram
+from hf_dp.per_example.gram import (
+    SMALLEST_BLOCK,
+    SMALLEST_ON_CORES,
+    Dense,
+    OneHot,
+    SelfGrams,
+    Side,
+    gram,
+    smallest_block,
+)
 
 
 def sides(length: int) -> dict[str, Side]:
@@ -35,6 +44,26 @@ def test_half_of_the_products_or_less_are_left_out(length: int) -> None:
     blocks = SelfGrams().of(sides(length)["dense"])
     entries = sum(block.numel() for block in blocks.blocks) / 3
     assert entries <= length**2 * (1 if length < 96 else 0.76)
+
+
+@pytest.mark.parametrize("length", [511, 512, 1100])
+def test_on_tensor_cores_blocks_are_larger(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of both sides they are the same: of ids too, and not where one side is computed with in float32."""
+    whole = Dense(torch.randn(3, length, 5))
+    low, ids = Dense(whole.values.bfloat16()), sides(length)["one-hot"]
+    assert smallest_block(low, low) == SMALLEST_BLOCK
+    monkeypatch.setattr("hf_dp.per_example.products._has_tensor_cores", lambda device, dtype: True)
+    monkeypatch.setattr("hf_dp.per_example.products._to_float32", lambda x, y: torch.bmm(x.float(), y.float()))
+    assert smallest_block(low, ids) == smallest_block(low, low) == SMALLEST_ON_CORES
+    assert smallest_block(low, whole) == smallest_block(whole, ids) == SMALLEST_BLOCK
+    grams = SelfGrams()
+    blocks = grams.of(low, SMALLEST_ON_CORES).blocks
+    assert blocks[0].shape[1] in range(SMALLEST_ON_CORES, 2 * SMALLEST_ON_CORES)
+    for other in (low, ids, whole):
+        # One of the sides is in the grams already, in other blocks perhaps.
+        norms, _ = squared_norms([Outer(other, low)], grams)
+        expected = Outer(other, low).instantiated().values.double().square().sum((1, 2))
+        assert torch.allclose(norms.double(), expected, rtol=1e-4)
 
 
 def test_norms_of_long_sequences() -> None:

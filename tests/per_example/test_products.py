@@ -76,7 +76,16 @@ def gradients(uses: list[Factors]) -> PerExampleGradients:
     return PerExampleGradients(torch.zeros(shape[0]), {"w": uses}, {"w": nn.Parameter(torch.zeros(shape[1:]))})
 
 
-SHAPES = [(3, 1, 3, 5), (3, 7, 8, 2), (2, 130, 5, 3), (2, 3, 2100, 4), (2, 2, 6, 4200), (40, 130, 2, 2), (1, 1, 1, 1)]
+SHAPES = [
+    (3, 1, 3, 5),
+    (3, 7, 8, 2),
+    (2, 130, 5, 3),
+    (2, 3, 2100, 4),
+    (2, 2, 6, 4200),
+    (40, 130, 2, 2),
+    (1, 1, 1, 1),
+    (1, 700, 3, 5),
+]
 
 
 @pytest.mark.parametrize("multiply", [exactly, cutting])
@@ -132,6 +141,35 @@ def test_one_contribution_is_at_most_c(multiply: Multiply, on_cores: Callable[[M
     for seed in range(24):
         norm = 10.0 ** (seed % 7 - 3)
         assert max(contributions(hostile(seed), norm)) <= norm * (1 + 1e-12)
+
+
+def test_what_is_instantiated_is_normed_as_it_is_summed(on_cores: Callable[[Multiply], None]) -> None:
+    """However long its sums are, and whatever is cut off them: it is one product, and no doubt about its norm."""
+    lengths: list[int] = []
+
+    def noted(left: Tensor, right: Tensor) -> Tensor:
+        lengths.append(left.shape[2])
+        return cutting(left, right)
+
+    on_cores(noted)
+    torch.manual_seed(0)
+    positions = 3 * products.CUT_BLOCK
+    one = Outer(Dense(dense(2, positions, 3).values.abs()), Dense(dense(2, positions, 5).values.abs()))
+    whole = one.settled()
+    assert isinstance(whole, PerExample)
+    assert lengths == [positions]
+    norms, rounding = squared_norms([whole])
+    assert bool(((norms - whole.values.double().square().sum((1, 2))).abs() <= rounding).all())
+    assert bool((rounding <= 1e-5 * norms).all())
+    assert 1 - 1e-4 < max(contributions([whole], 1.0)) <= 1
+    # Beside other uses it is one of those that are added; and one that is kept as factors is cut into blocks.
+    nearly = Outer(Dense((-one.left.tensor.float() * (1 + 1e-2 * torch.randn(2, positions, 1))).bfloat16()), one.right)
+    lookup = Outer(OneHot(torch.randint(0, 3, (2, 4)), 3), dense(2, 4, 5))
+    for others in ([nearly.settled()], [nearly], [nearly, lookup]):
+        assert max(contributions([whole, *others], 1.0)) <= 1 + 1e-12
+    lengths.clear()
+    nearly.instantiated()
+    assert lengths == [products.CUT_BLOCK] * 3
 
 
 @pytest.mark.parametrize(("multiply", "extra"), [(cutting, 2), (ampere, 1)])
@@ -206,29 +244,46 @@ def test_elsewhere_factors_are_cast(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.allclose(half, truth(Outer(left, right)).sum(0).float(), rtol=1e-2, atol=1e-2)
 
 
-def test_a_product_is_added_as_it_is_made_where_that_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
-    def right_way(out: Tensor, left: Tensor, right: Tensor, scale: float) -> None:
-        out.addmm_(left.float(), right.float(), alpha=scale)
+InPlace = Callable[[Tensor, Tensor, Tensor, float], Any]
 
-    def transposed(out: Tensor, left: Tensor, right: Tensor, scale: float) -> None:
-        out.view(-1).add_((scale * left.float() @ right.float()).flatten())
 
-    def without_scale(out: Tensor, left: Tensor, right: Tensor, scale: float) -> None:
-        out.addmm_(left.float(), right.float())
+def right_way(out: Tensor, left: Tensor, right: Tensor, scale: float) -> None:
+    out.add_(torch.matmul(left.float(), right.float()), alpha=scale)
 
-    monkeypatch.setattr(products, "_has_tensor_cores", lambda device, dtype: True)
-    monkeypatch.setattr(products, "_to_float32", exactly)
+
+def transposed(out: Tensor, left: Tensor, right: Tensor, scale: float) -> None:
+    out.view(-1).add_((scale * left.float() @ right.float()).flatten())
+
+
+def without_scale(out: Tensor, left: Tensor, right: Tensor, scale: float) -> None:
+    out.add_(torch.matmul(left.float(), right.float()))
+
+
+def of_the_first(out: Tensor, left: Tensor, right: Tensor, scale: float) -> None:
+    left, right = (left[:1], right[:1]) if out.dim() == 3 else (left, right)
+    out.add_(torch.matmul(left.float(), right.float()), alpha=scale)
+
+
+@pytest.mark.parametrize(
+    ("in_place", "used"),
+    [(None, []), (right_way, [2, 3]), (transposed, [3]), (without_scale, []), (of_the_first, [2])],
+)
+def test_a_product_is_added_as_it_is_made_where_that_is_right(
+    in_place: InPlace | None, used: list[int], on_cores: Callable[[Multiply], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_cores(exactly)
+    if in_place is not None:
+        monkeypatch.setattr(products, "_add_in_place", in_place)
+    assert [n for n in (2, 3) if products._adds_in_place(torch.device("cpu"), torch.bfloat16, n)] == used
     left, right = dense(3, 5, 4), dense(3, 5, 6)
     expected = 0.5 * truth(Outer(left, right)).sum(0)
-    for in_place, is_used in ((None, False), (right_way, True), (transposed, False), (without_scale, False)):
-        if in_place is not None:
-            monkeypatch.setattr(products, "_add_in_place", in_place)
-        products._adds_in_place.cache_clear()
-        assert products._adds_in_place(torch.device("cpu"), torch.bfloat16) is is_used
-        for first, second, total in ((left, right, expected), (right, left, expected.T)):
-            out = torch.zeros(total.shape)
-            products.add_weighted_(out, first.values, second.values, torch.ones(3), 0.5)
-            assert torch.allclose(out.double(), total, rtol=1e-5, atol=1e-6)
+    for first, second, total in ((left, right, expected), (right, left, expected.T)):
+        out = torch.zeros(total.shape)
+        products.add_weighted_(out, first.values, second.values, torch.ones(3), 0.5)
+        assert torch.allclose(out.double(), total, rtol=1e-5, atol=1e-6)
+    wide = dense(3, 4, 2 * products.CUT_BLOCK + 7).values
+    found = products.inner(wide, wide.mT).double()
+    assert torch.allclose(found, wide.double() @ wide.double().mT, rtol=1e-5, atol=1e-3)
     products._adds_in_place.cache_clear()
 
 
@@ -248,6 +303,7 @@ def test_cublas_is_asked_for_whole_sums_and_left_as_it_was() -> None:
 def test_tensor_cores_cut_no_more_than_is_counted(shape: tuple[int, int, int, int]) -> None:
     device, (batch, positions, p, d) = torch.device("cuda"), shape
     assert products._has_tensor_cores(device, torch.bfloat16)
+    assert all(products._adds_in_place(device, torch.bfloat16, dimensions) for dimensions in (2, 3))
     torch.manual_seed(0)
     left, right = dense(batch, positions, p).values, dense(batch, positions, d).values
     exact = truth(Outer(Dense(left), Dense(right))).square().sum((1, 2))

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_dp.per_example import Dense, OneHot, Outer, PerExampleGradients, RowSum, record
+from hf_dp.per_example.chosen import Chosen
 from hf_dp.per_example.factors import Factors, PerExample
 
 SIZES = (7, 4)
@@ -49,13 +50,36 @@ def summed(use: Factors) -> Tensor:
     return gradients.weighted_sum(torch.tensor([0.5, 0.0, 1.5]))["w"]
 
 
+@pytest.mark.parametrize("has_bags", [True, False])
 @pytest.mark.parametrize("kind", uses())
-def test_an_example_that_is_left_out_leaves_nothing_behind(kind: str, elsewhere: Callable[[], None]) -> None:
+def test_an_example_that_is_left_out_leaves_nothing_behind(
+    kind: str, has_bags: bool, elsewhere: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     selected = summed(uses()[kind])
     elsewhere()
+    monkeypatch.setattr("hf_dp.per_example.chosen._HAS_BAGS", {"cpu"} if has_bags else set())
     for value in (0.0, 1e38, math.inf, math.nan):
         assert torch.allclose(summed(with_second(uses()[kind], value)), selected, rtol=1e-6, atol=1e-6)
     assert not torch.allclose(selected, torch.zeros(SIZES))
+
+
+@pytest.mark.parametrize("mask", [(True,) * 4, (False,) * 4, (False, True, False, True), (True, False, False, False)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_sum_of_those_that_are_chosen(
+    mask: tuple[bool, ...], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In bags: of some, of none and of all, added to what there is, again and of other gradients too."""
+    monkeypatch.setattr("hf_dp.per_example.chosen._HAS_BAGS", {"cpu"})
+    torch.manual_seed(0)
+    chosen, weights = Chosen(torch.tensor(mask)), torch.rand(4).mul_(torch.tensor(mask)).to(dtype)
+    for size in (6, 40):
+        values = torch.randn(4, size, dtype=dtype)
+        expected = torch.full((size,), 2.0, dtype=dtype) + 2 * (weights[:, None] * values).sum(0)
+        values[~torch.tensor(mask)] = math.nan
+        out = torch.full((size,), 2.0, dtype=dtype)
+        for _ in range(2):
+            PerExample(values).masked(chosen).add_weighted_(out, weights)
+        assert torch.allclose(out, expected, rtol=1e-5)
 
 
 @pytest.mark.parametrize("most", [0, 20, 1 << 25])

@@ -82,6 +82,18 @@ def test_what_is_kept_of_an_example(parameter: Parameter, length: int, numbers: 
     assert parameter.factor_numbers(length) == numbers
 
 
+def test_on_tensor_cores_up_to_twice_as_many_numbers_are_kept_whole() -> None:
+    weight = Parameter((6, 10), True, "")
+    assert [weight.factor_numbers(length, on_cores=True) for length in (1, 2)] == [(0, 16), (60, 0)]
+    tied = Parameter((90, 10), True, "", is_embedding=True, uses=2)
+    assert [tied.factor_numbers(length, on_cores=True) for length in (4, 5)] == [(0, 440), (900, 50)]
+    kept = [
+        estimate(ModelSize((weight,)), "DDP", 1, length=2, micro_batch=3, bytes_computed=c).memory["factors"]
+        for c in (2, 4)
+    ]
+    assert kept == [3 * 4 * 60, 3 * 4 * 32]
+
+
 def test_bytes_are_shared_out_by_fsdp_and_not_by_ddp(directory: Path) -> None:
     size = model_size(str(directory))
     whole, shared = (estimate(size, kind, 4, length=16, micro_batch=2, micro_batches=3) for kind in ("DDP", "FSDP2"))

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from hf_dp.per_example import Dense, Outer, products
+from hf_dp.per_example.chosen import Chosen
 from hf_dp.per_example.factors import squared_norms
 from hf_dp.planning import speed
 from hf_dp.planning.memory import ModelSize, Parameter
@@ -52,14 +55,35 @@ def test_more_micro_batches_hide_the_noise() -> None:
     assert ratio(WIDE, GPUS["H100"], micro_batches=16) < ratio(WIDE, GPUS["H100"])
 
 
-_SHAPES = ((512, 8192, 2048), (2048, 6144, 2048), (256, 768, 3072), (95, 700, 900))
+_SHAPES = (
+    (512, 8192, 2048), (2048, 6144, 2048), (2048, 11008, 4096), (256, 768, 3072), (95, 700, 900), (1024, 2048, 2048),
+    (9000, 64, 96),
+)  # fmt: skip
 
 
+@pytest.mark.parametrize("examples", [8, 1])
 @pytest.mark.parametrize(("length", "p", "d"), _SHAPES)
-def test_bytes_of_norms_are_those_that_are_moved(length: int, p: int, d: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(products, "_has_tensor_cores", lambda device, dtype: True)
-    sides = [torch.empty(8, length, width, dtype=torch.bfloat16, device="meta") for width in (p, d)]
+def test_bytes_are_those_that_are_moved(
+    examples: int, length: int, p: int, d: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("_has_tensor_cores", "_adds_in_place"):
+        monkeypatch.setattr(products, name, lambda device, *_: True)
+
+    def added(out: Tensor, left: Tensor, right: Tensor, scale: float) -> None:
+        # Of what adds to sums in float32 as it multiplies there is nothing without a GPU; as many bytes are moved here.
+        (torch.bmm if out.dim() == 3 else torch.mm)(left, right, out_dtype=torch.float32, out=out)
+
+    monkeypatch.setattr(products, "_add_in_place", added)
+    monkeypatch.setattr("hf_dp.per_example.chosen._HAS_BAGS", {"meta"})
+    # Autocast knows no meta device.
+    monkeypatch.setattr("hf_dp.per_example.factors.full_precision", lambda device: nullcontext())
+    sides = [torch.empty(examples, length, width, dtype=torch.bfloat16, device="meta") for width in (p, d)]
+    chosen, weights = (torch.empty(examples, dtype=dtype, device="meta") for dtype in (torch.bool, torch.float32))
+    total = torch.empty(p, d, device="meta")
     with Counting() as counting:
-        squared_norms([Outer(Dense(sides[0]), Dense(sides[1]))])
-    expected = speed._gram(p, 8, length, 2) + speed._gram(d, 8, length, 2)
+        use = Outer(Dense(sides[0]), Dense(sides[1])).settled()
+        squared_norms([use])
+        use.masked(Chosen(chosen)).add_weighted_(total, weights)
+    expected = speed._factors(Parameter((p, d), trained=True, unit=""), examples, length, 2)
     assert counting.bytes == pytest.approx(expected.moved, rel=0.15)
+    assert counting.operations == pytest.approx(expected.operations, rel=0.02)
