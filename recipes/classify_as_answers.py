@@ -2,33 +2,45 @@
 
 So the objective is what the model was tuned for, and its vocabulary the head: nothing begins at random, which is what
 Li et al. (2022), "Large Language Models Can Be Strong Differentially Private Learners", section 3.1, ask of a private
-start. The loss is on the answer alone, a mean over its tokens; the privacy unit is a row.
+start. The privacy unit is a row.
 
 The labels are public. Asked for one, the model may say nothing else: at each token it takes the likeliest of those with
-which some label goes on, so that an answer is always one of the list, after as many passes as it has tokens.
+which some label goes on, so that an answer is always one of the list, after as many passes as it has tokens. The loss
+is minus the log-probability of the label under just that rule: what cannot be said takes no part of the clipping norm.
 """
 
 from __future__ import annotations
 
 import random
-from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, ClassVar
 
 import jinja2
+from torch import Tensor
 from transformers import DataCollatorForSeq2Seq, Trainer, set_seed
 
 from common.answers import IGNORED, AnswerData, Row, generated, model_for, to_be_scored, tokenizer_for
 from common.arguments import parse
 from common.chats import ChatTemplate, Message, rendered, use_template
+from common.choices import Choices, continuations
 from common.classification import LabelWords, beginnings, label_words
 from common.data import labelled, public_labels
 from common.rates import check_batch
-from common.results import CONTINUE, Scores, measured, train_and_report
+from common.results import Scores, measured, train_and_report
 from hf_dp.errors import ConfigurationError
 
+# As it was trained: what is no label was not learnt not to be said.
+CHOOSE = """from transformers import pipeline
+answer = pipeline("text-generation", DIRECTORY, tokenizer=DIRECTORY, max_new_tokens=20)
+prompt, tokenizer = PROMPT, answer.tokenizer
+labels = tokenizer(LABELS, add_special_tokens=False)["input_ids"]
+start = len(tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=True)["input_ids"])
+def allowed(_, ids):
+    said = ids[start:].tolist()
+    return [i[len(said)] for i in labels if i[: len(said)] == said != i] or [tokenizer.eos_token_id]
+print(answer(prompt, prefix_allowed_tokens_fn=allowed))"""
 SHOWN = 3  # questions with their answers, before and after side by side
 
 
@@ -84,11 +96,7 @@ def answers(words: list[str], tokenizer: Any, recipe: RecipeArguments) -> list[l
 
 def after(said: list[list[int]], end: int) -> Callable[[list[int]], list[int]]:
     """With which tokens the beginning of some answer goes on; a whole one with `end`."""
-    found: dict[tuple[int, ...], set[int]] = defaultdict(set)
-    for ids in said:
-        for i, token in enumerate(ids):
-            found[tuple(ids[:i])].add(token)
-    following = {begun: sorted(tokens) for begun, tokens in found.items()}
+    following = continuations(said)
     return lambda ids: following.get(tuple(ids), [end])
 
 
@@ -161,9 +169,21 @@ def main() -> None:
     rows = [example(prompt, said[label]) for prompt, label in zip(train.prompts, train.labels, strict=True)]
     shown = random.Random(arguments.seed).sample(range(len(test.texts)), min(SHOWN, len(test.texts)))
 
+    choices = Choices.between(said)
+
     def make(kind: type[Trainer], **others: Any) -> Trainer:
+        class Choosing(kind):  # type: ignore[misc, valid-type]
+            """Whose loss of a row is that of its label among all labels."""
+
+            def compute_per_example_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
+                labels = inputs.pop("labels")
+                return choices.losses(model(**inputs).logits, labels)
+
+            def compute_loss(self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, **_: Any) -> Any:
+                return self.compute_per_example_loss(model, dict(inputs)).mean()
+
         collate = DataCollatorForSeq2Seq(tokenizer)
-        return kind(train_dataset=rows, data_collator=collate, processing_class=tokenizer, **others)
+        return Choosing(train_dataset=rows, data_collator=collate, processing_class=tokenizer, **others)
 
     def score(trainer: Trainer) -> Scores:
         found = chosen(trainer, tokenizer, test.prompts, said)
@@ -177,7 +197,9 @@ def main() -> None:
         score,
         arguments,
         privacy,
-        usage=CONTINUE.replace("PROMPT", repr(asked("A text.", recipe))),
+        usage=CHOOSE.replace("PROMPT", repr(asked("A text.", recipe))).replace(
+            "LABELS", repr(tokenizer.batch_decode(said))
+        ),
         groups=test.groups,
         compare_without_privacy=recipe.compare_without_privacy,
         comparison_learning_rate=recipe.comparison_learning_rate,
