@@ -23,9 +23,9 @@ class Chosen:
 
     def or_zeros(self, values: Tensor) -> Tensor:
         """`values` (B, ...) with zeros in the rows of the others."""
-        mask = self.mask.to(values.device).view(-1, *[1] * (values.dim() - 1))
-        # A zero of the host's would be moved to the device first.
-        return torch.where(mask, values, torch.zeros((), dtype=values.dtype, device=values.device))
+        left_out = ~self.mask.to(values.device).view(-1, *[1] * (values.dim() - 1))
+        # A scalar for `where` would be moved to the device first.
+        return values.masked_fill(left_out, 0)
 
     def add_weighted_(self, out: Tensor, rows: Tensor, coefficients: Tensor) -> None:
         """Adds the sum over those that are chosen of coefficients[i] x rows[i] to `out` (n,).
