@@ -18,13 +18,12 @@ from itertools import pairwise
 from typing import Any, ClassVar
 
 import jinja2
-from torch import Tensor
 from transformers import DataCollatorForSeq2Seq, Trainer, set_seed
 
 from common.answers import IGNORED, AnswerData, Row, generated, model_for, to_be_scored, tokenizer_for
 from common.arguments import parse
 from common.chats import ChatTemplate, Message, rendered, use_template
-from common.choices import Choices, continuations
+from common.choices import Choices, choosing, continuations
 from common.classification import LabelWords, beginnings, label_words
 from common.data import labelled, public_labels
 from common.rates import check_batch
@@ -172,18 +171,8 @@ def main() -> None:
     choices = Choices.between(said)
 
     def make(kind: type[Trainer], **others: Any) -> Trainer:
-        class Choosing(kind):  # type: ignore[misc, valid-type]
-            """Whose loss of a row is that of its label among all labels."""
-
-            def compute_per_example_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
-                labels = inputs.pop("labels")
-                return choices.losses(model(**inputs).logits, labels)
-
-            def compute_loss(self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, **_: Any) -> Any:
-                return self.compute_per_example_loss(model, dict(inputs)).mean()
-
         collate = DataCollatorForSeq2Seq(tokenizer)
-        return Choosing(train_dataset=rows, data_collator=collate, processing_class=tokenizer, **others)
+        return choosing(kind, choices)(train_dataset=rows, data_collator=collate, processing_class=tokenizer, **others)
 
     def score(trainer: Trainer) -> Scores:
         found = chosen(trainer, tokenizer, test.prompts, said)

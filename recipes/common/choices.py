@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import Trainer
 
 from common.answers import IGNORED
 
@@ -68,3 +70,23 @@ class Choices:
         scores = before.gather(2, there.clamp_min(0)).float()
         others = torch.arange(there.shape[2], device=labels.device).ne(0) & there.eq(IGNORED)
         return -scores.masked_fill(others, -torch.inf).log_softmax(2)[..., 0].sum(1)
+
+
+def choosing(kind: type[Trainer], choices: Choices) -> type[Trainer]:
+    """A trainer of that kind, private or not, whose loss of a row is that of its answer among all answers."""
+
+    class Choosing(kind):  # type: ignore[misc, valid-type]
+        def compute_per_example_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
+            labels = inputs.pop("labels")
+            return choices.losses(model(**inputs).logits, labels)
+
+        def compute_loss(
+            self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+        ) -> Any:
+            outputs = model(**{name: value for name, value in inputs.items() if name != "labels"})
+            loss = choices.losses(outputs.logits, inputs["labels"]).mean()
+            if model.training and num_items_in_batch is not None:  # of which Trainer takes it for a sum, and leaves it
+                loss = loss / self.current_gradient_accumulation_steps
+            return (loss, outputs) if return_outputs else loss
+
+    return Choosing

@@ -4,6 +4,9 @@ import math
 
 import pytest
 import torch
+from torch import nn
+from transformers import Trainer, TrainingArguments, default_data_collator
+from transformers.modeling_outputs import CausalLMOutput
 
 SAID = [[5, 7, 9], [5, 8, 9], [6, 9], [5, 7, 3, 9]]  # as answers of chats, each with an end of its own
 
@@ -66,3 +69,38 @@ def test_a_row_without_a_whole_answer_has_no_loss_and_no_gradient(choices):
     assert losses[2] > 0
     assert not logits.grad[:2].any()
     assert logits.grad.isfinite().all()
+
+
+class Speaker(nn.Module):
+    """As Transformers' language models do, it takes how many tokens there are, and leaves the loss to that."""
+
+    def __init__(self):
+        super().__init__()
+        self.scores = nn.Embedding(11, 11)
+        nn.init.normal_(self.scores.weight, generator=torch.Generator().manual_seed(3))
+
+    def forward(self, input_ids, labels=None, **kwargs):
+        return CausalLMOutput(logits=self.scores(input_ids))
+
+
+@pytest.mark.parametrize("at_once", [1, 2, 4])
+def test_an_ordinary_step_is_of_the_mean_however_it_is_cut(at_once, part, choices, tmp_path):
+    """Of the plain Trainer, beside which the private one is compared."""
+    labels, _ = rows("right")
+    data = [{"input_ids": row.clamp_min(0), "labels": row} for row in labels]
+    expected = Speaker()
+    logits = expected(torch.stack([row["input_ids"] for row in data])).logits
+    choices.losses(logits, labels).mean().backward()
+    model = Speaker()
+    arguments = TrainingArguments(
+        str(tmp_path), per_device_train_batch_size=at_once, gradient_accumulation_steps=4 // at_once, max_steps=1,
+        learning_rate=1.0, optim="sgd", max_grad_norm=0.0, use_cpu=True, report_to="none", logging_steps=1,
+    )  # fmt: skip
+    kind = part("common.choices").choosing(Trainer, choices)
+    trainer = kind(model, arguments, train_dataset=data, eval_dataset=data, data_collator=default_data_collator)
+    evaluated = trainer.evaluate()["eval_loss"]
+    trainer.train()
+    moved = expected.scores.weight - expected.scores.weight.grad
+    torch.testing.assert_close(model.scores.weight, moved)
+    logged = trainer.state.log_history[0]["loss"]
+    assert logged == pytest.approx(evaluated, abs=1e-4) == pytest.approx(choices.losses(logits, labels).mean().item())
