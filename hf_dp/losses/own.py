@@ -14,7 +14,7 @@ from hf_dp.errors import HfDpError, UnsupportedModelError
 from hf_dp.losses.heads import question_answering
 from hf_dp.losses.kinds import SHIFTED, base_model, loss_kind
 from hf_dp.losses.per_example import per_example_losses
-from hf_dp.losses.tokens import accurate, token_losses
+from hf_dp.losses.tokens import token_losses
 
 # So many examples show which loss is computed: which one it is follows from no example.
 COMPARED = 3
@@ -92,7 +92,7 @@ def _probable(model: nn.Module, one: Mapping[str, Any], own: float, ours: float)
         )
     if loss_kind(model) == SHIFTED:
         labels = one["labels"]
-        logits = accurate(model(**{k: v for k, v in one.items() if k != "labels"}).logits)
+        logits = model(**{k: v for k, v in one.items() if k != "labels"}).logits
         if logits.shape[1] == labels.shape[1] and _is_same(float(token_losses(logits, labels, 0.0)), own):
             return (
                 "Its forward does not shift the labels: each position is to give its own token, not the next.",

@@ -41,11 +41,12 @@ def per_example_losses(model: nn.Module, batch: Mapping[str, Any], label_smoothi
     base = base_model(model)
     if kind == TOKENWISE and getattr(base.config, "is_encoder_decoder", False):
         inputs |= _decoder_inputs(base, batch, labels)
-    logits = accurate(model(**inputs).logits)
+    logits = model(**inputs).logits
     if kind == SHIFTED:
         return token_losses(logits, next_token_labels(model, labels, logits.shape[1]), label_smoothing)
     if kind == TOKENWISE:
         return token_losses(logits, labels, label_smoothing)
+    logits = accurate(logits)
     if kind == "multiple_choice":
         return F.cross_entropy(logits, labels.view(-1), reduction="none", label_smoothing=label_smoothing)
     if kind == "ctc":

@@ -15,8 +15,9 @@ _DOES_NOT_KEEP_ITS_OUTPUT = (
     "_RecordedUseBackward", "ToCopyBackward0", "UnsafeViewBackward0", "AddmmBackward0", "MmBackward0", "MulBackward0",
     "DivBackward0", "AddBackward0",
 )  # fmt: skip
-# How many logits are worked on at a time: a few MiB, which stay in the cache.
-_CHUNK = 1 << 19
+# How many logits are worked on at a time, in float32 whatever they are in: on a CPU a few MiB, which stay in the cache;
+# elsewhere so many that what there is to start is little, in a few hundred MiB.
+_CHUNK, _CHUNK_ELSEWHERE = 1 << 19, 1 << 26
 
 
 def accurate(logits: Tensor) -> Tensor:
@@ -51,35 +52,38 @@ def _is_kept(logits: Tensor) -> bool:
 class _CrossEntropy(torch.autograd.Function):
     """F.cross_entropy without reduction, on logits (N, V) that are large: no probabilities (N, V) are kept.
 
+    Of logits in 16 bits there is no copy in float32, though all is computed in it.
+
     Args:
         may_overwrite: the gradient takes the place of the logits, which nobody else has kept for the backward pass.
     """
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor, label_smoothing: float, may_overwrite: bool) -> Tensor:
-        rows = max(1, _CHUNK // logits.shape[1])
-        normaliser = torch.cat([part.logsumexp(1) for part in logits.split(rows)])
+        rows = max(1, (_CHUNK if logits.device.type == "cpu" else _CHUNK_ELSEWHERE) // logits.shape[1])
         counted = labels.ne(IGNORED)
-        labels = labels.masked_fill(~counted, 0)
-        right = logits.gather(1, labels[:, None]).squeeze(1)
-        losses = normaliser - right
-        if label_smoothing:
-            losses = (1 - label_smoothing) * losses + label_smoothing * (normaliser - logits.mean(1))
-        ctx.save_for_backward(logits, labels, normaliser, counted)
+        labels = labels.masked_fill(~counted, 0)[:, None]
+        losses = []
+        for part, right in zip(logits.split(rows), labels.split(rows), strict=True):
+            surprise = torch.log_softmax(accurate(part), 1).neg_()
+            loss = surprise.gather(1, right).squeeze(1)
+            if label_smoothing:
+                loss = (1 - label_smoothing) * loss + label_smoothing * surprise.mean(1)
+            losses.append(loss)
+        ctx.save_for_backward(logits, labels, counted)
         ctx.rows, ctx.label_smoothing, ctx.may_overwrite = rows, label_smoothing, may_overwrite
-        return losses.masked_fill(~counted, 0.0)
+        return torch.cat(losses).masked_fill(~counted, 0.0)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, weights: Tensor) -> tuple[Tensor, None, None, None]:
-        logits, labels, normaliser, counted = ctx.saved_tensors
-        weights = weights.masked_fill(~counted, 0.0)[:, None]
-        gradient = logits.detach() if ctx.may_overwrite else torch.empty_like(logits)
-        parts = (values.split(ctx.rows) for values in (logits.detach(), normaliser[:, None], weights, gradient))
-        for part, shift, weight, out in zip(*parts, strict=True):
-            torch.sub(part, shift, out=out).exp_()
+        logits, labels, counted = ctx.saved_tensors
+        logits, weights = logits.detach(), weights.masked_fill(~counted, 0.0)[:, None]
+        gradient = logits if ctx.may_overwrite else torch.empty_like(logits)
+        parts = (values.split(ctx.rows) for values in (logits, labels, weights, gradient))
+        for part, right, weight, out in zip(*parts, strict=True):
+            here = torch.softmax(accurate(part), 1)
             if ctx.label_smoothing:
-                out.sub_(ctx.label_smoothing / logits.shape[1])
-            out.mul_(weight)
-        gradient.scatter_add_(1, labels[:, None], weights * (ctx.label_smoothing - 1))
+                here.sub_(ctx.label_smoothing / logits.shape[1])
+            out.copy_(here.mul_(weight).scatter_add_(1, right, weight * (ctx.label_smoothing - 1)))
         return gradient, None, None, None

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from hf_dp.losses import tokens as tokenwise
 from hf_dp.per_example import record
@@ -59,6 +62,39 @@ def test_values_and_gradients_are_those_of_torch(
     assert torch.allclose(*found, rtol=1e-12)
     assert torch.allclose(*gradients, rtol=1e-10, atol=1e-14)
     assert found[0][2] == 0
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_logits_in_16_bits_are_computed_with_in_float32_and_not_copied(
+    dtype: torch.dtype, smoothing: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tokenwise, "_CHUNK", 25)
+    x, labels = tokens(dtype)
+    leaf, expected = x.clone().requires_grad_(), x.clone().requires_grad_()
+    with _Largest() as largest:
+        loss = tokenwise.token_losses(F.linear(leaf, torch.eye(11, dtype=dtype)), labels, smoothing)
+        loss.square().sum().backward()
+    each = F.cross_entropy(expected.float().mT, labels, reduction="none", label_smoothing=smoothing)
+    wanted = each.sum(1) / labels.ne(-100).sum(1).clamp_min(1)
+    wanted.square().sum().backward()
+    assert loss.dtype == torch.float32
+    assert torch.allclose(loss, wanted, rtol=1e-5)
+    # The last rounding, to 16 bits, may fall to either side.
+    assert torch.allclose(leaf.grad.float(), expected.grad.float(), rtol=torch.finfo(dtype).eps, atol=1e-7)
+    assert largest.numbers <= 25 < x.numel()
+
+
+class _Largest(TorchDispatchMode):
+    """How many float32 numbers an operation made at most."""
+
+    numbers = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        made = [t.numel() for t in tree_leaves(result) if isinstance(t, Tensor) and t.dtype == torch.float32]
+        self.numbers = max([self.numbers, *made])
+        return result
 
 
 def test_no_gradient_of_the_gradient_is_promised() -> None:
