@@ -65,11 +65,11 @@ class _CrossEntropy(torch.autograd.Function):
         labels = labels.masked_fill(~counted, 0)[:, None]
         losses = []
         for part, right in zip(logits.split(rows), labels.split(rows), strict=True):
-            surprise = torch.log_softmax(accurate(part), 1).neg_()
-            loss = surprise.gather(1, right).squeeze(1)
+            logarithms = torch.log_softmax(accurate(part), 1)
+            gain = logarithms.gather(1, right).squeeze(1)
             if label_smoothing:
-                loss = (1 - label_smoothing) * loss + label_smoothing * surprise.mean(1)
-            losses.append(loss)
+                gain = (1 - label_smoothing) * gain + label_smoothing * logarithms.mean(1)
+            losses.append(-gain)
         ctx.save_for_backward(logits, labels, counted)
         ctx.rows, ctx.label_smoothing, ctx.may_overwrite = rows, label_smoothing, may_overwrite
         return torch.cat(losses).masked_fill(~counted, 0.0)

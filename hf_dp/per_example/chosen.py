@@ -8,18 +8,22 @@ from torch import Tensor
 
 # Where torch adds up rows by an index that lies on the device.
 _HAS_BAGS = frozenset({"cuda"})
+# Numbers of a gradient that takes longer to start on than to add up, and of so many that are added up at once.
+_SMALL, _AT_ONCE = 1 << 18, 1 << 24
 
 
 class Chosen:
-    """Those that are summed.
+    """A sum over examples, and those that are in it.
 
     Args:
-        mask: (B,).
+        coefficients: (B,) of the sum, 0 for those that are left out.
     """
 
-    def __init__(self, mask: Tensor) -> None:
-        self.mask = mask
+    def __init__(self, coefficients: Tensor) -> None:
+        self.mask = coefficients.ne(0)
+        self._coefficients = coefficients
         self._bags: tuple[Tensor, Tensor] | None = None
+        self._in_order: dict[tuple[torch.dtype, torch.device], Tensor] = {}
 
     def or_zeros(self, values: Tensor) -> Tensor:
         """`values` (B, ...) with zeros in the rows of the others."""
@@ -27,22 +31,27 @@ class Chosen:
         # A scalar for `where` would be moved to the device first.
         return values.masked_fill(left_out, 0)
 
-    def add_weighted_(self, out: Tensor, rows: Tensor, coefficients: Tensor) -> None:
+    def add_weighted_(self, out: Tensor, rows: Tensor) -> None:
         """Adds the sum over those that are chosen of coefficients[i] x rows[i] to `out` (n,).
 
         Args:
-            out: of the dtype of `rows`, as are the `coefficients`.
+            out: of the dtype of `rows`.
             rows: (B, n).
-            coefficients: (B,), 0 for the others.
         """
         if len(rows) == 1 or rows.device.type not in _HAS_BAGS:
-            out.addmv_(self.or_zeros(rows).T, coefficients)
+            out.addmv_(self.or_zeros(rows).T, self._coefficients.to(rows))
             return
+        out.add_(self.weighted(rows))
+
+    def weighted(self, rows: Tensor) -> Tensor:
+        """(n,): the sum itself, of several `rows` (B, n) on such a device."""
         order, begins = (index.to(rows.device) for index in self._two_bags())
+        key = rows.dtype, rows.device
+        if key not in self._in_order:
+            self._in_order[key] = self._coefficients.to(rows)[order]
         # The others are in a bag of their own, which is thrown away: `rows` need not be copied without them, which of
         # a single one would be cheaper.
-        bags = F.embedding_bag(order, rows, begins, mode="sum", per_sample_weights=coefficients[order])
-        out.add_(bags[0])
+        return F.embedding_bag(order, rows, begins, mode="sum", per_sample_weights=self._in_order[key])[0]
 
     def _two_bags(self) -> tuple[Tensor, Tensor]:
         """The numbers of all examples, those that are chosen first, and where these and the others begin."""
@@ -51,3 +60,39 @@ class Chosen:
             order = self.mask.int().argsort(descending=True, stable=True)
             self._bags = order, torch.stack([torch.zeros_like(number), number])
         return self._bags
+
+
+class Together:
+    """Sums of small gradients where each by itself would take longer to start than to make: several are made at once.
+
+    Args:
+        chosen: the sum.
+    """
+
+    def __init__(self, chosen: Chosen) -> None:
+        self._chosen = chosen
+        self._waiting: dict[tuple[torch.dtype, torch.device], dict[int, tuple[Tensor, Tensor]]] = {}
+
+    def takes(self, rows: Tensor) -> bool:
+        """Whether `rows` (B, n) are such."""
+        return len(rows) > 1 and rows.shape[1] <= _SMALL and rows.device.type in _HAS_BAGS
+
+    def add_(self, out: Tensor, rows: Tensor) -> None:
+        """As of `Chosen.add_weighted_`; `out` has it when this was finished."""
+        waiting = self._waiting.setdefault((rows.dtype, rows.device), {})
+        # Nothing is added to one place twice at once.
+        if out.data_ptr() in waiting or sum(held.numel() for _, held in waiting.values()) + rows.numel() > _AT_ONCE:
+            self._finish(waiting)
+        waiting[out.data_ptr()] = out, rows
+
+    def finish(self) -> None:
+        """Adds all."""
+        for waiting in self._waiting.values():
+            self._finish(waiting)
+
+    def _finish(self, waiting: dict[int, tuple[Tensor, Tensor]]) -> None:
+        if waiting:
+            sums, rows = zip(*waiting.values(), strict=True)
+            total = self._chosen.weighted(torch.cat(rows, dim=1))
+            torch._foreach_add_(sums, total.split([len(out) for out in sums]))
+            waiting.clear()

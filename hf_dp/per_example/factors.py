@@ -10,7 +10,7 @@ clipping; Ding et al. 2024, arXiv:2405.18194, is the case of one output position
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -33,8 +33,6 @@ from hf_dp.per_example.products import (
 _ROUNDING = 8.0
 # The longest sums that are left to one reduction: rounding grows with their length.
 _NORM_BLOCK = 512
-# Biases and norms: what takes longer to start than to compute.
-_SMALL = 1 << 14
 
 
 @dataclass(frozen=True)
@@ -155,40 +153,38 @@ class PerExample:
 
     def masked(self, chosen: Chosen) -> PerExample:
         """The same, of which those that are not `chosen` are left out where it is summed."""
-        return _OfChosen(self.values, chosen)
+        return OfChosen(self.values, chosen)
 
 
 @dataclass(frozen=True)
-class _OfChosen(PerExample):
+class OfChosen(PerExample):
+    """Those of which some are left out: its weighted sum is that of `chosen`, whose coefficients it has."""
+
     chosen: Chosen
 
     def add_weighted_(self, out: Tensor, coefficients: Tensor) -> None:
-        rows = self.values.reshape(self.values.shape[0], -1).to(out.dtype)
-        self.chosen.add_weighted_(out.view(-1), rows, coefficients.to(out.dtype))
+        self.chosen.add_weighted_(out.view(-1), self.in_rows(out.dtype))
+
+    def in_rows(self, dtype: torch.dtype) -> Tensor:
+        """The gradients (B, n) in `dtype`."""
+        return self.values.reshape(self.values.shape[0], -1).to(dtype)
 
 
 Factors = Outer | PerExample
 
 
-def masked(chosen: Tensor) -> Callable[[Iterable[Factors]], Iterator[Factors]]:
-    """What leaves those that are not `chosen` (B,) out of the factors of uses."""
-    summed = Chosen(chosen)
-    return lambda uses: (use.masked(summed) for use in uses)
-
-
 def joined(factors: Iterable[list[Factors]]) -> Iterator[list[Factors]]:
-    """The uses of each parameter, with small parameters that are used once joined to one: their norms add up."""
-    small: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    """The uses of each parameter, with those joined to one whose gradients are kept and used once: norms add up."""
+    alone: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for uses in factors:
-        values = uses[0].values if len(uses) == 1 and isinstance(uses[0], PerExample) else None
-        if values is not None and values[0].numel() <= _SMALL:
-            rows = accumulation(values).reshape(len(values), -1)
-            # Not copied whole: of adapters that would be as many numbers as their gradients have.
+        if len(uses) == 1 and isinstance(uses[0], PerExample):
+            rows = accumulation(uses[0].values).reshape(uses[0].values.shape[0], -1)
+            # Not copied whole: that would be as many numbers again.
             rows = _shortened(rows) if rows.shape[1] > _NORM_BLOCK else rows
-            small.setdefault((rows.dtype, rows.device), []).append(rows)
+            alone.setdefault((rows.dtype, rows.device), []).append(rows)
         elif uses:
             yield uses
-    for together in small.values():
+    for together in alone.values():
         yield [PerExample(torch.cat(together, dim=1))]
 
 

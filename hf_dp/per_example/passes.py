@@ -100,20 +100,20 @@ class TwoPasses(PerExampleGradients):
         `differing` then says of how many examples, of those that were added, the factors were others.
         """
         super().add_weighted_sum_(out, coefficients, rows)
-        add = adding(self, out, coefficients, rows)
-        if self._is_piece:
-            watch = self._watched(lambda name, uses: add(name, self._restricted(name, uses)), False)
-            self.losses, self.uses = self._run(watch), frozenset(watch.uses)
-            return
+        with adding(self, out, coefficients, rows) as add:
+            if self._is_piece:
+                watch = self._watched(lambda name, uses: add(name, self._restricted(name, uses)), False)
+                self.losses, self.uses = self._run(watch), frozenset(watch.uses)
+                return
 
-        def add_dropped(name: str, uses: list[Factors]) -> None:
-            if name not in self.factors:
-                add(name, self._grouped(uses))
+            def add_dropped(name: str, uses: list[Factors]) -> None:
+                if name not in self.factors:
+                    add(name, self._grouped(uses))
 
-        with unchanged_global_state():
-            self._back()
-            watch = self._watched(add_dropped, False)
-            self._run(watch)
+            with unchanged_global_state():
+                self._back()
+                watch = self._watched(add_dropped, False)
+                self._run(watch)
         differing = watch.bits.ne(self._bits)
         if self._grouping is not None:
             differing = self._grouping.summed(differing.long()).ne(0)

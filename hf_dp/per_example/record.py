@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any
 
@@ -12,7 +13,8 @@ from torch.distributed.tensor import DTensor
 
 from hf_dp.errors import UnseenUseError, UnsupportedModelError
 from hf_dp.per_example.batch import Batch, LossFunction, batch_size
-from hf_dp.per_example.factors import Factors, joined, masked, squared_norms, stacked
+from hf_dp.per_example.chosen import Chosen, Together
+from hf_dp.per_example.factors import Factors, OfChosen, joined, squared_norms, stacked
 from hf_dp.per_example.gram import SelfGrams
 from hf_dp.per_example.grouped import Grouping
 from hf_dp.per_example.independence import ambiguous_sizes, check_independence, check_shares, survey
@@ -156,9 +158,9 @@ class PerExampleGradients:
             raise ValueError(f"coefficients {tuple(coefficients.shape)} for losses {tuple(self.losses.shape)}")
         refuse_changed(self._versions)
         with torch.no_grad(), full_precision(self.losses.device):
-            add = adding(self, out, coefficients, rows)
-            for name, uses in self.factors.items():
-                add(name, uses)
+            with adding(self, out, coefficients, rows) as add:
+                for name, uses in self.factors.items():
+                    add(name, uses)
 
     def whole_zeros(self, name: str) -> Tensor:
         """A zero gradient of all of one parameter, contiguous, in the dtype of sums, where it is computed."""
@@ -178,14 +180,15 @@ class PerExampleGradients:
         return self._norms
 
 
+@contextmanager
 def adding(
     gradients: PerExampleGradients,
     out: Mapping[str, Tensor | Shard],
     coefficients: Tensor,
     rows: Mapping[str, RowSum] = NO_TABLES,
-) -> Callable[[str, list[Factors]], None]:
-    """What adds the weighted sum over the uses of one parameter, by its name, to `rows` or `out`."""
-    chosen, weights = _chosen(coefficients)
+) -> Iterator[Callable[[str, list[Factors]], None]]:
+    """What adds the weighted sum over the uses of one parameter, by its name, to `rows` or `out`: until the end."""
+    chosen, weights, together = _chosen(coefficients)
 
     def add(name: str, uses: list[Factors]) -> None:
         if name in rows:
@@ -194,25 +197,32 @@ def adding(
             return
         kept = out[name]
         # A parameter may be laid out otherwise (channels_last); factors are summed row by row.
-        in_place = isinstance(kept, Tensor) and kept.is_contiguous()
-        total: Any = kept if in_place else gradients.whole_zeros(name)
-        for use in chosen(uses):
-            use.add_weighted_(total, weights)
-        if not in_place:
+        if not isinstance(kept, Tensor) or not kept.is_contiguous():
+            total = gradients.whole_zeros(name)
+            for use in chosen(uses):
+                use.add_weighted_(total, weights)
             kept.add_(total)
+            return
+        for use in chosen(uses):
+            if isinstance(use, OfChosen) and together.takes(values := use.in_rows(kept.dtype)):
+                together.add_(kept.view(-1), values)
+            else:
+                use.add_weighted_(kept, weights)
 
-    return add
+    yield add
+    together.finish()
 
 
-def _chosen(coefficients: Tensor) -> tuple[Callable[[list[Factors]], Iterable[Factors]], Tensor]:
-    """What leaves out the examples with coefficient 0, and the coefficients of the others."""
-    chosen = coefficients.ne(0)
+def _chosen(coefficients: Tensor) -> tuple[Callable[[list[Factors]], Iterable[Factors]], Tensor, Together]:
+    """What leaves out the examples with coefficient 0, the coefficients of the others, and sums of small gradients."""
+    chosen = Chosen(coefficients)
+    together = Together(chosen)
     if not answers_at_once(coefficients.device):
-        return masked(chosen), coefficients
-    if bool(chosen.all()):
-        return lambda uses: uses, coefficients
-    index = chosen.nonzero().squeeze(1)
-    return lambda uses: (use.selected(index) for use in uses if len(index)), coefficients[index]
+        return lambda uses: (use.masked(chosen) for use in uses), coefficients, together
+    if bool(chosen.mask.all()):
+        return lambda uses: uses, coefficients, together
+    index = chosen.mask.nonzero().squeeze(1)
+    return lambda uses: (use.selected(index) for use in uses if len(index)), coefficients[index], together
 
 
 def record(

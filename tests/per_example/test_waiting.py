@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_dp.per_example import Dense, OneHot, Outer, PerExampleGradients, RowSum, record
 from hf_dp.per_example.chosen import Chosen
@@ -71,7 +74,8 @@ def test_the_sum_of_those_that_are_chosen(
     """In bags: of some, of none and of all, added to what there is, again and of other gradients too."""
     monkeypatch.setattr("hf_dp.per_example.chosen._HAS_BAGS", {"cpu"})
     torch.manual_seed(0)
-    chosen, weights = Chosen(torch.tensor(mask)), torch.rand(4).mul_(torch.tensor(mask)).to(dtype)
+    weights = torch.rand(4).mul_(torch.tensor(mask)).to(dtype)
+    chosen = Chosen(weights)
     for size in (6, 40):
         values = torch.randn(4, size, dtype=dtype)
         expected = torch.full((size,), 2.0, dtype=dtype) + 2 * (weights[:, None] * values).sum(0)
@@ -80,6 +84,48 @@ def test_the_sum_of_those_that_are_chosen(
         for _ in range(2):
             PerExample(values).masked(chosen).add_weighted_(out, weights)
         assert torch.allclose(out, expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("at_once", [0, 100, 1 << 24])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_small_gradients_are_summed_together(
+    dtype: torch.dtype, at_once: int, elsewhere: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of one parameter that is used twice too, and beside large ones and others laid out in columns."""
+    elsewhere()
+    monkeypatch.setattr("hf_dp.per_example.chosen._HAS_BAGS", {"cpu"})
+    monkeypatch.setattr("hf_dp.per_example.chosen._AT_ONCE", at_once)
+    monkeypatch.setattr("hf_dp.per_example.chosen._SMALL", 30)
+    torch.manual_seed(0)
+    shapes = {"a": (5,), "b": (4, 7), "twice": (3, 2), "large": (6, 6), "columns": (2, 3, 2, 2), "number": ()}
+    values = {name: [torch.randn(3, *shape, dtype=dtype)] for name, shape in shapes.items()}
+    values["twice"].append(torch.randn(3, 3, 2, dtype=dtype))
+    parameters = {name: nn.Parameter(torch.zeros(shape, dtype=dtype)) for name, shape in shapes.items()}
+    parameters["columns"].data = parameters["columns"].data.to(memory_format=torch.channels_last)
+    weights = torch.tensor([0.5, 0.0, 1.5])
+    expected = {n: sum(torch.tensordot(weights.to(dtype), one, 1) for one in several) for n, several in values.items()}
+    for one in values["twice"]:
+        one[1] = math.nan
+    values["b"][0][1] = math.inf
+    factors: dict[str, list[Factors]] = {name: [PerExample(v) for v in several] for name, several in values.items()}
+    with Calls() as calls:
+        found = PerExampleGradients(torch.zeros(3), factors, parameters).weighted_sum(weights)
+    for name, total in expected.items():
+        assert torch.allclose(found[name], total, rtol=1e-6), name
+    # Seven uses: a, b, the first of twice; number, the second of twice; large; columns. a and b are 99 numbers.
+    assert calls.names["_embedding_bag_forward_only"] == {0: 7, 100: 5, 1 << 24: 4}[at_once]
+
+
+class Calls(TorchDispatchMode):
+    """How often each operation was called inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("most", [0, 20, 1 << 25])

@@ -78,12 +78,12 @@ def test_bytes_are_those_that_are_moved(
     # Autocast knows no meta device.
     monkeypatch.setattr("hf_dp.per_example.factors.full_precision", lambda device: nullcontext())
     sides = [torch.empty(examples, length, width, dtype=torch.bfloat16, device="meta") for width in (p, d)]
-    chosen, weights = (torch.empty(examples, dtype=dtype, device="meta") for dtype in (torch.bool, torch.float32))
+    weights = torch.empty(examples, device="meta")
     total = torch.empty(p, d, device="meta")
     with Counting() as counting:
         use = Outer(Dense(sides[0]), Dense(sides[1])).settled()
         squared_norms([use])
-        use.masked(Chosen(chosen)).add_weighted_(total, weights)
+        use.masked(Chosen(weights)).add_weighted_(total, weights)
     expected = speed._factors(Parameter((p, d), trained=True, unit=""), examples, length, 2)
     assert counting.bytes == pytest.approx(expected.moved, rel=0.15)
     assert counting.operations == pytest.approx(expected.operations, rel=0.02)
