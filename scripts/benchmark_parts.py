@@ -33,8 +33,9 @@ def forms(
 ) -> None:
     """Norms and weighted sum of one weight's gradients: from Gram matrices, or from instantiated gradients kept; beside
     them the product that an ordinary step makes, and the norms alone."""
-    from hf_dp.per_example.factors import Factors, Outer, squared_norms
+    from hf_dp.per_example.factors import Factors, Outer
     from hf_dp.per_example.gram import Dense
+    from hf_dp.per_example.norms import squared_norms
 
     def step(form: Callable[[], Factors], total: torch.Tensor, coefficients: torch.Tensor) -> None:
         use = form()

@@ -19,11 +19,12 @@ from hf_dp.per_example.batch import Batch, LossFunction, batch_size
 from hf_dp.per_example.factors import Factors
 from hf_dp.per_example.pictures import check_pictures
 from hf_dp.per_example.reading import Reader
-from hf_dp.per_example.record import NO_TABLES, PerExampleGradients, checked_run
+from hf_dp.per_example.record import PerExampleGradients, checked_run
 from hf_dp.per_example.rows import RowSum
 from hf_dp.per_example.rule import Certificate, Rule
 from hf_dp.per_example.rules import RULES
 from hf_dp.per_example.sharding import Shard, trainable
+from hf_dp.per_example.sums import NO_TABLES
 from hf_dp.per_example.taken import GroupWatch
 
 

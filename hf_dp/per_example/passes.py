@@ -17,15 +17,17 @@ from torch import Tensor, nn
 
 from hf_dp.errors import UnsupportedModelError
 from hf_dp.per_example.batch import Batch, LossFunction, batch_size
-from hf_dp.per_example.factors import Factors, squared_norms
+from hf_dp.per_example.factors import Factors
 from hf_dp.per_example.grouped import Grouping
+from hf_dp.per_example.norms import squared_norms
 from hf_dp.per_example.pictures import check_pictures
 from hf_dp.per_example.reading import Reader
-from hf_dp.per_example.record import NO_TABLES, PerExampleGradients, adding, checked_run
+from hf_dp.per_example.record import PerExampleGradients, checked_run
 from hf_dp.per_example.rows import RowSum, restricted
 from hf_dp.per_example.rule import Certificate, Rule, refuse_changed
 from hf_dp.per_example.rules import RULES
 from hf_dp.per_example.sharding import Shard, as_sums, is_sharded, trainable
+from hf_dp.per_example.sums import NO_TABLES, adding
 from hf_dp.per_example.taken import Take, TakenWatch
 from hf_dp.randomness import state_to_return_to, unchanged_global_state
 
@@ -100,7 +102,7 @@ class TwoPasses(PerExampleGradients):
         `differing` then says of how many examples, of those that were added, the factors were others.
         """
         super().add_weighted_sum_(out, coefficients, rows)
-        with adding(self, out, coefficients, rows) as add:
+        with adding(out, coefficients, self.whole_zeros, rows) as add:
             if self._is_piece:
                 watch = self._watched(lambda name, uses: add(name, self._restricted(name, uses)), False)
                 self.losses, self.uses = self._run(watch), frozenset(watch.uses)

@@ -37,23 +37,37 @@ _WIDE = {Tensor.float: torch.float32, Tensor.double: torch.float64}
 @contextmanager
 def full_precision(device: torch.device) -> Iterator[None]:
     """Neither autocast nor TF32, nor sums in fewer bits: norms and sums must be of the same numbers."""
-    matmuls = [m for m in (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul) if m.fp32_precision != "ieee"]  # type: ignore[attr-defined]
+    cublas: Any = torch.backends.cuda.matmul
+    matmuls = [m for m in (cublas, torch.backends.mkldnn.matmul) if m.fp32_precision != "ieee"]  # type: ignore[attr-defined]
+    in_fewer = [name for name in _IN_FEWER_BITS if device.type == "cuda" and getattr(cublas, name)]
+    with ExitStack() as stack:
+        # It is entered for each use of each parameter.
+        if matmuls:
+            stack.enter_context(_in_ieee(matmuls))
+        if in_fewer:
+            stack.enter_context(_sums_in_float32(in_fewer))
+        if torch.is_autocast_enabled(device.type):
+            stack.enter_context(torch.autocast(device.type, enabled=False))
+        yield
+
+
+@contextmanager
+def _in_ieee(matmuls: list[Any]) -> Iterator[None]:
     before = [m.fp32_precision for m in matmuls]
     try:
         for matmul in matmuls:
             matmul.fp32_precision = "ieee"
-        with _sums_in_float32(device.type == "cuda"), torch.autocast(device.type, enabled=False):
-            yield
+        yield
     finally:
         for matmul, precision in zip(matmuls, before, strict=True):
             matmul.fp32_precision = precision
 
 
 @contextmanager
-def _sums_in_float32(is_asked: bool) -> Iterator[None]:
-    """Inside, products of 16-bit numbers are added up in float32 throughout."""
+def _sums_in_float32(settings: list[str]) -> Iterator[None]:
+    """Inside, products of 16-bit numbers are added up in float32 throughout, whatever these settings of cuBLAS say."""
     cublas: Any = torch.backends.cuda.matmul
-    before = {name: getattr(cublas, name) for name in _IN_FEWER_BITS if is_asked and getattr(cublas, name)}
+    before = {name: getattr(cublas, name) for name in settings}
 
     def set_all(value: bool) -> None:
         for name in before:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from types import MappingProxyType
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,11 +11,10 @@ from torch.distributed.tensor import DTensor
 
 from hf_dp.errors import UnseenUseError, UnsupportedModelError
 from hf_dp.per_example.batch import Batch, LossFunction, batch_size
-from hf_dp.per_example.chosen import Chosen, Together
-from hf_dp.per_example.factors import Factors, OfChosen, joined, squared_norms, stacked
-from hf_dp.per_example.gram import SelfGrams
+from hf_dp.per_example.factors import Factors
 from hf_dp.per_example.grouped import Grouping
 from hf_dp.per_example.independence import ambiguous_sizes, check_independence, check_shares, survey
+from hf_dp.per_example.norms import all_squared_norms, stacked
 from hf_dp.per_example.pictures import check_pictures
 from hf_dp.per_example.precision import full_precision, sum_dtype
 from hf_dp.per_example.reading import Reader
@@ -25,10 +22,8 @@ from hf_dp.per_example.rows import RowSum, restricted
 from hf_dp.per_example.rule import Certificate, Rule, Use, refuse_changed
 from hf_dp.per_example.rules import RULES
 from hf_dp.per_example.sharding import Shard, as_sums, is_sharded, local, trainable
-from hf_dp.per_example.waiting import answers_at_once
+from hf_dp.per_example.sums import NO_TABLES, adding
 from hf_dp.per_example.watch import Watch
-
-NO_TABLES: Mapping[str, RowSum] = MappingProxyType({})
 
 
 class PerExampleGradients:
@@ -157,10 +152,10 @@ class PerExampleGradients:
         if coefficients.shape != self.losses.shape:
             raise ValueError(f"coefficients {tuple(coefficients.shape)} for losses {tuple(self.losses.shape)}")
         refuse_changed(self._versions)
-        with torch.no_grad(), full_precision(self.losses.device):
-            with adding(self, out, coefficients, rows) as add:
-                for name, uses in self.factors.items():
-                    add(name, uses)
+        summing = adding(out, coefficients, self.whole_zeros, rows)
+        with torch.no_grad(), full_precision(self.losses.device), summing as add:
+            for name, uses in self.factors.items():
+                add(name, uses)
 
     def whole_zeros(self, name: str) -> Tensor:
         """A zero gradient of all of one parameter, contiguous, in the dtype of sums, where it is computed."""
@@ -173,56 +168,10 @@ class PerExampleGradients:
         if self._norms is None:
             refuse_changed(self._versions)
             with full_precision(self.losses.device):
-                grams = SelfGrams()
-                pairs = [squared_norms(uses, grams) for uses in joined(self.factors.values())]
+                pairs = all_squared_norms(self.factors.values())
             pairs += self._measured
             self._norms = stacked(pairs, self.losses)
         return self._norms
-
-
-@contextmanager
-def adding(
-    gradients: PerExampleGradients,
-    out: Mapping[str, Tensor | Shard],
-    coefficients: Tensor,
-    rows: Mapping[str, RowSum] = NO_TABLES,
-) -> Iterator[Callable[[str, list[Factors]], None]]:
-    """What adds the weighted sum over the uses of one parameter, by its name, to `rows` or `out`: until the end."""
-    chosen, weights, together = _chosen(coefficients)
-
-    def add(name: str, uses: list[Factors]) -> None:
-        if name in rows:
-            for use in chosen(uses):
-                rows[name].add_(use, weights)
-            return
-        kept = out[name]
-        # A parameter may be laid out otherwise (channels_last); factors are summed row by row.
-        if not isinstance(kept, Tensor) or not kept.is_contiguous():
-            total = gradients.whole_zeros(name)
-            for use in chosen(uses):
-                use.add_weighted_(total, weights)
-            kept.add_(total)
-            return
-        for use in chosen(uses):
-            if isinstance(use, OfChosen) and together.takes(values := use.in_rows(kept.dtype)):
-                together.add_(kept.view(-1), values)
-            else:
-                use.add_weighted_(kept, weights)
-
-    yield add
-    together.finish()
-
-
-def _chosen(coefficients: Tensor) -> tuple[Callable[[list[Factors]], Iterable[Factors]], Tensor, Together]:
-    """What leaves out the examples with coefficient 0, the coefficients of the others, and sums of small gradients."""
-    chosen = Chosen(coefficients)
-    together = Together(chosen)
-    if not answers_at_once(coefficients.device):
-        return lambda uses: (use.masked(chosen) for use in uses), coefficients, together
-    if bool(chosen.mask.all()):
-        return lambda uses: uses, coefficients, together
-    index = chosen.mask.nonzero().squeeze(1)
-    return lambda uses: (use.selected(index) for use in uses if len(index)), coefficients[index], together
 
 
 def record(

@@ -61,6 +61,22 @@ def uncompiled() -> Iterator[None]:
         yield
 
 
+def refuse_compiled(model: nn.Module) -> None:
+    """Refuses compiled modules that are trained.
+
+    Raises:
+        UnsupportedModelError: with the name of the module.
+    """
+    for name, module in model.named_modules():
+        is_compiled = "_orig_mod" in module._modules or getattr(module, "_compiled_call_impl", None) is not None
+        if is_compiled and any(p.requires_grad for p in module.parameters()):
+            raise UnsupportedModelError(
+                f"{name or 'the model'} is compiled (torch.compile) and has trainable parameters.",
+                why="the uses of a parameter cannot be seen inside a compiled graph.",
+                fix="train it uncompiled, or freeze its parameters: frozen modules may be compiled by themselves.",
+            )
+
+
 @contextmanager
 def put_back(model: nn.Module) -> Iterator[None]:
     """Puts back what passes leave in a model (see `unchanged_state`), and which of its parameters are trained."""

@@ -30,8 +30,7 @@ class Call(NamedTuple):
 
 def recorded(given: Tensor | None, call: Call) -> Tensor:
     """What the operation gives; its parameters' factors go where theirs go, once the backward pass comes here."""
-    anchor = torch.zeros((), requires_grad=True)
-    output: Tensor = _RecordedUse.apply(anchor, given, call)  # type: ignore[no-untyped-call]
+    output: Tensor = _RecordedUse.apply(call.watch.anchor, given, call)  # type: ignore[no-untyped-call]
     return output
 
 

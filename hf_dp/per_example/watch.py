@@ -31,6 +31,7 @@ from hf_dp.per_example.precision import full_precision, sum_dtype
 from hf_dp.per_example.reading import Reader
 from hf_dp.per_example.rule import PLAIN, Axis, Bound, Operands, Rule, Use, refusal
 from hf_dp.per_example.sharding import refuse_unknown_shards, trainable, watched_when_whole
+from hf_dp.per_example.state import refuse_compiled
 from hf_dp.per_example.use import Call, recorded, sorted_operands
 from hf_dp.per_example.watched import Source, WatchedParameter, flatten, in_place, mapped, plain
 
@@ -68,6 +69,8 @@ class Watch:
     read: set[Use] = field(default_factory=set)
     leaked: set[str] = field(default_factory=set)
     dtypes: set[torch.dtype] = field(default_factory=set)
+    # One for all uses: what lets autograd know that they have a gradient.
+    anchor: Tensor = field(default_factory=lambda: torch.zeros((), requires_grad=True))
     is_final: bool = False
     is_closed: bool = False
     versions: list[tuple[Tensor, int]] = field(default_factory=list)
@@ -84,7 +87,7 @@ class Watch:
 
     def run(self, model: nn.Module, loss_fn: LossFunction, batch: Batch) -> Tensor:
         """One forward and one backward pass; the losses (B,), detached. The factors are then in `factors`."""
-        with refusing_others([*trainable(model).values(), *batch.values()]), self.attached(model):
+        with self.attached(model) as parameters, refusing_others([*parameters.values(), *batch.values()]):
             losses = self.forward(model, loss_fn, batch)
             self.is_final = True
             losses.sum().backward()
@@ -110,13 +113,16 @@ class Watch:
             raise refusal(sorted({use.parameter for use in uses}), f"operation {operations}", reason)
 
     @contextmanager
-    def attached(self, model: nn.Module) -> Iterator[None]:
+    def attached(self, model: nn.Module) -> Iterator[dict[str, nn.Parameter]]:
         """Replaces every trainable parameter of `model`, wherever it is tied, and puts them back at the end.
+
+        Yields:
+            What was replaced.
 
         Raises:
             UnsupportedModelError: a compiled module, or a gradient reached a parameter behind the watch's back.
         """
-        _refuse_compiled(model)
+        refuse_compiled(model)
         refuse_unknown_shards(model)
         originals = trainable(model)
         hooked = sorted(n for n, p in originals.items() if p._backward_hooks or p._post_accumulate_grad_hooks)
@@ -137,7 +143,7 @@ class Watch:
         try:
             with in_place(model, originals, watched):
                 with watched_when_whole(model, sharded, watch):
-                    yield
+                    yield originals
                 leaked = self.leaked | {name for name, p in originals.items() if p.grad is not None}
                 if leaked:
                     raise UnsupportedModelError(
@@ -282,17 +288,6 @@ class Watch:
         self.versions += [(tensor, tensor._version) for tensor in kept if not tensor.is_inference()]
         # A float64 parameter may be used through a float32 derivative (Gemma's norms); its sums stay float64.
         self.factors[name].append(factors.accumulated_in(self.sum_dtypes[name]))
-
-
-def _refuse_compiled(model: nn.Module) -> None:
-    for name, module in model.named_modules():
-        is_compiled = hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
-        if is_compiled and any(p.requires_grad for p in module.parameters()):
-            raise UnsupportedModelError(
-                f"{name or 'the model'} is compiled (torch.compile) and has trainable parameters.",
-                why="the uses of a parameter cannot be seen inside a compiled graph.",
-                fix="train it uncompiled, or freeze its parameters: frozen modules may be compiled by themselves.",
-            )
 
 
 def _name(function: Any) -> str:

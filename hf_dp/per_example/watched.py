@@ -22,10 +22,12 @@ class Recording(Protocol):
     """What a watched tensor, and a use of one, know of the recording that they belong to.
 
     Attributes:
+        anchor: a leaf that all uses hang on, for autograd to come to them.
         is_final: the backward pass is that of the losses.
         leaked: parameters that a gradient reached by a use that no rule saw.
     """
 
+    anchor: Tensor
     is_final: bool
     leaked: set[str]
 

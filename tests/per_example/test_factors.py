@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_dp.per_example.factors import Factors, Outer, PerExample, joined, squared_norms
+from hf_dp.per_example.factors import Factors, Outer, PerExample
 from hf_dp.per_example.gram import Dense, OneHot
+from hf_dp.per_example.norms import all_squared_norms, squared_norms
 from hf_dp.per_example.precision import full_precision
 
 B, T, P, D = 3, 5, 4, 6
@@ -109,8 +110,7 @@ def test_a_lookup_of_more_digits_beside_an_instantiated_gradient() -> None:
 
 def test_small_parameters_in_16_bits_have_norms_of_32() -> None:
     values = torch.randn(B, 16, 256).bfloat16()
-    (uses,) = joined([[PerExample(values)]])
-    norms, rounding = squared_norms(uses)
+    ((norms, rounding),) = all_squared_norms([[PerExample(values)]])
     assert bool(((norms - values.double().square().sum((1, 2))).abs() <= rounding).all())
 
 
@@ -118,7 +118,7 @@ def test_of_small_parameters_no_copies_are_made() -> None:
     """Adapters are many, and together as large as all that is trained."""
     values = [torch.randn(B, 16, 256) for _ in range(20)] + [torch.randn(B, 7), torch.randn(B), torch.randn(B, 700)]
     with _Largest() as made:
-        total = sum(squared_norms(uses)[0] for uses in joined([PerExample(one)] for one in values))
+        total = sum(norms for norms, _ in all_squared_norms([PerExample(one)] for one in values))
     assert made.numel <= 2 * values[0][0].numel()
     assert torch.allclose(total, sum(one.reshape(B, -1).square().sum(1) for one in values))
 

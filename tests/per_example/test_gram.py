@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_dp.per_example.factors import Outer, squared_norms
+from hf_dp.per_example.factors import Outer
 from hf_dp.per_example.gram import (
     SMALLEST_BLOCK,
     SMALLEST_ON_CORES,
@@ -16,6 +16,7 @@ from hf_dp.per_example.gram import (
     gram,
     smallest_block,
 )
+from hf_dp.per_example.norms import squared_norms
 
 
 def sides(length: int) -> dict[str, Side]:

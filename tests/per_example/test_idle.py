@@ -11,9 +11,10 @@ from torch import Tensor, nn
 
 from hf_dp.per_example import idle as idle_module
 from hf_dp.per_example import loop, record
-from hf_dp.per_example.factors import Outer, squared_norms
+from hf_dp.per_example.factors import Outer
 from hf_dp.per_example.gram import Dense, OneHot
 from hf_dp.per_example.idle import without_idle
+from hf_dp.per_example.norms import squared_norms
 from tests.per_example.small import Small, batch, relative_error, square
 
 B, T, P, D = 3, 8, 4, 5

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hf_dp.per_example import Dense, Outer, products
 from hf_dp.per_example.chosen import Chosen
-from hf_dp.per_example.factors import squared_norms
+from hf_dp.per_example.norms import squared_norms
 from hf_dp.planning import speed
 from hf_dp.planning.memory import ModelSize, Parameter
 from hf_dp.planning.speed import GPUS, Gpu, predicted_ratio
