@@ -1,8 +1,9 @@
 """Checks before the first step that were made of the same model, loss and examples before are not made again.
 
-For tests of what comes after the checks: `pytestmark = pytest.mark.usefixtures("checked_once")`. In each process the
-first test that needs a check has it made; a refusal is never remembered, so one that a test expects always comes from
-the check. Checks that change the model are made each time, and so are those of a loss that is not a trainer's own.
+For tests of what comes after the checks: `pytestmark = pytest.mark.usefixtures("checked_once")`. In each run the first
+test that needs a check has it made, whichever worker that is, or in each worker where a class of the tests is in it; a
+refusal is never remembered, so one that a test expects always comes from the check. Checks that change the model are
+made each time, and so are those of a loss that is not a trainer's own.
 """
 
 from __future__ import annotations
