@@ -121,15 +121,11 @@ def secret_global_state() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def keyed_global_state(key: bytes, number: int) -> Iterator[None]:
-    """As `secret_global_state`, and the same wherever `key` and `number` are: to read a row that is augmented at random
-    twice, and find it the same."""
+def key_global_state(key: bytes, number: int) -> None:
+    """Sets the global generators to what they are wherever `key` and `number` are: to read a row that is augmented at
+    random twice, and find it the same."""
     digest = hashlib.blake2b(str(number).encode(), key=key).digest()
-    parts = (int.from_bytes(part, "little") for part in (digest[:7], digest[7:11], digest[11:43]))
-    with unchanged_global_state():
-        _seed_global_state(*parts)
-        yield
+    _seed_global_state(*(int.from_bytes(part, "little") for part in (digest[:7], digest[7:11], digest[11:43])))
 
 
 def seed_global_state(*entropy: int) -> None:

@@ -1,8 +1,9 @@
 """Checks before the first step that were made of the same model, loss and examples before are not made again.
 
-For tests of what comes after the checks: `pytestmark = pytest.mark.usefixtures("checked_once")`. In each process the
-first test that needs a check has it made; a refusal is never remembered, so one that a test expects always comes from
-the check. Checks that change the model are made each time, and so are those of a loss that is not a trainer's own.
+For tests of what comes after the checks: `pytestmark = pytest.mark.usefixtures("checked_once")`. In each run the first
+test that needs a check has it made, whichever worker that is, or in each worker where a class of the tests is in it; a
+refusal is never remembered, so one that a test expects always comes from the check. Checks that change the model are
+made each time, and so are those of a loss that is not a trainer's own.
 """
 
 from __future__ import annotations
@@ -10,9 +11,13 @@ from __future__ import annotations
 import functools
 import hashlib
 import importlib
+import os
+import pickle
 import sys
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Set
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import FunctionType
 from typing import Any
 from unittest import mock
 
@@ -25,8 +30,12 @@ from hf_dp.losses import per_example_losses
 from hf_dp.parts.re_attention import installed
 from hf_dp.per_example import RULES, preflight
 from hf_dp.per_example.padding import check_padding
+from hf_dp.per_example.rule import Use
 
 _known: dict[Hashable, Any] = {}
+_OF_LIBRARIES = ("hf_dp.", "peft.", "torch.", "transformers.", "trl.")
+# Where the workers of one run tell each other what they have found; None: each finds out all by itself.
+shared: Path | None = None
 
 
 @contextmanager
@@ -58,12 +67,41 @@ def remembering(check: Callable[..., Any]) -> Callable[..., Any]:
             known = bool(ranks.gathered([float(known)]).all())
         if known:
             return _known[asked]
-        result = check(model, *args, **options)
-        if asked is not None and _structure(model) == before:
-            _known[asked] = result
+        place = None if shared is None or (words := _in_words(asked)) is None else shared / _digest(words)
+        if place is not None and place.exists():
+            result = pickle.loads(place.read_bytes())
+        else:
+            result = check(model, *args, **options)
+            if asked is None or _structure(model) != before:
+                return result
+            if place is not None:
+                own = place.with_suffix(f".{os.getpid()}")
+                own.write_bytes(pickle.dumps(result))
+                own.replace(place)
+        _known[asked] = result
         return result
 
     return remembered
+
+
+def _digest(words: str) -> str:
+    return hashlib.sha256(words.encode()).hexdigest()
+
+
+def _in_words(asked: Any) -> str | None:
+    """The same in all processes, and of nothing else; None where a class or function of the tests is in it, of which
+    two may have one name."""
+    if isinstance(asked, type | FunctionType):
+        name = f"{asked.__module__}.{asked.__qualname__}"
+        return None if "<locals>" in name or not name.startswith(_OF_LIBRARIES) else name
+    if isinstance(asked, Set | tuple) and not isinstance(asked, torch.Size | Use):
+        parts = [_in_words(part) for part in asked]
+        if None in parts:
+            return None
+        told = sorted(map(str, parts)) if isinstance(asked, Set) else parts
+        return f"{type(asked).__name__}({', '.join(map(str, told))})"
+    is_plain = asked is None or isinstance(asked, bool | int | float | str | bytes | torch.dtype | torch.Size | Use)
+    return repr(asked) if is_plain else None
 
 
 def _structure(model: nn.Module) -> Hashable | None:

@@ -37,8 +37,28 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: "distributed" not in item.path.parts)
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Nothing of what is imported and collected is garbage, and looking for some takes a fifth of the time."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+
+
+@pytest.fixture(scope="session")
+def found_by_others(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Workers share what the check before the first step has found."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        from tests import certified
+
+        certified.shared = tmp_path_factory.getbasetemp().parent / "certified"
+        certified.shared.mkdir(exist_ok=True)
+
+
 @pytest.fixture
-def checked_once(request: pytest.FixtureRequest) -> Iterator[None]:
+def checked_once(request: pytest.FixtureRequest, found_by_others: None) -> Iterator[None]:
     """What the check before the first step has found once is not looked for again (tests/certified.py)."""
     from tests.certified import once
 

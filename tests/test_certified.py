@@ -102,3 +102,23 @@ def test_trainings_ask_what_is_remembered(tmp_path: Path, monkeypatch: pytest.Mo
         found.append(len(certified._known))
     # Of the model, of the padding, and of lengths in between.
     assert found == [3, 3]
+
+
+def test_workers_share_what_they_have_found_but_nothing_of_the_tests_themselves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[str] = []
+
+    def check(*_: Any, **__: Any) -> list[float]:
+        made.append("made")
+        return [0.5]
+
+    def found_by_a_worker() -> Any:
+        monkeypatch.setattr(certified, "_known", {})
+        trainer = make(tmp_path)
+        return certified.remembering(check)(trainer.model, trainer._loss, first)
+
+    monkeypatch.setattr(certified, "shared", tmp_path)
+    assert [found_by_a_worker(), found_by_a_worker(), len(made)] == [[0.5], [0.5], 2]
+    check.__module__, check.__qualname__ = "hf_dp.per_example.preflight", "check"
+    assert [found_by_a_worker(), found_by_a_worker(), len(made)] == [[0.5], [0.5], 3]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Mapping, Sized
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sized
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -65,6 +65,7 @@ class LogicalBatchCollator:
         self._micro_batch_size, self._max_tokens = micro_batch_size, max_tokens
         self._collate = collate
         self.checked: Checked | None = None
+        self._measured: dict[int, tuple[Any, Widths]] | None = None
         self.name = _name(getattr(collate, "data_collator", collate))
         self.randomness: Randomness = nullcontext if reproducible else secret_global_state
 
@@ -105,7 +106,21 @@ class LogicalBatchCollator:
 
     def widths(self, row: Any) -> Widths:
         """Of one row by itself, which is what matters: what it is made of is the collator's affair."""
-        return widths_of(self._alone(row))
+        if self._measured is None:
+            return widths_of(self._alone(row))
+        if id(row) not in self._measured:
+            # With the row, so that no other comes to lie where it lay.
+            self._measured[id(row)] = row, widths_of(self._alone(row))
+        return self._measured[id(row)][1]
+
+    @contextmanager
+    def measuring_once(self) -> Iterator[None]:
+        """Inside, each row is measured once: the checks before the first step ask for the same few again and again."""
+        self._measured = {}
+        try:
+            yield
+        finally:
+            self._measured = None
 
     def _alone(self, row: Any) -> Mapping[str, Any]:
         with unchanged_global_state():

@@ -13,7 +13,7 @@ from typing import Any
 from datasets import Dataset
 
 from hf_dp.errors import LedgerError
-from hf_dp.randomness import keyed_global_state
+from hf_dp.randomness import key_global_state, unchanged_global_state
 from hf_dp.units.rows import UnitRows
 
 # Trainer's uploads leave out files in the output directory whose names begin with an underscore.
@@ -72,7 +72,8 @@ def fingerprint(dataset: Any, key: bytes, unit: str | None = None) -> Fingerprin
     n = len(dataset)
     chosen = sorted({i * (n - 1) // (_ROWS - 1) for i in range(_ROWS)}) if n > _ROWS else range(n)
     # Of few rows more looks: two could be the same by chance.
-    looks = [_columns(dataset, chosen, key) for _ in range(max(2, _ROWS // max(1, n)))]
+    with unchanged_global_state():
+        looks = [_columns(dataset, chosen, key) for _ in range(max(2, _ROWS // max(1, n)))]
     found = {name: digest for look in looks for name, digest in look.items()}
     return whose | {n: d if all(look.get(n) == d for look in looks) else None for n, d in found.items()}
 
@@ -96,8 +97,8 @@ def compare(one: Fingerprint, two: Fingerprint) -> tuple[bool, int]:
 def _columns(dataset: Any, chosen: Any, key: bytes) -> dict[str, str]:
     digests: dict[str, Any] = {}
     for index in chosen:
-        with keyed_global_state(key, index):
-            row = dataset[index]
+        key_global_state(key, index)
+        row = dataset[index]
         for name, value in _named(row):
             digest = digests.setdefault(name, hashlib.blake2b(key=key, digest_size=16))
             for part in (str(index).encode(), *_parts(value)):

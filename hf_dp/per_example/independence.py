@@ -282,8 +282,10 @@ class NoDropout(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = dict(kwargs or {})
         name = getattr(func, "__name__", "")
+        if name == "__get__":  # an attribute, as most of what it is asked for
+            return func(*args, **(kwargs or {}))
+        kwargs = dict(kwargs or {})
         if "dropout" in name:
             return args[0] if args else kwargs["input"]
         if name == "scaled_dot_product_attention":

@@ -32,6 +32,7 @@ _WRITING = ("__i", "__set")
 _Computed = TypeVar("_Computed")
 _CASTS = {Tensor.half: torch.float16, Tensor.bfloat16: torch.bfloat16, Tensor.float: torch.float32}
 _WIDE = {Tensor.float: torch.float32, Tensor.double: torch.float64}
+_WIDENING = {Tensor.to, Tensor.type, *_WIDE}
 
 
 @contextmanager
@@ -229,10 +230,12 @@ class _NoFewerBits(TorchFunctionMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         # It is asked for every operation and every attribute of a tensor, so what changes nothing is found out first.
+        if not self.at_use and getattr(func, "__name__", "") == "__get__":
+            return func(*args, **(kwargs or {}))
         kwargs = kwargs or {}
         # Of 16 bits a wider cast is a copy, which a model may write into.
         if (
-            func in (Tensor.to, Tensor.type, *_WIDE)
+            func in _WIDENING
             and type(args[0]) in (Tensor, nn.Parameter)
             and not {_WIDE.get(func), *args[1:], *kwargs.values()}.isdisjoint(_WIDE.values())
             and _place(args[0]) in self.widened

@@ -219,7 +219,7 @@ class Engine:
         check_quantised(beside(self.model, self._loss))
         self._memory = None
         memory = Memory(self.model, lambda batch: self._loss(self.model, batch), self._loss)
-        with uncompiled(), unchanged_global_state():
+        with uncompiled(), unchanged_global_state(), collate.measuring_once():
             with unchanged_state(self.model):
                 few, others = telling_rows(dataset, collate.widths)
                 one, other, together = alike_batches(few, self._batch)

@@ -28,6 +28,8 @@ from hf_dp.hub.record import sha256
 from tests.hub.forging import in_record
 from tests.zoo import tiny
 
+pytestmark = pytest.mark.usefixtures("checked_once")
+
 MESSAGES = generate(public=300, private=30, evaluation=110, canaries=1, seed=1)
 SAVED = Path(__file__).parents[1] / "hub" / "version1"
 

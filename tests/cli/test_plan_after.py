@@ -12,6 +12,8 @@ from hf_dp.accounting.units import ColumnUnit, UncountedColumnUnit, UncountedExa
 from tests.cli.typed import invoke
 from tests.training.workbench import trained
 
+pytestmark = pytest.mark.usefixtures("checked_once")
+
 
 def test_a_plan_after_an_earlier_training_has_what_that_left(tmp_path):
     said = PrivacyConfig(noise_multiplier=1.0, accountant="rdp", other_people=True)

@@ -24,6 +24,8 @@ from hf_dp.hub import verify
 from hf_dp.noise.source import NoiseSource
 from hf_dp.randomness import Entropy
 
+pytestmark = pytest.mark.usefixtures("checked_once")
+
 REPORT = PrivacyReport(
     epsilon=1.5, delta=1e-5, noise_multiplier=1.0, clipping_norm=1.0, sampling_probability=1.0, steps=2,
     accountant="pld", dataset_size=240, expected_batch_size=240,

@@ -31,6 +31,8 @@ from hf_dp.demo.training import Schedule
 from hf_dp.errors import ConfigurationError
 from tests.training.workbench import make
 
+pytestmark = pytest.mark.usefixtures("checked_once")
+
 SECRET = Secret("Hello, this is Ada Abbott, the secret code of my card is ", "0000")
 
 

@@ -19,6 +19,8 @@ from hf_dp.parts.token_frequencies import LABEL, known_frequencies
 from hf_dp.training import run as training_run
 from tests.training.workbench import make, parameters, private, same
 
+pytestmark = pytest.mark.usefixtures("checked_once")
+
 BUDGET = {"target_epsilon": 3.0, "noise_multiplier": None}
 ATTENTION, SPARSE = ReAttentionConfig(), SparseEmbeddingConfig()
 

@@ -17,6 +17,8 @@ from hf_dp.planning.loaded import loaded_as
 from hf_dp.planning.memory import model_size
 from tests.planning.test_memory import SHAPE, directory  # noqa: F401 - a fixture
 
+pytestmark = pytest.mark.usefixtures("checked_once")
+
 
 def asked(place: Path, *flags: str) -> Any:
     return CliRunner().invoke(app, ["plan", "--model", str(place), *flags], env={"COLUMNS": "120", "TERM": "dumb"})

@@ -20,6 +20,8 @@ from transformers import (
 
 from hf_dp.errors import ConfigurationError
 
+pytestmark = pytest.mark.usefixtures("checked_once")
+
 ROOT = Path(__file__).resolve().parents[2]
 
 

@@ -8,6 +8,8 @@ from torch import nn
 from transformers import Trainer, TrainingArguments, default_data_collator
 from transformers.modeling_outputs import CausalLMOutput
 
+pytestmark = pytest.mark.usefixtures("checked_once")
+
 SAID = [[5, 7, 9], [5, 8, 9], [6, 9], [5, 7, 3, 9]]  # as answers of chats, each with an end of its own
 
 

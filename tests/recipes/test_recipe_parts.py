@@ -18,6 +18,8 @@ from hf_dp.parts.re_attention import ReAttention
 from hf_dp.parts.re_attention.deviations import one_step, relative_counts
 from tests.zoo import tiny
 
+pytestmark = pytest.mark.usefixtures("checked_once")
+
 
 @pytest.fixture
 def parsed(part, tmp_path, monkeypatch):

@@ -8,6 +8,8 @@ from transformers import AutoConfig, AutoModel, set_seed
 
 from hf_dp.errors import ConfigurationError, UnsupportedModelError
 
+pytestmark = pytest.mark.usefixtures("checked_once")
+
 NAMES = ["lost", "found", "stolen"]
 SIZES = {
     "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48, "vocab_size": 50,

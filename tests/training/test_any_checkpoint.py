@@ -17,6 +17,8 @@ from tests.training.own_loops import begun
 from tests.training.test_any_rows import ROWS, Bag, loss
 from tests.training.workbench import parameters, private, same
 
+pytestmark = pytest.mark.usefixtures("checked_once")
+
 STEPS = 3
 
 

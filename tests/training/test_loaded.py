@@ -17,6 +17,8 @@ from hf_dp.errors import LedgerError
 from hf_dp.training.loaded import checksums
 from tests.training.resuming import SAVED, copied, edit_state, saved_ledger, trainer
 
+pytestmark = pytest.mark.usefixtures("checked_once")
+
 Spoil = Callable[[Path, pytest.MonkeyPatch], None]
 
 

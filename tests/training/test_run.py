@@ -20,6 +20,8 @@ from hf_dp.training.planned import planned
 from hf_dp.training.run import Run
 from tests.training.workbench import EXPECTED, MICRO, classifier, make, pad, parameters, private, rows, same
 
+pytestmark = pytest.mark.usefixtures("checked_once")
+
 STEPS = 4
 PARTS: dict[str, dict[str, Any]] = {
     "Re-Attention": {"re_attention": ReAttentionConfig(token_frequencies="uniform")},
