@@ -84,6 +84,7 @@ _WIDE = {
 GPU_CASES = {
     "Llama 1B, T 512": Case("llama", 8, 512, _LLAMA_1B),
     "Llama 1B, T 512, LoRA r 16": Case("llama", 8, 512, _LLAMA_1B, lora=True, rank=16),
+    "Llama 1B, T 1024": Case("llama", 4, 1024, _LLAMA_1B),
     "Llama 1B, T 2048": Case("llama", 2, 2048, _LLAMA_1B),
     "Llama 1B, T 2048, LoRA r 16": Case("llama", 2, 2048, _LLAMA_1B, lora=True, rank=16),
     "Llama 1B, T 512, checkpointing": Case("llama", 8, 512, _LLAMA_1B, checkpointing=True),

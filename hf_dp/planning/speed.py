@@ -35,7 +35,7 @@ class Gpu:
 GPUS = MappingProxyType({"H100": Gpu(600e12, 50e12, 2.8e12)})
 # Bytes for each trained number and step: AdamW reads and writes a weight and two moments, and reads a gradient; the
 # private step besides fills its sum with zeros, adds noise that it makes and divides.
-_ADAM, _NOISE = 28, 28
+ADAM, _NOISE = 28, 28
 # Bytes for each number and further block of a long sum.
 _ADDED = 8
 
@@ -84,8 +84,8 @@ def predicted_ratio(
     trained = [p for p in model.parameters if p.trained]
     by_autograd = _sum(_with_weight(p, b, t, c) + Work(0, 4 * p.numel) for p in trained)
     by_factors = _sum(_factors(p, b, t, c) for p in trained)
-    ordinary = (forward + by_autograd).times(micro_batches) + Work(0, _ADAM * model.trained)
-    private = (forward + by_factors).times(micro_batches) + Work(0, (_ADAM + _NOISE) * model.trained)
+    ordinary = (forward + by_autograd).times(micro_batches) + Work(0, ADAM * model.trained)
+    private = (forward + by_factors).times(micro_batches) + Work(0, (ADAM + _NOISE) * model.trained)
     rate = gpu.low if c == 2 else gpu.full
     return private.seconds(rate, gpu.bandwidth) / ordinary.seconds(rate, gpu.bandwidth)
 

@@ -76,13 +76,8 @@ def step(case: Case) -> list[str]:
     """Two micro-batches recorded, clipped and summed; noise. The devices of the gradients."""
     model, given = case.build(), case.batch(B, T, torch.float32)
     certificate = preflight(model, per_example_losses, given)
-    cores = {name: lambda device, *_: device.type == GPU for name in ("_has_tensor_cores", "_adds_in_place")}
     with ExitStack() as stack:
-        stack.enter_context(patch.multiple("hf_dp.per_example.products", **cores))
-        stack.enter_context(patch("hf_dp.per_example.chosen._HAS_BAGS", {GPU}))
-        stack.enter_context(patch.object(WatchedParameter, "of", functools.partial(_stands, WatchedParameter.of)))
-        stack.enter_context(patch.object(GaussianNoise, "on_device", lambda self, device, key, path: device))
-        stack.enter_context(patch("hf_dp.noise.source._add_by_torch", _added))
+        enter(stack)
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         on_device(model)
         batch = {name: torch.empty_like(value, device=GPU) for name, value in given.items()}
@@ -93,6 +88,16 @@ def step(case: Case) -> list[str]:
         total.release(GaussianNoise(Entropy(None)), 1.0, 0)
         total.set_gradients(8.0)
         return sorted({p.grad.device.type for p in model.parameters() if p.grad is not None})
+
+
+def enter(stack: ExitStack) -> None:
+    """Until `stack` is left, that device is one that multiplies 16 bits on tensor cores, adds rows in bags and draws."""
+    cores = {name: lambda device, *_: device.type == GPU for name in ("_has_tensor_cores", "_adds_in_place")}
+    stack.enter_context(patch.multiple("hf_dp.per_example.products", **cores))
+    stack.enter_context(patch("hf_dp.per_example.chosen._HAS_BAGS", {GPU}))
+    stack.enter_context(patch.object(WatchedParameter, "of", functools.partial(_stands, WatchedParameter.of)))
+    stack.enter_context(patch.object(GaussianNoise, "on_device", lambda self, device, key, path: device))
+    stack.enter_context(patch("hf_dp.noise.source._add_by_torch", _added))
 
 
 def on_device(model: nn.Module) -> None:
