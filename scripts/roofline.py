@@ -1,4 +1,4 @@
-"""What a step would take on a GPU that is not there: every operation that it starts, one after the other, at known rates.
+"""What a step would take on a GPU that is not there: all operations that it starts, in turn, at known rates.
 
     python scripts/roofline.py --case "Llama 1B, T 512" --case "Llama 1B, T 1024"
 

@@ -91,7 +91,7 @@ def step(case: Case) -> list[str]:
 
 
 def enter(stack: ExitStack) -> None:
-    """Until `stack` is left, that device is one that multiplies 16 bits on tensor cores, adds rows in bags and draws."""
+    """Until `stack` is left, that device multiplies 16 bits on tensor cores, adds rows in bags, and draws."""
     cores = {name: lambda device, *_: device.type == GPU for name in ("_has_tensor_cores", "_adds_in_place")}
     stack.enter_context(patch.multiple("hf_dp.per_example.products", **cores))
     stack.enter_context(patch("hf_dp.per_example.chosen._HAS_BAGS", {GPU}))
