@@ -95,6 +95,14 @@ def test_the_bounds_of_every_dependency_are_what_the_tests_install() -> None:
         lowest = [Version(bound.version) for bound in requirement.specifier if bound.operator == ">="]
         assert lowest == [oldest[requirement.name]], requirement
         assert newest[requirement.name] in requirement.specifier
+    said = [
+        " and ".join(
+            f"{name} {pins[name.lower()].major}.{pins[name.lower()].minor}" for name in ("torch", "Transformers")
+        )
+        for pins in (oldest, newest)
+    ]
+    start = " ".join((ROOT / "docs" / "index.md").read_text(encoding="utf-8").split())
+    assert f"The tests run with {said[0]}, the oldest that are allowed, and with {said[1]}." in start
 
 
 def test_what_a_message_says_to_install_is_the_extra_that_it_names() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -61,8 +62,7 @@ class Guesses:
         model.eval()
         with torch.no_grad():
             said = model(input_ids=torch.tensor([self.begin], device=model.device), use_cache=True)
-            cache = getattr(said, "past_key_values", None)
-            if not hasattr(cache, "batch_select_indices"):
+            if not hasattr(getattr(said, _name_of_cache(model), None), "reorder_cache"):
                 raise refused(
                     f"{type(model).__name__}, which keeps no keys and values of what it has read",
                     "candidates begin alike, and are computed from where they part.",
@@ -89,13 +89,21 @@ class Guesses:
             found[node] += value
         # Those that go on, as many at once as memory takes.
         deeper = [i for i, node in enumerate(children.values()) if any(len(self.rest[one]) > depth + 1 for one in node)]
+        name = _name_of_cache(model)
         at_once, all_nodes = max(1, _AT_ONCE // (len(self.begin) + depth + 1)), list(children.values())
         for first in range(0, len(deeper), at_once):
             part = torch.tensor(deeper[first : first + at_once], device=logits.device)
-            cache = copy.deepcopy(said.past_key_values)
-            cache.batch_select_indices(rows[part])
-            more = model(input_ids=tokens[part][:, None], past_key_values=cache, use_cache=True)
+            cache = copy.deepcopy(getattr(said, name))
+            # As for beams; of recurrent states there is no other way to choose some.
+            cache.reorder_cache(rows[part])
+            more = model(input_ids=tokens[part][:, None], **{name: cache}, use_cache=True)
             self._descend(model, more, [all_nodes[i] for i in part.tolist()], depth + 1, found)
+
+
+def _name_of_cache(model: Any) -> str:
+    """What the model calls the keys and values of what it has read: Transformers has renamed it in 5.24."""
+    taken = (inspect.signature(module.forward).parameters for module in model.modules())
+    return next((name for names in taken for name in ("cache", "past_key_values") if name in names), "past_key_values")
 
 
 def exposures(model: Any, guesses: Sequence[Guesses]) -> list[float]:

@@ -42,6 +42,7 @@ from hf_dp.per_example.rows import RowSum
 from hf_dp.per_example.rule import Certificate, Rule
 from hf_dp.per_example.rules import RULES
 from hf_dp.per_example.sharding import as_sums, local, trainable
+from hf_dp.per_example.state import uncompiled
 from hf_dp.per_example.switches import switch_off, warn_of
 from hf_dp.per_example.watch import Watch
 
@@ -55,6 +56,7 @@ _CHUNK = 1 << 20
 _Checked = TypeVar("_Checked")
 
 
+@uncompiled()
 def preflight(
     model: nn.Module,
     loss_fn: LossFunction,

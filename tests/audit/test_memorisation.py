@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from dataclasses import replace
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
@@ -152,6 +154,13 @@ def test_draws_find_what_is_likely() -> None:
     assert Completion(False, 1000.0).within(100) == 0
 
 
+def read_alone(model: Any, guesses: Guesses, text: str) -> float:
+    ids = torch.tensor([TOKENIZER(text)["input_ids"]])
+    with torch.no_grad():
+        logs = model(input_ids=ids, use_cache=False).logits.double().log_softmax(-1)[0]
+    return -sum(logs[i - 1, ids[0, i]].item() for i in range(len(guesses.begin), ids.shape[1]))
+
+
 @pytest.mark.parametrize("most", [1000, 300])
 def test_ranks_are_those_of_whole_texts_read_one_by_one(learnt: Any, most: int) -> None:
     guesses = Guesses.of(TOKENIZER, PLANTED[0], most)
@@ -159,15 +168,23 @@ def test_ranks_are_those_of_whole_texts_read_one_by_one(learnt: Any, most: int) 
     assert len({len(rest) for rest in guesses.rest}) > 1
     fast = guesses.losses(learnt)
     assert fast.shape == (most,)
-    some = [0, 1, 2, most // 2, most - 1]
-    for at in some:
-        ids = torch.tensor([TOKENIZER(texts[at])["input_ids"]])
-        with torch.no_grad():
-            logs = learnt(input_ids=ids).logits.double().log_softmax(-1)[0]
-        start = len(guesses.begin)
-        brute = -sum(logs[i - 1, ids[0, i]].item() for i in range(start, ids.shape[1]))
-        assert fast[at] == pytest.approx(brute, rel=1e-4)
+    for at in (0, 1, 2, most // 2, most - 1):
+        assert fast[at] == pytest.approx(read_alone(learnt, guesses, texts[at]), rel=1e-4)
     assert exposure(fast, 0) == math.log2(most)
+
+
+@pytest.mark.parametrize("kind", ["mamba", "adapters"])
+def test_ranks_of_recurrent_states_and_of_adapters(kind: str) -> None:
+    guesses, text = Guesses.of(TOKENIZER, PLANTED[0], 9), PLANTED[0].text
+    if kind == "mamba":
+        model: Any = tiny("mamba", "causal_lm", torch.float32, vocab_size=len(TOKENIZER))
+    else:
+        model = get_peft_model(a_model(), LoraConfig(target_modules=["q_proj"], init_lora_weights=False))
+    if kind == "mamba" and "cache" not in inspect.signature(model.forward).parameters:
+        with pytest.raises(ConfigurationError, match="Mamba.* keeps no keys and values"):  # before Transformers 5.24
+            guesses.losses(model)
+    else:
+        assert guesses.losses(model)[0] == pytest.approx(read_alone(model, guesses, text), rel=1e-4)
 
 
 def test_exposure_of_known_ranks() -> None:
@@ -233,12 +250,10 @@ def test_what_nothing_follows_from_is_refused(ask: Any, found: str) -> None:
 
 
 def test_a_model_without_a_cache_is_refused_where_it_is_needed() -> None:
-    class Forgetful:
+    class Forgetful(torch.nn.Module):
         device = torch.device("cpu")
 
-        def eval(self) -> None: ...
-
-        def __call__(self, **inputs: Any) -> Any:
+        def forward(self, **inputs: Any) -> Any:
             return type("Said", (), {"logits": torch.zeros(1, 3, 400)})
 
     with pytest.raises(ConfigurationError, match="Forgetful, which keeps no keys and values"):

@@ -182,6 +182,7 @@ def test_memory_is_freed_without_the_garbage_collector(name: str) -> None:
 
 
 def test_frozen_modules_may_be_compiled() -> None:
+    torch.compiler.reset()
     model = adapted("LoRA", torch.float32)
     batch = text_batch("causal_lm", dtype=torch.float32)
     plain = record(model, per_example_losses, batch)
@@ -194,8 +195,8 @@ def test_frozen_modules_may_be_compiled() -> None:
     for module in frozen:
         module.compile(backend=counted)
     certificate = preflight(model, per_example_losses, batch)
-    ran.clear()
+    # torch compiles few variants of a module, of one class all together: none for the check.
+    assert not ran
     found = record(model, per_example_losses, batch, certificate=certificate)
-    # After a check that has looked at each operation as well.
     assert len(ran) == len(frozen) > 0
     assert torch.allclose(found.squared_norms(), plain.squared_norms(), rtol=1e-5)

@@ -141,7 +141,7 @@ def test_training_ends_with_the_average_of_its_weights(part):
         torch.nn.init.constant_(model.weight, weight)
         average.on_step_end()
     average.on_train_end()
-    assert float(model.weight) == 0.75 * (0.25 * 4) + 0.25 * 8
+    assert model.weight.item() == 0.75 * (0.25 * 4) + 0.25 * 8
 
 
 def test_the_ordinary_trainer_takes_the_mean_over_the_examples_of_a_whole_batch(part, tmp_path):

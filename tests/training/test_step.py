@@ -298,6 +298,7 @@ def test_the_checks_before_the_first_step_draw_nothing_from_the_seed(tmp_path: P
 
 def test_frozen_modules_that_are_compiled_are_so_in_the_steps_alone(tmp_path: Path) -> None:
     """torch compiles few variants of a module: those that checks need are not among them."""
+    torch.compiler.reset()
     model, began, ran = adapted("LoRA", torch.float32), list[bool](), list[bool]()
 
     def counted(graph: Any, given: Any) -> Any:

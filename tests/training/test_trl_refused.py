@@ -25,6 +25,14 @@ pytestmark = pytest.mark.usefixtures("checked_once")
 trl = pytest.importorskip("trl")
 
 
+# Whose blocks hold all that comes after the first message.
+ALL_MARKED = (
+    "{% for m in messages %}{{ ' ' }}{% set said = '<' + m.role + '> ' + m.content + ' <end>' %}"
+    "{% if loop.first %}{{ said }}{% else %}{% generation %}{{ said }}{% endgeneration %}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ ' <assistant> ' }}{% endif %}"
+)
+
+
 def packed() -> Dataset:
     return Dataset.from_list([{"input_ids": [7, 8, 9, 10], "labels": [7, 8, 9, 10], "seq_lengths": [2, 2]}] * ROWS)
 
@@ -42,10 +50,7 @@ def packed() -> Dataset:
         ({"use_liger_kernel": True}, "use_liger_kernel=True"),
         ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha=5.0"),
         ({"compute_loss_func": lambda *_, **__: torch.tensor(0.0)}, "compute_loss_func gives one loss"),
-        (
-            {"processing_class": tokenizer(TEMPLATE.replace("' <end>' }}{% endg", "' <end> ' }}{% endg"))},
-            "labels of row",
-        ),
+        ({"processing_class": tokenizer(ALL_MARKED)}, "labels of row"),
     ],
 )
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
@@ -58,13 +63,25 @@ def test_what_cannot_be_clipped_example_by_example(tmp_path: Path, options: dict
 
 
 def test_a_users_last_word_in_the_loss(tmp_path: Path) -> None:
-    template = TEMPLATE.replace("' <end>' }}{% endgeneration", "' <end> ' }}{% endgeneration")
     data = Dataset.from_list(
         [{"messages": [*row["messages"], {"role": "user", "content": "w1"}]} for row in conversations(turns=1)]
     )
     make(tmp_path, train_dataset=data)
     with pytest.raises(ConfigurationError, match="the assistant's words alone"):
-        make(tmp_path, train_dataset=data, processing_class=tokenizer(template))
+        make(tmp_path, train_dataset=data, processing_class=tokenizer(ALL_MARKED))
+
+
+def test_a_marked_block_that_ends_in_a_space(tmp_path: Path) -> None:
+    """Refused where Transformers marks all that comes after it too, as before 5.24; else its labels are right."""
+    spaced = tokenizer(TEMPLATE.replace("' <end>' }}{% endgeneration", "' <end> ' }}{% endgeneration"))
+    turns = [{"role": role, "content": "w1"} for role in ("assistant", "user")]
+    told: Any = spaced.apply_chat_template(turns, return_assistant_tokens_mask=True, return_dict=True)
+    if told["assistant_masks"][-1]:
+        with pytest.raises(ConfigurationError, match="labels of row"):
+            make(tmp_path, processing_class=spaced)
+    else:
+        right = make(tmp_path).train_dataset
+        assert make(tmp_path, processing_class=spaced).train_dataset["labels"] == right["labels"]
 
 
 def test_a_loss_of_the_routers_of_a_whole_batch(tmp_path: Path) -> None:

@@ -51,12 +51,21 @@ def joined(m: Moments, func: Any, output: Tensor, args: _Args, kwargs: _Kwargs) 
         shares = [part.shape[-1] / output.shape[-1] for part in parts]
         known = [(noise, share) for noise, share in zip(noises, shares, strict=True) if noise is not None and share]
         m.put_sum(output, *(noise.each(m.over_features) * share for noise, share in known))
+    elif m.isotropic and is_last:
+        # As of the pairs of neighbours that rotary embeddings may turn instead.
+        shares = [noise.each(_narrow) * (1 / len(parts)) for noise in noises if noise is not None]
+        m.put_sum(output, *(share.each(lambda part: part[..., None]) for share in shares))
     elif any(noise is not None for noise in noises):
-        if m.isotropic and not is_last:
+        if m.isotropic:
             noises = [None if noise is None else noise.each(m.over_features) for noise in noises]
             parts = [part[..., :1] for part in parts]
         merged = _merged(lambda *made: func(made, *args[1:], **options), noises, parts)
         m.put(output, Tracked(merged.expanded(output), is_turned=is_last and _are_turned(known_of)))
+
+
+def _narrow(values: Tensor) -> Tensor:
+    """One number of those that the last axis shares."""
+    return values[..., :1] if values.dim() and values.stride(-1) == 0 else values
 
 
 def _are_turned(pair: Sequence[Tracked | None]) -> bool:

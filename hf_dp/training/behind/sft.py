@@ -55,8 +55,9 @@ class Sft(Trl):
 def _check_answers(trainer: Any) -> None:
     """Refuses labels that hold more than the assistant's turns.
 
-    Transformers marks a `{% generation %}` block from character to token. Where its last character belongs to no token
-    (a space, for some tokenizers), it marks everything up to the end of the conversation, the user's words included.
+    A chat template may mark other turns too. And before 5.24 Transformers marked a `{% generation %}` block whose last
+    character belongs to no token (a space, for some tokenizers) up to the end of the conversation, the user's words
+    included.
     """
     data, most = trainer.train_dataset, trainer.args.max_length
     columns = set(getattr(data, "column_names", None) or ())
@@ -75,8 +76,9 @@ def _check_answers(trainer: Any) -> None:
                 f"assistant_only_loss=True, but the labels of {row_in_words(index)} "
                 "are not the assistant's words alone.",
                 why=f"they are in {marked} part(s) for {answers} answer(s): others' words would be learnt as answers.",
-                fix="end the {% generation %} block of the chat template on a character that is a token of its own, "
-                "such as an end-of-turn token, not on a space; or pass input_ids and labels.",
+                fix="mark answers alone by {% generation %} blocks of the chat template, and (before Transformers "
+                "5.24) end each on a character that is a token of its own, such as an end-of-turn token, not on a "
+                "space; or pass input_ids and labels.",
             )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import transformers.models.gptj.modeling_gptj as gptj
 from torch import nn
 
 from hf_dp import ReAttentionConfig
@@ -12,9 +13,11 @@ from hf_dp.parts.re_attention import ReAttention
 from hf_dp.parts.re_attention.deviations import one_step, relative_counts
 from tests.architectures import VOCABULARY
 
+# GPT-J attends through Transformers' interface from 5.24 on.
+NEWER = ("gptj",) if hasattr(gptj, "ALL_ATTENTION_FUNCTIONS") else ()
 FAMILIES = {
     **dict.fromkeys(("gpt2", "gpt_neox", "opt", "llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3"), "causal_lm"),
-    **dict.fromkeys(("phi3", "llama_tied"), "causal_lm"),
+    **dict.fromkeys(("phi3", "llama_tied", "cohere", *NEWER), "causal_lm"),
     **dict.fromkeys(("bert", "roberta", "distilbert", "modernbert"), "sequence"),
     "t5": "seq2seq",
     "vit": "image",
