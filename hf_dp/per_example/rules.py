@@ -35,7 +35,8 @@ def _parameter(operands: Operands, role: str) -> Tensor:
 
 
 def _summed(values: Tensor, axis: Axis) -> PerExample:
-    return PerExample(accumulation(axis.positions(values)).sum(1))
+    # Of 16 bits a GPU makes no copy for it.
+    return PerExample(axis.positions(values).sum(1, dtype=sum_dtype(values.dtype)))
 
 
 # --- y = x W^T + b, and y = x W + b ---------------------------------------------------------------------------------
@@ -209,7 +210,7 @@ def _bind_elementwise(input: Tensor, other: Tensor, *, alpha: float = 1) -> Boun
 
 
 def _share(values: Tensor, weight: Tensor, axis: Axis) -> PerExample:
-    rows = accumulation(axis.rows(values)).sum(1)
+    rows = axis.rows(values).sum(1, dtype=sum_dtype(values.dtype))
     inner = weight.shape[1:] if weight.dim() == values.dim() else weight.shape
     rows = rows.sum_to_size(rows.shape[0], *[1] * (rows.dim() - 1 - len(inner)), *inner)
     return PerExample(rows.reshape(rows.shape[0], *weight.shape))
@@ -303,8 +304,8 @@ def _repeat(_: None, operands: Operands) -> tuple[Tensor, _Saved]:
 
 
 def _repeat_backward(saved: _Saved, operands: Operands, gradient: Tensor, axis: Axis, needs_input: bool) -> _Backward:
-    shape = _parameter(operands, "weight").shape
-    return None, {"weight": PerExample(accumulation(gradient).reshape(axis.batch_size, -1, *shape).sum(1))}
+    rows = gradient.reshape(axis.batch_size, -1, *_parameter(operands, "weight").shape)
+    return None, {"weight": PerExample(rows.sum(1, dtype=sum_dtype(rows.dtype)))}
 
 
 # --- convolution over patches, and over time ------------------------------------------------------------------------
