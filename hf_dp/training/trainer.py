@@ -25,6 +25,7 @@ from hf_dp.parts.table import parts_of
 from hf_dp.per_example import RULES, Rule
 from hf_dp.per_example.batch import Batch
 from hf_dp.per_example.preflight import check_modules
+from hf_dp.training.at_rest import older_objects_at_rest
 from hf_dp.training.behind.table import behind
 from hf_dp.training.callbacks import PrivacyCallback
 from hf_dp.training.checkpoints import CheckpointMixin, others_named
@@ -92,10 +93,8 @@ class DPTrainerMixin(RestoringMixin, CheckpointMixin, LayoutsMixin, PublishingMi
         self._behind.forget_batch_metrics()  # where it cannot, that is refused now
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """As Trainer's; refuses an output directory in which another training is at work, and where a rank fails, the
-        others say why.
-        """
-        with ranks.together(), alone_in(self._output_dir):
+        """As Trainer's; refuses an output directory where another is at work. If a rank fails, the others say why."""
+        with ranks.together(), alone_in(self._output_dir), older_objects_at_rest():
             try:
                 return super().train(*args, **kwargs)
             except BaseException:
