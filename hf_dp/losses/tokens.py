@@ -18,6 +18,8 @@ _DOES_NOT_KEEP_ITS_OUTPUT = (
 # How many logits are worked on at a time, in float32 whatever they are in: on a CPU a few MiB, which stay in the cache;
 # elsewhere so many that what there is to start is little, in a few hundred MiB.
 _CHUNK, _CHUNK_ELSEWHERE = 1 << 19, 1 << 26
+# How often numbers are held that nobody else holds: by their tensor, and by what is made here to count with.
+_HERE = 2
 
 
 def accurate(logits: Tensor) -> Tensor:
@@ -45,8 +47,9 @@ def token_sums(logits: Tensor, labels: Tensor, label_smoothing: float = 0.0) -> 
 
 def _is_kept(logits: Tensor) -> bool:
     """Whether another operation has kept the logits for its backward pass (a penalty on them, say)."""
-    uses = getattr(logits, "_use_count", None)
-    return uses is None or uses() > 1
+    uses, of_numbers = getattr(logits, "_use_count", None), getattr(torch._C, "_storage_Use_Count", None)
+    # Hooks that pack what is saved may hold another tensor with the same numbers, of which no version is checked.
+    return uses is None or of_numbers is None or uses() > 1 or of_numbers(logits.untyped_storage()._cdata) > _HERE
 
 
 class _CrossEntropy(torch.autograd.Function):

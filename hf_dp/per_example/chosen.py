@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -10,6 +12,8 @@ from torch import Tensor
 _HAS_BAGS = frozenset({"cuda"})
 # Numbers of a gradient that takes longer to start on than to add up, and of so many that are added up at once.
 _SMALL, _AT_ONCE = 1 << 18, 1 << 24
+
+_Version = tuple[Tensor, int]
 
 
 class Chosen:
@@ -67,32 +71,36 @@ class Together:
 
     Args:
         chosen: the sum.
+        refuse_changed: is given what has waited, and which version of it is to be added. In the second of two passes
+            autograd goes on meanwhile, and a rule may have handed on the very gradient that it goes on with.
     """
 
-    def __init__(self, chosen: Chosen) -> None:
-        self._chosen = chosen
-        self._waiting: dict[tuple[torch.dtype, torch.device], dict[int, tuple[Tensor, Tensor]]] = {}
+    def __init__(self, chosen: Chosen, refuse_changed: Callable[[Sequence[_Version]], None]) -> None:
+        self._chosen, self._refuse_changed = chosen, refuse_changed
+        self._waiting: dict[tuple[torch.dtype, torch.device], dict[int, tuple[Tensor, _Version]]] = {}
 
     def takes(self, rows: Tensor) -> bool:
         """Whether `rows` (B, n) are such."""
-        return len(rows) > 1 and rows.shape[1] <= _SMALL and rows.device.type in _HAS_BAGS
+        return not rows.is_inference() and len(rows) > 1 and rows.shape[1] <= _SMALL and rows.device.type in _HAS_BAGS
 
     def add_(self, out: Tensor, rows: Tensor) -> None:
         """As of `Chosen.add_weighted_`; `out` has it when this was finished."""
         waiting = self._waiting.setdefault((rows.dtype, rows.device), {})
+        held = sum(rows.numel() for _, (rows, _) in waiting.values())
         # Nothing is added to one place twice at once.
-        if out.data_ptr() in waiting or sum(held.numel() for _, held in waiting.values()) + rows.numel() > _AT_ONCE:
+        if out.data_ptr() in waiting or held + rows.numel() > _AT_ONCE:
             self._finish(waiting)
-        waiting[out.data_ptr()] = out, rows
+        waiting[out.data_ptr()] = out, (rows, rows._version)
 
     def finish(self) -> None:
         """Adds all."""
         for waiting in self._waiting.values():
             self._finish(waiting)
 
-    def _finish(self, waiting: dict[int, tuple[Tensor, Tensor]]) -> None:
+    def _finish(self, waiting: dict[int, tuple[Tensor, _Version]]) -> None:
         if waiting:
-            sums, rows = zip(*waiting.values(), strict=True)
-            total = self._chosen.weighted(torch.cat(rows, dim=1))
+            sums, versions = zip(*waiting.values(), strict=True)
+            self._refuse_changed(versions)
+            total = self._chosen.weighted(torch.cat([rows for rows, _ in versions], dim=1))
             torch._foreach_add_(sums, total.split([len(out) for out in sums]))
             waiting.clear()

@@ -11,6 +11,7 @@ from torch import Tensor
 from hf_dp.per_example.chosen import Chosen, Together
 from hf_dp.per_example.factors import Factors, OfChosen
 from hf_dp.per_example.rows import RowSum
+from hf_dp.per_example.rule import refuse_changed
 from hf_dp.per_example.sharding import Shard
 from hf_dp.per_example.waiting import answers_at_once
 
@@ -60,7 +61,7 @@ def adding(
 def _chosen(coefficients: Tensor) -> tuple[Callable[[list[Factors]], Iterable[Factors]], Tensor, Together]:
     """What leaves out the examples with coefficient 0, the coefficients of the others, and sums of small gradients."""
     chosen = Chosen(coefficients)
-    together = Together(chosen)
+    together = Together(chosen, refuse_changed)
     if not answers_at_once(coefficients.device):
         return lambda uses: (use.masked(chosen) for use in uses), coefficients, together
     if bool(chosen.mask.all()):

@@ -118,6 +118,21 @@ def test_an_example_whose_logits_are_not_finite_leaves_the_others_alone(value: f
     assert leaf.grad[1:].isfinite().all()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_logits_that_a_hook_has_kept_for_a_penalty_are_not_overwritten(dtype: torch.dtype) -> None:
+    """Of what hooks have packed autograd does not see whether it was changed."""
+    gradients = []
+    for packed in (torch.clone, torch.detach):
+        x, labels = tokens(dtype)
+        leaf = x.requires_grad_()
+        logits = F.linear(leaf, torch.eye(11, dtype=dtype))
+        with torch.autograd.graph.saved_tensors_hooks(packed, lambda kept: kept):
+            penalty = logits.square().sum()
+        (tokenwise.token_losses(logits, labels, 0.0).sum() + penalty).backward()
+        gradients.append(leaf.grad)
+    assert torch.equal(*gradients)
+
+
 def test_logits_of_a_recorded_head_are_known_not_to_be_kept() -> None:
     """By the name that autograd gives a recorded use: without it there would be a copy of the logits in memory."""
     seen: list[str] = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -12,9 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from hf_dp.errors import UnsupportedModelError
 from hf_dp.per_example import Dense, OneHot, Outer, PerExampleGradients, RowSum, record
 from hf_dp.per_example.chosen import Chosen
 from hf_dp.per_example.factors import Factors, PerExample
+from hf_dp.per_example.sums import adding
 
 SIZES = (7, 4)
 
@@ -114,6 +117,21 @@ def test_small_gradients_are_summed_together(
         assert torch.allclose(found[name], total, rtol=1e-6), name
     # Seven uses: a, b, the first of twice; number, the second of twice; large; columns. a and b are 99 numbers.
     assert calls.names["_embedding_bag_forward_only"] == {0: 7, 100: 5, 1 << 24: 4}[at_once]
+
+
+def test_what_waits_to_be_summed_is_not_changed_meanwhile(
+    elsewhere: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rule may hand on the very gradient that autograd goes on with; of two passes norms are those of before."""
+    elsewhere()
+    monkeypatch.setattr("hf_dp.per_example.chosen._HAS_BAGS", {"cpu"})
+    out, weights, values = {"w": torch.zeros(4)}, torch.tensor([0.5, 0.0, 1.5]), torch.randn(3, 4)
+    with ExitStack() as stack:
+        stack.enter_context(adding(out, weights, lambda name: torch.zeros(4)))("w", [PerExample(values)])
+        values.mul_(100)
+        with pytest.raises(UnsupportedModelError, match="changed in place"):
+            stack.close()
+    assert not out["w"].any()
 
 
 class Calls(TorchDispatchMode):
