@@ -21,7 +21,7 @@ from hf_dp.per_example.reading import Reader
 from hf_dp.per_example.rows import RowSum, restricted
 from hf_dp.per_example.rule import Certificate, Rule, Use, refuse_changed
 from hf_dp.per_example.rules import RULES
-from hf_dp.per_example.sharding import Shard, as_sums, is_sharded, local, trainable
+from hf_dp.per_example.sharding import Shard, as_sums, is_sharded, local
 from hf_dp.per_example.sums import NO_TABLES, adding
 from hf_dp.per_example.watch import Watch
 
@@ -198,7 +198,7 @@ def record(
         UnsupportedModelError: an operation without a rule, an unreadable shape, a use that the certificate lacks.
         ConfigurationError: a batch or a loss without one row for each example.
     """
-    size, parameters = batch_size(batch), trainable(model)
+    size = batch_size(batch)
     check_pictures(model, batch)
     seen, ambiguous = certificate, None
     if seen is None:
@@ -206,7 +206,7 @@ def record(
         seen = survey(model, loss_fn, batch, rules=rules) if size > 1 else Certificate()
     watch = Watch(Reader(size, ambiguous, seen.readings), rules, tables=frozenset(tables))
     losses = checked_run(watch, model, loss_fn, batch, certificate, seen)
-    return PerExampleGradients(losses, watch.factors, parameters, frozenset(watch.uses), watch.versions)
+    return PerExampleGradients(losses, watch.factors, watch.parameters, frozenset(watch.uses), watch.versions)
 
 
 def checked_run(

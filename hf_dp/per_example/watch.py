@@ -61,6 +61,8 @@ class Watch:
     # Parameters whose factors must keep their ids.
     tables: frozenset[str] = frozenset()
     constants: list[Constant] = field(default_factory=list)
+    # Those of the model that was attached last.
+    parameters: dict[str, nn.Parameter] = field(default_factory=dict)
     factors: dict[str, list[Factors]] = field(default_factory=dict)
     sum_dtypes: dict[str, torch.dtype] = field(default_factory=dict)
     uses: set[Use] = field(default_factory=set)
@@ -87,7 +89,7 @@ class Watch:
 
     def run(self, model: nn.Module, loss_fn: LossFunction, batch: Batch) -> Tensor:
         """One forward and one backward pass; the losses (B,), detached. The factors are then in `factors`."""
-        with self.attached(model) as parameters, refusing_others([*parameters.values(), *batch.values()]):
+        with self.attached(model), refusing_others([*self.parameters.values(), *batch.values()]):
             losses = self.forward(model, loss_fn, batch)
             self.is_final = True
             losses.sum().backward()
@@ -113,18 +115,15 @@ class Watch:
             raise refusal(sorted({use.parameter for use in uses}), f"operation {operations}", reason)
 
     @contextmanager
-    def attached(self, model: nn.Module) -> Iterator[dict[str, nn.Parameter]]:
+    def attached(self, model: nn.Module) -> Iterator[None]:
         """Replaces every trainable parameter of `model`, wherever it is tied, and puts them back at the end.
-
-        Yields:
-            What was replaced.
 
         Raises:
             UnsupportedModelError: a compiled module, or a gradient reached a parameter behind the watch's back.
         """
         refuse_compiled(model)
         refuse_unknown_shards(model)
-        originals = trainable(model)
+        self.parameters = originals = trainable(model)
         hooked = sorted(n for n, p in originals.items() if p._backward_hooks or p._post_accumulate_grad_hooks)
         if hooked:
             raise UnsupportedModelError(
@@ -143,7 +142,7 @@ class Watch:
         try:
             with in_place(model, originals, watched):
                 with watched_when_whole(model, sharded, watch):
-                    yield originals
+                    yield
                 leaked = self.leaked | {name for name, p in originals.items() if p.grad is not None}
                 if leaked:
                     raise UnsupportedModelError(

@@ -200,16 +200,21 @@ def _rows_replaced(
     return new.derived(input.index_copy(0, index, source), lambda f: new.pull(f.rows(index)))
 
 
-def flatten(value: Any) -> Iterator[Any]:
+def flatten(value: Any, found: list[Any] | None = None) -> list[Any]:
+    """What is in tuples, lists, dictionaries and slices, however deep; added to `found`, if there is such."""
+    # For each operation on a parameter it is called several times: generators within generators took twice as long.
+    found = [] if found is None else found
     if isinstance(value, (tuple, list)):
         for item in value:
-            yield from flatten(item)
+            flatten(item, found)
     elif isinstance(value, dict):
-        yield from flatten(tuple(value.values()))
+        for item in value.values():
+            flatten(item, found)
     elif isinstance(value, slice):
-        yield from (value.start, value.stop, value.step)
+        found += (value.start, value.stop, value.step)
     else:
-        yield value
+        found.append(value)
+    return found
 
 
 def mapped(function: Callable[[Any], Any], value: Any) -> Any:
