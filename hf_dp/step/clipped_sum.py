@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Mapping
 from typing import Protocol
 
@@ -19,8 +20,9 @@ from hf_dp.per_example.precision import sum_dtype
 from hf_dp.per_example.record import PerExampleGradients
 from hf_dp.per_example.sharding import all_names, as_sums, like, local, trainable
 
-# Numbers between the beginnings of two gradients in one buffer: 128 bytes of float32.
-_ALIGNMENT = 32
+# Numbers between the beginnings of two gradients in one buffer: 128 bytes of float32; and of one buffer, if it has
+# several gradients: of weights in 16 bits each goes as soon as their gradients were made of it.
+_ALIGNMENT, _LARGEST = 32, 1 << 24
 
 
 class SummedByRows(Protocol):
@@ -193,8 +195,8 @@ class ClippedSum:
         """Makes `gradients` the sum over all ranks with noise, added to each element by one rank only.
 
         A shard gets it from the rank that holds it, which first has the sum of it. What every rank holds whole gets it
-        from rank 0, before the all-reduce that gives every rank the same bits: one for each dtype, so mostly one, and
-        one more for the chosen rows. Noise that nothing may be added to comes between two, the second from rank 0.
+        from rank 0, before the all-reduce that gives every rank the same bits: one for each buffer, and one more for the
+        chosen rows. Noise that nothing may be added to comes between two, the second from rank 0.
 
         Args:
             noise: of this rank; what it gives the next rank is independent of it.
@@ -216,30 +218,38 @@ class ClippedSum:
     def set_gradients(self, divisor: float) -> None:
         """Divides the sum in place, and makes it `.grad` of the parameters; of those by rows it is sparse.
 
+        Of parameters in 16 bits the sum itself is gone then.
+
         Args:
             divisor: the expected number of examples.
         """
+        self._buffers, self._own, self._sums, self._whole = [], [], {}, {}
         with torch.no_grad():
             for name, p in self._parameters.items():
                 # In place: a second copy of all gradients would be the peak of memory.
-                mean = self.gradients[name].div_(divisor).to(p.dtype)
+                mean = self.gradients[name].div_(divisor)
+                if mean.dtype != p.dtype:
+                    mean = self.gradients.pop(name).to(p.dtype)
                 p.grad = sparse_gradient(self._chosen[name], mean, p) if name in self._chosen else like(mean, p)
 
 
 def _in_buffers(parameters: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[Tensor]]:
     """A zero gradient for each parameter, laid out as it is; and the few buffers that they are views of."""
-    sizes: dict[tuple[torch.dtype, torch.device], int] = {}
-    places: dict[str, int] = {}
+    sizes: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+    places: dict[str, tuple[int, int]] = {}
     for name, p in parameters.items():
-        key = sum_dtype(p.dtype), p.device
-        places[name] = sizes.get(key, 0)
-        sizes[key] = places[name] + -(-p.numel() // _ALIGNMENT) * _ALIGNMENT
-    buffers = {key: torch.zeros(size, dtype=key[0], device=key[1]) for key, size in sizes.items()}
+        size, alike = -(-p.numel() // _ALIGNMENT) * _ALIGNMENT, sizes.setdefault((sum_dtype(p.dtype), p.device), [0])
+        if alike[-1] and alike[-1] + size > _LARGEST:
+            alike.append(0)
+        places[name] = len(alike) - 1, alike[-1]
+        alike[-1] += size
+    buffers = {key: [torch.zeros(n, dtype=key[0], device=key[1]) for n in alike] for key, alike in sizes.items()}
     gradients: dict[str, Tensor] = {}
     for name, p in parameters.items():
+        number, begin = places[name]
         strides = torch.empty_like(p, device="meta").stride()
-        gradients[name] = buffers[sum_dtype(p.dtype), p.device].as_strided(p.shape, strides, places[name])
-    return gradients, list(buffers.values())
+        gradients[name] = buffers[sum_dtype(p.dtype), p.device][number].as_strided(p.shape, strides, begin)
+    return gradients, list(itertools.chain.from_iterable(buffers.values()))
 
 
 def _whole_zeros(parameter: DTensor) -> Tensor:

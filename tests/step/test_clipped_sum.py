@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Iterable
 from typing import Any
 
@@ -165,7 +166,11 @@ def test_parameters_laid_out_otherwise_are_summed_right() -> None:
         assert total.gradients[name].shape == dict(model.named_parameters())[name].shape
 
 
-def test_noise_is_asked_for_once_for_all_parameters_and_every_number_of_them_gets_its_own() -> None:
+@pytest.mark.parametrize(("largest", "buffers"), [(1 << 24, 1), (100, 3), (1, 6)])
+def test_noise_is_asked_for_once_for_all_parameters_and_every_number_of_them_gets_its_own(
+    largest: int, buffers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hf_dp.step.clipped_sum._LARGEST", largest)
     asked: list[list[Tensor]] = []
 
     class Noted(GaussianNoise):
@@ -176,7 +181,32 @@ def test_noise_is_asked_for_once_for_all_parameters_and_every_number_of_them_get
     model = nn.ModuleList([nn.Linear(3, 5), nn.Conv2d(2, 4, 3).to(memory_format=torch.channels_last), nn.Linear(5, 1)])
     total = ClippedSum(model, Flat(FlatClipping(norm=1.0)))
     total.release(Noted(Entropy(3)), 2.0, 0)
-    assert [len(tensors) for tensors in asked] == [1]
+    assert [len(tensors) for tensors in asked] == [buffers]
     numbers = torch.cat([gradient.flatten() for gradient in total.gradients.values()])
     assert len(numbers.unique()) == len(numbers) == sum(p.numel() for p in model.parameters())
     assert 1 < float(numbers.std()) < 3
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_sums_of_weights_in_16_bits_go_when_their_gradients_are_made(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One buffer after the other, so that no two copies of all are there; in float32 a sum becomes the gradient."""
+    monkeypatch.setattr("hf_dp.step.clipped_sum._LARGEST", 1)
+    model = Tied().to(dtype)
+    total = ClippedSum(model, Flat(FlatClipping(norm=1.0)))
+    batch = batch_of(5, torch.float32)
+    total.add(record(model, losses, batch))
+    total.release(GaussianNoise(Entropy(3)), 2.0, 0)
+    expected = {name: gradient / 4 for name, gradient in total.gradients.items()}
+    buffers = [weakref.ref(gradient.untyped_storage()) for gradient in total.gradients.values()]
+    places = {name: gradient.data_ptr() for name, gradient in total.gradients.items()}
+    left: list[int] = []
+    monkeypatch.setattr(
+        "hf_dp.step.clipped_sum.like", lambda mean, p: left.append(sum(one() is not None for one in buffers)) or mean
+    )
+    total.set_gradients(4.0)
+    for name, p in model.named_parameters():
+        assert torch.equal(p.grad, expected[name].to(dtype))
+        assert (p.grad.data_ptr() == places[name]) == (dtype == torch.float32)
+    assert left == ([3, 2, 1, 0] if dtype == torch.bfloat16 else [4, 4, 4, 4])
