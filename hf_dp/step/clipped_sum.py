@@ -195,8 +195,8 @@ class ClippedSum:
         """Makes `gradients` the sum over all ranks with noise, added to each element by one rank only.
 
         A shard gets it from the rank that holds it, which first has the sum of it. What every rank holds whole gets it
-        from rank 0, before the all-reduce that gives every rank the same bits: one for each buffer, and one more for the
-        chosen rows. Noise that nothing may be added to comes between two, the second from rank 0.
+        from rank 0, before the all-reduce that gives every rank the same bits: one for each buffer, and one more for
+        the chosen rows. Noise that nothing may be added to comes between two, the second from rank 0.
 
         Args:
             noise: of this rank; what it gives the next rank is independent of it.
