@@ -47,6 +47,7 @@ from measuring import (
     Dtype,
     FigurePath,
     Processor,
+    begin_peak,
     blank_figure,
     clock_of,
     count,
@@ -68,7 +69,7 @@ _IN_PASSES = ["hf_dp", "hf_dp in groups", "hf_dp in two passes"]
 
 
 def memory(case_name: str, variant: str, dtype: str, attention: str) -> None:
-    """Prints the peak memory in MiB of one variant of one case, in this process."""
+    """Prints the peak memory in MiB of the steps of one variant of one case with its model, in this process."""
     setting = setting_of(dtype, attention)
     case = CASES[case_name]
     import peft
@@ -80,7 +81,12 @@ def memory(case_name: str, variant: str, dtype: str, attention: str) -> None:
     del peft
     before = peak_mib()
     step = VARIANTS[variant](case, build(case, setting), batches(case, setting.device))
-    for _ in range(3):
+    step()
+    # What came before is the check of gradients, which `startup` measures.
+    begin_peak()
+    if setting.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    for _ in range(2):
         step()
     print(torch.cuda.max_memory_allocated() / 2**20 if setting.device.type == "cuda" else peak_mib() - before)
 
