@@ -30,7 +30,7 @@ from torch.utils.flop_counter import flop_registry
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
-from workloads import GPU_CASES, MICRO_BATCHES, SMALL_CASES, Case, Setting, build  # noqa: E402
+from workloads import GPU_CASES, MICRO_BATCHES, SMALL_CASES, Case, Setting, build, predicted  # noqa: E402
 
 from hf_dp.accounting import FlatClipping  # noqa: E402
 from hf_dp.clipping.table import rule_of  # noqa: E402
@@ -174,7 +174,8 @@ def run(
         ordinary, private = own.total() + adam, ours.total() + adam
         print(
             f"{name}: ordinary {ordinary * 1e3:,.0f} ms, {own_number.total():,.0f} operations; private "
-            f"{private * 1e3:,.0f} ms, {our_number.total():,.0f}; {private / ordinary:.2f} x"
+            f"{private * 1e3:,.0f} ms, {our_number.total():,.0f}; {private / ordinary:.2f} x "
+            f"({predicted(chosen):.2f} x by the arithmetic of hf-dp plan)"
         )
         differ = sorted({*own, *ours}, key=lambda which: -abs(ours[which] - own[which]))
         for which in differ[:operations]:

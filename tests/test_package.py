@@ -102,7 +102,8 @@ def test_the_bounds_of_every_dependency_are_what_the_tests_install() -> None:
         for pins in (oldest, newest)
     ]
     start = " ".join((ROOT / "docs" / "index.md").read_text(encoding="utf-8").split())
-    assert f"The tests run with {said[0]}, the oldest that are allowed, and with {said[1]}." in start
+    runs = f"`make test` runs the tests with {said[1]}, `make oldest` with {said[0]}, the oldest that are allowed."
+    assert runs in start
 
 
 def test_what_a_message_says_to_install_is_the_extra_that_it_names() -> None:

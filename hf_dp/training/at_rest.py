@@ -12,8 +12,8 @@ def older_objects_at_rest() -> Iterator[None]:
     """Inside, only what has been made inside is searched for garbage.
 
     A private step makes a few objects for each use of each parameter. After so many of them Python goes through all
-    that there are, torch's and Transformers' hundred thousands too: half a second in which a GPU waits. Nothing is
-    changed where a program has put its objects to rest itself.
+    that there are, torch's and Transformers' hundred thousands too, while a GPU waits. Nothing is changed where a
+    program has put its objects to rest itself.
     """
     if gc.get_freeze_count():
         yield
