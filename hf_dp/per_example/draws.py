@@ -125,17 +125,17 @@ class Draws(TorchDispatchMode):
         # In place, as bernoulli_, or into `out`.
         target = args[0] if func._schema.name.endswith("_") else (kwargs or {}).get("out")
         if not isinstance(target, Tensor):
-            return self._drawn(name, draw)
-        return target.copy_(self._drawn(name, lambda: draw().clone()))
+            return self._drawn(name, draw, func.namespace == "aten")
+        return target.copy_(self._drawn(name, lambda: draw().clone(), func.namespace == "aten"))
 
-    def _drawn(self, name: str, draw: Callable[[], Any]) -> Any:
+    def _drawn(self, name: str, draw: Callable[[], Any], is_torchs: bool = False) -> Any:
         index, change = len(self.seen), self.change
         states, seed = tuple(map(hash, global_state())), 0 if change.is_alike else index
         with unchanged_global_state():
             seed_global_state(seed)
             usual = draw()
             leaves = _leaves(usual)
-            if _drew_nothing(leaves, seed, draw):
+            if _drew_nothing(leaves, seed, draw, is_torchs):
                 return usual
             self.states.append(states)
             axes = [axis for axis in map(self._axis, leaves) if axis is not None]
@@ -208,8 +208,12 @@ def _taken(value: Any, places: Any, axis: int) -> Any:
     return np.take(value, places, axis)
 
 
-def _drew_nothing(leaves: list[Any], seed: int, draw: Callable[[], Any]) -> bool:
-    """Attention with dropout 0, say: no generator moved since `seed` was set, and another seed gives the same."""
+def _drew_nothing(leaves: list[Any], seed: int, draw: Callable[[], Any], is_torchs: bool) -> bool:
+    """Attention with dropout 0, say: no generator moved since `seed` was set, and another seed gives the same.
+
+    Of torch's own operations the first result alone is compared: attention on a GPU gives states of generators beside
+    it, which without dropout are whatever was in that memory.
+    """
     if any(isinstance(leaf, Tensor) and leaf.device.type not in ("cpu", "cuda") for leaf in leaves):
         return False  # Their generators are not looked at.
     moved = global_state()
@@ -218,7 +222,8 @@ def _drew_nothing(leaves: list[Any], seed: int, draw: Callable[[], Any]) -> bool
         return False
     seed_global_state(seed, 1)
     again = _leaves(draw())
-    return len(leaves) == len(again) > 0 and all(map(_is_same, leaves, again))
+    compared = 1 if is_torchs else None
+    return len(leaves) == len(again) > 0 and all(map(_is_same, leaves[:compared], again))
 
 
 def _is_same(one: Any, two: Any) -> bool:
@@ -235,7 +240,9 @@ def _combined(one: Any, two: Any, pick: Callable[[Any, Any], Any]) -> Any:
     """`pick` of each pair of numbers or tensors; where there is no pair, what `one` has."""
     if isinstance(one, (tuple, list)) and len(one) == len(two):
         return type(one)(_combined(x, y, pick) for x, y in zip(one, two, strict=True))
-    is_pair = bool(_leaves(one)) and np.shape(one) == np.shape(two)
+    # States of generators on a GPU are no numbers, and the greater of two is not computed there.
+    is_state = isinstance(one, Tensor) and one.dtype == torch.uint64
+    is_pair = bool(_leaves(one)) and np.shape(one) == np.shape(two) and not is_state
     if isinstance(one, (int, float)) and is_pair:
         return type(one)(pick(one, two))
     return pick(one, two) if is_pair else one

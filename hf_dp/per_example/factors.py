@@ -17,7 +17,8 @@ from torch import Tensor
 
 from hf_dp.per_example.chosen import Chosen
 from hf_dp.per_example.gram import Dense, OneHot, Side
-from hf_dp.per_example.precision import accumulation, full_precision
+from hf_dp.per_example.ieee import full_precision
+from hf_dp.per_example.precision import accumulation
 from hf_dp.per_example.products import (
     BLOCK,
     CUT_BLOCK,

@@ -19,8 +19,8 @@ from torch.overrides import TorchFunctionMode
 from hf_dp.errors import PreflightError
 from hf_dp.per_example.batch import Batch, LossFunction, batch_size, take
 from hf_dp.per_example.draws import Change, Draws
+from hf_dp.per_example.ieee import full_precision
 from hf_dp.per_example.norms import squared_norms
-from hf_dp.per_example.precision import full_precision
 from hf_dp.per_example.reading import Reader
 from hf_dp.per_example.rule import Axis, Certificate, Readings, Rule, Use
 from hf_dp.per_example.rules import RULES

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from hf_dp.per_example.batch import Batch, LossFunction, batch_size, check_losses, take
 from hf_dp.per_example.factors import Factors, PerExample
+from hf_dp.per_example.ieee import full_precision
 from hf_dp.per_example.norms import squared_norms
-from hf_dp.per_example.precision import accumulation, full_precision
+from hf_dp.per_example.precision import accumulation
 from hf_dp.per_example.record import PerExampleGradients
 from hf_dp.per_example.rows import RowSum, SparseLookups, row_factors
 from hf_dp.per_example.sharding import local, summed_over_shards, trainable

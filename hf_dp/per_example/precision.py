@@ -19,12 +19,6 @@ _FEWER_BITS = {
     torch.float32: {torch.float16, torch.bfloat16},
     torch.float64: {torch.float16, torch.bfloat16, torch.float32},
 }
-# What lets cuBLAS add up products of 16-bit numbers in 16 bits.
-_IN_FEWER_BITS = (
-    "allow_bf16_reduced_precision_reduction",
-    "allow_fp16_reduced_precision_reduction",
-    "allow_fp16_accumulation",
-)
 # What Transformers puts on layers that can be checkpointed.
 _IS_ON, _HOW = "gradient_checkpointing", "_gradient_checkpointing_func"
 # Names of what writes into the first thing that it is given, beside those that end in "_".
@@ -33,53 +27,6 @@ _Computed = TypeVar("_Computed")
 _CASTS = {Tensor.half: torch.float16, Tensor.bfloat16: torch.bfloat16, Tensor.float: torch.float32}
 _WIDE = {Tensor.float: torch.float32, Tensor.double: torch.float64}
 _WIDENING = {Tensor.to, Tensor.type, *_WIDE}
-
-
-@contextmanager
-def full_precision(device: torch.device) -> Iterator[None]:
-    """Neither autocast nor TF32, nor sums in fewer bits: norms and sums must be of the same numbers."""
-    cublas: Any = torch.backends.cuda.matmul
-    matmuls = [m for m in (cublas, torch.backends.mkldnn.matmul) if m.fp32_precision != "ieee"]  # type: ignore[attr-defined]
-    in_fewer = [name for name in _IN_FEWER_BITS if device.type == "cuda" and getattr(cublas, name)]
-    with ExitStack() as stack:
-        # It is entered for each use of each parameter.
-        if matmuls:
-            stack.enter_context(_in_ieee(matmuls))
-        if in_fewer:
-            stack.enter_context(_sums_in_float32(in_fewer))
-        if torch.is_autocast_enabled(device.type):
-            stack.enter_context(torch.autocast(device.type, enabled=False))
-        yield
-
-
-@contextmanager
-def _in_ieee(matmuls: list[Any]) -> Iterator[None]:
-    before = [m.fp32_precision for m in matmuls]
-    try:
-        for matmul in matmuls:
-            matmul.fp32_precision = "ieee"
-        yield
-    finally:
-        for matmul, precision in zip(matmuls, before, strict=True):
-            matmul.fp32_precision = precision
-
-
-@contextmanager
-def _sums_in_float32(settings: list[str]) -> Iterator[None]:
-    """Inside, products of 16-bit numbers are added up in float32 throughout, whatever these settings of cuBLAS say."""
-    cublas: Any = torch.backends.cuda.matmul
-    before = {name: getattr(cublas, name) for name in settings}
-
-    def set_all(value: bool) -> None:
-        for name in before:
-            parts = getattr(cublas, f"{name}_split_k", None)
-            setattr(cublas, name, value if parts is None else (value, parts))
-
-    try:
-        set_all(False)
-        yield
-    finally:
-        set_all(True)
 
 
 @contextmanager

@@ -16,7 +16,8 @@ import math
 import torch
 from torch import Tensor
 
-from hf_dp.per_example.precision import accumulation, full_precision
+from hf_dp.per_example.ieee import full_precision
+from hf_dp.per_example.precision import accumulation
 
 # The longest sums that are left to one product: rounding grows with their length.
 BLOCK = 4096

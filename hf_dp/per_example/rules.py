@@ -160,8 +160,10 @@ def _layer_norm_backward(
         factors["bias"] = _summed(gradient, axis)
     if not needs_input:
         return None, factors
+    # Under autocast weights are in more bits than what a layer before gave, and CUDA's kernel takes one type alone.
+    dtype = x.dtype if weight is None else weight.dtype
     (input_gradient, _, _) = torch.ops.aten.native_layer_norm_backward(
-        gradient.to(x.dtype), x, operands.options["shape"], mean, rstd, weight, bias, [True, False, False]
+        gradient.to(dtype), x.to(dtype), operands.options["shape"], mean, rstd, weight, bias, [True, False, False]
     )
     return input_gradient, factors
 
@@ -379,9 +381,9 @@ def _unsupported(operation: str, found: str, why: str) -> UnsupportedModelError:
     )
 
 
-_LINEAR = Rule("linear", _bind_linear, _linear, _linear_backward)
-_ADDMM = Rule("addmm", _bind_addmm, _linear, _linear_backward)
-_MATMUL = Rule("matmul", _bind_matmul, _linear, _linear_backward)
+_LINEAR = Rule("linear", _bind_linear, _linear, _linear_backward, is_product=True)
+_ADDMM = Rule("addmm", _bind_addmm, _linear, _linear_backward, is_product=True)
+_MATMUL = Rule("matmul", _bind_matmul, _linear, _linear_backward, is_product=True)
 _EMBEDDING = Rule("embedding", _bind_embedding, _embedding, _embedding_backward, features=0)
 _LAYER_NORM = Rule("layer_norm", _bind_layer_norm, _layer_norm, _layer_norm_backward)
 _RMS_NORM = Rule("rms_norm", _bind_rms_norm, _rms_norm, _rms_norm_backward)

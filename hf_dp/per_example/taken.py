@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from hf_dp.per_example.batch import Batch, LossFunction
 from hf_dp.per_example.factors import Factors, Outer
-from hf_dp.per_example.precision import full_precision
+from hf_dp.per_example.ieee import full_precision
 from hf_dp.per_example.rule import Rule, refusal, refuse_changed
 from hf_dp.per_example.watch import Watch
 

@@ -37,7 +37,8 @@ def recorded(given: Tensor | None, call: Call) -> Tensor:
 class _RecordedUse(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, given: Tensor | None, call: Call) -> Tensor:
-        output, saved = call.rule.forward(given, call.operands)
+        multiplied = call.watch.casts.of(given) if call.rule.is_product and given is not None else given
+        output, saved = call.rule.forward(multiplied, call.operands)
         if output._is_view():
             # Autograd would let nobody change it in place.
             output = torch.ops.aten._unsafe_view(output, output.shape)

@@ -22,12 +22,14 @@ from torch.distributed.tensor import DTensor
 
 from hf_dp.errors import UnsupportedModelError
 from hf_dp.per_example.batch import Batch, LossFunction, check_losses
+from hf_dp.per_example.casts import Casts
 from hf_dp.per_example.composites import COMPOSITES
 from hf_dp.per_example.constants import Constant, by_autograd, by_rule
 from hf_dp.per_example.factors import Factors, Outer
 from hf_dp.per_example.idle import without_idle
+from hf_dp.per_example.ieee import full_precision
 from hf_dp.per_example.leaves import refusing_others
-from hf_dp.per_example.precision import full_precision, sum_dtype
+from hf_dp.per_example.precision import sum_dtype
 from hf_dp.per_example.reading import Reader
 from hf_dp.per_example.rule import PLAIN, Axis, Bound, Operands, Rule, Use, refusal
 from hf_dp.per_example.sharding import refuse_unknown_shards, trainable, watched_when_whole
@@ -73,6 +75,7 @@ class Watch:
     dtypes: set[torch.dtype] = field(default_factory=set)
     # One for all uses: what lets autograd know that they have a gradient.
     anchor: Tensor = field(default_factory=lambda: torch.zeros((), requires_grad=True))
+    casts: Casts = field(default_factory=Casts)
     is_final: bool = False
     is_closed: bool = False
     versions: list[tuple[Tensor, int]] = field(default_factory=list)

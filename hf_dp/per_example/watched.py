@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
+from hf_dp.per_example.casts import Casts
 from hf_dp.per_example.factors import Factors
 from hf_dp.per_example.rule import refusal
 
@@ -25,11 +26,13 @@ class Recording(Protocol):
         anchor: a leaf that all uses hang on, for autograd to come to them.
         is_final: the backward pass is that of the losses.
         leaked: parameters that a gradient reached by a use that no rule saw.
+        casts: what autocast makes of the inputs of products.
     """
 
     anchor: Tensor
     is_final: bool
     leaked: set[str]
+    casts: Casts
 
     def call(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs an operation that involves a watched tensor."""

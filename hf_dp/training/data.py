@@ -15,6 +15,7 @@ from hf_dp.agreement import agree, difference
 from hf_dp.config import PrivacyConfig
 from hf_dp.data.left_padding import LeftPadding
 from hf_dp.data.loader import PoissonDataLoader
+from hf_dp.data.moving import moved
 from hf_dp.step.plan import Plan
 from hf_dp.training.behind.usual import Usual
 from hf_dp.training.described import described_arguments, described_values
@@ -95,6 +96,10 @@ class DataMixin(_Base):
             prefetch_factor=self.args.dataloader_prefetch_factor,
         )
 
+    def _prepare_input(self, data: Any) -> Any:
+        """As Trainer's, without waiting for a GPU."""
+        return super()._prepare_input(moved(data, self.args.device) if isinstance(data, torch.Tensor) else data)
+
     def _prepare_inputs(self, inputs: Any) -> Any:
         """As Trainer's, in training and in evaluation; what is padded on the left is completed."""
         return self._left_padding.completed(self._module, super()._prepare_inputs(inputs), inputs)
@@ -106,8 +111,9 @@ class DataMixin(_Base):
     def _own_preparation(self) -> tuple[str, Callable[[Any], Any], Callable[[Any], Any]] | None:
         """What a user's class does to batches in place of Trainer, if it does; see `Engine`."""
         methods = "_prepare_inputs", "_prepare_input"
-        owners = [(next(kind for kind in type(self).__mro__ if name in vars(kind)), name) for name in methods]
-        own = [f"{kind.__name__}.{name}" for kind, name in owners if not kind.__module__.startswith(_KNOWN)]
+        # Those of a Trainer behind this class too, which are called from here.
+        kinds = [kind for kind in type(self).__mro__ if not kind.__module__.startswith(_KNOWN)]
+        own = [f"{kind.__name__}.{name}" for name in methods for kind in kinds if name in vars(kind)]
         return (own[0], self._prepare_inputs, lambda batch: self._behind.prepared(self._module, batch)) if own else None
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:

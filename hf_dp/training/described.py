@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 import hf_dp.ranks as ranks
 from hf_dp import __version__
 from hf_dp.data.fingerprint import fingerprint
+from hf_dp.per_example.ieee import precisions
 
 # What may differ from rank to rank: who it is, and where it writes.
 _OWN = {"local_rank", "output_dir", "logging_dir", "run_name", "hub_token", "push_to_hub_token", "log_level_replica"}
@@ -52,7 +53,7 @@ def described_setup(accelerator: Any = None) -> dict[str, Any]:
         },
         "torch's settings": [
             str(torch.get_default_dtype()),
-            torch.get_float32_matmul_precision(),
+            *precisions(),
             torch.are_deterministic_algorithms_enabled(),
         ],
     }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,12 +16,30 @@ from hf_dp.errors import ConfigurationError
 from hf_dp.step.written import Weights
 from hf_dp.training.generators import put_back
 
+_TAKEN = "is_taken"
+
 
 class LogicalBatch:
     """One Poisson draw of `PrivateRun.batches`, to be given to `PrivateRun.step` once."""
 
     def __init__(self, item: Mapping[str, Any]) -> None:
         self._item = item
+
+
+def once(item: MutableMapping[str, Any]) -> Mapping[str, Any]:
+    """One item of the loader of a Trainer, for its step.
+
+    Raises:
+        ConfigurationError: another step had it.
+    """
+    if item.setdefault(_TAKEN, False):
+        raise ConfigurationError(
+            "a logical batch that was used in another step.",
+            why="epsilon holds for batches that are drawn anew, by Poisson sampling, for each step.",
+            fix="let each item of the training loader come to training_step once, in the order of the loader.",
+        )
+    item[_TAKEN] = True
+    return item
 
 
 class LoopOrder:

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils import send_to_device
 from torch import nn
 
 import hf_dp.ranks as ranks
@@ -18,6 +17,7 @@ from hf_dp.accounting import Ledger, PrivacyReport
 from hf_dp.agreement import keep_step, rate_of
 from hf_dp.config import PrivacyConfig
 from hf_dp.data.left_padding import LeftPadding
+from hf_dp.data.moving import moved
 from hf_dp.figures import logged
 from hf_dp.hub import saved_aside
 from hf_dp.losses import check_own_loss, per_example_losses
@@ -111,7 +111,7 @@ class PrivateRun:
         padding = LeftPadding()
 
         def prepare(batch: Any) -> Any:
-            return padding.completed(self.model, send_to_device(batch, next(self.model.parameters()).device), batch)
+            return padding.completed(self.model, moved(batch, next(self.model.parameters()).device), batch)
 
         known = (lambda model, few, alone: check_own_loss(model, few)) if loss is per_example_losses else None
         engine = Engine(self.model, loss, self._loader, prepare, padding, rules, known)

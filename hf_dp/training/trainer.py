@@ -34,6 +34,7 @@ from hf_dp.training.engine import Engine
 from hf_dp.training.layouts import LayoutsMixin
 from hf_dp.training.loaded import refuse_other_values
 from hf_dp.training.logs import LogsMixin
+from hf_dp.training.loop_order import once
 from hf_dp.training.output_lock import alone_in, warn_of_others
 from hf_dp.training.planned import check_data, check_privacy, records_before
 from hf_dp.training.publishing import PublishingMixin
@@ -234,7 +235,7 @@ class DPTrainerMixin(RestoringMixin, CheckpointMixin, LayoutsMixin, PublishingMi
         if callable(switch):
             switch()
         run.engine.model = self.accelerator.unwrap_model(model)
-        mean = run.step(inputs).mean_loss
+        mean = run.step(once(inputs)).mean_loss
         return torch.tensor(0.0 if self.privacy.withhold_non_private_logs else mean, device=self.args.device)
 
     def _loss(self, model: nn.Module, batch: Batch) -> Tensor:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
+import pytest
 import torch
 
 import hf_dp
@@ -39,6 +40,12 @@ class TestOnDevices(DistributionContract):
         tensor = torch.zeros(size, dtype=dtype)
         noise_module._add_by_torch(tensor, sd, torch.Generator().manual_seed(1000 + step))
         return tensor.double().numpy()
+
+    @pytest.mark.parametrize("size", [20, 20_000])
+    def test_numbers_are_those_of_float64(self, size: int) -> None:
+        """Of float32 cuRAND's end at 6.77 deviations (docs/proof.md, the last digits of noise)."""
+        drawn = torch.empty(size, dtype=torch.float64).normal_(0, 2.0, generator=torch.Generator().manual_seed(1003))
+        assert torch.equal(torch.from_numpy(self.values(2.0, 3, size=size)), drawn.float().double())
 
 
 def test_numbers_are_drawn_where_noise_is_made_and_nowhere_else() -> None:

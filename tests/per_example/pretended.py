@@ -69,7 +69,7 @@ def _stands(usual: Callable[[Source], WatchedParameter], source: Source) -> Watc
 
 def _added(tensor: Tensor, standard_deviation: float, generator: Any) -> None:
     # There are no generators on that device.
-    tensor.add_(torch.empty_like(tensor).normal_(0, standard_deviation))
+    tensor.add_(torch.empty_like(tensor, dtype=torch.float64).normal_(0, standard_deviation))
 
 
 def step(case: Case) -> list[str]:

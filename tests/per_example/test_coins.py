@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from random import random as from_python
 from typing import Any
@@ -15,7 +16,8 @@ from torch import Tensor, nn
 from hf_dp.errors import PreflightError
 from hf_dp.per_example import preflight
 from hf_dp.per_example.batch import Batch
-from hf_dp.per_example.draws import Change, Draws
+from hf_dp.per_example.draws import Change, Draws, _combined, _drew_nothing
+from hf_dp.randomness import seed_global_state, unchanged_global_state
 from tests.per_example.small import Small, batch, in_training, square
 
 
@@ -82,6 +84,41 @@ def seeded(x: Tensor) -> Tensor:
 
 def test_a_draw_that_moves_no_generator_is_one() -> None:
     assert counted(lambda x: seeded(x)) == ["seeded"]
+
+
+@torch.library.custom_op("hf_dp_tests::beside", mutates_args=(), tags=[torch.Tag.nondeterministic_seeded])
+def beside(x: Tensor) -> tuple[Tensor, Tensor]:
+    """The same, beside what is no noise."""
+    return x.clone(), seeded(x)
+
+
+def test_states_of_generators_are_no_draws() -> None:
+    """What attention on a GPU has no use for without dropout lies beside its result: whatever was in that memory."""
+    calls = iter(range(100))
+
+    def attended(moving: float = 0.0) -> list[Tensor]:
+        call = next(calls)
+        return [torch.ones(3) + moving * call, torch.tensor([call, 7], dtype=torch.uint64)]
+
+    def drew_nothing(draw: Any, is_torchs: bool) -> bool:
+        with unchanged_global_state():
+            seed_global_state(5)
+            return _drew_nothing(draw(), 5, draw, is_torchs)
+
+    assert drew_nothing(attended, is_torchs=True)
+    assert not drew_nothing(functools.partial(attended, 1.0), is_torchs=True)
+    assert not drew_nothing(attended, is_torchs=False)
+    assert not drew_nothing(lambda: [torch.rand(3)], is_torchs=True)
+    assert counted(lambda x: beside(x)) == ["beside"]
+
+
+@pytest.mark.parametrize("extreme", ["least", "most", "another"])
+def test_states_of_generators_are_not_compared(extreme: str) -> None:
+    states, others = (torch.tensor(numbers, dtype=torch.uint64) for numbers in ([1, 2], [2, 1]))
+    one, two = (torch.tensor([1.0, 4.0]), states), (torch.tensor([2.0, 3.0]), others)
+    found = _combined(one, two, {"least": torch.minimum, "most": torch.maximum}.get(extreme, lambda _, other: other))
+    assert found[0].tolist() == {"least": [1.0, 3.0], "most": [2.0, 4.0], "another": [2.0, 3.0]}[extreme]
+    assert torch.equal(found[1], states)
 
 
 def into_a_buffer(m: Any, x: Tensor) -> Tensor:

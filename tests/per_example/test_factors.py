@@ -13,7 +13,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hf_dp.per_example.factors import Factors, Outer, PerExample
 from hf_dp.per_example.gram import Dense, OneHot
 from hf_dp.per_example.norms import all_squared_norms, squared_norms
-from hf_dp.per_example.precision import full_precision
 
 B, T, P, D = 3, 5, 4, 6
 
@@ -205,15 +204,3 @@ def test_underflow_is_bounded() -> None:
     norm, rounding = squared_norms([use])
     true = 4 * (1e-23 * 1e19) ** 2
     assert not float(norm + rounding) < true
-
-
-def test_full_precision_restores_what_was_set() -> None:
-    before = torch.get_float32_matmul_precision()
-    try:
-        torch.set_float32_matmul_precision("high")
-        with full_precision(torch.device("cpu")):
-            assert torch.backends.cuda.matmul.fp32_precision == "ieee"
-            assert not torch.is_autocast_enabled("cpu")
-        assert torch.get_float32_matmul_precision() == "high"
-    finally:
-        torch.set_float32_matmul_precision(before)

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import Trainer
 
-from hf_dp import DPTrainer
+from hf_dp import DPTrainer, DPTrainerMixin
 from hf_dp.errors import ConfigurationError
 from tests.training.refusing import refused
 from tests.training.workbench import exact, make, pad_for_language, parameters, private, rows, same
@@ -74,6 +75,29 @@ class EachByItself(Preparing):
     ],
 )
 def test_failure_49_what_mixes_rows(tmp_path: Path, kind: type[Any], words: str) -> None:
+    refused(tmp_path, ConfigurationError, words, at_once=False, kind=kind, parts={"train_dataset": OF_ONE_WIDTH})
+
+
+class Inputs(Trainer):
+    """A Trainer of one's own, which is made private afterwards."""
+
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        return Mixing.prepared(self, dict(super()._prepare_inputs(inputs)))  # type: ignore[arg-type]
+
+
+class Input(Trainer):
+    """The same by the other method."""
+
+    def _prepare_input(self, data: Any) -> Any:
+        found = super()._prepare_input(data)
+        is_batch = isinstance(found, dict) and "input_ids" in found
+        return Mixing.prepared(self, found) if is_batch else found  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("base", [Inputs, Input])
+def test_failure_49_what_a_trainer_behind_the_mixin_mixes(tmp_path: Path, base: Any) -> None:
+    kind: Any = type("Private", (DPTrainerMixin, base), {})
+    words = f"with {base.__name__}._prepare_input"
     refused(tmp_path, ConfigurationError, words, at_once=False, kind=kind, parts={"train_dataset": OF_ONE_WIDTH})
 
 

@@ -46,6 +46,15 @@ class MixinLast(Behind, DPTrainerMixin):  # type: ignore[misc]
     pass
 
 
+class Batches(Trainer):
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        return super().get_batch_samples(*args, **kwargs)
+
+
+class BatchesBehind(DPTrainerMixin, Batches):  # type: ignore[misc]
+    pass
+
+
 class OwnLoss(DPTrainer):
     def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
         return super().compute_loss(*args, **kwargs)
@@ -57,12 +66,34 @@ class OwnLoss(DPTrainer):
         (OwnStep, "OwnStep.training_step"),
         (OwnLoader, "OwnLoader.get_train_dataloader"),
         (OwnBatches, "OwnBatches.get_batch_samples"),
+        (BatchesBehind, "Batches.get_batch_samples stands behind"),
         (WeightedSampler, "WeightedSampler chooses its own training sampler"),
         (OwnLoss, "OwnLoss.compute_loss gives one loss for the whole batch"),
     ],
 )
 def test_failure_22_subclasses_that_would_bypass_the_private_step(tmp_path: Path, kind: Any, words: str) -> None:
     refused(tmp_path, ConfigurationError, words, kind=kind)
+
+
+class Twice(Trainer):
+    """A loop of one's own, in which each batch is for two steps."""
+
+    def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
+        step = self.training_step
+
+        def twice(*given: Any) -> Tensor:
+            return step(*given) + step(*given)
+
+        self.training_step = twice  # type: ignore[method-assign]
+        return super()._inner_training_loop(*args, **kwargs)
+
+
+def test_no_batch_is_for_two_steps(tmp_path: Path) -> None:
+    kind: Any = type("Private", (DPTrainerMixin, Twice), {})
+    run = make(tmp_path, kind=kind)
+    with pytest.raises(ConfigurationError, match="used in another step"):
+        run.train()
+    assert run.ledger.steps == 1
 
 
 def test_the_mixin_behind_the_trainer_does_not_train_unnoticed(tmp_path: Path) -> None:

@@ -24,6 +24,16 @@ def refuse_overrides(trainer: Any, mixin: type, base: type) -> None:
                 fix="put DPTrainerMixin first: class MyTrainer(DPTrainerMixin, MyBaseTrainer), and do not override it; "
                 "what is to be done to batches goes into the data collator or _prepare_inputs.",
             )
+    behind = [
+        kind for kind in type(trainer).__mro__ if "get_batch_samples" in vars(kind) and not _is_known(kind, mixin)
+    ]
+    if behind:
+        raise ConfigurationError(
+            f"{behind[0].__name__}.get_batch_samples stands behind DPTrainerMixin's, which calls it.",
+            why="it could give a logical batch to two steps, or its rows to others, and epsilon is of batches that are "
+            "drawn anew for each step.",
+            fix="leave it out; what is to be done to batches goes into the data collator or _prepare_inputs.",
+        )
     owner = _owner(trainer, "_get_train_sampler")
     if owner is not base:
         raise ConfigurationError(
@@ -41,6 +51,10 @@ def refuse_overrides(trainer: Any, mixin: type, base: type) -> None:
             why="clipping needs each example's own loss; training would silently use another loss than yours.",
             fix="also override compute_per_example_loss(model, inputs) to return one loss for each example.",
         )
+
+
+def _is_known(kind: type, mixin: type) -> bool:
+    return issubclass(mixin, kind) or kind.__module__.startswith(("transformers.", "trl."))
 
 
 def _owner(trainer: Any, method: str) -> type:

@@ -1,0 +1,84 @@
+"""Products as IEEE 754 says, whatever is set: neither autocast nor TF32, nor sums in fewer bits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+
+# What lets cuBLAS add up products of 16-bit numbers in 16 bits.
+_IN_FEWER_BITS = (
+    "allow_bf16_reduced_precision_reduction",
+    "allow_fp16_reduced_precision_reduction",
+    "allow_fp16_accumulation",
+)
+
+
+@contextmanager
+def full_precision(device: torch.device) -> Iterator[None]:
+    """Inside, products are so: norms and sums must be of the same numbers."""
+    cublas: Any = torch.backends.cuda.matmul
+    in_fewer = [name for name in _IN_FEWER_BITS if device.type == "cuda" and getattr(cublas, name)]
+    with ExitStack() as stack:
+        # It is entered for each use of each parameter.
+        if any(matmul.fp32_precision != "ieee" for matmul in _matmuls()):
+            stack.enter_context(_in_ieee())
+        if in_fewer:
+            stack.enter_context(_sums_in_float32(in_fewer))
+        if torch.is_autocast_enabled(device.type):
+            stack.enter_context(torch.autocast(device.type, enabled=False))
+        yield
+
+
+def precisions() -> list[str]:
+    """In what products of float32 numbers are made, as it is set: "ieee", "none" for the same, or fewer bits."""
+    return [matmul.fp32_precision for matmul in _matmuls()]
+
+
+def _matmuls() -> list[Any]:
+    return [torch.backends.cuda.matmul, torch.backends.mkldnn.matmul]  # type: ignore[attr-defined]
+
+
+@contextmanager
+def _in_ieee() -> Iterator[None]:
+    before, old = precisions(), _by_the_old_name()
+    try:
+        if old != "highest":
+            # Of two settings that disagree torch says nothing, and lets whoever asks (its profiler, say) fail.
+            torch.set_float32_matmul_precision("highest")
+        for matmul in _matmuls():
+            matmul.fp32_precision = "ieee"
+        yield
+    finally:
+        if old != "highest":
+            torch.set_float32_matmul_precision(old)
+        for matmul, precision in zip(_matmuls(), before, strict=True):
+            matmul.fp32_precision = precision
+
+
+def _by_the_old_name() -> str:
+    """As `torch.set_float32_matmul_precision` has set it."""
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:  # It was not asked, and other bits were chosen by the new name.
+        return "highest"
+
+
+@contextmanager
+def _sums_in_float32(settings: list[str]) -> Iterator[None]:
+    """Inside, products of 16-bit numbers are added up in float32 throughout, whatever these settings of cuBLAS say."""
+    cublas: Any = torch.backends.cuda.matmul
+    before = {name: getattr(cublas, name) for name in settings}
+
+    def set_all(value: bool) -> None:
+        for name in before:
+            parts = getattr(cublas, f"{name}_split_k", None)
+            setattr(cublas, name, value if parts is None else (value, parts))
+
+    try:
+        set_all(False)
+        yield
+    finally:
+        set_all(True)
