@@ -7,14 +7,18 @@ with two; from these follow as many as the case has. An operation takes as long 
 it takes to start, whichever is longest; of products and bytes the rates are those of hf_dp/planning/speed.py. Attention
 is left out: kernels of a real GPU do not run here, and both steps have it. `hf-dp plan` predicts by products and bytes
 of weights alone; this has activations, the loss and what is started besides.
+
+Weights are in bf16; with --autocast in float32, and products in bf16 (`TrainingArguments(bf16=True)`).
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import sys
 from collections import Counter
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 from unittest.mock import patch
@@ -30,11 +34,20 @@ from torch.utils.flop_counter import flop_registry
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
-from workloads import GPU_CASES, MICRO_BATCHES, SMALL_CASES, Case, Setting, build, predicted  # noqa: E402
+from workloads import (  # noqa: E402
+    GPU_CASES,
+    MICRO_BATCHES,
+    SMALL_CASES,
+    Case,
+    Setting,
+    build,
+    loss_of,
+    losses_of,
+    predicted,
+)
 
 from hf_dp.accounting import FlatClipping  # noqa: E402
 from hf_dp.clipping.table import rule_of  # noqa: E402
-from hf_dp.losses import per_example_losses  # noqa: E402
 from hf_dp.noise.gaussian import GaussianNoise  # noqa: E402
 from hf_dp.per_example import preflight, record  # noqa: E402
 from hf_dp.planning.speed import ADAM, GPUS, Gpu  # noqa: E402
@@ -46,6 +59,8 @@ from tests.per_example import pretended  # noqa: E402
 _START = 4e-6
 # What starts nothing.
 _FREE = {"empty", "empty_like", "empty_strided", "new_empty", "detach", "_unsafe_view", "lift_fresh", "alias", "device"}
+# What autocast computes in fewer bits; what it computes in more than it is given is left as it is.
+_LOWERED = ("linear", "matmul", "mm", "bmm", "addmm", "baddbmm")
 _LOOKED_UP = {"embedding", "index_select", "index", "gather"}
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -102,6 +117,33 @@ def _no_attention(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwarg
     return query + one
 
 
+@contextmanager
+def autocast_is_known() -> Iterator[None]:
+    """Inside, autocast does on the pretended device what it does on others."""
+
+    def lowered(name: str) -> Any:
+        operation = getattr(torch.ops.aten, name)
+
+        def in_fewer_bits(*args: Any, **kwargs: Any) -> Any:
+            with torch.autocast(pretended.GPU, enabled=False):
+                return operation(*map(_lowered, args), **kwargs)
+
+        return in_fewer_bits
+
+    with (
+        torch.library._scoped_library("_", "IMPL", "AutocastPrivateUse1") as all_others,
+        torch.library._scoped_library("aten", "IMPL", "AutocastPrivateUse1") as some,
+    ):
+        all_others.fallback(torch.library.fallthrough_kernel)
+        for name in _LOWERED:
+            some.impl(name, lowered(name))
+        yield
+
+
+def _lowered(value: Any) -> Any:
+    return value.to(torch.bfloat16) if isinstance(value, Tensor) and value.dtype == torch.float32 else value
+
+
 def started(case: Case, *, is_private: bool, gpu: Gpu) -> Started:
     """One logical batch, without the optimizer.
 
@@ -113,23 +155,27 @@ def started(case: Case, *, is_private: bool, gpu: Gpu) -> Started:
     model = build(case, Setting(torch.device("cpu"), torch.bfloat16))
     few = torch.randint(0, 60, (3, 17))
     batch = {"input_ids": few, "attention_mask": torch.ones_like(few), "labels": few}
-    certificate = preflight(model, per_example_losses, batch) if is_private else None
+    losses = functools.partial(losses_of, case)
+    certificate = preflight(model, losses, batch) if is_private else None
     started = Started(gpu)
     with ExitStack() as stack:
         pretended.enter(stack)
         stack.enter_context(patch("torch.nn.functional.scaled_dot_product_attention", _no_attention))
+        # Tensors without numbers all lie in one place.
+        stack.enter_context(patch("hf_dp.noise.source._check", lambda tensors, standard_deviation: None))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         pretended.on_device(model)
+        stack.enter_context(autocast_is_known())
         ids = torch.empty(case.batch, case.length, dtype=torch.int64, device=pretended.GPU)
         data = [{"input_ids": ids, "labels": ids} for _ in range(MICRO_BATCHES)]
         stack.enter_context(started)
         if certificate is None:
             for one in data:
-                (model(**one).loss / MICRO_BATCHES).backward()
+                (loss_of(case, model, one) / MICRO_BATCHES).backward()
             return started
         total = ClippedSum(model, rule_of(FlatClipping(norm=1.0)))
         for one in data:
-            total.add(record(model, per_example_losses, one, certificate=certificate))
+            total.add(record(model, losses, one, certificate=certificate))
         total.release(GaussianNoise(Entropy(None)), 1.0, 0)
         total.set_gradients(8.0)
     return started
@@ -157,6 +203,7 @@ def _trained(case: Case) -> int:
 @app.command()
 def run(
     case: Annotated[list[str], typer.Option(help=f"Of {', '.join([*GPU_CASES, *SMALL_CASES])}.")],
+    autocast: Annotated[bool, typer.Option(help="Weights in float32, and products in bf16.")] = False,
     operations: Annotated[int, typer.Option(help="How many operations to print that differ most.")] = 0,
 ) -> None:
     """The ratio of each case, and how many operations are started."""
@@ -167,6 +214,7 @@ def run(
     gpu = GPUS["H100"]
     for name in case:
         chosen = {**GPU_CASES, **SMALL_CASES}[name]
+        chosen = dataclasses.replace(chosen, autocast=chosen.autocast or autocast)
         adam = ADAM * _trained(chosen) / gpu.bandwidth
         (own, own_number), (ours, our_number) = (
             of_all_layers(chosen, gpu, is_private=is_private) for is_private in (False, True)

@@ -32,6 +32,7 @@ class Case:
     lora: bool = False
     rank: int = 8
     checkpointing: bool = False
+    autocast: bool = False
     dataset_size: int | None = None
 
 
@@ -69,6 +70,7 @@ CASES = {
     "bert": Case("bert", 8, 128, _BERT),
     "llama, 8 layers": Case("llama", 4, 256, _DEEP),
     "llama, checkpointing": Case("llama", 4, 256, _DEEP, checkpointing=True),
+    "llama, checkpointing, autocast": Case("llama", 4, 256, _DEEP, checkpointing=True, autocast=True),
     "large vocabulary": Case("gpt2", 4, 256, _gpt2(151936, 896, 1)),
 }
 
@@ -91,6 +93,8 @@ GPU_CASES = {
     "Llama 1B, T 512, LoRA r 16, checkpointing": Case(
         "llama", 8, 512, _LLAMA_1B, lora=True, rank=16, checkpointing=True
     ),
+    "Llama 1B, T 1024, autocast": Case("llama", 4, 1024, _LLAMA_1B, autocast=True),
+    "Llama 1B, T 512, LoRA r 16, autocast": Case("llama", 8, 512, _LLAMA_1B, lora=True, rank=16, autocast=True),
     "GPT-2 medium, tied, T 512": Case("gpt2", 8, 512, _GPT2_MEDIUM),
     "vocabulary 152 k, T 512": Case("qwen2", 8, 512, _WIDE),
 }
@@ -100,6 +104,7 @@ _SMALL = {
 }  # fmt: skip
 SMALL_CASES = {
     "small": Case("llama", 2, 16, _SMALL),
+    "small, autocast": Case("llama", 2, 16, _SMALL, autocast=True),
     "small, LoRA, checkpointing": Case("llama", 2, 16, _SMALL, lora=True, checkpointing=True),
 }
 
@@ -129,7 +134,26 @@ def build(case: Case, setting: Setting) -> nn.Module:
             model = get_peft_model(model, LoraConfig(r=case.rank, target_modules="all-linear"))
     if case.checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    return model.to(setting.device, setting.dtype).train()
+    return model.to(setting.device, torch.float32 if case.autocast else setting.dtype).train()
+
+
+def loss_of(case: Case, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """The model's own loss."""
+    with _autocast(case, batch):
+        loss: Tensor = model(**batch).loss
+    return loss
+
+
+def losses_of(case: Case, model: nn.Module, batch: Any) -> Tensor:
+    """Each example's own."""
+    from hf_dp.losses import per_example_losses
+
+    with _autocast(case, batch):
+        return per_example_losses(model, batch)
+
+
+def _autocast(case: Case, batch: Any) -> torch.autocast:
+    return torch.autocast(batch["input_ids"].device.type, torch.bfloat16, enabled=case.autocast)
 
 
 def batches(case: Case, device: torch.device) -> list[dict[str, Tensor]]:
@@ -197,7 +221,7 @@ def ordinary(case: Case, model: nn.Module, data: list[dict[str, Tensor]]) -> Cal
 
     def step() -> None:
         for batch in data:
-            (model(**batch).loss / MICRO_BATCHES).backward()
+            (loss_of(case, model, batch) / MICRO_BATCHES).backward()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -215,7 +239,6 @@ def private(
     each, over and over; of one size that is more than a micro-batch has, in several."""
     from hf_dp import PrivacyConfig
     from hf_dp.accounting import Ledger
-    from hf_dp.losses import per_example_losses
     from hf_dp.per_example import PerExampleGradients, preflight, record
     from hf_dp.per_example.in_groups import InGroups
     from hf_dp.per_example.passes import record_in_two_passes
@@ -229,17 +252,18 @@ def private(
     plan = Plan.make(PrivacyConfig(noise_multiplier=1.0, **promise), sampler, 10**6, entropy)
     optimizer = optimizer_of(model)
     few = {name: value[:3, :17] if value.dim() > 1 else value[:3] for name, value in data[0].items()}
-    certificate = preflight(model, per_example_losses, few)
+    losses = functools.partial(losses_of, case)
+    certificate = preflight(model, losses, few)
 
     draws = iter(sampler)
 
     def recorded(micro_batch: tuple[int, dict[str, Tensor]]) -> PerExampleGradients:
         place, batch = micro_batch
         if plan.config.passes == 2:
-            return record_in_two_passes(model, per_example_losses, batch, certificate=certificate)
+            return record_in_two_passes(model, losses, batch, certificate=certificate)
         if plan.config.clipping == "groups":
-            return InGroups(model, per_example_losses, batch, certificate=certificate)
-        found = record(model, per_example_losses, batch, certificate=certificate)
+            return InGroups(model, losses, batch, certificate=certificate)
+        found = record(model, losses, batch, certificate=certificate)
         return found if sizes is None else found.grouped(*_owners(sizes, place, len(batch["input_ids"])))
 
     def step() -> None:
