@@ -74,7 +74,7 @@ class LogicalBatchCollator:
 
         Where micro-batches are wider or narrower than all before, the rows to hold against one another are under
         "unlike", as they were read, a list for each such micro-batch. Where there are `Unit`s, "owners" has for each
-        micro-batch whose its rows are (`Owners`).
+        micro-batch whose its rows are (`Owners`). What was drawn for a step has its number under "step".
 
         Raises:
             ConfigurationError: the collator did not return a mapping with tensors of one row per example.
@@ -97,6 +97,7 @@ class LogicalBatchCollator:
                 "micro_batches": [batch for _, batch in parts],
                 **({"unlike": unlike} if unlike else {}),
                 **({"owners": owners} if owners is not None else {}),
+                **({"step": step} if (step := getattr(examples, "step", None)) is not None else {}),
             }
 
     def dummy(self, row: Any) -> Mapping[str, Any]:

@@ -26,6 +26,23 @@ class DrawnUnits(NamedTuple):
     entropy: Entropy
 
 
+class Drawn(list[Any]):
+    """What was drawn for a step, or the rows that were read of it.
+
+    Attributes:
+        step: which one, counted from 0 over the training.
+    """
+
+    step: int | None = None
+
+    @classmethod
+    def of(cls, items: Iterable[Any], step: int | None) -> Drawn:
+        """These items, for `step`."""
+        made = cls(items)
+        made.step = step
+        return made
+
+
 class RankSampler(Sampler[list[Index]]):
     """One rank's share of each logical batch: every `world_size`-th example of the one draw that all ranks make; or
     every `world_size`-th unit, as a tuple of its rows in this step. With one rank this is the draw.
@@ -65,7 +82,7 @@ class RankSampler(Sampler[list[Index]]):
         return len(self.sampler)
 
     def __iter__(self) -> Iterator[list[Index]]:
-        return (self.share(drawn, step) for step, drawn in self.sampler.numbered())
+        return (Drawn.of(self.share(drawn, step), step) for step, drawn in self.sampler.numbered())
 
 
 class PoissonDataLoader(DataLoader[Any]):
@@ -148,7 +165,8 @@ class _OwnReads(Dataset[Any]):
         with self._randomness():
             read = iter(self._read(flat) if flat else [])
             # In the order in which they were read.
-            return [Unit([next(read) for _ in index]) if isinstance(index, tuple) else next(read) for index in indices]
+            found = [Unit([next(read) for _ in index]) if isinstance(index, tuple) else next(read) for index in indices]
+            return Drawn.of(found, getattr(indices, "step", None))
 
     def _read(self, indices: list[int]) -> list[Any]:
         layout = getattr(self.dataset, "format", None)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import torch
 from torch import Tensor
 
@@ -14,7 +16,7 @@ class Casts:
     """
 
     def __init__(self) -> None:
-        self._last: tuple[Tensor, int, Tensor] | None = None
+        self._last: tuple[weakref.ref[Tensor], int, Tensor] | None = None
 
     def of(self, values: Tensor) -> Tensor:
         """`values`, or their cast where autocast would multiply that."""
@@ -22,23 +24,13 @@ class Casts:
         if values.dtype != torch.float32 or not torch.is_autocast_enabled(kind):
             return values
         dtype = torch.get_autocast_dtype(kind)
-        if values.is_inference():
+        # Of what autograd knows every write in place is counted.
+        if not values.requires_grad or values.is_inference():
             return values.to(dtype)
         if self._last is not None:
-            # It is held, so that its memory cannot become another tensor's; its version is that of all its views.
-            held, version, cast = self._last
-            if cast.dtype == dtype and version == held._version and _is_same(held, values):
+            last, version, cast = self._last
+            if last() is values and version == values._version and cast.dtype == dtype:
                 return cast
         cast = values.to(dtype)
-        self._last = values.detach(), values._version, cast
+        self._last = weakref.ref(values), values._version, cast
         return cast
-
-
-def _is_same(one: Tensor, two: Tensor) -> bool:
-    """Whether both are the same numbers in memory."""
-    return (
-        one.untyped_storage()._cdata == two.untyped_storage()._cdata
-        and one.storage_offset() == two.storage_offset()
-        and one.shape == two.shape
-        and one.stride() == two.stride()
-    )

@@ -120,7 +120,7 @@ class Draws(TorchDispatchMode):
         if not _is_random(func):
             return func(*args, **(kwargs or {}))
         draw = functools.partial(func, *args, **(kwargs or {}))
-        self.has_own_generator |= (kwargs or {}).get("generator") is not None
+        self.has_own_generator |= any(isinstance(value, torch.Generator) for value in (*args, *(kwargs or {}).values()))
         name = func.overloadpacket.__name__
         # In place, as bernoulli_, or into `out`.
         target = args[0] if func._schema.name.endswith("_") else (kwargs or {}).get("out")
@@ -236,13 +236,17 @@ def _leaves(value: Any) -> list[Any]:
     return [value] if isinstance(value, (Tensor, np.ndarray, np.generic, int, float)) else []
 
 
+def _is_state(value: Any) -> bool:
+    """Beside a result, that of a generator on a GPU: no number, and the greater of two is not computed there."""
+    return isinstance(value, Tensor) and value.dtype == torch.uint64
+
+
 def _combined(one: Any, two: Any, pick: Callable[[Any, Any], Any]) -> Any:
     """`pick` of each pair of numbers or tensors; where there is no pair, what `one` has."""
     if isinstance(one, (tuple, list)) and len(one) == len(two):
-        return type(one)(_combined(x, y, pick) for x, y in zip(one, two, strict=True))
-    # States of generators on a GPU are no numbers, and the greater of two is not computed there.
-    is_state = isinstance(one, Tensor) and one.dtype == torch.uint64
-    is_pair = bool(_leaves(one)) and np.shape(one) == np.shape(two) and not is_state
+        both = enumerate(zip(one, two, strict=True))
+        return type(one)(x if place and _is_state(x) else _combined(x, y, pick) for place, (x, y) in both)
+    is_pair = bool(_leaves(one)) and np.shape(one) == np.shape(two)
     if isinstance(one, (int, float)) and is_pair:
         return type(one)(pick(one, two))
     return pick(one, two) if is_pair else one

@@ -56,7 +56,7 @@ class Rule:
         backward: `(saved, operands, grad_output, axis, needs_input_gradient) -> (input gradient or None,
             {role: Factors})`. Example i's factor must depend on row i of the saved tensors and of `grad_output` alone.
         features: number of trailing axes of the input that are not example or position axes.
-        is_product: autocast computes it in fewer bits, of an input cast to these; that cast is its input then.
+        is_product: autocast computes it in fewer bits, of an input cast to these; that cast is saved in its place then.
     """
 
     name: str

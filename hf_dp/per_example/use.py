@@ -37,8 +37,9 @@ def recorded(given: Tensor | None, call: Call) -> Tensor:
 class _RecordedUse(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, given: Tensor | None, call: Call) -> Tensor:
-        multiplied = call.watch.casts.of(given) if call.rule.is_product and given is not None else given
-        output, saved = call.rule.forward(multiplied, call.operands)
+        output, saved = call.rule.forward(given, call.operands)
+        if call.rule.is_product:
+            saved = tuple(call.watch.casts.of(tensor) if tensor is given else tensor for tensor in saved)
         if output._is_view():
             # Autograd would let nobody change it in place.
             output = torch.ops.aten._unsafe_view(output, output.shape)

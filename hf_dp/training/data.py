@@ -111,9 +111,10 @@ class DataMixin(_Base):
     def _own_preparation(self) -> tuple[str, Callable[[Any], Any], Callable[[Any], Any]] | None:
         """What a user's class does to batches in place of Trainer, if it does; see `Engine`."""
         methods = "_prepare_inputs", "_prepare_input"
-        # Those of a Trainer behind this class too, which are called from here.
-        kinds = [kind for kind in type(self).__mro__ if not kind.__module__.startswith(_KNOWN)]
-        own = [f"{kind.__name__}.{name}" for name in methods for kind in kinds if name in vars(kind)]
+        # Those of a Trainer behind this class too, which are called from here, and what was put in their place.
+        places = [(type(self).__name__, vars(self)), *((kind.__name__, vars(kind)) for kind in type(self).__mro__)]
+        found = [(f"{place}.{name}", vars_[name]) for name in methods for place, vars_ in places if name in vars_]
+        own = [name for name, method in found if not str(method.__module__).startswith(_KNOWN)]
         return (own[0], self._prepare_inputs, lambda batch: self._behind.prepared(self._module, batch)) if own else None
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:

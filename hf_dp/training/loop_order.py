@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,8 +16,6 @@ from hf_dp.errors import ConfigurationError
 from hf_dp.step.written import Weights
 from hf_dp.training.generators import put_back
 
-_TAKEN = "is_taken"
-
 
 class LogicalBatch:
     """One Poisson draw of `PrivateRun.batches`, to be given to `PrivateRun.step` once."""
@@ -26,20 +24,44 @@ class LogicalBatch:
         self._item = item
 
 
-def once(item: MutableMapping[str, Any]) -> Mapping[str, Any]:
-    """One item of the loader of a Trainer, for its step.
+class DrawOrder:
+    """Which draws a Trainer's loop has used: each is for one step, and none comes back."""
+
+    def __init__(self) -> None:
+        self._last = -1
+
+    def used(self, item: Mapping[str, Any]) -> Mapping[str, Any]:
+        """An item of the loader, for its step.
+
+        Raises:
+            ConfigurationError: it is none, or its draw was for another step, or for one before.
+        """
+        step = item.get("step")
+        if not isinstance(step, int) or step <= self._last:
+            raise ConfigurationError(
+                "a step with a logical batch of another step."
+                if isinstance(step, int)
+                else "a step with what is no logical batch of the training loader.",
+                why="epsilon holds for batches that are drawn anew, by Poisson sampling, for each step.",
+                fix="let each item of get_train_dataloader() come to training_step once, in the loader's order.",
+            )
+        self._last = step
+        return item
+
+
+def same_model(found: nn.Module, checked: nn.Module) -> nn.Module:
+    """The model of a step.
 
     Raises:
-        ConfigurationError: another step had it.
+        ConfigurationError: it is not the one that was checked.
     """
-    if item.setdefault(_TAKEN, False):
+    if found is not checked:
         raise ConfigurationError(
-            "a logical batch that was used in another step.",
-            why="epsilon holds for batches that are drawn anew, by Poisson sampling, for each step.",
-            fix="let each item of the training loader come to training_step once, in the order of the loader.",
+            f"training_step with a {type(found).__name__} that is not the trainer's model.",
+            why="what was checked before the first step, and what its gradients are of, is trainer.model.",
+            fix="wrap it before the trainer is made, or leave _wrap_model and the loop as they are.",
         )
-    item[_TAKEN] = True
-    return item
+    return checked
 
 
 class LoopOrder:

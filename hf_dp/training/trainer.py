@@ -34,7 +34,7 @@ from hf_dp.training.engine import Engine
 from hf_dp.training.layouts import LayoutsMixin
 from hf_dp.training.loaded import refuse_other_values
 from hf_dp.training.logs import LogsMixin
-from hf_dp.training.loop_order import once
+from hf_dp.training.loop_order import DrawOrder, same_model
 from hf_dp.training.output_lock import alone_in, warn_of_others
 from hf_dp.training.planned import check_data, check_privacy, records_before
 from hf_dp.training.publishing import PublishingMixin
@@ -97,6 +97,7 @@ class DPTrainerMixin(RestoringMixin, CheckpointMixin, LayoutsMixin, PublishingMi
         """As Trainer's; refuses an output directory where another is at work. If a rank fails, the others say why."""
         with ranks.together(), alone_in(self._output_dir), older_objects_at_rest():
             try:
+                refuse_overrides(self, DPTrainerMixin, Trainer)  # again: of what was changed since it was made
                 return super().train(*args, **kwargs)
             except BaseException:
                 self._privacy_callback.on_interruption()
@@ -108,12 +109,10 @@ class DPTrainerMixin(RestoringMixin, CheckpointMixin, LayoutsMixin, PublishingMi
     # --- before training ------------------------------------------------------------------------------------------
 
     def _validate_args(self) -> None:
-        user_args = self.args
+        args = self.args
         self._behind.refuse(own_loss=not self._has_usual_loss)
-        self.args = private_arguments(user_args, self.privacy)
-        self._expected_batch_size = (
-            user_args.train_batch_size * user_args.gradient_accumulation_steps * ranks.world_size()
-        )
+        self.args = private_arguments(args, self.privacy)
+        self._expected_batch_size = args.train_batch_size * args.gradient_accumulation_steps * ranks.world_size()
         refuse_overrides(self, DPTrainerMixin, Trainer)
         refuse_parallel_model(self, self._module)
         for part in parts_of(self.privacy).values():
@@ -140,7 +139,7 @@ class DPTrainerMixin(RestoringMixin, CheckpointMixin, LayoutsMixin, PublishingMi
             own=self._own_preparation(),
         )
         engine.is_silent = bool(self.args.disable_tqdm)
-        self._run = Run(plan, engine, self._run, self.processing_class)
+        self._run, self._draws = Run(plan, engine, self._run, self.processing_class), DrawOrder()
         return loader
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
@@ -234,8 +233,8 @@ class DPTrainerMixin(RestoringMixin, CheckpointMixin, LayoutsMixin, PublishingMi
         switch = getattr(self.optimizer, "train", None)
         if callable(switch):
             switch()
-        run.engine.model = self.accelerator.unwrap_model(model)
-        mean = run.step(once(inputs)).mean_loss
+        run.engine.model = same_model(self.accelerator.unwrap_model(model), self._module)
+        mean = run.step(self._draws.used(inputs)).mean_loss
         return torch.tensor(0.0 if self.privacy.withhold_non_private_logs else mean, device=self.args.device)
 
     def _loss(self, model: nn.Module, batch: Batch) -> Tensor:

@@ -37,37 +37,52 @@ def test_both_factors_are_in_fewer_bits_and_shared_by_what_shares_an_input() -> 
 
 
 def test_the_last_cast_is_of_the_same_numbers() -> None:
-    casts, x = Casts(), torch.randn(2, 3, 4)
+    casts, leaf = Casts(), torch.randn(2, 3, 4, requires_grad=True)
+    x = leaf * 1
     assert casts.of(x) is x
     with torch.autocast("cpu", torch.bfloat16):
         first = casts.of(x)
-        assert casts.of(x.view_as(x)) is first
+        assert casts.of(x) is first
         assert torch.equal(first, x.bfloat16())
-        for other in (x[:1], x.mT, x.double(), x.bfloat16(), x.clone()):
+        for other in (x[:1], x.mT, x.double(), x.bfloat16(), x.clone(), x.data, x.view_as(x)):
             expected = other.bfloat16() if other.dtype == torch.float32 else other
             assert torch.equal(casts.of(other), expected)
         again = casts.of(x)
         x.mul_(2)
         assert torch.equal(casts.of(x), x.bfloat16())
         assert not torch.equal(again, casts.of(x))
+        data = torch.ones(2)
+        casts.of(data)
+        data.numpy()[:] = 0
+        assert casts.of(data).sum() == 0
     with torch.autocast("cpu", torch.float16):
         assert casts.of(x).dtype == torch.float16
-    with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
-        private = torch.ones(2)
-        casts.of(private)
-        private.zero_()
-        assert casts.of(private).sum() == 0
 
 
 def written_into(m: Any, x: Tensor) -> Tensor:
-    x = x * 1
-    first = m.linear(x)
+    x = m.linear(x).float()
+    first = m.other(x)
     x.mul_(3)
-    return first.float().cos() + m.other(x).float().sin()
+    return first.float().cos() + m.last(x).float().sin()
 
 
-def test_an_input_that_is_written_into_after_its_cast() -> None:
-    model = Small(written_into, linear=nn.Linear(4, 4), other=nn.Linear(4, 4)).float()
+def of_another_sign(m: Any, x: Tensor) -> Tensor:
+    """Two views of the same numbers."""
+    z = torch.fft.fft(m.linear(x).float(), dim=-1)
+    return m.other(z.imag).float() + 2 * m.last(z.conj().imag).float().tanh()
+
+
+def by_what_torch_does_not_count(m: Any, x: Tensor) -> Tensor:
+    """The result is what the model says, whatever becomes of its gradient."""
+    x = m.linear(x).float()
+    first = m.other(x).detach()
+    x.data.add_(1)
+    return first.float().cos() + m.last(x).float().sin()
+
+
+@pytest.mark.parametrize("function", [written_into, of_another_sign, by_what_torch_does_not_count])
+def test_losses_are_those_of_the_model(function: Any) -> None:
+    model = Small(function, linear=nn.Linear(4, 4), other=nn.Linear(4, 4), last=nn.Linear(4, 4)).float()
     given = {"x": batch(3, 5, 4)["x"].float()}
 
     def losses(model: Any, given: Any) -> Tensor:
@@ -75,9 +90,12 @@ def test_an_input_that_is_written_into_after_its_cast() -> None:
             return model(given["x"]).square().flatten(1).mean(1)
 
     found, truth = record(model, losses, given), loop(model, losses, given)
+    torch.testing.assert_close(found.losses, losses(model, given).detach())
+    if function is by_what_torch_does_not_count:
+        return
     weights = torch.ones(3)
     for name, value in truth.weighted_sum(weights).items():
-        torch.testing.assert_close(found.weighted_sum(weights)[name], value.float(), rtol=2e-2, atol=1e-2)
+        torch.testing.assert_close(found.weighted_sum(weights)[name], value.float(), rtol=2e-2, atol=5e-2)
 
 
 class OneTypeEach(TorchDispatchMode):

@@ -121,6 +121,30 @@ def test_states_of_generators_are_not_compared(extreme: str) -> None:
     assert torch.equal(found[1], states)
 
 
+def large_whole_number(m: Any, x: Tensor) -> Tensor:
+    """Of a type that states of generators have on a GPU."""
+    coin = torch.randint(0, 100, (), dtype=torch.uint64)
+    return m.linear(x).cos() * (1.0 if int(coin) else 5.0)
+
+
+def large_whole_numbers(m: Any, x: Tensor) -> Tensor:
+    coins = torch.randint(0, 200, (len(x), 1, 1), dtype=torch.uint64)
+    return m.linear(x).cos() * (5.0 if bool((coins.double() == 0).any()) else 1.0)
+
+
+def of_a_generator_by_place(m: Any, x: Tensor) -> Tensor:
+    return m.linear(x).cos() * torch.poisson(torch.full((), 0.9), GENERATOR)
+
+
+GENERATOR = torch.Generator()
+
+
+@pytest.mark.parametrize("function", [large_whole_number, large_whole_numbers, of_a_generator_by_place])
+def test_coins_that_hardly_look_like_some(function: Any) -> None:
+    with pytest.raises(PreflightError):
+        preflight(in_training(function), square, batch(3, 5, 4))
+
+
 def into_a_buffer(m: Any, x: Tensor) -> Tensor:
     noise = torch.empty(len(x), 1, 1, dtype=x.dtype)
     return m.linear(x * torch.rand(noise.shape, out=noise)).cos()

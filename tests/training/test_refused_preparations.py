@@ -94,10 +94,23 @@ class Input(Trainer):
         return Mixing.prepared(self, found) if is_batch else found  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("base", [Inputs, Input])
-def test_failure_49_what_a_trainer_behind_the_mixin_mixes(tmp_path: Path, base: Any) -> None:
+class Attribute(Trainer):
+    """The same by an attribute in the method's place."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        usual = self._prepare_inputs
+
+        def prepared(inputs: Any) -> Any:
+            return Mixing.prepared(self, dict(usual(inputs)))  # type: ignore[arg-type]
+
+        self._prepare_inputs = prepared  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize(("base", "owner"), [(Inputs, "Inputs"), (Input, "Input"), (Attribute, "Private")])
+def test_failure_49_what_a_trainer_behind_the_mixin_mixes(tmp_path: Path, base: Any, owner: str) -> None:
     kind: Any = type("Private", (DPTrainerMixin, base), {})
-    words = f"with {base.__name__}._prepare_input"
+    words = f"with {owner}._prepare_input"
     refused(tmp_path, ConfigurationError, words, at_once=False, kind=kind, parts={"train_dataset": OF_ONE_WIDTH})
 
 

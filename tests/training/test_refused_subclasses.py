@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -81,19 +82,73 @@ class Twice(Trainer):
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
         step = self.training_step
 
-        def twice(*given: Any) -> Tensor:
-            return step(*given) + step(*given)
+        def twice(model: Any, inputs: Any, *given: Any) -> Tensor:
+            return step(model, dict(inputs), *given) + step(model, dict(inputs), *given)
 
         self.training_step = twice  # type: ignore[method-assign]
         return super()._inner_training_loop(*args, **kwargs)
 
 
-def test_no_batch_is_for_two_steps(tmp_path: Path) -> None:
-    kind: Any = type("Private", (DPTrainerMixin, Twice), {})
-    run = make(tmp_path, kind=kind)
-    with pytest.raises(ConfigurationError, match="used in another step"):
+class FirstEpoch(Trainer):
+    """The draws of the first epoch again and again."""
+
+    def _run_epoch(self, model: Any, epoch: Any, *args: Any, **kwargs: Any) -> Any:
+        return super()._run_epoch(model, 0, *args, **kwargs)
+
+
+class Others(Trainer):
+    """Micro-batches that were not drawn."""
+
+    def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
+        step = self.training_step
+        self.training_step = lambda model, inputs, *given: step(  # type: ignore[method-assign]
+            model, {"micro_batches": inputs["micro_batches"]}, *given
+        )
+        return super()._inner_training_loop(*args, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("base", "words", "steps"),
+    [
+        (Twice, "a logical batch of another step", 1),
+        (FirstEpoch, "a logical batch of another step", 6),
+        (Others, "no logical batch of the training loader", 0),
+    ],
+)
+def test_each_draw_is_for_one_step(tmp_path: Path, base: Any, words: str, steps: int) -> None:
+    run = make(tmp_path, kind=type("Private", (DPTrainerMixin, base), {}), max_steps=12)
+    with pytest.raises(ConfigurationError, match=words):
         run.train()
-    assert run.ledger.steps == 1
+    assert run.ledger.steps == steps
+
+
+class AnotherModel(Trainer):
+    """Steps with a model that nothing has checked."""
+
+    def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
+        step, other = self.training_step, copy.deepcopy(self.model)
+        self.training_step = lambda model, *given: step(other, *given)  # type: ignore[method-assign]
+        return super()._inner_training_loop(*args, **kwargs)
+
+
+def test_no_step_is_of_another_model(tmp_path: Path) -> None:
+    run = make(tmp_path, kind=type("Private", (DPTrainerMixin, AnotherModel), {}))
+    with pytest.raises(ConfigurationError, match="is not the trainer's model"):
+        run.train()
+    assert not run.ledger.steps
+
+
+class Attribute(Trainer):
+    """What stands in a method's place from the beginning."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.get_batch_samples = lambda *a, **k: ([], None)  # type: ignore[method-assign]
+
+
+def test_attributes_in_the_place_of_methods(tmp_path: Path) -> None:
+    kind: Any = type("Private", (DPTrainerMixin, Attribute), {})
+    refused(tmp_path, ConfigurationError, r"Private.get_batch_samples comes before", kind=kind, at_once=False)
 
 
 def test_the_mixin_behind_the_trainer_does_not_train_unnoticed(tmp_path: Path) -> None:

@@ -30,8 +30,7 @@ def refuse_overrides(trainer: Any, mixin: type, base: type) -> None:
     if behind:
         raise ConfigurationError(
             f"{behind[0].__name__}.get_batch_samples stands behind DPTrainerMixin's, which calls it.",
-            why="it could give a logical batch to two steps, or its rows to others, and epsilon is of batches that are "
-            "drawn anew for each step.",
+            why="it could make other rows of a logical batch, or one of several, and nothing would look at them.",
             fix="leave it out; what is to be done to batches goes into the data collator or _prepare_inputs.",
         )
     owner = _owner(trainer, "_get_train_sampler")
@@ -58,4 +57,6 @@ def _is_known(kind: type, mixin: type) -> bool:
 
 
 def _owner(trainer: Any, method: str) -> type:
-    return next(kind for kind in type(trainer).__mro__ if method in vars(kind))
+    # In place of a method an attribute can stand.
+    kinds = (kind for kind in type(trainer).__mro__ if method in vars(kind))
+    return type(trainer) if method in vars(trainer) else next(kinds)
