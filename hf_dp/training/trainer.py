@@ -97,7 +97,6 @@ class DPTrainerMixin(RestoringMixin, CheckpointMixin, LayoutsMixin, PublishingMi
         """As Trainer's; refuses an output directory where another is at work. If a rank fails, the others say why."""
         with ranks.together(), alone_in(self._output_dir), older_objects_at_rest():
             try:
-                refuse_overrides(self, DPTrainerMixin, Trainer)  # again: of what was changed since it was made
                 return super().train(*args, **kwargs)
             except BaseException:
                 self._privacy_callback.on_interruption()

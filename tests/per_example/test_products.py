@@ -14,8 +14,8 @@ from hf_dp.clipping.flat import Flat
 from hf_dp.losses import per_example_losses
 from hf_dp.per_example import Dense, OneHot, Outer, PerExampleGradients, products, record
 from hf_dp.per_example.factors import Factors, PerExample
+from hf_dp.per_example.ieee import _IN_FEWER_BITS, _sums_in_float32
 from hf_dp.per_example.norms import squared_norms
-from hf_dp.per_example.precision import _IN_FEWER_BITS, _sums_in_float32
 from tests.zoo import text_batch, tiny
 
 Multiply = Callable[[Tensor, Tensor], Tensor]

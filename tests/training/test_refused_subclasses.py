@@ -138,19 +138,6 @@ def test_no_step_is_of_another_model(tmp_path: Path) -> None:
     assert not run.ledger.steps
 
 
-class Attribute(Trainer):
-    """What stands in a method's place from the beginning."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.get_batch_samples = lambda *a, **k: ([], None)  # type: ignore[method-assign]
-
-
-def test_attributes_in_the_place_of_methods(tmp_path: Path) -> None:
-    kind: Any = type("Private", (DPTrainerMixin, Attribute), {})
-    refused(tmp_path, ConfigurationError, r"Private.get_batch_samples comes before", kind=kind, at_once=False)
-
-
 def test_the_mixin_behind_the_trainer_does_not_train_unnoticed(tmp_path: Path) -> None:
     with pytest.raises((TypeError, ConfigurationError)):
         make(tmp_path, kind=MixinLast)

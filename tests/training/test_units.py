@@ -287,7 +287,7 @@ class Forgets(DPTrainer):
     """Hands on what models need, and nothing else."""
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
-        few = {"micro_batches": inputs["micro_batches"]}
+        few = {name: inputs[name] for name in ("micro_batches", "step")}
         return super().training_step(model, few, num_items_in_batch)
 
 

@@ -57,6 +57,4 @@ def _is_known(kind: type, mixin: type) -> bool:
 
 
 def _owner(trainer: Any, method: str) -> type:
-    # In place of a method an attribute can stand.
-    kinds = (kind for kind in type(trainer).__mro__ if method in vars(kind))
-    return type(trainer) if method in vars(trainer) else next(kinds)
+    return next(kind for kind in type(trainer).__mro__ if method in vars(kind))
