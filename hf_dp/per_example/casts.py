@@ -18,19 +18,19 @@ class Casts:
     def __init__(self) -> None:
         self._last: tuple[weakref.ref[Tensor], int, Tensor] | None = None
 
-    def of(self, values: Tensor) -> Tensor:
-        """`values`, or their cast where autocast would multiply that."""
+    def of(self, values: Tensor) -> tuple[Tensor, bool]:
+        """`values`, or their cast where autocast would multiply that; and whether it is of this moment."""
         kind = values.device.type
         if values.dtype != torch.float32 or not torch.is_autocast_enabled(kind):
-            return values
+            return values, True
         dtype = torch.get_autocast_dtype(kind)
-        # Of what autograd knows every write in place is counted.
+        # Of what autograd knows writes in place are counted, unless they pass it by.
         if not values.requires_grad or values.is_inference():
-            return values.to(dtype)
+            return values.to(dtype), True
         if self._last is not None:
             last, version, cast = self._last
             if last() is values and version == values._version and cast.dtype == dtype:
-                return cast
+                return cast, False
         cast = values.to(dtype)
         self._last = weakref.ref(values), values._version, cast
-        return cast
+        return cast, True

@@ -37,9 +37,13 @@ def recorded(given: Tensor | None, call: Call) -> Tensor:
 class _RecordedUse(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, given: Tensor | None, call: Call) -> Tensor:
-        output, saved = call.rule.forward(given, call.operands)
-        if call.rule.is_product:
-            saved = tuple(call.watch.casts.of(tensor) if tensor is given else tensor for tensor in saved)
+        if given is None or not call.rule.is_product:
+            output, saved = call.rule.forward(given, call.operands)
+        else:
+            cast, is_new = call.watch.casts.of(given)
+            # What the model computes follows from no cast of before, whatever has happened to its input since.
+            output, saved = call.rule.forward(cast if is_new else given, call.operands)
+            saved = tuple(cast if tensor is given else tensor for tensor in saved)
         if output._is_view():
             # Autograd would let nobody change it in place.
             output = torch.ops.aten._unsafe_view(output, output.shape)

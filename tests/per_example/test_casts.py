@@ -38,25 +38,31 @@ def test_both_factors_are_in_fewer_bits_and_shared_by_what_shares_an_input() -> 
 
 def test_the_last_cast_is_of_the_same_numbers() -> None:
     casts, leaf = Casts(), torch.randn(2, 3, 4, requires_grad=True)
+
+    def cast_of(values: Tensor, is_new: bool = True) -> Tensor:
+        cast, was_made = casts.of(values)
+        assert was_made == is_new
+        return cast
+
     x = leaf * 1
-    assert casts.of(x) is x
+    assert cast_of(x) is x
     with torch.autocast("cpu", torch.bfloat16):
-        first = casts.of(x)
-        assert casts.of(x) is first
+        first = cast_of(x)
+        assert cast_of(x, is_new=False) is first
         assert torch.equal(first, x.bfloat16())
         for other in (x[:1], x.mT, x.double(), x.bfloat16(), x.clone(), x.data, x.view_as(x)):
             expected = other.bfloat16() if other.dtype == torch.float32 else other
-            assert torch.equal(casts.of(other), expected)
-        again = casts.of(x)
+            assert torch.equal(cast_of(other), expected)
+        again = cast_of(x)
         x.mul_(2)
-        assert torch.equal(casts.of(x), x.bfloat16())
-        assert not torch.equal(again, casts.of(x))
+        assert torch.equal(cast_of(x), x.bfloat16())
+        assert not torch.equal(again, cast_of(x, is_new=False))
         data = torch.ones(2)
-        casts.of(data)
+        cast_of(data)
         data.numpy()[:] = 0
-        assert casts.of(data).sum() == 0
+        assert cast_of(data).sum() == 0
     with torch.autocast("cpu", torch.float16):
-        assert casts.of(x).dtype == torch.float16
+        assert cast_of(x).dtype == torch.float16
 
 
 def written_into(m: Any, x: Tensor) -> Tensor:
