@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -31,19 +32,28 @@ def instantiating(name: str, bind: Callable[..., Bound], function: Function, *, 
     def backward(
         saved: tuple[Tensor, ...], operands: Operands, gradient: Tensor, axis: Axis, needs_input: bool
     ) -> tuple[Tensor | None, dict[str, Factors | None]]:
-        roles = sorted(operands.watched)
+        roles, given = sorted(operands.watched), [saved[0], *operands.parameters.values()]
+        dtypes = [value.dtype for value in given if value is not None and value.is_floating_point()]
+        # Under autocast weights are in more bits than what a layer before gave, and kernels take one type alone.
+        common = functools.reduce(torch.promote_types, dtypes)
+        all_parameters = {role: _lifted(value, common) for role, value in operands.parameters.items()}
 
         def one(given: Tensor, gradient: Tensor) -> tuple[Tensor, ...]:
             def with_parameters(parameters: dict[str, Tensor], given: Tensor = given) -> Tensor:
-                return function(given, {**operands.parameters, **parameters}, operands.options)
+                return function(given, {**all_parameters, **parameters}, operands.options)
 
-            watched = {role: operands.parameters[role] for role in roles}
+            watched = {role: all_parameters[role] for role in roles}
             primals = (watched, given) if needs_input else (watched,)
-            found = torch.func.vjp(with_parameters, *primals)[1](gradient)
+            output, pull = torch.func.vjp(with_parameters, *primals)
+            found = pull(gradient.to(output.dtype))
             return *(found[0][role] for role in roles), *found[1:]
 
-        found = torch.func.vmap(one)(axis.rows(saved[0]), axis.rows(gradient))
+        found = torch.func.vmap(one)(axis.rows(_lifted(saved[0], common)), axis.rows(gradient))
         factors: dict[str, Factors | None] = {r: PerExample(g) for r, g in zip(roles, found, strict=False)}
         return found[-1].reshape(saved[0].shape) if needs_input else None, factors
 
     return Rule(name, bind, forward, backward, features)
+
+
+def _lifted(value: Any, dtype: torch.dtype) -> Any:
+    return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from pathlib import Path
 from typing import Any
@@ -9,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from hf_dp.errors import PreflightError, UnsupportedModelError
 from hf_dp.per_example import RULES, Bound, instantiating, loop, preflight, record
+from hf_dp.per_example.batch import Batch
 from tests.per_example.small import Small, batch, parameter, relative_error, square
 
 MODELS: dict[str, Small] = {
@@ -77,3 +79,21 @@ def test_a_function_that_mixes_rows_is_found() -> None:
     model = Small(lambda m, x: m.linear(x), linear=nn.Linear(4, 4))
     with pytest.raises(PreflightError, match="neighbours"):
         preflight(model, square, batch(3, 5, 4), rules={**RULES, F.linear: centred})
+
+
+@pytest.mark.parametrize(
+    "layer", [nn.GroupNorm(2, 8), nn.Conv2d(8, 8, 3, groups=2), nn.Conv2d(8, 8, 3, padding="same"), nn.Conv2d(8, 4, 3)]
+)
+def test_layers_behind_others_under_autocast(layer: nn.Module) -> None:
+    """Their input is in 16 bits, and their weights are not."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), copy.deepcopy(layer))
+
+    def losses(model: nn.Module, given: Batch) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            found: Tensor = model(given["x"])
+        return found.float().square().flatten(1).mean(1)
+
+    given = {"x": torch.randn(3, 3, 9, 9)}
+    preflight(model, losses, given)
+    assert relative_error(record(model, losses, given), loop(model, losses, given)) < 1e-2
