@@ -14,6 +14,9 @@ _IN_FEWER_BITS = (
     "allow_fp16_reduced_precision_reduction",
     "allow_fp16_accumulation",
 )
+# Where precisions are set, and what they are set to.
+_MATMULS: list[Any] = [torch.backends.cuda.matmul, torch.backends.mkldnn.matmul]  # type: ignore[attr-defined]
+_IEEE = ["ieee", "ieee"]
 
 
 @contextmanager
@@ -23,8 +26,8 @@ def full_precision(device: torch.device) -> Iterator[None]:
     in_fewer = [name for name in _IN_FEWER_BITS if device.type == "cuda" and getattr(cublas, name)]
     with ExitStack() as stack:
         # It is entered for each use of each parameter.
-        if any(matmul.fp32_precision != "ieee" for matmul in _matmuls()):
-            stack.enter_context(_in_ieee())
+        if (before := precisions()) != _IEEE:
+            stack.enter_context(_in_ieee(before))
         if in_fewer:
             stack.enter_context(_sums_in_float32(in_fewer))
         if torch.is_autocast_enabled(device.type):
@@ -34,27 +37,27 @@ def full_precision(device: torch.device) -> Iterator[None]:
 
 def precisions() -> list[str]:
     """In what products of float32 numbers are made, as it is set: "ieee", "none" for the same, or fewer bits."""
-    return [matmul.fp32_precision for matmul in _matmuls()]
-
-
-def _matmuls() -> list[Any]:
-    return [torch.backends.cuda.matmul, torch.backends.mkldnn.matmul]  # type: ignore[attr-defined]
+    return [matmul.fp32_precision for matmul in _MATMULS]
 
 
 @contextmanager
-def _in_ieee() -> Iterator[None]:
-    before, old = precisions(), _by_the_old_name()
+def _in_ieee(before: list[str]) -> Iterator[None]:
+    old = _by_the_old_name()
     try:
         if old != "highest":
             # Of two settings that disagree torch says nothing, and lets whoever asks (its profiler, say) fail.
             torch.set_float32_matmul_precision("highest")
-        for matmul in _matmuls():
-            matmul.fp32_precision = "ieee"
+        _set(_IEEE)
         yield
     finally:
         if old != "highest":
             torch.set_float32_matmul_precision(old)
-        for matmul, precision in zip(_matmuls(), before, strict=True):
+        _set(before)
+
+
+def _set(chosen: list[str]) -> None:
+    for matmul, precision in zip(_MATMULS, chosen, strict=True):
+        if matmul.fp32_precision != precision:
             matmul.fp32_precision = precision
 
 
