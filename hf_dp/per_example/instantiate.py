@@ -44,7 +44,7 @@ def instantiating(name: str, bind: Callable[..., Bound], function: Function, *, 
 
             watched = {role: all_parameters[role] for role in roles}
             primals = (watched, given) if needs_input else (watched,)
-            output, pull = torch.func.vjp(with_parameters, *primals)
+            output, pull = torch.func.vjp(with_parameters, *primals)[:2]
             found = pull(gradient.to(output.dtype))
             return *(found[0][role] for role in roles), *found[1:]
 
