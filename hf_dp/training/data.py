@@ -33,6 +33,11 @@ logger = logging.getLogger(__name__)
 _KNOWN = ("hf_dp.", "transformers.", "trl.")
 
 
+def _is_known(module: str, method: Any) -> bool:
+    # A wrapper may have the module of what it wraps, and a class of Transformers a method of one's own.
+    return all(str(name).startswith(_KNOWN) for name in (module, getattr(method, "__module__", "")))
+
+
 class DataMixin(_Base):
     """One item of the training loader is one logical batch; each batch is completed where it is padded on the left."""
 
@@ -112,9 +117,14 @@ class DataMixin(_Base):
         """What a user's class does to batches in place of Trainer, if it does; see `Engine`."""
         methods = "_prepare_inputs", "_prepare_input"
         # Those of a Trainer behind this class too, which are called from here, and what was put in their place.
-        places = [(type(self).__name__, vars(self)), *((kind.__name__, vars(kind)) for kind in type(self).__mro__)]
-        found = [(f"{place}.{name}", vars_[name]) for name in methods for place, vars_ in places if name in vars_]
-        own = [name for name, method in found if not str(method.__module__).startswith(_KNOWN)]
+        places = [(type(self).__name__, "", vars(self))]
+        places += [(kind.__name__, kind.__module__, dict(vars(kind))) for kind in type(self).__mro__]
+        own = [
+            f"{place}.{name}"
+            for name in methods
+            for place, module, held in places
+            if name in held and not _is_known(module, held[name])
+        ]
         return (own[0], self._prepare_inputs, lambda batch: self._behind.prepared(self._module, batch)) if own else None
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:

@@ -94,6 +94,14 @@ class Input(Trainer):
         return Mixing.prepared(self, found) if is_batch else found  # type: ignore[arg-type]
 
 
+class Wrapped(Trainer):
+    """Which says of itself that it is Trainer's."""
+
+    @functools.wraps(Trainer._prepare_inputs)
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        return Mixing.prepared(self, dict(super()._prepare_inputs(inputs)))  # type: ignore[arg-type]
+
+
 class Attribute(Trainer):
     """The same by an attribute in the method's place."""
 
@@ -107,7 +115,9 @@ class Attribute(Trainer):
         self._prepare_inputs = prepared  # type: ignore[method-assign]
 
 
-@pytest.mark.parametrize(("base", "owner"), [(Inputs, "Inputs"), (Input, "Input"), (Attribute, "Private")])
+@pytest.mark.parametrize(
+    ("base", "owner"), [(Inputs, "Inputs"), (Input, "Input"), (Wrapped, "Wrapped"), (Attribute, "Private")]
+)
 def test_failure_49_what_a_trainer_behind_the_mixin_mixes(tmp_path: Path, base: Any, owner: str) -> None:
     kind: Any = type("Private", (DPTrainerMixin, base), {})
     words = f"with {owner}._prepare_input"
