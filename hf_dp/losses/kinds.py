@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
@@ -42,8 +43,7 @@ def loss_kind(model: nn.Module) -> str:
         (SHIFTED, (), auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES),
     )
     for kind, suffixes, mapping in heads:
-        names = {n for v in mapping.values() for n in (v if isinstance(v, (tuple, list)) else (v,))}
-        if name in names or any(name.endswith(s) for s in suffixes):
+        if name.endswith(suffixes) or any(name in _all(v) for v in mapping.values()):
             return _of_decoder(base, kind)
     for kind, suffixes, _ in heads:
         if declared in suffixes:
@@ -55,6 +55,11 @@ def loss_kind(model: nn.Module) -> str:
         "'ForSequenceClassification', for example; or override DPTrainer.compute_per_example_loss(model, inputs) to "
         "return one loss for each example.",
     )
+
+
+def _all(classes: str | Sequence[str]) -> Sequence[str]:
+    """Of the names of one kind of model's classes, of which most have one."""
+    return (classes,) if isinstance(classes, str) else classes
 
 
 def is_causal(model: nn.Module) -> bool:

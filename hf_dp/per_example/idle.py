@@ -37,9 +37,12 @@ def without_idle(outer: Outer) -> Outer:
 
 
 def _may_be_idle(values: Tensor) -> bool:
-    """Whether half of the positions of (B, T, n) have zeros in the first feature: all that is read as a rule."""
-    used = values[:, :, 0].ne(0).any(0)
-    return 2 * int(used.sum()) <= len(used) > 1
+    """Whether half of the positions of (B, T, n) have zeros in the first feature: all that is read, and as a rule of the
+    first example alone."""
+    first, positions = values.select(2, 0), values.shape[1]
+    if len(first) == 0 or positions < 2 or 2 * int(first[0].count_nonzero()) > positions:
+        return False
+    return 2 * int(first.ne(0).any(0).count_nonzero()) <= positions
 
 
 def _used(values: Tensor) -> Tensor:

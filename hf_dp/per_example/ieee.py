@@ -17,6 +17,8 @@ _IN_FEWER_BITS = (
 # Where precisions are set, and what they are set to.
 _MATMULS: list[Any] = [torch.backends.cuda.matmul, torch.backends.mkldnn.matmul]  # type: ignore[attr-defined]
 _IEEE = ["ieee", "ieee"]
+# "none" is where nobody has chosen: the default of products, which is the same.
+_IN_FULL = {"ieee", "none"}
 
 
 @contextmanager
@@ -24,13 +26,17 @@ def full_precision(device: torch.device) -> Iterator[None]:
     """Inside, products are so: norms and sums must be of the same numbers."""
     cublas: Any = torch.backends.cuda.matmul
     in_fewer = [name for name in _IN_FEWER_BITS if device.type == "cuda" and getattr(cublas, name)]
+    before, is_cast = precisions(), torch.is_autocast_enabled(device.type)
+    # It is entered for each use of each parameter.
+    if not (in_fewer or is_cast) and _IN_FULL.issuperset(before):
+        yield
+        return
     with ExitStack() as stack:
-        # It is entered for each use of each parameter.
-        if (before := precisions()) != _IEEE:
+        if not _IN_FULL.issuperset(before):
             stack.enter_context(_in_ieee(before))
         if in_fewer:
             stack.enter_context(_sums_in_float32(in_fewer))
-        if torch.is_autocast_enabled(device.type):
+        if is_cast:
             stack.enter_context(torch.autocast(device.type, enabled=False))
         yield
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -59,7 +60,7 @@ def inner(left: Tensor, right: Tensor, cut_block: int = CUT_BLOCK) -> Tensor:
     """
     as_they_are = are_multiplied_as_they_are(left, right)
     block = cut_block if as_they_are else BLOCK
-    pairs = zip(left.split(block, 2), right.split(block, 1), strict=True)
+    pairs = zip(_blocks(left, block, 2), _blocks(right, block, 1), strict=True)
     one, other = next(pairs)
     if as_they_are:
         total = _to_float32(one, other)
@@ -70,6 +71,11 @@ def inner(left: Tensor, right: Tensor, cut_block: int = CUT_BLOCK) -> Tensor:
     for one, other in pairs:
         total.baddbmm_(accumulation(one), accumulation(other))
     return total
+
+
+def _blocks(values: Tensor, block: int, axis: int) -> Sequence[Tensor]:
+    """`values` along an axis, at most `block` at once."""
+    return (values,) if values.shape[axis] <= block else values.split(block, axis)
 
 
 def add_weighted_(out: Tensor, left: Tensor, right: Tensor, coefficients: Tensor, scale: float) -> None:
@@ -89,7 +95,8 @@ def add_weighted_(out: Tensor, left: Tensor, right: Tensor, coefficients: Tensor
         weighted = small * weights
         high = weighted.to(small.dtype)
         for part in (high, weighted.sub_(high).to(small.dtype)):
-            for one, two in zip(part.flatten(0, 1).split(BLOCK), other.flatten(0, 1).split(BLOCK), strict=True):
+            rows = (_blocks(side.flatten(0, 1), BLOCK, 0) for side in (part, other))
+            for one, two in zip(*rows, strict=True):
                 _add_(out if is_left else out.T, one.T, two, scale)
         return
     first, second = left.to(out.dtype), right.to(out.dtype)

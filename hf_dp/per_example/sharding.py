@@ -7,7 +7,7 @@ itself watches. Norms need no parameter, and of the sums no more than one is who
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -46,14 +46,19 @@ def is_sharded(model: nn.Module) -> bool:
     return any(isinstance(p, DTensor) for p in model.parameters())
 
 
-def refuse_unknown_shards(model: nn.Module) -> None:
+def refuse_unknown_shards(modules: Sequence[nn.Module]) -> None:
     """Refuses shards that are not FSDP2's over all ranks.
+
+    Args:
+        modules: all of a model, which comes first.
 
     Raises:
         UnsupportedModelError: with the parameter's name and how it is laid out.
     """
-    shards = {name: p for name, p in model.named_parameters() if isinstance(p, DTensor)}
-    managed = {id(p) for m in model.modules() if isinstance(m, FSDPModule) for p in m.parameters()} if shards else set()
+    if not any(isinstance(p, DTensor) for module in modules for p in module._parameters.values()):
+        return
+    shards = {name: p for name, p in modules[0].named_parameters() if isinstance(p, DTensor)}
+    managed = {id(p) for module in modules if isinstance(module, FSDPModule) for p in module.parameters()}
     for name, p in shards.items():
         mesh, placements = p.device_mesh, p.placements
         is_known = mesh.ndim == 1 and mesh.size() == ranks.world_size() and isinstance(placements[0], Sharded)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -61,15 +61,19 @@ def uncompiled() -> Iterator[None]:
         yield
 
 
-def refuse_compiled(model: nn.Module) -> None:
+def refuse_compiled(modules: Sequence[nn.Module]) -> None:
     """Refuses compiled modules that are trained.
+
+    Args:
+        modules: all of a model, which comes first.
 
     Raises:
         UnsupportedModelError: with the name of the module.
     """
-    for name, module in model.named_modules():
+    for module in modules:
         is_compiled = "_orig_mod" in module._modules or getattr(module, "_compiled_call_impl", None) is not None
         if is_compiled and any(p.requires_grad for p in module.parameters()):
+            name = next(name for name, other in modules[0].named_modules() if other is module)
             raise UnsupportedModelError(
                 f"{name or 'the model'} is compiled (torch.compile) and has trainable parameters.",
                 why="the uses of a parameter cannot be seen inside a compiled graph.",

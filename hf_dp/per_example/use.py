@@ -101,10 +101,11 @@ def sorted_operands(
 def _entangled(bound: Bound) -> str | None:
     """Why the operands of a use are no input and parameters, if they are not."""
     watched = [p for p in bound.parameters.values() if isinstance(p, WatchedParameter)]
-    strays = [a for a in flatten((bound.input, bound.options)) if isinstance(a, WatchedParameter)]
+    options = [a for a in flatten(bound.options) if isinstance(a, Tensor)]
+    strays = any(isinstance(a, WatchedParameter) for a in (bound.input, *options))
     if strays or len({id(p) for p in watched}) != len(watched):
         return "parameters are combined with one another there"
-    plain = [p for p in bound.parameters.values() if not isinstance(p, WatchedParameter)]
-    if any(isinstance(a, Tensor) and a.requires_grad for a in flatten((plain, bound.options))):
+    plain = [p for p in bound.parameters.values() if p is not None and not isinstance(p, WatchedParameter)]
+    if any(a.requires_grad for a in (*plain, *options)):
         return "another of its operands needs a gradient too"
     return None

@@ -124,8 +124,10 @@ class Watch:
         Raises:
             UnsupportedModelError: a compiled module, or a gradient reached a parameter behind the watch's back.
         """
-        refuse_compiled(model)
-        refuse_unknown_shards(model)
+        # A model may have thousands of modules; for each micro-batch it is walked through as seldom as can be.
+        modules = list(model.modules())
+        refuse_compiled(modules)
+        refuse_unknown_shards(modules)
         self.parameters = originals = trainable(model)
         hooked = sorted(n for n, p in originals.items() if p._backward_hooks or p._post_accumulate_grad_hooks)
         if hooked:
@@ -143,7 +145,7 @@ class Watch:
         self.factors = {name: [] for name in originals}
         self.sum_dtypes = {name: sum_dtype(p.dtype) for name, p in originals.items()}
         try:
-            with in_place(model, originals, watched):
+            with in_place(modules, originals, watched):
                 with watched_when_whole(model, sharded, watch):
                     yield
                 leaked = self.leaked | {name for name, p in originals.items() if p.grad is not None}
@@ -206,7 +208,7 @@ class Watch:
 
     def _use(self, rule: Rule, bound: Bound, parameters: list[str], function: Any, args: Any, kwargs: Any) -> Any:
         watched = {r: p for r, p in bound.parameters.items() if isinstance(p, WatchedParameter)}
-        operands = Operands(mapped(plain, bound.parameters), frozenset(watched), bound.options)
+        operands = Operands({r: plain(p) for r, p in bound.parameters.items()}, frozenset(watched), bound.options)
         given = bound.input
         axis = Axis(self.batch_size, self.reader.read(rule, bound, parameters))
         self._note(rule.name, parameters, given, axis, self.reader.is_doubtful(rule, given, axis))
@@ -277,7 +279,7 @@ class Watch:
         for parameter in parameters:
             use = Use(operation, parameter, axis.reading, 0 if given is None else given.dim())
             (self.uses if torch.is_grad_enabled() else self.read).add(use)
-            self.doubts |= {use} if doubtful else set()
+            self.doubts.update((use,) if doubtful else ())
             if given is not None and axis.reading != "constant" and not given.requires_grad:
                 self.read.add(use._replace(reading=PLAIN))
             if self.observe is not None and given is not None:

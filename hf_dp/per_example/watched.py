@@ -7,7 +7,7 @@ else is computed from parameters is a constant (`constants.py`) or a use, which 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 
@@ -83,8 +83,7 @@ class WatchedParameter(torch.Tensor):
                 return func(*args, **kwargs)
         if func in _DETACHING:
             return args[0].source.plain
-        derivation = _derive(func, args, kwargs)
-        if derivation is not None:
+        if func in _DERIVING and (derivation := _derive(func, args, kwargs)) is not None:
             return derivation
         watch = next(a.source.watch for a in flatten((args, kwargs)) if isinstance(a, WatchedParameter))
         return watch.call(func, args, kwargs)
@@ -92,16 +91,16 @@ class WatchedParameter(torch.Tensor):
 
 @contextmanager
 def in_place(
-    model: nn.Module, originals: Mapping[str, nn.Parameter], watched: Mapping[int, WatchedParameter]
+    modules: Iterable[nn.Module], originals: Mapping[str, nn.Parameter], watched: Mapping[int, WatchedParameter]
 ) -> Iterator[None]:
-    """Inside, watched tensors stand wherever `model` holds the parameters of these ids, and no original has a gradient.
+    """Inside, watched tensors stand wherever `modules` hold parameters of these ids, and no original has a gradient.
 
     At the end all is as it was.
     """
     gradients = {name: p.grad for name, p in originals.items()}
     places = [
         (module._parameters, key, p)
-        for module in model.modules()
+        for module in modules
         for key, p in module._parameters.items()
         if p is not None and id(p) in watched
     ]
@@ -149,6 +148,8 @@ _SCALES = {
     **dict.fromkeys((torch.Tensor.div, torch.div, torch.Tensor.__truediv__), "div"),
     **dict.fromkeys((torch.Tensor.neg, torch.neg, torch.Tensor.__neg__), "neg"),
 }
+_REPLACES_ROWS = {torch.Tensor.index_copy, torch.index_copy}
+_DERIVING = _CASTS | _TRANSPOSES | _SCALES.keys() | _REPLACES_ROWS
 
 
 def _derive(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -168,7 +169,7 @@ def _derive(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return source.derived(
             func(*values, **kwargs), (lambda f: source.pull(f.transposed)) if swapped else source.pull
         )
-    if func in (torch.Tensor.index_copy, torch.index_copy):
+    if func in _REPLACES_ROWS:
         return _rows_replaced(source, *values, **mapped(plain, kwargs))
     scale = None if kwargs else _scale(_SCALES.get(func), [a for a in args if a is not watched[0]], args[0], watched[0])
     if scale is None:
@@ -203,20 +204,25 @@ def _rows_replaced(
     return new.derived(input.index_copy(0, index, source), lambda f: new.pull(f.rows(index)))
 
 
+_HOLDERS = (tuple, list, dict, slice)
+
+
 def flatten(value: Any, found: list[Any] | None = None) -> list[Any]:
     """What is in tuples, lists, dictionaries and slices, however deep; added to `found`, if there is such."""
-    # For each operation on a parameter it is called several times: generators within generators took twice as long.
+    # For each operation on a parameter it is called several times: generators within generators took twice as long,
+    # and a call for each item half as long again.
     found = [] if found is None else found
-    if isinstance(value, (tuple, list)):
-        for item in value:
-            flatten(item, found)
-    elif isinstance(value, dict):
-        for item in value.values():
-            flatten(item, found)
+    if isinstance(value, dict):
+        items: Iterable[Any] = value.values()
     elif isinstance(value, slice):
-        found += (value.start, value.stop, value.step)
+        items = (value.start, value.stop, value.step)
     else:
-        found.append(value)
+        items = value if isinstance(value, (tuple, list)) else (value,)
+    for item in items:
+        if isinstance(item, _HOLDERS):
+            flatten(item, found)
+        else:
+            found.append(item)
     return found
 
 
