@@ -74,6 +74,12 @@ def imports_are_no_garbage() -> None:
 
 
 @pytest.fixture(autouse=True)
+def rest_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of it is at rest, and counting it takes a tenth of most trainings here."""
+    monkeypatch.setattr(gc, "get_freeze_count", lambda: 1)
+
+
+@pytest.fixture(autouse=True)
 def nothing_trained_before() -> None:
     """Trainings with one seed leave the same weights, and a test is no part of the training of another."""
     if copies := sys.modules.get("hf_dp.training.copies"):

@@ -24,6 +24,11 @@ class Cycle:
 
 
 @pytest.fixture(autouse=True)
+def rest_is_not_counted() -> None:
+    """Here it is."""
+
+
+@pytest.fixture(autouse=True)
 def at_work() -> Iterator[None]:
     """The tests' own rest is over for so long."""
     gc.unfreeze()
