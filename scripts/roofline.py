@@ -8,6 +8,9 @@ it takes to start, whichever is longest; of products and bytes the rates are tho
 is left out: kernels of a real GPU do not run here, and both steps have it. `hf-dp plan` predicts by products and bytes
 of weights alone; this has activations, the loss and what is started besides.
 
+What Python does between two starts runs ahead of the device, unless it takes longer. It is measured here, on a CPU,
+with tensors of hardly any numbers; where it is printed as longer than the step, the step takes as long.
+
 Weights are in bf16; with --autocast in float32, and products in bf16 (`TrainingArguments(bf16=True)`).
 """
 
@@ -16,6 +19,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import sys
+import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -40,6 +44,7 @@ from workloads import (  # noqa: E402
     SMALL_CASES,
     Case,
     Setting,
+    batches,
     build,
     loss_of,
     losses_of,
@@ -49,7 +54,7 @@ from workloads import (  # noqa: E402
 from hf_dp.accounting import FlatClipping  # noqa: E402
 from hf_dp.clipping.table import rule_of  # noqa: E402
 from hf_dp.noise.gaussian import GaussianNoise  # noqa: E402
-from hf_dp.per_example import preflight, record  # noqa: E402
+from hf_dp.per_example import Certificate, preflight, record  # noqa: E402
 from hf_dp.planning.speed import ADAM, GPUS, Gpu  # noqa: E402
 from hf_dp.randomness import Entropy  # noqa: E402
 from hf_dp.step.clipped_sum import ClippedSum  # noqa: E402
@@ -57,6 +62,9 @@ from tests.per_example import pretended  # noqa: E402
 
 # Seconds between two starts, at least.
 _START = 4e-6
+# What is narrow where Python alone is measured: numbers of each head, and of everything else.
+_HEAD, _NARROW = 2, 8
+_REPEATS = 12
 # What starts nothing.
 _FREE = {"empty", "empty_like", "empty_strided", "new_empty", "detach", "_unsafe_view", "lift_fresh", "alias", "device"}
 # What autocast computes in fewer bits; what it computes in more than it is given is left as it is.
@@ -169,16 +177,20 @@ def started(case: Case, *, is_private: bool, gpu: Gpu) -> Started:
         ids = torch.empty(case.batch, case.length, dtype=torch.int64, device=pretended.GPU)
         data = [{"input_ids": ids, "labels": ids} for _ in range(MICRO_BATCHES)]
         stack.enter_context(started)
-        if certificate is None:
-            for one in data:
-                (loss_of(case, model, one) / MICRO_BATCHES).backward()
-            return started
-        total = ClippedSum(model, rule_of(FlatClipping(norm=1.0)))
-        for one in data:
-            total.add(record(model, losses, one, certificate=certificate))
-        total.release(GaussianNoise(Entropy(None)), 1.0, 0)
-        total.set_gradients(8.0)
+        _all_of(case, model, data, certificate)
     return started
+
+
+def _all_of(case: Case, model: nn.Module, data: list[dict[str, Tensor]], certificate: Certificate | None) -> None:
+    if certificate is None:
+        for one in data:
+            (loss_of(case, model, one) / MICRO_BATCHES).backward()
+        return
+    total = ClippedSum(model, rule_of(FlatClipping(norm=1.0)))
+    for one in data:
+        total.add(record(model, functools.partial(losses_of, case), one, certificate=certificate))
+    total.release(GaussianNoise(Entropy(None)), 1.0, 0)
+    total.set_gradients(8.0)
 
 
 def of_all_layers(case: Case, gpu: Gpu, *, is_private: bool) -> tuple[Counter[str], Counter[str]]:
@@ -192,6 +204,25 @@ def of_all_layers(case: Case, gpu: Gpu, *, is_private: bool) -> tuple[Counter[st
         return Counter({name: first[name] + more * (second[name] - first[name]) for name in {**first, **second}})
 
     return extended(one.seconds, two.seconds), extended(one.number, two.number)
+
+
+def of_python(case: Case, *, is_private: bool) -> float:
+    """Seconds of a processor for as many operations on hardly any numbers, the least of several logical batches."""
+    heads = case.config.get("n_head") or case.config["num_attention_heads"]
+    narrow = {"hidden_size": heads * _HEAD, "n_embd": heads * _HEAD, "intermediate_size": _NARROW, "vocab_size": 64}
+    config = {name: narrow.get(name, value) for name, value in case.config.items()}
+    case = dataclasses.replace(case, config=config, batch=2, length=4, rank=2)
+    model = build(case, Setting(torch.device("cpu")))
+    losses = functools.partial(losses_of, case)
+    data = batches(case, torch.device("cpu"))
+    certificate = preflight(model, losses, data[0]) if is_private else None
+    seconds = []
+    for _ in range(_REPEATS):
+        model.zero_grad()
+        begin = time.process_time()
+        _all_of(case, model, data, certificate)
+        seconds.append(time.process_time() - begin)
+    return min(seconds)
 
 
 def _trained(case: Case) -> int:
@@ -225,6 +256,8 @@ def run(
             f"{private * 1e3:,.0f} ms, {our_number.total():,.0f}; {private / ordinary:.2f} x "
             f"({predicted(chosen):.2f} x by the arithmetic of hf-dp plan)"
         )
+        own_python, our_python = (of_python(chosen, is_private=is_private) * 1e3 for is_private in (False, True))
+        print(f"    Python on this machine: {own_python:,.0f} ms, and {our_python:,.0f} ms for the private step")
         differ = sorted({*own, *ours}, key=lambda which: -abs(ours[which] - own[which]))
         for which in differ[:operations]:
             print(f"    {which}: {own[which] * 1e3:.1f} ms, {ours[which] * 1e3:.1f} ms")

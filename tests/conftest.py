@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 # Before anything imports torch or a Hugging Face library; subprocesses inherit them.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -74,9 +75,11 @@ def imports_are_no_garbage() -> None:
 
 
 @pytest.fixture(autouse=True)
-def rest_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+def rest_is_not_counted() -> Iterator[None]:
     """All of it is at rest, and counting it takes a tenth of most trainings here."""
-    monkeypatch.setattr(gc, "get_freeze_count", lambda: 1)
+    # Not by `monkeypatch`, which would then be undone after the fixtures of the tests.
+    with mock.patch.object(gc, "get_freeze_count", return_value=1):
+        yield
 
 
 @pytest.fixture(autouse=True)

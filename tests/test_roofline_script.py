@@ -21,10 +21,13 @@ def test_lora_starts_hardly_more_than_an_ordinary_step() -> None:
     """Each costs as long as a small one takes to start, so with adapters their number is what a step costs."""
     command = [sys.executable, str(ROOT / "scripts" / "roofline.py"), "--case", "small, LoRA, checkpointing"]
     done = subprocess.run([*command, "--operations", "3"], capture_output=True, text=True, check=True, cwd=ROOT)
-    first, *others = done.stdout.splitlines()
+    first, python, *others = done.stdout.splitlines()
     found = _LINE.search(first)
     assert found is not None, done.stdout
     own, ours = (int(found[name].replace(",", "")) for name in ("own", "ours"))
     assert 1000 < own < ours < 1.3 * own
     assert 1.0 < float(found["ratio"]) < 1.3
     assert len(others) == 3
+    found = re.search(r"Python on this machine: (?P<own>[\d,]+) ms, and (?P<ours>[\d,]+) ms", python)
+    assert found is not None, done.stdout
+    assert 0 < int(found["own"]) < int(found["ours"]) < 1000
