@@ -102,10 +102,10 @@ def _entangled(bound: Bound) -> str | None:
     """Why the operands of a use are no input and parameters, if they are not."""
     watched = [p for p in bound.parameters.values() if isinstance(p, WatchedParameter)]
     options = [a for a in flatten(bound.options) if isinstance(a, Tensor)]
-    strays = any(isinstance(a, WatchedParameter) for a in (bound.input, *options))
+    strays = any(isinstance(a, WatchedParameter) for a in (*flatten(bound.input), *options))
     if strays or len({id(p) for p in watched}) != len(watched):
         return "parameters are combined with one another there"
-    plain = [p for p in bound.parameters.values() if p is not None and not isinstance(p, WatchedParameter)]
+    plain = [p for p in bound.parameters.values() if isinstance(p, Tensor) and not isinstance(p, WatchedParameter)]
     if any(a.requires_grad for a in (*plain, *options)):
         return "another of its operands needs a gradient too"
     return None
