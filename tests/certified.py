@@ -42,12 +42,12 @@ shared: Path | None = None
 def once() -> Iterator[None]:
     """The checks that trainings call are remembered."""
     importlib.import_module("hf_dp.training.trainer")
-    found = 0
+    callers, found = [m for name, m in list(sys.modules.items()) if name.startswith("hf_dp.training")], 0
     with ExitStack() as patches:
         for check in (preflight, check_padding):
             wrapped = remembering(check)
-            for name, module in list(sys.modules.items()):
-                if name.startswith("hf_dp.training") and getattr(module, check.__name__, None) is check:
+            for module in callers:
+                if getattr(module, check.__name__, None) is check:
                     patches.enter_context(mock.patch.object(module, check.__name__, wrapped))
                     found += 1
         assert found >= 2, "the checks are called from elsewhere, and nothing is remembered"

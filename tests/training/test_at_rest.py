@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from transformers import TrainerCallback
@@ -24,15 +25,11 @@ class Cycle:
 
 
 @pytest.fixture(autouse=True)
-def rest_is_not_counted() -> None:
-    """Here it is."""
-
-
-@pytest.fixture(autouse=True)
-def at_work() -> Iterator[None]:
-    """The tests' own rest is over for so long."""
+def at_work(nothing_waits: Callable[[], int]) -> Iterator[None]:
+    """The tests' own rest is over for so long, and objects are counted."""
     gc.unfreeze()
-    yield
+    with mock.patch.object(gc, "get_freeze_count", nothing_waits):
+        yield
     gc.freeze()
 
 
