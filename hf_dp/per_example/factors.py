@@ -9,8 +9,9 @@ clipping; Ding et al. 2024, arXiv:2405.18194, is the case of one output position
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -26,7 +27,13 @@ from hf_dp.per_example.products import (
     are_multiplied_as_they_are,
     inner,
     is_instantiated,
+    unsure,
 )
+
+# Rounding of a squared norm, in units of machine epsilon x (sum over positions of |left| |right|)^2.
+ROUNDING = 8.0
+# Where the squares of numbers, in sums of 2^20, are no longer represented; in units of the root of the largest number.
+_LARGEST = 2.0**-11
 
 
 @dataclass(frozen=True)
@@ -44,6 +51,28 @@ class Outer:
     @property
     def transposed(self) -> Outer:
         return Outer(self.right, self.left, self.scale)
+
+    def magnitude(self, left: Tensor | None = None, right: Tensor | None = None) -> Tensor:
+        """(B,): what the norm would be if nothing cancelled between positions, and more where it is taken less exactly.
+
+        A bound on rounding follows from it, and from that a coefficient, which must follow from the example alone. So it
+        is the same in whatever form the gradient is kept, which depends on all examples of a micro-batch; and positions
+        at which either side is zero (padding) change nothing.
+
+        Args:
+            left: the norms of its rows, (B, T), where they are known; or (k, B, T) those of k uses that are alike.
+            right: beside it.
+        """
+        left = self.left.row_norms() if left is None else left
+        right = self.right.row_norms() if right is None else right
+        products = left * right
+        in_doubt = unsure(self.left.tensor, self.right.tensor, products.ne(0))
+        times = 1 + max(self.left.width, self.right.width) / BLOCK + in_doubt / ROUNDING
+        total, largest = products.sum(-1), _LARGEST * torch.finfo(products.dtype).max ** 0.5
+        # Gram matrices overflow where gradients do not yet.
+        is_large = (left.sum(-1) > largest) | (right.sum(-1) > largest) | (total > largest)
+        magnitude: Tensor = times**0.5 * abs(self.scale) * total
+        return magnitude.masked_fill(is_large, math.inf)
 
     @property
     def likeness(self) -> Hashable:
@@ -85,7 +114,7 @@ class Outer:
         on_cores = are_multiplied_as_they_are(left.tensor, right.tensor)
         width = sum(side.size if isinstance(side, Dense) else 1 for side in (left, right))
         if is_instantiated(left.size * right.size, width, left.tensor.shape[1], on_cores):
-            return self.instantiated(BLOCK)
+            return replace(self.instantiated(BLOCK), magnitude=self.magnitude())
         return self
 
     def add_weighted_(self, out: Tensor, coefficients: Tensor) -> None:
@@ -107,6 +136,10 @@ class Outer:
         """Itself: an outer product is cast where it is summed."""
         return self
 
+    def in_float64(self) -> Outer:
+        """The same of longer numbers."""
+        return replace(self, left=self.left.in_float64(), right=self.right.in_float64())
+
     def selected(self, index: Tensor) -> Outer:
         """The examples in `index` alone."""
         return replace(self, left=self.left.of(self.left.tensor[index]), right=self.right.of(self.right.tensor[index]))
@@ -123,20 +156,28 @@ class DistinctRows(Outer):
 
 @dataclass(frozen=True)
 class PerExample:
-    """Instantiated gradients: `values` (B, *shape of the parameter)."""
+    """Instantiated gradients: `values` (B, *shape of the parameter).
+
+    Attributes:
+        magnitude: (B,) as of `Outer`, of sums over positions; None where that is their norm.
+    """
 
     values: Tensor
+    magnitude: Tensor | None = field(default=None, kw_only=True)
 
     @property
     def transposed(self) -> PerExample:
-        return PerExample(self.values.mT)
+        return replace(self, values=self.values.mT)
 
     def rows(self, index: Tensor) -> PerExample:
         """The rows `index` (k,) of each gradient."""
-        return PerExample(self.values[:, index])
+        return replace(self, values=self.values[:, index])
 
     def scaled(self, scale: float) -> PerExample:
-        return self if scale == 1.0 else PerExample(self.values * scale)
+        if scale == 1.0:
+            return self
+        magnitude = None if self.magnitude is None else self.magnitude * abs(scale)
+        return PerExample(self.values * scale, magnitude=magnitude)
 
     def add_weighted_(self, out: Tensor, coefficients: Tensor) -> None:
         """Adds sum over i of coefficients[i] x values[i] to `out` in place, in the dtype of `out`."""
@@ -145,15 +186,15 @@ class PerExample:
 
     def accumulated_in(self, dtype: torch.dtype) -> PerExample:
         """The same with values in `dtype`."""
-        return PerExample(self.values.to(dtype))
+        return replace(self, values=self.values.to(dtype))
 
     def selected(self, index: Tensor) -> PerExample:
         """The examples in `index` alone."""
-        return PerExample(self.values[index])
+        return PerExample(self.values[index], magnitude=None if self.magnitude is None else self.magnitude[index])
 
     def masked(self, chosen: Chosen) -> PerExample:
         """The same, of which those that are not `chosen` are left out where it is summed."""
-        return OfChosen(self.values, chosen)
+        return OfChosen(self.values, chosen, magnitude=self.magnitude)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hf_dp.per_example.chosen import Chosen
-from hf_dp.per_example.precision import accumulation
+from hf_dp.per_example.precision import accumulation, sum_dtype
 from hf_dp.per_example.products import are_multiplied_as_they_are, inner
 
 # Gram matrices are split, to compute half of what is symmetric, down to so many positions.
@@ -43,6 +43,10 @@ class Dense:
         """The same with other rows."""
         return Dense(values)
 
+    def in_float64(self) -> Dense:
+        """The same in longer numbers."""
+        return Dense(self.values.double())
+
     def masked(self, chosen: Chosen) -> Dense:
         """With zeros in place of the examples that are not `chosen`."""
         return Dense(chosen.or_zeros(self.values))
@@ -53,7 +57,7 @@ class Dense:
 
     def row_norms(self) -> Tensor:
         """(B, T) l2 norms of the rows."""
-        norms: Tensor = torch.linalg.vector_norm(accumulation(self.values), dim=2)
+        norms: Tensor = torch.linalg.vector_norm(self.values, dim=2, dtype=sum_dtype(self.values.dtype))
         return norms
 
 
@@ -78,6 +82,10 @@ class OneHot:
         """The same with other rows."""
         return OneHot(ids, self.size)
 
+    def in_float64(self) -> OneHot:
+        """Itself."""
+        return self
+
     def masked(self, chosen: Chosen) -> OneHot:
         """Itself: beside a dense side that is zero an id adds nothing."""
         return self
@@ -100,7 +108,7 @@ class SelfGram:
 
     Attributes:
         blocks: each (k B, m, m'), the k blocks of an example one after another; those on the diagonal come first.
-        row_norms: (B, T), the square roots of the diagonal.
+        row_norms: (B, T).
     """
 
     blocks: tuple[Tensor, ...]
@@ -148,12 +156,11 @@ def gram(first: Side, second: Side) -> Tensor:
 
 
 def _self_gram(side: Side, smallest: int) -> SelfGram:
-    batch, length = side.tensor.shape[:2]
+    length = side.tensor.shape[1]
     part, rest = side, []
     while length >= 2 * smallest:
         halves = part.padded(length % 2).unflatten(1, (2, -1))
         rest.append(gram(part.of(halves[:, 0]), part.of(halves[:, 1])))
         part, length = part.of(halves.flatten(0, 1)), (length + 1) // 2
     diagonal = gram(part, part)
-    row_norms = diagonal.diagonal(dim1=1, dim2=2).clamp_min(0).sqrt() if part.width else part.row_norms()
-    return SelfGram((diagonal, *rest), row_norms.reshape(batch, -1))
+    return SelfGram((diagonal, *rest), side.row_norms())

@@ -48,7 +48,8 @@ class Grouping:
     def of(self, factors: Factors) -> Factors:
         """The gradients of one use, (U, ...) from (B, ...)."""
         if isinstance(factors, PerExample):
-            return PerExample(self.summed(factors.values))
+            magnitude = None if factors.magnitude is None else self.summed(factors.magnitude)
+            return PerExample(self.summed(factors.values), magnitude=magnitude)
         joined = Outer(
             factors.left.of(self._joined(factors.left.tensor)),
             factors.right.of(self._joined(factors.right.tensor)),

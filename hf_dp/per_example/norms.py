@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Hashable, Iterable
 
 import torch
 from torch import Tensor
 
-from hf_dp.per_example.factors import DistinctRows, Factors, Outer, PerExample
+from hf_dp.per_example.factors import ROUNDING, DistinctRows, Factors, Outer, PerExample
 from hf_dp.per_example.gram import Dense, OneHot, SelfGrams, gram, smallest_block
 from hf_dp.per_example.precision import accumulation
-from hf_dp.per_example.products import BLOCK, unsure
+from hf_dp.per_example.waiting import answers_at_once
 
-# Rounding of a squared norm, in units of machine epsilon x (sum over positions of |left| |right|)^2.
-_ROUNDING = 8.0
+# A squared norm that rounding may have moved by this part of itself is taken in float64.
+_DOUBTFUL = 2.0**-10
 # The longest sums that are left to one reduction: rounding grows with their length.
 _NORM_BLOCK = 512
 
@@ -22,23 +21,27 @@ _NORM_BLOCK = 512
 def all_squared_norms(factors: Iterable[list[Factors]]) -> list[tuple[Tensor, Tensor]]:
     """As of `squared_norms`, of the uses of each parameter; parameters that are used once go together."""
     grams, pairs = SelfGrams(), list[tuple[Tensor, Tensor]]()
-    kept: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    kept: dict[Hashable, list[tuple[Tensor, Tensor | None]]] = {}
     outers: dict[Hashable, list[Outer]] = {}
     for uses in factors:
         match uses:
-            case [PerExample(values)]:
+            case [PerExample(values) as use]:
                 rows = accumulation(values).reshape(len(values), -1)
                 # Not copied whole: that would be as many numbers again.
                 rows = _shortened(rows) if rows.shape[1] > _NORM_BLOCK else rows
-                kept.setdefault((rows.dtype, rows.device), []).append(rows)
+                kept.setdefault((rows.dtype, rows.device, use.magnitude is None), []).append((rows, use.magnitude))
             case [Outer() as outer] if not isinstance(outer, DistinctRows):
                 outers.setdefault(outer.likeness, []).append(outer)
             case [_, *_]:
                 pairs.append(squared_norms(uses, grams))
-    pairs += [squared_norms([PerExample(torch.cat(together, dim=1))]) for together in kept.values()]
+    for together in kept.values():
+        norms = _norms(torch.cat([rows for rows, _ in together], dim=1))
+        apart = [magnitude for _, magnitude in together if magnitude is not None]
+        pairs.append((norms.square(), _rounding(torch.stack(apart) if apart else norms[None]).sum(0)))
     for alike in outers.values():
         total, rounding = _clamped(*_own_terms(alike, grams))
-        pairs.append((total.sum(0), rounding.sum(0)))
+        found = [_refined([outer], one, bound) for outer, one, bound in zip(alike, total, rounding, strict=True)]
+        pairs.append((torch.stack(found).sum(0), rounding.sum(0)))
     return pairs
 
 
@@ -77,14 +80,35 @@ def stacked(pairs: list[tuple[Tensor, Tensor]], losses: Tensor) -> tuple[Tensor,
 
 
 def _gram_norms(outers: list[Outer], grams: SelfGrams) -> tuple[Tensor, Tensor]:
+    total, magnitude, underflow = _terms(outers, grams)
+    norms, rounding = _clamped(total, magnitude, underflow)
+    return _refined(outers, norms, rounding), rounding
+
+
+def _refined(outers: list[Outer], norms: Tensor, rounding: Tensor) -> Tensor:
+    """Squared `norms` (B,) from Gram matrices, in float64 of examples whose gradient nearly cancels.
+
+    Of these the norm would be little else than rounding, which follows from what is computed beside them.
+    """
+    if norms.dtype == torch.float64 or not answers_at_once(norms.device):
+        return norms
+    doubtful = rounding.isfinite() & (rounding > _DOUBTFUL * norms)
+    if not bool(doubtful.any()):
+        return norms
+    index = doubtful.nonzero().squeeze(1)
+    found = _terms([outer.selected(index).in_float64() for outer in outers], SelfGrams())[0]
+    return norms.index_copy(0, index, found.clamp_min(0).to(norms.dtype))
+
+
+def _terms(outers: list[Outer], grams: SelfGrams) -> tuple[Tensor, Tensor, Tensor]:
+    """Of one parameter, (B,) each: as of `_own_terms`, the uses together."""
     terms = zip(*(_own_terms([outer], grams) for outer in outers), strict=True)
     total, magnitude, underflow = (sum(several[1:], start=several[0]) for several in terms)
     for position, first in enumerate(outers):
         for second in outers[position + 1 :]:
             crossed = gram(first.left, second.left) * gram(first.right, second.right)
             total = total + 2 * first.scale * second.scale * crossed.sum((1, 2))
-    norms, rounding = _clamped(total, magnitude, underflow)
-    return norms[0], rounding[0]
+    return total[0], magnitude[0], underflow[0]
 
 
 def _own_terms(outers: list[Outer], grams: SelfGrams) -> tuple[Tensor, Tensor, Tensor]:
@@ -95,9 +119,7 @@ def _own_terms(outers: list[Outer], grams: SelfGrams) -> tuple[Tensor, Tensor, T
     pairs = [(grams.of(outer.left, smallest), grams.of(outer.right, smallest)) for outer in outers]
     total = torch.stack([left.inner(right) for left, right in pairs])
     left, right = (torch.stack([pair[i].row_norms for pair in pairs]) for i in (0, 1))
-    length = max(first.left.width, first.right.width) / BLOCK
-    times = 1 + length + unsure(first.left.tensor, first.right.tensor) / _ROUNDING
-    magnitude = times**0.5 * scale * (left * right).sum(2)
+    magnitude = first.magnitude(left, right)
     # Each entry of a Gram matrix may have lost as much as the smallest normal number in each of its products.
     lost = first.left.width * right.sum(2).square() + first.right.width * left.sum(2).square()
     underflow = scale * torch.finfo(lost.dtype).tiny ** 0.5 * lost.sqrt()
@@ -118,15 +140,13 @@ def _norms_of_sum(uses: list[Factors], grams: SelfGrams) -> tuple[Tensor, Tensor
         # The bound on rounding is that of the larger type.
         whole = whole.to(torch.promote_types(whole.dtype, use.right.tensor.dtype))
     norms = _norms(whole.reshape(len(whole), -1))
-    if len(uses) == 1:
-        return norms.square(), _rounding(norms)
     # The weighted sum adds the uses one by one: what cancels between them there leaves its rounding behind.
-    apart = [norms] if len(others) == 1 and not isinstance(others[0], Outer) else [_magnitude(use) for use in others]
+    apart = [norms if len(others) == 1 and _is_norm(use) else _magnitude(use) for use in others]
     rounding = _rounding(torch.stack([*apart, *(_magnitude(use) for use in looked_up)]).sum(0))
     total = norms.square()
     if looked_up:
-        squares, bound = _gram_norms(looked_up, grams)
-        total, rounding = total + squares, rounding + bound
+        squares, _, underflow = _terms(looked_up, grams)
+        total, rounding = total + squares.clamp_min(0), rounding + underflow.square()
     for use in looked_up:
         met = whole[torch.arange(len(whole), device=whole.device)[:, None], use.left.tensor]
         total = total + 2 * use.scale * met.mul_(use.right.tensor).sum((1, 2))
@@ -137,12 +157,16 @@ def _is_lookup(use: Outer) -> bool:
     return isinstance(use.left, OneHot) and isinstance(use.right, Dense)
 
 
+def _is_norm(use: Factors) -> bool:
+    """Whether its magnitude is its norm."""
+    return isinstance(use, PerExample) and use.magnitude is None
+
+
 def _magnitude(use: Factors) -> Tensor:
     """(B,): what the norm could be if nothing cancelled between positions."""
-    if isinstance(use, PerExample):
-        return _norms(accumulation(use.values).reshape(use.values.shape[0], -1))
-    times = 1 + unsure(use.left.tensor, use.right.tensor) / _ROUNDING
-    return (use.left.row_norms() * use.right.row_norms()).sum(1) * (abs(use.scale) * math.sqrt(times))
+    if isinstance(use, Outer):
+        return use.magnitude()
+    return _norms(accumulation(use.values).reshape(len(use.values), -1)) if use.magnitude is None else use.magnitude
 
 
 def _norms(rows: Tensor) -> Tensor:
@@ -161,4 +185,4 @@ def _shortened(rows: Tensor) -> Tensor:
 
 
 def _rounding(magnitude: Tensor) -> Tensor:
-    return _ROUNDING * torch.finfo(magnitude.dtype).eps * magnitude.square()
+    return ROUNDING * torch.finfo(magnitude.dtype).eps * magnitude.square()

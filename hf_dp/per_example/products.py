@@ -47,7 +47,12 @@ def is_instantiated(numbers: int, width: int, positions: int, on_cores: bool) ->
         positions: T.
         on_cores: whether the factors are multiplied on tensor cores.
     """
-    return numbers <= (2 if on_cores else 1) * positions * width
+    return positions >= instantiated_from(numbers, width, on_cores)
+
+
+def instantiated_from(numbers: int, width: int, on_cores: bool) -> int:
+    """From how many positions on; the others as of `is_instantiated`."""
+    return -(-numbers // ((2 if on_cores else 1) * width))
 
 
 def inner(left: Tensor, right: Tensor, cut_block: int = CUT_BLOCK) -> Tensor:
@@ -104,15 +109,17 @@ def add_weighted_(out: Tensor, left: Tensor, right: Tensor, coefficients: Tensor
     out.addmm_(first.flatten(0, 1).T, second.flatten(0, 1), alpha=scale)
 
 
-def unsure(left: Tensor, right: Tensor) -> float:
+def unsure(left: Tensor, right: Tensor, used: Tensor) -> Tensor | float:
     """How much further than after a cast the squared norm of left^T right may be from that of what is added to a sum.
 
     Args:
         left: (B, T, p) a factor, or (B, T) the ids of one.
         right: (B, T, d) the other one.
+        used: (..., B, T) at which positions neither is zero. All that counts is how far they reach, so that an example
+            has the same beside longer ones. Of one so long that it is always instantiated nothing is in doubt.
 
     Returns:
-        In epsilons of (sum over positions of |left| |right|)^2; 0 where both are cast.
+        In epsilons of (sum over positions of |left| |right|)^2, (..., B) or of all; 0 where both are cast.
     """
     widths = [side.shape[2] if side.dim() == 3 else 0 for side in (left, right)]
     cut = 0.0
@@ -120,9 +127,13 @@ def unsure(left: Tensor, right: Tensor) -> float:
         if width and are_multiplied_as_they_are(side, side):
             # Within a block, and where blocks are added.
             cut += _cut(min(width, CUT_BLOCK)) + width / CUT_BLOCK
-    if all(widths) and are_multiplied_as_they_are(left, right):
-        cut += 2 * _cut(min(left.shape[1], BLOCK)) + _SPLIT
-    return cut
+    if not (all(widths) and are_multiplied_as_they_are(left, right)):
+        return cut
+    places = torch.arange(1, used.shape[-1] + 1, device=used.device)
+    reach = ((used * places).amax(-1) + (used * places.flip(0)).amax(-1) - len(places)).clamp_min(0)
+    # They may begin within what is multiplied at once.
+    cuts = cut + 2 * _CUT * (reach.clamp_max(BLOCK) / _AT_ONCE + 2) + _SPLIT
+    return cuts.masked_fill(reach >= instantiated_from(widths[0] * widths[1], sum(widths), on_cores=True), 0.0)
 
 
 def _cut(length: int) -> int:

@@ -36,7 +36,9 @@ def _parameter(operands: Operands, role: str) -> Tensor:
 
 def _summed(values: Tensor, axis: Axis) -> PerExample:
     # Of 16 bits a GPU makes no copy for it.
-    return PerExample(axis.positions(values).sum(1, dtype=sum_dtype(values.dtype)))
+    positions, dtype = axis.positions(values), sum_dtype(values.dtype)
+    magnitude = torch.linalg.vector_norm(positions, dim=2, dtype=dtype).sum(1)
+    return PerExample(positions.sum(1, dtype=dtype), magnitude=magnitude)
 
 
 # --- y = x W^T + b, and y = x W + b ---------------------------------------------------------------------------------
@@ -212,8 +214,12 @@ def _bind_elementwise(input: Tensor, other: Tensor, *, alpha: float = 1) -> Boun
 
 
 def _share(values: Tensor, weight: Tensor, axis: Axis) -> PerExample:
-    rows = axis.rows(values).sum(1, dtype=sum_dtype(values.dtype))
     inner = weight.shape[1:] if weight.dim() == values.dim() else weight.shape
+    outer = values.shape[: values.dim() - len(inner)]
+    if values.shape[len(outer) :] == inner:
+        found = _summed(values.reshape(*outer, inner.numel()), axis)
+        return replace(found, values=found.values.reshape(-1, *weight.shape))
+    rows = axis.rows(values).sum(1, dtype=sum_dtype(values.dtype))
     rows = rows.sum_to_size(rows.shape[0], *[1] * (rows.dim() - 1 - len(inner)), *inner)
     return PerExample(rows.reshape(rows.shape[0], *weight.shape))
 
