@@ -52,21 +52,22 @@ class Outer:
     def transposed(self) -> Outer:
         return Outer(self.right, self.left, self.scale)
 
-    def magnitude(self, left: Tensor | None = None, right: Tensor | None = None) -> Tensor:
+    def magnitude(self, left: Tensor | None = None, right: Tensor | None = None, is_kept: bool = False) -> Tensor:
         """(B,): what the norm would be if nothing cancelled between positions, and more where it is taken less exactly.
 
-        A bound on rounding follows from it, and from that a coefficient, which must follow from the example alone. So it
-        is the same in whatever form the gradient is kept, which depends on all examples of a micro-batch; and positions
-        at which either side is zero (padding) change nothing.
+        A bound on rounding follows from it, and from that a coefficient, which must follow from the example alone. So
+        it is the same in whatever form the gradient is kept, which depends on all examples of a micro-batch; and
+        positions at which either side is zero (padding) change nothing.
 
         Args:
             left: the norms of its rows, (B, T), where they are known; or (k, B, T) those of k uses that are alike.
             right: beside it.
+            is_kept: whether gradients are instantiated.
         """
         left = self.left.row_norms() if left is None else left
         right = self.right.row_norms() if right is None else right
         products = left * right
-        in_doubt = unsure(self.left.tensor, self.right.tensor, products.ne(0))
+        in_doubt = unsure(self.left.tensor, self.right.tensor, products.ne(0), is_kept)
         times = 1 + max(self.left.width, self.right.width) / BLOCK + in_doubt / ROUNDING
         total, largest = products.sum(-1), _LARGEST * torch.finfo(products.dtype).max ** 0.5
         # Gram matrices overflow where gradients do not yet.
@@ -114,7 +115,7 @@ class Outer:
         on_cores = are_multiplied_as_they_are(left.tensor, right.tensor)
         width = sum(side.size if isinstance(side, Dense) else 1 for side in (left, right))
         if is_instantiated(left.size * right.size, width, left.tensor.shape[1], on_cores):
-            return replace(self.instantiated(BLOCK), magnitude=self.magnitude())
+            return replace(self.instantiated(BLOCK), magnitude=self.magnitude(is_kept=True))
         return self
 
     def add_weighted_(self, out: Tensor, coefficients: Tensor) -> None:

@@ -37,7 +37,7 @@ def without_idle(outer: Outer) -> Outer:
 
 
 def _may_be_idle(values: Tensor) -> bool:
-    """Whether half of the positions of (B, T, n) have zeros in the first feature: all that is read, and as a rule of the
+    """Whether half of the positions of (B, T, n) have zeros in the first feature: all that is read, and mostly of the
     first example alone."""
     first, positions = values.select(2, 0), values.shape[1]
     if len(first) == 0 or positions < 2 or 2 * int(first[0].count_nonzero()) > positions:

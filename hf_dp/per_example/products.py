@@ -109,14 +109,16 @@ def add_weighted_(out: Tensor, left: Tensor, right: Tensor, coefficients: Tensor
     out.addmm_(first.flatten(0, 1).T, second.flatten(0, 1), alpha=scale)
 
 
-def unsure(left: Tensor, right: Tensor, used: Tensor) -> Tensor | float:
+def unsure(left: Tensor, right: Tensor, used: Tensor, is_kept: bool = False) -> Tensor | float:
     """How much further than after a cast the squared norm of left^T right may be from that of what is added to a sum.
 
     Args:
         left: (B, T, p) a factor, or (B, T) the ids of one.
         right: (B, T, d) the other one.
         used: (..., B, T) at which positions neither is zero. All that counts is how far they reach, so that an example
-            has the same beside longer ones. Of one so long that it is always instantiated nothing is in doubt.
+            has the same beside longer ones.
+        is_kept: whether gradients are instantiated. Then nothing is in doubt of those which would be beside any others;
+            the rest has what it has where it is not.
 
     Returns:
         In epsilons of (sum over positions of |left| |right|)^2, (..., B) or of all; 0 where both are cast.
@@ -133,7 +135,8 @@ def unsure(left: Tensor, right: Tensor, used: Tensor) -> Tensor | float:
     reach = ((used * places).amax(-1) + (used * places.flip(0)).amax(-1) - len(places)).clamp_min(0)
     # They may begin within what is multiplied at once.
     cuts = cut + 2 * _CUT * (reach.clamp_max(BLOCK) / _AT_ONCE + 2) + _SPLIT
-    return cuts.masked_fill(reach >= instantiated_from(widths[0] * widths[1], sum(widths), on_cores=True), 0.0)
+    always = instantiated_from(widths[0] * widths[1], sum(widths), on_cores=True)
+    return cuts.masked_fill(reach >= always, 0.0) if is_kept else cuts
 
 
 def _cut(length: int) -> int:

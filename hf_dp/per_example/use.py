@@ -101,11 +101,11 @@ def sorted_operands(
 def _entangled(bound: Bound) -> str | None:
     """Why the operands of a use are no input and parameters, if they are not."""
     watched = [p for p in bound.parameters.values() if isinstance(p, WatchedParameter)]
-    options = [a for a in flatten(bound.options) if isinstance(a, Tensor)]
-    strays = any(isinstance(a, WatchedParameter) for a in (*flatten(bound.input), *options))
+    strays = any(isinstance(a, WatchedParameter) for a in flatten((bound.input, bound.options)))
     if strays or len({id(p) for p in watched}) != len(watched):
         return "parameters are combined with one another there"
-    plain = [p for p in bound.parameters.values() if isinstance(p, Tensor) and not isinstance(p, WatchedParameter)]
-    if any(a.requires_grad for a in (*plain, *options)):
+    # A rule of a user's own may have put several into one role.
+    plain = [p for p in bound.parameters.values() if not isinstance(p, WatchedParameter)]
+    if any(isinstance(a, Tensor) and a.requires_grad for a in flatten((plain, bound.options))):
         return "another of its operands needs a gradient too"
     return None

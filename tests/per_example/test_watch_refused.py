@@ -173,3 +173,31 @@ def test_a_rule_of_ones_own() -> None:
     model, data = REFUSED["einsum"][0], batch(3, 5, 4)
     found = record(model, square, data, rules={**RULES, torch.functional.einsum: rule})
     assert relative_error(found, loop(model, square, data)) <= 1e-12
+
+
+def chained(x: Tensor, weights: list[Tensor]) -> Tensor:
+    if torch.overrides.has_torch_function((x, *weights)):
+        found: Tensor = torch.overrides.handle_torch_function(chained, (x, *weights), x, weights)
+        return found
+    return x @ weights[0] @ weights[1]
+
+
+class Chained(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = (nn.Parameter(torch.randn(4, 4, dtype=torch.float64)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return chained(torch.tanh(x), [self.one, self.other])
+
+
+def test_a_rule_of_ones_own_that_puts_several_parameters_into_one_role() -> None:
+    """The second would be none that is watched."""
+
+    def bind(x: Tensor, weights: list[Tensor]) -> Bound:
+        several: Any = [weights[1]]
+        return Bound(x, {"w": weights[0], "others": several}, {})
+
+    rule = Rule("chained", bind, lambda x, o: (x, (x,)), lambda *given: (None, {}))
+    with pytest.raises(UnsupportedModelError, match="another of its operands needs a gradient too"):
+        record(Chained(), square, batch(3, 5, 4), rules={**RULES, chained: rule})
