@@ -1,4 +1,4 @@
-"""What an example adds follows from it alone, also where its gradient nearly cancels and those beside it change its form."""
+"""What an example adds follows from it alone, also where its gradient nearly cancels and its form is up to others."""
 
 from __future__ import annotations
 
@@ -13,11 +13,13 @@ from torch import Tensor, nn
 from hf_dp.accounting import FlatClipping
 from hf_dp.accounting.terms import TERMS
 from hf_dp.clipping.table import rule_of
+from hf_dp.losses import per_example_losses
 from hf_dp.per_example import Certificate, Outer, PerExample, PerExampleGradients, preflight, record
 from hf_dp.per_example.batch import Batch
 from hf_dp.per_example.in_groups import InGroups
 from hf_dp.per_example.passes import record_in_two_passes
 from hf_dp.step.clipped_sum import ClippedSum
+from tests.zoo import tiny
 
 WIDTH = 8
 
@@ -120,6 +122,24 @@ def test_failure_55_one_that_joins_moves_the_sum_by_at_most_c(
         bound = 0.0 if beside == "not a number" else 1.0
         # What rounding leaves of each, and of the sum.
         assert moved(whole, without) <= bound + 32 * 2**-13
+
+
+def test_texts_beside_a_longer_one_add_what_they_add_without_it() -> None:
+    model = tiny("gpt2", "causal_lm", torch.float32)
+    ids = torch.randint(3, 25, (33, 40), generator=torch.Generator().manual_seed(5))
+    mask = torch.ones_like(ids)
+    ids[:32, 20:], mask[:32, 20:] = 0, 0
+    batch = {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask.eq(0), -100)}
+    short = {name: value[:32, :20] for name, value in batch.items()}
+    certificate = preflight(model, per_example_losses, {name: value[:3, :17] for name, value in short.items()})
+
+    def of_the_short(given: dict[str, Tensor]) -> dict[str, Tensor]:
+        made = record(model, per_example_losses, given, certificate=certificate)
+        coefficients = rule_of(FlatClipping(norm=1.0)).coefficients(made.squared_norms(), made.rounding())
+        coefficients[32:] = 0.0
+        return {name: value.double() for name, value in made.weighted_sum(coefficients).items()}
+
+    assert moved(of_the_short(batch), of_the_short(short)) <= 5e-6
 
 
 def test_failure_55_the_check_can_fail(
