@@ -43,6 +43,7 @@ from workloads import (  # noqa: E402
     MICRO_BATCHES,
     SMALL_CASES,
     Case,
+    Cases,
     Setting,
     batches,
     build,
@@ -244,7 +245,7 @@ def run(
     torch.gpu.get_amp_supported_dtype = lambda: [torch.bfloat16]  # type: ignore[attr-defined]
     gpu = GPUS["H100"]
     for name in case:
-        chosen = {**GPU_CASES, **SMALL_CASES}[name]
+        chosen = Cases({**GPU_CASES, **SMALL_CASES})[name]
         chosen = dataclasses.replace(chosen, autocast=chosen.autocast or autocast)
         adam = ADAM * _trained(chosen) / gpu.bandwidth
         (own, own_number), (ours, our_number) = (

@@ -60,19 +60,30 @@ _LLAMA_135M = {
     "vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30,
     "num_attention_heads": 9, "num_key_value_heads": 3, "tie_word_embeddings": True,
 }  # fmt: skip
-CASES = {
-    "tied": Case("gpt2", 8, 128, _gpt2(16384, 512, 4)),
-    "untied": Case("gpt2", 8, 128, _gpt2(16384, 512, 4, tied=False)),
-    "tied long": Case("gpt2", 4, 512, _gpt2(16384, 512, 4)),
-    "tied short": Case("gpt2", 64, 32, _gpt2(16384, 512, 4)),
-    "llama lora": Case("llama", 8, 256, _LLAMA, lora=True),
-    "llama 135M lora": Case("llama", 8, 64, _LLAMA_135M, lora=True),
-    "bert": Case("bert", 8, 128, _BERT),
-    "llama, 8 layers": Case("llama", 4, 256, _DEEP),
-    "llama, checkpointing": Case("llama", 4, 256, _DEEP, checkpointing=True),
-    "llama, checkpointing, autocast": Case("llama", 4, 256, _DEEP, checkpointing=True, autocast=True),
-    "large vocabulary": Case("gpt2", 4, 256, _gpt2(151936, 896, 1)),
-}
+
+
+class Cases(dict[str, Case]):
+    """By name; who asks for one that there is not is told which there are."""
+
+    def __missing__(self, name: str) -> Case:
+        raise SystemExit("\n  ".join([f"There is no case {name!r}. There are:", *self]))
+
+
+CASES = Cases(
+    {
+        "tied": Case("gpt2", 8, 128, _gpt2(16384, 512, 4)),
+        "untied": Case("gpt2", 8, 128, _gpt2(16384, 512, 4, tied=False)),
+        "tied long": Case("gpt2", 4, 512, _gpt2(16384, 512, 4)),
+        "tied short": Case("gpt2", 64, 32, _gpt2(16384, 512, 4)),
+        "llama lora": Case("llama", 8, 256, _LLAMA, lora=True),
+        "llama 135M lora": Case("llama", 8, 64, _LLAMA_135M, lora=True),
+        "bert": Case("bert", 8, 128, _BERT),
+        "llama, 8 layers": Case("llama", 4, 256, _DEEP),
+        "llama, checkpointing": Case("llama", 4, 256, _DEEP, checkpointing=True),
+        "llama, checkpointing, autocast": Case("llama", 4, 256, _DEEP, checkpointing=True, autocast=True),
+        "large vocabulary": Case("gpt2", 4, 256, _gpt2(151936, 896, 1)),
+    }
+)
 
 _LLAMA_1B = {
     "vocab_size": 128256, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
