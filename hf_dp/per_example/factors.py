@@ -26,7 +26,7 @@ from hf_dp.per_example.products import (
     add_weighted_,
     are_multiplied_as_they_are,
     inner,
-    is_instantiated,
+    instantiated_from,
     unsure,
 )
 
@@ -114,9 +114,13 @@ class Outer:
         left, right = self.left, self.right
         on_cores = are_multiplied_as_they_are(left.tensor, right.tensor)
         width = sum(side.size if isinstance(side, Dense) else 1 for side in (left, right))
-        if is_instantiated(left.size * right.size, width, left.tensor.shape[1], on_cores):
-            return replace(self.instantiated(BLOCK), magnitude=self.magnitude(is_kept=True))
-        return self
+        fewest = instantiated_from(left.size * right.size, width, on_cores)
+        if left.tensor.shape[1] < fewest:
+            return self
+        # Of what is instantiated beside any others, a GPU would take long to read all rows once more. In 16 bits what
+        # an example adds depends on the others by as much in any case.
+        magnitude = None if on_cores and fewest == 0 else self.magnitude(is_kept=True)
+        return replace(self.instantiated(BLOCK), magnitude=magnitude)
 
     def add_weighted_(self, out: Tensor, coefficients: Tensor) -> None:
         """Adds sum over i of coefficients[i] x (gradient of example i) to `out` in place, in the dtype of `out`."""

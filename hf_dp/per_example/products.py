@@ -25,6 +25,8 @@ BLOCK = 4096
 # The same of what `inner` leaves to tensor cores, where it grows faster: half as long would take more time, twice as
 # long would leave more of each norm in doubt.
 CUT_BLOCK = 512
+# So few positions decide nothing.
+_FEW = 16
 # An upper bound for both: so many epsilons for each so many products.
 _CUT, _AT_ONCE = 5, 8
 # A weighted factor, as the sum of two bfloat16 numbers, is off by 2^-18 of itself: in float32's epsilons of 2^-23, and
@@ -51,8 +53,9 @@ def is_instantiated(numbers: int, width: int, positions: int, on_cores: bool) ->
 
 
 def instantiated_from(numbers: int, width: int, on_cores: bool) -> int:
-    """From how many positions on; the others as of `is_instantiated`."""
-    return -(-numbers // ((2 if on_cores else 1) * width))
+    """From how many positions on, the others as of `is_instantiated`; on tensor cores 0 where these are few."""
+    positions = -(-numbers // ((2 if on_cores else 1) * width))
+    return 0 if on_cores and positions <= _FEW else positions
 
 
 def inner(left: Tensor, right: Tensor, cut_block: int = CUT_BLOCK) -> Tensor:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from hf_dp.per_example.gram import SMALLEST_BLOCK, SMALLEST_ON_CORES
-from hf_dp.per_example.products import BLOCK, CUT_BLOCK, is_instantiated
+from hf_dp.per_example.products import BLOCK, CUT_BLOCK, instantiated_from
 from hf_dp.planning.memory import ModelSize, Parameter
 
 
@@ -38,6 +38,7 @@ GPUS = MappingProxyType({"H100": Gpu(600e12, 50e12, 2.8e12)})
 ADAM, _NOISE = 28, 28
 # Bytes for each number and further block of a long sum.
 _ADDED = 8
+_FOR_EACH_ROW = 90
 
 
 @dataclass(frozen=True)
@@ -114,17 +115,20 @@ def _factors(parameter: Parameter, b: int, t: int, c: int) -> Work:
         return Work()
     # Looked-up rows: the other side's Gram matrix, and an addition of rows in float32.
     lookup = (_gram(d, b, t, c) + Work(0, (c + 16) * b * t * d)).times(parameter.is_embedding)
-    if is_instantiated(p * d, p + d, t, on_cores=c == 2):
+    # For the bound on rounding the length of each row, of which a few numbers more are made.
+    lengths = c * rows + _FOR_EACH_ROW * b * t
+    if t >= (fewest := instantiated_from(p * d, p + d, on_cores=c == 2)):
+        lengths = 0 if c == 2 and fewest == 0 else lengths
         # Made, in blocks where sums are long, read for the norm and for the sum. That is made beside the sum of what is
         # left out, and added; a single one is copied or left out.
         each, once = 4 * 3 + _ADDED * (-(-t // BLOCK) - 1), 20 if b > 1 else 16
-        return lookup + Work(2 * b * t * p * d, c * rows + (each * b + once) * p * d).times(uses)
+        return lookup + Work(2 * b * t * p * d, c * rows + lengths + (each * b + once) * p * d).times(uses)
     norm = _gram(p, b, t, c) + _gram(d, b, t, c)
     # Both sides are copied without what is left out; the smaller is weighted, and in 16 bits split into two, each of
     # which is added in blocks.
     parts, blocks = (2, -(-b * t // BLOCK)) if c == 2 else (1, 1)
-    weighted = (28 if c == 2 else 8) * b * t * min(p, d)
-    total = Work(parts * 2 * b * t * p * d, 2 * c * rows + weighted + parts * (c * rows + 8 * p * d * blocks))
+    moved = 2 * c * rows + lengths + (28 if c == 2 else 8) * b * t * min(p, d)
+    total = Work(parts * 2 * b * t * p * d, moved + parts * (c * rows + 8 * p * d * blocks))
     return lookup + (norm + total).times(uses)
 
 

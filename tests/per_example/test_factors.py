@@ -152,7 +152,7 @@ def test_instantiated_where_that_is_smaller(positions: int, left: int, right: in
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_on_tensor_cores_up_to_twice_as_many_numbers(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    uses = [Outer(dense(6, dtype, positions=n), dense(10, dtype, positions=n)) for n in (1, 2, 4)]
+    uses = [Outer(dense(60, dtype, positions=n), dense(100, dtype, positions=n)) for n in (18, 19, 38)]
     lookup = Outer(OneHot(torch.randint(0, 9, (B, 2)), 9), dense(4, dtype, positions=2))
     assert [isinstance(use.settled(), PerExample) for use in (*uses, lookup)] == [False, False, True, False]
     on_cores = dtype == torch.bfloat16

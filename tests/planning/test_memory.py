@@ -83,15 +83,17 @@ def test_what_is_kept_of_an_example(parameter: Parameter, length: int, numbers: 
 
 
 def test_on_tensor_cores_up_to_twice_as_many_numbers_are_kept_whole() -> None:
-    weight = Parameter((6, 10), True, "")
-    assert [weight.factor_numbers(length, on_cores=True) for length in (1, 2)] == [(0, 16), (60, 0)]
-    tied = Parameter((90, 10), True, "", is_embedding=True, uses=2)
-    assert [tied.factor_numbers(length, on_cores=True) for length in (4, 5)] == [(0, 440), (900, 50)]
+    weight = Parameter((60, 100), True, "")
+    assert [weight.factor_numbers(length, on_cores=True) for length in (18, 19)] == [(0, 2880), (6000, 0)]
+    adapter = Parameter((8, 100), True, "")
+    assert adapter.factor_numbers(1, on_cores=True) == (800, 0)
+    tied = Parameter((900, 100), True, "", is_embedding=True, uses=2)
+    assert [tied.factor_numbers(length, on_cores=True) for length in (44, 45)] == [(0, 48_400), (90_000, 4_500)]
     kept = [
-        estimate(ModelSize((weight,)), "DDP", 1, length=2, micro_batch=3, bytes_computed=c).memory["factors"]
+        estimate(ModelSize((weight,)), "DDP", 1, length=19, micro_batch=3, bytes_computed=c).memory["factors"]
         for c in (2, 4)
     ]
-    assert kept == [3 * 4 * 60, 3 * 4 * 32]
+    assert kept == [3 * 4 * 6000, 3 * 4 * 3040]
 
 
 def test_bytes_are_shared_out_by_fsdp_and_not_by_ddp(directory: Path) -> None:

@@ -21,7 +21,8 @@ from hf_dp.per_example.passes import record_in_two_passes
 from hf_dp.step.clipped_sum import ClippedSum
 from tests.zoo import tiny
 
-WIDTH = 8
+# Of so many positions a weight (WIDTH, WIDTH) is instantiated.
+WIDTH, LONG = 64, 40
 
 
 class Linear(nn.Module):
@@ -96,10 +97,10 @@ def moved(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
 
 
 BESIDE = {
-    "longer": (6, lambda rows: rows),
-    "as wide, at all positions": (6, lambda rows: rows),
-    "not a number": (6, lambda rows: rows * torch.nan),
-    "large": (6, lambda rows: rows * 2.0**21),
+    "longer": (LONG, lambda rows: rows),
+    "as wide, at all positions": (LONG, lambda rows: rows),
+    "not a number": (LONG, lambda rows: rows * torch.nan),
+    "large": (LONG, lambda rows: rows * 2.0**21),
 }
 SIZES = [(1.0, 1e-3), (1e2, 1e-4), (1e3, 1e-5), (1e6, 1e-3), (3e9, 1e-3)]
 
@@ -155,9 +156,9 @@ def test_failure_55_the_check_can_fail(
     monkeypatch.setattr(Outer, "settled", forgetting)
     model, generator = Linear(), torch.Generator().manual_seed(5)
     short = [cancelling(1e3, 1e-5, generator) for _ in range(32)]
-    long = (torch.randn(6, WIDTH), torch.randn(6, WIDTH))
+    long = (torch.randn(LONG, WIDTH), torch.randn(LONG, WIDTH))
     without = clipped(model, batch_of(short, 2), certificates(model))
-    whole = clipped(model, batch_of([*short, long], 6), certificates(model))
+    whole = clipped(model, batch_of([*short, long], LONG), certificates(model))
     assert moved(whole, without) > 3
 
 
@@ -179,18 +180,18 @@ def test_failure_55_a_unit_of_more_rows_moves_the_sum_by_at_most_c(
         return [(x[None], weight[None]) for x, weight in zip(*example, strict=True)]
 
     short = [split(cancelling(1e3, 1e-5, generator)) for _ in range(size)]
-    long = split((torch.randn(6, WIDTH), torch.randn(6, WIDTH)))
+    long = split((torch.randn(LONG, WIDTH), torch.randn(LONG, WIDTH)))
     assert moved(total([*short, long]), total(short)) <= 1 + size * 2**-13
 
 
 def test_failure_55_by_groups(certificates: Callable[[Any], Certificate]) -> None:
     model, generator = Linear(bias=True), torch.Generator().manual_seed(5)
     short = [cancelling(1e3, 1e-5, generator) for _ in range(32)]
-    long = (torch.randn(6, WIDTH), torch.randn(6, WIDTH))
+    long = (torch.randn(LONG, WIDTH), torch.randn(LONG, WIDTH))
 
     def total(batch: dict[str, Tensor]) -> dict[str, Tensor]:
         made = ClippedSum(model, rule_of(TERMS["clipping"]["groups"](norm=1.0, groups={"*weight": 1, "*": 1})))
         made.add(InGroups(model, losses, batch, certificate=certificates(model)))
         return {name: value.double().clone() for name, value in made.gradients.items()}
 
-    assert moved(total(batch_of([*short, long], 6)), total(batch_of(short, 2))) <= 1 + 32 * 2**-13
+    assert moved(total(batch_of([*short, long], LONG)), total(batch_of(short, 2))) <= 1 + 32 * 2**-13
