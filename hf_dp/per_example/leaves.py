@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
@@ -29,6 +30,7 @@ def refusing_others(own: Iterable[object]) -> Iterator[None]:
     """
     known, number, backward = {id(tensor) for tensor in own}, next(_PASSES), torch.autograd.backward
 
+    @functools.wraps(backward)
     def looking(tensors: Any, *args: Any, **kwargs: Any) -> None:
         for leaf in _leaves([tensors] if isinstance(tensors, Tensor) else tensors):
             is_kept = isinstance(leaf, nn.Parameter) or _FIRST_REACHED.setdefault(leaf, number) != number

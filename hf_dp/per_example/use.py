@@ -11,10 +11,13 @@ from hf_dp.errors import UnsupportedModelError
 from hf_dp.per_example.rule import Axis, Bound, Operands, Rule, refusal
 from hf_dp.per_example.watched import Recording, WatchedParameter, flatten
 
-# What sorts the tokens of all examples by expert loses sight of whose they are.
+# Why there is no rule, by a part of the operation's name. What sorts the tokens of all examples by expert loses sight
+# of whose they are.
 _REASONS = {
     "grouped_mm": "it mixes the tokens of all examples (Transformers' experts keep them in order after "
-    "model.set_experts_implementation('batched_mm'), and are exact then)"
+    "model.set_experts_implementation('batched_mm'), and are exact then)",
+    "autograd.backward": "a reentrant checkpoint returns what is computed from parameters alone (with "
+    "gradient_checkpointing_kwargs={'use_reentrant': False} this is exact)",
 }
 
 

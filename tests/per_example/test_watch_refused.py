@@ -10,10 +10,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hf_dp.errors import UnsupportedModelError
-from hf_dp.per_example import RULES, Dense, Outer, Rule, loop, record
+from hf_dp.losses import per_example_losses
+from hf_dp.per_example import RULES, Dense, Outer, Rule, loop, preflight, record
 from hf_dp.per_example.rule import Bound
 from tests.per_example.small import Small, batch, parameter, relative_error, square
 from tests.per_example.uses import EXACT, positions
+from tests.zoo import text_batch, tiny
 
 
 def time_major(model: Any, x: Tensor) -> Tensor:
@@ -157,6 +159,13 @@ def test_gradients_taken_inside_the_loss_are_refused(create_graph: bool) -> None
     """They would be recorded as uses of their own, and second derivatives not at all."""
     with pytest.raises(UnsupportedModelError, match=r"linear.weight.*(?s:.*)differentiates it by itself"):
         record(EXACT["folded"], penalised(create_graph), batch(3, 5, 4))
+
+
+def test_a_checkpoint_that_returns_what_parameters_alone_give_is_told_of_the_other_kind() -> None:
+    model = tiny("t5", "seq2seq", torch.float32)
+    model.gradient_checkpointing_enable({"use_reentrant": True})
+    with pytest.raises(UnsupportedModelError, match=r"autograd\.backward[^$]*'use_reentrant': False"):
+        preflight(model, per_example_losses, text_batch("seq2seq", dtype=torch.float32))
 
 
 def test_a_rule_of_ones_own() -> None:
