@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Collection
 from typing import Any
@@ -61,21 +62,11 @@ def sizes(
     fitting: dict[str, dict[str, Any]] = {}
     strategies: tuple[memory.Strategy, ...] = ("DDP", "FSDP2") if loaded.bytes_of_matrices is None else ("DDP",)
     for strategy in strategies:
-        by_passes = {
-            passes: memory.estimate(
-                size,
-                strategy,
-                world_size,
-                length=length,
-                micro_batch=micro_batch,
-                micro_batches=parts,
-                passes=passes,
-                bytes_computed=loaded.dtype.itemsize,
-                bytes_of_matrices=loaded.bytes_of_matrices,
-                groups=members,
-            )
-            for passes in ((1,) if groups else (1, 2))
-        }
+        estimated = functools.partial(
+            memory.estimate, size, strategy, world_size, length=length, micro_batches=parts,
+            bytes_computed=loaded.dtype.itemsize, bytes_of_matrices=loaded.bytes_of_matrices, groups=members,
+        )  # fmt: skip
+        by_passes = {p: estimated(micro_batch=micro_batch, passes=p) for p in ((1,) if groups else (1, 2))}
         one = by_passes[1]
         found[strategy] = {
             "memory": {**one.memory, _TOGETHER["memory"]: one.total_memory},
@@ -84,7 +75,10 @@ def sizes(
         if gpu_memory is not None:
             taken = {passes: made.total_memory for passes, made in by_passes.items()}
             fits = [passes for passes, total in taken.items() if total <= gpu_memory * 1e9]
-            fitting[strategy] = {"passes": fits, _TOGETHER["memory"]: taken}
+            smaller = (micro_batch >> halvings for halvings in range(1, max(1, micro_batch).bit_length()))
+            totals = {rows: estimated(micro_batch=rows).total_memory for rows in smaller} if 1 not in fits else {}
+            rows = next((rows for rows, total in totals.items() if total <= gpu_memory * 1e9), None)
+            fitting[strategy] = {"passes": fits, _TOGETHER["memory"]: taken, "micro_batch": rows}
     predicted = {
         name: speed.predicted_ratio(size, gpu, length=length, micro_batch=micro_batch, micro_batches=parts)
         for name, gpu in speed.GPUS.items()
@@ -105,10 +99,13 @@ def fits_in_words(fits: dict[str, dict[str, Any]], gpu_memory: float) -> list[st
         gigabytes = {passes: f"{total / 1e9:.2f} GB" for passes, total in one[_TOGETHER["memory"]].items()}
         if 1 in one["passes"]:
             what = f"fits in one pass ({gigabytes[1]})"
-        elif 2 in one["passes"]:
-            what = f"does not fit in one pass ({gigabytes[1]}), but in two ({gigabytes[2]}): PrivacyConfig(passes=2)"
         else:
-            what = f"does not fit ({', '.join(gigabytes.values())})"
+            of_passes = " and ".join(f"{total} in {('one', 'two')[p - 1]}" for p, total in gigabytes.items())
+            what = f"does not fit in one pass ({of_passes})"
+            ways = [f"in micro-batches of {one['micro_batch']}"] if one["micro_batch"] else []
+            ways += ["in two (slower): PrivacyConfig(passes=2)"] if 2 in one["passes"] else []
+            otherwise = f"but {', or '.join(ways)}" if ways else "nor otherwise (shorter rows and adapters take less)"
+            what += f", {otherwise},"
         told.append(f"{strategy} {what} on a GPU of {gpu_memory:g} GB, before the activations.")
     return told
 

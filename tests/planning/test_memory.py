@@ -173,16 +173,30 @@ def test_two_passes_are_proposed_where_one_does_not_fit(directory: Path) -> None
     assert (one.memory["factors"], two.memory["factors"]) == (8 * sum(kept), 8 * max(kept))
     assert {**one.memory, "factors": 0} == {**two.memory, "factors": 0}
     base = ["plan", "--model", str(directory), "--length", "256", "--micro-batch", "8", "--gpu-memory"]
-    for memory, fitting, told in (
-        (one.total_memory, [1, 2], "DDP fits in one pass"),
-        (one.total_memory - 1, [2], "but in two (0.00 GB): PrivacyConfig(passes=2) on a GPU"),
-        (two.total_memory - 1, [], "DDP does not fit (0.00 GB, 0.00 GB)"),
+    half, few, alone = (estimate(size, "DDP", 1, **{**shape, "micro_batch": k}).total_memory for k in (4, 2, 1))
+    assert alone < few < two.total_memory < half
+    for memory, fitting, rows, told in (
+        (one.total_memory, [1, 2], None, "DDP fits in one pass"),
+        (
+            one.total_memory - 1,
+            [2],
+            4,
+            "but in micro-batches of 4, or in two (slower): PrivacyConfig(passes=2), on a GPU",
+        ),
+        (
+            two.total_memory - 1,
+            [],
+            2,
+            "one pass (0.00 GB in one and 0.00 GB in two), but in micro-batches of 2, on a GPU",
+        ),
+        (alone - 1, [], None, "nor otherwise (shorter rows and adapters take less), on a GPU"),
     ):
         shown = CliRunner().invoke(app, [*base, str(memory / 1e9)], env={"COLUMNS": "200", "TERM": "dumb"})
         assert told in shown.stdout
         assert "before the activations" in shown.stdout
         found = json.loads(CliRunner().invoke(app, [*base, str(memory / 1e9), "--json"]).stdout)
         assert found["fits"]["DDP"]["passes"] == fitting
+        assert found["fits"]["DDP"]["micro_batch"] == rows
         assert found["fits"]["DDP"]["without activations"] == {"1": one.total_memory, "2": two.total_memory}
 
 
