@@ -107,7 +107,8 @@ class SavedRun:
         """
         self.ledger.check_same_promise(promise)
         if self.key is None or self.data is None:
-            return "The data could not be compared with the checkpoint's (no fingerprint or no key to it)."
+            what = "The data could not be compared with the checkpoint's (no fingerprint or no key to it)"
+            return f"{what}: see that it is the same, and copy _hf_dp_fingerprint_key beside the checkpoints."
         differs, unknown = compare(self.data, fingerprint(dataset, self.key, promise.get("unit")))
         if differs:
             raise LedgerError(
