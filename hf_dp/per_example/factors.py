@@ -9,7 +9,6 @@ clipping; Ding et al. 2024, arXiv:2405.18194, is the case of one output position
 
 from __future__ import annotations
 
-import math
 from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
 
@@ -19,21 +18,17 @@ from torch import Tensor
 from hf_dp.per_example.chosen import Chosen
 from hf_dp.per_example.gram import Dense, OneHot, Side
 from hf_dp.per_example.ieee import full_precision
+from hf_dp.per_example.lengths import Lengths
 from hf_dp.per_example.precision import accumulation
 from hf_dp.per_example.products import (
     BLOCK,
     CUT_BLOCK,
+    Doubt,
     add_weighted_,
     are_multiplied_as_they_are,
     inner,
     instantiated_from,
-    unsure,
 )
-
-# Rounding of a squared norm, in units of machine epsilon x (sum over positions of |left| |right|)^2.
-ROUNDING = 8.0
-# Where the squares of numbers, in sums of 2^20, are no longer represented; in units of the root of the largest number.
-_LARGEST = 2.0**-11
 
 
 @dataclass(frozen=True)
@@ -52,28 +47,17 @@ class Outer:
     def transposed(self) -> Outer:
         return Outer(self.right, self.left, self.scale)
 
-    def magnitude(self, left: Tensor | None = None, right: Tensor | None = None, is_kept: bool = False) -> Tensor:
-        """(B,): what the norm would be if nothing cancelled between positions, and more where it is taken less exactly.
-
-        A bound on rounding follows from it, and from that a coefficient, which must follow from the example alone. So
-        it is the same in whatever form the gradient is kept, which depends on all examples of a micro-batch; and
-        positions at which either side is zero (padding) change nothing.
+    def lengths(self, left: Tensor | None = None, right: Tensor | None = None, is_kept: bool = False) -> Lengths:
+        """Of its rows.
 
         Args:
-            left: the norms of its rows, (B, T), where they are known; or (k, B, T) those of k uses that are alike.
+            left: (B, T) those of that side, where they are known.
             right: beside it.
             is_kept: whether gradients are instantiated.
         """
         left = self.left.row_norms() if left is None else left
         right = self.right.row_norms() if right is None else right
-        products = left * right
-        in_doubt = unsure(self.left.tensor, self.right.tensor, products.ne(0), is_kept)
-        times = 1 + max(self.left.width, self.right.width) / BLOCK + in_doubt / ROUNDING
-        total, largest = products.sum(-1), _LARGEST * torch.finfo(products.dtype).max ** 0.5
-        # Gram matrices overflow where gradients do not yet.
-        is_large = (left.sum(-1) > largest) | (right.sum(-1) > largest) | (total > largest)
-        magnitude: Tensor = times**0.5 * abs(self.scale) * total
-        return magnitude.masked_fill(is_large, math.inf)
+        return Lengths(left, right, abs(self.scale), Doubt.of(self.left.tensor, self.right.tensor, is_kept))
 
     @property
     def likeness(self) -> Hashable:
@@ -119,8 +103,8 @@ class Outer:
             return self
         # Of what is instantiated beside any others, a GPU would take long to read all rows once more. In 16 bits what
         # an example adds depends on the others by as much in any case.
-        magnitude = None if on_cores and fewest == 0 else self.magnitude(is_kept=True)
-        return replace(self.instantiated(BLOCK), magnitude=magnitude)
+        lengths = None if on_cores and fewest == 0 else self.lengths(is_kept=True)
+        return replace(self.instantiated(BLOCK), lengths=lengths)
 
     def add_weighted_(self, out: Tensor, coefficients: Tensor) -> None:
         """Adds sum over i of coefficients[i] x (gradient of example i) to `out` in place, in the dtype of `out`."""
@@ -164,11 +148,11 @@ class PerExample:
     """Instantiated gradients: `values` (B, *shape of the parameter).
 
     Attributes:
-        magnitude: (B,) as of `Outer`, of sums over positions; None where that is their norm.
+        lengths: of what they are sums over; None where they are no sums, or that is not known.
     """
 
     values: Tensor
-    magnitude: Tensor | None = field(default=None, kw_only=True)
+    lengths: Lengths | None = field(default=None, kw_only=True)
 
     @property
     def transposed(self) -> PerExample:
@@ -181,8 +165,7 @@ class PerExample:
     def scaled(self, scale: float) -> PerExample:
         if scale == 1.0:
             return self
-        magnitude = None if self.magnitude is None else self.magnitude * abs(scale)
-        return PerExample(self.values * scale, magnitude=magnitude)
+        return PerExample(self.values * scale, lengths=None if self.lengths is None else self.lengths.scaled(scale))
 
     def add_weighted_(self, out: Tensor, coefficients: Tensor) -> None:
         """Adds sum over i of coefficients[i] x values[i] to `out` in place, in the dtype of `out`."""
@@ -195,11 +178,12 @@ class PerExample:
 
     def selected(self, index: Tensor) -> PerExample:
         """The examples in `index` alone."""
-        return PerExample(self.values[index], magnitude=None if self.magnitude is None else self.magnitude[index])
+        lengths = None if self.lengths is None else self.lengths.selected(index)
+        return PerExample(self.values[index], lengths=lengths)
 
     def masked(self, chosen: Chosen) -> PerExample:
         """The same, of which those that are not `chosen` are left out where it is summed."""
-        return OfChosen(self.values, chosen, magnitude=self.magnitude)
+        return OfChosen(self.values, chosen, lengths=self.lengths)
 
 
 @dataclass(frozen=True)

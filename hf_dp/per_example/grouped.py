@@ -15,6 +15,7 @@ from torch import Tensor
 
 from hf_dp.per_example.factors import Factors, Outer, PerExample
 from hf_dp.per_example.gram import Dense
+from hf_dp.per_example.lengths import Lengths
 
 
 class Grouping:
@@ -48,8 +49,9 @@ class Grouping:
     def of(self, factors: Factors) -> Factors:
         """The gradients of one use, (U, ...) from (B, ...)."""
         if isinstance(factors, PerExample):
-            magnitude = None if factors.magnitude is None else self.summed(factors.magnitude)
-            return PerExample(self.summed(factors.values), magnitude=magnitude)
+            values, lengths = self.summed(factors.values), factors.lengths
+            magnitude = None if lengths is None else self.summed(lengths.magnitude())
+            return PerExample(values, lengths=None if magnitude is None else Lengths(magnitude[:, None]))
         joined = Outer(
             factors.left.of(self._joined(factors.left.tensor)),
             factors.right.of(self._joined(factors.right.tensor)),

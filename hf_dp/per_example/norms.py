@@ -7,8 +7,9 @@ from collections.abc import Hashable, Iterable
 import torch
 from torch import Tensor
 
-from hf_dp.per_example.factors import ROUNDING, DistinctRows, Factors, Outer, PerExample
+from hf_dp.per_example.factors import DistinctRows, Factors, Outer, PerExample
 from hf_dp.per_example.gram import Dense, OneHot, SelfGrams, gram, smallest_block
+from hf_dp.per_example.lengths import ROUNDING, Lengths, joined, magnitudes
 from hf_dp.per_example.precision import accumulation
 from hf_dp.per_example.waiting import answers_at_once
 
@@ -21,7 +22,7 @@ _NORM_BLOCK = 512
 def all_squared_norms(factors: Iterable[list[Factors]]) -> list[tuple[Tensor, Tensor]]:
     """As of `squared_norms`, of the uses of each parameter; parameters that are used once go together."""
     grams, pairs = SelfGrams(), list[tuple[Tensor, Tensor]]()
-    kept: dict[Hashable, list[tuple[Tensor, Tensor | None]]] = {}
+    kept: dict[Hashable, list[tuple[Tensor, Lengths | None]]] = {}
     outers: dict[Hashable, list[Outer]] = {}
     for uses in factors:
         match uses:
@@ -29,15 +30,15 @@ def all_squared_norms(factors: Iterable[list[Factors]]) -> list[tuple[Tensor, Te
                 rows = accumulation(values).reshape(len(values), -1)
                 # Not copied whole: that would be as many numbers again.
                 rows = _shortened(rows) if rows.shape[1] > _NORM_BLOCK else rows
-                kept.setdefault((rows.dtype, rows.device, use.magnitude is None), []).append((rows, use.magnitude))
+                kept.setdefault((rows.dtype, rows.device, use.lengths is None), []).append((rows, use.lengths))
             case [Outer() as outer] if not isinstance(outer, DistinctRows):
                 outers.setdefault(outer.likeness, []).append(outer)
             case [_, *_]:
                 pairs.append(squared_norms(uses, grams))
     for together in kept.values():
         norms = _norms(torch.cat([rows for rows, _ in together], dim=1))
-        apart = [magnitude for _, magnitude in together if magnitude is not None]
-        pairs.append((norms.square(), _rounding(torch.stack(apart) if apart else norms[None]).sum(0)))
+        apart = magnitudes([lengths for _, lengths in together if lengths is not None]) or [norms[None]]
+        pairs.append((norms.square(), _rounding(torch.cat([one.to(norms) for one in apart])).sum(0)))
     for alike in outers.values():
         total, rounding = _clamped(*_own_terms(alike, grams))
         found = [_refined([outer], one, bound) for outer, one, bound in zip(alike, total, rounding, strict=True)]
@@ -118,12 +119,15 @@ def _own_terms(outers: list[Outer], grams: SelfGrams) -> tuple[Tensor, Tensor, T
     smallest, scale = smallest_block(first.left, first.right), abs(first.scale)
     pairs = [(grams.of(outer.left, smallest), grams.of(outer.right, smallest)) for outer in outers]
     total = torch.stack([left.inner(right) for left, right in pairs])
-    left, right = (torch.stack([pair[i].row_norms for pair in pairs]) for i in (0, 1))
-    magnitude = first.magnitude(left, right)
+    lengths = joined(
+        [outer.lengths(left.row_norms, right.row_norms) for outer, (left, right) in zip(outers, pairs, strict=True)]
+    )
+    left, right = lengths.left, lengths.right
+    assert right is not None
     # Each entry of a Gram matrix may have lost as much as the smallest normal number in each of its products.
     lost = first.left.width * right.sum(2).square() + first.right.width * left.sum(2).square()
     underflow = scale * torch.finfo(lost.dtype).tiny ** 0.5 * lost.sqrt()
-    return scale**2 * total, magnitude, underflow
+    return scale**2 * total, lengths.magnitude(), underflow
 
 
 def _clamped(total: Tensor, magnitude: Tensor, underflow: Tensor) -> tuple[Tensor, Tensor]:
@@ -159,14 +163,16 @@ def _is_lookup(use: Outer) -> bool:
 
 def _is_norm(use: Factors) -> bool:
     """Whether its magnitude is its norm."""
-    return isinstance(use, PerExample) and use.magnitude is None
+    return isinstance(use, PerExample) and use.lengths is None
 
 
 def _magnitude(use: Factors) -> Tensor:
     """(B,): what the norm could be if nothing cancelled between positions."""
-    if isinstance(use, Outer):
-        return use.magnitude()
-    return _norms(accumulation(use.values).reshape(len(use.values), -1)) if use.magnitude is None else use.magnitude
+    lengths = use.lengths() if isinstance(use, Outer) else use.lengths
+    if lengths is not None:
+        return lengths.magnitude()
+    assert isinstance(use, PerExample)
+    return _norms(accumulation(use.values).reshape(len(use.values), -1))
 
 
 def _norms(rows: Tensor) -> Tensor:

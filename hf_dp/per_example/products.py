@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -112,34 +113,57 @@ def add_weighted_(out: Tensor, left: Tensor, right: Tensor, coefficients: Tensor
     out.addmm_(first.flatten(0, 1).T, second.flatten(0, 1), alpha=scale)
 
 
-def unsure(left: Tensor, right: Tensor, used: Tensor, is_kept: bool = False) -> Tensor | float:
-    """How much further than after a cast the squared norm of left^T right may be from that of what is added to a sum.
+class Doubt(NamedTuple):
+    """What of the norm and of the sum of left^T right is made on tensor cores.
 
-    Args:
-        left: (B, T, p) a factor, or (B, T) the ids of one.
-        right: (B, T, d) the other one.
-        used: (..., B, T) at which positions neither is zero. All that counts is how far they reach, so that an example
-            has the same beside longer ones.
+    Attributes:
+        widths: p and d, 0 for a side of ids.
+        on_cores: whether the Gram matrix of either side is, and what is added to a sum.
         is_kept: whether gradients are instantiated. Then nothing is in doubt of those which would be beside any others;
             the rest has what it has where it is not.
+    """
+
+    widths: tuple[int, int] = (0, 0)
+    on_cores: tuple[bool, bool, bool] = (False, False, False)
+    is_kept: bool = False
+
+    @classmethod
+    def of(cls, left: Tensor, right: Tensor, is_kept: bool = False) -> Doubt:
+        """Of factors: (B, T, p) or (B, T) the ids of one, and (B, T, d)."""
+        left_width, right_width = (side.shape[2] if side.dim() == 3 else 0 for side in (left, right))
+        is_left = left_width > 0 and are_multiplied_as_they_are(left, left)
+        is_right = right_width > 0 and are_multiplied_as_they_are(right, right)
+        on_cores = is_left, is_right, is_left and is_right and are_multiplied_as_they_are(left, right)
+        return cls((left_width, right_width), on_cores, is_kept and any(on_cores))
+
+
+NO_DOUBT = Doubt()
+
+
+def unsure(doubt: Doubt, rows: Tensor) -> Tensor | float:
+    """How much further than after a cast the squared norm may be from that of what is added to a sum.
+
+    Args:
+        doubt: of what.
+        rows: (..., B, T), 0 at positions where either side is. All that counts is how far the others reach, so that an
+            example has the same beside longer ones.
 
     Returns:
         In epsilons of (sum over positions of |left| |right|)^2, (..., B) or of all; 0 where both are cast.
     """
-    widths = [side.shape[2] if side.dim() == 3 else 0 for side in (left, right)]
     cut = 0.0
-    for side, width in zip((left, right), widths, strict=True):
-        if width and are_multiplied_as_they_are(side, side):
+    for width, is_cut in zip(doubt.widths, doubt.on_cores, strict=False):
+        if is_cut:
             # Within a block, and where blocks are added.
             cut += _cut(min(width, CUT_BLOCK)) + width / CUT_BLOCK
-    if not (all(widths) and are_multiplied_as_they_are(left, right)):
+    if not doubt.on_cores[2]:
         return cut
-    places = torch.arange(1, used.shape[-1] + 1, device=used.device)
+    used, places = rows.ne(0), torch.arange(1, rows.shape[-1] + 1, device=rows.device)
     reach = ((used * places).amax(-1) + (used * places.flip(0)).amax(-1) - len(places)).clamp_min(0)
     # They may begin within what is multiplied at once.
     cuts = cut + 2 * _CUT * (reach.clamp_max(BLOCK) / _AT_ONCE + 2) + _SPLIT
-    always = instantiated_from(widths[0] * widths[1], sum(widths), on_cores=True)
-    return cuts.masked_fill(reach >= always, 0.0) if is_kept else cuts
+    always = instantiated_from(math.prod(doubt.widths), sum(doubt.widths), on_cores=True)
+    return cuts.masked_fill(reach >= always, 0.0) if doubt.is_kept else cuts
 
 
 def _cut(length: int) -> int:

@@ -20,6 +20,7 @@ from hf_dp.errors import UnsupportedModelError
 from hf_dp.per_example.factors import Factors, Outer, PerExample
 from hf_dp.per_example.gram import Dense, OneHot
 from hf_dp.per_example.instantiate import instantiating
+from hf_dp.per_example.lengths import Lengths
 from hf_dp.per_example.precision import accumulation, sum_dtype
 from hf_dp.per_example.rule import Axis, Bound, Operands, Rule
 from hf_dp.per_example.watched import WatchedParameter
@@ -37,8 +38,8 @@ def _parameter(operands: Operands, role: str) -> Tensor:
 def _summed(values: Tensor, axis: Axis) -> PerExample:
     # Of 16 bits a GPU makes no copy for it.
     positions, dtype = axis.positions(values), sum_dtype(values.dtype)
-    magnitude = torch.linalg.vector_norm(positions, dim=2, dtype=dtype).sum(1)
-    return PerExample(positions.sum(1, dtype=dtype), magnitude=magnitude)
+    lengths = Lengths(torch.linalg.vector_norm(positions, dim=2, dtype=dtype))
+    return PerExample(positions.sum(1, dtype=dtype), lengths=lengths)
 
 
 # --- y = x W^T + b, and y = x W + b ---------------------------------------------------------------------------------

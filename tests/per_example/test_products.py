@@ -182,7 +182,7 @@ def test_one_is_at_most_c_where_all_products_but_the_largest_are_cut_off(
     side[..., :: products.CUT_BLOCK] = 1.0
     uses: list[Factors] = [Outer(Dense(side.bfloat16()), Dense(side.bfloat16()))]
     assert 1 - 1e-4 < max(contributions(uses, 1.0)) <= 1
-    monkeypatch.setattr("hf_dp.per_example.factors.unsure", lambda *given: 0.0)
+    monkeypatch.setattr("hf_dp.per_example.lengths.unsure", lambda *given: 0.0)
     assert max(contributions(uses, 1.0)) > 1 + 5e-7
 
 
@@ -229,7 +229,8 @@ def test_elsewhere_factors_are_cast(monkeypatch: pytest.MonkeyPatch) -> None:
     left, right = dense(2, 5, 3), dense(2, 5, 4)
     assert torch.equal(products.inner(left.values.mT, right.values), exactly(left.values.mT, right.values))
     assert not products._has_tensor_cores(torch.device("cpu"), torch.bfloat16)
-    assert products.unsure(left.values, right.values, torch.ones(2, 5, dtype=torch.bool)) == 0
+    assert products.Doubt.of(left.values, right.values) == products.Doubt((3, 4))
+    assert products.unsure(products.Doubt((3, 4)), torch.ones(2, 5)) == 0
 
     def never(left: Tensor, right: Tensor) -> Tensor:
         raise AssertionError

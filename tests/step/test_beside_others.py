@@ -151,7 +151,7 @@ def test_failure_55_the_check_can_fail(
 
     def forgetting(outer: Outer) -> Outer | PerExample:
         found = settled(outer)
-        return replace(found, magnitude=None) if isinstance(found, PerExample) else found
+        return replace(found, lengths=None) if isinstance(found, PerExample) else found
 
     monkeypatch.setattr(Outer, "settled", forgetting)
     model, generator = Linear(), torch.Generator().manual_seed(5)

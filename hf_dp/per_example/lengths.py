@@ -1,0 +1,78 @@
+"""The lengths of the rows that a gradient is a sum over: what rounding may have done to it follows from them.
+
+A clipping coefficient follows from that bound, and must follow from the example alone. So it is the same in whatever
+form the gradient is kept, which depends on all examples of a micro-batch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from hf_dp.per_example.products import BLOCK, NO_DOUBT, Doubt, unsure
+
+# Rounding of a squared norm, in units of machine epsilon x (sum over positions of |left| |right|)^2.
+ROUNDING = 8.0
+# Where the squares of numbers, in sums of 2^20, are no longer represented; in units of the root of the largest number.
+_LARGEST = 2.0**-11
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Of the rows of an outer product's sides, or of what is summed over positions.
+
+    Attributes:
+        left: (B, T) l2 norms, or (k, B, T) those of k uses that are alike.
+        right: beside it; None where there is one side alone.
+        scale: of the gradient.
+        doubt: what of its norm and its sum is made on tensor cores.
+    """
+
+    left: Tensor
+    right: Tensor | None = None
+    scale: float = 1.0
+    doubt: Doubt = NO_DOUBT
+
+    @property
+    def likeness(self) -> Hashable:
+        """What those have in common of which magnitudes are taken at once."""
+        return self.left.device, self.left.dtype, self.left.shape, self.right is None, self.scale, self.doubt
+
+    def scaled(self, scale: float) -> Lengths:
+        return replace(self, scale=self.scale * abs(scale))
+
+    def selected(self, index: Tensor) -> Lengths:
+        """The examples in `index` alone."""
+        return replace(self, left=self.left[index], right=None if self.right is None else self.right[index])
+
+    def magnitude(self) -> Tensor:
+        """(B,), or (k, B): what the norm would be if nothing cancelled between positions, and more where it is taken
+        less exactly. Positions at which either side is zero (padding) change nothing."""
+        largest = _LARGEST * torch.finfo(self.left.dtype).max ** 0.5
+        if self.right is None:
+            total = self.left.sum(-1)
+            return (self.scale * total).masked_fill(total > largest, math.inf)
+        products = self.left * self.right
+        times = 1 + max(self.doubt.widths) / BLOCK + unsure(self.doubt, products) / ROUNDING
+        # Gram matrices overflow where gradients do not yet.
+        is_large = (products + self.left + self.right).sum(-1) > largest
+        magnitude: Tensor = times**0.5 * self.scale * products.sum(-1)
+        return magnitude.masked_fill(is_large, math.inf)
+
+
+def magnitudes(several: Sequence[Lengths]) -> list[Tensor]:
+    """Those of each, (k, B) of all that are alike: a GPU takes long to start on each by itself."""
+    alike: dict[Hashable, list[Lengths]] = {}
+    for one in several:
+        alike.setdefault(one.likeness, []).append(one)
+    return [joined(together).magnitude() for together in alike.values()]
+
+
+def joined(alike: Sequence[Lengths]) -> Lengths:
+    """Of k uses that are alike, (k, B, T)."""
+    right = None if alike[0].right is None else torch.stack([one.right for one in alike if one.right is not None])
+    return replace(alike[0], left=torch.stack([one.left for one in alike]), right=right)
