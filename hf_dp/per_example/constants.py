@@ -8,7 +8,7 @@ handed on, from the last constant to the first, until they reach the parameters.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,6 +16,8 @@ from torch import Tensor
 
 from hf_dp.errors import UnsupportedModelError
 from hf_dp.per_example.factors import Factors, Outer, PerExample
+from hf_dp.per_example.lengths import Lengths
+from hf_dp.per_example.norms import magnitude_of
 from hf_dp.per_example.rule import Axis, Operands, Rule, refuse_changed
 from hf_dp.per_example.watched import WatchedParameter, flatten, mapped, plain
 
@@ -25,34 +27,40 @@ class Constant:
     """Gathers the per-example gradients of one constant over all its uses.
 
     Attributes:
-        hand_on: takes them (B, *shape of the constant) to what the constant was computed from.
+        hand_on: takes them (B, *shape of the constant), and how much they cancelled (B,), to what the constant was
+            computed from.
     """
 
-    hand_on: Callable[[Tensor], None]
+    hand_on: Callable[[Tensor, Tensor], None]
     shape: torch.Size
     gathered: Tensor | None = None
+    magnitude: Tensor | None = None
 
     def gather(self, factors: Factors) -> None:
         """Adds the gradients of one use."""
         values = factors.instantiated().values if isinstance(factors, Outer) else factors.values
-        values = values.reshape(len(values), *self.shape)
+        values, magnitude = values.reshape(len(values), *self.shape), magnitude_of(factors)
         self.gathered = values if self.gathered is None else self.gathered + values
+        self.magnitude = magnitude if self.magnitude is None else self.magnitude + magnitude
 
     def settle(self) -> None:
         """Hands on what was gathered."""
-        if self.gathered is not None:
+        if self.gathered is not None and self.magnitude is not None:
             gathered, self.gathered = self.gathered, None
-            self.hand_on(gathered)
+            norms = torch.linalg.vector_norm(gathered.reshape(len(gathered), -1), dim=1).to(self.magnitude)
+            # Of what is nothing nothing comes, however large this is.
+            cancelled = self.magnitude / norms.clamp_min(torch.finfo(norms.dtype).tiny)
+            self.hand_on(gathered, cancelled.clamp(1, torch.finfo(norms.dtype).max ** 0.25))
 
 
 def by_rule(
     rule: Rule, given: Tensor, operands: Operands, watched: dict[str, WatchedParameter]
-) -> tuple[Tensor, Callable[[Tensor], None]]:
+) -> tuple[Tensor, Callable[[Tensor, Tensor], None]]:
     """The value of an operation on a constant input, and what hands its gradients on: the rule's own backward."""
     output, saved = rule.forward(given, operands)
     check = _untouched([*saved, output])
 
-    def hand_on(gradients: Tensor) -> None:
+    def hand_on(gradients: Tensor, cancelled: Tensor) -> None:
         check()
         axis = Axis(len(gradients), "constant")
         rows = tuple(t.detach().expand(len(gradients), *t.shape) for t in saved)
@@ -60,13 +68,19 @@ def by_rule(
         for role, parameter in watched.items():
             found = factors[role]
             if found is not None:
-                parameter.source.pull(found)
+                parameter.source.pull(_of_sums(found, cancelled))
 
     return output, hand_on
 
 
+def _of_sums(factors: Factors, cancelled: Tensor) -> Factors:
+    """The same gradients, computed from sums in which so much cancelled (B,)."""
+    lengths = Lengths((magnitude_of(factors) * cancelled)[:, None])
+    return replace(factors, given=lengths) if isinstance(factors, Outer) else replace(factors, lengths=lengths)
+
+
 def by_autograd(
-    function: Any, args: Any, kwargs: Any, make: Callable[[Tensor, Callable[[Tensor], None]], WatchedParameter]
+    function: Any, args: Any, kwargs: Any, make: Callable[[Tensor, Callable[[Tensor, Tensor], None]], WatchedParameter]
 ) -> Any:
     """What any operation on constants returns, with constants for tensors.
 
@@ -103,14 +117,14 @@ def by_autograd(
         if not isinstance(value, Tensor) or not value.requires_grad:
             return value
 
-        def hand_on(gradients: Tensor) -> None:
+        def hand_on(gradients: Tensor, cancelled: Tensor) -> None:
             check()
             found = torch.autograd.grad(
                 value, inputs, gradients.to(value.dtype), retain_graph=True, allow_unused=True, is_grads_batched=True
             )
             for parent, gradient in zip(parents, found, strict=True):
                 if gradient is not None:
-                    parent.source.pull(PerExample(gradient))
+                    parent.source.pull(_of_sums(PerExample(gradient), cancelled))
 
         return make(value.detach(), hand_on)
 

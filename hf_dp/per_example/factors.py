@@ -33,11 +33,16 @@ from hf_dp.per_example.products import (
 
 @dataclass(frozen=True)
 class Outer:
-    """Example i's gradient: `scale` x sum over t of left_i[t] right_i[t]^T, a (left.size, right.size) matrix."""
+    """Example i's gradient: `scale` x sum over t of left_i[t] right_i[t]^T, a (left.size, right.size) matrix.
+
+    Attributes:
+        given: lengths of other rows, which those of the sides are made of.
+    """
 
     left: Side
     right: Side
     scale: float = 1.0
+    given: Lengths | None = field(default=None, kw_only=True)
 
     @property
     def device(self) -> torch.device:
@@ -45,7 +50,7 @@ class Outer:
 
     @property
     def transposed(self) -> Outer:
-        return Outer(self.right, self.left, self.scale)
+        return replace(self, left=self.right, right=self.left)
 
     def lengths(self, left: Tensor | None = None, right: Tensor | None = None, is_kept: bool = False) -> Lengths:
         """Of its rows.
@@ -55,6 +60,8 @@ class Outer:
             right: beside it.
             is_kept: whether gradients are instantiated.
         """
+        if self.given is not None:
+            return self.given
         left = self.left.row_norms() if left is None else left
         right = self.right.row_norms() if right is None else right
         return Lengths(left, right, abs(self.scale), Doubt.of(self.left.tensor, self.right.tensor, is_kept))
@@ -63,10 +70,12 @@ class Outer:
     def likeness(self) -> Hashable:
         """What those have in common whose norms are taken at once."""
         sides = [(side.width, side.tensor.dtype) for side in (self.left, self.right)]
-        return self.device, self.left.tensor.shape[:2], *sides, self.scale
+        given = None if self.given is None else self.given.likeness
+        return self.device, self.left.tensor.shape[:2], *sides, self.scale, given
 
     def scaled(self, scale: float) -> Outer:
-        return replace(self, scale=self.scale * scale)
+        given = None if self.given is None else self.given.scaled(scale)
+        return replace(self, scale=self.scale * scale, given=given)
 
     def rows(self, index: Tensor) -> Outer:
         """The rows `index` (k,) of each gradient."""
@@ -122,8 +131,9 @@ class Outer:
             raise TypeError("an outer product of two one-hot sides carries no gradient")
 
     def accumulated_in(self, dtype: torch.dtype) -> Outer:
-        """Itself: an outer product is cast where it is summed."""
-        return self
+        """The same with sides of more than 16 bits in `dtype`: norms are of what is summed."""
+        given = None if self.given is None else self.given.to(dtype)
+        return replace(self, left=self.left.accumulated_in(dtype), right=self.right.accumulated_in(dtype), given=given)
 
     def in_float64(self) -> Outer:
         """The same of longer numbers."""
@@ -131,7 +141,8 @@ class Outer:
 
     def selected(self, index: Tensor) -> Outer:
         """The examples in `index` alone."""
-        return replace(self, left=self.left.of(self.left.tensor[index]), right=self.right.of(self.right.tensor[index]))
+        left, right = (side.of(side.tensor[index]) for side in (self.left, self.right))
+        return replace(self, left=left, right=right, given=None if self.given is None else self.given.selected(index))
 
     def masked(self, chosen: Chosen) -> Outer:
         """With zeros, not 0 x NaN, in place of the examples that are not `chosen`."""
@@ -174,7 +185,13 @@ class PerExample:
 
     def accumulated_in(self, dtype: torch.dtype) -> PerExample:
         """The same with values in `dtype`."""
-        return replace(self, values=self.values.to(dtype))
+        fewer = self.lengths is not None and torch.finfo(dtype).eps > torch.finfo(self.lengths.left.dtype).eps
+        lengths = self.lengths.to(dtype) if self.lengths is not None and fewer else self.lengths
+        return replace(self, values=self.values.to(dtype), lengths=lengths)
+
+    def in_float64(self) -> PerExample:
+        """The same in longer numbers."""
+        return replace(self, values=self.values.double())
 
     def selected(self, index: Tensor) -> PerExample:
         """The examples in `index` alone."""

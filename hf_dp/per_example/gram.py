@@ -43,6 +43,10 @@ class Dense:
         """The same with other rows."""
         return Dense(values)
 
+    def accumulated_in(self, dtype: torch.dtype) -> Dense:
+        """The same in `dtype`, unless it is of 16 bits, which are multiplied as they are."""
+        return self if self.values.dtype.itemsize < 4 else Dense(self.values.to(dtype))
+
     def in_float64(self) -> Dense:
         """The same in longer numbers."""
         return Dense(self.values.double())
@@ -81,6 +85,10 @@ class OneHot:
     def of(self, ids: Tensor) -> OneHot:
         """The same with other rows."""
         return OneHot(ids, self.size)
+
+    def accumulated_in(self, dtype: torch.dtype) -> OneHot:
+        """Itself."""
+        return self
 
     def in_float64(self) -> OneHot:
         """Itself."""

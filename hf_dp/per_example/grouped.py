@@ -35,6 +35,7 @@ class Grouping:
         self.size, self._most = len(rows), max(rows.values(), default=0)
         if set(rows) != set(range(self.size)):
             raise ValueError(f"the examples of {len(owners)} rows are not numbered from 0: {sorted(rows)[:10]}")
+        self._rows = torch.tensor([rows[owner] for owner in range(self.size)], dtype=torch.float32)
         self.is_view = list(owners) == [row // self._most for row in range(self.size * self._most)]
         self._owners = torch.tensor(owners, dtype=torch.int64)
         seen: Counter[int] = Counter()
@@ -49,13 +50,13 @@ class Grouping:
     def of(self, factors: Factors) -> Factors:
         """The gradients of one use, (U, ...) from (B, ...)."""
         if isinstance(factors, PerExample):
-            values, lengths = self.summed(factors.values), factors.lengths
-            magnitude = None if lengths is None else self.summed(lengths.magnitude())
-            return PerExample(values, lengths=None if magnitude is None else Lengths(magnitude[:, None]))
+            lengths = None if factors.lengths is None else self._of_rows(factors.lengths)
+            return PerExample(self.summed(factors.values), lengths=lengths)
         joined = Outer(
             factors.left.of(self._joined(factors.left.tensor)),
             factors.right.of(self._joined(factors.right.tensor)),
             factors.scale,
+            given=self._of_rows(factors.lengths()),
         )
         # The longer an example is, the sooner its factors are larger than its gradient. Looked-up rows stay such.
         is_dense = isinstance(joined.left, Dense) and isinstance(joined.right, Dense)
@@ -66,6 +67,14 @@ class Grouping:
         if self.is_view:
             return values.unflatten(0, (self.size, self._most)).sum(1) if self._most > 1 else values
         return values.new_zeros(self.size, *values.shape[1:]).index_add_(0, _at(values, self._owners), values)
+
+    def _of_rows(self, lengths: Lengths) -> Lengths:
+        """Of each example that of its rows, by themselves: between them there is padding."""
+        magnitude = self.summed(lengths.magnitude())
+        if any(lengths.doubt.on_cores):
+            # What is cut off long sums grows with their length, of which one row has a part.
+            magnitude = magnitude * _at(magnitude, self._rows).sqrt()
+        return Lengths(magnitude[:, None])
 
     def _joined(self, tensor: Tensor) -> Tensor:
         """(U, r T, ...) from (B, T, ...). Missing positions are zero, as ids and as numbers: on a dense side beside

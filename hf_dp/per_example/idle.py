@@ -6,6 +6,8 @@ zeros of the other positions; of factors they need not be kept, nor norms or sum
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -32,7 +34,7 @@ def without_idle(outer: Outer) -> Outer:
         if _may_be_idle(side.values) and 2 * len(used := _used(side.values)) <= side.values.shape[1]:
             if _is_large(left.values) or _is_large(right.values):
                 return outer
-            return Outer(Dense(left.values[:, used]), Dense(right.values[:, used]), outer.scale)
+            return replace(outer, left=Dense(left.values[:, used]), right=Dense(right.values[:, used]))
     return outer
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from hf_dp.per_example.products import BLOCK, NO_DOUBT, Doubt, unsure
 
 # Rounding of a squared norm, in units of machine epsilon x (sum over positions of |left| |right|)^2.
-ROUNDING = 8.0
+_ROUNDING = 8.0
 # Where the squares of numbers, in sums of 2^20, are no longer represented; in units of the root of the largest number.
 _LARGEST = 2.0**-11
 
@@ -45,6 +45,9 @@ class Lengths:
     def scaled(self, scale: float) -> Lengths:
         return replace(self, scale=self.scale * abs(scale))
 
+    def to(self, dtype: torch.dtype) -> Lengths:
+        return replace(self, left=self.left.to(dtype), right=None if self.right is None else self.right.to(dtype))
+
     def selected(self, index: Tensor) -> Lengths:
         """The examples in `index` alone."""
         return replace(self, left=self.left[index], right=None if self.right is None else self.right[index])
@@ -56,12 +59,17 @@ class Lengths:
         if self.right is None:
             total = self.left.sum(-1)
             return (self.scale * total).masked_fill(total > largest, math.inf)
-        products = self.left * self.right
-        times = 1 + max(self.doubt.widths) / BLOCK + unsure(self.doubt, products) / ROUNDING
+        is_idle = self.left.eq(0) | self.right.eq(0)
+        left, right = (side.masked_fill(is_idle, 0) for side in (self.left, self.right))
+        products, of_left, of_right = left * right, left.sum(-1), right.sum(-1)
+        total = products.sum(-1)
+        times = 1 + max(self.doubt.widths) / BLOCK + unsure(self.doubt, ~is_idle) / _ROUNDING
+        # Each entry of a Gram matrix may have lost as much as the smallest normal number in each of its products.
+        limits = torch.finfo(total.dtype)
+        lost = self.doubt.widths[0] * of_right.square() + self.doubt.widths[1] * of_left.square()
+        magnitude: Tensor = (times * total.square() + lost * (limits.tiny / (_ROUNDING * limits.eps))).sqrt()
         # Gram matrices overflow where gradients do not yet.
-        is_large = (products + self.left + self.right).sum(-1) > largest
-        magnitude: Tensor = times**0.5 * self.scale * products.sum(-1)
-        return magnitude.masked_fill(is_large, math.inf)
+        return (self.scale * magnitude).masked_fill(total + of_left + of_right > largest, math.inf)
 
 
 def magnitudes(several: Sequence[Lengths]) -> list[Tensor]:
@@ -76,3 +84,10 @@ def joined(alike: Sequence[Lengths]) -> Lengths:
     """Of k uses that are alike, (k, B, T)."""
     right = None if alike[0].right is None else torch.stack([one.right for one in alike if one.right is not None])
     return replace(alike[0], left=torch.stack([one.left for one in alike]), right=right)
+
+
+def rounding(*uses: Tensor) -> Tensor:
+    """A bound on the rounding error of a squared norm, from the magnitudes of the uses of one parameter."""
+    eps = max(torch.finfo(use.dtype).eps for use in uses)
+    total = sum(uses[1:], start=uses[0])
+    return _ROUNDING * eps * total.square()

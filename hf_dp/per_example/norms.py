@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Sequence
 
 import torch
 from torch import Tensor
 
 from hf_dp.per_example.factors import DistinctRows, Factors, Outer, PerExample
 from hf_dp.per_example.gram import Dense, OneHot, SelfGrams, gram, smallest_block
-from hf_dp.per_example.lengths import ROUNDING, Lengths, joined, magnitudes
+from hf_dp.per_example.lengths import Lengths, joined, magnitudes, rounding
 from hf_dp.per_example.precision import accumulation
 from hf_dp.per_example.waiting import answers_at_once
 
@@ -38,11 +38,12 @@ def all_squared_norms(factors: Iterable[list[Factors]]) -> list[tuple[Tensor, Te
     for together in kept.values():
         norms = _norms(torch.cat([rows for rows, _ in together], dim=1))
         apart = magnitudes([lengths for _, lengths in together if lengths is not None]) or [norms[None]]
-        pairs.append((norms.square(), _rounding(torch.cat([one.to(norms) for one in apart])).sum(0)))
+        pairs.append((norms.square(), torch.cat([rounding(one).to(norms) for one in apart]).sum(0)))
     for alike in outers.values():
-        total, rounding = _clamped(*_own_terms(alike, grams))
-        found = [_refined([outer], one, bound) for outer, one, bound in zip(alike, total, rounding, strict=True)]
-        pairs.append((torch.stack(found).sum(0), rounding.sum(0)))
+        total, magnitude = _own_terms(alike, grams)
+        bounds = rounding(magnitude)
+        found = [_refined([use], *known) for use, *known in zip(alike, total.clamp_min(0), bounds, strict=True)]
+        pairs.append((torch.stack(found).sum(0), bounds.sum(0)))
     return pairs
 
 
@@ -58,9 +59,9 @@ def squared_norms(uses: list[Factors], grams: SelfGrams | None = None) -> tuple[
         error, which matters where large terms cancel.
     """
     match uses:
-        case [DistinctRows(OneHot(), Dense(values), scale)]:
+        case [DistinctRows(OneHot(), Dense(values), scale) as rows]:
             norms = abs(scale) * _norms(accumulation(values).flatten(1))
-            return norms.square(), _rounding(norms)
+            return norms.square(), rounding(norms if rows.given is None else rows.given.magnitude())
     outers = [use for use in uses if isinstance(use, Outer)]
     if len(outers) == len(uses):
         return _gram_norms(outers, grams or SelfGrams())
@@ -76,62 +77,51 @@ def stacked(pairs: list[tuple[Tensor, Tensor]], losses: Tensor) -> tuple[Tensor,
     """
     pairs = pairs or [(torch.zeros_like(losses), torch.zeros_like(losses))]
     dtype = torch.promote_types(torch.float32, max((p[0].dtype for p in pairs), key=lambda d: d.itemsize))
-    total, rounding = (torch.stack([pair[i].to(losses.device, dtype) for pair in pairs]).sum(0) for i in (0, 1))
-    return total, rounding
+    total, bound = (torch.stack([pair[i].to(losses.device, dtype) for pair in pairs]).sum(0) for i in (0, 1))
+    return total, bound
 
 
 def _gram_norms(outers: list[Outer], grams: SelfGrams) -> tuple[Tensor, Tensor]:
-    total, magnitude, underflow = _terms(outers, grams)
-    norms, rounding = _clamped(total, magnitude, underflow)
-    return _refined(outers, norms, rounding), rounding
+    total, apart = _terms(outers, grams)
+    bound = rounding(*apart)
+    return _refined(outers, total.clamp_min(0), bound), bound
 
 
-def _refined(outers: list[Outer], norms: Tensor, rounding: Tensor) -> Tensor:
-    """Squared `norms` (B,) from Gram matrices, in float64 of examples whose gradient nearly cancels.
+def _refined(uses: Sequence[Factors], norms: Tensor, bound: Tensor) -> Tensor:
+    """Squared `norms` (B,), in float64 of examples whose gradient nearly cancels.
 
     Of these the norm would be little else than rounding, which follows from what is computed beside them.
     """
     if norms.dtype == torch.float64 or not answers_at_once(norms.device):
         return norms
-    doubtful = rounding.isfinite() & (rounding > _DOUBTFUL * norms)
+    doubtful = bound.isfinite() & (bound > _DOUBTFUL * norms)
     if not bool(doubtful.any()):
         return norms
     index = doubtful.nonzero().squeeze(1)
-    found = _terms([outer.selected(index).in_float64() for outer in outers], SelfGrams())[0]
-    return norms.index_copy(0, index, found.clamp_min(0).to(norms.dtype))
+    found, _ = squared_norms([use.selected(index).in_float64() for use in uses])
+    return norms.index_copy(0, index, found.to(norms.dtype))
 
 
-def _terms(outers: list[Outer], grams: SelfGrams) -> tuple[Tensor, Tensor, Tensor]:
-    """Of one parameter, (B,) each: as of `_own_terms`, the uses together."""
-    terms = zip(*(_own_terms([outer], grams) for outer in outers), strict=True)
-    total, magnitude, underflow = (sum(several[1:], start=several[0]) for several in terms)
+def _terms(outers: list[Outer], grams: SelfGrams) -> tuple[Tensor, list[Tensor]]:
+    """Of one parameter, (B,) each: the squared norm, and the magnitude of each use."""
+    terms = [_own_terms([outer], grams) for outer in outers]
+    total = sum((own[0] for own, _ in terms[1:]), start=terms[0][0][0])
     for position, first in enumerate(outers):
         for second in outers[position + 1 :]:
             crossed = gram(first.left, second.left) * gram(first.right, second.right)
             total = total + 2 * first.scale * second.scale * crossed.sum((1, 2))
-    return total[0], magnitude[0], underflow[0]
+    return total, [magnitude[0] for _, magnitude in terms]
 
 
-def _own_terms(outers: list[Outer], grams: SelfGrams) -> tuple[Tensor, Tensor, Tensor]:
-    """Of k outer products that are alike, (k, B) each: their squared norms, what these would be the squares of if
-    nothing cancelled, and what the square of which was lost below the smallest normal number."""
+def _own_terms(outers: list[Outer], grams: SelfGrams) -> tuple[Tensor, Tensor]:
+    """Of k outer products that are alike, (k, B) each: their squared norms, and what these would be the squares of if
+    nothing cancelled."""
     first = outers[0]
     smallest, scale = smallest_block(first.left, first.right), abs(first.scale)
     pairs = [(grams.of(outer.left, smallest), grams.of(outer.right, smallest)) for outer in outers]
     total = torch.stack([left.inner(right) for left, right in pairs])
-    lengths = joined(
-        [outer.lengths(left.row_norms, right.row_norms) for outer, (left, right) in zip(outers, pairs, strict=True)]
-    )
-    left, right = lengths.left, lengths.right
-    assert right is not None
-    # Each entry of a Gram matrix may have lost as much as the smallest normal number in each of its products.
-    lost = first.left.width * right.sum(2).square() + first.right.width * left.sum(2).square()
-    underflow = scale * torch.finfo(lost.dtype).tiny ** 0.5 * lost.sqrt()
-    return scale**2 * total, lengths.magnitude(), underflow
-
-
-def _clamped(total: Tensor, magnitude: Tensor, underflow: Tensor) -> tuple[Tensor, Tensor]:
-    return total.clamp_min(0), _rounding(magnitude) + underflow.square()
+    lengths = [use.lengths(left.row_norms, right.row_norms) for use, (left, right) in zip(outers, pairs, strict=True)]
+    return scale**2 * total, joined(lengths).magnitude()
 
 
 def _norms_of_sum(uses: list[Factors], grams: SelfGrams) -> tuple[Tensor, Tensor]:
@@ -145,16 +135,17 @@ def _norms_of_sum(uses: list[Factors], grams: SelfGrams) -> tuple[Tensor, Tensor
         whole = whole.to(torch.promote_types(whole.dtype, use.right.tensor.dtype))
     norms = _norms(whole.reshape(len(whole), -1))
     # The weighted sum adds the uses one by one: what cancels between them there leaves its rounding behind.
-    apart = [norms if len(others) == 1 and _is_norm(use) else _magnitude(use) for use in others]
-    rounding = _rounding(torch.stack([*apart, *(_magnitude(use) for use in looked_up)]).sum(0))
+    apart = [norms if len(others) == 1 and _is_norm(use) else magnitude_of(use) for use in others]
     total = norms.square()
     if looked_up:
-        squares, _, underflow = _terms(looked_up, grams)
-        total, rounding = total + squares.clamp_min(0), rounding + underflow.square()
+        squares, magnitudes_of_rows = _terms(looked_up, grams)
+        total, apart = total + squares.clamp_min(0), [*apart, *magnitudes_of_rows]
     for use in looked_up:
         met = whole[torch.arange(len(whole), device=whole.device)[:, None], use.left.tensor]
         total = total + 2 * use.scale * met.mul_(use.right.tensor).sum((1, 2))
-    return total.clamp_min(0), rounding
+    bound = rounding(*apart)
+    # What is instantiated has the norm of the very numbers that are summed.
+    return _refined(uses, total.clamp_min(0), bound) if len(uses) > 1 else total, bound
 
 
 def _is_lookup(use: Outer) -> bool:
@@ -166,7 +157,7 @@ def _is_norm(use: Factors) -> bool:
     return isinstance(use, PerExample) and use.lengths is None
 
 
-def _magnitude(use: Factors) -> Tensor:
+def magnitude_of(use: Factors) -> Tensor:
     """(B,): what the norm could be if nothing cancelled between positions."""
     lengths = use.lengths() if isinstance(use, Outer) else use.lengths
     if lengths is not None:
@@ -188,7 +179,3 @@ def _shortened(rows: Tensor) -> Tensor:
     whole = rows.shape[1] // _NORM_BLOCK * _NORM_BLOCK
     blocks: Tensor = torch.linalg.vector_norm(rows[:, :whole].unflatten(1, (-1, _NORM_BLOCK)), dim=2)
     return torch.cat([blocks, rows[:, whole:]], dim=1) if whole < rows.shape[1] else blocks
-
-
-def _rounding(magnitude: Tensor) -> Tensor:
-    return ROUNDING * torch.finfo(magnitude.dtype).eps * magnitude.square()

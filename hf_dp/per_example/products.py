@@ -140,12 +140,12 @@ class Doubt(NamedTuple):
 NO_DOUBT = Doubt()
 
 
-def unsure(doubt: Doubt, rows: Tensor) -> Tensor | float:
+def unsure(doubt: Doubt, used: Tensor) -> Tensor | float:
     """How much further than after a cast the squared norm may be from that of what is added to a sum.
 
     Args:
         doubt: of what.
-        rows: (..., B, T), 0 at positions where either side is. All that counts is how far the others reach, so that an
+        used: (..., B, T) at which positions neither side is zero. All that counts is how far these reach, so that an
             example has the same beside longer ones.
 
     Returns:
@@ -158,7 +158,7 @@ def unsure(doubt: Doubt, rows: Tensor) -> Tensor | float:
             cut += _cut(min(width, CUT_BLOCK)) + width / CUT_BLOCK
     if not doubt.on_cores[2]:
         return cut
-    used, places = rows.ne(0), torch.arange(1, rows.shape[-1] + 1, device=rows.device)
+    places = torch.arange(1, used.shape[-1] + 1, device=used.device)
     reach = ((used * places).amax(-1) + (used * places.flip(0)).amax(-1) - len(places)).clamp_min(0)
     # They may begin within what is multiplied at once.
     cuts = cut + 2 * _CUT * (reach.clamp_max(BLOCK) / _AT_ONCE + 2) + _SPLIT

@@ -216,13 +216,14 @@ def _bind_elementwise(input: Tensor, other: Tensor, *, alpha: float = 1) -> Boun
 
 def _share(values: Tensor, weight: Tensor, axis: Axis) -> PerExample:
     inner = weight.shape[1:] if weight.dim() == values.dim() else weight.shape
-    outer = values.shape[: values.dim() - len(inner)]
-    if values.shape[len(outer) :] == inner:
-        found = _summed(values.reshape(*outer, inner.numel()), axis)
-        return replace(found, values=found.values.reshape(-1, *weight.shape))
+    # Its axes that are not summed over.
+    kept = [k for k in range(1, len(inner) + 1) if inner[-k] == values.shape[-k]]
+    dtype = sum_dtype(values.dtype)
+    norms = torch.linalg.vector_norm(values, dim=[-k for k in kept], dtype=dtype) if kept else values.abs().to(dtype)
     rows = axis.rows(values).sum(1, dtype=sum_dtype(values.dtype))
     rows = rows.sum_to_size(rows.shape[0], *[1] * (rows.dim() - 1 - len(inner)), *inner)
-    return PerExample(rows.reshape(rows.shape[0], *weight.shape))
+    lengths = Lengths(norms.reshape(axis.batch_size, -1))
+    return PerExample(rows.reshape(rows.shape[0], *weight.shape), lengths=lengths)
 
 
 def _multiply(x: Tensor, operands: Operands) -> tuple[Tensor, _Saved]:
@@ -314,7 +315,9 @@ def _repeat(_: None, operands: Operands) -> tuple[Tensor, _Saved]:
 
 def _repeat_backward(saved: _Saved, operands: Operands, gradient: Tensor, axis: Axis, needs_input: bool) -> _Backward:
     rows = gradient.reshape(axis.batch_size, -1, *_parameter(operands, "weight").shape)
-    return None, {"weight": PerExample(rows.sum(1, dtype=sum_dtype(rows.dtype)))}
+    dtype = sum_dtype(rows.dtype)
+    lengths = Lengths(torch.linalg.vector_norm(rows.reshape(*rows.shape[:2], -1), dim=2, dtype=dtype))
+    return None, {"weight": PerExample(rows.sum(1, dtype=dtype), lengths=lengths)}
 
 
 # --- convolution over patches, and over time ------------------------------------------------------------------------

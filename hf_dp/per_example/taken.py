@@ -63,7 +63,7 @@ class TakenWatch(Watch):
             self._to_come.update(parameters)
         return super()._use(rule, bound, parameters, function, args, kwargs)
 
-    def _constant(self, parameters: list[str], value: Tensor, hand_on: Callable[[Tensor], None]) -> Any:
+    def _constant(self, parameters: list[str], value: Tensor, hand_on: Callable[[Tensor, Tensor], None]) -> Any:
         # How often its gradient comes back through constants is known at the end.
         self._open.update(parameters)
         return super()._constant(parameters, value, hand_on)

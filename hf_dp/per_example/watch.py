@@ -235,7 +235,7 @@ class Watch:
         except RuntimeError as error:
             raise refused from error
 
-    def _constant(self, parameters: list[str], value: Tensor, hand_on: Callable[[Tensor], None]) -> WatchedParameter:
+    def _constant(self, parameters: list[str], value: Tensor, hand_on: Callable[[Tensor, Tensor], None]) -> Any:
         constant = Constant(hand_on, value.shape)
         self.constants.append(constant)
         self.dtypes.add(value.dtype)
@@ -286,12 +286,13 @@ class Watch:
                 self.observe(use, given, axis)
 
     def _keep(self, name: str, factors: Factors) -> None:
+        # A float64 parameter may be used through a float32 derivative (Gemma's norms), or the other way round.
+        factors = factors.accumulated_in(self.sum_dtypes[name])
         if isinstance(factors, Outer) and name not in self.tables:
             factors = without_idle(factors).settled()
         kept = (factors.left.tensor, factors.right.tensor) if isinstance(factors, Outer) else (factors.values,)
         self.versions += [(tensor, tensor._version) for tensor in kept if not tensor.is_inference()]
-        # A float64 parameter may be used through a float32 derivative (Gemma's norms); its sums stay float64.
-        self.factors[name].append(factors.accumulated_in(self.sum_dtypes[name]))
+        self.factors[name].append(factors)
 
 
 def _name(function: Any) -> str:

@@ -230,7 +230,7 @@ def test_elsewhere_factors_are_cast(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(products.inner(left.values.mT, right.values), exactly(left.values.mT, right.values))
     assert not products._has_tensor_cores(torch.device("cpu"), torch.bfloat16)
     assert products.Doubt.of(left.values, right.values) == products.Doubt((3, 4))
-    assert products.unsure(products.Doubt((3, 4)), torch.ones(2, 5)) == 0
+    assert products.unsure(products.Doubt((3, 4)), torch.ones(2, 5, dtype=torch.bool)) == 0
 
     def never(left: Tensor, right: Tensor) -> Tensor:
         raise AssertionError
