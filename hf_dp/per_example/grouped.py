@@ -70,6 +70,8 @@ class Grouping:
 
     def _of_rows(self, lengths: Lengths) -> Lengths:
         """Of each example that of its rows, by themselves: between them there is padding."""
+        if self.is_view and self._most == 1:
+            return lengths
         magnitude = self.summed(lengths.magnitude())
         if any(lengths.doubt.on_cores):
             # What is cut off long sums grows with their length, of which one row has a part.

@@ -54,16 +54,15 @@ class Lengths:
 
     def magnitude(self) -> Tensor:
         """(B,), or (k, B): what the norm would be if nothing cancelled between positions, and more where it is taken
-        less exactly. Positions at which either side is zero (padding) change nothing."""
+        less exactly. Positions at which either side is zero (padding) change nothing, unless the other one is beyond
+        10^10 there."""
         largest = _LARGEST * torch.finfo(self.left.dtype).max ** 0.5
         if self.right is None:
             total = self.left.sum(-1)
             return (self.scale * total).masked_fill(total > largest, math.inf)
-        is_idle = self.left.eq(0) | self.right.eq(0)
-        left, right = (side.masked_fill(is_idle, 0) for side in (self.left, self.right))
-        products, of_left, of_right = left * right, left.sum(-1), right.sum(-1)
+        products, of_left, of_right = self.left * self.right, self.left.sum(-1), self.right.sum(-1)
         total = products.sum(-1)
-        times = 1 + max(self.doubt.widths) / BLOCK + unsure(self.doubt, ~is_idle) / _ROUNDING
+        times = 1 + max(self.doubt.widths) / BLOCK + unsure(self.doubt, products.ne(0)) / _ROUNDING
         # Each entry of a Gram matrix may have lost as much as the smallest normal number in each of its products.
         limits = torch.finfo(total.dtype)
         lost = self.doubt.widths[0] * of_right.square() + self.doubt.widths[1] * of_left.square()

@@ -166,6 +166,12 @@ def magnitude_of(use: Factors) -> Tensor:
     return _norms(accumulation(use.values).reshape(len(use.values), -1))
 
 
+def magnitude_of_all(uses: Sequence[Factors]) -> Tensor:
+    """The same of all uses of one parameter."""
+    first, *others = map(magnitude_of, uses)
+    return sum(others, start=first)
+
+
 def _norms(rows: Tensor) -> Tensor:
     """(B,) l2 norms of rows (B, n), in blocks: one long float32 sum of squares falls short by 0.02 % at n = 10^7."""
     while rows.shape[1] > _NORM_BLOCK:

@@ -19,7 +19,7 @@ from hf_dp.errors import UnsupportedModelError
 from hf_dp.per_example.batch import Batch, LossFunction, batch_size
 from hf_dp.per_example.factors import Factors
 from hf_dp.per_example.grouped import Grouping
-from hf_dp.per_example.norms import squared_norms
+from hf_dp.per_example.norms import magnitude_of_all, squared_norms
 from hf_dp.per_example.pictures import check_pictures
 from hf_dp.per_example.reading import Reader
 from hf_dp.per_example.record import PerExampleGradients, checked_run
@@ -62,6 +62,7 @@ class TwoPasses(PerExampleGradients):
         self._grouping = None if owners is None or self._is_piece else Grouping(owners)
         self._trained_rows: Mapping[str, Tensor] = {}
         self._bits = torch.zeros((), dtype=torch.int64)
+        self._of_rows: dict[str, Tensor] = {}
         if not self._is_piece:
             self._measure()
 
@@ -104,7 +105,13 @@ class TwoPasses(PerExampleGradients):
         super().add_weighted_sum_(out, coefficients, rows)
         with adding(out, coefficients, self.whole_zeros, rows) as add:
             if self._is_piece:
-                watch = self._watched(lambda name, uses: add(name, self._restricted(name, uses)), False)
+
+                def add_piece(name: str, uses: list[Factors]) -> None:
+                    own = self._restricted(name, uses)
+                    add(name, own)
+                    self._of_rows[name] = magnitude_of_all(own) + self._of_rows.get(name, 0)
+
+                watch = self._watched(add_piece, False)
                 self.losses, self.uses = self._run(watch), frozenset(watch.uses)
                 return
 
@@ -120,6 +127,10 @@ class TwoPasses(PerExampleGradients):
         if self._grouping is not None:
             differing = self._grouping.summed(differing.long()).ne(0)
         self.differing = (differing & coefficients.ne(0)).sum()
+
+    def magnitudes(self) -> dict[str, Tensor]:
+        """Of a piece, when it was summed."""
+        return self._of_rows
 
     def _restricted(self, name: str, uses: list[Factors]) -> list[Factors]:
         return restricted(uses, self._trained_rows[name]) if name in self._trained_rows else uses

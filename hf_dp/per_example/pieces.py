@@ -8,12 +8,14 @@ float32, on each rank that has such an example.
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from hf_dp.errors import HfDpError
 from hf_dp.per_example.factors import Factors, PerExample
+from hf_dp.per_example.lengths import Lengths
 from hf_dp.per_example.record import PerExampleGradients
 from hf_dp.per_example.rows import RowSum, row_factors, sparse_gradient
 
@@ -29,6 +31,7 @@ class Pieces:
         self._tables = tables
         self._sums: dict[str, Tensor] = {}
         self._rows: dict[str, RowSum] = {}
+        self._magnitudes: dict[str, Tensor] = {}
         self._losses: list[Tensor] = []
         self._seen = self._size = 0
 
@@ -48,6 +51,8 @@ class Pieces:
         if not before:
             self._begin(gradients)
         gradients.add_weighted_sum_(self._sums, torch.ones_like(gradients.losses), self._rows)
+        for name, found in gradients.magnitudes().items():
+            self._magnitudes[name] = found.sum() + self._magnitudes.get(name, 0)
         self._losses.append(gradients.losses)
         self._seen, self._size = size - after, size
         return gradients.none() if after else self._end(gradients)
@@ -63,11 +68,15 @@ class Pieces:
         self._sums = {name: gradients.whole_zeros(name) for name in parameters if name not in self._rows}
 
     def _end(self, gradients: PerExampleGradients) -> PerExampleGradients:
-        factors: dict[str, list[Factors]] = {name: [PerExample(total[None])] for name, total in self._sums.items()}
+        lengths = {name: Lengths(found.view(1, 1)) for name, found in self._magnitudes.items()}
+        factors: dict[str, list[Factors]] = {
+            name: [PerExample(total[None], lengths=lengths.get(name))] for name, total in self._sums.items()
+        }
         for name, rows in self._rows.items():
-            factors[name] = [row_factors(sparse_gradient(*rows.coalesced(), gradients.parameters[name]))]
+            found = row_factors(sparse_gradient(*rows.coalesced(), gradients.parameters[name]))
+            factors[name] = [replace(found, given=lengths.get(name))]
         losses = torch.cat(self._losses).sum(0, keepdim=True)
-        self._sums, self._rows, self._losses, self._seen = {}, {}, [], 0
+        self._sums, self._rows, self._magnitudes, self._losses, self._seen = {}, {}, {}, [], 0
         return PerExampleGradients(losses, factors, gradients.parameters, gradients.uses)
 
 

@@ -15,7 +15,7 @@ from hf_dp.per_example.factors import Factors
 from hf_dp.per_example.grouped import Grouping
 from hf_dp.per_example.ieee import full_precision
 from hf_dp.per_example.independence import ambiguous_sizes, check_independence, check_shares, survey
-from hf_dp.per_example.norms import all_squared_norms, stacked
+from hf_dp.per_example.norms import all_squared_norms, magnitude_of_all, stacked
 from hf_dp.per_example.pictures import check_pictures
 from hf_dp.per_example.precision import sum_dtype
 from hf_dp.per_example.reading import Reader
@@ -157,6 +157,11 @@ class PerExampleGradients:
         with torch.no_grad(), full_precision(self.losses.device), summing as add:
             for name, uses in self.factors.items():
                 add(name, uses)
+
+    @torch.no_grad()
+    def magnitudes(self) -> dict[str, Tensor]:
+        """For each parameter that is used (B,): what the norm of its gradient could be if nothing cancelled."""
+        return {name: magnitude_of_all(uses) for name, uses in self.factors.items() if uses}
 
     def whole_zeros(self, name: str) -> Tensor:
         """A zero gradient of all of one parameter, contiguous, in the dtype of sums, where it is computed."""

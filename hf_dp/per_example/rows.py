@@ -199,7 +199,7 @@ def sparse_gradient(rows: Tensor, values: Tensor, table: Tensor) -> Tensor:
     return torch.sparse_coo_tensor(rows[None], values, table.shape, is_coalesced=True, check_invariants=False)
 
 
-def row_factors(gradient: Tensor) -> Factors:
+def row_factors(gradient: Tensor) -> DistinctRows:
     """One example's gradient (V, d), sparse or dense, as a lookup of its rows that are not zero."""
     if gradient.is_sparse:
         gradient = gradient.coalesce()
