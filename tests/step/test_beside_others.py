@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -14,7 +15,7 @@ from hf_dp.accounting import FlatClipping
 from hf_dp.accounting.terms import TERMS
 from hf_dp.clipping.table import rule_of
 from hf_dp.losses import per_example_losses
-from hf_dp.per_example import Certificate, Outer, PerExample, PerExampleGradients, preflight, record
+from hf_dp.per_example import Certificate, Outer, PerExample, PerExampleGradients, Pieces, preflight, record
 from hf_dp.per_example.batch import Batch
 from hf_dp.per_example.in_groups import InGroups
 from hf_dp.per_example.passes import record_in_two_passes
@@ -25,17 +26,34 @@ from tests.zoo import tiny
 WIDTH, LONG = 64, 40
 
 
-class Linear(nn.Module):
-    """One weight, and a bias or a weight on each feature."""
+class Doubled(nn.Module):
+    """A float32 weight in a float64 operation."""
 
-    def __init__(self, bias: bool = False, scaled: bool = False) -> None:
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.kind, self.weight = kind, nn.Parameter(torch.randn(WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.kind == "embedding":
+            return nn.functional.embedding(x, self.weight.double())
+        return nn.functional.linear(x.double(), self.weight.double())
+
+
+class Linear(nn.Module):
+    """One weight, or a frozen one, and a bias or what is multiplied or added."""
+
+    def __init__(self, bias: bool = False, scale: tuple[int, ...] | None = None, constant: bool = False) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.inner = nn.Linear(WIDTH, WIDTH, bias=bias)
-        self.scale = nn.Parameter(torch.ones(WIDTH)) if scaled else None
+        self.scale = None if scale is None else nn.Parameter(torch.ones(scale))
+        self.shift = nn.Parameter(torch.zeros(WIDTH)) if constant else None
+        self.inner.weight.requires_grad_(scale is None and not constant)
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.inner(x)
+        out = out if self.shift is None else out + torch.tanh(self.shift)
         return out if self.scale is None else out * self.scale
 
 
@@ -65,7 +83,7 @@ def certificates() -> Callable[[Any], Certificate]:
 
     def of(model: Any) -> Certificate:
         x, weights = (torch.randn(4, 5, WIDTH, generator=torch.Generator().manual_seed(k)) for k in (1, 2))
-        names = " ".join(name for name, _ in model.named_parameters())
+        names = " ".join(f"{name} {p.shape} {p.requires_grad}" for name, p in model.named_parameters())
         if names not in known:
             known[names] = preflight(model, losses, {"x": x, "weights": weights})
         return known[names]
@@ -102,14 +120,23 @@ BESIDE = {
     "not a number": (LONG, lambda rows: rows * torch.nan),
     "large": (LONG, lambda rows: rows * 2.0**21),
 }
+KINDS: dict[str, dict[str, Any]] = {
+    "weight": {},
+    "bias": {"bias": True},
+    "a number": {"scale": ()},
+    "of shape (1,)": {"scale": (1,)},
+    "for each feature": {"scale": (WIDTH,)},
+    "of shape (1, 1, n)": {"scale": (1, 1, WIDTH)},
+    "a constant": {"constant": True},
+}
 SIZES = [(1.0, 1e-3), (1e2, 1e-4), (1e3, 1e-5), (1e6, 1e-3), (3e9, 1e-3)]
 
 
 @pytest.mark.parametrize("recorded", [in_one_pass, in_two_passes])
-@pytest.mark.parametrize("kind", [{}, {"bias": True}, {"scaled": True}], ids=["weight", "bias", "scaled"])
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 @pytest.mark.parametrize("beside", sorted(BESIDE))
 def test_failure_55_one_that_joins_moves_the_sum_by_at_most_c(
-    beside: str, kind: dict[str, bool], recorded: Recorded, certificates: Callable[[Any], Certificate]
+    beside: str, kind: dict[str, Any], recorded: Recorded, certificates: Callable[[Any], Certificate]
 ) -> None:
     """The gradients of 32 examples nearly cancel, and are kept in one form without it and in another beside it."""
     model, (positions, made) = Linear(**kind), BESIDE[beside]
@@ -182,6 +209,61 @@ def test_failure_55_a_unit_of_more_rows_moves_the_sum_by_at_most_c(
     short = [split(cancelling(1e3, 1e-5, generator)) for _ in range(size)]
     long = split((torch.randn(LONG, WIDTH), torch.randn(LONG, WIDTH)))
     assert moved(total([*short, long]), total(short)) <= 1 + size * 2**-13
+
+
+def test_failure_55_a_unit_in_pieces_adds_what_it_adds_whole(certificates: Callable[[Any], Certificate]) -> None:
+    """Whether rows of a unit share a micro-batch is up to the others."""
+    model = Linear(bias=True)
+    for size, share in SIZES:
+        x, weights = cancelling(size, share, torch.Generator().manual_seed(5))
+        rows = [batch_of([(x[None, k], weights[None, k])], 1) for k in (0, 1)]
+        whole = clipped(
+            model, batch_of([(x[None, k], weights[None, k]) for k in (0, 1)], 1), certificates(model),
+            lambda *given: in_one_pass(*given).grouped([0, 0]),
+        )  # fmt: skip
+        for passes in (1, 2):
+            total, pieces = ClippedSum(model, rule_of(FlatClipping(norm=1.0))), Pieces()
+            for k, row in enumerate(rows):
+                one = functools.partial(record_in_two_passes, owners=([0], k, 1 - k)) if passes == 2 else record
+                found = one(model, losses, row, certificate=certificates(model))
+                total.add(pieces.joined(found if passes == 2 else found.grouped([0], k, 1 - k)))
+            assert moved(whole, {name: value.double() for name, value in total.gradients.items()}) <= 2**-12
+
+
+@pytest.mark.parametrize("kind", ["linear", "embedding"])
+def test_failure_56_a_float32_parameter_that_is_used_in_float64_adds_at_most_c(kind: str) -> None:
+    """Factors in float64 have an exact norm, and their sum is in float32."""
+    model = Doubled(kind)
+    given = torch.randint(0, 9, (4, 5)) if kind == "embedding" else torch.randn(4, 5, WIDTH)
+    certificate = preflight(model, losses, {"x": given, "weights": torch.randn(4, 5, WIDTH).double()})
+    for seed in range(8):
+        generator = torch.Generator().manual_seed(seed)
+        weights = 1e12 * torch.randn(1, 1, WIDTH, generator=generator).double()
+        weights = weights.abs() * (1 + 1e-3 * torch.randn(1, 60, 1, generator=generator).double())
+        weights[:, 30:] *= -1
+        weights[:, -1] = -weights[:, :-1].sum(1) * (1 - 1e-7)
+        x = torch.full((1, 60), 5) if kind == "embedding" else torch.randn(1, 1, WIDTH).repeat(1, 60, 1)
+        added = clipped(model, {"x": x, "weights": weights}, certificate)["weight"]
+        assert float(added.norm()) <= 1
+
+
+def test_failure_56_a_tied_float64_parameter_that_is_used_in_both_types_adds_at_most_c() -> None:
+    model = nn.Linear(WIDTH, WIDTH).double()
+
+    def mixed(model: Any, batch: Batch) -> Tensor:
+        out = nn.functional.linear(batch["x"].float(), model.weight.float()).double()
+        each: Tensor = ((out + nn.functional.linear(batch["x"], model.weight)) * batch["weights"]).sum((1, 2))
+        return each + (model.bias * batch["weights"]).sum((1, 2))
+
+    def data(positions: int) -> dict[str, Tensor]:
+        return {name: torch.randn(3, positions, WIDTH).double() for name in ("x", "weights")}
+
+    certificate = preflight(model, mixed, data(5))
+    for positions in (2, LONG):
+        total = ClippedSum(model, rule_of(FlatClipping(norm=1.0)))
+        one = {name: value[:1] for name, value in data(positions).items()}
+        total.add(record(model, mixed, one, certificate=certificate))
+        assert 1 - 1e-3 < float(torch.stack([value.norm() for value in total.gradients.values()]).norm()) <= 1
 
 
 def test_failure_55_by_groups(certificates: Callable[[Any], Certificate]) -> None:
