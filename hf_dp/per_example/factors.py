@@ -132,8 +132,10 @@ class Outer:
 
     def accumulated_in(self, dtype: torch.dtype) -> Outer:
         """The same with sides of more than 16 bits in `dtype`: norms are of what is summed."""
-        given = None if self.given is None else self.given.to(dtype)
-        return replace(self, left=self.left.accumulated_in(dtype), right=self.right.accumulated_in(dtype), given=given)
+        left, right = self.left.accumulated_in(dtype), self.right.accumulated_in(dtype)
+        if left is self.left and right is self.right:
+            return self
+        return replace(self, left=left, right=right, given=None if self.given is None else self.given.to(dtype))
 
     def in_float64(self) -> Outer:
         """The same of longer numbers."""
@@ -185,6 +187,8 @@ class PerExample:
 
     def accumulated_in(self, dtype: torch.dtype) -> PerExample:
         """The same with values in `dtype`."""
+        if self.values.dtype == dtype:
+            return self
         fewer = self.lengths is not None and torch.finfo(dtype).eps > torch.finfo(self.lengths.left.dtype).eps
         lengths = self.lengths.to(dtype) if self.lengths is not None and fewer else self.lengths
         return replace(self, values=self.values.to(dtype), lengths=lengths)

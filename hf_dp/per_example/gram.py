@@ -45,7 +45,7 @@ class Dense:
 
     def accumulated_in(self, dtype: torch.dtype) -> Dense:
         """The same in `dtype`, unless it is of 16 bits, which are multiplied as they are."""
-        return self if self.values.dtype.itemsize < 4 else Dense(self.values.to(dtype))
+        return self if self.values.dtype.itemsize < 4 or self.values.dtype == dtype else Dense(self.values.to(dtype))
 
     def in_float64(self) -> Dense:
         """The same in longer numbers."""
