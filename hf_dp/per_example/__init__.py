@@ -3,6 +3,7 @@
 from hf_dp.per_example.factors import Factors, Outer, PerExample
 from hf_dp.per_example.gram import Dense, OneHot
 from hf_dp.per_example.instantiate import instantiating
+from hf_dp.per_example.lengths import Lengths
 from hf_dp.per_example.oracle import loop
 from hf_dp.per_example.pieces import Pieces
 from hf_dp.per_example.preflight import preflight
@@ -18,6 +19,7 @@ __all__ = [
     "Certificate",
     "Dense",
     "Factors",
+    "Lengths",
     "OneHot",
     "Operands",
     "Outer",
