@@ -50,7 +50,8 @@ class Constant:
             norms = torch.linalg.vector_norm(gathered.reshape(len(gathered), -1), dim=1).to(self.magnitude)
             # Of what is nothing nothing comes, however large this is.
             cancelled = self.magnitude / norms.clamp_min(torch.finfo(norms.dtype).tiny)
-            self.hand_on(gathered, cancelled.clamp(1, torch.finfo(norms.dtype).max ** 0.25))
+            cancelled = cancelled.clamp(1, torch.finfo(norms.dtype).max ** 0.25)
+            self.hand_on(gathered, cancelled.masked_fill(~self.magnitude.isfinite(), torch.inf))
 
 
 def by_rule(
