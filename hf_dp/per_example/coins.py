@@ -178,7 +178,7 @@ def shared_draws(run: Run, size: int, place: Callable[[], str]) -> list[Draw]:
         )
 
     if usual.has_own_generator or moved(Change()):
-        raise _unseen("a generator of its own")
+        raise _unseen("a generator of its own") if usual.has_own_generator else _differing()
     # Generators are looked at where something is drawn.
     again = observed(Change(start=1))[0].states if usual.states else []
     if any(one == other for pair in zip(usual.states, again, strict=False) for one, other in zip(*pair, strict=True)):
@@ -261,13 +261,25 @@ def _unseen(source: str) -> PreflightError:
     )
 
 
+def _differing() -> PreflightError:
+    return PreflightError(
+        "the model or its loss computes something else when it is called again with the same rows and random numbers: "
+        "it counts, remembers, or draws from a generator of its own.",
+        why="an example's gradient would follow from what was computed before it.",
+        fix="compute from the rows, the parameters and torch's global generator alone; what changes as training goes "
+        "on belongs in a TrainerCallback, between two steps.",
+    )
+
+
 def _refusal(draw: Draw, kind: str) -> PreflightError:
     drawn = f"{draw.name} of shape {draw.shape} in {draw.place or kind}"
     if not draw.is_shared:
         return PreflightError(
             f"an example is moved by random numbers of its neighbours: {drawn}.",
-            why="examples mix there, so clipping one example does not bound its influence.",
-            fix="make the operation act on each example alone, with random numbers of its own.",
+            why="examples mix, there or in what is computed from it (a mean over the batch, say), so clipping one "
+            "example does not bound its influence.",
+            fix="make each operation from there to the loss act on each example alone, with random numbers of its own; "
+            "dropout by itself is not the cause.",
         )
     return PreflightError(
         f"one random number moves several examples: {drawn}.",

@@ -111,6 +111,10 @@ def check_padding(
             if by == math.inf:
                 raise _leak(_NO_NUMBER)
             if not by <= tolerance:
+                # The batch again: a model that remembers gives it another gradient by now, padded as far or not.
+                again, padded = gradients(together)[0], gradients(take(together, [i]))[0]
+                if not _moved(model, again, i, padded, tables) <= tolerance:
+                    raise _mixed()
                 raise _leak(
                     f"an example's gradient moves by {100 * by:.2g} % of its norm "
                     "when longer or shorter examples are beside it in a batch."
@@ -177,6 +181,15 @@ def _leak(found: str) -> PreflightError:
         fix="pad on the right with an attention mask (tokenizer.padding_side = 'right'); or give all micro-batches "
         "one width that no example can change: tokenizer(..., padding='max_length', truncation=True, max_length=N) "
         "for the dataset or in the collator.",
+    )
+
+
+def _mixed() -> PreflightError:
+    return PreflightError(
+        "an example's gradient follows from what is beside it in a batch, also where it is padded as far.",
+        why="examples mix (a loss divided by the tokens or the rows of the batch, a mean over the batch, packed "
+        "sequences), so clipping one example does not bound its influence.",
+        fix="make the loss and each operation act on each example alone: divide an example's loss by its own tokens.",
     )
 
 

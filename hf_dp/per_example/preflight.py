@@ -42,7 +42,7 @@ from hf_dp.per_example.rows import RowSum
 from hf_dp.per_example.rule import Certificate, Rule
 from hf_dp.per_example.rules import RULES
 from hf_dp.per_example.sharding import as_sums, local, trainable
-from hf_dp.per_example.state import uncompiled
+from hf_dp.per_example.state import refuse_compiled, uncompiled
 from hf_dp.per_example.switches import switch_off, warn_of
 from hf_dp.per_example.watch import Watch
 
@@ -181,7 +181,7 @@ def _check_gradients(
 
 
 def check_modules(model: nn.Module) -> None:
-    """Refuses by name what mixes examples in training mode, and a model with nothing to train.
+    """Refuses by name what mixes examples in training mode, what is compiled, and a model with nothing to train.
 
     Raises:
         UnsupportedModelError: with the module's name.
@@ -196,6 +196,7 @@ def check_modules(model: nn.Module) -> None:
             fix="replace it by GroupNorm or LayerNorm, or override its train() so that it stays in eval mode.",
         )
     check_quantised(model.named_modules())
+    refuse_compiled(list(model.modules()))
     if not any(p.requires_grad for p in model.parameters()):
         raise UnsupportedModelError(
             "the model has no trainable parameter.",

@@ -62,7 +62,7 @@ def uncompiled() -> Iterator[None]:
 
 
 def refuse_compiled(modules: Sequence[nn.Module]) -> None:
-    """Refuses compiled modules that are trained.
+    """Refuses modules that are trained and compiled or, by `torch.jit`, traced or scripted.
 
     Args:
         modules: all of a model, which comes first.
@@ -71,11 +71,13 @@ def refuse_compiled(modules: Sequence[nn.Module]) -> None:
         UnsupportedModelError: with the name of the module.
     """
     for module in modules:
+        is_script = isinstance(module, torch.jit.ScriptModule)
         is_compiled = "_orig_mod" in module._modules or getattr(module, "_compiled_call_impl", None) is not None
-        if is_compiled and any(p.requires_grad for p in module.parameters()):
+        if (is_script or is_compiled) and any(p.requires_grad for p in module.parameters()):
             name = next(name for name, other in modules[0].named_modules() if other is module)
             raise UnsupportedModelError(
-                f"{name or 'the model'} is compiled (torch.compile) and has trainable parameters.",
+                f"{name or 'the model'} is compiled (torch.{'jit' if is_script else 'compile'}) and has trainable "
+                "parameters.",
                 why="the uses of a parameter cannot be seen inside a compiled graph.",
                 fix="train it uncompiled, or freeze its parameters: frozen modules may be compiled by themselves.",
             )

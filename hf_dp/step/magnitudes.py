@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import nn
@@ -60,6 +60,7 @@ class Magnitudes:
         deviation, clipping = plan.noise_standard_deviation, plan.clipping.sensitivity
         expected = plan.sampler.expected_batch_size
         self._warn_of_other_batches(plan)
+        _warn_of_float16(trained)
         norm = deviation * math.sqrt(self._count)
         self.known = {} if by_rows else {"noise_norm": norm / expected, "signal_bound": clipping}
         if not deviation:
@@ -118,6 +119,16 @@ class Magnitudes:
     def _root_mean_square(self, model: nn.Module) -> float:
         held = [(p, local(p.detach())) for p in model.parameters() if p.requires_grad]
         return float(total_norm(held)) / math.sqrt(max(1, self._count))
+
+
+def _warn_of_float16(trained: Sequence[nn.Parameter]) -> None:
+    if any(p.dtype == torch.float16 for p in trained):
+        ranks.warn(
+            logger,
+            "Trained weights are in float16, which holds nothing below 6e-8 and nothing above 65,504, and gradients of "
+            "single examples leave that range: those that vanish, or are no numbers, teach nothing. It is as private. "
+            "bfloat16 has the range of float32; TrainingArguments(bf16=True) keeps weights in float32.",
+        )
 
 
 def _asked(plan: Plan) -> str:

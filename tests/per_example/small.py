@@ -44,6 +44,10 @@ def square(model: nn.Module, batch: Batch) -> Tensor:
     return loss
 
 
+def traced(layer: nn.Linear) -> Any:
+    return torch.jit.trace(layer, torch.zeros(1, layer.in_features))
+
+
 def relative_error(found: Any, truth: Any) -> float:
     """The worse of norms and weighted sums; of a gradient that is nothing but rounding, relative to the whole."""
     weights = torch.linspace(0.3, 1.7, truth.batch_size, dtype=torch.float64)

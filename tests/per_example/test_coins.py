@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import random
 from random import random as from_python
 from typing import Any
@@ -259,10 +260,28 @@ def seeded_python(m: Any, x: Tensor) -> Tensor:
 def test_failure_28_one_coin_for_a_micro_batch_is_refused(function: Any, found: str) -> None:
     model = in_training(function)
     model.register_buffer("table", torch.ones(5, 4, dtype=torch.float64))
-    with pytest.raises(
-        PreflightError, match=f"(one random number moves several examples|draws random numbers from).*{found}"
-    ):
+    kinds = "one random number moves several examples|draws random numbers from|something else when it is called again"
+    with pytest.raises(PreflightError, match=f"({kinds}).*{found}"):
         preflight(model, square, batch(3, 5, 4))
+
+
+def test_a_loss_that_counts_its_calls_is_told_from_one_that_draws_numbers() -> None:
+    calls = itertools.count(1)
+
+    def counted(model: nn.Module, batch: Batch) -> Tensor:
+        return square(model, batch) * next(calls)
+
+    with pytest.raises(PreflightError, match="something else when it is called again with the same rows"):
+        preflight(in_training(per_row), counted, batch(3, 5, 4))
+
+
+def test_dropout_before_a_mean_over_the_batch_is_not_called_the_cause() -> None:
+    def function(m: Any, x: Tensor) -> Tensor:
+        hidden = nn.functional.dropout(x, 0.5, m.training)
+        return m.linear(hidden - hidden.mean(0)).cos()
+
+    with pytest.raises(PreflightError, match="dropout by itself is not the cause"):
+        preflight(in_training(function), square, batch(3, 5, 4))
 
 
 def noise_of_a_neighbour(m: Any, x: Tensor) -> Tensor:

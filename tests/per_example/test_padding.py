@@ -170,6 +170,15 @@ def test_a_leak_in_training_mode_alone_is_one_where_attention_could_draw_numbers
         check_padding(model, losses, TEXTS, collator())
 
 
+def test_a_loss_divided_by_the_tokens_of_the_batch_is_not_called_a_matter_of_padding() -> None:
+    def losses(model: Any, batch: Any) -> Tensor:
+        tokens = batch["attention_mask"].sum(1)
+        return per_example_losses(model, batch) * tokens / tokens.sum()
+
+    with pytest.raises(PreflightError, match="what is beside it in a batch, also where it is padded as far"):
+        check_padding(tiny("llama", "causal_lm", torch.float32), losses, TEXTS, collator())
+
+
 @pytest.mark.parametrize("leak", [0.0, 1e-2])
 def test_rounding_in_float32_is_no_leak(leak: float) -> None:
     """As of an example that is known by heart: its gradient is a small difference of large numbers."""

@@ -15,7 +15,7 @@ from hf_dp.per_example import loop, oracle, preflight, record
 from hf_dp.per_example.independence import check_independence, check_shares
 from hf_dp.per_example.preflight import check_modules
 from tests.architectures import VOCABULARY
-from tests.per_example.small import Small, batch, parameter, relative_error, square
+from tests.per_example.small import Small, batch, parameter, relative_error, square, traced
 from tests.zoo import text_batch, tiny
 
 TINY: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -185,6 +185,16 @@ def test_batch_norm_that_stays_in_eval_mode_is_accepted() -> None:
     model = Small(lambda m, x: m.norm(m.linear(x)).cos(), linear=nn.Linear(4, 4), norm=norm)
     preflight(model.train(), square, batch(3, 5, 4))
     check_modules(model)
+
+
+def test_what_is_compiled_and_trained_is_refused_when_a_trainer_is_made() -> None:
+    """Before Trainer looks for the names of its arguments, or for its parameters, which ends in errors of its own."""
+    for inner in (torch.compile(nn.Linear(4, 4), backend="eager"), traced(nn.Linear(4, 4))):
+        model = Small(lambda m, x: m.inner(m.linear(x)), linear=nn.Linear(4, 4), inner=inner)
+        with pytest.raises(UnsupportedModelError, match="inner is compiled"):
+            check_modules(model)
+        inner.requires_grad_(False)
+        check_modules(model)
 
 
 def test_nothing_to_train_is_refused() -> None:

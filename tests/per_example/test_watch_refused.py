@@ -13,7 +13,7 @@ from hf_dp.errors import UnsupportedModelError
 from hf_dp.losses import per_example_losses
 from hf_dp.per_example import RULES, Dense, Outer, Rule, loop, preflight, record
 from hf_dp.per_example.rule import Bound
-from tests.per_example.small import Small, batch, parameter, relative_error, square
+from tests.per_example.small import Small, batch, parameter, relative_error, square, traced
 from tests.per_example.uses import EXACT, positions
 from tests.zoo import text_batch, tiny
 
@@ -120,7 +120,11 @@ REFUSED: dict[str, tuple[Small, str]] = {
             linear=nn.Linear(4, 4),
             inner=torch.compile(nn.Linear(4, 4), backend="eager"),
         ),
-        "inner is compiled",
+        r"inner is compiled \(torch.compile\)",
+    ),
+    "a traced module": (
+        Small(lambda m, x: m.inner(m.linear(x)), linear=nn.Linear(4, 4), inner=traced(nn.Linear(4, 4))),
+        r"inner is compiled \(torch.jit\)",
     ),
 }
 HIDDEN.append(_LINEAR.weight)

@@ -45,6 +45,14 @@ def test_noise_that_numbers_cannot_hold_is_refused_before_it_is_paid_for(
     assert same(before, parameters(model))
 
 
+@pytest.mark.parametrize(("dtype", "times"), [(torch.float16, 1), (torch.bfloat16, 0), (torch.float32, 0)])
+def test_trained_weights_in_float16_are_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, dtype: torch.dtype, times: int
+) -> None:
+    make(tmp_path, classifier(dtype), private(noise_multiplier=1.0), max_steps=1).train()
+    assert sum("Trained weights are in float16" in message for message in caplog.messages) == times
+
+
 @pytest.mark.parametrize(("optim", "rate"), [("sgd", 1e10), ("adamw_torch", 1e10), ("sgd", 1e25)])
 def test_weights_that_are_lost_stop_the_training(tmp_path: Path, optim: str, rate: float) -> None:
     trainer = make(tmp_path, optim=optim, learning_rate=rate)

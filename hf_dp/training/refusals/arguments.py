@@ -94,7 +94,7 @@ def _conflicts(args: Any, privacy: PrivacyConfig) -> list[tuple[str, str, str]]:
             not (is_number(value) and 0 <= value < limit),
             f"{name}={shown(value)}.",
             f"{means}, and the budget would be spent for it.",
-            "give a finite number of at least 0" + (f" and below {limit:g}." if limit < math.inf else "."),
+            f"give a number of at least 0 and below {limit:g}." if limit < math.inf else "give a finite one above 0.",
         )
     refuse(
         strategy != "random" or getattr(args, "group_by_length", False),
