@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -136,20 +137,26 @@ def _norms_of_sum(uses: list[Factors], grams: SelfGrams) -> tuple[Tensor, Tensor
     norms = _norms(whole.reshape(len(whole), -1))
     # The weighted sum adds the uses one by one: what cancels between them there leaves its rounding behind.
     apart = [norms if len(others) == 1 and _is_norm(use) else magnitude_of(use) for use in others]
+    # What is kept instantiated has the norm of the very numbers that are summed: none is in doubt but for the others.
+    sizes = [norms] if len(others) == 1 else [magnitude_of(_by_itself(use)) for use in others]
     total = norms.square()
     if looked_up:
         squares, magnitudes_of_rows = _terms(looked_up, grams)
-        total, apart = total + squares.clamp_min(0), [*apart, *magnitudes_of_rows]
+        total, apart, sizes = total + squares.clamp_min(0), [*apart, *magnitudes_of_rows], [*sizes, *magnitudes_of_rows]
     for use in looked_up:
         met = whole[torch.arange(len(whole), device=whole.device)[:, None], use.left.tensor]
         total = total + 2 * use.scale * met.mul_(use.right.tensor).sum((1, 2))
-    bound = rounding(*apart)
-    # What is instantiated has the norm of the very numbers that are summed.
-    return _refined(uses, total.clamp_min(0), bound) if len(uses) > 1 else total, bound
+    total = total.clamp_min(0)
+    return total if len(uses) == 1 else _refined(uses, total, rounding(*sizes)), rounding(*apart)
 
 
 def _is_lookup(use: Outer) -> bool:
     return isinstance(use.left, OneHot) and isinstance(use.right, Dense)
+
+
+def _by_itself(use: Factors) -> Factors:
+    """With its norm for its magnitude, where it is kept instantiated."""
+    return replace(use, lengths=None) if isinstance(use, PerExample) else use
 
 
 def _is_norm(use: Factors) -> bool:
