@@ -58,10 +58,13 @@ class LeftPadding:
         if mask is None:
             return batch
         changes: dict[str, Tensor] = {}
-        if _is_padded(mask if host is None or host.shape != mask.shape else host):
+        known = mask if host is None or host.shape != mask.shape else host
+        # What is changed of a row follows from it alone: the others have nothing to change, and keep what they have.
+        if bool(_begins_hidden(known).any()):
             labels = batch.get("labels")
             if isinstance(labels, Tensor) and labels.shape == mask.shape and is_causal(model):
-                changes["labels"] = labels.masked_fill(F.pad(mask, (1, 0), value=1)[:, :-1].eq(0), _IGNORED)
+                before = F.pad(_is_padding(mask), (1, 0), value=False)[:, :-1]
+                changes["labels"] = labels.masked_fill(before, _IGNORED)
             is_asked = self.counts_columns is None and "position_ids" in _arguments(model)
             # Ranks that share weights would have to ask at the same time.
             if is_asked and not is_sharded(model):
@@ -77,19 +80,19 @@ def _mask(batch: Any) -> Tensor | None:
     return mask if isinstance(mask, Tensor) and mask.dim() == 2 else None
 
 
-def _is_padded(mask: Tensor) -> bool:
-    """Whether any example is padded on the left."""
-    return bool(_begins_hidden(mask).any())
+def _is_padding(mask: Tensor) -> Tensor:
+    """(B, T): before the first position that is not hidden; later ones, or all, that are hidden are the row's own."""
+    return mask.ne(0).cumsum(1).eq(0) & mask.ne(0).any(1, keepdim=True)
 
 
 def _begins_hidden(mask: Tensor) -> Tensor:
-    """(B,): which examples are padded on the left."""
-    return mask[:, 0].eq(0) & mask[:, -1].ne(0)
+    """(B,): which examples have such positions."""
+    return mask[:, 0].eq(0) & mask.ne(0).any(1)
 
 
 def _positions(mask: Tensor) -> Tensor:
-    """(B, T): how many tokens that are not padding stand before each."""
-    return (mask.long().cumsum(1) - 1).clamp_min(0)
+    """(B, T): how many positions that are not padding stand before each; without padding, its column."""
+    return ((~_is_padding(mask)).long().cumsum(1) - 1).clamp_min(0)
 
 
 def _arguments(model: nn.Module) -> set[str]:

@@ -104,6 +104,33 @@ def test_all_other_batches_take_the_same_path() -> None:
     assert completion.completed(model, whole)["position_ids"].tolist() == [[0, 1, 2]] * 2
 
 
+@pytest.mark.parametrize(
+    "mask",
+    [[1, 1, 0, 1, 1], [0, 1, 1, 0, 1], [1, 1, 0, 0, 0], [0, 1, 1, 1, 0], [0, 0, 0, 0, 0], [1, 1, 1, 1, 1]],
+    ids=str,
+)
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_failure_57_what_a_row_gets_follows_from_it_alone(name: str, mask: list[int]) -> None:
+    """A hole in its mask (padding and the end of a text may be one token) is no padding that another row has made, nor
+    is it other positions once a batch was padded."""
+    model = tiny(name, "causal_lm")
+    row = {"input_ids": torch.arange(3, 8)[None], "attention_mask": torch.tensor([mask])}
+    row["labels"] = row["input_ids"].clone()
+    padding = left([{"input_ids": [5, 6, 7]}, {"input_ids": [3, 4, 5, 6, 8]}])
+    both = {key: torch.cat([value, padding[key]]) for key, value in row.items()}
+    completion = LeftPadding()
+    alone = completion.completed(model, row)
+    beside = completion.completed(model, both)
+    later = completion.completed(model, row)
+    columns = torch.arange(5)[None]
+    for found in (beside, later):
+        assert found["labels"][:1].tolist() == alone["labels"].tolist()
+        assert found.get("position_ids", columns)[:1].tolist() == alone.get("position_ids", columns).tolist()
+    is_padded = not mask[0] and any(mask)
+    assert alone["labels"].ne(row["labels"]).any() == is_padded
+    assert ("position_ids" in alone) == (is_padded and name == "gpt2")
+
+
 @pytest.mark.parametrize(("name", "head"), [("roberta", "masked_lm"), ("opt", "causal_lm"), ("t5", "seq2seq")])
 def test_models_that_count_tokens_themselves_are_left_alone(name: str, head: str) -> None:
     completion, batch = LeftPadding(), padded()
