@@ -60,7 +60,7 @@ class LeftPadding:
         changes: dict[str, Tensor] = {}
         known = mask if host is None or host.shape != mask.shape else host
         # What is changed of a row follows from it alone: the others have nothing to change, and keep what they have.
-        if bool(_begins_hidden(known).any()):
+        if _is_padded(known):
             labels = batch.get("labels")
             if isinstance(labels, Tensor) and labels.shape == mask.shape and is_causal(model):
                 before = F.pad(_is_padding(mask), (1, 0), value=False)[:, :-1]
@@ -83,6 +83,11 @@ def _mask(batch: Any) -> Tensor | None:
 def _is_padding(mask: Tensor) -> Tensor:
     """(B, T): before the first position that is not hidden; later ones, or all, that are hidden are the row's own."""
     return mask.ne(0).cumsum(1).eq(0) & mask.ne(0).any(1, keepdim=True)
+
+
+def _is_padded(mask: Tensor) -> bool:
+    """Whether any example is padded on the left."""
+    return bool(_begins_hidden(mask).any())
 
 
 def _begins_hidden(mask: Tensor) -> Tensor:

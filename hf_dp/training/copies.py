@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import weakref
-from typing import Any, NamedTuple
+from collections.abc import Iterable
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +19,8 @@ from hf_dp.training.origin import covers
 _FEW = 64
 # Of fewer numbers two parameters may have the same by chance.
 _TELLING = 16
+# Parameters that are looked at after each step: one alone may be one that it did not move (rows that are looked up).
+_AT_EACH_STEP = 4
 _Known = tuple[torch.Size, bytes]
 
 
@@ -59,29 +63,55 @@ def has_moved(p: Tensor, before: Tensor) -> bool:
     return now is not None and now.dtype == before.dtype and not torch.equal(now.cpu(), before.cpu())
 
 
-def begun_with(model: nn.Module) -> frozenset[_Known]:
-    """What a training begins with: for `note_left`."""
-    return frozenset(known for p in model.parameters() if (known := _known(p)) is not None)
+class Saved(Protocol):
+    """A checkpoint, as far as is asked here; see `hf_dp.training.resume`."""
+
+    @property
+    def seal(self) -> str | None: ...
+
+    @property
+    def ledger(self) -> Ledger: ...
 
 
-def note_left(
-    model: nn.Module, optimizer: Any, before: frozenset[_Known], who: weakref.ref[Any], ledger: Ledger
-) -> None:
-    """For `refuse_copies` and `refuse_moved`, where a training has come to an end: trained parameters, which of them
-    are others than any before, and what they are."""
-    trained = {name: p for name, p in model.named_parameters() if p.requires_grad} if ledger.charges else {}
-    left = {_known(p) for p in trained.values()} - before
-    _LEFT.update({known: _Left(who, ledger, ledger.steps) for known in left if known is not None})
-    # Schedule-free optimizers exchange weights between training and evaluation.
-    changes_itself = any("train_mode" in group for group in optimizer.param_groups)
-    for p in () if changes_itself else trained.values():
-        known = _AS_LEFT.get(p)
-        is_noted = known is not None and known.beginning is before and known.steps == ledger.steps
-        if not is_noted and (few := few_of(p)) is not None:
-            _AS_LEFT[p] = _AsLeft(who, ledger.steps, p.shape, few, before)
-    if (trainer := who()) is not None:
-        noted = {} if changes_itself else {name: _AS_LEFT.get(p) for name, p in trained.items()}
-        _BY_NAME[trainer] = type(model), {name: left for name, left in noted.items() if left is not None}
+class Leaving:
+    """Notes what a training leaves, for `refuse_copies` and `refuse_moved`.
+
+    Args:
+        model, optimizer: that are trained.
+        owner: of the training.
+        ledger: of it.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: Any, owner: object, ledger: Ledger) -> None:
+        self._model, self._optimizer, self._who, self._ledger = model, optimizer, weakref.ref(owner), ledger
+        self._before = frozenset(known for p in model.parameters() if (known := _known(p)) is not None)
+        trained = [p for p in model.parameters() if p.requires_grad and few_of(p) is not None]
+        self._largest = sorted(trained, key=lambda p: -p.numel())[:_AT_EACH_STEP]
+
+    def after_step(self) -> None:
+        """A copy may be taken after any: some parameters are enough to tell it."""
+        self._note(self._largest)
+
+    def at_end(self) -> None:
+        """Trained parameters, which of them are others than any before, and what they are."""
+        trained = {name: p for name, p in self._model.named_parameters() if p.requires_grad}
+        trained = trained if self._ledger.charges else {}
+        self._note(trained.values())
+        steps, before = self._ledger.steps, self._before
+        # Schedule-free optimizers exchange weights between training and evaluation.
+        changes_itself = any("train_mode" in group for group in self._optimizer.param_groups)
+        for p in () if changes_itself else trained.values():
+            known = _AS_LEFT.get(p)
+            is_noted = known is not None and known.beginning is before and known.steps == steps
+            if not is_noted and (few := few_of(p)) is not None:
+                _AS_LEFT[p] = _AsLeft(self._who, steps, p.shape, few, before)
+        if (trainer := self._who()) is not None:
+            noted = {} if changes_itself else {name: _AS_LEFT.get(p) for name, p in trained.items()}
+            _BY_NAME[trainer] = type(self._model), {name: left for name, left in noted.items() if left is not None}
+
+    def _note(self, parameters: Iterable[Tensor]) -> None:
+        left = {known for p in parameters if (known := _known(p)) is not None} - self._before
+        _LEFT.update((known, _Left(self._who, self._ledger, self._ledger.steps)) for known in left)
 
 
 def refuse_moved(model: nn.Module, trainer: Any, what: str, *, is_saved: bool = False) -> None:
@@ -116,7 +146,7 @@ def refuse_moved(model: nn.Module, trainer: Any, what: str, *, is_saved: bool = 
         )
 
 
-def refuse_copies(model: nn.Module, trainer: object, saved: object | None, plan: Plan) -> None:
+def refuse_copies(model: nn.Module, trainer: object, saved: Saved | None, plan: Plan) -> None:
     """Refuses weights that another training of this process has left, in whatever model they are now, where the
     promise does not say on whose data.
 
@@ -135,6 +165,8 @@ def refuse_copies(model: nn.Module, trainer: object, saved: object | None, plan:
         left = None if saved is not None and p.requires_grad else _LEFT.get(_known(p))  # type: ignore[arg-type]
         if left is None or left.who() is trainer or covers(plan.earlier, left.ledger, left.steps):
             continue
+        if saved is not None and saved.seal in left.ledger.sealed and left.steps <= saved.ledger.steps:
+            continue  # whose ledger has them
         raise LedgerError(
             f"the model has weights that another private training in this process has left, after {left.steps} steps.",
             why="the ledger of this one is without them, so its report and its card would leave out what those cost.",
@@ -148,4 +180,4 @@ def _known(p: Tensor) -> _Known | None:
     few = few_of(p)
     if few is None or len(few) < _TELLING or few.is_meta:
         return None
-    return p.shape, few.float().cpu().numpy().tobytes()
+    return p.shape, hashlib.blake2b(few.float().cpu().numpy().tobytes(), digest_size=16).digest()

@@ -26,7 +26,7 @@ _SEEN = 2.0
 
 
 def say(message: str) -> None:
-    """One line, by rank 0, above a progress bar if there is one; no result, so to the standard error.
+    """One line or more, by rank 0, above a progress bar if there is one; no result, so to the standard error.
 
     Whoever turns warnings of the logger `hf_dp` off is not told.
     """

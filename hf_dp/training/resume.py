@@ -15,13 +15,12 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 import hf_dp.ranks as ranks
 from hf_dp.accounting import Ledger
-from hf_dp.accounting.earlier import is_of_earlier, releases_of
-from hf_dp.config.target import told
+from hf_dp.accounting.earlier import is_of_earlier
+from hf_dp.config import PrivacyConfig
 from hf_dp.data.fingerprint import KEY_FILE, Fingerprint, compare, fingerprint, fingerprint_key
-from hf_dp.errors import BudgetExceededError, LedgerError
-from hf_dp.figures import upper
+from hf_dp.errors import LedgerError
 from hf_dp.hub.checkpoint import refuse_disagreement, seal
-from hf_dp.hub.record import DEEPEST, is_deep
+from hf_dp.hub.record import DEEPEST, RECORD_FILE, PrivacyRecord, is_deep
 from hf_dp.step.plan import Plan
 from hf_dp.training.copies import few_of, has_moved
 from hf_dp.training.origin import covers
@@ -33,8 +32,6 @@ STATE_KEY = "PrivacyCallback"
 _PATH = ("stateful_callbacks", STATE_KEY, "attributes", "saved_ledger")
 # Which trainers have begun with a parameter in this process, and their ledgers; of one left frozen, some numbers of it.
 _TRAINED_BY: Any = WeakTensorKeyDictionary()
-# Of a ledger's promise: whose data was trained on. One epsilon is about units of one kind.
-_OF_UNITS = ("dataset_size", "unit", "max_examples_per_unit", "unit_sampling", "drawn_from")
 
 
 @dataclass(frozen=True)
@@ -46,17 +43,24 @@ class SavedRun:
         data: the keyed fingerprint of the training data; None if there was none.
         key: the key of `data`, from the directory that the checkpoint lies in; None if it is gone.
         values: checksums of the weights and of the optimizer's state; see `hf_dp.training.loaded`.
+        seal: that it was saved with.
+        config: of the record beside it; None if there is none.
     """
 
     ledger: Ledger
     data: Fingerprint | None
     key: bytes | None
     values: Mapping[str, str] | None = None
+    seal: str | None = None
+    config: PrivacyConfig | None = None
 
     def record(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """What the callback saves, for `read` to find, beside the fields of Trainer's `state`."""
         sealed: dict[str, Any] = {"ledger": self.ledger.to_dict(), "data": self.data, "values": self.values}
-        return {**sealed, "seal": None if self.key is None else seal(self.key, **sealed, state=state)}
+        if self.key is None:
+            return {**sealed, "seal": None}
+        self.ledger.sealed.add(found := seal(self.key, **sealed, state=state))
+        return {**sealed, "seal": found}
 
     @classmethod
     def read(cls, checkpoint: str | Path) -> SavedRun:
@@ -97,7 +101,9 @@ class SavedRun:
                 fix="use a checkpoint whose trainer_state.json is as it was saved, in its own output directory.",
             )
         data, values = (each if isinstance(each, dict) else None for each in (data, values))
-        return cls(ledger, data, key, values)
+        beside, found = Path(checkpoint, RECORD_FILE), found.get("seal")
+        config = PrivacyRecord.from_json(beside.read_bytes()).config if beside.is_file() else None
+        return cls(ledger, data, key, values, found if isinstance(found, str) else None, config)
 
     def check(self, promise: Mapping[str, Any], dataset: Any) -> str | None:
         """Refuses to continue under another promise or on other data; gives what could not be compared.
@@ -145,49 +151,6 @@ class Fingerprints:
         return SavedRun(ledger, self._known[0] if self._known else None, key, values)
 
 
-def continued(ledger: Ledger, saved: SavedRun | None, plan: Plan, dataset: Any) -> Ledger:
-    """The ledger that the next training goes on with.
-
-    Args:
-        ledger: of this process so far.
-        saved: of the checkpoint whose weights were read, whatever step it says; None if there was none.
-        plan: of the next training.
-        dataset: its training data.
-
-    Raises:
-        LedgerError: `saved` is of another promise or other data, or an earlier training in this process is, or what one
-            that took no step has released.
-        BudgetExceededError: the budget was already spent.
-    """
-    if saved is not None:
-        if (doubt := saved.check(plan.promise, dataset)) is not None:
-            ranks.warn(logger, doubt)
-        _refuse_other_releases(saved.ledger, plan)
-        # In one process more may have been spent since the checkpoint than it knows.
-        return max(saved.ledger, ledger, key=lambda one: (one.steps, one.charges))
-    if not ledger.steps:
-        _refuse_strangers(ledger, plan)
-        return ledger
-    if plan.config.noise_multiplier is None:
-        fix = "plan the whole training at once, or use noise_multiplier, where the ledger adds up what is spent."
-        if ledger.steps < plan.mechanism.steps:
-            fix = "train(resume_from_checkpoint=True) goes on from a checkpoint; save_model() keeps what there is."
-        raise BudgetExceededError(
-            f"train() was called again after {ledger.steps} private steps.",
-            why=f"the noise is calibrated for one training to spend {told(plan.config)}.",
-            fix=fix,
-        )
-    before, now = ledger.promise, plan.promise
-    if any(before.get(name) != now.get(name) for name in (*_OF_UNITS, "delta")):
-        raise LedgerError(
-            f"train() was called again with {_examples(now)} and delta {upper(now['delta'], 3)}, after "
-            f"{ledger.steps} private steps on {_examples(before)} with delta {upper(before['delta'], 3)}.",
-            why="one epsilon for both would be stated at a delta that is too large for one of them.",
-            fix="use a new trainer, whose ledger is its own, and load the model anew; or the same data and delta.",
-        )
-    return ledger
-
-
 def refuse_trained_by_another(model: nn.Module, trainer: object, saved: SavedRun | None, plan: Plan) -> None:
     """Refuses to go on from weights that another trainer in this process has trained privately, where the promise does
     not say on whose data.
@@ -210,9 +173,11 @@ def refuse_trained_by_another(model: nn.Module, trainer: object, saved: SavedRun
         # A training that is gone is neither.
         if (by := who()) is not None and (by is trainer or by is saved):
             continue
-        steps = f"{ledger.steps} private steps" if ledger.steps else f"it released {_labels(ledger)}, and took no step,"
+        steps = (
+            f"{ledger.steps} private steps" if ledger.steps else f"it released {labels_of(ledger)}, and took no step,"
+        )
         raise LedgerError(
-            f"another private training has trained this model before: {steps} on {_examples(ledger.promise)}.",
+            f"another private training has trained this model before: {steps} on {examples_of(ledger.promise)}.",
             why="the ledger of this one is without them, so its report and its card would leave out what those cost.",
             fix="on data of the same people call save_model() of that trainer now, and give PrivacyConfig(after=...) "
             "with its folder: both then share one budget; where nobody is in both, PrivacyConfig(other_people=True). "
@@ -237,7 +202,7 @@ def note_trained_by(model: nn.Module, trainer: object, ledger: Ledger) -> None:
 def has_changed_since(p: Tensor, trainer: object) -> bool:
     """Whether another training than `trainer`, or a checkpoint that was read, made a parameter what it is now."""
     for who, ledger, _ in reversed(_TRAINED_BY.get(p, ())):
-        if who() is trainer or ledger.steps or _labels(ledger):
+        if who() is trainer or ledger.steps or labels_of(ledger):
             return who() is not trainer
     return False
 
@@ -245,44 +210,18 @@ def has_changed_since(p: Tensor, trainer: object) -> bool:
 def _trained_by(p: Tensor) -> tuple[Any, Ledger, Tensor | None] | None:
     """The latest training that may have changed a parameter: one that spent something besides what came before it."""
     for who, ledger, frozen in reversed(_TRAINED_BY.get(p, ())):
-        if (ledger.steps or _labels(ledger)) and (frozen is None or has_moved(p, frozen)):
+        if (ledger.steps or labels_of(ledger)) and (frozen is None or has_moved(p, frozen)):
             return who, ledger, frozen
     return None
 
 
-def _labels(ledger: Ledger) -> str:
+def labels_of(ledger: Ledger) -> str:
     """What a training released besides its steps."""
     return ", ".join(sorted({made.label for made in ledger.releases if not is_of_earlier(made.label)}))
 
 
-def _refuse_strangers(ledger: Ledger, plan: Plan) -> None:
-    """Of a training that took no step, nothing but what this plan has set budget aside for."""
-    known = [(release.label, release.event) for release in (*plan.releases, *releases_of(plan.mechanism.earlier))]
-    strangers = sorted(made.label for made in ledger.releases if (made.label, made.event) not in known)
-    others = [name for name in _OF_UNITS if ledger.promise.get(name) != plan.promise.get(name)]
-    if strangers or (ledger.entries and others):
-        labels = ", ".join(strangers or sorted({label for _, _, label in ledger.entries}))
-        raise LedgerError(
-            f"an earlier training that took no step has released {labels}, under another budget or of other data.",
-            why="what that cost stays spent, and the noise of this training would be calibrated without it.",
-            fix="train with the PrivacyConfig and the data of before, or with a new trainer, whose ledger is its own.",
-        )
-
-
-def _refuse_other_releases(ledger: Ledger, plan: Plan) -> None:
-    """Of a training that took steps, each release that the plan sets budget aside for, with the noise of the plan."""
-    for planned in plan.releases:
-        made = sum(one.times for one in ledger.releases if (one.label, one.event) == (planned.label, planned.event))
-        if made < planned.due(ledger.steps):
-            raise LedgerError(
-                f"the checkpoint's ledger has {ledger.steps} steps, and before them {made or 'no'} release of "
-                f"{planned.label} ({planned.event}).",
-                why=f"the plan has {planned.due(ledger.steps)} by then, and what it cost would not be charged.",
-                fix="use a checkpoint whose trainer_state.json is as it was saved.",
-            )
-
-
-def _examples(promise: Mapping[str, Any]) -> str:
+def examples_of(promise: Mapping[str, Any]) -> str:
+    """What was trained on, in words."""
     n, column = promise["dataset_size"], promise.get("unit")
     if column is not None:
         drawn = ", each drawn by itself" if promise.get("unit_sampling") == "examples" else ""

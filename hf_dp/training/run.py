@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 import math
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
@@ -27,13 +25,14 @@ from hf_dp.step.magnitudes import Magnitudes
 from hf_dp.step.plan import Plan
 from hf_dp.step.private_gradient import private_gradient
 from hf_dp.step.written import Around, WrittenGradients
-from hf_dp.training.copies import begun_with, note_left, refuse_copies
+from hf_dp.training.copies import Leaving, refuse_copies
 from hf_dp.training.described import described_optimizer, described_values
 from hf_dp.training.engine import Engine, MicroBatch
+from hf_dp.training.goes_on import continued
 from hf_dp.training.origin import refuse_unsaid_origin, warn_of_origin
 from hf_dp.training.progress import Clock, opening, say
 from hf_dp.training.refusals import refuse_optimizer, refuse_other_surroundings, surroundings
-from hf_dp.training.resume import SavedRun, continued, note_trained_by, refuse_trained_by_another
+from hf_dp.training.resume import SavedRun, note_trained_by, refuse_trained_by_another
 
 
 class Run:
@@ -64,7 +63,7 @@ class Run:
         self._magnitudes: Magnitudes | None = None
         self._ties = tied(engine.model)
         self._surroundings, self._statistics = dict[str, object](), {"examples": 0, "clipped": 0, "non_finite": 0}
-        self._note_left: Callable[[], None] = lambda: None  # until something may be released
+        self._leaving: Leaving | None = None  # until something may be released
         self._has_begun = False
 
     @property
@@ -129,7 +128,7 @@ class Run:
             warn_of_origin(self.model, self.tokenizer, ledger, self.plan)
         else:
             self.plan = self.plan.continuing(saved.ledger)
-        found = continued(ledger, saved, self.plan, dataset)
+        found = continued(ledger, saved, self.plan, dataset, self._earlier.plan if self._earlier else None)
         check_mechanisms("those in the ledger", found.event, self.plan.mechanism.event)
         self.ledger = found
         self.ledger.promise = self.plan.promise
@@ -167,8 +166,7 @@ class Run:
         refuse_optimizer(optimizer, model)
         self._written = WrittenGradients(optimizer, around)
         self._magnitudes = Magnitudes(self.plan, model, self.by_rows)
-        for line in opening(self.plan):
-            say(line)
+        say("\n".join(opening(self.plan)))
         self.engine.by_rows, self.engine.passes = self.by_rows, self.plan.config.passes
         self.engine.clipping = self.plan.clipping
         self._remove_parts()
@@ -182,8 +180,7 @@ class Run:
                 part.checked(self)
             # Before a part writes into the model what it releases.
             note_trained_by(model, owner, self.ledger)
-            left = model, optimizer, begun_with(model), weakref.ref(owner), self.ledger
-            self._note_left = functools.partial(note_left, *left)
+            self._leaving = Leaving(model, optimizer, owner, self.ledger)
             for name, part in self.parts.items():
                 part.begin(self, checkpoint, self._known.get(name))
                 self._known = {**self._known, name: part}
@@ -266,6 +263,8 @@ class Run:
         """
         assert self._written is not None
         assert self._magnitudes is not None
+        assert self._leaving is not None
+        self._leaving.after_step()
         self._written.refuse_untaken()
         self._magnitudes.refuse_lost_weights(self.model, optimizer.param_groups[0]["lr"])
         for part in self.parts.values():
@@ -276,7 +275,8 @@ class Run:
         """The optimizer may take any gradient again."""
         if self._written is not None:
             self._written.forget()
-        self._note_left()
+        if self._leaving is not None:
+            self._leaving.at_end()
         if self._earlier is not None:
             self._earlier.end()
 

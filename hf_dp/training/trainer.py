@@ -87,7 +87,7 @@ class DPTrainerMixin(RestoringMixin, CheckpointMixin, LayoutsMixin, PublishingMi
         self._fingerprints = Fingerprints()
         self._behind = behind(self)
         with ranks.before_together():
-            self._earlier = records_before(privacy)
+            self._earlier, self._read_for = records_before(privacy), privacy
             super().__init__(*args, **kwargs)
         self._privacy_callback = PrivacyCallback(self)
         self.add_callback(self._privacy_callback)
@@ -128,6 +128,8 @@ class DPTrainerMixin(RestoringMixin, CheckpointMixin, LayoutsMixin, PublishingMi
             raise ConfigurationError(
                 "DPTrainer has no train_dataset.", why="there is nothing to train on.", fix="pass train_dataset=..."
             )
+        if self.privacy is not self._read_for:
+            self._earlier, self._read_for = records_before(self.privacy), self.privacy
         check_data(self._dataset, self._expected_batch_size, self.privacy, self._earlier)
         self._fingerprints = Fingerprints()  # of this data, which may not be that of the training before
         self._check_ranks()

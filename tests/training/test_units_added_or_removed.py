@@ -20,7 +20,7 @@ from hf_dp.accounting.report import OWNERSHIP
 from hf_dp.errors import ConfigurationError, LedgerError
 from hf_dp.hub import verify
 from hf_dp.step.magnitudes import Magnitudes
-from hf_dp.training.resume import _examples
+from hf_dp.training.resume import examples_of
 from tests.hub.forging import failed, in_record, seal
 from tests.training.test_added_or_removed import GIVEN, OWN, RATE, drawn, kept, published
 from tests.training.workbench import EXPECTED, STEPS, Trajectory, distance, make, private, rows
@@ -138,7 +138,7 @@ def test_a_second_training_on_other_users_is_refused_in_words_without_their_numb
         {"dataset_size": 5, "unit": "user", "max_examples_per_unit": MOST},
         {"dataset_size": None},
     ]
-    assert [_examples(promise) for promise in promises] == [
+    assert [examples_of(promise) for promise in promises] == [
         "units whose number is secret (column user, at most 2 examples of each, each drawn by itself)",
         "5 units (column user, at most 2 examples of each)",
         "examples whose number is secret",
