@@ -13,6 +13,7 @@ from torch import Tensor
 
 import hf_dp.ranks as ranks
 from hf_dp.data.cut import by_rows, by_tokens, by_units, check_max_tokens
+from hf_dp.data.kinds import Kinds
 from hf_dp.data.widths import Checked, Widths, widths_of
 from hf_dp.errors import ConfigurationError, HfDpError
 from hf_dp.randomness import secret_global_state, unchanged_global_state
@@ -67,6 +68,7 @@ class LogicalBatchCollator:
         self.checked: Checked | None = None
         self._measured: dict[int, tuple[Any, Widths]] | None = None
         self.name = _name(getattr(collate, "data_collator", collate))
+        self._kinds = Kinds(self.name, self._alone)
         self.randomness: Randomness = nullcontext if reproducible else secret_global_state
 
     def __call__(self, examples: list[Any]) -> dict[str, Any]:
@@ -129,6 +131,7 @@ class LogicalBatchCollator:
 
     def collated(self, examples: list[Any]) -> Mapping[str, Any]:
         """One micro-batch of `examples` (at least one), checked. Errors as for a call."""
+        unlike = self._kinds.unlike(examples)
         try:
             batch = self._collate(examples)
         except (ValueError, TypeError, LookupError, RuntimeError) as error:
@@ -154,6 +157,8 @@ class LogicalBatchCollator:
                 raise _bad_collator(
                     self.name, f"returned {name!r} of shape {tuple(tensor.shape)} for {len(examples)} examples"
                 )
+        if unlike:
+            self._kinds.refuse_changed(unlike, batch)
         return batch
 
 

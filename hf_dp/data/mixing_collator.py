@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from hf_dp.data.collate import LogicalBatchCollator, Prepared
+from hf_dp.data.kinds import kind_of
 from hf_dp.errors import ConfigurationError
 from hf_dp.randomness import global_state, seed_global_state, unchanged_global_state
 
@@ -27,7 +28,7 @@ _SAMPLES, _APART = 64, 0.6
 Collated = dict[str, Tensor]
 
 
-def check_collator(collate: LogicalBatchCollator | Prepared, examples: list[Any]) -> None:
+def check_collator(collate: LogicalBatchCollator | Prepared, examples: list[Any], extreme: Sequence[Any] = ()) -> None:
     """Refuses a collator whose row of one example depends on others, or whose random choice is one for all.
 
     Pairs of `examples` are collated in several arrangements, each under the same sixteen random states; the first row
@@ -36,9 +37,19 @@ def check_collator(collate: LogicalBatchCollator | Prepared, examples: list[Any]
     example must not be the same under every state, where they are other ones under others; where no state changes them,
     they must be the same. A choice for all behind choices for each row (how many tokens to mask, say) is not seen.
 
+    Args:
+        collate: with what prepares its batches, where that is the user's.
+        examples: a few.
+        extreme: further ones, of which those of another kind than the first of `examples` are put beside it.
+
     Raises:
         ConfigurationError: with the collator's name.
     """
+    for row in extreme:
+        if kind_of(row) != kind_of(examples[0]):
+            for rows in ([examples[0], row], [row, examples[0]]):
+                with unchanged_global_state():
+                    collate.collated(copy.deepcopy(rows))
     draws = False
 
     def collated(pair: tuple[Any, Any], arrangement: tuple[int, ...], state: int) -> Collated:

@@ -226,11 +226,11 @@ class Engine:
                 warn_of_packed(together)
                 extremes = extreme_rows(dataset.dataset)
                 # Where columns tell of ids, labels and lengths, what is no narrower and no wider shows no more.
-                tried = rows_beyond(few, [dataset[i] for i in extremes.rows], collate.widths)
+                tried = rows_beyond(few, extreme := [dataset[i] for i in extremes.rows], collate.widths)
                 refuse_rows_that_fail(dataset, extremes.rows, tried, lambda row: of_whole(self._batch([row])))
                 check_dataset(dataset.dataset)
                 with self._padding.put_aside():
-                    check_collator(self._collate, few)
+                    check_collator(self._collate, few, extreme)
                 memory.refuse(one, other, together)
                 uneven = uneven_rows(dataset, extremes, few)
                 # Padding first: what it shows is how all batches are completed, those of one length as well.

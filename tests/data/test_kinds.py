@@ -1,0 +1,115 @@
+"""A row of another type decides nothing about those beside it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import default_data_collator
+
+from hf_dp.data.collate import LogicalBatchCollator
+from hf_dp.data.kinds import kind_of
+from hf_dp.errors import ConfigurationError
+from tests.training.workbench import classifier, make, rows
+
+pytestmark = pytest.mark.usefixtures("checked_once")
+
+
+class Unscanned(torch.utils.data.Dataset[Any]):
+    """Neither a list nor a Dataset: its columns are not known before its rows are read."""
+
+    def __init__(self, held: list[Any]) -> None:
+        self._held = held
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def __getitem__(self, i: int) -> Any:
+        return self._held[i]
+
+
+def scores(whole: int) -> list[dict[str, Any]]:
+    """As of a file in JSON: 2.75 everywhere, and once 3."""
+    data = [{"input_ids": row["input_ids"][:4], "label": 2.75} for row in rows(300, low=4, high=4)]
+    data[whole]["label"] = 3
+    return data
+
+
+@pytest.mark.parametrize("whole", [0, 9, 17, 150, 299])
+def test_failure_60_one_whole_number_does_not_cut_the_labels_beside_it(tmp_path: Path, whole: int) -> None:
+    model = classifier(num_labels=1, problem_type="regression")
+    trainer = make(tmp_path, model, parts={"train_dataset": scores(whole), "data_collator": default_data_collator})
+    with pytest.raises(ConfigurationError, match="makes 'labels' of a row otherwise when rows of other types"):
+        trainer.train()
+    assert not trainer.ledger.entries
+
+
+def test_failure_60_where_columns_are_not_known_it_is_refused_when_it_comes(tmp_path: Path) -> None:
+    model = classifier(num_labels=1, problem_type="regression")
+    data = Unscanned(scores(whole=17))
+    trainer = make(
+        tmp_path, model, parts={"train_dataset": data, "data_collator": default_data_collator}, max_steps=200,
+        per_device_train_batch_size=50,
+    )  # fmt: skip
+    with pytest.raises(ConfigurationError, match="makes 'labels' of a row otherwise when rows of other types"):
+        trainer.train()
+    assert trainer.ledger.steps < 200
+
+
+def test_failure_60_the_check_can_fail() -> None:
+    """What the collator does, unasked."""
+    data = scores(whole=0)[:3]
+    assert default_data_collator([{"label": row["label"]} for row in data])["labels"].tolist() == [3, 2, 2]
+
+
+@pytest.mark.parametrize(
+    ("few", "name"),
+    [
+        ([{"x": 1.0, "label": 3}, {"x": 1.0, "label": 2.75}], "labels"),
+        ([{"x": 1.0, "label": 2.75}, {"x": 1.0, "label": 3}], "labels"),
+        ([{"x": [1, 2]}, {"x": [1, 2.5]}], "x"),
+        ([{"x": 1.0}, {"x": 1.0, "more": 5}], "more"),
+        ([{"x": 1.0, "more": None}, {"x": 1.0, "more": 5}], "more"),
+        ([{"x": True}, {"x": 2}], "x"),
+    ],
+)
+def test_what_the_first_row_decides_is_refused(few: list[Any], name: str) -> None:
+    collator = LogicalBatchCollator(2, default_data_collator)
+    with pytest.raises(ConfigurationError, match=f"makes '{name}' of a row otherwise"):
+        collator.collated(few)
+
+
+@pytest.mark.parametrize(
+    "few",
+    [
+        [{"x": 1.0, "note": None}, {"x": 2.0, "note": "text"}],
+        [{"x": 1.0}, {"x": 2.0, "note": "text"}],
+        [{"x": 1.0, "note": 3}, {"x": 2.0, "note": "text"}, {"x": 2.0, "note": 2.75}],
+        [{"x": np.float32(1)}, {"x": np.float32(2)}],
+        [{"x": [1, 2]}, {"x": [3, 4]}],
+    ],
+)
+def test_what_changes_nothing_is_not(few: list[Any]) -> None:
+    made = []
+
+    def collate(rows: list[Any]) -> Any:
+        made.append(len(rows))
+        return {"x": torch.tensor(np.array([row.pop("x") for row in rows]))}
+
+    collator = LogicalBatchCollator(4, collate)
+    for _ in range(3):
+        collator.collated([dict(row) for row in few])
+    assert made.count(1) == (len(few) if len({kind_of(row) for row in few}) > 1 else 0), "asked of once"
+
+
+def test_kinds() -> None:
+    assert kind_of({"a": 1, "b": [1, 2]}) == kind_of({"b": [3], "a": 2})
+    assert kind_of({"a": 1}) != kind_of({"a": 1.0})
+    assert kind_of({"a": True}) != kind_of({"a": 1})
+    assert kind_of({"a": [[1], [2]]}) != kind_of({"a": [[1], [2.0]]})
+    assert kind_of((1, "x")) != kind_of((1.0, "x"))
+    assert kind_of({"a": torch.ones(2)}) != kind_of({"a": torch.ones(2, dtype=torch.long)})
+    assert kind_of({"a": {"b": 1}}) != kind_of({"a": {"b": "c"}})
