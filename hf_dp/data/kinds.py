@@ -49,9 +49,9 @@ class Kinds:
             ConfigurationError: a row comes out otherwise than by itself.
         """
         for i, row in enumerate(rows):
-            by_itself = {name: value for name, value in self._alone(row).items() if isinstance(value, torch.Tensor)}
-            for name in sorted(by_itself.keys() | {n for n, value in batch.items() if isinstance(value, torch.Tensor)}):
-                if not _is_same(batch.get(name), i, by_itself.get(name)):
+            # What a row gets besides (a blank picture, say) is padding, which is looked at in the model.
+            for name, value in self._alone(row).items():
+                if isinstance(value, torch.Tensor) and not _is_same(batch.get(name), i, value):
                     raise ConfigurationError(
                         f"the data collator {self._name} makes {name!r} of a row otherwise when rows of other types "
                         "are beside it.",
@@ -69,12 +69,11 @@ def _together(rows: list[Any]) -> tuple[Hashable, frozenset[Hashable]]:
     return kinds[0], frozenset(kinds)
 
 
-def _is_same(batch: Any, i: int, alone: Any) -> bool:
-    if not (isinstance(batch, torch.Tensor) and isinstance(alone, torch.Tensor)):
+def _is_same(batch: Any, i: int, alone: torch.Tensor) -> bool:
+    if not isinstance(batch, torch.Tensor) or batch.dtype != alone.dtype:
         return False
-    is_one_number = batch.dim() == 1
-    values = (batch[i], alone[0]) if is_one_number and alone.dim() == 1 else None
-    return batch.dtype == alone.dtype and (values is None or torch.allclose(*values, rtol=1e-6, equal_nan=True))
+    # What is longer may be padded.
+    return batch.dim() > 1 or alone.dim() > 1 or torch.allclose(batch[i], alone[0], rtol=1e-6, equal_nan=True)
 
 
 def _kind(value: Any) -> Hashable:
@@ -83,5 +82,5 @@ def _kind(value: Any) -> Hashable:
         return types if types <= _PLAIN else frozenset(map(_kind, value))
     if isinstance(value, Mapping):
         return kind_of(value)
-    found: Hashable = str(value.dtype) if hasattr(value, "dtype") else type(value)
-    return found
+    kind: Any = str(value.dtype) if hasattr(value, "dtype") else type(value)
+    return kind  # type: ignore[no-any-return]
