@@ -19,7 +19,7 @@ from hf_dp.per_example.chosen import Chosen
 from hf_dp.per_example.gram import Dense, OneHot, Side
 from hf_dp.per_example.ieee import full_precision
 from hf_dp.per_example.lengths import Lengths
-from hf_dp.per_example.precision import accumulation
+from hf_dp.per_example.precision import accumulation, united
 from hf_dp.per_example.products import (
     BLOCK,
     CUT_BLOCK,
@@ -29,6 +29,7 @@ from hf_dp.per_example.products import (
     inner,
     instantiated_from,
 )
+from hf_dp.per_example.waiting import answers_at_once
 
 
 @dataclass(frozen=True)
@@ -123,10 +124,10 @@ class Outer:
             add_weighted_(matrix, left.values, right.values, coefficients, self.scale)
         elif isinstance(left, OneHot) and isinstance(right, Dense):
             rows = right.values.to(out.dtype) * (coefficients.to(out.dtype) * self.scale)[:, None, None]
-            matrix.index_add_(0, left.ids.flatten(), rows.flatten(0, 1))
+            _add_rows_(matrix, left.ids, rows)
         elif isinstance(left, Dense) and isinstance(right, OneHot):
             columns = left.values.to(out.dtype) * (coefficients.to(out.dtype) * self.scale)[:, None, None]
-            matrix.index_add_(1, right.ids.flatten(), columns.flatten(0, 1).T)
+            _add_rows_(matrix.T, right.ids, columns)
         else:
             raise TypeError("an outer product of two one-hot sides carries no gradient")
 
@@ -149,6 +150,15 @@ class Outer:
     def masked(self, chosen: Chosen) -> Outer:
         """With zeros, not 0 x NaN, in place of the examples that are not `chosen`."""
         return replace(self, left=self.left.masked(chosen), right=self.right.masked(chosen))
+
+
+def _add_rows_(matrix: Tensor, ids: Tensor, rows: Tensor) -> None:
+    """Adds `rows` (B, T, n) to those of `matrix` that `ids` (B, T) names."""
+    ids, rows = ids.flatten(), rows.flatten(0, 1)
+    if answers_at_once(matrix.device):
+        # One by one, each would be rounded to the sum over the whole logical batch, thousands of times.
+        ids, rows = united(ids, rows, torch.float64)
+    matrix.index_add_(0, ids, rows)
 
 
 @dataclass(frozen=True)

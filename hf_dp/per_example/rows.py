@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from hf_dp.errors import UnsupportedModelError
 from hf_dp.per_example.factors import DistinctRows, Factors, Outer
 from hf_dp.per_example.gram import Dense, OneHot
-from hf_dp.per_example.precision import accumulation, sum_dtype
+from hf_dp.per_example.precision import accumulation, sum_dtype, united
 from hf_dp.per_example.waiting import answers_at_once
 
 # How many numbers of looked-up rows wait on a device, each row as often as it was looked up, until they are united.
@@ -127,7 +127,7 @@ class RowSum:
 
     def _append(self, ids: Tensor, values: Tensor) -> None:
         if answers_at_once(self.device):
-            ids, values = self._united(ids, values)
+            ids, values = united(ids, values, torch.float64)
             self._is_united = len(self._ids) == 1
         else:
             # The model's own, which the next micro-batch may refill in place.
@@ -138,10 +138,6 @@ class RowSum:
         if self._waiting > _WAITING:
             self.coalesced()
 
-    def _united(self, ids: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        found, inverse = ids.unique(return_inverse=True)
-        return found, values.new_zeros(len(found), self._width).index_add_(0, inverse, values)
-
     def sub_(self, other: RowSum) -> None:
         """Subtracts another sum over the same table."""
         ids, values = other.coalesced()
@@ -150,7 +146,7 @@ class RowSum:
     def coalesced(self) -> tuple[Tensor, Tensor]:
         """The rows (k,), ascending, and their sums (k, d)."""
         if not self._is_united:
-            ids, values = self._united(torch.cat(self._ids), torch.cat(self._values))
+            ids, values = united(torch.cat(self._ids), torch.cat(self._values), self._dtype)
             self._ids, self._values = [self._ids[0], ids], [self._values[0], values]
             self._is_united, self._waiting = True, 0
         return self._ids[-1], self._values[-1]
@@ -182,7 +178,7 @@ def _lookup(name: str, use: Factors) -> tuple[Tensor, Tensor]:
     """The ids (B, T) of a lookup, and the gradients (B, T, d) of what was looked up."""
     if isinstance(use, Outer) and isinstance(use.left, OneHot) and isinstance(use.right, Dense):
         values = use.right.values
-        return use.left.ids, values if use.scale == 1.0 else values * use.scale
+        return use.left.ids, values if use.scale == 1.0 else accumulation(values) * use.scale
     raise _no_lookup(name)
 
 

@@ -20,6 +20,19 @@ _REASONS = {
     "gradient_checkpointing_kwargs={'use_reentrant': False} this is exact)",
 }
 
+# What gives example i the same, whether an operand has one row for all examples or a copy for each.
+BROADCASTING = {
+    *(getattr(torch.Tensor, name) for name in ("__iadd__", "add_", "__isub__", "sub_", "__imul__", "mul_")),
+    *(getattr(torch.Tensor, name) for name in ("sub", "__sub__", "__rsub__", "div", "__truediv__", "__rtruediv__")),
+    *(getattr(module, name) for name in ("where", "masked_fill") for module in (torch, torch.Tensor)),
+    *(torch.sub, torch.div),
+}
+# The same, for operands with two axes or more, of which other axes than those of the output are added up.
+PRODUCTS = {
+    *(torch.matmul, torch.nn.functional.scaled_dot_product_attention),
+    *(getattr(torch.Tensor, name) for name in ("matmul", "__matmul__", "__rmatmul__")),
+}
+
 
 class Call(NamedTuple):
     """One use, as its backward pass needs to know it."""

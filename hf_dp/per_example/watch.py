@@ -34,19 +34,10 @@ from hf_dp.per_example.reading import Reader
 from hf_dp.per_example.rule import PLAIN, Axis, Bound, Operands, Rule, Use, refusal
 from hf_dp.per_example.sharding import refuse_unknown_shards, trainable, watched_when_whole
 from hf_dp.per_example.state import refuse_compiled
-from hf_dp.per_example.use import Call, recorded, sorted_operands
+from hf_dp.per_example.use import BROADCASTING, PRODUCTS, Call, recorded, sorted_operands
 from hf_dp.per_example.watched import Source, WatchedParameter, flatten, in_place, mapped, plain
 
 _AND = ", "  # joins the names of the parameters behind one constant
-# What gives example i the same, whether an operand has one row for all examples or a copy for each.
-_BROADCASTING = {
-    *(getattr(torch.Tensor, name) for name in ("__iadd__", "add_", "__isub__", "sub_", "__imul__", "mul_")),
-    *(getattr(torch.Tensor, name) for name in ("sub", "__sub__", "__rsub__", "div", "__truediv__", "__rtruediv__")),
-    *(getattr(module, name) for name in ("where", "masked_fill") for module in (torch, torch.Tensor)),
-    *(torch.sub, torch.div, torch.nn.functional.scaled_dot_product_attention),
-}
-# The same, for operands with two axes or more.
-_PRODUCTS = {torch.matmul, *(getattr(torch.Tensor, name) for name in ("matmul", "__matmul__", "__rmatmul__"))}
 # Methods that change a tensor, or what becomes of it.
 _CHANGING = re.compile(r"[^_]_$|hook$|backward$")
 
@@ -188,8 +179,8 @@ class Watch:
                 function(*mapped(plain, args), **mapped(plain, kwargs))
                 raise refusal(parameters, f"operation {name}", f"its rule cannot read it ({error})") from error
         assert isinstance(bound, UnsupportedModelError)
-        if function in _BROADCASTING or (function in _PRODUCTS and all(w.dim() > 1 for w in watched)):
-            copies = self._copies(name, parameters, args, kwargs)
+        if function in BROADCASTING or (function in PRODUCTS and all(w.dim() > 1 for w in watched)):
+            copies = self._copies(name, parameters, args, kwargs, is_whole=function in BROADCASTING)
             if copies is not None:
                 try:
                     return function(*copies[0], **copies[1])
@@ -253,8 +244,9 @@ class Watch:
                 return None
         return others
 
-    def _copies(self, name: str, parameters: list[str], args: Any, kwargs: Any) -> Any:
-        """The operands of an elementwise operation with a row for each row of the data, where parameters have one."""
+    def _copies(self, name: str, parameters: list[str], args: Any, kwargs: Any, *, is_whole: bool) -> Any:
+        """The operands of an operation with a row for each row of the data, where parameters have one; or as large as
+        the output, so that it is not autograd that adds up their gradients over positions."""
         tensors = [a for a in flatten((args, kwargs)) if isinstance(a, Tensor)]
         dimensions = max(t.dim() for t in tensors)
         data = [t for t in tensors if t.dim() == dimensions and not isinstance(t, WatchedParameter)]
@@ -262,7 +254,7 @@ class Watch:
         watched = [t for t in tensors if isinstance(t, WatchedParameter)]
         if len(rows) > 1 or not data or any(t.dim() == dimensions and len(t) > 1 for t in watched):
             return None
-
+        shape = torch.broadcast_shapes(*(t.shape for t in tensors)) if is_whole else (-1,) * dimensions
         if rows:
             readings = ["batch"] if all(t.requires_grad for t in data) else ["batch", PLAIN]
             self.read |= {Use(name, parameter, reading, dimensions) for parameter in parameters for reading in readings}
@@ -271,7 +263,7 @@ class Watch:
             if not isinstance(value, WatchedParameter):
                 return value
             one: Any = value.reshape(*[1] * (dimensions - value.dim()), *value.shape)
-            return one.expand(next(iter(rows), 1), *[-1] * (dimensions - 1))
+            return one.expand(next(iter(rows), 1), *shape[1:])
 
         return mapped(copied, (args, kwargs)) if rows or self.batch_size == 1 else None
 

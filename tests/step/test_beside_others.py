@@ -70,6 +70,25 @@ class Tied(nn.Module):
         return nn.functional.linear(x, self.weight), nn.functional.embedding(first, self.weight)
 
 
+class Elementwise(nn.Module):
+    """A parameter in an operation without a rule of its own."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.kind, self.weight = kind, nn.Parameter(torch.rand(WIDTH) + 0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        match self.kind:
+            case "taken away":
+                return x - self.weight
+            case "taken from":
+                return self.weight - x
+            case "divided by":
+                return x / self.weight
+        return torch.where(x[..., :1] > 1e30, x, self.weight)
+
+
 def losses(model: nn.Module, batch: Batch) -> Tensor:
     """Linear in the outputs: their gradients are the `weights`."""
     each: Tensor = (model(batch["x"]) * batch["weights"]).sum((1, 2))
@@ -163,6 +182,29 @@ def test_failure_55_one_that_joins_moves_the_sum_by_at_most_c(
         bound = 0.0 if beside == "not a number" else 1.0
         # What rounding leaves of each, and of the sum.
         assert moved(whole, without) <= bound + 32 * 2**-13
+
+
+@pytest.mark.parametrize("kind", ["taken away", "taken from", "divided by", "where"])
+def test_failure_55_sums_over_positions_of_copies(kind: str) -> None:
+    """Padded on the left, what is added up begins elsewhere."""
+    model = Elementwise(kind)
+    x, weights = torch.randn(2, 4, 5, WIDTH, generator=torch.Generator().manual_seed(1))
+    certificate = preflight(model, losses, {"x": x, "weights": weights})
+
+    def on_the_left(examples: Sequence[tuple[Tensor, Tensor]], positions: int) -> dict[str, Tensor]:
+        flipped = [(x.flip(0), weight.flip(0)) for x, weight in examples]
+        return {name: value.flip(1) for name, value in batch_of(flipped, positions).items()}
+
+    generator, short = torch.Generator().manual_seed(5), []
+    for _ in range(32):
+        x = torch.randn(1, WIDTH, generator=generator).expand(20, WIDTH) * 1e3
+        weights = torch.randn(20, WIDTH, generator=generator) * 1e3
+        weights[-1] = -weights[:-1].sum(0) * (1 - 1e-6)
+        short.append((x, weights))
+    for positions in (40, 43, 61):
+        long = torch.randn(positions, WIDTH), torch.randn(positions, WIDTH)
+        without = clipped(model, on_the_left(short, 20), certificate)
+        assert moved(clipped(model, on_the_left([*short, long], positions), certificate), without) <= 1 + 32 * 2**-13
 
 
 def test_texts_beside_a_longer_one_add_what_they_add_without_it() -> None:
