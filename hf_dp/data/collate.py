@@ -13,7 +13,7 @@ from torch import Tensor
 
 import hf_dp.ranks as ranks
 from hf_dp.data.cut import by_rows, by_tokens, by_units, check_max_tokens
-from hf_dp.data.kinds import Kinds
+from hf_dp.data.kinds import Kinds, kind_of
 from hf_dp.data.widths import Checked, Widths, widths_of
 from hf_dp.errors import ConfigurationError, HfDpError
 from hf_dp.randomness import secret_global_state, unchanged_global_state
@@ -129,6 +129,29 @@ class LogicalBatchCollator:
         with unchanged_global_state():
             return self.collated([copy.deepcopy(row)])
 
+    def _failed(self, examples: list[Any], error: Exception) -> ConfigurationError:
+        for row in examples:
+            try:
+                self._alone(row)
+            except (ValueError, TypeError, LookupError, RuntimeError) as own:
+                made_of = row if isinstance(row, Mapping) else {"it": row}
+                kinds = ", ".join(f"{name} is {type(value).__name__}" for name, value in made_of.items())
+                return ConfigurationError(
+                    f"the data collator {self.name} fails on a row by itself ({type(own).__name__}: {own}): {kinds}.",
+                    why="training would end where it is drawn.",
+                    fix="correct the row, or leave it out.",
+                )
+        unlike = "of other columns or types " if len(set(map(kind_of, examples))) > 1 else ""
+        return ConfigurationError(
+            f"the data collator {self.name} fails on {len(examples)} examples {unlike}together "
+            f"({type(error).__name__}: {error}).",
+            why="examples that are drawn together are computed together, in tensors with a row for each.",
+            fix="let it pad all columns that differ in length (DataCollatorForSeq2Seq, or another one, "
+            "pads labels too; DataCollatorWithPadding only what the tokenizer makes); give each row the same "
+            "columns, of one type; leave out columns that are no numbers, or make numbers of them beforehand (of texts with "
+            "the tokenizer, of names of labels).",
+        )
+
     def collated(self, examples: list[Any]) -> Mapping[str, Any]:
         """One micro-batch of `examples` (at least one), checked. Errors as for a call."""
         unlike = self._kinds.unlike(examples)
@@ -137,14 +160,7 @@ class LogicalBatchCollator:
         except (ValueError, TypeError, LookupError, RuntimeError) as error:
             if len(examples) == 1 or isinstance(error, HfDpError):  # then the row itself is to be named
                 raise
-            raise ConfigurationError(
-                f"the data collator {self.name} fails on {len(examples)} examples together "
-                f"({type(error).__name__}: {error}).",
-                why="examples that are drawn together are computed together, in tensors with a row for each.",
-                fix="let it pad all columns that differ in length (DataCollatorForSeq2Seq, or another one, "
-                "pads labels too; DataCollatorWithPadding only what the tokenizer makes); leave out columns that "
-                "are no numbers, or make numbers of them beforehand (of texts with the tokenizer, of names of labels).",
-            ) from error
+            raise self._failed(examples, error) from error
         if not isinstance(batch, Mapping):
             raise _bad_collator(self.name, f"returned {type(batch).__name__}, not a mapping of names to tensors")
         tensors = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}

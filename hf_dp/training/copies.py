@@ -21,7 +21,7 @@ _FEW = 64
 _TELLING = 16
 # Parameters that are looked at after each step: one alone may be one that it did not move (rows that are looked up).
 _AT_EACH_STEP = 4
-_Known = tuple[torch.Size, bytes]
+_Known = bytes
 
 
 class _Left(NamedTuple):
@@ -43,7 +43,7 @@ class _AsLeft(NamedTuple):
 
 
 # What trainings have left, also of models that are gone.
-_LEFT: dict[_Known, _Left] = {}
+_LEFT: dict[_Known, tuple[_Left, ...]] = {}
 _AS_LEFT: Any = WeakTensorKeyDictionary()
 # The same by trainer, and by name: for a model that was put in the place of what it has trained.
 _BY_NAME: weakref.WeakKeyDictionary[Any, tuple[type, dict[str, _AsLeft]]] = weakref.WeakKeyDictionary()
@@ -85,6 +85,11 @@ class Leaving:
     def __init__(self, model: nn.Module, optimizer: Any, owner: object, ledger: Ledger) -> None:
         self._model, self._optimizer, self._who, self._ledger = model, optimizer, weakref.ref(owner), ledger
         self._before = frozenset(known for p in model.parameters() if (known := _known(p)) is not None)
+        # While it is at work it is no end of another one: a checkpoint may have been read since.
+        _BY_NAME.pop(owner, None)
+        for p in model.parameters():
+            if (left := _AS_LEFT.get(p)) is not None and left.who() is owner:
+                del _AS_LEFT[p]
         trained = [p for p in model.parameters() if p.requires_grad and few_of(p) is not None]
         self._largest = sorted(trained, key=lambda p: -p.numel())[:_AT_EACH_STEP]
 
@@ -111,7 +116,11 @@ class Leaving:
 
     def _note(self, parameters: Iterable[Tensor]) -> None:
         left = {known for p in parameters if (known := _known(p)) is not None} - self._before
-        _LEFT.update((known, _Left(self._who, self._ledger, self._ledger.steps)) for known in left)
+        now = _Left(self._who, self._ledger, self._ledger.steps)
+        # Two trainings with one seed leave the same: who knows one of them knows the other.
+        for known in left:
+            others = (one for one in _LEFT.get(known, ()) if one.who is not self._who)
+            _LEFT[known] = (*others, now)
 
 
 def refuse_moved(model: nn.Module, trainer: Any, what: str, *, is_saved: bool = False) -> None:
@@ -162,11 +171,15 @@ def refuse_copies(model: nn.Module, trainer: object, saved: Saved | None, plan: 
     if saved is None:
         refuse_moved(model, trainer, "another training")
     for p in model.parameters() if _LEFT and not plan.config.other_people else ():
-        left = None if saved is not None and p.requires_grad else _LEFT.get(_known(p))  # type: ignore[arg-type]
-        if left is None or left.who() is trainer or covers(plan.earlier, left.ledger, left.steps):
+        all_left = () if saved is not None and p.requires_grad else _LEFT.get(_known(p), ())  # type: ignore[arg-type]
+        if not all_left or any(
+            left.who() is trainer
+            or covers(plan.earlier, left.ledger, left.steps)
+            or (saved is not None and saved.seal in left.ledger.sealed and left.steps <= saved.ledger.steps)
+            for left in all_left
+        ):
             continue
-        if saved is not None and saved.seal in left.ledger.sealed and left.steps <= saved.ledger.steps:
-            continue  # whose ledger has them
+        left = all_left[-1]
         raise LedgerError(
             f"the model has weights that another private training in this process has left, after {left.steps} steps.",
             why="the ledger of this one is without them, so its report and its card would leave out what those cost.",
@@ -180,4 +193,5 @@ def _known(p: Tensor) -> _Known | None:
     few = few_of(p)
     if few is None or len(few) < _TELLING or few.is_meta:
         return None
-    return p.shape, hashlib.blake2b(few.float().cpu().numpy().tobytes(), digest_size=16).digest()
+    numbers = few.float().cpu().numpy().tobytes()
+    return hashlib.blake2b(str(tuple(p.shape)).encode() + numbers, digest_size=16).digest()

@@ -24,6 +24,7 @@ _OF_UNITS = ("dataset_size", "unit", "max_examples_per_unit", "unit_sampling", "
 _SAID_OF_ALL = {
     "reproducible": "a seed that is known, or none: who knows it can draw the noise of those steps again",
     "noise": "another noise",
+    "noise_multiplier": "another noise multiplier",
 }
 
 
@@ -48,6 +49,8 @@ def continued(ledger: Ledger, saved: SavedRun | None, plan: Plan, dataset: Any, 
             ranks.warn(logger, doubt)
         _refuse_other_releases(saved.ledger, plan)
         _refuse_another_branch(ledger, saved)
+        if ledger.charges:
+            ledger.check_same_promise(plan.promise)  # which of the two goes on is told by numbers of steps alone
         # In one process more may have been spent since the checkpoint than it knows.
         return max(ledger, saved.ledger, key=lambda one: (one.steps, one.charges))
     _refuse_made_otherwise(ledger, plan)

@@ -22,11 +22,16 @@ class LogsMixin(RunsMixin):
 
     _behind: Usual
 
+    @property
+    def _withholds_logs(self) -> bool:
+        """As the training that has begun was promised, whatever `privacy` is by now."""
+        return (self.privacy if self._begun is None else self._begun.plan.config).withhold_non_private_logs
+
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """As Trainer's, with epsilon and the clipping statistics beside the training loss."""
         if self.is_in_train and ("loss" in logs or "train_loss" in logs):
             logs.update(logged(self._epsilon(), self._accounted.noise_multiplier))
-        withheld = self.privacy.withhold_non_private_logs
+        withheld = self._withholds_logs
         if self.is_in_train and "loss" in logs and self._begun is not None:
             logs.update(self._begun.logs().shown(withheld))
         if withheld:
@@ -63,12 +68,12 @@ class LogsMixin(RunsMixin):
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
         """As Trainer's, summed over the micro-batches."""
         parts = inputs.get("micro_batches", [inputs])
-        if self.privacy.withhold_non_private_logs:
+        if self._withholds_logs:
             return 0  # It grows with the drawn batch and its lengths, and is saved in trainer_state.json.
         return sum(int(super(LogsMixin, self).floating_point_ops(part)) for part in parts)
 
     def _track_num_input_tokens(self, inputs: Any) -> None:
-        if self.privacy.withhold_non_private_logs:
+        if self._withholds_logs:
             return
         # One call, for each adds up over the ranks, which may have other numbers of micro-batches, or none.
         parts = inputs.get("micro_batches", [inputs])

@@ -239,7 +239,7 @@ class PrivateRun:
             self.model.train()
             mean = self._run.step(item).mean_loss
             self._step += 1
-        return 0.0 if self.privacy.withhold_non_private_logs else mean
+        return 0.0 if self._run.plan.config.withhold_non_private_logs else mean
 
     def _after_optimizer_step(self) -> None:
         """Called by the optimizer itself, before anything else can change its rates or the gradients."""
@@ -258,7 +258,7 @@ class PrivateRun:
         plan = self._run.plan
         return {
             **logged(self.ledger.epsilon(plan.delta, self.privacy.accountant), plan.noise_multiplier),
-            **self._run.logs().shown(self.privacy.withhold_non_private_logs),
+            **self._run.logs().shown(plan.config.withhold_non_private_logs),
         }
 
     def report(self) -> PrivacyReport:

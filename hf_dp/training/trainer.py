@@ -236,7 +236,7 @@ class DPTrainerMixin(RestoringMixin, CheckpointMixin, LayoutsMixin, PublishingMi
             switch()
         run.engine.model = same_model(self.accelerator.unwrap_model(model), self._module)
         mean = run.step(self._draws.used(inputs)).mean_loss
-        return torch.tensor(0.0 if self.privacy.withhold_non_private_logs else mean, device=self.args.device)
+        return torch.tensor(0.0 if self._withholds_logs else mean, device=self.args.device)
 
     def _loss(self, model: nn.Module, batch: Batch) -> Tensor:
         with self.compute_loss_context_manager():

@@ -105,6 +105,22 @@ def test_what_changes_nothing_is_not(few: list[Any]) -> None:
     assert made.count(1) == (len(few) if len({kind_of(row) for row in few}) > 1 else 0), "asked of once"
 
 
+@pytest.mark.parametrize(
+    ("few", "words"),
+    [
+        ([{"x": 1.0}, {"x": "one"}], r"fails on a row by itself \(.*\): x is str"),
+        ([{"x": [1, 2]}, {"x": [1]}], "fails on 2 examples together"),
+        ([{"x": 1.0, "more": 1}, {"x": 1.0}], "fails on 2 examples of other columns or types together"),
+    ],
+)
+def test_what_a_collator_fails_on_is_named(few: list[Any], words: str) -> None:
+    def collate(rows: list[Any]) -> Any:
+        return {name: torch.tensor([row[name] for row in rows]) for name in rows[0]}
+
+    with pytest.raises(ConfigurationError, match=words):
+        LogicalBatchCollator(2, collate).collated(few)
+
+
 def test_kinds() -> None:
     assert kind_of({"a": 1, "b": [1, 2]}) == kind_of({"b": [3], "a": 2})
     assert kind_of({"a": 1}) != kind_of({"a": 1.0})

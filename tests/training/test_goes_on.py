@@ -27,6 +27,7 @@ pytestmark = pytest.mark.usefixtures("checked_once")
         ({"seed": None}, {"seed": 7}, "with a seed that is known, or none"),
         ({}, {"noise": "grid"}, "with another noise"),
         ({"noise": "grid"}, {"noise": "chacha20"}, "with another noise"),
+        ({"noise_multiplier": 1.0}, {"noise_multiplier": 2.0}, "with another noise multiplier"),
         ({}, {"withhold_non_private_logs": True}, "withhold_non_private_logs=True after 4 private steps"),
     ],
 )
@@ -58,6 +59,68 @@ def test_failure_58_nor_before_the_first_step_where_something_was_released(tmp_p
     run.privacy = budget(None)
     with pytest.raises(LedgerError, match="with a seed that is known, or none"):
         run.train()
+
+
+def test_failure_58_nor_by_way_of_a_checkpoint_of_another_promise(tmp_path: Path) -> None:
+    """Which of the two ledgers goes on is told by their numbers of steps."""
+    for name, noise in (("one", 10.0), ("two", 0.3)):
+        make(
+            tmp_path / name, privacy=private(noise_multiplier=noise), save_strategy="steps", save_steps=2, max_steps=4
+        ).train()
+
+    class Interrupting(TrainerCallback):
+        is_on = True
+
+        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if self.is_on:
+                raise KeyboardInterrupt
+
+    run = make(
+        tmp_path / "three", privacy=private(noise_multiplier=10.0), parts={"callbacks": [Interrupting()]}, max_steps=4
+    )
+    with pytest.raises(KeyboardInterrupt):
+        run.train(resume_from_checkpoint=str(tmp_path / "one" / "checkpoint-2"))
+    run.privacy, Interrupting.is_on = private(noise_multiplier=0.3), False
+    with pytest.raises(LedgerError, match="noise_multiplier: 10.0 in the ledger, 0.3 now"):
+        run.train(resume_from_checkpoint=str(tmp_path / "two" / "checkpoint-2"))
+
+
+def test_failure_58_nor_in_the_middle_of_a_training(tmp_path: Path) -> None:
+    class Exchanging(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            run.privacy = private()
+
+    run = make(
+        tmp_path, privacy=private(withhold_non_private_logs=True), parts={"callbacks": [Exchanging()]}, logging_steps=1
+    )
+    run.train()
+    assert not any(entry.get("loss") or "clipped_fraction" in entry for entry in run.state.log_history)
+
+
+def test_two_trainings_of_one_seed_do_not_take_each_others_place(tmp_path: Path) -> None:
+    first, second = (trained(tmp_path / name, privacy=private(seed=7)) for name in ("one", "two"))
+    first.train()
+    second.train()
+    assert first.ledger.steps == second.ledger.steps == 2 * STEPS
+
+
+def test_what_was_resumed_is_saved_before_its_first_step(tmp_path: Path) -> None:
+    class Saving(TrainerCallback):
+        at = 5
+
+        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == self.at:
+                raise KeyboardInterrupt
+            if state.global_step == 2 and not self.at:
+                run.save_model(str(tmp_path / "saved"))
+
+    run, saving = trainer(tmp_path, save_steps=2), Saving()
+    run.add_callback(saving)
+    with pytest.raises(KeyboardInterrupt):
+        run.train()
+    saving.at = 0
+    run.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert (tmp_path / "saved" / "privacy.json").exists()
 
 
 def test_failure_58_nor_in_a_loop_of_ones_own(tmp_path: Path) -> None:
