@@ -148,8 +148,8 @@ class LogicalBatchCollator:
             why="examples that are drawn together are computed together, in tensors with a row for each.",
             fix="let it pad all columns that differ in length (DataCollatorForSeq2Seq, or another one, "
             "pads labels too; DataCollatorWithPadding only what the tokenizer makes); give each row the same "
-            "columns, of one type; leave out columns that are no numbers, or make numbers of them beforehand (of texts with "
-            "the tokenizer, of names of labels).",
+            "columns, of one type; leave out columns that are no numbers, or make numbers of them beforehand (of texts "
+            "with the tokenizer, of names of labels).",
         )
 
     def collated(self, examples: list[Any]) -> Mapping[str, Any]:
