@@ -16,7 +16,7 @@ from hf_dp.data.cut import by_rows, by_tokens, by_units, check_max_tokens
 from hf_dp.data.kinds import Kinds, kind_of
 from hf_dp.data.widths import Checked, Widths, widths_of
 from hf_dp.errors import ConfigurationError, HfDpError
-from hf_dp.randomness import secret_global_state, unchanged_global_state
+from hf_dp.randomness import global_state, secret_global_state, unchanged_global_state
 
 logger = logging.getLogger(__name__)
 
@@ -155,6 +155,7 @@ class LogicalBatchCollator:
     def collated(self, examples: list[Any]) -> Mapping[str, Any]:
         """One micro-batch of `examples` (at least one), checked. Errors as for a call."""
         unlike = self._kinds.unlike(examples)
+        before = global_state() if unlike else ()
         try:
             batch = self._collate(examples)
         except (ValueError, TypeError, LookupError, RuntimeError) as error:
@@ -174,7 +175,7 @@ class LogicalBatchCollator:
                     self.name, f"returned {name!r} of shape {tuple(tensor.shape)} for {len(examples)} examples"
                 )
         if unlike:
-            self._kinds.refuse_changed(unlike, batch)
+            self._kinds.refuse_changed(unlike, batch, draws=global_state() != before)
         return batch
 
 

@@ -18,16 +18,16 @@ _PLAIN = frozenset({int, float, bool, str, bytes, type(None)})
 
 
 def kind_of(row: Any) -> Hashable:
-    """What a row is made of: for each column the types of its numbers."""
+    """What a row is made of: for each column the types of its numbers, and of the first."""
     if isinstance(row, Mapping):
         return frozenset((name, _kind(value)) for name, value in row.items())
-    return tuple(map(_kind, row)) if isinstance(row, (tuple, list)) else _kind(row)
+    if isinstance(row, (tuple, list)):
+        return tuple(map(_kind, row))
+    return kind_of(vars(row)) if hasattr(row, "__dict__") and not hasattr(row, "dtype") else _kind(row)
 
 
 class Kinds:
     """Holds micro-batches of rows of different kinds against what each row is by itself.
-
-    Which kinds do not harm one another, and in which of them the first is, is found out once.
 
     Args:
         name: of the collator.
@@ -35,23 +35,35 @@ class Kinds:
     """
 
     def __init__(self, name: str, alone: Callable[[Any], Mapping[str, Any]]) -> None:
-        self._name, self._alone, self._harmless = name, alone, set[tuple[Hashable, frozenset[Hashable]]]()
+        self._name, self._alone = name, alone
 
     def unlike(self, rows: list[Any]) -> list[Any]:
-        """Copies of `rows`, which collators may change, if their kinds are not known to do no harm; else none."""
-        together = _together(rows)
-        return [] if len(together[1]) == 1 or together in self._harmless else copy.deepcopy(rows)
+        """Copies of `rows`, which collators may change, if they are of several kinds; else none."""
+        return copy.deepcopy(rows) if len(set(map(kind_of, rows))) > 1 else []
 
-    def refuse_changed(self, rows: list[Any], batch: Mapping[str, Any]) -> None:
-        """Looks at `batch`, made of rows that are `unlike`: its types, and what has one number for each row.
+    def refuse_changed(self, rows: list[Any], batch: Mapping[str, Any], *, draws: bool) -> None:
+        """Looks at `batch`, made of rows that are `unlike`.
+
+        What a row gets besides, for each of its positions (a blank picture, say), is padding, which is looked at in the
+        model.
+
+        Args:
+            draws: whether random numbers were drawn for it: then types alone are looked at.
 
         Raises:
             ConfigurationError: a row comes out otherwise than by itself.
         """
         for i, row in enumerate(rows):
-            # What a row gets besides (a blank picture, say) is padding, which is looked at in the model.
-            for name, value in self._alone(row).items():
-                if isinstance(value, torch.Tensor) and not _is_same(batch.get(name), i, value):
+            alone = self._alone(row)
+            numbers = {name for name, value in batch.items() if isinstance(value, torch.Tensor) and value.dim() == 1}
+            flags = {name for made in (batch, alone) for name, value in made.items() if isinstance(value, bool)}
+            for name in sorted({*alone, *numbers, *flags}):
+                own = alone.get(name)
+                if (
+                    name in numbers - alone.keys()
+                    or (name in flags and batch.get(name) is not own)
+                    or (isinstance(own, torch.Tensor) and not _is_same(batch.get(name), i, own, draws))
+                ):
                     raise ConfigurationError(
                         f"the data collator {self._name} makes {name!r} of a row otherwise when rows of other types "
                         "are beside it.",
@@ -60,26 +72,26 @@ class Kinds:
                         fix="give each column one type in all rows (float(label) for all, or int(label)), and all rows "
                         "the same columns; a datasets.Dataset does.",
                     )
-        self._harmless.add(_together(rows))
 
 
-def _together(rows: list[Any]) -> tuple[Hashable, frozenset[Hashable]]:
-    """The kind of the first, and all kinds."""
-    kinds = [kind_of(row) for row in rows]
-    return kinds[0], frozenset(kinds)
-
-
-def _is_same(batch: Any, i: int, alone: torch.Tensor) -> bool:
-    if not isinstance(batch, torch.Tensor) or batch.dtype != alone.dtype:
+def _is_same(batch: Any, i: int, alone: torch.Tensor, draws: bool) -> bool:
+    """Whether row i is that of the example alone, perhaps padded, on one side or the other."""
+    if not isinstance(batch, torch.Tensor) or batch.dtype != alone.dtype or batch.dim() != alone.dim():
         return False
-    # What is longer may be padded.
-    return batch.dim() > 1 or alone.dim() > 1 or torch.allclose(batch[i], alone[0], rtol=1e-6, equal_nan=True)
+    right, left, own = batch[i], batch[i], alone[0]
+    for axis, n in enumerate(own.shape):
+        if n > right.shape[axis]:
+            return False
+        right, left = right.narrow(axis, 0, n), left.narrow(axis, left.shape[axis] - n, n)
+    return draws or any(torch.allclose(cut, own, rtol=1e-6, equal_nan=True) for cut in (right, left))
 
 
 def _kind(value: Any) -> Hashable:
     if isinstance(value, (list, tuple)):
         types = frozenset(map(type, value))
-        return types if types <= _PLAIN else frozenset(map(_kind, value))
+        # Collators go by the first here, too.
+        first = _kind(value[0]) if len(value) else None
+        return first, types if types <= _PLAIN else frozenset(map(_kind, value))
     if isinstance(value, Mapping):
         return kind_of(value)
     kind: Any = str(value.dtype) if hasattr(value, "dtype") else type(value)

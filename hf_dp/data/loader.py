@@ -147,7 +147,7 @@ class _OwnReads(Dataset[Any]):
     """Reads no empty batches, which transforms are not written for, and reads each example by itself.
 
     A transform that is given several (`with_transform` of datasets) can pad or mix them, and nothing could check it.
-    Only a Hugging Face dataset with a format that cannot is read in batches, which is faster.
+    Only a Hugging Face dataset without a format is read in batches, which is faster.
     """
 
     def __init__(self, dataset: Any, randomness: Randomness) -> None:
@@ -170,6 +170,7 @@ class _OwnReads(Dataset[Any]):
 
     def _read(self, indices: list[int]) -> list[Any]:
         layout = getattr(self.dataset, "format", None)
-        if isinstance(layout, Mapping) and layout.get("type") != "custom" and hasattr(self.dataset, "__getitems__"):
+        # Any format makes a column of what it reads at once: a type of its own, of numbers of which one is missing.
+        if isinstance(layout, Mapping) and layout.get("type") is None and hasattr(self.dataset, "__getitems__"):
             return list(self.dataset.__getitems__(indices))
         return [self.dataset[index] for index in indices]

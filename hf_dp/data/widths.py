@@ -8,10 +8,11 @@ from typing import Any
 from torch import Tensor
 
 # Of each axis after the first of each tensor, under the tensor's name and the number of the axis; under `_TOLD` how
-# much a mask shows of a row, or how far positions go: where all rows are of one width, models can still read it there.
+# much a mask shows of a row, or how far positions go: where all rows are of one width, models can still read it there;
+# under `_BEGINS` and `_HOLES` whether it hides a beginning, or what lies between others.
 Widths = dict[tuple[str, int], int]
 Measure = Callable[[Any], Widths]
-_TOLD = -1
+_TOLD, _BEGINS, _HOLES = -1, -2, -3
 
 
 def widths_of(batch: Mapping[str, Any]) -> Widths:
@@ -23,7 +24,12 @@ def widths_of(batch: Mapping[str, Any]) -> Widths:
         elif isinstance(value, Tensor):
             found.update({(name, axis): n for axis, n in enumerate(value.shape[1:])})
             if value.dim() in (2, 3) and value.numel() and name.endswith("mask"):
-                found[name, _TOLD] = int(value.ne(0).sum(-1).max())
+                shown = value.ne(0)
+                found[name, _TOLD] = int(shown.sum(-1).max())
+                if value.dim() == 2:
+                    found[name, _BEGINS] = int((shown.any(1) & ~shown[:, 0]).any())
+                    begun = shown[:, 0] + (shown[:, 1:] & ~shown[:, :-1]).sum(1)
+                    found[name, _HOLES] = int((begun > 1).any())
             elif value.dim() == 2 and value.numel() and name.endswith("position_ids"):
                 found[name, _TOLD] = int(value.max())
     return found

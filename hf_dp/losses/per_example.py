@@ -52,7 +52,12 @@ def per_example_losses(model: nn.Module, batch: Mapping[str, Any], label_smoothi
     if kind == "ctc":
         refuse_smoothing(label_smoothing, "connectionist temporal classification")
         return ctc_losses(base, inputs, logits, labels)
-    return classification(logits, labels, base.config, label_smoothing)
+    losses = classification(logits, labels, base.config, label_smoothing)
+    # Decoders pool the last token that is not of this number, and of none the first position: padding, where there is.
+    pad, ids = getattr(base.config, "pad_token_id", None), batch.get("input_ids")
+    if isinstance(ids, Tensor) and ids.dim() == 2 and isinstance(pad, int):
+        return losses.masked_fill(ids.eq(pad).all(1), 0.0)
+    return losses
 
 
 def _decoder_inputs(base: Any, batch: Mapping[str, Any], labels: Tensor) -> dict[str, Tensor]:

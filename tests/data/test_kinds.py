@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from datasets import Dataset
 from transformers import default_data_collator
 
 from hf_dp.data.collate import LogicalBatchCollator
 from hf_dp.data.kinds import kind_of
+from hf_dp.data.loader import _OwnReads
 from hf_dp.errors import ConfigurationError
 from tests.training.workbench import classifier, make, rows
 
@@ -74,6 +78,7 @@ def test_failure_60_the_check_can_fail() -> None:
         ([{"x": 1.0}, {"x": 1.0, "more": 5}], "more"),
         ([{"x": 1.0, "more": None}, {"x": 1.0, "more": 5}], "more"),
         ([{"x": True}, {"x": 2}], "x"),
+        ([{"x": 1.0, "label_ids": [3, 2.6, 0]}, {"x": 1.0, "label_ids": [3.1, 2.6, 0]}], "labels"),
     ],
 )
 def test_what_the_first_row_decides_is_refused(few: list[Any], name: str) -> None:
@@ -93,16 +98,72 @@ def test_what_the_first_row_decides_is_refused(few: list[Any], name: str) -> Non
     ],
 )
 def test_what_changes_nothing_is_not(few: list[Any]) -> None:
-    made = []
-
     def collate(rows: list[Any]) -> Any:
-        made.append(len(rows))
         return {"x": torch.tensor(np.array([row.pop("x") for row in rows]))}
 
+    LogicalBatchCollator(4, collate).collated([dict(row) for row in few])
+
+
+def test_what_is_drawn_at_random_is_no_other_row() -> None:
+    def collate(rows: list[Any]) -> Any:
+        return {"x": torch.tensor([row["x"] for row in rows]) + torch.rand(len(rows))}
+
+    LogicalBatchCollator(4, collate).collated([{"x": 1.0, "note": None}, {"x": 2.0, "note": "text"}])
+
+
+def test_failure_60_each_micro_batch_is_looked_at() -> None:
+    """Where cutting changes nothing, it was no harm; it is with other numbers."""
+
+    def collate(rows: list[Any]) -> Any:
+        return {"x": torch.tensor(np.array([row["x"] for row in rows], dtype=type(rows[0]["x"]))).float()}
+
     collator = LogicalBatchCollator(4, collate)
-    for _ in range(3):
-        collator.collated([dict(row) for row in few])
-    assert made.count(1) == (len(few) if len({kind_of(row) for row in few}) > 1 else 0), "asked of once"
+    collator.collated([{"x": 3}, {"x": 2.0}])
+    with pytest.raises(ConfigurationError, match="makes 'x' of a row otherwise"):
+        collator.collated([{"x": 3}, {"x": 3.5}])
+
+
+def test_failure_60_of_what_is_said_of_the_whole_batch() -> None:
+    def collate(rows: list[Any]) -> Any:
+        return {"x": torch.tensor([row["x"] for row in rows]), "is_long": any("more" in row for row in rows)}
+
+    collator = LogicalBatchCollator(4, collate)
+    collator.collated([{"x": 1.0}, {"x": 2.0}])
+    with pytest.raises(ConfigurationError, match="makes 'is_long' of a row otherwise"):
+        collator.collated([{"x": 1.0}, {"x": 2.0, "more": 1}])
+
+
+def test_failure_60_of_rows_that_are_objects() -> None:
+    @dataclasses.dataclass
+    class Row:
+        x: float
+        label: float
+
+    with pytest.raises(ConfigurationError, match="makes 'labels' of a row otherwise"):
+        LogicalBatchCollator(4, default_data_collator).collated([Row(1.0, 3), Row(1.0, 2.75)])
+
+
+def test_failure_60_of_padded_rows() -> None:
+    def collate(rows: list[Any]) -> Any:
+        longest = max(len(row["x"]) for row in rows)
+        made = np.zeros((len(rows), longest), dtype=np.array(rows[0]["x"]).dtype)
+        for i, row in enumerate(rows):
+            made[i, : len(row["x"])] = row["x"]
+        return {"x": torch.tensor(made).float()}
+
+    collator = LogicalBatchCollator(4, collate)
+    collator.collated([{"x": [1.5, 2.5]}, {"x": [3, 4, 5]}])
+    with pytest.raises(ConfigurationError, match="makes 'x' of a row otherwise"):
+        collator.collated([{"x": [3, 4, 5]}, {"x": [1.5, 2.5]}])
+
+
+@pytest.mark.parametrize("kind", ["torch", "numpy"])
+def test_failure_62_a_formatted_dataset_is_read_row_by_row(kind: str) -> None:
+    """A column of numbers of which one is missing would be of floats, and large numbers be rounded."""
+    large = 2**53 + 1
+    data = Dataset.from_list([{"at": large}, {"at": None}, {"at": large}]).with_format(kind)
+    read = _OwnReads(data, nullcontext)
+    assert int(read.__getitems__([0, 1, 2])[0]["at"]) == large
 
 
 @pytest.mark.parametrize(

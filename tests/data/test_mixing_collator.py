@@ -273,3 +273,20 @@ def test_a_generator_of_ones_own_is_refused() -> None:
 
     with pytest.raises(ConfigurationError, match="seeded draws other numbers under the same global random state"):
         check_collator(LogicalBatchCollator(4, seeded), texts())
+
+
+@pytest.mark.parametrize("share", [0.25, 0.5, 0.75])
+def test_failure_29_a_share_of_the_rows_that_is_drawn_for_all_together(share: float) -> None:
+    def dropped(rows: Rows) -> dict[str, Tensor]:
+        batch = stacked(rows)
+        batch["labels"][torch.randperm(len(rows))[: round(share * len(rows))]] = 0
+        return batch
+
+    def dropped_one_by_one(rows: Rows) -> dict[str, Tensor]:
+        batch = stacked(rows)
+        batch["labels"][torch.rand(len(rows)) < share] = 0
+        return batch
+
+    with pytest.raises(ConfigurationError, match="changes the same number of rows in each batch"):
+        check_collator(LogicalBatchCollator(4, dropped), images())
+    check_collator(LogicalBatchCollator(4, dropped_one_by_one), images())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -37,6 +38,8 @@ def test_what_a_mask_and_positions_tell_where_all_are_of_one_width() -> None:
     assert found == {
         ("attention_mask", 0): 4,
         ("attention_mask", -1): 3,
+        ("attention_mask", -2): 0,
+        ("attention_mask", -3): 0,
         ("position_ids", 0): 4,
         ("position_ids", -1): 2,
     }
@@ -98,3 +101,19 @@ def test_each_piece_of_a_unit_is_looked_at() -> None:
     ((*_, widest),) = found["unlike"]
     assert widest in unit.rows
     assert looked_at(collate, widest) == []
+
+
+@pytest.mark.parametrize(
+    ("mask", "begins", "holes"),
+    [
+        ([1, 1, 1], 0, 0),
+        ([0, 1, 1], 1, 0),
+        ([1, 0, 1], 0, 1),
+        ([1, 1, 0], 0, 0),
+        ([0, 0, 0], 0, 0),
+        ([0, 1, 0, 1], 1, 1),
+    ],
+)
+def test_what_a_mask_hides_is_a_width(mask: list[int], begins: int, holes: int) -> None:
+    found = widths_of({"attention_mask": torch.tensor([mask])})
+    assert (found["attention_mask", -2], found["attention_mask", -3]) == (begins, holes)

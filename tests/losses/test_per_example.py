@@ -91,6 +91,17 @@ def test_three_problem_types(name: str, problem: str | None, labels: Tensor, cou
     assert_own(model, batch)
 
 
+def test_failure_63_a_row_of_nothing_but_padding_numbers_adds_nothing() -> None:
+    """GPT-2 pools the last token that is not of that number, and of none the first position, whatever lies there."""
+    model = tiny("gpt2", "sequence", num_labels=2, attn_pdrop=0.0)
+    pad = model.config.pad_token_id
+    ids = torch.tensor([[pad] * 4, [7, 8, 9, pad], [pad, pad, 7, 8]])
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": torch.tensor([0, 1, 1])}
+    losses = per_example_losses(model, batch)
+    assert losses[0] == 0
+    assert bool(losses[1:].gt(0).all())
+
+
 @pytest.mark.parametrize("name", ["t5", "bart"])
 def test_encoder_decoder(name: str) -> None:
     model, batch = tiny(name, "seq2seq"), text_batch("seq2seq")
