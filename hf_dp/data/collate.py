@@ -129,8 +129,10 @@ class LogicalBatchCollator:
         with unchanged_global_state():
             return self.collated([copy.deepcopy(row)])
 
-    def _failed(self, examples: list[Any], error: Exception) -> ConfigurationError:
-        for row in examples:
+    def _failed(self, examples: list[Any], kinds_before: list[Any], error: Exception) -> ConfigurationError:
+        for row, kind in zip(examples, kinds_before, strict=True):
+            if kind_of(row) != kind:  # the collator has changed it
+                continue
             try:
                 self._alone(row)
             except (ValueError, TypeError, LookupError, RuntimeError) as own:
@@ -141,7 +143,7 @@ class LogicalBatchCollator:
                     why="training would end where it is drawn.",
                     fix="correct the row, or leave it out.",
                 )
-        unlike = "of other columns or types " if len(set(map(kind_of, examples))) > 1 else ""
+        unlike = "of other columns or types " if len(set(kinds_before)) > 1 else ""
         return ConfigurationError(
             f"the data collator {self.name} fails on {len(examples)} examples {unlike}together "
             f"({type(error).__name__}: {error}).",
@@ -154,14 +156,14 @@ class LogicalBatchCollator:
 
     def collated(self, examples: list[Any]) -> Mapping[str, Any]:
         """One micro-batch of `examples` (at least one), checked. Errors as for a call."""
-        unlike = self._kinds.unlike(examples)
+        unlike, kinds = self._kinds.unlike(examples), list(map(kind_of, examples))
         before = global_state() if unlike else ()
         try:
             batch = self._collate(examples)
         except (ValueError, TypeError, LookupError, RuntimeError) as error:
             if len(examples) == 1 or isinstance(error, HfDpError):  # then the row itself is to be named
                 raise
-            raise self._failed(examples, error) from error
+            raise self._failed(examples, kinds, error) from error
         if not isinstance(batch, Mapping):
             raise _bad_collator(self.name, f"returned {type(batch).__name__}, not a mapping of names to tensors")
         tensors = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}

@@ -70,7 +70,7 @@ class Kinds:
                         why="one row, whose label is a whole number among broken ones, or which lacks a column, "
                         "decides what becomes of its neighbours, so clipping it does not bound what it changes.",
                         fix="give each column one type in all rows (float(label) for all, or int(label)), and all rows "
-                        "the same columns; a datasets.Dataset does.",
+                        "the same columns, None in no row or in all.",
                     )
 
 
@@ -78,12 +78,14 @@ def _is_same(batch: Any, i: int, alone: torch.Tensor, draws: bool) -> bool:
     """Whether row i is that of the example alone, perhaps padded, on one side or the other."""
     if not isinstance(batch, torch.Tensor) or batch.dtype != alone.dtype or batch.dim() != alone.dim():
         return False
+    if draws:
+        return True
     right, left, own = batch[i], batch[i], alone[0]
     for axis, n in enumerate(own.shape):
         if n > right.shape[axis]:
             return False
         right, left = right.narrow(axis, 0, n), left.narrow(axis, left.shape[axis] - n, n)
-    if draws or any(torch.equal(cut, own) for cut in (right, left)):
+    if any(torch.equal(cut, own) for cut in (right, left)):
         return True
     is_rounded = own.is_floating_point()
     return is_rounded and any(torch.allclose(cut, own, rtol=1e-6, equal_nan=True) for cut in (right, left))

@@ -35,8 +35,9 @@ def check_collator(collate: LogicalBatchCollator | Prepared, examples: list[Any]
     Pairs of `examples` are collated in several arrangements, each under the same sixteen random states; the first row
     must stay as it is. Where the other example is longer, so that the row is padded and numbers are drawn for more
     elements, how many of its elements are changed, and their sum, must be distributed alike. And four rows of one
-    example must not be the same under every state, where they are other ones under others; where no state changes them,
-    they must be the same. A choice for all behind choices for each row (how many tokens to mask, say) is not seen.
+    example must not be the same under every state, where they are other ones under others; where no state changes
+    them, they must be the same; nor may as many of the four be changed under every state. A choice for all behind
+    choices for each row (how many tokens to mask, say) is not seen.
 
     Args:
         collate: with what prepares its batches, where that is the user's.
@@ -138,12 +139,19 @@ def _changes_as_many(alike: list[Collated]) -> bool:
     27/64 at most, in 16 batches.
     """
     told = [
-        [tuple(batch[name][i].double().numpy().tobytes() for name in sorted(batch)) for i in range(len(_ALONE))]
+        [
+            tuple(batch[name][i].detach().cpu().double().numpy().tobytes() for name in sorted(batch))
+            for i in range(len(_ALONE))
+        ]
         for batch in alike
     ]
     usual, _ = Counter(row for rows in told for row in rows).most_common(1)[0]
     changed = {sum(row != usual for row in rows) for rows in told}
     return len(changed) == 1 and not changed & {0, len(_ALONE)}
+
+
+def _bytes(row: Tensor) -> bytes:
+    return row.detach().cpu().double().numpy().tobytes()
 
 
 def _pairs(examples: list[Any], alone: list[Collated]) -> list[tuple[Any, Any]]:

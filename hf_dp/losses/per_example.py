@@ -54,7 +54,8 @@ def per_example_losses(model: nn.Module, batch: Mapping[str, Any], label_smoothi
         return ctc_losses(base, inputs, logits, labels)
     losses = classification(logits, labels, base.config, label_smoothing)
     # Decoders pool the last token that is not of this number, and of none the first position: padding, where there is.
-    pad, ids = getattr(base.config, "pad_token_id", None), batch.get("input_ids")
+    of_text: Any = getattr(base.config, "get_text_config", lambda: base.config)()
+    pad, ids = getattr(of_text, "pad_token_id", None), batch.get("input_ids")
     if isinstance(ids, Tensor) and ids.dim() == 2 and isinstance(pad, int):
         return losses.masked_fill(ids.eq(pad).all(1), 0.0)
     return losses

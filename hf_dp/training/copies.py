@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
+import hf_dp.ranks as ranks
 from hf_dp.accounting import Ledger
 from hf_dp.errors import LedgerError
 from hf_dp.step.plan import Plan
@@ -175,7 +176,8 @@ def refuse_copies(model: nn.Module, trainer: object, saved: Saved | None, plan: 
         if not all_left or any(
             left.who() is trainer
             or covers(plan.earlier, left.ledger, left.steps)
-            or (saved is not None and saved.seal in left.ledger.sealed and left.steps <= saved.ledger.steps)
+            # Rank 0 writes, and knows what it wrote.
+            or (saved is not None and _is_of(saved, left.ledger) and left.steps <= saved.ledger.steps)
             for left in all_left
         ):
             continue
@@ -187,6 +189,10 @@ def refuse_copies(model: nn.Module, trainer: object, saved: Saved | None, plan: 
             "its folder: both then share one budget; where nobody is in both, PrivacyConfig(other_people=True). Or "
             "begin from weights of before.",
         )
+
+
+def _is_of(saved: Saved, ledger: Ledger) -> bool:
+    return saved.seal in ledger.sealed or ranks.rank() != 0
 
 
 def _known(p: Tensor) -> _Known | None:

@@ -52,7 +52,10 @@ def continued(ledger: Ledger, saved: SavedRun | None, plan: Plan, dataset: Any, 
         if ledger.charges:
             ledger.check_same_promise(plan.promise)  # which of the two goes on is told by numbers of steps alone
         # In one process more may have been spent since the checkpoint than it knows.
-        return max(ledger, saved.ledger, key=lambda one: (one.steps, one.charges))
+        found = max(ledger, saved.ledger, key=lambda one: (one.steps, one.charges))
+        if saved.seal is not None:
+            found.sealed.add(saved.seal)  # where this process begins
+        return found
     _refuse_made_otherwise(ledger, plan)
     if not ledger.steps:
         _refuse_strangers(ledger, plan)
@@ -96,10 +99,10 @@ def _refuse_another_branch(ledger: Ledger, saved: SavedRun) -> None:
     begun_at = ledger.steps - ledger.own_steps
     # Rank 0 writes, and knows what it wrote.
     is_own = saved.seal in ledger.sealed or ranks.rank() != 0
-    if ledger.own_steps and saved.ledger.steps > begun_at and not is_own:
+    if ledger.own_steps and not is_own:
         raise LedgerError(
-            f"this process has made {ledger.own_steps} private steps after the first {begun_at}, and the checkpoint is "
-            f"of {saved.ledger.steps} steps that another process made.",
+            f"this trainer has made {ledger.own_steps} private steps after the first {begun_at}, and the checkpoint is "
+            f"of {saved.ledger.steps} steps that another process made, or another trainer.",
             why="neither ledger has the steps of the other, so epsilon would leave out some of them.",
             fix="go on from a checkpoint that this trainer wrote or began with; or from that one in a new process, if "
             "nothing that this one made is kept or was seen.",

@@ -94,7 +94,9 @@ def test_failure_58_nor_in_the_middle_of_a_training(tmp_path: Path) -> None:
         tmp_path, privacy=private(withhold_non_private_logs=True), parts={"callbacks": [Exchanging()]}, logging_steps=1
     )
     run.train()
-    assert not any(entry.get("loss") or "clipped_fraction" in entry for entry in run.state.log_history)
+    steps = [entry for entry in run.state.log_history if "train_runtime" not in entry]
+    assert len(steps) == STEPS
+    assert not any(entry.get("loss") or "clipped_fraction" in entry for entry in steps)
 
 
 def test_two_trainings_of_one_seed_do_not_take_each_others_place(tmp_path: Path) -> None:
@@ -153,12 +155,29 @@ def test_failure_59_steps_of_this_process_are_not_dropped_for_those_of_another(t
     assert (run.ledger.steps, run.ledger.own_steps) == (6, 4)
     with pytest.raises(LedgerError, match="made 4 private steps after the first 2, and the checkpoint is of 8 steps"):
         run.train(resume_from_checkpoint=str(tmp_path / "checkpoint-8"))
-    # From where it began, and from its own; steps 3 and 4 are made again, and count.
+    # From its own; steps 5 and 6 are made again, and count.
     interrupting.at = 7
     with pytest.raises(KeyboardInterrupt):
         run.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
-    interrupting.at = 0
     assert run.ledger.steps == 9
+
+
+def test_failure_59_nor_for_as_many_of_another_trainer(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        trainer(tmp_path / name, save_steps=2).train()
+
+    class Interrupting(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == 3:
+                raise KeyboardInterrupt
+
+    run = trainer(tmp_path / "three", save_steps=2)
+    run.add_callback(Interrupting())
+    for _ in range(2):  # from where it began, again
+        with pytest.raises(KeyboardInterrupt):
+            run.train(resume_from_checkpoint=str(tmp_path / "one" / "checkpoint-2"))
+    with pytest.raises(LedgerError, match="made 2 private steps after the first 2, and the checkpoint is of 2 steps"):
+        run.train(resume_from_checkpoint=str(tmp_path / "two" / "checkpoint-2"))
 
 
 @pytest.mark.parametrize("step", range(1, STEPS + 1))
