@@ -13,7 +13,7 @@ from torch import Tensor
 
 import hf_dp.ranks as ranks
 from hf_dp.data.cut import by_rows, by_tokens, by_units, check_max_tokens
-from hf_dp.data.kinds import Kinds, kind_of
+from hf_dp.data.kinds import kind_of, refuse_changed
 from hf_dp.data.widths import Checked, Widths, widths_of
 from hf_dp.errors import ConfigurationError, HfDpError
 from hf_dp.randomness import global_state, secret_global_state, unchanged_global_state
@@ -68,7 +68,6 @@ class LogicalBatchCollator:
         self.checked: Checked | None = None
         self._measured: dict[int, tuple[Any, Widths]] | None = None
         self.name = _name(getattr(collate, "data_collator", collate))
-        self._kinds = Kinds(self.name, self._alone)
         self.randomness: Randomness = nullcontext if reproducible else secret_global_state
 
     def __call__(self, examples: list[Any]) -> dict[str, Any]:
@@ -156,7 +155,8 @@ class LogicalBatchCollator:
 
     def collated(self, examples: list[Any]) -> Mapping[str, Any]:
         """One micro-batch of `examples` (at least one), checked. Errors as for a call."""
-        unlike, kinds = self._kinds.unlike(examples), list(map(kind_of, examples))
+        kinds = list(map(kind_of, examples))
+        unlike = copy.deepcopy(examples) if len(set(kinds)) > 1 else []
         before = global_state() if unlike else ()
         try:
             batch = self._collate(examples)
@@ -177,7 +177,7 @@ class LogicalBatchCollator:
                     self.name, f"returned {name!r} of shape {tuple(tensor.shape)} for {len(examples)} examples"
                 )
         if unlike:
-            self._kinds.refuse_changed(unlike, batch, draws=global_state() != before)
+            refuse_changed(self.name, self._alone, unlike, batch, draws=global_state() != before)
         return batch
 
 

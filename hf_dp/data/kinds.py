@@ -6,7 +6,6 @@ JSON, where 3 is whole and 2.75 is not, one row then decides what the labels of 
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
@@ -26,52 +25,43 @@ def kind_of(row: Any) -> Hashable:
     return kind_of(vars(row)) if hasattr(row, "__dict__") and not hasattr(row, "dtype") else _kind(row)
 
 
-class Kinds:
-    """Holds micro-batches of rows of different kinds against what each row is by itself.
+def refuse_changed(
+    name: str, alone: Callable[[Any], Mapping[str, Any]], rows: list[Any], batch: Mapping[str, Any], *, draws: bool
+) -> None:
+    """Holds a micro-batch of rows of different kinds against what each row is by itself.
+
+    What a row gets besides, for each of its positions (a blank picture, say), is padding, which is looked at in the
+    model.
 
     Args:
         name: of the collator.
         alone: makes a micro-batch of one row, and moves no random number.
+        rows: as they were before the collator, which may change them.
+        batch: made of them.
+        draws: whether random numbers were drawn for it: then types alone are looked at.
+
+    Raises:
+        ConfigurationError: a row comes out otherwise than by itself.
     """
-
-    def __init__(self, name: str, alone: Callable[[Any], Mapping[str, Any]]) -> None:
-        self._name, self._alone = name, alone
-
-    def unlike(self, rows: list[Any]) -> list[Any]:
-        """Copies of `rows`, which collators may change, if they are of several kinds; else none."""
-        return copy.deepcopy(rows) if len(set(map(kind_of, rows))) > 1 else []
-
-    def refuse_changed(self, rows: list[Any], batch: Mapping[str, Any], *, draws: bool) -> None:
-        """Looks at `batch`, made of rows that are `unlike`.
-
-        What a row gets besides, for each of its positions (a blank picture, say), is padding, which is looked at in the
-        model.
-
-        Args:
-            draws: whether random numbers were drawn for it: then types alone are looked at.
-
-        Raises:
-            ConfigurationError: a row comes out otherwise than by itself.
-        """
-        for i, row in enumerate(rows):
-            alone = self._alone(row)
-            numbers = {name for name, value in batch.items() if isinstance(value, torch.Tensor) and value.dim() == 1}
-            flags = {name for made in (batch, alone) for name, value in made.items() if isinstance(value, bool)}
-            for name in sorted({*alone, *numbers, *flags}):
-                own = alone.get(name)
-                if (
-                    name in numbers - alone.keys()
-                    or (name in flags and batch.get(name) is not own)
-                    or (isinstance(own, torch.Tensor) and not _is_same(batch.get(name), i, own, draws))
-                ):
-                    raise ConfigurationError(
-                        f"the data collator {self._name} makes {name!r} of a row otherwise when rows of other types "
-                        "are beside it.",
-                        why="one row, whose label is a whole number among broken ones, or which lacks a column, "
-                        "decides what becomes of its neighbours, so clipping it does not bound what it changes.",
-                        fix="give each column one type in all rows (float(label) for all, or int(label)), and all rows "
-                        "the same columns, None in no row or in all.",
-                    )
+    numbers = {column for column, value in batch.items() if isinstance(value, torch.Tensor) and value.dim() == 1}
+    for i, row in enumerate(rows):
+        by_itself = alone(row)
+        flags = {column for made in (batch, by_itself) for column, value in made.items() if isinstance(value, bool)}
+        for column in sorted({*by_itself, *numbers, *flags}):
+            own = by_itself.get(column)
+            if (
+                column in numbers - by_itself.keys()
+                or (column in flags and batch.get(column) is not own)
+                or (isinstance(own, torch.Tensor) and not _is_same(batch.get(column), i, own, draws))
+            ):
+                raise ConfigurationError(
+                    f"the data collator {name} makes {column!r} of a row otherwise when rows of other types are beside "
+                    "it.",
+                    why="one row, whose label is a whole number among broken ones, or which lacks a column, "
+                    "decides what becomes of its neighbours, so clipping it does not bound what it changes.",
+                    fix="give each column one type in all rows (float(label) for all, or int(label)), and all rows "
+                    "the same columns, None in no row or in all.",
+                )
 
 
 def _is_same(batch: Any, i: int, alone: torch.Tensor, draws: bool) -> bool:

@@ -138,13 +138,7 @@ def _changes_as_many(alike: list[Collated]) -> bool:
     Of choices for each row by itself that is so with a probability of 10^-6 at most: of four copies one, or three, with
     27/64 at most, in 16 batches.
     """
-    told = [
-        [
-            tuple(batch[name][i].detach().cpu().double().numpy().tobytes() for name in sorted(batch))
-            for i in range(len(_ALONE))
-        ]
-        for batch in alike
-    ]
+    told = [[tuple(_bytes(batch[name][i]) for name in sorted(batch)) for i in range(len(_ALONE))] for batch in alike]
     usual, _ = Counter(row for rows in told for row in rows).most_common(1)[0]
     changed = {sum(row != usual for row in rows) for rows in told}
     return len(changed) == 1 and not changed & {0, len(_ALONE)}

@@ -251,7 +251,6 @@ def seeded_python(m: Any, x: Tensor) -> Tensor:
         (half_of_the_rows, "randperm"),
         (both_coins, r"rand of shape \(\)"),
         (own_generator, "a generator of its own"),
-        (own_numpy_generator, "a generator of its own"),
         (seeded_anew, "a generator that it seeds itself"),
         (seeded_within, "a generator that it seeds itself"),
         (seeded_python, "a generator that it seeds itself"),
@@ -260,9 +259,16 @@ def seeded_python(m: Any, x: Tensor) -> Tensor:
 def test_failure_28_one_coin_for_a_micro_batch_is_refused(function: Any, found: str) -> None:
     model = in_training(function)
     model.register_buffer("table", torch.ones(5, 4, dtype=torch.float64))
-    kinds = "one random number moves several examples|draws random numbers from|something else when it is called again"
-    with pytest.raises(PreflightError, match=f"({kinds}).*{found}"):
+    with pytest.raises(
+        PreflightError, match=f"(one random number moves several examples|draws random numbers from).*{found}"
+    ):
         preflight(model, square, batch(3, 5, 4))
+
+
+def test_failure_28_a_generator_that_is_not_seen_is_refused() -> None:
+    """It is known by what it does: the same rows come out otherwise."""
+    with pytest.raises(PreflightError, match=r"something else when it is called again.*a generator of its own\."):
+        preflight(in_training(own_numpy_generator), square, batch(3, 5, 4))
 
 
 def test_a_loss_that_counts_its_calls_is_told_from_one_that_draws_numbers() -> None:
