@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -17,6 +17,7 @@ from hf_dp.per_example.state import buffer_refused, configurations, copied, is_s
 from hf_dp.per_example.taken import bits_of
 
 _Place = tuple[str, str]
+_Modules = Sequence[tuple[str, nn.Module]]
 # In modules of models that were refused, so that copies have it too: what had been written, by the last of its name,
 # and its checksum.
 _WRITTEN = "_hf_dp_written"
@@ -34,7 +35,7 @@ def unchanged_weights(model: nn.Module) -> Iterator[None]:
         UnsupportedModelError: with the name in the state dict.
     """
     before = _checksums(model)
-    _refuse_written(model, {**before, **_others(model)})
+    _refuse_written(model, {**before, **_others(list(model.named_modules()))})
     try:
         yield
     except BaseException:
@@ -63,10 +64,13 @@ def unchanged_buffers(model: nn.Module) -> Iterator[None]:
     Raises:
         UnsupportedModelError: with the name.
     """
-    before, others, writes = _saved_buffers(model), _others(model), _writes(model)
+    # Of thousands of modules, which take long to walk through.
+    modules = list(model.named_modules())
+    before, others, writes = _saved_buffers(modules), _others(modules), _writes(modules)
 
     def undone() -> tuple[list[_Place], list[str]]:
-        now = _saved_buffers(model, as_is=True)
+        modules = list(model.named_modules())
+        now = _saved_buffers(modules, as_is=True)
         changed = [place for place in {**before, **now} if not same(before.get(place), now.get(place))]
         for path, last in changed:
             owner = model.get_submodule(path)
@@ -74,8 +78,8 @@ def unchanged_buffers(model: nn.Module) -> Iterator[None]:
             if (path, last) in before:
                 is_there = value is not None and found is not None and found.shape == value.shape
                 owner._buffers[last] = found.detach().copy_(value) if is_there else value  # type: ignore[union-attr,arg-type]
-        if written := _differing(others, _others(model)) + _differing(writes, _writes(model)):
-            _note_written(model, written, {**_checksums(model), **_others(model)})
+        if written := _differing(others, left := _others(modules)) + _differing(writes, _writes(modules)):
+            _note_written(model, written, {**_checksums(model), **left})
         return changed, written
 
     try:
@@ -121,27 +125,32 @@ def _differing(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
     return [name for name in {**before, **after} if before.get(name) != after.get(name)]
 
 
-def _saved_buffers(model: nn.Module, *, as_is: bool = False) -> dict[_Place, Tensor | None]:
+def _saved_buffers(modules: _Modules, *, as_is: bool = False) -> dict[_Place, Tensor | None]:
     return {
         (path, last): buffer if as_is else copied(buffer)
-        for path, owner in model.named_modules()
+        for path, owner in modules
         for last, buffer in owner._buffers.items()
         if is_saved(owner, last)
     }
 
 
-def _others(model: nn.Module) -> dict[str, Any]:
+def _others(modules: _Modules) -> dict[str, Any]:
     """What configurations hold, and extra state."""
-    found = {f"{path}.{name}": _told(value) for path, values in configurations(model) for name, value in values.items()}
-    for path, module in model.named_modules():
+    found = {
+        f"{path}.{name}": _told(value) for path, values in configurations(modules) for name, value in values.items()
+    }
+    for path, module in modules:
         if type(module).get_extra_state is not nn.Module.get_extra_state:
             found[f"{path}._extra_state".lstrip(".")] = _told(module.get_extra_state())
     return found
 
 
-def _writes(model: nn.Module) -> dict[str, int]:
+def _writes(modules: _Modules) -> dict[str, int]:
     return {
-        name: p._version for name, p in model.named_parameters() if not (isinstance(p, DTensor) or p.is_inference())
+        f"{path}.{last}".lstrip("."): p._version
+        for path, owner in modules
+        for last, p in owner._parameters.items()
+        if not (p is None or isinstance(p, DTensor) or p.is_inference())
     }
 
 

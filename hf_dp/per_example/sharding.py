@@ -29,7 +29,21 @@ def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
     """The trainable parameters, those that FSDP2 shards as shards; tied names collapse to the first."""
     # A forward pass without a backward pass leaves the root's parameters whole.
     reshard(model)
-    return {name: p for name, p in model.named_parameters() if p.requires_grad}
+    return trained_in(model.named_modules())
+
+
+def trained_in(modules: Iterable[tuple[str, nn.Module]]) -> dict[str, nn.Parameter]:
+    """The same of all modules of a model, by their names, whose shards are where they belong."""
+    parameters = (
+        (f"{path}.{last}".lstrip("."), p)
+        for path, module in modules
+        for last, p in module._parameters.items()
+        if p is not None and p.requires_grad
+    )
+    found: dict[int, tuple[str, nn.Parameter]] = {}
+    for name, p in parameters:
+        found.setdefault(id(p), (name, p))
+    return dict(found.values())
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -87,10 +101,12 @@ def tied(model: nn.Module) -> set[frozenset[str]]:
 
 def all_names(model: nn.Module) -> dict[str, frozenset[str]]:
     """Of each trainable parameter, by its first name, all that it has."""
-    names: dict[int, set[str]] = {}
+    reshard(model)
+    names: dict[int, list[str]] = {}
     for name, p in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(p), set()).add(plain_name(name))
-    return {name: frozenset(names[id(p)]) for name, p in trainable(model).items()}
+        if p.requires_grad:
+            names.setdefault(id(p), []).append(name)
+    return {group[0]: frozenset(map(plain_name, group)) for group in names.values()}
 
 
 def refuse_broken_ties(before: set[frozenset[str]], model: nn.Module) -> None:

@@ -133,22 +133,28 @@ def _buffers(model: nn.Module) -> dict[str, tuple[Tensor, Tensor]]:
 
 def attributes_of(model: nn.Module) -> _Attributes:
     """For each module, and each configuration that one holds, its name and its plain attributes."""
-    return [(path, holder, _values(holder)) for path, holder in _holders(model)]
+    return [(path, holder, _values(holder)) for path, holder in _holders(model.named_modules())]
 
 
-def configurations(model: nn.Module) -> list[tuple[str, dict[str, Any]]]:
-    """Of each configuration that a module holds, its name and what it holds."""
-    return [(path, _values(holder)) for path, holder in _holders(model) if not isinstance(holder, nn.Module)]
+def configurations(modules: Iterable[tuple[str, nn.Module]]) -> list[tuple[str, dict[str, Any]]]:
+    """Of each configuration that one of the named modules holds, its name and what it holds."""
+    return [(path, _values(holder)) for path, holder in _holders(modules) if not isinstance(holder, nn.Module)]
 
 
-def _holders(model: nn.Module) -> Iterable[tuple[str, Any]]:
+def _holders(modules: Iterable[tuple[str, nn.Module]]) -> Iterable[tuple[str, Any]]:
     found: dict[int, tuple[str, Any]] = {}
-    for name, module in model.named_modules():
-        own = (("", module), *((f".{kind}", getattr(module, kind, None)) for kind in ("config", "generation_config")))
+    for name, module in modules:
+        own = (("", module), *((f".{kind}", _held(module, kind)) for kind in ("config", "generation_config")))
         for kind, holder in own:
             if hasattr(holder, "__dict__"):
                 found.setdefault(id(holder), ((name + kind).lstrip("."), holder))
     return found.values()
+
+
+def _held(module: nn.Module, name: str) -> Any:
+    # That a module lacks something torch takes long to say, and says thousands of times in each step.
+    is_plain = type(module).__getattr__ is nn.Module.__getattr__ and not hasattr(type(module), name)
+    return vars(module).get(name) if is_plain and name not in module._modules else getattr(module, name, None)
 
 
 def _values(holder: Any) -> dict[str, Any]:

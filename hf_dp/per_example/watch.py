@@ -32,7 +32,7 @@ from hf_dp.per_example.leaves import refusing_others
 from hf_dp.per_example.precision import sum_dtype
 from hf_dp.per_example.reading import Reader
 from hf_dp.per_example.rule import PLAIN, Axis, Bound, Operands, Rule, Use, refusal
-from hf_dp.per_example.sharding import refuse_unknown_shards, trainable, watched_when_whole
+from hf_dp.per_example.sharding import refuse_unknown_shards, reshard, trained_in, watched_when_whole
 from hf_dp.per_example.state import refuse_compiled
 from hf_dp.per_example.use import BROADCASTING, PRODUCTS, Call, recorded, sorted_operands
 from hf_dp.per_example.watched import Source, WatchedParameter, flatten, in_place, mapped, plain
@@ -116,10 +116,12 @@ class Watch:
             UnsupportedModelError: a compiled module, or a gradient reached a parameter behind the watch's back.
         """
         # A model may have thousands of modules; for each micro-batch it is walked through as seldom as can be.
-        modules = list(model.modules())
+        reshard(model)
+        named = list(model.named_modules())
+        modules = [module for _, module in named]
         refuse_compiled(modules)
         refuse_unknown_shards(modules)
-        self.parameters = originals = trainable(model)
+        self.parameters = originals = trained_in(named)
         hooked = sorted(n for n, p in originals.items() if p._backward_hooks or p._post_accumulate_grad_hooks)
         if hooked:
             raise UnsupportedModelError(

@@ -216,6 +216,23 @@ def test_failure_51_what_a_step_has_written_is_refused_in_the_next_training(what
         pass
 
 
+class _Forwarding(nn.Linear):
+    def __getattr__(self, name: str) -> Any:
+        return vars(self)["behind"] if name == "config" else super().__getattr__(name)
+
+
+class _ByProperty(nn.Linear):
+    config = property(lambda self: vars(self)["behind"])
+
+
+@pytest.mark.parametrize("kind", [_Forwarding, _ByProperty])
+def test_a_configuration_that_a_class_gives_is_looked_at_too(kind: type[nn.Module]) -> None:
+    model: Any = nn.Sequential(kind(FEATURES, 1))
+    vars(model[0])["behind"] = types.SimpleNamespace(largest=0.0)
+    with pytest.raises(UnsupportedModelError, match="largest.* was written to while"), unchanged_buffers(model):
+        model[0].config.largest = 7.0
+
+
 def test_a_buffer_that_comes_with_the_first_pass_is_refused_and_goes() -> None:
     model = LateBuffer()
     with pytest.raises(UnsupportedModelError, match="buffer 'late' changes"), unchanged_state(model):
