@@ -163,7 +163,13 @@ def _add_rows_(matrix: Tensor, ids: Tensor, rows: Tensor) -> None:
 
 @dataclass(frozen=True)
 class DistinctRows(Outer):
-    """A dense side beside looked-up ids of which none comes twice in an example: norms need no Gram matrix."""
+    """A dense side beside looked-up ids of which none comes twice in an example: norms need no Gram matrix.
+
+    Attributes:
+        touched: (B, T) whether some position had a gradient in that row, which may cancel; None: where it is not zero.
+    """
+
+    touched: Tensor | None = field(default=None, kw_only=True)
 
 
 @dataclass(frozen=True)

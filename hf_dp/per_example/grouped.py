@@ -7,7 +7,8 @@ positions that are missing add nothing. So norms and sums come from the same fac
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -16,6 +17,47 @@ from torch import Tensor
 from hf_dp.per_example.factors import Factors, Outer, PerExample
 from hf_dp.per_example.gram import Dense
 from hf_dp.per_example.lengths import Lengths
+
+
+@dataclass(frozen=True)
+class LookedUp(Outer):
+    """Looked-up rows of examples that are several rows each; their lengths are those of what is left of them when they
+    are asked for, where some rows of the table are not trained.
+
+    Attributes:
+        counts: (U,) of how many rows each example is made.
+        most: r, for how many there is room.
+    """
+
+    counts: Tensor = field(kw_only=True)
+    most: int = field(kw_only=True)
+
+    def lengths(self, left: Tensor | None = None, right: Tensor | None = None, is_kept: bool = False) -> Lengths:
+        """Of each row of an example by itself, summed."""
+        own = super().lengths(left, right, is_kept)
+        sides = (None if side is None else side.unflatten(-1, (self.most, -1)) for side in (own.left, own.right))
+        one, other = sides
+        assert one is not None
+        each = replace(own, left=one, right=other)
+        return _of_examples(each.magnitude().sum(-1), each, self.counts)
+
+    @property
+    def likeness(self) -> Hashable:
+        """As of others, of which none is alike."""
+        return type(self), super().likeness
+
+    def selected(self, index: Tensor) -> Outer:
+        """The examples in `index` alone."""
+        found = super().selected(index)
+        return replace(self, left=found.left, right=found.right, counts=self.counts[index])
+
+
+def _of_examples(magnitude: Tensor, rows: Lengths, counts: Tensor) -> Lengths:
+    """(U, 1) from `magnitude` (U,), the sum over the rows of each example."""
+    if any(rows.doubt.on_cores):
+        # What is cut off long sums grows with their length, of which one row has a part.
+        magnitude = magnitude * _at(magnitude, counts).sqrt()
+    return Lengths(magnitude[:, None])
 
 
 class Grouping:
@@ -52,15 +94,12 @@ class Grouping:
         if isinstance(factors, PerExample):
             lengths = None if factors.lengths is None else self._of_rows(factors.lengths)
             return PerExample(self.summed(factors.values), lengths=lengths)
-        joined = Outer(
-            factors.left.of(self._joined(factors.left.tensor)),
-            factors.right.of(self._joined(factors.right.tensor)),
-            factors.scale,
-            given=self._of_rows(factors.lengths()),
-        )
-        # The longer an example is, the sooner its factors are larger than its gradient. Looked-up rows stay such.
-        is_dense = isinstance(joined.left, Dense) and isinstance(joined.right, Dense)
-        return joined.settled() if is_dense and self._most > 1 else joined
+        left, right = (side.of(self._joined(side.tensor)) for side in (factors.left, factors.right))
+        if not (isinstance(left, Dense) and isinstance(right, Dense)):
+            return LookedUp(left, right, factors.scale, counts=_at(right.tensor, self._rows), most=self._most)
+        joined = Outer(left, right, factors.scale, given=self._of_rows(factors.lengths()))
+        # The longer an example is, the sooner its factors are larger than its gradient.
+        return joined.settled() if self._most > 1 else joined
 
     def summed(self, values: Tensor) -> Tensor:
         """(U, ...): the sums over the rows (B, ...) of each example."""
@@ -72,11 +111,7 @@ class Grouping:
         """Of each example that of its rows, by themselves: between them there is padding."""
         if self.is_view and self._most == 1:
             return lengths
-        magnitude = self.summed(lengths.magnitude())
-        if any(lengths.doubt.on_cores):
-            # What is cut off long sums grows with their length, of which one row has a part.
-            magnitude = magnitude * _at(magnitude, self._rows).sqrt()
-        return Lengths(magnitude[:, None])
+        return _of_examples(self.summed(lengths.magnitude()), lengths, self._rows)
 
     def _joined(self, tensor: Tensor) -> Tensor:
         """(U, r T, ...) from (B, T, ...). Missing positions are zero, as ids and as numbers: on a dense side beside

@@ -65,7 +65,7 @@ class InGroups(PerExampleGradients):
         def take_group(number: int, losses: Tensor, factors: dict[str, list[Factors]]) -> None:
             own = PerExampleGradients(losses, factors, self.parameters)
             own = own if self._owners is None else own.grouped(self._owners)
-            own = own.restricted({name: rows for name, rows in self._trained_rows.items() if name in factors})
+            own = own.restricted({name: rows for name, rows in self._trained_rows.items() if name in own.factors})
             self.losses = own.losses
             self.factors |= {name: uses for name, uses in own.factors.items() if name in self._tables}
             take(number, own)

@@ -64,7 +64,7 @@ class Pieces:
 
     def _begin(self, gradients: PerExampleGradients) -> None:
         parameters = gradients.parameters
-        self._rows = {name: RowSum(name, parameters[name]) for name in self._tables}
+        self._rows = {name: RowSum(name, parameters[name], notes_touched=True) for name in self._tables}
         self._sums = {name: gradients.whole_zeros(name) for name in parameters if name not in self._rows}
 
     def _end(self, gradients: PerExampleGradients) -> PerExampleGradients:
@@ -73,8 +73,10 @@ class Pieces:
             name: [PerExample(total[None], lengths=lengths.get(name))] for name, total in self._sums.items()
         }
         for name, rows in self._rows.items():
-            found = row_factors(sparse_gradient(*rows.coalesced(), gradients.parameters[name]))
-            factors[name] = [replace(found, given=lengths.get(name))]
+            ids, values = rows.coalesced()
+            found = row_factors(sparse_gradient(ids, values, gradients.parameters[name]))
+            # Rows that cancel count as they do of an example that is whole in one micro-batch.
+            factors[name] = [replace(found, given=lengths.get(name), touched=rows.touched(ids)[None])]
         losses = torch.cat(self._losses).sum(0, keepdim=True)
         self._sums, self._rows, self._magnitudes, self._losses, self._seen = {}, {}, {}, [], 0
         return PerExampleGradients(losses, factors, gradients.parameters, gradients.uses)

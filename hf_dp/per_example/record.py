@@ -115,7 +115,7 @@ class PerExampleGradients:
 
     def none(self) -> PerExampleGradients:
         """Those of no example, of the same parameters."""
-        return PerExampleGradients(self.losses[:0], {name: [] for name in self.factors}, self.parameters, self.uses)
+        return PerExampleGradients(self.losses[:0], {name: [] for name in self.parameters}, self.parameters, self.uses)
 
     @torch.no_grad()
     def grouped(self, owners: Sequence[int], before: int = 0, after: int = 0) -> PerExampleGradients:

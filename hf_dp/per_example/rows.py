@@ -90,7 +90,8 @@ class Tables:
             for use in factors[name]:
                 ids, values = _lookup(name, use)
                 rows.append(ids + offsets[name])
-                counted.append(values.ne(0).any(2))
+                noted = use.touched if isinstance(use, DistinctRows) else None
+                counted.append(values.ne(0).any(2) if noted is None else noted)
         if not rows:
             return torch.empty(0, 0, dtype=torch.int64), torch.empty(0, 0, dtype=torch.bool)
         return tuple(torch.cat([part.to(parts[0].device) for part in parts], 1) for parts in (rows, counted))  # type: ignore[return-value]
@@ -103,13 +104,25 @@ class Tables:
 
 
 class RowSum:
-    """A weighted sum of per-example gradients of one (V, d) table, as the rows that were looked up."""
+    """A weighted sum of per-example gradients of one (V, d) table, as the rows that were looked up.
 
-    def __init__(self, name: str, table: Tensor) -> None:
-        self._name, self._width, self._dtype = name, table.shape[1], sum_dtype(table.dtype)
+    Args:
+        name: of the table.
+        table: the parameter.
+        notes_touched: whether it is to be known which rows had a gradient in some position.
+    """
+
+    def __init__(self, name: str, table: Tensor, notes_touched: bool = False) -> None:
+        self._name, self._notes_touched, self._width, self._dtype = (
+            name,
+            notes_touched,
+            table.shape[1],
+            sum_dtype(table.dtype),
+        )
         self._ids = [torch.empty(0, dtype=torch.int64, device=table.device)]
         self._values = [torch.empty(0, self._width, dtype=self._dtype, device=table.device)]
         self._is_united, self._waiting = True, 0
+        self._touched: list[tuple[Tensor, Tensor]] = []
 
     @property
     def device(self) -> torch.device:
@@ -122,6 +135,9 @@ class RowSum:
             UnsupportedModelError: the use is no plain lookup of rows.
         """
         ids, values = _lookup(self._name, use)
+        if self._notes_touched:
+            # The model's own ids, which the next micro-batch may refill in place.
+            self._touched.append((ids.flatten().clone(), values.ne(0).any(2).flatten()))
         weighted = values.to(self._dtype) * coefficients.to(self._dtype)[:, None, None]
         self._append(ids.flatten(), weighted.flatten(0, 1))
 
@@ -130,8 +146,7 @@ class RowSum:
             ids, values = united(ids, values, torch.float64)
             self._is_united = len(self._ids) == 1
         else:
-            # The model's own, which the next micro-batch may refill in place.
-            ids = ids.clone()
+            ids = ids.clone()  # as above
             self._is_united, self._waiting = False, self._waiting + values.numel()
         self._ids.append(ids)
         self._values.append(values)
@@ -150,6 +165,11 @@ class RowSum:
             self._ids, self._values = [self._ids[0], ids], [self._values[0], values]
             self._is_united, self._waiting = True, 0
         return self._ids[-1], self._values[-1]
+
+    def touched(self, rows: Tensor) -> Tensor:
+        """(k,) whether any position that was added had a gradient in each of `rows` (k,), whatever their sum is."""
+        found = [ids[is_touched] for ids, is_touched in self._touched]
+        return torch.isin(rows, torch.cat(found)) if found else torch.zeros_like(rows, dtype=torch.bool)
 
     def of(self, rows: Tensor) -> Tensor:
         """The sums (k, d) of `rows` (k,); zero where nothing was added."""

@@ -9,6 +9,7 @@ from scipy import special
 from torch import Tensor
 
 import hf_dp.ranks as ranks
+from hf_dp.errors import HfDpError
 from hf_dp.noise.source import NoiseSource
 from hf_dp.randomness import bernoulli
 
@@ -81,6 +82,12 @@ class AdaptiveSelection:
         return Survivors(survivors, int((~torch.isin(survivors, rows)).sum()))
 
     def _drawn(self, rows: Tensor, counts: Tensor, step: int) -> Tensor:
+        if self._among is not None and not bool(torch.isin(rows, self._among).all()):
+            raise HfDpError(
+                "examples touch embedding rows that are not trained.",
+                why="which rows survive would be drawn with other odds than were paid for.",
+                fix="restrict gradients to the rows that are kept before they are counted (`TableRows.restricted`).",
+            )
         noisy = counts.clone()
         self._noise.add_([noisy], self._deviation, step, "contribution noise")
         true = rows[noisy >= self.threshold]
