@@ -12,16 +12,14 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hf_dp.losses import is_causal
+from hf_dp.data.hidden import mask_of, on_host, without_hidden
 from hf_dp.per_example.batch import take
 from hf_dp.per_example.independence import NoDropout, forked_rng, in_mode
 from hf_dp.per_example.precision import computed_in
 from hf_dp.per_example.sharding import is_sharded
 
-_IGNORED = -100
 # In float32 the same is equal to 1e-5 or so.
 _SAME = 1e-4
 
@@ -46,25 +44,20 @@ class LeftPadding:
             self.counts_columns = known
 
     def completed(self, model: nn.Module, batch: Any, collated: Any = None) -> Any:
-        """`batch`; without a label for a first token that padding would predict, if the model is a causal language
-        model, and with `position_ids` if it counts columns: in all batches, padded or not, so that it takes one path.
+        """`batch`; without labels for what hidden positions, padding among them, would predict (`without_hidden`), and
+        with `position_ids` if the model counts columns: in all batches, padded or not, so that it takes one path.
 
         Args:
             model: that it is for.
             batch: on the model's device.
-            collated: as it was before it was moved there; what is asked of it has not to be waited for.
+            collated: see `on_host`.
         """
-        mask, host = _mask(batch), _mask(collated)
-        if mask is None:
-            return batch
-        changes: dict[str, Tensor] = {}
-        known = mask if host is None or host.shape != mask.shape else host
+        mask, known = mask_of(batch), on_host(batch, collated)
+        changes = without_hidden(model, batch, collated) if isinstance(batch, Mapping) else {}
+        if mask is None or known is None:
+            return {**batch, **changes} if changes else batch
         # What is changed of a row follows from it alone: the others have nothing to change, and keep what they have.
         if _is_padded(known):
-            labels = batch.get("labels")
-            if isinstance(labels, Tensor) and labels.shape == mask.shape and is_causal(model):
-                before = F.pad(_is_padding(mask), (1, 0), value=False)[:, :-1]
-                changes["labels"] = labels.masked_fill(before, _IGNORED)
             is_asked = self.counts_columns is None and "position_ids" in _arguments(model)
             # Ranks that share weights would have to ask at the same time.
             if is_asked and not is_sharded(model):
@@ -72,12 +65,6 @@ class LeftPadding:
         if self.counts_columns and "position_ids" not in batch:
             changes["position_ids"] = _positions(mask)
         return {**batch, **changes} if changes else batch
-
-
-def _mask(batch: Any) -> Tensor | None:
-    """(B, T): which positions are no padding."""
-    mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
-    return mask if isinstance(mask, Tensor) and mask.dim() == 2 else None
 
 
 def _is_padding(mask: Tensor) -> Tensor:

@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 # Of each axis after the first of each tensor, under the tensor's name and the number of the axis; under `_TOLD` how
 # much a mask shows of a row, or how far positions go: where all rows are of one width, models can still read it there;
-# under `_BEGINS` and `_HOLES` whether it hides a beginning, or what lies between others.
+# under `_LEAST` how much of the row of which it shows the least,
+# under `_BEGINS` whether it hides a beginning, and under `_HOLES` how much at once of what lies between others.
 Widths = dict[tuple[str, int], int]
 Measure = Callable[[Any], Widths]
-_TOLD, _BEGINS, _HOLES = -1, -2, -3
+_TOLD, _BEGINS, _HOLES, _LEAST = -1, -2, -3, -4
 
 
 def widths_of(batch: Mapping[str, Any]) -> Widths:
@@ -28,11 +30,20 @@ def widths_of(batch: Mapping[str, Any]) -> Widths:
                 found[name, _TOLD] = int(shown.sum(-1).max())
                 if value.dim() == 2:
                     found[name, _BEGINS] = int((shown.any(1) & ~shown[:, 0]).any())
-                    begun = shown[:, 0] + (shown[:, 1:] & ~shown[:, :-1]).sum(1)
-                    found[name, _HOLES] = int((begun > 1).any())
+                    found[name, _HOLES] = _longest_hole(shown)
+                    found[name, _LEAST] = int(shown.sum(1).min())
             elif value.dim() == 2 and value.numel() and name.endswith("position_ids"):
                 found[name, _TOLD] = int(value.max())
     return found
+
+
+def _longest_hole(shown: Tensor) -> int:
+    """How many positions in a row (B, T) are hidden between two that are shown, at most."""
+    places = torch.arange(shown.shape[1], device=shown.device).expand(shown.shape)
+    # Of each position the last before it that is shown, or itself.
+    last = places.where(shown, -1).cummax(1).values[:, :-1]
+    gaps = (places[:, 1:] - last - 1).where(shown[:, 1:] & last.ge(0), 0)
+    return int(gaps.max()) if gaps.numel() else 0
 
 
 def by_width(rows: Sequence[Any], measure: Measure) -> tuple[list[Any], list[int]]:

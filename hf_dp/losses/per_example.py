@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -27,7 +28,7 @@ def per_example_losses(model: nn.Module, batch: Mapping[str, Any], label_smoothi
 
     Returns:
         (B,) float32 (float64 for float64 logits): the mean over the example's own labelled positions for token
-        losses, 0 where it has none.
+        losses, 0 where it has none; of other losses 0 where the mask hides all of an example.
 
     Raises:
         ConfigurationError: the batch has no labels.
@@ -35,7 +36,7 @@ def per_example_losses(model: nn.Module, batch: Mapping[str, Any], label_smoothi
     """
     kind = loss_kind(model)
     if kind == "question_answering":
-        return question_answering(model, batch)
+        return _of_shown(question_answering(model, batch), base_model(model), batch)
     labels = labels_of(batch, "labels")
     inputs = {k: v for k, v in batch.items() if k not in ("labels", "num_items_in_batch")}
     base = base_model(model)
@@ -48,17 +49,42 @@ def per_example_losses(model: nn.Module, batch: Mapping[str, Any], label_smoothi
         return token_losses(logits, labels, label_smoothing)
     logits = accurate(logits)
     if kind == "multiple_choice":
-        return F.cross_entropy(logits, labels.view(-1), reduction="none", label_smoothing=label_smoothing)
+        losses = F.cross_entropy(logits, labels.view(-1), reduction="none", label_smoothing=label_smoothing)
+        return _of_shown(losses, base, batch)
     if kind == "ctc":
         refuse_smoothing(label_smoothing, "connectionist temporal classification")
-        return ctc_losses(base, inputs, logits, labels)
-    losses = classification(logits, labels, base.config, label_smoothing)
-    # Decoders pool the last token that is not of this number, and of none the first position: padding, where there is.
+        return _of_shown(ctc_losses(base, inputs, logits, labels), base, batch)
+    losses = _of_shown(classification(logits, labels, base.config, label_smoothing), base, batch)
     of_text: Any = getattr(base.config, "get_text_config", lambda: base.config)()
     pad, ids = getattr(of_text, "pad_token_id", None), batch.get("input_ids")
     if isinstance(ids, Tensor) and ids.dim() == 2 and isinstance(pad, int):
-        return losses.masked_fill(ids.eq(pad).all(1), 0.0)
+        return losses.masked_fill(_pools_what_is_hidden(ids, pad, batch.get("attention_mask")), 0.0)
     return losses
+
+
+def _of_shown(losses: Tensor, base: Any, batch: Mapping[str, Any]) -> Tensor:
+    """`losses` (B,), 0 of rows whose mask hides all of them: what a model makes of nothing may be what is beside it."""
+    mask, frames_of = batch.get("attention_mask"), getattr(base, "_get_feat_extract_output_lengths", None)
+    if not (isinstance(mask, Tensor) and mask.dim() > 1 and len(mask) == len(losses)):
+        return losses
+    shown = mask.flatten(1).ne(0).sum(1)
+    # Of what is heard so much is left.
+    shown = shown if frames_of is None or mask.dim() > 2 else frames_of(shown)
+    return losses.masked_fill(shown.le(0), 0.0)
+
+
+def _pools_what_is_hidden(ids: Tensor, pad: int, mask: Any) -> Tensor:
+    """(B,) whether the last of `ids` (B, T) that is no `pad` is hidden, and others behind it are not; or there is none.
+
+    Decoders pool it. Of a row without one it is the first position: padding, where there is.
+    """
+    places = torch.arange(ids.shape[1], device=ids.device)
+    last = places.where(ids.ne(pad), -1).amax(1, keepdim=True)
+    if not (isinstance(mask, Tensor) and mask.shape == ids.shape):
+        return last[:, 0].lt(0)
+    shown = mask.ne(0)
+    is_hidden = ~shown.gather(1, last.clamp_min(0))[:, 0] & (shown & (places > last)).any(1)
+    return last[:, 0].lt(0) | is_hidden
 
 
 def _decoder_inputs(base: Any, batch: Mapping[str, Any], labels: Tensor) -> dict[str, Tensor]:

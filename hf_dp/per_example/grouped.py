@@ -94,12 +94,14 @@ class Grouping:
         if isinstance(factors, PerExample):
             lengths = None if factors.lengths is None else self._of_rows(factors.lengths)
             return PerExample(self.summed(factors.values), lengths=lengths)
+        if self.is_view and self._most == 1:
+            return factors
         left, right = (side.of(self._joined(side.tensor)) for side in (factors.left, factors.right))
         if not (isinstance(left, Dense) and isinstance(right, Dense)):
             return LookedUp(left, right, factors.scale, counts=_at(right.tensor, self._rows), most=self._most)
         joined = Outer(left, right, factors.scale, given=self._of_rows(factors.lengths()))
         # The longer an example is, the sooner its factors are larger than its gradient.
-        return joined.settled() if self._most > 1 else joined
+        return joined.settled()
 
     def summed(self, values: Tensor) -> Tensor:
         """(U, ...): the sums over the rows (B, ...) of each example."""

@@ -40,6 +40,7 @@ def test_what_a_mask_and_positions_tell_where_all_are_of_one_width() -> None:
         ("attention_mask", -1): 3,
         ("attention_mask", -2): 0,
         ("attention_mask", -3): 0,
+        ("attention_mask", -4): 2,
         ("position_ids", 0): 4,
         ("position_ids", -1): 2,
     }

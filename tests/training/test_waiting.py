@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -21,7 +22,7 @@ from transformers import Trainer
 from hf_dp import ReAttentionConfig, SparseEmbeddingConfig
 from hf_dp.accounting import FlatClipping
 from hf_dp.clipping.flat import Flat
-from hf_dp.data import left_padding
+from hf_dp.data import hidden, left_padding
 from hf_dp.losses import per_example_losses
 from hf_dp.per_example import kept, preflight, record
 from hf_dp.step import private_gradient
@@ -235,10 +236,10 @@ def waits_of_a_training(
         collated.append(inputs.get("attention_mask"))
         return {name: value.clone() for name, value in prepared(trainer, inputs).items()}
 
-    def asked(mask: Tensor) -> bool:
+    def asked(question: Callable[[Tensor], bool], mask: Tensor) -> bool:
         # What is asked of a batch before it is moved is asked of the host.
         waits.is_open = all(mask is not one for one in collated)
-        found = is_padded(mask)
+        found = question(mask)
         waits.is_open = True
         return found
 
@@ -249,12 +250,14 @@ def waits_of_a_training(
         waits.is_open = True
         return found
 
-    recorded_by, prepared, is_padded, same = Engine.record, Trainer._prepare_inputs, left_padding._is_padded, kept.same
+    recorded_by, prepared, same = Engine.record, Trainer._prepare_inputs, kept.same
+    is_padded, shows_all = left_padding._is_padded, hidden._shows_all
     monkeypatch.setattr(private_gradient, "ClippedSum", Sum)
     monkeypatch.setattr(Engine, "record", noted)
     monkeypatch.setattr(kept, "same", compared)
     monkeypatch.setattr(Trainer, "_prepare_inputs", moved)
-    monkeypatch.setattr(left_padding, "_is_padded", asked)
+    monkeypatch.setattr(left_padding, "_is_padded", functools.partial(asked, is_padded))
+    monkeypatch.setattr(hidden, "_shows_all", functools.partial(asked, shows_all))
 
     of_language, ordinary = not isinstance(model, type(classifier())), copy.deepcopy(model)
     given = data(48, of_language)
