@@ -79,7 +79,7 @@ def _pools_what_is_hidden(ids: Tensor, pad: int, mask: Any) -> Tensor:
     Decoders pool it. Of a row without one it is the first position: padding, where there is.
     """
     places = torch.arange(ids.shape[1], device=ids.device)
-    last = places.where(ids.ne(pad), -1).amax(1, keepdim=True)
+    last = places.expand_as(ids).masked_fill(ids.eq(pad), -1).amax(1, keepdim=True)
     if not (isinstance(mask, Tensor) and mask.shape == ids.shape):
         return last[:, 0].lt(0)
     shown = mask.ne(0)

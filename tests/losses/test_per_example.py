@@ -9,13 +9,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import Trainer, TrainingArguments
+from transformers import AutoConfig, AutoModelForAudioClassification, Trainer, TrainingArguments
 
 from hf_dp.errors import UnsupportedModelError
 from hf_dp.losses import check_own_loss, loss_kind, per_example_losses
 from hf_dp.per_example import loop, preflight, record
 from hf_dp.per_example.batch import take
 from hf_dp.per_example.padding import check_padding
+from tests.architectures import CONFIGS
 from tests.zoo import batches_of, text_batch, tiny
 
 
@@ -98,6 +99,33 @@ def test_failure_63_a_row_of_nothing_but_padding_numbers_adds_nothing() -> None:
     ids = torch.tensor([[pad] * 4, [7, 8, 9, pad], [pad, pad, 7, 8]])
     batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": torch.tensor([0, 1, 1])}
     losses = per_example_losses(model, batch)
+    assert losses[0] == 0
+    assert bool(losses[1:].gt(0).all())
+
+
+def test_failure_67_rows_and_pooled_positions_that_are_hidden_add_nothing() -> None:
+    """The last token that is not of the pad's number, where others behind it are shown; and all of a row."""
+    model = tiny("gpt2", "sequence", num_labels=2, attn_pdrop=0.0)
+    pad = model.config.pad_token_id
+    ids = torch.tensor([[7, 8, 9, 9], [7, 8, 9, pad], [7, 8, pad, pad], [7, 8, 9, 9], [7, 8, 9, 9]])
+    mask = torch.tensor([[0, 0, 0, 0], [0, 0, 0, 1], [1, 1, 0, 0], [0, 0, 1, 1], [1, 1, 1, 0]])
+    losses = per_example_losses(
+        model, {"input_ids": ids, "attention_mask": mask, "labels": torch.tensor([0, 1, 1, 0, 1])}
+    )
+    assert losses[:2].tolist() == [0, 0]
+    assert bool(losses[2:].gt(0).all())
+
+
+def test_failure_67_a_recording_of_less_than_a_frame_adds_nothing() -> None:
+    kind, values = CONFIGS["wav2vec2"]
+    config = AutoConfig.for_model(kind, **values, num_labels=2)
+    model = AutoModelForAudioClassification.from_config(config).double().eval()
+    sounds = text_batch("ctc")["input_values"]
+    heard = torch.ones_like(sounds, dtype=torch.long)
+    heard[0, 1:] = 0
+    losses = per_example_losses(
+        model, {"input_values": sounds, "attention_mask": heard, "labels": torch.tensor([0, 1, 1])}
+    )
     assert losses[0] == 0
     assert bool(losses[1:].gt(0).all())
 
