@@ -121,11 +121,15 @@ def rows_between(rows: Sequence[Any], measure: Measure, held: Sequence[Any]) -> 
     def rest(width: Widths) -> frozenset[tuple[tuple[str, int], int]]:
         return frozenset((name, n % _IN_FOURS) for name, n in width.items())
 
-    known, found = {rest(measure(row)) for row in held[:-1]}, list[int]()
-    for place, width in enumerate(widths):
-        if len(found) < _BETWEEN and sizes[place] < sizes[-1] and rest(width) not in known:
-            known.add(rest(width))
-            found.append(place)
+    # Axis by axis: of inputs and labels together there are too many rests to try them all.
+    known, found = set[tuple[tuple[str, int], int]]().union(*(rest(measure(row)) for row in held[:-1])), list[int]()
+    narrower = [place for place, size in enumerate(sizes) if size < sizes[-1]]
+    while narrower and len(found) < _BETWEEN:
+        telling = max(narrower, key=lambda place: len(rest(widths[place]) - known))
+        if rest(widths[telling]) <= known:
+            break
+        known |= rest(widths[telling])
+        found = sorted([*found, telling])
     if not found:
         return []
     # Beside it whatever is taken in fours is another.

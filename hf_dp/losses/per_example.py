@@ -92,6 +92,8 @@ def _decoder_inputs(base: Any, batch: Mapping[str, Any], labels: Tensor) -> dict
     if "decoder_input_ids" in batch or "decoder_inputs_embeds" in batch:
         return {}
     prepare = getattr(base, "prepare_decoder_input_ids_from_labels", None)
+    # mBART looks for the last token of each row, and fails where there is none.
+    labels = labels.masked_fill(labels.eq(IGNORED).all(1, keepdim=True), 1 if base.config.pad_token_id == 0 else 0)
     # A model without that method (Whisper) moves them itself; the loss that it returns too is not used.
     return {"labels": labels} if prepare is None else {"decoder_input_ids": prepare(labels=labels)}
 

@@ -17,7 +17,6 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.nn.modules.batchnorm import _BatchNorm
 
 import hf_dp.ranks as ranks
 from hf_dp.errors import ConfigurationError, HfDpError, PreflightError, UnsupportedModelError
@@ -33,6 +32,7 @@ from hf_dp.per_example.independence import (
     survey,
     telling_size,
 )
+from hf_dp.per_example.mixing import refuse_mixing
 from hf_dp.per_example.oracle import DIFFERENT, Truth
 from hf_dp.per_example.precision import computed_in, with_memory_to_spare
 from hf_dp.per_example.quantised import check_quantised, passing_gradients
@@ -181,20 +181,13 @@ def _check_gradients(
 
 
 def check_modules(model: nn.Module) -> None:
-    """Refuses by name what mixes examples in training mode, what is compiled, and a model with nothing to train.
+    """Refuses what is known to mix examples in training mode, what is compiled, and a model with nothing to train.
 
     Raises:
         UnsupportedModelError: with the module's name.
     """
     with in_mode(model, training=True):
-        mixing = [(n, m) for n, m in model.named_modules() if isinstance(m, _BatchNorm) and m.training]
-    if mixing:
-        name, module = mixing[0]
-        raise UnsupportedModelError(
-            f"{name or 'the model'} is batch normalisation ({type(module).__name__}) in training mode.",
-            why="it computes each example's output from the whole batch, so no per-example gradient exists.",
-            fix="replace it by GroupNorm or LayerNorm, or override its train() so that it stays in eval mode.",
-        )
+        refuse_mixing(model.named_modules())
     check_quantised(model.named_modules())
     refuse_compiled(list(model.modules()))
     if not any(p.requires_grad for p in model.parameters()):

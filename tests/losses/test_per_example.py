@@ -103,6 +103,16 @@ def test_failure_63_a_row_of_nothing_but_padding_numbers_adds_nothing() -> None:
     assert bool(losses[1:].gt(0).all())
 
 
+def test_mbart_and_a_row_without_labels() -> None:
+    """It looks for the last token of each row, and fails where there is none."""
+    model, batch = tiny("mbart", "seq2seq"), text_batch("seq2seq")
+    whole = per_example_losses(model, batch)
+    batch["labels"][0] = -100
+    losses = per_example_losses(model, batch)
+    assert losses[0] == 0
+    torch.testing.assert_close(losses[1:], whole[1:])
+
+
 def test_failure_67_rows_and_pooled_positions_that_are_hidden_add_nothing() -> None:
     """The last token that is not of the pad's number, where others behind it are shown; and all of a row."""
     model = tiny("gpt2", "sequence", num_labels=2, attn_pdrop=0.0)
