@@ -31,6 +31,9 @@ from hf_dp.per_example.products import (
 )
 from hf_dp.per_example.waiting import answers_at_once
 
+# As many examples as are added up one by one (see step/long_sums.py).
+_FEW_ROWS = 64
+
 
 @dataclass(frozen=True)
 class Outer:
@@ -198,8 +201,13 @@ class PerExample:
 
     def add_weighted_(self, out: Tensor, coefficients: Tensor) -> None:
         """Adds sum over i of coefficients[i] x values[i] to `out` in place, in the dtype of `out`."""
-        rows = self.values.reshape(self.values.shape[0], -1).to(out.dtype)
-        out.view(-1).addmv_(rows.T, coefficients.to(out.dtype))
+        rows, weights = self.values.reshape(len(self.values), -1).to(out.dtype), coefficients.to(out.dtype)
+        if len(rows) <= _FEW_ROWS:
+            out.view(-1).addmv_(rows.T, weights)
+            return
+        # A product with a vector adds them one by one, each rounded to the whole.
+        parts = [few.T @ own for few, own in zip(rows.split(_FEW_ROWS), weights.split(_FEW_ROWS), strict=True)]
+        out.view(-1).add_(torch.stack(parts).sum(0, dtype=torch.float64).to(out.dtype))
 
     def accumulated_in(self, dtype: torch.dtype) -> PerExample:
         """The same with values in `dtype`."""

@@ -161,7 +161,9 @@ class RowSum:
     def coalesced(self) -> tuple[Tensor, Tensor]:
         """The rows (k,), ascending, and their sums (k, d)."""
         if not self._is_united:
-            ids, values = united(torch.cat(self._ids), torch.cat(self._values), self._dtype)
+            # See `_append`; elsewhere float64 would take as much memory again.
+            exact = torch.float64 if answers_at_once(self.device) else self._dtype
+            ids, values = united(torch.cat(self._ids), torch.cat(self._values), exact)
             self._ids, self._values = [self._ids[0], ids], [self._values[0], values]
             self._is_united, self._waiting = True, 0
         return self._ids[-1], self._values[-1]

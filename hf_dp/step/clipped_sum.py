@@ -19,6 +19,7 @@ from hf_dp.per_example.passes import refuse_differing
 from hf_dp.per_example.precision import sum_dtype
 from hf_dp.per_example.record import PerExampleGradients
 from hf_dp.per_example.sharding import all_names, as_sums, like, local, trainable
+from hf_dp.step.long_sums import LongSums
 
 # Numbers between the beginnings of two gradients in one buffer: 128 bytes of float32; and of one buffer, if it has
 # several gradients: of weights in 16 bits each goes as soon as their gradients were made of it.
@@ -68,11 +69,12 @@ class ClippedSum:
         replicated, self._buffers = _in_buffers(plain)
         shards, self._own = _in_buffers({name: local(p) for name, p in sharded.items()})
         held = {**replicated, **shards}
-        self.gradients = {name: held[name] for name in dense}
-        self._sums = as_sums(self.gradients, self._parameters)
+        self._gradients = {name: held[name] for name in dense}
+        self._sums = as_sums(self._gradients, self._parameters)
         # Shards are summed over the ranks once, if until then all whole gradients are no larger than one parameter.
         is_little = sum(p.numel() for p in sharded.values()) <= max(p.numel() for p in model.parameters())
         self._whole = {name: _whole_zeros(p) for name, p in sharded.items()} if is_little else {}
+        self._long = LongSums([*self._buffers, *self._own, *self._whole.values()])
         self.rows = {name: RowSum(name, self._parameters[name]) for name in names}
         self._chosen: Mapping[str, Tensor] = {}
         self.examples = 0
@@ -80,6 +82,12 @@ class ClippedSum:
         self._counted: Tensor | None = None
         if by_rows is not None:
             by_rows.begin()
+
+    @property
+    def gradients(self) -> dict[str, Tensor]:
+        """As above."""
+        self._long.settle()
+        return self._gradients
 
     @property
     def clipped(self) -> int:
@@ -142,6 +150,7 @@ class ClippedSum:
         if self._by_rows is not None:
             self._by_rows.add(gradients, used)
         self.examples += gradients.batch_size
+        self._long.added(gradients.batch_size)
         loss = gradients.losses.double().masked_fill(~used, 0.0).sum()
         differing = loss.new_zeros(()) if gradients.differing is None else gradients.differing.double()
         counted = torch.stack([(used & coefficients.lt(1)).sum().double(), (~used).sum().double(), loss, differing])
@@ -188,7 +197,7 @@ class ClippedSum:
         sums, buffers = _in_buffers(alike)
         for name, rows in self._chosen.items():
             sums[name].copy_(self.rows[name].of(rows))
-        self.gradients.update(sums)
+        self._gradients.update(sums)
         self._buffers += buffers
 
     def release(self, noise: NoiseSource, standard_deviation: float, step: int) -> None:
@@ -203,6 +212,7 @@ class ClippedSum:
             standard_deviation: of the noise on each element.
             step: which logical batch this is.
         """
+        self._long.settle()
         for name, whole in self._whole.items():
             self._sums[name].add_(whole)
         rank = ranks.rank()
@@ -223,13 +233,13 @@ class ClippedSum:
         Args:
             divisor: the expected number of examples.
         """
-        self._buffers, self._own, self._sums, self._whole = [], [], {}, {}
+        self._buffers, self._own, self._sums, self._whole, self._long = [], [], {}, {}, LongSums([])
         with torch.no_grad():
             for name, p in self._parameters.items():
                 # In place: a second copy of all gradients would be the peak of memory.
-                mean = self.gradients[name].div_(divisor)
+                mean = self._gradients[name].div_(divisor)
                 if mean.dtype != p.dtype:
-                    mean = self.gradients.pop(name).to(p.dtype)
+                    mean = self._gradients.pop(name).to(p.dtype)
                 p.grad = sparse_gradient(self._chosen[name], mean, p) if name in self._chosen else like(mean, p)
 
 

@@ -105,7 +105,7 @@ def test_one_example_moves_the_sum_by_at_most_c(
 
 
 def test_rounding_of_sums_takes_less_room_than_noise_on_a_grid_leaves_it() -> None:
-    """Where it is worst: all gradients alike, so that the sum is as long as it can be."""
+    """All gradients alike, so that the sum is as long as it can be; see test_long_sums.py for more of them."""
     torch.manual_seed(0)
     model, size, left_out = Model(0, 6, True, torch.float32), 512, 3
     batch = {name: values.expand(size, -1) for name, values in {"ids": torch.tensor([[1, 2, 3]])}.items()}

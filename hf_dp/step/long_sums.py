@@ -1,0 +1,59 @@
+"""Sums over thousands of examples in float32, of which no addition is rounded to the whole.
+
+Added one by one, each of B terms is rounded to a sum that is up to B times as large: one example more decides to which
+side, and the sums of neighbours may be further apart than it is long. So few are added up at a time, and what rounding
+takes away from the total is the beginning of the next few (TwoSum: Knuth, The Art of Computer Programming 2, section
+4.2.2, theorem B).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+# So many examples are added up in float32 as they are.
+FEW = 64
+# Numbers of a buffer that are worked on at a time: a few MiB, for the cache of a CPU, and elsewhere few starts.
+_CHUNK, _CHUNK_ELSEWHERE = 1 << 18, 1 << 26
+
+
+class LongSums:
+    """Totals of buffers that examples are added to.
+
+    They take as much memory as the buffers, and none as long as there are few examples.
+
+    Args:
+        buffers: one-dimensional, or contiguous.
+    """
+
+    def __init__(self, buffers: Sequence[Tensor]) -> None:
+        self._buffers, self._totals = [buffer.view(-1) for buffer in buffers], list[Tensor]()
+        self._since = 0
+
+    def added(self, examples: int) -> None:
+        """So many were added to the buffers."""
+        self._since += examples
+        if self._since > FEW:
+            self._totals = self._totals or [torch.zeros_like(buffer) for buffer in self._buffers]
+            for total, buffer in zip(self._totals, self._buffers, strict=True):
+                size = _CHUNK if buffer.device.type == "cpu" else _CHUNK_ELSEWHERE
+                for whole, part in zip(total.split(size), buffer.split(size), strict=True):
+                    _carry(whole, part)
+            self._since = 0
+
+    def settle(self) -> None:
+        """Makes the buffers the sums of all that was added."""
+        for total, buffer in zip(self._totals, self._buffers, strict=True) if self._totals else ():
+            buffer.add_(total)
+        self._totals = []
+
+
+def _carry(total: Tensor, part: Tensor) -> None:
+    """Adds `part` to `total` in place; what rounding took away is in `part` then."""
+    whole = total + part
+    added = whole - total
+    lost = total.sub_(whole - added)
+    part.sub_(added).add_(lost)
+    total.copy_(whole)
