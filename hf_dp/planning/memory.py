@@ -14,6 +14,7 @@ from torch import nn
 from hf_dp.errors import ConfigurationError
 from hf_dp.per_example.products import is_instantiated
 from hf_dp.places import nowhere
+from hf_dp.step.long_sums import FEW
 
 Strategy = Literal["DDP", "FSDP2"]
 # Bytes of a number of the sum, of Adam's two moments, and of a trained weight.
@@ -196,11 +197,13 @@ def estimate(
     kept_at_once = _of_groups(model, of_each, groups) if groups and strategy == "DDP" else sum(of_each)
     factors = micro_batch * (kept_at_once if passes == 1 else max(of_each))
     is_little = t <= model.largest
+    totals = {"totals of many examples": _SUM * t} if micro_batch * micro_batches > FEW else {}
     if strategy == "DDP":
         # A cast weight lives for one operation only.
         memory = {
             "weights": weights,
             "sum of gradients": _SUM * t,
+            **totals,
             "Adam": 2 * _SUM * t,
             "DDP's buckets": _TRAINED * t if w > 1 else 0,
         }
@@ -212,6 +215,7 @@ def estimate(
         memory = {
             "weights": weights // w,
             "sum of gradients": _SUM * t // w,
+            **{name: numbers // w for name, numbers in totals.items()},
             "Adam": 2 * _SUM * t // w,
             # The root stays whole; and a block, with the buffer that the next is gathered in.
             "whole weights": bytes_computed * (model.units[""] + 2 * largest),

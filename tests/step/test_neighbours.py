@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -142,6 +143,35 @@ def moved_besides(dtype: torch.dtype, size: int = 64) -> float:
 
     everyone = list(range(size))
     return float((total(everyone) - total(everyone[1:]) - total(everyone[:1])).norm())
+
+
+def moved_by_copies(dtype: torch.dtype, copies: int, width: int) -> float:
+    """As `moved_besides`, of so many copies of one text in one micro-batch, which a longer one widens to `width`."""
+    torch.manual_seed(0)
+    model = tiny("llama", "causal_lm", dtype).train()
+    text, few = torch.randint(3, 20, (1, 12)), torch.randint(3, 20, (4, 12))
+    checked = {"input_ids": few, "attention_mask": torch.ones_like(few), "labels": few}
+    certificate = preflight(model, per_example_losses, checked)
+
+    def total(positions: int) -> Tensor:
+        ids = F.pad(text, (0, positions - 12)).expand(copies, -1)
+        mask = ids.ne(0).long()
+        batch = {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask.eq(0), -100)}
+        gradients = record(model, per_example_losses, batch, certificate=certificate)
+        sums = gradients.weighted_sum(gradients.squared_norms().rsqrt()).values()
+        return torch.cat([values.flatten().double() for values in sums])
+
+    return float((total(width) - total(12)).norm())
+
+
+@pytest.mark.slow
+def test_in_16_bits_copies_of_a_text_move_together() -> None:
+    """By as much as there are of them (docs/proof.md), unless all micro-batches are of one width."""
+    few, many = (moved_by_copies(torch.bfloat16, copies, 60) for copies in (16, 64))
+    assert 0.05 < few < many
+    assert many == pytest.approx(4 * few, rel=0.2)
+    assert moved_by_copies(torch.bfloat16, 64, 12) == 0
+    assert moved_by_copies(torch.float32, 64, 60) < 1e-3
 
 
 @pytest.mark.slow
