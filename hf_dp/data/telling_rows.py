@@ -122,20 +122,17 @@ def rows_between(rows: Sequence[Any], measure: Measure, held: Sequence[Any]) -> 
         return frozenset((name, n % _IN_FOURS) for name, n in width.items())
 
     # Axis by axis: of inputs and labels together there are too many rests to try them all.
-    known, found = set[tuple[tuple[str, int], int]]().union(*(rest(measure(row)) for row in held[:-1])), list[int]()
+    known, found = set[tuple[tuple[str, int], int]]().union(*(rest(measure(row)) for row in held[:-1])), set[int]()
     narrower = [place for place, size in enumerate(sizes) if size < sizes[-1]]
-    while narrower and len(found) < _BETWEEN:
-        telling = max(narrower, key=lambda place: len(rest(widths[place]) - known))
-        if rest(widths[telling]) <= known:
-            break
-        known |= rest(widths[telling])
-        found = sorted([*found, telling])
+    for _ in range(_BETWEEN if narrower else 0):
+        if new := rest(widths[telling := max(narrower, key=lambda place: len(rest(widths[place]) - known))]) - known:
+            found, known = found | {telling}, known | new
     if not found:
         return []
     # Beside it whatever is taken in fours is another.
-    more = {name: n + _IN_FOURS for name, n in widths[found[-1]].items()}
+    more = {name: n + _IN_FOURS for name, n in widths[max(found)].items()}
     wider = (place for place, width in enumerate(widths) if any(width.get(name, 0) >= n for name, n in more.items()))
-    return [in_order[place] for place in (*found, next(wider, len(in_order) - 1))]
+    return [in_order[place] for place in (*sorted(found), next(wider, len(in_order) - 1))]
 
 
 def alike_batches(few: Sequence[Any], batch: Callable[[list[Any]], Batch]) -> tuple[Batch, Batch, Batch]:

@@ -19,6 +19,7 @@ from hf_dp.per_example.chosen import Chosen
 from hf_dp.per_example.gram import Dense, OneHot, Side
 from hf_dp.per_example.ieee import full_precision
 from hf_dp.per_example.lengths import Lengths
+from hf_dp.per_example.long_sums import AT_ONCE
 from hf_dp.per_example.precision import accumulation, united
 from hf_dp.per_example.products import (
     BLOCK,
@@ -30,9 +31,6 @@ from hf_dp.per_example.products import (
     instantiated_from,
 )
 from hf_dp.per_example.waiting import answers_at_once
-
-# As many examples as are added up one by one (see step/long_sums.py).
-_FEW_ROWS = 64
 
 
 @dataclass(frozen=True)
@@ -202,11 +200,11 @@ class PerExample:
     def add_weighted_(self, out: Tensor, coefficients: Tensor) -> None:
         """Adds sum over i of coefficients[i] x values[i] to `out` in place, in the dtype of `out`."""
         rows, weights = self.values.reshape(len(self.values), -1).to(out.dtype), coefficients.to(out.dtype)
-        if len(rows) <= _FEW_ROWS:
+        if len(rows) <= AT_ONCE:
             out.view(-1).addmv_(rows.T, weights)
             return
         # A product with a vector adds them one by one, each rounded to the whole.
-        parts = [few.T @ own for few, own in zip(rows.split(_FEW_ROWS), weights.split(_FEW_ROWS), strict=True)]
+        parts = [few.T @ own for few, own in zip(rows.split(AT_ONCE), weights.split(AT_ONCE), strict=True)]
         out.view(-1).add_(torch.stack(parts).sum(0, dtype=torch.float64).to(out.dtype))
 
     def accumulated_in(self, dtype: torch.dtype) -> PerExample:

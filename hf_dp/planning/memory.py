@@ -12,9 +12,9 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 
 from hf_dp.errors import ConfigurationError
+from hf_dp.per_example.long_sums import FEW
 from hf_dp.per_example.products import is_instantiated
 from hf_dp.places import nowhere
-from hf_dp.step.long_sums import FEW
 
 Strategy = Literal["DDP", "FSDP2"]
 # Bytes of a number of the sum, of Adam's two moments, and of a trained weight.

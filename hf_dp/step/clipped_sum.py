@@ -15,11 +15,11 @@ from hf_dp.clipping.rule import ClippingRule
 from hf_dp.errors import HfDpError
 from hf_dp.noise.source import NoiseSource
 from hf_dp.per_example import RowSum, sparse_gradient
+from hf_dp.per_example.long_sums import LongSums
 from hf_dp.per_example.passes import refuse_differing
 from hf_dp.per_example.precision import sum_dtype
 from hf_dp.per_example.record import PerExampleGradients
 from hf_dp.per_example.sharding import all_names, as_sums, like, local, trainable
-from hf_dp.step.long_sums import LongSums
 
 # Numbers between the beginnings of two gradients in one buffer: 128 bytes of float32; and of one buffer, if it has
 # several gradients: of weights in 16 bits each goes as soon as their gradients were made of it.

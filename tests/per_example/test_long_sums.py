@@ -15,8 +15,8 @@ from hf_dp.clipping.table import rule_of
 from hf_dp.per_example import RowSum, preflight, record
 from hf_dp.per_example.factors import Outer
 from hf_dp.per_example.gram import Dense, OneHot
+from hf_dp.per_example.long_sums import FEW, LongSums, _carry
 from hf_dp.step.clipped_sum import ClippedSum
-from hf_dp.step.long_sums import FEW, LongSums, _carry
 
 _WIDTH, _ONE = 64, 1 - 2.0**-12
 # Such as float64 has the sum of.

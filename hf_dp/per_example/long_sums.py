@@ -13,11 +13,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-# So many examples are added up in float32 as they are: n numbers that were made for it move neighbours apart by n^2 2^-26
-# of C (tests/step/test_long_sums.py), a thousandth.
+# So many examples are added up in float32 as they are: of n, numbers that were made for it move neighbours apart by
+# n^2 2^-26 C, a thousandth (tests/per_example/test_long_sums.py).
 FEW = 256
 # Of more, so many at a time.
-_AT_ONCE = 64
+AT_ONCE = 64
 # Numbers of a buffer that are worked on at a time: a few MiB, for the cache of a CPU, and elsewhere few starts.
 _CHUNK, _CHUNK_ELSEWHERE = 1 << 18, 1 << 26
 
@@ -38,7 +38,7 @@ class LongSums:
     def added(self, examples: int) -> None:
         """So many were added to the buffers."""
         self._since += examples
-        if self._since > (_AT_ONCE if self._totals else FEW):
+        if self._since > (AT_ONCE if self._totals else FEW):
             self._totals = self._totals or [torch.zeros_like(buffer) for buffer in self._buffers]
             for total, buffer in zip(self._totals, self._buffers, strict=True):
                 size = _CHUNK if buffer.device.type == "cpu" else _CHUNK_ELSEWHERE
