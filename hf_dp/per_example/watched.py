@@ -159,10 +159,11 @@ def _derive(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return None
     source = watched[0].source
     values = tuple(map(plain, args))
-    if func in _CASTS and args[0] is watched[0]:
-        cast = func(*values, **kwargs)
-        # The name of a type, or whole numbers: no gradient comes back from these.
-        is_weight = isinstance(cast, Tensor) and cast.is_floating_point()
+    if func in _CASTS:
+        cast = func(*values, **mapped(plain, kwargs))
+        # The name of a type, or whole numbers: no gradient comes back from these. Nor does one where something else
+        # is cast to the parameter's type.
+        is_weight = args[0] is watched[0] and isinstance(cast, Tensor) and cast.is_floating_point()
         return source.derived(cast, source.pull) if is_weight else cast
     if func in _TRANSPOSES and source.plain.dim() == 2:
         swapped = _swaps(args[1:], kwargs)

@@ -200,3 +200,26 @@ def test_frozen_modules_may_be_compiled() -> None:
     found = record(model, per_example_losses, batch, certificate=certificate)
     assert len(ran) == len(frozen) > 0
     assert torch.allclose(found.squared_norms(), plain.squared_norms(), rtol=1e-5)
+
+
+class CastToAWeight(nn.Module):
+    """As Gemma 3n's norms do: of the parameter the type alone is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.square().type_as(self.weight).to(self.weight) * self.weight.to(x)
+
+
+def test_what_is_cast_to_a_parameters_type_has_no_gradient_for_it() -> None:
+    model, batch = CastToAWeight(), {"x": torch.randn(3, 2, 4, dtype=torch.float64)}
+
+    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        found: Tensor = model(batch["x"]).sum((1, 2))
+        return found
+
+    certificate = preflight(model, loss, batch)
+    found = record(model, loss, batch, certificate=certificate).squared_norms()
+    torch.testing.assert_close(found, loop(model, loss, batch).squared_norms())
