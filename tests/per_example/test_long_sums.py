@@ -53,7 +53,7 @@ def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return losses
 
 
-@pytest.mark.parametrize("at_once", [1, 64, 4096])
+@pytest.mark.parametrize("at_once", [pytest.param(1, marks=pytest.mark.slow), 64, 4096])
 @pytest.mark.parametrize("trained", ["bias", "weight"])
 def test_failure_69_no_addition_is_rounded_to_the_whole(trained: str, at_once: int) -> None:
     model = Linear(trained)
