@@ -65,7 +65,8 @@ def per_example_losses(model: nn.Module, batch: Mapping[str, Any], label_smoothi
 def _of_shown(losses: Tensor, base: Any, batch: Mapping[str, Any]) -> Tensor:
     """`losses` (B,), 0 of rows whose mask hides all of them: what a model makes of nothing may be what is beside it."""
     mask, frames_of = batch.get("attention_mask"), getattr(base, "_get_feat_extract_output_lengths", None)
-    if not (isinstance(mask, Tensor) and mask.dim() > 1 and len(mask) == len(losses)):
+    # With four axes 0 may be what is shown: such masks are added to scores.
+    if not (isinstance(mask, Tensor) and mask.dim() in (2, 3) and len(mask) == len(losses)):
         return losses
     shown = mask.flatten(1).ne(0).sum(1)
     # Of what is heard so much is left.
