@@ -76,7 +76,10 @@ def sizes(
             taken = {passes: made.total_memory for passes, made in by_passes.items()}
             fits = [passes for passes, total in taken.items() if total <= gpu_memory * 1e9]
             smaller = (micro_batch >> halvings for halvings in range(1, max(1, micro_batch).bit_length()))
-            totals = {rows: estimated(micro_batch=rows).total_memory for rows in smaller} if 1 not in fits else {}
+            totals = {
+                rows: estimated(micro_batch=rows, micro_batches=-(-parts * micro_batch // rows)).total_memory
+                for rows in (smaller if 1 not in fits else ())
+            }
             rows = next((rows for rows, total in totals.items() if total <= gpu_memory * 1e9), None)
             fitting[strategy] = {"passes": fits, _TOGETHER["memory"]: taken, "micro_batch": rows}
     predicted = {

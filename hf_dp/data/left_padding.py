@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_dp.data.hidden import mask_of, on_host, without_hidden
+from hf_dp.data.hidden import begins, mask_of, on_host, without_hidden
 from hf_dp.per_example.batch import take
 from hf_dp.per_example.independence import NoDropout, forked_rng, in_mode
 from hf_dp.per_example.precision import computed_in
@@ -25,13 +25,17 @@ _SAME = 1e-4
 
 
 class LeftPadding:
-    """Completes batches that are padded on the left, in training and in evaluation alike.
+    """Completes batches that are padded on the left, or hidden elsewhere, in training and in evaluation alike.
+
+    Args:
+        has_usual_loss: see `without_hidden`.
 
     Attributes:
         counts_columns: whether positions must be given, for the model counts columns; None until a batch has shown it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, has_usual_loss: bool = True) -> None:
+        self._has_usual_loss = has_usual_loss
         self.counts_columns: bool | None = None
 
     @contextmanager
@@ -53,7 +57,8 @@ class LeftPadding:
             collated: see `on_host`.
         """
         mask, known = mask_of(batch), on_host(batch, collated)
-        changes = without_hidden(model, batch, collated) if isinstance(batch, Mapping) else {}
+        usual = self._has_usual_loss
+        changes = without_hidden(model, batch, collated, has_usual_loss=usual) if isinstance(batch, Mapping) else {}
         if mask is None or known is None:
             return {**batch, **changes} if changes else batch
         # What is changed of a row follows from it alone: the others have nothing to change, and keep what they have.
@@ -65,11 +70,6 @@ class LeftPadding:
         if self.counts_columns and "position_ids" not in batch:
             changes["position_ids"] = _positions(mask)
         return {**batch, **changes} if changes else batch
-
-
-def _is_padding(mask: Tensor) -> Tensor:
-    """(B, T): before the first position that is not hidden; later ones, or all, that are hidden are the row's own."""
-    return mask.ne(0).cumsum(1).eq(0) & mask.ne(0).any(1, keepdim=True)
 
 
 def _is_padded(mask: Tensor) -> bool:
@@ -84,7 +84,7 @@ def _begins_hidden(mask: Tensor) -> Tensor:
 
 def _positions(mask: Tensor) -> Tensor:
     """(B, T): how many positions that are not padding stand before each; without padding, its column."""
-    return ((~_is_padding(mask)).long().cumsum(1) - 1).clamp_min(0)
+    return ((~begins(mask)).long().cumsum(1) - 1).clamp_min(0)
 
 
 def _arguments(model: nn.Module) -> set[str]:

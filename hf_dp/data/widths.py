@@ -28,10 +28,10 @@ def widths_of(batch: Mapping[str, Any]) -> Widths:
             if value.dim() in (2, 3) and value.numel() and name.endswith("mask"):
                 shown = value.ne(0)
                 found[name, _TOLD] = int(shown.sum(-1).max())
+                found[name, _LEAST] = int(shown.sum(-1).min())
                 if value.dim() == 2:
                     found[name, _BEGINS] = int((shown.any(1) & ~shown[:, 0]).any())
                     found[name, _HOLES] = _longest_hole(shown)
-                    found[name, _LEAST] = int(shown.sum(1).min())
             elif value.dim() == 2 and value.numel() and name.endswith("position_ids"):
                 found[name, _TOLD] = int(value.max())
     return found

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from hf_dp.errors import HfDpError, UnsupportedModelError
 from hf_dp.losses.heads import question_answering
 from hf_dp.losses.kinds import SHIFTED, base_model, loss_kind
-from hf_dp.losses.per_example import per_example_losses
+from hf_dp.losses.per_example import left_out, per_example_losses
 from hf_dp.losses.tokens import token_losses
 
 # So many examples show which loss is computed: which one it is follows from no example.
@@ -29,7 +29,7 @@ def check_own_loss(model: nn.Module, batch: Mapping[str, Any]) -> None:
     returns.
 
     Some models shift labels where others of the same family do not, or add a loss for their router. An own loss that is
-    not finite (an example without labels) is not compared.
+    not finite (an example without labels) is not compared, nor is one that is `left_out`.
 
     Raises:
         UnsupportedModelError: they differ, or the model's own cannot be computed, or is none.
@@ -44,10 +44,12 @@ def check_own_loss(model: nn.Module, batch: Mapping[str, Any]) -> None:
     # The model's own is over padding as well.
     is_qa = loss_kind(model) == "question_answering"
     kinds = functools.partial(question_answering, over_padding=True) if is_qa else per_example_losses
-    compared = 0
+    compared, none = 0, left_out(model, batch)
     for i, ours in enumerate(losses(kinds, batch).tolist()):
         if compared == COMPARED:
             return
+        if none is not None and bool(none[i]):
+            continue
         one = {k: v[i : i + 1] if isinstance(v, Tensor) else v for k, v in batch.items()}
         own = losses(_own_loss, one)
         if own is None:

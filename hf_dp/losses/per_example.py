@@ -28,7 +28,7 @@ def per_example_losses(model: nn.Module, batch: Mapping[str, Any], label_smoothi
 
     Returns:
         (B,) float32 (float64 for float64 logits): the mean over the example's own labelled positions for token
-        losses, 0 where it has none; of other losses 0 where the mask hides all of an example.
+        losses, 0 where it has none; of other losses 0 where an example is `left_out`.
 
     Raises:
         ConfigurationError: the batch has no labels.
@@ -36,7 +36,7 @@ def per_example_losses(model: nn.Module, batch: Mapping[str, Any], label_smoothi
     """
     kind = loss_kind(model)
     if kind == "question_answering":
-        return _of_shown(question_answering(model, batch), base_model(model), batch)
+        return question_answering(model, batch)
     labels = labels_of(batch, "labels")
     inputs = {k: v for k, v in batch.items() if k not in ("labels", "num_items_in_batch")}
     base = base_model(model)
@@ -47,45 +47,39 @@ def per_example_losses(model: nn.Module, batch: Mapping[str, Any], label_smoothi
         return token_losses(logits, next_token_labels(model, labels, logits.shape[1]), label_smoothing)
     if kind == TOKENWISE:
         return token_losses(logits, labels, label_smoothing)
-    logits = accurate(logits)
+    logits, none = accurate(logits), left_out(model, batch)
     if kind == "multiple_choice":
         losses = F.cross_entropy(logits, labels.view(-1), reduction="none", label_smoothing=label_smoothing)
-        return _of_shown(losses, base, batch)
-    if kind == "ctc":
+    elif kind == "ctc":
         refuse_smoothing(label_smoothing, "connectionist temporal classification")
-        return _of_shown(ctc_losses(base, inputs, logits, labels), base, batch)
-    losses = _of_shown(classification(logits, labels, base.config, label_smoothing), base, batch)
+        losses = ctc_losses(base, inputs, logits, labels)
+    else:
+        losses = classification(logits, labels, base.config, label_smoothing)
+    return losses if none is None else losses.masked_fill(none, 0.0)
+
+
+def left_out(model: nn.Module, batch: Mapping[str, Any]) -> Tensor | None:
+    """(B,) whether an example adds nothing, where its losses are not token by token: its mask hides all of it, or one
+    of its choices, less than a frame of a recording is heard, or what a decoder pools is hidden. What a model makes of
+    it may be what is beside it. None where no mask says so.
+    """
+    kind, base, mask, found = loss_kind(model), base_model(model), batch.get("attention_mask"), None
+    # With more axes 0 may be what is shown: such masks are added to scores.
+    if isinstance(mask, Tensor) and mask.dim() == (3 if kind == "multiple_choice" else 2):
+        shown, frames_of = mask.ne(0).sum(-1), getattr(base, "_get_feat_extract_output_lengths", None)
+        shown = shown if frames_of is None else frames_of(shown)
+        found = shown.le(0).view(len(mask), -1).any(1)
+    # Decoders pool the last token that is not of this number, and of none the first position: padding, where there is.
     of_text: Any = getattr(base.config, "get_text_config", lambda: base.config)()
     pad, ids = getattr(of_text, "pad_token_id", None), batch.get("input_ids")
-    if isinstance(ids, Tensor) and ids.dim() == 2 and isinstance(pad, int):
-        return losses.masked_fill(_pools_what_is_hidden(ids, pad, batch.get("attention_mask")), 0.0)
-    return losses
-
-
-def _of_shown(losses: Tensor, base: Any, batch: Mapping[str, Any]) -> Tensor:
-    """`losses` (B,), 0 of rows whose mask hides all of them: what a model makes of nothing may be what is beside it."""
-    mask, frames_of = batch.get("attention_mask"), getattr(base, "_get_feat_extract_output_lengths", None)
-    # With four axes 0 may be what is shown: such masks are added to scores.
-    if not (isinstance(mask, Tensor) and mask.dim() in (2, 3) and len(mask) == len(losses)):
-        return losses
-    shown = mask.flatten(1).ne(0).sum(1)
-    # Of what is heard so much is left.
-    shown = shown if frames_of is None or mask.dim() > 2 else frames_of(shown)
-    return losses.masked_fill(shown.le(0), 0.0)
-
-
-def _pools_what_is_hidden(ids: Tensor, pad: int, mask: Any) -> Tensor:
-    """(B,) whether the last of `ids` (B, T) that is no `pad` is hidden, and others behind it are not; or there is none.
-
-    Decoders pool it. Of a row without one it is the first position: padding, where there is.
-    """
-    places = torch.arange(ids.shape[1], device=ids.device)
-    last = places.expand_as(ids).masked_fill(ids.eq(pad), -1).amax(1, keepdim=True)
-    if not (isinstance(mask, Tensor) and mask.shape == ids.shape):
-        return last[:, 0].lt(0)
-    shown = mask.ne(0)
-    is_hidden = ~shown.gather(1, last.clamp_min(0))[:, 0] & (shown & (places > last)).any(1)
-    return last[:, 0].lt(0) | is_hidden
+    if kind == "classification" and isinstance(ids, Tensor) and ids.dim() == 2 and isinstance(pad, int):
+        places = torch.arange(ids.shape[1], device=ids.device)
+        last = places.expand_as(ids).masked_fill(ids.eq(pad), -1).amax(1, keepdim=True)
+        pooled = last[:, 0].lt(0)
+        if isinstance(mask, Tensor) and mask.shape == ids.shape:
+            pooled = pooled | mask.gather(1, last.clamp_min(0))[:, 0].eq(0)
+        found = pooled if found is None else found | pooled
+    return found
 
 
 def _decoder_inputs(base: Any, batch: Mapping[str, Any], labels: Tensor) -> dict[str, Tensor]:

@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hf_dp.per_example.long_sums import AT_ONCE
+
 # Where torch adds up rows by an index that lies on the device.
 _HAS_BAGS = frozenset({"cuda"})
 # Numbers of a gradient that takes longer to start on than to add up, and of so many that are added up at once.
@@ -27,6 +29,7 @@ class Chosen:
         self.mask = coefficients.ne(0)
         self._coefficients = coefficients
         self._bags: tuple[Tensor, Tensor] | None = None
+        self._parts: list[Chosen] = []
         self._in_order: dict[tuple[torch.dtype, torch.device], Tensor] = {}
 
     def or_zeros(self, values: Tensor) -> Tensor:
@@ -42,13 +45,20 @@ class Chosen:
             out: of the dtype of `rows`.
             rows: (B, n).
         """
-        if len(rows) == 1 or rows.device.type not in _HAS_BAGS:
+        if len(rows) <= AT_ONCE and (len(rows) == 1 or rows.device.type not in _HAS_BAGS):
             out.addmv_(self.or_zeros(rows).T, self._coefficients.to(rows))
             return
         out.add_(self.weighted(rows))
 
     def weighted(self, rows: Tensor) -> Tensor:
-        """(n,): the sum itself, of several `rows` (B, n) on such a device."""
+        """(n,): the sum itself, of several `rows` (B, n)."""
+        if len(rows) > AT_ONCE:
+            # See `long_sums`: added up one by one, each would be rounded to the whole.
+            self._parts = self._parts or [Chosen(few) for few in self._coefficients.split(AT_ONCE)]
+            sums = [part.weighted(few) for part, few in zip(self._parts, rows.split(AT_ONCE), strict=True)]
+            return torch.stack(sums).sum(0, dtype=torch.float64).to(rows.dtype)
+        if rows.device.type not in _HAS_BAGS:
+            return self.or_zeros(rows).T @ self._coefficients.to(rows)
         order, begins = (index.to(rows.device) for index in self._two_bags())
         key = rows.dtype, rows.device
         if key not in self._in_order:

@@ -43,7 +43,7 @@ class LookedUp(Outer):
 
     @property
     def likeness(self) -> Hashable:
-        """As of others, of which none is alike."""
+        """As of others of its kind."""
         return type(self), super().likeness
 
     def selected(self, index: Tensor) -> Outer:

@@ -29,15 +29,17 @@ class LongSums:
 
     Args:
         buffers: one-dimensional, or contiguous.
+        ranks: on how many examples are added that come into these buffers.
     """
 
-    def __init__(self, buffers: Sequence[Tensor]) -> None:
+    def __init__(self, buffers: Sequence[Tensor], ranks: int = 1) -> None:
+        self._ranks = ranks
         self._buffers, self._totals = [buffer.view(-1) for buffer in buffers], list[Tensor]()
         self._since = 0
 
     def added(self, examples: int) -> None:
-        """So many were added to the buffers."""
-        self._since += examples
+        """So many were added to the buffers by each rank, at most."""
+        self._since += examples * self._ranks
         if self._since > (AT_ONCE if self._totals else FEW):
             self._totals = self._totals or [torch.zeros_like(buffer) for buffer in self._buffers]
             for total, buffer in zip(self._totals, self._buffers, strict=True):

@@ -71,7 +71,5 @@ def refuse_mixing(modules: Iterable[tuple[str, nn.Module]]) -> None:
         for known in _KNOWN:
             if known.is_one(module):
                 raise UnsupportedModelError(
-                    f"{name or 'the model'} is {known.what} ({type(module).__name__}) in training mode.",
-                    why=known.why,
-                    fix=known.fix,
+                    f"{name or 'the model'} is {known.what} ({type(module).__name__}).", why=known.why, fix=known.fix
                 )

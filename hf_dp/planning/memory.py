@@ -197,13 +197,14 @@ def estimate(
     kept_at_once = _of_groups(model, of_each, groups) if groups and strategy == "DDP" else sum(of_each)
     factors = micro_batch * (kept_at_once if passes == 1 else max(of_each))
     is_little = t <= model.largest
-    totals = {"totals of many examples": _SUM * t} if micro_batch * micro_batches > FEW else {}
+    # A draw may be larger than is expected.
+    totals = _SUM * t if micro_batch * micro_batches > FEW * 3 // 4 else 0
     if strategy == "DDP":
         # A cast weight lives for one operation only.
         memory = {
             "weights": weights,
             "sum of gradients": _SUM * t,
-            **totals,
+            **({"totals of many examples": totals} if totals else {}),
             "Adam": 2 * _SUM * t,
             "DDP's buckets": _TRAINED * t if w > 1 else 0,
         }
@@ -215,7 +216,7 @@ def estimate(
         memory = {
             "weights": weights // w,
             "sum of gradients": _SUM * t // w,
-            **{name: numbers // w for name, numbers in totals.items()},
+            **({"totals of many examples": totals // w + (totals if is_little else 0)} if totals else {}),
             "Adam": 2 * _SUM * t // w,
             # The root stays whole; and a block, with the buffer that the next is gathered in.
             "whole weights": bytes_computed * (model.units[""] + 2 * largest),

@@ -74,7 +74,9 @@ class ClippedSum:
         # Shards are summed over the ranks once, if until then all whole gradients are no larger than one parameter.
         is_little = sum(p.numel() for p in sharded.values()) <= max(p.numel() for p in model.parameters())
         self._whole = {name: _whole_zeros(p) for name, p in sharded.items()} if is_little else {}
-        self._long = LongSums([*self._buffers, *self._own, *self._whole.values()])
+        # Into a shard come examples of all ranks, unless they are summed whole first.
+        together = ranks.world_size() if self._own and not self._whole else 1
+        self._long = LongSums([*self._buffers, *self._own, *self._whole.values()], together)
         self.rows = {name: RowSum(name, self._parameters[name]) for name in names}
         self._chosen: Mapping[str, Tensor] = {}
         self.examples = 0
@@ -163,6 +165,7 @@ class ClippedSum:
             group.add_weighted_sum_({**self._sums, **self._whole}, torch.zeros_like(group.losses), self.rows)
 
         gradients.by_groups([group.names for group in self._groups], add_zeros)
+        self._long.added(gradients.batch_size)
 
     def meet(self, step: int) -> None:
         """Waits for the other ranks, and makes the counts and the loss those of all. One small all-gather.
@@ -233,6 +236,7 @@ class ClippedSum:
         Args:
             divisor: the expected number of examples.
         """
+        self._long.settle()
         self._buffers, self._own, self._sums, self._whole, self._long = [], [], {}, {}, LongSums([])
         with torch.no_grad():
             for name, p in self._parameters.items():

@@ -108,7 +108,7 @@ class PrivateRun:
             privacy, self.model, rows, collate, expected_batch_size=expected_batch_size,
             micro_batch_size=micro_batch_size, steps=lambda _: steps, units=units, earlier=earlier, **cap, **options,
         )  # fmt: skip
-        padding = LeftPadding()
+        padding = LeftPadding(loss is per_example_losses)
 
         def prepare(batch: Any) -> Any:
             return padding.completed(self.model, moved(batch, next(self.model.parameters()).device), batch)

@@ -81,7 +81,7 @@ class DPTrainerMixin(RestoringMixin, CheckpointMixin, LayoutsMixin, PublishingMi
         self._earlier: tuple[str, ...] = ()
         self.ledger = accounting.Ledger()
         self._run: Run | None = None
-        self._left_padding = LeftPadding()
+        self._left_padding = LeftPadding(self._has_usual_loss)
         self._saved_run: SavedRun | None = None
         self._checkpoint: Path | None = None
         self._fingerprints = Fingerprints()

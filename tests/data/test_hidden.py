@@ -81,6 +81,16 @@ def test_what_is_shown_keeps_its_labels() -> None:
     assert without_hidden(torch.nn.Linear(1, 1), row([0] * 6), None) == {}
 
 
+def test_labels_that_mean_something_else_are_kept() -> None:
+    """In a loss of one's own, but behind padding on the left, which has always been so; and what cannot be -100."""
+    hidden = row([0, 0, 1, 1, 0, 0])
+    own = LeftPadding(has_usual_loss=False)
+    assert torch.equal(own.completed(eager("bert", "token"), hidden)["labels"], hidden["labels"])
+    assert own.completed(eager("llama", "causal_lm"), hidden)["labels"].tolist() == [[5, -100, -100, 8, 9, 3]]
+    for dtype in (torch.bool, torch.uint8, torch.float32):
+        assert without_hidden(eager("bert", "token"), {**hidden, "labels": hidden["labels"].to(dtype)}, None) == {}
+
+
 def test_a_long_hole_and_a_row_of_nothing_are_other_widths_than_short_ones() -> None:
     def told(*masks: list[int]) -> dict[int, int]:
         return {axis: n for (_, axis), n in widths_of({"attention_mask": torch.tensor(masks)}).items()}

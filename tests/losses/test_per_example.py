@@ -9,7 +9,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForAudioClassification, Trainer, TrainingArguments
+from transformers import (
+    AutoConfig,
+    AutoModelForAudioClassification,
+    AutoModelForMultipleChoice,
+    Trainer,
+    TrainingArguments,
+)
 
 from hf_dp.errors import UnsupportedModelError
 from hf_dp.losses import check_own_loss, loss_kind, per_example_losses
@@ -117,13 +123,32 @@ def test_failure_67_rows_and_pooled_positions_that_are_hidden_add_nothing() -> N
     """The last token that is not of the pad's number, where others behind it are shown; and all of a row."""
     model = tiny("gpt2", "sequence", num_labels=2, attn_pdrop=0.0)
     pad = model.config.pad_token_id
-    ids = torch.tensor([[7, 8, 9, 9], [7, 8, 9, pad], [7, 8, pad, pad], [7, 8, 9, 9], [7, 8, 9, 9]])
-    mask = torch.tensor([[0, 0, 0, 0], [0, 0, 0, 1], [1, 1, 0, 0], [0, 0, 1, 1], [1, 1, 1, 0]])
-    losses = per_example_losses(
-        model, {"input_ids": ids, "attention_mask": mask, "labels": torch.tensor([0, 1, 1, 0, 1])}
-    )
-    assert losses[:2].tolist() == [0, 0]
-    assert bool(losses[2:].gt(0).all())
+    ids = torch.tensor([[7, 8, 9, 9], [7, 8, 9, pad], [7, 8, 9, 9], [7, 8, pad, pad], [7, 8, 9, 9]])
+    mask = torch.tensor([[0, 0, 0, 0], [0, 0, 0, 1], [1, 1, 1, 0], [1, 1, 0, 0], [0, 0, 1, 1]])
+    batch = {"input_ids": ids, "attention_mask": mask, "labels": torch.tensor([0, 1, 1, 0, 1])}
+    losses = per_example_losses(model, batch)
+    assert losses[:3].tolist() == [0, 0, 0]
+    assert bool(losses[3:].gt(0).all())
+    check_own_loss(model, batch)
+
+
+def test_failure_67_choices_of_which_one_is_hidden_add_nothing() -> None:
+    kind, values = CONFIGS["bert"]
+    model = AutoModelForMultipleChoice.from_config(AutoConfig.for_model(kind, **values)).eval()
+    ids = torch.randint(3, 9, (3, 2, 5))
+    mask = torch.ones_like(ids)
+    mask[0, 1] = 0
+    labels = torch.tensor([0, 1, 1])
+    losses = per_example_losses(model, {"input_ids": ids, "attention_mask": mask, "labels": labels})
+    assert losses[0] == 0
+    assert bool(losses[1:].gt(0).all())
+
+
+def test_masks_that_are_added_to_scores_hide_nothing() -> None:
+    """Where they are 0 all is shown."""
+    model, batch = tiny("bert", "sequence", num_labels=2), text_batch("sequence")
+    batch["attention_mask"] = torch.zeros(*batch["input_ids"].shape[:1], 1, *[batch["input_ids"].shape[1]] * 2).double()
+    assert bool(per_example_losses(model, {**batch, "labels": torch.tensor([0, 1, 1])}).gt(0).all())
 
 
 def test_failure_67_a_recording_of_less_than_a_frame_adds_nothing() -> None:

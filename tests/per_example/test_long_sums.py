@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from hf_dp.accounting import FlatClipping
 from hf_dp.clipping.table import rule_of
-from hf_dp.per_example import RowSum, preflight, record
-from hf_dp.per_example.factors import Outer
+from hf_dp.per_example import RowSum, chosen, preflight, record
+from hf_dp.per_example.factors import OfChosen, Outer
 from hf_dp.per_example.gram import Dense, OneHot
 from hf_dp.per_example.long_sums import FEW, LongSums, _carry
 from hf_dp.step.clipped_sum import ClippedSum
@@ -73,6 +73,23 @@ def test_failure_69_no_addition_is_rounded_to_the_whole(trained: str, at_once: i
     assert (total([*first, _ONE, *then]) - total([*first, *then])).norm() == pytest.approx(_ONE, abs=1e-4)
 
 
+@pytest.mark.parametrize("has_bags", [True, False])
+def test_failure_69_where_examples_are_left_out_by_selection(has_bags: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU."""
+    if has_bags:
+        monkeypatch.setattr(chosen, "_HAS_BAGS", frozenset({"cpu"}))
+
+    def total(numbers: list[float]) -> float:
+        rows, out = torch.tensor([*numbers, math.nan])[:, None], torch.zeros(1)
+        coefficients = torch.ones(len(rows))
+        coefficients[-1] = 0
+        OfChosen(rows, chosen.Chosen(coefficients)).add_weighted_(out, coefficients)
+        return float(out)
+
+    first, then = lopsided(4096)
+    assert total([*first, _ONE, *then]) - total([*first, *then]) == pytest.approx(_ONE, abs=1e-3)
+
+
 def test_negative_control_one_by_one() -> None:
     def total(numbers: list[float]) -> float:
         found = torch.zeros(())
@@ -102,6 +119,15 @@ def test_what_rounding_takes_away_is_kept(total: float, part: float) -> None:
     _carry(one, other)
     assert float(one) == float(exact.float())
     assert float(one.double() + other.double()) == float(exact)
+
+
+def test_into_a_shard_come_examples_of_all_ranks() -> None:
+    buffer = torch.ones(1)
+    sums = LongSums([buffer], ranks=8)
+    sums.added(FEW // 8)
+    assert not sums._totals
+    sums.added(1)
+    assert sums._totals[0].tolist() == [1]
 
 
 def test_few_examples_take_no_further_memory() -> None:

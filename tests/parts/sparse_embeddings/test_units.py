@@ -137,3 +137,7 @@ def test_pieces_in_two_passes_have_their_tables(model: Bag) -> None:
     added(model, choice, [one, other], passes=2)
     assert choice.contributions is not None
     assert choice.contributions.touched()[0].tolist() == [7, 8, 9, 10]
+    # What DP-FEST's choice asks of the first piece.
+    first = record_in_two_passes(model, loss, one[0], certificate=certificate_of(model), tables=TABLE, owners=one[1])
+    examples, rows = tables_of(model).touched(Pieces(TABLE).joined(first).factors)
+    assert len(examples) == len(rows) == 0
