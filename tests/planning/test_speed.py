@@ -61,16 +61,6 @@ _SHAPES = (
 )  # fmt: skip
 
 
-def _knows_no_shapes_of_such_products() -> bool:
-    one = torch.empty(1, 1, 1, dtype=torch.bfloat16, device="meta")
-    try:
-        torch.bmm(one, one, out_dtype=torch.float32, out=torch.empty(1, 1, 1, device="meta"))
-    except NotImplementedError:
-        return True
-    return False
-
-
-@pytest.mark.skipif(_knows_no_shapes_of_such_products(), reason="torch 2.11 has no meta kernel of bmm with out_dtype")
 @pytest.mark.parametrize("examples", [8, 1])
 @pytest.mark.parametrize(("length", "p", "d"), _SHAPES)
 def test_bytes_are_those_that_are_moved(
@@ -81,7 +71,10 @@ def test_bytes_are_those_that_are_moved(
 
     def added(out: Tensor, left: Tensor, right: Tensor, scale: float) -> None:
         # Of what adds to sums in float32 as it multiplies there is nothing without a GPU; as many bytes are moved here.
-        (torch.bmm if out.dim() == 3 else torch.mm)(left, right, out_dtype=torch.float32, out=out)
+        try:
+            (torch.bmm if out.dim() == 3 else torch.mm)(left, right, out_dtype=torch.float32, out=out)
+        except NotImplementedError:
+            pytest.skip("torch 2.11 does not know the shape of such a product of batches")
 
     monkeypatch.setattr(products, "_add_in_place", added)
     monkeypatch.setattr("hf_dp.per_example.chosen._HAS_BAGS", {"meta"})
