@@ -44,11 +44,11 @@ def check_own_loss(model: nn.Module, batch: Mapping[str, Any]) -> None:
     # The model's own is over padding as well.
     is_qa = loss_kind(model) == "question_answering"
     kinds = functools.partial(question_answering, over_padding=True) if is_qa else per_example_losses
-    compared, none = 0, left_out(model, batch)
+    compared, is_left_out = 0, left_out(model, batch)
     for i, ours in enumerate(losses(kinds, batch).tolist()):
         if compared == COMPARED:
             return
-        if none is not None and bool(none[i]):
+        if is_left_out is not None and bool(is_left_out[i]):
             continue
         one = {k: v[i : i + 1] if isinstance(v, Tensor) else v for k, v in batch.items()}
         own = losses(_own_loss, one)

@@ -47,7 +47,7 @@ def per_example_losses(model: nn.Module, batch: Mapping[str, Any], label_smoothi
         return token_losses(logits, next_token_labels(model, labels, logits.shape[1]), label_smoothing)
     if kind == TOKENWISE:
         return token_losses(logits, labels, label_smoothing)
-    logits, none = accurate(logits), left_out(model, batch)
+    logits, is_left_out = accurate(logits), left_out(model, batch)
     if kind == "multiple_choice":
         losses = F.cross_entropy(logits, labels.view(-1), reduction="none", label_smoothing=label_smoothing)
     elif kind == "ctc":
@@ -55,7 +55,7 @@ def per_example_losses(model: nn.Module, batch: Mapping[str, Any], label_smoothi
         losses = ctc_losses(base, inputs, logits, labels)
     else:
         losses = classification(logits, labels, base.config, label_smoothing)
-    return losses if none is None else losses.masked_fill(none, 0.0)
+    return losses if is_left_out is None else losses.masked_fill(is_left_out, 0.0)
 
 
 def left_out(model: nn.Module, batch: Mapping[str, Any]) -> Tensor | None:

@@ -35,9 +35,8 @@ class LookedUp(Outer):
     def lengths(self, left: Tensor | None = None, right: Tensor | None = None, is_kept: bool = False) -> Lengths:
         """Of each row of an example by itself, summed."""
         own = super().lengths(left, right, is_kept)
-        sides = (None if side is None else side.unflatten(-1, (self.most, -1)) for side in (own.left, own.right))
-        one, other = sides
-        assert one is not None
+        assert own.right is not None
+        one, other = (side.unflatten(-1, (self.most, -1)) for side in (own.left, own.right))
         each = replace(own, left=one, right=other)
         return _of_examples(each.magnitude().sum(-1), each, self.counts)
 

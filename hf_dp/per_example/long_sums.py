@@ -38,7 +38,7 @@ class LongSums:
         self._since = 0
 
     def added(self, examples: int) -> None:
-        """So many were added to the buffers by each rank, at most."""
+        """So many were added to the buffers by this rank, and by each other that adds to them about as many."""
         self._since += examples * self._ranks
         if self._since > (AT_ONCE if self._totals else FEW):
             self._totals = self._totals or [torch.zeros_like(buffer) for buffer in self._buffers]

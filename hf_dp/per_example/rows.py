@@ -113,12 +113,8 @@ class RowSum:
     """
 
     def __init__(self, name: str, table: Tensor, notes_touched: bool = False) -> None:
-        self._name, self._notes_touched, self._width, self._dtype = (
-            name,
-            notes_touched,
-            table.shape[1],
-            sum_dtype(table.dtype),
-        )
+        self._name, self._notes_touched = name, notes_touched
+        self._width, self._dtype = table.shape[1], sum_dtype(table.dtype)
         self._ids = [torch.empty(0, dtype=torch.int64, device=table.device)]
         self._values = [torch.empty(0, self._width, dtype=self._dtype, device=table.device)]
         self._is_united, self._waiting = True, 0

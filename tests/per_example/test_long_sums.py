@@ -73,6 +73,21 @@ def test_failure_69_no_addition_is_rounded_to_the_whole(trained: str, at_once: i
     assert (total([*first, _ONE, *then]) - total([*first, *then])).norm() == pytest.approx(_ONE, abs=1e-4)
 
 
+def test_of_few_examples_rounding_takes_a_thousandth() -> None:
+    def total(numbers: list[float]) -> float:
+        buffer = torch.zeros(1)
+        sums = LongSums([buffer])
+        for number in numbers:
+            buffer += number
+            sums.added(1)
+        sums.settle()
+        return float(buffer)
+
+    first, then = lopsided(FEW)
+    moved = total([*first, _ONE, *then]) - total([*first, *then])
+    assert _ONE < moved < 1.001
+
+
 @pytest.mark.parametrize("has_bags", [True, False])
 def test_failure_69_where_examples_are_left_out_by_selection(has_bags: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU."""
@@ -105,7 +120,7 @@ def test_failure_69_rows_of_tables() -> None:
     table, sums, each = nn.Parameter(torch.zeros(3, 1)), [], lopsided(4096)
     for numbers in ([*each[0], _ONE, *each[1]], [*each[0], *each[1]]):
         rows = RowSum("table", table)
-        for part in torch.tensor(numbers).split(32):
+        for part in torch.tensor(numbers).split(1):
             use = Outer(OneHot(torch.ones(len(part), 1, dtype=torch.int64), 3), Dense(part[:, None, None]))
             rows.add_(use, torch.ones(len(part)))
         sums.append(float(rows.of(torch.tensor([1]))))
