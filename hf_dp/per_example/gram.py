@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,11 +13,14 @@ from torch import Tensor
 from hf_dp.per_example.chosen import Chosen
 from hf_dp.per_example.precision import accumulation, sum_dtype
 from hf_dp.per_example.products import are_multiplied_as_they_are, inner
+from hf_dp.per_example.waiting import answers_at_once
 
 # Gram matrices are split, to compute half of what is symmetric, down to so many positions.
-SMALLEST_BLOCK = 48
+SMALLEST_BLOCK = 32
 # The same on tensor cores, where it takes longer to read rows once more than to compute with them.
 SMALLEST_ON_CORES = 256
+# So many features of all rows stay in a processor's cache, while all blocks are made of them.
+IN_CACHE = 1024
 
 
 @dataclass(frozen=True)
@@ -58,6 +62,11 @@ class Dense:
     def padded(self, positions: int) -> Tensor:
         """`values` with so many more positions that add nothing."""
         return F.pad(self.values, (0, 0, 0, positions)) if positions else self.values
+
+    def parts(self) -> Iterator[Dense]:
+        """The same, with as many features at once as a processor's cache holds."""
+        in_parts = self.size > IN_CACHE and answers_at_once(self.values.device)
+        return (Dense(accumulation(few)) for few in self.values.split(IN_CACHE, 2)) if in_parts else iter([self])
 
     def row_norms(self) -> Tensor:
         """(B, T) l2 norms of the rows."""
@@ -101,6 +110,10 @@ class OneHot:
     def padded(self, positions: int) -> Tensor:
         """`ids` with so many more positions that add nothing beside a dense side."""
         return F.pad(self.ids, (0, positions), value=-1) if positions else self.ids
+
+    def parts(self) -> Iterator[OneHot]:
+        """Itself."""
+        return iter([self])
 
     def row_norms(self) -> Tensor:
         """(B, T) l2 norms of the rows."""
@@ -151,10 +164,16 @@ def smallest_block(*sides: Side) -> int:
     return SMALLEST_ON_CORES if all(map(are_multiplied_as_they_are, dense, dense)) else SMALLEST_BLOCK
 
 
-def gram(first: Side, second: Side) -> Tensor:
-    """Inner products (B, T, S) of the rows of two sides, in at least float32."""
+def gram(first: Side, second: Side, known: Tensor | None = None) -> Tensor:
+    """Inner products (B, T, S) of the rows of two sides, in at least float32.
+
+    Args:
+        first: (B, T).
+        second: (B, S).
+        known: of other features of two dense sides: what is added to, in place.
+    """
     if isinstance(first, Dense) and isinstance(second, Dense):
-        return inner(first.values, second.values.mT)
+        return inner(first.values, second.values.mT, known=known)
     if isinstance(first, OneHot) and isinstance(second, OneHot):
         return first.ids.unsqueeze(2).eq(second.ids.unsqueeze(1))
     if isinstance(first, Dense) and isinstance(second, OneHot):
@@ -164,11 +183,25 @@ def gram(first: Side, second: Side) -> Tensor:
 
 
 def _self_gram(side: Side, smallest: int) -> SelfGram:
-    length = side.tensor.shape[1]
-    part, rest = side, []
+    positions = length = side.tensor.shape[1]
+    halvings = 0
     while length >= 2 * smallest:
-        halves = part.padded(length % 2).unflatten(1, (2, -1))
-        rest.append(gram(part.of(halves[:, 0]), part.of(halves[:, 1])))
-        part, length = part.of(halves.flatten(0, 1)), (length + 1) // 2
-    diagonal = gram(part, part)
-    return SelfGram((diagonal, *rest), side.row_norms())
+        length, halvings = (length + 1) // 2, halvings + 1
+    whole = length << halvings
+    blocks: Sequence[Tensor | None] = [None] * (halvings + 1)
+    for part in side.parts():
+        pairs = _pairs(part.of(part.padded(whole - positions)), halvings)
+        blocks = [gram(*pair, known) for pair, known in zip(pairs, blocks, strict=True)]
+    made = tuple(block for block in blocks if block is not None)
+    squares = made[0].diagonal(dim1=1, dim2=2).reshape(len(side.tensor), whole)[:, :positions]
+    return SelfGram(made, squares.sqrt() if isinstance(side, Dense) else side.row_norms())
+
+
+def _pairs(part: Side, halvings: int) -> list[tuple[Side, Side]]:
+    """Each block's sides, of which the lengths are whole after so many halvings; the diagonal's come first."""
+    rest = list[tuple[Side, Side]]()
+    for _ in range(halvings):
+        halves = part.tensor.unflatten(1, (2, -1))
+        rest.append((part.of(halves[:, 0]), part.of(halves[:, 1])))
+        part = part.of(halves.flatten(0, 1))
+    return [(part, part), *rest]

@@ -59,26 +59,28 @@ def instantiated_from(numbers: int, width: int, on_cores: bool) -> int:
     return 0 if on_cores and positions <= _FEW else positions
 
 
-def inner(left: Tensor, right: Tensor, cut_block: int = CUT_BLOCK) -> Tensor:
+def inner(left: Tensor, right: Tensor, cut_block: int = CUT_BLOCK, known: Tensor | None = None) -> Tensor:
     """The products (B, m, n) of left (B, m, k) and right (B, k, n), in at least float32.
 
     Args:
         left: of any floating-point dtype, as is `right`.
         right: beside it.
         cut_block: how long the sums may be that are left to one product on tensor cores.
+        known: what is added to, in place.
     """
     as_they_are = are_multiplied_as_they_are(left, right)
     block = cut_block if as_they_are else BLOCK
-    pairs = zip(_blocks(left, block, 2), _blocks(right, block, 1), strict=True)
-    one, other = next(pairs)
-    if as_they_are:
-        total = _to_float32(one, other)
-        for one, other in pairs:
+    total = known
+    for one, other in zip(_blocks(left, block, 2), _blocks(right, block, 1), strict=True):
+        if not as_they_are:
+            one, other = accumulation(one), accumulation(other)
+        if total is None:
+            total = _to_float32(one, other) if as_they_are else torch.bmm(one, other)
+        elif as_they_are:
             _add_(total, one, other)
-        return total
-    total = torch.bmm(accumulation(one), accumulation(other))
-    for one, other in pairs:
-        total.baddbmm_(accumulation(one), accumulation(other))
+        else:
+            total.baddbmm_(one, other)
+    assert total is not None
     return total
 
 

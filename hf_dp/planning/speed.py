@@ -116,9 +116,10 @@ def _factors(parameter: Parameter, b: int, t: int, c: int) -> Work:
     # Looked-up rows: the other side's Gram matrix, and an addition of rows in float32.
     lookup = (_gram(d, b, t, c) + Work(0, (c + 16) * b * t * d)).times(parameter.is_embedding)
     # For the bound on rounding the length of each row, of which a few numbers more are made.
-    lengths = c * rows + _FOR_EACH_ROW * b * t
+    lengths = _FOR_EACH_ROW * b * t
     if t >= (fewest := instantiated_from(p * d, p + d, on_cores=c == 2)):
-        lengths = 0 if c == 2 and fewest == 0 else lengths
+        # Rows are read once more; a Gram matrix has their squares on its diagonal.
+        lengths = 0 if c == 2 and fewest == 0 else lengths + c * rows
         # Made, in blocks where sums are long, read for the norm and for the sum. That is made beside the sum of what is
         # left out, and added; a single one is copied or left out.
         each, once = 4 * 3 + _ADDED * (-(-t // BLOCK) - 1), 20 if b > 1 else 16

@@ -7,6 +7,7 @@ import torch
 
 from hf_dp.per_example.factors import Outer
 from hf_dp.per_example.gram import (
+    IN_CACHE,
     SMALLEST_BLOCK,
     SMALLEST_ON_CORES,
     Dense,
@@ -40,11 +41,29 @@ def test_blocks_of_one_triangle_are_enough(name: str, length: int) -> None:
     assert torch.allclose(squares, whole.diagonal(dim1=1, dim2=2).sum(1), rtol=1e-12)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("length", [1, 63, 64, 67, 130])
+@pytest.mark.parametrize("width", [IN_CACHE, IN_CACHE + 1, 5 * IN_CACHE - 3])
+def test_wide_rows_are_taken_in_parts_that_fit_a_cache(width: int, length: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    side = Dense(torch.randn(2, length, width).to(dtype))
+    found, exact = SelfGrams().of(side), SelfGrams().of(Dense(side.values.double()))
+    whole = (side.values.double() @ side.values.double().mT).square().sum((1, 2))
+    rtol = 1e-12 if dtype == torch.float64 else 1e-6
+    assert torch.allclose(found.inner(found).double(), whole, rtol=rtol)
+    assert found.row_norms.shape == (2, length)
+    assert torch.allclose(found.row_norms.double(), side.values.double().norm(dim=2), rtol=rtol)
+    assert all(
+        torch.allclose(one.double(), two, rtol=1e-5, atol=1e-3)
+        for one, two in zip(found.blocks, exact.blocks, strict=True)
+    )
+
+
 @pytest.mark.parametrize("length", [64, 128, 130, 255])
 def test_half_of_the_products_or_less_are_left_out(length: int) -> None:
     blocks = SelfGrams().of(sides(length)["dense"])
     entries = sum(block.numel() for block in blocks.blocks) / 3
-    assert entries <= length**2 * (1 if length < 96 else 0.76)
+    assert entries <= length**2 * (0.76 if length < 128 else 0.65)
 
 
 @pytest.mark.parametrize("length", [511, 512, 1100])
