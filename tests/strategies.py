@@ -82,6 +82,7 @@ _RIGHT: dict[str, st.SearchStrategy[Any]] = {
     "after": st.sampled_from([None, "out", "inf", ["a", "b"], [], Path("x")]),
     "other_people": st.booleans(),
     "passes": st.sampled_from([1, 2]),
+    "equal_widths": st.booleans(),
 }
 
 

@@ -8,6 +8,18 @@ from hf_dp.accounting.calibration import (
     paid_releases,
     smallest_noise_multiplier,
 )
+from hf_dp.accounting.caveats import (
+    FLOATING_POINT,
+    HYPER_PARAMETER_SEARCH,
+    LOGGED_METRICS,
+    MANY_ALIKE,
+    MODEL_SELECTION,
+    NO_NOISE,
+    REPRODUCIBLE,
+    STANDARD_CAVEATS,
+    TOKENIZER,
+    standard_caveats,
+)
 from hf_dp.accounting.earlier import Earlier, delta_after
 from hf_dp.accounting.events import (
     check_delta,
@@ -21,19 +33,7 @@ from hf_dp.accounting.events import (
 from hf_dp.accounting.ledger import Ledger
 from hf_dp.accounting.mechanism import Mechanism
 from hf_dp.accounting.release import GRADIENT, TRAINING_STEP, Release
-from hf_dp.accounting.report import (
-    FLOATING_POINT,
-    HYPER_PARAMETER_SEARCH,
-    LOGGED_METRICS,
-    MODEL_SELECTION,
-    NO_NOISE,
-    REPRODUCIBLE,
-    STANDARD_CAVEATS,
-    TOKENIZER,
-    PrivacyReport,
-    noise_in_words,
-    standard_caveats,
-)
+from hf_dp.accounting.report import PrivacyReport, noise_in_words
 from hf_dp.accounting.terms import (
     GaussianNoise,
     PoissonSampling,
@@ -69,6 +69,7 @@ __all__ = [
     "GRADIENT",
     "HYPER_PARAMETER_SEARCH",
     "LOGGED_METRICS",
+    "MANY_ALIKE",
     "MODEL_SELECTION",
     "NO_NOISE",
     "REPRODUCIBLE",

@@ -9,11 +9,12 @@ from typing import Any
 
 import dp_accounting as dp
 
+from hf_dp.accounting.caveats import standard_caveats
 from hf_dp.accounting.earlier import Earlier, check_same_people, event_of
 from hf_dp.accounting.events import check_mechanisms, check_steps
 from hf_dp.accounting.ledger import Ledger
 from hf_dp.accounting.release import GRADIENT, TRAINING_STEP, Release, check_label
-from hf_dp.accounting.report import PrivacyReport, standard_caveats
+from hf_dp.accounting.report import PrivacyReport
 from hf_dp.accounting.terms import (
     TERMS,
     GaussianNoise,
@@ -194,6 +195,7 @@ class Mechanism:
                 shows_whose=self._drawn_from is not None,
                 noise=self.noise.kind,
                 goes_on=bool(self.earlier),
+                equal_widths=config.equal_widths,
             ),
         )
 

@@ -1,4 +1,4 @@
-"""How a step is computed: what makes its noise, and in how many passes. Imports no torch."""
+"""How a step is computed: what makes its noise, in how many passes, and what beside what. Imports no torch."""
 
 from __future__ import annotations
 
@@ -27,4 +27,14 @@ def check_passes(passes: Any) -> None:
             f"passes={shown(passes)}.",
             why="norms and sums are made of one backward pass, or of one each.",
             fix="leave it at 1, or give 2 where the factors of one pass do not fit into memory.",
+        )
+
+
+def check_equal_widths(equal_widths: Any) -> None:
+    """Refuses what is neither True nor False (`ConfigurationError`)."""
+    if not isinstance(equal_widths, bool):
+        raise ConfigurationError(
+            f"equal_widths={shown(equal_widths)}.",
+            why="micro-batches hold examples of one width, or of any.",
+            fix="give True where many examples may be alike and the model computes in 16 bits, or leave it out.",
         )

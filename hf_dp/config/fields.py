@@ -79,6 +79,9 @@ class Fields:
         default=False, metadata={"help": "The model was trained privately before, on data of nobody who is in this."}
     )
     passes: int = field(default=1, metadata={"help": "Backward passes of a step: 2 for less memory and more time."})
+    equal_widths: bool = field(
+        default=False, metadata={"help": "Only examples of one width, padding included, share a micro-batch."}
+    )
     groups: Mapping[str, float] | tuple[tuple[str, float], ...] | None = field(default=None, init=False)
     seed: int | None = field(default=None, init=False)
     re_attention: ReAttentionConfig | None = field(default=None, init=False)

@@ -13,7 +13,7 @@ from typing import Any
 
 from hf_dp.config.after import check_after, names_of, one_or_several
 from hf_dp.config.clipping import ClippingName, as_groups, check_clipping
-from hf_dp.config.computed import NoiseName, check_noise, check_passes
+from hf_dp.config.computed import NoiseName, check_equal_widths, check_noise, check_passes
 from hf_dp.config.fields import AccountantName, Fields
 from hf_dp.config.output_bias import OutputBiasConfig
 from hf_dp.config.parts import PARTS, check_parts
@@ -47,6 +47,7 @@ PLAIN = {
     "other_people": False,
     "passes": 1,
     "groups": None,
+    "equal_widths": False,
 }
 
 
@@ -108,6 +109,9 @@ class PrivacyConfig(Fields):
             and more than twice its time. No part of the promise.
         groups: with clipping="groups", weights by pattern (of `fnmatch`) of names of parameters: {"*attn*": 2, "*": 1},
             "*" for every other one. A group with weight w is clipped to C sqrt(w / sum of weights), for the same claim.
+        equal_widths: only examples that are as wide by themselves, padding included, share a micro-batch. How wide an
+            example is computed then follows from itself alone, and so does what rounding, in 16 bits, makes of it: see
+            `docs/privacy.md`. Let the collator pad to a multiple (`pad_to_multiple_of`), or there may be many.
         re_attention: None for plain attention, or a `ReAttentionConfig`.
         sparse_embeddings: None for dense noise on all rows, or a `SparseEmbeddingConfig`. With AdaFEST
             `noise_multiplier` is that of both releases of a step together.
@@ -143,6 +147,7 @@ class PrivacyConfig(Fields):
         output_bias: OutputBiasConfig | None = None,
         passes: int = 1,
         groups: Mapping[str, float] | tuple[tuple[str, float], ...] | None = None,
+        equal_widths: bool = False,
     ) -> None:
         values = dict(locals())
         # Every private run makes one of these before anything can be refused.
@@ -169,6 +174,7 @@ class PrivacyConfig(Fields):
         check_target(self)
         check_noise(self.noise)
         check_passes(self.passes)
+        check_equal_widths(self.equal_widths)
         check_clipping(self)
         if self.target_delta is not None:
             check_target_delta(self.target_delta)

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 import hf_dp.ranks as ranks
-from hf_dp.data.cut import by_rows, by_tokens, by_units, check_max_tokens
+from hf_dp.data.cut import Part, by_rows, by_tokens, by_units, by_width, check_max_tokens
 from hf_dp.data.kinds import kind_of, refuse_changed
-from hf_dp.data.widths import Checked, Widths, widths_of
+from hf_dp.data.widths import IN_16_BITS, Checked, Widths, refuse_other_shapes, shape_of, widths_of
 from hf_dp.errors import ConfigurationError, HfDpError
 from hf_dp.randomness import global_state, secret_global_state, unchanged_global_state
 
@@ -39,6 +39,7 @@ class LogicalBatchCollator:
         collate: list of examples (never empty) -> mapping whose tensors have one row per example: (b, ...).
         reproducible: leave the randomness of collating, and of reading rows for it, to the global seeds (not private).
         max_tokens: the most tokens in one, padding included; None: any number. See `hf_dp.data.cut`.
+        equal_widths: whether only those share one that are as wide by themselves.
 
     Attributes:
         checked: the widths that micro-batches may have without more ado; None: any.
@@ -54,6 +55,7 @@ class LogicalBatchCollator:
         collate: Callable[[list[Any]], Mapping[str, Any]],
         reproducible: bool = False,
         max_tokens: int | None = None,
+        equal_widths: bool = False,
     ) -> None:
         if micro_batch_size < 1:
             raise ConfigurationError(
@@ -63,7 +65,7 @@ class LogicalBatchCollator:
             )
         check_max_tokens(max_tokens)
         _refuse_packing(collate)
-        self._micro_batch_size, self._max_tokens = micro_batch_size, max_tokens
+        self._micro_batch_size, self._max_tokens, self._equal_widths = micro_batch_size, max_tokens, equal_widths
         self._collate = collate
         self.checked: Checked | None = None
         self._measured: dict[int, tuple[Any, Widths]] | None = None
@@ -81,16 +83,21 @@ class LogicalBatchCollator:
             ConfigurationError: the collator did not return a mapping with tensors of one row per example.
         """
         size, most, owners = self._micro_batch_size, self._max_tokens, None
-        with self.randomness():
+        with self.randomness(), self.measuring_once() if self._equal_widths else nullcontext():
             # Their sum does not depend on who shares a micro-batch, but the padding that is computed does.
             if any(isinstance(example, Unit) for example in examples):
                 units = sorted((e.rows for e in examples), key=lambda rows: (len(rows), max(map(length, rows))))
-                cut = [*by_units(units, size, most, self.collated, self._alone, length)]
+                cut = [
+                    one
+                    for few in self._of_one_width(units, rows_of=list)
+                    for one in by_units(few, size, most, self.collated, self._alone, length)
+                ]
                 parts, owners = [part for part, _ in cut], [whose for _, whose in cut]
-            elif most is None:
-                parts = [*by_rows(sorted(examples, key=length), size, self.collated)]
             else:
-                parts = [*by_tokens(sorted(examples, key=length), size, most, self.collated, self._alone)]
+                rows = sorted(examples, key=length)
+                parts = [part for few in self._of_one_width(rows, rows_of=lambda row: [row]) for part in self._cut(few)]
+            if self._equal_widths:
+                refuse_other_shapes(self.name, parts, self.widths)
             unlike = []
             if self.checked is not None:
                 unlike = [rows for part, batch in parts if (rows := self.checked.beyond(part, batch, self.widths))]
@@ -100,6 +107,22 @@ class LogicalBatchCollator:
                 **({"owners": owners} if owners is not None else {}),
                 **({"step": step} if (step := getattr(examples, "step", None)) is not None else {}),
             }
+
+    def warn_of_widths(self, rows: list[Any]) -> None:
+        """Says what 16 bits make of `rows`, where these may share a micro-batch and are padded unlike."""
+        if not self._equal_widths and len({shape_of([self.widths(row)]) for row in rows}) > 1:
+            ranks.warn(logger, IN_16_BITS)
+
+    def _of_one_width(self, examples: list[Any], rows_of: Callable[[Any], list[Any]]) -> list[list[Any]]:
+        """Rows, or units, by which of them may share a micro-batch; in order."""
+        if not self._equal_widths:
+            return [examples]
+        return by_width(examples, lambda example: shape_of(map(self.widths, rows_of(example))))
+
+    def _cut(self, rows: list[Any]) -> Iterator[Part]:
+        if self._max_tokens is None:
+            return by_rows(rows, self._micro_batch_size, self.collated)
+        return by_tokens(rows, self._micro_batch_size, self._max_tokens, self.collated, self._alone)
 
     def dummy(self, row: Any) -> Mapping[str, Any]:
         """A micro-batch of one row, to be computed with and to add nothing."""
@@ -118,11 +141,11 @@ class LogicalBatchCollator:
     @contextmanager
     def measuring_once(self) -> Iterator[None]:
         """Inside, each row is measured once: the checks before the first step ask for the same few again and again."""
-        self._measured = {}
+        before, self._measured = self._measured, {} if self._measured is None else self._measured
         try:
             yield
         finally:
-            self._measured = None
+            self._measured = before
 
     def _alone(self, row: Any) -> Mapping[str, Any]:
         with unchanged_global_state():

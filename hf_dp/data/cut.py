@@ -1,12 +1,13 @@
 """How a logical batch is cut: by rows, by tokens, so that a long row does not decide the memory of all, and by units.
 
 Whatever the cut, the drawn examples are the same, and so is the sum of their clipped gradients, up to rounding: none of
-them depends on which others share its micro-batch. So the cut is no part of the promise.
+them depends on which others share its micro-batch. So the cut is no part of the promise; but in 16 bits rounding is
+much, and follows from how wide a micro-batch is (docs/proof.md), so that those of one width can be kept together.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -18,6 +19,14 @@ from hf_dp.units.packing import Owners, Size, packed
 
 Part = tuple[list[Any], Mapping[str, Any]]
 Collate = Callable[[list[Any]], Mapping[str, Any]]
+
+
+def by_width(rows: list[Any], width: Callable[[Any], Hashable]) -> list[list[Any]]:
+    """Rows, or units, with those apart that are not as wide as the others; in order."""
+    found: dict[Hashable, list[Any]] = {}
+    for row in rows:
+        found.setdefault(width(row), []).append(row)
+    return list(found.values())
 
 
 def by_rows(rows: list[Any], size: int, collate: Collate) -> Iterator[Part]:

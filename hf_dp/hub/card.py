@@ -7,7 +7,7 @@ from typing import Any
 
 from hf_dp.accounting import NO_NOISE, REPRODUCIBLE, Ledger, PrivacyReport, clipping_in_words, in_words, noise_in_words
 from hf_dp.accounting.accountants import is_composed
-from hf_dp.accounting.report import TOGETHER
+from hf_dp.accounting.caveats import TOGETHER
 from hf_dp.accounting.risk import Risk, group_epsilons, groups_in_words, rates, risk
 from hf_dp.audit.outcome import LOW_AND_TOLD, Audit
 from hf_dp.config import AccountantName, PrivacyConfig

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import CheckpointError
 
@@ -18,13 +17,13 @@ import hf_dp.ranks as ranks
 from hf_dp.errors import PreflightError
 from hf_dp.per_example.batch import Batch, LossFunction, take
 from hf_dp.per_example.independence import NoDropout, draws_numbers, forked_rng, in_mode
-from hf_dp.per_example.precision import checkpoints, computed_in, with_memory_to_spare
+from hf_dp.per_example.precision import FEW, checkpoints, computed_in, noting_16_bits, with_memory_to_spare
 from hf_dp.per_example.preflight import off_zero
 from hf_dp.per_example.record import PerExampleGradients, record
 from hf_dp.per_example.rows import RowSum
 from hf_dp.per_example.rule import Certificate, Rule
 from hf_dp.per_example.rules import RULES
-from hf_dp.per_example.sharding import as_sums, summed_over_shards, trainable
+from hf_dp.per_example.sharding import as_sums, dtypes_of_shards, summed_over_shards, trainable
 from hf_dp.randomness import global_state
 
 # Of the norm of the example's gradient. In float32 what is right differs by 1.3e-5 at most, what leaks by 2.6e-4 at
@@ -153,15 +152,12 @@ def check_padding(
 
     def refuse_any() -> list[float]:
         norms = refuse_moved()
-        if under or any(p.dtype in (torch.float16, torch.bfloat16) for p in model.parameters()):
+        if is_rounded():
             refuse_lost()
         return norms
 
-    def look(module: nn.Module, given: Any) -> None:
-        under.update(filter(torch.is_autocast_enabled, {p.device.type for p in module.parameters()}))
-
-    tolerance, under = _LOW_PRECISION_TOLERANCE if _is_coarse(model) else _TOLERANCE, set[str]()
-    with forked_rng(model), off_zero(model), NoDropout(), model.register_forward_pre_hook(look):
+    tolerance = _LOW_PRECISION_TOLERANCE if _is_coarse(model) else _TOLERANCE
+    with forked_rng(model), off_zero(model), NoDropout(), noting_16_bits(model) as is_rounded:
         try:
             return refuse_any()
         except CheckpointError:
@@ -241,9 +237,6 @@ def _cut(batch: Batch, i: int, single: Batch, left: bool) -> dict[str, Any]:
 
 def _is_coarse(model: nn.Module) -> bool:
     """Whether the model computes in few bits, and `computed_in` cannot change that."""
-    values = [*model.parameters(), *model.buffers()]
-    policies = [getattr(m._get_fsdp_state(), "_mp_policy", None) for m in model.modules() if isinstance(m, FSDPModule)]
-    shards = {p.dtype for p in values if isinstance(p, DTensor)} | {getattr(p, "param_dtype", None) for p in policies}
     attention = str(getattr(getattr(model, "config", None), "_attn_implementation", ""))
     is_quantised = any(not p.is_floating_point() or p.element_size() == 1 for p in model.parameters())
-    return is_quantised or "flash" in attention or bool(shards & {torch.bfloat16, torch.float16})
+    return is_quantised or "flash" in attention or bool(dtypes_of_shards(model) & FEW)

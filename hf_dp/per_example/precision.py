@@ -15,10 +15,8 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils.checkpoint import checkpoint
 from torch.utils.weak import WeakTensorKeyDictionary
 
-_FEWER_BITS = {
-    torch.float32: {torch.float16, torch.bfloat16},
-    torch.float64: {torch.float16, torch.bfloat16, torch.float32},
-}
+FEW = frozenset({torch.float16, torch.bfloat16})
+_FEWER_BITS = {torch.float32: FEW, torch.float64: FEW | {torch.float32}}
 # What Transformers puts on layers that can be checkpointed.
 _IS_ON, _HOW = "gradient_checkpointing", "_gradient_checkpointing_func"
 # Names of what writes into the first thing that it is given, beside those that end in "_".
@@ -94,6 +92,21 @@ def with_memory_to_spare(computed: Callable[[bool], _Computed]) -> _Computed:
             raise
         # What the model computes in a backward pass (checkpoints of its own) meets weights that are not widened there.
         raise torch.OutOfMemoryError(full) from error
+
+
+@contextmanager
+def noting_16_bits(model: nn.Module) -> Iterator[Callable[[], bool]]:
+    """Whether `model` has weights in 16 bits, or what passes through it inside does so under autocast."""
+    under, kinds = set[str](), {p.device.type for p in model.parameters()}
+
+    def look(module: nn.Module, given: Any) -> None:
+        under.update(filter(torch.is_autocast_enabled, kinds))
+
+    with ExitStack() as hooks:
+        # Of all: accelerate turns it on within the model's own forward.
+        for module in model.modules():
+            hooks.enter_context(module.register_forward_pre_hook(look))
+        yield lambda: bool(under) or any(p.dtype in FEW for p in model.parameters())
 
 
 @contextmanager

@@ -60,6 +60,13 @@ def is_sharded(model: nn.Module) -> bool:
     return any(isinstance(p, DTensor) for p in model.parameters())
 
 
+def dtypes_of_shards(model: nn.Module) -> set[torch.dtype]:
+    """What FSDP2 keeps, or computes with."""
+    kept = {p.dtype for p in (*model.parameters(), *model.buffers()) if isinstance(p, DTensor)}
+    policies = (getattr(m._get_fsdp_state(), "_mp_policy", None) for m in model.modules() if isinstance(m, FSDPModule))
+    return kept | {dtype for policy in policies if (dtype := getattr(policy, "param_dtype", None)) is not None}
+
+
 def refuse_unknown_shards(modules: Sequence[nn.Module]) -> None:
     """Refuses shards that are not FSDP2's over all ranks.
 

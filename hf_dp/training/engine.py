@@ -41,8 +41,9 @@ from hf_dp.per_example.kept import Memory, beside
 from hf_dp.per_example.memory import unchanged_weights
 from hf_dp.per_example.padding import check_padding
 from hf_dp.per_example.passes import check_two_passes, record_in_two_passes, refuse_two_passes
+from hf_dp.per_example.precision import FEW, noting_16_bits
 from hf_dp.per_example.quantised import check_quantised
-from hf_dp.per_example.sharding import all_names, is_sharded
+from hf_dp.per_example.sharding import all_names, dtypes_of_shards, is_sharded
 from hf_dp.per_example.state import unchanged_state, uncompiled
 from hf_dp.randomness import unchanged_global_state
 from hf_dp.training.progress import passes_shown
@@ -98,7 +99,7 @@ class Engine:
         self._check_losses, collate = check_losses, loader.collate_fn
         # A user's own preparation may mix rows, and draw numbers, as collators do.
         self._collate: Any = collate if own is None else Prepared(collate, own[1], own[0])  # type: ignore[arg-type]
-        self._prepare_collated = prepare if own is None else own[2]
+        self._prepare_collated: Callable[[Any], Batch] = prepare if own is None else own[2]
         self.by_rows: Collection[str] = ()
         self.passes, self.is_silent = 1, False
         self.clipping: ClippingRule | None = None
@@ -150,8 +151,7 @@ class Engine:
         """Of one logical batch, once those that are wider or narrower than all before are known to do no harm."""
         for rows in item.get("unlike", []):
             with uncompiled(), unchanged_global_state():
-                known = self._padding.counts_columns
-                together = self._batch(rows)
+                known, together = self._padding.counts_columns, self._batch(rows)
                 if self._padding.counts_columns == known:
                     self._check_padding(rows, self._certificate)
                 else:  # The first that is padded on the left: from now on all batches have positions.
@@ -219,7 +219,7 @@ class Engine:
         check_quantised(beside(self.model, self._loss))
         self._memory = None
         memory = Memory(self.model, lambda batch: self._loss(self.model, batch), self._loss)
-        with uncompiled(), unchanged_global_state(), collate.measuring_once():
+        with uncompiled(), unchanged_global_state(), collate.measuring_once(), noting_16_bits(self.model) as is_rounded:
             with unchanged_state(self.model):
                 few, others = telling_rows(dataset, collate.widths)
                 one, other, together = alike_batches(few, self._batch)
@@ -248,13 +248,14 @@ class Engine:
         self._memory = memory
         # Ranks that share weights would have to look at a wider row at the same time.
         uneven = outermost(uneven, collate.widths, ends)
+        if is_rounded() or dtypes_of_shards(self.model) & FEW:
+            collate.warn_of_widths(uneven)
         collate.checked = None if is_sharded(self.model) else Checked(uneven, collate.widths, ends)
 
     def _certify(self, together: Batch, uneven: list[Any], others: Sequence[Any] = ()) -> list[Any]:
         """Of `uneven`, the ends that add something. `others` may be held against these as well."""
         collate: Any = self.loader.collate_fn
         certificate = preflight(self.model, self._loss, together, rules=self._rules, tables=self.by_rows)
-
         norms: dict[int, float] = {}
 
         def held(rows: list[Any]) -> None:
@@ -296,5 +297,4 @@ class Engine:
             )  # fmt: skip
 
     def _batch(self, rows: list[Any]) -> Batch:
-        prepared: Batch = self._prepare_collated(self._collate.collated(rows))
-        return prepared
+        return self._prepare_collated(self._collate.collated(rows))

@@ -174,7 +174,7 @@ def planned(
         dataset,
         batch_sampler=RankSampler(sampler, rank, ranks.world_size(), drawn),
         collate_fn=LogicalBatchCollator(
-            micro_batch_size, collate, privacy.seed is not None, max_tokens_per_micro_batch
+            micro_batch_size, collate, privacy.seed is not None, max_tokens_per_micro_batch, privacy.equal_widths
         ),
         worker_init_fn=functools.partial(seed_worker, num_workers=options.get("num_workers", 0), rank=rank),
         **options,

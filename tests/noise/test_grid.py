@@ -14,7 +14,7 @@ from torch import nn
 
 import hf_dp.ranks as ranks
 from hf_dp.accounting import FLOATING_POINT, Ledger, PrivacyReport, standard_caveats
-from hf_dp.accounting.report import BEFORE_THE_GRID, SUMS_ON_A_GRID
+from hf_dp.accounting.caveats import BEFORE_THE_GRID, SUMS_ON_A_GRID
 from hf_dp.audit.hypotheses import epsilon_of_mu
 from hf_dp.audit.worlds import two_worlds
 from hf_dp.errors import ConfigurationError, HfDpError

@@ -31,6 +31,7 @@ PROMISE = {
     "sampling_probability": 0.05,
     "other_people": True,
     "passes": 2,
+    "equal_widths": True,
 }
 FEW = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
 # Not with the accountant above, nor with dp-accounting 0.5.

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -17,7 +16,7 @@ from hf_dp.clipping.rule import ClippingRule
 from hf_dp.clipping.table import RULES, rule_of
 from hf_dp.losses import per_example_losses
 from hf_dp.noise.grid import ROUNDING
-from hf_dp.per_example import Dense, Outer, PerExampleGradients, preflight, record
+from hf_dp.per_example import Dense, Outer, PerExampleGradients, record
 from hf_dp.per_example.batch import Batch, take
 from hf_dp.step.clipped_sum import ClippedSum
 from tests.zoo import text_batch, tiny
@@ -119,66 +118,6 @@ def test_rounding_of_sums_takes_less_room_than_noise_on_a_grid_leaves_it() -> No
     # Negative control.
     coarse = [{k: v.bfloat16().double() for k, v in sums.items()} for sums in (full, without)]
     assert l2(coarse[0][k] - coarse[1][k] for k in full) > 1 + ROUNDING
-
-
-def moved_besides(dtype: torch.dtype, size: int = 64) -> float:
-    """How far those that stay move the sum of gradients of norm 1, in l2 norm, where the first is left out: they come
-    into other micro-batches of eight, of other widths."""
-    torch.manual_seed(0)
-    model = tiny("llama", "causal_lm", dtype).train()
-    lengths = torch.randint(12, 60, (size,)).tolist()
-    mask = (torch.arange(60) < torch.tensor(lengths)[:, None]).long()
-    ids = torch.randint(3, 20, (size, 60)) * mask
-    data = {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask.eq(0), -100)}
-    certificate = preflight(model, per_example_losses, take(data, range(4)))
-
-    def total(rows: list[int]) -> Tensor:
-        found = torch.zeros(())
-        for part in (rows[i : i + 8] for i in range(0, len(rows), 8)):
-            batch = {name: values[part, : max(lengths[i] for i in part)] for name, values in data.items()}
-            gradients = record(model, per_example_losses, batch, certificate=certificate)
-            sums = gradients.weighted_sum(gradients.squared_norms().rsqrt()).values()
-            found = found + torch.cat([values.flatten().double() for values in sums])
-        return found
-
-    everyone = list(range(size))
-    return float((total(everyone) - total(everyone[1:]) - total(everyone[:1])).norm())
-
-
-def moved_by_copies(dtype: torch.dtype, copies: int, width: int) -> float:
-    """As `moved_besides`, of so many copies of one text in one micro-batch, which a longer one widens to `width`."""
-    torch.manual_seed(0)
-    model = tiny("llama", "causal_lm", dtype).train()
-    text, few = torch.randint(3, 20, (1, 12)), torch.randint(3, 20, (4, 12))
-    checked = {"input_ids": few, "attention_mask": torch.ones_like(few), "labels": few}
-    certificate = preflight(model, per_example_losses, checked)
-
-    def total(positions: int) -> Tensor:
-        ids = F.pad(text, (0, positions - 12)).expand(copies, -1)
-        mask = ids.ne(0).long()
-        batch = {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask.eq(0), -100)}
-        gradients = record(model, per_example_losses, batch, certificate=certificate)
-        sums = gradients.weighted_sum(gradients.squared_norms().rsqrt()).values()
-        return torch.cat([values.flatten().double() for values in sums])
-
-    return float((total(width) - total(12)).norm())
-
-
-@pytest.mark.slow
-def test_in_16_bits_copies_of_a_text_move_together() -> None:
-    """By as much as there are of them (docs/proof.md), unless all micro-batches are of one width."""
-    few, many = (moved_by_copies(torch.bfloat16, copies, 60) for copies in (16, 64))
-    assert 0.05 < few < many
-    assert many == pytest.approx(4 * few, rel=0.2)
-    assert moved_by_copies(torch.bfloat16, 64, 12) == 0
-    assert moved_by_copies(torch.float32, 64, 60) < 1e-3
-
-
-@pytest.mark.slow
-def test_in_16_bits_those_that_stay_move_the_sum_by_more_than_noise_on_a_grid_leaves_room_for() -> None:
-    """Nothing bounds it (docs/proof.md); in float32 there is room to spare."""
-    assert moved_besides(torch.float32) < ROUNDING / 100
-    assert ROUNDING < moved_besides(torch.bfloat16) < 0.05
 
 
 @settings(max_examples=80)

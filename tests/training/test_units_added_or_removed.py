@@ -15,8 +15,8 @@ import torch
 from hf_dp import PrivacyConfig
 from hf_dp.accounting import UncountedColumnExamplesUnit, UncountedColumnUnit, epsilon
 from hf_dp.accounting.accountants import group_epsilon
+from hf_dp.accounting.caveats import OWNERSHIP
 from hf_dp.accounting.neighbours import ADD_OR_REMOVE
-from hf_dp.accounting.report import OWNERSHIP
 from hf_dp.errors import ConfigurationError, LedgerError
 from hf_dp.hub import verify
 from hf_dp.step.magnitudes import Magnitudes

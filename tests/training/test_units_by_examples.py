@@ -15,7 +15,7 @@ from datasets import Dataset
 from hf_dp import PrivacyConfig
 from hf_dp.accounting import ColumnExamplesUnit, Ledger, PoissonSampling, epsilon
 from hf_dp.accounting.accountants import group_epsilon
-from hf_dp.accounting.report import OWNERSHIP
+from hf_dp.accounting.caveats import OWNERSHIP
 from hf_dp.errors import ConfigurationError, LedgerError
 from hf_dp.hub import verify
 from hf_dp.hub.charged import charged_with, steps_are

@@ -1,0 +1,126 @@
+"""In 16 bits rounding follows from how wide a micro-batch is: how far that moves a sum, and what removes it."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hf_dp.data.collate import LogicalBatchCollator
+from hf_dp.losses import per_example_losses
+from hf_dp.noise.grid import ROUNDING
+from hf_dp.per_example import preflight, record
+from hf_dp.per_example.batch import take
+from tests.zoo import tiny
+
+
+def moved_besides(dtype: torch.dtype, size: int = 64) -> float:
+    """How far those that stay move the sum of gradients of norm 1, in l2 norm, where the first is left out: they come
+    into other micro-batches of eight, of other widths."""
+    torch.manual_seed(0)
+    model = tiny("llama", "causal_lm", dtype).train()
+    lengths = torch.randint(12, 60, (size,)).tolist()
+    mask = (torch.arange(60) < torch.tensor(lengths)[:, None]).long()
+    ids = torch.randint(3, 20, (size, 60)) * mask
+    data = {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask.eq(0), -100)}
+    certificate = preflight(model, per_example_losses, take(data, range(4)))
+
+    def total(rows: list[int]) -> Tensor:
+        found = torch.zeros(())
+        for part in (rows[i : i + 8] for i in range(0, len(rows), 8)):
+            batch = {name: values[part, : max(lengths[i] for i in part)] for name, values in data.items()}
+            gradients = record(model, per_example_losses, batch, certificate=certificate)
+            sums = gradients.weighted_sum(gradients.squared_norms().rsqrt()).values()
+            found = found + torch.cat([values.flatten().double() for values in sums])
+        return found
+
+    everyone = list(range(size))
+    return float((total(everyone) - total(everyone[1:]) - total(everyone[:1])).norm())
+
+
+def moved_by_copies(dtype: torch.dtype, copies: int, width: int) -> float:
+    """As `moved_besides`, of so many copies of one text in one micro-batch, which a longer one widens to `width`."""
+    torch.manual_seed(0)
+    model = tiny("llama", "causal_lm", dtype).train()
+    text, few = torch.randint(3, 20, (1, 12)), torch.randint(3, 20, (4, 12))
+    checked = {"input_ids": few, "attention_mask": torch.ones_like(few), "labels": few}
+    certificate = preflight(model, per_example_losses, checked)
+
+    def total(positions: int) -> Tensor:
+        ids = F.pad(text, (0, positions - 12)).expand(copies, -1)
+        mask = ids.ne(0).long()
+        batch = {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask.eq(0), -100)}
+        gradients = record(model, per_example_losses, batch, certificate=certificate)
+        sums = gradients.weighted_sum(gradients.squared_norms().rsqrt()).values()
+        return torch.cat([values.flatten().double() for values in sums])
+
+    return float((total(width) - total(12)).norm())
+
+
+@pytest.mark.slow
+def test_in_16_bits_copies_of_a_text_move_together() -> None:
+    """By as much as there are of them (docs/proof.md), unless all micro-batches are of one width."""
+    few, many = (moved_by_copies(torch.bfloat16, copies, 60) for copies in (16, 64))
+    assert 0.05 < few < many
+    assert many == pytest.approx(4 * few, rel=0.2)
+    assert moved_by_copies(torch.bfloat16, 64, 12) == 0
+    assert moved_by_copies(torch.float32, 64, 60) < 1e-3
+
+
+@pytest.mark.slow
+def test_in_16_bits_those_that_stay_move_the_sum_by_more_than_noise_on_a_grid_leaves_room_for() -> None:
+    """Nothing bounds it (docs/proof.md); in float32 there is room to spare."""
+    assert moved_besides(torch.float32) < ROUNDING / 100
+    assert ROUNDING < moved_besides(torch.bfloat16) < 0.05
+
+
+def padded(rows: list[list[int]], multiple: int) -> dict[str, Tensor]:
+    """Rows of ids beside one another."""
+    width = -(-max(map(len, rows)) // multiple) * multiple
+    ids = torch.tensor([row + [0] * (width - len(row)) for row in rows])
+    mask = ids.ne(0).long()
+    return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask.eq(0), -100)}
+
+
+def moved_by_one(other: int, multiple: int, *, autocast: bool, equal_widths: bool) -> float:
+    """How far a row of `other` tokens moves the sum of what rows of 12 add, most of them copies, each of norm 1, in
+    micro-batches of a loader."""
+    torch.manual_seed(0)
+    model = tiny("llama", "causal_lm", torch.float32 if autocast else torch.bfloat16).train()
+    text, *others = (torch.randint(3, 20, (12,)).tolist() for _ in range(5))
+    joining = torch.randint(3, 20, (other,)).tolist()
+    collate = functools.partial(padded, multiple=multiple)
+
+    def losses(model: Any, batch: Any) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            return per_example_losses(model, batch)
+
+    certificate = preflight(model, losses, collate([joining, *others]))
+    split = LogicalBatchCollator(16, collate, equal_widths=equal_widths)
+
+    def total(rows: list[list[int]]) -> Tensor:
+        found = torch.zeros(())
+        for batch in split([list(row) for row in rows])["micro_batches"]:
+            gradients = record(model, losses, batch, certificate=certificate)
+            stays = batch["input_ids"].ne(0).sum(1).eq(12)
+            sums = gradients.weighted_sum(gradients.squared_norms().rsqrt() * stays).values()
+            found = found + torch.cat([values.flatten().double() for values in sums])
+        return found
+
+    rows = [*others, *[text] * 11]
+    return float((total([*rows, joining]) - total(rows)).norm())
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize(
+    ("other", "multiple"), [(40, 1), pytest.param(9, 4, id="a shorter one, beside which a mask hides something")]
+)
+def test_micro_batches_of_one_width_remove_it(other: int, multiple: int, autocast: bool) -> None:
+    """With a mask that hides nothing attention adds up in another order: padding all to one width does not help rows
+    that fill it."""
+    assert moved_by_one(other, multiple, autocast=autocast, equal_widths=False) > ROUNDING
+    assert moved_by_one(other, multiple, autocast=autocast, equal_widths=True) < 1e-5
