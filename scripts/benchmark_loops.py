@@ -47,20 +47,24 @@ def _rows_of_lengths(texts: Path | None, tokenizer: str | None, rows: int) -> li
 
 
 def _cut(rows: list[dict[str, list[int]]], cut: str, device: torch.device) -> list[dict[str, torch.Tensor]]:
-    """The micro-batches of a logical batch; `cut` is "8 rows", or "2048 tokens" of any number of rows."""
+    """The micro-batches of a logical batch; `cut` is "8 rows", or "2048 tokens" of any number of rows, and "8 rows 32"
+    of equal widths, which are multiples of 32."""
     from hf_dp.data.collate import LogicalBatchCollator
+
+    number, what, *multiple = cut.split()
 
     def pad(few: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
         longest = max(len(row["input_ids"]) for row in few)
+        longest += -longest % int((multiple or "1")[0])
         made = {"input_ids": 0, "attention_mask": 0, "labels": -100}
         for name, filler in made.items():
             kept = ([1] * len(row["input_ids"]) if name == "attention_mask" else row["input_ids"] for row in few)
             made[name] = torch.tensor([ids + [filler] * (longest - len(ids)) for ids in kept], device=device)
         return made
 
-    number, what = cut.split()
     size, cap = (int(number), None) if what == "rows" else (len(rows), int(number))
-    found: list[dict[str, torch.Tensor]] = LogicalBatchCollator(size, pad, max_tokens=cap)(rows)["micro_batches"]
+    split = LogicalBatchCollator(size, pad, max_tokens=cap, equal_widths=bool(multiple))
+    found: list[dict[str, torch.Tensor]] = split(rows)["micro_batches"]
     return found
 
 
