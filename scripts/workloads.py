@@ -262,7 +262,8 @@ def private(
     sampler = PoissonBatchSampler.of(case.dataset_size or 1000 * size, size, entropy)
     plan = Plan.make(PrivacyConfig(noise_multiplier=1.0, **promise), sampler, 10**6, entropy)
     optimizer = optimizer_of(model)
-    few = {name: value[:3, :17] if value.dim() > 1 else value[:3] for name, value in data[0].items()}
+    largest = max(data, key=lambda batch: len(batch["input_ids"]))
+    few = {name: value[:3, :17] if value.dim() > 1 else value[:3] for name, value in largest.items()}
     losses = functools.partial(losses_of, case)
     certificate = preflight(model, losses, few)
 
