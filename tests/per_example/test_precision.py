@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from hf_dp.errors import PreflightError
 from hf_dp.losses import per_example_losses
 from hf_dp.per_example import preflight
-from hf_dp.per_example.precision import computed_in
+from hf_dp.per_example.precision import computed_in, noting_16_bits
 from tests.per_example.small import Small, batch, square
 from tests.zoo import adapted, text_batch, tiny
 
@@ -154,3 +154,41 @@ def test_a_kernel_for_16_bits_only_is_checked_in_these() -> None:
 
     model = Small(only_16_bits, linear=nn.Linear(4, 4)).bfloat16()
     preflight(model, square, {"x": batch(3, 5, 4)["x"].bfloat16()})
+
+
+def under_autocast(model: nn.Module) -> nn.Module:
+    """As accelerate does it: within the model's own forward."""
+    model.forward = torch.autocast("cpu", torch.bfloat16)(model.forward)  # type: ignore[method-assign]
+    return model
+
+
+def of(dtype: torch.dtype) -> nn.Module:
+    return nn.Sequential(nn.Linear(2, 2)).to(dtype)
+
+
+@pytest.mark.parametrize(
+    ("model", "is_noted"),
+    [
+        (of(torch.float32), False),
+        (of(torch.float64), False),
+        (of(torch.bfloat16), True),
+        (of(torch.float16), True),
+        (under_autocast(of(torch.float32)), True),
+    ],
+    ids=["float32", "float64", "bfloat16", "float16", "autocast"],
+)
+def test_16_bits_are_noted(model: nn.Module, is_noted: bool) -> None:
+    with noting_16_bits(model) as are_noted:
+        model(torch.zeros(1, 2, dtype=next(model.parameters()).dtype))
+    assert are_noted() == is_noted
+    assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+def test_autocast_around_a_pass_is_noted_and_none_around_others() -> None:
+    model = of(torch.float32)
+    with noting_16_bits(model) as are_noted:
+        model(torch.zeros(1, 2))
+        assert not are_noted()
+        with torch.autocast("cpu", torch.bfloat16):
+            model(torch.zeros(1, 2))
+    assert are_noted()
