@@ -20,6 +20,8 @@ from hf_dp.randomness import global_state, secret_global_state, unchanged_global
 
 logger = logging.getLogger(__name__)
 
+# Of what float32 moves by there is far less.
+_MOVED = 1e-4
 Randomness = Callable[[], AbstractContextManager[None]]
 
 
@@ -108,10 +110,11 @@ class LogicalBatchCollator:
                 **({"step": step} if (step := getattr(examples, "step", None)) is not None else {}),
             }
 
-    def warn_of_widths(self, rows: list[Any]) -> None:
-        """Says what 16 bits make of `rows`, where these may share a micro-batch and are padded unlike."""
-        if not self._equal_widths and len({shape_of([self.widths(row)]) for row in rows}) > 1:
-            ranks.warn(logger, IN_16_BITS)
+    def warn_of_rounding(self, moved: float) -> None:
+        """Says what 16 bits do where rows of several widths may share a micro-batch, and one has `moved` by so much of
+        its gradient's norm."""
+        if not self._equal_widths and moved > _MOVED:
+            ranks.warn(logger, IN_16_BITS, 100 * moved)
 
     def _of_one_width(self, examples: list[Any], rows_of: Callable[[Any], list[Any]]) -> list[list[Any]]:
         """Rows, or units, by which of them may share a micro-batch; in order."""

@@ -22,11 +22,10 @@ Shape = frozenset[tuple[tuple[str, int], int]]
 _HIDES = -5
 
 IN_16_BITS = (
-    "The model computes in 16 bits, and some examples are padded further than others. What rounding makes of an "
-    "example follows from the longest beside it: of one that is little, but many copies of one text move together, 64 "
-    "of them by half the clipping norm (docs/proof.md), which the noise does not cover. Where examples may be alike, "
-    "give PrivacyConfig(equal_widths=True) and a collator that pads to a multiple (pad_to_multiple_of=32), pad all to "
-    "one width that none of them fills, or compute in float32."
+    "The model computes in 16 bits, in which the gradient of an example moved by %.2g %% of its norm when others were "
+    "beside it: rounding follows from how far they are padded. Many copies of one text move together, by as much as "
+    "there are of them, and the noise does not cover that (docs/proof.md). Where examples may be alike, give "
+    "PrivacyConfig(equal_widths=True), pad all to one width that none of them fills, or compute in float32."
 )
 
 

@@ -119,8 +119,10 @@ def audited(
 
         model = WithDirac(trained, dirac)
         before, loss, n = copy.deepcopy(model), with_dirac(per_example_losses), len(planted.dataset)
+        # A pretrained one is in 16 bits.
+        privacy = PrivacyConfig(target_epsilon=epsilon, target_delta=delta, equal_widths=pretrained is not None)
         run = PrivateRun(
-            model, planted.dataset, PrivacyConfig(target_epsilon=epsilon, target_delta=delta), _collate,
+            model, planted.dataset, privacy, _collate,
             expected_batch_size=max(1, round(sampled * n)), micro_batch_size=_AT_ONCE, steps=steps, loss=loss,
             max_tokens_per_micro_batch=None if pretrained is None else _TOKENS_AT_ONCE,
         )  # fmt: skip

@@ -160,7 +160,7 @@ def _train_and_measure(
     trainer = setup.ordinary(ordinary, messages.private, scale.ordinary_training, "Fine-tuning, ordinary")
     ordinary_row = attack.row("ordinary", math.inf, None, evaluation_loss(trainer), ordinary)
 
-    privacy = PrivacyConfig(target_epsilon=8.0, clipping_norm=scale.clipping_norm)
+    privacy = PrivacyConfig(target_epsilon=8.0, clipping_norm=scale.clipping_norm, equal_widths=scratch is None)
     private_trainer = setup.private(private, messages.private, scale.private_training, privacy, "Fine-tuning, private")
     report = private_trainer.privacy_report()
     private_row = attack.row("private", report.epsilon, report.delta, evaluation_loss(private_trainer), private)

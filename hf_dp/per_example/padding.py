@@ -45,6 +45,7 @@ def check_padding(
     certificate: Certificate | None = None,
     rules: Mapping[Any, Rule] = RULES,
     tables: Collection[str] = (),
+    note: Callable[[float], None] = lambda by: None,
 ) -> list[float]:
     """Checks that an example's gradient and loss are the same alone and beside the others, longer and shorter.
 
@@ -63,6 +64,8 @@ def check_padding(
         certificate: of `preflight`, so that no more is computed than the gradients.
         rules: the table of operations.
         tables: parameters that are only looked up in; their gradients are compared by the rows that were.
+        note: is told by how much of its norm the gradient of each moves where the model is trained in 16 bits, as it is
+            computed then.
 
     Returns:
         The norm of each one's gradient: of one that adds nothing, whether others move it is not seen.
@@ -109,6 +112,8 @@ def check_padding(
             by = min(_moved(model, in_batch, i, found, tables) for found, _ in alone)
             if by == math.inf:
                 raise _leak(_NO_NUMBER)
+            if is_coarse:
+                note(by)
             if not by <= tolerance:
                 # The batch again: a model that remembers gives it another gradient by now, padded as far or not.
                 again, padded = gradients(together)[0], gradients(take(together, [i]))[0]
@@ -140,15 +145,17 @@ def check_padding(
             raise leak
 
     def refuse_lost() -> None:
-        def are_finite(batch: Batch) -> list[bool]:
+        def computed_as_trained(batch: Batch) -> PerExampleGradients:
             with checkpoints(model, are_kept=True):
-                found = record(model, loss_fn, batch, certificate=certificate, rules=rules, tables=tables)
-            return (found.losses.isfinite() & found.squared_norms().isfinite()).tolist()
+                return record(model, loss_fn, batch, certificate=certificate, rules=rules, tables=tables)
 
         together, apart = drawn(prepare)
-        for is_there, versions in zip(are_finite(together), apart, strict=False):
-            if not is_there and all(are_finite(version)[0] for version in versions):
+        in_batch = computed_as_trained(together)
+        for i, (is_there, versions) in enumerate(zip(_are_finite(in_batch), apart, strict=False)):
+            alone = [computed_as_trained(version) for version in versions]
+            if not is_there and all(_are_finite(found)[0] for found in alone):
                 raise _leak(_NO_NUMBER)
+            note(min(_moved(model, in_batch, i, found, tables) for found in alone))
 
     def refuse_any() -> list[float]:
         norms = refuse_moved()
@@ -156,7 +163,7 @@ def check_padding(
             refuse_lost()
         return norms
 
-    tolerance = _LOW_PRECISION_TOLERANCE if _is_coarse(model) else _TOLERANCE
+    tolerance = _LOW_PRECISION_TOLERANCE if (is_coarse := _is_coarse(model)) else _TOLERANCE
     with forked_rng(model), off_zero(model), NoDropout(), noting_16_bits(model) as is_rounded:
         try:
             return refuse_any()
@@ -167,6 +174,10 @@ def check_padding(
                 raise
         with in_mode(model, training=False):
             return refuse_any()
+
+
+def _are_finite(found: PerExampleGradients) -> list[bool]:
+    return list((found.losses.isfinite() & found.squared_norms().isfinite()).tolist())
 
 
 def _leak(found: str) -> PreflightError:

@@ -41,9 +41,8 @@ from hf_dp.per_example.kept import Memory, beside
 from hf_dp.per_example.memory import unchanged_weights
 from hf_dp.per_example.padding import check_padding
 from hf_dp.per_example.passes import check_two_passes, record_in_two_passes, refuse_two_passes
-from hf_dp.per_example.precision import FEW, noting_16_bits
 from hf_dp.per_example.quantised import check_quantised
-from hf_dp.per_example.sharding import all_names, dtypes_of_shards, is_sharded
+from hf_dp.per_example.sharding import all_names, is_sharded
 from hf_dp.per_example.state import unchanged_state, uncompiled
 from hf_dp.randomness import unchanged_global_state
 from hf_dp.training.progress import passes_shown
@@ -106,6 +105,7 @@ class Engine:
         self._groups: Sequence[Group] = ()
         self._certificate: Certificate | None = None
         self._memory: Memory | None = None
+        self._moved: list[float] = []
 
     def record(self, micro_batch: MicroBatch) -> PerExampleGradients:
         """The gradients of one micro-batch, as they were certified; of units, of the means of their rows' losses.
@@ -217,9 +217,9 @@ class Engine:
 
         self.model.train()
         check_quantised(beside(self.model, self._loss))
-        self._memory = None
+        self._memory, self._moved = None, []
         memory = Memory(self.model, lambda batch: self._loss(self.model, batch), self._loss)
-        with uncompiled(), unchanged_global_state(), collate.measuring_once(), noting_16_bits(self.model) as is_rounded:
+        with uncompiled(), unchanged_global_state(), collate.measuring_once():
             with unchanged_state(self.model):
                 few, others = telling_rows(dataset, collate.widths)
                 one, other, together = alike_batches(few, self._batch)
@@ -248,8 +248,7 @@ class Engine:
         self._memory = memory
         # Ranks that share weights would have to look at a wider row at the same time.
         uneven = outermost(uneven, collate.widths, ends)
-        if is_rounded() or dtypes_of_shards(self.model) & FEW:
-            collate.warn_of_widths(uneven)
+        collate.warn_of_rounding(max(self._moved, default=0.0))
         collate.checked = None if is_sharded(self.model) else Checked(uneven, collate.widths, ends)
 
     def _certify(self, together: Batch, uneven: list[Any], others: Sequence[Any] = ()) -> list[Any]:
@@ -293,7 +292,7 @@ class Engine:
         with unchanged_state(self.model):
             return check_padding(
                 self.model, self._loss, rows, self._collate.collated, self._prepare_collated, number=number,
-                certificate=certificate, rules=self._rules, tables=self.by_rows,
+                certificate=certificate, rules=self._rules, tables=self.by_rows, note=self._moved.append,
             )  # fmt: skip
 
     def _batch(self, rows: list[Any]) -> Batch:

@@ -86,11 +86,13 @@ def padded(rows: list[list[int]], multiple: int) -> dict[str, Tensor]:
     return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask.eq(0), -100)}
 
 
-def moved_by_one(other: int, multiple: int, *, autocast: bool, equal_widths: bool) -> float:
+def moved_by_one(
+    other: int, multiple: int, *, autocast: bool, equal_widths: bool = False, attention: str = "sdpa"
+) -> float:
     """How far a row of `other` tokens moves the sum of what rows of 12 add, most of them copies, each of norm 1, in
     micro-batches of a loader."""
     torch.manual_seed(0)
-    model = tiny("llama", "causal_lm", torch.float32 if autocast else torch.bfloat16).train()
+    model = tiny("llama", "causal_lm", torch.float32 if autocast else torch.bfloat16, attn_implementation=attention)
     text, *others = (torch.randint(3, 20, (12,)).tolist() for _ in range(5))
     joining = torch.randint(3, 20, (other,)).tolist()
     collate = functools.partial(padded, multiple=multiple)
@@ -124,3 +126,11 @@ def test_failure_70_micro_batches_of_one_width_remove_it(other: int, multiple: i
     that fill it."""
     assert moved_by_one(other, multiple, autocast=autocast, equal_widths=False) > ROUNDING
     assert moved_by_one(other, multiple, autocast=autocast, equal_widths=True) < 1e-5
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_on_a_cpu_it_is_mostly_masks_that_are_left_out(autocast: bool) -> None:
+    """Where every row is padded, by however much, or attention is eager, little moves."""
+    moved = moved_by_one(40, 1, autocast=autocast)
+    assert moved_by_one(40, 16, autocast=autocast) < moved / 50
+    assert moved_by_one(40, 1, autocast=autocast, attention="eager") < moved / 50

@@ -11,11 +11,12 @@ import torch
 
 from hf_dp.accounting import MANY_ALIKE
 from hf_dp.errors import ConfigurationError, LedgerError
-from tests.training.workbench import Rows, classifier, distance, make, parameters, private, rows
+from tests.training.workbench import Rows, classifier, distance, make, pad_for_language, parameters, private, rows
+from tests.zoo import tiny
 
 pytestmark = pytest.mark.usefixtures("checked_once")
 
-SAID = "padded further than others"
+SAID = "of its norm when others were beside it"
 
 
 def of_one_length() -> Rows:
@@ -23,10 +24,12 @@ def of_one_length() -> Rows:
 
 
 def begun(path: Path, caplog: Any, data: Rows, dtype: torch.dtype = torch.float32, **changes: Any) -> bool:
-    """Whether a warning was given of a training of one step."""
+    """Whether a warning was given of a training of one step, of a language model."""
     privacy = private(equal_widths=changes.pop("equal_widths", False))
+    model = tiny("llama", "causal_lm", dtype, attn_implementation=changes.pop("attention", "sdpa"))
+    parts = {"train_dataset": data, "data_collator": pad_for_language}
     with caplog.at_level(logging.WARNING):
-        make(path, classifier(dtype), privacy, parts={"train_dataset": data}, max_steps=1, **changes).train()
+        make(path, model, privacy, parts=parts, max_steps=1, **changes).train()
     return SAID in caplog.text
 
 
@@ -41,6 +44,8 @@ def test_nothing_is_said_where_nothing_is_to_be_done(tmp_path: Path, caplog: Any
     assert not begun(tmp_path / "equal", caplog, rows(), equal_widths=True, **how)
     assert not begun(tmp_path / "one length", caplog, of_one_length(), **how)
     assert not begun(tmp_path / "float32", caplog, rows())
+    # Which leaves no mask out.
+    assert not begun(tmp_path / "eager", caplog, rows(), attention="eager", **how)
 
 
 def trained(path: Path, *, equal_widths: bool, resume: bool = False, **changes: Any) -> Any:
