@@ -131,8 +131,10 @@ class Watch:
                 fix="remove the hook (the handle's remove()), or change the loss instead.",
             )
 
+        keep = self._keep
+
         def watch(name: str, whole: Tensor) -> WatchedParameter:
-            return WatchedParameter.of(Source(name, self, whole.detach(), functools.partial(self._keep, name)))
+            return WatchedParameter.of(Source(name, self, whole.detach(), functools.partial(keep, name)))
 
         sharded = {id(p): name for name, p in originals.items() if isinstance(p, DTensor)}
         watched = {id(p): watch(name, p) for name, p in originals.items() if id(p) not in sharded}

@@ -7,6 +7,7 @@ else is computed from parameters is a constant (`constants.py`) or a use, which 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
@@ -68,9 +69,9 @@ class WatchedParameter(torch.Tensor):
             raise refusal([source.parameter], "complex numbers", "no rule is known to conjugate as they need it")
         made: WatchedParameter = torch.Tensor._make_subclass(WatchedParameter, source.plain, True)
         made.source = source
-        leaked, parameter = source.watch.leaked, source.parameter
         with torch._C.DisableTorchFunctionSubclass():
-            made.register_hook(lambda _: leaked.add(parameter))  # type: ignore[no-untyped-call]
+            # No closure: of thousands of uses that is as many objects more, which Python looks through for garbage.
+            made.register_hook(functools.partial(_leaked, source.watch.leaked, source.parameter))  # type: ignore[no-untyped-call]
         return made
 
     @classmethod
@@ -87,6 +88,10 @@ class WatchedParameter(torch.Tensor):
             return derivation
         watch = next(a.source.watch for a in flatten((args, kwargs)) if isinstance(a, WatchedParameter))
         return watch.call(func, args, kwargs)
+
+
+def _leaked(names: set[str], name: str, gradient: Tensor) -> None:
+    names.add(name)
 
 
 @contextmanager
