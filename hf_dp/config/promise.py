@@ -111,7 +111,8 @@ class PrivacyConfig(Fields):
             "*" for every other one. A group with weight w is clipped to C sqrt(w / sum of weights), for the same claim.
         equal_widths: only examples that are as wide by themselves, padding included, share a micro-batch. How wide an
             example is computed then follows from itself alone, and so does what rounding, in 16 bits, makes of it: see
-            `docs/privacy.md`. A collator that pads to a multiple (`pad_to_multiple_of`) gives fewer micro-batches.
+            `docs/privacy.md`. A collator that pads to a multiple (`pad_to_multiple_of`) gives fewer micro-batches. Each
+            example is collated once more, by itself: `dataloader_num_workers` does it beside the model.
         re_attention: None for plain attention, or a `ReAttentionConfig`.
         sparse_embeddings: None for dense noise on all rows, or a `SparseEmbeddingConfig`. With AdaFEST
             `noise_multiplier` is that of both releases of a step together.

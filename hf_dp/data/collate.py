@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 import hf_dp.ranks as ranks
-from hf_dp.data.cut import Part, by_rows, by_tokens, by_units, by_width, check_max_tokens
+from hf_dp.data.cut import Part, by_rows, by_tokens, by_units, check_max_tokens
 from hf_dp.data.kinds import kind_of, refuse_changed
-from hf_dp.data.widths import IN_16_BITS, Checked, Widths, refuse_other_shapes, shape_of, widths_of
+from hf_dp.data.lengths import length
+from hf_dp.data.shapes import IN_16_BITS, Shape, refuse_other_sizes, shape_of
+from hf_dp.data.widths import Checked, Widths, widths_of
 from hf_dp.errors import ConfigurationError, HfDpError
 from hf_dp.randomness import global_state, secret_global_state, unchanged_global_state
+from hf_dp.units.packing import Owners
 
 logger = logging.getLogger(__name__)
 
@@ -84,22 +86,15 @@ class LogicalBatchCollator:
         Raises:
             ConfigurationError: the collator did not return a mapping with tensors of one row per example.
         """
-        size, most, owners = self._micro_batch_size, self._max_tokens, None
-        with self.randomness(), self.measuring_once() if self._equal_widths else nullcontext():
+        owners = None
+        with self.randomness():
             # Their sum does not depend on who shares a micro-batch, but the padding that is computed does.
             if any(isinstance(example, Unit) for example in examples):
                 units = sorted((e.rows for e in examples), key=lambda rows: (len(rows), max(map(length, rows))))
-                cut = [
-                    one
-                    for few in self._of_one_width(units, rows_of=list)
-                    for one in by_units(few, size, most, self.collated, self._alone, length)
-                ]
+                cut = [*self._cut_units(units)]
                 parts, owners = [part for part, _ in cut], [whose for _, whose in cut]
             else:
-                rows = sorted(examples, key=length)
-                parts = [part for few in self._of_one_width(rows, rows_of=lambda row: [row]) for part in self._cut(few)]
-            if self._equal_widths:
-                refuse_other_shapes(self.name, parts, self.widths)
+                parts = [*self._cut(sorted(examples, key=length))]
             unlike = []
             if self.checked is not None:
                 unlike = [rows for part, batch in parts if (rows := self.checked.beyond(part, batch, self.widths))]
@@ -110,22 +105,52 @@ class LogicalBatchCollator:
                 **({"step": step} if (step := getattr(examples, "step", None)) is not None else {}),
             }
 
-    def warn_of_rounding(self, moved: float) -> None:
-        """Says what 16 bits do where rows of several widths may share a micro-batch, and one has `moved` by so much of
-        its gradient's norm."""
-        if not self._equal_widths and moved > _MOVED:
+    def check_cut(self, rows: list[Any], moved: float) -> None:
+        """Tries whether `rows` are as wide beside one another; or says what 16 bits do where they need not be.
+
+        Args:
+            moved: by how much of its norm the gradient of a row did, when others were beside it.
+
+        Raises:
+            ConfigurationError: they are not, with equal_widths.
+        """
+        if self._equal_widths:
+            with unchanged_global_state():
+                list(self._cut([*copy.deepcopy(rows), *copy.deepcopy(rows)]))
+        elif self._micro_batch_size > 1 and moved > _MOVED:
             ranks.warn(logger, IN_16_BITS, 100 * moved)
 
-    def _of_one_width(self, examples: list[Any], rows_of: Callable[[Any], list[Any]]) -> list[list[Any]]:
-        """Rows, or units, by which of them may share a micro-batch; in order."""
-        if not self._equal_widths:
-            return [examples]
-        return by_width(examples, lambda example: shape_of(map(self.widths, rows_of(example))))
-
     def _cut(self, rows: list[Any]) -> Iterator[Part]:
-        if self._max_tokens is None:
-            return by_rows(rows, self._micro_batch_size, self.collated)
-        return by_tokens(rows, self._micro_batch_size, self._max_tokens, self.collated, self._alone)
+        size, most = self._micro_batch_size, self._max_tokens
+        for shape, few in self._alike(rows, lambda row: [row]):
+            cut = by_rows(few, size, self.collated)
+            for part, batch in cut if most is None else by_tokens(few, size, most, self.collated, self._alone):
+                if shape is not None:
+                    refuse_other_sizes(self.name, shape, batch)
+                yield part, batch
+
+    def _cut_units(self, units: list[list[Any]]) -> Iterator[tuple[Part, Owners]]:
+        size, most = self._micro_batch_size, self._max_tokens
+        for shape, few in self._alike(units, list):
+            for part, whose in by_units(few, size, most, self.collated, self._alone, length):
+                # One in several is as wide as its own rows make each.
+                if shape is not None and not (whose.before or whose.after):
+                    refuse_other_sizes(self.name, shape, part[1])
+                yield part, whose
+
+    def _alike(
+        self, examples: list[Any], rows_of: Callable[[Any], list[Any]]
+    ) -> Iterable[tuple[Shape | None, list[Any]]]:
+        """Rows, or units, by which may share micro-batches, and the shape that each has by itself; in order."""
+        if not self._equal_widths:
+            return [(None, examples)]
+        found: dict[Shape | None, list[Any]] = {}
+        for example in examples:
+            rows = rows_of(example)
+            # A unit of more rows shares none.
+            key = shape_of(rows, self._apart(rows)) if len(rows) <= self._micro_batch_size else None
+            found.setdefault(key, []).append(example)
+        return found.items()
 
     def dummy(self, row: Any) -> Mapping[str, Any]:
         """A micro-batch of one row, to be computed with and to add nothing."""
@@ -144,15 +169,18 @@ class LogicalBatchCollator:
     @contextmanager
     def measuring_once(self) -> Iterator[None]:
         """Inside, each row is measured once: the checks before the first step ask for the same few again and again."""
-        before, self._measured = self._measured, {} if self._measured is None else self._measured
+        self._measured = {}
         try:
             yield
         finally:
-            self._measured = before
+            self._measured = None
 
     def _alone(self, row: Any) -> Mapping[str, Any]:
+        return self._apart([row])
+
+    def _apart(self, rows: list[Any]) -> Mapping[str, Any]:
         with unchanged_global_state():
-            return self.collated([copy.deepcopy(row)])
+            return self.collated(copy.deepcopy(rows))
 
     def _failed(self, examples: list[Any], kinds_before: list[Any], error: Exception) -> ConfigurationError:
         for row, kind in zip(examples, kinds_before, strict=True):
@@ -205,56 +233,6 @@ class LogicalBatchCollator:
         if unlike:
             refuse_changed(self.name, self._alone, unlike, batch, draws=global_state() != before)
         return batch
-
-
-def length(example: Any) -> int:
-    """The length of the longest value of an example, 0 where nothing has a length."""
-    values = example.values() if isinstance(example, Mapping) else ()
-    return max((length_of(value) for value in values), default=0)
-
-
-def length_of(value: Any) -> int:
-    """The length of a list, a text or an array (of its first axis), 0 for what has none."""
-    shape = getattr(value, "shape", None)
-    if shape is not None:
-        return int(shape[0]) if len(shape) else 0
-    return len(value) if isinstance(value, Sized) else 0
-
-
-def warn_of_packed(batch: Mapping[str, Any]) -> None:
-    """Says once whom a promise to rows is made to, where they hold several texts each."""
-    if (column := packed_by(batch)) is not None:
-        ranks.warn(
-            logger,
-            "Rows hold several texts each, by their %r. What is promised is promised to a row: to all of its texts "
-            "together, which are clipped together, and less than that to a text that is cut in two. Where each text is "
-            "somebody's, give each a row of its own (packing=False).",
-            column,
-        )
-
-
-def packed_by(batch: Mapping[str, Any]) -> str | None:
-    """The column of a batch by which its rows hold several texts each; None where none says so.
-
-    Positions (examples, tokens) that begin anew where a row is attended to, or numbers of its texts, `seq_idx`.
-    """
-    kept = batch.get("attention_mask")
-    for name in ("position_ids", "seq_idx"):
-        told = batch.get(name)
-        if not isinstance(told, Tensor) or told.dim() != 2:
-            continue
-        masks = kept if isinstance(kept, Tensor) and kept.shape == told.shape else torch.ones_like(told)
-        rows = (row[mask.bool()] for row, mask in zip(told, masks, strict=True))
-        if any(_begins_anew(row) if name == "position_ids" else len(row[row >= 0].unique()) > 1 for row in rows):
-            return name
-    return None
-
-
-def _begins_anew(positions: Tensor) -> bool:
-    # Padding may end a row with zeros, after which none grows.
-    steps = positions.diff()
-    back = (steps < 0).nonzero()
-    return bool(len(back)) and bool((steps[int(back[0]) :] > 0).any())
 
 
 def _refuse_packing(collate: Any) -> None:

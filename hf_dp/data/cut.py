@@ -7,7 +7,7 @@ much, and follows from how wide a micro-batch is (docs/proof.md), so that those 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -19,14 +19,6 @@ from hf_dp.units.packing import Owners, Size, packed
 
 Part = tuple[list[Any], Mapping[str, Any]]
 Collate = Callable[[list[Any]], Mapping[str, Any]]
-
-
-def by_width(rows: list[Any], width: Callable[[Any], Hashable]) -> list[list[Any]]:
-    """Rows, or units, with those apart that are not as wide as the others; in order."""
-    found: dict[Hashable, list[Any]] = {}
-    for row in rows:
-        found.setdefault(width(row), []).append(row)
-    return list(found.values())
 
 
 def by_rows(rows: list[Any], size: int, collate: Collate) -> Iterator[Part]:

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from datasets import Dataset
 
-from hf_dp.data.collate import length, length_of
+from hf_dp.data.lengths import length, length_of
 
 # Views of the columns, no copies; rows that are selected out of a table are copied, so many at a time.
 _AT_ONCE = 10_000

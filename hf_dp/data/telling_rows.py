@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hf_dp.data.collate import length, length_of
 from hf_dp.data.extremes import Extremes, empty_rows
+from hf_dp.data.lengths import length, length_of
 from hf_dp.data.widths import Measure, Widths, by_width, outermost
 from hf_dp.errors import ConfigurationError, HfDpError
 from hf_dp.figures import row_in_words

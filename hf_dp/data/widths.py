@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-
-from hf_dp.errors import ConfigurationError
 
 # Of each axis after the first of each tensor, under the tensor's name and the number of the axis; under `_TOLD` how
 # much a mask shows of a row, or how far positions go: where all rows are of one width, models can still read it there;
@@ -17,16 +15,6 @@ from hf_dp.errors import ConfigurationError
 Widths = dict[tuple[str, int], int]
 Measure = Callable[[Any], Widths]
 _TOLD, _BEGINS, _HOLES, _LEAST = -1, -2, -3, -4
-# The same of several rows, and under `_HIDES` whether a mask hides any of them.
-Shape = frozenset[tuple[tuple[str, int], int]]
-_HIDES = -5
-
-IN_16_BITS = (
-    "The model computes in 16 bits, in which the gradient of an example moved by %.2g %% of its norm when others were "
-    "beside it: rounding follows from how far they are padded. Many copies of one text move together, by as much as "
-    "there are of them, and the noise does not cover that (docs/proof.md). Where examples may be alike, give "
-    "PrivacyConfig(equal_widths=True), pad all to one width that none of them fills, or compute in float32."
-)
 
 
 def widths_of(batch: Mapping[str, Any]) -> Widths:
@@ -47,46 +35,6 @@ def widths_of(batch: Mapping[str, Any]) -> Widths:
             elif value.dim() == 2 and value.numel() and name.endswith("position_ids"):
                 found[name, _TOLD] = int(value.max())
     return found
-
-
-def shape_of(widths: Iterable[Widths]) -> Shape:
-    """How wide the tensors are that a collator makes of rows with these widths, and which masks hide any of them.
-
-    Attention that is told to hide nothing adds up in another order.
-    """
-    most: Widths = {}
-    least: dict[str, int] = {}
-    for own in widths:
-        for (name, axis), n in own.items():
-            if axis >= 0:
-                most[name, axis] = max(n, most.get((name, axis), n))
-            elif axis == _LEAST:
-                least[name] = min(n, least.get(name, n))
-    last = dict(sorted(most))
-    hidden = {(name, _HIDES): int(n < most[name, last[name]]) for name, n in least.items()}
-    return frozenset({**most, **hidden}.items())
-
-
-def refuse_other_shapes(collator: str, parts: Iterable[tuple[list[Any], Mapping[str, Any]]], measure: Measure) -> None:
-    """Refuses micro-batches that are not as wide as the widest of their rows is by itself (`ConfigurationError`).
-
-    Args:
-        collator: its name.
-        parts: rows, and what it made of them.
-        measure: see `by_width`.
-    """
-    for rows, batch in parts:
-        own, together = dict(shape_of(map(measure, rows))), dict(shape_of([widths_of(batch)]))
-        unlike = sorted(place for place in {**own, **together} if own.get(place) != together.get(place))
-        if not unlike:
-            continue
-        raise ConfigurationError(
-            f"equal_widths=True, and the data collator {collator} makes {unlike[0][0]!r} of {len(rows)} examples "
-            f"{together.get(unlike[0])} wide, and {own.get(unlike[0])} at most of each by itself.",
-            why="how an example is computed would not follow from itself alone.",
-            fix="leave equal_widths out, and pad all examples to one width; or let the collator pad to the longest, or "
-            "to a multiple, and draw no widths.",
-        )
 
 
 def _longest_hole(shown: Tensor) -> int:

@@ -65,8 +65,9 @@ class Dense:
 
     def parts(self) -> Iterator[Dense]:
         """The same, with as many features at once as a processor's cache holds."""
-        in_parts = self.size > IN_CACHE and answers_at_once(self.values.device)
-        return (Dense(accumulation(few)) for few in self.values.split(IN_CACHE, 2)) if in_parts else iter([self])
+        if not answers_at_once(self.values.device):
+            return iter([self])
+        return (Dense(accumulation(few)) for few in self.values.split(IN_CACHE, 2))
 
     def row_norms(self) -> Tensor:
         """(B, T) l2 norms of the rows."""

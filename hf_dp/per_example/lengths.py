@@ -1,7 +1,7 @@
 """The lengths of the rows that a gradient is a sum over: what rounding may have done to it follows from them.
 
-A clipping coefficient follows from that bound, and must follow from the example alone. So it is the same in whatever
-form the gradient is kept, which depends on all examples of a micro-batch.
+A clipping coefficient follows from that bound, and must follow from the example alone. So it is the same, but for its
+own rounding, in whatever form the gradient is kept, which depends on all examples of a micro-batch.
 """
 
 from __future__ import annotations

@@ -122,7 +122,7 @@ class Watch:
         refuse_compiled(modules)
         refuse_unknown_shards(modules)
         self.parameters = originals = trained_in(named)
-        del named
+        del named  # which Python would look through for garbage as long as the pass takes
         hooked = sorted(n for n, p in originals.items() if p._backward_hooks or p._post_accumulate_grad_hooks)
         if hooked:
             raise UnsupportedModelError(

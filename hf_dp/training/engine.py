@@ -13,12 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from hf_dp.clipping.rule import ClippingRule, Group
-from hf_dp.data.collate import Prepared, warn_of_packed
+from hf_dp.data.collate import Prepared
 from hf_dp.data.extremes import extreme_rows
 from hf_dp.data.left_padding import LeftPadding
 from hf_dp.data.loader import PoissonDataLoader
 from hf_dp.data.mixing_collator import check_collator
 from hf_dp.data.mixing_dataset import check_dataset
+from hf_dp.data.several_texts import warn_of_packed
 from hf_dp.data.telling_rows import (
     alike_batches,
     ends_that_add,
@@ -248,7 +249,7 @@ class Engine:
         self._memory = memory
         # Ranks that share weights would have to look at a wider row at the same time.
         uneven = outermost(uneven, collate.widths, ends)
-        collate.warn_of_rounding(max(self._moved, default=0.0))
+        collate.check_cut(uneven, max(self._moved, default=0.0))
         collate.checked = None if is_sharded(self.model) else Checked(uneven, collate.widths, ends)
 
     def _certify(self, together: Batch, uneven: list[Any], others: Sequence[Any] = ()) -> list[Any]:

@@ -25,6 +25,7 @@ _SAID_OF_ALL = {
     "reproducible": "a seed that is known, or none: who knows it can draw the noise of those steps again",
     "noise": "another noise",
     "noise_multiplier": "another noise multiplier",
+    "equal_widths": "another equal_widths",
 }
 
 

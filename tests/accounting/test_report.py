@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from hf_dp.accounting import STANDARD_CAVEATS, PrivacyReport
+from hf_dp.accounting import MANY_ALIKE, STANDARD_CAVEATS, PrivacyReport, standard_caveats
 from hf_dp.errors import LedgerError
 from hf_dp.versions import library_versions
 
@@ -82,3 +82,12 @@ def test_a_report_that_is_not_whole_is_refused(report, change):
 def test_text_that_is_no_report_is_refused(text):
     with pytest.raises(LedgerError, match="not a privacy report"):
         PrivacyReport.from_json(text)
+
+
+def test_what_equal_widths_meet_is_no_caveat_but_of_trainings_before() -> None:
+    told = {
+        (widths, before): MANY_ALIKE in standard_caveats(withholds_logs=True, equal_widths=widths, goes_on=before)
+        for widths in (False, True)
+        for before in (False, True)
+    }
+    assert told == {(False, False): True, (False, True): True, (True, False): False, (True, True): True}

@@ -338,3 +338,13 @@ def test_the_last_token_that_is_no_padding_is_what_is_classified() -> None:
     model.config.pad_token_id = VOCABULARY - 1
     with pytest.raises(PreflightError, match="gradient moves by"):
         check_padding(model, per_example_losses, TEXTS, labelled(collator()))
+
+
+@pytest.mark.parametrize("how", ["float32", "bfloat16", "autocast"])
+def test_it_is_noted_how_far_rows_move_in_16_bits(how: str) -> None:
+    model = tiny("llama", "causal_lm", torch.bfloat16 if how == "bfloat16" else torch.float32)
+    if how == "autocast":  # as accelerate does it
+        model.forward = torch.autocast("cpu", torch.bfloat16)(model.forward)
+    moved: list[float] = []
+    check_padding(model, per_example_losses, TEXTS, collator(), note=moved.append)
+    assert (max(moved, default=0.0) > 1e-4) == (how != "float32")

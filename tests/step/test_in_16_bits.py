@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,6 +17,8 @@ from hf_dp.noise.grid import ROUNDING
 from hf_dp.per_example import preflight, record
 from hf_dp.per_example.batch import take
 from tests.zoo import tiny
+
+Collate = Callable[[list[Any]], dict[str, Tensor]]
 
 
 def moved_besides(dtype: torch.dtype, size: int = 64) -> float:
@@ -86,29 +89,37 @@ def padded(rows: list[list[int]], multiple: int) -> dict[str, Tensor]:
     return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask.eq(0), -100)}
 
 
-def moved_by_one(
-    other: int, multiple: int, *, autocast: bool, equal_widths: bool = False, attention: str = "sdpa"
+def numbered(rows: list[list[int]]) -> dict[str, Tensor]:
+    """Rows as long, without masks: a 1 begins another text in a row, which positions tell."""
+    positions = []
+    for row in rows:
+        begins = [i for i, token in enumerate(row) if token == 1 or i == 0]
+        positions.append([i - max(begin for begin in begins if begin <= i) for i in range(len(row))])
+    return {"input_ids": torch.tensor(rows), "position_ids": torch.tensor(positions), "labels": torch.tensor(rows)}
+
+
+def moved_by(
+    joining: list[int], collate: Collate, *, autocast: bool, equal_widths: bool = False, attention: str = "sdpa"
 ) -> float:
-    """How far a row of `other` tokens moves the sum of what rows of 12 add, most of them copies, each of norm 1, in
-    micro-batches of a loader."""
+    """How far a row moves the sum of what rows of 12 tokens add, most of them copies, each of norm 1, in micro-batches
+    of a loader."""
     torch.manual_seed(0)
     model = tiny("llama", "causal_lm", torch.float32 if autocast else torch.bfloat16, attn_implementation=attention)
+    model.config.use_cache = False
     text, *others = (torch.randint(3, 20, (12,)).tolist() for _ in range(5))
-    joining = torch.randint(3, 20, (other,)).tolist()
-    collate = functools.partial(padded, multiple=multiple)
 
     def losses(model: Any, batch: Any) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             return per_example_losses(model, batch)
 
-    certificate = preflight(model, losses, collate([joining, *others]))
+    certificate = preflight(model, losses, collate([text, *others]))
     split = LogicalBatchCollator(16, collate, equal_widths=equal_widths)
 
     def total(rows: list[list[int]]) -> Tensor:
         found = torch.zeros(())
         for batch in split([list(row) for row in rows])["micro_batches"]:
             gradients = record(model, losses, batch, certificate=certificate)
-            stays = batch["input_ids"].ne(0).sum(1).eq(12)
+            stays = torch.tensor([ids[ids.ne(0)].tolist() != joining for ids in batch["input_ids"]])
             sums = gradients.weighted_sum(gradients.squared_norms().rsqrt() * stays).values()
             found = found + torch.cat([values.flatten().double() for values in sums])
         return found
@@ -117,20 +128,35 @@ def moved_by_one(
     return float((total([*rows, joining]) - total(rows)).norm())
 
 
+LONG, SHORT, TWO_TEXTS = ([3 + i % 17 for i in range(n)] for n in (40, 9, 12))
+TWO_TEXTS[5] = 1
+TO_LONGEST, TO_FOURS, TO_SIXTEENS = (functools.partial(padded, multiple=n) for n in (1, 4, 16))
+
+
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize(
-    ("other", "multiple"), [(40, 1), pytest.param(9, 4, id="a shorter one, beside which a mask hides something")]
+    ("joining", "collate"),
+    [
+        pytest.param(LONG, TO_LONGEST, id="longer"),
+        pytest.param(SHORT, TO_FOURS, id="shorter, beside which a mask hides something"),
+        pytest.param(TWO_TEXTS, numbered, id="of two texts, beside which there is a mask"),
+    ],
 )
-def test_failure_70_micro_batches_of_one_width_remove_it(other: int, multiple: int, autocast: bool) -> None:
+def test_failure_70_micro_batches_of_one_width_remove_it(joining: list[int], collate: Collate, autocast: bool) -> None:
     """With a mask that hides nothing attention adds up in another order: padding all to one width does not help rows
     that fill it."""
-    assert moved_by_one(other, multiple, autocast=autocast, equal_widths=False) > ROUNDING
-    assert moved_by_one(other, multiple, autocast=autocast, equal_widths=True) < 1e-5
+    assert moved_by(joining, collate, autocast=autocast) > ROUNDING
+    assert moved_by(joining, collate, autocast=autocast, equal_widths=True) < 1e-5
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_how_many_rows_there_are_changes_nothing_on_a_cpu(autocast: bool) -> None:
+    assert moved_by([3 + i for i in range(12)], TO_LONGEST, autocast=autocast, equal_widths=True) < 1e-5
 
 
 @pytest.mark.parametrize("autocast", [False, True])
 def test_on_a_cpu_it_is_mostly_masks_that_are_left_out(autocast: bool) -> None:
     """Where every row is padded, by however much, or attention is eager, little moves."""
-    moved = moved_by_one(40, 1, autocast=autocast)
-    assert moved_by_one(40, 16, autocast=autocast) < moved / 50
-    assert moved_by_one(40, 1, autocast=autocast, attention="eager") < moved / 50
+    moved = moved_by(LONG, TO_LONGEST, autocast=autocast)
+    assert moved_by(LONG, TO_SIXTEENS, autocast=autocast) < moved / 50
+    assert moved_by(LONG, TO_LONGEST, autocast=autocast, attention="eager") < moved / 50

@@ -44,6 +44,8 @@ def test_nothing_is_said_where_nothing_is_to_be_done(tmp_path: Path, caplog: Any
     assert not begun(tmp_path / "equal", caplog, rows(), equal_widths=True, **how)
     assert not begun(tmp_path / "one length", caplog, of_one_length(), **how)
     assert not begun(tmp_path / "float32", caplog, rows())
+    alone = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 8}
+    assert not begun(tmp_path / "alone", caplog, rows(), **alone, **how)
     # Which leaves no mask out.
     assert not begun(tmp_path / "eager", caplog, rows(), attention="eager", **how)
 
@@ -71,6 +73,13 @@ def test_what_the_card_says_is_of_all_steps(tmp_path: Path) -> None:
     trained(tmp_path, equal_widths=False, max_steps=1, save_strategy="steps", save_steps=1)
     with pytest.raises(LedgerError, match="equal_widths"):
         trained(tmp_path, equal_widths=True, resume=True, max_steps=2)
+
+
+def test_another_training_of_the_same_trainer_is_held_to_it(tmp_path: Path) -> None:
+    trainer = trained(tmp_path, equal_widths=False, max_steps=1)
+    trainer.privacy = private(equal_widths=True)
+    with pytest.raises(LedgerError, match="another equal_widths"):
+        trainer.train()
 
 
 @pytest.mark.parametrize("odd", [1, "yes", None])

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hf_dp.data.collate import packed_by
+from hf_dp.data.several_texts import packed_by
 from tests.training.workbench import Rows, make, pad
 
 

@@ -1,0 +1,50 @@
+"""Rows that hold several texts each: whom a promise to a row is made to."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import hf_dp.ranks as ranks
+
+logger = logging.getLogger(__name__)
+
+
+def warn_of_packed(batch: Mapping[str, Any]) -> None:
+    """Says once whom a promise to rows is made to, where they hold several texts each."""
+    if (column := packed_by(batch)) is not None:
+        ranks.warn(
+            logger,
+            "Rows hold several texts each, by their %r. What is promised is promised to a row: to all of its texts "
+            "together, which are clipped together, and less than that to a text that is cut in two. Where each text is "
+            "somebody's, give each a row of its own (packing=False).",
+            column,
+        )
+
+
+def packed_by(batch: Mapping[str, Any]) -> str | None:
+    """The column of a batch by which its rows hold several texts each; None where none says so.
+
+    Positions (examples, tokens) that begin anew where a row is attended to, or numbers of its texts, `seq_idx`.
+    """
+    kept = batch.get("attention_mask")
+    for name in ("position_ids", "seq_idx"):
+        told = batch.get(name)
+        if not isinstance(told, Tensor) or told.dim() != 2:
+            continue
+        masks = kept if isinstance(kept, Tensor) and kept.shape == told.shape else torch.ones_like(told)
+        rows = (row[mask.bool()] for row, mask in zip(told, masks, strict=True))
+        if any(_begins_anew(row) if name == "position_ids" else len(row[row >= 0].unique()) > 1 for row in rows):
+            return name
+    return None
+
+
+def _begins_anew(positions: Tensor) -> bool:
+    # Padding may end a row with zeros, after which none grows.
+    steps = positions.diff()
+    back = (steps < 0).nonzero()
+    return bool(len(back)) and bool((steps[int(back[0]) :] > 0).any())
