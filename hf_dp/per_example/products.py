@@ -20,6 +20,7 @@ from torch import Tensor
 
 from hf_dp.per_example.ieee import full_precision
 from hf_dp.per_example.precision import accumulation
+from hf_dp.per_example.waiting import answers_at_once
 
 # The longest sums that are left to one product: rounding grows with their length.
 BLOCK = 4096
@@ -28,6 +29,8 @@ BLOCK = 4096
 CUT_BLOCK = 512
 # So few positions decide nothing.
 _FEW = 16
+# To fewer columns than these a CPU's kernels take as long as to as many.
+_NARROW = 16
 # An upper bound for both: so many epsilons for each so many products.
 _CUT, _AT_ONCE = 5, 8
 # A weighted factor, as the sum of two bfloat16 numbers, is off by 2^-18 of itself: in float32's epsilons of 2^-23, and
@@ -68,6 +71,8 @@ def inner(left: Tensor, right: Tensor, cut_block: int = CUT_BLOCK, known: Tensor
         cut_block: how long the sums may be that are left to one product on tensor cores.
         known: what is added to, in place.
     """
+    if known is None and _is_narrow(left.shape[1], right.shape[2], left.device):
+        return inner(right.mT, left.mT, cut_block).mT.contiguous()
     as_they_are = are_multiplied_as_they_are(left, right)
     block = cut_block if as_they_are else BLOCK
     total = known
@@ -82,6 +87,19 @@ def inner(left: Tensor, right: Tensor, cut_block: int = CUT_BLOCK, known: Tensor
             total.baddbmm_(one, other)
     assert total is not None
     return total
+
+
+def times(rows: Tensor, matrix: Tensor) -> Tensor:
+    """The products (..., n) of `rows` (..., k) and `matrix` (k, n), of one dtype, and in it."""
+    # In 16 bits kernels may round otherwise beside other rows: there it stays as autograd would do it.
+    if rows.dtype.itemsize < 4 or not _is_narrow(rows.shape[:-1].numel(), matrix.shape[1], rows.device):
+        return rows @ matrix
+    return (matrix.T @ rows.flatten(0, -2).T).T.contiguous().view(*rows.shape[:-1], matrix.shape[1])
+
+
+def _is_narrow(height: int, width: int, device: torch.device) -> bool:
+    """Whether a product takes a half or a third of the time with its sides exchanged, and transposed afterwards."""
+    return width < _NARROW <= height and answers_at_once(device)
 
 
 def _blocks(values: Tensor, block: int, axis: int) -> Sequence[Tensor]:

@@ -22,6 +22,7 @@ from hf_dp.per_example.gram import Dense, OneHot
 from hf_dp.per_example.instantiate import instantiating
 from hf_dp.per_example.lengths import Lengths
 from hf_dp.per_example.precision import accumulation, sum_dtype
+from hf_dp.per_example.products import times
 from hf_dp.per_example.rule import Axis, Bound, Operands, Rule
 from hf_dp.per_example.watched import WatchedParameter
 
@@ -88,7 +89,7 @@ def _linear_backward(saved: _Saved, operands: Operands, gradient: Tensor, axis: 
     if not needs_input:
         return None, factors
     weight = weight.to(gradient.dtype)
-    return gradient @ (weight.T if is_transposed else weight), factors
+    return times(gradient, weight.T if is_transposed else weight), factors
 
 
 # --- embedding lookup -----------------------------------------------------------------------------------------------

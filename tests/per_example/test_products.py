@@ -21,6 +21,9 @@ from tests.zoo import text_batch, tiny
 Multiply = Callable[[Tensor, Tensor], Tensor]
 
 
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-4, torch.bfloat16: 0.1}
+
+
 def exactly(left: Tensor, right: Tensor) -> Tensor:
     return torch.bmm(left.float(), right.float())
 
@@ -309,3 +312,31 @@ def test_tensor_cores_cut_no_more_than_is_counted(shape: tuple[int, int, int, in
     exact = truth(Outer(Dense(left), Dense(right))).square().sum((1, 2))
     found, rounding = squared_norms([Outer(Dense(left.to(device)), Dense(right.to(device)))])
     assert bool(((found.cpu() - exact).abs() <= rounding.cpu()).all())
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("narrow", [0, 1, 8, 15, 16, 40])
+@pytest.mark.parametrize("shape", [(2, 3, 33), (2, 20, 33), (40, 7), (0, 20, 5), (2, 20, 0), (3, 2, 9, 5)])
+def test_a_narrow_product_is_what_it_is_with_its_sides_exchanged(
+    shape: tuple[int, ...], narrow: int, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(0)
+    rows, matrix = torch.randn(shape, dtype=torch.float64).to(dtype), torch.randn(narrow, shape[-1]).to(dtype).T
+    found = products.times(rows, matrix)
+    assert found.shape == (*shape[:-1], narrow)
+    assert found.dtype == dtype
+    assert found.is_contiguous()
+    assert torch.allclose(found.double(), rows.double() @ matrix.double(), rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+    if len(shape) == 3:
+        other = torch.randn(shape[0], shape[1], narrow).to(dtype)
+        made = products.inner(rows.mT, other)
+        assert made.is_contiguous()
+        expected = rows.double().mT @ other.double()
+        assert torch.allclose(made.double(), expected, rtol=TOLERANCE[dtype] / 100, atol=1e-5)
+
+
+def test_in_16_bits_a_narrow_product_is_as_autograd_makes_it() -> None:
+    """Whose rows are rounded as they are beside others, whatever their number."""
+    rows, matrix = torch.randn(4, 20, 33).bfloat16(), torch.randn(33, 8).bfloat16()
+    assert torch.equal(products.times(rows, matrix), rows @ matrix)
+    assert torch.equal(products.times(rows[:1], matrix), products.times(rows, matrix)[:1])
