@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
@@ -22,8 +22,6 @@ from hf_dp.units.packing import Owners
 
 logger = logging.getLogger(__name__)
 
-# Of what float32 moves by there is far less.
-_MOVED = 1e-4
 Randomness = Callable[[], AbstractContextManager[None]]
 
 
@@ -105,11 +103,12 @@ class LogicalBatchCollator:
                 **({"step": step} if (step := getattr(examples, "step", None)) is not None else {}),
             }
 
-    def check_cut(self, rows: list[Any], moved: float) -> None:
+    def check_cut(self, rows: list[Any], moved: Sequence[float]) -> None:
         """Tries whether `rows` are as wide beside one another; or says what 16 bits do where they need not be.
 
         Args:
-            moved: by how much of its norm the gradient of a row did, when others were beside it.
+            moved: by how much of its norm the gradient of a row did in 16 bits, when others were beside it, of those
+                that were tried; none where there are no 16 bits. That it is little says nothing of other rows.
 
         Raises:
             ConfigurationError: they are not, with equal_widths.
@@ -117,8 +116,8 @@ class LogicalBatchCollator:
         if self._equal_widths:
             with unchanged_global_state():
                 list(self._cut([*copy.deepcopy(rows), *copy.deepcopy(rows)]))
-        elif self._micro_batch_size > 1 and moved > _MOVED:
-            ranks.warn(logger, IN_16_BITS, 100 * moved)
+        elif moved and self._micro_batch_size > 1 and len({shape_of([row], self._alone(row)) for row in rows}) > 1:
+            ranks.warn(logger, IN_16_BITS, 100 * max(moved))
 
     def _cut(self, rows: list[Any]) -> Iterator[Part]:
         size, most = self._micro_batch_size, self._max_tokens

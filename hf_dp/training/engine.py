@@ -249,7 +249,7 @@ class Engine:
         self._memory = memory
         # Ranks that share weights would have to look at a wider row at the same time.
         uneven = outermost(uneven, collate.widths, ends)
-        collate.check_cut(uneven, max(self._moved, default=0.0))
+        collate.check_cut(uneven, self._moved)
         collate.checked = None if is_sharded(self.model) else Checked(uneven, collate.widths, ends)
 
     def _certify(self, together: Batch, uneven: list[Any], others: Sequence[Any] = ()) -> list[Any]:
