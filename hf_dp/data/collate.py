@@ -82,7 +82,8 @@ class LogicalBatchCollator:
         micro-batch whose its rows are (`Owners`). What was drawn for a step has its number under "step".
 
         Raises:
-            ConfigurationError: the collator did not return a mapping with tensors of one row per example.
+            ConfigurationError: the collator did not return a mapping with tensors of one row per example; or, with
+                equal_widths, makes them of another width than alone.
         """
         owners = None
         with self.randomness():

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from hf_dp.accounting import MANY_ALIKE
+from hf_dp.config.asked import promised
 from hf_dp.errors import ConfigurationError, LedgerError
 from tests.training.workbench import Rows, classifier, distance, make, pad_for_language, parameters, private, rows
 from tests.zoo import tiny
@@ -89,3 +90,8 @@ def test_another_training_of_the_same_trainer_is_held_to_it(tmp_path: Path) -> N
 def test_neither_true_nor_false_is_refused(odd: Any) -> None:
     with pytest.raises(ConfigurationError, match="equal_widths="):
         private(equal_widths=odd)
+
+
+def test_ledgers_of_before_it_could_be_chosen_go_on() -> None:
+    assert "equal_widths" not in promised(private())
+    assert promised(private(equal_widths=True))["equal_widths"] is True
