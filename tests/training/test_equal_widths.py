@@ -15,8 +15,6 @@ from hf_dp.errors import ConfigurationError, LedgerError
 from tests.training.workbench import Rows, classifier, distance, make, pad_for_language, parameters, private, rows
 from tests.zoo import tiny
 
-pytestmark = pytest.mark.usefixtures("checked_once")
-
 SAID = "examples are padded unlike"
 
 
