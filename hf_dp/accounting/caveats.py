@@ -16,8 +16,8 @@ FLOATING_POINT = (
     "doi:10.1145/2382196.2382264)."
 )
 MANY_ALIKE = (
-    "Where a model computes in 16 bits and examples are padded to different widths, many that are alike move together "
-    "by rounding, by more than the noise covers."
+    "Where a model computes in 16 bits and examples are padded unlike, many that are alike move together by rounding, "
+    "by more than the noise covers."
 )
 SUMS_ON_A_GRID = (
     "Noise and the sums that it is added to are whole numbers of a grid, so that no digit of what is released tells "
