@@ -13,8 +13,9 @@ from torch.distributed.tensor import DTensor
 
 from hf_dp.errors import UnsupportedModelError
 from hf_dp.per_example.sharding import reshard
-from hf_dp.per_example.state import buffer_refused, configurations, copied, is_saved, same
+from hf_dp.per_example.state import buffer_refused, configurations, is_saved
 from hf_dp.per_example.taken import bits_of
+from hf_dp.per_example.values import copied, same
 
 _Place = tuple[str, str]
 _Modules = Sequence[tuple[str, nn.Module]]

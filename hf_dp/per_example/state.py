@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_dp.errors import PreflightError, UnsupportedModelError
+from hf_dp.per_example.values import equal
 
 _Attributes = list[tuple[str, Any, dict[str, Any]]]
 _PLAIN = (str, bool, int, float, type(None), tuple, Tensor)
@@ -209,27 +210,3 @@ def _put_back(
                     written.append(f"{path}.{name}")
                 delattr(holder, name)
     return changed, written, switched
-
-
-def equal(now: Any, before: Tensor) -> bool:
-    return (
-        isinstance(now, Tensor)
-        and now.shape == before.shape
-        and bool((now.eq(before) | (now.ne(now) & before.ne(before))).all())
-    )
-
-
-def same(one: Any, other: Any) -> bool:
-    """Whether two values of attributes are the same, of one kind, and no number is another's."""
-    if isinstance(one, Tensor) or isinstance(other, Tensor):
-        return isinstance(one, Tensor) and equal(other, one)
-    if isinstance(one, tuple) and isinstance(other, tuple):
-        return len(one) == len(other) and all(map(same, one, other))
-    return type(one) is type(other) and bool(one == other or (one != one and other != other))
-
-
-def copied(value: Any) -> Any:
-    """The same with tensors of its own."""
-    if isinstance(value, tuple):
-        return tuple(map(copied, value))
-    return value.detach().clone() if isinstance(value, Tensor) else value

@@ -36,9 +36,10 @@ from hf_dp.errors import HfDpError, UnseenUseError
 from hf_dp.per_example import RULES, Certificate, PerExampleGradients, Rule, preflight, record
 from hf_dp.per_example.batch import Batch, LossFunction, check_losses
 from hf_dp.per_example.coins import NotingDraws
+from hf_dp.per_example.held import beside
 from hf_dp.per_example.in_groups import InGroups
 from hf_dp.per_example.independence import survey
-from hf_dp.per_example.kept import Memory, beside
+from hf_dp.per_example.kept import Memory
 from hf_dp.per_example.memory import unchanged_weights
 from hf_dp.per_example.padding import check_padding
 from hf_dp.per_example.passes import check_two_passes, record_in_two_passes, refuse_two_passes
@@ -94,9 +95,8 @@ class Engine:
         check_losses: Callable[[nn.Module, Batch, Iterable[Batch]], None] | None = None,
         own: tuple[str, Callable[[Any], Any], Callable[[Any], Any]] | None = None,
     ) -> None:
-        self.model, self._loss, self.loader = model, loss, loader
-        self.prepare, self._padding, self._rules = prepare, padding, rules
-        self._check_losses, collate = check_losses, loader.collate_fn
+        self.model, self._loss, self.loader, collate = model, loss, loader, loader.collate_fn
+        self.prepare, self._padding, self._rules, self._check_losses = prepare, padding, rules, check_losses
         # A user's own preparation may mix rows, and draw numbers, as collators do.
         self._collate: Any = collate if own is None else Prepared(collate, own[1], own[0])  # type: ignore[arg-type]
         self._prepare_collated: Callable[[Any], Batch] = prepare if own is None else own[2]
@@ -220,7 +220,7 @@ class Engine:
         check_quantised(beside(self.model, self._loss))
         self._memory, self._moved = None, []
         memory = Memory(self.model, lambda batch: self._loss(self.model, batch), self._loss)
-        with uncompiled(), unchanged_global_state(), collate.measuring_once():
+        with memory.restored(), uncompiled(), unchanged_global_state(), collate.measuring_once():
             with unchanged_state(self.model):
                 few, others = telling_rows(dataset, collate.widths)
                 one, other, together = alike_batches(few, self._batch)

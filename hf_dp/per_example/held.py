@@ -1,0 +1,213 @@
+"""What holds something that passes may change: modules, what computes losses, and what these hold in attributes."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import types
+from collections import UserDict, UserList
+from collections.abc import Container, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from itertools import chain, islice
+from typing import Any, cast
+
+from torch import Tensor, nn
+
+from hf_dp.per_example.values import BIG, COPIED, NOTHING, SCALARS, SERIES, copied, copied_within, refill, same
+
+Place = tuple[str, Any]
+# Their objects are looked at by other means, or are none of what a user's own loss writes.
+_LIBRARIES = {"hf_dp", "torch", "transformers", "peft", "accelerate", "trl", "datasets", "tokenizers", "numpy"}
+_OF_MODULES = frozenset(vars(nn.Module()))
+_OF_NAMES = (dict, types.SimpleNamespace, UserDict, UserList, types.MethodType)
+_NO_OBJECT = (type, nn.Module, types.FunctionType, types.BuiltinFunctionType, types.ModuleType)
+# Of one holder so many entries, of one series so many items, of one module so many holders, so deep.
+_ENTRIES, _ITEMS, _HOLDERS, _DEPTH = 4096, 64, 256, 4
+_OTHER, _SCALAR, _COPIED, _HOLDER = range(4)
+_roles: dict[type, int] = {}
+
+
+class Held:
+    """What attributes of some objects hold, and of what these hold: dicts, namespaces, objects of classes that are no
+    library's, and such classes.
+
+    Args:
+        roots: the objects, by name.
+        unread: places of which what is held there need not be looked at.
+
+    Attributes:
+        values: copies of numbers, words, tensors, arrays, and series and sets of these, by place.
+        owners: what holds them, by name.
+    """
+
+    def __init__(self, roots: Iterable[tuple[str, Any]], unread: Container[Place] = ()) -> None:
+        self.values: dict[Place, Any] = {}
+        self.owners: dict[str, Any] = dict(roots)
+        self._unread, self._seen = unread, set(map(id, self.owners.values()))
+        self._kinds: dict[type, None] = {}
+        for path, root in [*self.owners.items()]:
+            self._enter(path, root)
+        for kind in dict.fromkeys(chain.from_iterable(kind.__mro__ for kind in self._kinds)):
+            if _is_own(kind):
+                self.owners[name := f"class {kind.__module__}.{kind.__qualname__}"] = kind
+                self._enter(name, kind)
+
+    def _enter(self, path: str, root: Any) -> None:
+        self._kinds[type(root)] = None
+        todo, number = [(path, root, 0)], 0
+        for path, holder, depth in todo:  # which grows
+            for name, value, role in _held_by(holder):
+                if role == _SCALAR:
+                    self.values[path, name] = value
+                    continue
+                within = f"{path}.{name}" if path else str(name)
+                items = [(within, value)]
+                if role == _COPIED:
+                    is_whole = depth == 0 and isinstance(value, Tensor)
+                    self.values[path, name] = copied(value) if is_whole else copied_within(value)
+                    if not isinstance(value, SERIES):
+                        continue
+                    items = [(f"{within}[{i}]", item) for i, item in enumerate(islice(value, _ITEMS))]
+                if depth == _DEPTH or (path, name) in self._unread:
+                    continue
+                for inner, one in items:
+                    one = one.__self__ if isinstance(one, types.MethodType) else one
+                    if role_of(one) == _HOLDER and id(one) not in self._seen and number < _HOLDERS:
+                        number += 1
+                        self._seen.add(id(one))
+                        self._kinds[type(one)] = None
+                        self.owners[inner] = one
+                        todo.append((inner, one, depth + 1))
+
+    @contextmanager
+    def put_back(self) -> Iterator[None]:
+        """What is held is as it was then, at the end: the same objects, with the same in them."""
+        names = {path: {name: value for name, value, _ in _held_by(owner)} for path, owner in self.owners.items()}
+        try:
+            yield
+        finally:
+            for path, owner in self.owners.items():
+                before, now = names[path], {name: value for name, value, _ in _held_by(owner)}
+                for name in now.keys() - before.keys() if len(before) < _ENTRIES else ():
+                    put(owner, name, NOTHING)
+                for name, value in before.items():
+                    if name not in now or now[name] is not value:
+                        put(owner, name, value)
+            for (path, name), value in self.values.items():
+                held = names[path][name]
+                is_same = role_of(held) != _COPIED or same(copied_within(held), value)
+                if not is_same and not refill(held, value):
+                    put(self.owners[path], name, value)
+
+
+def put(owner: Any, name: Any, value: Any) -> None:
+    """Lets `owner` hold `value` by this name, or, for `NOTHING`, nothing."""
+    if value is BIG:
+        return
+    if isinstance(owner, dict):
+        if value is NOTHING:
+            owner.pop(name, None)
+        else:
+            owner[name] = value
+    elif value is not NOTHING:
+        # Past the `__setattr__` of what is frozen, and that of modules, which registers.
+        (setattr if isinstance(owner, type) else object.__setattr__)(owner, name, value)
+    else:
+        with suppress(AttributeError):
+            (delattr if isinstance(owner, type) else object.__delattr__)(owner, name)
+
+
+def _held_by(holder: Any) -> list[tuple[Any, Any, int]]:
+    """What it holds, of what is looked at, by name; and in which way each is."""
+    found = []
+    for name, value in _entries(holder):
+        role = _roles.get(type(value))
+        if role is None:
+            role = role_of(value)
+        if role and (name not in _OF_MODULES or (value and "hooks" in name)):
+            found.append((name, value, role))
+    return found
+
+
+def _entries(holder: Any) -> Iterable[tuple[Any, Any]]:
+    if isinstance(holder, dict):
+        return islice(holder.items(), _ENTRIES)
+    if isinstance(holder, type):
+        return [(name, value) for name, value in vars(holder).items() if not name.startswith("__")]
+    own = vars(holder).items() if hasattr(holder, "__dict__") else ()
+    if slots := _slots(cast("Any", type(holder))):
+        return [*own, *((name, getattr(holder, name)) for name in slots if hasattr(holder, name))]
+    return own
+
+
+@functools.cache
+def _slots(kind: Any) -> tuple[str, ...]:
+    found: list[str] = []
+    for one in filter(_is_own, kind.__mro__):
+        slots = vars(one).get("__slots__", ())
+        found += [slots] if isinstance(slots, str) else slots
+    return tuple(name for name in found if not name.startswith("__"))
+
+
+def role_of(value: Any) -> int:
+    role = _roles.get(type(value))
+    if role is None:
+        role = _roles[type(value)] = _role(type(value))
+    return role
+
+
+def _role(kind: type) -> int:
+    if issubclass(kind, SCALARS):
+        return _SCALAR
+    if issubclass(kind, COPIED):
+        return _COPIED
+    is_object = _is_own(kind) and not issubclass(kind, _NO_OBJECT)
+    return _HOLDER if is_object or issubclass(kind, _OF_NAMES) else _OTHER
+
+
+def _is_own(kind: type) -> bool:
+    """Whether it is a class of the user's, or of what is not known to hold nothing."""
+    root = kind.__module__.partition(".")[0]
+    return root not in _LIBRARIES and root not in sys.stdlib_module_names
+
+
+def beside(model: nn.Module, loss: Any) -> Iterator[tuple[str, Any]]:
+    """What holds something besides the model's own modules, by a name: what computes losses, and modules it holds."""
+    own = {id(module) for module in model.modules()}
+    for name, holder in _held(loss):
+        if not isinstance(holder, nn.Module):
+            yield name, holder
+        elif not any(id(module) in own for module in holder.modules()):
+            for path, module in holder.named_modules():
+                yield ".".join(filter(None, (name, path))), module
+
+
+def _held(loss: Any) -> Iterator[tuple[str, Any]]:
+    """What computes losses, and modules that it, its class or its closure holds."""
+    while isinstance(loss, functools.partial):
+        yield from _modules({**dict(enumerate(loss.args)), **loss.keywords})
+        loss = loss.func
+    owner = loss if isinstance(loss, nn.Module) else getattr(loss, "__self__", None)
+    if owner is None:
+        yield from _closure(loss)
+        owner = None if hasattr(loss, "__code__") else loss
+    if not hasattr(owner, "__dict__"):
+        return
+    kind = type(owner)
+    yield kind.__name__, owner
+    if not isinstance(owner, nn.Module):
+        for name, module in _modules({**vars(kind), **vars(owner)}):
+            yield f"{kind.__name__}.{name}", module
+        for method in vars(kind).values():
+            yield from _closure(method)
+
+
+def _modules(values: dict[Any, Any]) -> Iterator[tuple[str, nn.Module]]:
+    return ((str(name), value) for name, value in values.items() if isinstance(value, nn.Module))
+
+
+def _closure(function: Any) -> Iterator[tuple[str, nn.Module]]:
+    code, cells = getattr(function, "__code__", None), getattr(function, "__closure__", None)
+    for name, cell in zip(code.co_freevars, cells, strict=True) if code and cells else ():
+        with suppress(ValueError):  # it is empty
+            yield from _modules({name: cell.cell_contents})

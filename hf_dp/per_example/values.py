@@ -1,0 +1,133 @@
+"""Values that attributes hold: copied, compared, and changed by much."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+NOTHING = object()
+# What is too large to be copied before and after each step. It is the same as anything.
+BIG = object()
+SCALARS = (int, float, complex, str, bytes, type(None), np.generic)
+SERIES = (tuple, list, deque)
+_SETS = (set, frozenset)
+COPIED = (*SERIES, *_SETS, bytearray, Tensor, np.ndarray)
+_MOST_NUMBERS, _MOST_ITEMS, _DEPTH = 1 << 22, 1 << 14, 4
+
+
+def equal(now: Any, before: Tensor) -> bool:
+    return (
+        isinstance(now, Tensor)
+        and now.shape == before.shape
+        and bool((now.eq(before) | (now.ne(now) & before.ne(before))).all())
+    )
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether two values of attributes are the same, of one kind, and no number is another's."""
+    if one is BIG or other is BIG:
+        return True
+    if isinstance(one, Tensor) or isinstance(other, Tensor):
+        return isinstance(one, Tensor) and equal(other, one)
+    if isinstance(one, SERIES) and isinstance(other, SERIES):
+        return len(one) == len(other) and all(map(same, one, other))
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, np.ndarray):
+        return one.dtype == other.dtype and np.array_equal(one, other, equal_nan=one.dtype.kind in "fc")
+    if one is other or not isinstance(one, (*SCALARS, *_SETS, bytearray)):
+        return one is other
+    return bool(one == other or (one != one and other != other))
+
+
+def copied(value: Any) -> Any:
+    """The same with tensors of its own."""
+    if isinstance(value, tuple):
+        return _of_kind(value, map(copied, value))
+    return value.detach().clone() if isinstance(value, Tensor) else value
+
+
+def copied_within(value: Any) -> Any:
+    """As `copied`, of lists, sets and arrays as well; `BIG` beyond some thousands of items or millions of numbers."""
+    room = [_MOST_ITEMS, _MOST_NUMBERS]
+
+    def copy(value: Any, depth: int) -> Any:
+        if isinstance(value, Tensor):
+            room[1] -= value.numel()
+            return BIG if room[1] < 0 else value.detach().clone()
+        if isinstance(value, (np.ndarray, bytearray)):
+            room[1] -= len(value) if isinstance(value, bytearray) else value.size
+            return BIG if room[1] < 0 else value.copy()
+        if not isinstance(value, (*SERIES, *_SETS)):
+            return value
+        room[0] -= len(value)
+        if room[0] < 0 or depth == _DEPTH:
+            return BIG
+        if isinstance(value, _SETS):
+            return type(value)(value) if type(value) in _SETS else set(value)
+        items = [copy(item, depth + 1) for item in value]
+        return BIG if any(item is BIG for item in items) else _of_kind(value, items)
+
+    return copy(value, 0)
+
+
+def far(value: Any, other: Any) -> Any:
+    """Another value of this kind, far from it: no number is its own, and no length that can grow."""
+    if isinstance(value, SERIES):
+        others = other if isinstance(other, SERIES) and len(other) == len(value) else value
+        items = list(map(far, value, others))
+        return _of_kind(value, items if isinstance(value, tuple) else 2 * items)
+    if isinstance(value, _SETS):
+        return type(value)(far(item, NOTHING) for item in value)
+    if isinstance(value, Tensor):
+        if value.is_floating_point():
+            return 2 * value.nan_to_num().abs() + 1
+        if value.dtype == torch.bool:
+            return ~value
+        return other if isinstance(other, Tensor) and not same(value, other) else value + 1
+    if isinstance(value, np.ndarray):
+        if value.dtype.kind in "fc":
+            return (2 * np.abs(np.nan_to_num(value)) + 1).astype(value.dtype)
+        return ~value if value.dtype.kind == "b" else value + 1 if value.dtype.kind in "iu" else value
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, np.generic):
+        return far(np.asarray(value), NOTHING)[()]
+    if isinstance(value, (int, float)):
+        return 2 * abs(value) + 1 if math.isfinite(value) else 1.0
+    return other if other is not NOTHING else value
+
+
+def emptied(value: Any) -> Any:
+    """A series or a set without its items; `NOTHING` of what has none to lose."""
+    is_series = isinstance(value, (list, deque, set)) and len(value)
+    return _of_kind(value, ()) if is_series else NOTHING
+
+
+def refill(held: Any, value: Any) -> bool:
+    """Whether `held` could be given what `value` holds, in its place: others may hold it too."""
+    if type(held) is not type(value):
+        return False
+    if isinstance(held, list):
+        held[:] = value
+    elif isinstance(held, (deque, set)):
+        items = list(value)
+        held.clear()
+        held.extend(items) if isinstance(held, deque) else held.update(items)
+    elif isinstance(held, np.ndarray) and (held.shape, held.dtype) == (value.shape, value.dtype):
+        held[...] = value
+    else:
+        return False
+    return True
+
+
+def _of_kind(value: Any, items: Any) -> Any:
+    if isinstance(value, deque):
+        return deque(items, value.maxlen)
+    make = getattr(value, "_make", type(value) if type(value) in (tuple, list, set) else None)
+    return (tuple(items) if isinstance(value, tuple) else list(items)) if make is None else make(items)
