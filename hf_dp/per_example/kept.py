@@ -11,6 +11,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from hf_dp.errors import UnsupportedModelError
 from hf_dp.per_example.held import Held, Place, beside, put
+from hf_dp.per_example.memory import writes_noted
 from hf_dp.per_example.sharding import is_sharded
 from hf_dp.per_example.state import is_saved, put_back
 from hf_dp.per_example.values import NOTHING, copied, copied_within, emptied, far, same
@@ -61,7 +62,8 @@ class Memory:
         for place, p in self._parameters().items():
             if _WRITTEN.get(p) == p._version:
                 raise _refused(place)
-        left = self._left_by(one, other)
+        with writes_noted(self._model):
+            left = self._left_by(one, other)
         if written := self._written_since(writes):
             self._moving = {place: self._parameters()[place] for place in written}
             left = self._left_by(one, other)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from hf_dp.errors import UnsupportedModelError
 from hf_dp.per_example.sharding import reshard
@@ -22,6 +23,9 @@ _Modules = Sequence[tuple[str, nn.Module]]
 # In modules of models that were refused, so that copies have it too: what had been written, by the last of its name,
 # and its checksum.
 _WRITTEN = "_hf_dp_written"
+# Parameters that passes write to and leave as they are (PEFT takes those of `target_parameters` out and puts them back
+# in each), by the latest of torch's counts: their checksum.
+_AS_THEY_WERE: Any = WeakTensorKeyDictionary()
 
 
 @contextmanager
@@ -101,6 +105,28 @@ def unchanged_buffers(model: nn.Module) -> Iterator[None]:
         )
 
 
+@contextmanager
+def writes_noted(model: nn.Module) -> Iterator[None]:
+    """From now on, what is written to inside is compared by checksums (see `write_of`), in all models that share it."""
+    before = _parameters(list(model.named_modules()))
+    counts = {name: p._version for name, p in before.items()}
+    try:
+        yield
+    finally:
+        for name, p in before.items():
+            if p._version != counts[name]:
+                _AS_THEY_WERE[p] = None, None
+
+
+def write_of(p: Tensor) -> Any:
+    """What changes where a parameter is written to: torch's count, or, of one that passes write to, a checksum."""
+    if not _AS_THEY_WERE or (known := _AS_THEY_WERE.get(p)) is None:
+        return p._version
+    if known[0] != p._version:
+        known = _AS_THEY_WERE[p] = p._version, _told(p)
+    return known[1]
+
+
 def _note_written(model: nn.Module, names: Iterable[str], now: Mapping[str, Any]) -> None:
     told = {_known(name, now[name]) for name in names if name in now}
     for module in model.modules() if told else ():
@@ -146,9 +172,14 @@ def _others(modules: _Modules) -> dict[str, Any]:
     return found
 
 
-def _writes(modules: _Modules) -> dict[str, int]:
+def _writes(modules: _Modules) -> dict[str, Any]:
+    return {name: write_of(p) for name, p in _parameters(modules).items()}
+
+
+def _parameters(modules: _Modules) -> dict[str, nn.Parameter]:
+    """Of which torch counts writes."""
     return {
-        f"{path}.{last}".lstrip("."): p._version
+        f"{path}.{last}".lstrip("."): p
         for path, owner in modules
         for last, p in owner._parameters.items()
         if not (p is None or isinstance(p, DTensor) or p.is_inference())

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_dp.errors import ConfigurationError, HfDpError
+from hf_dp.per_example.memory import write_of
 from hf_dp.per_example.sharding import local, total_norm
 
 Around = tuple[Callable[[], None], Callable[[], None]]
@@ -128,11 +129,11 @@ class Weights:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._marks: dict[str, tuple[Tensor, int, torch.dtype]] = {}
+        self._marks: dict[str, tuple[Tensor, Any, torch.dtype]] = {}
 
     def note(self) -> None:
         """They are as they should be."""
-        self._marks = {name: (p, p._version, p.dtype) for name, p in self._model.named_parameters()}
+        self._marks = {name: (p, write_of(p), p.dtype) for name, p in self._model.named_parameters()}
 
     def refuse_moved(self, what: str) -> None:
         """Refuses `what` follows, if something else has changed, exchanged or added weights since.
@@ -143,7 +144,7 @@ class Weights:
         now = dict(self._model.named_parameters())
         for name in sorted({*now, *self._marks}):
             p, mark = now.get(name), self._marks.get(name)
-            if p is None or mark is None or p is not mark[0] or (p._version, p.dtype) != mark[1:]:
+            if p is None or mark is None or p is not mark[0] or (write_of(p), p.dtype) != mark[1:]:
                 raise ConfigurationError(
                     f"{what}, after something else than the run's optimizer has changed {name}.",
                     why="what it put into the weights may be neither clipped nor noised nor counted, and the claim "
