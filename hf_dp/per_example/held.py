@@ -19,8 +19,8 @@ Place = tuple[str, Any]
 # Their objects are looked at by other means, or are none of what a user's own loss writes.
 _LIBRARIES = {"hf_dp", "torch", "transformers", "peft", "accelerate", "trl", "datasets", "tokenizers", "numpy"}
 _OF_MODULES = frozenset(vars(nn.Module()))
-_OF_NAMES = (dict, types.SimpleNamespace, UserDict, UserList, types.MethodType)
-_NO_OBJECT = (type, nn.Module, types.FunctionType, types.BuiltinFunctionType, types.ModuleType)
+_OF_NAMES = (dict, types.SimpleNamespace, UserDict, UserList, types.MethodType, types.FunctionType)
+_NO_OBJECT = (type, nn.Module, types.BuiltinFunctionType, types.ModuleType)
 # Of one holder so many entries, of one series so many items, of one module so many holders, so deep.
 _ENTRIES, _ITEMS, _HOLDERS, _DEPTH = 4096, 64, 256, 4
 _OTHER, _SCALAR, _COPIED, _HOLDER = range(4)
@@ -61,8 +61,12 @@ class Held:
                     self.values[path, name] = value
                     continue
                 within = f"{path}.{name}" if path else str(name)
-                items = [(within, value)]
-                if role == _COPIED:
+                if role == _HOLDER:
+                    if not value and isinstance(value, dict):  # as most of an adapter's are
+                        self.owners[within] = value
+                        continue
+                    items = [(within, value)]
+                else:
                     is_whole = depth == 0 and isinstance(value, Tensor)
                     self.values[path, name] = copied(value) if is_whole else copied_within(value)
                     if not isinstance(value, SERIES):
@@ -72,7 +76,7 @@ class Held:
                     continue
                 for inner, one in items:
                     one = one.__self__ if isinstance(one, types.MethodType) else one
-                    if role_of(one) == _HOLDER and id(one) not in self._seen and number < _HOLDERS:
+                    if id(one) not in self._seen and number < _HOLDERS and _is_holder(one):
                         number += 1
                         self._seen.add(id(one))
                         self._kinds[type(one)] = None
@@ -109,6 +113,13 @@ def put(owner: Any, name: Any, value: Any) -> None:
             owner.pop(name, None)
         else:
             owner[name] = value
+    elif isinstance(owner, types.FunctionType):
+        if name in (cells := _cells(owner)):
+            cells[name].cell_contents = None if value is NOTHING else value
+        elif value is NOTHING:
+            owner.__globals__.pop(name, None)
+        else:
+            owner.__globals__[name] = value
     elif value is not NOTHING:
         # Past the `__setattr__` of what is frozen, and that of modules, which registers.
         (setattr if isinstance(owner, type) else object.__setattr__)(owner, name, value)
@@ -134,10 +145,33 @@ def _entries(holder: Any) -> Iterable[tuple[Any, Any]]:
         return islice(holder.items(), _ENTRIES)
     if isinstance(holder, type):
         return [(name, value) for name, value in vars(holder).items() if not name.startswith("__")]
+    if isinstance(holder, types.FunctionType):
+        return _named_in(holder)
     own = vars(holder).items() if hasattr(holder, "__dict__") else ()
     if slots := _slots(cast("Any", type(holder))):
         return [*own, *((name, getattr(holder, name)) for name in slots if hasattr(holder, name))]
     return own
+
+
+def _named_in(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
+    """What a function names: in the functions around it, and in its file."""
+    cells, names = _cells(function), function.__globals__
+    for name in _names(function.__code__):
+        if name in cells:
+            with suppress(ValueError):  # it is empty
+                yield name, cells[name].cell_contents
+        elif name in names and not name.startswith("__"):
+            yield name, names[name]
+
+
+def _cells(function: Any) -> dict[str, Any]:
+    return dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+
+
+@functools.cache
+def _names(code: types.CodeType) -> tuple[str, ...]:
+    inner = [_names(one) for one in code.co_consts if isinstance(one, types.CodeType)]
+    return tuple(dict.fromkeys(chain(code.co_freevars, code.co_names, *inner)))
 
 
 @functools.cache
@@ -156,6 +190,10 @@ def role_of(value: Any) -> int:
     return role
 
 
+def _is_holder(value: Any) -> bool:
+    return role_of(value) == _HOLDER and (not isinstance(value, types.FunctionType) or _is_own(value))
+
+
 def _role(kind: type) -> int:
     if issubclass(kind, SCALARS):
         return _SCALAR
@@ -165,9 +203,9 @@ def _role(kind: type) -> int:
     return _HOLDER if is_object or issubclass(kind, _OF_NAMES) else _OTHER
 
 
-def _is_own(kind: type) -> bool:
-    """Whether it is a class of the user's, or of what is not known to hold nothing."""
-    root = kind.__module__.partition(".")[0]
+def _is_own(kind: type | types.FunctionType) -> bool:
+    """Whether it is a class or a function of the user's, or of what is not known to hold nothing."""
+    root = (kind.__module__ or "").partition(".")[0]
     return root not in _LIBRARIES and root not in sys.stdlib_module_names
 
 
@@ -185,11 +223,15 @@ def beside(model: nn.Module, loss: Any) -> Iterator[tuple[str, Any]]:
 def _held(loss: Any) -> Iterator[tuple[str, Any]]:
     """What computes losses, and modules that it, its class or its closure holds."""
     while isinstance(loss, functools.partial):
-        yield from _modules({**dict(enumerate(loss.args)), **loss.keywords})
+        given = {**{str(i): value for i, value in enumerate(loss.args)}, **loss.keywords}
+        yield from _modules(given)
+        yield "functools.partial", types.SimpleNamespace(**given)
         loss = loss.func
     owner = loss if isinstance(loss, nn.Module) else getattr(loss, "__self__", None)
     if owner is None:
         yield from _closure(loss)
+        if isinstance(loss, types.FunctionType) and _is_own(loss):
+            yield loss.__qualname__, loss
         owner = None if hasattr(loss, "__code__") else loss
     if not hasattr(owner, "__dict__"):
         return
@@ -207,7 +249,6 @@ def _modules(values: dict[Any, Any]) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _closure(function: Any) -> Iterator[tuple[str, nn.Module]]:
-    code, cells = getattr(function, "__code__", None), getattr(function, "__closure__", None)
-    for name, cell in zip(code.co_freevars, cells, strict=True) if code and cells else ():
+    for name, cell in _cells(function).items() if isinstance(function, types.FunctionType) else ():
         with suppress(ValueError):  # it is empty
             yield from _modules({name: cell.cell_contents})
