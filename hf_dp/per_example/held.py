@@ -28,8 +28,8 @@ _roles: dict[type, int] = {}
 
 
 class Held:
-    """What attributes of some objects hold, and of what these hold: dicts, namespaces, objects of classes that are no
-    library's, and such classes.
+    """What attributes of some objects hold, and of what these hold: dicts, namespaces, and objects, classes and
+    functions that are no library's (of functions what they name in functions around them and in their file).
 
     Args:
         roots: the objects, by name.
@@ -210,9 +210,15 @@ def _is_own(kind: type | types.FunctionType) -> bool:
 
 
 def beside(model: nn.Module, loss: Any) -> Iterator[tuple[str, Any]]:
-    """What holds something besides the model's own modules, by a name: what computes losses, and modules it holds."""
+    """What holds something besides the model's own modules, by a name: what computes losses, and modules that it, or a
+    module of the model, holds unregistered."""
     own = {id(module) for module in model.modules()}
-    for name, holder in _held(loss):
+    unregistered = (
+        (f"{path}.{name}".lstrip("."), module)
+        for path, owner in model.named_modules()
+        for name, module in _modules({name: value for name, value in vars(owner).items() if name not in _OF_MODULES})
+    )
+    for name, holder in chain(_held(loss), unregistered):
         if not isinstance(holder, nn.Module):
             yield name, holder
         elif not any(id(module) in own for module in holder.modules()):
@@ -245,7 +251,12 @@ def _held(loss: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _modules(values: dict[Any, Any]) -> Iterator[tuple[str, nn.Module]]:
-    return ((str(name), value) for name, value in values.items() if isinstance(value, nn.Module))
+    for name, value in values.items():
+        if isinstance(value, nn.Module):
+            yield str(name), value
+        elif isinstance(value, (list, tuple, dict)):
+            items = value.items() if isinstance(value, dict) else enumerate(value)
+            yield from ((f"{name}[{key}]", one) for key, one in islice(items, _ITEMS) if isinstance(one, nn.Module))
 
 
 def _closure(function: Any) -> Iterator[tuple[str, nn.Module]]:

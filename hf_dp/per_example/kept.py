@@ -32,8 +32,9 @@ class Memory:
     Args:
         model: in training mode.
         losses: of a batch.
-        loss: what computes them. Looked at as well are the object that it is a method of, and modules that this one,
-            its class or a closure holds: all of their buffers, and those of their parameters that passes write to.
+        loss: what computes them. Looked at as well are the object that it is a method of, what it names in its closure
+            and its file, and modules that these, or a module of the model, hold unregistered: all of their buffers, and
+            those of their parameters that passes write to.
     """
 
     def __init__(self, model: nn.Module, losses: Losses, loss: Any = None) -> None:

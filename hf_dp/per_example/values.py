@@ -30,7 +30,7 @@ def equal(now: Any, before: Tensor) -> bool:
 
 def same(one: Any, other: Any) -> bool:
     """Whether two values of attributes are the same, of one kind, and no number is another's."""
-    if one is BIG or other is BIG:
+    if one is other or one is BIG or other is BIG:
         return True
     if isinstance(one, Tensor) or isinstance(other, Tensor):
         return isinstance(one, Tensor) and equal(other, one)
@@ -40,9 +40,7 @@ def same(one: Any, other: Any) -> bool:
         return False
     if isinstance(one, np.ndarray):
         return one.dtype == other.dtype and np.array_equal(one, other, equal_nan=one.dtype.kind in "fc")
-    if one is other or not isinstance(one, (*SCALARS, *_SETS, bytearray)):
-        return one is other
-    return bool(one == other or (one != one and other != other))
+    return isinstance(one, (*SCALARS, *_SETS, bytearray)) and bool(one == other or (one != one and other != other))
 
 
 def copied(value: Any) -> Any:

@@ -17,6 +17,7 @@ from hf_dp import DPTrainer
 from hf_dp.errors import UnsupportedModelError
 from hf_dp.per_example.held import Held
 from hf_dp.per_example.kept import Memory
+from tests.per_example.test_kept import Running
 from tests.per_example.test_memory import Plain, batch, memory_of
 from tests.training.refusing import refused
 from tests.training.workbench import classifier, make, private, rows
@@ -277,6 +278,30 @@ def test_large_things_are_not_copied() -> None:
     with Held(model.named_modules()).put_back():
         model.data.texts.append("x")
     assert len(model.data.texts) == 1_000_001, "what is not looked at is left alone"
+
+
+@pytest.mark.parametrize("within", [lambda loss: [loss], lambda loss: {"loss": loss}], ids=["list", "dict"])
+@pytest.mark.parametrize("by", ["a model", "what computes losses"])
+def test_failure_74_a_module_that_is_held_unregistered(within: Any, by: str) -> None:
+    class Holding(Plain):
+        def __init__(self) -> None:
+            super().__init__()
+            self.beside = within(Running()) if by == "a model" else None
+
+        def losses(self, x: Tensor) -> Tensor:
+            beside: Any = self.beside
+            found: Tensor = beside[0 if isinstance(beside, list) else "loss"](model(x))
+            return found
+
+    model = Holding()
+    holder: Any = model
+    if by != "a model":
+        holder = types.SimpleNamespace(beside=within(Running()))
+        losses = types.MethodType(Holding.losses, holder)
+    else:
+        losses = model.losses
+    with pytest.raises(UnsupportedModelError, match=r"beside\[(0|loss)\]\.shares keeps something"):
+        Memory(model, losses, losses).refuse(batch(1, 0), batch(1, 1), batch(2, 2))
 
 
 class Kept(DPTrainer):
