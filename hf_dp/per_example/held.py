@@ -12,6 +12,7 @@ from itertools import chain, islice
 from typing import Any, cast
 
 from torch import Tensor, nn
+from torch.utils.data import Dataset
 
 from hf_dp.per_example.values import BIG, COPIED, NOTHING, SCALARS, SERIES, copied, copied_within, refill, same
 
@@ -20,7 +21,8 @@ Place = tuple[str, Any]
 _LIBRARIES = {"hf_dp", "torch", "transformers", "peft", "accelerate", "trl", "datasets", "tokenizers", "numpy"}
 _OF_MODULES = frozenset(vars(nn.Module()))
 _OF_NAMES = (dict, types.SimpleNamespace, UserDict, UserList, types.MethodType, types.FunctionType)
-_NO_OBJECT = (type, nn.Module, types.BuiltinFunctionType, types.ModuleType)
+# Data are looked at by other means, and hold files that are open.
+_NO_OBJECT = (type, nn.Module, types.BuiltinFunctionType, types.ModuleType, Dataset)
 # Of one holder so many entries, of one series so many items, of one module so many holders, so deep.
 _ENTRIES, _ITEMS, _HOLDERS, _DEPTH = 4096, 64, 256, 4
 _OTHER, _SCALAR, _COPIED, _HOLDER = range(4)
@@ -91,11 +93,13 @@ class Held:
             yield
         finally:
             for path, owner in self.owners.items():
-                before, now = names[path], {name: value for name, value, _ in _held_by(owner)}
-                for name in now.keys() - before.keys() if len(before) < _ENTRIES else ():
-                    put(owner, name, NOTHING)
+                before, now = names[path], dict(_entries(owner))
+                for name, _, _ in _held_by(owner) if len(before) < _ENTRIES else ():
+                    if name not in before:
+                        put(owner, name, NOTHING)
                 for name, value in before.items():
-                    if name not in now or now[name] is not value:
+                    # What was opened meanwhile, a file say, stays open.
+                    if name not in now or (now[name] is not value and role_of(now[name])):
                         put(owner, name, value)
             for (path, name), value in self.values.items():
                 held = names[path][name]

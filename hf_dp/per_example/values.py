@@ -109,6 +109,9 @@ def emptied(value: Any) -> Any:
 
 def refill(held: Any, value: Any) -> bool:
     """Whether `held` could be given what `value` holds, in its place: others may hold it too."""
+    if isinstance(held, Tensor) and (held.shape, held.dtype, held.device) == (value.shape, value.dtype, value.device):
+        held.data.copy_(value)
+        return True
     if type(held) is not type(value):
         return False
     if isinstance(held, list):

@@ -250,17 +250,25 @@ def test_caches_and_notes_in_containers_are_not_refused_and_stay() -> None:
 
 
 def test_what_is_held_is_put_back_as_the_same_objects() -> None:
-    model = Harmless()
+    model: Any = Harmless()
     model(batch(2, 0))
+    model.file = None
+    ones = model.cache[2]
     held = {name: vars(model)[name] for name in ("cache", "metrics", "counts", "recent", "record", "sizes", "log")}
     before, noted = repr(held), list(model.noted)
     with Held(model.named_modules()).put_back():
         model(batch(3, 0, scale=100))
         model.late, model.counts = {"x": 1}, {"passes": 7}
+        model.cache[2].fill_(7)
+        model.file = Path(__file__).open()  # noqa: SIM115
     assert repr(held) == before
     assert all(vars(model)[name] is value for name, value in held.items())
     assert Harmless.noted == noted
     assert not hasattr(model, "late")
+    assert model.cache[2] is ones
+    assert ones.tolist() == [[1.0], [1.0]]
+    with model.file as file:
+        assert not file.closed, "what was opened stays open"
 
 
 def test_large_things_are_not_copied() -> None:
