@@ -146,7 +146,9 @@ def _held_by(holder: Any) -> list[tuple[Any, Any, int]]:
 
 def _entries(holder: Any) -> Iterable[tuple[Any, Any]]:
     if isinstance(holder, dict):
-        return islice(holder.items(), _ENTRIES)
+        return holder.items() if len(holder) <= _ENTRIES else islice(holder.items(), _ENTRIES)
+    if isinstance(holder, nn.Module):
+        return vars(holder).items()
     if isinstance(holder, type):
         return [(name, value) for name, value in vars(holder).items() if not name.startswith("__")]
     if isinstance(holder, types.FunctionType):
