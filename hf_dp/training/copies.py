@@ -36,7 +36,7 @@ class _Left(NamedTuple):
 
 
 class _AsLeft(NamedTuple):
-    """As `_Left`; its shape, type and the sum of its bits then, and which beginning of a training that was the end of."""
+    """As `_Left`; its shape, type and sum of bits then, and which beginning of a training that was the end of."""
 
     who: weakref.ref[Any]
     steps: int
