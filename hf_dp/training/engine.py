@@ -40,6 +40,7 @@ from hf_dp.per_example.in_groups import InGroups
 from hf_dp.per_example.independence import survey
 from hf_dp.per_example.kept import Memory, beside
 from hf_dp.per_example.memory import unchanged_weights
+from hf_dp.per_example.neighbours import check_neighbours
 from hf_dp.per_example.padding import check_padding
 from hf_dp.per_example.passes import check_two_passes, record_in_two_passes, refuse_two_passes
 from hf_dp.per_example.quantised import check_quantised
@@ -255,7 +256,12 @@ class Engine:
     def _certify(self, together: Batch, uneven: list[Any], others: Sequence[Any] = ()) -> list[Any]:
         """Of `uneven`, the ends that add something. `others` may be held against these as well."""
         collate: Any = self.loader.collate_fn
-        certificate = preflight(self.model, self._loss, together, rules=self._rules, tables=self.by_rows)
+        known: dict[str, Any] = {"rules": self._rules, "tables": self.by_rows}
+        known["certificate"] = certificate = preflight(self.model, self._loss, together, **known)
+        with unchanged_state(self.model):
+            check_neighbours(self.model, self._loss, together, **known)
+            if self.passes == 2:
+                check_two_passes(self.model, self._loss, together, **known)
         norms: dict[int, float] = {}
 
         def held(rows: list[Any]) -> None:
@@ -274,11 +280,6 @@ class Engine:
         if between := rows_between([*uneven, *others], collate.widths, compared):
             # The last is beside the others, as wide as it is alone: what narrower rows do to a wide one is known.
             self._check_padding(between, certificate, len(between) - 1)
-        if self.passes == 2:
-            with unchanged_state(self.model):
-                check_two_passes(
-                    self.model, self._loss, together, certificate=certificate, rules=self._rules, tables=self.by_rows
-                )
         self._certificate = certificate
         if len(self._groups) > 1 and isinstance(found := self.to_sum(MicroBatch(together)), InGroups):
             # What is refused of a backward pass in which groups are handed on.
