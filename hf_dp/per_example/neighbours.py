@@ -20,7 +20,7 @@ from hf_dp.per_example.independence import NoDropout, draws_numbers, forked_rng,
 from hf_dp.per_example.padding import moved_by, tolerance_of
 from hf_dp.per_example.precision import computed_in, with_memory_to_spare
 from hf_dp.per_example.preflight import off_zero
-from hf_dp.per_example.record import PerExampleGradients, record
+from hf_dp.per_example.record import record
 from hf_dp.per_example.rule import Certificate, Rule
 from hf_dp.per_example.rules import RULES
 from hf_dp.per_example.waiting import answers_at_once
@@ -68,15 +68,9 @@ def check_neighbours(
         PreflightError: a gradient moves.
     """
     tolerance = tolerance_of(model)
+    gradients = functools.partial(record, model, loss_fn, certificate=certificate, rules=rules, tables=tables)
 
-    def gradients(batch: Batch) -> PerExampleGradients:
-        def found(sparing: bool) -> PerExampleGradients:
-            with computed_in(model, batch, torch.float32, checkpointed=True, sparing=sparing) as exact:
-                return record(model, loss_fn, exact, certificate=certificate, rules=rules, tables=tables)
-
-        return with_memory_to_spare(found)
-
-    def refuse_moved() -> None:
+    def refuse_moved(batch: Batch) -> None:
         norms = gradients(batch).squared_norms().sqrt()
         adds = [i for i, norm in enumerate(norms.tolist()) if 0 < norm < math.inf]
         if not adds or len(norms) < 2:
@@ -98,14 +92,33 @@ def check_neighbours(
                 if _computed(functools.partial(moved, [one])):
                     raise _moves(one.what)
 
+    def refuse_in(dtype: torch.dtype) -> None:
+        def refuse(sparing: bool) -> None:
+            with computed_in(model, batch, dtype, checkpointed=True, sparing=sparing) as exact:
+                refuse_moved(exact)
+
+        with_memory_to_spare(refuse)
+
+    def refuse_any() -> None:
+        try:
+            refuse_in(torch.float32)
+        except PreflightError as found:
+            # A small difference of large numbers is rounded by more than the tolerance.
+            if not _computed(is_the_same_in_float64):
+                raise found from None
+
+    def is_the_same_in_float64() -> bool:
+        refuse_in(torch.float64)
+        return True
+
     with forked_rng(model), off_zero(model), NoDropout():
         try:
-            refuse_moved()
+            refuse_any()
         except PreflightError:
             if not draws_numbers(model, loss_fn, take(batch, [0])):
                 raise
             with in_mode(model, training=False):
-                refuse_moved()
+                refuse_any()
 
 
 def _neighbours(batch: Batch, i: int) -> Iterator[_Neighbour]:
