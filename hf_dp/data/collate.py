@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
@@ -213,7 +213,8 @@ class LogicalBatchCollator:
         unlike = copy.deepcopy(examples) if len(set(kinds)) > 1 else []
         before = global_state() if unlike else ()
         try:
-            batch = self._collate(examples)
+            # Some take the labels out of a row, which is measured and collated again, or the dataset's own.
+            batch = self._collate([copy.copy(e) if isinstance(e, (MutableMapping, list)) else e for e in examples])
         except (ValueError, TypeError, LookupError, RuntimeError) as error:
             if len(examples) == 1 or isinstance(error, HfDpError):  # then the row itself is to be named
                 raise

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import copy
 import functools
-import math
 from collections import Counter
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -264,7 +264,7 @@ class Engine:
         def adds(row: Any) -> bool:
             if id(row) not in norms:
                 held([row])
-            return 0 < norms[id(row)] < math.inf
+            return 0 < norms[id(row)] < float("inf")
 
         held(beside := outermost(uneven, collate.widths))
         ends = ends_that_add(uneven, collate.widths, adds)
@@ -297,4 +297,4 @@ class Engine:
             )  # fmt: skip
 
     def _batch(self, rows: list[Any]) -> Batch:
-        return self._prepare_collated(self._collate.collated(rows))
+        return self._prepare_collated(self._collate.collated(copy.deepcopy(rows)))
