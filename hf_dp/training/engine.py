@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from hf_dp.clipping.rule import ClippingRule, Group
 from hf_dp.data.collate import Prepared
 from hf_dp.data.extremes import extreme_rows
+from hf_dp.data.failing_rows import failures_refused, refuse_rows_that_fail
 from hf_dp.data.left_padding import LeftPadding
 from hf_dp.data.loader import PoissonDataLoader
 from hf_dp.data.mixing_collator import check_collator
@@ -23,8 +24,6 @@ from hf_dp.data.several_texts import warn_of_packed
 from hf_dp.data.telling_rows import (
     alike_batches,
     ends_that_add,
-    failures_refused,
-    refuse_rows_that_fail,
     rows_between,
     rows_beyond,
     short_rows,
