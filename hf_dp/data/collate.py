@@ -204,7 +204,7 @@ class LogicalBatchCollator:
             return ConfigurationError(
                 f"the data collator {self.name} fails on {'each' if is_all else 'a'} row by itself "
                 f"({type(own).__name__}: {own}): {kinds}.",
-                why="training would end where it is drawn.",
+                why="training would end where one is drawn.",
                 fix=keep_columns(own) or _NUMBERS if is_all else "correct the row, or leave it out.",
             )
         unlike = "of other columns or types " if len(set(kinds_before)) > 1 else ""

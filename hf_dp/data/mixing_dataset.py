@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from hf_dp.errors import ConfigurationError
-from hf_dp.figures import row_in_words
 from hf_dp.randomness import seed_global_state, unchanged_global_state
 
 _STATES = 8
@@ -78,12 +77,12 @@ def _refuse_own_generator(dataset: Any, rows: Sequence[int]) -> None:
                 its = ", by its transform," if isinstance(dataset, datasets.Dataset) else ""
                 raise ConfigurationError(
                     f"{type(dataset).__name__}{its} gives another row when it is read again under the same global "
-                    f"random state ({row_in_words(row)}).",
+                    "random state.",
                     why="it keeps a generator of its own, counts its reads, or remembers rows; then which rows are "
                     "read decides what all later ones become, and one example more or less moves the sum by more than "
                     "clipping bounds.",
                     fix="draw from the global generators of torch, numpy or Python, which hf_dp seeds; or seed one's "
-                    "own anew for each row, by a number that is drawn from those or is stored with the row (of "
+                    "own anew for each row, by a number drawn from those or stored with the row (of "
                     "albumentations: transform.set_random_seed(int(np.random.randint(2**31)))).",
                 )
 
