@@ -117,6 +117,6 @@ def _own_loss(model: nn.Module, batch: Mapping[str, Any]) -> Any:
         raise UnsupportedModelError(
             f"{name} cannot compute its own loss of one example ({problem}).",
             why="what it was made to be trained for is unknown, and so whether the per-example loss is that.",
-            fix="give it all inputs that its forward pass takes with labels, or override "
-            "DPTrainer.compute_per_example_loss(model, inputs).",
+            fix="give it all inputs that its forward pass takes with labels (several labels of one example as floats), "
+            "or override DPTrainer.compute_per_example_loss(model, inputs).",
         ) from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -74,13 +75,17 @@ def check_padding(
         PreflightError: a gradient moves, so one long example would change all its neighbours.
     """
 
+    def collated(examples: Sequence[Any]) -> Batch:
+        # The same rows are collated again and again, and a collator may change them.
+        return collate(copy.deepcopy(list(examples)))
+
     def drawn(prepare: Callable[[Batch], Batch]) -> tuple[Batch, Iterator[list[Batch]]]:
         """All together; and each one alone, in the versions that it may have of what cannot be drawn again."""
-        together, again = collate(list(examples)), collate(list(examples))
+        together, again = collated(examples), collated(examples)
         is_random = any(isinstance(v, Tensor) and not torch.equal(v, again[k]) for k, v in together.items())
         before, together = global_state(), prepare(together)
         is_random |= global_state() != before
-        singles = (prepare(collate([example])) for example in examples[:number])
+        singles = (prepare(collated([example])) for example in examples[:number])
         return together, (
             [_cut(together, i, single, side) for side in (False, True)] if is_random else [single]
             for i, single in enumerate(singles)
@@ -171,7 +176,7 @@ def check_padding(
         except CheckpointError:
             pass  # Computed again by a wrapper of torch's, where dropout is not left out any more.
         except PreflightError:
-            if not draws_numbers(model, loss_fn, prepare(collate(list(examples[:1])))):
+            if not draws_numbers(model, loss_fn, prepare(collated(examples[:1]))):
                 raise
         with in_mode(model, training=False):
             return refuse_any()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import copy
 import functools
-import math
 from collections import Counter
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from hf_dp.clipping.rule import ClippingRule, Group
 from hf_dp.data.collate import Prepared
 from hf_dp.data.extremes import extreme_rows
+from hf_dp.data.failing_rows import failures_refused, refuse_rows_that_fail
 from hf_dp.data.left_padding import LeftPadding
 from hf_dp.data.loader import PoissonDataLoader
 from hf_dp.data.mixing_collator import check_collator
@@ -23,8 +24,6 @@ from hf_dp.data.several_texts import warn_of_packed
 from hf_dp.data.telling_rows import (
     alike_batches,
     ends_that_add,
-    failures_refused,
-    refuse_rows_that_fail,
     rows_between,
     rows_beyond,
     short_rows,
@@ -270,7 +269,7 @@ class Engine:
         def adds(row: Any) -> bool:
             if id(row) not in norms:
                 held([row])
-            return 0 < norms[id(row)] < math.inf
+            return 0 < norms[id(row)] < float("inf")
 
         held(beside := outermost(uneven, collate.widths))
         ends = ends_that_add(uneven, collate.widths, adds)
@@ -298,4 +297,4 @@ class Engine:
             )  # fmt: skip
 
     def _batch(self, rows: list[Any]) -> Batch:
-        return self._prepare_collated(self._collate.collated(rows))
+        return self._prepare_collated(self._collate.collated(copy.deepcopy(rows)))

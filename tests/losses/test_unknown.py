@@ -105,6 +105,14 @@ def test_a_model_that_cannot_compute_its_own_loss_is_refused() -> None:
         check_own_loss(model, text_batch("causal_lm"))
 
 
+def test_whole_numbers_as_several_labels_are_told_to_be_floats() -> None:
+    model = tiny("bert", "sequence", problem_type="multi_label_classification")
+    labels = torch.ones(3, model.config.num_labels, dtype=torch.long)
+    with pytest.raises(UnsupportedModelError, match="cannot compute its own loss") as caught:
+        check_own_loss(model, {**text_batch("sequence"), "labels": labels})
+    assert "as floats" in caught.value.fix
+
+
 def test_a_model_without_a_loss_of_its_own_is_refused() -> None:
     model = tiny("gpt2", "causal_lm")
     plain = model.forward
