@@ -31,7 +31,7 @@ from hf_dp.training.callbacks import PrivacyCallback
 from hf_dp.training.checkpoints import CheckpointMixin, others_named
 from hf_dp.training.data import DataMixin
 from hf_dp.training.engine import Engine
-from hf_dp.training.evaluation import EvaluationMixin
+from hf_dp.training.evaluation_tried import TriedEvaluationMixin
 from hf_dp.training.layouts import LayoutsMixin
 from hf_dp.training.loaded import refuse_other_values
 from hf_dp.training.logs import LogsMixin
@@ -47,7 +47,7 @@ from hf_dp.training.signature import tell
 
 
 class DPTrainerMixin(
-    RestoringMixin, CheckpointMixin, LayoutsMixin, PublishingMixin, DataMixin, EvaluationMixin, LogsMixin
+    RestoringMixin, CheckpointMixin, LayoutsMixin, PublishingMixin, DataMixin, TriedEvaluationMixin, LogsMixin
 ):
     """Makes any Trainer subclass train with DP-SGD: `class MyTrainer(DPTrainerMixin, MyBaseTrainer)`.
 
@@ -195,6 +195,7 @@ class DPTrainerMixin(
             refuse_other_values(self._checkpoint, saved.values, self._module, self.optimizer)
             if self.args.load_best_model_at_end:
                 self.read_best(run.plan.promise, self._dataset)
+        self._try_evaluation()
         run.begin(self.optimizer, checkpoint, state.global_step, owner=self)
 
     def after_optimizer_step(self) -> None:
