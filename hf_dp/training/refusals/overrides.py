@@ -21,8 +21,9 @@ def refuse_overrides(trainer: Any, mixin: type, base: type) -> None:
                 f"{owner.__name__}.{method} comes before DPTrainerMixin's.",
                 why="it would run instead of the private one: what is drawn, clipped, noised and counted, and whether "
                 "rows are mixed, would be its affair, and nobody's to check.",
-                fix="put DPTrainerMixin first: class MyTrainer(DPTrainerMixin, MyBaseTrainer), and do not override it; "
-                "what is to be done to batches goes into the data collator or _prepare_inputs.",
+                fix="do not override it: what is to be done to batches goes into the data collator or _prepare_inputs, "
+                "and a loss into compute_per_example_loss. Where a trainer behind the mixin has it, put DPTrainerMixin "
+                "first: class MyTrainer(DPTrainerMixin, MyBaseTrainer).",
             )
     behind = [
         kind for kind in type(trainer).__mro__ if "get_batch_samples" in vars(kind) and not _is_known(kind, mixin)
