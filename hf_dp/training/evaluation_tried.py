@@ -13,8 +13,10 @@ from torch.utils.data import IterableDataset, Subset
 import hf_dp.ranks as ranks
 from hf_dp.errors import ConfigurationError, HfDpError, shortened
 from hf_dp.launched import of_the_backend
+from hf_dp.per_example.sharding import reshard
 from hf_dp.per_example.state import put_back
 from hf_dp.randomness import unchanged_global_state
+from hf_dp.training.behind.trl import is_of_trl
 from hf_dp.training.evaluation import EvaluationMixin, is_of_transformers
 
 logger = logging.getLogger(__name__)
@@ -108,6 +110,8 @@ class TriedEvaluationMixin(EvaluationMixin):
 
 
 def _is_transformers_own(trainer: Any) -> bool:
+    if any(map(is_of_trl, type(trainer).__mro__)):
+        return False  # which count what they evaluate
     for name in ("evaluate", "evaluation_loop", "get_eval_dataloader", "_get_eval_sampler"):
         owner = next(kind for kind in type(trainer).__mro__ if name in vars(kind))
         if name in vars(trainer) or not is_of_transformers(owner):
@@ -166,6 +170,7 @@ def _nothing_stays(trainer: Any) -> Iterator[None]:
             yield
         finally:
             accelerator._dataloaders, accelerator.gradient_state.dataloader_references = loaders, iterated
+            reshard(trainer.model)  # FSDP2 leaves the root's parameters whole
             for module, mode in zip(modules, modes, strict=True):
                 module.training = mode
 
