@@ -11,6 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from hf_dp.errors import UnsupportedModelError
 
+SAY_IT = "override DPTrainer.compute_per_example_loss(model, inputs), or give PrivateRun(loss=...)"
 SHIFTED = "causal_lm"
 TOKENWISE = "token"
 
@@ -66,8 +67,7 @@ def loss_kind(model: nn.Module) -> str:
         f"{name} (loss_type {declared!r}) has no known per-example loss.",
         why="the model's own loss is normalised over the batch, so one example would rescale its neighbours.",
         fix="where its loss is that of one of Transformers' own heads, say which: model.loss_type = "
-        "'ForSequenceClassification', for example; or override DPTrainer.compute_per_example_loss(model, inputs) to "
-        "return one loss for each example.",
+        f"'ForSequenceClassification', for example; or {SAY_IT}, which return one loss for each example.",
     )
 
 

@@ -162,8 +162,9 @@ def refuse_moved(model: nn.Module, trainer: Any, what: str, *, is_saved: bool = 
             f"{what}, after something else than this training has changed {name} since it came to its end.",
             why="what changed it may have seen private data (a training without privacy, say), of which the ledger has "
             "nothing, and the record beside the weights would be untrue.",
-            fix="call save_model() right after train(), and change a copy of the model, or what was saved; weights "
-            "that are changed already can be saved without a record, by save_pretrained() of the model.",
+            fix="save right after training (save_model(), or save() of a PrivateRun), and change a copy of the model, "
+            "or what was saved; weights that are changed already can be saved without a record, by save_pretrained() "
+            "of the model.",
         )
 
 
@@ -232,9 +233,9 @@ def refuse_copies(model: nn.Module, trainer: object, saved: Saved | None, plan: 
         raise LedgerError(
             f"the model has weights that another private training in this process has left, after {left.steps} steps.",
             why="the ledger of this one is without them, so its report and its card would leave out what those cost.",
-            fix="on data of the same people call save_model() of that trainer, and give PrivacyConfig(after=...) with "
-            "its folder: both then share one budget; where nobody is in both, PrivacyConfig(other_people=True). Or "
-            "begin from weights of before.",
+            fix="on data of the same people let that one save (save_model(), or save() of a PrivateRun), and give "
+            "PrivacyConfig(after=...) with that folder: both then share one budget; where nobody is in both, "
+            "PrivacyConfig(other_people=True). Or begin from weights of before.",
         )
 
 

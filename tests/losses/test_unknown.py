@@ -57,6 +57,7 @@ def hint_for(model: Any) -> str:
     with pytest.raises(UnsupportedModelError) as caught:
         check_own_loss(model, text_batch("causal_lm"))
     assert "compute_per_example_loss" in caught.value.fix
+    assert "PrivateRun(loss=...)" in caught.value.fix
     assert "docs/extending.md" in caught.value.fix
     return f"{caught.value.found} {caught.value.fix}"
 
