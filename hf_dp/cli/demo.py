@@ -13,6 +13,7 @@ from hf_dp.errors import ConfigurationError
 
 
 def demo(
+    context: typer.Context,
     output_dir: Annotated[
         Path,
         typer.Option(
@@ -59,6 +60,14 @@ def demo(
                 "--pretrained and --quick.",
                 why="a minute is too short for a real language model to learn anything.",
                 fix="leave one of them out.",
+            )
+        # The variable may be set for others, of which a demo without a model need not know.
+        given = context.get_parameter_source("model")
+        if not pretrained and given is not None and given.name == "COMMANDLINE":
+            raise ConfigurationError(
+                f"--model {str(model)!r} without --pretrained.",
+                why="the demo would train a small model of its own, and not this one.",
+                fix="give --pretrained too, or leave --model out.",
             )
         scale = PRETRAINED if pretrained else QUICK if quick else FULL
         result = run(output_dir, scale, data_seed, Console(stderr=as_json), model if pretrained else None)

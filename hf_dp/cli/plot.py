@@ -14,6 +14,7 @@ from hf_dp.planning.proposal import candidate
 
 _BLUE, _ORANGE, _GREY = "#0072b2", "#d55e00", "#7f7f7f"
 _POINTS = 13
+_FORMATS = (".png", ".svg", ".pdf")
 
 
 def draw_plan(answer: dict[str, Any], clipping_norm: float, path: Path) -> None:
@@ -69,7 +70,7 @@ def written(figure: Any, path: Path, option: str) -> None:
 
 
 def refuse_no_place(path: Path, option: str) -> None:
-    """Refuses a path without an ending, or in no directory, before anything is computed."""
+    """Refuses a path of another format, or in no directory, before anything is computed."""
     # Without an ending Matplotlib would choose one, and write beside a directory of that name.
     if not path.suffix or path.is_dir() or not path.parent.is_dir():
         found = "no ending" if path.parent.is_dir() and not path.is_dir() else "no such place for a file"
@@ -77,6 +78,12 @@ def refuse_no_place(path: Path, option: str) -> None:
             f"{option} {str(path)!r}: {found}.",
             why="the figure cannot be written there.",
             fix="give a path like plan.png, in a directory that is there.",
+        )
+    if path.suffix.lower() not in _FORMATS:
+        raise ConfigurationError(
+            f"{option} {str(path)!r}: {path.suffix} is none of {', '.join(_FORMATS)}.",
+            why="the figure is drawn to be read: with sharp lines, in a format that pages and papers take.",
+            fix="give a path like plan.png.",
         )
 
 

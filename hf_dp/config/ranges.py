@@ -65,11 +65,16 @@ def shown(value: object) -> str:
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
 
 
+def _as_text(value: object) -> str:
+    """Why text that looks like a number, as of an environment variable, is none."""
+    return ", which is text, not a number" if isinstance(value, str) else ""
+
+
 def check_target_epsilon(target_epsilon: object) -> None:
     """Refuse a budget that is no number above 0 and at most 1e4 (`ConfigurationError`)."""
     if not (is_number(target_epsilon) and 0 < target_epsilon <= _LARGEST_EPSILON):  # type: ignore[operator]
         raise ConfigurationError(
-            f"target_epsilon={shown(target_epsilon)}.",
+            f"target_epsilon={shown(target_epsilon)}{_as_text(target_epsilon)}.",
             why=f"a budget is a number above 0 and at most {_LARGEST_EPSILON:g}; epsilon 0 would allow no use of the "
             "data at all, and a larger one would promise nothing.",
             fix="give a positive epsilon (8 is weak, 1 is strong), or noise_multiplier=0 for no privacy.",
@@ -80,7 +85,7 @@ def check_noise_multiplier(noise_multiplier: object) -> None:
     """Refuse a noise multiplier that is no number between 0 and 1e150 (`ConfigurationError`)."""
     if not is_noise(noise_multiplier):
         raise ConfigurationError(
-            f"noise_multiplier={shown(noise_multiplier)}.",
+            f"noise_multiplier={shown(noise_multiplier)}{_as_text(noise_multiplier)}.",
             why="it is a standard deviation in units of the clipping norm: finite, not negative, and at most "
             f"{LARGEST_NOISE:g}.",
             fix="give a number such as 1.0, or give a target epsilon and let the noise be calibrated.",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
@@ -12,6 +12,7 @@ import torch
 
 import hf_dp.ranks as ranks
 from hf_dp.data.cut import Part, by_rows, by_tokens, by_units, check_max_tokens
+from hf_dp.data.failing_rows import keep_columns
 from hf_dp.data.kinds import kind_of, refuse_changed
 from hf_dp.data.lengths import length
 from hf_dp.data.shapes import IN_16_BITS, Shape, refuse_other_sizes, shape_of
@@ -22,6 +23,10 @@ from hf_dp.units.packing import Owners
 
 logger = logging.getLogger(__name__)
 
+_NUMBERS = (
+    "leave out columns that are no numbers, or make numbers of them beforehand (of texts with the tokenizer, of names "
+    "of labels)."
+)
 Randomness = Callable[[], AbstractContextManager[None]]
 
 
@@ -183,19 +188,25 @@ class LogicalBatchCollator:
             return self.collated(copy.deepcopy(rows))
 
     def _failed(self, examples: list[Any], kinds_before: list[Any], error: Exception) -> ConfigurationError:
+        alone: list[tuple[Any, Exception]] = []
         for row, kind in zip(examples, kinds_before, strict=True):
             if kind_of(row) != kind:  # the collator has changed it
                 continue
             try:
                 self._alone(row)
-            except (ValueError, TypeError, LookupError, RuntimeError) as own:
-                made_of = row if isinstance(row, Mapping) else {"it": row}
-                kinds = ", ".join(f"{name} is {type(value).__name__}" for name, value in made_of.items())
-                return ConfigurationError(
-                    f"the data collator {self.name} fails on a row by itself ({type(own).__name__}: {own}): {kinds}.",
-                    why="training would end where it is drawn.",
-                    fix="correct the row, or leave it out.",
-                )
+            except (ValueError, TypeError, LookupError, RuntimeError) as its:
+                alone.append((row, its))
+        if alone:
+            row, own = alone[0]
+            made_of = row if isinstance(row, Mapping) else {"it": row}
+            kinds = ", ".join(f"{name} is {type(value).__name__}" for name, value in made_of.items())
+            is_all = len(alone) == len(examples)
+            return ConfigurationError(
+                f"the data collator {self.name} fails on {'each' if is_all else 'a'} row by itself "
+                f"({type(own).__name__}: {own}): {kinds}.",
+                why="training would end where one is drawn.",
+                fix=keep_columns(own) or _NUMBERS if is_all else "correct the row, or leave it out.",
+            )
         unlike = "of other columns or types " if len(set(kinds_before)) > 1 else ""
         return ConfigurationError(
             f"the data collator {self.name} fails on {len(examples)} examples {unlike}together "
@@ -203,8 +214,7 @@ class LogicalBatchCollator:
             why="examples that are drawn together are computed together, in tensors with a row for each.",
             fix="let it pad all columns that differ in length (DataCollatorForSeq2Seq, or another one, "
             "pads labels too; DataCollatorWithPadding only what the tokenizer makes); give each row the same "
-            "columns, of one type; leave out columns that are no numbers, or make numbers of them beforehand (of texts "
-            "with the tokenizer, of names of labels).",
+            f"columns, of one type; {_NUMBERS}",
         )
 
     def collated(self, examples: list[Any]) -> Mapping[str, Any]:
@@ -213,13 +223,20 @@ class LogicalBatchCollator:
         unlike = copy.deepcopy(examples) if len(set(kinds)) > 1 else []
         before = global_state() if unlike else ()
         try:
-            batch = self._collate(examples)
+            # Some take the labels out of a row, which is measured and collated again, or the dataset's own.
+            batch = self._collate([copy.copy(e) if isinstance(e, (MutableMapping, list)) else e for e in examples])
         except (ValueError, TypeError, LookupError, RuntimeError) as error:
             if len(examples) == 1 or isinstance(error, HfDpError):  # then the row itself is to be named
                 raise
             raise self._failed(examples, kinds, error) from error
         if not isinstance(batch, Mapping):
-            raise _bad_collator(self.name, f"returned {type(batch).__name__}, not a mapping of names to tensors")
+            raise ConfigurationError(
+                f"the data collator {self.name} returned {type(batch).__name__}, not a mapping of names to tensors.",
+                why="the model is called with the names of its inputs, and each must have a row for each example.",
+                fix="let it return a dict of names to tensors of shape (examples, ...). Of rows that are tuples, as a "
+                "TensorDataset has them: lambda rows: {'input_ids': torch.stack([row[0] for row in rows]), 'labels': "
+                "torch.stack([row[1] for row in rows])}.",
+            )
         tensors = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}
         if not tensors:
             raise _bad_collator(self.name, f"returned no torch tensor, only {list(batch)}")

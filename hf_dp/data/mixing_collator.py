@@ -6,7 +6,8 @@ import copy
 import itertools
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,8 @@ from torch import Tensor
 
 from hf_dp.data.collate import LogicalBatchCollator, Prepared
 from hf_dp.data.kinds import kind_of
-from hf_dp.errors import ConfigurationError
+from hf_dp.data.strange_rows import strange_rows
+from hf_dp.errors import ConfigurationError, HfDpError
 from hf_dp.randomness import global_state, seed_global_state, unchanged_global_state
 
 # With one example in its place, each other place holds either example once; all are padded to one length.
@@ -107,14 +109,8 @@ def check_collator(collate: LogicalBatchCollator | Prepared, examples: list[Any]
         if _shapes(alone) == _shapes(usual):
             others.append(alone)
         if not all(_row(batch, 0, alike=usual) for batch in others):
-            raise _refusal(
-                collate,
-                "gives an example another row when other examples are beside it",
-                "where rows are mixed (Mixup, CutMix, statistics of the batch), clipping a row does not bound what one "
-                "example adds.",
-                "augment each example by itself, in the dataset's transform (set_transform), say; and draw for one row "
-                "after the other.",
-            )
+            raise _mixes(collate)
+    _refuse_told_by_others(collate, examples, lambda pair: collated(pair, _BESIDE, 0), draws=draws)
     for pair in pairs if draws else ():
         alone, beside = (collated(pair, arrangement, 0) for arrangement in (_ALONE, _BESIDE))
         if _shapes(alone) == _shapes(beside):
@@ -130,6 +126,37 @@ def check_collator(collate: LogicalBatchCollator | Prepared, examples: list[Any]
                 "change what all its neighbours add.",
                 "choose by the row's own length (where its attention mask is 1), or pad all rows to one length.",
             )
+
+
+def _refuse_told_by_others(
+    collate: LogicalBatchCollator | Prepared,
+    examples: list[Any],
+    beside: Callable[[tuple[Any, Any]], Collated],
+    *,
+    draws: bool,
+) -> None:
+    """Refuses a row that follows from what others hold, which few may: a positive label, a large number, NaN."""
+    if draws or len(examples) < 2:  # what is drawn for others may follow from what they hold
+        return
+    first, second = examples[:2]
+    usual = beside((first, second))
+    for strange in strange_rows(second):
+        batch = usual
+        with suppress(HfDpError, ArithmeticError, LookupError, RuntimeError, TypeError, ValueError):
+            batch = beside((first, strange))
+        if _shapes(batch) == _shapes(usual) and not _row(batch, 0, alike=usual):
+            raise _mixes(collate)
+
+
+def _mixes(collate: LogicalBatchCollator | Prepared) -> ConfigurationError:
+    return _refusal(
+        collate,
+        "gives an example another row when other examples are beside it",
+        "where rows are mixed (Mixup, CutMix, statistics of the batch), clipping a row does not bound what one "
+        "example adds.",
+        "augment each example by itself, in the dataset's transform (set_transform), say; and draw for one row "
+        "after the other.",
+    )
 
 
 def _changes_as_many(alike: list[Collated]) -> bool:

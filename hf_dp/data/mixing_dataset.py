@@ -1,38 +1,51 @@
-"""For the check before the first step: does a dataset make a row of other rows, that it chooses at random?"""
+"""For the check before the first step: does a dataset make a row of other rows, or with a generator of its own?"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+import copy
+import math
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
+import datasets
+import numpy as np
 import torch
+from torch import Tensor
 
 from hf_dp.errors import ConfigurationError
 from hf_dp.randomness import seed_global_state, unchanged_global_state
 
 _STATES = 8
 _ROWS = 4
+_ROUNDING = 1e-6
 _BY_PLACE = ("iloc", "loc", "iat", "at", "values")
 Reads = dict[int, set[Hashable]]
 
 
 def check_dataset(dataset: Any) -> None:
-    """Refuses a dataset of Python's that reads other rows, chosen at random, with its own (MixUp, random negatives).
+    """Refuses a dataset that draws from a generator of its own, or reads other rows, chosen at random, with each.
 
-    A few rows are read under eight random states from a copy whose containers (lists, dicts, arrays, tables, other
-    datasets) note what they are asked for. One as long as the dataset that is asked for the same place in each reading
-    of a row, and for others in some, is refused. What the copy cannot be read by is not looked at.
+    A few rows are read again and again under one global random state, and must stay as they are. What an object in a
+    row holds is not looked at, nor a `datasets.Dataset` without a transform, which gives what it stores.
+
+    A dataset of Python's is read under eight random states as well, from a copy whose containers (lists, dicts, arrays,
+    tables, other datasets) note what they are asked for. One as long as the dataset that is asked for the same place in
+    each reading of a row, and for others in some (MixUp, random negatives), is refused. What the copy cannot be read by
+    is not looked at.
 
     Raises:
         ConfigurationError: with the dataset's class.
     """
-    n = len(dataset)
-    if not n or not isinstance(dataset, torch.utils.data.Dataset) or type(dataset).__module__.startswith("datasets."):
+    if not (n := len(dataset)):
+        return
+    rows = sorted({i * (n - 1) // max(1, _ROWS - 1) for i in range(_ROWS)})
+    _refuse_own_generator(dataset, rows)
+    if not isinstance(dataset, torch.utils.data.Dataset) or type(dataset).__module__.startswith("datasets."):
         return
     reads: Reads = {}
     try:
         noting = _noting(dataset, reads, n)
-        for row in sorted({i * (n - 1) // max(1, _ROWS - 1) for i in range(_ROWS)}):
+        for row in rows:
             if any(_is_mixed(found) for found in _read(noting, row, reads)):
                 break
         else:
@@ -45,6 +58,57 @@ def check_dataset(dataset: Any) -> None:
         "step than clipping bounds, and to steps that have not drawn it.",
         fix="make each row of its own data alone; or choose the others once, from public data.",
     )
+
+
+def _refuse_own_generator(dataset: Any, rows: Sequence[int]) -> None:
+    if isinstance(dataset, datasets.Dataset) and dataset.format["type"] != "custom":
+        return
+
+    def read(row: int) -> Any:
+        with unchanged_global_state():
+            seed_global_state(0)
+            return dataset[row]
+
+    # A copy, as a dataset may give the same object each time; row after row, as it may keep the one before.
+    first = {row: copy.deepcopy(read(row)) for row in rows}
+    for _ in range(_STATES - 1):
+        for row in rows:
+            if not _is_alike(first[row], read(row), is_row=True):
+                its = ", by its transform," if isinstance(dataset, datasets.Dataset) else ""
+                raise ConfigurationError(
+                    f"{type(dataset).__name__}{its} gives another row when it is read again under the same global "
+                    "random state.",
+                    why="it keeps a generator of its own, counts its reads, or remembers rows; then which rows are "
+                    "read decides what all later ones become, and one example more or less moves the sum by more than "
+                    "clipping bounds.",
+                    fix="draw from the global generators of torch, numpy or Python, which hf_dp seeds; or seed one's "
+                    "own anew for each row, by a number drawn from those or stored with the row (of "
+                    "albumentations: transform.set_random_seed(int(np.random.randint(2**31)))).",
+                )
+
+
+def _is_alike(one: Any, other: Any, *, is_row: bool = False) -> bool:
+    """Whether two readings are not seen to differ: numbers but for rounding, and of objects a row's own alone."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, Mapping):
+        return one.keys() == other.keys() and all(_is_alike(one[name], other[name]) for name in one)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(_is_alike, one, other))
+    if isinstance(one, float):
+        return math.isclose(one, other, rel_tol=_ROUNDING) or (math.isnan(one) and math.isnan(other))
+    if isinstance(one, (str, bytes, int)):
+        return bool(one == other)
+    if isinstance(one, Tensor):
+        if not one.is_floating_point():
+            return torch.equal(one, other)
+        return one.shape == other.shape and torch.allclose(one, other.to(one), rtol=_ROUNDING, atol=0, equal_nan=True)
+    if hasattr(one, "__array__") or hasattr(one, "__array_interface__"):  # arrays, columns of tables, images
+        one, other = np.asarray(one), np.asarray(other)
+        if one.dtype.kind == "f":
+            return one.shape == other.shape and np.allclose(one, other, rtol=_ROUNDING, atol=0, equal_nan=True)
+        return _is_alike(one.tolist(), other.tolist()) if one.dtype == object else np.array_equal(one, other)
+    return not (is_row and hasattr(one, "__dict__")) or _is_alike(vars(one), vars(other))
 
 
 def _read(noting: Any, row: int, reads: Reads) -> list[list[set[Hashable]]]:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hf_dp.errors import ConfigurationError, UnsupportedModelError
-from hf_dp.losses.kinds import base_model
+from hf_dp.losses.kinds import SAY_IT, base_model
 from hf_dp.losses.tokens import accurate
 
 
@@ -85,7 +85,7 @@ def question_answering(model: nn.Module, batch: Mapping[str, Any], over_padding:
         raise UnsupportedModelError(
             f"{type(base_model(model)).__name__} returns no start_logits (B, T).",
             why="its question answering head is of another kind.",
-            fix="override DPTrainer.compute_per_example_loss(model, inputs).",
+            fix=f"{SAY_IT}.",
         )
     mask = None if over_padding else batch.get("attention_mask")
     total: Tensor | float = 0.0

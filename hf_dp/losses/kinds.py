@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -10,24 +11,17 @@ from torch.distributed.fsdp import FSDPModule
 
 from hf_dp.errors import UnsupportedModelError
 
+SAY_IT = "override DPTrainer.compute_per_example_loss(model, inputs), or give PrivateRun(loss=...)"
 SHIFTED = "causal_lm"
 TOKENWISE = "token"
 
 
-def loss_kind(model: nn.Module) -> str:
-    """Which loss `model` is trained with: "causal_lm", "token", "classification", "question_answering",
-    "multiple_choice" or "ctc".
-
-    Raises:
-        UnsupportedModelError: none of them.
-    """
+@functools.cache
+def _heads() -> tuple[tuple[str, tuple[str, ...], Mapping[str, str | Sequence[str]]], ...]:
+    """Kinds of loss, how classes with each end, and what else is known to have it."""
     from transformers.models.auto import modeling_auto as auto
 
-    base = base_model(model)
-    # fully_shard makes a class of its own of the model's.
-    name = next(kind.__name__ for kind in type(base).__mro__ if not issubclass(kind, FSDPModule))
-    declared = getattr(base, "loss_type", None)
-    heads = (
+    return (
         (SHIFTED, ("ForCausalLM",), auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES),
         (TOKENWISE, ("ForMaskedLM",), auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES),
         (TOKENWISE, ("ForTokenClassification",), auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES),
@@ -42,18 +36,38 @@ def loss_kind(model: nn.Module) -> str:
         (SHIFTED, (), auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES),
         (SHIFTED, (), auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES),
     )
-    for kind, suffixes, mapping in heads:
-        if name.endswith(suffixes) or any(name in _all(v) for v in mapping.values()):
-            return _of_decoder(base, kind)
-    for kind, suffixes, _ in heads:
-        if declared in suffixes:
-            return _of_decoder(base, kind)
+
+
+@functools.cache
+def _of_class(name: str) -> str | None:
+    """The kind of loss that a class of this name has; None where it is not known."""
+    for kind, suffixes, mapping in _heads():
+        if name.endswith(suffixes) or any(name in _all(classes) for classes in mapping.values()):
+            return kind
+    return None
+
+
+def loss_kind(model: nn.Module) -> str:
+    """Which loss `model` is trained with: "causal_lm", "token", "classification", "question_answering",
+    "multiple_choice" or "ctc".
+
+    Raises:
+        UnsupportedModelError: none of them.
+    """
+    base = base_model(model)
+    # fully_shard makes a class of its own of the model's.
+    name, *inherited = (kind.__name__ for kind in type(base).__mro__ if not issubclass(kind, FSDPModule))
+    declared = getattr(base, "loss_type", None)
+    said = next((kind for kind, suffixes, _ in _heads() if declared in suffixes), None)
+    # What a class says of itself goes before what it inherits; whether that is still so, its own loss shows.
+    known = _of_class(name) or said or next(filter(None, map(_of_class, inherited)), None)
+    if known is not None:
+        return _of_decoder(base, known)
     raise UnsupportedModelError(
         f"{name} (loss_type {declared!r}) has no known per-example loss.",
         why="the model's own loss is normalised over the batch, so one example would rescale its neighbours.",
         fix="where its loss is that of one of Transformers' own heads, say which: model.loss_type = "
-        "'ForSequenceClassification', for example; or override DPTrainer.compute_per_example_loss(model, inputs) to "
-        "return one loss for each example.",
+        f"'ForSequenceClassification', for example; or {SAY_IT}, which return one loss for each example.",
     )
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from hf_dp.errors import HfDpError, UnsupportedModelError
 from hf_dp.losses.heads import question_answering
-from hf_dp.losses.kinds import SHIFTED, base_model, loss_kind
+from hf_dp.losses.kinds import SAY_IT, SHIFTED, base_model, loss_kind
 from hf_dp.losses.per_example import left_out, per_example_losses
 from hf_dp.losses.tokens import token_losses
 
@@ -56,7 +56,7 @@ def check_own_loss(model: nn.Module, batch: Mapping[str, Any]) -> None:
             raise UnsupportedModelError(
                 f"{type(base_model(model)).__name__} returns no loss of its own for labels.",
                 why="what it was made to be trained for is unknown, and so whether the per-example loss is that.",
-                fix="override DPTrainer.compute_per_example_loss(model, inputs).",
+                fix=f"{SAY_IT}.",
             )
         if not bool(own.isfinite()):
             continue
@@ -71,8 +71,7 @@ def check_own_loss(model: nn.Module, batch: Mapping[str, Any]) -> None:
                 f"{type(base_model(model)).__name__} returns {float(own):.6g} as its loss of one example; "
                 f"the per-example loss of its kind ({loss_kind(model)}) is {ours:.6g}. {probable}",
                 why="it would be trained for something else than what it was made for.",
-                fix=f"{fix}; or say what each example's loss is: override DPTrainer.compute_per_example_loss(model, "
-                "inputs), or give PrivateRun(loss=...) (docs/extending.md has one).",
+                fix=f"{fix}; or say what each example's loss is: {SAY_IT} (docs/extending.md has one).",
             )
 
 
@@ -117,6 +116,6 @@ def _own_loss(model: nn.Module, batch: Mapping[str, Any]) -> Any:
         raise UnsupportedModelError(
             f"{name} cannot compute its own loss of one example ({problem}).",
             why="what it was made to be trained for is unknown, and so whether the per-example loss is that.",
-            fix="give it all inputs that its forward pass takes with labels, or override "
-            "DPTrainer.compute_per_example_loss(model, inputs).",
+            fix="give it all inputs that its forward pass takes with labels (several labels of one example as floats); "
+            f"or {SAY_IT}.",
         ) from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -74,13 +75,17 @@ def check_padding(
         PreflightError: a gradient moves, so one long example would change all its neighbours.
     """
 
+    def collated(examples: Sequence[Any]) -> Batch:
+        # The same rows are collated again and again, and a collator may change them.
+        return collate(copy.deepcopy(list(examples)))
+
     def drawn(prepare: Callable[[Batch], Batch]) -> tuple[Batch, Iterator[list[Batch]]]:
         """All together; and each one alone, in the versions that it may have of what cannot be drawn again."""
-        together, again = collate(list(examples)), collate(list(examples))
+        together, again = collated(examples), collated(examples)
         is_random = any(isinstance(v, Tensor) and not torch.equal(v, again[k]) for k, v in together.items())
         before, together = global_state(), prepare(together)
         is_random |= global_state() != before
-        singles = (prepare(collate([example])) for example in examples[:number])
+        singles = (prepare(collated([example])) for example in examples[:number])
         return together, (
             [_cut(together, i, single, side) for side in (False, True)] if is_random else [single]
             for i, single in enumerate(singles)
@@ -109,7 +114,7 @@ def check_padding(
             changed = [name for name, values in alone[0][1].items() if name in left and _differs(values, left[name])]
             if changed:
                 raise _leak(f"{changed[0]} is another after an example of another length.")
-            by = min(_moved(model, in_batch, i, found, tables) for found, _ in alone)
+            by = min(moved_by(model, in_batch, i, found, tables) for found, _ in alone)
             if by == math.inf:
                 raise _leak(_NO_NUMBER)
             # Quantised weights may be computed with in float32, which does not reach the tolerance.
@@ -118,7 +123,7 @@ def check_padding(
             if not by <= tolerance:
                 # The batch again: a model that remembers gives it another gradient by now, padded as far or not.
                 again, padded = gradients(together)[0], gradients(take(together, [i]))[0]
-                if not _moved(model, again, i, padded, tables) <= tolerance:
+                if not moved_by(model, again, i, padded, tables) <= tolerance:
                     raise _mixed()
                 raise _leak(
                     f"an example's gradient moves by {100 * by:.2g} % of its norm "
@@ -156,7 +161,7 @@ def check_padding(
             alone = [computed_as_trained(version) for version in versions]
             if not is_there and all(_are_finite(found)[0] for found in alone):
                 raise _leak(_NO_NUMBER)
-            note(min(_moved(model, in_batch, i, found, tables) for found in alone))
+            note(min(moved_by(model, in_batch, i, found, tables) for found in alone))
 
     def refuse_any() -> list[float]:
         norms = refuse_moved()
@@ -164,14 +169,14 @@ def check_padding(
             refuse_lost()
         return norms
 
-    tolerance = _LOW_PRECISION_TOLERANCE if (is_coarse := _is_coarse(model)) else _TOLERANCE
+    tolerance, is_coarse = tolerance_of(model), _is_coarse(model)
     with forked_rng(model), off_zero(model), NoDropout(), noting_16_bits(model) as is_rounded:
         try:
             return refuse_any()
         except CheckpointError:
             pass  # Computed again by a wrapper of torch's, where dropout is not left out any more.
         except PreflightError:
-            if not draws_numbers(model, loss_fn, prepare(collate(list(examples[:1])))):
+            if not draws_numbers(model, loss_fn, prepare(collated(examples[:1]))):
                 raise
         with in_mode(model, training=False):
             return refuse_any()
@@ -206,10 +211,19 @@ def _differs(now: Tensor, before: Tensor) -> bool:
     return now.shape == before.shape and not bool((now.eq(before) | (now.ne(now) & before.ne(before))).all())
 
 
-def _moved(
-    model: nn.Module, together: PerExampleGradients, i: int, alone: PerExampleGradients, tables: Collection[str]
+def moved_by(
+    model: nn.Module,
+    together: PerExampleGradients,
+    i: int,
+    alone: PerExampleGradients,
+    tables: Collection[str],
+    others: Tensor | None = None,
 ) -> float:
-    """By how much of its norm the gradient of example i is another than that of the example alone, or its loss is."""
+    """By how much of its norm the gradient of example i is another than that of the example alone, or its loss is.
+
+    Args:
+        others: the norms () or (B,) that one is held to a share of which is nothing beside them; those of `together`.
+    """
     parameters = trainable(model)
     sums, rows = together.zeros(besides=tables), {name: RowSum(name, parameters[name]) for name in tables}
     losses = torch.stack([together.losses[i], alone.losses[0]]).double()
@@ -230,8 +244,8 @@ def _moved(
         norm = torch.linalg.vector_norm(values, dtype=torch.float64) / copies
         squares.append((parameters[name], norm.square()))
     difference = float(summed_over_shards(squares, losses.device).sqrt())
-    others = together.squared_norms().double().nan_to_num(0, 0, 0).max().sqrt()
-    size = max(float(norms.max()), _NEGLIGIBLE * float(others))
+    others = together.squared_norms().sqrt() if others is None else others
+    size = max(float(norms.max()), _NEGLIGIBLE * float(others.double().nan_to_num(0, 0, 0).max()))
     by_loss = float((losses[0] - losses[1]).abs() / losses.abs().max().clamp_min(1))
     return max(difference / size if size else difference, by_loss)
 
@@ -245,6 +259,11 @@ def _cut(batch: Batch, i: int, single: Batch, left: bool) -> dict[str, Any]:
             values = values.narrow(1, extra if left else 0, values.shape[1] - extra)
         row[name] = values
     return row
+
+
+def tolerance_of(model: nn.Module) -> float:
+    """Up to which part of its norm a gradient is the same one."""
+    return _LOW_PRECISION_TOLERANCE if _is_coarse(model) else _TOLERANCE
 
 
 def _is_coarse(model: nn.Module) -> bool:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from hf_dp.errors import ConfigurationError, HfDpError
 from hf_dp.per_example.memory import write_of
@@ -14,6 +18,8 @@ from hf_dp.per_example.sharding import local, total_norm
 
 Around = tuple[Callable[[], None], Callable[[], None]]
 Mark = tuple[Tensor, int, int, int]
+# Optimizers that are held to the gradients of private steps.
+_HELD = weakref.WeakSet[torch.optim.Optimizer]()
 
 
 class WrittenGradients:
@@ -44,6 +50,8 @@ class WrittenGradients:
                 why="that its gradients are those with noise, and no others, is checked there.",
                 fix="call super().__init__(params, defaults) of torch.optim.Optimizer in its constructor.",
             )
+        count_writes_of_others()
+        _HELD.add(self._optimizer)
         self._listen()
 
     def note(self, model: nn.Module) -> None:
@@ -71,6 +79,7 @@ class WrittenGradients:
     def forget(self) -> None:
         """Lets the optimizer take any gradient again."""
         self._marks = {}
+        _HELD.discard(self._optimizer)
         for handle in self._handles:
             handle.remove()
 
@@ -152,6 +161,22 @@ class Weights:
                     fix="move the weights by the optimizer of begin() alone; wrap, load, freeze and average before "
                     "begin() or in a copy of the model.",
                 )
+
+
+@functools.cache
+def count_writes_of_others() -> None:
+    """From now on torch counts what fused optimizers write, Trainer's default among them, as it does of others.
+
+    But for those of private trainings that are at work. For as long as the process lives: what is written once a
+    training has ended is held against its end.
+    """
+
+    def counted(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if optimizer not in _HELD:
+            written = (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
+            increment_version([p for p in written if not p.is_inference()])
+
+    register_optimizer_step_pre_hook(counted)
 
 
 def gradient_norm(model: nn.Module) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -14,6 +14,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 import hf_dp.ranks as ranks
 from hf_dp.accounting import Ledger
 from hf_dp.errors import LedgerError
+from hf_dp.per_example.state import is_saved as is_saved_buffer
+from hf_dp.per_example.taken import bits_of
 from hf_dp.step.plan import Plan
 from hf_dp.training.origin import covers
 
@@ -34,20 +36,26 @@ class _Left(NamedTuple):
 
 
 class _AsLeft(NamedTuple):
-    """As `_Left`; its shape and some of its numbers then, and which beginning of a training that was the end of."""
+    """As `_Left`; its shape, type and sum of bits then, and which beginning of a training that was the end of."""
 
     who: weakref.ref[Any]
     steps: int
     shape: torch.Size
-    few: Tensor
+    dtype: torch.dtype
+    bits: int
     beginning: frozenset[_Known]
+
+    def has_moved(self, value: Tensor) -> bool:
+        """Whether its numbers are others now, which a change of precision, or rows for new tokens, do not say."""
+        is_like = (value.shape, value.dtype) == (self.shape, self.dtype)
+        return is_like and _bits(value) != self.bits
 
 
 # What trainings have left, also of models that are gone.
 _LEFT: dict[_Known, tuple[_Left, ...]] = {}
 _AS_LEFT: Any = WeakTensorKeyDictionary()
-# The same by trainer, and by name: for a model that was put in the place of what it has trained.
-_BY_NAME: weakref.WeakKeyDictionary[Any, tuple[type, dict[str, _AsLeft]]] = weakref.WeakKeyDictionary()
+# By trainer all that its model keeps, by name, frozen or not: also for a model that was put in the place of that one.
+_BY_NAME: weakref.WeakKeyDictionary[Any, tuple[type, dict[str, _AsLeft | None]]] = weakref.WeakKeyDictionary()
 
 
 def few_of(p: Tensor) -> Tensor | None:
@@ -99,21 +107,26 @@ class Leaving:
         self._note(self._largest)
 
     def at_end(self) -> None:
-        """Trained parameters, which of them are others than any before, and what they are."""
-        trained = {name: p for name, p in self._model.named_parameters() if p.requires_grad}
-        trained = trained if self._ledger.charges else {}
-        self._note(trained.values())
-        steps, before = self._ledger.steps, self._before
+        """Which trained parameters are others than any before, and what all that is saved with them is."""
+        kept = _kept(self._model) if self._ledger.charges else {}
+        trained = [value for value in kept.values() if value.requires_grad]
+        self._note(trained)
         # Schedule-free optimizers exchange weights between training and evaluation.
         changes_itself = any("train_mode" in group for group in self._optimizer.param_groups)
-        for p in () if changes_itself else trained.values():
-            known = _AS_LEFT.get(p)
-            is_noted = known is not None and known.beginning is before and known.steps == steps
-            if not is_noted and (few := few_of(p)) is not None:
-                _AS_LEFT[p] = _AsLeft(self._who, steps, p.shape, few, before)
+        noted: dict[str, _AsLeft | None] = {}
+        for name, value in kept.items():
+            is_told = few_of(value) is not None and not value.is_meta
+            noted[name] = self._as_left(value) if is_told and not (changes_itself and value.requires_grad) else None
+            if value.requires_grad and (left := noted[name]) is not None:
+                _AS_LEFT[value] = left
         if (trainer := self._who()) is not None:
-            noted = {} if changes_itself else {name: _AS_LEFT.get(p) for name, p in trained.items()}
-            _BY_NAME[trainer] = type(self._model), {name: left for name, left in noted.items() if left is not None}
+            _BY_NAME[trainer] = type(self._model), noted
+
+    def _as_left(self, value: Tensor) -> _AsLeft:
+        known, steps = _AS_LEFT.get(value), self._ledger.steps
+        if known is not None and known.beginning is self._before and known.steps == steps:
+            return known  # type: ignore[no-any-return]
+        return _AsLeft(self._who, steps, value.shape, value.dtype, _bits(value), self._before)
 
     def _note(self, parameters: Iterable[Tensor]) -> None:
         left = {known for p in parameters if (known := _known(p)) is not None} - self._before
@@ -137,23 +150,58 @@ def refuse_moved(model: nn.Module, trainer: Any, what: str, *, is_saved: bool = 
     """
     kind, by_name = _BY_NAME.get(trainer, (None, {}))
     by_name = by_name if is_saved and type(model) is kind else {}
-    for name, p in model.named_parameters():
-        left: Any = (_AS_LEFT.get(p) if p.requires_grad else None) or by_name.get(name)
-        if (
-            left is None
-            or left.who() is not trainer
-            or left.steps != trainer.ledger.steps
-            or left.shape != p.shape  # with rows for new tokens, say: which numbers are those of before?
-            or not has_moved(p, left.few)
-        ):
+    goes_along = _adapters_of(model) if by_name else None
+    for name, value in _kept(model).items():
+        left: Any = _AS_LEFT.get(value) if value.requires_grad else None
+        if left is None and by_name and (goes_along is None or value.data_ptr() in goes_along):
+            _refuse_new(name, by_name, what)
+            left = by_name[name]
+        if left is None or left.who() is not trainer or left.steps != trainer.ledger.steps or not left.has_moved(value):
             continue
         raise LedgerError(
             f"{what}, after something else than this training has changed {name} since it came to its end.",
             why="what changed it may have seen private data (a training without privacy, say), of which the ledger has "
             "nothing, and the record beside the weights would be untrue.",
-            fix="call save_model() right after train(), and change a copy of the model, or what was saved; weights "
-            "that are changed already can be saved without a record, by save_pretrained() of the model.",
+            fix="save right after training (save_model(), or save() of a PrivateRun), and change a copy of the model, "
+            "or what was saved; weights that are changed already can be saved without a record, by save_pretrained() "
+            "of the model.",
         )
+
+
+def _refuse_new(name: str, known: Mapping[str, Any], what: str) -> None:
+    if name not in known:
+        raise LedgerError(
+            f"{what}, of a model that has got {name} since this training came to its end.",
+            why="it would be saved beside the record of a training that has not made it, and what has made it may have "
+            "seen private data.",
+            fix="call save_model() right after train(); take out what came since (of adapters, delete_adapter()), or "
+            "save it without a record, by save_pretrained() of the model.",
+        )
+
+
+def _kept(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters, and buffers that are saved."""
+    saved = (
+        (f"{path}.{last}".lstrip("."), value)
+        for path, owner in model.named_modules()
+        for last, value in owner._buffers.items()
+        if value is not None and is_saved_buffer(owner, last)
+    )
+    return {**dict(model.named_parameters()), **dict(saved)}
+
+
+def _adapters_of(model: Any) -> set[int] | None:
+    """Where the numbers lie that are saved of a model of PEFT; None of others, of which all are."""
+    if not hasattr(model, "peft_config"):
+        return None
+    from peft import get_peft_model_state_dict
+
+    states = (get_peft_model_state_dict(model, adapter_name=n, save_embedding_layers=False) for n in model.peft_config)
+    return {value.data_ptr() for state in states for value in state.values()}
+
+
+def _bits(value: Tensor) -> int:
+    return int(bits_of(value.detach().reshape(1, -1)))
 
 
 def refuse_copies(model: nn.Module, trainer: object, saved: Saved | None, plan: Plan) -> None:
@@ -185,9 +233,9 @@ def refuse_copies(model: nn.Module, trainer: object, saved: Saved | None, plan: 
         raise LedgerError(
             f"the model has weights that another private training in this process has left, after {left.steps} steps.",
             why="the ledger of this one is without them, so its report and its card would leave out what those cost.",
-            fix="on data of the same people call save_model() of that trainer, and give PrivacyConfig(after=...) with "
-            "its folder: both then share one budget; where nobody is in both, PrivacyConfig(other_people=True). Or "
-            "begin from weights of before.",
+            fix="on data of the same people let that one save (save_model(), or save() of a PrivateRun), and give "
+            "PrivacyConfig(after=...) with that folder: both then share one budget; where nobody is in both, "
+            "PrivacyConfig(other_people=True). Or begin from weights of before.",
         )
 
 

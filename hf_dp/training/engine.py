@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import copy
 import functools
-import math
 from collections import Counter
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from hf_dp.clipping.rule import ClippingRule, Group
 from hf_dp.data.collate import Prepared
 from hf_dp.data.extremes import extreme_rows
+from hf_dp.data.failing_rows import failures_refused, refuse_rows_that_fail
 from hf_dp.data.left_padding import LeftPadding
 from hf_dp.data.loader import PoissonDataLoader
 from hf_dp.data.mixing_collator import check_collator
@@ -23,8 +24,6 @@ from hf_dp.data.several_texts import warn_of_packed
 from hf_dp.data.telling_rows import (
     alike_batches,
     ends_that_add,
-    failures_refused,
-    refuse_rows_that_fail,
     rows_between,
     rows_beyond,
     short_rows,
@@ -41,6 +40,7 @@ from hf_dp.per_example.in_groups import InGroups
 from hf_dp.per_example.independence import survey
 from hf_dp.per_example.kept import Memory
 from hf_dp.per_example.memory import unchanged_weights
+from hf_dp.per_example.neighbours import check_neighbours
 from hf_dp.per_example.padding import check_padding
 from hf_dp.per_example.passes import check_two_passes, record_in_two_passes, refuse_two_passes
 from hf_dp.per_example.quantised import check_quantised
@@ -255,7 +255,12 @@ class Engine:
     def _certify(self, together: Batch, uneven: list[Any], others: Sequence[Any] = ()) -> list[Any]:
         """Of `uneven`, the ends that add something. `others` may be held against these as well."""
         collate: Any = self.loader.collate_fn
-        certificate = preflight(self.model, self._loss, together, rules=self._rules, tables=self.by_rows)
+        known: dict[str, Any] = {"rules": self._rules, "tables": self.by_rows}
+        known["certificate"] = certificate = preflight(self.model, self._loss, together, **known)
+        with unchanged_state(self.model):
+            check_neighbours(self.model, self._loss, together, **known)
+            if self.passes == 2:
+                check_two_passes(self.model, self._loss, together, **known)
         norms: dict[int, float] = {}
 
         def held(rows: list[Any]) -> None:
@@ -264,7 +269,7 @@ class Engine:
         def adds(row: Any) -> bool:
             if id(row) not in norms:
                 held([row])
-            return 0 < norms[id(row)] < math.inf
+            return 0 < norms[id(row)] < float("inf")
 
         held(beside := outermost(uneven, collate.widths))
         ends = ends_that_add(uneven, collate.widths, adds)
@@ -274,11 +279,6 @@ class Engine:
         if between := rows_between([*uneven, *others], collate.widths, compared):
             # The last is beside the others, as wide as it is alone: what narrower rows do to a wide one is known.
             self._check_padding(between, certificate, len(between) - 1)
-        if self.passes == 2:
-            with unchanged_state(self.model):
-                check_two_passes(
-                    self.model, self._loss, together, certificate=certificate, rules=self._rules, tables=self.by_rows
-                )
         self._certificate = certificate
         if len(self._groups) > 1 and isinstance(found := self.to_sum(MicroBatch(together)), InGroups):
             # What is refused of a backward pass in which groups are handed on.
@@ -297,4 +297,4 @@ class Engine:
             )  # fmt: skip
 
     def _batch(self, rows: list[Any]) -> Batch:
-        return self._prepare_collated(self._collate.collated(rows))
+        return self._prepare_collated(self._collate.collated(copy.deepcopy(rows)))

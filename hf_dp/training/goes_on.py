@@ -64,7 +64,11 @@ def continued(ledger: Ledger, saved: SavedRun | None, plan: Plan, dataset: Any, 
     if plan.config.noise_multiplier is None:
         fix = "plan the whole training at once, or use noise_multiplier, where the ledger adds up what is spent."
         if ledger.steps < plan.mechanism.steps:
-            fix = "train(resume_from_checkpoint=True) goes on from a checkpoint; save_model() keeps what there is."
+            fix = (
+                "train(resume_from_checkpoint=True) goes on from a checkpoint; save_model() keeps what there is. "
+                "Without a checkpoint, and where nothing of this training is kept or was shown, make a new trainer "
+                "with the model loaded anew."
+            )
         raise BudgetExceededError(
             f"train() was called again after {ledger.steps} private steps.",
             why=f"the noise is calibrated for one training to spend {told(plan.config)}.",

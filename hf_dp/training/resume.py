@@ -179,10 +179,10 @@ def refuse_trained_by_another(model: nn.Module, trainer: object, saved: SavedRun
         raise LedgerError(
             f"another private training has trained this model before: {steps} on {examples_of(ledger.promise)}.",
             why="the ledger of this one is without them, so its report and its card would leave out what those cost.",
-            fix="on data of the same people call save_model() of that trainer now, and give PrivacyConfig(after=...) "
-            "with its folder: both then share one budget; where nobody is in both, PrivacyConfig(other_people=True). "
-            "Or call train() of that trainer again, whose ledger goes on, or begin from a new model object (not from "
-            "this one with weights put back) or without the adapter that was trained (delete_adapter).",
+            fix="on data of the same people let that one save now (save_model(), or save() of a PrivateRun), and give "
+            "PrivacyConfig(after=...) with that folder: both then share one budget; where nobody is in both, "
+            "PrivacyConfig(other_people=True). Or begin from a new model object (not from this one with weights put "
+            "back), or without the adapter (delete_adapter). With noise_multiplier a trainer may train() again.",
         )
 
 

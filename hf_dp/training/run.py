@@ -163,7 +163,7 @@ class Run:
         agree({**said, **described_optimizer(optimizer), **described_values(model)})
         refuse_broken_ties(self._ties, model)
         self._surroundings = surroundings(model)
-        refuse_optimizer(optimizer, model)
+        refuse_optimizer(optimizer, model, is_complete=True)
         self._written = WrittenGradients(optimizer, around)
         self._magnitudes = Magnitudes(self.plan, model, self.by_rows)
         say("\n".join(opening(self.plan)))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hf_dp.accounting import Ledger
 from hf_dp.config import PrivacyConfig
@@ -47,3 +47,11 @@ class RunsMixin(_Base):
                 fix="call trainer.train() first.",
             )
         return self._run
+
+    def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
+        """Refused: every trial spends budget on the same data."""
+        raise ConfigurationError(
+            "hyperparameter_search on private data.",
+            why="every trial is a training of its own, and their epsilons add up; choosing the best one leaks too.",
+            fix="search on public data, or train each candidate with its own budget and add up the ledgers.",
+        )

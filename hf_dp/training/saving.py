@@ -85,7 +85,7 @@ def refuse_unclaimed(model: Any, trainer: object) -> None:
             why="the ledger of this one is without them, so a record would leave out what those cost, if there is one.",
             fix="save with the trainer that made them; or load what this training saved into a new model.",
         )
-    refuse_moved(model, trainer, "save_model()", is_saved=True)
+    refuse_moved(model, trainer, "saving", is_saved=True)
 
 
 @functools.cache

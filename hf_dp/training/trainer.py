@@ -31,6 +31,7 @@ from hf_dp.training.callbacks import PrivacyCallback
 from hf_dp.training.checkpoints import CheckpointMixin, others_named
 from hf_dp.training.data import DataMixin
 from hf_dp.training.engine import Engine
+from hf_dp.training.evaluation_tried import TriedEvaluationMixin
 from hf_dp.training.layouts import LayoutsMixin
 from hf_dp.training.loaded import refuse_other_values
 from hf_dp.training.logs import LogsMixin
@@ -45,7 +46,9 @@ from hf_dp.training.run import Run
 from hf_dp.training.signature import tell
 
 
-class DPTrainerMixin(RestoringMixin, CheckpointMixin, LayoutsMixin, PublishingMixin, DataMixin, LogsMixin):
+class DPTrainerMixin(
+    RestoringMixin, CheckpointMixin, LayoutsMixin, PublishingMixin, DataMixin, TriedEvaluationMixin, LogsMixin
+):
     """Makes any Trainer subclass train with DP-SGD: `class MyTrainer(DPTrainerMixin, MyBaseTrainer)`.
 
     One dataloader item is one logical batch, Poisson-sampled with expected size `per_device_train_batch_size` x
@@ -192,6 +195,7 @@ class DPTrainerMixin(RestoringMixin, CheckpointMixin, LayoutsMixin, PublishingMi
             refuse_other_values(self._checkpoint, saved.values, self._module, self.optimizer)
             if self.args.load_best_model_at_end:
                 self.read_best(run.plan.promise, self._dataset)
+        self._try_evaluation()
         run.begin(self.optimizer, checkpoint, state.global_step, owner=self)
 
     def after_optimizer_step(self) -> None:
@@ -255,14 +259,6 @@ class DPTrainerMixin(RestoringMixin, CheckpointMixin, LayoutsMixin, PublishingMi
         refuse_other_values(best, saved.values, self._module)
         for part in self._begun.parts.values():
             part.load(best)
-
-    def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
-        """Refused: every trial spends budget on the same data."""
-        raise ConfigurationError(
-            "hyperparameter_search on private data.",
-            why="every trial is a training of its own, and their epsilons add up; choosing the best one leaks too.",
-            fix="search on public data, or train each candidate with its own budget and add up the ledgers.",
-        )
 
     @property
     def _has_usual_loss(self) -> bool:

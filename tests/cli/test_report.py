@@ -120,4 +120,6 @@ def test_the_log_of_another_run_is_not_shown_and_none_is_refused_for_a_figure(fi
             assert not (tmp_path / "run.png").exists()
     finally:
         state.write_text(before, encoding="utf-8")
-    assert CliRunner().invoke(app, ["report", str(finished), "--figure", str(tmp_path / "run")]).exit_code == 2
+    for name in ("run", "run.gif"):
+        assert CliRunner().invoke(app, ["report", str(finished), "--figure", str(tmp_path / name)]).exit_code == 2
+        assert not (tmp_path / name).exists()

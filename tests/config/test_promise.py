@@ -112,6 +112,7 @@ def test_ranges_are_the_same_wherever_they_are_asked_for() -> None:
                 target_delta=1e-5, sampling_probability=0.1, steps=1,
             )  # fmt: skip
         assert str(of_config.value) == str(of_calibration.value)
+        assert ("text, not a number" in str(of_config.value)) == (epsilon == "8")
 
 
 def test_a_path_is_kept_as_text() -> None:

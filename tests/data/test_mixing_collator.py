@@ -290,3 +290,37 @@ def test_failure_29_a_share_of_the_rows_that_is_drawn_for_all_together(share: fl
     with pytest.raises(ConfigurationError, match="changes the same number of rows in each batch"):
         check_collator(LogicalBatchCollator(4, dropped), images())
     check_collator(LogicalBatchCollator(4, dropped_one_by_one), images())
+
+
+def pictures(rows: Rows) -> dict[str, Tensor]:
+    batch = {
+        "x": torch.stack([torch.as_tensor(row["x"]) for row in rows]),
+        "labels": torch.tensor([row["labels"] for row in rows]),
+    }
+    return batch
+
+
+def scaled_by_the_largest(rows: Rows) -> dict[str, Tensor]:
+    batch = pictures(rows)
+    return {**batch, "x": batch["x"] / 255 if batch["x"].max() > 1 else batch["x"]}
+
+
+def without_what_is_missing(rows: Rows) -> dict[str, Tensor]:
+    batch = pictures(rows)
+    return {**batch, "x": batch["x"].where(batch["x"].isfinite().all(0), 0)}
+
+
+def weighted_by_the_batch(rows: Rows) -> dict[str, Tensor]:
+    batch = pictures(rows)
+    return {**batch, "weights": torch.where(batch["labels"].eq(0), 1.0 + batch["labels"].sum(), 1.0)}
+
+
+@pytest.mark.parametrize("kind", [list, np.asarray, torch.tensor])
+@pytest.mark.parametrize("collate", [scaled_by_the_largest, without_what_is_missing, weighted_by_the_batch])
+def test_failure_73_what_few_rows_hold_decides_for_a_whole_batch(
+    collate: Callable[[Rows], dict[str, Tensor]], kind: Callable[[Any], Any]
+) -> None:
+    made = [{"x": kind([0.1 * i, 0.2, 0.3]), "labels": 0} for i in range(3)]
+    with pytest.raises(ConfigurationError, match="another row when other examples are beside it"):
+        check_collator(LogicalBatchCollator(4, collate), made)
+    check_collator(LogicalBatchCollator(4, pictures), made)

@@ -1,7 +1,11 @@
-"""Datasets that make a row of other rows, chosen at random, are refused; random choices within a row are not."""
+"""Datasets that make a row of other rows, chosen at random, or by a generator of their own, are refused.
+
+Random choices within a row are not.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +16,7 @@ import numpy as np
 import pandas as pd  # type: ignore[import-untyped]
 import pytest
 import torch
+from PIL import Image
 
 from hf_dp.data.mixing_dataset import check_dataset
 from hf_dp.errors import ConfigurationError
@@ -179,3 +184,121 @@ def test_failure_47_in_a_training(tmp_path: Path) -> None:
     run = make(tmp_path / "cropped", parts={"train_dataset": Cropped(ROWS)}, max_steps=1)
     run.train()
     assert run.ledger.steps == 1
+
+
+# Of a row's tokens, with a generator: by default one that is kept.
+Draw = Callable[[np.random.Generator, list[int]], Any]
+
+
+def rotated(generator: np.random.Generator, ids: list[int]) -> list[int]:
+    by = int(generator.integers(100))
+    return [(i + by) % 20 for i in ids]
+
+
+@dataclasses.dataclass
+class Example:
+    ids: Any
+
+
+class Opaque:
+    """Two are never equal, and nobody looks into them."""
+
+    __slots__ = ()
+
+
+OF_A_STREAM: dict[str, Draw] = {
+    "tokens": rotated,
+    "an array": lambda g, ids: np.array(rotated(g, ids)),
+    "broken numbers": lambda g, ids: g.random(3),
+    "an array of objects": lambda g, ids: np.array([str(g.random()), None], dtype=object),
+    "one number": lambda g, ids: g.random(),
+    "a tensor": lambda g, ids: torch.tensor(rotated(g, ids)),
+    "a broken tensor": lambda g, ids: torch.from_numpy(g.random(3)),
+    "text": lambda g, ids: str(rotated(g, ids)),
+    "nested": lambda g, ids: [{"ids": tuple(rotated(g, ids))}],
+    "a picture": lambda g, ids: Image.fromarray(g.integers(256, size=(4, 4), dtype=np.uint8)),
+    "another length": lambda g, ids: ids[: int(g.integers(2))],
+    "now and then": lambda g, ids: rotated(g, ids) if g.random() < 0.5 else ids,
+}
+
+
+class Augmented(Rows):
+    """By the numbers of one generator for all rows, or of one for each."""
+
+    def __init__(self, draw: Draw, is_kept: bool = True, form: Callable[[Any], Any] = lambda ids: ids) -> None:
+        super().__init__(ROWS)
+        self.draw, self.is_kept, self.form, self.generator = draw, is_kept, form, np.random.default_rng(0)
+
+    def __getitem__(self, i: int) -> Any:
+        generator = self.generator if self.is_kept else np.random.default_rng(np.random.randint(2**31))
+        return self.form({**self.data[i], "input_ids": self.draw(generator, self.data[i]["input_ids"])})
+
+
+class Counting(Rows):
+    """Each reading is another: it counts them in the object that it gives."""
+
+    def __getitem__(self, i: int) -> Row:
+        row: Row = self.data[i]
+        row["reads"] = row.get("reads", 0) + 1
+        return row
+
+
+class Remembering(Rows):
+    """With a token of the row before, whichever that was."""
+
+    before = 0
+
+    def __getitem__(self, i: int) -> Row:
+        row = {**self.data[i], "input_ids": [*self.data[i]["input_ids"], self.before]}
+        self.before = i
+        return row
+
+
+AGAIN = "gives another row when it is read again under the same global random state"
+
+
+def transformed(is_kept: bool) -> datasets.Dataset:
+    generator = np.random.default_rng(0)
+
+    def transform(batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
+        own = generator if is_kept else np.random.default_rng(np.random.randint(2**31))
+        return {**batch, "input_ids": [rotated(own, ids) for ids in batch["input_ids"]]}
+
+    return datasets.Dataset.from_list(ROWS).with_transform(transform)
+
+
+@pytest.mark.parametrize("case", OF_A_STREAM)
+@pytest.mark.parametrize(
+    "form", [lambda row: row, lambda row: Example(row["input_ids"]), lambda row: tuple(row.values())]
+)
+def test_failure_75_a_generator_of_its_own(case: str, form: Callable[[Any], Any]) -> None:
+    with pytest.raises(ConfigurationError, match=AGAIN):
+        check_dataset(Augmented(OF_A_STREAM[case], form=form))
+    check_dataset(Augmented(OF_A_STREAM[case], is_kept=False, form=form))
+
+
+@pytest.mark.parametrize("dataset", [Counting([dict(row) for row in ROWS]), Remembering(ROWS)], ids=lambda d: type(d))
+def test_failure_75_what_follows_from_earlier_reads(dataset: Any) -> None:
+    with pytest.raises(ConfigurationError, match=AGAIN):
+        check_dataset(dataset)
+
+
+def test_failure_75_a_transform_with_a_generator_of_its_own() -> None:
+    with pytest.raises(ConfigurationError, match=f"^Dataset, by its transform, {AGAIN}"):
+        check_dataset(transformed(is_kept=True))
+    check_dataset(transformed(is_kept=False))
+    check_dataset(datasets.Dataset.from_list(ROWS).with_transform(lambda rows: rows))
+
+
+def test_what_cannot_be_compared_or_is_rounded_is_no_generator_of_its_own() -> None:
+    check_dataset(Augmented(lambda generator, ids: [Opaque(), float("nan"), np.array([np.nan])]))
+    check_dataset(Augmented(lambda generator, ids: [x := 1 + 1e-9 * generator.random(), torch.tensor(x), np.array(x)]))
+
+
+def test_failure_75_in_a_training(tmp_path: Path) -> None:
+    for dataset in (Augmented(rotated), transformed(is_kept=True)):
+        refused(tmp_path, ConfigurationError, AGAIN, at_once=False, parts={"train_dataset": dataset})
+    for name, dataset in {"dataset": Augmented(rotated, is_kept=False), "by": transformed(is_kept=False)}.items():
+        run = make(tmp_path / name, parts={"train_dataset": dataset}, max_steps=1)
+        run.train()
+        assert run.ledger.steps == 1

@@ -14,8 +14,6 @@ import hf_dp.data.extremes as extremes
 import hf_dp.per_example.state as state
 from hf_dp.data.telling_rows import (
     alike_batches,
-    failures_refused,
-    refuse_rows_that_fail,
     rows_between,
     rows_beyond,
     short_rows,
@@ -23,7 +21,7 @@ from hf_dp.data.telling_rows import (
     uneven_rows,
 )
 from hf_dp.data.widths import outermost, widths_of
-from hf_dp.errors import ConfigurationError, PreflightError, UnsupportedModelError
+from hf_dp.errors import PreflightError, UnsupportedModelError
 
 ROWS = [
     {"input_ids": [3, 4], "labels": 1},
@@ -236,102 +234,6 @@ def test_switches_are_refused_and_everything_is_put_back() -> None:
     with pytest.raises(UnsupportedModelError, match="added from nothing to 'short'"), state.unchanged_state(model):
         model.added = "short"
     assert not hasattr(model, "added")
-
-
-def test_a_row_that_fails_is_named_with_its_error() -> None:
-    def run(row: dict[str, Any]) -> None:
-        if 99 in row["input_ids"]:
-            raise IndexError("index out of range")
-
-    with pytest.raises(
-        ConfigurationError, match=r"row 1 .counted from 0. of the training data .*IndexError: index out of range"
-    ):
-        refuse_rows_that_fail(ROWS, [0, 1], [], run)
-    with pytest.raises(ConfigurationError, match="a row of the training data"):
-        refuse_rows_that_fail(ROWS, [], ROWS, run)
-    refuse_rows_that_fail([ROWS[0], ROWS[2]], [0, 1], [ROWS[3]], run)
-
-
-@pytest.mark.parametrize(
-    ("error", "kind"),
-    [
-        (ZeroDivisionError("none"), ConfigurationError),
-        (PreflightError("a", why="b", fix="c"), PreflightError),
-        (torch.OutOfMemoryError("no more"), torch.OutOfMemoryError),
-        (RuntimeError("[gloo/transport] Connection closed by peer"), RuntimeError),
-        (KeyboardInterrupt(), KeyboardInterrupt),
-    ],
-)
-def test_an_error_of_the_model_is_refused_and_one_that_says_more_stays(error: Exception, kind: type[Exception]) -> None:
-    with pytest.raises(kind) as caught, failures_refused():
-        raise error
-    assert type(caught.value) is kind
-    assert (caught.value is error) == (kind is not ConfigurationError)
-    assert str(error) in str(caught.value)
-    notes = getattr(caught.value, "__notes__", [])
-    assert any("the longest among them" in note for note in notes) == (kind is torch.OutOfMemoryError)
-
-
-@pytest.mark.parametrize("of", [list, table])
-def test_of_a_row_without_tokens_it_is_said_where_and_of_how_many(of: Any) -> None:
-    def run(row: dict[str, Any]) -> None:
-        row["input_ids"][0]
-
-    empty = [{**row, "tags": [], "input_ids": row["input_ids"] if i % 2 else []} for i, row in enumerate(ROWS)]
-    with pytest.raises(
-        ConfigurationError, match=r"row 2 .* nothing in its column 'input_ids' \(3 such rows\), and"
-    ) as e:
-        refuse_rows_that_fail(of([{"tags": [], **row} for row in empty]), [1, 2], [], lambda row: run(row))
-    assert "IndexError" in e.value.found
-    assert "dataset.filter(lambda row: len(row['input_ids']) > 0)" in e.value.fix
-    assert extremes.empty_rows(table([{"text": ""}, {"text": "a"}]).select([1]), "text") == 0
-    assert extremes.empty_rows(table([{"text": 3}]), "text") is None
-
-
-def test_a_row_that_is_there_twice_is_tried_once() -> None:
-    tried: list[Any] = []
-    arrays = [{"x": np.arange(3)}, {"x": np.arange(3)}]
-    alike = [{**ROWS[0], "labels": value} for value in (1, True, 1.0)]
-    refuse_rows_that_fail(ROWS, [0, 1], [ROWS[1], *alike, *arrays], tried.append)
-    assert len(tried) == 6, "arrays are not compared, and 1, True and 1.0 are three"
-
-
-class Late(torch.Tensor):
-    """Tells of an error only when it is read, as what an accelerator computes does."""
-
-    @classmethod
-    def __torch_function__(cls, *args: Any, **kwargs: Any) -> Any:
-        raise torch.AcceleratorError("device-side assert triggered")
-
-
-def test_an_accelerator_that_fails_late_and_then_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
-    def run(row: dict[str, Any]) -> torch.Tensor:
-        return torch.ones(1).as_subclass(Late) if 99 in row["input_ids"] else torch.ones(1)
-
-    def is_dead(*args: Any) -> bool:
-        raise torch.AcceleratorError("device-side assert triggered")
-
-    monkeypatch.setattr(state, "equal", is_dead)
-    model = torch.nn.Module()
-    model.register_buffer("positions", torch.arange(3))
-    with (
-        pytest.raises(ConfigurationError, match=r"row 1 .counted from 0. of the training data .*device-side"),
-        state.unchanged_state(model),
-    ):
-        refuse_rows_that_fail(ROWS, [1, 2], [], run)
-
-
-@pytest.mark.parametrize(
-    "error",
-    [UnsupportedModelError("this", why="it", fix="that"), torch.OutOfMemoryError("too little"), KeyboardInterrupt()],
-)
-def test_what_is_not_the_rows_fault_is_not_blamed_on_it(error: BaseException) -> None:
-    def run(row: Any) -> None:
-        raise error
-
-    with pytest.raises(type(error)) as caught:
-        refuse_rows_that_fail(ROWS, [0], [], run)
-    assert caught.value is error
 
 
 @pytest.mark.parametrize(

@@ -163,6 +163,7 @@ def test_json_is_alone_on_stdout_and_says_what_was_shown(tmp_path: Path, monkeyp
         ["--data-seed", "4294967296"],
         ["--pretrained", "--quick"],
         ["--pretrained", "--model", "FILE/in/it"],
+        ["--quick", "--model", "nowhere"],
     ],
 )
 def test_bad_input_is_refused_before_anything_is_trained(flags: list[str], tmp_path: Path) -> None:

@@ -181,6 +181,7 @@ def test_in_bfloat16_sums_are_reduced_in_float32(pair: Gang) -> None:
 def test_evaluation_between_steps(tmp_path: Path, pair: Gang) -> None:
     alone = pair.alone_once(trained_alone, "tied gpt2")
     for found in pair.run(evaluated_in_shards, str(tmp_path / "two"), "tied gpt2"):
+        assert found["is_sharded"]
         assert len(found["losses"]) >= 2
         assert farthest(found["parameters"], alone["parameters"]) < TOLERANCE
 

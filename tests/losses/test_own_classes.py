@@ -1,28 +1,36 @@
-"""A class of one's own: its loss is known by its name, or by what it says of itself, and is held against its own."""
+"""A class of one's own: its loss is known by its name, what it says or what it inherits, and held against its own."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional as F
-from transformers import BertForSequenceClassification
+from transformers import BertForSequenceClassification, BertPreTrainedModel, DistilBertForSequenceClassification
 
 from hf_dp.errors import UnsupportedModelError
 from hf_dp.losses.kinds import loss_kind
 from hf_dp.losses.own import check_own_loss
 from hf_dp.losses.per_example import per_example_losses
+from tests.training.refusing import refused
+from tests.training.workbench import classifier, make
 from tests.zoo import text_batch, tiny
 
 
-class Judge(BertForSequenceClassification):
-    """With a name that says nothing of its loss."""
+class Judge(BertPreTrainedModel):
+    """With a name, and a class that it is made of, that say nothing of its loss."""
 
     weight = 1.0
 
-    def forward(self, *args: Any, labels: Any = None, **kwargs: Any) -> Any:
-        found = super().forward(*args, **kwargs)
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.judge = BertForSequenceClassification(config)
+
+    def forward(self, labels: Any = None, **inputs: Any) -> Any:
+        found = self.judge(**inputs)
         if labels is not None:
             found.loss = self.weight * F.cross_entropy(found.logits, labels)
         return found
@@ -42,3 +50,34 @@ def test_a_class_of_ones_own_says_which_loss_it_has_and_is_held_to_it() -> None:
     model.weight = 2.0
     with pytest.raises(UnsupportedModelError, match="as its loss of one example"):
         check_own_loss(model, batch)
+
+
+class Mine(DistilBertForSequenceClassification):
+    """With more to it, and the loss that it inherits."""
+
+    is_weighted = False
+
+    def forward(self, input_ids: Any, attention_mask: Any, labels: Any = None) -> Any:
+        found = super().forward(input_ids, attention_mask, labels=labels)
+        if self.is_weighted and labels is not None:
+            found.loss = 2 * found.loss
+        return found
+
+
+def test_a_class_made_of_one_of_transformers_has_its_loss() -> None:
+    model: Any = Mine(tiny("distilbert", "sequence").config)
+    assert loss_kind(model) == "classification"
+    fully_sharded = type("FSDPMine", (FSDPModule, Mine), {})
+    model.__class__ = fully_sharded
+    assert loss_kind(model) == "classification"
+    model.loss_type = "ForTokenClassification"
+    assert loss_kind(model) == "token", "what is said of a model goes before what it inherits"
+
+
+def test_a_class_made_of_one_of_transformers_trains_by_its_own_loss_alone(tmp_path: Path) -> None:
+    run = make(tmp_path / "its", Mine(classifier().config))
+    run.train()
+    assert run.ledger.steps == 4
+    model = Mine(classifier().config)
+    model.is_weighted = True
+    refused(tmp_path, UnsupportedModelError, "^Mine returns .* as its loss of one example", model, at_once=False)

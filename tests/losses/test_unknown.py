@@ -57,6 +57,7 @@ def hint_for(model: Any) -> str:
     with pytest.raises(UnsupportedModelError) as caught:
         check_own_loss(model, text_batch("causal_lm"))
     assert "compute_per_example_loss" in caught.value.fix
+    assert "PrivateRun(loss=...)" in caught.value.fix
     assert "docs/extending.md" in caught.value.fix
     return f"{caught.value.found} {caught.value.fix}"
 
@@ -103,6 +104,14 @@ def test_a_model_that_cannot_compute_its_own_loss_is_refused() -> None:
     model.forward = forward
     with pytest.raises(UnsupportedModelError, match="GPT2LMHeadModel cannot compute its own loss of one example"):
         check_own_loss(model, text_batch("causal_lm"))
+
+
+def test_whole_numbers_as_several_labels_are_told_to_be_floats() -> None:
+    model = tiny("bert", "sequence", problem_type="multi_label_classification")
+    labels = torch.ones(3, model.config.num_labels, dtype=torch.long)
+    with pytest.raises(UnsupportedModelError, match="cannot compute its own loss") as caught:
+        check_own_loss(model, {**text_batch("sequence"), "labels": labels})
+    assert "as floats" in caught.value.fix
 
 
 def test_a_model_without_a_loss_of_its_own_is_refused() -> None:

@@ -61,6 +61,14 @@ def misuse_other_training_between(model: Any, run: Any, optimizer: Any, batches:
     run.step(next(batches))
 
 
+def misuse_other_fused_training_between(model: Any, run: Any, optimizer: Any, batches: Any, batch: Any) -> None:
+    optimizer.step()
+    optimizer.zero_grad()
+    model(**pad(rows(4))).loss.backward()
+    torch.optim.AdamW(model.parameters(), fused=True).step()
+    run.step(next(batches))
+
+
 def misuse_other_training_before_saving(model: Any, run: Any, optimizer: Any, batches: Any, batch: Any) -> None:
     optimizer.step()
     run.end()
@@ -121,6 +129,7 @@ def misuse_no_output_dir(model: Any, run: Any, optimizer: Any, batches: Any, bat
         (misuse_clipping, "gradients that are not those of the private step"),
         (misuse_own_step, "gradients that are not those of the private step"),
         (misuse_other_training_between, r"step\(\), after something else than the run's optimizer has changed"),
+        (misuse_other_fused_training_between, r"step\(\), after something else than the run's optimizer has changed"),
         (misuse_other_training_before_saving, r"save\(\), after something else than the run's optimizer has changed"),
         (misuse_skipped_batch, r"a batch of batches\(\) without its step\(\)\."),
         (misuse_two_loops, "since another loop has begun"),

@@ -151,6 +151,20 @@ def test_an_optimizer_of_another_model(tmp_path: Path) -> None:
     refused(tmp_path, ConfigurationError, "SGD holds none", parts={"optimizers": (other, None)})
 
 
+def test_an_optimizer_of_some_parameters_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def trained(freeze: bool) -> str:
+        model: Any = classifier()
+        model.distilbert.requires_grad_(not freeze)
+        optimizer = torch.optim.SGD([*model.pre_classifier.parameters(), *model.classifier.parameters()], lr=0.1)
+        caplog.clear()
+        make(tmp_path, model, parts={"optimizers": (optimizer, None)}, max_steps=1).train()
+        return caplog.text
+
+    assert re.search(r"SGD holds none of \d+ trainable parameters, distilbert\.", said := trained(freeze=False))
+    assert said.count("trainable parameters") == 1
+    assert "trainable parameters" not in trained(freeze=True)
+
+
 def test_failure_12_an_optimizer_that_the_trainer_makes_is_looked_at_as_well(tmp_path: Path) -> None:
     class Own(DPTrainer):
         def create_optimizer(self, model: Any = None) -> Any:

@@ -307,3 +307,33 @@ def test_rows_without_a_picture_beside_rows_with_one_are_refused_in_words(tmp_pa
         remove_unused_columns=False,
     )
     assert "such as a picture" in error.fix
+
+
+def popped(examples: list[dict[str, Any]]) -> dict[str, Tensor]:
+    labels = [example.pop("labels") for example in examples]
+    return {**pad(examples), "labels": torch.tensor(labels)}
+
+
+def ended(examples: list[dict[str, Any]]) -> dict[str, Tensor]:
+    for example in examples:
+        assert 2 not in example["input_ids"]
+        example["input_ids"].append(2)
+    return pad(examples)
+
+
+@pytest.mark.parametrize(
+    ("kind", "collate"),
+    [
+        ("a list", popped),
+        ("a Hugging Face dataset", popped),
+        ("a torch dataset", popped),
+        ("a Hugging Face dataset", ended),
+    ],
+)
+@pytest.mark.parametrize("most", [None, 40])
+def test_collators_that_change_their_rows_train(tmp_path: Path, kind: str, collate: Any, most: int | None) -> None:
+    parts = {"data_collator": collate, "train_dataset": KINDS[kind](data := rows()), "max_tokens_per_micro_batch": most}
+    run = make(tmp_path, parts=parts, remove_unused_columns=False)
+    run.train()
+    assert run.ledger.steps == 4
+    assert data == rows()

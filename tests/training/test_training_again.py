@@ -72,8 +72,16 @@ def test_a_training_that_was_broken_off_is_told_how_to_go_on(tmp_path: Path) -> 
     )
     with pytest.raises(KeyboardInterrupt):
         trainer.train()
-    with pytest.raises(BudgetExceededError, match=r"again after 1 private steps[\s\S]*resume_from_checkpoint=True"):
+    with pytest.raises(
+        BudgetExceededError, match=r"again after 1 private steps[\s\S]*resume_from_checkpoint=True"
+    ) as no:
         trainer.train()
+    assert "Without a checkpoint" in no.value.fix  # of which there is none: save_strategy="no"
+    assert "make a new trainer with the model loaded anew" in no.value.fix
+    with pytest.raises(LedgerError, match="trained this model before: 1 private steps") as no:
+        make(tmp_path / "anew", trainer.model, privacy=private(noise_multiplier=None, target_epsilon=3.0)).train()
+    assert "With noise_multiplier a trainer may train() again" in no.value.fix
+    assert "save() of a PrivateRun" in no.value.fix
 
 
 def test_training_again_with_more_kinds_of_steps_than_are_verified_is_refused(

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from typing import Any
 
 from torch import nn
 
+import hf_dp.ranks as ranks
 from hf_dp.errors import ConfigurationError
 
+logger = logging.getLogger(__name__)
 
-def refuse_optimizer(optimizer: Any, model: nn.Module) -> None:
+
+def refuse_optimizer(optimizer: Any, model: nn.Module, *, is_complete: bool = False) -> None:
     """Refuses optimizers that ask for the gradient again, or that would train nothing. None is in order.
+
+    Args:
+        is_complete: whether it is as it will step: where it would move some trainable parameters alone, that is said.
 
     Raises:
         ConfigurationError: with its name.
@@ -27,9 +34,17 @@ def refuse_optimizer(optimizer: Any, model: nn.Module) -> None:
             fix="use an optimizer that takes one gradient for each step, such as the default adamw_torch.",
         )
     trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    missing = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in trained]
     if not any(id(p) in trained for p in model.parameters() if p.requires_grad):
         raise ConfigurationError(
             f"{type(optimizer).__name__} holds none of the model's trainable parameters.",
             why="nothing would be trained, and epsilon would be spent for nothing.",
             fix="make the optimizer when the model is complete (after adding adapters, say), or leave it out.",
+        )
+    if is_complete and missing:
+        ranks.warn(
+            logger,
+            "%s holds none of %s trainable parameters, %s the first: each example's gradient of them takes up room in "
+            "the clipping norm, and nothing moves them. Freeze them before (requires_grad_(False)), or give it all.",
+            *(type(optimizer).__name__, len(missing), missing[0]),
         )

@@ -21,8 +21,9 @@ def refuse_overrides(trainer: Any, mixin: type, base: type) -> None:
                 f"{owner.__name__}.{method} comes before DPTrainerMixin's.",
                 why="it would run instead of the private one: what is drawn, clipped, noised and counted, and whether "
                 "rows are mixed, would be its affair, and nobody's to check.",
-                fix="put DPTrainerMixin first: class MyTrainer(DPTrainerMixin, MyBaseTrainer), and do not override it; "
-                "what is to be done to batches goes into the data collator or _prepare_inputs.",
+                fix="do not override it: what is to be done to batches goes into the data collator or _prepare_inputs, "
+                "and a loss into compute_per_example_loss. Where a trainer behind the mixin has it, put DPTrainerMixin "
+                "first: class MyTrainer(DPTrainerMixin, MyBaseTrainer).",
             )
     behind = [
         kind for kind in type(trainer).__mro__ if "get_batch_samples" in vars(kind) and not _is_known(kind, mixin)
@@ -41,7 +42,8 @@ def refuse_overrides(trainer: Any, mixin: type, base: type) -> None:
             fix="leave the sampler to hf_dp; to balance classes, weight the per-example loss.",
         )
     has_own_loss = _owner(trainer, "compute_per_example_loss") is not mixin
-    owner = _owner(trainer, "compute_loss")
+    # In evaluation the mixin asks the one behind it, or the own loss.
+    owner = _owner(trainer, "compute_loss", but=mixin)
     is_known = owner is base or has_known_loss(owner)
     if not (has_own_loss or (is_known and trainer.compute_loss_func is None)):
         name = "compute_loss_func" if is_known else f"{owner.__name__}.compute_loss"
@@ -56,5 +58,7 @@ def _is_known(kind: type, mixin: type) -> bool:
     return issubclass(mixin, kind) or kind.__module__.startswith(("transformers.", "trl."))
 
 
-def _owner(trainer: Any, method: str) -> type:
-    return next(kind for kind in type(trainer).__mro__ if method in vars(kind))
+def _owner(trainer: Any, method: str, but: type | None = None) -> type:
+    """The class whose `method` is used, or would be without `but` and what it is made of."""
+    kinds = [kind for kind in type(trainer).__mro__ if but is None or not issubclass(but, kind)]
+    return next(kind for kind in kinds if method in vars(kind))

@@ -128,7 +128,7 @@ def test_a_decoder_whose_noise_is_still_to_come_attends_to_a_longer_text(tmp_pat
 
 def test_the_best_model_has_the_noise_of_its_step(tmp_path: Path) -> None:
     attention = ReAttentionConfig(error="accumulated", token_frequencies="uniform")
-    accuracies = iter([0.9, 0.5])
+    accuracies = iter([0.1, 0.9, 0.5])  # the first of what is tried before the first step
     trainer = make(
         tmp_path, privacy=private(re_attention=attention), max_steps=4, learning_rate=0.1, eval_strategy="steps",
         eval_steps=2, save_strategy="steps", save_steps=2, load_best_model_at_end=True,

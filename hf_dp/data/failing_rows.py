@@ -1,0 +1,123 @@
+"""For the check before the first step: rows that do not go through the collator and the model, and what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sized
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_dp.data.extremes import empty_rows
+from hf_dp.data.lengths import length_of
+from hf_dp.data.telling_rows import is_same
+from hf_dp.errors import ConfigurationError, HfDpError
+from hf_dp.figures import row_in_words
+from hf_dp.launched import of_the_backend
+
+_TOO_LITTLE = (
+    "The check before the first step takes a few rows, the longest among them, at once and in float32; no budget was "
+    "spent. Cut rows shorter (max_length), train fewer parameters (LoRA), or take an accelerator with more memory."
+)
+
+
+def keep_columns(error: Exception) -> str | None:
+    """What to do where `error` says that a column is not there; None where it says something else."""
+    if not isinstance(error, KeyError):
+        return None
+    return (
+        "give the dataset that column; if it has it, TrainingArguments(remove_unused_columns=False): Trainer drops "
+        "what the model's forward does not name, and a collator, a transform (set_transform, with_transform) or a loss "
+        "of your own may need it."
+    )
+
+
+def refuse_rows_that_fail(dataset: Any, extremes: list[int], few: list[Any], run: Callable[[Any], object]) -> None:
+    """Refuses training data of which some row would stop the training, after it has spent budget.
+
+    Args:
+        dataset: of which the `extremes` are tried.
+        extremes: see `hf_dp.data.extremes`.
+        few: rows that are tried as well; see `telling_rows`.
+        run: takes one row through the collator and the model, to its loss.
+
+    Raises:
+        ConfigurationError: with the error that the row made.
+    """
+    tried = [(f"{row_in_words(i)} of the training data", dataset[i]) for i in extremes]
+    gone: list[Any] = []
+    for name, row in [*tried, *(("a row of the training data", row) for row in few)]:
+        if any(is_same(row, one) for one in gone):
+            continue
+        gone.append(row)
+        try:
+            loss = run(row)
+            if isinstance(loss, Tensor):
+                # An accelerator tells of an index out of range only when it is asked for a number.
+                loss.sum().item()
+        except (HfDpError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            failed = f"does not go through the collator and the model ({type(error).__name__}: {error})"
+            why = "the training would stop where it is drawn, and what was spent until then would be lost."
+            if (found := _nothing_in(row, dataset)) is not None:
+                column, number = found
+                more = "" if number is None else f" ({number} such row{'s' * (number != 1)})"
+                raise ConfigurationError(
+                    f"{name} has nothing in its column {column!r}{more}, and {failed}.",
+                    why=why,
+                    fix="leave out the rows that are empty, before or after they are tokenized, for example "
+                    f"dataset.filter(lambda row: len(row[{column!r}]) > 0); or give each a token, such as the end of a "
+                    "text.",
+                ) from error
+            raise ConfigurationError(
+                f"{name} {failed}.",
+                why=why,
+                fix=keep_columns(error)
+                or "correct the row or leave it out: token ids are below the size of the vocabulary, labels of "
+                "classes whole numbers below num_labels (True and 1.0 are none), and texts have no more tokens than "
+                "the model has positions (truncation=True). If any row fails, the collator, model or adapter does not "
+                "take one by itself (micro-batches of one occur), or the model not without labels: it is called "
+                "without them, so for one that always computes its loss override "
+                "DPTrainer.compute_per_example_loss(model, inputs).",
+            ) from error
+
+
+@contextmanager
+def failures_refused() -> Iterator[None]:
+    """What fails inside with an error of the model's, the loss's or the collator's own is refused.
+
+    Raises:
+        ConfigurationError: with that error, unless it is of memory, or of another rank.
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        error.add_note(_TOO_LITTLE)
+        raise
+    except (HfDpError, MemoryError):
+        raise
+    except Exception as error:
+        if of_the_backend(error):
+            raise
+        raise ConfigurationError(
+            f"the check before the first step failed in the model, its loss or the collator ({type(error).__name__}: "
+            f"{error}).",
+            why="it takes rows of all kinds through them, by themselves and together, as training does, which would "
+            "stop at such a batch and lose what was spent until then.",
+            fix=keep_columns(error)
+            or "if some rows have what others lack, such as a picture, give it to all, or train on rows of one kind; "
+            "of a model in few bits quantise weights alone, not activations. Else the traceback says where.",
+        ) from error
+
+
+def _nothing_in(row: Any, dataset: Any) -> tuple[str, int | None] | None:
+    """A column in which a row has nothing, and others have something; and how many rows have nothing there."""
+    for name, value in row.items() if isinstance(row, Mapping) else ():
+        # A number in a tensor or an array has no length either.
+        if isinstance(value, Sized) and getattr(value, "shape", None) != () and not length_of(value):
+            number = empty_rows(getattr(dataset, "dataset", dataset), str(name))
+            if number != len(dataset):
+                return str(name), number
+    return None

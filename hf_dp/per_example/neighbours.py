@@ -1,0 +1,178 @@
+"""Does what one example holds change the gradients of others? Asked with neighbours that no data need hold.
+
+What a model, a loss or a tensor's hook decides for a whole micro-batch may follow from content that few rows have (a
+positive label, a number beyond a bound, NaN), which rows that are looked at need not show.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from hf_dp.errors import PreflightError
+from hf_dp.per_example.batch import Batch, LossFunction, take
+from hf_dp.per_example.independence import NoDropout, draws_numbers, forked_rng, in_mode
+from hf_dp.per_example.padding import moved_by, tolerance_of
+from hf_dp.per_example.precision import computed_in, with_memory_to_spare
+from hf_dp.per_example.preflight import off_zero
+from hf_dp.per_example.record import record
+from hf_dp.per_example.rule import Certificate, Rule
+from hf_dp.per_example.rules import RULES
+from hf_dp.per_example.waiting import answers_at_once
+
+# What is far from what inputs are, scaled as they mostly are.
+_FAR = 1000.0
+# So many other rows of a column of whole numbers stand in for its values.
+_OTHERS = 3
+
+
+class _Neighbour(NamedTuple):
+    """A row, beside which others are to be what they are.
+
+    Attributes:
+        what: is in it, in words.
+        apart: with which others it may stand in one batch: a maximum with NaN says nothing of what is far.
+        row: (1, ...) each.
+    """
+
+    what: str
+    apart: str
+    row: dict[str, Any]
+
+
+def check_neighbours(
+    model: nn.Module,
+    loss_fn: LossFunction,
+    batch: Batch,
+    *,
+    certificate: Certificate,
+    rules: Mapping[Any, Rule] = RULES,
+    tables: Collection[str] = (),
+) -> None:
+    """Checks that an example's gradient and loss stay what they are, whatever its neighbours hold.
+
+    Of each column the neighbours hold in turn numbers far from its own, zeros, ones, NaN and infinities, or other whole
+    numbers: those of the other rows, and where the device tells of an index out of range at once also 0, 1 and the next
+    after the largest. With what cannot be computed nothing is checked. In float32 with dropout off, in the mode that
+    the model is in; a model that draws other random numbers, in eval mode.
+
+    Args:
+        batch: two examples or more, short ones.
+
+    Raises:
+        PreflightError: a gradient moves.
+    """
+    tolerance = tolerance_of(model)
+    gradients = functools.partial(record, model, loss_fn, certificate=certificate, rules=rules, tables=tables)
+
+    def refuse_moved(batch: Batch) -> None:
+        norms = gradients(batch).squared_norms().sqrt()
+        adds = [i for i, norm in enumerate(norms.tolist()) if 0 < norm < math.inf]
+        if not adds or len(norms) < 2:
+            return  # nothing can be seen
+        first = take(batch, adds[:1])
+        alone, neighbours = gradients(first), list(_neighbours(batch, 1 if adds[0] == 0 else 0))
+
+        def moved(beside: list[_Neighbour]) -> bool:
+            """Whether either of two that are alike is another, before and after these."""
+            together = gradients(_together(first, beside))
+            by = (moved_by(model, together, i, alone, tables, norms) for i in (0, len(beside) + 1))
+            return any(not moved <= tolerance for moved in by)
+
+        for apart in dict.fromkeys(neighbour.apart for neighbour in neighbours):
+            beside = [neighbour for neighbour in neighbours if neighbour.apart == apart]
+            if _computed(functools.partial(moved, beside)) is False:
+                continue
+            for one in beside:
+                if _computed(functools.partial(moved, [one])):
+                    raise _moves(one.what)
+
+    def refuse_in(dtype: torch.dtype) -> None:
+        def refuse(sparing: bool) -> None:
+            with computed_in(model, batch, dtype, checkpointed=True, sparing=sparing) as exact:
+                refuse_moved(exact)
+
+        with_memory_to_spare(refuse)
+
+    def refuse_any() -> None:
+        try:
+            refuse_in(torch.float32)
+        except PreflightError as found:
+            # A small difference of large numbers is rounded by more than the tolerance.
+            if not _computed(is_the_same_in_float64):
+                raise found from None
+
+    def is_the_same_in_float64() -> bool:
+        refuse_in(torch.float64)
+        return True
+
+    with forked_rng(model), off_zero(model), NoDropout():
+        try:
+            refuse_any()
+        except PreflightError:
+            if not draws_numbers(model, loss_fn, take(batch, [0])):
+                raise
+            with in_mode(model, training=False):
+                refuse_any()
+
+
+def _neighbours(batch: Batch, i: int) -> Iterator[_Neighbour]:
+    """Row i with one column after the other that holds something else."""
+    row = take(batch, [i])
+    for name, values in batch.items():
+        if isinstance(values, Tensor):
+            for what, apart, strange in _strange(values, values[i : i + 1]):
+                yield _Neighbour(f"{what} in {name!r}", apart, {**row, name: strange})
+
+
+def _strange(values: Tensor, own: Tensor) -> Iterator[tuple[str, str, Tensor]]:
+    """What a row of `values` (B, ...) may hold in place of its `own` (1, ...)."""
+    if values.is_floating_point():
+        far = own * _FAR + 1
+        yield from (("large numbers", "", far), ("large negative numbers", "", -far))
+        yield from (("ones", "", torch.ones_like(own)), ("zeros", "", torch.zeros_like(own)))
+        yield "NaN", "NaN", torch.full_like(own, torch.nan)
+        yield "infinities", "infinities", torch.full_like(own, torch.inf)
+    elif values.dtype == torch.bool:
+        yield from (("True", "", torch.ones_like(own)), ("False", "", torch.zeros_like(own)))
+    elif not values.is_complex():
+        others = [row for row in values.split(1) if not torch.equal(row, own)]
+        yield from (("the numbers of another row", "", other) for other in others[:_OTHERS])
+        if answers_at_once(values.device):
+            # Below 0 is what has no label.
+            for number in (0, 1, int(values.max()) + 1) if values.numel() else ():
+                yield f"{number}", "" if number < 2 else "next", own.masked_fill(own.ge(0), number)
+
+
+def _together(first: Batch, beside: list[_Neighbour]) -> Batch:
+    """A row, its neighbours, and the same row."""
+    rows = [first, *(neighbour.row for neighbour in beside), first]
+    return {
+        name: torch.cat([row[name] for row in rows]) if isinstance(value, Tensor) else value
+        for name, value in first.items()
+    }
+
+
+def _computed(check: Callable[[], bool]) -> bool | None:
+    """What `check` finds, or None where what is strange cannot be computed."""
+    try:
+        return check()
+    except torch.OutOfMemoryError:
+        raise
+    except Exception:  # noqa: BLE001 - a model, a loss or a hook may refuse such a row in any way
+        return None
+
+
+def _moves(what: str) -> PreflightError:
+    return PreflightError(
+        f"an example's gradient is another with {what} in another example of its micro-batch.",
+        why="something is decided for the whole micro-batch by what one example holds (a weight of classes that are "
+        "counted there, a scale by its largest number, a skip where one is not finite), so one example would change "
+        "the gradients of all its neighbours, beyond what clipping bounds.",
+        fix="decide it for each example by itself, or by a constant: of public data, or of a private release.",
+    )

@@ -1,0 +1,197 @@
+"""A row that a training would stop at is refused with its error, and with what to do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from transformers import DataCollatorWithPadding, DistilBertForSequenceClassification
+
+import hf_dp.data.extremes as extremes
+import hf_dp.per_example.state as state
+from hf_dp.data.failing_rows import failures_refused, refuse_rows_that_fail
+from hf_dp.errors import ConfigurationError, PreflightError, UnsupportedModelError
+from tests.data.test_telling_rows import ROWS, table
+from tests.training.refusing import refused
+from tests.training.workbench import a_tokenizer, classifier, pad, rows
+
+
+def test_a_row_that_fails_is_named_with_its_error() -> None:
+    def run(row: dict[str, Any]) -> None:
+        if 99 in row["input_ids"]:
+            raise IndexError("index out of range")
+
+    with pytest.raises(
+        ConfigurationError, match=r"row 1 .counted from 0. of the training data .*IndexError: index out of range"
+    ):
+        refuse_rows_that_fail(ROWS, [0, 1], [], run)
+    with pytest.raises(ConfigurationError, match="a row of the training data"):
+        refuse_rows_that_fail(ROWS, [], ROWS, run)
+    refuse_rows_that_fail([ROWS[0], ROWS[2]], [0, 1], [ROWS[3]], run)
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (ZeroDivisionError("none"), ConfigurationError),
+        (PreflightError("a", why="b", fix="c"), PreflightError),
+        (torch.OutOfMemoryError("no more"), torch.OutOfMemoryError),
+        (RuntimeError("[gloo/transport] Connection closed by peer"), RuntimeError),
+        (KeyboardInterrupt(), KeyboardInterrupt),
+    ],
+)
+def test_an_error_of_the_model_is_refused_and_one_that_says_more_stays(error: Exception, kind: type[Exception]) -> None:
+    with pytest.raises(kind) as caught, failures_refused():
+        raise error
+    assert type(caught.value) is kind
+    assert (caught.value is error) == (kind is not ConfigurationError)
+    assert str(error) in str(caught.value)
+    notes = getattr(caught.value, "__notes__", [])
+    assert any("the longest among them" in note for note in notes) == (kind is torch.OutOfMemoryError)
+
+
+@pytest.mark.parametrize("of", [list, table])
+def test_of_a_row_without_tokens_it_is_said_where_and_of_how_many(of: Any) -> None:
+    def run(row: dict[str, Any]) -> None:
+        row["input_ids"][0]
+
+    empty = [{**row, "tags": [], "input_ids": row["input_ids"] if i % 2 else []} for i, row in enumerate(ROWS)]
+    with pytest.raises(
+        ConfigurationError, match=r"row 2 .* nothing in its column 'input_ids' \(3 such rows\), and"
+    ) as e:
+        refuse_rows_that_fail(of([{"tags": [], **row} for row in empty]), [1, 2], [], lambda row: run(row))
+    assert "IndexError" in e.value.found
+    assert "dataset.filter(lambda row: len(row['input_ids']) > 0)" in e.value.fix
+    assert extremes.empty_rows(table([{"text": ""}, {"text": "a"}]).select([1]), "text") == 0
+    assert extremes.empty_rows(table([{"text": 3}]), "text") is None
+
+
+def test_a_row_that_is_there_twice_is_tried_once() -> None:
+    tried: list[Any] = []
+    arrays = [{"x": np.arange(3)}, {"x": np.arange(3)}]
+    alike = [{**ROWS[0], "labels": value} for value in (1, True, 1.0)]
+    refuse_rows_that_fail(ROWS, [0, 1], [ROWS[1], *alike, *arrays], tried.append)
+    assert len(tried) == 6, "arrays are not compared, and 1, True and 1.0 are three"
+
+
+class Late(torch.Tensor):
+    """Tells of an error only when it is read, as what an accelerator computes does."""
+
+    @classmethod
+    def __torch_function__(cls, *args: Any, **kwargs: Any) -> Any:
+        raise torch.AcceleratorError("device-side assert triggered")
+
+
+def test_an_accelerator_that_fails_late_and_then_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(row: dict[str, Any]) -> torch.Tensor:
+        return torch.ones(1).as_subclass(Late) if 99 in row["input_ids"] else torch.ones(1)
+
+    def is_dead(*args: Any) -> bool:
+        raise torch.AcceleratorError("device-side assert triggered")
+
+    monkeypatch.setattr(state, "equal", is_dead)
+    model = torch.nn.Module()
+    model.register_buffer("positions", torch.arange(3))
+    with (
+        pytest.raises(ConfigurationError, match=r"row 1 .counted from 0. of the training data .*device-side"),
+        state.unchanged_state(model),
+    ):
+        refuse_rows_that_fail(ROWS, [1, 2], [], run)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [UnsupportedModelError("this", why="it", fix="that"), torch.OutOfMemoryError("too little"), KeyboardInterrupt()],
+)
+def test_what_is_not_the_rows_fault_is_not_blamed_on_it(error: BaseException) -> None:
+    def run(row: Any) -> None:
+        raise error
+
+    with pytest.raises(type(error)) as caught:
+        refuse_rows_that_fail(ROWS, [0], [], run)
+    assert caught.value is error
+
+
+def of_pictures(examples: list[Any]) -> dict[str, Any]:
+    return {**pad(examples), "img": torch.tensor([example["img"] for example in examples])}
+
+
+TEXTS = [{"text": "a b", **row} for row in rows()]
+NAMED = [{**row, "labels": "yes"} for row in rows()]
+PICTURES = [{**row, "img": [0.5]} for row in rows()]
+PADDED = DataCollatorWithPadding(a_tokenizer({"a", "b"}))
+
+
+def named(batch: dict[str, Any]) -> dict[str, Any]:
+    return {**batch, "labels": [len(text) % 3 for text in batch["text"]]}
+
+
+@pytest.mark.parametrize("kind", [list, datasets.Dataset.from_list])
+@pytest.mark.parametrize(
+    ("data", "collate", "changes", "words"),
+    [
+        (TEXTS, PADDED, {"remove_unused_columns": False}, "leave out columns that are no numbers"),
+        (NAMED, pad, {}, "of names of labels"),
+        ([{"text": "a", "labels": 1} for _ in rows()], PADDED, {"remove_unused_columns": False}, "with the tokenizer"),
+        (PICTURES, of_pictures, {}, "remove_unused_columns=False"),
+    ],
+)
+def test_what_a_collator_fails_on_in_all_rows_is_not_blamed_on_one(
+    tmp_path: Path, kind: Any, data: Any, collate: Any, changes: dict[str, Any], words: str
+) -> None:
+    parts = {"data_collator": collate, "train_dataset": kind(data)}
+    error = refused(tmp_path, ConfigurationError, "fails on each row by itself", at_once=False, parts=parts, **changes)
+    assert words in error.fix
+    assert "correct the row" not in error.fix
+
+
+class Named(nn.Module):
+    """Its forward names its inputs otherwise than the dataset does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
+        found: torch.Tensor = self.head(x)
+        return found
+
+
+class Always(DistilBertForSequenceClassification):
+    """Computes its loss whenever it is called."""
+
+    def forward(self, input_ids: Any, attention_mask: Any, labels: Any) -> Any:
+        return super().forward(input_ids, attention_mask, labels=labels.view(-1))
+
+
+def test_columns_that_a_forward_does_not_name_are_kept_by_an_argument(tmp_path: Path) -> None:
+    error = refused(tmp_path, ConfigurationError, "on each row by itself .*KeyError", Named(), at_once=False)
+    assert "remove_unused_columns=False" in error.fix
+
+
+def test_a_model_that_is_not_called_without_labels_is_told_of_its_own_loss(tmp_path: Path) -> None:
+    model = Always(classifier().config)
+    model.loss_type = "ForSequenceClassification"
+    error = refused(tmp_path, ConfigurationError, "does not go through", model, at_once=False)
+    assert "called without them" in error.fix
+    assert "compute_per_example_loss" in error.fix
+
+
+def test_columns_that_a_transform_reads_are_kept_by_an_argument(tmp_path: Path) -> None:
+    parts = {"train_dataset": datasets.Dataset.from_list(TEXTS).with_transform(named)}
+    error = refused(tmp_path, ConfigurationError, r"failed .*KeyError: 'text'", at_once=False, parts=parts)
+    assert "remove_unused_columns=False" in error.fix
+    assert "with_transform" in error.fix
+
+
+def test_a_batch_without_names_is_told_how_to_have_them(tmp_path: Path) -> None:
+    data = torch.utils.data.TensorDataset(torch.ones(24, 3), torch.zeros(24))
+    parts = {"train_dataset": data, "data_collator": torch.utils.data.default_collate}
+    error = refused(tmp_path, ConfigurationError, "returned list, not a mapping of names", at_once=False, parts=parts)
+    assert "dict of names to tensors" in error.fix
+    assert "packing" not in error.fix

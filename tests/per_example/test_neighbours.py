@@ -1,0 +1,136 @@
+"""What one example holds may change no other's gradient, whether the data shows it or not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hf_dp.errors import PreflightError
+from hf_dp.losses import per_example_losses
+from hf_dp.per_example import preflight
+from hf_dp.per_example.neighbours import check_neighbours
+from tests.zoo import text_batch, tiny
+
+F32 = torch.float32
+Losses = Callable[[nn.Module, Any], Tensor]
+
+
+def batch() -> dict[str, Tensor]:
+    """Of which no row shows what is rare: a positive label, a flag, a large number."""
+    generator = torch.Generator().manual_seed(1)
+    return {
+        "x": torch.rand(3, 4, generator=generator),
+        "flag": torch.zeros(3, dtype=torch.bool),
+        "labels": torch.zeros(3, dtype=torch.int64),
+    }
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
+
+
+def plain(model: nn.Module, inputs: Any) -> Tensor:
+    return F.cross_entropy(model(inputs["x"]), inputs["labels"], reduction="none")
+
+
+def weighted_by_the_batch(model: nn.Module, inputs: Any) -> Tensor:
+    positive = inputs["labels"].sum()
+    weight = (len(inputs["labels"]) - positive) / positive if positive else 1.0
+    return plain(model, inputs) * weight
+
+
+def scaled_by_the_largest(model: nn.Module, inputs: Any) -> Tensor:
+    x = inputs["x"]
+    return plain(model, {**inputs, "x": x / 255 if x.max() > 1 else x})
+
+
+def skipped_with_nan(model: nn.Module, inputs: Any) -> Tensor:
+    losses = plain(model, inputs)
+    return losses if losses.isfinite().all() else losses * 0
+
+
+def skipped_with_infinities(model: nn.Module, inputs: Any) -> Tensor:
+    return plain(model, inputs) * (not inputs["x"].isinf().any())
+
+
+def told_by_a_flag(model: nn.Module, inputs: Any) -> Tensor:
+    return plain(model, inputs) * (2.0 if inputs["flag"].any() else 1.0)
+
+
+def cut_on_its_way_back(model: nn.Module, inputs: Any) -> Tensor:
+    hidden = model[:2](inputs["x"])  # type: ignore[index]
+    if hidden.requires_grad:
+        hidden.register_hook(lambda g: g * (10 / g.norm()).clamp(max=1))
+    largest = inputs["x"].abs().amax(1)
+    return F.cross_entropy(model[2](hidden), inputs["labels"], reduction="none") * largest  # type: ignore[index]
+
+
+MIXING: list[tuple[Losses, str]] = [
+    (weighted_by_the_batch, "1 in 'labels'"),
+    (scaled_by_the_largest, "large numbers in 'x'"),
+    (skipped_with_nan, "NaN in 'x'"),
+    (skipped_with_infinities, "infinities in 'x'"),
+    (told_by_a_flag, "True in 'flag'"),
+    (cut_on_its_way_back, "large numbers in 'x'"),
+]
+
+
+def held(model: nn.Module, losses: Losses, batch: dict[str, Tensor]) -> None:
+    certificate = preflight(model, losses, batch)
+    check_neighbours(model, losses, batch, certificate=certificate)
+
+
+@pytest.mark.parametrize(("losses", "named"), MIXING, ids=[losses.__name__ for losses, _ in MIXING])
+def test_failure_73_what_few_rows_hold_decides_for_a_whole_micro_batch(losses: Losses, named: str) -> None:
+    with pytest.raises(PreflightError, match=f"is another with {named} in another example"):
+        held(model(), losses, batch())
+
+
+def test_what_each_example_decides_by_itself_is_not_refused() -> None:
+    def own(model: nn.Module, inputs: Any) -> Tensor:
+        x = inputs["x"]
+        x = torch.where(x.amax(1, keepdim=True) > 1, x / 255, x).nan_to_num(0, 0, 0)
+        return plain(model, {**inputs, "x": x}) * inputs["flag"].float().add(1)
+
+    held(model(), own, batch())
+
+
+def test_what_cannot_be_computed_is_no_reason_to_refuse() -> None:
+    def strict(model: nn.Module, inputs: Any) -> Tensor:
+        if not inputs["x"].abs().le(10).all():
+            raise ValueError("inputs are at most 10")
+        return plain(model, inputs)
+
+    held(model(), strict, batch())
+    with pytest.raises(PreflightError, match="1 in 'labels'"):
+        held(model(), lambda model, inputs: strict(model, inputs) * weighted_by_the_batch(model, inputs), batch())
+
+
+def test_where_an_example_adds_nothing_the_next_one_tells() -> None:
+    first = batch()["x"][0]
+
+    def first_left_out(model: nn.Module, inputs: Any) -> Tensor:
+        return weighted_by_the_batch(model, inputs).masked_fill(inputs["x"].eq(first).all(1), 0.0)
+
+    with pytest.raises(PreflightError, match="1 in 'labels'"):
+        held(model(), first_left_out, batch())
+
+
+@pytest.mark.parametrize(
+    ("name", "head", "dtype"),
+    [
+        ("gpt2", "causal_lm", torch.bfloat16), ("llama", "sequence", torch.bfloat16), ("bert", "multi_label", F32),
+        ("mixtral, experts batched", "causal_lm", F32), ("t5", "seq2seq", F32), ("vit", "image", F32),
+        pytest.param("mamba", "causal_lm", F32, marks=pytest.mark.slow),
+        pytest.param("bert", "choice", F32, marks=pytest.mark.slow),
+        pytest.param("wav2vec2", "ctc", F32, marks=pytest.mark.slow),
+    ],
+)  # fmt: skip
+def test_models_that_see_each_row_alone_pass(name: str, head: str, dtype: torch.dtype) -> None:
+    held(tiny(name, head, dtype), per_example_losses, text_batch(head, 4, 7, dtype))
