@@ -95,7 +95,8 @@ class Held:
             for path, owner in self.owners.items():
                 before, now = names[path], dict(_entries(owner))
                 for name, _, _ in _held_by(owner) if len(before) < _ENTRIES else ():
-                    if name not in before:
+                    # The dicts of hooks that every module has were left out where they were empty.
+                    if name not in before and name not in _OF_MODULES:
                         put(owner, name, NOTHING)
                 for name, value in before.items():
                     # What was opened meanwhile, a file say, stays open.

@@ -23,6 +23,7 @@ from hf_dp.per_example.preflight import off_zero
 from hf_dp.per_example.record import record
 from hf_dp.per_example.rule import Certificate, Rule
 from hf_dp.per_example.rules import RULES
+from hf_dp.per_example.sharding import is_sharded
 from hf_dp.per_example.waiting import answers_at_once
 
 # What is far from what inputs are, scaled as they mostly are.
@@ -57,9 +58,10 @@ def check_neighbours(
     """Checks that an example's gradient and loss stay what they are, whatever its neighbours hold.
 
     Of each column the neighbours hold in turn numbers far from its own, zeros, ones, NaN and infinities, or other whole
-    numbers: those of the other rows, and where the device tells of an index out of range at once also 0, 1 and the next
-    after the largest. With what cannot be computed nothing is checked. In float32 with dropout off, in the mode that
-    the model is in; a model that draws other random numbers, in eval mode.
+    numbers: those of the other rows, and on a CPU, where an index out of range is told at once, also 0, 1 and the next
+    after the largest (not of shards). With what cannot be computed nothing is checked. In float32 (before a refusal,
+    in float64 as well) with dropout off, in the mode that the model is in; a model that draws other random numbers, in
+    eval mode.
 
     Args:
         batch: two examples or more, short ones.
@@ -68,6 +70,8 @@ def check_neighbours(
         PreflightError: a gradient moves.
     """
     tolerance = tolerance_of(model)
+    # What fails must fail at once, and leave no shards (FSDP2) half gathered.
+    guesses = not is_sharded(model) and all(answers_at_once(p.device) for p in model.parameters())
     gradients = functools.partial(record, model, loss_fn, certificate=certificate, rules=rules, tables=tables)
 
     def refuse_moved(batch: Batch) -> None:
@@ -76,7 +80,7 @@ def check_neighbours(
         if not adds or len(norms) < 2:
             return  # nothing can be seen
         first = take(batch, adds[:1])
-        alone, neighbours = gradients(first), list(_neighbours(batch, 1 if adds[0] == 0 else 0))
+        alone, neighbours = gradients(first), list(_neighbours(batch, 1 if adds[0] == 0 else 0, guesses))
 
         def moved(beside: list[_Neighbour]) -> bool:
             """Whether either of two that are alike is another, before and after these."""
@@ -121,16 +125,16 @@ def check_neighbours(
                 refuse_any()
 
 
-def _neighbours(batch: Batch, i: int) -> Iterator[_Neighbour]:
-    """Row i with one column after the other that holds something else."""
+def _neighbours(batch: Batch, i: int, guesses: bool) -> Iterator[_Neighbour]:
+    """Row i with one column after the other that holds something else; whole numbers that no row holds if `guesses`."""
     row = take(batch, [i])
     for name, values in batch.items():
         if isinstance(values, Tensor):
-            for what, apart, strange in _strange(values, values[i : i + 1]):
+            for what, apart, strange in _strange(values, values[i : i + 1], guesses):
                 yield _Neighbour(f"{what} in {name!r}", apart, {**row, name: strange})
 
 
-def _strange(values: Tensor, own: Tensor) -> Iterator[tuple[str, str, Tensor]]:
+def _strange(values: Tensor, own: Tensor, guesses: bool) -> Iterator[tuple[str, str, Tensor]]:
     """What a row of `values` (B, ...) may hold in place of its `own` (1, ...)."""
     if values.is_floating_point():
         far = own * _FAR + 1
@@ -143,7 +147,7 @@ def _strange(values: Tensor, own: Tensor) -> Iterator[tuple[str, str, Tensor]]:
     elif not values.is_complex():
         others = [row for row in values.split(1) if not torch.equal(row, own)]
         yield from (("the numbers of another row", "", other) for other in others[:_OTHERS])
-        if answers_at_once(values.device):
+        if guesses:
             # Below 0 is what has no label.
             for number in (0, 1, int(values.max()) + 1) if values.numel() else ():
                 yield f"{number}", "" if number < 2 else "next", own.masked_fill(own.ge(0), number)
@@ -171,8 +175,7 @@ def _computed(check: Callable[[], bool]) -> bool | None:
 def _moves(what: str) -> PreflightError:
     return PreflightError(
         f"an example's gradient is another with {what} in another example of its micro-batch.",
-        why="something is decided for the whole micro-batch by what one example holds (a weight of classes that are "
-        "counted there, a scale by its largest number, a skip where one is not finite), so one example would change "
-        "the gradients of all its neighbours, beyond what clipping bounds.",
+        why="something is decided for the whole micro-batch by what one example holds (weights of classes counted "
+        "there, a scale by its largest number, a skip where one is not finite), beyond what clipping bounds.",
         fix="decide it for each example by itself, or by a constant: of public data, or of a private release.",
     )

@@ -282,3 +282,12 @@ def test_large_things_are_not_copied() -> None:
     with Held(model.named_modules()).put_back():
         model.data.texts.append("x")
     assert len(model.data.texts) == 1_000_001, "what is not looked at is left alone"
+
+
+def test_a_hook_that_came_meanwhile_stays() -> None:
+    """The dicts of hooks, which every module has, are looked at where something is in them."""
+    model = nn.Linear(2, 2)
+    with Held([("", model)]).put_back():
+        model.register_state_dict_pre_hook(lambda *_: None)
+    assert len(model._state_dict_pre_hooks) == 1
+    assert model.state_dict().keys() == {"weight", "bias"}
