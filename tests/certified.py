@@ -29,6 +29,7 @@ import hf_dp.ranks as ranks
 from hf_dp.losses import per_example_losses
 from hf_dp.parts.re_attention import installed
 from hf_dp.per_example import RULES, preflight
+from hf_dp.per_example.neighbours import check_neighbours
 from hf_dp.per_example.padding import check_padding
 from hf_dp.per_example.rule import Use
 
@@ -44,13 +45,13 @@ def once() -> Iterator[None]:
     importlib.import_module("hf_dp.training.trainer")
     callers, found = [m for name, m in list(sys.modules.items()) if name.startswith("hf_dp.training")], 0
     with ExitStack() as patches:
-        for check in (preflight, check_padding):
+        for check in (preflight, check_padding, check_neighbours):
             wrapped = remembering(check)
             for module in callers:
                 if getattr(module, check.__name__, None) is check:
                     patches.enter_context(mock.patch.object(module, check.__name__, wrapped))
                     found += 1
-        assert found >= 2, "the checks are called from elsewhere, and nothing is remembered"
+        assert found >= 3, "the checks are called from elsewhere, and nothing is remembered"
         yield
 
 

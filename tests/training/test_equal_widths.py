@@ -43,7 +43,13 @@ def test_16_bits_are_warned_of_where_widths_differ(tmp_path: Path, caplog: Any, 
     assert caplog.text.count(SAID) == 1
 
 
-@pytest.mark.parametrize("how", [{"dtype": torch.bfloat16}, {"bf16": True}], ids=["weights", "autocast"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        pytest.param({"dtype": torch.bfloat16}, id="weights"),
+        pytest.param({"bf16": True}, id="autocast", marks=pytest.mark.slow),
+    ],
+)
 def test_nothing_is_said_where_nothing_is_to_be_done(tmp_path: Path, caplog: Any, how: dict[str, Any]) -> None:
     assert not begun(tmp_path / "equal", caplog, rows(), equal_widths=True, **how)
     assert not begun(tmp_path / "one length", caplog, of_one_length(), **how)

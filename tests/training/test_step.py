@@ -207,6 +207,7 @@ def test_failure_15_bf16_parameters_get_float32_noise(tmp_path: Path) -> None:
     assert all(torch.isfinite(p).all() for p in model.parameters())
 
 
+@pytest.mark.slow  # tests/step/test_clipped_sum.py has it of the sum itself
 def test_failure_15_small_contributions_are_not_swallowed(tmp_path: Path) -> None:
     """The sum over many examples is kept in float32 though the parameters are bf16."""
     results = []
