@@ -29,7 +29,9 @@ from hf_dp.per_example.waiting import answers_at_once
 # What is far from what inputs are, scaled as they mostly are.
 _FAR = 1000.0
 # So many other rows of a column of whole numbers stand in for its values.
-_OTHERS = 3
+_OTHERS = 2
+# So many neighbours are recorded at once, with two copies of a row: rows may be long.
+_AT_ONCE = 6
 
 
 class _Neighbour(NamedTuple):
@@ -88,8 +90,7 @@ def check_neighbours(
             by = (moved_by(model, together, i, alone, tables, norms) for i in (0, len(beside) + 1))
             return any(not moved <= tolerance for moved in by)
 
-        for apart in dict.fromkeys(neighbour.apart for neighbour in neighbours):
-            beside = [neighbour for neighbour in neighbours if neighbour.apart == apart]
+        for beside in _parts(neighbours):
             if _computed(functools.partial(moved, beside)) is False:
                 continue
             for one in beside:
@@ -123,6 +124,13 @@ def check_neighbours(
                 raise
             with in_mode(model, training=False):
                 refuse_any()
+
+
+def _parts(neighbours: list[_Neighbour]) -> Iterator[list[_Neighbour]]:
+    """Those that may stand together, as many as are recorded at once."""
+    for apart in dict.fromkeys(neighbour.apart for neighbour in neighbours):
+        alike = [neighbour for neighbour in neighbours if neighbour.apart == apart]
+        yield from (alike[start : start + _AT_ONCE] for start in range(0, len(alike), _AT_ONCE))
 
 
 def _neighbours(batch: Batch, i: int, guesses: bool) -> Iterator[_Neighbour]:
