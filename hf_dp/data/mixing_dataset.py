@@ -78,9 +78,9 @@ def _refuse_own_generator(dataset: Any, rows: Sequence[int]) -> None:
                 raise ConfigurationError(
                     f"{type(dataset).__name__}{its} gives another row when it is read again under the same global "
                     "random state.",
-                    why="it keeps a generator of its own, counts its reads, or remembers rows; then which rows are "
-                    "read decides what all later ones become, and one example more or less moves the sum by more than "
-                    "clipping bounds.",
+                    why="it draws from another generator than these, counts its reads, or remembers rows; where one is "
+                    "kept, which rows are read decides what all later ones become, and one example more or less moves "
+                    "the sum by more than clipping bounds.",
                     fix="draw from the global generators of torch, numpy or Python, which hf_dp seeds; or seed one's "
                     "own anew for each row, by a number drawn from those or stored with the row (of "
                     "albumentations: transform.set_random_seed(int(np.random.randint(2**31)))).",
@@ -105,7 +105,9 @@ def _is_alike(one: Any, other: Any, *, is_row: bool = False) -> bool:
         return one.shape == other.shape and torch.allclose(one, other.to(one), rtol=_ROUNDING, atol=0, equal_nan=True)
     if hasattr(one, "__array__") or hasattr(one, "__array_interface__"):  # arrays, columns of tables, images
         one, other = np.asarray(one), np.asarray(other)
-        if one.dtype.kind == "f":
+        if one.dtype.kind in "mM":
+            return np.array_equal(one, other, equal_nan=True)
+        if one.dtype.kind in "fc":
             return one.shape == other.shape and np.allclose(one, other, rtol=_ROUNDING, atol=0, equal_nan=True)
         return _is_alike(one.tolist(), other.tolist()) if one.dtype == object else np.array_equal(one, other)
     return not (is_row and hasattr(one, "__dict__")) or _is_alike(vars(one), vars(other))

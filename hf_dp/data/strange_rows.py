@@ -9,6 +9,13 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+LABELS = ("label", "labels", "label_ids")
+
+
+def _unchanged(number: Any) -> Any:
+    return number
+
+
 # Of floats, and of whole numbers, of which those below 0 (no label) stay. As arithmetic, which arrays know too.
 _CHANGES: tuple[tuple[Callable[[Any], Any], Callable[[Any], Any]], ...] = (
     (lambda x: x * 1000 + 1, lambda n: n + (n >= 0)),
@@ -21,10 +28,14 @@ _CHANGES: tuple[tuple[Callable[[Any], Any], Callable[[Any], Any]], ...] = (
 
 
 def strange_rows(row: Any) -> Iterator[Any]:
-    """Versions of `row`, a mapping or a tuple of columns; none of others."""
+    """Versions of `row`, a mapping or a tuple of columns; none of others.
+
+    Of whole numbers in a mapping labels alone: a collator may keep what it makes by the number of a row.
+    """
     columns = row.items() if isinstance(row, Mapping) else enumerate(row) if isinstance(row, tuple) else ()
     for name, value in columns:
-        for of_floats, of_whole in _CHANGES:
+        is_label = not isinstance(row, Mapping) or name in LABELS
+        for of_floats, of_whole in _CHANGES if is_label else [(change, _unchanged) for change, _ in _CHANGES]:
             if (changed := _changed(value, of_floats, of_whole)) is not value:
                 if isinstance(row, Mapping):
                     yield {**row, name: changed}
@@ -40,9 +51,9 @@ def _changed(value: Any, of_floats: Callable[[Any], Any], of_whole: Callable[[An
         return value if is_same else type(value)(items)
     kind = str(value.dtype) if isinstance(value, (np.ndarray, np.generic, Tensor)) else type(value).__name__
     if "bool" in kind:
-        return (value == value) if of_whole(0) else (value != value)
+        return (value == value) if of_floats(0.0) > 0 else (value != value)
     if "float" in kind:
         return of_floats(value)
-    if "int" in kind:
+    if "int" in kind and of_whole is not _unchanged:
         return of_whole(value)
     return value

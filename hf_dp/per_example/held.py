@@ -5,10 +5,11 @@ from __future__ import annotations
 import functools
 import sys
 import types
-from collections import UserDict, UserList
+from collections import UserDict, UserList, deque
 from collections.abc import Container, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from itertools import chain, islice
+from pathlib import Path
 from typing import Any, cast
 
 from torch import Tensor, nn
@@ -64,7 +65,7 @@ class Held:
                     continue
                 within = f"{path}.{name}" if path else str(name)
                 if role == _HOLDER:
-                    if not value and isinstance(value, dict):  # as most of an adapter's are
+                    if isinstance(value, dict) and not value:  # as most of an adapter's are
                         self.owners[within] = value
                         continue
                     items = [(within, value)]
@@ -88,25 +89,38 @@ class Held:
     @contextmanager
     def put_back(self) -> Iterator[None]:
         """What is held is as it was then, at the end: the same objects, with the same in them."""
-        names = {path: {name: value for name, value, _ in _held_by(owner)} for path, owner in self.owners.items()}
+        names = {path: dict(_entries(owner)) for path, owner in self.owners.items()}
+        items = {place: list(names[place[0]][place[1]]) for place, value in self.values.items() if _is_list(value)}
         try:
             yield
         finally:
             for path, owner in self.owners.items():
                 before, now = names[path], dict(_entries(owner))
                 for name, _, _ in _held_by(owner) if len(before) < _ENTRIES else ():
-                    # The dicts of hooks that every module has were left out where they were empty.
-                    if name not in before and name not in _OF_MODULES:
+                    if name not in before:
                         put(owner, name, NOTHING)
                 for name, value in before.items():
-                    # What was opened meanwhile, a file say, stays open.
-                    if name not in now or (now[name] is not value and role_of(now[name])):
+                    # What is not looked at, a file that was opened meanwhile say, stays as it is.
+                    if role_of(value) and (name not in now or (now[name] is not value and role_of(now[name]))):
                         put(owner, name, value)
-            for (path, name), value in self.values.items():
-                held = names[path][name]
-                is_same = role_of(held) != _COPIED or same(copied_within(held), value)
-                if not is_same and not refill(held, value):
-                    put(self.owners[path], name, value)
+            for place, value in self.values.items():
+                held = names[place[0]][place[1]]
+                if role_of(held) != _COPIED or same(copied_within(held), value):
+                    continue
+                # The same items in it, where these can be given what they held.
+                kept = zip(items[place], value, strict=True) if place in items else ()
+                whole = type(value)([one if _is_again(one, was) else was for one, was in kept]) if kept else value
+                if not refill(held, whole):
+                    put(self.owners[place[0]], place[1], value)
+
+
+def _is_list(value: Any) -> bool:
+    return type(value) in (list, deque)
+
+
+def _is_again(one: Any, was: Any) -> bool:
+    """Whether an item of a list is, or could be made, what it was."""
+    return same(copied_within(one), was) or refill(one, was)
 
 
 def put(owner: Any, name: Any, value: Any) -> None:
@@ -140,7 +154,7 @@ def _held_by(holder: Any) -> list[tuple[Any, Any, int]]:
         role = _roles.get(type(value))
         if role is None:
             role = role_of(value)
-        if role and (name not in _OF_MODULES or (value and "hooks" in name)):
+        if role and (name not in _OF_MODULES or ("hooks" in name and value)):
             found.append((name, value, role))
     return found
 
@@ -205,15 +219,24 @@ def _role(kind: type) -> int:
     if issubclass(kind, SCALARS):
         return _SCALAR
     if issubclass(kind, COPIED):
-        return _COPIED
+        # A list of a class of its own cannot be made again.
+        return _OTHER if issubclass(kind, (list, deque, set, frozenset)) and kind not in COPIED else _COPIED
     is_object = _is_own(kind) and not issubclass(kind, _NO_OBJECT)
     return _HOLDER if is_object or issubclass(kind, _OF_NAMES) else _OTHER
 
 
 def _is_own(kind: type | types.FunctionType) -> bool:
     """Whether it is a class or a function of the user's, or of what is not known to hold nothing."""
-    root = (kind.__module__ or "").partition(".")[0]
-    return root not in _LIBRARIES and root not in sys.stdlib_module_names
+    return not _is_library((kind.__module__ or "").partition(".")[0])
+
+
+@functools.cache
+def _is_library(root: str) -> bool:
+    if root in _LIBRARIES or root in sys.stdlib_module_names:
+        return True
+    # What is installed keeps files, threads and caches, which cannot be put back by halves.
+    place = Path(getattr(sys.modules.get(root), "__file__", None) or "")
+    return not {"site-packages", "dist-packages"}.isdisjoint(place.parts)
 
 
 def beside(model: nn.Module, loss: Any) -> Iterator[tuple[str, Any]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 from torch import Tensor, nn
@@ -189,9 +189,6 @@ class Memory:
     def _put_back(self) -> Iterator[None]:
         with ExitStack() as stack:
             stack.enter_context(put_back(self._model))
-            for holder in self._beside.values():
-                if isinstance(holder, nn.Module):
-                    stack.enter_context(put_back(holder))
             stack.enter_context(self.restored())
             kept = [(p, p.detach().clone()) for p in self._moving.values()]
             try:
@@ -200,10 +197,16 @@ class Memory:
                 for p, value in kept:
                     p.data.copy_(value)
 
-    def restored(self) -> AbstractContextManager[None]:
-        """Puts back what is held in attributes, and what is held in that: what the first rows leave there would
-        otherwise be there before all steps, and no step would change it."""
-        return Held(self._holders()).put_back()
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Puts back what is held in attributes, and what is held in that, and buffers of modules beside the model: what
+        the first rows leave there would otherwise be there before all steps, and no step would change it."""
+        with ExitStack() as stack:
+            for holder in self._beside.values():
+                if isinstance(holder, nn.Module):
+                    stack.enter_context(put_back(holder))
+            stack.enter_context(Held(self._holders()).put_back())
+            yield
 
     def _is_alike(self, probe: Any, one: dict[Place, Any], other: dict[Place, Any]) -> bool:
         """Whether the losses are the same with these values and with those."""

@@ -38,6 +38,8 @@ def same(one: Any, other: Any) -> bool:
         return len(one) == len(other) and all(map(same, one, other))
     if type(one) is not type(other):
         return False
+    if isinstance(one, np.ndarray) and one.dtype == object:
+        return one.shape == other.shape and all(map(same, one.flat, other.flat))
     if isinstance(one, np.ndarray):
         return one.dtype == other.dtype and np.array_equal(one, other, equal_nan=one.dtype.kind in "fc")
     return isinstance(one, (*SCALARS, *_SETS, bytearray)) and bool(one == other or (one != one and other != other))

@@ -34,7 +34,8 @@ class TriedEvaluationMixin(EvaluationMixin):
         return super().train(*args, **kwargs)
 
     def _try_evaluation(self) -> None:
-        """Evaluates the first `eval_batch_size` rows of each evaluation set; nothing of it stays or is logged.
+        """Evaluates the first `eval_batch_size` rows of each evaluation set; nothing of it is logged, and the
+        model and what Trainer keeps are as before. What your own methods count, they count once more.
 
         Not of what has no rows by index, nor where the user's own class evaluates, or TRL's.
 
