@@ -324,3 +324,15 @@ def test_failure_73_what_few_rows_hold_decides_for_a_whole_batch(
     with pytest.raises(ConfigurationError, match="another row when other examples are beside it"):
         check_collator(LogicalBatchCollator(4, collate), made)
     check_collator(LogicalBatchCollator(4, pictures), made)
+
+
+def test_what_a_collator_keeps_by_the_number_of_a_row_is_that_rows() -> None:
+    known: dict[int, Any] = {}
+
+    def cached(rows: Rows) -> dict[str, Tensor]:
+        assert all(row["labels"] in (0, 1) for row in rows), "a collator may refuse what is strange"
+        return pictures([{**row, "x": known.setdefault(row["number"], row["x"])} for row in rows])
+
+    made = [{"x": [0.1 * i, 0.2], "labels": 0, "number": i} for i in range(3)]
+    check_collator(LogicalBatchCollator(4, cached), made)
+    assert known == {i: row["x"] for i, row in enumerate(made)}

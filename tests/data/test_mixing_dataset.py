@@ -302,3 +302,7 @@ def test_failure_75_in_a_training(tmp_path: Path) -> None:
         run = make(tmp_path / name, parts={"train_dataset": dataset}, max_steps=1)
         run.train()
         assert run.ledger.steps == 1
+
+
+def test_rows_without_a_date_are_alike() -> None:
+    check_dataset([{"at": np.datetime64("NaT"), "all": np.array(["NaT"], "M8[s]"), "x": i} for i in range(5)])
