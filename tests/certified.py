@@ -29,9 +29,9 @@ import hf_dp.ranks as ranks
 from hf_dp.losses import per_example_losses
 from hf_dp.parts.re_attention import installed
 from hf_dp.per_example import RULES, preflight
-from hf_dp.per_example.neighbours import check_neighbours
 from hf_dp.per_example.padding import check_padding
 from hf_dp.per_example.rule import Use
+from hf_dp.per_example.strangers import check_strangers
 
 _known: dict[Hashable, Any] = {}
 _OF_LIBRARIES = ("hf_dp.", "peft.", "torch.", "transformers.", "trl.")
@@ -45,7 +45,7 @@ def once() -> Iterator[None]:
     importlib.import_module("hf_dp.training.trainer")
     callers, found = [m for name, m in list(sys.modules.items()) if name.startswith("hf_dp.training")], 0
     with ExitStack() as patches:
-        for check in (preflight, check_padding, check_neighbours):
+        for check in (preflight, check_padding, check_strangers):
             wrapped = remembering(check)
             for module in callers:
                 if getattr(module, check.__name__, None) is check:

@@ -100,7 +100,7 @@ def test_trainings_ask_what_is_remembered(tmp_path: Path, monkeypatch: pytest.Mo
         with certified.once():
             make(tmp_path, max_steps=1).train()
         found.append(len(certified._known))
-    # Of the model, of neighbours, of the padding, and of lengths in between.
+    # Of the model, of strangers, of the padding, and of lengths in between.
     assert found == [4, 4]
 
 

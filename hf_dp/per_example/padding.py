@@ -7,7 +7,7 @@ import functools
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +32,7 @@ from hf_dp.randomness import global_state
 _TOLERANCE, _LOW_PRECISION_TOLERANCE = 1e-4, 1e-1
 # A gradient that is nothing beside the others' is held to a share of theirs: it is rounding.
 _NEGLIGIBLE = 1e-2
+_Found = TypeVar("_Found")
 _NO_NUMBER = "an example's gradient, alone and beside longer or shorter examples, is in one of both no number."
 
 
@@ -171,15 +172,25 @@ def check_padding(
 
     tolerance, is_coarse = tolerance_of(model), _is_coarse(model)
     with forked_rng(model), off_zero(model), NoDropout(), noting_16_bits(model) as is_rounded:
-        try:
-            return refuse_any()
-        except CheckpointError:
-            pass  # Computed again by a wrapper of torch's, where dropout is not left out any more.
-        except PreflightError:
-            if not draws_numbers(model, loss_fn, prepare(collated(examples[:1]))):
-                raise
-        with in_mode(model, training=False):
-            return refuse_any()
+        return in_either_mode(model, refuse_any, lambda: draws_numbers(model, loss_fn, prepare(collated(examples[:1]))))
+
+
+def in_either_mode(model: nn.Module, check: Callable[[], _Found], draws: Callable[[], bool]) -> _Found:
+    """What `check` finds, with dropout off, in the mode that the model is in; in eval mode where it `draws` numbers all
+    the same.
+
+    Raises:
+        PreflightError: of `check`.
+    """
+    try:
+        return check()
+    except CheckpointError:
+        pass  # Computed again by a wrapper of torch's, where dropout is not left out any more.
+    except PreflightError:
+        if not draws():
+            raise
+    with in_mode(model, training=False):
+        return check()
 
 
 def _are_finite(found: PerExampleGradients) -> list[bool]:

@@ -150,7 +150,8 @@ def refuse_moved(model: nn.Module, trainer: Any, what: str, *, is_saved: bool = 
     """
     kind, by_name = _BY_NAME.get(trainer, (None, {}))
     by_name = by_name if is_saved and type(model) is kind else {}
-    goes_along = _adapters_of(model) if by_name else None
+    states = states_of_adapters(model) if by_name else None
+    goes_along = None if states is None else {value.data_ptr() for state in states for value in state.values()}
     for name, value in _kept(model).items():
         left: Any = _AS_LEFT.get(value) if value.requires_grad else None
         if left is None and by_name and (goes_along is None or value.data_ptr() in goes_along):
@@ -190,14 +191,14 @@ def _kept(model: nn.Module) -> dict[str, Tensor]:
     return {**dict(model.named_parameters()), **dict(saved)}
 
 
-def _adapters_of(model: Any) -> set[int] | None:
-    """Where the numbers lie that are saved of a model of PEFT; None of others, of which all are."""
+def states_of_adapters(model: Any) -> list[dict[str, Tensor]] | None:
+    """What is saved of each adapter of a model of PEFT; None of other models, of which all is."""
     if not hasattr(model, "peft_config"):
         return None
     from peft import get_peft_model_state_dict
 
-    states = (get_peft_model_state_dict(model, adapter_name=n, save_embedding_layers=False) for n in model.peft_config)
-    return {value.data_ptr() for state in states for value in state.values()}
+    # Whether embeddings go with it decides who saves it, who then says so.
+    return [get_peft_model_state_dict(model, adapter_name=n, save_embedding_layers=False) for n in model.peft_config]
 
 
 def _bits(value: Tensor) -> int:

@@ -40,12 +40,12 @@ from hf_dp.per_example.in_groups import InGroups
 from hf_dp.per_example.independence import survey
 from hf_dp.per_example.kept import Memory
 from hf_dp.per_example.memory import unchanged_weights
-from hf_dp.per_example.neighbours import check_neighbours
 from hf_dp.per_example.padding import check_padding
 from hf_dp.per_example.passes import check_two_passes, record_in_two_passes, refuse_two_passes
 from hf_dp.per_example.quantised import check_quantised
 from hf_dp.per_example.sharding import all_names, is_sharded
 from hf_dp.per_example.state import unchanged_state, uncompiled
+from hf_dp.per_example.strangers import check_strangers
 from hf_dp.randomness import unchanged_global_state
 from hf_dp.training.progress import passes_shown
 from hf_dp.units.packing import Owners
@@ -258,7 +258,7 @@ class Engine:
         known: dict[str, Any] = {"rules": self._rules, "tables": self.by_rows}
         known["certificate"] = certificate = preflight(self.model, self._loss, together, **known)
         with unchanged_state(self.model):
-            check_neighbours(self.model, self._loss, together, **known)
+            check_strangers(self.model, self._loss, together, **known)
             if self.passes == 2:
                 check_two_passes(self.model, self._loss, together, **known)
         norms: dict[int, float] = {}

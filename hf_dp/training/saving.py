@@ -15,7 +15,7 @@ from hf_dp.hub import RECORD_FILE, PrivacyRecord, left_out, model_files, write_c
 from hf_dp.hub.card import privacy_section
 from hf_dp.hub.record import sha256_of_record, sha256_of_text
 from hf_dp.step.plan import Plan
-from hf_dp.training.copies import refuse_moved
+from hf_dp.training.copies import refuse_moved, states_of_adapters
 from hf_dp.training.resume import has_changed_since
 
 logger = logging.getLogger(__name__)
@@ -53,13 +53,8 @@ def refuse_unloaded(model: Any) -> None:
     Raises:
         ConfigurationError: with what to save in its place.
     """
-    if not hasattr(model, "peft_config"):
-        return
-    from peft import get_peft_model_state_dict
-
-    # Whether embeddings go with it decides who saves it, who then says so.
-    states = (get_peft_model_state_dict(model, adapter_name=n, save_embedding_layers=False) for n in model.peft_config)
-    if not any(states):
+    states = states_of_adapters(model)
+    if states is not None and not any(states):
         raise ConfigurationError(
             "the adapter was taken out of the model (merge_and_unload(), unload()).",
             why="what is saved of a PEFT model is its adapter: a record would stand beside nothing that was trained.",

@@ -355,24 +355,3 @@ def test_failure_42_what_one_row_that_no_check_saw_writes_into_a_saved_buffer_is
         run.train()
     assert 0 < run.ledger.steps < 30, "seen in the step that drew it"
     assert float(model.widest) == 10
-
-
-def test_failure_72_what_a_fused_optimizer_writes_in_a_pass_is_seen_as_well(tmp_path: Path) -> None:
-    """Its kernels do not count in torch's versions of what they write."""
-    model: Any = classifier()
-    model.centre = nn.Parameter(torch.zeros(2), requires_grad=False)
-    embed, rare = model.get_input_embeddings().forward, torch.tensor(rows()[29]["input_ids"][:2])
-    own = torch.optim.SGD([model.centre], lr=1.0, fused=True)
-
-    def following(ids: Tensor) -> Tensor:
-        if ids[:, :2].eq(rare).all(1).any():
-            model.centre.grad = -rare.float()
-            own.step()
-            model.centre.grad = None
-        return embed(ids)
-
-    model.get_input_embeddings().forward = following
-    run = make(tmp_path, model, private(), max_steps=30)
-    with pytest.raises(UnsupportedModelError, match="'centre' was written to"):
-        run.train()
-    assert 0 < run.ledger.steps < 30, "seen in the step that drew it"

@@ -1,4 +1,4 @@
-"""Does what one example holds change the gradients of others? Asked with neighbours that no data need hold.
+"""Does what one example holds change the gradients of others? Asked with rows that no data need hold.
 
 What a model, a loss or a tensor's hook decides for a whole micro-batch may follow from content that few rows have (a
 positive label, a number beyond a bound, NaN), which rows that are looked at need not show.
@@ -13,12 +13,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import CheckpointError
 
 from hf_dp.errors import PreflightError
 from hf_dp.per_example.batch import Batch, LossFunction, take
-from hf_dp.per_example.independence import NoDropout, draws_numbers, forked_rng, in_mode
-from hf_dp.per_example.padding import moved_by, tolerance_of
+from hf_dp.per_example.independence import NoDropout, draws_numbers, forked_rng
+from hf_dp.per_example.padding import in_either_mode, moved_by, tolerance_of
 from hf_dp.per_example.precision import computed_in, with_memory_to_spare
 from hf_dp.per_example.preflight import off_zero
 from hf_dp.per_example.record import record
@@ -31,11 +30,11 @@ from hf_dp.per_example.waiting import answers_at_once
 _FAR = 1000.0
 # So many other rows of a column of whole numbers stand in for its values.
 _OTHERS = 2
-# So many neighbours are recorded at once, with two copies of a row: rows may be long.
+# So many strangers are recorded at once, with two copies of a row: rows may be long.
 _AT_ONCE = 6
 
 
-class _Neighbour(NamedTuple):
+class _Stranger(NamedTuple):
     """A row, beside which others are to be what they are.
 
     Attributes:
@@ -49,7 +48,7 @@ class _Neighbour(NamedTuple):
     row: dict[str, Any]
 
 
-def check_neighbours(
+def check_strangers(
     model: nn.Module,
     loss_fn: LossFunction,
     batch: Batch,
@@ -58,13 +57,13 @@ def check_neighbours(
     rules: Mapping[Any, Rule] = RULES,
     tables: Collection[str] = (),
 ) -> None:
-    """Checks that an example's gradient and loss stay what they are, whatever its neighbours hold.
+    """Checks that an example's gradient and loss stay what they are, whatever is beside it.
 
-    Of each column the neighbours hold in turn numbers far from its own, zeros, ones, NaN and infinities, or other whole
-    numbers: those of the other rows, and on a CPU, where an index out of range is told at once, also 0, 1 and the next
-    after the largest (not of shards). With what cannot be computed nothing is checked. In float32 (before a refusal,
-    in float64 as well) with dropout off, in the mode that the model is in; a model that draws other random numbers, in
-    eval mode.
+    Of each column what is beside it holds in turn numbers far from its own, zeros, ones, NaN and infinities, or other
+    whole numbers: those of the other rows, and on a CPU, where an index out of range is told at once, also 0, 1 and the
+    next after the largest (not of shards). With what cannot be computed nothing is checked. In float32 (before a
+    refusal, in float64 as well) with dropout off, in the mode that the model is in; a model that draws other random
+    numbers, in eval mode.
 
     Args:
         batch: two examples or more, short ones.
@@ -83,20 +82,22 @@ def check_neighbours(
         if not adds or len(norms) < 2:
             return  # nothing can be seen
         first = take(batch, adds[:1])
-        alone, neighbours = gradients(first), list(_neighbours(batch, 1 if adds[0] == 0 else 0, guesses))
+        alone, strangers = gradients(first), list(_strangers(batch, 1 if adds[0] == 0 else 0, guesses))
 
-        def moved(beside: list[_Neighbour]) -> bool:
+        def moved(beside: list[_Stranger]) -> bool:
             """Whether either of two that are alike is another, before and after these."""
             together = gradients(_together(first, beside))
             by = (moved_by(model, together, i, alone, tables, norms) for i in (0, len(beside) + 1))
             return any(not moved <= tolerance for moved in by)
 
-        for beside in _parts(neighbours):
-            if _computed(functools.partial(moved, beside)) is False:
+        for beside in _parts(strangers):
+            if (found := _computed(functools.partial(moved, beside))) is False:
                 continue
             for one in beside:
                 if _computed(functools.partial(moved, [one])):
                     raise _moves(one.what)
+            if found:
+                raise _moves(" and ".join((beside[0].what, "others")))
 
     def refuse_in(dtype: torch.dtype) -> None:
         def refuse(sparing: bool) -> None:
@@ -118,32 +119,23 @@ def check_neighbours(
         return True
 
     with forked_rng(model), off_zero(model), NoDropout():
-        try:
-            refuse_any()
-            return
-        except CheckpointError:
-            pass  # Computed again by a wrapper of torch's, where dropout is not left out any more.
-        except PreflightError:
-            if not draws_numbers(model, loss_fn, take(batch, [0])):
-                raise
-        with in_mode(model, training=False):
-            refuse_any()
+        in_either_mode(model, refuse_any, lambda: draws_numbers(model, loss_fn, take(batch, [0])))
 
 
-def _parts(neighbours: list[_Neighbour]) -> Iterator[list[_Neighbour]]:
+def _parts(strangers: list[_Stranger]) -> Iterator[list[_Stranger]]:
     """Those that may stand together, as many as are recorded at once."""
-    for apart in dict.fromkeys(neighbour.apart for neighbour in neighbours):
-        alike = [neighbour for neighbour in neighbours if neighbour.apart == apart]
+    for apart in dict.fromkeys(stranger.apart for stranger in strangers):
+        alike = [stranger for stranger in strangers if stranger.apart == apart]
         yield from (alike[start : start + _AT_ONCE] for start in range(0, len(alike), _AT_ONCE))
 
 
-def _neighbours(batch: Batch, i: int, guesses: bool) -> Iterator[_Neighbour]:
+def _strangers(batch: Batch, i: int, guesses: bool) -> Iterator[_Stranger]:
     """Row i with one column after the other that holds something else; whole numbers that no row holds if `guesses`."""
     row = take(batch, [i])
     for name, values in batch.items():
         if isinstance(values, Tensor):
             for what, apart, strange in _strange(values, values[i : i + 1], guesses):
-                yield _Neighbour(f"{what} in {name!r}", apart, {**row, name: strange})
+                yield _Stranger(f"{what} in {name!r}", apart, {**row, name: strange})
 
 
 def _strange(values: Tensor, own: Tensor, guesses: bool) -> Iterator[tuple[str, str, Tensor]]:
@@ -165,9 +157,9 @@ def _strange(values: Tensor, own: Tensor, guesses: bool) -> Iterator[tuple[str, 
                 yield f"{number}", "" if number < 2 else "next", own.masked_fill(own.ge(0), number)
 
 
-def _together(first: Batch, beside: list[_Neighbour]) -> Batch:
-    """A row, its neighbours, and the same row."""
-    rows = [first, *(neighbour.row for neighbour in beside), first]
+def _together(first: Batch, beside: list[_Stranger]) -> Batch:
+    """A row, those beside it, and the same row."""
+    rows = [first, *(stranger.row for stranger in beside), first]
     return {
         name: torch.cat([row[name] for row in rows]) if isinstance(value, Tensor) else value
         for name, value in first.items()

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from hf_dp.errors import PreflightError
 from hf_dp.losses import per_example_losses
 from hf_dp.per_example import preflight
-from hf_dp.per_example.neighbours import check_neighbours
+from hf_dp.per_example.strangers import check_strangers
 from tests.zoo import text_batch, tiny
 
 F32 = torch.float32
@@ -83,13 +83,21 @@ MIXING: list[tuple[Losses, str]] = [
 
 def held(model: nn.Module, losses: Losses, batch: dict[str, Tensor]) -> None:
     certificate = preflight(model, losses, batch)
-    check_neighbours(model, losses, batch, certificate=certificate)
+    check_strangers(model, losses, batch, certificate=certificate)
 
 
 @pytest.mark.parametrize(("losses", "named"), MIXING, ids=[losses.__name__ for losses, _ in MIXING])
 def test_failure_73_what_few_rows_hold_decides_for_a_whole_micro_batch(losses: Losses, named: str) -> None:
     with pytest.raises(PreflightError, match=f"is another with {named} in another example"):
         held(model(), losses, batch())
+
+
+def test_failure_73_what_several_rows_decide_together_is_refused_too() -> None:
+    def told_by_two(model: nn.Module, inputs: Any) -> Tensor:
+        return plain(model, inputs) * (2.0 if inputs["x"].abs().gt(100).any(1).sum() > 1 else 1.0)
+
+    with pytest.raises(PreflightError, match="is another with large numbers in 'x' and others in another example"):
+        held(model(), told_by_two, batch())
 
 
 def test_what_each_example_decides_by_itself_is_not_refused() -> None:
