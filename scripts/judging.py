@@ -12,8 +12,8 @@ from hf_dp.errors import HfDpError
 from hf_dp.losses import check_own_loss, per_example_losses
 from hf_dp.per_example import Certificate, PerExampleGradients, loop, preflight, record
 from hf_dp.per_example.batch import LossFunction, batch_size
+from hf_dp.per_example.checks.switches import switch_off
 from hf_dp.per_example.precision import computed_in
-from hf_dp.per_example.switches import switch_off
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-3}
 # Of norms in bf16, against a loop in float32.

@@ -29,9 +29,9 @@ import hf_dp.ranks as ranks
 from hf_dp.losses import per_example_losses
 from hf_dp.parts.re_attention import installed
 from hf_dp.per_example import RULES, preflight
-from hf_dp.per_example.padding import check_padding
+from hf_dp.per_example.checks.padding import check_padding
+from hf_dp.per_example.checks.strangers import check_strangers
 from hf_dp.per_example.rule import Use
-from hf_dp.per_example.strangers import check_strangers
 
 _known: dict[Hashable, Any] = {}
 _OF_LIBRARIES = ("hf_dp.", "peft.", "torch.", "transformers.", "trl.")

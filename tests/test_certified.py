@@ -120,5 +120,5 @@ def test_workers_share_what_they_have_found_but_nothing_of_the_tests_themselves(
 
     monkeypatch.setattr(certified, "shared", tmp_path)
     assert [found_by_a_worker(), found_by_a_worker(), len(made)] == [[0.5], [0.5], 2]
-    check.__module__, check.__qualname__ = "hf_dp.per_example.preflight", "check"
+    check.__module__, check.__qualname__ = "hf_dp.per_example.checks.preflight", "check"
     assert [found_by_a_worker(), found_by_a_worker(), len(made)] == [[0.5], [0.5], 3]

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from hf_dp.data.hidden import begins, mask_of, on_host, without_hidden
 from hf_dp.per_example.batch import take
-from hf_dp.per_example.independence import NoDropout, forked_rng, in_mode
+from hf_dp.per_example.checks.independence import NoDropout, forked_rng, in_mode
 from hf_dp.per_example.precision import computed_in
 from hf_dp.per_example.sharding import is_sharded
 

@@ -13,7 +13,7 @@ from hf_dp.data.extremes import Extremes
 from hf_dp.data.lengths import length, length_of
 from hf_dp.data.widths import Measure, Widths, by_width, outermost
 from hf_dp.per_example.batch import Batch, take
-from hf_dp.per_example.independence import different_pair
+from hf_dp.per_example.checks.independence import different_pair
 
 _ROWS, _KEPT, _FEW_TOKENS = 32, 5, 12
 _IN_FOURS, _BETWEEN = 4, 2

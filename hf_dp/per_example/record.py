@@ -11,10 +11,10 @@ from torch.distributed.tensor import DTensor
 
 from hf_dp.errors import UnseenUseError, UnsupportedModelError
 from hf_dp.per_example.batch import Batch, LossFunction, batch_size
+from hf_dp.per_example.checks.independence import ambiguous_sizes, check_independence, check_shares, survey
 from hf_dp.per_example.factors import Factors
 from hf_dp.per_example.grouped import Grouping
 from hf_dp.per_example.ieee import full_precision
-from hf_dp.per_example.independence import ambiguous_sizes, check_independence, check_shares, survey
 from hf_dp.per_example.norms import all_squared_norms, magnitude_of_all, stacked
 from hf_dp.per_example.pictures import check_pictures
 from hf_dp.per_example.precision import sum_dtype

@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from hf_dp.errors import UnsupportedModelError
 from hf_dp.per_example.batch import Batch, LossFunction, check_losses
 from hf_dp.per_example.casts import Casts
+from hf_dp.per_example.checks.state import refuse_compiled
 from hf_dp.per_example.composites import COMPOSITES
 from hf_dp.per_example.constants import Constant, by_autograd, by_rule
 from hf_dp.per_example.factors import Factors, Outer
@@ -33,7 +34,6 @@ from hf_dp.per_example.precision import sum_dtype
 from hf_dp.per_example.reading import Reader
 from hf_dp.per_example.rule import PLAIN, Axis, Bound, Operands, Rule, Use, refusal
 from hf_dp.per_example.sharding import refuse_unknown_shards, reshard, trained_in, watched_when_whole
-from hf_dp.per_example.state import refuse_compiled
 from hf_dp.per_example.use import BROADCASTING, PRODUCTS, Call, recorded, sorted_operands
 from hf_dp.per_example.watched import Source, WatchedParameter, flatten, in_place, mapped, plain
 

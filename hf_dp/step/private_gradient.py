@@ -12,7 +12,7 @@ from hf_dp.accounting import Ledger
 from hf_dp.config.target import told
 from hf_dp.errors import BudgetExceededError
 from hf_dp.per_example import PerExampleGradients, Pieces
-from hf_dp.per_example.memory import unchanged_buffers
+from hf_dp.per_example.checks.memory import unchanged_buffers
 from hf_dp.randomness import secret_global_state
 from hf_dp.step.clipped_sum import ClippedSum, SummedByRows
 from hf_dp.step.plan import Plan

@@ -13,7 +13,7 @@ from torch.autograd.graph import increment_version
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from hf_dp.errors import ConfigurationError, HfDpError
-from hf_dp.per_example.memory import write_of
+from hf_dp.per_example.checks.memory import write_of
 from hf_dp.per_example.sharding import local, total_norm
 
 Around = tuple[Callable[[], None], Callable[[], None]]

@@ -34,18 +34,18 @@ from hf_dp.data.widths import Checked, outermost
 from hf_dp.errors import HfDpError, UnseenUseError
 from hf_dp.per_example import RULES, Certificate, PerExampleGradients, Rule, preflight, record
 from hf_dp.per_example.batch import Batch, LossFunction, check_losses
-from hf_dp.per_example.coins import NotingDraws
-from hf_dp.per_example.held import beside
+from hf_dp.per_example.checks.coins import NotingDraws
+from hf_dp.per_example.checks.held import beside
+from hf_dp.per_example.checks.independence import survey
+from hf_dp.per_example.checks.kept import Memory
+from hf_dp.per_example.checks.memory import unchanged_weights
+from hf_dp.per_example.checks.padding import check_padding
+from hf_dp.per_example.checks.quantised import check_quantised
+from hf_dp.per_example.checks.state import unchanged_state, uncompiled
+from hf_dp.per_example.checks.strangers import check_strangers
 from hf_dp.per_example.in_groups import InGroups
-from hf_dp.per_example.independence import survey
-from hf_dp.per_example.kept import Memory
-from hf_dp.per_example.memory import unchanged_weights
-from hf_dp.per_example.padding import check_padding
 from hf_dp.per_example.passes import check_two_passes, record_in_two_passes, refuse_two_passes
-from hf_dp.per_example.quantised import check_quantised
 from hf_dp.per_example.sharding import all_names, is_sharded
-from hf_dp.per_example.state import unchanged_state, uncompiled
-from hf_dp.per_example.strangers import check_strangers
 from hf_dp.randomness import unchanged_global_state
 from hf_dp.training.progress import passes_shown
 from hf_dp.units.packing import Owners

@@ -13,8 +13,8 @@ from torch.utils.data import IterableDataset, Subset
 import hf_dp.ranks as ranks
 from hf_dp.errors import ConfigurationError, HfDpError, shortened
 from hf_dp.launched import of_the_backend
+from hf_dp.per_example.checks.state import put_back
 from hf_dp.per_example.sharding import reshard
-from hf_dp.per_example.state import put_back
 from hf_dp.randomness import unchanged_global_state
 from hf_dp.training.behind.trl import is_of_trl
 from hf_dp.training.evaluation import EvaluationMixin, is_of_transformers

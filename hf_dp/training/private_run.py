@@ -25,7 +25,7 @@ from hf_dp.parts.part import Setting
 from hf_dp.parts.table import parts_of
 from hf_dp.per_example import RULES, Rule
 from hf_dp.per_example.batch import LossFunction
-from hf_dp.per_example.preflight import check_modules
+from hf_dp.per_example.checks.preflight import check_modules
 from hf_dp.training.checkpoints import others_named, refuse_files_in_the_way
 from hf_dp.training.engine import Engine
 from hf_dp.training.loaded import checksums, refuse_other_values

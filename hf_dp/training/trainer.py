@@ -24,7 +24,7 @@ from hf_dp.parts.part import Setting
 from hf_dp.parts.table import parts_of
 from hf_dp.per_example import RULES, Rule
 from hf_dp.per_example.batch import Batch
-from hf_dp.per_example.preflight import check_modules
+from hf_dp.per_example.checks.preflight import check_modules
 from hf_dp.training.at_rest import older_objects_at_rest
 from hf_dp.training.behind.table import behind
 from hf_dp.training.callbacks import PrivacyCallback

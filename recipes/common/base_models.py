@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from common.hub_names import pretrained
 from hf_dp.errors import ConfigurationError
-from hf_dp.per_example.quantised import check_quantised
+from hf_dp.per_example.checks.quantised import check_quantised
 
 
 @dataclass(kw_only=True)

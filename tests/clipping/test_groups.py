@@ -20,8 +20,8 @@ from hf_dp.clipping.rule import Group
 from hf_dp.errors import ConfigurationError, LedgerError
 from hf_dp.losses import per_example_losses
 from hf_dp.per_example import Certificate, PerExampleGradients, RowSum, loop, record
+from hf_dp.per_example.checks.independence import survey
 from hf_dp.per_example.in_groups import InGroups
-from hf_dp.per_example.independence import survey
 from hf_dp.per_example.rules import RULES
 from hf_dp.per_example.sharding import all_names
 from hf_dp.per_example.taken import GroupWatch

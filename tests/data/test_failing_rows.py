@@ -13,7 +13,7 @@ from torch import nn
 from transformers import DataCollatorWithPadding, DistilBertForSequenceClassification
 
 import hf_dp.data.extremes as extremes
-import hf_dp.per_example.state as state
+import hf_dp.per_example.checks.state as state
 from hf_dp.data.failing_rows import failures_refused, refuse_rows_that_fail
 from hf_dp.errors import ConfigurationError, PreflightError, UnsupportedModelError
 from tests.data.test_telling_rows import ROWS, table

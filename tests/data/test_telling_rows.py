@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import hf_dp.data.extremes as extremes
-import hf_dp.per_example.state as state
+import hf_dp.per_example.checks.state as state
 from hf_dp.data.telling_rows import (
     alike_batches,
     rows_between,

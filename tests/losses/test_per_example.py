@@ -21,7 +21,7 @@ from hf_dp.errors import UnsupportedModelError
 from hf_dp.losses import check_own_loss, loss_kind, per_example_losses
 from hf_dp.per_example import loop, preflight, record
 from hf_dp.per_example.batch import take
-from hf_dp.per_example.padding import check_padding
+from hf_dp.per_example.checks.padding import check_padding
 from tests.architectures import CONFIGS
 from tests.zoo import batches_of, text_batch, tiny
 

@@ -53,7 +53,7 @@ def test_numbers_are_drawn_where_noise_is_made_and_nowhere_else() -> None:
     texts = {str(path.relative_to(package)): path.read_text(encoding="utf-8") for path in package.rglob("*.py")}
     found = {name for name, text in texts.items() if DRAWS.search(text)}
     # Generators of a model's own are looked for, and none is drawn from.
-    looked_for = {"per_example/coins.py", "per_example/draws.py"}
+    looked_for = {"per_example/checks/coins.py", "per_example/checks/draws.py"}
     # An audit draws coins and canaries, none of which a training without one knows of.
     audits = {"audit/canaries.py", "audit/guesses.py", "audit/public.py", "demo/audited.py"}
     made = {"randomness.py", *(f"noise/{name}.py" for name in ("source", "gaussian", "grid", "digits"))}

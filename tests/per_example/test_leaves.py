@@ -15,7 +15,7 @@ from transformers import TrainerCallback
 from hf_dp import DPTrainer
 from hf_dp.errors import UnsupportedModelError
 from hf_dp.per_example import preflight, record
-from tests.per_example.test_memory import FEATURES, Plain
+from tests.per_example.checks.test_memory import FEATURES, Plain
 from tests.training.refusing import refused
 from tests.training.workbench import classifier, make, private
 

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from hf_dp.errors import UnseenUseError, UnsupportedModelError
 from hf_dp.losses import per_example_losses
 from hf_dp.per_example import Certificate, RowSum, record
+from hf_dp.per_example.checks.independence import survey
 from hf_dp.per_example.factors import Outer, PerExample
 from hf_dp.per_example.gram import Dense
-from hf_dp.per_example.independence import survey
 from hf_dp.per_example.oracle import loop
 from hf_dp.per_example.passes import check_two_passes, record_in_two_passes, refuse_two_passes
 from hf_dp.per_example.pieces import Pieces

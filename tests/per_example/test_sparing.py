@@ -16,10 +16,10 @@ from hf_dp.errors import PreflightError
 from hf_dp.losses import per_example_losses
 from hf_dp.per_example import precision as in_bits
 from hf_dp.per_example import preflight
-from hf_dp.per_example.padding import check_padding
+from hf_dp.per_example.checks.padding import check_padding
 from hf_dp.per_example.precision import computed_in
+from tests.per_example.checks.test_padding import TEXTS, collator
 from tests.per_example.small import Small, batch, square
-from tests.per_example.test_padding import TEXTS, collator
 from tests.zoo import adapted, text_batch, tiny
 
 _MOST = 64  # float32 numbers that a copy of a weight may have for longer than one operation
@@ -110,7 +110,7 @@ def full(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
             yield exact
 
     for name in ("padding", "preflight"):
-        monkeypatch.setattr(sys.modules[f"hf_dp.per_example.{name}"], "computed_in", short)
+        monkeypatch.setattr(sys.modules[f"hf_dp.per_example.checks.{name}"], "computed_in", short)
     return tried
 
 

@@ -14,7 +14,7 @@ from transformers import LlamaForCausalLM, OPTConfig, OPTForCausalLM
 from hf_dp.errors import ConfigurationError, PreflightError, UnsupportedModelError
 from hf_dp.losses import PREFERENCE_LOSSES
 from hf_dp.training.trainer import DPTrainerMixin
-from tests.per_example.test_quantised import Linear8bitLt
+from tests.per_example.checks.test_quantised import Linear8bitLt
 from tests.training.answers import DPDPOTrainer, make, pairs
 from tests.training.chats import WORDS, a_model, adapter, tokenizer
 from tests.training.workbench import private

@@ -12,7 +12,7 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
 from hf_dp.errors import ConfigurationError, UnsupportedModelError
-from hf_dp.per_example.memory import unchanged_buffers, writes_noted
+from hf_dp.per_example.checks.memory import unchanged_buffers, writes_noted
 from scripts.judging import judge
 from tests import zoo
 from tests.training.own_loops import a_run

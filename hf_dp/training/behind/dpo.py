@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from hf_dp.data.pairs import both, rows_of_pairs
 from hf_dp.errors import ConfigurationError, PreflightError
 from hf_dp.losses import PREFERENCE_LOSSES, Preferences, Shape, log_probabilities
-from hf_dp.per_example.independence import in_mode
+from hf_dp.per_example.checks.independence import in_mode
+from hf_dp.per_example.checks.state import put_back
 from hf_dp.per_example.precision import computed_in
-from hf_dp.per_example.state import put_back
 from hf_dp.training.behind.pairs import Pairs
 from hf_dp.training.behind.trl import Conflicts
 

@@ -13,7 +13,7 @@ from hf_dp.data.pairs import PairCollator, rows_of_pairs
 from hf_dp.errors import HfDpError, UnsupportedModelError
 from hf_dp.losses.own import COMPARED
 from hf_dp.per_example.batch import batch_size, take
-from hf_dp.per_example.independence import NoDropout
+from hf_dp.per_example.checks.independence import NoDropout
 from hf_dp.per_example.precision import computed_in
 from hf_dp.per_example.sharding import is_sharded
 from hf_dp.training.behind.trl import Conflicts, Trl

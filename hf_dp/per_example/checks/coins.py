@@ -19,12 +19,12 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 from hf_dp.errors import HfDpError, PreflightError
 from hf_dp.per_example.batch import Batch, LossFunction, batch_size, take
-from hf_dp.per_example.copies import Run, differing_copies, follows_number, moved_rows
-from hf_dp.per_example.draws import Change, Draw, Draws
-from hf_dp.per_example.independence import parameter_norms
+from hf_dp.per_example.checks.copies import Run, differing_copies, follows_number, moved_rows
+from hf_dp.per_example.checks.draws import Change, Draw, Draws
+from hf_dp.per_example.checks.independence import parameter_norms
+from hf_dp.per_example.checks.switches import warn_of
 from hf_dp.per_example.reading import Reader
 from hf_dp.per_example.rule import Axis, Readings, Rule, Use
-from hf_dp.per_example.switches import warn_of
 from hf_dp.per_example.watch import Watch
 
 _EXTREMES = ("least", "most", "another")

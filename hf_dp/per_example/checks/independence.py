@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from hf_dp.errors import PreflightError
 from hf_dp.per_example.batch import Batch, LossFunction, batch_size, take
-from hf_dp.per_example.draws import Change, Draws
+from hf_dp.per_example.checks.draws import Change, Draws
 from hf_dp.per_example.ieee import full_precision
 from hf_dp.per_example.norms import squared_norms
 from hf_dp.per_example.reading import Reader

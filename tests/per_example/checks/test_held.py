@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from hf_dp.errors import UnsupportedModelError
-from hf_dp.per_example.held import Held
-from hf_dp.per_example.kept import Memory
-from tests.per_example.test_memory import Plain, batch, memory_of
+from hf_dp.per_example.checks.held import Held
+from hf_dp.per_example.checks.kept import Memory
+from tests.per_example.checks.test_memory import Plain, batch, memory_of
 
 
 @pytest.fixture(autouse=True)

@@ -17,9 +17,9 @@ from torch.utils.checkpoint import CheckpointError
 import hf_dp.ranks as ranks
 from hf_dp.errors import PreflightError
 from hf_dp.per_example.batch import Batch, LossFunction, take
-from hf_dp.per_example.independence import NoDropout, draws_numbers, forked_rng, in_mode
+from hf_dp.per_example.checks.independence import NoDropout, draws_numbers, forked_rng, in_mode
+from hf_dp.per_example.checks.preflight import off_zero
 from hf_dp.per_example.precision import FEW, checkpoints, computed_in, noting_16_bits, with_memory_to_spare
-from hf_dp.per_example.preflight import off_zero
 from hf_dp.per_example.record import PerExampleGradients, record
 from hf_dp.per_example.rows import RowSum
 from hf_dp.per_example.rule import Certificate, Rule

@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from hf_dp.errors import UnsupportedModelError
-from hf_dp.per_example.held import Held, Place, beside, put
-from hf_dp.per_example.memory import writes_noted
+from hf_dp.per_example.checks.held import Held, Place, beside, put
+from hf_dp.per_example.checks.memory import writes_noted
+from hf_dp.per_example.checks.state import is_saved, put_back
+from hf_dp.per_example.checks.values import NOTHING, copied, copied_within, emptied, far, same
 from hf_dp.per_example.sharding import is_sharded
-from hf_dp.per_example.state import is_saved, put_back
-from hf_dp.per_example.values import NOTHING, copied, copied_within, emptied, far, same
 from hf_dp.randomness import unchanged_global_state
 
 Losses = Callable[[Any], Tensor]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_dp.errors import PreflightError, UnsupportedModelError
-from hf_dp.per_example.values import equal
+from hf_dp.per_example.checks.values import equal
 
 _Attributes = list[tuple[str, Any, dict[str, Any]]]
 _PLAIN = (str, bool, int, float, type(None), tuple, Tensor)

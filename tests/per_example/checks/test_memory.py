@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from hf_dp.errors import UnsupportedModelError
-from hf_dp.per_example.kept import Memory
-from hf_dp.per_example.memory import unchanged_buffers, unchanged_weights
-from hf_dp.per_example.state import unchanged_state
+from hf_dp.per_example.checks.kept import Memory
+from hf_dp.per_example.checks.memory import unchanged_buffers, unchanged_weights
+from hf_dp.per_example.checks.state import unchanged_state
 from tests.training.refusing import refused
 from tests.training.workbench import classifier, make, private, rows
 from tests.zoo import tiny

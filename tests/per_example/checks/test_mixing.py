@@ -12,7 +12,7 @@ from transformers.models.nllb_moe.modeling_nllb_moe import NllbMoeTop2Router
 from transformers.models.time_series_transformer.modeling_time_series_transformer import TimeSeriesMeanScaler
 
 from hf_dp.errors import UnsupportedModelError
-from hf_dp.per_example.preflight import check_modules
+from hf_dp.per_example.checks.preflight import check_modules
 
 
 def scaler(**changes: Any) -> nn.Module:

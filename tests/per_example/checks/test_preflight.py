@@ -12,8 +12,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM,
 from hf_dp.errors import ConfigurationError, HfDpError, PreflightError, UnsupportedModelError
 from hf_dp.losses import per_example_losses
 from hf_dp.per_example import loop, oracle, preflight, record
-from hf_dp.per_example.independence import check_independence, check_shares
-from hf_dp.per_example.preflight import check_modules
+from hf_dp.per_example.checks.independence import check_independence, check_shares
+from hf_dp.per_example.checks.preflight import check_modules
 from tests.architectures import VOCABULARY
 from tests.per_example.small import Small, batch, parameter, relative_error, square, traced
 from tests.zoo import text_batch, tiny

@@ -15,7 +15,7 @@ from typing import Any, cast
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from hf_dp.per_example.values import BIG, COPIED, NOTHING, SCALARS, SERIES, copied, copied_within, refill, same
+from hf_dp.per_example.checks.values import BIG, COPIED, NOTHING, SCALARS, SERIES, copied, copied_within, refill, same
 
 Place = tuple[str, Any]
 # Their objects are looked at by other means, or are none of what a user's own loss writes.

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_dp.per_example.state import uncompiled
+from hf_dp.per_example.checks.state import uncompiled
 from hf_dp.randomness import global_state, seed_global_state, unchanged_global_state
 
 # A coin that falls with probability p is missed with (1 - p)^1024; of numbers for rows there are many.

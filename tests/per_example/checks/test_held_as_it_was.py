@@ -11,9 +11,9 @@ import pandas as pd
 import torch
 from torch import nn
 
-from hf_dp.per_example.held import Held
-from hf_dp.per_example.kept import Memory
-from hf_dp.per_example.values import same
+from hf_dp.per_example.checks.held import Held
+from hf_dp.per_example.checks.kept import Memory
+from hf_dp.per_example.checks.values import same
 
 
 class Growing(list[float]):

@@ -20,7 +20,7 @@ from transformers import (
 
 from hf_dp.errors import PreflightError
 from hf_dp.losses import per_example_losses
-from hf_dp.per_example.padding import check_padding
+from hf_dp.per_example.checks.padding import check_padding
 from tests.architectures import CONFIGS, VOCABULARY
 from tests.zoo import adapted, tiny, with_dropout
 

@@ -14,7 +14,7 @@ from hf_dp import DPTrainer
 from hf_dp.errors import UnsupportedModelError
 from hf_dp.losses import per_example_losses
 from hf_dp.per_example import preflight
-from hf_dp.per_example.preflight import check_modules
+from hf_dp.per_example.checks.preflight import check_modules
 from scripts import coverage
 from tests import low_bits, zoo
 from tests.training.workbench import make

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 
 from hf_dp.errors import PreflightError
 from hf_dp.per_example.batch import Batch, LossFunction, take
-from hf_dp.per_example.independence import NoDropout, draws_numbers, forked_rng
-from hf_dp.per_example.padding import in_either_mode, moved_by, tolerance_of
+from hf_dp.per_example.checks.independence import NoDropout, draws_numbers, forked_rng
+from hf_dp.per_example.checks.padding import in_either_mode, moved_by, tolerance_of
+from hf_dp.per_example.checks.preflight import off_zero
 from hf_dp.per_example.precision import computed_in, with_memory_to_spare
-from hf_dp.per_example.preflight import off_zero
 from hf_dp.per_example.record import record
 from hf_dp.per_example.rule import Certificate, Rule
 from hf_dp.per_example.rules import RULES

@@ -13,10 +13,10 @@ from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from hf_dp.errors import UnsupportedModelError
+from hf_dp.per_example.checks.state import buffer_refused, configurations, is_saved
+from hf_dp.per_example.checks.values import copied, same
 from hf_dp.per_example.sharding import reshard
-from hf_dp.per_example.state import buffer_refused, configurations, is_saved
 from hf_dp.per_example.taken import bits_of
-from hf_dp.per_example.values import copied, same
 
 _Place = tuple[str, str]
 _Modules = Sequence[tuple[str, nn.Module]]

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from hf_dp import DPTrainer
 from hf_dp.errors import UnsupportedModelError
-from hf_dp.per_example.kept import Memory
-from tests.per_example.test_held import refused_in_its_step
-from tests.per_example.test_kept import Running
-from tests.per_example.test_memory import Plain, batch
+from hf_dp.per_example.checks.kept import Memory
+from tests.per_example.checks.test_held import refused_in_its_step
+from tests.per_example.checks.test_kept import Running
+from tests.per_example.checks.test_memory import Plain, batch
 from tests.training.refusing import refused
 from tests.training.workbench import classifier, make, private, rows
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from hf_dp.errors import PreflightError
 from hf_dp.losses import per_example_losses
 from hf_dp.per_example import preflight
-from hf_dp.per_example.strangers import check_strangers
+from hf_dp.per_example.checks.strangers import check_strangers
 from tests.zoo import text_batch, tiny
 
 F32 = torch.float32

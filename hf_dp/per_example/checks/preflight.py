@@ -21,9 +21,9 @@ from torch.distributed.tensor import DTensor
 import hf_dp.ranks as ranks
 from hf_dp.errors import ConfigurationError, HfDpError, PreflightError, UnsupportedModelError
 from hf_dp.per_example.batch import Batch, LossFunction, batch_size, take
-from hf_dp.per_example.coins import drawn_norms, that_count, with_gradient, without_shared_coins
-from hf_dp.per_example.draws import Change
-from hf_dp.per_example.independence import (
+from hf_dp.per_example.checks.coins import drawn_norms, that_count, with_gradient, without_shared_coins
+from hf_dp.per_example.checks.draws import Change
+from hf_dp.per_example.checks.independence import (
     check_independence,
     check_shares,
     different_pair,
@@ -32,18 +32,18 @@ from hf_dp.per_example.independence import (
     survey,
     telling_size,
 )
-from hf_dp.per_example.mixing import refuse_mixing
+from hf_dp.per_example.checks.mixing import refuse_mixing
+from hf_dp.per_example.checks.quantised import check_quantised, passing_gradients
+from hf_dp.per_example.checks.state import refuse_compiled, uncompiled
+from hf_dp.per_example.checks.switches import switch_off, warn_of
 from hf_dp.per_example.oracle import DIFFERENT, Truth
 from hf_dp.per_example.precision import computed_in, with_memory_to_spare
-from hf_dp.per_example.quantised import check_quantised, passing_gradients
 from hf_dp.per_example.reading import Reader
 from hf_dp.per_example.record import PerExampleGradients, record
 from hf_dp.per_example.rows import RowSum
 from hf_dp.per_example.rule import Certificate, Rule
 from hf_dp.per_example.rules import RULES
 from hf_dp.per_example.sharding import as_sums, local, trainable
-from hf_dp.per_example.state import refuse_compiled, uncompiled
-from hf_dp.per_example.switches import switch_off, warn_of
 from hf_dp.per_example.watch import Watch
 
 logger = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from hf_dp.errors import PreflightError
 from hf_dp.losses import per_example_losses
 from hf_dp.per_example import loop, preflight, record
-from hf_dp.per_example.switches import switch_off
+from hf_dp.per_example.checks.switches import switch_off
 from tests.per_example.small import Small, batch, square
 from tests.zoo import text_batch, tiny
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from hf_dp.errors import PreflightError
 from hf_dp.per_example import preflight
 from hf_dp.per_example.batch import Batch
-from hf_dp.per_example.draws import Change, Draws, _combined, _drew_nothing
+from hf_dp.per_example.checks.draws import Change, Draws, _combined, _drew_nothing
 from hf_dp.randomness import seed_global_state, unchanged_global_state
 from tests.per_example.small import Small, batch, in_training, square
 

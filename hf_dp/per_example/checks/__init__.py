@@ -1,0 +1,1 @@
+"""What is asked of a model, its loss and its rows before anything is spent, and of each step."""
