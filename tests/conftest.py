@@ -92,7 +92,7 @@ def nothing_waits() -> Iterator[Callable[[], int]]:
 @pytest.fixture(autouse=True)
 def nothing_trained_before() -> None:
     """Trainings with one seed leave the same weights, and a test is no part of the training of another."""
-    if copies := sys.modules.get("hf_dp.training.copies"):
+    if copies := sys.modules.get("hf_dp.training.resuming.copies"):
         copies._LEFT.clear()
 
 

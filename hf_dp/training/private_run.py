@@ -26,15 +26,15 @@ from hf_dp.parts.table import parts_of
 from hf_dp.per_example import RULES, Rule
 from hf_dp.per_example.batch import LossFunction
 from hf_dp.per_example.checks.preflight import check_modules
-from hf_dp.training.checkpoints import others_named, refuse_files_in_the_way
 from hf_dp.training.engine import Engine
-from hf_dp.training.loaded import checksums, refuse_other_values
 from hf_dp.training.loop_order import LogicalBatch, LoopOrder, items_of_epoch
-from hf_dp.training.output_lock import alone_in
-from hf_dp.training.own_checkpoints import found_checkpoint, read_into, step_of, write_checkpoint, write_model
 from hf_dp.training.planned import check_data, check_privacy, check_ranks, planned, records_before, units_of
 from hf_dp.training.refusals import refuse_no_output_dir, refuse_own_optimizer, refuse_own_settings, unwrapped
-from hf_dp.training.resume import Fingerprints, SavedRun, note_trained_by
+from hf_dp.training.resuming.checkpoints import others_named, refuse_files_in_the_way
+from hf_dp.training.resuming.loaded import checksums, refuse_other_values
+from hf_dp.training.resuming.output_lock import alone_in
+from hf_dp.training.resuming.own_checkpoints import found_checkpoint, read_into, step_of, write_checkpoint, write_model
+from hf_dp.training.resuming.resume import Fingerprints, SavedRun, note_trained_by
 from hf_dp.training.run import Run
 from hf_dp.training.saving import claim, refuse_unclaimed, write_claim
 from hf_dp.units.rows import without_column

@@ -25,7 +25,7 @@ from hf_dp.hub import (
     with_what_was_there,
     write_card,
 )
-from hf_dp.training.resume import STATE_KEY
+from hf_dp.training.resuming.resume import STATE_KEY
 from hf_dp.training.runs import RunsMixin
 from hf_dp.training.saving import claim, refuse_unclaimed, say_once, write_claim
 

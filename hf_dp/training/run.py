@@ -25,14 +25,14 @@ from hf_dp.step.magnitudes import Magnitudes
 from hf_dp.step.plan import Plan
 from hf_dp.step.private_gradient import private_gradient
 from hf_dp.step.written import Around, WrittenGradients
-from hf_dp.training.copies import Leaving, refuse_copies
 from hf_dp.training.described import described_optimizer, described_values
 from hf_dp.training.engine import Engine, MicroBatch
-from hf_dp.training.goes_on import continued
-from hf_dp.training.origin import refuse_unsaid_origin, warn_of_origin
 from hf_dp.training.progress import Clock, opening, say
 from hf_dp.training.refusals import refuse_optimizer, refuse_other_surroundings, surroundings
-from hf_dp.training.resume import SavedRun, note_trained_by, refuse_trained_by_another
+from hf_dp.training.resuming.copies import Leaving, refuse_copies
+from hf_dp.training.resuming.goes_on import continued
+from hf_dp.training.resuming.origin import refuse_unsaid_origin, warn_of_origin
+from hf_dp.training.resuming.resume import SavedRun, note_trained_by, refuse_trained_by_another
 
 
 class Run:

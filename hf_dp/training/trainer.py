@@ -28,20 +28,20 @@ from hf_dp.per_example.checks.preflight import check_modules
 from hf_dp.training.at_rest import older_objects_at_rest
 from hf_dp.training.behind.table import behind
 from hf_dp.training.callbacks import PrivacyCallback
-from hf_dp.training.checkpoints import CheckpointMixin, others_named
 from hf_dp.training.data import DataMixin
 from hf_dp.training.engine import Engine
 from hf_dp.training.evaluation_tried import TriedEvaluationMixin
-from hf_dp.training.layouts import LayoutsMixin
-from hf_dp.training.loaded import refuse_other_values
 from hf_dp.training.logs import LogsMixin
 from hf_dp.training.loop_order import DrawOrder, same_model
-from hf_dp.training.output_lock import alone_in, warn_of_others
 from hf_dp.training.planned import check_data, check_privacy, records_before
 from hf_dp.training.publishing import PublishingMixin
 from hf_dp.training.refusals import private_arguments, refuse_optimizer, refuse_overrides, refuse_parallel_model
-from hf_dp.training.restoring import RestoringMixin, refuse_half
-from hf_dp.training.resume import Fingerprints, SavedRun, note_trained_by
+from hf_dp.training.resuming.checkpoints import CheckpointMixin, others_named
+from hf_dp.training.resuming.layouts import LayoutsMixin
+from hf_dp.training.resuming.loaded import refuse_other_values
+from hf_dp.training.resuming.output_lock import alone_in, warn_of_others
+from hf_dp.training.resuming.restoring import RestoringMixin, refuse_half
+from hf_dp.training.resuming.resume import Fingerprints, SavedRun, note_trained_by
 from hf_dp.training.run import Run
 from hf_dp.training.signature import tell
 

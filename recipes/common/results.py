@@ -24,7 +24,7 @@ from hf_dp.errors import ConfigurationError
 from hf_dp.figures import upper
 from hf_dp.hub import CARD_FILE
 from hf_dp.losses import per_example_losses
-from hf_dp.training.checkpoints import newest_whole
+from hf_dp.training.resuming.checkpoints import newest_whole
 
 # How what was saved is used, in plain Transformers.
 CLASSIFY = """from transformers import pipeline

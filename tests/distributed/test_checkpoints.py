@@ -11,7 +11,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from hf_dp.data.fingerprint import KEY_FILE
-from hf_dp.training.output_lock import FILE as LOCK_FILE
+from hf_dp.training.resuming.output_lock import FILE as LOCK_FILE
 from tests.distributed.gang import Gang
 from tests.distributed.tasks import STEPS, best_of_all, farthest, gathered, saved_and_resumed, trained
 from tests.zoo import tiny

@@ -24,7 +24,7 @@ from hf_dp.errors import ConfigurationError, HubError, LedgerError
 from hf_dp.hub import upload, verify
 from hf_dp.hub.record import INSTALL
 from hf_dp.hub.upload import checked_card
-from hf_dp.training.resume import note_trained_by
+from hf_dp.training.resuming.resume import note_trained_by
 from tests.hub.server import READER, Hub
 from tests.training.test_lora import adapted
 from tests.training.workbench import a_tokenizer, classifier, make, pad, rows

@@ -15,7 +15,7 @@ from hf_dp.randomness import Entropy
 from hf_dp.sampling.poisson import PoissonBatchSampler
 from hf_dp.step.magnitudes import Magnitudes
 from hf_dp.step.plan import Plan
-from hf_dp.training import output_lock
+from hf_dp.training.resuming import output_lock
 from tests.training.workbench import classifier, make, parameters, private, rows, same
 
 pytestmark = pytest.mark.usefixtures("checked_once")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.training.resuming import STEPS, trainer
+from tests.training.resuming.resumed import STEPS, trainer
 
 
 @pytest.fixture(scope="session")

@@ -15,7 +15,7 @@ from datasets import Dataset
 
 from hf_dp.data.fingerprint import KEY_FILE, compare, fingerprint, fingerprint_key
 from hf_dp.errors import LedgerError
-from tests.training.resuming import SAVED, STEPS, trainer
+from tests.training.resuming.resumed import SAVED, STEPS, trainer
 from tests.training.workbench import rows
 
 pytestmark = pytest.mark.usefixtures("checked_once")

@@ -23,7 +23,7 @@ from hf_dp import PrivacyConfig, load_report
 from hf_dp.accounting import Ledger
 from hf_dp.errors import LedgerError
 from hf_dp.losses import PREFERENCE_LOSSES
-from hf_dp.training.resume import note_trained_by
+from hf_dp.training.resuming.resume import note_trained_by
 from hf_dp.training.trainer import DPTrainerMixin
 from tests.training.answers import (
     EXPECTED,

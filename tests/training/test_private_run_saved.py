@@ -12,8 +12,8 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from hf_dp import DPTrainer
 from hf_dp.errors import ConfigurationError, LedgerError
-from hf_dp.training.own_checkpoints import found_checkpoint, step_of
-from hf_dp.training.resume import SavedRun
+from hf_dp.training.resuming.own_checkpoints import found_checkpoint, step_of
+from hf_dp.training.resuming.resume import SavedRun
 from tests.crashes import killed, killed_everywhere
 from tests.training.own_loops import a_run, begun, loop
 from tests.training.workbench import classifier, make, parameters, private, rows, same
@@ -153,7 +153,7 @@ def test_a_save_that_fails_leaves_nothing_behind(tmp_path: Path, monkeypatch: py
 
 
 def test_two_runs_do_not_write_into_one_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hf_dp.training.output_lock._PATIENCE", 0.01)
+    monkeypatch.setattr("hf_dp.training.resuming.output_lock._PATIENCE", 0.01)
     run, optimizer, scheduler = begun(classifier(), steps=1, output_dir=tmp_path)
     with pytest.raises(ConfigurationError, match="another training writes into"):
         begun(classifier(), steps=1, output_dir=tmp_path)

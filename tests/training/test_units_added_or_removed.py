@@ -20,7 +20,7 @@ from hf_dp.accounting.neighbours import ADD_OR_REMOVE
 from hf_dp.errors import ConfigurationError, LedgerError
 from hf_dp.hub import verify
 from hf_dp.step.magnitudes import Magnitudes
-from hf_dp.training.resume import examples_of
+from hf_dp.training.resuming.resume import examples_of
 from tests.hub.forging import failed, in_record, seal
 from tests.training.test_added_or_removed import GIVEN, OWN, RATE, drawn, kept, published
 from tests.training.workbench import EXPECTED, STEPS, Trajectory, distance, make, private, rows

@@ -14,8 +14,8 @@ from transformers import Trainer
 
 from hf_dp.data.fingerprint import KEY_FILE
 from hf_dp.errors import LedgerError
-from hf_dp.training.loaded import checksums
-from tests.training.resuming import SAVED, copied, edit_state, saved_ledger, trainer
+from hf_dp.training.resuming.loaded import checksums
+from tests.training.resuming.resumed import SAVED, copied, edit_state, saved_ledger, trainer
 
 pytestmark = pytest.mark.usefixtures("checked_once")
 

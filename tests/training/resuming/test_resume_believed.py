@@ -18,9 +18,9 @@ from hf_dp.accounting import Ledger
 from hf_dp.data.fingerprint import KEY_FILE
 from hf_dp.errors import LedgerError
 from hf_dp.hub.checkpoint import _of_logs, seal
-from hf_dp.training.resume import SavedRun
+from hf_dp.training.resuming.resume import SavedRun
 from tests.hub.forging import in_record
-from tests.training.resuming import SAVED, STEPS, copied, edit_state, saved_ledger, trainer
+from tests.training.resuming.resumed import SAVED, STEPS, copied, edit_state, saved_ledger, trainer
 from tests.training.workbench import parameters, same
 
 pytestmark = pytest.mark.usefixtures("checked_once")

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from hf_dp.errors import ConfigurationError
-from hf_dp.training import output_lock
-from hf_dp.training.output_lock import alone_in
+from hf_dp.training.resuming import output_lock
+from hf_dp.training.resuming.output_lock import alone_in
 from tests.crashes import ended, forked
 from tests.training.own_loops import begun
 from tests.training.workbench import classifier, make, private

@@ -22,8 +22,8 @@ from hf_dp.errors import LedgerError
 from hf_dp.hub.checkpoint import refuse_disagreement, seal
 from hf_dp.hub.record import DEEPEST, RECORD_FILE, PrivacyRecord, is_deep
 from hf_dp.step.plan import Plan
-from hf_dp.training.copies import few_of, has_moved
-from hf_dp.training.origin import covers
+from hf_dp.training.resuming.copies import few_of, has_moved
+from hf_dp.training.resuming.origin import covers
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ class SavedRun:
         ledger: everything released up to the checkpoint, perhaps more than its global step.
         data: the keyed fingerprint of the training data; None if there was none.
         key: the key of `data`, from the directory that the checkpoint lies in; None if it is gone.
-        values: checksums of the weights and of the optimizer's state; see `hf_dp.training.loaded`.
+        values: checksums of the weights and of the optimizer's state; see `hf_dp.training.resuming.loaded`.
         seal: that it was saved with.
         config: of the record beside it; None if there is none.
     """

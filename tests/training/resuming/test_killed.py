@@ -24,8 +24,8 @@ from transformers import TrainerCallback
 from hf_dp.errors import LedgerError
 from hf_dp.hub import PrivacyRecord, verify
 from hf_dp.hub.card_file import without_claim
-from hf_dp.training.checkpoints import what_lacks
-from hf_dp.training.resume import SavedRun
+from hf_dp.training.resuming.checkpoints import what_lacks
+from hf_dp.training.resuming.resume import SavedRun
 from tests.crashes import killed_after
 from tests.distributed.tasks import fresh_accelerator
 from tests.training.own_loops import begun

@@ -17,7 +17,7 @@ from hf_dp.errors import LedgerError
 from hf_dp.per_example.checks.state import is_saved as is_saved_buffer
 from hf_dp.per_example.taken import bits_of
 from hf_dp.step.plan import Plan
-from hf_dp.training.origin import covers
+from hf_dp.training.resuming.origin import covers
 
 _FEW = 64
 # Of fewer numbers two parameters may have the same by chance.
@@ -73,7 +73,7 @@ def has_moved(p: Tensor, before: Tensor) -> bool:
 
 
 class Saved(Protocol):
-    """A checkpoint, as far as is asked here; see `hf_dp.training.resume`."""
+    """A checkpoint, as far as is asked here; see `hf_dp.training.resuming.resume`."""
 
     @property
     def seal(self) -> str | None: ...

@@ -16,7 +16,7 @@ from transformers import TrainerCallback
 
 from hf_dp.errors import BudgetExceededError, LedgerError
 from tests.crashes import in_a_fork
-from tests.training.resuming import KILLED, SAVED, STEPS, copied, saved_ledger, trainer
+from tests.training.resuming.resumed import KILLED, SAVED, STEPS, copied, saved_ledger, trainer
 from tests.training.workbench import classifier, make, parameters, rows, same
 
 pytestmark = pytest.mark.usefixtures("checked_once")

@@ -23,7 +23,7 @@ from hf_dp.disk import flush, full_disk_is_named
 from hf_dp.errors import LedgerError
 from hf_dp.hub import refuse_in_the_way
 from hf_dp.hub.checkpoint import missing_files
-from hf_dp.training.loaded import checksums
+from hf_dp.training.resuming.loaded import checksums
 
 if TYPE_CHECKING:
     from transformers import Trainer

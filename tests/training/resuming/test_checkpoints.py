@@ -18,11 +18,11 @@ from transformers import TrainerCallback
 
 from hf_dp.errors import LedgerError
 from hf_dp.hub.card import privacy_section
-from hf_dp.training.checkpoints import finish, newest_whole, what_lacks
-from hf_dp.training.own_checkpoints import found_checkpoint
-from hf_dp.training.resume import SavedRun
+from hf_dp.training.resuming.checkpoints import finish, newest_whole, what_lacks
+from hf_dp.training.resuming.own_checkpoints import found_checkpoint
+from hf_dp.training.resuming.resume import SavedRun
 from tests.crashes import digests, killed_everywhere
-from tests.training.resuming import SAVED, STEPS, trainer
+from tests.training.resuming.resumed import SAVED, STEPS, trainer
 from tests.training.workbench import make, parameters, private, rows, same
 
 pytestmark = pytest.mark.usefixtures("checked_once")

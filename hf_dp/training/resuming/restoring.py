@@ -20,9 +20,9 @@ import hf_dp.ranks as ranks
 from hf_dp.config import PrivacyConfig
 from hf_dp.errors import HfDpError, LedgerError
 from hf_dp.places import nowhere
-from hf_dp.training.checkpoints import half, what_lacks
 from hf_dp.training.logs import WITHHELD
-from hf_dp.training.resume import SavedRun
+from hf_dp.training.resuming.checkpoints import half, what_lacks
+from hf_dp.training.resuming.resume import SavedRun
 
 if TYPE_CHECKING:
     from transformers import Trainer

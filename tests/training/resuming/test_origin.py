@@ -18,8 +18,8 @@ from hf_dp.accounting import Ledger
 from hf_dp.errors import LedgerError
 from hf_dp.hub.record import PrivacyRecord
 from hf_dp.step.plan import Plan
-from hf_dp.training.copies import few_of
-from hf_dp.training.origin import covers, refuse_unsaid_origin, warn_of_origin
+from hf_dp.training.resuming.copies import few_of
+from hf_dp.training.resuming.origin import covers, refuse_unsaid_origin, warn_of_origin
 from tests.training.workbench import classifier, make, trained
 
 pytestmark = pytest.mark.usefixtures("checked_once")

@@ -11,7 +11,7 @@ import pytest
 
 from hf_dp.data.fingerprint import KEY_FILE
 from hf_dp.errors import LedgerError
-from tests.training.resuming import SAVED, STEPS, copied, edit_state, saved_ledger, trainer
+from tests.training.resuming.resumed import SAVED, STEPS, copied, edit_state, saved_ledger, trainer
 from tests.training.workbench import Rows, parameters, rows, same
 
 pytestmark = pytest.mark.usefixtures("checked_once")

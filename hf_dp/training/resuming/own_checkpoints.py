@@ -18,12 +18,12 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 import hf_dp.ranks as ranks
 from hf_dp.config import PrivacyConfig
 from hf_dp.errors import LedgerError
-from hf_dp.training.checkpoints import STATE_FILE, clear, finish, newest_whole, put_in_place, written_aside
 from hf_dp.training.generators import file_of_this_rank, read_generators, save_generators
-from hf_dp.training.loaded import OPTIMIZER, SCHEDULE
-from hf_dp.training.output_lock import warn_of_others
-from hf_dp.training.restoring import damage_is_named, refuse_half, settings_are_kept
-from hf_dp.training.resume import STATE_KEY, SavedRun
+from hf_dp.training.resuming.checkpoints import STATE_FILE, clear, finish, newest_whole, put_in_place, written_aside
+from hf_dp.training.resuming.loaded import OPTIMIZER, SCHEDULE
+from hf_dp.training.resuming.output_lock import warn_of_others
+from hf_dp.training.resuming.restoring import damage_is_named, refuse_half, settings_are_kept
+from hf_dp.training.resuming.resume import STATE_KEY, SavedRun
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from hf_dp.config.target import told
 from hf_dp.errors import BudgetExceededError, LedgerError
 from hf_dp.figures import upper
 from hf_dp.step.plan import Plan
-from hf_dp.training.resume import SavedRun, examples_of, labels_of
+from hf_dp.training.resuming.resume import SavedRun, examples_of, labels_of
 
 logger = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.fsdp import StateDictType
 
-from hf_dp.training.loaded import OPTIMIZER, SCHEDULE
+from hf_dp.training.resuming.loaded import OPTIMIZER, SCHEDULE
 
 if TYPE_CHECKING:
     from transformers import Trainer

@@ -14,7 +14,7 @@ from hf_dp import OutputBiasConfig
 from hf_dp.errors import LedgerError
 from tests.parts.test_output_bias import called_output
 from tests.training.own_loops import begun, loop
-from tests.training.resuming import trainer
+from tests.training.resuming.resumed import trainer
 from tests.training.workbench import STEPS, classifier, make, private, trained
 
 pytestmark = pytest.mark.usefixtures("checked_once")
