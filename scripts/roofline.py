@@ -239,10 +239,7 @@ def run(
     operations: Annotated[int, typer.Option(help="How many operations to print that differ most.")] = 0,
 ) -> None:
     """The ratio of each case, and how many operations are started."""
-    from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
-
-    _setup_privateuseone_for_python_backend(pretended.GPU)
-    torch.gpu.get_amp_supported_dtype = lambda: [torch.bfloat16]  # type: ignore[attr-defined]
+    pretended.make_device()
     gpu = GPUS["H100"]
     for name in case:
         chosen = Cases({**GPU_CASES, **SMALL_CASES})[name]
@@ -262,6 +259,7 @@ def run(
         differ = sorted({*own, *ours}, key=lambda which: -abs(ours[which] - own[which]))
         for which in differ[:operations]:
             print(f"    {which}: {own[which] * 1e3:.1f} ms, {ours[which] * 1e3:.1f} ms")
+    pretended.leave()
 
 
 if __name__ == "__main__":

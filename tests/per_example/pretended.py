@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -188,12 +189,23 @@ CONTROLS = {
 }
 
 
-def main() -> None:
-    """Each case as JSON: the devices, or the error."""
+def make_device() -> None:
+    """In this process, for good."""
     from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
     _setup_privateuseone_for_python_backend(GPU)
     torch.gpu.get_amp_supported_dtype = lambda: [torch.bfloat16]  # type: ignore[attr-defined]
+
+
+def leave() -> None:
+    """Ends a process with that device, whose thread in torch may abort an interpreter that ends by itself."""
+    sys.stdout.flush()
+    os._exit(0)
+
+
+def main() -> None:
+    """Each case as JSON: the devices, or the error."""
+    make_device()
     found: dict[str, Any] = {}
     controls = {name: Case(*_LLAMA, functools.partial(spoilt, how)) for name, how in CONTROLS.items()}
     for name in sys.argv[1:] or CASES:
@@ -202,6 +214,7 @@ def main() -> None:
         except Exception as error:  # noqa: BLE001 - what a case runs into is its result
             found[name] = f"{type(error).__name__}: {str(error)[:300]}"
     print(json.dumps(found))
+    leave()
 
 
 if __name__ == "__main__":
