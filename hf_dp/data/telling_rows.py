@@ -11,12 +11,11 @@ from torch import Tensor
 
 from hf_dp.data.extremes import Extremes
 from hf_dp.data.lengths import length, length_of
-from hf_dp.data.widths import Measure, Widths, by_width, outermost
+from hf_dp.data.widths import Measure, Widths, by_width
 from hf_dp.per_example.batch import Batch, take
 from hf_dp.per_example.checks.independence import different_pair
 
 _ROWS, _KEPT, _FEW_TOKENS = 32, 5, 12
-_IN_FOURS, _BETWEEN = 4, 2
 
 
 def telling_rows(dataset: Any, measure: Measure) -> tuple[list[Any], list[Any]]:
@@ -73,58 +72,6 @@ def rows_beyond(few: Sequence[Any], known: Sequence[Any], measure: Measure) -> l
             return False
 
     return [row for row in (few[0], few[-1]) if not is_within(row)] if known else list(few)
-
-
-def ends_that_add(rows: Sequence[Any], measure: Measure, adds: Callable[[Any], bool]) -> list[Any]:
-    """The narrowest and the widest of those rows that add something, in each axis; none where none does.
-
-    Whether others move those that add nothing (no label) is not seen.
-
-    Args:
-        measure: see `by_width`.
-        adds: whether a row has a gradient. It is asked of few: the ends, and what is next to those that have none.
-    """
-    left = list(rows)
-    while left:
-        ends = outermost(left, measure)
-        silent = {id(row) for row in ends if not adds(row)}
-        if not silent:
-            return ends
-        left = [row for row in left if id(row) not in silent]
-    return []
-
-
-def rows_between(rows: Sequence[Any], measure: Measure, held: Sequence[Any]) -> list[Any]:
-    """Of `rows` some with widths that leave another rest by four than those that were `held`, each beside a wider one.
-
-    A model that takes positions in fours (CANINE) does with padding what lengths decide that `held` need not have.
-
-    Args:
-        measure: see `by_width`.
-        held: of `rows`, the narrowest first, against one another.
-
-    Returns:
-        The narrowest first; none where there are no such rows.
-    """
-    in_order, _ = by_width(rows, measure)
-    widths = [measure(row) for row in in_order]
-    sizes = [sum(width.values()) for width in widths]
-
-    def rest(width: Widths) -> frozenset[tuple[tuple[str, int], int]]:
-        return frozenset((name, n % _IN_FOURS) for name, n in width.items())
-
-    # Axis by axis: of inputs and labels together there are too many rests to try them all.
-    known, found = set[tuple[tuple[str, int], int]]().union(*(rest(measure(row)) for row in held[:-1])), set[int]()
-    narrower = [place for place, size in enumerate(sizes) if size < sizes[-1]]
-    for _ in range(_BETWEEN if narrower else 0):
-        if new := rest(widths[telling := max(narrower, key=lambda place: len(rest(widths[place]) - known))]) - known:
-            found, known = found | {telling}, known | new
-    if not found:
-        return []
-    # Beside it whatever is taken in fours is another.
-    more = {name: n + _IN_FOURS for name, n in widths[max(found)].items()}
-    wider = (place for place, width in enumerate(widths) if any(width.get(name, 0) >= n for name, n in more.items()))
-    return [in_order[place] for place in (*sorted(found), next(wider, len(in_order) - 1))]
 
 
 def alike_batches(few: Sequence[Any], batch: Callable[[list[Any]], Batch]) -> tuple[Batch, Batch, Batch]:

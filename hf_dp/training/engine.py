@@ -16,6 +16,7 @@ from hf_dp.clipping.rule import ClippingRule, Group
 from hf_dp.data.collate import Prepared
 from hf_dp.data.extremes import extreme_rows
 from hf_dp.data.failing_rows import failures_refused, refuse_rows_that_fail
+from hf_dp.data.held_rows import hold
 from hf_dp.data.left_padding import LeftPadding
 from hf_dp.data.loader import PoissonDataLoader
 from hf_dp.data.mixing_collator import check_collator
@@ -23,8 +24,6 @@ from hf_dp.data.mixing_dataset import check_dataset
 from hf_dp.data.several_texts import warn_of_packed
 from hf_dp.data.telling_rows import (
     alike_batches,
-    ends_that_add,
-    rows_between,
     rows_beyond,
     short_rows,
     telling_rows,
@@ -154,7 +153,7 @@ class Engine:
             with uncompiled(), unchanged_global_state():
                 known, together = self._padding.counts_columns, self._batch(rows)
                 if self._padding.counts_columns == known:
-                    self._check_padding(rows, self._certificate)
+                    self._check_padding(self._certificate, rows, len(rows))
                 else:  # The first that is padded on the left: from now on all batches have positions.
                     self._certify(together, rows)
         batches = item["micro_batches"]
@@ -261,24 +260,7 @@ class Engine:
             check_strangers(self.model, self._loss, together, **known)
             if self.passes == 2:
                 check_two_passes(self.model, self._loss, together, **known)
-        norms: dict[int, float] = {}
-
-        def held(rows: list[Any]) -> None:
-            norms.update(zip(map(id, rows), self._check_padding(rows, certificate), strict=True))
-
-        def adds(row: Any) -> bool:
-            if id(row) not in norms:
-                held([row])
-            return 0 < norms[id(row)] < float("inf")
-
-        held(beside := outermost(uneven, collate.widths))
-        ends = ends_that_add(uneven, collate.widths, adds)
-        compared = outermost(uneven, collate.widths, ends)
-        if {*map(id, compared)} != {*map(id, beside)}:
-            held(compared)
-        if between := rows_between([*uneven, *others], collate.widths, compared):
-            # The last is beside the others, as wide as it is alone: what narrower rows do to a wide one is known.
-            self._check_padding(between, certificate, len(between) - 1)
+        ends = hold(uneven, others, collate.widths, functools.partial(self._check_padding, certificate))
         self._certificate = certificate
         if len(self._groups) > 1 and isinstance(found := self.to_sum(MicroBatch(together)), InGroups):
             # What is refused of a backward pass in which groups are handed on.
@@ -286,9 +268,7 @@ class Engine:
                 found.by_groups([group.names for group in self._groups], lambda number, group: None)
         return ends
 
-    def _check_padding(
-        self, rows: list[Any], certificate: Certificate | None, number: int | None = None
-    ) -> list[float]:
+    def _check_padding(self, certificate: Certificate | None, rows: list[Any], number: int) -> list[float]:
         """The norms of their gradients."""
         with unchanged_state(self.model):
             return check_padding(

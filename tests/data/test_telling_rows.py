@@ -14,7 +14,6 @@ import hf_dp.data.extremes as extremes
 import hf_dp.per_example.checks.state as state
 from hf_dp.data.telling_rows import (
     alike_batches,
-    rows_between,
     rows_beyond,
     short_rows,
     telling_rows,
@@ -272,26 +271,3 @@ def test_more_labels_than_ids() -> None:
     rows[2]["labels"] = [1] * 4
     assert 2 in extreme_rows(table(rows))
     assert 0 in extreme_rows(table(rows).select([2, 0, 3]))
-
-
-def test_rows_between_those_that_were_held_leave_another_rest_by_four() -> None:
-    def between(lengths: list[int], held: list[int]) -> list[int]:
-        rows = [torch.zeros(n) for n in lengths]
-        ends = [next(row for row in rows if len(row) == n) for n in held]
-        return [len(row) for row in rows_between(rows, lambda row: widths_of({"ids": row[None]}), ends)]
-
-    assert between([4, 5, 6, 7, 8, 9, 10, 12], [4, 12]) == [5, 6, 10], "and one beside which four more are"
-    assert between([16, 4, 7, 8, 10, 11, 12], [4, 16]) == [7, 10, 16], "one of each rest"
-    assert between([4, 8, 12], [4, 12]) == between([4, 4], [4, 4]) == [], "nothing that was not held"
-    assert between([4, 7, 8], [4, 8]) == [7, 8]
-    assert between([4, 8, 11], [4, 8, 11]) == [], "nothing is wider"
-
-
-def test_rows_between_have_the_rests_of_each_axis() -> None:
-    """Lengths of labels, of which there are many, leave room for those of what is heard."""
-    pairs = [(8, 4), (8, 5), (8, 6), (8, 7), (8, 9), (9, 9), (10, 9), (40, 12)]
-    rows = [torch.zeros(n, m) for n, m in pairs]
-    found = rows_between(
-        rows, lambda row: widths_of({"sound": row[None, :, 0], "labels": row[None, 0]}), [rows[0], rows[-1]]
-    )
-    assert [row.shape for row in found[:-1]] == [(8, 6), (9, 9)]

@@ -30,6 +30,7 @@ from hf_dp.per_example.waiting import answers_at_once
 _FAR = 1000.0
 # So many other rows of a column of whole numbers stand in for its values.
 _OTHERS = 2
+_CLASSES = 16
 # So many strangers are recorded at once, with two copies of a row: rows may be long.
 _AT_ONCE = 6
 
@@ -61,9 +62,9 @@ def check_strangers(
 
     Of each column what is beside it holds in turn numbers far from its own, zeros, ones, NaN and infinities, or other
     whole numbers: those of the other rows, and on a CPU, where an index out of range is told at once, also 0, 1 and the
-    next after the largest (not of shards). With what cannot be computed nothing is checked. In float32 (before a
-    refusal, in float64 as well) with dropout off, in the mode that the model is in; a model that draws other random
-    numbers, in eval mode.
+    next after the largest, or of few classes each (not of shards). With what cannot be computed nothing is checked. In
+    float32 (before a refusal, in float64 as well) with dropout off, in the mode that the model is in; a model that
+    draws other random numbers, in eval mode.
 
     Args:
         batch: two examples or more, short ones.
@@ -153,8 +154,15 @@ def _strange(values: Tensor, own: Tensor, guesses: bool) -> Iterator[tuple[str, 
         yield from (("the numbers of another row", "", other) for other in others[:_OTHERS])
         if guesses:
             # Below 0 is what has no label.
-            for number in (0, 1, int(values.max()) + 1) if values.numel() else ():
-                yield f"{number}", "" if number < 2 else "next", own.masked_fill(own.ge(0), number)
+            most = int(values.max()) if values.numel() else -1
+            # A label each, of few: all of them.
+            are_few = own.ndim == 1 and most < _CLASSES
+            for number in range(most + 2) if are_few else (0, 1, most + 1):
+                yield (
+                    f"{number}",
+                    "" if number in {0, 1, *range(most + 1)} else "next",
+                    own.masked_fill(own.ge(0), number),
+                )
 
 
 def _together(first: Batch, beside: list[_Stranger]) -> Batch:

@@ -100,6 +100,16 @@ def test_failure_73_what_several_rows_decide_together_is_refused_too() -> None:
         held(model(), told_by_two, batch())
 
 
+def test_failure_73_of_few_classes_each_may_be_the_one_that_decides() -> None:
+    def told_by_a_class(model: nn.Module, inputs: Any) -> Tensor:
+        return inputs["x"].matmul(model[0].weight.T).sum(1) * (2.0 if inputs["labels"].eq(5).any() else 1.0)  # type: ignore[index, operator, union-attr]
+
+    with pytest.raises(PreflightError, match="is another with 5 in 'labels' in another example"):
+        held(
+            nn.Sequential(nn.Linear(4, 6, bias=False)), told_by_a_class, {**batch(), "labels": torch.tensor([0, 9, 0])}
+        )
+
+
 def test_what_each_example_decides_by_itself_is_not_refused() -> None:
     def own(model: nn.Module, inputs: Any) -> Tensor:
         x = inputs["x"]
