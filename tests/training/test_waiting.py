@@ -24,8 +24,7 @@ from hf_dp.accounting import FlatClipping
 from hf_dp.clipping.flat import Flat
 from hf_dp.data import hidden, left_padding
 from hf_dp.losses import per_example_losses
-from hf_dp.per_example import preflight, record
-from hf_dp.per_example.checks import kept
+from hf_dp.per_example import kept, preflight, record
 from hf_dp.step import private_gradient
 from hf_dp.step.clipped_sum import ClippedSum
 from hf_dp.training.engine import Engine
