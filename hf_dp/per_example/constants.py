@@ -7,7 +7,7 @@ handed on, from the last constant to the first, until they reach the parameters.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -120,16 +120,26 @@ def by_autograd(
 
         def hand_on(gradients: Tensor, cancelled: Tensor) -> None:
             check()
-            found = torch.autograd.grad(
-                value, inputs, gradients.to(value.dtype), retain_graph=True, allow_unused=True, is_grads_batched=True
-            )
-            for parent, gradient in zip(parents, found, strict=True):
+            for parent, gradient in zip(parents, _products(value, inputs, gradients.to(value.dtype)), strict=True):
                 if gradient is not None:
                     parent.source.pull(_of_sums(PerExample(gradient), cancelled))
 
         return make(value.detach(), hand_on)
 
     return mapped(constant, output)
+
+
+def _products(value: Tensor, inputs: list[Tensor], gradients: Tensor) -> Iterable[Tensor | None]:
+    """Vector-Jacobian products, one for each row of `gradients`: of each input, with a row for each."""
+    kept = {"retain_graph": True, "allow_unused": True}
+    try:
+        return torch.autograd.grad(value, inputs, gradients, is_grads_batched=True, **kept)
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError:
+        # The backward pass of an autograd Function may do what vmap cannot.
+        rows = [torch.autograd.grad(value, inputs, gradient, **kept) for gradient in gradients]
+        return [None if found[0] is None else torch.stack(found) for found in zip(*rows, strict=True)]
 
 
 def _untouched(tensors: list[Tensor]) -> Callable[[], None]:

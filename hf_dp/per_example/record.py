@@ -259,6 +259,8 @@ def checked_run(
             f"{unseen.parameter} is used by {unseen.operation} ({unseen.reading}, {unseen.dimensions} dimensions), "
             "which preflight did not see.",
             why="a use that was never compared with the oracle is not known to be exact.",
-            fix="make the model take the same path for every batch, or run preflight on a batch like this one.",
+            fix="make the model take the same path for every batch, or run preflight on a batch like this one. What is "
+            "unfrozen, or an adapter that is switched to, after the first step is for a training of its own: end this "
+            "one with save_model(), and begin another with PrivacyConfig(after=...), which has one budget with it.",
         )
     return losses

@@ -27,6 +27,7 @@ from hf_dp.per_example.checks.state import refuse_compiled
 from hf_dp.per_example.composites import COMPOSITES
 from hf_dp.per_example.constants import Constant, by_autograd, by_rule
 from hf_dp.per_example.factors import Factors, Outer
+from hf_dp.per_example.functions import Applied, functions_seen
 from hf_dp.per_example.idle import without_idle
 from hf_dp.per_example.ieee import full_precision
 from hf_dp.per_example.leaves import refusing_others
@@ -141,7 +142,7 @@ class Watch:
         self.factors = {name: [] for name in originals}
         self.sum_dtypes = {name: sum_dtype(p.dtype) for name, p in originals.items()}
         try:
-            with in_place(modules, originals, watched):
+            with in_place(modules, originals, watched), functions_seen():
                 with watched_when_whole(model, sharded, watch):
                     yield
                 leaked = self.leaked | {name for name, p in originals.items() if p.grad is not None}
@@ -195,10 +196,11 @@ class Watch:
         if others is None:
             raise bound
         output = self._on_constants(function, args, kwargs, parameters, bound)
-        # What has no gradient (a test for infinities, say) is no use.
+        # What has no gradient (a test for infinities, say) is no use; nor is what torch itself differentiates, where it
+        # has no other operand, whose axes could be read in another way.
         if not torch.is_grad_enabled() or any(isinstance(o, WatchedParameter) for o in flatten(output)):
             doubtful = bool(others) and self.reader.ambiguous_sizes is not None
-            for given in others or (None,):
+            for given in others or ((None,) if isinstance(function, Applied) else ()):
                 self._note(name, parameters, given, Axis(self.batch_size, "constant"), doubtful)
         return output
 

@@ -28,7 +28,7 @@ from hf_dp.step.written import Around, WrittenGradients
 from hf_dp.training.described import described_optimizer, described_values
 from hf_dp.training.engine import Engine, MicroBatch
 from hf_dp.training.progress import Clock, opening, say
-from hf_dp.training.refusals import refuse_optimizer, refuse_other_surroundings, surroundings
+from hf_dp.training.refusals import refuse_clashing_names, refuse_optimizer, refuse_other_surroundings, surroundings
 from hf_dp.training.resuming.copies import Leaving, refuse_copies
 from hf_dp.training.resuming.goes_on import continued
 from hf_dp.training.resuming.origin import refuse_unsaid_origin, warn_of_origin
@@ -156,13 +156,13 @@ class Run:
             UnsupportedModelError: per-example gradients of this model are not known to be exact.
             ConfigurationError: what a private run cannot use.
         """
-        self.optimizer, model = optimizer, self.model
+        self.optimizer, self._surroundings, model = optimizer, surroundings(self.model), self.model
+        refuse_clashing_names(model)
         for part in self.parts.values():
             part.refuse(Setting(self.plan.config, is_sharded(model)))
         said = {"the promise": self.plan.promise, "the step to begin at": step, "the ledger": self.ledger.to_dict()}
         agree({**said, **described_optimizer(optimizer), **described_values(model)})
         refuse_broken_ties(self._ties, model)
-        self._surroundings = surroundings(model)
         refuse_optimizer(optimizer, model, is_complete=True)
         self._written = WrittenGradients(optimizer, around)
         self._magnitudes = Magnitudes(self.plan, model, self.by_rows)

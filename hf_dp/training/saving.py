@@ -15,7 +15,8 @@ from hf_dp.hub import RECORD_FILE, PrivacyRecord, left_out, model_files, write_c
 from hf_dp.hub.card import privacy_section
 from hf_dp.hub.record import sha256_of_record, sha256_of_text
 from hf_dp.step.plan import Plan
-from hf_dp.training.resuming.copies import refuse_moved, states_of_adapters
+from hf_dp.training.adapters import states_of_adapters
+from hf_dp.training.resuming.copies import refuse_moved
 from hf_dp.training.resuming.resume import has_changed_since
 
 logger = logging.getLogger(__name__)

@@ -16,6 +16,7 @@ from hf_dp.errors import UnsupportedModelError
 from hf_dp.losses import per_example_losses
 from hf_dp.per_example import loop, preflight, record
 from tests.per_example.small import Small, batch, parameter, relative_error, square
+from tests.per_example.uses import OneByOne
 from tests.zoo import text_batch, tiny
 
 
@@ -283,6 +284,23 @@ def test_what_has_no_gradient_is_no_use() -> None:
 
     model, data = Small(function, w=parameter(4)), batch(3, 5, 4)
     record(model, square, data, certificate=preflight(model, square, data))
+
+
+def test_what_is_looked_at_in_training_alone_is_no_use() -> None:
+    """VBLoRA looks for infinities in a single number."""
+
+    def function(m: Any, x: Tensor) -> Tensor:
+        assert not (m.training and m.w[0].isinf().any())
+        return x * m.w
+
+    model, data = Small(function, w=parameter(4)), batch(3, 5, 4)
+    record(model, square, data, certificate=preflight(model, square, data))
+
+
+def test_a_function_that_only_training_calls_is_refused_before_it_begins() -> None:
+    model = Small(lambda m, x: x * (OneByOne.apply(m.w) if m.training else 2 * m.w), w=parameter(4))
+    with pytest.raises(UnsupportedModelError, match="OneByOne"):
+        preflight(model, square, batch(3, 5, 4))
 
 
 @pytest.mark.parametrize("factor", [0.0, float("nan"), float("inf")])

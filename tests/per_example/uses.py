@@ -29,7 +29,39 @@ def in_place(model: Any, x: Tensor) -> Tensor:
     return y
 
 
+class Hadamard(torch.autograd.Function):
+    """A product of parameters, as LoHa computes it."""
+
+    @staticmethod
+    def forward(ctx: Any, one: Tensor, two: Tensor, scale: Tensor) -> Tensor:
+        ctx.save_for_backward(one, two, scale)
+        return one * two * scale
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+        one, two, scale = ctx.saved_tensors
+        return gradient * two * scale, gradient * one * scale, None
+
+
+class OneByOne(torch.autograd.Function):
+    """Whose backward pass asks for a number, which vmap cannot give."""
+
+    @staticmethod
+    def forward(ctx: Any, w: Tensor) -> Tensor:
+        return 2 * w
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return 2 * gradient * (gradient.sum().item() == gradient.sum().item())
+
+
 EXACT: dict[str, Small] = {
+    "a Function of parameters alone": Small(
+        lambda m, x: F.linear(x, Hadamard.apply(m.w, m.v.T, torch.tensor(3.0).double())),
+        w=parameter(5, 4),
+        v=parameter(4, 5),
+    ),
+    "a Function that vmap cannot": Small(lambda m, x: F.linear(x, OneByOne.apply(m.w * m.w)), w=parameter(5, 4)),
     "used twice in one product": Small(lambda m, x: x * m.w * m.w, w=parameter(4)),
     "a scalar": Small(lambda m, x: torch.tanh(m.w * x), w=parameter()),
     "a scalar in one entry": Small(lambda m, x: torch.tanh(x * m.w), w=parameter(1)),

@@ -17,6 +17,7 @@ from hf_dp.errors import LedgerError
 from hf_dp.per_example.checks.state import is_saved as is_saved_buffer
 from hf_dp.per_example.taken import bits_of
 from hf_dp.step.plan import Plan
+from hf_dp.training.adapters import states_of_adapters
 from hf_dp.training.resuming.origin import covers
 
 _FEW = 64
@@ -189,16 +190,6 @@ def _kept(model: nn.Module) -> dict[str, Tensor]:
         if value is not None and is_saved_buffer(owner, last)
     )
     return {**dict(model.named_parameters()), **dict(saved)}
-
-
-def states_of_adapters(model: Any) -> list[dict[str, Tensor]] | None:
-    """What is saved of each adapter of a model of PEFT; None of other models, of which all is."""
-    if not hasattr(model, "peft_config"):
-        return None
-    from peft import get_peft_model_state_dict
-
-    # Whether embeddings go with it decides who saves it, who then says so.
-    return [get_peft_model_state_dict(model, adapter_name=n, save_embedding_layers=False) for n in model.peft_config]
 
 
 def _bits(value: Tensor) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from accelerate.utils import load_fsdp_model
@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.fsdp import StateDictType
 
+from hf_dp.training.adapters import has_adapters, read_adapters
 from hf_dp.training.resuming.loaded import OPTIMIZER, SCHEDULE
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ class LayoutsMixin(_Base):
             # As without FSDP2, which has not yet taken the weights apart.
             self.is_fsdp_enabled = False
             try:
-                super()._load_from_checkpoint(resume_from_checkpoint)
+                self._load_ordinary(resume_from_checkpoint, None)
             finally:
                 self.is_fsdp_enabled = True
             self._read_whole = Path(resume_from_checkpoint)
@@ -57,12 +58,21 @@ class LayoutsMixin(_Base):
         if layout_of(checkpoint) != "ordinary":
             load_weights(self, model or self.model, checkpoint)
         elif was_read != checkpoint:
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
+            self._load_ordinary(resume_from_checkpoint, model)
+
+    def _load_ordinary(self, checkpoint: str, model: nn.Module | None) -> None:
+        if has_adapters(model or self.model):
+            read_adapters(Path(checkpoint), model or self.model)
+        else:
+            super()._load_from_checkpoint(checkpoint, model)
 
     def _load_best_model(self) -> None:
         best = self.state.best_model_checkpoint
         if self.is_fsdp_enabled and best is not None:
             load_weights(self, self.model, Path(best))
+        elif best is not None and has_adapters(self.model):
+            read_adapters(Path(best), self.model)
+            cast("nn.Module", self.model).eval()  # as Trainer leaves them
         else:
             super()._load_best_model()
 

@@ -18,6 +18,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 import hf_dp.ranks as ranks
 from hf_dp.config import PrivacyConfig
 from hf_dp.errors import LedgerError
+from hf_dp.training.adapters import has_adapters, read_adapters
 from hf_dp.training.generators import file_of_this_rank, read_generators, save_generators
 from hf_dp.training.resuming.checkpoints import STATE_FILE, clear, finish, newest_whole, put_in_place, written_aside
 from hf_dp.training.resuming.loaded import OPTIMIZER, SCHEDULE
@@ -152,8 +153,8 @@ def read_into(checkpoint: Path, model: Any, optimizer: Any, scheduler: Any) -> d
 
 
 def _read_weights(checkpoint: Path, model: Any) -> None:
-    if hasattr(model, "peft_config"):
-        model.load_adapter(str(checkpoint), model.active_adapter, is_trainable=True)
+    if has_adapters(model):
+        read_adapters(checkpoint, model)
         return
     device = next(model.parameters()).device
     paths = sorted(checkpoint.glob("model*.safetensors"))
