@@ -28,6 +28,10 @@ _ROWS = (
 _TO_BE_FILLED = "more information needed"
 # Trainer and PEFT put it after the last section of a card, whichever that is.
 _BY_LIBRARIES = "### Framework versions"
+# In cards that Trainer drafts; and what a card says whose author wants its results published.
+BY_TRAINER = "<!-- This model card has been generated automatically"
+RESULTS = "*The results in this card were computed without noise, and are not covered by epsilon.*"
+_ACHIEVES, _HISTORY, _SEED = "It achieves the following results", "### Training results", "- seed:"
 
 
 def about(text: str, data: Any) -> str:
@@ -107,6 +111,21 @@ def without_padding(text: str, title: str) -> str:
             kept.append("\n".join([name, *(lines[number] for number in own)]).strip("\n"))
             below = below if heading == _BY_LIBRARIES else level
     return "\n\n".join(part for part in reversed(kept) if part) + "\n"
+
+
+def without_results(text: str) -> str:
+    """A card without the losses, metrics and seed that Trainer drafted of another training, which lay there before;
+    one that nobody else has drafted, or whose author wants them published, is left as it is."""
+    if BY_TRAINER not in text or RESULTS in text:
+        return text
+    lines, told = text.split("\n"), set[int]()
+    for heading, _, numbers in _parts(text):
+        if heading == _HISTORY:
+            told |= {numbers.start - 1, *numbers}
+        elif (first := next((number for number in numbers if lines[number].startswith(_ACHIEVES)), None)) is not None:
+            told |= {first, *itertools.takewhile(lambda n: lines[n].startswith("- "), range(first + 1, numbers.stop))}
+        told |= {number for number in numbers if lines[number].startswith(_SEED)}
+    return "\n".join(line for number, line in enumerate(lines) if number not in told)
 
 
 def _asks(line: str) -> bool:

@@ -15,7 +15,7 @@ from huggingface_hub.repocard import REGEX_YAML_BLOCK
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 from markdown_it import MarkdownIt
 
-from hf_dp.hub.about import about, contradicted, taken_out, template, without_padding
+from hf_dp.hub.about import BY_TRAINER, about, contradicted, taken_out, template, without_padding, without_results
 from hf_dp.hub.card import BEGIN, END, METADATA_KEY, TAGS, metadata, privacy_section, without_audit
 from hf_dp.hub.claim import is_of_this_version
 from hf_dp.hub.page import why_hidden
@@ -27,7 +27,7 @@ _ADAPTER = "adapter_config.json"
 # Of a card without any, which ModelCard would warn of: PEFT's and TRL's are such.
 _NO_METADATA = "---\n{}\n---\n"
 # In cards that Trainer drafts.
-_BY_TRAINER, _TO_BE_FILLED = "<!-- This model card has been generated automatically", "More information needed"
+_TO_BE_FILLED = "More information needed"
 
 
 def write_card(
@@ -38,9 +38,9 @@ def write_card(
 ) -> None:
     """Put the privacy section and metadata into the model card of a saved model; make a card where there is none.
 
-    Before the section stands what the card says of the model itself (`about`). What else a person wrote stays, and
-    what templates leave to be filled in goes; a card that cannot be read is kept beside the new one. Writing twice
-    changes nothing.
+    Before the section stands what the card says of the model itself (`about`). What else a person wrote stays; what
+    templates leave to be filled in goes, and so do results that Trainer drafted of a training before. A card that
+    cannot be read is kept beside the new one. Writing twice changes nothing.
 
     Args:
         directory: with `privacy.json`.
@@ -66,6 +66,10 @@ def write_card(
         if sha256_of_text(unaudited) == record.card_sha256:
             section = kept  # in the words that its record has the digest of
     data = card.data
+    if (bare := without_results(card.text)) != card.text:
+        # Of a training without privacy that was saved here before: of the data without noise, and of another model.
+        card.text = bare
+        data["eval_results"] = None
     tags = _other_tags(data)
     if base_model and not data.get("base_model"):
         data["base_model"] = base_model
@@ -117,7 +121,7 @@ def with_what_was_there(new: str, old: bytes) -> str:
     sections = _sections(after.text)
     for heading, part in _sections(_without_sections(before.text)).items():
         now = sections.get(heading, "")
-        is_drafted = _BY_TRAINER in part if heading == "" else now and not now.rstrip().endswith(f"\n{_TO_BE_FILLED}")
+        is_drafted = BY_TRAINER in part if heading == "" else now and not now.rstrip().endswith(f"\n{_TO_BE_FILLED}")
         if is_own(part) and not is_drafted:
             sections[heading] = part
     after.text = "\n\n".join(part.strip() for part in [*sections.values(), table]) + "\n"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch.autograd.graph import increment_version
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from hf_dp.errors import ConfigurationError, HfDpError
-from hf_dp.per_example.checks.memory import write_of
+from hf_dp.per_example.checks.memory import buffers_told, write_of
 from hf_dp.per_example.sharding import local, total_norm
 
 Around = tuple[Callable[[], None], Callable[[], None]]
@@ -133,16 +133,18 @@ class Weights:
     As of gradients, what torch does not count is not seen: changes through `.data`, NumPy or DLPack.
 
     Args:
-        model: of whose parameters, trained or not, the versions are noted.
+        model: of whose parameters, trained or not, the versions are noted, and of its saved buffers checksums.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._marks: dict[str, tuple[Tensor, Any, torch.dtype]] = {}
+        self._buffers: dict[str, tuple[Tensor | None, int | None, Any]] = {}
 
     def note(self) -> None:
         """They are as they should be."""
         self._marks = {name: (p, write_of(p), p.dtype) for name, p in self._model.named_parameters()}
+        self._buffers = buffers_told(self._model, self._buffers)
 
     def refuse_moved(self, what: str) -> None:
         """Refuses `what` follows, if something else has changed, exchanged or added weights since.
@@ -150,17 +152,25 @@ class Weights:
         Raises:
             ConfigurationError: with the name of one.
         """
+        for name in self._moved():
+            raise ConfigurationError(
+                f"{what}, after something else than the run's optimizer has changed {name}.",
+                why="what it put into what is saved may be neither clipped nor noised nor counted, and the claim "
+                "beside it would be untrue.",
+                fix="move the weights by the optimizer of begin() alone; wrap, load, freeze, average and gather "
+                "statistics before begin() or in a copy of the model.",
+            )
+
+    def _moved(self) -> Iterator[str]:
         now = dict(self._model.named_parameters())
         for name in sorted({*now, *self._marks}):
             p, mark = now.get(name), self._marks.get(name)
             if p is None or mark is None or p is not mark[0] or (write_of(p), p.dtype) != mark[1:]:
-                raise ConfigurationError(
-                    f"{what}, after something else than the run's optimizer has changed {name}.",
-                    why="what it put into the weights may be neither clipped nor noised nor counted, and the claim "
-                    "beside them would be untrue.",
-                    fix="move the weights by the optimizer of begin() alone; wrap, load, freeze and average before "
-                    "begin() or in a copy of the model.",
-                )
+                yield name
+        buffers = buffers_told(self._model, self._buffers)
+        for name in sorted({*buffers, *self._buffers}):
+            if name not in buffers or name not in self._buffers or buffers[name][2] != self._buffers[name][2]:
+                yield name
 
 
 @functools.cache

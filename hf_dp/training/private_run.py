@@ -163,7 +163,7 @@ class PrivateRun:
             BudgetExceededError: the budget was already spent.
         """
         self._order.refuse_second_beginning()
-        refuse_own_optimizer(optimizer, self.model)
+        refuse_own_optimizer(optimizer, self.model, scheduler, self.privacy)
         if resume_from_checkpoint is True:
             refuse_no_output_dir(self._output_dir, "resume_from_checkpoint=True")
         with ranks.together(), ExitStack() as lock:

@@ -25,6 +25,7 @@ from hf_dp.hub import (
     with_what_was_there,
     write_card,
 )
+from hf_dp.hub.about import RESULTS
 from hf_dp.training.resuming.resume import STATE_KEY
 from hf_dp.training.runs import RunsMixin
 from hf_dp.training.saving import claim, refuse_unclaimed, say_once, write_claim
@@ -34,7 +35,6 @@ logger = logging.getLogger(__name__)
 _FROM_SCRATCH = "This model was trained from scratch on "
 _FROM_NOTHING = "This model is a fine-tuned version of [](https://huggingface.co/) on "
 _FROM_A_DIRECTORY = "This model is a fine-tuned version of a model that lay in a directory, on "
-_RESULTS = "*The results in this card were computed without noise, and are not covered by epsilon.*"
 
 
 class PublishingMixin(RunsMixin):
@@ -117,7 +117,7 @@ class PublishingMixin(RunsMixin):
             # Trainer says so of every base model that lay in a directory.
             lines = [line.replace(_FROM_SCRATCH, _FROM_A_DIRECTORY) for line in lines]
         lines = [line.replace(_FROM_NOTHING, _FROM_SCRATCH) for line in lines]
-        new = "\n".join([*lines, "", _RESULTS] if results else lines) + "\n"
+        new = "\n".join([*lines, "", RESULTS] if results else lines) + "\n"
         path.write_text(with_what_was_there(new, old), encoding="utf-8")
         if (path.parent / RECORD_FILE).exists():
             write_card(path.parent)

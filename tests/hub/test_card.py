@@ -9,12 +9,12 @@ import shutil
 from pathlib import Path
 
 import pytest
-from huggingface_hub import ModelCard, ModelCardData
+from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from hf_dp.errors import LedgerError
 from hf_dp.figures import times
 from hf_dp.hub import PrivacyRecord, verify, write_card
-from hf_dp.hub.about import about, without_padding
+from hf_dp.hub.about import RESULTS, about, without_padding
 from hf_dp.hub.card import BEGIN, END
 from hf_dp.versions import library_versions
 from tests.hub.forging import failed, in_card, in_record
@@ -189,3 +189,54 @@ def test_what_dev3_saved_verifies_and_keeps_its_words(tmp_path: Path) -> None:
     assert "exp(epsilon) = 2.98e+03 times" in words(copy), "in the words that its record has the digest of"
     in_card("2.98e.03 times", "2 times")(copy)
     assert not verify(copy).private
+
+
+@pytest.mark.parametrize("is_wanted", [False, True])
+def test_failure_78_results_that_trainer_drafted_of_a_training_before_do_not_stay(copy: Path, is_wanted: bool) -> None:
+    metric = EvalResult("text-generation", "diary", "diary", "accuracy", 0.1234)
+    header = ModelCardData(model_name="before", eval_results=[metric]).to_yaml()
+    draft = f"""---
+{header}
+---
+
+<!-- This model card has been generated automatically according to the information the Trainer had access to. -->
+
+# before
+
+This model is a fine-tuned version of [gpt2](https://huggingface.co/gpt2) on the diary dataset.
+It achieves the following results on the evaluation set:
+- Loss: 1.0501
+- Accuracy: 0.1234
+
+## Training procedure
+
+### Training hyperparameters
+
+- learning_rate: 0.1
+- seed: 42
+
+### Training results
+
+| Training Loss | Epoch  |
+|:-------------:|:------:|
+| 2.1509        | 0.1667 |
+
+### Framework versions
+
+- Transformers 5.24.0
+
+## Mine
+
+- seed of the pear: 1
+"""
+    draft += f"\n{RESULTS}\n" * is_wanted
+    (copy / "README.md").write_text(draft, encoding="utf-8")
+    write_card(copy)
+    text = words(copy)
+    for told in ("1.0501", "0.1234", "2.1509", "### Training results", "achieves", "- seed: 42"):
+        assert (told in text) == is_wanted, told
+    for kept in ("learning_rate: 0.1", "on the diary dataset.", "### Framework versions", "- seed of the pear: 1"):
+        assert kept in text
+    assert not failed(copy)
+    write_card(copy)
+    assert words(copy) == text

@@ -13,7 +13,7 @@ from torch import nn
 
 from hf_dp.errors import ConfigurationError, LedgerError
 from tests.training.own_loops import a_run, after_one_step, begun
-from tests.training.workbench import classifier, pad, parameters, rows, same
+from tests.training.workbench import classifier, pad, parameters, private, rows, same
 
 pytestmark = pytest.mark.usefixtures("checked_once")
 
@@ -183,3 +183,40 @@ def test_what_does_no_harm_changes_nothing() -> None:
         run.end()
         optimizer.step()  # nobody listens any more
     assert same(*found)
+
+
+@pytest.mark.parametrize("what", ["between", "saving", "new"])
+def test_failure_76_statistics_that_a_loop_writes_into_saved_buffers(what: str, tmp_path: Path) -> None:
+    model = classifier()
+    model.register_buffer("centre", torch.zeros(3))
+    run, optimizer, _ = begun(model)
+    batches = run.batches()
+    run.step(next(batches))
+    optimizer.step()
+    model.centre.copy_(model.centre.clone())  # as DDP writes buffers anew, as they were
+    batch = next(batches)
+    if what == "new":
+        model.register_buffer("mean", torch.ones(3))
+    else:
+        model.centre += 1
+    with pytest.raises(ConfigurationError, match="something else than the run's optimizer has changed (centre|mean)"):
+        run.save(tmp_path / "saved") if what == "saving" else run.step(batch)
+    assert run.ledger.steps == 1
+    assert not (tmp_path / "saved").exists()
+
+
+@pytest.mark.parametrize("withheld", [False, True])
+def test_failure_77_rates_that_follow_from_the_losses_of_steps(withheld: bool) -> None:
+    model = classifier()
+    run = a_run(model, private(withhold_non_private_logs=withheld), steps=2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+    if not withheld:
+        with pytest.raises(ConfigurationError, match=r"begin\(\) with ReduceLROnPlateau for a scheduler"):
+            run.begin(optimizer, scheduler)
+        return
+    run.begin(optimizer, scheduler)
+    for batch in run.batches():
+        assert run.step(batch) == 0
+        optimizer.step()
+        scheduler.step(1.0)

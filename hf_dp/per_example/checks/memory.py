@@ -19,6 +19,7 @@ from hf_dp.per_example.sharding import reshard
 from hf_dp.per_example.taken import bits_of
 
 _Place = tuple[str, str]
+_Told = tuple[Tensor | None, int | None, Any]
 _Modules = Sequence[tuple[str, nn.Module]]
 # In modules of models that were refused, so that copies have it too: what had been written, by the last of its name,
 # and its checksum.
@@ -125,6 +126,19 @@ def write_of(p: Tensor) -> Any:
     if known[0] != p._version:
         known = _AS_THEY_WERE[p] = p._version, _told(p)
     return known[1]
+
+
+def buffers_told(model: nn.Module, known: Mapping[str, _Told]) -> dict[str, _Told]:
+    """Of each saved buffer the tensor, torch's count of writes, and a checksum: that of `known` where it is as it was.
+    A write that changes nothing, such as DDP's, leaves the checksum as it is."""
+    found: dict[str, _Told] = {}
+    for (path, last), buffer in _saved_buffers(list(model.named_modules()), as_is=True).items():
+        name = f"{path}.{last}".lstrip(".")
+        count = None if buffer is None or buffer.is_inference() else buffer._version
+        mark = known.get(name)
+        is_as_it_was = mark is not None and count is not None and mark[0] is buffer and mark[1] == count
+        found[name] = mark if is_as_it_was else (buffer, count, _told(buffer))  # type: ignore[assignment]
+    return found
 
 
 def _note_written(model: nn.Module, names: Iterable[str], now: Mapping[str, Any]) -> None:

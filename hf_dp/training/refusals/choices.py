@@ -12,7 +12,7 @@ from hf_dp.randomness import unchanged_global_state
 
 _FIRST = 4
 # What Trainer gives the evaluated metric to: by the argument, and by the class of a user's own.
-_BY_METRICS = {"reduce_lr_on_plateau": "ReduceLROnPlateau", "greedy": "GreedyLR"}
+BY_METRICS = {"reduce_lr_on_plateau": "ReduceLROnPlateau", "greedy": "GreedyLR"}
 
 
 def refuse_choices_by_training_data(trainer: Any) -> None:
@@ -43,9 +43,9 @@ def _choices(trainer: Any) -> Iterator[str]:
     if str(getattr(trainer.args.save_strategy, "value", trainer.args.save_strategy)) == "best":
         yield "save_strategy='best'"
     kind = trainer.args.lr_scheduler_type
-    if (name := str(getattr(kind, "value", kind))) in _BY_METRICS:
+    if (name := str(getattr(kind, "value", kind))) in BY_METRICS:
         yield f"lr_scheduler_type={name!r}"
-    yield from {one.__name__ for one in type(trainer.lr_scheduler).__mro__} & {*_BY_METRICS.values()}
+    yield from {one.__name__ for one in type(trainer.lr_scheduler).__mro__} & {*BY_METRICS.values()}
     if any(isinstance(callback, EarlyStoppingCallback) for callback in trainer.callback_handler.callbacks):
         yield "EarlyStoppingCallback"
 

@@ -9,10 +9,12 @@ from typing import Any
 from torch import nn
 
 import hf_dp.ranks as ranks
+from hf_dp.config import PrivacyConfig
 from hf_dp.config.ranges import is_count, shown
 from hf_dp.errors import ConfigurationError
 from hf_dp.launched import is_one_of_many
 from hf_dp.per_example.sharding import is_sharded
+from hf_dp.training.refusals.choices import BY_METRICS
 
 # Wrappers that compute gradients in a way of their own; by name, since some are of libraries that are not there.
 _WRAPPERS = {
@@ -105,8 +107,9 @@ def _refuse_processes() -> None:
         )
 
 
-def refuse_own_optimizer(optimizer: Any, model: nn.Module) -> None:
-    """Refuses what is no optimizer, and those that move weights otherwise than by the gradient as it is.
+def refuse_own_optimizer(optimizer: Any, model: nn.Module, scheduler: Any, privacy: PrivacyConfig) -> None:
+    """Refuses what is no optimizer, those that move weights otherwise than by the gradient as it is, and rates that
+    could follow from the losses of the steps.
 
     Raises:
         ConfigurationError: with its name.
@@ -131,6 +134,16 @@ def refuse_own_optimizer(optimizer: Any, model: nn.Module) -> None:
             f"{kind}, which exchanges weights between training and evaluation, in a loop of one's own.",
             why="that cannot be told from weights that something else has moved between two steps.",
             fix="use DPTrainer, which switches it, or another optimizer.",
+        )
+    of_rates = getattr(scheduler, "scheduler", scheduler)
+    by_metric = {one.__name__ for one in type(of_rates).__mro__} & {*BY_METRICS.values()}
+    if by_metric and not privacy.withhold_non_private_logs:
+        raise ConfigurationError(
+            f"begin() with {by_metric.pop()} for a scheduler.",
+            why="it chooses rates by a number that it is given, and the mean loss that step() returns is of private "
+            "data without noise: weights would follow from it, and epsilon would not say so.",
+            fix="take PrivacyConfig(withhold_non_private_logs=True), with which step() returns 0, and a metric of "
+            "data whose owners agreed; or a scheduler that goes by steps.",
         )
 
 
