@@ -45,6 +45,8 @@ def written(node: ast.expr | None) -> str:
             return written(left) + written(right)
         case ast.IfExp(body=body, orelse=orelse):
             return max(written(body), written(orelse), key=len)
+        case ast.BoolOp(values=values):
+            return max(map(written, values), key=len)
     return "..."
 
 

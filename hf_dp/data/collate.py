@@ -12,7 +12,7 @@ import torch
 
 import hf_dp.ranks as ranks
 from hf_dp.data.cut import Part, by_rows, by_tokens, by_units, check_max_tokens
-from hf_dp.data.failing_rows import keep_columns
+from hf_dp.data.failing_rows import A_DICT, NUMBERS, for_all_rows
 from hf_dp.data.kinds import kind_of, refuse_changed
 from hf_dp.data.lengths import length
 from hf_dp.data.shapes import IN_16_BITS, Shape, refuse_other_sizes, shape_of
@@ -23,10 +23,8 @@ from hf_dp.units.packing import Owners
 
 logger = logging.getLogger(__name__)
 
-_NUMBERS = (
-    "leave out columns that are no numbers, or make numbers of them beforehand (of texts with the tokenizer, of names "
-    "of labels)."
-)
+# What a collator raises of rows that it cannot read; an AttributeError of such as are no dicts.
+_UNREAD = (ValueError, TypeError, LookupError, RuntimeError, AttributeError)
 Randomness = Callable[[], AbstractContextManager[None]]
 
 
@@ -194,7 +192,7 @@ class LogicalBatchCollator:
                 continue
             try:
                 self._alone(row)
-            except (ValueError, TypeError, LookupError, RuntimeError) as its:
+            except _UNREAD as its:
                 alone.append((row, its))
         if alone:
             row, own = alone[0]
@@ -205,7 +203,7 @@ class LogicalBatchCollator:
                 f"the data collator {self.name} fails on {'each' if is_all else 'a'} row by itself "
                 f"({type(own).__name__}: {own}): {kinds}.",
                 why="training would end where one is drawn.",
-                fix=keep_columns(own) or _NUMBERS if is_all else "correct the row, or leave it out.",
+                fix=for_all_rows(row, own) if is_all else "correct the row, or leave it out.",
             )
         unlike = "of other columns or types " if len(set(kinds_before)) > 1 else ""
         return ConfigurationError(
@@ -214,7 +212,7 @@ class LogicalBatchCollator:
             why="examples that are drawn together are computed together, in tensors with a row for each.",
             fix="let it pad all columns that differ in length (DataCollatorForSeq2Seq, or another one, "
             "pads labels too; DataCollatorWithPadding only what the tokenizer makes); give each row the same "
-            f"columns, of one type; {_NUMBERS}",
+            f"columns, of one type; {NUMBERS}",
         )
 
     def collated(self, examples: list[Any]) -> Mapping[str, Any]:
@@ -225,7 +223,7 @@ class LogicalBatchCollator:
         try:
             # Some take the labels out of a row, which is measured and collated again, or the dataset's own.
             batch = self._collate([copy.copy(e) if isinstance(e, (MutableMapping, list)) else e for e in examples])
-        except (ValueError, TypeError, LookupError, RuntimeError) as error:
+        except _UNREAD as error:
             if len(examples) == 1 or isinstance(error, HfDpError):  # then the row itself is to be named
                 raise
             raise self._failed(examples, kinds, error) from error
@@ -233,9 +231,7 @@ class LogicalBatchCollator:
             raise ConfigurationError(
                 f"the data collator {self.name} returned {type(batch).__name__}, not a mapping of names to tensors.",
                 why="the model is called with the names of its inputs, and each must have a row for each example.",
-                fix="let it return a dict of names to tensors of shape (examples, ...). Of rows that are tuples, as a "
-                "TensorDataset has them: lambda rows: {'input_ids': torch.stack([row[0] for row in rows]), 'labels': "
-                "torch.stack([row[1] for row in rows])}.",
+                fix=A_DICT,
             )
         tensors = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}
         if not tensors:

@@ -21,6 +21,27 @@ _TOO_LITTLE = (
     "spent. Cut rows shorter (max_length), train fewer parameters (LoRA), or take an accelerator with more memory."
 )
 
+NUMBERS = (
+    "leave out columns that are no numbers, or make numbers of them beforehand (of texts with the tokenizer, of names "
+    "of labels)."
+)
+A_DICT = (
+    "let it return a dict of names to tensors of shape (examples, ...). Of rows that are tuples, as a TensorDataset "
+    "has them: lambda rows: {'input_ids': torch.stack([row[0] for row in rows]), 'labels': torch.stack([row[1] for "
+    "row in rows])}."
+)
+
+
+def for_all_rows(row: Any, error: Exception) -> str:
+    """What to do where a collator fails with `error` on each row, such as `row`."""
+    if not isinstance(row, Mapping):
+        return A_DICT
+    dropped = (
+        " What the dataset has and the row has not was dropped by Trainer, since the model's forward does not name it "
+        "(remove_unused_columns)."
+    )
+    return keep_columns(error) or NUMBERS + dropped
+
 
 def keep_columns(error: Exception) -> str | None:
     """What to do where `error` says that a column is not there; None where it says something else."""
@@ -76,10 +97,9 @@ def refuse_rows_that_fail(dataset: Any, extremes: list[int], few: list[Any], run
                 why=why,
                 fix=keep_columns(error)
                 or "correct the row or leave it out: token ids are below the size of the vocabulary, labels of "
-                "classes whole numbers below num_labels (True and 1.0 are none), and texts have no more tokens than "
-                "the model has positions (truncation=True). If any row fails, the collator, model or adapter does not "
-                "take one by itself (micro-batches of one occur), or the model not without labels: it is called "
-                "without them, so for one that always computes its loss override "
+                "classes whole numbers below num_labels (not True, not 1.0), texts no longer than the model has "
+                "positions (truncation=True). If any row fails, the collator, model or adapter takes none by itself, "
+                "or the model needs labels and is called without them: then override "
                 "DPTrainer.compute_per_example_loss(model, inputs).",
             ) from error
 

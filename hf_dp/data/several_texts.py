@@ -14,9 +14,23 @@ import hf_dp.ranks as ranks
 logger = logging.getLogger(__name__)
 
 
-def warn_of_packed(batch: Mapping[str, Any]) -> None:
-    """Says once whom a promise to rows is made to, where they hold several texts each."""
-    if (column := packed_by(batch)) is not None:
+def warn_of_several(batch: Mapping[str, Any], *, are_even: bool) -> None:
+    """Says once whom a promise to rows is made to, where they hold several texts each, or pieces of some.
+
+    Args:
+        batch: of a few rows.
+        are_even: whether all rows are as long, as far as is known.
+    """
+    if are_even and is_cut(batch):
+        ranks.warn(
+            logger,
+            "All rows have %d tokens, and all of these are learnt, as where texts are put together and cut into blocks "
+            "(group_texts of run_clm.py). What is promised is promised to a row: to a block, and less to a text that "
+            "lies in several. Where each text is somebody's, give each a row of its own (truncation=True), or cut each "
+            "by itself and make the text the unit (docs/privacy.md).",
+            batch["labels"].shape[1],
+        )
+    elif (column := packed_by(batch)) is not None:
         ranks.warn(
             logger,
             "Rows hold several texts each, by their %r. What is promised is promised to a row: to all of its texts "
@@ -24,6 +38,14 @@ def warn_of_packed(batch: Mapping[str, Any]) -> None:
             "somebody's, give each a row of its own (packing=False).",
             column,
         )
+
+
+def is_cut(batch: Mapping[str, Any]) -> bool:
+    """Whether rows are nothing but what is learnt: labels (examples, tokens) are the ids, of which none is hidden."""
+    labels, ids, kept = (batch.get(name) for name in ("labels", "input_ids", "attention_mask"))
+    if not (isinstance(labels, Tensor) and isinstance(ids, Tensor) and labels.dim() == 2 and len(labels) > 1):
+        return False
+    return torch.equal(labels, ids) and not (isinstance(kept, Tensor) and bool(kept.eq(0).any()))
 
 
 def packed_by(batch: Mapping[str, Any]) -> str | None:

@@ -61,13 +61,16 @@ def loss_kind(model: nn.Module) -> str:
     said = next((kind for kind, suffixes, _ in _heads() if declared in suffixes), None)
     # What a class says of itself goes before what it inherits; whether that is still so, its own loss shows.
     known = _of_class(name) or said or next(filter(None, map(_of_class, inherited)), None)
-    if known is not None:
+    # Transformers' own losses read it; a module that has none cannot have one of them, whatever it says.
+    if (has_config := getattr(base, "config", None) is not None) and known is not None:
         return _of_decoder(base, known)
     raise UnsupportedModelError(
         f"{name} (loss_type {declared!r}) has no known per-example loss.",
         why="the model's own loss is normalised over the batch, so one example would rescale its neighbours.",
         fix="where its loss is that of one of Transformers' own heads, say which: model.loss_type = "
-        f"'ForSequenceClassification', for example; or {SAY_IT}, which return one loss for each example.",
+        f"'ForSequenceClassification', for example; or {SAY_IT}, which return one loss for each example."
+        if has_config
+        else f'{SAY_IT}, which return one loss for each example (in torch: reduction="none").',
     )
 
 

@@ -56,7 +56,8 @@ def check_losses(losses: Tensor, size: int) -> None:
         raise ConfigurationError(
             f"the loss function returned {found}, not ({size},).",
             why="clipping needs one loss for each example, depending on that example alone.",
-            fix="return per-example losses, for example hf_dp.losses.per_example_losses(model, batch).",
+            fix='return the loss of each example, as torch does by reduction="none" (of several numbers of one example '
+            "their mean or sum), and hf_dp.losses.per_example_losses(model, batch) for heads of Transformers.",
         )
     if torch.is_grad_enabled() and not losses.requires_grad:
         raise UnsupportedModelError(

@@ -21,7 +21,7 @@ from hf_dp.data.left_padding import LeftPadding
 from hf_dp.data.loader import PoissonDataLoader
 from hf_dp.data.mixing_collator import check_collator
 from hf_dp.data.mixing_dataset import check_dataset
-from hf_dp.data.several_texts import warn_of_packed
+from hf_dp.data.several_texts import warn_of_several
 from hf_dp.data.telling_rows import (
     alike_batches,
     rows_beyond,
@@ -223,8 +223,8 @@ class Engine:
             with unchanged_state(self.model):
                 few, others = telling_rows(dataset, collate.widths)
                 one, other, together = alike_batches(few, self._batch)
-                warn_of_packed(together)
                 extremes = extreme_rows(dataset.dataset)
+                warn_of_several(together, are_even=not extremes.uneven)
                 # Where columns tell of ids, labels and lengths, what is no narrower and no wider shows no more.
                 tried = rows_beyond(few, extreme := [dataset[i] for i in extremes.rows], collate.widths)
                 refuse_rows_that_fail(dataset, extremes.rows, tried, lambda row: of_whole(self._batch([row])))

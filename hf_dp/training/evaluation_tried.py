@@ -11,6 +11,7 @@ from datasets import Dataset
 from torch.utils.data import IterableDataset, Subset
 
 import hf_dp.ranks as ranks
+from hf_dp.data.failing_rows import keep_columns
 from hf_dp.errors import ConfigurationError, HfDpError, shortened
 from hf_dp.launched import of_the_backend
 from hf_dp.per_example.checks.state import put_back
@@ -74,8 +75,9 @@ class TriedEvaluationMixin(EvaluationMixin):
                 raise ConfigurationError(
                     f"evaluation fails on the first rows of {_named(prefix)} ({type(error).__name__}: {error}).",
                     why="training would stop at its first evaluation, and lose what was spent until then.",
-                    fix="mend what it says, in the rows, the collator, the model or the loss; or leave eval_strategy "
-                    "out and evaluate afterwards.",
+                    fix=keep_columns(error)
+                    or "mend what it says, in the rows, the collator, the model or the loss; or, where training "
+                    "data does not fail so too, leave eval_strategy out and evaluate afterwards.",
                 ) from error
         if failed:
             what = shortened(f"{type(failed[0]).__name__}: {failed[0]}", 200, 2)

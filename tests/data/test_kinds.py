@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset
-from transformers import default_data_collator
+from transformers import DataCollatorWithPadding, default_data_collator
 
 from hf_dp.data.collate import LogicalBatchCollator
 from hf_dp.data.kinds import kind_of
 from hf_dp.data.loader import _OwnReads
 from hf_dp.errors import ConfigurationError
-from tests.training.workbench import classifier, make, rows
+from tests.training.workbench import a_tokenizer, classifier, make, rows
 
 pytestmark = pytest.mark.usefixtures("checked_once")
 
@@ -180,6 +180,14 @@ def test_what_a_collator_fails_on_is_named(few: list[Any], words: str) -> None:
 
     with pytest.raises(ConfigurationError, match=words):
         LogicalBatchCollator(2, collate).collated(few)
+
+
+@pytest.mark.parametrize("padded", [DataCollatorWithPadding(a_tokenizer({"a"})), default_data_collator])
+def test_a_collator_that_takes_dicts_is_blamed_for_rows_that_are_tuples(padded: Any) -> None:
+    few = [([1, 2], 0), ([1], 1)]
+    with pytest.raises(ConfigurationError, match="by itself .*: it is tuple") as caught:
+        LogicalBatchCollator(2, padded).collated(few)
+    assert "lambda rows" in caught.value.fix
 
 
 def test_kinds() -> None:

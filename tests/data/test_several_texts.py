@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from datasets import Dataset
+from torch.nn.utils.rnn import pad_sequence
 
-from hf_dp.data.several_texts import packed_by
+from hf_dp.data.several_texts import is_cut, packed_by
 from tests.training.workbench import Rows, make, pad
+from tests.zoo import tiny
 
 
 @pytest.mark.parametrize(
@@ -42,3 +47,40 @@ def test_a_collator_that_brings_them_is_warned_of_once(tmp_path: Path, caplog: p
 
     make(tmp_path, parts={"data_collator": packed}, max_steps=1).train()
     assert caplog.text.count("Rows hold several texts each, by their 'position_ids'.") == 1
+
+
+@pytest.mark.parametrize(
+    ("labels", "mask", "found"),
+    [
+        ([[5, 6, 7], [8, 9, 5]], None, True),
+        ([[5, 6, 7], [8, 9, 5]], [[1, 1, 1], [1, 1, 1]], True),
+        ([[5, 6, 7], [8, 9, 5]], [[1, 1, 1], [1, 1, 0]], False),
+        ([[-100, 6, 7], [8, 9, 5]], None, False),
+        ([5, 6], None, False),
+    ],
+)
+def test_rows_of_nothing_but_what_is_learnt(labels: list[Any], mask: list[Any] | None, found: bool) -> None:
+    batch = {"input_ids": torch.tensor([[5, 6, 7], [8, 9, 5]]), "labels": torch.tensor(labels)}
+    if mask is not None:
+        batch["attention_mask"] = torch.tensor(mask)
+    assert is_cut(batch) == found
+
+
+@pytest.mark.parametrize(("lengths", "warnings"), [([6], 1), ([5, 6], 0)])
+def test_blocks_cut_from_texts_are_warned_of_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, lengths: list[int], warnings: int
+) -> None:
+    """What `group_texts` makes: no text is a row, and nothing else says so."""
+    draw = random.Random(0)
+    ids = [[draw.randrange(1, 30) for _ in range(lengths[i % len(lengths)])] for i in range(24)]
+    data = Dataset.from_list([{"input_ids": each, "labels": each} for each in ids])
+
+    def padded(rows: Rows) -> dict[str, torch.Tensor]:
+        return {
+            name: pad_sequence([torch.tensor(row[name]) for row in rows], batch_first=True, padding_value=at)
+            for name, at in (("input_ids", 0), ("labels", -100))
+        }
+
+    parts = {"train_dataset": data, "data_collator": padded}
+    make(tmp_path, tiny("gpt2", "causal_lm"), parts=parts, max_steps=1).train()
+    assert caplog.text.count("All rows have 6 tokens") == warnings

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional as F
 from transformers import BertForSequenceClassification, BertPreTrainedModel, DistilBertForSequenceClassification
@@ -50,6 +51,25 @@ def test_a_class_of_ones_own_says_which_loss_it_has_and_is_held_to_it() -> None:
     model.weight = 2.0
     with pytest.raises(UnsupportedModelError, match="as its loss of one example"):
         check_own_loss(model, batch)
+
+
+class PlainForSequenceClassification(nn.Module):
+    """Named, and saying, as if it were one of Transformers'; without a config of theirs."""
+
+    loss_type = "ForSequenceClassification"
+
+
+class Plain(nn.Module):
+    loss_type = "ForCausalLM"
+
+
+@pytest.mark.parametrize("kind", [PlainForSequenceClassification, Plain, nn.Linear])
+def test_a_module_without_a_config_is_not_told_to_name_a_head(kind: Any) -> None:
+    """How many labels there are, and of what kind, stands in the config alone: with a name it failed on each row."""
+    with pytest.raises(UnsupportedModelError, match=rf"{kind.__name__} .* no known per-example loss") as caught:
+        loss_kind(kind(3, 3) if kind is nn.Linear else kind())
+    assert "loss_type" not in caught.value.fix
+    assert 'reduction="none"' in caught.value.fix
 
 
 class Mine(DistilBertForSequenceClassification):

@@ -51,6 +51,17 @@ def test_rows_that_cannot_be_evaluated(tmp_path: Path, data: Any, name: str) -> 
     assert "first evaluation" in found.why
 
 
+def test_a_column_that_trainer_dropped_is_said_to_be_missing(tmp_path: Path) -> None:
+    """As where a transform reads pictures, which no forward names."""
+    pictures = Dataset.from_list([{**row, "image": [1, 2]} for row in OTHERS]).with_transform(
+        lambda batch: {"input_ids": batch["image"], "labels": batch["labels"]}
+    )
+    words = "evaluation fails on the first rows of eval_dataset .*KeyError"
+    found = refused(tmp_path, ConfigurationError, words, at_once=False, parts={"eval_dataset": pictures}, **EACH)
+    assert "remove_unused_columns=False" in found.fix
+    assert "leave eval_strategy out" not in found.fix
+
+
 def test_what_is_not_evaluated_is_not_tried(tmp_path: Path) -> None:
     make(tmp_path, parts={"eval_dataset": broken()}, max_steps=1).train()
 

@@ -9,13 +9,31 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import Trainer
+from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer
 
 from hf_dp import DPTrainer
 from hf_dp.errors import ConfigurationError, PreflightError, UnsupportedModelError
 from hf_dp.training.trainer import DPTrainerMixin
 from tests.training.refusing import refused
-from tests.training.workbench import ROWS, make
+from tests.training.workbench import ROWS, classifier, make, private, rows
+
+
+def test_what_only_seq2seq_trainer_does_is_not_ignored(tmp_path: Path) -> None:
+    """`Seq2SeqTrainer` is not `DPTrainer`: its arguments alone would give logits to metrics of texts."""
+    args = Seq2SeqTrainingArguments(
+        str(tmp_path), report_to="none", use_cpu=True, per_device_train_batch_size=2, predict_with_generate=True
+    )
+    given: dict[str, Any] = {"model": classifier(), "args": args, "train_dataset": rows(), "privacy": private()}
+    with pytest.raises(
+        ConfigurationError, match="predict_with_generate=True, and DPTrainer does not generate"
+    ) as found:
+        DPTrainer(**given)
+    assert "DPSeq2SeqTrainer(DPTrainerMixin, Seq2SeqTrainer)" in found.value.fix
+
+    class Generates(DPTrainerMixin, Seq2SeqTrainer):
+        pass
+
+    Generates(**given)
 
 
 class OwnStep(DPTrainer):

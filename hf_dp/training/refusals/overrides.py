@@ -9,7 +9,7 @@ from hf_dp.training.behind.table import has_known_loss
 
 
 def refuse_overrides(trainer: Any, mixin: type, base: type) -> None:
-    """Refuses a Trainer whose own methods would bypass the private step, or whose loss would be ignored.
+    """Refuses a Trainer whose own methods would bypass the private step, or whose loss or generation would be ignored.
 
     Raises:
         ConfigurationError: with the method and the class that defines it.
@@ -51,6 +51,14 @@ def refuse_overrides(trainer: Any, mixin: type, base: type) -> None:
             f"{name} gives one loss for the whole batch.",
             why="clipping needs each example's own loss; training would silently use another loss than yours.",
             fix="also override compute_per_example_loss(model, inputs) to return one loss for each example.",
+        )
+    if getattr(trainer.args, "predict_with_generate", False) and _owner(trainer, "prediction_step", mixin) is base:
+        raise ConfigurationError(
+            f"predict_with_generate=True, and {type(trainer).__name__} does not generate.",
+            why="compute_metrics would get logits in place of texts, and mostly fail at the first evaluation, when "
+            "budget is spent.",
+            fix="put the mixin in front of the trainer that generates, class DPSeq2SeqTrainer(DPTrainerMixin, "
+            "Seq2SeqTrainer): pass; or leave predict_with_generate out.",
         )
 
 
