@@ -36,6 +36,7 @@ from hf_dp.per_example.batch import Batch, LossFunction, check_losses
 from hf_dp.per_example.checks.coins import NotingDraws
 from hf_dp.per_example.checks.held import beside
 from hf_dp.per_example.checks.independence import survey
+from hf_dp.per_example.checks.installed import Installed
 from hf_dp.per_example.checks.kept import Memory
 from hf_dp.per_example.checks.memory import unchanged_weights
 from hf_dp.per_example.checks.padding import check_padding
@@ -105,6 +106,7 @@ class Engine:
         self._groups: Sequence[Group] = ()
         self._certificate: Certificate | None = None
         self._memory: Memory | None = None
+        self._installed: Installed | None = None
         self._moved: list[float] = []
 
     def record(self, micro_batch: MicroBatch) -> PerExampleGradients:
@@ -148,7 +150,10 @@ class Engine:
         return losses * shares.to(losses.device, non_blocking=True)
 
     def micro_batches(self, item: Mapping[str, Any]) -> Generator[MicroBatch]:
-        """Of one logical batch, once those that are wider or narrower than all before are known to do no harm."""
+        """Of one logical batch, once those that are wider or narrower than all before are known to do no harm, and so
+        are other modules and hooks than were checked."""
+        if self._installed is not None and not self._installed.is_of(self.model):
+            self.check()
         for rows in item.get("unlike", []):
             with uncompiled(), unchanged_global_state():
                 known, together = self._padding.counts_columns, self._batch(rows)
@@ -204,6 +209,7 @@ class Engine:
             refuse_two_passes(self.model, self.loader.draws_units)
         with passes_shown(self.model, is_silent=self.is_silent), unchanged_weights(self.model), failures_refused():
             self._check()
+        self._installed = Installed(self.model)
 
     def _check(self) -> None:
         dataset: Any = self.loader.dataset

@@ -1,0 +1,107 @@
+"""What a model is made of changes between two steps: it is checked again, before the next one is paid for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import nn
+from transformers import TrainerCallback
+
+from hf_dp.errors import PreflightError
+from hf_dp.per_example.checks.installed import Installed
+from hf_dp.training.engine import Engine
+from tests.training.workbench import make
+
+
+def centred(module: nn.Module, args: Any, output: Any) -> Any:
+    return output - output.mean(0, keepdim=True)
+
+
+def with_a_hook(model: Any) -> None:
+    model.pre_classifier.register_forward_hook(centred)
+
+
+def with_a_hook_of_all(model: Any) -> None:
+    def hook(module: nn.Module, args: Any, output: Any) -> Any:
+        return centred(module, args, output) if module is model.pre_classifier else None
+
+    nn.modules.module.register_module_forward_hook(hook)
+
+
+def with_another_module(model: Any) -> None:
+    class Centred(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.weight, self.bias = inner.weight, inner.bias
+
+        def forward(self, x: Any) -> Any:
+            return centred(self, (), nn.functional.linear(x, self.weight, self.bias))
+
+    model.pre_classifier = Centred(model.pre_classifier)
+
+
+def with_another_forward(model: Any) -> None:
+    own = model.pre_classifier.forward
+    model.pre_classifier.forward = lambda x: centred(model, (), own(x))
+
+
+class After(TrainerCallback):
+    def __init__(self, change: Callable[[Any], None]) -> None:
+        self._change = change
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        if state.global_step == 2:
+            self._change(model)
+
+
+@pytest.fixture
+def no_hooks_of_all() -> Any:
+    hooks = nn.modules.module._global_forward_hooks
+    before = dict(hooks)
+    yield
+    hooks.clear()
+    hooks.update(before)
+
+
+@pytest.mark.checked_anew
+@pytest.mark.usefixtures("no_hooks_of_all")
+@pytest.mark.parametrize("change", [with_a_hook, with_a_hook_of_all, with_another_module, with_another_forward])
+def test_failure_79_what_mixes_examples_from_the_third_step_on_is_refused_before_it(
+    change: Callable[[Any], None], tmp_path: Path
+) -> None:
+    trainer = make(tmp_path, parts={"callbacks": [After(change)]})
+    with pytest.raises(PreflightError):
+        trainer.train()
+    assert trainer.ledger.steps == 2
+
+
+@pytest.mark.checked_anew
+def test_a_hook_that_does_no_harm_is_checked_once_and_trained_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checked, check = [], Engine.check
+    monkeypatch.setattr(Engine, "check", lambda engine: (checked.append(engine), check(engine)))
+
+    def harmless(model: Any) -> None:
+        model.pre_classifier.register_forward_hook(lambda module, args, output: output * 2)
+
+    trainer = make(tmp_path, parts={"callbacks": [After(harmless)]})
+    trainer.train()
+    assert len(checked) == 2
+    assert trainer.ledger.steps == 4
+
+
+def test_modules_and_hooks_are_known_by_place_and_identity() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    installed = Installed(model)
+    model.train(False).zero_grad()
+    assert installed.is_of(model)
+    handle = model[0].register_full_backward_hook(lambda *_: None)
+    assert not installed.is_of(model)
+    handle.remove()
+    assert installed.is_of(model)
+    model[0], model[1] = model[1], model[0]
+    assert not installed.is_of(model)
