@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -12,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+import hf_dp.ranks as ranks
 from hf_dp.clipping.rule import ClippingRule, Group
 from hf_dp.data.collate import Prepared
 from hf_dp.data.extremes import extreme_rows
@@ -49,6 +51,8 @@ from hf_dp.per_example.sharding import all_names, is_sharded
 from hf_dp.randomness import unchanged_global_state
 from hf_dp.training.progress import passes_shown
 from hf_dp.units.packing import Owners
+
+logger = logging.getLogger(__name__)
 
 
 class MicroBatch(NamedTuple):
@@ -152,8 +156,15 @@ class Engine:
     def micro_batches(self, item: Mapping[str, Any]) -> Generator[MicroBatch]:
         """Of one logical batch, once those that are wider or narrower than all before are known to do no harm, and so
         are other modules and hooks than were checked."""
-        if self._installed is not None and not self._installed.is_of(self.model):
+        if (before := self._installed) is not None and not before.is_of(self.model):
+            ranks.warn(
+                logger,
+                "The model has other modules, forward methods or hooks than were checked, so the check before the "
+                "first step is made again, and each time that there are new ones. What a callback hooks to the model "
+                "is best there before train(), and stays.",
+            )
             self.check()
+            self._installed = Installed(self.model, before)
         for rows in item.get("unlike", []):
             with uncompiled(), unchanged_global_state():
                 known, together = self._padding.counts_columns, self._batch(rows)
@@ -209,7 +220,8 @@ class Engine:
             refuse_two_passes(self.model, self.loader.draws_units)
         with passes_shown(self.model, is_silent=self.is_silent), unchanged_weights(self.model), failures_refused():
             self._check()
-        self._installed = Installed(self.model)
+        # Ranks that share weights would have to look again at the same time.
+        self._installed = None if is_sharded(self.model) else Installed(self.model)
 
     def _check(self) -> None:
         dataset: Any = self.loader.dataset

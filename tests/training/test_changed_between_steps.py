@@ -80,7 +80,7 @@ def test_failure_79_what_mixes_examples_from_the_third_step_on_is_refused_before
 
 @pytest.mark.checked_anew
 def test_a_hook_that_does_no_harm_is_checked_once_and_trained_with(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     checked, check = [], Engine.check
     monkeypatch.setattr(Engine, "check", lambda engine: (checked.append(engine), check(engine)))
@@ -92,6 +92,27 @@ def test_a_hook_that_does_no_harm_is_checked_once_and_trained_with(
     trainer.train()
     assert len(checked) == 2
     assert trainer.ledger.steps == 4
+    assert "has other modules, forward methods or hooks than were checked" in caplog.text
+
+
+@pytest.mark.checked_anew
+def test_a_hook_that_comes_and_goes_is_checked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checked, check = [], Engine.check
+    monkeypatch.setattr(Engine, "check", lambda engine: (checked.append(engine), check(engine)))
+
+    class ComesAndGoes(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+            hooks = model.pre_classifier._forward_hooks
+            if hooks:
+                hooks.clear()
+            else:
+                model.pre_classifier.register_forward_hook(seen)
+
+    def seen(module: nn.Module, args: Any, output: Any) -> None:
+        pass
+
+    make(tmp_path, parts={"callbacks": [ComesAndGoes()]}).train()
+    assert len(checked) == 2
 
 
 def test_modules_and_hooks_are_known_by_place_and_identity() -> None:

@@ -8,21 +8,27 @@ from typing import Any
 from torch import nn
 from torch.nn.modules import module as of_all
 
+_KNOWN = 4
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _OF_ALL = ("_global_forward_pre_hooks", "_global_forward_hooks", "_global_backward_pre_hooks", "_global_backward_hooks")
 
 
 class Installed:
-    """As `model` is now. What it holds besides, `Memory` is asked of."""
+    """As `model` is now. What it holds besides, `Memory` is asked of.
 
-    def __init__(self, model: nn.Module) -> None:
-        self._found = list(_installed(model))
+    Args:
+        before: where it was otherwise, and checked; of these the latest stay known, so that a hook may come and go.
+    """
+
+    def __init__(self, model: nn.Module, before: Installed | None = None) -> None:
+        earlier: list[list[Any]] = [] if before is None else before._known
+        self._known = [list(_installed(model)), *earlier][:_KNOWN]
 
     def is_of(self, model: nn.Module) -> bool:
-        """Whether it has these modules still, of the same classes and forward methods, in the same places, and hooks
-        that are the same objects."""
+        """Whether it has these modules still, or those of before, of the same classes and forward methods, in the same
+        places, and hooks that are the same objects."""
         now = list(_installed(model))
-        return len(now) == len(self._found) and all(map(_is, now, self._found))
+        return any(len(now) == len(known) and all(map(_is, now, known)) for known in self._known)
 
 
 def _installed(model: nn.Module) -> Iterator[Any]:
