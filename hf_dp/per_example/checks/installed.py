@@ -21,8 +21,8 @@ class Installed:
     """
 
     def __init__(self, model: nn.Module, before: Installed | None = None) -> None:
-        earlier: list[list[Any]] = [] if before is None else before._known
-        self._known = [list(_installed(model)), *earlier][:_KNOWN]
+        earlier = [] if before is None else before._known
+        self._known: list[list[Any]] = [list(_installed(model)), *earlier][:_KNOWN]
 
     def is_of(self, model: nn.Module) -> bool:
         """Whether it has these modules still, or those of before, of the same classes and forward methods, in the same
