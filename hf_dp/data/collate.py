@@ -51,7 +51,8 @@ class LogicalBatchCollator:
         name: of the user's function.
 
     Raises:
-        ConfigurationError: a micro-batch size below 1, or a collator known to put several examples in one row.
+        ConfigurationError: a micro-batch size below 1, or a collator that is none, or known to put several examples in
+                one row.
     """
 
     def __init__(
@@ -70,6 +71,12 @@ class LogicalBatchCollator:
             )
         check_max_tokens(max_tokens)
         _refuse_packing(collate)
+        if not callable(collate):
+            raise ConfigurationError(
+                f"a collator that is {collate!r}.",
+                why="rows become micro-batches by it.",
+                fix="pass a function of a list of rows, for example torch.utils.data.default_collate.",
+            )
         self._micro_batch_size, self._max_tokens, self._equal_widths = micro_batch_size, max_tokens, equal_widths
         self._collate = collate
         self.checked: Checked | None = None

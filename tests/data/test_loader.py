@@ -345,3 +345,8 @@ class TestRanks:
         item = loader.collate_fn([{"x": [3]}])
         assert [part["x"].tolist() for part in item["micro_batches"]] == [[[3]]]
         assert [part["x"].tolist() for part in loader.dummies(item)] == [[[0]]] * (of_others - 1)
+
+
+def test_what_is_no_function_is_no_collator() -> None:
+    with pytest.raises(ConfigurationError, match="a collator that is None"):
+        LogicalBatchCollator(4, None)  # type: ignore[arg-type]
