@@ -17,8 +17,8 @@ from hf_dp.figures import row_in_words
 from hf_dp.launched import of_the_backend
 
 _TOO_LITTLE = (
-    "The check before the first step takes a few rows, the longest among them, at once and in float32; no budget was "
-    "spent. Cut rows shorter (max_length), train fewer parameters (LoRA), or take an accelerator with more memory."
+    "The check before the first step takes a few rows, the longest among them, at once and in float32, and spends no "
+    "budget. Cut rows shorter (max_length), train fewer parameters (LoRA), or take an accelerator with more memory."
 )
 
 NUMBERS = (

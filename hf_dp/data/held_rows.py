@@ -12,6 +12,8 @@ from hf_dp.data.widths import Measure, Widths, by_width, outermost
 
 _IN_FOURS, _BETWEEN = 4, 2
 _OF_EACH_COLUMN, _AT_MOST = 3, 8
+# Rows may be long.
+_AT_ONCE = 2
 
 
 def hold(
@@ -47,8 +49,9 @@ def hold(
     if between := _rows_between([*uneven, *others], measure, compared):
         # The last is beside the others, as wide as it is alone: what narrower rows do to a wide one is known.
         compare(between, len(between) - 1)
-    if ends and (labelled := _rows_with_other_numbers(ends[0], by_width([*uneven, *others], measure)[0])):
-        compare([ends[0], *labelled], 1)
+    labelled = _rows_with_other_numbers(ends[0], by_width([*uneven, *others], measure)[0]) if ends else []
+    for start in range(0, len(labelled), _AT_ONCE):
+        compare([ends[0], *labelled[start : start + _AT_ONCE]], 1)
     return ends
 
 
@@ -110,13 +113,16 @@ def _rows_with_other_numbers(row: Any, rows: Sequence[Any]) -> list[Any]:
     Of each column those with the least and the greatest number, and the first with others.
     """
     told = [(_numbers(other), other) for other in rows]
-    found: list[Any] = []
+    columns: list[dict[int, Any]] = []
     for name, own in _numbers(row).items():
         having: dict[int, Any] = {}
         for numbers, other in told:
             if (number := numbers.get(name, own)) != own:
                 having.setdefault(number, other)
-        ends = [min(having), max(having)] if having else []
+        columns.append(having)
+    found: list[Any] = []
+    for having in sorted(filter(None, columns), key=len):  # a label has fewer than a number of the row
+        ends = [min(having), max(having)]
         for other in [having[number] for number in dict.fromkeys([*ends, *having])][:_OF_EACH_COLUMN]:
             found += [other] if all(other is not one for one in found) else []
     return found[:_AT_MOST]

@@ -136,7 +136,7 @@ def _products(value: Tensor, inputs: list[Tensor], gradients: Tensor) -> Iterabl
         return torch.autograd.grad(value, inputs, gradients, is_grads_batched=True, **kept)
     except torch.OutOfMemoryError:
         raise
-    except RuntimeError:
+    except Exception:  # noqa: BLE001
         # The backward pass of an autograd Function may do what vmap cannot.
         rows = [torch.autograd.grad(value, inputs, gradient, **kept) for gradient in gradients]
         return [None if found[0] is None else torch.stack(found) for found in zip(*rows, strict=True)]

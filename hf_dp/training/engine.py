@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -13,7 +12,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-import hf_dp.ranks as ranks
 from hf_dp.clipping.rule import ClippingRule, Group
 from hf_dp.data.collate import Prepared
 from hf_dp.data.extremes import extreme_rows
@@ -38,7 +36,7 @@ from hf_dp.per_example.batch import Batch, LossFunction, check_losses
 from hf_dp.per_example.checks.coins import NotingDraws
 from hf_dp.per_example.checks.held import beside
 from hf_dp.per_example.checks.independence import survey
-from hf_dp.per_example.checks.installed import Installed
+from hf_dp.per_example.checks.installed import Installed, warn_of_others
 from hf_dp.per_example.checks.kept import Memory
 from hf_dp.per_example.checks.memory import unchanged_weights
 from hf_dp.per_example.checks.padding import check_padding
@@ -51,8 +49,6 @@ from hf_dp.per_example.sharding import all_names, is_sharded
 from hf_dp.randomness import unchanged_global_state
 from hf_dp.training.progress import passes_shown
 from hf_dp.units.packing import Owners
-
-logger = logging.getLogger(__name__)
 
 
 class MicroBatch(NamedTuple):
@@ -112,6 +108,7 @@ class Engine:
         self._memory: Memory | None = None
         self._installed: Installed | None = None
         self._moved: list[float] = []
+        self._met: list[Any] = []
 
     def record(self, micro_batch: MicroBatch) -> PerExampleGradients:
         """The gradients of one micro-batch, as they were certified; of units, of the means of their rows' losses.
@@ -156,16 +153,11 @@ class Engine:
     def micro_batches(self, item: Mapping[str, Any]) -> Generator[MicroBatch]:
         """Of one logical batch, once those that are wider or narrower than all before are known to do no harm, and so
         are other modules and hooks than were checked."""
-        if (before := self._installed) is not None and not before.is_of(self.model):
-            ranks.warn(
-                logger,
-                "The model has other modules, forward methods or hooks than were checked, so the check before the "
-                "first step is made again, and each time that there are new ones. What a callback hooks to the model "
-                "is best there before train(), and stays.",
-            )
-            self.check()
-            self._installed = Installed(self.model, before)
+        if self._installed is not None and not self._installed.is_of(self.model):
+            self._check_again()
+        collate: Any = self.loader.collate_fn
         for rows in item.get("unlike", []):
+            self._met = outermost([*self._met, *rows], collate.widths)
             with uncompiled(), unchanged_global_state():
                 known, together = self._padding.counts_columns, self._batch(rows)
                 if self._padding.counts_columns == known:
@@ -223,6 +215,15 @@ class Engine:
         # Ranks that share weights would have to look again at the same time.
         self._installed = None if is_sharded(self.model) else Installed(self.model)
 
+    def _check_again(self) -> None:
+        warn_of_others()
+        memory = self._memory
+        try:
+            self.check()
+        except BaseException:
+            self._memory = memory  # a loop that goes on without what was refused is asked what it was asked
+            raise
+
     def _check(self) -> None:
         dataset: Any = self.loader.dataset
         collate: Any = self.loader.collate_fn
@@ -250,7 +251,7 @@ class Engine:
                 with self._padding.put_aside():
                     check_collator(self._collate, few, extreme)
                 memory.refuse(one, other, together)
-                uneven = uneven_rows(dataset, extremes, few)
+                uneven = [*uneven_rows(dataset, extremes, few), *self._met]
                 # Padding first: what it shows is how all batches are completed, those of one length as well.
                 self._batch(outermost(uneven, collate.widths))
             short = self._batch(short_rows(few, self._batch, loss))

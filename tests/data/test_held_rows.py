@@ -52,10 +52,15 @@ def test_one_row_is_held_against_rows_with_other_labels_of_each_column() -> None
     first, second = {"n": 1, "labels": 0}, {"n": 1, "labels": 0}
     assert compared([first, second], []) == [], "no others"
     one, two, three = ({"n": 1, "labels": label} for label in (3, torch.tensor(4), True))
-    assert compared([first, second], [one, two, one, dict(one), three]) == [[[first], [three, two, one]]]
+    assert compared([first, second], [one, two, one, dict(one), three]) == [
+        [[first], [three, two]],
+        [[first], [one]],
+    ]
     many = [{"n": 1 + i % 2, "labels": 0, "id": i} for i in range(9)]
-    (held,) = compared(many, [{**one, "id": 0}])[-1:]
-    assert held == [[many[0]], [many[1], {**one, "id": 0}, many[8], many[2]]], "the least, the greatest, the narrowest"
+    held = [other for _, others in compared(many, [{**one, "id": 0}])[-2:] for other in others]
+    assert held == [many[1], {**one, "id": 0}, many[8], many[2]], "the least, the greatest, the narrowest"
+    numbered = [{"n": 1, **{f"id {c}": i + c for c in range(6)}, "labels": int(i == 5)} for i in range(9)]
+    assert compared(numbered[:1], numbered)[0][1][0] == numbered[5], "first the column with the fewest numbers"
     told = [{"n": 1, "labels": 0.5}, {"n": 1, "labels": torch.ones(2, dtype=torch.long)}, {"n": 1, "labels": "a"}]
     assert compared([first], told) == [], "no whole numbers"
 

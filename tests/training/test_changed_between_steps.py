@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from torch import nn
-from transformers import TrainerCallback
+from transformers import DistilBertModel, TrainerCallback
 
 from hf_dp.errors import PreflightError
 from hf_dp.per_example.checks.installed import Installed
@@ -48,6 +48,16 @@ def with_another_forward(model: Any) -> None:
     model.pre_classifier.forward = lambda x: centred(model, (), own(x))
 
 
+def with_another_forward_of_the_class(model: Any) -> None:
+    own = type(model.distilbert).forward
+    type(model.distilbert).forward = lambda self, *args, **kwargs: _of_the_mean(own(self, *args, **kwargs))
+
+
+def _of_the_mean(output: Any) -> Any:
+    output.last_hidden_state = output.last_hidden_state - output.last_hidden_state.mean(0, keepdim=True)
+    return output
+
+
 class After(TrainerCallback):
     def __init__(self, change: Callable[[Any], None]) -> None:
         self._change = change
@@ -60,15 +70,25 @@ class After(TrainerCallback):
 @pytest.fixture
 def no_hooks_of_all() -> Any:
     hooks = nn.modules.module._global_forward_hooks
-    before = dict(hooks)
+    before, forward = dict(hooks), DistilBertModel.forward
     yield
+    DistilBertModel.forward = forward
     hooks.clear()
     hooks.update(before)
 
 
 @pytest.mark.checked_anew
 @pytest.mark.usefixtures("no_hooks_of_all")
-@pytest.mark.parametrize("change", [with_a_hook, with_a_hook_of_all, with_another_module, with_another_forward])
+@pytest.mark.parametrize(
+    "change",
+    [
+        with_a_hook,
+        with_a_hook_of_all,
+        with_another_module,
+        with_another_forward,
+        with_another_forward_of_the_class,
+    ],
+)
 def test_failure_79_what_mixes_examples_from_the_third_step_on_is_refused_before_it(
     change: Callable[[Any], None], tmp_path: Path
 ) -> None:
@@ -96,23 +116,37 @@ def test_a_hook_that_does_no_harm_is_checked_once_and_trained_with(
 
 
 @pytest.mark.checked_anew
-def test_a_hook_that_comes_and_goes_is_checked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_method_that_is_hooked_in_each_step_is_checked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checked, check = [], Engine.check
     monkeypatch.setattr(Engine, "check", lambda engine: (checked.append(engine), check(engine)))
 
-    class ComesAndGoes(TrainerCallback):
-        def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-            hooks = model.pre_classifier._forward_hooks
-            if hooks:
-                hooks.clear()
-            else:
-                model.pre_classifier.register_forward_hook(seen)
+    class Watching(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+            self.handle = model.pre_classifier.register_forward_hook(self.seen)
 
-    def seen(module: nn.Module, args: Any, output: Any) -> None:
-        pass
+        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+            self.handle.remove()
 
-    make(tmp_path, parts={"callbacks": [ComesAndGoes()]}).train()
+        def seen(self, module: nn.Module, args: Any, output: Any) -> None:
+            pass
+
+    make(tmp_path, parts={"callbacks": [Watching()]}).train()
     assert len(checked) == 2
+
+
+@pytest.mark.checked_anew
+def test_after_a_refusal_in_the_middle_steps_are_asked_what_they_were_asked(tmp_path: Path) -> None:
+    trainer = make(tmp_path, max_steps=1)
+    trainer.train()
+    engine = trainer._run.engine
+    memory = engine._memory
+    handle = trainer.model.pre_classifier.register_forward_hook(centred)
+    with pytest.raises(PreflightError):
+        next(engine.micro_batches({"micro_batches": []}), None)
+    assert memory is not None
+    assert engine._memory is memory
+    handle.remove()
+    assert next(engine.micro_batches({"micro_batches": []}), None) is None
 
 
 def test_modules_and_hooks_are_known_by_place_and_identity() -> None:

@@ -2,33 +2,44 @@
 
 from __future__ import annotations
 
+import inspect
+import logging
+import types
 from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
 from torch.nn.modules import module as of_all
 
-_KNOWN = 4
+import hf_dp.ranks as ranks
+
+logger = logging.getLogger(__name__)
+
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _OF_ALL = ("_global_forward_pre_hooks", "_global_forward_hooks", "_global_backward_pre_hooks", "_global_backward_hooks")
 
 
 class Installed:
-    """As `model` is now. What it holds besides, `Memory` is asked of.
+    """As `model` is now. What it holds besides, `Memory` is asked of; of modules beside it nothing is known."""
 
-    Args:
-        before: where it was otherwise, and checked; of these the latest stay known, so that a hook may come and go.
-    """
-
-    def __init__(self, model: nn.Module, before: Installed | None = None) -> None:
-        earlier = [] if before is None else before._known
-        self._known: list[list[Any]] = [list(_installed(model)), *earlier][:_KNOWN]
+    def __init__(self, model: nn.Module) -> None:
+        self._found = list(_installed(model))
 
     def is_of(self, model: nn.Module) -> bool:
-        """Whether it has these modules still, or those of before, of the same classes and forward methods, in the same
-        places, and hooks that are the same objects."""
+        """Whether it has these modules still, of the same classes and with the same forward methods, in the same
+        places, and the same hooks."""
         now = list(_installed(model))
-        return any(len(now) == len(known) and all(map(_is, now, known)) for known in self._known)
+        return len(now) == len(self._found) and all(map(_is, now, self._found))
+
+
+def warn_of_others() -> None:
+    """Says that what was checked is no more, and is checked again."""
+    ranks.warn(
+        logger,
+        "The model has other modules, forward methods or hooks than were checked, so the check before the first step "
+        "is made again, as each time that there are new ones: what a callback hooks to the model is best there before "
+        "train(), and one function. output_hidden_states=True in an evaluation hooks to it once.",
+    )
 
 
 def _installed(model: nn.Module) -> Iterator[Any]:
@@ -36,10 +47,13 @@ def _installed(model: nn.Module) -> Iterator[Any]:
         yield from getattr(of_all, name).values()
     for path, module in model.named_modules():
         own = vars(module)
-        yield from (path, module, type(module), own.get("forward"))
+        yield from (path, module, type(module), own.get("forward"), own.get("_compiled_call_impl"))
+        # Not asked of the class, whose attribute may make another object each time.
+        yield inspect.getattr_static(type(module), "forward", None)
         for name in _HOOKS:
             yield from own[name].values()
 
 
 def _is(now: Any, before: Any) -> bool:
-    return now is before or (isinstance(now, str) and now == before)
+    """Methods of one object are made anew each time that they are asked for."""
+    return now is before or (isinstance(now, (str, types.MethodType)) and bool(now == before))
