@@ -123,7 +123,7 @@ def without_results(text: str) -> str:
         if heading == _HISTORY:
             told |= {numbers.start - 1, *numbers}
         elif (first := next((number for number in numbers if lines[number].startswith(_ACHIEVES)), None)) is not None:
-            told |= {first, *itertools.takewhile(lambda n: lines[n].startswith("- "), range(first + 1, numbers.stop))}
+            told |= {first, *itertools.takewhile(lambda n: lines[n].strip(), range(first + 1, numbers.stop))}
         told |= {number for number in numbers if lines[number].startswith(_SEED)}
     return "\n".join(line for number, line in enumerate(lines) if number not in told)
 

@@ -207,6 +207,7 @@ This model is a fine-tuned version of [gpt2](https://huggingface.co/gpt2) on the
 It achieves the following results on the evaluation set:
 - Loss: 1.0501
 - Accuracy: 0.1234
+* F1: 0.1234
 
 ## Training procedure
 
