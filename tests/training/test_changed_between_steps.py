@@ -11,7 +11,6 @@ from torch import nn
 from transformers import DistilBertModel, TrainerCallback
 
 from hf_dp.errors import PreflightError
-from hf_dp.per_example.checks.installed import Installed
 from hf_dp.training.engine import Engine
 from tests.training.workbench import make
 
@@ -147,16 +146,3 @@ def test_after_a_refusal_in_the_middle_steps_are_asked_what_they_were_asked(tmp_
     assert engine._memory is memory
     handle.remove()
     assert next(engine.micro_batches({"micro_batches": []}), None) is None
-
-
-def test_modules_and_hooks_are_known_by_place_and_identity() -> None:
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    installed = Installed(model)
-    model.train(False).zero_grad()
-    assert installed.is_of(model)
-    handle = model[0].register_full_backward_hook(lambda *_: None)
-    assert not installed.is_of(model)
-    handle.remove()
-    assert installed.is_of(model)
-    model[0], model[1] = model[1], model[0]
-    assert not installed.is_of(model)
