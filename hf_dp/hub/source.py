@@ -59,7 +59,8 @@ class Source:
                 why="without it nothing is known about the privacy of these weights.",
                 fix="resume from the checkpoint and call save_model, which writes the whole model with its record."
                 if in_shards
-                else "name a folder or repository that DPTrainer saved or pushed, or a whole checkpoint.",
+                else "name what the trainer's save_model or push_to_hub wrote, or a whole checkpoint; a model's own "
+                "save_pretrained writes weights alone.",
             )
         if self._directory is not None:
             if not (path := self._directory / name).is_file():

@@ -183,4 +183,5 @@ def test_report_of_a_folder_without_a_record_is_refused(tmp_path: Path) -> None:
     said = invoke("report", str(tmp_path))
     assert said.exit_code == 2
     assert "there is no privacy.json" in said.stderr
+    assert "save_pretrained writes weights alone" in " ".join(said.stderr.split())
     assert "Traceback" not in said.output
