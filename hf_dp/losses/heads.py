@@ -110,8 +110,8 @@ def labels_of(batch: Mapping[str, Any], name: str) -> Tensor:
             f"the batch has no {name!r} (it has {', '.join(sorted(map(str, batch)))}).",
             why="there is no loss without labels, and a row that has none may take away those of the rows beside it: "
             "collators go by a batch's first row.",
-            fix="add the column to the dataset, for each row and nowhere None (-100 counts for nothing), or use a "
-            "collator that makes it (for causal language models: DataCollatorForLanguageModeling(tokenizer, "
-            "mlm=False)).",
+            fix="add the column to the dataset, for each row and nowhere None (-100 counts for nothing), rename yours "
+            "to it (Trainer drops those that the model's forward does not name), or use a collator that makes it (for "
+            "causal language models: DataCollatorForLanguageModeling(tokenizer, mlm=False)).",
         )
     return labels
