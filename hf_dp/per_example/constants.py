@@ -19,7 +19,7 @@ from hf_dp.per_example.factors import Factors, Outer, PerExample
 from hf_dp.per_example.lengths import Lengths
 from hf_dp.per_example.norms import magnitude_of
 from hf_dp.per_example.rule import Axis, Operands, Rule, refuse_changed
-from hf_dp.per_example.watched import WatchedParameter, flatten, mapped, plain
+from hf_dp.per_example.watched import Source, WatchedParameter, flatten, mapped, plain
 
 
 @dataclass(eq=False)
@@ -55,7 +55,7 @@ class Constant:
 
 
 def by_rule(
-    rule: Rule, given: Tensor, operands: Operands, watched: dict[str, WatchedParameter]
+    rule: Rule, given: Tensor, operands: Operands, watched: dict[str, Source]
 ) -> tuple[Tensor, Callable[[Tensor, Tensor], None]]:
     """The value of an operation on a constant input, and what hands its gradients on: the rule's own backward."""
     output, saved = rule.forward(given, operands)
@@ -66,10 +66,10 @@ def by_rule(
         axis = Axis(len(gradients), "constant")
         rows = tuple(t.detach().expand(len(gradients), *t.shape) for t in saved)
         _, factors = rule.backward(rows, operands, gradients.to(output.dtype), axis, False)
-        for role, parameter in watched.items():
+        for role, source in watched.items():
             found = factors[role]
             if found is not None:
-                parameter.source.pull(_of_sums(found, cancelled))
+                source.pull(_of_sums(found, cancelled))
 
     return output, hand_on
 
@@ -93,13 +93,13 @@ def by_autograd(
     Raises:
         RuntimeError: the operation changes one of its arguments.
     """
-    leaves: dict[int, tuple[WatchedParameter, Tensor]] = {}
+    leaves: dict[int, tuple[Source, Tensor]] = {}
 
     def leaf(value: Any) -> Any:
         if not isinstance(value, WatchedParameter):
             return value
         if id(value) not in leaves:
-            leaves[id(value)] = value, value.source.plain.detach().requires_grad_()
+            leaves[id(value)] = value.source, value.source.plain.detach().requires_grad_()
         return leaves[id(value)][1]
 
     tensors = [plain(a) for a in flatten((args, kwargs)) if isinstance(a, Tensor)]
@@ -122,7 +122,7 @@ def by_autograd(
             check()
             for parent, gradient in zip(parents, _products(value, inputs, gradients.to(value.dtype)), strict=True):
                 if gradient is not None:
-                    parent.source.pull(_of_sums(PerExample(gradient), cancelled))
+                    parent.pull(_of_sums(PerExample(gradient), cancelled))
 
         return make(value.detach(), hand_on)
 

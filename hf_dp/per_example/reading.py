@@ -115,6 +115,14 @@ class Reader:
         is_clear = known not in ("constant", "either") or _storage(given) in self._storages
         return given.requires_grad or (is_clear and self.example_axis(len(given)) is not None)
 
+    def is_constant(self, operation: str, parameters: list[str], other: Tensor) -> bool:
+        """Whether no example is in an operand of an operation without a rule."""
+        # Of a single example's data as of a constant, the gradient is exact.
+        may_be_data = other.dim() > 0 and (other.shape[0] == 1 or self.batch_size > 1)
+        known = self.known(operation, parameters, other)
+        reading = known or (self.example_axis(other.shape[0]) if may_be_data else None)
+        return not other.requires_grad and reading in ("constant", None)
+
     def _check_folded(self, rule: Rule, given: Tensor, parameters: list[str]) -> None:
         """Refuses rows that may be packed: so many in all, but not the same number of each example."""
         each = given.shape[0] // self.batch_size
