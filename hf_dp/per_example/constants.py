@@ -139,7 +139,8 @@ def _products(value: Tensor, inputs: list[Tensor], gradients: Tensor) -> Iterabl
     except Exception:  # noqa: BLE001
         # The backward pass of an autograd Function may do what vmap cannot.
         rows = [torch.autograd.grad(value, inputs, gradient, **kept) for gradient in gradients]
-        return [None if found[0] is None else torch.stack(found) for found in zip(*rows, strict=True)]
+        # That of a sparse matrix may be sparse.
+        return [None if found[0] is None else torch.stack(found).to_dense() for found in zip(*rows, strict=True)]
 
 
 def _untouched(tensors: list[Tensor]) -> Callable[[], None]:
@@ -149,7 +150,8 @@ def _untouched(tensors: list[Tensor]) -> Callable[[], None]:
     def check() -> None:
         refuse_changed(versions)
         # FSDP2 frees the memory of whole parameters when their module's backward pass is over.
-        if any(t.numel() and not t.untyped_storage().nbytes() for t, _ in versions):
+        whole = (t for t, _ in versions if t.numel() and t.layout is torch.strided)
+        if not all(t.untyped_storage().nbytes() for t in whole):
             raise UnsupportedModelError(
                 "a value is computed from parameters alone, some of which FSDP2 shards.",
                 why="its gradient needs them whole after the backward pass, when they are no longer.",

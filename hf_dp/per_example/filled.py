@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from hf_dp.per_example.watched import Source, WatchedParameter, plain
 
-_WRITING = re.compile(r"([^_]_|__setitem__|__i[a-z]+__)$")
+_WRITING = re.compile(r"([^_]_|__setitem__|__i(add|sub|mul|matmul|(true|floor)div|mod|pow|and|or|xor|[lr]shift)__)$")
 
 
 def is_writing(name: str) -> bool:

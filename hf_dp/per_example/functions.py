@@ -8,6 +8,7 @@ through it is seen, and refused.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -54,11 +55,20 @@ def functions_seen() -> Iterator[None]:
 
         return watched[0].source.watch.call(Applied(cls, plain), args, kwargs)
 
+    sparse = torch.sparse_coo_tensor
+
+    @functools.wraps(sparse)
+    def made_sparse(*args: Any, **kwargs: Any) -> Any:
+        watched = [a for a in flatten((args, kwargs)) if isinstance(a, WatchedParameter)]
+        return watched[0].source.watch.call(sparse, args, kwargs) if watched else sparse(*args, **kwargs)
+
     torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment,method-assign]
+    torch.sparse_coo_tensor = made_sparse
     try:
         yield
     finally:
         torch.autograd.Function.apply = kept  # type: ignore[method-assign]
+        torch.sparse_coo_tensor = sparse
 
 
 def by_rows(function: Applied, args: Any, kwargs: Any, data: list[Tensor]) -> tuple[Rule, Bound] | None:

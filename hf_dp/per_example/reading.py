@@ -95,11 +95,17 @@ class Reader:
             self._unreadable(rule, given, parameters, "it may be what all examples share, or rows of")
         return found if found and known != "constant" else "constant"
 
-    def is_doubtful(self, rule: Rule, given: Tensor | None, axis: Axis) -> bool:
-        """Whether the shape of an input could be read in another way, or might not be led by examples at all."""
+    def is_doubtful(self, rule: Rule, given: Tensor | None, axis: Axis, is_known: bool = True) -> bool:
+        """Whether the shape of an input could be read in another way, or might not be led by examples at all; or what
+        the operation does is not known."""
         if self.ambiguous_sizes is None or self.batch_size == 1:
             return False
-        if given is None or self.batch_size in self.ambiguous_sizes or self.batch_size in given.shape[1:]:
+        if (
+            not is_known
+            or given is None
+            or self.batch_size in self.ambiguous_sizes
+            or self.batch_size in given.shape[1:]
+        ):
             return True
         if axis.reading == "constant":
             are_position_ids = given.dim() == 2 and len(given) == 1 and not given.is_floating_point()

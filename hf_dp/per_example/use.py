@@ -163,3 +163,9 @@ def copied(
         return None
     read = {Use(name, parameter, reading, dimensions) for parameter in parameters for reading in readings if rows}
     return Copies(mapped(copy, args), mapped(copy, kwargs), read)
+
+
+def name_of(function: Any) -> str:
+    """As it is called in messages and certificates."""
+    module = getattr(function, "__module__", None) or ""
+    return f"{module}.{getattr(function, '__qualname__', None) or getattr(function, '__name__', function)}".lstrip(".")

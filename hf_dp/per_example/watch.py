@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from hf_dp.errors import UnsupportedModelError
 from hf_dp.per_example.batch import Batch, LossFunction, check_losses
 from hf_dp.per_example.casts import Casts
-from hf_dp.per_example.checks.state import refuse_compiled
+from hf_dp.per_example.checks.state import refuse_compiled, refuse_hooked
 from hf_dp.per_example.composites import COMPOSITES
 from hf_dp.per_example.constants import Constant, by_autograd, by_rule
 from hf_dp.per_example.factors import Factors, Outer
@@ -36,7 +36,7 @@ from hf_dp.per_example.precision import sum_dtype
 from hf_dp.per_example.reading import Reader
 from hf_dp.per_example.rule import PLAIN, Axis, Bound, Operands, Rule, Use, refusal
 from hf_dp.per_example.sharding import refuse_unknown_shards, reshard, trained_in, watched_when_whole
-from hf_dp.per_example.use import BROADCASTING, PRODUCTS, Call, copied, recorded, sorted_operands
+from hf_dp.per_example.use import BROADCASTING, PRODUCTS, Call, copied, name_of, recorded, sorted_operands
 from hf_dp.per_example.watched import Source, WatchedParameter, flatten, in_place, mapped, plain
 
 _AND = ", "  # joins the names of the parameters behind one constant
@@ -132,14 +132,7 @@ class Watch:
         refuse_unknown_shards(modules)
         self.parameters = originals = trained_in(named)
         del named  # which Python would look through for garbage as long as the pass takes
-        hooked = sorted(n for n, p in originals.items() if p._backward_hooks or p._post_accumulate_grad_hooks)
-        if hooked:
-            raise UnsupportedModelError(
-                f"{', '.join(hooked)} has a hook on its gradient.",
-                why="the hook would not see the gradient of each example, and what it changes would be left out.",
-                fix="remove the hook (the handle's remove()), or change the loss instead.",
-            )
-
+        refuse_hooked(originals)
         keep = self._keep
 
         def watch(name: str, whole: Tensor) -> WatchedParameter:
@@ -171,7 +164,7 @@ class Watch:
     def call(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs one operation that involves a watched tensor: a use, by its rule, or one on constants alone."""
         rule = self.rules.get(function)
-        name = rule.name if rule else _name(function)
+        name = rule.name if rule else name_of(function)
         watched = [a for a in flatten((args, kwargs)) if isinstance(a, WatchedParameter)]
         parameters = sorted({name for w in watched for name in w.source.parameter.split(_AND)})
         if self.is_closed or any(w.source.watch is not self for w in watched):
@@ -237,7 +230,8 @@ class Watch:
         operands = Operands({r: plain(p) for r, p in bound.parameters.items()}, frozenset(watched), bound.options)
         given = bound.input
         axis = Axis(self.batch_size, self.reader.read(rule, bound, parameters))
-        self._note(rule.name, parameters, given, axis, self.reader.is_doubtful(rule, given, axis))
+        is_doubtful = self.reader.is_doubtful(rule, given, axis, is_known=not isinstance(function, Applied))
+        self._note(rule.name, parameters, given, axis, is_doubtful)
         if axis.reading == "constant":
             if given is None or rule.features > 1:
                 refused = refusal(parameters, f"operation {rule.name}", "its rows are not the examples")
@@ -300,8 +294,3 @@ class Watch:
         kept = (factors.left.tensor, factors.right.tensor) if isinstance(factors, Outer) else (factors.values,)
         self.versions += [(tensor, tensor._version) for tensor in kept if not tensor.is_inference()]
         self.factors[name].append(factors)
-
-
-def _name(function: Any) -> str:
-    module = getattr(function, "__module__", None) or ""
-    return f"{module}.{getattr(function, '__qualname__', None) or getattr(function, '__name__', function)}".lstrip(".")
