@@ -8,7 +8,7 @@ handed on, from the last constant to the first, until they reach the parameters.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -34,17 +34,33 @@ class Constant:
     hand_on: Callable[[Tensor, Tensor], None]
     shape: torch.Size
     gathered: Tensor | None = None
+    # Multiplied out when they are handed on: of many constants, each may be as large as a weight.
+    kept: list[Outer] = field(default_factory=list)
+    versions: list[tuple[Tensor, int]] = field(default_factory=list)
     magnitude: Tensor | None = None
 
     def gather(self, factors: Factors) -> None:
         """Adds the gradients of one use."""
-        values = factors.instantiated().values if isinstance(factors, Outer) else factors.values
-        values, magnitude = values.reshape(len(values), *self.shape), magnitude_of(factors)
-        self.gathered = values if self.gathered is None else self.gathered + values
+        magnitude = magnitude_of(factors)
         self.magnitude = magnitude if self.magnitude is None else self.magnitude + magnitude
+        factors = factors.settled() if isinstance(factors, Outer) else factors
+        if isinstance(factors, Outer):
+            self.kept.append(factors)
+            sides = factors.left.tensor, factors.right.tensor
+            self.versions += [(side, side._version) for side in sides if not side.is_inference()]
+        else:
+            self._add(factors.values)
+
+    def _add(self, values: Tensor) -> None:
+        values = values.reshape(len(values), *self.shape)
+        self.gathered = values if self.gathered is None else self.gathered + values
 
     def settle(self) -> None:
         """Hands on what was gathered."""
+        refuse_changed(self.versions)
+        while self.kept:
+            self._add(self.kept.pop().instantiated().values)
+        self.versions.clear()
         if self.gathered is not None and self.magnitude is not None:
             gathered, self.gathered = self.gathered, None
             norms = torch.linalg.vector_norm(gathered.reshape(len(gathered), -1), dim=1).to(self.magnitude)

@@ -79,7 +79,8 @@ def by_rows(function: Applied, args: Any, kwargs: Any, data: list[Tensor]) -> tu
     """
     given = flatten((args, kwargs))
     watched = {id(a): f"parameter {i}" for i, a in enumerate(given) if isinstance(a, WatchedParameter)}
-    if len(data) > 1 or not all(isinstance(a, (Tensor, *_PLAIN)) for a in given):
+    # Of what is empty nothing is computed: checkpoints keep their arguments so.
+    if len(data) > 1 or not data[0].numel() or not all(isinstance(a, (Tensor, *_PLAIN)) for a in given):
         return None
 
     def run(rows: Tensor, parameters: Mapping[str, Tensor | None]) -> Tensor:
@@ -114,7 +115,9 @@ def by_rows(function: Applied, args: Any, kwargs: Any, data: list[Tensor]) -> tu
                 one = one.detach().requires_grad_(needs_input)
                 output = run(one, {**operands.parameters, **leaves})
                 wanted = [*leaves.values(), *([one] if needs_input else [])]
-                found.append(torch.autograd.grad(output, wanted, own.to(output.dtype), materialize_grads=True))
+                # Copied, since some write into what they are given.
+                own = own.to(output.dtype, copy=True)
+                found.append(torch.autograd.grad(output, wanted, own, materialize_grads=True))
         columns = [torch.stack(column) for column in zip(*found, strict=True)]
         factors: dict[str, Factors | None] = {r: PerExample(g) for r, g in zip(leaves, columns, strict=False)}
         return columns[-1].reshape(saved[0].shape) if needs_input else None, factors

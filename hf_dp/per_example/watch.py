@@ -41,7 +41,7 @@ from hf_dp.per_example.watched import Source, WatchedParameter, flatten, in_plac
 
 _AND = ", "  # joins the names of the parameters behind one constant
 # Methods that change what becomes of a tensor.
-_CHANGING = re.compile(r"hook$|backward$")
+_CHANGING = re.compile(r"hook$|backward$|__set__$")
 
 Observer = Callable[[Use, Tensor, Axis], None]
 

@@ -167,6 +167,8 @@ def _derive(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     values = tuple(map(plain, args))
     if func in _CASTS:
         cast = func(*values, **mapped(plain, kwargs))
+        if isinstance(cast, Tensor) and (cast.is_complex() or source.plain.is_complex()):
+            return None
         # The name of a type, or whole numbers: no gradient comes back from these. Nor does one where something else
         # is cast to the parameter's type.
         is_weight = args[0] is watched[0] and isinstance(cast, Tensor) and cast.is_floating_point()

@@ -127,6 +127,15 @@ EXACT: dict[str, Small] = {
     "a Fourier transform": Small(
         lambda m, x: F.linear(m.linear(x), waves(m.w)), linear=nn.Linear(4, 4), w=parameter(3)
     ),
+    "through complex numbers": Small(
+        lambda m, x: F.linear(x, (m.w.to(torch.complex128) * 1j + torch.view_as_complex(m.v)).abs()),
+        v=parameter(4, 4, 2),
+        w=parameter(4, 4),
+    ),
+    "the real part of a complex cast": Small(
+        lambda m, x: F.linear(x, (torch.complex(m.w, m.w.cos()).conj() * (2 + 1j)).real.contiguous()),
+        w=parameter(4, 4),
+    ),
     "added to a frozen weight, sparsely": Small(
         lambda m, x: F.linear(x, m.frozen.clone().add_(sparse(m.w))).cos(),
         frozen=parameter(6, 4).requires_grad_(False),
