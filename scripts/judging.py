@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from hf_dp.errors import HfDpError
 from hf_dp.losses import check_own_loss, per_example_losses
@@ -60,6 +62,23 @@ def moved_by_a_neighbour(
     return relative(two, one)
 
 
+class _Widened(TorchFunctionMode):
+    """Casts of parameters to float32 are casts to float64 (those of other tensors `computed_in` sees)."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return (Tensor.double if func is Tensor.float else func)(*args, **(kwargs or {}))
+
+
+@contextmanager
+def _in_float64() -> Iterator[None]:
+    torch.set_default_dtype(torch.float64)
+    try:
+        with _Widened():
+            yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 def judge(
     build: Build,
     make_batch: Callable[[int, int, torch.dtype], dict[str, Any]],
@@ -81,7 +100,7 @@ def judge(
             off = error(record(model, loss_fn, batch, certificate=known), loop(model, loss_fn, batch))
             if not off <= TOLERANCE[torch.float64]:
                 # Some families compute parts in float32 whatever they are in.
-                with computed_in(model, batch, torch.float64):
+                with computed_in(model, batch, torch.float64), _in_float64():
                     off = error(record(model, loss_fn, batch, certificate=known), loop(model, loss_fn, batch))
             if batch_size(batch) > 1:
                 off = worst((off, moved_by_a_neighbour(model, loss_fn, batch, certificate)))

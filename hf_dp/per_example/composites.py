@@ -1,11 +1,14 @@
 """Operations that hide the axis of the examples, written out in operations that do not.
 
 `nn.MultiheadAttention` puts positions first and examples second before it uses its parameters. The same attention with
-the examples first is a few matrix products, for which there are rules.
+the examples first is a few matrix products, for which there are rules; and so is a sum in Einstein's notation.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
+import string
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -13,6 +16,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from hf_dp.per_example.watched import WatchedParameter
 
 
 def _attention(
@@ -74,5 +79,59 @@ def _added(mask: Tensor, scores: Tensor) -> Tensor:
     return torch.zeros(mask.shape, dtype=scores.dtype, device=mask.device).masked_fill(mask, float("-inf"))
 
 
+def _einsum(equation: Any, *operands: Any) -> Any:
+    """Of data and one parameter: a product of matrices, or one for each entry of the axes that all three have."""
+    terms, arrow, out = equation.replace(" ", "").partition("->") if isinstance(equation, str) else ("", "", "")
+    if not arrow or len(operands) != 2 or terms.count(",") != 1:
+        return NotImplemented
+    (of_weight, weight), *others = sorted(
+        zip(terms.split(","), operands, strict=True), key=lambda pair: not isinstance(pair[1], WatchedParameter)
+    )
+    of_data, data = others[0]
+    free = (letter for letter in string.ascii_letters if letter not in equation)
+    leading = "".join(itertools.islice(free, data.dim() - len(of_data.replace("...", ""))))
+    of_data, out = (term.replace("...", leading, 1) for term in (of_data, out))
+    each = [axis for axis in of_weight if axis in of_data and axis in out]
+    summed = [axis for axis in of_weight if axis in of_data and axis not in out]
+    new = [axis for axis in of_weight if axis not in of_data]
+    first, *rest = [axis for axis in of_data if axis not in of_weight] or [""]
+    repeated = any(len(set(term)) != len(term) or "." in term for term in (of_weight, of_data, out))
+    if repeated or isinstance(data, WatchedParameter) or {first, *rest, *new, *each} != set(out) or first != of_data[0]:
+        return NotImplemented
+    sizes = {**dict(zip(of_weight, weight.shape, strict=True)), **dict(zip(of_data, data.shape, strict=True))}
+
+    def laid_out(tensor: Any, term: str, *groups: list[str]) -> Any:
+        axes = [axis for group in groups for axis in group]
+        ordered = tensor if list(term) == axes else tensor.permute([term.index(axis) for axis in axes])
+        shape = [math.prod(sizes[axis] for axis in group) for group in groups]
+        return ordered if list(ordered.shape) == shape else ordered.reshape(shape)
+
+    if each:
+        x = laid_out(data, of_data, [first], each, rest, summed)
+        y, order = torch.matmul(x, laid_out(weight, of_weight, each, summed, new)), [first, *each, *rest, *new]
+    else:
+        x = laid_out(data, of_data, [first], rest, summed)
+        matrix = (
+            weight.T
+            if list(of_weight) == [*summed, *new] and weight.dim() == 2
+            else laid_out(weight, of_weight, new, summed)
+        )
+        y, order = F.linear(x, matrix), [first, *rest, *new]
+    return y.reshape([sizes[axis] for axis in order]).permute([order.index(axis) for axis in out])
+
+
+def _sparse_product(first: Any, second: Any, *options: Any) -> Any:
+    """Of a parameter, and of data whose columns are positions."""
+    if options or not isinstance(first, WatchedParameter) or isinstance(second, WatchedParameter):
+        return NotImplemented
+    return F.linear(second.t(), first.to_dense()).t()
+
+
 #: operation -> the same by other operations, or NotImplemented for arguments that it does not know.
-COMPOSITES: Mapping[Any, Callable[..., Any]] = MappingProxyType({F.multi_head_attention_forward: _attention})
+COMPOSITES: Mapping[Any, Callable[..., Any]] = MappingProxyType(
+    {
+        F.multi_head_attention_forward: _attention,
+        torch.einsum: _einsum,
+        torch.sparse.mm: _sparse_product,
+    }
+)

@@ -8,7 +8,7 @@ handed on, from the last constant to the first, until they reach the parameters.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from hf_dp.per_example.factors import Factors, Outer, PerExample
 from hf_dp.per_example.lengths import Lengths
 from hf_dp.per_example.norms import magnitude_of
 from hf_dp.per_example.rule import Axis, Operands, Rule, refuse_changed
-from hf_dp.per_example.watched import WatchedParameter, flatten, mapped, plain
+from hf_dp.per_example.watched import Source, WatchedParameter, flatten, mapped, plain
 
 
 @dataclass(eq=False)
@@ -34,17 +34,33 @@ class Constant:
     hand_on: Callable[[Tensor, Tensor], None]
     shape: torch.Size
     gathered: Tensor | None = None
+    # Multiplied out when they are handed on: of many constants, each may be as large as a weight.
+    kept: list[Outer] = field(default_factory=list)
+    versions: list[tuple[Tensor, int]] = field(default_factory=list)
     magnitude: Tensor | None = None
 
     def gather(self, factors: Factors) -> None:
         """Adds the gradients of one use."""
-        values = factors.instantiated().values if isinstance(factors, Outer) else factors.values
-        values, magnitude = values.reshape(len(values), *self.shape), magnitude_of(factors)
-        self.gathered = values if self.gathered is None else self.gathered + values
+        magnitude = magnitude_of(factors)
         self.magnitude = magnitude if self.magnitude is None else self.magnitude + magnitude
+        factors = factors.settled() if isinstance(factors, Outer) else factors
+        if isinstance(factors, Outer):
+            self.kept.append(factors)
+            sides = factors.left.tensor, factors.right.tensor
+            self.versions += [(side, side._version) for side in sides if not side.is_inference()]
+        else:
+            self._add(factors.values)
+
+    def _add(self, values: Tensor) -> None:
+        values = values.reshape(len(values), *self.shape)
+        self.gathered = values if self.gathered is None else self.gathered + values
 
     def settle(self) -> None:
         """Hands on what was gathered."""
+        refuse_changed(self.versions)
+        while self.kept:
+            self._add(self.kept.pop().instantiated().values)
+        self.versions.clear()
         if self.gathered is not None and self.magnitude is not None:
             gathered, self.gathered = self.gathered, None
             norms = torch.linalg.vector_norm(gathered.reshape(len(gathered), -1), dim=1).to(self.magnitude)
@@ -55,7 +71,7 @@ class Constant:
 
 
 def by_rule(
-    rule: Rule, given: Tensor, operands: Operands, watched: dict[str, WatchedParameter]
+    rule: Rule, given: Tensor, operands: Operands, watched: dict[str, Source]
 ) -> tuple[Tensor, Callable[[Tensor, Tensor], None]]:
     """The value of an operation on a constant input, and what hands its gradients on: the rule's own backward."""
     output, saved = rule.forward(given, operands)
@@ -66,10 +82,10 @@ def by_rule(
         axis = Axis(len(gradients), "constant")
         rows = tuple(t.detach().expand(len(gradients), *t.shape) for t in saved)
         _, factors = rule.backward(rows, operands, gradients.to(output.dtype), axis, False)
-        for role, parameter in watched.items():
+        for role, source in watched.items():
             found = factors[role]
             if found is not None:
-                parameter.source.pull(_of_sums(found, cancelled))
+                source.pull(_of_sums(found, cancelled))
 
     return output, hand_on
 
@@ -93,13 +109,13 @@ def by_autograd(
     Raises:
         RuntimeError: the operation changes one of its arguments.
     """
-    leaves: dict[int, tuple[WatchedParameter, Tensor]] = {}
+    leaves: dict[int, tuple[Source, Tensor]] = {}
 
     def leaf(value: Any) -> Any:
         if not isinstance(value, WatchedParameter):
             return value
         if id(value) not in leaves:
-            leaves[id(value)] = value, value.source.plain.detach().requires_grad_()
+            leaves[id(value)] = value.source, value.source.plain.detach().requires_grad_()
         return leaves[id(value)][1]
 
     tensors = [plain(a) for a in flatten((args, kwargs)) if isinstance(a, Tensor)]
@@ -122,7 +138,7 @@ def by_autograd(
             check()
             for parent, gradient in zip(parents, _products(value, inputs, gradients.to(value.dtype)), strict=True):
                 if gradient is not None:
-                    parent.source.pull(_of_sums(PerExample(gradient), cancelled))
+                    parent.pull(_of_sums(PerExample(gradient), cancelled))
 
         return make(value.detach(), hand_on)
 
@@ -139,7 +155,8 @@ def _products(value: Tensor, inputs: list[Tensor], gradients: Tensor) -> Iterabl
     except Exception:  # noqa: BLE001
         # The backward pass of an autograd Function may do what vmap cannot.
         rows = [torch.autograd.grad(value, inputs, gradient, **kept) for gradient in gradients]
-        return [None if found[0] is None else torch.stack(found) for found in zip(*rows, strict=True)]
+        # That of a sparse matrix may be sparse.
+        return [None if found[0] is None else torch.stack(found).to_dense() for found in zip(*rows, strict=True)]
 
 
 def _untouched(tensors: list[Tensor]) -> Callable[[], None]:
@@ -149,7 +166,8 @@ def _untouched(tensors: list[Tensor]) -> Callable[[], None]:
     def check() -> None:
         refuse_changed(versions)
         # FSDP2 frees the memory of whole parameters when their module's backward pass is over.
-        if any(t.numel() and not t.untyped_storage().nbytes() for t, _ in versions):
+        whole = (t for t, _ in versions if t.numel() and t.layout is torch.strided)
+        if not all(t.untyped_storage().nbytes() for t in whole):
             raise UnsupportedModelError(
                 "a value is computed from parameters alone, some of which FSDP2 shards.",
                 why="its gradient needs them whole after the backward pass, when they are no longer.",

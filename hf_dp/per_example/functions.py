@@ -1,19 +1,27 @@
-"""Autograd Functions that compute from parameters alone: operations on constants, as any other (LoHa's products).
+"""Autograd Functions, which do not show what they are given to whoever watches operations.
 
-A Function does not show what it is given to whoever watches operations. One that gets data besides is left as it is:
-the gradient that reaches a parameter through it is seen, and refused.
+One that computes from parameters, and from what all examples share, is an operation on constants (LoHa's products). One
+that is given data beside them is run again for each example in the backward pass (C3A's convolutions). What is given
+more than one tensor of data, or objects that may hold some, is left as it is: the gradient that reaches a parameter
+through it is seen, and refused.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hf_dp.per_example.watched import WatchedParameter, flatten
+from hf_dp.per_example.factors import Factors, PerExample
+from hf_dp.per_example.rule import Axis, Bound, Operands, Rule
+from hf_dp.per_example.watched import WatchedParameter, flatten, mapped
+
+# What holds no tensors.
+_PLAIN = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 
 
 class Applied:
@@ -34,27 +42,91 @@ class Applied:
 
 @contextmanager
 def functions_seen() -> Iterator[None]:
-    """Inside, a Function of parameters alone, and of numbers, is called as an operation that its rule is asked for."""
+    """Inside, a Function that is given parameters is called as an operation that its rule is asked for."""
     kept = torch.autograd.Function.__dict__["apply"]
     plain = kept.__func__
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         given = flatten((args, kwargs))
         watched = [a for a in given if isinstance(a, WatchedParameter)]
-        if not watched or not all(_is_constant(a) for a in given):
+        # Reentrant checkpoints are given code, and whatever it uses.
+        if not watched or any(callable(a) for a in given):
             return plain(cls, *args, **kwargs)
 
         return watched[0].source.watch.call(Applied(cls, plain), args, kwargs)
 
+    sparse = torch.sparse_coo_tensor
+
+    @functools.wraps(sparse)
+    def made_sparse(*args: Any, **kwargs: Any) -> Any:
+        watched = [a for a in flatten((args, kwargs)) if isinstance(a, WatchedParameter)]
+        return watched[0].source.watch.call(sparse, args, kwargs) if watched else sparse(*args, **kwargs)
+
     torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment,method-assign]
+    torch.sparse_coo_tensor = made_sparse
     try:
         yield
     finally:
         torch.autograd.Function.apply = kept  # type: ignore[method-assign]
+        torch.sparse_coo_tensor = sparse
 
 
-def _is_constant(value: Any) -> bool:
-    """Not of what may have a row for each example, nor code, as reentrant checkpoints are given."""
-    if isinstance(value, Tensor):
-        return isinstance(value, WatchedParameter) or (value.dim() == 0 and not value.requires_grad)
-    return not callable(value)
+def by_rows(function: Applied, args: Any, kwargs: Any, data: list[Tensor]) -> tuple[Rule, Bound] | None:
+    """A rule for a Function of parameters and of `data`, if that is one tensor, and its arguments.
+
+    Args:
+        function: rows of what it gives depend on the same rows of the data alone, and on no random numbers.
+    """
+    given = flatten((args, kwargs))
+    watched = {id(a): f"parameter {i}" for i, a in enumerate(given) if isinstance(a, WatchedParameter)}
+    # Of what is empty nothing is computed: checkpoints keep their arguments so.
+    if len(data) > 1 or not data[0].numel() or not all(isinstance(a, (Tensor, *_PLAIN)) for a in given):
+        return None
+
+    def run(rows: Tensor, parameters: Mapping[str, Tensor | None]) -> Tensor:
+        def put(value: Any) -> Any:
+            return rows if value is data[0] else parameters.get(watched.get(id(value), ""), value)
+
+        output: Tensor = function(*mapped(put, args), **mapped(put, kwargs))
+        if not isinstance(output, Tensor) or output.shape[:1] != rows.shape[:1]:
+            raise TypeError("it gives something else than a row for each row")
+        return output
+
+    def forward(rows: Tensor, operands: Operands) -> tuple[Tensor, tuple[Tensor, ...]]:
+        version, states = rows._version, _random_states(rows.device)
+        output = run(rows, operands.parameters)
+        if rows._version != version or not all(map(torch.equal, states, _random_states(rows.device))):
+            raise RuntimeError("it changes what it is given, or is random")
+        return output, (rows,)
+
+    def backward(
+        saved: tuple[Tensor, ...], operands: Operands, gradient: Tensor, axis: Axis, needs_input: bool
+    ) -> tuple[Tensor | None, dict[str, Factors | None]]:
+        roles = sorted(operands.watched)
+        inputs, gradients = (t if axis.reading == "constant" else axis.rows(t) for t in (saved[0], gradient))
+        found: list[tuple[Tensor, ...]] = []
+        with torch.enable_grad():
+            leaves = {
+                role: value.detach().requires_grad_()
+                for role in roles
+                if (value := operands.parameters[role]) is not None
+            }
+            for one, own in zip(inputs, gradients, strict=True):
+                one = one.detach().requires_grad_(needs_input)
+                output = run(one, {**operands.parameters, **leaves})
+                wanted = [*leaves.values(), *([one] if needs_input else [])]
+                # Copied, since some write into what they are given.
+                own = own.to(output.dtype, copy=True)
+                found.append(torch.autograd.grad(output, wanted, own, materialize_grads=True))
+        columns = [torch.stack(column) for column in zip(*found, strict=True)]
+        factors: dict[str, Factors | None] = {r: PerExample(g) for r, g in zip(leaves, columns, strict=False)}
+        return columns[-1].reshape(saved[0].shape) if needs_input else None, factors
+
+    name = f"{function.__module__}.{function.__qualname__}"
+    roles = {role: next(a for a in given if id(a) == key) for key, role in watched.items()}
+    return Rule(name, Bound, forward, backward), Bound(data[0], roles, {})
+
+
+def _random_states(device: torch.device) -> list[Tensor]:
+    states = [torch.get_rng_state()]
+    return [*states, torch.cuda.get_rng_state(device)] if device.type == "cuda" else states

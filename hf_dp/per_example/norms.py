@@ -170,7 +170,8 @@ def magnitude_of(use: Factors) -> Tensor:
     if lengths is not None:
         return lengths.magnitude()
     assert isinstance(use, PerExample)
-    return _norms(accumulation(use.values).reshape(len(use.values), -1))
+    values = torch.view_as_real(use.values.resolve_conj()) if use.values.is_complex() else use.values
+    return _norms(accumulation(values).reshape(len(values), -1))
 
 
 def magnitude_of_all(uses: Sequence[Factors]) -> Tensor:

@@ -95,11 +95,17 @@ class Reader:
             self._unreadable(rule, given, parameters, "it may be what all examples share, or rows of")
         return found if found and known != "constant" else "constant"
 
-    def is_doubtful(self, rule: Rule, given: Tensor | None, axis: Axis) -> bool:
-        """Whether the shape of an input could be read in another way, or might not be led by examples at all."""
+    def is_doubtful(self, rule: Rule, given: Tensor | None, axis: Axis, is_known: bool = True) -> bool:
+        """Whether the shape of an input could be read in another way, or might not be led by examples at all; or what
+        the operation does is not known."""
         if self.ambiguous_sizes is None or self.batch_size == 1:
             return False
-        if given is None or self.batch_size in self.ambiguous_sizes or self.batch_size in given.shape[1:]:
+        if (
+            not is_known
+            or given is None
+            or self.batch_size in self.ambiguous_sizes
+            or self.batch_size in given.shape[1:]
+        ):
             return True
         if axis.reading == "constant":
             are_position_ids = given.dim() == 2 and len(given) == 1 and not given.is_floating_point()
@@ -114,6 +120,14 @@ class Reader:
         known = self.known(operation, parameters, given)
         is_clear = known not in ("constant", "either") or _storage(given) in self._storages
         return given.requires_grad or (is_clear and self.example_axis(len(given)) is not None)
+
+    def is_constant(self, operation: str, parameters: list[str], other: Tensor) -> bool:
+        """Whether no example is in an operand of an operation without a rule."""
+        # Of a single example's data as of a constant, the gradient is exact.
+        may_be_data = other.dim() > 0 and (other.shape[0] == 1 or self.batch_size > 1)
+        known = self.known(operation, parameters, other)
+        reading = known or (self.example_axis(other.shape[0]) if may_be_data else None)
+        return not other.requires_grad and reading in ("constant", None)
 
     def _check_folded(self, rule: Rule, given: Tensor, parameters: list[str]) -> None:
         """Refuses rows that may be packed: so many in all, but not the same number of each example."""

@@ -11,7 +11,8 @@ from torch.distributed.tensor import DTensor
 
 from hf_dp.errors import UnseenUseError, UnsupportedModelError
 from hf_dp.per_example.batch import Batch, LossFunction, batch_size
-from hf_dp.per_example.checks.independence import ambiguous_sizes, check_independence, check_shares, survey
+from hf_dp.per_example.checks.independence import check_independence, check_shares
+from hf_dp.per_example.checks.survey import ambiguous_sizes, survey
 from hf_dp.per_example.factors import Factors
 from hf_dp.per_example.grouped import Grouping
 from hf_dp.per_example.ieee import full_precision
@@ -235,7 +236,7 @@ def checked_run(
         The losses (B,).
     """
     rules, size = watch.rules, watch.batch_size
-    seen = seen or certificate or Certificate()
+    seen = next((known for known in (seen, certificate) if known is not None), Certificate())
     losses = watch.run(model, loss_fn, batch)
     if not watch.found_any:
         raise UnsupportedModelError(

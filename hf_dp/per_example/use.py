@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from hf_dp.errors import UnsupportedModelError
-from hf_dp.per_example.rule import Axis, Bound, Operands, Rule, refusal
-from hf_dp.per_example.watched import Recording, WatchedParameter, flatten
+from hf_dp.per_example.reading import Reader
+from hf_dp.per_example.rule import PLAIN, Axis, Bound, Operands, Rule, Use, refusal
+from hf_dp.per_example.watched import Recording, Source, WatchedParameter, flatten, mapped
 
 # Why there is no rule, by a part of the operation's name. What sorts the tokens of all examples by expert loses sight
 # of whose they are.
@@ -40,7 +41,7 @@ class Call(NamedTuple):
     watch: Recording
     rule: Rule
     operands: Operands
-    watched: dict[str, WatchedParameter]
+    watched: dict[str, Source]
     axis: Axis
 
 
@@ -73,7 +74,7 @@ class _RecordedUse(torch.autograd.Function):
         call: Call = ctx.call
         if not call.watch.is_final:
             raise refusal(
-                sorted({w.source.parameter for w in call.watched.values()}),
+                sorted({w.parameter for w in call.watched.values()}),
                 f"operation {call.rule.name}",
                 "the loss function differentiates it by itself, as gradient penalties do",
             )
@@ -85,12 +86,12 @@ class _RecordedUse(torch.autograd.Function):
         except torch.OutOfMemoryError:
             raise
         except (RuntimeError, TypeError, ValueError, IndexError) as error:
-            names = sorted({w.source.parameter for w in call.watched.values()})
+            names = sorted({w.parameter for w in call.watched.values()})
             raise refusal(names, f"operation {call.rule.name}", f"its rule cannot read it ({error})") from error
-        for role, parameter in call.watched.items():
+        for role, source in call.watched.items():
             found = factors[role]
             if found is not None:
-                parameter.source.pull(found)
+                source.pull(found)
         if not needs_input or input_gradient is None:
             return None, None, None
         return None, input_gradient.to(ctx.input_dtype), None
@@ -120,8 +121,51 @@ def _entangled(bound: Bound) -> str | None:
     strays = any(isinstance(a, WatchedParameter) for a in flatten((bound.input, bound.options)))
     if strays or len({id(p) for p in watched}) != len(watched):
         return "parameters are combined with one another there"
+    if any(isinstance(a, Tensor) and a.is_complex() for a in (bound.input, *bound.parameters.values())):
+        return "no rule is known to conjugate complex numbers as they need it"
     # A rule of a user's own may have put several into one role.
     plain = [p for p in bound.parameters.values() if not isinstance(p, WatchedParameter)]
     if any(isinstance(a, Tensor) and a.requires_grad for a in flatten((plain, bound.options))):
         return "another of its operands needs a gradient too"
     return None
+
+
+class Copies(NamedTuple):
+    """The operands of an operation, with as many rows of each parameter as the data has; and how they are read."""
+
+    args: Any
+    kwargs: Any
+    read: set[Use]
+
+
+def copied(
+    reader: Reader, name: str, parameters: list[str], args: Any, kwargs: Any, *, is_whole: bool
+) -> Copies | None:
+    """The operands of an operation with a row for each row of the data, where parameters have one; or as large as the
+    output, so that it is not autograd that adds up their gradients over positions."""
+    tensors = [a for a in flatten((args, kwargs)) if isinstance(a, Tensor)]
+    dimensions = max(t.dim() for t in tensors)
+    data = [t for t in tensors if t.dim() == dimensions and not isinstance(t, WatchedParameter)]
+    rows = {len(t) for t in data if reader.may_be_data(name, parameters, t)} - {1}
+    watched = [t for t in tensors if isinstance(t, WatchedParameter)]
+    if len(rows) > 1 or not data or any(t.dim() == dimensions and len(t) > 1 for t in watched):
+        return None
+    shape = torch.broadcast_shapes(*(t.shape for t in tensors)) if is_whole else (-1,) * dimensions
+    readings = ["batch"] if all(t.requires_grad for t in data) else ["batch", PLAIN]
+
+    def copy(value: Any) -> Any:
+        if not isinstance(value, WatchedParameter):
+            return value
+        one: Any = value.reshape(*[1] * (dimensions - value.dim()), *value.shape)
+        return one.expand(next(iter(rows), 1), *shape[1:])
+
+    if not rows and reader.batch_size > 1:
+        return None
+    read = {Use(name, parameter, reading, dimensions) for parameter in parameters for reading in readings if rows}
+    return Copies(mapped(copy, args), mapped(copy, kwargs), read)
+
+
+def name_of(function: Any) -> str:
+    """As it is called in messages and certificates."""
+    module = getattr(function, "__module__", None) or ""
+    return f"{module}.{getattr(function, '__qualname__', None) or getattr(function, '__name__', function)}".lstrip(".")

@@ -23,11 +23,12 @@ from torch.distributed.tensor import DTensor
 from hf_dp.errors import UnsupportedModelError
 from hf_dp.per_example.batch import Batch, LossFunction, check_losses
 from hf_dp.per_example.casts import Casts
-from hf_dp.per_example.checks.state import refuse_compiled
+from hf_dp.per_example.checks.state import refuse_compiled, refuse_hooked
 from hf_dp.per_example.composites import COMPOSITES
 from hf_dp.per_example.constants import Constant, by_autograd, by_rule
 from hf_dp.per_example.factors import Factors, Outer
-from hf_dp.per_example.functions import Applied, functions_seen
+from hf_dp.per_example.filled import Filled, is_writing
+from hf_dp.per_example.functions import Applied, by_rows, functions_seen
 from hf_dp.per_example.idle import without_idle
 from hf_dp.per_example.ieee import full_precision
 from hf_dp.per_example.leaves import refusing_others
@@ -35,12 +36,12 @@ from hf_dp.per_example.precision import sum_dtype
 from hf_dp.per_example.reading import Reader
 from hf_dp.per_example.rule import PLAIN, Axis, Bound, Operands, Rule, Use, refusal
 from hf_dp.per_example.sharding import refuse_unknown_shards, reshard, trained_in, watched_when_whole
-from hf_dp.per_example.use import BROADCASTING, PRODUCTS, Call, recorded, sorted_operands
+from hf_dp.per_example.use import BROADCASTING, PRODUCTS, Call, copied, name_of, recorded, sorted_operands
 from hf_dp.per_example.watched import Source, WatchedParameter, flatten, in_place, mapped, plain
 
 _AND = ", "  # joins the names of the parameters behind one constant
-# Methods that change a tensor, or what becomes of it.
-_CHANGING = re.compile(r"[^_]_$|hook$|backward$")
+# Methods that change what becomes of a tensor.
+_CHANGING = re.compile(r"hook$|backward$|__set__$")
 
 Observer = Callable[[Use, Tensor, Axis], None]
 
@@ -55,6 +56,7 @@ class Watch:
     # Parameters whose factors must keep their ids.
     tables: frozenset[str] = frozenset()
     constants: list[Constant] = field(default_factory=list)
+    filled: Filled = field(default_factory=Filled)
     # Those of the model that was attached last.
     parameters: dict[str, nn.Parameter] = field(default_factory=dict)
     factors: dict[str, list[Factors]] = field(default_factory=dict)
@@ -68,6 +70,8 @@ class Watch:
     # One for all uses: what lets autograd know that they have a gradient.
     anchor: Tensor = field(default_factory=lambda: torch.zeros((), requires_grad=True))
     casts: Casts = field(default_factory=Casts)
+    # What ran without gradients may be a reentrant checkpoint, which the backward pass computes again.
+    may_come_again: bool = False
     is_final: bool = False
     is_closed: bool = False
     versions: list[tuple[Tensor, int]] = field(default_factory=list)
@@ -86,12 +90,16 @@ class Watch:
         """One forward and one backward pass; the losses (B,), detached. The factors are then in `factors`."""
         with self.attached(model), refusing_others([*self.parameters.values(), *batch.values()]):
             losses = self.forward(model, loss_fn, batch)
-            self.is_final = True
-            losses.sum().backward()
+            self.backward(losses)
             with torch.no_grad(), full_precision(losses.device):
                 for constant in reversed(self.constants):
                     constant.settle()
         return losses.detach()
+
+    def backward(self, losses: Tensor) -> None:
+        """The backward pass, in which the uses hand on their factors."""
+        self.is_final = True
+        losses.sum().backward()
 
     def forward(self, model: nn.Module, loss_fn: LossFunction, batch: Batch) -> Tensor:
         """One forward pass of an attached model: the losses (B,), with their graph."""
@@ -124,17 +132,12 @@ class Watch:
         refuse_unknown_shards(modules)
         self.parameters = originals = trained_in(named)
         del named  # which Python would look through for garbage as long as the pass takes
-        hooked = sorted(n for n, p in originals.items() if p._backward_hooks or p._post_accumulate_grad_hooks)
-        if hooked:
-            raise UnsupportedModelError(
-                f"{', '.join(hooked)} has a hook on its gradient.",
-                why="the hook would not see the gradient of each example, and what it changes would be left out.",
-                fix="remove the hook (the handle's remove()), or change the loss instead.",
-            )
-
+        refuse_hooked(originals)
         keep = self._keep
 
         def watch(name: str, whole: Tensor) -> WatchedParameter:
+            if whole.is_complex():
+                raise refusal([name], "complex numbers", "no rule is known to conjugate as they need it")
             return WatchedParameter.of(Source(name, self, whole.detach(), functools.partial(keep, name)))
 
         sharded = {id(p): name for name, p in originals.items() if isinstance(p, DTensor)}
@@ -155,12 +158,13 @@ class Watch:
         finally:
             # They know this watch: a cycle would keep the memory of the whole pass.
             self.constants.clear()
+            self.filled.end()
             self.is_closed = True
 
     def call(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs one operation that involves a watched tensor: a use, by its rule, or one on constants alone."""
         rule = self.rules.get(function)
-        name = rule.name if rule else _name(function)
+        name = rule.name if rule else name_of(function)
         watched = [a for a in flatten((args, kwargs)) if isinstance(a, WatchedParameter)]
         parameters = sorted({name for w in watched for name in w.source.parameter.split(_AND)})
         if self.is_closed or any(w.source.watch is not self for w in watched):
@@ -176,40 +180,58 @@ class Watch:
                 return output
         bound = sorted_operands(rule, name, parameters, args, kwargs)
         if rule is not None and isinstance(bound, Bound):
-            try:
-                return self._use(rule, bound, parameters, function, args, kwargs)
-            except torch.OutOfMemoryError:
-                raise
-            except (RuntimeError, TypeError, ValueError, IndexError) as error:
-                # What fails without a rule too is the model's own error.
-                function(*mapped(plain, args), **mapped(plain, kwargs))
-                raise refusal(parameters, f"operation {name}", f"its rule cannot read it ({error})") from error
+            return self._by_rule(rule, bound, parameters, function, args, kwargs)
         assert isinstance(bound, UnsupportedModelError)
         if function in BROADCASTING or (function in PRODUCTS and all(w.dim() > 1 for w in watched)):
-            copies = self._copies(name, parameters, args, kwargs, is_whole=function in BROADCASTING)
+            copies = copied(self.reader, name, parameters, args, kwargs, is_whole=function in BROADCASTING)
             if copies is not None:
+                self.read |= copies.read
                 try:
-                    return function(*copies[0], **copies[1])
+                    return function(*copies.args, **copies.kwargs)
                 except RuntimeError as error:  # masked_fill takes no rows
                     raise bound from error
-        others = None if _CHANGING.search(name) else self._constant_operands(name, parameters, args, kwargs)
-        if others is None:
+        others = [a for a in flatten((args, kwargs)) if isinstance(a, Tensor) and not isinstance(a, WatchedParameter)]
+        data = [other for other in others if not self.reader.is_constant(name, parameters, other)]
+        if data and isinstance(function, Applied):
+            found = by_rows(function, args, kwargs, data)
+            if found is None:
+                return function(*args, **kwargs)
+            return self._by_rule(*found, parameters, function, args, kwargs)
+        if data or _CHANGING.search(name):
             raise bound
+        doubtful = bool(others) and self.reader.ambiguous_sizes is not None
+
+        def note() -> None:
+            for given in others or ((None,) if isinstance(function, Applied) else ()):
+                self._note(name, parameters, given, Axis(self.batch_size, "constant"), doubtful)
+
+        if is_writing(name):
+            note()  # of what is another tensor afterwards
+            return self._written(function, args, kwargs, parameters, bound)
         output = self._on_constants(function, args, kwargs, parameters, bound)
         # What has no gradient (a test for infinities, say) is no use; nor is what torch itself differentiates, where it
         # has no other operand, whose axes could be read in another way.
         if not torch.is_grad_enabled() or any(isinstance(o, WatchedParameter) for o in flatten(output)):
-            doubtful = bool(others) and self.reader.ambiguous_sizes is not None
-            for given in others or ((None,) if isinstance(function, Applied) else ()):
-                self._note(name, parameters, given, Axis(self.batch_size, "constant"), doubtful)
+            note()
         return output
 
+    def _by_rule(self, rule: Rule, bound: Bound, parameters: list[str], function: Any, args: Any, kwargs: Any) -> Any:
+        try:
+            return self._use(rule, bound, parameters, function, args, kwargs)
+        except torch.OutOfMemoryError:
+            raise
+        except (RuntimeError, TypeError, ValueError, IndexError) as error:
+            # What fails without a rule too is the model's own error.
+            function(*mapped(plain, args), **mapped(plain, kwargs))
+            raise refusal(parameters, f"operation {rule.name}", f"its rule cannot read it ({error})") from error
+
     def _use(self, rule: Rule, bound: Bound, parameters: list[str], function: Any, args: Any, kwargs: Any) -> Any:
-        watched = {r: p for r, p in bound.parameters.items() if isinstance(p, WatchedParameter)}
+        watched = {r: p.source for r, p in bound.parameters.items() if isinstance(p, WatchedParameter)}
         operands = Operands({r: plain(p) for r, p in bound.parameters.items()}, frozenset(watched), bound.options)
         given = bound.input
         axis = Axis(self.batch_size, self.reader.read(rule, bound, parameters))
-        self._note(rule.name, parameters, given, axis, self.reader.is_doubtful(rule, given, axis))
+        is_doubtful = self.reader.is_doubtful(rule, given, axis, is_known=not isinstance(function, Applied))
+        self._note(rule.name, parameters, given, axis, is_doubtful)
         if axis.reading == "constant":
             if given is None or rule.features > 1:
                 refused = refusal(parameters, f"operation {rule.name}", "its rows are not the examples")
@@ -233,51 +255,31 @@ class Watch:
         except RuntimeError as error:
             raise refused from error
 
+    def _written(
+        self, function: Any, args: Any, kwargs: Any, parameters: list[str], refused: UnsupportedModelError
+    ) -> Any:
+        def on_constants(function: Any, args: Any) -> Any:
+            return self._on_constants(function, args, kwargs, parameters, refused)
+
+        try:
+            return self.filled.write(function, args, on_constants)
+        except RuntimeError as error:
+            raise refused from error
+
     def _constant(self, parameters: list[str], value: Tensor, hand_on: Callable[[Tensor, Tensor], None]) -> Any:
         constant = Constant(hand_on, value.shape)
         self.constants.append(constant)
         self.dtypes.add(value.dtype)
         return WatchedParameter.of(Source(_AND.join(parameters), self, value.detach(), constant.gather))
 
-    def _constant_operands(self, name: str, parameters: list[str], args: Any, kwargs: Any) -> list[Tensor] | None:
-        """The other operands of an operation without a rule, if no example is in any of them."""
-        others = [a for a in flatten((args, kwargs)) if isinstance(a, Tensor) and not isinstance(a, WatchedParameter)]
-        for other in others:
-            # Of a single example's data as of a constant, the gradient is exact.
-            may_be_data = other.dim() > 0 and (other.shape[0] == 1 or self.batch_size > 1)
-            known = self.reader.known(name, parameters, other)
-            reading = known or (self.reader.example_axis(other.shape[0]) if may_be_data else None)
-            if other.requires_grad or reading not in ("constant", None):
-                return None
-        return others
-
-    def _copies(self, name: str, parameters: list[str], args: Any, kwargs: Any, *, is_whole: bool) -> Any:
-        """The operands of an operation with a row for each row of the data, where parameters have one; or as large as
-        the output, so that it is not autograd that adds up their gradients over positions."""
-        tensors = [a for a in flatten((args, kwargs)) if isinstance(a, Tensor)]
-        dimensions = max(t.dim() for t in tensors)
-        data = [t for t in tensors if t.dim() == dimensions and not isinstance(t, WatchedParameter)]
-        rows = {len(t) for t in data if self.reader.may_be_data(name, parameters, t)} - {1}
-        watched = [t for t in tensors if isinstance(t, WatchedParameter)]
-        if len(rows) > 1 or not data or any(t.dim() == dimensions and len(t) > 1 for t in watched):
-            return None
-        shape = torch.broadcast_shapes(*(t.shape for t in tensors)) if is_whole else (-1,) * dimensions
-        if rows:
-            readings = ["batch"] if all(t.requires_grad for t in data) else ["batch", PLAIN]
-            self.read |= {Use(name, parameter, reading, dimensions) for parameter in parameters for reading in readings}
-
-        def copied(value: Any) -> Any:
-            if not isinstance(value, WatchedParameter):
-                return value
-            one: Any = value.reshape(*[1] * (dimensions - value.dim()), *value.shape)
-            return one.expand(next(iter(rows), 1), *shape[1:])
-
-        return mapped(copied, (args, kwargs)) if rows or self.batch_size == 1 else None
-
     def _note(self, operation: str, parameters: list[str], given: Tensor | None, axis: Axis, doubtful: bool) -> None:
         for parameter in parameters:
             use = Use(operation, parameter, axis.reading, 0 if given is None else given.dim())
-            (self.uses if torch.is_grad_enabled() else self.read).add(use)
+            if torch.is_grad_enabled():
+                self.uses.add(use)
+            else:
+                self.read.add(use)
+                self.may_come_again = True
             self.doubts.update((use,) if doubtful else ())
             if given is not None and axis.reading != "constant" and not given.requires_grad:
                 self.read.add(use._replace(reading=PLAIN))
@@ -292,8 +294,3 @@ class Watch:
         kept = (factors.left.tensor, factors.right.tensor) if isinstance(factors, Outer) else (factors.values,)
         self.versions += [(tensor, tensor._version) for tensor in kept if not tensor.is_inference()]
         self.factors[name].append(factors)
-
-
-def _name(function: Any) -> str:
-    module = getattr(function, "__module__", None) or ""
-    return f"{module}.{getattr(function, '__qualname__', None) or getattr(function, '__name__', function)}".lstrip(".")

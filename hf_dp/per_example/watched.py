@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from hf_dp.per_example.casts import Casts
 from hf_dp.per_example.factors import Factors
-from hf_dp.per_example.rule import refusal
 
 
 class Recording(Protocol):
@@ -65,14 +64,16 @@ class WatchedParameter(torch.Tensor):
     @staticmethod
     def of(source: Source) -> WatchedParameter:
         """A leaf that requires grad: should a use slip past the rules, its gradient lands here and is seen."""
-        if source.plain.is_complex():
-            raise refusal([source.parameter], "complex numbers", "no rule is known to conjugate as they need it")
         made: WatchedParameter = torch.Tensor._make_subclass(WatchedParameter, source.plain, True)
-        made.source = source
+        return made.becoming(source)
+
+    def becoming(self, source: Source) -> WatchedParameter:
+        """Itself, as what `source` says."""
+        self.source = source
         with torch._C.DisableTorchFunctionSubclass():
             # No closure: of thousands of uses that is as many objects more, which Python looks through for garbage.
-            made.register_hook(functools.partial(_leaked, source.watch.leaked, source.parameter))  # type: ignore[no-untyped-call]
-        return made
+            self.register_hook(functools.partial(_leaked, source.watch.leaked, source.parameter))  # type: ignore[no-untyped-call]
+        return self
 
     @classmethod
     def __torch_function__(
@@ -83,7 +84,7 @@ class WatchedParameter(torch.Tensor):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         if func in _DETACHING:
-            return args[0].source.plain
+            return args[0].source.plain.detach()
         if func in _DERIVING and (derivation := _derive(func, args, kwargs)) is not None:
             return derivation
         watch = next(a.source.watch for a in flatten((args, kwargs)) if isinstance(a, WatchedParameter))
@@ -166,6 +167,8 @@ def _derive(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     values = tuple(map(plain, args))
     if func in _CASTS:
         cast = func(*values, **mapped(plain, kwargs))
+        if isinstance(cast, Tensor) and (cast.is_complex() or source.plain.is_complex()):
+            return None
         # The name of a type, or whole numbers: no gradient comes back from these. Nor does one where something else
         # is cast to the parameter's type.
         is_weight = args[0] is watched[0] and isinstance(cast, Tensor) and cast.is_floating_point()
@@ -186,7 +189,9 @@ def _derive(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _scale(kind: str | None, others: list[Any], first: Any, parameter: Any) -> float | None:
     """How much the image grows with the parameter, if the operation is scalar-affine."""
     if kind is None or not all(
-        isinstance(a, (int, float)) or (isinstance(a, Tensor) and a.dim() == 0 and not a.requires_grad) for a in others
+        isinstance(a, (int, float))
+        or (isinstance(a, Tensor) and a.dim() == 0 and not (a.requires_grad or a.is_complex()))
+        for a in others
     ):
         return None
     constant, is_first = float(others[0]) if others else 1.0, first is parameter

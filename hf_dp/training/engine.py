@@ -35,7 +35,6 @@ from hf_dp.per_example import RULES, Certificate, PerExampleGradients, Rule, pre
 from hf_dp.per_example.batch import Batch, LossFunction, check_losses
 from hf_dp.per_example.checks.coins import NotingDraws
 from hf_dp.per_example.checks.held import beside
-from hf_dp.per_example.checks.independence import survey
 from hf_dp.per_example.checks.installed import Installed, warn_of_others
 from hf_dp.per_example.checks.kept import Memory
 from hf_dp.per_example.checks.memory import unchanged_weights
@@ -43,6 +42,7 @@ from hf_dp.per_example.checks.padding import check_padding
 from hf_dp.per_example.checks.quantised import check_quantised
 from hf_dp.per_example.checks.state import unchanged_state, uncompiled
 from hf_dp.per_example.checks.strangers import check_strangers
+from hf_dp.per_example.checks.survey import survey
 from hf_dp.per_example.in_groups import InGroups
 from hf_dp.per_example.passes import check_two_passes, record_in_two_passes, refuse_two_passes
 from hf_dp.per_example.sharding import all_names, is_sharded

@@ -20,7 +20,7 @@ from hf_dp.clipping.rule import Group
 from hf_dp.errors import ConfigurationError, LedgerError
 from hf_dp.losses import per_example_losses
 from hf_dp.per_example import Certificate, PerExampleGradients, RowSum, loop, record
-from hf_dp.per_example.checks.independence import survey
+from hf_dp.per_example.checks.survey import survey
 from hf_dp.per_example.in_groups import InGroups
 from hf_dp.per_example.rules import RULES
 from hf_dp.per_example.sharding import all_names

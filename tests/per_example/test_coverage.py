@@ -16,7 +16,7 @@ from tests import architectures, zoo
 QUICK = ((7, 7),)
 # Those with experts in the order that Transformers sorts them into.
 REFUSED = {"mixtral", "qwen3_moe"}
-REFUSED_ADAPTERS = {"OFT"}
+REFUSED_ADAPTERS = {"OFT, constrained"}
 
 
 # Of one code with another of these, but for sizes, activations and what is tied; `test_every_case` has them too.

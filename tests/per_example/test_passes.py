@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from hf_dp.errors import UnseenUseError, UnsupportedModelError
 from hf_dp.losses import per_example_losses
 from hf_dp.per_example import Certificate, RowSum, record
-from hf_dp.per_example.checks.independence import survey
+from hf_dp.per_example.checks.survey import survey
 from hf_dp.per_example.factors import Outer, PerExample
 from hf_dp.per_example.gram import Dense
 from hf_dp.per_example.oracle import loop

@@ -24,14 +24,27 @@ def time_major(model: Any, x: Tensor) -> Tensor:
 
 class _Function(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, w: Tensor, *_: Any) -> Tensor:
         ctx.save_for_backward(x, w)
         return x @ w.detach()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: Any, gradient: Tensor) -> Any:
         x, w = ctx.saved_tensors
-        return gradient @ w.detach().T, x.flatten(0, 1).T @ gradient.flatten(0, 1)
+        needed = len(ctx.needs_input_grad) - 2
+        return gradient @ w.detach().T, x.flatten(0, 1).T @ gradient.flatten(0, 1), *[None] * needed
+
+
+class _Random(_Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor, *_: Any) -> Tensor:
+        return _Function.forward(ctx, x, w) * torch.rand(x.shape[0], 1, 1)
+
+
+class _Pair(_Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor, *_: Any) -> Any:
+        return _Function.forward(ctx, x, w), x.detach().clone()
 
 
 @torch.jit.script
@@ -69,7 +82,7 @@ REFUSED: dict[str, tuple[Small, str]] = {
         Small(lambda m, x: F.linear(x, m.linear(x).mean((0, 1)).diag(), m.b), linear=nn.Linear(4, 4), b=parameter(4)),
         "another of its operands needs a gradient",
     ),
-    "einsum": (Small(lambda m, x: torch.einsum("btd,de->bte", x, m.w), w=parameter(4, 4)), "parameter w .*einsum"),
+    "tensordot": (Small(lambda m, x: torch.tensordot(x, m.w, dims=1), w=parameter(4, 4)), "parameter w .*tensordot"),
     "out=": (
         Small(lambda m, x: torch.matmul(x, m.w, out=torch.empty_like(x)), w=parameter(4, 4)),
         "parameter w is used by operation matmul",
@@ -90,13 +103,21 @@ REFUSED: dict[str, tuple[Small, str]] = {
         Small(lambda m, x: m.linear(x) + F.linear(x, HIDDEN[0]), linear=_LINEAR),
         "gradient reached linear.weight",
     ),
-    "a custom function": (
-        Small(lambda m, x: _Function.apply(m.linear(x), m.w), linear=nn.Linear(4, 4), w=parameter(4, 5)),
+    "a custom function of two tensors of data": (
+        Small(lambda m, x: _Function.apply(m.linear(x), m.w, x.cos()), linear=nn.Linear(4, 4), w=parameter(4, 5)),
         "gradient reached w by a use that no rule saw",
     ),
-    "a custom function on 1 + w": (
-        Small(lambda m, x: _Function.apply(m.linear(x), 1 + m.w), linear=nn.Linear(4, 4), w=parameter(4, 5)),
+    "a custom function that is given an object": (
+        Small(lambda m, x: _Function.apply(m.linear(x), 1 + m.w, object()), linear=nn.Linear(4, 4), w=parameter(4, 5)),
         "gradient reached w by a use that no rule saw",
+    ),
+    "a custom function that draws numbers": (
+        Small(lambda m, x: _Random.apply(m.linear(x), m.w), linear=nn.Linear(4, 4), w=parameter(4, 5)),
+        "parameter w is used by .*_Random.*random",
+    ),
+    "a custom function that gives two tensors": (
+        Small(lambda m, x: _Pair.apply(m.linear(x), m.w)[0], linear=nn.Linear(4, 4), w=parameter(4, 5)),
+        "parameter w is used by .*_Pair.*something else than a row for each row",
     ),
     "a scripted function": (
         Small(lambda m, x: scripted(m.linear(x), m.w), linear=nn.Linear(4, 4), w=parameter(4, 5)),
@@ -173,18 +194,16 @@ def test_a_checkpoint_that_returns_what_parameters_alone_give_is_told_of_the_oth
 
 
 def test_a_rule_of_ones_own() -> None:
-    def bind(equation: str, x: Tensor, w: Tensor) -> Bound:
-        return Bound(x, {"w": w}, {"equation": equation})
+    def bind(x: Tensor, w: Tensor, dims: int, out: None) -> Bound:
+        return Bound(x, {"w": w}, {"dims": dims})
 
     def backward(saved: Any, operands: Any, gradient: Tensor, axis: Any, needs_input: bool) -> Any:
         outer = Outer(Dense(axis.positions(saved[0])), Dense(axis.positions(gradient)))
         return gradient @ operands.parameters["w"].T, {"w": outer}
 
-    rule = Rule(
-        "einsum", bind, lambda x, o: (torch.einsum(o.options["equation"], x, o.parameters["w"]), (x,)), backward
-    )
-    model, data = REFUSED["einsum"][0], batch(3, 5, 4)
-    found = record(model, square, data, rules={**RULES, torch.functional.einsum: rule})
+    rule = Rule("tensordot", bind, lambda x, o: (torch.tensordot(x, o.parameters["w"], **o.options), (x,)), backward)
+    model, data = REFUSED["tensordot"][0], batch(3, 5, 4)
+    found = record(model, square, data, rules={**RULES, torch.functional.tensordot: rule})
     assert relative_error(found, loop(model, square, data)) <= 1e-12
 
 

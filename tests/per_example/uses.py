@@ -55,7 +55,146 @@ class OneByOne(torch.autograd.Function):
         return 2 * gradient * (gradient.sum().item() == gradient.sum().item())
 
 
+class Scaled(torch.autograd.Function):
+    """A product of two parameters and of what all examples share, as RandLora computes it."""
+
+    @staticmethod
+    def forward(ctx: Any, shared: Tensor, one: Tensor, two: Tensor) -> Tensor:
+        ctx.save_for_backward(shared, one, two)
+        return shared * one[:, None] * two
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor, Tensor]:
+        shared, one, two = ctx.saved_tensors
+        return None, (gradient * shared * two).sum(1), (gradient * shared * one[:, None]).sum(0)
+
+
+class Product(torch.autograd.Function):
+    """Of data and a parameter, as C3A computes it: its gradient is summed over all positions of all examples."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        ctx.save_for_backward(x, w)
+        return x @ w.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        x, w = ctx.saved_tensors
+        return gradient @ w.detach().T, x.reshape(-1, x.shape[-1]).T @ gradient.reshape(-1, gradient.shape[-1])
+
+
+def skew(w: Tensor) -> Tensor:
+    """As OFT writes it."""
+    rows, columns = torch.triu_indices(4, 4, 1)
+    matrix = torch.zeros(len(w), 4, 4, dtype=w.dtype)
+    matrix[:, rows, columns] = w
+    return matrix - matrix.transpose(-2, -1)
+
+
+def neumann(w: Tensor) -> Tensor:
+    """A series of powers that are added in place."""
+    one = skew(w)
+    total, power = torch.eye(4, dtype=w.dtype).repeat(len(w), 1, 1), one
+    total.add_(one, alpha=2.0)
+    for _ in range(2):
+        power = torch.bmm(power, one)
+        total.add_(power)
+    total *= w.square().mean()
+    return total
+
+
+def waves(w: Tensor) -> Tensor:
+    """As FourierFT computes it."""
+    dense = torch.zeros(6, 4, dtype=w.dtype)
+    dense[torch.tensor([0, 2, 5]), torch.tensor([1, 1, 3])] = w
+    return torch.fft.ifft2(dense).real * 3.0
+
+
+def sparse(w: Tensor) -> Tensor:
+    return torch.sparse_coo_tensor(torch.tensor([[0, 2, 5], [1, 1, 3]]), w * 2.0, (6, 4), check_invariants=True)
+
+
 EXACT: dict[str, Small] = {
+    "written into zeros": Small(
+        lambda m, x: torch.einsum("...rk,rkc->...rc", x[..., None, :].expand(-1, -1, 2, -1), skew(m.w)),
+        w=parameter(2, 6),
+    ),
+    "written several times": Small(
+        lambda m, x: torch.einsum("...rk,rkc->...rc", torch.stack([m.linear(x), x], 2), neumann(m.w)).flatten(2),
+        linear=nn.Linear(4, 4),
+        w=parameter(2, 6),
+    ),
+    "a Fourier transform": Small(
+        lambda m, x: F.linear(m.linear(x), waves(m.w)), linear=nn.Linear(4, 4), w=parameter(3)
+    ),
+    "through complex numbers": Small(
+        lambda m, x: F.linear(x, (m.w.to(torch.complex128) * 1j + torch.view_as_complex(m.v)).abs()),
+        v=parameter(4, 4, 2),
+        w=parameter(4, 4),
+    ),
+    "the real part of a complex cast": Small(
+        lambda m, x: F.linear(x, (torch.complex(m.w, m.w.cos()).conj() * (2 + 1j)).real.contiguous()),
+        w=parameter(4, 4),
+    ),
+    "added to a frozen weight, sparsely": Small(
+        lambda m, x: F.linear(x, m.frozen.clone().add_(sparse(m.w))).cos(),
+        frozen=parameter(6, 4).requires_grad_(False),
+        w=parameter(3),
+    ),
+    "a sparse product": Small(
+        lambda m, x: (
+            torch.sparse.mm(sparse(m.w).coalesce(), torch.tanh(m.linear(x)).flatten(0, 1).t()).t().view(*x.shape[:2], 6)
+        ),
+        linear=nn.Linear(4, 4),
+        w=parameter(3),
+    ),
+    "einsum": Small(
+        lambda m, x: torch.einsum("btd,de->bte", m.linear(x), m.w), linear=nn.Linear(4, 4), w=parameter(4, 3)
+    ),
+    "einsum transposed, the parameter first": Small(
+        lambda m, x: torch.einsum("ed,b...d->eb...", m.w, m.linear(x)).transpose(0, 1),
+        linear=nn.Linear(4, 4),
+        w=parameter(3, 4),
+    ),
+    "einsum over two axes at once": Small(
+        lambda m, x: torch.einsum("bthd,fhed->btef", m.linear(x).unflatten(2, (2, 2)), m.w.cos()).flatten(2),
+        linear=nn.Linear(4, 4),
+        w=parameter(3, 2, 5, 2),
+    ),
+    "einsum of blocks": Small(
+        lambda m, x: torch.einsum("btnd, dne -> bent", m.linear(x).unflatten(2, (2, 2)), m.w).flatten(2).mT,
+        linear=nn.Linear(4, 4),
+        w=parameter(2, 2, 3),
+    ),
+    "einsum without a sum": Small(
+        lambda m, x: torch.einsum("btd,d->bdt", m.linear(x), m.w).mT, linear=nn.Linear(4, 4), w=parameter(4)
+    ),
+    "einsum of parameters": Small(
+        lambda m, x: F.linear(x, torch.einsum("ij,jk->ik", m.v, m.w)), v=parameter(5, 3), w=parameter(3, 4)
+    ),
+    "a Function of parameters and what all share": Small(
+        lambda m, x: F.linear(x, Scaled.apply(m.frozen, m.v, m.w)),
+        frozen=parameter(5, 4).requires_grad_(False),
+        v=parameter(5),
+        w=parameter(4),
+    ),
+    "a Function of data": Small(
+        lambda m, x: Product.apply(m.linear(x), m.w).cos(), linear=nn.Linear(4, 4), w=parameter(4, 5)
+    ),
+    "a Function of data, on 1 + w": Small(
+        lambda m, x: Product.apply(m.linear(x), 1 + m.w).cos(), linear=nn.Linear(4, 4), w=parameter(4, 5)
+    ),
+    "a Function of data, folded": Small(
+        lambda m, x: Product.apply(m.linear(x).flatten(0, 1), m.w.exp()).view(*x.shape[:2], 5),
+        linear=nn.Linear(4, 4),
+        w=parameter(4, 5),
+    ),
+    "a Function of data and of positions": Small(
+        lambda m, x: torch.tanh(
+            Product.apply(x, m.w) + Product.apply(positions(x).double()[:, None].expand(-1, 4), m.w)
+        ),
+        w=parameter(4, 5),
+    ),
     "a Function of parameters alone": Small(
         lambda m, x: F.linear(x, Hadamard.apply(m.w, m.v.T, torch.tensor(3.0).double())),
         w=parameter(5, 4),

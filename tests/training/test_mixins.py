@@ -88,7 +88,7 @@ def test_the_mixin_in_front_of_a_trainer_of_ones_own(tmp_path: Path) -> None:
 
 
 class _Mixing(torch.nn.Module):
-    """A classifier whose head is an einsum, for which there is no rule."""
+    """A classifier whose head is a tensordot, for which there is no rule."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ class _Mixing(torch.nn.Module):
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor | None = None) -> Any:
         words = self.table(input_ids) * attention_mask[..., None]
-        logits = torch.einsum("btd,de->bte", words, self.mixer).sum(1)
+        logits = torch.tensordot(words, self.mixer, dims=1).sum(1)
         return {"loss": torch.nn.functional.cross_entropy(logits, labels), "logits": logits}
 
 
@@ -110,16 +110,16 @@ class _MixingTrainer(DPTrainer):
 class _WithARule(_MixingTrainer):
     per_example_rules: ClassVar = {
         **RULES,
-        torch.einsum: instantiating(
-            "einsum",
-            lambda equation, x, w: Bound(x, {"weight": w}, {"equation": equation}),
-            lambda x, parameters, options: torch.einsum(options["equation"], x, parameters["weight"]),
+        torch.tensordot: instantiating(
+            "tensordot",
+            lambda x, w, dims, out=None: Bound(x, {"weight": w}, {"dims": dims}),
+            lambda x, parameters, options: torch.tensordot(x, parameters["weight"], **options),
         ),
     }
 
 
 def test_a_rule_of_ones_own_trains_what_is_refused_without_it(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedModelError, match=r"mixer is used by operation torch.functional.einsum"):
+    with pytest.raises(UnsupportedModelError, match=r"mixer is used by operation torch.functional.tensordot"):
         make(tmp_path, model=_Mixing(), kind=_MixingTrainer).train()
     model = _Mixing()
     before = model.mixer.detach().clone()

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from hf_dp.per_example.batch import Batch, LossFunction, take
 from hf_dp.per_example.checks.draws import Change, Draw, Draws
-from hf_dp.per_example.checks.independence import NoDropout, draws_numbers, parameter_norms, telling_sizes
+from hf_dp.per_example.checks.independence import NoDropout, draws_numbers, parameter_norms
+from hf_dp.per_example.checks.survey import telling_sizes
 from hf_dp.per_example.reading import Reader
 from hf_dp.per_example.rule import Readings, Rule, Use
 from hf_dp.per_example.watch import Watch

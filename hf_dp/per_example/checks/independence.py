@@ -22,7 +22,7 @@ from hf_dp.per_example.checks.draws import Change, Draws
 from hf_dp.per_example.ieee import full_precision
 from hf_dp.per_example.norms import squared_norms
 from hf_dp.per_example.reading import Reader
-from hf_dp.per_example.rule import Axis, Certificate, Readings, Rule, Use
+from hf_dp.per_example.rule import Axis, Readings, Rule, Use
 from hf_dp.per_example.rules import RULES
 from hf_dp.per_example.watch import Observer, Watch
 from hf_dp.randomness import unchanged_global_state
@@ -35,40 +35,6 @@ _MIXING_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
 _LOW_PRECISION_TOLERANCE = 5e-2
 # Relative to the example's gradient of one parameter, plus a share of its whole gradient, where only rounding is left.
 _SHARE_TOLERANCE, _NEGLIGIBLE = 1e-3, 1e-3
-
-
-def survey(model: nn.Module, loss_fn: LossFunction, batch: Batch, *, rules: Mapping[Any, Rule] = RULES) -> Certificate:
-    """The uses in two forward passes, over two numbers of examples for which no other axis could be taken.
-
-    What all examples share has the same shape in both, so at least one of them shows that it is not theirs.
-    """
-    uses: set[Use] = set()
-    read: set[Use] = set()
-    for size in telling_sizes(model, batch)[:2]:
-        few = take(batch, [i % batch_size(batch) for i in range(size)])
-        watch = Watch(Reader(size), rules)
-        with forked_rng(model), watch.attached(model):
-            watch.forward(model, loss_fn, few)
-        uses |= watch.uses
-        read |= watch.read
-    return Certificate(uses, read)
-
-
-def telling_size(model: nn.Module, batch: Batch) -> int:
-    """The smallest number of examples above 2 that divides no other axis of the batch or of a parameter."""
-    return telling_sizes(model, batch)[0]
-
-
-def telling_sizes(model: nn.Module, batch: Batch) -> list[int]:
-    """Two or more numbers of examples that divide no other axis of the batch or of a parameter, if they are prime."""
-    others = ambiguous_sizes(model, batch)
-    return [k for k in (3, 5, 7, 11, 13, 17, 19) if all(n % k for n in others)] + [23, 29]
-
-
-def ambiguous_sizes(model: nn.Module, batch: Batch) -> frozenset[int]:
-    """The lengths of all axes, but for the first of the batch, that could be taken for the number of examples."""
-    inner = {n for v in batch.values() if isinstance(v, Tensor) for n in v.shape[1:]}
-    return frozenset(inner | {n for p in model.parameters() if p.requires_grad for n in p.shape}) - {0, 1}
 
 
 def check_independence(

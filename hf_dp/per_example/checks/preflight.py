@@ -29,12 +29,11 @@ from hf_dp.per_example.checks.independence import (
     different_pair,
     forked_rng,
     in_mode,
-    survey,
-    telling_size,
 )
 from hf_dp.per_example.checks.mixing import refuse_mixing
 from hf_dp.per_example.checks.quantised import check_quantised, passing_gradients
 from hf_dp.per_example.checks.state import refuse_compiled, uncompiled
+from hf_dp.per_example.checks.survey import survey, telling_size
 from hf_dp.per_example.checks.switches import switch_off, warn_of
 from hf_dp.per_example.oracle import DIFFERENT, Truth
 from hf_dp.per_example.precision import computed_in, with_memory_to_spare

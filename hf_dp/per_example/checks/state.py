@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -60,6 +60,21 @@ def uncompiled() -> Iterator[None]:
     """
     with torch.compiler.set_stance("force_eager"):
         yield
+
+
+def refuse_hooked(parameters: Mapping[str, nn.Parameter]) -> None:
+    """Refuses hooks on the gradients of parameters.
+
+    Raises:
+        UnsupportedModelError: with their names.
+    """
+    hooked = sorted(n for n, p in parameters.items() if p._backward_hooks or p._post_accumulate_grad_hooks)
+    if hooked:
+        raise UnsupportedModelError(
+            f"{', '.join(hooked)} has a hook on its gradient.",
+            why="the hook would not see the gradient of each example, and what it changes would be left out.",
+            fix="remove the hook (the handle's remove()), or change the loss instead.",
+        )
 
 
 def refuse_compiled(modules: Sequence[nn.Module]) -> None:

@@ -1,0 +1,119 @@
+"""Tensors that parameters are written into (`weight = torch.zeros(n, m); weight[index] = w`), and are constants since.
+
+The operation is one on a copy, which gives a constant, and the tensor then stands for it. Others that share its memory
+would have to change with it: where there are any, it is refused.
+"""
+
+from __future__ import annotations
+
+import re
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_dp.per_example.watched import Source, WatchedParameter, plain
+
+_WRITING = re.compile(r"([^_]_|__setitem__|__i(add|sub|mul|matmul|(true|floor)div|mod|pow|and|or|xor|[lr]shift)__)$")
+
+
+def is_writing(name: str) -> bool:
+    """Whether an operation of this name changes its first argument."""
+    return _WRITING.search(name) is not None
+
+
+class Filled:
+    """The tensors that were written to in one recording."""
+
+    def __init__(self) -> None:
+        # By id; and how many tensors share the memory of the constant that each stands for.
+        self._known: dict[int, tuple[weakref.ref[Tensor], int]] = {}
+
+    def write(self, function: Any, args: Any, on_constants: Callable[[Any, Any], Any]) -> Any:
+        """Runs an operation on constants that changes its first argument.
+
+        Args:
+            args: its first argument is a tensor in which no example is, or a constant.
+            on_constants: runs a function of the arguments that it is given beside it, as on constants.
+
+        Returns:
+            What the operation does: the tensor that was written to, or nothing.
+
+        Raises:
+            RuntimeError: it cannot be told what else changes with it.
+        """
+        target = args[0] if args else None
+        if not isinstance(target, Tensor):
+            raise RuntimeError("nothing that it could be written to")
+        is_constant = isinstance(target, WatchedParameter)
+        if not torch.is_grad_enabled() and not is_constant:
+            return on_constants(function, args)
+        self._check_alone(target)
+        returned: list[bool] = []
+
+        def on_copy(*others: Any, **options: Any) -> Tensor:
+            # What is no constant is changed below, and must not be known to what is kept.
+            first, others = (others[0], others[1:]) if is_constant else (target, others)
+            copy: Tensor = first.clone()
+            version, shape = copy._version, copy.shape
+            output = function(copy, *others, **options)
+            if copy._version == version or copy.shape != shape or not (output is None or output is copy):
+                raise RuntimeError("not a change of the first argument's values")
+            returned.append(output is not None)
+            return copy
+
+        value = on_constants(on_copy, args if is_constant else args[1:])
+        source = value.source if isinstance(value, WatchedParameter) else None
+        if source is None and is_constant:
+            raise RuntimeError("what it gave has no gradient any longer")
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            target.copy_(plain(value))
+        del value  # which shares the memory that `_stand_for` looks at
+        if source is not None:
+            self._stand_for(target, source)
+        return target if returned[0] else None
+
+    def end(self) -> None:
+        """All are plain tensors again."""
+        for reference, _ in self._known.values():
+            target = reference()
+            if target is not None:
+                with torch._C.DisableTorchFunctionSubclass():
+                    target.requires_grad_(False)
+                    target._backward_hooks = None
+                del target.source  # type: ignore[attr-defined]
+                target.__class__ = Tensor
+        self._known.clear()
+
+    def _check_alone(self, target: Tensor) -> None:
+        if isinstance(target, WatchedParameter):
+            reference, alone = self._known.get(id(target), (None, 0))
+            if reference is None or reference() is not target:
+                raise RuntimeError("what is written to is a parameter, or computed from one")
+            if _sharing(target.source.plain) > alone:
+                raise RuntimeError("other tensors share the memory that is written to")
+        elif type(target) is not Tensor or isinstance(target, nn.Parameter) or not _is_usual(target):
+            raise RuntimeError("what is written to is no ordinary tensor")
+        elif _sharing(target) > _sharing(torch.empty(1)):
+            raise RuntimeError("other tensors share the memory that is written to")
+
+    def _stand_for(self, target: Tensor, source: Source) -> None:
+        if isinstance(target, WatchedParameter):
+            target.source = source
+        else:
+            target.__class__ = WatchedParameter
+            with torch._C.DisableTorchFunctionSubclass():
+                target.requires_grad_()
+            WatchedParameter.becoming(target, source)  # type: ignore[arg-type]
+        self._known[id(target)] = weakref.ref(target), _sharing(source.plain)
+
+
+def _is_usual(target: Tensor) -> bool:
+    return target.layout is torch.strided and not (target.requires_grad or target.is_inference() or target._is_view())
+
+
+def _sharing(tensor: Tensor) -> int:
+    """How many hold the memory of `tensor`, and it itself: more than once, and the same number of times for all."""
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
