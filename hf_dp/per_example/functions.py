@@ -18,7 +18,7 @@ from torch import Tensor
 
 from hf_dp.per_example.factors import Factors, PerExample
 from hf_dp.per_example.rule import Axis, Bound, Operands, Rule
-from hf_dp.per_example.watched import WatchedParameter, flatten, mapped
+from hf_dp.per_example.watched import WatchedParameter, flatten, mapped, watched_in
 
 # What holds no tensors.
 _PLAIN = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
@@ -47,20 +47,19 @@ def functions_seen() -> Iterator[None]:
     plain = kept.__func__
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        given = flatten((args, kwargs))
-        watched = [a for a in given if isinstance(a, WatchedParameter)]
+        watched = watched_in(args, kwargs)
         # Reentrant checkpoints are given code, and whatever it uses.
-        if not watched or any(callable(a) for a in given):
+        if not watched or any(map(callable, flatten((args, kwargs)))):
             return plain(cls, *args, **kwargs)
 
-        return watched[0].source.watch.call(Applied(cls, plain), args, kwargs)
+        return watched[0].source.watch.call(Applied(cls, plain), args, kwargs, watched)
 
     sparse = torch.sparse_coo_tensor
 
     @functools.wraps(sparse)
     def made_sparse(*args: Any, **kwargs: Any) -> Any:
-        watched = [a for a in flatten((args, kwargs)) if isinstance(a, WatchedParameter)]
-        return watched[0].source.watch.call(sparse, args, kwargs) if watched else sparse(*args, **kwargs)
+        watched = watched_in(args, kwargs)
+        return watched[0].source.watch.call(sparse, args, kwargs, watched) if watched else sparse(*args, **kwargs)
 
     torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment,method-assign]
     torch.sparse_coo_tensor = made_sparse

@@ -29,8 +29,7 @@ class Operands(NamedTuple):
     options: dict[str, Any]
 
 
-@dataclass(frozen=True)
-class Axis:
+class Axis(NamedTuple):
     """How the example axis of an input is read: "batch" (B, ...), "folded" (B*k, ...), or "constant": in none."""
 
     batch_size: int

@@ -10,7 +10,7 @@ from torch import Tensor
 from hf_dp.errors import UnsupportedModelError
 from hf_dp.per_example.reading import Reader
 from hf_dp.per_example.rule import PLAIN, Axis, Bound, Operands, Rule, Use, refusal
-from hf_dp.per_example.watched import Recording, Source, WatchedParameter, flatten, mapped
+from hf_dp.per_example.watched import Recording, Source, WatchedParameter, flatten, mapped, names_of
 
 # Why there is no rule, by a part of the operation's name. What sorts the tokens of all examples by expert loses sight
 # of whose they are.
@@ -47,11 +47,14 @@ class Call(NamedTuple):
 
 def recorded(given: Tensor | None, call: Call) -> Tensor:
     """What the operation gives; its parameters' factors go where theirs go, once the backward pass comes here."""
-    output: Tensor = _RecordedUse.apply(call.watch.anchor, given, call)  # type: ignore[no-untyped-call]
+    output: Tensor = _RecordedUse.apply(call.watch.anchor, given, call)
     return output
 
 
 class _RecordedUse(torch.autograd.Function):
+    # As torch has it: what a use is given need not be looked through once more (`functions_seen`).
+    apply = torch.autograd.Function.__dict__["apply"]
+
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, given: Tensor | None, call: Call) -> Tensor:
         if given is None or not call.rule.is_product:
@@ -74,7 +77,7 @@ class _RecordedUse(torch.autograd.Function):
         call: Call = ctx.call
         if not call.watch.is_final:
             raise refusal(
-                sorted({w.parameter for w in call.watched.values()}),
+                names_of(call.watched.values()),
                 f"operation {call.rule.name}",
                 "the loss function differentiates it by itself, as gradient penalties do",
             )
@@ -86,7 +89,7 @@ class _RecordedUse(torch.autograd.Function):
         except torch.OutOfMemoryError:
             raise
         except (RuntimeError, TypeError, ValueError, IndexError) as error:
-            names = sorted({w.parameter for w in call.watched.values()})
+            names = names_of(call.watched.values())
             raise refusal(names, f"operation {call.rule.name}", f"its rule cannot read it ({error})") from error
         for role, source in call.watched.items():
             found = factors[role]
@@ -117,15 +120,18 @@ def sorted_operands(
 
 def _entangled(bound: Bound) -> str | None:
     """Why the operands of a use are no input and parameters, if they are not."""
-    watched = [p for p in bound.parameters.values() if isinstance(p, WatchedParameter)]
-    strays = any(isinstance(a, WatchedParameter) for a in flatten((bound.input, bound.options)))
-    if strays or len({id(p) for p in watched}) != len(watched):
+    values, options = bound.parameters.values(), flatten(bound.options)
+    watched = [p for p in values if isinstance(p, WatchedParameter)]
+    strays = any(isinstance(a, WatchedParameter) for a in (bound.input, *options))
+    if strays or len(set(map(id, watched))) != len(watched):
         return "parameters are combined with one another there"
-    if any(isinstance(a, Tensor) and a.is_complex() for a in (bound.input, *bound.parameters.values())):
-        return "no rule is known to conjugate complex numbers as they need it"
     # A rule of a user's own may have put several into one role.
-    plain = [p for p in bound.parameters.values() if not isinstance(p, WatchedParameter)]
-    if any(isinstance(a, Tensor) and a.requires_grad for a in flatten((plain, bound.options))):
+    others = flatten([p for p in values if p is not None and not isinstance(p, WatchedParameter)])
+    tensors = [a for a in (*others, *options) if isinstance(a, Tensor)]
+    computed = [*(p.source.plain for p in watched), *tensors, *([] if bound.input is None else [bound.input])]
+    if any(a.is_complex() for a in computed):
+        return "no rule is known to conjugate complex numbers as they need it"
+    if any(a.requires_grad for a in tensors):
         return "another of its operands needs a gradient too"
     return None
 

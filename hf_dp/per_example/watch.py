@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -37,9 +37,8 @@ from hf_dp.per_example.reading import Reader
 from hf_dp.per_example.rule import PLAIN, Axis, Bound, Operands, Rule, Use, refusal
 from hf_dp.per_example.sharding import refuse_unknown_shards, reshard, trained_in, watched_when_whole
 from hf_dp.per_example.use import BROADCASTING, PRODUCTS, Call, copied, name_of, recorded, sorted_operands
-from hf_dp.per_example.watched import Source, WatchedParameter, flatten, in_place, mapped, plain
+from hf_dp.per_example.watched import Source, WatchedParameter, flatten, in_place, mapped, names_of, plain
 
-_AND = ", "  # joins the names of the parameters behind one constant
 # Methods that change what becomes of a tensor.
 _CHANGING = re.compile(r"hook$|backward$|__set__$")
 
@@ -138,7 +137,7 @@ class Watch:
         def watch(name: str, whole: Tensor) -> WatchedParameter:
             if whole.is_complex():
                 raise refusal([name], "complex numbers", "no rule is known to conjugate as they need it")
-            return WatchedParameter.of(Source(name, self, whole.detach(), functools.partial(keep, name)))
+            return WatchedParameter.of(Source((name,), self, whole.detach(), functools.partial(keep, name)))
 
         sharded = {id(p): name for name, p in originals.items() if isinstance(p, DTensor)}
         watched = {id(p): watch(name, p) for name, p in originals.items() if id(p) not in sharded}
@@ -161,12 +160,13 @@ class Watch:
             self.filled.end()
             self.is_closed = True
 
-    def call(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call(
+        self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], watched: Sequence[WatchedParameter]
+    ) -> Any:
         """Runs one operation that involves a watched tensor: a use, by its rule, or one on constants alone."""
         rule = self.rules.get(function)
         name = rule.name if rule else name_of(function)
-        watched = [a for a in flatten((args, kwargs)) if isinstance(a, WatchedParameter)]
-        parameters = sorted({name for w in watched for name in w.source.parameter.split(_AND)})
+        parameters = names_of(w.source for w in watched)
         if self.is_closed or any(w.source.watch is not self for w in watched):
             reason = "it works on a value that was computed from the parameter in an earlier pass and kept"
             raise refusal(parameters, f"operation {name}", reason)
@@ -270,7 +270,7 @@ class Watch:
         constant = Constant(hand_on, value.shape)
         self.constants.append(constant)
         self.dtypes.add(value.dtype)
-        return WatchedParameter.of(Source(_AND.join(parameters), self, value.detach(), constant.gather))
+        return WatchedParameter.of(Source(tuple(parameters), self, value.detach(), constant.gather))
 
     def _note(self, operation: str, parameters: list[str], given: Tensor | None, axis: Axis, doubtful: bool) -> None:
         for parameter in parameters:

@@ -8,7 +8,7 @@ else is computed from parameters is a constant (`constants.py`) or a use, which 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 
@@ -34,8 +34,10 @@ class Recording(Protocol):
     leaked: set[str]
     casts: Casts
 
-    def call(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Runs an operation that involves a watched tensor."""
+    def call(
+        self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], watched: Sequence[WatchedParameter]
+    ) -> Any:
+        """Runs an operation on arguments of which some, all of these, are `watched`."""
         ...
 
 
@@ -43,10 +45,11 @@ class Source(NamedTuple):
     """What a watched tensor is: its plain value, the parameters behind it, and where its gradients go.
 
     Attributes:
+        parameters: their names, sorted.
         pull: takes the per-example gradients of this tensor's use and hands them on to what it was derived from.
     """
 
-    parameter: str
+    parameters: tuple[str, ...]
     watch: Recording
     plain: Tensor
     pull: Callable[[Factors], None]
@@ -72,7 +75,7 @@ class WatchedParameter(torch.Tensor):
         self.source = source
         with torch._C.DisableTorchFunctionSubclass():
             # No closure: of thousands of uses that is as many objects more, which Python looks through for garbage.
-            self.register_hook(functools.partial(_leaked, source.watch.leaked, source.parameter))  # type: ignore[no-untyped-call]
+            self.register_hook(functools.partial(_leaked, source.watch.leaked, source.parameters))  # type: ignore[no-untyped-call]
         return self
 
     @classmethod
@@ -87,12 +90,22 @@ class WatchedParameter(torch.Tensor):
             return args[0].source.plain.detach()
         if func in _DERIVING and (derivation := _derive(func, args, kwargs)) is not None:
             return derivation
-        watch = next(a.source.watch for a in flatten((args, kwargs)) if isinstance(a, WatchedParameter))
-        return watch.call(func, args, kwargs)
+        watched = watched_in(args, kwargs)
+        return watched[0].source.watch.call(func, args, kwargs, watched)
 
 
-def _leaked(names: set[str], name: str, gradient: Tensor) -> None:
-    names.add(name)
+def watched_in(*values: Any) -> list[WatchedParameter]:
+    """The watched tensors in `values`, as `flatten` finds them."""
+    return [a for a in flatten(values) if isinstance(a, WatchedParameter)]
+
+
+def names_of(sources: Iterable[Source]) -> list[str]:
+    """The parameters behind them, sorted."""
+    return sorted({name for source in sources for name in source.parameters})
+
+
+def _leaked(leaked: set[str], names: Iterable[str], gradient: Tensor) -> None:
+    leaked.update(names)
 
 
 @contextmanager
@@ -160,7 +173,7 @@ _DERIVING = _CASTS | _TRANSPOSES | _SCALES.keys() | _REPLACES_ROWS
 
 def _derive(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A weight derived from one watched tensor alone, if its factors can be pulled back as they are."""
-    watched = [a for a in flatten((args, kwargs)) if isinstance(a, WatchedParameter)]
+    watched = watched_in(args, kwargs)
     if len(watched) != 1:
         return None
     source = watched[0].source
@@ -223,12 +236,12 @@ def flatten(value: Any, found: list[Any] | None = None) -> list[Any]:
     # For each operation on a parameter it is called several times: generators within generators took twice as long,
     # and a call for each item half as long again.
     found = [] if found is None else found
-    if isinstance(value, dict):
-        items: Iterable[Any] = value.values()
-    elif isinstance(value, slice):
-        items = (value.start, value.stop, value.step)
+    if isinstance(value, (tuple, list)):
+        items: Iterable[Any] = value
+    elif isinstance(value, dict):
+        items = value.values()
     else:
-        items = value if isinstance(value, (tuple, list)) else (value,)
+        items = (value.start, value.stop, value.step) if isinstance(value, slice) else (value,)
     for item in items:
         if isinstance(item, _HOLDERS):
             flatten(item, found)

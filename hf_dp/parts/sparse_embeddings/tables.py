@@ -31,8 +31,7 @@ def find_tables(model: nn.Module, uses: Iterable[Use], names: Collection[str] | 
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     used: dict[str, set[Use]] = {}
     for use in uses:
-        for name in use.parameter.split(", "):
-            used.setdefault(name, set()).add(use)
+        used.setdefault(use.parameter, set()).add(use)
     wrapped = [name for name in trained if "lora_embedding_" in name]
     if wrapped:
         raise UnsupportedModelError(
