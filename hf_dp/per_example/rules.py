@@ -47,7 +47,7 @@ def _summed(values: Tensor, axis: Axis) -> PerExample:
 
 
 def _bind_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Bound:
-    if weight.dim() == 1 and bias is not None:
+    if bias is not None and weight.dim() == 1:
         raise _unsupported("linear", "a vector as weight, and a bias", "it is known without one")
     return Bound(input, {"weight": weight, "bias": bias}, {})
 
@@ -204,12 +204,12 @@ def _bind_elementwise(input: Tensor, other: Tensor, *, alpha: float = 1) -> Boun
     data, weight = (other, input) if isinstance(input, WatchedParameter) else (input, other)
     if alpha != 1 or not isinstance(data, Tensor):
         raise _unsupported("an elementwise operation", f"alpha={alpha}", "only x * w and x + w are known")
-    fits = weight.dim() < data.dim() or (weight.dim() == data.dim() > 0 and weight.shape[0] == 1)
+    shape, dimensions = weight.shape, data.dim()
     # Data may be the narrower one in all axes but the first (T5's mask and bias).
-    if not fits or torch.broadcast_shapes(data.shape, weight.shape)[0] != data.shape[0]:
+    if not (len(shape) < dimensions or (len(shape) == dimensions > 0 and shape[0] == 1)):
         raise _unsupported(
             "an elementwise operation",
-            f"shapes {tuple(data.shape)} and {tuple(weight.shape)}",
+            f"shapes {tuple(data.shape)} and {tuple(shape)}",
             "the parameter must broadcast against the example axis, so that each example's share is known",
         )
     return Bound(data, {"weight": weight}, {})
