@@ -27,6 +27,7 @@ class Chosen:
 
     def __init__(self, coefficients: Tensor) -> None:
         self.mask = coefficients.ne(0)
+        self._left_out = ~self.mask
         self._coefficients = coefficients
         self._bags: tuple[Tensor, Tensor] | None = None
         self._parts: list[Chosen] = []
@@ -34,9 +35,8 @@ class Chosen:
 
     def or_zeros(self, values: Tensor) -> Tensor:
         """`values` (B, ...) with zeros in the rows of the others."""
-        left_out = ~self.mask.to(values.device).view(-1, *[1] * (values.dim() - 1))
         # A scalar for `where` would be moved to the device first.
-        return values.masked_fill(left_out, 0)
+        return values.masked_fill(self._left_out.to(values.device).view(-1, *[1] * (values.dim() - 1)), 0)
 
     def add_weighted_(self, out: Tensor, rows: Tensor) -> None:
         """Adds the sum over those that are chosen of coefficients[i] x rows[i] to `out` (n,).
