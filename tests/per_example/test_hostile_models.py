@@ -226,6 +226,8 @@ def test_what_a_constant_was_computed_with_is_changed_in_place(by: str) -> None:
         (lambda m, x: torch.func.vmap(lambda row: row * m.scalar.cos())(x), {"scalar": parameter()}),
         (lambda m, x: (m.vector @ x.mT)[..., None], {"vector": parameter(4)}),
         (lambda m, x: (torch.fft.fft(x) * m.w).real, {"w": parameter(4)}),
+        (lambda m, x: F.linear(torch.fft.fft(x), torch.fft.fft(m.w)).real, {"w": parameter(4, 4)}),
+        (lambda m, x: (torch.fft.fft(x) + torch.fft.fft(m.w)).real.cos(), {"w": parameter(4)}),
         (lambda m, x: torch.view_as_real(torch.fft.rfft(x) * torch.view_as_complex(m.w)), {"w": parameter(3, 2)}),
     ],
 )
