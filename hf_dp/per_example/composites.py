@@ -82,42 +82,42 @@ def _added(mask: Tensor, scores: Tensor) -> Tensor:
 def _einsum(equation: Any, *operands: Any) -> Any:
     """Of data and one parameter: a product of matrices, or one for each entry of the axes that all three have."""
     terms, arrow, out = equation.replace(" ", "").partition("->") if isinstance(equation, str) else ("", "", "")
-    if not arrow or len(operands) != 2 or terms.count(",") != 1:
+    watched = [isinstance(operand, WatchedParameter) for operand in operands]
+    if not arrow or sorted(watched) != [False, True] or terms.count(",") != 1:
         return NotImplemented
-    (of_weight, weight), *others = sorted(
-        zip(terms.split(","), operands, strict=True), key=lambda pair: not isinstance(pair[1], WatchedParameter)
-    )
-    of_data, data = others[0]
+    (data, of_data), (weight, of_weight) = sorted(zip(operands, terms.split(","), strict=True), key=_is_watched)
     free = (letter for letter in string.ascii_letters if letter not in equation)
-    leading = "".join(itertools.islice(free, data.dim() - len(of_data.replace("...", ""))))
+    leading = "".join(itertools.islice(free, max(0, data.dim() - len(of_data.replace("...", "")))))
     of_data, out = (term.replace("...", leading, 1) for term in (of_data, out))
     each = [axis for axis in of_weight if axis in of_data and axis in out]
     summed = [axis for axis in of_weight if axis in of_data and axis not in out]
     new = [axis for axis in of_weight if axis not in of_data]
     first, *rest = [axis for axis in of_data if axis not in of_weight] or [""]
-    repeated = any(len(set(term)) != len(term) or "." in term for term in (of_weight, of_data, out))
-    if repeated or isinstance(data, WatchedParameter) or {first, *rest, *new, *each} != set(out) or first != of_data[0]:
+    # Nothing is summed over in one operand alone, no diagonal is taken, and the examples come first.
+    is_known = {first, *rest, *new, *each} == set(out) and of_data.startswith(first) and first != ""
+    is_known &= all(len(set(term)) == len(term) and "." not in term for term in (of_data, of_weight, out))
+    axes = [*zip(of_data, data.shape, strict=False), *zip(of_weight, weight.shape, strict=False)]
+    if not is_known or len(set(axes)) != len(dict(axes)) or len(axes) != data.dim() + weight.dim():
         return NotImplemented
-    sizes = {**dict(zip(of_weight, weight.shape, strict=True)), **dict(zip(of_data, data.shape, strict=True))}
+    sizes = dict(axes)
 
-    def laid_out(tensor: Any, term: str, *groups: list[str]) -> Any:
-        axes = [axis for group in groups for axis in group]
-        ordered = tensor if list(term) == axes else tensor.permute([term.index(axis) for axis in axes])
+    def grouped(tensor: Any, term: str, *groups: list[str]) -> Any:
+        order = [term.index(axis) for group in groups for axis in group]
+        ordered = tensor if order == sorted(order) else tensor.T if order == [1, 0] else tensor.permute(order)
         shape = [math.prod(sizes[axis] for axis in group) for group in groups]
         return ordered if list(ordered.shape) == shape else ordered.reshape(shape)
 
     if each:
-        x = laid_out(data, of_data, [first], each, rest, summed)
-        y, order = torch.matmul(x, laid_out(weight, of_weight, each, summed, new)), [first, *each, *rest, *new]
+        x, order = grouped(data, of_data, [first], each, rest, summed), [first, *each, *rest, *new]
+        y = torch.matmul(x, grouped(weight, of_weight, each, summed, new))
     else:
-        x = laid_out(data, of_data, [first], rest, summed)
-        matrix = (
-            weight.T
-            if list(of_weight) == [*summed, *new] and weight.dim() == 2
-            else laid_out(weight, of_weight, new, summed)
-        )
-        y, order = F.linear(x, matrix), [first, *rest, *new]
+        x, order = grouped(data, of_data, [first], rest, summed), [first, *rest, *new]
+        y = F.linear(x, grouped(weight, of_weight, new, summed))
     return y.reshape([sizes[axis] for axis in order]).permute([order.index(axis) for axis in out])
+
+
+def _is_watched(pair: tuple[Any, str]) -> bool:
+    return isinstance(pair[0], WatchedParameter)
 
 
 def _sparse_product(first: Any, second: Any, *options: Any) -> Any:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hf_dp.per_example.watched import Source, WatchedParameter, plain
 
@@ -94,7 +94,7 @@ class Filled:
                 raise RuntimeError("what is written to is a parameter, or computed from one")
             if _sharing(target.source.plain) > alone:
                 raise RuntimeError("other tensors share the memory that is written to")
-        elif type(target) is not Tensor or isinstance(target, nn.Parameter) or not _is_usual(target):
+        elif type(target) is not Tensor or not _is_usual(target):
             raise RuntimeError("what is written to is no ordinary tensor")
         elif _sharing(target) > _sharing(torch.empty(1)):
             raise RuntimeError("other tensors share the memory that is written to")
@@ -111,7 +111,7 @@ class Filled:
 
 
 def _is_usual(target: Tensor) -> bool:
-    return target.layout is torch.strided and not (target.requires_grad or target.is_inference() or target._is_view())
+    return target.layout is torch.strided and not (target.requires_grad or target.is_inference())
 
 
 def _sharing(tensor: Tensor) -> int:

@@ -78,7 +78,7 @@ def by_rows(function: Applied, args: Any, kwargs: Any, data: list[Tensor]) -> tu
     """
     given = flatten((args, kwargs))
     watched = {id(a): f"parameter {i}" for i, a in enumerate(given) if isinstance(a, WatchedParameter)}
-    # Of what is empty nothing is computed: checkpoints keep their arguments so.
+    # Of what is empty nothing is computed: checkpoints of some versions of torch keep their arguments so.
     if len(data) > 1 or not data[0].numel() or not all(isinstance(a, (Tensor, *_PLAIN)) for a in given):
         return None
 

@@ -165,7 +165,7 @@ def copied(
         one: Any = value.reshape(*[1] * (dimensions - value.dim()), *value.shape)
         return one.expand(next(iter(rows), 1), *shape[1:])
 
-    if not rows and reader.batch_size > 1:
+    if not rows and (reader.batch_size > 1 or all(reader.known(name, parameters, t) == "constant" for t in data)):
         return None
     read = {Use(name, parameter, reading, dimensions) for parameter in parameters for reading in readings if rows}
     return Copies(mapped(copy, args), mapped(copy, kwargs), read)

@@ -164,6 +164,7 @@ class Watch:
         self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], watched: Sequence[WatchedParameter]
     ) -> Any:
         """Runs one operation that involves a watched tensor: a use, by its rule, or one on constants alone."""
+        self.may_come_again |= not torch.is_grad_enabled()
         rule = self.rules.get(function)
         name = rule.name if rule else name_of(function)
         parameters = names_of(w.source for w in watched)
@@ -275,11 +276,7 @@ class Watch:
     def _note(self, operation: str, parameters: list[str], given: Tensor | None, axis: Axis, doubtful: bool) -> None:
         for parameter in parameters:
             use = Use(operation, parameter, axis.reading, 0 if given is None else given.dim())
-            if torch.is_grad_enabled():
-                self.uses.add(use)
-            else:
-                self.read.add(use)
-                self.may_come_again = True
+            (self.uses if torch.is_grad_enabled() else self.read).add(use)
             self.doubts.update((use,) if doubtful else ())
             if given is not None and axis.reading != "constant" and not given.requires_grad:
                 self.read.add(use._replace(reading=PLAIN))

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_dp.per_example.factors import Factors, Outer, PerExample
 from hf_dp.per_example.gram import Dense, OneHot
-from hf_dp.per_example.norms import all_squared_norms, squared_norms
+from hf_dp.per_example.norms import all_squared_norms, magnitude_of, squared_norms
 from hf_dp.per_example.rows import RowSum
 
 B, T, P, D = 3, 5, 4, 6
@@ -112,6 +112,11 @@ def test_small_parameters_in_16_bits_have_norms_of_32() -> None:
     values = torch.randn(B, 16, 256).bfloat16()
     ((norms, rounding),) = all_squared_norms([[PerExample(values)]])
     assert bool(((norms - values.double().square().sum((1, 2))).abs() <= rounding).all())
+
+
+def test_complex_gradients_of_constants_are_as_long_as_they_are() -> None:
+    values = torch.complex(torch.tensor([[3.0, 0.0]]), torch.tensor([[4.0, 12.0]]))
+    assert magnitude_of(PerExample(values.conj())).item() == pytest.approx(13.0)
 
 
 def test_of_small_parameters_no_copies_are_made() -> None:

@@ -158,6 +158,19 @@ def test_what_it_was_used_for_before_it_was_written_once_more(is_changed: bool) 
     assert relative_error(record(model, square, data), loop(model, square, data)) <= 1e-12
 
 
+@pytest.mark.parametrize("size", [1, 3])
+def test_of_one_example_what_all_share_may_have_one_row(size: int) -> None:
+    """OFT with one block for all solves equations whose sides are such."""
+
+    def function(m: Any, x: Tensor) -> Tensor:
+        one = torch.eye(4, dtype=x.dtype)[None]
+        return x.cos() @ torch.linalg.solve(one + m.w.sinh(), one - m.w.sinh())[0]
+
+    model, data = Small(function, w=parameter(1, 4, 4)), batch(size, 5, 4)
+    certificate = preflight(model, square, batch(3, 5, 4))
+    assert relative_error(record(model, square, data, certificate=certificate), loop(model, square, data)) <= 1e-12
+
+
 def test_afterwards_it_is_a_plain_tensor_without_a_gradient() -> None:
     kept: list[Tensor] = []
 

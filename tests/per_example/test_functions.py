@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hf_dp.errors import PreflightError
 from hf_dp.per_example import loop, preflight, record
-from hf_dp.per_example.functions import functions_seen
+from hf_dp.per_example.functions import Applied, by_rows, functions_seen
 from tests.per_example.small import Small, batch, parameter, relative_error, square
 from tests.per_example.uses import Product
 
@@ -41,6 +41,12 @@ def test_arguments_that_a_checkpoint_keeps(size: int) -> None:
     model, data = Small(function, w=parameter(4)), batch(size, 5, 4)
     found = record(model, square, data, certificate=preflight(model, square, batch(3, 5, 4)))
     assert relative_error(found, loop(model, square, data)) <= 1e-12
+
+
+def test_one_of_nothing_but_an_empty_tensor_is_left_alone() -> None:
+    """Some checkpoints keep their arguments by such a one."""
+    empty = torch.empty(0, requires_grad=True)
+    assert by_rows(Applied(Product, Product.apply), (empty, "kept"), {}, [empty]) is None
 
 
 def test_all_is_as_it_was_afterwards() -> None:

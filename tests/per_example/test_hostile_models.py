@@ -96,6 +96,16 @@ def test_gradients_changed_in_place_after_they_were_recorded() -> None:
         record(model, square, batch(3, 5, 40)).squared_norms()
 
 
+def test_gradients_of_constants_changed_in_place_after_they_were_recorded() -> None:
+    model = Small(
+        lambda m, x: (lambda y: torch.add(InPlace.apply(y.cos()), F.linear(y, m.w.cos())))(m.first(x)),
+        first=nn.Linear(40, 40),
+        w=parameter(40, 40),
+    )
+    with pytest.raises(UnsupportedModelError, match="in place"):
+        record(model, square, batch(3, 5, 40))
+
+
 def test_a_batch_changed_before_its_norms_are_known() -> None:
     model, data = Small(lambda m, x: m.linear(x).cos(), linear=nn.Linear(40, 40)), batch(3, 5, 40)
     found = record(model, square, data)
@@ -215,6 +225,9 @@ def test_what_a_constant_was_computed_with_is_changed_in_place(by: str) -> None:
         (lambda m, x: m.linear(x) + torch.func.vmap(m.linear)(x), {"linear": nn.Linear(4, 4)}),
         (lambda m, x: torch.func.vmap(lambda row: row * m.scalar.cos())(x), {"scalar": parameter()}),
         (lambda m, x: (m.vector @ x.mT)[..., None], {"vector": parameter(4)}),
+        (lambda m, x: (torch.fft.fft(x) * m.w).real, {"w": parameter(4)}),
+        (lambda m, x: F.linear(torch.fft.fft(x), torch.fft.fft(m.w)).real, {"w": parameter(4, 4)}),
+        (lambda m, x: (torch.fft.fft(x) + torch.fft.fft(m.w)).real.cos(), {"w": parameter(4)}),
         (lambda m, x: torch.view_as_real(torch.fft.rfft(x) * torch.view_as_complex(m.w)), {"w": parameter(3, 2)}),
     ],
 )

@@ -33,6 +33,8 @@ MODELS: dict[str, Any] = {
     "LoRA": lambda: adapted("LoRA"),
     "untied": lambda: tiny("llama", "causal_lm"),
     "DoRA": lambda: adapted("DoRA"),
+    "OFT": lambda: adapted("OFT"),
+    "RandLora": lambda: adapted("RandLora"),
     "layers that share weights": lambda: tiny("albert", "masked_lm"),
     "relative positions": lambda: tiny("t5", "seq2seq"),
 }
@@ -64,7 +66,7 @@ def same(one: PerExampleGradients, two: PerExampleGradients, coefficients: Tenso
     )
 
 
-@pytest.mark.parametrize("kind", slow_but("tied", "LoRA"))
+@pytest.mark.parametrize("kind", slow_but("tied", "LoRA", "OFT"))
 def test_two_passes_give_what_a_loop_over_examples_gives(kind: str) -> None:
     model, batch, certificate = prepared(kind)
     two = record_in_two_passes(model, per_example_losses, batch, certificate=certificate)

@@ -82,6 +82,18 @@ REFUSED: dict[str, tuple[Small, str]] = {
         Small(lambda m, x: F.linear(x, m.linear(x).mean((0, 1)).diag(), m.b), linear=nn.Linear(4, 4), b=parameter(4)),
         "another of its operands needs a gradient",
     ),
+    "einsum over the diagonal of a parameter": (
+        Small(lambda m, x: torch.einsum("btd,dd->btd", m.linear(x), m.w), linear=nn.Linear(4, 4), w=parameter(4, 4)),
+        "parameter w .*einsum",
+    ),
+    "einsum over an axis that the parameter alone has": (
+        Small(lambda m, x: torch.einsum("btd,ed->btd", m.linear(x), m.w), linear=nn.Linear(4, 4), w=parameter(3, 4)),
+        "parameter w .*einsum",
+    ),
+    "einsum over an axis that is made longer": (
+        Small(lambda m, x: torch.einsum("btd,ed->bte", m.linear(x), m.w), linear=nn.Linear(4, 4), w=parameter(3, 1)),
+        "parameter w .*einsum",
+    ),
     "tensordot": (Small(lambda m, x: torch.tensordot(x, m.w, dims=1), w=parameter(4, 4)), "parameter w .*tensordot"),
     "out=": (
         Small(lambda m, x: torch.matmul(x, m.w, out=torch.empty_like(x)), w=parameter(4, 4)),

@@ -33,7 +33,7 @@ from hf_dp.per_example.checks.independence import (
 from hf_dp.per_example.checks.mixing import refuse_mixing
 from hf_dp.per_example.checks.quantised import check_quantised, passing_gradients
 from hf_dp.per_example.checks.state import refuse_compiled, uncompiled
-from hf_dp.per_example.checks.survey import survey, telling_size
+from hf_dp.per_example.checks.survey import surveyed
 from hf_dp.per_example.checks.switches import switch_off, warn_of
 from hf_dp.per_example.oracle import DIFFERENT, Truth
 from hf_dp.per_example.precision import computed_in, with_memory_to_spare
@@ -97,7 +97,7 @@ def preflight(
     if off := switch_off(model):
         warn_of(off)
     with forked_rng(model), off_zero(model):
-        seen, size = survey(model, loss_fn, batch, rules=rules), telling_size(model, batch)
+        seen, size = surveyed(model, loss_fn, batch, rules=rules)
         known: dict[str, Any] = {"rules": rules, "readings": seen.readings}
 
         def check(batch: Batch) -> tuple[Watch, list[int]]:

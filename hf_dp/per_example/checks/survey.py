@@ -22,17 +22,27 @@ _TRIED = 4
 
 
 def survey(model: nn.Module, loss_fn: LossFunction, batch: Batch, *, rules: Mapping[Any, Rule] = RULES) -> Certificate:
+    """The uses that `surveyed` sees."""
+    return surveyed(model, loss_fn, batch, rules=rules)[0]
+
+
+def surveyed(
+    model: nn.Module, loss_fn: LossFunction, batch: Batch, *, rules: Mapping[Any, Rule] = RULES
+) -> tuple[Certificate, int]:
     """The uses in two forward passes, over two numbers of examples for which no other axis could be taken; and in what
     the backward pass computes again.
 
     What all examples share has the same shape in both, so at least one of them shows that it is not theirs.
+
+    Returns:
+        Them, and the first of these numbers.
 
     Raises:
         UnsupportedModelError: of a use, also with other numbers: on its way to data a constant may have any shape.
     """
     uses: set[Use] = set()
     read: set[Use] = set()
-    passes, refused = 0, list[UnsupportedModelError]()
+    sizes, refused = list[int](), list[UnsupportedModelError]()
     for size in telling_sizes(model, batch)[:_TRIED]:
         few = take(batch, [i % batch_size(batch) for i in range(size)])
         watch = Watch(Reader(size), rules)
@@ -46,15 +56,10 @@ def survey(model: nn.Module, loss_fn: LossFunction, batch: Batch, *, rules: Mapp
             continue
         uses |= watch.uses
         read |= watch.read
-        passes += 1
-        if passes == 2:
-            return Certificate(uses, read)
+        sizes.append(size)
+        if len(sizes) == 2:
+            return Certificate(uses, read), sizes[0]
     raise refused[0]
-
-
-def telling_size(model: nn.Module, batch: Batch) -> int:
-    """The smallest number of examples above 2 that divides no other axis of the batch or of a parameter."""
-    return telling_sizes(model, batch)[0]
 
 
 def telling_sizes(model: nn.Module, batch: Batch) -> list[int]:
