@@ -1,0 +1,96 @@
+"""For the check before the first step: does what a row becomes follow from the rows that were read before it?"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import datasets
+import numpy as np
+import torch
+
+from hf_dp.data.collate import LogicalBatchCollator
+from hf_dp.data.mixing_dataset import is_alike
+from hf_dp.errors import ConfigurationError
+from hf_dp.per_example.checks.held import Held, computing
+from hf_dp.randomness import seed_global_state, unchanged_global_state
+
+_ROWS = 16
+_Make = Callable[[int], Any]
+_Holders = Sequence[tuple[str, Any]]
+
+
+def check_order(dataset: Any, collate: LogicalBatchCollator) -> None:
+    """Refuses a dataset, or a collator, that makes other rows of the same when they come in another order.
+
+    Some rows from all over the data are read, and collated each by itself, forwards and backwards, from what dataset
+    and collator hold now and under one random state. So it is asked before any other row is read: who numbers labels
+    as they come has a number for each by then. Of rows that fail nothing is said, nor where twice the same order gives
+    two different things: what draws them is for others to say.
+
+    Args:
+        dataset: as it was given.
+        collate: what collates its rows.
+
+    Raises:
+        ConfigurationError: with the name of either.
+    """
+    n = len(dataset)
+    # Without a period, which data may have too.
+    places = np.unique(np.random.default_rng(0).integers(n, size=_ROWS)).tolist() if n else []
+    rows = _made(lambda i: dataset[i], places, holders := list(_of_dataset(dataset)))
+    if _follows_order(rows, lambda i: dataset[i], places, holders):
+        its = ", by its transform," if isinstance(dataset, datasets.Dataset) else ""
+        raise _refusal(f"{type(dataset).__name__}{its}")
+
+    def collated(i: int) -> Any:
+        return collate.collated([copy.deepcopy(rows[i])])
+
+    places, holders = list(rows), list(computing(collate.given))
+    if _follows_order(_made(collated, places, holders), collated, places, holders):
+        raise _refusal(f"the data collator {collate.name}")
+
+
+def _follows_order(forwards: dict[int, Any], make: _Make, places: list[int], holders: _Holders) -> bool:
+    def differs(order: list[int]) -> bool:
+        found = _made(make, order, holders)
+        return any(not is_alike(forwards[i], found[i], is_row=True) for i in forwards.keys() & found.keys())
+
+    return bool(holders) and differs(places[::-1]) and not differs(places)
+
+
+def _made(make: _Make, places: list[int], holders: _Holders) -> dict[int, Any]:
+    found: dict[int, Any] = {}
+    with Held(holders).put_back(), unchanged_global_state():
+        for i in places:
+            seed_global_state(0)
+            try:
+                # It may be the same object each time, and hold what came later.
+                found[i] = copy.deepcopy(make(i))
+            except Exception:  # noqa: BLE001 - what a row does by itself is for others to say
+                continue
+    return found
+
+
+def _of_dataset(dataset: Any) -> Iterator[tuple[str, Any]]:
+    """What may keep something when a row is read: a transform, a dataset of Python's, and datasets that it holds."""
+    if isinstance(dataset, datasets.Dataset):
+        transform = (dataset.format.get("format_kwargs") or {}).get("transform")
+        yield from computing(transform) if transform is not None else ()
+    elif isinstance(dataset, torch.utils.data.Dataset):
+        yield f"{type(dataset).__name__} {id(dataset)}", dataset
+        for value in vars(dataset).values():
+            for inner in value if isinstance(value, (list, tuple)) else (value,):
+                if isinstance(inner, torch.utils.data.Dataset | datasets.Dataset):
+                    yield from _of_dataset(inner)
+
+
+def _refusal(what: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"{what} makes another row of an example when other rows came before it.",
+        why="it keeps something of the rows that it has seen (a number for each label or word, in the order in which "
+        "they come, a running mean or maximum), so one example more or less changes what becomes of all later ones.",
+        fix="decide it beforehand and from what is public: a list of all labels, a tokenizer, constants to scale by; "
+        "or for each row by itself.",
+    )
