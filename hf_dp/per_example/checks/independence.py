@@ -202,10 +202,10 @@ def _mixing(
     if any([use for use, _ in seen] != [use for use, _ in runs[0][0]] for seen, _ in runs):
         return "the model used its parameters differently when the examples of the batch were exchanged."
     for observed in zip(*(seen for seen, _ in runs), strict=True):
-        if not _rows_agree(*(rows for _, rows in observed), mixed, in_place=in_place):
+        if not _rows_agree(*(rows for _, rows in observed), mixed=mixed, in_place=in_place):
             use = observed[0][0]
             return f"in {use.operation}, used by {use.parameter}, an example's row depends on its neighbours."
-    if not _rows_agree(*(losses for _, losses in runs), mixed, in_place=in_place):
+    if not _rows_agree(*(losses for _, losses in runs), mixed=mixed, in_place=in_place):
         return "an example's loss depends on its neighbours in the batch."
     return None
 
@@ -228,7 +228,7 @@ def _observe(
 
 
 def _rows_agree(
-    together: Tensor, only_first: Tensor, only_second: Tensor, mixed: Sequence[int], *, in_place: bool
+    together: Tensor, only_first: Tensor, only_second: Tensor, *, mixed: Sequence[int], in_place: bool
 ) -> bool:
     """Whether an example has the same row beside the other as beside itself, and (unless `in_place`) in every place."""
     if any(rows.shape != together.shape for rows in (only_first, only_second)):
