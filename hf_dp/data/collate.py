@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -284,11 +285,12 @@ class Prepared:
     """A collator, and what a method of the user's makes of its batches before a model sees them: for checks.
 
     Attributes:
-        name: of both.
+        given, name: both functions, and the name of both.
     """
 
     def __init__(self, collate: LogicalBatchCollator, prepare: Callable[[Any], Any], name: str) -> None:
         self._collate, self._prepare, self.name = collate, prepare, f"{collate.name}, with {name},"
+        self.given = functools.partial(prepare, collate.given)
 
     def collated(self, examples: list[Any]) -> Mapping[str, Any]:
         """As the collator's, prepared."""

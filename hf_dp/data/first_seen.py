@@ -10,7 +10,7 @@ import datasets
 import numpy as np
 import torch
 
-from hf_dp.data.collate import LogicalBatchCollator
+from hf_dp.data.collate import LogicalBatchCollator, Prepared
 from hf_dp.data.mixing_dataset import is_alike
 from hf_dp.errors import ConfigurationError
 from hf_dp.per_example.checks.held import Held, computing
@@ -21,7 +21,7 @@ _Make = Callable[[int], Any]
 _Holders = Sequence[tuple[str, Any]]
 
 
-def check_order(dataset: Any, collate: LogicalBatchCollator) -> None:
+def check_order(dataset: Any, collate: LogicalBatchCollator | Prepared) -> None:
     """Refuses a dataset, or a collator, that makes other rows of the same when they come in another order.
 
     Some rows from all over the data are read, and collated each by itself, forwards and backwards, from what dataset
@@ -31,7 +31,7 @@ def check_order(dataset: Any, collate: LogicalBatchCollator) -> None:
 
     Args:
         dataset: as it was given.
-        collate: what collates its rows.
+        collate: what collates its rows, with what prepares its batches, where that is the user's.
 
     Raises:
         ConfigurationError: with the name of either.

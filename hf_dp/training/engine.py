@@ -234,7 +234,7 @@ class Engine:
         self._memory, self._moved = None, []
         memory = Memory(self.model, lambda batch: self._loss(self.model, batch), self._loss)
         with memory.restored(), uncompiled(), unchanged_global_state(), collate.measuring_once():
-            check_order(dataset.dataset, collate)  # before a row is read
+            check_order(dataset.dataset, self._collate)  # before a row is read
             with unchanged_state(self.model):
                 few, others = telling_rows(dataset, collate.widths)
                 one, other, together = alike_batches(few, self._batch)

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from hf_dp import DPTrainer
 from hf_dp.data.collate import LogicalBatchCollator
 from hf_dp.data.first_seen import check_order
 from hf_dp.errors import ConfigurationError
@@ -139,6 +140,18 @@ def test_of_what_fails_or_differs_by_itself_nothing_is_said() -> None:
         check_order(ROWS, LogicalBatchCollator(4, Collator(number)))
 
 
+class Numbering(DPTrainer):
+    """On the device."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        self.known: dict[int, int] = {}
+        super().__init__(*args, **options)
+
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        numbers = [self.known.setdefault(int(label), len(self.known)) for label in inputs["labels"]]
+        return super()._prepare_inputs({**inputs, "labels": torch.tensor(numbers)})
+
+
 def test_failure_80_in_a_training(tmp_path: Path) -> None:
     class Labels:
         def __init__(self, known: dict[int, int]) -> None:
@@ -150,6 +163,7 @@ def test_failure_80_in_a_training(tmp_path: Path) -> None:
 
     parts = {"train_dataset": rows(), "data_collator": Labels({})}
     refused(tmp_path, ConfigurationError, WORDS, at_once=False, parts=parts)
+    refused(tmp_path, ConfigurationError, f"_prepare_inputs, {WORDS}", at_once=False, kind=Numbering)
     run = make(tmp_path / "known", parts={**parts, "data_collator": Labels({i: i for i in range(3)})}, max_steps=1)
     run.train()
     assert run.ledger.steps == 1
