@@ -14,6 +14,7 @@ from hf_dp.data.collate import LogicalBatchCollator, Prepared
 from hf_dp.data.mixing_dataset import is_alike
 from hf_dp.errors import ConfigurationError
 from hf_dp.per_example.checks.held import Held, computing
+from hf_dp.per_example.checks.values import NOTHING, same
 from hf_dp.randomness import seed_global_state, unchanged_global_state
 
 _ROWS = 16
@@ -39,30 +40,33 @@ def check_order(dataset: Any, collate: LogicalBatchCollator | Prepared) -> None:
     n = len(dataset)
     # Without a period, which data may have too.
     places = np.unique(np.random.default_rng(0).integers(n, size=_ROWS)).tolist() if n else []
-    rows = _made(lambda i: dataset[i], places, holders := list(_of_dataset(dataset)))
-    if _follows_order(rows, lambda i: dataset[i], places, holders):
+    rows = _made_in_any_order(lambda i: dataset[i], places, list(_of_dataset(dataset)))
+    if rows is None:
         its = ", by its transform," if isinstance(dataset, datasets.Dataset) else ""
         raise _refusal(f"{type(dataset).__name__}{its}")
-
-    def collated(i: int) -> Any:
-        return collate.collated([copy.deepcopy(rows[i])])
-
-    places, holders = list(rows), list(computing(collate.given))
-    if _follows_order(_made(collated, places, holders), collated, places, holders):
+    collated = _made_in_any_order(
+        lambda i: collate.collated([copy.deepcopy(rows[i])]), list(rows), list(computing(collate.given))
+    )
+    if collated is None:
         raise _refusal(f"the data collator {collate.name}")
 
 
-def _follows_order(forwards: dict[int, Any], make: _Make, places: list[int], holders: _Holders) -> bool:
+def _made_in_any_order(make: _Make, places: list[int], holders: _Holders) -> dict[int, Any] | None:
+    """What is made at each of the `places`, where that does not fail; None where it is another backwards."""
+    forwards, is_kept = _made(make, places, holders)
+
     def differs(order: list[int]) -> bool:
-        found = _made(make, order, holders)
+        found, _ = _made(make, order, holders)
         return any(not is_alike(forwards[i], found[i], is_row=True) for i in forwards.keys() & found.keys())
 
-    return bool(holders) and differs(places[::-1]) and not differs(places)
+    # What keeps nothing, as most do, need not be asked again.
+    return None if is_kept and differs(places[::-1]) and not differs(places) else forwards
 
 
-def _made(make: _Make, places: list[int], holders: _Holders) -> dict[int, Any]:
+def _made(make: _Make, places: list[int], holders: _Holders) -> tuple[dict[int, Any], bool]:
+    """And whether anything that is held was another then; it is put back."""
     found: dict[int, Any] = {}
-    with Held(holders).put_back(), unchanged_global_state():
+    with (held := Held(holders)).put_back(), unchanged_global_state():
         for i in places:
             seed_global_state(0)
             try:
@@ -70,7 +74,9 @@ def _made(make: _Make, places: list[int], holders: _Holders) -> dict[int, Any]:
                 found[i] = copy.deepcopy(make(i))
             except Exception:  # noqa: BLE001 - what a row does by itself is for others to say
                 continue
-    return found
+        before, now = held.values, Held(holders).values
+        is_kept = any(not same(before.get(place, NOTHING), now.get(place, NOTHING)) for place in {**before, **now})
+    return found, is_kept
 
 
 def _of_dataset(dataset: Any) -> Iterator[tuple[str, Any]]:
