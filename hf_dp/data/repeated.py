@@ -32,6 +32,12 @@ def warn_of_repeated(dataset: Any) -> None:
         )
 
 
+def are_in_both(one: Any, other: Any) -> bool:
+    """Whether some rows are in two datasets, by where they lie: both are parts of one that was not mapped since."""
+    places = _Places()
+    return bool(np.isin(places.of(one), places.of(other)).any())
+
+
 class _Places:
     """A number for each place that rows come from: two of one number are one row."""
 
