@@ -8,10 +8,9 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from datasets import Dataset
-
 import hf_dp.ranks as ranks
 from hf_dp.accounting import Ledger
+from hf_dp.data.repeated import are_in_both
 from hf_dp.errors import LedgerError
 from hf_dp.step.plan import Plan
 
@@ -40,12 +39,12 @@ def is_on_others(plan: Plan, dataset: Any, ledger: Ledger) -> bool:
     """Whether the promise says of a training of this process that nobody in its data is in this one's.
 
     Raises:
-        LedgerError: it drew from this very data.
+        LedgerError: it drew from rows of this data.
     """
     if plan.config.other_people and drew_from(dataset, ledger):
         raise LedgerError(
-            "other_people=True, for weights that another private training in this process left, on these very rows.",
-            why="everybody who is in that data is in this one's, and epsilon would be without what it cost them.",
+            "other_people=True, for weights that another private training in this process left, on rows of this data.",
+            why="whoever is in these rows is in both, and epsilon would be without what that one cost them.",
             fix="let that one save (save_model(), or save() of a PrivateRun), and give PrivacyConfig(after=...) with "
             "that folder: both then share one budget. Or begin from weights of before.",
         )
@@ -69,12 +68,16 @@ def _say_so() -> None:
 
 
 def _told(dataset: Any) -> Callable[[Any], bool]:
-    """What tells it from others, without keeping it."""
-    if isinstance(dataset, Dataset):
-        name = dataset._fingerprint
-        return lambda other: isinstance(other, Dataset) and other._fingerprint == name
+    """What tells it, and others that have rows of it, without keeping it."""
     try:
-        known = weakref.ref(dataset)
+        known, name = weakref.ref(dataset), getattr(dataset, "_fingerprint", None)
     except TypeError:  # a list, in whose place another one may come to lie
         return lambda other: False
-    return lambda other: known() is other
+
+    def is_told(other: Any) -> bool:
+        if name is not None and getattr(other, "_fingerprint", None) == name:  # that of one that was loaded again
+            return True
+        before = known()
+        return before is not None and are_in_both(before, other)
+
+    return is_told
