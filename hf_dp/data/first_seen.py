@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import datasets
@@ -23,12 +24,12 @@ _Holders = Sequence[tuple[str, Any]]
 
 
 def check_order(dataset: Any, collate: LogicalBatchCollator | Prepared) -> None:
-    """Refuses a dataset, or a collator, that makes other rows of the same when they come in another order.
+    """Refuses a dataset, or a collator, that makes another row of an example when others came before it.
 
-    Some rows from all over the data are read, and collated each by itself, forwards and backwards, from what dataset
-    and collator hold now and under one random state. So it is asked before any other row is read: who numbers labels
-    as they come has a number for each by then. Of rows that fail nothing is said, nor where twice the same order gives
-    two different things: what draws them is for others to say.
+    Some rows from all over the data are read one after the other, and collated each by itself, and again each as the
+    first, from what dataset and collator hold now and under one random state. So it is asked before any other row is
+    read: who numbers labels as they come has a number for each by then. Of rows that fail nothing is said, nor where
+    the same is another when all is done again: what draws it is for others to say.
 
     Args:
         dataset: as it was given.
@@ -40,27 +41,33 @@ def check_order(dataset: Any, collate: LogicalBatchCollator | Prepared) -> None:
     n = len(dataset)
     # Without a period, which data may have too.
     places = np.unique(np.random.default_rng(0).integers(n, size=_ROWS)).tolist() if n else []
-    rows = _made_in_any_order(lambda i: dataset[i], places, list(_of_dataset(dataset)))
+    rows = _made_after_any(lambda i: dataset[i], places, list(_of_dataset(dataset)))
     if rows is None:
         its = ", by its transform," if isinstance(dataset, datasets.Dataset) else ""
         raise _refusal(f"{type(dataset).__name__}{its}")
-    collated = _made_in_any_order(
+    collated = _made_after_any(
         lambda i: collate.collated([copy.deepcopy(rows[i])]), list(rows), list(computing(collate.given))
     )
     if collated is None:
         raise _refusal(f"the data collator {collate.name}")
 
 
-def _made_in_any_order(make: _Make, places: list[int], holders: _Holders) -> dict[int, Any] | None:
-    """What is made at each of the `places`, where that does not fail; None where it is another backwards."""
-    forwards, is_kept = _made(make, places, holders)
+def left_as_it_was(dataset: Any) -> AbstractContextManager[None]:
+    """What is read inside leaves nothing in a dataset, so that `check_order` can still see what it numbers."""
+    return Held(_of_dataset(dataset)).put_back()
 
-    def differs(order: list[int]) -> bool:
-        found, _ = _made(make, order, holders)
-        return any(not is_alike(forwards[i], found[i], is_row=True) for i in forwards.keys() & found.keys())
+
+def _made_after_any(make: _Make, places: list[int], holders: _Holders) -> dict[int, Any] | None:
+    """What is made at each of the `places`, where that does not fail; None where it is another at the first."""
+    found, is_kept = _made(make, places, holders)
+
+    def differs(again: dict[int, Any]) -> bool:
+        return any(not is_alike(found[i], again[i], is_row=True) for i in found.keys() & again.keys())
 
     # What keeps nothing, as most do, need not be asked again.
-    return None if is_kept and differs(places[::-1]) and not differs(places) else forwards
+    if is_kept and any(differs(_made(make, [i], holders)[0]) for i in found):
+        return found if differs(_made(make, places, holders)[0]) else None
+    return found
 
 
 def _made(make: _Make, places: list[int], holders: _Holders) -> tuple[dict[int, Any], bool]:

@@ -140,6 +140,20 @@ def test_of_what_fails_or_differs_by_itself_nothing_is_said() -> None:
         check_order(ROWS, LogicalBatchCollator(4, Collator(number)))
 
 
+class OfTwo(torch.utils.data.Dataset[Row]):
+    """Of which one is known once a single row has been read."""
+
+    def __init__(self) -> None:
+        self.rows, self.known = rows(), dict[bool, int]()
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, i: int) -> Row:
+        row = self.rows[i]
+        return {**row, "labels": self.known.setdefault(row["labels"] > 1, len(self.known))}
+
+
 class Numbering(DPTrainer):
     """On the device."""
 
@@ -163,6 +177,7 @@ def test_failure_80_in_a_training(tmp_path: Path) -> None:
 
     parts = {"train_dataset": rows(), "data_collator": Labels({})}
     refused(tmp_path, ConfigurationError, WORDS, at_once=False, parts=parts)
+    refused(tmp_path, ConfigurationError, f"^OfTwo {WORDS}", at_once=False, parts={"train_dataset": OfTwo()})
     refused(tmp_path, ConfigurationError, f"_prepare_inputs, {WORDS}", at_once=False, kind=Numbering)
     run = make(tmp_path / "known", parts={**parts, "data_collator": Labels({i: i for i in range(3)})}, max_steps=1)
     run.train()
