@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import datasets
@@ -14,11 +14,13 @@ import torch
 from hf_dp.data.collate import LogicalBatchCollator, Prepared
 from hf_dp.data.mixing_dataset import is_alike
 from hf_dp.errors import ConfigurationError
-from hf_dp.per_example.checks.held import Held, computing
-from hf_dp.per_example.checks.values import NOTHING, same
+from hf_dp.per_example.checks.held import Held, computing, put
+from hf_dp.per_example.checks.values import NOTHING, SCALARS, same
 from hf_dp.randomness import seed_global_state, unchanged_global_state
 
 _ROWS = 16
+# So many datasets that one holds in a list.
+_HELD = 64
 _Make = Callable[[int], Any]
 _Holders = Sequence[tuple[str, Any]]
 
@@ -54,7 +56,23 @@ def check_order(dataset: Any, collate: LogicalBatchCollator | Prepared) -> None:
 
 def left_as_it_was(dataset: Any) -> AbstractContextManager[None]:
     """What is read inside leaves nothing in a dataset, so that `check_order` can still see what it numbers."""
-    return Held(_of_dataset(dataset)).put_back()
+    return _put_back(list(_of_dataset(dataset)))
+
+
+@contextmanager
+def _put_back(holders: _Holders) -> Iterator[None]:
+    """What is held is as it was, but for attributes that were nothing before: what is loaded stays so."""
+    objects = [(holder, {**vars(holder)}) for _, holder in holders if isinstance(holder, torch.utils.data.Dataset)]
+    with Held(holders).put_back():
+        yield
+        loaded = [
+            (holder, name, value)
+            for holder, before in objects
+            for name, value in vars(holder).items()
+            if before.get(name) is None and not isinstance(value, SCALARS)
+        ]
+    for holder, name, value in loaded:
+        put(holder, name, value)
 
 
 def _made_after_any(make: _Make, places: list[int], holders: _Holders) -> dict[int, Any] | None:
@@ -73,7 +91,8 @@ def _made_after_any(make: _Make, places: list[int], holders: _Holders) -> dict[i
 def _made(make: _Make, places: list[int], holders: _Holders) -> tuple[dict[int, Any], bool]:
     """And whether anything that is held was another then; it is put back."""
     found: dict[int, Any] = {}
-    with (held := Held(holders)).put_back(), unchanged_global_state():
+    with _put_back(holders), unchanged_global_state():
+        before = Held(holders).values
         for i in places:
             seed_global_state(0)
             try:
@@ -81,7 +100,7 @@ def _made(make: _Make, places: list[int], holders: _Holders) -> tuple[dict[int, 
                 found[i] = copy.deepcopy(make(i))
             except Exception:  # noqa: BLE001 - what a row does by itself is for others to say
                 continue
-        before, now = held.values, Held(holders).values
+        now = Held(holders).values
         is_kept = any(not same(before.get(place, NOTHING), now.get(place, NOTHING)) for place in {**before, **now})
     return found, is_kept
 
@@ -94,7 +113,7 @@ def _of_dataset(dataset: Any) -> Iterator[tuple[str, Any]]:
     elif isinstance(dataset, torch.utils.data.Dataset):
         yield f"{type(dataset).__name__} {id(dataset)}", dataset
         for value in vars(dataset).values():
-            for inner in value if isinstance(value, (list, tuple)) else (value,):
+            for inner in value[:_HELD] if isinstance(value, (list, tuple)) else (value,):
                 if isinstance(inner, torch.utils.data.Dataset | datasets.Dataset):
                     yield from _of_dataset(inner)
 

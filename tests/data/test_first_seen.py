@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Callable
+from contextlib import nullcontext
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +18,7 @@ from torch import Tensor
 
 from hf_dp import DPTrainer
 from hf_dp.data.collate import LogicalBatchCollator
-from hf_dp.data.first_seen import check_order
+from hf_dp.data.first_seen import check_order, left_as_it_was
 from hf_dp.errors import ConfigurationError
 from tests.training.refusing import refused
 from tests.training.workbench import make, pad, rows
@@ -132,6 +135,33 @@ def test_what_is_known_before_or_follows_from_a_row_alone_is_welcome() -> None:
         check_order(ROWS, LogicalBatchCollator(4, collate))
     for dataset in (Read(dict(known)), datasets.Dataset.from_list([{**row, "labels": 0} for row in ROWS]), []):
         check_order(dataset, LogicalBatchCollator(4, batch))
+
+
+def test_what_is_loaded_with_the_first_row_is_loaded_once() -> None:
+    class Lazy(Read):
+        """Which numbers as it goes besides."""
+
+        data: Any = None
+
+        @cached_property
+        def words(self) -> list[str]:
+            next(loads)
+            return list(NAMES)
+
+        def __getitem__(self, i: int) -> Row:
+            if self.data is None:
+                next(loads)
+                self.data = list(ROWS)
+            return {**super().__getitem__(i), "word": self.words[0], **self.data[i]}
+
+    for known in ({name: i for i, name in enumerate(NAMES)}, None):
+        dataset, loads = Lazy(known), itertools.count()  # no number that would be put back
+        with left_as_it_was(dataset):
+            dataset[len(ROWS) - 1]
+        assert len(dataset.known) == (5 if known else 0)
+        with nullcontext() if known else pytest.raises(ConfigurationError, match=f"Lazy {WORDS}"):
+            check_order(dataset, LogicalBatchCollator(4, batch))
+        assert next(loads) == 2
 
 
 def test_of_what_fails_or_differs_by_itself_nothing_is_said() -> None:
