@@ -195,6 +195,7 @@ def main() -> None:
             **given, loss_type=[recipe.loss], beta=recipe.beta, max_length=recipe.max_length,
             # Full training has no other reference than the model as it is now.
             precompute_ref_log_probs=recipe.method == "full",
+            precompute_ref_batch_size=1 if privacy.equal_widths else None,
         )  # fmt: skip
         behind = DPDPOTrainer if kind is DPTrainer else DPOTrainer
         trainer: Trainer = behind(

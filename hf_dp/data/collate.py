@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -48,7 +49,7 @@ class LogicalBatchCollator:
 
     Attributes:
         checked: the widths that micro-batches may have without more ado; None: any.
-        name: of the user's function.
+        given, name: the user's function, and its name.
 
     Raises:
         ConfigurationError: a micro-batch size below 1, or a collator that is none, or known to put several examples in
@@ -78,7 +79,7 @@ class LogicalBatchCollator:
                 fix="pass a function of a list of rows, for example torch.utils.data.default_collate.",
             )
         self._micro_batch_size, self._max_tokens, self._equal_widths = micro_batch_size, max_tokens, equal_widths
-        self._collate = collate
+        self.given = collate
         self.checked: Checked | None = None
         self._measured: dict[int, tuple[Any, Widths]] | None = None
         self.name = _name(getattr(collate, "data_collator", collate))
@@ -229,7 +230,7 @@ class LogicalBatchCollator:
         before = global_state() if unlike else ()
         try:
             # Some take the labels out of a row, which is measured and collated again, or the dataset's own.
-            batch = self._collate([copy.copy(e) if isinstance(e, (MutableMapping, list)) else e for e in examples])
+            batch = self.given([copy.copy(e) if isinstance(e, (MutableMapping, list)) else e for e in examples])
         except _UNREAD as error:
             if len(examples) == 1 or isinstance(error, HfDpError):  # then the row itself is to be named
                 raise
@@ -284,11 +285,12 @@ class Prepared:
     """A collator, and what a method of the user's makes of its batches before a model sees them: for checks.
 
     Attributes:
-        name: of both.
+        given, name: both functions, and the name of both.
     """
 
     def __init__(self, collate: LogicalBatchCollator, prepare: Callable[[Any], Any], name: str) -> None:
         self._collate, self._prepare, self.name = collate, prepare, f"{collate.name}, with {name},"
+        self.given = functools.partial(prepare, collate.given)
 
     def collated(self, examples: list[Any]) -> Mapping[str, Any]:
         """As the collator's, prepared."""

@@ -73,7 +73,7 @@ def _refuse_own_generator(dataset: Any, rows: Sequence[int]) -> None:
     first = {row: copy.deepcopy(read(row)) for row in rows}
     for _ in range(_STATES - 1):
         for row in rows:
-            if not _is_alike(first[row], read(row), is_row=True):
+            if not is_alike(first[row], read(row), is_row=True):
                 its = ", by its transform," if isinstance(dataset, datasets.Dataset) else ""
                 raise ConfigurationError(
                     f"{type(dataset).__name__}{its} gives another row when it is read again under the same global "
@@ -87,14 +87,14 @@ def _refuse_own_generator(dataset: Any, rows: Sequence[int]) -> None:
                 )
 
 
-def _is_alike(one: Any, other: Any, *, is_row: bool = False) -> bool:
+def is_alike(one: Any, other: Any, *, is_row: bool = False) -> bool:
     """Whether two readings are not seen to differ: numbers but for rounding, and of objects a row's own alone."""
     if type(one) is not type(other):
         return False
     if isinstance(one, Mapping):
-        return one.keys() == other.keys() and all(_is_alike(one[name], other[name]) for name in one)
+        return one.keys() == other.keys() and all(is_alike(one[name], other[name]) for name in one)
     if isinstance(one, (list, tuple)):
-        return len(one) == len(other) and all(map(_is_alike, one, other))
+        return len(one) == len(other) and all(map(is_alike, one, other))
     if isinstance(one, float):
         return math.isclose(one, other, rel_tol=_ROUNDING) or (math.isnan(one) and math.isnan(other))
     if isinstance(one, (str, bytes, int)):
@@ -109,8 +109,8 @@ def _is_alike(one: Any, other: Any, *, is_row: bool = False) -> bool:
             return np.array_equal(one, other, equal_nan=True)
         if one.dtype.kind in "fc":
             return one.shape == other.shape and np.allclose(one, other, rtol=_ROUNDING, atol=0, equal_nan=True)
-        return _is_alike(one.tolist(), other.tolist()) if one.dtype == object else np.array_equal(one, other)
-    return not (is_row and hasattr(one, "__dict__")) or _is_alike(vars(one), vars(other))
+        return is_alike(one.tolist(), other.tolist()) if one.dtype == object else np.array_equal(one, other)
+    return not (is_row and hasattr(one, "__dict__")) or is_alike(vars(one), vars(other))
 
 
 def _read(noting: Any, row: int, reads: Reads) -> list[list[set[Hashable]]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from hf_dp.errors import ConfigurationError, HfDpError
 from hf_dp.per_example.checks.memory import buffers_told, write_of
@@ -20,6 +20,9 @@ Around = tuple[Callable[[], None], Callable[[], None]]
 Mark = tuple[Tensor, int, int, int]
 # Optimizers that are held to the gradients of private steps.
 _HELD = weakref.WeakSet[torch.optim.Optimizer]()
+# By parameter the kind of another one that has stepped, and those of which all parameters are noted.
+_STEPPED: Any = WeakTensorKeyDictionary()
+_NOTED = weakref.WeakSet[torch.optim.Optimizer]()
 
 
 class WrittenGradients:
@@ -50,7 +53,6 @@ class WrittenGradients:
                 why="that its gradients are those with noise, and no others, is checked there.",
                 fix="call super().__init__(params, defaults) of torch.optim.Optimizer in its constructor.",
             )
-        count_writes_of_others()
         _HELD.add(self._optimizer)
         self._listen()
 
@@ -173,20 +175,32 @@ class Weights:
                 yield name
 
 
-@functools.cache
-def count_writes_of_others() -> None:
-    """From now on torch counts what fused optimizers write, Trainer's default among them, as it does of others.
+def _count_writes(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """Lets torch count what fused optimizers write, Trainer's default among them, as it does of others; what is written
+    once a training has ended is held against its end, and what was before it begins, `stepped_by` tells.
 
-    But for those of private trainings that are at work. For as long as the process lives: what is written once a
-    training has ended is held against its end.
+    But for those of private trainings that are at work.
     """
+    if optimizer in _HELD:
+        return
+    written = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    increment_version([p for p in written if not p.is_inference()])
+    if optimizer not in _NOTED:
+        # That of a private training may be made of several.
+        held = {id(p) for one in _HELD for group in one.param_groups for p in group["params"]}
+        others = [p for p in written if id(p) not in held]
+        _STEPPED.update((p, type(optimizer).__name__) for p in others)
+        if others:
+            _NOTED.add(optimizer)
 
-    def counted(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if optimizer not in _HELD:
-            written = (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
-            increment_version([p for p in written if not p.is_inference()])
 
-    register_optimizer_step_pre_hook(counted)
+# As long as the process lives, from the import on: a baseline is mostly trained first.
+register_optimizer_step_pre_hook(_count_writes)
+
+
+def stepped_by(p: Tensor) -> str | None:
+    """The kind of an optimizer of no private training that has moved a parameter in this process; None if none has."""
+    return _STEPPED.get(p)  # type: ignore[no-any-return]
 
 
 def gradient_norm(model: nn.Module) -> Tensor:

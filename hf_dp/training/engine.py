@@ -16,19 +16,14 @@ from hf_dp.clipping.rule import ClippingRule, Group
 from hf_dp.data.collate import Prepared
 from hf_dp.data.extremes import extreme_rows
 from hf_dp.data.failing_rows import failures_refused, refuse_rows_that_fail
+from hf_dp.data.first_seen import check_order
 from hf_dp.data.held_rows import hold
 from hf_dp.data.left_padding import LeftPadding
 from hf_dp.data.loader import PoissonDataLoader
 from hf_dp.data.mixing_collator import check_collator
 from hf_dp.data.mixing_dataset import check_dataset
 from hf_dp.data.several_texts import warn_of_several
-from hf_dp.data.telling_rows import (
-    alike_batches,
-    rows_beyond,
-    short_rows,
-    telling_rows,
-    uneven_rows,
-)
+from hf_dp.data.telling_rows import alike_batches, rows_beyond, short_rows, telling_rows, uneven_rows
 from hf_dp.data.widths import Checked, outermost
 from hf_dp.errors import HfDpError, UnseenUseError
 from hf_dp.per_example import RULES, Certificate, PerExampleGradients, Rule, preflight, record
@@ -239,6 +234,7 @@ class Engine:
         self._memory, self._moved = None, []
         memory = Memory(self.model, lambda batch: self._loss(self.model, batch), self._loss)
         with memory.restored(), uncompiled(), unchanged_global_state(), collate.measuring_once():
+            check_order(dataset.dataset, self._collate)  # before a row is read
             with unchanged_state(self.model):
                 few, others = telling_rows(dataset, collate.widths)
                 one, other, together = alike_batches(few, self._batch)

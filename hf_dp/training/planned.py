@@ -21,6 +21,7 @@ from hf_dp.config.secret import check_given_size
 from hf_dp.config.units import drawn_are
 from hf_dp.data.collate import LogicalBatchCollator
 from hf_dp.data.loader import DrawnUnits, PoissonDataLoader, RankSampler
+from hf_dp.data.repeated import warn_of_repeated
 from hf_dp.errors import ConfigurationError
 from hf_dp.hub import read_earlier
 from hf_dp.hub.earlier import check_other_people, trainings
@@ -161,6 +162,8 @@ def planned(
     earlier = _from_first(privacy, earlier)
     if units is not None:
         agree({"whose the rows of train_dataset are": units.described})
+    else:
+        warn_of_repeated(dataset)
     entropy, rank = Entropy.of_all_ranks(privacy.seed), ranks.rank()
     drawn, unit = None, None
     if units is not None and privacy.unit_sampling == "examples":

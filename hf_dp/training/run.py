@@ -121,9 +121,9 @@ class Run:
         for kind in PARTS.values():
             kind.wrapped(self.model)
         for model, read in ((self.model, saved), *((other, None) for other in beside)):
-            refuse_trained_by_another(model, owner, read, self.plan)
+            refuse_trained_by_another(model, owner, read, self.plan, dataset)
             refuse_unsaid_origin(model, ledger, read, self.plan)
-            refuse_copies(model, owner, read, self.plan)
+            refuse_copies(model, owner, read, self.plan, dataset)
         if saved is None:
             warn_of_origin(self.model, self.tokenizer, ledger, self.plan)
         else:

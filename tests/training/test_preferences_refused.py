@@ -46,6 +46,25 @@ def test_what_is_no_pairs_own(tmp_path: Path, options: dict[str, Any], words: st
     assert caught.value.fix
 
 
+def test_failure_81_references_of_pairs_of_other_widths(tmp_path: Path) -> None:
+    privacy = private(equal_widths=True)
+    with pytest.raises(ConfigurationError, match="equal_widths=True with references"):
+        make(tmp_path, privacy=privacy)
+    chosen = [
+        make(
+            tmp_path / str(n), privacy=private(equal_widths=n == 1), precompute_ref_batch_size=n, model=bf16()
+        ).train_dataset["ref_chosen_logps"][:8]
+        for n in (1, 8)
+    ]
+    assert chosen[0] != chosen[1]  # of the same pairs, by rounding
+    make(tmp_path, privacy=privacy, precompute_ref_log_probs=False, peft_config=adapter())
+
+
+def bf16() -> nn.Module:
+    model: nn.Module = a_model().bfloat16()
+    return model
+
+
 @pytest.mark.parametrize(
     ("loss", "why"), [("kto", "the answer of the row before"), ("apo_zero_unpaired", "does not compute its losses")]
 )

@@ -9,9 +9,11 @@ import pytest
 import torch
 from datasets import Dataset
 from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.utils.data import Subset
 from transformers import EarlyStoppingCallback
 
 from hf_dp.errors import ConfigurationError
+from hf_dp.training.refusals.choices import refuse_choices_by_training_data
 from tests.training.refusing import refused
 from tests.training.workbench import classifier, make, private, rows
 
@@ -50,6 +52,32 @@ def test_failure_48_early_stopping_on_a_part_of_a_dataset(tmp_path: Path) -> Non
     }  # fmt: skip
     words = "load_best_model_at_end=True and EarlyStoppingCallback"
     refused(tmp_path, ConfigurationError, words, at_once=False, parts=parts, **BEST)
+
+
+def shuffled_part(train: list[Any]) -> tuple[Any, Any]:
+    data = Dataset.from_list(train)
+    return data, data.shuffle(seed=1).select(range(9))
+
+
+PARTS: dict[str, Any] = {
+    "a shuffled part": shuffled_part,
+    "some of the same dicts": lambda train: (train, train[40:30:-1]),
+    "a subset that overlaps": lambda train: (Subset(train, range(40)), Subset(train, range(39, 48))),
+}
+
+
+@pytest.mark.parametrize("case", PARTS)
+def test_failure_48_a_part_of_the_training_data_that_begins_otherwise(case: str, tmp_path: Path) -> None:
+    parts = dict(zip(("train_dataset", "eval_dataset"), PARTS[case](rows()), strict=True))
+    refused(tmp_path, ConfigurationError, "load_best_model_at_end=True with", at_once=False, parts=parts, **BEST)
+
+
+def test_parts_that_have_no_row_in_common_are_others(tmp_path: Path) -> None:
+    split = Dataset.from_list(rows()).train_test_split(9, seed=0)
+    both = [(split["train"], split["test"]), (Subset(rows(), range(39)), Subset(rows(), range(39, 48)))]
+    for number, (train, test) in enumerate([*both, (split["train"], iter([]))]):
+        parts = {"train_dataset": train, "eval_dataset": test}
+        refuse_choices_by_training_data(make(tmp_path / str(number), parts=parts, **BEST))
 
 
 def test_failure_48_a_scheduler_of_ones_own(tmp_path: Path) -> None:

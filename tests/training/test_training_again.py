@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from torch import nn
 from transformers import (
     Trainer,
     TrainerCallback,
@@ -138,6 +139,31 @@ def test_failure_52_weights_that_a_training_without_privacy_has_moved_since_are_
     # The end of a training that was refused is none.
     with pytest.raises(LedgerError, match="after something else than this training has changed"):
         run.save_model()
+
+
+def trained_before(path: Path, model: nn.Module) -> None:
+    Trainer(model=model, args=arguments(path, max_steps=1), train_dataset=rows(), data_collator=pad).train()
+
+
+def loop_before(path: Path, model: nn.Module) -> None:
+    model(**pad(rows(4))).loss.backward()
+    torch.optim.AdamW(model.parameters(), fused=True).step()
+    model.requires_grad_(False).classifier.requires_grad_(True)
+
+
+@pytest.mark.parametrize("baseline", [trained_before, loop_before])
+def test_failure_82_a_baseline_before_on_the_same_model_object_is_warned_of(
+    baseline: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    words, model = "was trained before in this process, by ", classifier()
+    copied = copy.deepcopy(model)
+    baseline(tmp_path / "baseline", model)
+    for name, one in (("copy", copied), ("again", copied), ("same", model)):
+        caplog.clear()
+        trainer = make(tmp_path / name, one, private(other_people=name == "again"), max_steps=1)
+        trainer.train()
+        trainer.train()
+        assert (words in caplog.text) == (name == "same"), name
 
 
 @pytest.mark.parametrize("is_trained", [True, False])

@@ -248,7 +248,7 @@ def beside(model: nn.Module, loss: Any) -> Iterator[tuple[str, Any]]:
         for path, owner in model.named_modules()
         for name, module in _modules({name: value for name, value in vars(owner).items() if name not in _OF_MODULES})
     )
-    for name, holder in chain(_held(loss), unregistered):
+    for name, holder in chain(computing(loss), unregistered):
         if not isinstance(holder, nn.Module):
             yield name, holder
         elif not any(id(module) in own for module in holder.modules()):
@@ -256,7 +256,7 @@ def beside(model: nn.Module, loss: Any) -> Iterator[tuple[str, Any]]:
                 yield ".".join(filter(None, (name, path))), module
 
 
-def _held(loss: Any) -> Iterator[tuple[str, Any]]:
+def computing(loss: Any) -> Iterator[tuple[str, Any]]:
     """What computes losses, and modules that it, its class or its closure holds."""
     while isinstance(loss, functools.partial):
         given = {**{str(i): value for i, value in enumerate(loss.args)}, **loss.keywords}

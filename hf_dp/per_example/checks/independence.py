@@ -29,8 +29,9 @@ from hf_dp.randomness import unchanged_global_state
 
 _Watching = Callable[[int, Observer], Watch]
 _NONE: Readings = MappingProxyType({})
-# Three arrangements of two examples: each beside the other, and each beside itself alone.
-_MIXED, _ONLY_FIRST, _ONLY_SECOND = (0, 1, 1, 0, 0), (0,) * 5, (1,) * 5
+# Arrangements of two examples: each beside the other, and each beside itself alone; and the first without a copy, which
+# could hide what is taken from the nearest row.
+_MIXED, _ONLY_FIRST, _ONLY_SECOND, _SINGLE = (0, 1, 1, 0, 0), (0,) * 5, (1,) * 5, (0, 1, 1, 1, 1)
 _MIXING_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
 _LOW_PRECISION_TOLERANCE = 5e-2
 # Relative to the example's gradient of one parameter, plus a share of its whole gradient, where only rounding is left.
@@ -50,7 +51,8 @@ def check_independence(
     What is read as constant must not move at all.
 
     Three forward passes over five rows made of two examples, with dropout off and the model in the mode that it is in.
-    Where other randomness is left, rows are compared under the same random numbers, and again in eval mode.
+    Where other randomness is left, rows are compared under the same random numbers, also of the first without a copy,
+    and again in eval mode.
 
     Nothing can be seen, and nothing is checked, where all examples are the same.
 
@@ -71,7 +73,7 @@ def check_independence(
             found = mixing()
             is_random = found is not None and draws_numbers(model, loss_fn, take(batch, _MIXED))
         if is_random:
-            found = mixing(in_place=True)
+            found = mixing(in_place=True) or mixing(_SINGLE, in_place=True)
             with in_mode(model, training=False):
                 found = found or mixing()
     if found is not None:
@@ -156,19 +158,20 @@ def _mixing(
     loss_fn: LossFunction,
     batch: Batch,
     watch: _Watching,
+    mixed: Sequence[int] = _MIXED,
     in_place: bool = False,
 ) -> str | None:
     runs = []
-    for pattern in (_MIXED, _ONLY_FIRST, _ONLY_SECOND):
+    for pattern in (mixed, _ONLY_FIRST, _ONLY_SECOND):
         with forked_rng(model):
             runs.append(_observe(model, loss_fn, take(batch, pattern), watch))
     if any([use for use, _ in seen] != [use for use, _ in runs[0][0]] for seen, _ in runs):
         return "the model used its parameters differently when the examples of the batch were exchanged."
     for observed in zip(*(seen for seen, _ in runs), strict=True):
-        if not _rows_agree(*(rows for _, rows in observed), in_place=in_place):
+        if not _rows_agree(*(rows for _, rows in observed), mixed=mixed, in_place=in_place):
             use = observed[0][0]
             return f"in {use.operation}, used by {use.parameter}, an example's row depends on its neighbours."
-    if not _rows_agree(*(losses for _, losses in runs), in_place=in_place):
+    if not _rows_agree(*(losses for _, losses in runs), mixed=mixed, in_place=in_place):
         return "an example's loss depends on its neighbours in the batch."
     return None
 
@@ -190,12 +193,14 @@ def _observe(
     return seen, losses.detach().reshape(size, 1)
 
 
-def _rows_agree(mixed: Tensor, only_first: Tensor, only_second: Tensor, *, in_place: bool) -> bool:
+def _rows_agree(
+    together: Tensor, only_first: Tensor, only_second: Tensor, *, mixed: Sequence[int], in_place: bool
+) -> bool:
     """Whether an example has the same row beside the other as beside itself, and (unless `in_place`) in every place."""
-    if any(rows.shape != mixed.shape for rows in (only_first, only_second)):
+    if any(rows.shape != together.shape for rows in (only_first, only_second)):
         return False
-    beside, *alone = (rows.unbind() for rows in (mixed, only_first, only_second))
-    pairs = [(row, alone[example][i]) for i, (row, example) in enumerate(zip(beside, _MIXED, strict=True))]
+    beside, *alone = (rows.unbind() for rows in (together, only_first, only_second))
+    pairs = [(row, alone[example][i]) for i, (row, example) in enumerate(zip(beside, mixed, strict=True))]
     if not in_place:
         pairs += [(row, rows[0]) for rows in alone for row in rows[1:]]
     return all(close(x, y) for x, y in pairs)

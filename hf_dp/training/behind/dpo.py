@@ -111,6 +111,15 @@ class Dpo(Pairs):
                 "the reference that moves is in no checkpoint, so a resumed training would be one for another loss.",
                 "leave it out; the reference is then the model as it was before training.",
             )
+        together = args.precompute_ref_batch_size or args.per_device_train_batch_size
+        if self.trainer.privacy.equal_widths and args.precompute_ref_log_probs and together > 1:
+            yield (
+                f"equal_widths=True with references that TRL computes beforehand, {together} pairs at a time.",
+                "it computes pairs of all widths together, so what the reference makes of one follows by rounding from "
+                "those beside it, which equal widths are to prevent.",
+                "leave precompute_ref_log_probs out (with adapters or a ref_model); or set precompute_ref_batch_size=1 "
+                "and have what TRL has kept of the same rows computed again (train_dataset.cleanup_cache_files()).",
+            )
         if own_loss:
             return
         for name in args.loss_type:

@@ -7,6 +7,7 @@ from typing import Any
 
 from transformers import EarlyStoppingCallback
 
+from hf_dp.data.repeated import are_in_both
 from hf_dp.errors import ConfigurationError
 from hf_dp.randomness import unchanged_global_state
 
@@ -18,7 +19,7 @@ BY_METRICS = {"reduce_lr_on_plateau": "ReduceLROnPlateau", "greedy": "GreedyLR"}
 def refuse_choices_by_training_data(trainer: Any) -> None:
     """Refuses a Trainer that chooses weights, steps or rates by evaluations of its training data.
 
-    Only data that is the training data, or begins with the same rows, is told for it.
+    Only data that is the training data, or begins with the same rows, or has some of the very same, is told for it.
 
     Raises:
         ConfigurationError: with what chooses.
@@ -56,7 +57,8 @@ def _is_same(evaluated: Any, trained: Any) -> bool:
     try:
         n = min(len(evaluated), len(trained), _FIRST)
         with unchanged_global_state():
-            return n == _FIRST and all(_is_same_row(evaluated[i], trained[i]) for i in range(n))
+            begins_alike = n == _FIRST and all(_is_same_row(evaluated[i], trained[i]) for i in range(n))
+            return begins_alike or are_in_both(evaluated, trained)
     except (LookupError, TypeError, ValueError):
         return False
 

@@ -8,6 +8,7 @@ from typing import Any
 from torch.utils.data import IterableDataset
 
 from hf_dp.config.ranges import shown
+from hf_dp.data.first_seen import left_as_it_was
 from hf_dp.errors import ConfigurationError
 from hf_dp.randomness import unchanged_global_state
 
@@ -35,7 +36,7 @@ def refuse_dataset(dataset: Any) -> None:
     try:
         n = len(dataset)
         if n:
-            with unchanged_global_state():
+            with unchanged_global_state(), left_as_it_was(dataset):
                 dataset[n - 1]
         again = len(dataset)
     except (LookupError, TypeError, ValueError, OverflowError, NotImplementedError) as error:

@@ -19,6 +19,7 @@ from hf_dp.per_example.taken import bits_of
 from hf_dp.step.plan import Plan
 from hf_dp.training.adapters import states_of_adapters
 from hf_dp.training.resuming.origin import covers
+from hf_dp.training.resuming.same_rows import is_on_others
 
 _FEW = 64
 # Of fewer numbers two parameters may have the same by chance.
@@ -196,7 +197,7 @@ def _bits(value: Tensor) -> int:
     return int(bits_of(value.detach().reshape(1, -1)))
 
 
-def refuse_copies(model: nn.Module, trainer: object, saved: Saved | None, plan: Plan) -> None:
+def refuse_copies(model: nn.Module, trainer: object, saved: Saved | None, plan: Plan, dataset: Any) -> None:
     """Refuses weights that another training of this process has left, in whatever model they are now, where the
     promise does not say on whose data.
 
@@ -205,20 +206,25 @@ def refuse_copies(model: nn.Module, trainer: object, saved: Saved | None, plan: 
         trainer: that will train it.
         saved: of the checkpoint that the trained weights were read from, if any: of these its training was asked.
         plan: of this training.
+        dataset: its training data.
 
     Raises:
         LedgerError: this trainer's ledger, and so its report and card, would not have those steps.
     """
     if saved is None:
         refuse_moved(model, trainer, "another training")
-    for p in model.parameters() if _LEFT and not plan.config.other_people else ():
+    for p in model.parameters() if _LEFT else ():
         all_left = () if saved is not None and p.requires_grad else _LEFT.get(_known(p), ())  # type: ignore[arg-type]
-        if not all_left or any(
-            left.who() is trainer
-            or covers(plan.earlier, left.ledger, left.steps)
-            # Rank 0 writes, and knows what it wrote.
-            or (saved is not None and _is_of(saved, left.ledger) and left.steps <= saved.ledger.steps)
-            for left in all_left
+        if (
+            not all_left
+            or any(
+                left.who() is trainer
+                or covers(plan.earlier, left.ledger, left.steps)
+                # Rank 0 writes, and knows what it wrote.
+                or (saved is not None and _is_of(saved, left.ledger) and left.steps <= saved.ledger.steps)
+                for left in all_left
+            )
+            or all(is_on_others(plan, dataset, left.ledger) for left in all_left)
         ):
             continue
         left = all_left[-1]

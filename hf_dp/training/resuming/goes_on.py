@@ -13,6 +13,7 @@ from hf_dp.errors import BudgetExceededError, LedgerError
 from hf_dp.figures import upper
 from hf_dp.step.plan import Plan
 from hf_dp.training.resuming.resume import SavedRun, examples_of, labels_of
+from hf_dp.training.resuming.same_rows import note_rows, warn_of_others_on
 
 logger = logging.getLogger(__name__)
 
@@ -56,8 +57,11 @@ def continued(ledger: Ledger, saved: SavedRun | None, plan: Plan, dataset: Any, 
         found = max(ledger, saved.ledger, key=lambda one: (one.steps, one.charges))
         if saved.seal is not None:
             found.sealed.add(saved.seal)  # where this process begins
+        note_rows(dataset, found)
         return found
     _refuse_made_otherwise(ledger, plan)
+    warn_of_others_on(plan, dataset, ledger)
+    note_rows(dataset, ledger)
     if not ledger.steps:
         _refuse_strangers(ledger, plan)
         return ledger

@@ -18,6 +18,7 @@ from hf_dp.errors import LedgerError
 from hf_dp.hub.earlier import has_all_of, records
 from hf_dp.hub.record import FORMAT, RECORD_FILE, PrivacyRecord, sha256_of_record
 from hf_dp.step.plan import Plan
+from hf_dp.step.written import stepped_by
 
 logger = logging.getLogger(__name__)
 
@@ -66,8 +67,8 @@ def refuse_unsaid_origin(model: nn.Module, own: Ledger, saved: object | None, pl
 
 
 def warn_of_origin(model: nn.Module, tokenizer: Any, own: Ledger, plan: Plan) -> None:
-    """Says of adapters that begin from data, and of a tokenizer that lay beside a record which the promise does not
-    name, that private data may be in the weights.
+    """Says of weights that were trained without privacy in this process, of adapters that begin from data, and of a
+    tokenizer that lay beside a record which the promise does not name, that private data may be in the weights.
 
     Args:
         model: that will be trained.
@@ -75,6 +76,7 @@ def warn_of_origin(model: nn.Module, tokenizer: Any, own: Ledger, plan: Plan) ->
         own: what its trainer has spent so far.
         plan: of this training.
     """
+    _warn_of_steps_before(model)
     _warn_of_fitted(model)
     place = getattr(getattr(tokenizer, "tokenizer", tokenizer), "name_or_path", None)
     path = os.path.join(place, RECORD_FILE) if isinstance(place, str) and place else ""
@@ -87,6 +89,17 @@ def warn_of_origin(model: nn.Module, tokenizer: Any, own: Ledger, plan: Plan) ->
             "model, as they are or merged, cannot be seen. If they are, and people are in both data sets, give "
             "PrivacyConfig(after=...) with that folder, for one budget of both: epsilon is without it now. Where "
             "nobody is in both, PrivacyConfig(other_people=True).", place,
+        )  # fmt: skip
+
+
+def _warn_of_steps_before(model: nn.Module) -> None:
+    found = ((name, stepped_by(p)) for name, p in model.named_parameters())
+    if (first := next(((name, by) for name, by in found if by is not None), None)) is not None:
+        ranks.warn(
+            logger,
+            "%s was trained before in this process, by %s and without privacy. What that saw is in the weights without "
+            "noise, and epsilon is without it. If it was private (a baseline on the same rows, say), begin from a "
+            "model that is loaded anew, or from a copy that was made before.", *first,
         )  # fmt: skip
 
 

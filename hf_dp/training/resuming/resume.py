@@ -24,6 +24,7 @@ from hf_dp.hub.record import DEEPEST, RECORD_FILE, PrivacyRecord, is_deep
 from hf_dp.step.plan import Plan
 from hf_dp.training.resuming.copies import few_of, has_moved
 from hf_dp.training.resuming.origin import covers
+from hf_dp.training.resuming.same_rows import is_on_others
 
 logger = logging.getLogger(__name__)
 
@@ -151,7 +152,9 @@ class Fingerprints:
         return SavedRun(ledger, self._known[0] if self._known else None, key, values)
 
 
-def refuse_trained_by_another(model: nn.Module, trainer: object, saved: SavedRun | None, plan: Plan) -> None:
+def refuse_trained_by_another(
+    model: nn.Module, trainer: object, saved: SavedRun | None, plan: Plan, dataset: Any
+) -> None:
     """Refuses to go on from weights that another trainer in this process has trained privately, where the promise does
     not say on whose data.
 
@@ -160,18 +163,21 @@ def refuse_trained_by_another(model: nn.Module, trainer: object, saved: SavedRun
         trainer: that will train it.
         saved: of the checkpoint that the trained weights were read from, which may be all that it has; or None.
         plan: of this training.
+        dataset: its training data.
 
     Raises:
         LedgerError: this trainer's ledger, and so its report and card, would not have those steps.
     """
     for p in model.parameters():
-        if plan.config.other_people or (saved is not None and p.requires_grad):
+        if saved is not None and p.requires_grad:
             continue
         who, ledger, _ = _trained_by(p) or (None, None, None)
         if who is None or ledger is None or covers(plan.earlier, ledger):
             continue
         # A training that is gone is neither.
         if (by := who()) is not None and (by is trainer or by is saved):
+            continue
+        if is_on_others(plan, dataset, ledger):
             continue
         steps = (
             f"{ledger.steps} private steps" if ledger.steps else f"it released {labels_of(ledger)}, and took no step,"

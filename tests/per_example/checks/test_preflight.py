@@ -116,6 +116,15 @@ def centred_amid_noise(model: Any, x: Tensor) -> Tensor:
     return centred_when_training(model, noisy)
 
 
+def near_its_like(model: Any, x: Tensor) -> Tensor:
+    """In training with noise, and near the row that is most like it."""
+    if model.training:
+        rows = x.detach().flatten(1)
+        apart = torch.cdist(rows, rows) + 1e9 * torch.eye(len(rows), dtype=x.dtype)
+        x = x + 0.1 * x.detach()[apart.argmin(1)] + 0.1 * torch.randn_like(x)
+    return model.linear(x).cos()
+
+
 def largest_scales_all(model: Any, x: Tensor) -> Tensor:
     return nn.functional.linear(x, model.linear.weight * x.abs().max().detach())
 
@@ -130,11 +139,14 @@ def capacity(model: Any, x: Tensor) -> Tensor:
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize(
     "function",
-    [centred, centred_behind_autograd, centred_when_training, centred_amid_noise, largest_scales_all, capacity],
-)
+    [
+        centred, centred_behind_autograd, centred_when_training, centred_amid_noise, near_its_like, largest_scales_all,
+        capacity,
+    ],
+)  # fmt: skip
 def test_mixing_examples_are_refused(function: Any, training: bool) -> None:
     model = Small(function, linear=nn.Linear(4, 4)).train(training)
-    if not training and function in (centred_when_training, centred_amid_noise):
+    if not training and function in (centred_when_training, centred_amid_noise, near_its_like):
         preflight(model, square, batch(3, 5, 4))
         return
     with pytest.raises(PreflightError, match=r"neighbours|losses of others"):

@@ -1,0 +1,72 @@
+"""Several private trainings of one process on the same rows: said, and never taken for trainings on other people."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from torch.utils.data import Subset
+
+from hf_dp import PrivacyConfig
+from hf_dp.errors import LedgerError
+from hf_dp.training.resuming import same_rows
+from tests.training.workbench import classifier, make, rows
+
+pytestmark = pytest.mark.usefixtures("checked_once")
+
+WORDS = "Another private training in this process has drawn from the same rows"
+
+
+class Rows(torch.utils.data.Dataset[Any]):
+    def __len__(self) -> int:
+        return len(rows())
+
+    def __getitem__(self, i: int) -> Any:
+        return rows()[i]
+
+
+def of(**changes: Any) -> PrivacyConfig:
+    return PrivacyConfig(noise_multiplier=1.0, target_delta=1e-3, **changes)
+
+
+@pytest.mark.parametrize("data", [Rows(), Dataset.from_list(rows(seed=3))])
+def test_failure_83_what_left_these_weights_drew_from_rows_of_this_data(data: Any, tmp_path: Path) -> None:
+    first = make(tmp_path / "first", privacy=of(), parts={"train_dataset": data}, max_steps=1)
+    first.train()
+    first.save_model()
+    few = data.shuffle().select(range(20)) if isinstance(data, Dataset) else Subset(data, range(20))
+    for model, some in ((first.model, data), (copy.deepcopy(first.model), few)):
+        second = make(tmp_path, model, of(other_people=True), parts={"train_dataset": some}, max_steps=1)
+        with pytest.raises(LedgerError, match="other_people=True, for weights that .* on rows of this data"):
+            second.train()
+        assert not second.ledger.entries
+    for number, (model, promise, rest) in enumerate(
+        [
+            (first.model, of(after=str(tmp_path / "first")), data),
+            (copy.deepcopy(first.model), of(other_people=True), rows()),
+        ]
+    ):
+        make(tmp_path / str(number), model, promise, parts={"train_dataset": rest}, max_steps=1).train()
+
+
+def test_several_trainings_on_the_same_rows_are_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    said, data = [], Dataset.from_list(rows(seed=4))
+    for name, privacy, rest in (
+        ("first", of(), data),
+        ("others", of(), Dataset.from_list(rows(seed=5))),
+        ("after", of(after=str(tmp_path / "first")), data),
+        ("second", of(), data),
+        ("third", of(), data),
+    ):
+        same_rows._say_so.cache_clear() if name == "first" else None
+        caplog.clear()
+        trainer = make(tmp_path / name, classifier(), privacy, parts={"train_dataset": rest}, max_steps=1)
+        trainer.train()
+        trainer.train()
+        trainer.save_model()
+        said += [name] * (WORDS in caplog.text)
+    assert said == ["second"]
