@@ -91,7 +91,7 @@ def test_a_parameter_that_is_written_to_is_refused_by_name() -> None:
         record(model, square, batch(3, 5, 4))
 
 
-def test_a_parameter_whose_data_are_replaced_is_refused_by_name() -> None:
+def test_failure_84_a_parameter_whose_data_are_replaced_is_refused_by_name() -> None:
     def function(m: Any, x: Tensor) -> Tensor:
         m.w.data = m.w.data.clamp(max=1.0)
         return x * m.w
