@@ -300,7 +300,9 @@ def _expand_backward(saved: _Saved, operands: Operands, gradient: Tensor, axis: 
 def _bind_repeat(input: Tensor, *sizes: Any) -> Bound:
     times = list(sizes[0]) if len(sizes) == 1 and not isinstance(sizes[0], int) else list(sizes)
     if len(times) < max(1, input.dim()):  # tile puts ones in front
-        raise _unsupported("repeat", f"shape {tuple(input.shape)} by {times}", "only copies along a first axis are known")
+        raise _unsupported(
+            "repeat", f"shape {tuple(input.shape)} by {times}", "only copies along a first axis are known"
+        )
     return Bound(None, {"weight": input}, {"rows": times[0], "sizes": times})
 
 

@@ -134,7 +134,8 @@ def test_one_width_for_all_or_padding_without_influence_is_accepted(model: Any, 
     check_padding(model(), per_example_losses, texts, collate)
 
 
-def test_dropout_and_noise_of_the_model_are_no_leak() -> None:
+@pytest.mark.parametrize("always", [False, True], ids=["in training", "in eval mode too"])
+def test_dropout_and_noise_of_the_model_are_no_leak(always: bool) -> None:
     class Noisy(nn.Module):
         def __init__(self, inner: Any) -> None:
             super().__init__()
@@ -142,7 +143,7 @@ def test_dropout_and_noise_of_the_model_are_no_leak() -> None:
 
         def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Any:
             embedded = self.inner.get_input_embeddings()(input_ids)
-            if self.training:
+            if self.training or always:
                 embedded = embedded * (1 + 0.1 * torch.rand_like(embedded))
             return self.inner(inputs_embeds=nn.functional.dropout(embedded, 0.5), attention_mask=attention_mask)
 
