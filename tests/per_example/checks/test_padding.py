@@ -20,6 +20,7 @@ from transformers import (
 
 from hf_dp.errors import PreflightError
 from hf_dp.losses import per_example_losses
+from hf_dp.per_example import preflight
 from hf_dp.per_example.checks.padding import check_padding
 from tests.architectures import CONFIGS, VOCABULARY
 from tests.zoo import adapted, tiny, with_dropout
@@ -152,10 +153,14 @@ def test_dropout_and_noise_of_the_model_are_no_leak(always: bool) -> None:
         kept = batch["attention_mask"][..., None]
         return (hidden.square() * kept).sum((1, 2)) / kept.sum((1, 2))
 
-    model = Noisy(tiny("llama", "causal_lm", torch.float32)).train()
-    check_padding(model, losses, TEXTS, collator())
+    def held(name: str, collate: Any) -> None:
+        model = Noisy(tiny(name, "causal_lm", torch.float32)).train()
+        certificate = preflight(model, losses, collate(TEXTS))
+        check_padding(model, losses, TEXTS, collate, certificate=certificate)
+
+    held("llama", collator())
     with pytest.raises(PreflightError, match="gradient moves by"):
-        check_padding(Noisy(tiny("gpt2", "causal_lm", torch.float32)).train(), losses, TEXTS, collator("left"))
+        held("gpt2", collator("left"))
 
 
 def test_a_leak_in_training_mode_alone_is_one_where_attention_could_draw_numbers_and_does_not() -> None:
