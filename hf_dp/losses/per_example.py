@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from hf_dp.losses.heads import classification, ctc_losses, labels_of, question_answering, refuse_smoothing
 from hf_dp.losses.kinds import SHIFTED, TOKENWISE, base_model, loss_kind
+from hf_dp.losses.outputs import logits_of
 from hf_dp.losses.tokens import IGNORED, accurate, token_losses
 
 
@@ -42,7 +43,7 @@ def per_example_losses(model: nn.Module, batch: Mapping[str, Any], label_smoothi
     base = base_model(model)
     if kind == TOKENWISE and getattr(base.config, "is_encoder_decoder", False):
         inputs |= _decoder_inputs(base, batch, labels)
-    logits = model(**inputs).logits
+    logits = logits_of(model, inputs)
     if kind == SHIFTED:
         return token_losses(logits, next_token_labels(model, labels, logits.shape[1]), label_smoothing)
     if kind == TOKENWISE:
