@@ -88,7 +88,9 @@ class PrivacyCallback(TrainerCallback, ExportableState):
 
     def on_interruption(self) -> None:
         """Of a training that ends by an exception: what it spent since the bar was written, perhaps in half a step."""
-        self._show_spent()
+        # Where a checkpoint is refused, the step is that of the checkpoint, and its ledger is not this training's.
+        if self.trainer is not None and self.trainer.ledger.steps:
+            self._show_spent()
 
     def _show_spent(self) -> None:
         """On Trainer's bar, which rank 0 alone has. The words name their step: the bar goes on without them."""
