@@ -9,6 +9,7 @@ from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState, TrainerControl, TrainerState
 
 import hf_dp.ranks as ranks
+from hf_dp.accounting import Ledger
 from hf_dp.agreement import keep_step, rate_of
 from hf_dp.training.progress import Seldom
 
@@ -19,6 +20,9 @@ class PrivateTrainer(Protocol):
     """What the callback needs of the trainer that it is bound to."""
 
     callback_handler: Any
+
+    @property
+    def ledger(self) -> Ledger: ...
 
     def begin_private_run(self, state: TrainerState) -> None: ...
 

@@ -21,6 +21,7 @@ from hf_dp.config.secret import check_given_size
 from hf_dp.config.units import drawn_are
 from hf_dp.data.collate import LogicalBatchCollator
 from hf_dp.data.loader import DrawnUnits, PoissonDataLoader, RankSampler
+from hf_dp.data.repeated import warn_of_repeated
 from hf_dp.errors import ConfigurationError
 from hf_dp.hub import read_earlier
 from hf_dp.hub.earlier import check_other_people, trainings
@@ -159,7 +160,9 @@ def planned(
         options: of `DataLoader`.
     """
     earlier = _from_first(privacy, earlier)
-    if units is not None:
+    if units is None:
+        warn_of_repeated(dataset)
+    else:
         agree({"whose the rows of train_dataset are": units.described})
     entropy, rank = Entropy.of_all_ranks(privacy.seed), ranks.rank()
     drawn, unit = None, None
