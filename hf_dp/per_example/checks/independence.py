@@ -175,10 +175,10 @@ def _refuse(found: str | None) -> None:
     raise PreflightError(
         found,
         why="either the example axis is read wrongly or examples mix, as in batch normalisation, losses normalised "
-        "over the batch or with its other rows as negatives (contrastive ones), packed sequences or capacity-limited "
-        "experts; then clipping one example does not bound its influence.",
-        fix="make the operation and the loss act on each example alone (a contrastive one: on negatives that each row "
-        "brings with it), or freeze the parameter; keep dropout and padding as they are, they are not the cause.",
+        "over the batch or with its other rows as negatives, packed sequences or capacity-limited experts; then "
+        "clipping one example does not bound its influence.",
+        fix="make the operation and the loss act on each example alone (negatives belong into the row), "
+        "or freeze the parameter; keep dropout and padding as they are, they are not the cause.",
     )
 
 
