@@ -96,7 +96,7 @@ def check_target_delta(target_delta: object) -> None:
     """Refuse a delta that is no number between 2^-192 and 1 (`ConfigurationError`)."""
     if not is_delta(target_delta):
         raise ConfigurationError(
-            f"target_delta={shown(target_delta)}.",
+            f"target_delta={shown(target_delta)}{_as_text(target_delta)}.",
             why=f"delta is a probability below 1 (and below 1/n, which is checked with the data), and of at least "
             f"{_SMALLEST_DELTA:.1g}: with more than that, the key of the noise can be guessed.",
             fix="leave it out for n ** -1.1, or give a small number such as 1e-6.",
@@ -112,7 +112,7 @@ def check_given_probability(sampling_probability: object) -> None:
     """Refuse a sampling probability of the user's own that is no number between 1e-12 and 1 (`ConfigurationError`)."""
     if not (is_probability(sampling_probability) and sampling_probability >= _SMALLEST_PROBABILITY):  # type: ignore[operator]
         raise ConfigurationError(
-            f"sampling_probability={shown(sampling_probability)}.",
+            f"sampling_probability={shown(sampling_probability)}{_as_text(sampling_probability)}.",
             why=f"each example enters each step with it: it is a number of at least {_SMALLEST_PROBABILITY:g}, and at "
             "most 1.",
             fix="give about the expected batch size divided by a public guess of the number of examples, or leave it "
@@ -124,7 +124,7 @@ def check_max_batch_size(max_batch_size: object) -> None:
     """Refuse a cap on batches that is no whole number of at least 1 (`ConfigurationError`)."""
     if not is_count(max_batch_size, at_least=1):
         raise ConfigurationError(
-            f"max_batch_size={shown(max_batch_size)}.",
+            f"max_batch_size={shown(max_batch_size)}{_as_text(max_batch_size)}.",
             why="it is the most examples that one step may use: a whole number of at least 1.",
             fix="leave it out, or give the expected batch size and five times its square root.",
         )
@@ -135,7 +135,7 @@ def check_clipping_norm(clipping_norm: object) -> None:
     is_infinite = isinstance(clipping_norm, float) and clipping_norm == math.inf
     if not is_infinite and not (is_number(clipping_norm) and _SMALLEST_SIZE <= clipping_norm <= LARGEST_SIZE):  # type: ignore[operator]
         raise ConfigurationError(
-            f"clipping_norm={shown(clipping_norm)}.",
+            f"clipping_norm={shown(clipping_norm)}{_as_text(clipping_norm)}.",
             why="it bounds the l2 norm of each example's gradient and sets the size of the noise. Optimizers square "
             f"both in float32: outside {_SMALLEST_SIZE:g} to {LARGEST_SIZE:g} nothing or infinity is left.",
             fix="give a positive number; 1.0 is the usual start, 0.1 is common for large batches.",

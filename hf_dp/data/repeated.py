@@ -25,10 +25,11 @@ def warn_of_repeated(dataset: Any) -> None:
         ranks.warn(
             logger,
             "%d of the %d rows of the training data are another one once more, and one is there %d times (by select, "
-            "interleave_datasets, Subset or a list that is multiplied, say). What is promised is to a row, and "
-            "much less to an example that is several (docs/privacy.md). Give each once; or a column that says which "
-            "example each row is, as the unit (PrivacyConfig(unit=...)).",
-            *(int((found - 1).sum()), int(found.sum()), most),
+            "interleave_datasets, Subset or a list that is multiplied, say). What is promised is to a row, and much "
+            "less to an example that is several (docs/privacy.md). Have each row once, and weight its loss "
+            "(compute_per_example_loss); or number rows in a column before they are repeated, and make that the unit: "
+            "PrivacyConfig(unit=..., max_examples_per_unit=%d).",
+            *(int((found - 1).sum()), int(found.sum()), most, most),
         )
 
 

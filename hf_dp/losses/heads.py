@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from hf_dp.errors import ConfigurationError, UnsupportedModelError
 from hf_dp.losses.kinds import SAY_IT, base_model
+from hf_dp.losses.outputs import named
 from hf_dp.losses.tokens import accurate
 
 
@@ -81,7 +82,8 @@ def question_answering(model: nn.Module, batch: Mapping[str, Any], over_padding:
     """
     ends = [labels_of(batch, name) for name in ("start_positions", "end_positions")]
     output = model(**{k: v for k, v in batch.items() if k not in ("start_positions", "end_positions")})
-    if getattr(output, "start_logits", None) is None or output.start_logits.dim() != 2:
+    both = [named(output, name) for name in ("start_logits", "end_logits")]
+    if any(logits is None or logits.dim() != 2 for logits in both):
         raise UnsupportedModelError(
             f"{type(base_model(model)).__name__} returns no start_logits (B, T).",
             why="its question answering head is of another kind.",
@@ -89,7 +91,7 @@ def question_answering(model: nn.Module, batch: Mapping[str, Any], over_padding:
         )
     mask = None if over_padding else batch.get("attention_mask")
     total: Tensor | float = 0.0
-    for logits, positions in zip((output.start_logits, output.end_logits), ends, strict=True):
+    for logits, positions in zip(both, ends, strict=True):
         length = logits.shape[1]
         answers, logits = positions.view(-1).clamp(0, length), accurate(logits)
         if isinstance(mask, Tensor) and mask.shape == logits.shape:

@@ -38,6 +38,13 @@ def _heads() -> tuple[tuple[str, tuple[str, ...], Mapping[str, str | Sequence[st
     )
 
 
+def is_encoder(config: Any) -> bool:
+    """Whether there is a masked language model of its type. Such models pool no last token, whatever pads."""
+    from transformers.models.auto import modeling_auto as auto
+
+    return getattr(config, "model_type", None) in auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES
+
+
 @functools.cache
 def _of_class(name: str) -> str | None:
     """The kind of loss that a class of this name has; None where it is not known."""

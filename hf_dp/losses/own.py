@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from hf_dp.errors import HfDpError, UnsupportedModelError
 from hf_dp.losses.heads import question_answering
 from hf_dp.losses.kinds import SAY_IT, SHIFTED, base_model, loss_kind
+from hf_dp.losses.outputs import logits_of, named
 from hf_dp.losses.per_example import left_out, per_example_losses
 from hf_dp.losses.tokens import token_losses
 
@@ -93,7 +94,7 @@ def _probable(model: nn.Module, one: Mapping[str, Any], own: float, ours: float)
         )
     if loss_kind(model) == SHIFTED:
         labels = one["labels"]
-        logits = model(**{k: v for k, v in one.items() if k != "labels"}).logits
+        logits = logits_of(model, {k: v for k, v in one.items() if k != "labels"})
         if logits.shape[1] == labels.shape[1] and _is_same(float(token_losses(logits, labels, 0.0)), own):
             return (
                 "Its forward does not shift the labels: each position is to give its own token, not the next.",
@@ -108,7 +109,7 @@ def _is_same(ours: float, own: float) -> bool:
 
 def _own_loss(model: nn.Module, batch: Mapping[str, Any]) -> Any:
     try:
-        return getattr(model(**batch), "loss", None)
+        return named(model(**batch), "loss")
     except (HfDpError, torch.OutOfMemoryError):
         raise
     except (ValueError, TypeError, LookupError, RuntimeError) as error:

@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hf_dp.losses.heads import classification, ctc_losses, labels_of, question_answering, refuse_smoothing
-from hf_dp.losses.kinds import SHIFTED, TOKENWISE, base_model, loss_kind
+from hf_dp.losses.kinds import SHIFTED, TOKENWISE, base_model, is_encoder, loss_kind
+from hf_dp.losses.outputs import logits_of
 from hf_dp.losses.tokens import IGNORED, accurate, token_losses
 
 
@@ -42,7 +43,7 @@ def per_example_losses(model: nn.Module, batch: Mapping[str, Any], label_smoothi
     base = base_model(model)
     if kind == TOKENWISE and getattr(base.config, "is_encoder_decoder", False):
         inputs |= _decoder_inputs(base, batch, labels)
-    logits = model(**inputs).logits
+    logits = logits_of(model, inputs)
     if kind == SHIFTED:
         return token_losses(logits, next_token_labels(model, labels, logits.shape[1]), label_smoothing)
     if kind == TOKENWISE:
@@ -72,7 +73,8 @@ def left_out(model: nn.Module, batch: Mapping[str, Any]) -> Tensor | None:
     # Decoders pool the last token that is not of this number, and of none the first position: padding, where there is.
     of_text: Any = getattr(base.config, "get_text_config", lambda: base.config)()
     pad, ids = getattr(of_text, "pad_token_id", None), batch.get("input_ids")
-    if kind == "classification" and isinstance(ids, Tensor) and ids.dim() == 2 and isinstance(pad, int):
+    is_pooled_last = kind == "classification" and not is_encoder(base.config)
+    if is_pooled_last and isinstance(ids, Tensor) and ids.dim() == 2 and isinstance(pad, int):
         places = torch.arange(ids.shape[1], device=ids.device)
         last = places.expand_as(ids).masked_fill(ids.eq(pad), -1).amax(1, keepdim=True)
         pooled = last[:, 0].lt(0)

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from hf_dp.losses.outputs import logits_of
 from hf_dp.losses.per_example import next_token_labels
 from hf_dp.losses.tokens import IGNORED, token_sums
 
@@ -110,6 +111,6 @@ def log_probabilities(model: nn.Module, inputs: Mapping[str, Any], answers: Tens
         inputs: its inputs, (N, T).
         answers: 1 where a token belongs to the answer, (N, T).
     """
-    logits = model(**inputs).logits
+    logits = logits_of(model, inputs)
     labels = inputs["input_ids"].masked_fill(answers == 0, IGNORED)
     return -token_sums(logits, next_token_labels(model, labels, logits.shape[1]))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from contextlib import nullcontext
+from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import torch
@@ -71,12 +71,20 @@ class Truth(NamedTuple):
     rows: dict[str, RowSum]
 
     @staticmethod
-    def of(model: nn.Module, loss_fn: LossFunction, batch: Batch, weights: Tensor, tables: Collection[str]) -> Truth:
-        """With `weights` (B,). Of those that are alike the gradient is computed once."""
+    def of(
+        model: nn.Module,
+        loss_fn: LossFunction,
+        batch: Batch,
+        weights: Tensor,
+        tables: Collection[str],
+        numbers: Callable[[int], AbstractContextManager[object]],
+    ) -> Truth:
+        """With `weights` (B,). Of those that are alike the gradient is computed once, within `numbers(1)`."""
         norms, sums, parameters = [], None, trainable(model)
         rows = {name: RowSum(name, parameters[name]) for name in tables}
         for i in range(DIFFERENT):
-            one = loop(model, loss_fn, take(batch, [i]), tables=tables)
+            with numbers(1):
+                one = loop(model, loss_fn, take(batch, [i]), tables=tables)
             sums = one.zeros(besides=tables) if sums is None else sums
             with full_precision(one.losses.device):
                 squares = [(parameters[name], squared_norms(uses)[0]) for name, uses in one.factors.items() if uses]

@@ -299,9 +299,9 @@ def _expand_backward(saved: _Saved, operands: Operands, gradient: Tensor, axis: 
 
 def _bind_repeat(input: Tensor, *sizes: Any) -> Bound:
     times = list(sizes[0]) if len(sizes) == 1 and not isinstance(sizes[0], int) else list(sizes)
-    if len(times) not in (input.dim(), input.dim() + 1) or any(n != 1 for n in times[1:]):
+    if len(times) < max(1, input.dim()):  # tile puts ones in front
         raise _unsupported(
-            "repeat", f"shape {tuple(input.shape)} by {times}", "only one copy for each example, put in front, is known"
+            "repeat", f"shape {tuple(input.shape)} by {times}", "only copies along a first axis are known"
         )
     return Bound(None, {"weight": input}, {"rows": times[0], "sizes": times})
 
@@ -315,7 +315,11 @@ def _repeat(_: None, operands: Operands) -> tuple[Tensor, _Saved]:
 
 
 def _repeat_backward(saved: _Saved, operands: Operands, gradient: Tensor, axis: Axis, needs_input: bool) -> _Backward:
-    rows = gradient.reshape(axis.batch_size, -1, *_parameter(operands, "weight").shape)
+    weight, times = _parameter(operands, "weight"), operands.options["sizes"]
+    shape = [1] * (len(times) - weight.dim()) + list(weight.shape)
+    copies = gradient.reshape([size for axes in zip(times, shape, strict=True) for size in axes])
+    order = [*range(0, copies.dim(), 2), *range(1, copies.dim(), 2)]
+    rows = copies.permute(order).reshape(axis.batch_size, -1, *weight.shape)
     dtype = sum_dtype(rows.dtype)
     lengths = Lengths(torch.linalg.vector_norm(rows.reshape(*rows.shape[:2], -1), dim=2, dtype=dtype))
     return None, {"weight": PerExample(rows.sum(1, dtype=dtype), lengths=lengths)}
@@ -427,7 +431,7 @@ RULES: Mapping[Any, Rule] = MappingProxyType(
         torch.Tensor.__getitem__: _GETITEM,
         torch.Tensor.expand: _EXPAND,
         torch.Tensor.expand_as: replace(_EXPAND, bind=_bind_expand_as),
-        torch.Tensor.repeat: _REPEAT,
+        **dict.fromkeys((torch.Tensor.repeat, torch.Tensor.tile, torch.tile), _REPEAT),
         F.conv1d: _CONV1D,
         F.conv2d: _CONV2D,
     }

@@ -113,7 +113,8 @@ class Watch:
         if isinstance(losses, WatchedParameter):
             uses = [use for use in self.uses if use.reading == "constant"]
             operations = ", ".join(sorted({use.operation for use in uses}))
-            reason = f"no axis of its operands can be read as {self.batch_size} examples"
+            reason = f"no axis of its operands can be read as {self.batch_size} examples (a model called for each row "
+            reason += "by itself sees one: call it once for all, and take each one's loss of what it gives)"
             raise refusal(sorted({use.parameter for use in uses}), f"operation {operations}", reason)
 
     @contextmanager

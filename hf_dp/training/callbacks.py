@@ -9,6 +9,7 @@ from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState, TrainerControl, TrainerState
 
 import hf_dp.ranks as ranks
+from hf_dp.accounting import Ledger
 from hf_dp.agreement import keep_step, rate_of
 from hf_dp.training.progress import Seldom
 
@@ -19,6 +20,9 @@ class PrivateTrainer(Protocol):
     """What the callback needs of the trainer that it is bound to."""
 
     callback_handler: Any
+
+    @property
+    def ledger(self) -> Ledger: ...
 
     def begin_private_run(self, state: TrainerState) -> None: ...
 
@@ -88,7 +92,9 @@ class PrivacyCallback(TrainerCallback, ExportableState):
 
     def on_interruption(self) -> None:
         """Of a training that ends by an exception: what it spent since the bar was written, perhaps in half a step."""
-        self._show_spent()
+        # Where a checkpoint is refused, the step is that of the checkpoint, and its ledger is not this training's.
+        if self.trainer is not None and self.trainer.ledger.steps:
+            self._show_spent()
 
     def _show_spent(self) -> None:
         """On Trainer's bar, which rank 0 alone has. The words name their step: the bar goes on without them."""

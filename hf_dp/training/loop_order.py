@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 from accelerate import skip_first_batches
+from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 
 import hf_dp.ranks as ranks
@@ -22,6 +23,16 @@ class LogicalBatch:
 
     def __init__(self, item: Mapping[str, Any]) -> None:
         self._item = item
+
+    def _refused(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise ConfigurationError(
+            "a batch of batches() is no input of a model.",
+            why="it is a whole draw, which step() puts through the model a few rows at a time, to clip each by itself.",
+            fix="call run.step(batch), which computes the loss and writes the gradients; rows to evaluate "
+            "are collated apart.",
+        )
+
+    keys = items = values = get = to = __getitem__ = __iter__ = _refused
 
 
 class DrawOrder:
@@ -123,7 +134,7 @@ class LoopOrder:
         self._refuse_untaken("the next batch")
 
     @contextmanager
-    def used(self, batch: LogicalBatch, ledger: Ledger) -> Iterator[Mapping[str, Any]]:
+    def used(self, batch: LogicalBatch, ledger: Ledger, optimizer: Any) -> Iterator[Mapping[str, Any]]:
         """What is in a batch, for its step. One that fails before it is in the ledger can be taken again, by a single
         process.
         """
@@ -136,6 +147,13 @@ class LoopOrder:
                 fix="call step(batch) once for each batch, inside `for batch in run.batches()`.",
             )
         self.refuse_unsteady("step()")
+        if isinstance(optimizer, AcceleratedOptimizer) and not optimizer.gradient_state.sync_gradients:
+            raise ConfigurationError(
+                "step() within accumulate() of accelerate, in a round in which its optimizer does nothing.",
+                why="the gradient would be paid for, and not be taken.",
+                fix="leave accumulate() and gradient_accumulation_steps out: expected_batch_size is all of a step, and "
+                "micro_batch_size what is in memory at a time.",
+            )
         # Before the step, so that neither another thread nor a loop that goes on after an error can use it again.
         self._drawn, self._is_half, spent = None, True, ledger.steps
         try:

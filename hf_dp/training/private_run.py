@@ -234,7 +234,7 @@ class PrivateRun:
             ConfigurationError: a batch that is not the latest of `batches`, a gradient that no optimizer took, or
                 weights that something else has moved.
         """
-        with self._order.used(batch, self.ledger) as item, ranks.together():
+        with self._order.used(batch, self.ledger, self._optimizer) as item, ranks.together():
             keep_step(self.global_step, "goes on", rate_of(self._optimizer))
             self.model.train()
             mean = self._run.step(item).mean_loss

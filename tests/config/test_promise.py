@@ -188,3 +188,13 @@ def test_nothing_of_a_promise_can_be_set_and_no_other_name() -> None:
         with pytest.raises(dataclasses.FrozenInstanceError, match=name):
             setattr(made, name, 3.0)
     assert made == dataclasses.replace(made) == PrivacyConfig(target_epsilon=8.0)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["target_epsilon", "noise_multiplier", "target_delta", "sampling_probability", "max_batch_size", "clipping_norm"],
+)
+def test_a_number_that_is_text_is_said_to_be_text(name: str) -> None:
+    budget = {} if name in ("target_epsilon", "noise_multiplier") else {"target_epsilon": 8.0}
+    with pytest.raises(ConfigurationError, match=f"^{name}='1e-05', which is text, not a number"):
+        PrivacyConfig(**{**budget, name: "1e-05"})

@@ -62,4 +62,4 @@ def test_of_units_it_is_no_matter(tmp_path: Path, caplog: pytest.LogCaptureFixtu
         data = data if unit else data.remove_columns("whose")
         caplog.clear()
         make(tmp_path / str(unit), privacy=privacy, parts={"train_dataset": data}).get_train_dataloader()
-        assert ("another one once more" in caplog.text) == (unit is None)
+        assert ("max_examples_per_unit=2" in caplog.text) == (unit is None)

@@ -21,6 +21,7 @@ from hf_dp.data.telling_rows import (
 )
 from hf_dp.data.widths import outermost, widths_of
 from hf_dp.errors import PreflightError, UnsupportedModelError
+from tests.zoo import text_batch, tiny
 
 ROWS = [
     {"input_ids": [3, 4], "labels": 1},
@@ -233,6 +234,19 @@ def test_switches_are_refused_and_everything_is_put_back() -> None:
     with pytest.raises(UnsupportedModelError, match="added from nothing to 'short'"), state.unchanged_state(model):
         model.added = "short"
     assert not hasattr(model, "added")
+
+
+def test_what_a_model_notes_of_its_first_labels_is_a_switch_and_may_be_set_before() -> None:
+    """Transformers' own heads do, where a loss of one's own calls the model with labels."""
+    model, batch = tiny("bert", "sequence"), text_batch("sequence")
+    model.config.problem_type = None
+    words = r"change config\.problem_type from None to 'single_label_classification', and it stays so"
+    with pytest.raises(UnsupportedModelError, match=words), state.unchanged_state(model):
+        model(**batch)
+    assert model.config.problem_type is None
+    model.config.problem_type = "single_label_classification"  # as it is told to
+    with state.unchanged_state(model):
+        model(**batch)
 
 
 @pytest.mark.parametrize(

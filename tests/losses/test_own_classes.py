@@ -10,7 +10,12 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional as F
-from transformers import BertForSequenceClassification, BertPreTrainedModel, DistilBertForSequenceClassification
+from transformers import (
+    BertForSequenceClassification,
+    BertPreTrainedModel,
+    DistilBertForSequenceClassification,
+    DistilBertPreTrainedModel,
+)
 
 from hf_dp.errors import UnsupportedModelError
 from hf_dp.losses.kinds import loss_kind
@@ -51,6 +56,38 @@ def test_a_class_of_ones_own_says_which_loss_it_has_and_is_held_to_it() -> None:
     model.weight = 2.0
     with pytest.raises(UnsupportedModelError, match="as its loss of one example"):
         check_own_loss(model, batch)
+
+
+class Returning(DistilBertPreTrainedModel):
+    """What it returns is no output of Transformers: a dictionary or a tuple, as Trainer takes them too."""
+
+    def __init__(self, config: Any, returned: str) -> None:
+        super().__init__(config)
+        self.judge, self.returned = DistilBertForSequenceClassification(config), returned
+        self.loss_type = "ForSequenceClassification"
+
+    def forward(self, input_ids: Any, attention_mask: Any, labels: Any = None) -> Any:
+        logits = self.judge(input_ids, attention_mask).logits
+        loss = None if labels is None else F.cross_entropy(logits, labels)
+        if self.returned == "nothing of use":
+            return {"scores": logits, "loss": loss}
+        if self.returned == "a dictionary":
+            return {"loss": loss, "logits": logits}
+        return (loss, logits) if loss is not None or self.returned == "a tuple with None" else (logits,)
+
+
+@pytest.mark.parametrize("returned", ["a dictionary", "a tuple", "a tuple with None"])
+def test_a_dictionary_and_a_tuple_are_read_as_trainer_reads_them(tmp_path: Path, returned: str) -> None:
+    run = make(tmp_path, Returning(classifier().config, returned))
+    run.train()
+    assert run.ledger.steps == 4
+
+
+def test_a_model_without_logits_is_told_so() -> None:
+    model = Returning(tiny("distilbert", "sequence").config, "nothing of use").eval()
+    with pytest.raises(UnsupportedModelError, match=r"^Returning returns no logits, but loss, scores\.") as caught:
+        per_example_losses(model, text_batch("sequence"))
+    assert "'logits'" in caught.value.fix
 
 
 class PlainForSequenceClassification(nn.Module):

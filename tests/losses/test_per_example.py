@@ -109,6 +109,17 @@ def test_failure_63_a_row_of_nothing_but_padding_numbers_adds_nothing() -> None:
     assert bool(losses[1:].gt(0).all())
 
 
+@pytest.mark.parametrize("pads", [0, 9])
+def test_an_encoder_pools_no_last_token_whatever_its_config_says_of_padding(pads: int) -> None:
+    """As where a tokenizer from elsewhere pads with another number than the config names."""
+    model = tiny("bert", "sequence").eval()
+    model.config.pad_token_id = 0
+    ids = torch.tensor([[7, 8, pads, pads], [7, 8, 6, 5]])
+    mask = torch.tensor([[1, 1, 0, 0], [1, 1, 1, 1]])
+    losses = per_example_losses(model, {"input_ids": ids, "attention_mask": mask, "labels": torch.tensor([0, 1])})
+    assert bool(losses.gt(0).all())
+
+
 def test_mbart_and_a_row_without_labels() -> None:
     """It looks for the last token of each row, and fails where there is none."""
     model, batch = tiny("mbart", "seq2seq"), text_batch("seq2seq")

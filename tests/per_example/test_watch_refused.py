@@ -181,6 +181,15 @@ def test_positions_that_come_first_are_the_reason() -> None:
         record(REFUSED["time-major"][0], square, batch(3, 10, 4))
 
 
+def test_a_model_that_is_called_for_one_row_after_the_other_is_told_so() -> None:
+    def one_by_one(model: nn.Module, batch: Any) -> Tensor:
+        return torch.stack([model(row[None]).square().mean() for row in batch["x"]])
+
+    model = Small(lambda m, x: m.linear(x), linear=nn.Linear(4, 4))
+    with pytest.raises(UnsupportedModelError, match="called for each row by itself sees one: call it once for all"):
+        record(model, one_by_one, batch(3, 10, 4))
+
+
 def penalised(create_graph: bool) -> Any:
     def loss(model: nn.Module, batch: Any) -> Tensor:
         x = batch["x"].clone().requires_grad_()

@@ -362,6 +362,13 @@ EXACT: dict[str, Small] = {
         attention=nn.MultiheadAttention(4, 2, batch_first=True),
         query=parameter(1, 2, 4),
     ),
+    "copies for examples, and for positions of each": Small(
+        lambda m, x: torch.tanh(torch.cat([x, m.w.repeat(len(x), 5, 1)], 1)), w=parameter(1, 1, 4)
+    ),
+    "tiled along several axes": Small(
+        lambda m, x: torch.tanh(torch.cat([x, m.w.tile(len(x), 2, 2), torch.tile(m.w, (len(x), 1, 2))], 1)),
+        w=parameter(3, 2),
+    ),
     "nn.MultiheadAttention over other features": Small(
         lambda m, x: m.attention(x, x[..., :3], x[..., 1:])[0],
         attention=nn.MultiheadAttention(4, 2, batch_first=True, kdim=3, vdim=3),

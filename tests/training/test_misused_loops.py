@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
 from torch import nn
 
 from hf_dp.errors import ConfigurationError, LedgerError
@@ -220,3 +221,37 @@ def test_failure_77_rates_that_follow_from_the_losses_of_steps(withheld: bool) -
         assert run.step(batch) == 0
         optimizer.step()
         scheduler.step(1.0)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda model, batch: model(**batch),
+        lambda model, batch: batch["labels"],
+        lambda model, batch: batch.to("cpu"),
+        lambda model, batch: {name: value.to("cpu") for name, value in batch.items()},
+    ],
+    ids=["a model", "a name", "to a device", "one by one"],
+)
+def test_a_batch_is_no_input_of_a_model(use: Any) -> None:
+    model = classifier()
+    run, *_ = begun(model)
+    with pytest.raises(ConfigurationError, match=r"^a batch of batches\(\) is no input of a model") as caught:
+        use(model, next(run.batches()))
+    assert "run.step(batch)" in caught.value.fix
+    assert run.ledger.steps == 0
+
+
+def test_within_accelerates_accumulate_a_step_is_refused_before_it_is_paid_for() -> None:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model = classifier()
+    run, optimizer = a_run(model), torch.optim.SGD(model.parameters(), lr=0.1)
+    run.begin(accelerator.prepare(optimizer))
+    batch = next(run.batches())
+    words = r"^step\(\) within accumulate\(\) of accelerate"
+    with pytest.raises(ConfigurationError, match=words), accelerator.accumulate(model):
+        run.step(batch)
+    assert run.ledger.steps == 0
+    accelerator.gradient_state._set_sync_gradients(True)
+    run.step(batch)
+    assert run.ledger.steps == 1

@@ -13,7 +13,7 @@ import pytest
 from dp_accounting import pld
 from transformers import TrainerCallback
 
-from hf_dp.errors import ConfigurationError
+from hf_dp.errors import ConfigurationError, LedgerError
 from hf_dp.figures import upper
 from tests.training.workbench import EXPECTED, ROWS, STEPS, exact, last_log, make, private, trained
 
@@ -87,6 +87,16 @@ def test_the_bar_names_the_step_of_its_epsilon_and_ends_with_all_that_was_spent(
         trainer.train()
     spent = upper(trainer.privacy_report().epsilon, 4)
     assert bar.shown[-1] == f"{spent} after step {interrupted_at or STEPS}"
+
+
+def test_the_bar_says_nothing_of_epsilon_where_a_checkpoint_is_refused(tmp_path: Path) -> None:
+    """It said 0, after the checkpoint's step."""
+    trained(tmp_path, save_strategy="steps", save_steps=STEPS)
+    bar = WithBar()
+    trainer = make(tmp_path, parts={"callbacks": [bar]}, max_steps=STEPS + 1)
+    with pytest.raises(LedgerError, match="the ledger belongs to another run"):
+        trainer.train(resume_from_checkpoint=True)
+    assert bar.shown == []
 
 
 def test_epsilon_and_noise_are_logged_and_shown_in_the_progress_bar(tmp_path: Path) -> None:

@@ -205,6 +205,22 @@ def test_label_smoothing_is_that_of_trainer_on_each_example(tmp_path: Path, head
     assert torch.allclose(ours, theirs, atol=1e-6)
 
 
+class Masking(DPTrainer):
+    """Draws which tokens are seen, in evaluation too: numbers of each example's own."""
+
+    def compute_per_example_loss(self, model: Any, inputs: Any) -> torch.Tensor:
+        labels, mask = inputs.pop("labels"), inputs["attention_mask"]
+        hidden = model.get_input_embeddings()(inputs["input_ids"]) * torch.rand(mask.shape)[..., None].gt(0.15)
+        logits = model(inputs_embeds=hidden, attention_mask=mask).logits
+        return torch.nn.functional.cross_entropy(logits, labels, reduction="none")
+
+
+def test_a_loss_that_draws_numbers_for_each_example_in_every_mode(tmp_path: Path) -> None:
+    trainer = make(tmp_path, kind=Masking, parts={"eval_dataset": rows(8)}, eval_strategy="epoch")
+    trainer.train()
+    assert trainer.ledger.steps == STEPS
+
+
 def test_optimizer_and_scheduler_of_ones_own(tmp_path: Path) -> None:
     model = classifier()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from hf_dp.per_example.batch import Batch, LossFunction, take
 from hf_dp.per_example.checks.draws import Change, Draw, Draws
 from hf_dp.per_example.checks.independence import NoDropout, draws_numbers, parameter_norms
+from hf_dp.per_example.checks.numbers import NumbersAlike
 from hf_dp.per_example.checks.survey import telling_sizes
 from hf_dp.per_example.reading import Reader
 from hf_dp.per_example.rule import Readings, Rule, Use
@@ -53,17 +54,18 @@ def follows_number(
             return False
     is_fine = {p.dtype for p in model.parameters()} <= _SAME.keys()
 
-    def norms(size: int, is_interleaved: bool, given: Sequence[Any] = ()) -> tuple[Tensor, list[Any]]:
-        draws = Draws(size, Change(is_alike=True, is_interleaved=is_interleaved), given=given)
-        watch = Watch(Reader(size, readings=readings), rules)
-        with NoDropout(), draws.attached():
-            found = parameter_norms(model, loss_fn, take(batch, [0] * size), [1.0] * size, watch)
-        of_first = torch.stack([norms[:1] for norms in found.values()], 1)
-        return of_first.to(torch.float32 if is_fine else torch.bfloat16), draws.of_first
-
     def follows(is_interleaved: bool) -> bool:
-        before, given = norms(few, is_interleaved)
-        return bool(given) and bool(moved_rows([before], [norms(more, is_interleaved, given)[0]], {0}))
+        numbers = NumbersAlike(is_interleaved=is_interleaved)
+
+        def norms(size: int) -> Tensor:
+            watch = Watch(Reader(size, readings=readings), rules)
+            with NoDropout(), numbers(size):
+                found = parameter_norms(model, loss_fn, take(batch, [0] * size), [1.0] * size, watch)
+            of_first = torch.stack([norms[:1] for norms in found.values()], 1)
+            return of_first.to(torch.float32 if is_fine else torch.bfloat16)
+
+        before = norms(few)
+        return any(numbers.first) and bool(moved_rows([before], [norms(more)], {0}))
 
     return follows(is_interleaved=False) and follows(is_interleaved=True)
 

@@ -73,15 +73,17 @@ class Draws(TorchDispatchMode):
         has_own_generator: a draw came from a generator other than the global ones, or numpy made one without a seed.
         has_unseen: a global generator gave numbers in another way, as by `from random import random`.
         states: of the global generators, before each draw; no draw that is seen moves them.
-        of_first: if all are alike, the numbers of the first example.
+        of_first: if all are alike, the numbers of the first example in each draw, none where they belong to all.
     """
 
-    def __init__(self, size: int, change: Change, place: Callable[[], str] = str, *, given: Sequence[Any] = ()) -> None:
+    def __init__(
+        self, size: int, change: Change, place: Callable[[], str] = str, *, given: Sequence[list[Any]] = ()
+    ) -> None:
         """`given`: `of_first` of a run with another number of examples, for the examples of this one."""
         super().__init__()  # type: ignore[no-untyped-call]
         self.size, self.change, self.place, self.given = size, change, place, given
         self.seen: list[Draw] = []
-        self.of_first: list[Any] = []
+        self.of_first: list[list[Any]] = []
         self.has_own_generator = self.has_unseen = False
         self.states: list[tuple[int, ...]] = []
 
@@ -144,6 +146,7 @@ class Draws(TorchDispatchMode):
             numbers = sum(int(np.prod(np.shape(leaf))) for leaf in leaves)
             self.seen.append(Draw(name, shape, is_shared, self.place()))
             if change.is_alike:
+                self.of_first.append([])
                 return usual if is_shared else self._alike(usual)
             seed_global_state(index, 1)
             if is_shared and change.row is None and change.extreme and change.only in (None, index):
@@ -191,9 +194,10 @@ class Draws(TorchDispatchMode):
         places = np.arange(value.shape[axis])
         of_one = len(places) // self.size
         first = _taken(value, places[:: self.size] if self.change.is_interleaved else places[:of_one], axis)
-        self.of_first.append(first)
-        given = next(iter(self.given[len(self.of_first) - 1 :]), first)
-        first = given if given.shape == first.shape else first
+        drawn, of_draw = len(self.of_first) - 1, self.of_first[-1]
+        given = next(iter([*self.given[drawn : drawn + 1], []][0][len(of_draw) :]), first)
+        of_draw.append(first)
+        first = _begun_as(given, first)
         return _taken(first, places // self.size if self.change.is_interleaved else places % of_one, axis)
 
 
@@ -206,6 +210,16 @@ def _taken(value: Any, places: Any, axis: int) -> Any:
     if isinstance(value, Tensor):
         return value.index_select(axis, torch.from_numpy(places).to(value.device))
     return np.take(value, places, axis)
+
+
+def _begun_as(given: Any, value: Any) -> Any:
+    """`value` with the numbers of `given` where both have some: a row with more padding has more of them."""
+    if given is value or len(given.shape) != len(value.shape):
+        return value
+    both = tuple(slice(min(pair)) for pair in zip(given.shape, value.shape, strict=True))
+    begun = value.clone() if isinstance(value, Tensor) else value.copy()
+    begun[both] = given[both]
+    return begun
 
 
 def _drew_nothing(leaves: list[Any], seed: int, draw: Callable[[], Any], is_torchs: bool) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import MappingProxyType
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from hf_dp.errors import PreflightError
 from hf_dp.per_example.batch import Batch, LossFunction, batch_size, take
 from hf_dp.per_example.checks.draws import Change, Draws
+from hf_dp.per_example.checks.numbers import Numbers, under_numbers_alike
 from hf_dp.per_example.ieee import full_precision
 from hf_dp.per_example.norms import squared_norms
 from hf_dp.per_example.reading import Reader
@@ -52,7 +53,7 @@ def check_independence(
 
     Three forward passes over five rows made of two examples, with dropout off and the model in the mode that it is in.
     Where other randomness is left, rows are compared under the same random numbers, also of the first without a copy,
-    and again in eval mode.
+    and again in eval mode, where all examples have the same.
 
     Nothing can be seen, and nothing is checked, where all examples are the same.
 
@@ -75,9 +76,9 @@ def check_independence(
         if is_random:
             found = mixing(in_place=True) or mixing(_SINGLE, in_place=True)
             with in_mode(model, training=False):
-                found = found or mixing()
-    if found is not None:
-        raise _mixed(found)
+                under_numbers_alike(lambda numbers: _refuse(found or mixing(numbers=numbers)))
+        else:
+            _refuse(found)
 
 
 def check_shares(
@@ -117,7 +118,7 @@ def check_shares(
         comparable = expected.isfinite() & found.isfinite()
         error = (found - expected).abs().where(comparable, 0) / factor
         if bool((error > _SHARE_TOLERANCE * (norms.where(comparable, 0) + _NEGLIGIBLE * whole)).any()):
-            raise _mixed(f"the gradient of {name} for one example depends on the losses of others.")
+            _refuse(f"the gradient of {name} for one example depends on the losses of others.")
 
 
 def parameter_norms(
@@ -135,14 +136,16 @@ def parameter_norms(
         return {name: squared_norms(uses)[0].double().sqrt().cpu() for name, uses in watch.factors.items() if uses}
 
 
-def _mixed(found: str) -> PreflightError:
-    return PreflightError(
+def _refuse(found: str | None) -> None:
+    if found is None:
+        return
+    raise PreflightError(
         found,
         why="either the example axis is read wrongly or examples mix, as in batch normalisation, losses normalised "
-        "over the batch, packed sequences or capacity-limited experts; then clipping one example does not bound its "
-        "influence.",
-        fix="make the operation act on each example alone, or freeze the parameter; keep dropout and padding as they "
-        "are, they are not the cause.",
+        "over the batch or with its other rows as negatives, packed sequences or capacity-limited experts; then "
+        "clipping one example does not bound its influence.",
+        fix="make the operation and the loss act on each example alone (negatives belong into the row), "
+        "or freeze the parameter; keep dropout and padding as they are, they are not the cause.",
     )
 
 
@@ -160,10 +163,11 @@ def _mixing(
     watch: _Watching,
     mixed: Sequence[int] = _MIXED,
     in_place: bool = False,
+    numbers: Numbers = nullcontext,
 ) -> str | None:
     runs = []
     for pattern in (mixed, _ONLY_FIRST, _ONLY_SECOND):
-        with forked_rng(model):
+        with forked_rng(model), numbers(len(pattern)):
             runs.append(_observe(model, loss_fn, take(batch, pattern), watch))
     if any([use for use, _ in seen] != [use for use, _ in runs[0][0]] for seen, _ in runs):
         return "the model used its parameters differently when the examples of the batch were exchanged."

@@ -6,7 +6,7 @@ import copy
 import functools
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -16,8 +16,9 @@ from torch.utils.checkpoint import CheckpointError
 
 import hf_dp.ranks as ranks
 from hf_dp.errors import PreflightError
-from hf_dp.per_example.batch import Batch, LossFunction, take
+from hf_dp.per_example.batch import Batch, LossFunction, batch_size, take
 from hf_dp.per_example.checks.independence import NoDropout, draws_numbers, forked_rng, in_mode
+from hf_dp.per_example.checks.numbers import Numbers, under_numbers_alike
 from hf_dp.per_example.checks.preflight import off_zero
 from hf_dp.per_example.precision import FEW, checkpoints, computed_in, noting_16_bits, with_memory_to_spare
 from hf_dp.per_example.record import PerExampleGradients, record
@@ -52,10 +53,11 @@ def check_padding(
     """Checks that an example's gradient and loss are the same alone and beside the others, longer and shorter.
 
     Everything is computed in float32 (before it is refused, in float64 as well) with dropout off, in the mode that
-    the model is in; a model that draws other random numbers, in eval mode. With 16-bit weights, or under autocast,
-    less is finite: there it is computed as it is trained too, and seen whether it is finite. What a collator draws at
-    random (masked language modelling), or what prepares its batches, cannot be drawn again for the example alone; there
-    its row of the batch is cut to the length that it has alone, on one side or the other.
+    the model is in; a model that draws other random numbers, in eval mode, where all examples have the same ones. With
+    16-bit weights, or under autocast, less is finite: there it is computed as it is trained too, and seen whether it is
+    finite. What a collator draws at random (masked language modelling), or what prepares its batches, cannot be drawn
+    again for the example alone; there its row of the batch is cut to the length that it has alone, on one side or the
+    other.
 
     Args:
         examples: two or more, of different lengths where possible, the shortest first: what a short one leaves behind
@@ -75,6 +77,8 @@ def check_padding(
     Raises:
         PreflightError: a gradient moves, so one long example would change all its neighbours.
     """
+
+    numbers: Numbers = nullcontext
 
     def collated(examples: Sequence[Any]) -> Batch:
         # The same rows are collated again and again, and a collator may change them.
@@ -104,7 +108,8 @@ def check_padding(
 
         def gradients(batch: Batch) -> tuple[PerExampleGradients, dict[str, Tensor]]:
             with computed(batch, checkpointed=True) as exact:
-                found = record(model, loss_fn, exact, certificate=certificate, rules=rules, tables=tables)
+                with numbers(batch_size(exact)):
+                    found = record(model, loss_fn, exact, certificate=certificate, rules=rules, tables=tables)
                 return found, {name: values.clone() for name, values in model.named_buffers()}
 
         together, apart = drawn(prepared)
@@ -153,7 +158,7 @@ def check_padding(
 
     def refuse_lost() -> None:
         def computed_as_trained(batch: Batch) -> PerExampleGradients:
-            with checkpoints(model, are_kept=True):
+            with checkpoints(model, are_kept=True), numbers(batch_size(batch)):
                 return record(model, loss_fn, batch, certificate=certificate, rules=rules, tables=tables)
 
         together, apart = drawn(prepare)
@@ -164,7 +169,9 @@ def check_padding(
                 raise _leak(_NO_NUMBER)
             note(min(moved_by(model, in_batch, i, found, tables) for found in alone))
 
-    def refuse_any() -> list[float]:
+    def refuse_any(drawn_within: Numbers) -> list[float]:
+        nonlocal numbers
+        numbers = drawn_within
         norms = refuse_moved()
         if is_rounded():
             refuse_lost()
@@ -175,22 +182,22 @@ def check_padding(
         return in_either_mode(model, refuse_any, lambda: draws_numbers(model, loss_fn, prepare(collated(examples[:1]))))
 
 
-def in_either_mode(model: nn.Module, check: Callable[[], _Found], draws: Callable[[], bool]) -> _Found:
+def in_either_mode(model: nn.Module, check: Callable[[Numbers], _Found], draws: Callable[[], bool]) -> _Found:
     """What `check` finds, with dropout off, in the mode that the model is in; in eval mode where it `draws` numbers all
-    the same.
+    the same, and there with the same ones for all examples, within what `check` is given.
 
     Raises:
         PreflightError: of `check`.
     """
     try:
-        return check()
+        return check(nullcontext)
     except CheckpointError:
         pass  # Computed again by a wrapper of torch's, where dropout is not left out any more.
     except PreflightError:
         if not draws():
             raise
     with in_mode(model, training=False):
-        return check()
+        return under_numbers_alike(check)
 
 
 def _are_finite(found: PerExampleGradients) -> list[bool]:

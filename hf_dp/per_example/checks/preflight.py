@@ -31,6 +31,7 @@ from hf_dp.per_example.checks.independence import (
     in_mode,
 )
 from hf_dp.per_example.checks.mixing import refuse_mixing
+from hf_dp.per_example.checks.numbers import Numbers, under_numbers_alike
 from hf_dp.per_example.checks.quantised import check_quantised, passing_gradients
 from hf_dp.per_example.checks.state import refuse_compiled, uncompiled
 from hf_dp.per_example.checks.survey import surveyed
@@ -162,21 +163,29 @@ def _with_enough_bits(model: nn.Module, batch: Batch, check: Callable[[Batch], _
 def _check_gradients(
     model: nn.Module, loss_fn: LossFunction, batch: Batch, rules: Mapping[Any, Rule], tables: Collection[str]
 ) -> Watch:
-    """Engine against oracle in eval mode; the watch knows the uses that were compared."""
+    """Engine against oracle in eval mode, where all examples have the same random numbers if any are drawn there.
+
+    The watch knows the uses that were compared.
+    """
     size = batch_size(batch)
     # As many examples as no other axis has, of which more than three different ones show no more.
     batch = take(batch, [i % DIFFERENT for i in range(size)])
-    with in_mode(model, training=False):
+
+    def checked(numbers: Numbers) -> Watch:
         watch = Watch(Reader(size), rules, tables=frozenset(tables))
-        losses = watch.run(model, loss_fn, batch)
+        with numbers(size):
+            losses = watch.run(model, loss_fn, batch)
         parameters = trainable(model)
         found = PerExampleGradients(losses, watch.factors, parameters, frozenset(watch.uses), watch.versions)
         weights = torch.linspace(0.5, 1.5, len(losses), device=losses.device, dtype=torch.float64)
-        truth = Truth.of(model, loss_fn, batch, weights, tables)
-    # A frozen base in bf16 rounds what reaches an adapter in float32.
-    dtypes = watch.dtypes | {p.dtype for p in model.parameters() if p.is_floating_point()}
-    _compare(found, truth, weights, dtypes, parameters)
-    return watch
+        truth = Truth.of(model, loss_fn, batch, weights, tables, numbers)
+        # A frozen base in bf16 rounds what reaches an adapter in float32.
+        dtypes = watch.dtypes | {p.dtype for p in model.parameters() if p.is_floating_point()}
+        _compare(found, truth, weights, dtypes, parameters)
+        return watch
+
+    with in_mode(model, training=False):
+        return under_numbers_alike(checked)
 
 
 def check_modules(model: nn.Module) -> None:

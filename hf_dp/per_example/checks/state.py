@@ -212,7 +212,9 @@ def _put_back(
             found = vars(holder).get(name)
             if found is value or (not isinstance(value, Tensor) and type(found) is type(value) and found == value):
                 continue
-            if isinstance(value, (str, bool)) and isinstance(found, (str, bool)):
+            # Of a module None is what is not there yet.
+            is_switch = isinstance(value, (str, bool)) or (value is None and not isinstance(holder, nn.Module))
+            if is_switch and isinstance(found, (str, bool)):
                 switched.append(f"{path}.{name}".lstrip(".") + f" from {value!r} to {found!r}")
             elif not isinstance(holder, nn.Module):
                 written.append(f"{path}.{name}")

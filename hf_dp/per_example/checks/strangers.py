@@ -9,18 +9,20 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from hf_dp.errors import PreflightError
-from hf_dp.per_example.batch import Batch, LossFunction, take
+from hf_dp.per_example.batch import Batch, LossFunction, batch_size, take
 from hf_dp.per_example.checks.independence import NoDropout, draws_numbers, forked_rng
+from hf_dp.per_example.checks.numbers import Numbers
 from hf_dp.per_example.checks.padding import in_either_mode, moved_by, tolerance_of
 from hf_dp.per_example.checks.preflight import off_zero
 from hf_dp.per_example.precision import computed_in, with_memory_to_spare
-from hf_dp.per_example.record import record
+from hf_dp.per_example.record import PerExampleGradients, record
 from hf_dp.per_example.rule import Certificate, Rule
 from hf_dp.per_example.rules import RULES
 from hf_dp.per_example.sharding import is_sharded
@@ -64,7 +66,7 @@ def check_strangers(
     whole numbers: those of the other rows, and on a CPU, where an index out of range is told at once, also 0, 1 and the
     next after the largest, or of few classes each (not of shards). With what cannot be computed nothing is checked. In
     float32 (before a refusal, in float64 as well) with dropout off, in the mode that the model is in; a model that
-    draws other random numbers, in eval mode.
+    draws other random numbers, in eval mode, where all examples have the same ones.
 
     Args:
         batch: two examples or more, short ones.
@@ -75,7 +77,11 @@ def check_strangers(
     tolerance = tolerance_of(model)
     # What fails must fail at once, and leave no shards (FSDP2) half gathered.
     guesses = not is_sharded(model) and all(answers_at_once(p.device) for p in model.parameters())
-    gradients = functools.partial(record, model, loss_fn, certificate=certificate, rules=rules, tables=tables)
+    numbers: Numbers = nullcontext
+
+    def gradients(batch: Batch) -> PerExampleGradients:
+        with numbers(batch_size(batch)):
+            return record(model, loss_fn, batch, certificate=certificate, rules=rules, tables=tables)
 
     def refuse_moved(batch: Batch) -> None:
         norms = gradients(batch).squared_norms().sqrt()
@@ -107,7 +113,9 @@ def check_strangers(
 
         with_memory_to_spare(refuse)
 
-    def refuse_any() -> None:
+    def refuse_any(drawn_within: Numbers) -> None:
+        nonlocal numbers
+        numbers = drawn_within
         try:
             refuse_in(torch.float32)
         except PreflightError as found:

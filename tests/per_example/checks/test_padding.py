@@ -20,6 +20,7 @@ from transformers import (
 
 from hf_dp.errors import PreflightError
 from hf_dp.losses import per_example_losses
+from hf_dp.per_example import preflight
 from hf_dp.per_example.checks.padding import check_padding
 from tests.architectures import CONFIGS, VOCABULARY
 from tests.zoo import adapted, tiny, with_dropout
@@ -134,7 +135,8 @@ def test_one_width_for_all_or_padding_without_influence_is_accepted(model: Any, 
     check_padding(model(), per_example_losses, texts, collate)
 
 
-def test_dropout_and_noise_of_the_model_are_no_leak() -> None:
+@pytest.mark.parametrize("always", [False, True], ids=["in training", "in eval mode too"])
+def test_dropout_and_noise_of_the_model_are_no_leak(always: bool) -> None:
     class Noisy(nn.Module):
         def __init__(self, inner: Any) -> None:
             super().__init__()
@@ -142,7 +144,7 @@ def test_dropout_and_noise_of_the_model_are_no_leak() -> None:
 
         def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Any:
             embedded = self.inner.get_input_embeddings()(input_ids)
-            if self.training:
+            if self.training or always:
                 embedded = embedded * (1 + 0.1 * torch.rand_like(embedded))
             return self.inner(inputs_embeds=nn.functional.dropout(embedded, 0.5), attention_mask=attention_mask)
 
@@ -151,10 +153,14 @@ def test_dropout_and_noise_of_the_model_are_no_leak() -> None:
         kept = batch["attention_mask"][..., None]
         return (hidden.square() * kept).sum((1, 2)) / kept.sum((1, 2))
 
-    model = Noisy(tiny("llama", "causal_lm", torch.float32)).train()
-    check_padding(model, losses, TEXTS, collator())
+    def held(name: str, collate: Any) -> None:
+        model = Noisy(tiny(name, "causal_lm", torch.float32)).train()
+        certificate = preflight(model, losses, collate(TEXTS))
+        check_padding(model, losses, TEXTS, collate, certificate=certificate)
+
+    held("llama", collator())
     with pytest.raises(PreflightError, match="gradient moves by"):
-        check_padding(Noisy(tiny("gpt2", "causal_lm", torch.float32)).train(), losses, TEXTS, collator("left"))
+        held("gpt2", collator("left"))
 
 
 def test_a_leak_in_training_mode_alone_is_one_where_attention_could_draw_numbers_and_does_not() -> None:

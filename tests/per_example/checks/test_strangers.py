@@ -119,6 +119,19 @@ def test_what_each_example_decides_by_itself_is_not_refused() -> None:
     held(model(), own, batch())
 
 
+def test_numbers_that_are_drawn_in_eval_mode_too_are_no_reason_to_refuse() -> None:
+    def amid_noise(losses: Losses) -> Losses:
+        def drawn(model: nn.Module, inputs: Any) -> Tensor:
+            share = torch.rand(len(inputs["x"]), 1)
+            return losses(model, {**inputs, "x": (1 - share) * inputs["x"] + share * torch.randn_like(inputs["x"])})
+
+        return drawn
+
+    held(model(), amid_noise(plain), batch())
+    with pytest.raises(PreflightError, match="is another with large numbers in 'x'"):
+        held(model(), amid_noise(lambda m, b: plain(m, b) * (2.0 if b["x"].abs().max() > 100 else 1.0)), batch())
+
+
 def test_what_cannot_be_computed_is_no_reason_to_refuse() -> None:
     def strict(model: nn.Module, inputs: Any) -> Tensor:
         if not inputs["x"].abs().le(10).all():
