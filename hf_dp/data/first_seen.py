@@ -8,7 +8,6 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import datasets
-import numpy as np
 import torch
 
 from hf_dp.data.collate import LogicalBatchCollator, Prepared
@@ -19,6 +18,8 @@ from hf_dp.per_example.checks.values import NOTHING, SCALARS, same
 from hf_dp.randomness import seed_global_state, unchanged_global_state
 
 _ROWS = 16
+# The golden ratio spreads them without a period, which data may have too.
+_SPREAD = (5**0.5 - 1) / 2
 # So many datasets that one holds in a list.
 _HELD = 64
 _Make = Callable[[int], Any]
@@ -41,8 +42,7 @@ def check_order(dataset: Any, collate: LogicalBatchCollator | Prepared) -> None:
         ConfigurationError: with the name of either.
     """
     n = len(dataset)
-    # Without a period, which data may have too.
-    places = np.unique(np.random.default_rng(0).integers(n, size=_ROWS)).tolist() if n else []
+    places = sorted({int(n * (i * _SPREAD % 1)) for i in range(_ROWS)}) if n else []
     rows = _made_after_any(lambda i: dataset[i], places, list(_of_dataset(dataset)))
     if rows is None:
         its = ", by its transform," if isinstance(dataset, datasets.Dataset) else ""

@@ -15,6 +15,7 @@ from hf_dp.per_example.leaves import refusing_others
 from hf_dp.per_example.reading import Reader
 from hf_dp.per_example.rule import Certificate, Rule, Use
 from hf_dp.per_example.rules import RULES
+from hf_dp.per_example.sharding import is_sharded
 from hf_dp.per_example.watch import Watch
 
 # Numbers of examples, before what is refused with each of them is refused.
@@ -52,6 +53,8 @@ def surveyed(
                 if watch.may_come_again and losses.requires_grad:
                     watch.backward(losses)
         except UnsupportedModelError as error:
+            if is_sharded(model):  # FSDP2 begins no other forward pass before this one has ended.
+                raise
             refused.append(error.with_traceback(None))
             continue
         uses |= watch.uses
