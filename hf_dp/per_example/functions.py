@@ -88,11 +88,18 @@ def by_rows(function: Applied, args: Any, kwargs: Any, data: list[Tensor]) -> tu
     if len(data) > 1 or not data[0].numel() or not all(isinstance(a, (Tensor, *_PLAIN)) for a in given):
         return None
 
+    # The backward pass is outside of the model's own.
+    kind = data[0].device.type
+    autocast = torch.autocast(
+        kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind), cache_enabled=False
+    )
+
     def run(rows: Tensor, parameters: Mapping[str, Tensor | None]) -> Tensor:
         def put(value: Any) -> Any:
             return rows if value is data[0] else parameters.get(watched.get(id(value), ""), value)
 
-        output: Tensor = function(*mapped(put, args), **mapped(put, kwargs))
+        with autocast:
+            output: Tensor = function(*mapped(put, args), **mapped(put, kwargs))
         if not isinstance(output, Tensor) or output.shape[:1] != rows.shape[:1]:
             raise TypeError("it gives something else than a row for each row")
         return output

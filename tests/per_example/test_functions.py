@@ -84,6 +84,20 @@ class Times(torch.autograd.Function):
         return gradient @ w.detach().T, x.flatten(0, -2).T @ gradient.flatten(0, -2), None, None
 
 
+class Cast(Product):
+    """As Functions are written that are used under autocast."""
+
+    @staticmethod
+    @torch.amp.custom_fwd(device_type="cpu")  # type: ignore[untyped-decorator]
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        return Product.forward(ctx, x, w)
+
+    @staticmethod
+    @torch.amp.custom_bwd(device_type="cpu")  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        return Product.backward(ctx, gradient)
+
+
 class Holder:
     def __init__(self, held: Tensor) -> None:
         self.held = held
@@ -158,6 +172,17 @@ def test_what_all_examples_share_may_have_as_many_rows_as_there_are_examples(sha
     model, data = Small(function, linear=nn.Linear(4, 4), w=parameter(4, 4)), batch(size, 4, 4)
     found = record(model, square, data, certificate=preflight(model, square, batch(3, 4, 4)))
     assert relative_error(found, loop(model, square, data)) <= 1e-12
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_under_autocast_it_is_run_again_under_autocast(size: int) -> None:
+    def function(m: Any, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return Cast.apply(m.linear(x), m.w).float().cos()
+
+    model = Small(function, linear=nn.Linear(4, 4), w=parameter(4, 5)).float()
+    data = {"x": batch(size, 6, 4)["x"].float()}
+    assert relative_error(record(model, square, data), loop(model, square, data)) <= 1e-2
 
 
 @pytest.mark.parametrize("size", [2, 3])
