@@ -47,8 +47,12 @@ class Applied:
 @contextmanager
 def functions_seen() -> Iterator[None]:
     """Inside, a Function that is given parameters is called as an operation that its rule is asked for."""
-    kept = torch.autograd.Function.__dict__["apply"]
-    plain = kept.__func__
+    # Below the class that models know, since they may have taken the method from it before (`f = MyFunction.apply`).
+    base: Any = torch.autograd.function._SingleLevelFunction
+    kept = base.__dict__.get("apply")
+
+    def plain(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        return (super(base, cls).apply if kept is None else kept.__get__(None, cls))(*args, **kwargs)
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         watched = watched_in(args, kwargs)
@@ -65,12 +69,15 @@ def functions_seen() -> Iterator[None]:
         watched = watched_in(args, kwargs)
         return watched[0].source.watch.call(sparse, args, kwargs, watched) if watched else sparse(*args, **kwargs)
 
-    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment,method-assign]
+    base.apply = classmethod(apply)
     torch.sparse_coo_tensor = made_sparse
     try:
         yield
     finally:
-        torch.autograd.Function.apply = kept  # type: ignore[method-assign]
+        if kept is None:
+            del base.apply
+        else:
+            base.apply = kept
         torch.sparse_coo_tensor = sparse
 
 
