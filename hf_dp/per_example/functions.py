@@ -52,7 +52,14 @@ def functions_seen() -> Iterator[None]:
     kept = base.__dict__.get("apply")
 
     def plain(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        return (super(base, cls).apply if kept is None else kept.__get__(None, cls))(*args, **kwargs)
+        output = (super(base, cls).apply if kept is None else kept.__get__(None, cls))(*args, **kwargs)
+        if returned := watched_in(output):
+            # What it was derived by would hand gradients on, and not the backward pass of the Function.
+            reason = "it returns what its forward pass computes from parameters alone, and its own backward is not seen"
+            raise refusal(
+                names_of(w.source for w in returned), f"operation {cls.__module__}.{cls.__qualname__}", reason
+            )
+        return output
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         watched = watched_in(args, kwargs)

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -110,6 +111,18 @@ class Reversed(torch.autograd.Function):
         return gradient * -3
 
 
+class Aside(torch.autograd.Function):
+    """Computes from a parameter, with a gradient of its own, and is given what does not show whether it is data."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, other: Any, w: Tensor) -> Tensor:
+        return w * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, Tensor]:
+        return None, None, gradient * -3
+
+
 # As models keep them, from before anything was watched.
 REVERSED, PRODUCT = Reversed.apply, Product.apply
 
@@ -208,6 +221,17 @@ def test_one_that_was_taken_from_its_class_before(size: int) -> None:
 
     model, data = Small(function, v=parameter(4, 4), w=parameter(4, 5)), batch(size, 6, 4)
     assert relative_error(record(model, square, data), loop(model, square, data)) <= 1e-12
+
+
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("other", [object, torch.exp, "data"])
+def test_what_a_forward_pass_derives_from_parameters_is_refused_by_name(other: Any, size: int) -> None:
+    def function(m: Any, x: Tensor) -> Tensor:
+        given = x.cos() if other == "data" else other
+        return F.linear(x, Aside.apply(x, given, m.w)).cos()
+
+    with pytest.raises(UnsupportedModelError, match=r"parameter w is used by operation .*Aside"):
+        record(Small(function, w=parameter(4, 4)), square, batch(size, 6, 4))
 
 
 @pytest.mark.parametrize("size", [2, 3])
