@@ -55,7 +55,10 @@ def functions_seen() -> Iterator[None]:
         output = (super(base, cls).apply if kept is None else kept.__get__(None, cls))(*args, **kwargs)
         if returned := watched_in(output):
             # What it was derived by would hand gradients on, and not the backward pass of the Function.
-            reason = "it returns what its forward pass computes from parameters alone, and its own backward is not seen"
+            reason = (
+                "it returns what its forward pass computes from parameters alone, and its own backward is not seen (of a "
+                "checkpoint, with use_reentrant=False it is)"
+            )
             raise refusal(
                 names_of(w.source for w in returned), f"operation {cls.__module__}.{cls.__qualname__}", reason
             )
@@ -150,7 +153,7 @@ def by_rows(function: Applied, args: Any, kwargs: Any, data: list[Tensor]) -> tu
         if not _agree(torch.stack(prints), known, gradient.dtype):
             reason = "run for one example it gives something else than for all: it mixes them, or changes each time"
             raise refusal(names, f"operation {name}", reason)
-        columns = [torch.stack(column) for column in zip(*found, strict=True)]
+        columns = [torch.stack(column).to_dense() for column in zip(*found, strict=True)]
         factors: dict[str, Factors | None] = {r: PerExample(g) for r, g in zip(leaves, columns, strict=False)}
         return columns[-1].reshape(saved[0].shape) if needs_input else None, factors
 

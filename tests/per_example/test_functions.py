@@ -123,6 +123,20 @@ class Aside(torch.autograd.Function):
         return None, None, gradient * -3
 
 
+class LookedUp(torch.autograd.Function):
+    """Whose gradient is sparse."""
+
+    @staticmethod
+    def forward(ctx: Any, ids: Tensor, w: Tensor) -> Tensor:
+        ctx.save_for_backward(ids, w)
+        return w[ids]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:
+        ids, w = ctx.saved_tensors
+        return None, torch.sparse_coo_tensor(ids.reshape(1, -1), gradient.reshape(-1, w.shape[1]), w.shape)
+
+
 # As models keep them, from before anything was watched.
 REVERSED, PRODUCT = Reversed.apply, Product.apply
 
@@ -232,6 +246,15 @@ def test_what_a_forward_pass_derives_from_parameters_is_refused_by_name(other: A
 
     with pytest.raises(UnsupportedModelError, match=r"parameter w is used by operation .*Aside"):
         record(Small(function, w=parameter(4, 4)), square, batch(size, 6, 4))
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_one_whose_gradient_is_sparse(size: int) -> None:
+    model = Small(
+        lambda m, x: m.linear(LookedUp.apply(x[..., 0].gt(0).long(), m.w)), linear=nn.Linear(4, 4), w=parameter(2, 4)
+    )
+    data = batch(size, 6, 4)
+    assert relative_error(record(model, square, data), loop(model, square, data)) <= 1e-12
 
 
 @pytest.mark.parametrize("size", [2, 3])
