@@ -20,7 +20,7 @@ from torch import Tensor
 from hf_dp.per_example.factors import Factors, PerExample
 from hf_dp.per_example.precision import accumulation
 from hf_dp.per_example.rule import Axis, Bound, Operands, Rule, refusal
-from hf_dp.per_example.watched import WatchedParameter, flatten, mapped, names_of, watched_in
+from hf_dp.per_example.watched import WatchedParameter, flatten, mapped, names_of, plain, watched_in
 
 # Relative to what an example has: products of one row may be rounded otherwise than those of many.
 _TOLERANCE, _LOW_PRECISION_TOLERANCE = {torch.float64: 1e-6, torch.complex128: 1e-6, torch.float32: 1e-2}, 5e-2
@@ -51,13 +51,13 @@ def functions_seen() -> Iterator[None]:
     base: Any = torch.autograd.function._SingleLevelFunction
     kept = base.__dict__.get("apply")
 
-    def plain(cls: Any, *args: Any, **kwargs: Any) -> Any:
+    def unseen(cls: Any, *args: Any, **kwargs: Any) -> Any:
         output = (super(base, cls).apply if kept is None else kept.__get__(None, cls))(*args, **kwargs)
         if returned := watched_in(output):
             # What it was derived by would hand gradients on, and not the backward pass of the Function.
             reason = (
-                "it returns what its forward pass computes from parameters alone, and its own backward is not seen (of a "
-                "checkpoint, with use_reentrant=False it is)"
+                "it returns what its forward pass computes from parameters alone, and its own backward is not seen "
+                "(of a checkpoint, with use_reentrant=False it is)"
             )
             raise refusal(
                 names_of(w.source for w in returned), f"operation {cls.__module__}.{cls.__qualname__}", reason
@@ -68,9 +68,9 @@ def functions_seen() -> Iterator[None]:
         watched = watched_in(args, kwargs)
         # Reentrant checkpoints are given code, and whatever it uses.
         if not watched or any(map(callable, flatten((args, kwargs)))):
-            return plain(cls, *args, **kwargs)
+            return unseen(cls, *args, **kwargs)
 
-        return watched[0].source.watch.call(Applied(cls, plain), args, kwargs, watched)
+        return watched[0].source.watch.call(Applied(cls, unseen), args, kwargs, watched)
 
     sparse = torch.sparse_coo_tensor
 
@@ -122,11 +122,11 @@ def by_rows(function: Applied, args: Any, kwargs: Any, data: list[Tensor]) -> tu
         return output
 
     def forward(rows: Tensor, operands: Operands) -> tuple[Tensor, tuple[Tensor, ...]]:
-        shared = [a for a in given if isinstance(a, Tensor) and not isinstance(a, WatchedParameter)]
-        versions, states = [a._version for a in shared], _random_states(rows.device)
+        tensors = [value for a in given if isinstance(value := plain(a), Tensor) and not value.is_inference()]
+        versions, states = [t._version for t in tensors], _random_states(rows.device)
         output = run(rows, operands.parameters)
         is_random = not all(map(torch.equal, states, _random_states(rows.device)))
-        if is_random or [a._version for a in shared] != versions:
+        if is_random or [t._version for t in tensors] != versions:
             raise RuntimeError("it changes what it is given, or is random")
         return output, (rows, _print(output))
 
