@@ -198,7 +198,7 @@ class Watch:
         doubtful = bool(others or is_hidden) and self.reader.ambiguous_sizes is not None
 
         def note() -> None:
-            for given in shared or ((None,) if is_hidden else ()):
+            for given in shared or ((None,) if is_hidden and not data else ()):
                 self._note(name, parameters, given, Axis(self.batch_size, "constant"), doubtful)
 
         if data and isinstance(function, Applied):
