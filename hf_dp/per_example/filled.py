@@ -111,7 +111,9 @@ class Filled:
 
 
 def _is_usual(target: Tensor) -> bool:
-    return target.layout is torch.strided and not (target.requires_grad or target.is_inference())
+    if target.layout is not torch.strided or target.requires_grad or target.is_inference():
+        return False
+    return target.untyped_storage().resizable()  # as the memory of arrays and files is not
 
 
 def _sharing(tensor: Tensor) -> int:

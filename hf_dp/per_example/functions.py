@@ -9,6 +9,7 @@ through it is seen, and refused.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -17,9 +18,12 @@ import torch
 from torch import Tensor
 
 from hf_dp.per_example.factors import Factors, PerExample
-from hf_dp.per_example.rule import Axis, Bound, Operands, Rule
-from hf_dp.per_example.watched import WatchedParameter, flatten, mapped, watched_in
+from hf_dp.per_example.precision import accumulation
+from hf_dp.per_example.rule import Axis, Bound, Operands, Rule, refusal
+from hf_dp.per_example.watched import WatchedParameter, flatten, mapped, names_of, plain, watched_in
 
+# Relative to what an example has: products of one row may be rounded otherwise than those of many.
+_TOLERANCE, _LOW_PRECISION_TOLERANCE = {torch.float64: 1e-6, torch.complex128: 1e-6, torch.float32: 1e-2}, 5e-2
 # What holds no tensors.
 _PLAIN = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 
@@ -43,16 +47,30 @@ class Applied:
 @contextmanager
 def functions_seen() -> Iterator[None]:
     """Inside, a Function that is given parameters is called as an operation that its rule is asked for."""
-    kept = torch.autograd.Function.__dict__["apply"]
-    plain = kept.__func__
+    # Below the class that models know, since they may have taken the method from it before (`f = MyFunction.apply`).
+    base: Any = torch.autograd.function._SingleLevelFunction
+    kept = base.__dict__.get("apply")
+
+    def unseen(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        output = (super(base, cls).apply if kept is None else kept.__get__(None, cls))(*args, **kwargs)
+        if returned := watched_in(output):
+            # What it was derived by would hand gradients on, and not the backward pass of the Function.
+            reason = (
+                "it returns what its forward pass computes from parameters alone, and its own backward is not seen "
+                "(of a checkpoint, with use_reentrant=False it is)"
+            )
+            raise refusal(
+                names_of(w.source for w in returned), f"operation {cls.__module__}.{cls.__qualname__}", reason
+            )
+        return output
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         watched = watched_in(args, kwargs)
         # Reentrant checkpoints are given code, and whatever it uses.
         if not watched or any(map(callable, flatten((args, kwargs)))):
-            return plain(cls, *args, **kwargs)
+            return unseen(cls, *args, **kwargs)
 
-        return watched[0].source.watch.call(Applied(cls, plain), args, kwargs, watched)
+        return watched[0].source.watch.call(Applied(cls, unseen), args, kwargs, watched)
 
     sparse = torch.sparse_coo_tensor
 
@@ -61,12 +79,15 @@ def functions_seen() -> Iterator[None]:
         watched = watched_in(args, kwargs)
         return watched[0].source.watch.call(sparse, args, kwargs, watched) if watched else sparse(*args, **kwargs)
 
-    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment,method-assign]
+    base.apply = classmethod(apply)
     torch.sparse_coo_tensor = made_sparse
     try:
         yield
     finally:
-        torch.autograd.Function.apply = kept  # type: ignore[method-assign]
+        if kept is None:
+            del base.apply
+        else:
+            base.apply = kept
         torch.sparse_coo_tensor = sparse
 
 
@@ -75,6 +96,8 @@ def by_rows(function: Applied, args: Any, kwargs: Any, data: list[Tensor]) -> tu
 
     Args:
         function: rows of what it gives depend on the same rows of the data alone, and on no random numbers.
+
+    Its backward pass refuses what gives something else when it is run again.
     """
     given = flatten((args, kwargs))
     watched = {id(a): f"parameter {i}" for i, a in enumerate(given) if isinstance(a, WatchedParameter)}
@@ -82,28 +105,37 @@ def by_rows(function: Applied, args: Any, kwargs: Any, data: list[Tensor]) -> tu
     if len(data) > 1 or not data[0].numel() or not all(isinstance(a, (Tensor, *_PLAIN)) for a in given):
         return None
 
+    # The backward pass is outside of the model's own.
+    kind = data[0].device.type
+    autocast = torch.autocast(
+        kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind), cache_enabled=False
+    )
+
     def run(rows: Tensor, parameters: Mapping[str, Tensor | None]) -> Tensor:
         def put(value: Any) -> Any:
             return rows if value is data[0] else parameters.get(watched.get(id(value), ""), value)
 
-        output: Tensor = function(*mapped(put, args), **mapped(put, kwargs))
+        with autocast:
+            output: Tensor = function(*mapped(put, args), **mapped(put, kwargs))
         if not isinstance(output, Tensor) or output.shape[:1] != rows.shape[:1]:
             raise TypeError("it gives something else than a row for each row")
         return output
 
     def forward(rows: Tensor, operands: Operands) -> tuple[Tensor, tuple[Tensor, ...]]:
-        version, states = rows._version, _random_states(rows.device)
+        tensors = [value for a in given if isinstance(value := plain(a), Tensor) and not value.is_inference()]
+        versions, states = [t._version for t in tensors], _random_states(rows.device)
         output = run(rows, operands.parameters)
-        if rows._version != version or not all(map(torch.equal, states, _random_states(rows.device))):
+        is_random = not all(map(torch.equal, states, _random_states(rows.device)))
+        if is_random or [t._version for t in tensors] != versions:
             raise RuntimeError("it changes what it is given, or is random")
-        return output, (rows,)
+        return output, (rows, _print(output))
 
     def backward(
         saved: tuple[Tensor, ...], operands: Operands, gradient: Tensor, axis: Axis, needs_input: bool
     ) -> tuple[Tensor | None, dict[str, Factors | None]]:
         roles = sorted(operands.watched)
-        inputs, gradients = (t if axis.reading == "constant" else axis.rows(t) for t in (saved[0], gradient))
-        found: list[tuple[Tensor, ...]] = []
+        inputs, known, gradients = (t if axis.reading == "constant" else axis.rows(t) for t in (*saved, gradient))
+        found, prints = list[tuple[Tensor, ...]](), list[Tensor]()
         with torch.enable_grad():
             leaves = {
                 role: value.detach().requires_grad_()
@@ -113,14 +145,19 @@ def by_rows(function: Applied, args: Any, kwargs: Any, data: list[Tensor]) -> tu
             for one, own in zip(inputs, gradients, strict=True):
                 one = one.detach().requires_grad_(needs_input)
                 output = run(one, {**operands.parameters, **leaves})
+                prints.append(_print(output))
                 wanted = [*leaves.values(), *([one] if needs_input else [])]
                 # Copied, since some write into what they are given.
                 own = own.to(output.dtype, copy=True)
                 found.append(torch.autograd.grad(output, wanted, own, materialize_grads=True))
-        columns = [torch.stack(column) for column in zip(*found, strict=True)]
+        if not _agree(torch.stack(prints), known, gradient.dtype):
+            reason = "run for one example it gives something else than for all: it mixes them, or changes each time"
+            raise refusal(names, f"operation {name}", reason)
+        columns = [torch.stack(column).to_dense() for column in zip(*found, strict=True)]
         factors: dict[str, Factors | None] = {r: PerExample(g) for r, g in zip(leaves, columns, strict=False)}
         return columns[-1].reshape(saved[0].shape) if needs_input else None, factors
 
+    names = names_of(a.source for a in given if isinstance(a, WatchedParameter))
     name = f"{function.__module__}.{function.__qualname__}"
     roles = {role: next(a for a in given if id(a) == key) for key, role in watched.items()}
     return Rule(name, Bound, forward, backward), Bound(data[0], roles, {})
@@ -129,3 +166,20 @@ def by_rows(function: Applied, args: Any, kwargs: Any, data: list[Tensor]) -> tu
 def _random_states(device: torch.device) -> list[Tensor]:
     states = [torch.get_rng_state()]
     return [*states, torch.cuda.get_rng_state(device)] if device.type == "cuda" else states
+
+
+def _print(output: Tensor) -> Tensor:
+    """What tells a row from another (rows, 2): the row itself may be changed in place later, and is large."""
+    rows = torch.view_as_real(output.detach().resolve_conj()) if output.is_complex() else output.detach()
+    rows = accumulation(rows.reshape(len(rows), math.prod(rows.shape[1:])))
+    weights = torch.arange(rows.shape[1], device=rows.device).cos().to(rows.dtype)
+    return torch.stack([rows @ weights, torch.linalg.vector_norm(rows, dim=1)], dim=1)
+
+
+def _agree(found: Tensor, known: Tensor, dtype: torch.dtype) -> bool:
+    """Whether prints (B, rows, 2) are the same but for rounding, where they are finite."""
+    sizes = torch.linalg.vector_norm(known[..., 1].nan_to_num(0, 0, 0), dim=1)
+    limits = _TOLERANCE.get(dtype, _LOW_PRECISION_TOLERANCE) * (sizes + 1e-3 * sizes.max())
+    is_off = torch.linalg.vector_norm(found - known, dim=(1, 2)) > limits
+    is_finite, was_finite = (prints.isfinite().flatten(1).all(1) for prints in (found, known))
+    return not bool((is_off | (is_finite != was_finite)).any())

@@ -52,8 +52,8 @@ def recorded(given: Tensor | None, call: Call) -> Tensor:
 
 
 class _RecordedUse(torch.autograd.Function):
-    # As torch has it: what a use is given need not be looked through once more (`functions_seen`).
-    apply = torch.autograd.Function.__dict__["apply"]
+    # As torch has it below all: what a use is given need not be looked through once more (`functions_seen`).
+    apply = torch._C._FunctionBase.__dict__["apply"]
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, given: Tensor | None, call: Call) -> Tensor:

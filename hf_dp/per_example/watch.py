@@ -193,20 +193,23 @@ class Watch:
                 except RuntimeError as error:  # masked_fill takes no rows
                     raise bound from error
         others = [a for a in flatten((args, kwargs)) if isinstance(a, Tensor) and not isinstance(a, WatchedParameter)]
-        data = [other for other in others if not self.reader.is_constant(name, parameters, other)]
+        shared = [other for other in others if self.reader.is_constant(name, parameters, other)]
+        data = [other for other in others if not any(other is one for one in shared)]
+        is_hidden = isinstance(function, Applied)
+        doubtful = bool(others or is_hidden) and self.reader.ambiguous_sizes is not None
+
+        def note() -> None:
+            for given in shared or ((None,) if is_hidden and not data else ()):
+                self._note(name, parameters, given, Axis(self.batch_size, "constant"), doubtful)
+
         if data and isinstance(function, Applied):
             found = by_rows(function, args, kwargs, data)
             if found is None:
                 return function(*args, **kwargs)
+            note()
             return self._by_rule(*found, parameters, function, args, kwargs)
         if data or _CHANGING.search(name):
             raise bound
-        doubtful = bool(others) and self.reader.ambiguous_sizes is not None
-
-        def note() -> None:
-            for given in others or ((None,) if isinstance(function, Applied) else ()):
-                self._note(name, parameters, given, Axis(self.batch_size, "constant"), doubtful)
-
         if is_writing(name):
             note()  # of what is another tensor afterwards
             return self._written(function, args, kwargs, parameters, bound)

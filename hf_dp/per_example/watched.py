@@ -56,7 +56,13 @@ class Source(NamedTuple):
 
     def derived(self, plain: Tensor, pull: Callable[[Factors], None]) -> WatchedParameter:
         """The weight `plain`, computed from this one."""
+        # Watched all the same: a reentrant checkpoint computes without gradients what it computes again later.
+        pull = pull if torch.is_grad_enabled() else _dropped
         return WatchedParameter.of(self._replace(plain=plain.detach(), pull=pull))
+
+
+def _dropped(factors: Factors) -> None:
+    """Of what was computed without gradients nothing reaches a parameter."""
 
 
 class WatchedParameter(torch.Tensor):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -55,6 +56,14 @@ def under_a_later_view(w: Tensor) -> Tensor:
     return dense @ view
 
 
+def over_an_array(w: Tensor) -> Tensor:
+    array = np.zeros((4, 4))
+    dense = torch.from_numpy(array)
+    dense[0, ROWS] = w
+    array += 1
+    return dense
+
+
 def expanded(w: Tensor) -> Tensor:
     dense = torch.zeros(1, 1, dtype=torch.float64).expand(4, 4)
     dense.add_(w.sum())
@@ -77,7 +86,15 @@ def into_a_parameter(w: Tensor) -> Tensor:
 
 @pytest.mark.parametrize(
     "weight",
-    [through_a_view, under_a_view, under_what_is_detached, under_a_later_view, expanded, without_gradients],
+    [
+        through_a_view,
+        under_a_view,
+        under_what_is_detached,
+        under_a_later_view,
+        over_an_array,
+        expanded,
+        without_gradients,
+    ],
 )
 def test_what_shares_memory_is_refused_by_name(weight: Callable[[Tensor], Tensor]) -> None:
     model = Small(lambda m, x: F.linear(x, weight(m.w)).cos(), w=parameter(2))

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from hf_dp.errors import PreflightError
+from hf_dp.errors import PreflightError, UnsupportedModelError
 from hf_dp.per_example import loop, preflight, record
 from hf_dp.per_example.functions import Applied, by_rows, functions_seen
 from tests.per_example.small import Small, batch, parameter, relative_error, square
@@ -24,10 +26,248 @@ class Centred(Product):
         return Product.forward(ctx, x - x.mean(0, keepdim=True), w)
 
 
+class Dropping(Product):
+    """Draws numbers of which torch does not know."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        ctx.kept = torch.from_numpy(np.random.rand(len(x), 1, 1) * 2)
+        return Product.forward(ctx, x, w) * ctx.kept
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        return Product.backward(ctx, gradient * ctx.kept)
+
+
+class Counting(Product):
+    """Computes something else each time."""
+
+    number = 0
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        Counting.number += 1
+        ctx.number = Counting.number
+        return Product.forward(ctx, x, w) * ctx.number
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        return Product.backward(ctx, gradient * ctx.number)
+
+
+class Averaged(Product):
+    """Divides by the number of examples."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        ctx.number = len(x)
+        return Product.forward(ctx, x, w) / ctx.number
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        return Product.backward(ctx, gradient / ctx.number)
+
+
+class Times(torch.autograd.Function):
+    """Given what all examples share, too; which it may change."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor, shared: Tensor, by: float) -> Tensor:
+        if by:
+            shared += by
+        ctx.save_for_backward(x, w, shared.clone())
+        return x @ w.detach() * shared
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        x, w, shared = ctx.saved_tensors
+        gradient = gradient * shared
+        return gradient @ w.detach().T, x.flatten(0, -2).T @ gradient.flatten(0, -2), None, None
+
+
+class Cast(Product):
+    """As Functions are written that are used under autocast."""
+
+    @staticmethod
+    @torch.amp.custom_fwd(device_type="cpu")  # type: ignore[untyped-decorator]
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        return Product.forward(ctx, x, w)
+
+    @staticmethod
+    @torch.amp.custom_bwd(device_type="cpu")  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        return Product.backward(ctx, gradient)
+
+
+class Reversed(torch.autograd.Function):
+    """Whose gradient is not that of what it computes."""
+
+    @staticmethod
+    def forward(ctx: Any, w: Tensor) -> Tensor:
+        return w * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * -3
+
+
+class Aside(torch.autograd.Function):
+    """Computes from a parameter, with a gradient of its own, and is given what does not show whether it is data."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, other: Any, w: Tensor) -> Tensor:
+        return w * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, Tensor]:
+        return None, None, gradient * -3
+
+
+class LookedUp(torch.autograd.Function):
+    """Whose gradient is sparse."""
+
+    @staticmethod
+    def forward(ctx: Any, ids: Tensor, w: Tensor) -> Tensor:
+        ctx.save_for_backward(ids, w)
+        return w[ids]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:
+        ids, w = ctx.saved_tensors
+        return None, torch.sparse_coo_tensor(ids.reshape(1, -1), gradient.reshape(-1, w.shape[1]), w.shape)
+
+
+# As models keep them, from before anything was watched.
+REVERSED, PRODUCT = Reversed.apply, Product.apply
+
+
+class Holder:
+    def __init__(self, held: Tensor) -> None:
+        self.held = held
+
+
+class Held(torch.autograd.Function):
+    """Given the mean of all examples, in something that is no tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, w: Tensor, holder: Holder) -> Tensor:
+        ctx.mean = holder.held.mean((0, 1))
+        return w * ctx.mean
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient * ctx.mean, None
+
+
+def of_the_last(m: Any, x: Tensor) -> Tensor:
+    shared = torch.ones(5, dtype=x.dtype)
+    output: Tensor = Times.apply(m.linear(x), m.w, shared, 0.0)
+    shared.mul_(2)
+    return output.cos()
+
+
+UNLIKE = {
+    "random": lambda m, x: Dropping.apply(m.linear(x), m.w).cos(),
+    "folded": lambda m, x: Dropping.apply(m.linear(x).view(-1, 2, 4), m.w).cos().view(len(x), -1),
+    "counting": lambda m, x: Counting.apply(m.linear(x), m.w).cos(),
+    "changed since": of_the_last,
+}
+
+
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("kind", UNLIKE)
+def test_one_that_computes_something_else_when_it_is_run_again_is_refused_by_name(kind: str, size: int) -> None:
+    """In training mode, where nothing is held against the oracle."""
+
+    def function(m: Any, x: Tensor) -> Tensor:
+        return UNLIKE[kind](m, x) if m.training else m.linear(x) @ m.w
+
+    model = Small(function, linear=nn.Linear(4, 4), w=parameter(4, 5))
+    with pytest.raises((UnsupportedModelError, PreflightError), match=r"parameter w is used by|neighbours"):
+        record(model, square, batch(size, 6, 4))
+
+
+def test_one_that_counts_the_examples_is_refused_by_name() -> None:
+    model = Small(lambda m, x: Averaged.apply(m.linear(x), m.w).cos(), linear=nn.Linear(4, 4), w=parameter(4, 5))
+    with pytest.raises(UnsupportedModelError, match=r"parameter w is used by operation .*Averaged"):
+        record(model, square, batch(3, 6, 4))
+
+
+def test_one_that_changes_what_all_examples_share_is_refused_by_name() -> None:
+    def function(m: Any, x: Tensor) -> Tensor:
+        output: Tensor = Times.apply(m.linear(x), m.w, torch.ones(5, dtype=x.dtype), 1.0)
+        return output.cos()
+
+    model = Small(function, linear=nn.Linear(4, 4), w=parameter(4, 5))
+    with pytest.raises(UnsupportedModelError, match="changes what it is given"):
+        record(model, square, batch(3, 6, 4))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("shape", [(4,), (1, 4), (4, 4)])
+def test_what_all_examples_share_may_have_as_many_rows_as_there_are_examples(shape: tuple[int, ...], size: int) -> None:
+    """Which preflight has seen to be no data."""
+
+    def function(m: Any, x: Tensor) -> Tensor:
+        output: Tensor = Times.apply(m.linear(x), m.w, torch.ones(shape, dtype=x.dtype), 0.0)
+        return output.cos()
+
+    model, data = Small(function, linear=nn.Linear(4, 4), w=parameter(4, 4)), batch(size, 4, 4)
+    found = record(model, square, data, certificate=preflight(model, square, batch(3, 4, 4)))
+    assert relative_error(found, loop(model, square, data)) <= 1e-12
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_under_autocast_it_is_run_again_under_autocast(size: int) -> None:
+    def function(m: Any, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return Cast.apply(m.linear(x), m.w).float().cos()
+
+    model = Small(function, linear=nn.Linear(4, 4), w=parameter(4, 5)).float()
+    data = {"x": batch(size, 6, 4)["x"].float()}
+    assert relative_error(record(model, square, data), loop(model, square, data)) <= 1e-2
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_one_that_was_taken_from_its_class_before(size: int) -> None:
+    def function(m: Any, x: Tensor) -> Tensor:
+        return PRODUCT(x @ REVERSED(m.v), m.w).cos()  # type: ignore[no-untyped-call]
+
+    model, data = Small(function, v=parameter(4, 4), w=parameter(4, 5)), batch(size, 6, 4)
+    assert relative_error(record(model, square, data), loop(model, square, data)) <= 1e-12
+
+
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("other", [object, torch.exp, "data"])
+def test_what_a_forward_pass_derives_from_parameters_is_refused_by_name(other: Any, size: int) -> None:
+    def function(m: Any, x: Tensor) -> Tensor:
+        given = x.cos() if other == "data" else other
+        return F.linear(x, Aside.apply(x, given, m.w)).cos()
+
+    with pytest.raises(UnsupportedModelError, match=r"parameter w is used by operation .*Aside"):
+        record(Small(function, w=parameter(4, 4)), square, batch(size, 6, 4))
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_one_whose_gradient_is_sparse(size: int) -> None:
+    model = Small(
+        lambda m, x: m.linear(LookedUp.apply(x[..., 0].gt(0).long(), m.w)), linear=nn.Linear(4, 4), w=parameter(2, 4)
+    )
+    data = batch(size, 6, 4)
+    assert relative_error(record(model, square, data), loop(model, square, data)) <= 1e-12
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_data_in_what_is_no_tensor_are_found(size: int) -> None:
+    model = Small(lambda m, x: (x + Held.apply(m.w, Holder(x))).cos(), w=parameter(4))
+    with pytest.raises(PreflightError, match="neighbours"):
+        record(model, square, batch(size, 6, 4))
+
+
 @pytest.mark.parametrize("has_certificate", [True, False])
 def test_one_that_mixes_examples_is_found(has_certificate: bool) -> None:
     model = Small(lambda m, x: Centred.apply(m.linear(x), m.w).cos(), linear=nn.Linear(4, 4), w=parameter(4, 5))
-    with pytest.raises(PreflightError, match="neighbours"):
+    with pytest.raises(UnsupportedModelError, match="it mixes them"):
         (preflight if has_certificate else record)(model, square, batch(3, 5, 4))
 
 
@@ -50,9 +290,9 @@ def test_one_of_nothing_but_an_empty_tensor_is_left_alone() -> None:
 
 
 def test_all_is_as_it_was_afterwards() -> None:
-    apply, sparse = torch.autograd.Function.__dict__["apply"], torch.sparse_coo_tensor
-    with functions_seen():
-        assert torch.autograd.Function.__dict__["apply"] is not apply
+    sparse, base = torch.sparse_coo_tensor, torch.autograd.function._SingleLevelFunction
+    with functions_seen(), functions_seen():
+        assert "apply" in vars(base)
         assert torch.sparse_coo_tensor is not sparse
-    assert torch.autograd.Function.__dict__["apply"] is apply
+    assert "apply" not in vars(base)
     assert torch.sparse_coo_tensor is sparse

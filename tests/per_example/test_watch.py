@@ -223,3 +223,23 @@ def test_what_is_cast_to_a_parameters_type_has_no_gradient_for_it() -> None:
     certificate = preflight(model, loss, batch)
     found = record(model, loss, batch, certificate=certificate).squared_norms()
     torch.testing.assert_close(found, loop(model, loss, batch).squared_norms())
+
+
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize(
+    "derive",
+    [
+        lambda w: w * 2,
+        lambda w: 1 + w.float(),
+        lambda w: w.T,
+        lambda w: torch.eye(4).index_copy(0, torch.tensor([0, 3]), w.float()[:2]),
+    ],
+)
+def test_what_is_derived_without_gradients_has_none(derive: Any, size: int) -> None:
+    def function(m: Any, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            w = derive(m.w).to(x.dtype)
+        return F.linear(x, w).cos() + m.w[0]
+
+    model, data = Small(function, w=parameter(4, 4)), batch(size, 5, 4)
+    assert relative_error(record(model, square, data), loop(model, square, data)) <= 1e-7
