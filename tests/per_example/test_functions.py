@@ -229,7 +229,7 @@ def test_under_autocast_it_is_run_again_under_autocast(size: int) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 3])
-def test_one_that_was_taken_from_its_class_before(size: int) -> None:
+def test_failure_85_one_that_was_taken_from_its_class_before(size: int) -> None:
     def function(m: Any, x: Tensor) -> Tensor:
         return PRODUCT(x @ REVERSED(m.v), m.w).cos()  # type: ignore[no-untyped-call]
 
@@ -239,7 +239,7 @@ def test_one_that_was_taken_from_its_class_before(size: int) -> None:
 
 @pytest.mark.parametrize("size", [1, 3])
 @pytest.mark.parametrize("other", [object, torch.exp, "data"])
-def test_what_a_forward_pass_derives_from_parameters_is_refused_by_name(other: Any, size: int) -> None:
+def test_failure_85_what_a_forward_pass_derives_from_parameters_is_refused_by_name(other: Any, size: int) -> None:
     def function(m: Any, x: Tensor) -> Tensor:
         given = x.cos() if other == "data" else other
         return F.linear(x, Aside.apply(x, given, m.w)).cos()

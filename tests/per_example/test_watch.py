@@ -235,7 +235,7 @@ def test_what_is_cast_to_a_parameters_type_has_no_gradient_for_it() -> None:
         lambda w: torch.eye(4).index_copy(0, torch.tensor([0, 3]), w.float()[:2]),
     ],
 )
-def test_what_is_derived_without_gradients_has_none(derive: Any, size: int) -> None:
+def test_failure_85_what_is_derived_without_gradients_has_none(derive: Any, size: int) -> None:
     def function(m: Any, x: Tensor) -> Tensor:
         with torch.no_grad():
             w = derive(m.w).to(x.dtype)
