@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import functools
+import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -10,11 +12,12 @@ from typing import Any
 import datasets
 import numpy as np
 import torch
+from torch import nn
 
 from hf_dp.data.collate import LogicalBatchCollator, Prepared
 from hf_dp.data.mixing_dataset import is_alike
 from hf_dp.errors import ConfigurationError
-from hf_dp.per_example.checks.held import Held, computing, put
+from hf_dp.per_example.checks.held import Held, computing, entries, put
 from hf_dp.per_example.checks.values import NOTHING, SCALARS, same
 from hf_dp.randomness import seed_global_state, unchanged_global_state
 
@@ -41,58 +44,72 @@ def check_order(dataset: Any, collate: LogicalBatchCollator | Prepared) -> None:
         ConfigurationError: with the name of either.
     """
     n = len(dataset)
-    # Without a period, which data may have too.
-    places = np.unique(np.random.default_rng(0).integers(n, size=_ROWS)).tolist() if n else []
-    rows = _made_after_any(lambda i: dataset[i], places, list(_of_dataset(dataset)))
+    # Neither with a period nor in their order, which data may have too (by length, say).
+    places = np.random.default_rng(0).choice(n, size=min(n, _ROWS), replace=False).tolist()
+    rows = _made_after_any(lambda i: dataset[i], places, _of_dataset(dataset))
     if rows is None:
         its = ", by its transform," if isinstance(dataset, datasets.Dataset) else ""
         raise _refusal(f"{type(dataset).__name__}{its}")
     collated = _made_after_any(
-        lambda i: collate.collated([copy.deepcopy(rows[i])]), list(rows), list(computing(collate.given))
+        lambda i: collate.collated([copy.deepcopy(rows[i])]), list(rows), _of_function(collate.given)
     )
     if collated is None:
         raise _refusal(f"the data collator {collate.name}")
 
 
-def left_as_it_was(dataset: Any) -> AbstractContextManager[None]:
-    """What is read inside leaves nothing in a dataset, so that `check_order` can still see what it numbers."""
-    return _put_back(list(_of_dataset(dataset)))
+def left_as_it_was(dataset: Any, *, is_loaded: bool = False) -> AbstractContextManager[None]:
+    """What is read inside leaves nothing in a dataset, so that `check_order` can still see what it numbers; but for
+    what is loaded with the first row, unless that `is_loaded`."""
+    holders = _of_dataset(dataset)
+    return Held(holders).put_back() if is_loaded else _loading(holders)
 
 
 @contextmanager
-def _put_back(holders: _Holders) -> Iterator[None]:
-    """What is held is as it was, but for attributes that were nothing before: what is loaded stays so."""
-    objects = [(holder, {**vars(holder)}) for _, holder in holders if isinstance(holder, torch.utils.data.Dataset)]
-    with Held(holders).put_back():
+def _loading(holders: _Holders) -> Iterator[None]:
+    """What is held is as it was, but for attributes that were nothing before. For one row: they may be what it has."""
+    held = Held(holders)
+    objects = [(owner, dict(entries(owner))) for owner in held.owners.values() if not isinstance(owner, dict)]
+    with held.put_back():
         yield
         loaded = [
-            (holder, name, value)
-            for holder, before in objects
-            for name, value in vars(holder).items()
+            (owner, name, value)
+            for owner, before in objects
+            for name, value in entries(owner)
             if before.get(name) is None and not isinstance(value, SCALARS)
         ]
-    for holder, name, value in loaded:
-        put(holder, name, value)
+    for owner, name, value in loaded:
+        put(owner, name, value)
 
 
 def _made_after_any(make: _Make, places: list[int], holders: _Holders) -> dict[int, Any] | None:
     """What is made at each of the `places`, where that does not fail; None where it is another at the first."""
+    with _loading(holders):
+        _made(make, places[:1], ())
     found, is_kept = _made(make, places, holders)
 
     def differs(again: dict[int, Any]) -> bool:
         return any(not is_alike(found[i], again[i], is_row=True) for i in found.keys() & again.keys())
 
+    def twice(i: int) -> tuple[Any, Any]:
+        one = copy.deepcopy(make(i))
+        seed_global_state(0)
+        return one, make(i)
+
     # What keeps nothing, as most do, need not be asked again.
-    if is_kept and any(differs(_made(make, [i], holders)[0]) for i in found):
-        return found if differs(_made(make, places, holders)[0]) else None
-    return found
+    if not is_kept or not any(differs(_made(make, [i], holders)[0]) for i in found):
+        return found
+    if not differs(_made(make, places, holders)[0]):
+        return None
+    # By a counter that goes on (`defaultdict(count().__next__)`), whose numbers are kept; or at random each time.
+    pairs = _made(twice, places, holders)[0].values()
+    return None if all(is_alike(*pair, is_row=True) for pair in pairs) else found
 
 
 def _made(make: _Make, places: list[int], holders: _Holders) -> tuple[dict[int, Any], bool]:
     """And whether anything that is held was another then; it is put back."""
     found: dict[int, Any] = {}
-    with _put_back(holders), unchanged_global_state():
-        before = Held(holders).values
+    held = Held(holders)
+    with held.put_back(), unchanged_global_state():
         for i in places:
             seed_global_state(0)
             try:
@@ -100,22 +117,38 @@ def _made(make: _Make, places: list[int], holders: _Holders) -> tuple[dict[int, 
                 found[i] = copy.deepcopy(make(i))
             except Exception:  # noqa: BLE001 - what a row does by itself is for others to say
                 continue
-        now = Held(holders).values
+        before, now = held.values, Held(holders).values
         is_kept = any(not same(before.get(place, NOTHING), now.get(place, NOTHING)) for place in {**before, **now})
     return found, is_kept
 
 
-def _of_dataset(dataset: Any) -> Iterator[tuple[str, Any]]:
+def _of_dataset(dataset: Any) -> _Holders:
     """What may keep something when a row is read: a transform, a dataset of Python's, and datasets that it holds."""
-    if isinstance(dataset, datasets.Dataset):
-        transform = (dataset.format.get("format_kwargs") or {}).get("transform")
-        yield from computing(transform) if transform is not None else ()
-    elif isinstance(dataset, torch.utils.data.Dataset):
-        yield f"{type(dataset).__name__} {id(dataset)}", dataset
-        for value in vars(dataset).values():
-            for inner in value[:_HELD] if isinstance(value, (list, tuple)) else (value,):
-                if isinstance(inner, torch.utils.data.Dataset | datasets.Dataset):
-                    yield from _of_dataset(inner)
+    found: list[tuple[str, Any]] = []
+    todo = [dataset]
+    for number, one in enumerate(todo):  # which grows
+        if isinstance(one, datasets.Dataset):
+            transform = (one.format.get("format_kwargs") or {}).get("transform")
+            found += _of_function(transform, f" {number}") if transform is not None else []
+        elif not isinstance(one, (list, tuple)):
+            found += _of_function(one, f" {number}", "__getitem__")
+            for value in vars(one).values() if hasattr(one, "__dict__") else ():
+                if isinstance(value, (nn.Module, functools.partial)):
+                    found += _of_function(value, f" {number}.{len(found)}")
+                for inner in value[:_HELD] if isinstance(value, (list, tuple)) else (value,):
+                    is_data = isinstance(inner, torch.utils.data.Dataset | datasets.Dataset)
+                    todo += [inner] if is_data and not any(inner is known for known in todo) else []
+    return found
+
+
+def _of_function(function: Any, which: str = "", method: str = "__call__") -> list[tuple[str, Any]]:
+    """As `computing`, under names of its own, and what a function, or the method of an object, names and has as
+    defaults."""
+    found = list(computing(function))
+    own = function if isinstance(function, types.FunctionType) else getattr(type(function), method, None)
+    if isinstance(own, types.FunctionType):
+        found += computing(functools.partial(own, *(own.__defaults__ or ())))
+    return [(f"{name}{which}", held) for name, held in found]
 
 
 def _refusal(what: str) -> ConfigurationError:

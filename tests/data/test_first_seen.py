@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections import defaultdict
 from collections.abc import Callable
@@ -14,7 +15,7 @@ import datasets
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hf_dp import DPTrainer
 from hf_dp.data.collate import LogicalBatchCollator
@@ -54,6 +55,20 @@ def of_its_closure() -> Any:
     return lambda made: batch([{**row, "labels": seen[row["name"]]} for row in made])
 
 
+def of_its_default(made: list[Row], known: dict[str, int] = {}) -> Any:  # noqa: B006
+    return batch([{**row, "labels": known.setdefault(row["name"], len(known))} for row in made])
+
+
+def of_a_counter() -> Any:
+    seen = defaultdict[str, int](itertools.count().__next__)
+    return lambda made: batch([{**row, "labels": seen[row["name"]]} for row in made])
+
+
+class OfItsFile:
+    def __call__(self, made: list[Row]) -> dict[str, Tensor]:
+        return of_its_file(made)
+
+
 def appended(self: Any, name: str) -> int:
     if name not in self.names:
         self.names.append(name)
@@ -71,6 +86,9 @@ COLLATORS: dict[str, Callable[[], Any]] = {
     "a running maximum, and noise": lambda: Collator(by_the_largest, largest=1.0),
     "a dict of its file": lambda: of_its_file,
     "a dict around it": of_its_closure,
+    "a dict that is a default": lambda: of_its_default,
+    "a dict of the file of an object": OfItsFile,
+    "a counter that is not put back": of_a_counter,
 }
 
 
@@ -96,6 +114,60 @@ class Read(torch.utils.data.Dataset[Row]):
         return {**ROWS[i], "labels": self.known.setdefault(ROWS[i]["name"], len(self.known))}
 
 
+class InOrder(Read):
+    """Rows by length, of which the longest so far is each."""
+
+    longest = 0
+
+    def __getitem__(self, i: int) -> Row:
+        self.longest = max(self.longest, i)
+        return {**ROWS[i], "labels": i / max(1, self.longest)}
+
+
+class Alike:
+    """No subclass of torch's."""
+
+    def __init__(self) -> None:
+        self.known: dict[str, int] = {}
+
+    __len__, __getitem__ = Read.__len__, Read.__getitem__
+
+
+class OfAFile(Read):
+    def __getitem__(self, i: int) -> Row:
+        return {**ROWS[i], "labels": SEEN.setdefault(ROWS[i]["name"], len(SEEN))}
+
+
+class Numbers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: dict[str, int] = {}
+
+    def forward(self, name: str) -> int:
+        return self.seen.setdefault(name, len(self.seen))
+
+
+class Given(Read):
+    """Which a transform of any kind makes numbers for."""
+
+    def __init__(self, number: Any) -> None:
+        self.number = number
+
+    def __getitem__(self, i: int) -> Row:
+        return {**ROWS[i], "labels": self.number(ROWS[i]["name"])}
+
+
+class Late(Read):
+    """Whose dict is made with the first row."""
+
+    def __init__(self) -> None:
+        self.later: dict[str, int] | None = None
+
+    def __getitem__(self, i: int) -> Row:
+        self.later = {} if self.later is None else self.later
+        return {**ROWS[i], "labels": self.later.setdefault(ROWS[i]["name"], len(self.later))}
+
+
 def transformed() -> datasets.Dataset:
     seen: dict[str, int] = {}
 
@@ -110,6 +182,13 @@ DATASETS: dict[str, Callable[[], Any]] = {
     "a part of one": lambda: torch.utils.data.Subset(Read(), range(30)),
     "two of them": lambda: torch.utils.data.ConcatDataset([Read(), Read()]),
     "a transform": transformed,
+    "two of one name": lambda: torch.utils.data.ConcatDataset([transformed().select([0]), transformed()]),
+    "of rows in order": InOrder,
+    "of no class of torch": Alike,
+    "by a dict of its file": OfAFile,
+    "by a module": lambda: Given(Numbers()),
+    "by a partial": lambda: Given(functools.partial(lambda seen, name: seen.setdefault(name, len(seen)), {})),
+    "by a dict that is made late": Late,
 }
 
 
@@ -119,6 +198,7 @@ def test_failure_80_a_dataset_numbers_words_as_they_come(case: str) -> None:
     with pytest.raises(ConfigurationError, match=f"^(?!the data collator).*{WORDS}"):
         check_order(dataset, LogicalBatchCollator(4, batch))
     assert not getattr(dataset, "known", {})
+    assert not SEEN
 
 
 def test_what_is_known_before_or_follows_from_a_row_alone_is_welcome() -> None:
@@ -168,6 +248,20 @@ def test_of_what_fails_or_differs_by_itself_nothing_is_said() -> None:
     generator = np.random.default_rng(0)
     for number in (lambda *_: generator.random(), lambda *_: 1 / 0):
         check_order(ROWS, LogicalBatchCollator(4, Collator(number)))
+
+
+class Holding(Read):
+    """Which holds what holds it."""
+
+    def __init__(self, other: Any) -> None:
+        super().__init__({name: i for i, name in enumerate(NAMES)})
+        self.others = [self, other]
+
+
+def test_datasets_that_hold_one_another() -> None:
+    check_order(dataset := Holding(Holding(None)), LogicalBatchCollator(4, batch))
+    dataset.others[1].others[1] = dataset
+    check_order(dataset, LogicalBatchCollator(4, batch))
 
 
 class OfTwo(torch.utils.data.Dataset[Row]):
