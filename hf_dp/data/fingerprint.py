@@ -73,7 +73,7 @@ def fingerprint(dataset: Any, key: bytes, unit: str | None = None) -> Fingerprin
     n = len(dataset)
     chosen = sorted({i * (n - 1) // (_ROWS - 1) for i in range(_ROWS)}) if n > _ROWS else range(n)
     # Of few rows more looks: two could be the same by chance.
-    with unchanged_global_state(), left_as_it_was(dataset, is_loaded=True):
+    with unchanged_global_state(), left_as_it_was(dataset):
         looks = [_columns(dataset, chosen, key) for _ in range(max(2, _ROWS // max(1, n)))]
     found = {name: digest for look in looks for name, digest in look.items()}
     return whose | {n: d if all(look.get(n) == d for look in looks) else None for n, d in found.items()}

@@ -34,7 +34,7 @@ def check_order(dataset: Any, collate: LogicalBatchCollator | Prepared) -> None:
     Some rows from all over the data are read one after the other, and collated each by itself, and again each as the
     first, from what dataset and collator hold now and under one random state. So it is asked before any other row is
     read: who numbers labels as they come has a number for each by then. Of rows that fail nothing is said, nor where
-    the same is another when all is done again: what draws it is for others to say.
+    the same is another when it is made twice: what draws it is for others to say.
 
     Args:
         dataset: as it was given.
@@ -57,50 +57,53 @@ def check_order(dataset: Any, collate: LogicalBatchCollator | Prepared) -> None:
         raise _refusal(f"the data collator {collate.name}")
 
 
-def left_as_it_was(dataset: Any, *, is_loaded: bool = False) -> AbstractContextManager[None]:
-    """What is read inside leaves nothing in a dataset, so that `check_order` can still see what it numbers; but for
-    what is loaded with the first row, unless that `is_loaded`."""
-    holders = _of_dataset(dataset)
-    return Held(holders).put_back() if is_loaded else _loading(holders)
+def left_as_it_was(dataset: Any) -> AbstractContextManager[None]:
+    """What is read inside leaves nothing in a dataset, so that `check_order` can still see what it numbers. Of one that
+    has loaded nothing yet, for a single row: what that leaves in what is loaded stays."""
+    return _put_back(_of_dataset(dataset))
 
 
 @contextmanager
-def _loading(holders: _Holders) -> Iterator[None]:
-    """What is held is as it was, but for attributes that were nothing before. For one row: they may be what it has."""
+def _put_back(holders: _Holders) -> Iterator[None]:
+    """What is held is as it was, but for attributes that were nothing before: what is loaded stays so. With it, as
+    beside a file, stay numbers and words: that it is open, and where it stands."""
     held = Held(holders)
     objects = [(owner, dict(entries(owner))) for owner in held.owners.values() if not isinstance(owner, dict)]
+    kept: list[tuple[Any, Any, Any]] = []
     with held.put_back():
         yield
-        loaded = [
-            (owner, name, value)
-            for owner, before in objects
-            for name, value in entries(owner)
-            if before.get(name) is None and not isinstance(value, SCALARS)
-        ]
-    for owner, name, value in loaded:
+        for owner, before in objects:
+            now = dict(entries(owner))
+            loaded = {name for name in now if before.get(name) is None and not isinstance(now[name], SCALARS)}
+            if loaded or any(map(_moves, now.values())):
+                kept += [(owner, n, value) for n, value in now.items() if n in loaded or isinstance(value, SCALARS)]
+    for owner, name, value in kept:
         put(owner, name, value)
+
+
+def _moves(value: Any) -> bool:
+    """Whether it is a file or the like, which goes on when it is read."""
+    return any(hasattr(type(value), n) for n in ("__next__", "read"))
 
 
 def _made_after_any(make: _Make, places: list[int], holders: _Holders) -> dict[int, Any] | None:
     """What is made at each of the `places`, where that does not fail; None where it is another at the first."""
-    with _loading(holders):
-        _made(make, places[:1], ())
+    _made(make, places[:1], holders)  # what is loaded is loaded then
     found, is_kept = _made(make, places, holders)
-
-    def differs(again: dict[int, Any]) -> bool:
-        return any(not is_alike(found[i], again[i], is_row=True) for i in found.keys() & again.keys())
 
     def twice(i: int) -> tuple[Any, Any]:
         one = copy.deepcopy(make(i))
         seed_global_state(0)
         return one, make(i)
 
+    def is_other(i: int) -> bool:
+        alone = _made(make, [i], holders)[0]
+        return i in alone and not is_alike(found[i], alone[i], is_row=True)
+
     # What keeps nothing, as most do, need not be asked again.
-    if not is_kept or not any(differs(_made(make, [i], holders)[0]) for i in found):
+    if not is_kept or not any(map(is_other, found)):
         return found
-    if not differs(_made(make, places, holders)[0]):
-        return None
-    # By a counter that goes on (`defaultdict(count().__next__)`), whose numbers are kept; or at random each time.
+    # What a generator of its own draws, or a count of all reads makes, is another at once.
     pairs = _made(twice, places, holders)[0].values()
     return None if all(is_alike(*pair, is_row=True) for pair in pairs) else found
 
@@ -108,8 +111,8 @@ def _made_after_any(make: _Make, places: list[int], holders: _Holders) -> dict[i
 def _made(make: _Make, places: list[int], holders: _Holders) -> tuple[dict[int, Any], bool]:
     """And whether anything that is held was another then; it is put back."""
     found: dict[int, Any] = {}
-    held = Held(holders)
-    with held.put_back(), unchanged_global_state():
+    before = Held(holders).values
+    with _put_back(holders), unchanged_global_state():
         for i in places:
             seed_global_state(0)
             try:
@@ -117,7 +120,7 @@ def _made(make: _Make, places: list[int], holders: _Holders) -> tuple[dict[int, 
                 found[i] = copy.deepcopy(make(i))
             except Exception:  # noqa: BLE001 - what a row does by itself is for others to say
                 continue
-        before, now = held.values, Held(holders).values
+        now = Held(holders).values
         is_kept = any(not same(before.get(place, NOTHING), now.get(place, NOTHING)) for place in {**before, **now})
     return found, is_kept
 

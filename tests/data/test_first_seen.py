@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import io
 import itertools
 from collections import defaultdict
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from hf_dp import DPTrainer
 from hf_dp.data.collate import LogicalBatchCollator
 from hf_dp.data.first_seen import check_order, left_as_it_was
+from hf_dp.data.mixing_collator import check_collator
 from hf_dp.errors import ConfigurationError
 from tests.training.refusing import refused
 from tests.training.workbench import make, pad, rows
@@ -242,6 +244,50 @@ def test_what_is_loaded_with_the_first_row_is_loaded_once() -> None:
         with nullcontext() if known else pytest.raises(ConfigurationError, match=f"Lazy {WORDS}"):
             check_order(dataset, LogicalBatchCollator(4, batch))
         assert next(loads) == 2
+
+
+class OfAStream(Read):
+    """Which is opened with the first row, and read on from where it stands."""
+
+    is_open, at, stream = False, 0, None
+
+    def __getitem__(self, i: int) -> Row:
+        if not self.is_open:
+            assert self.stream is None
+            self.stream, self.is_open, self.width = io.BytesIO(bytes(range(40))), True, 1
+        assert self.stream is not None
+        if i != self.at:
+            self.stream.seek(i)
+        self.at = i + 1
+        return {**ROWS[i], "labels": self.stream.read(self.width)[0]}
+
+
+def test_what_is_open_stands_where_its_dataset_has_it() -> None:
+    for reads in ([39], [0], [], [7, 8]):
+        dataset = OfAStream()
+        for i in reads:
+            with left_as_it_was(dataset):
+                dataset[i]
+        check_order(dataset, LogicalBatchCollator(4, batch))
+        assert [dataset[i]["labels"] for i in (0, 1, 5, 6, 39, 0)] == [0, 1, 5, 6, 39, 0]
+
+
+class AGenerator:
+    """Of its own, which is made with the first batch."""
+
+    made_by: int | None = None
+
+    def __call__(self, made: list[Row]) -> dict[str, Tensor]:
+        if self.made_by != 1:
+            self.generator, self.made_by = torch.Generator().manual_seed(3), 1
+        return batch([{**row, "labels": float(torch.rand((), generator=self.generator))} for row in made])
+
+
+def test_of_a_generator_of_its_own_another_check_says_what_it_is() -> None:
+    rows_of_it = LogicalBatchCollator(4, AGenerator())
+    check_order(ROWS, rows_of_it)
+    with pytest.raises(ConfigurationError, match="draws other numbers under the same global random state"):
+        check_collator(rows_of_it, ROWS[:2])
 
 
 def test_of_what_fails_or_differs_by_itself_nothing_is_said() -> None:
