@@ -163,7 +163,7 @@ def planned(
     if units is not None:
         agree({"whose the rows of train_dataset are": units.described})
     else:
-        warn_of_repeated(dataset)
+        warn_of_repeated(dataset, is_told=not (privacy.hides_n or privacy.withhold_non_private_logs))
     entropy, rank = Entropy.of_all_ranks(privacy.seed), ranks.rank()
     drawn, unit = None, None
     if units is not None and privacy.unit_sampling == "examples":
