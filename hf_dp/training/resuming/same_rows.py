@@ -49,13 +49,7 @@ class OtherPeople:
         if not self._is_said or any(left is one for one in self._asked):
             return self._is_said
         if _drew_from(self._dataset, left):
-            raise LedgerError(
-                "other_people=True, for weights that another private training in this process left, on rows of this "
-                "data.",
-                why="whoever is in these rows is in both, and epsilon would be without what that one cost them.",
-                fix="let that one save (save_model(), or save() of a PrivateRun), and give PrivacyConfig(after=...) "
-                "with that folder: both then share one budget. Or begin from weights of before.",
-            )
+            raise _refusal()
         self._asked.append(left)
         # Of which whoever goes on from this one is asked.
         _DRAWN.extend([(is_told, self._ledger) for is_told, own in _DRAWN if own is left])
@@ -77,6 +71,15 @@ def _say_so() -> None:
         "Another private training in this process has drawn from the same rows, and what that one spent is not in the "
         "epsilon of this one. Whoever keeps both, or looks at both and chooses one by private data, has spent both "
         "(PrivacyConfig(after=...) puts them under one budget). This is said once.",
+    )
+
+
+def _refusal() -> LedgerError:
+    return LedgerError(
+        "other_people=True, for weights that another private training in this process left, on rows of this data.",
+        why="whoever is in these rows is in both, and epsilon would be without what that one cost them.",
+        fix="let that one save (save_model(), or save() of a PrivateRun), and give PrivacyConfig(after=...) with that "
+        "folder: both then share one budget. Or begin from weights of before.",
     )
 
 
