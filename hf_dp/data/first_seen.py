@@ -133,7 +133,7 @@ def _of_dataset(dataset: Any) -> _Holders:
         if isinstance(one, datasets.Dataset):
             transform = (one.format.get("format_kwargs") or {}).get("transform")
             found += _of_function(transform, f" {number}") if transform is not None else []
-        elif not isinstance(one, (list, tuple)):
+        elif type(one) not in (list, tuple):
             found += _of_function(one, f" {number}", "__getitem__")
             for value in vars(one).values() if hasattr(one, "__dict__") else ():
                 if isinstance(value, (nn.Module, functools.partial)):

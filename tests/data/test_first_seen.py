@@ -135,6 +135,18 @@ class Alike:
     __len__, __getitem__ = Read.__len__, Read.__getitem__
 
 
+class Listed(list[Row]):
+    """Which numbers what it holds."""
+
+    def __init__(self) -> None:
+        super().__init__(ROWS)
+        self.known: dict[str, int] = {}
+
+    def __getitem__(self, i: Any) -> Any:
+        row = super().__getitem__(i)
+        return {**row, "labels": self.known.setdefault(row["name"], len(self.known))}
+
+
 class OfAFile(Read):
     def __getitem__(self, i: int) -> Row:
         return {**ROWS[i], "labels": SEEN.setdefault(ROWS[i]["name"], len(SEEN))}
@@ -187,6 +199,7 @@ DATASETS: dict[str, Callable[[], Any]] = {
     "two of one name": lambda: torch.utils.data.ConcatDataset([transformed().select([0]), transformed()]),
     "of rows in order": InOrder,
     "of no class of torch": Alike,
+    "a list of a class of its own": Listed,
     "by a dict of its file": OfAFile,
     "by a module": lambda: Given(Numbers()),
     "by a partial": lambda: Given(functools.partial(lambda seen, name: seen.setdefault(name, len(seen)), {})),
