@@ -17,7 +17,7 @@ from torch import nn
 from hf_dp.data.collate import LogicalBatchCollator, Prepared
 from hf_dp.data.mixing_dataset import is_alike
 from hf_dp.errors import ConfigurationError
-from hf_dp.per_example.checks.held import Held, computing, entries, put
+from hf_dp.per_example.checks.held import Held, computing, entries, put, role_of
 from hf_dp.per_example.checks.values import NOTHING, SCALARS, same
 from hf_dp.randomness import seed_global_state, unchanged_global_state
 
@@ -66,7 +66,8 @@ def left_as_it_was(dataset: Any) -> AbstractContextManager[None]:
 @contextmanager
 def _put_back(holders: _Holders) -> Iterator[None]:
     """What is held is as it was, but for attributes that were nothing before: what is loaded stays so. With it, as
-    beside a file, stay numbers and words: that it is open, and where it stands."""
+    beside a file, or what is not looked at and was exchanged, stays whatever else is another object now, which may say
+    that it is open, where it stands, or which part of the data it is."""
     held = Held(holders)
     objects = [(owner, dict(entries(owner))) for owner in held.owners.values() if not isinstance(owner, dict)]
     kept: list[tuple[Any, Any, Any]] = []
@@ -74,9 +75,10 @@ def _put_back(holders: _Holders) -> Iterator[None]:
         yield
         for owner, before in objects:
             now = dict(entries(owner))
-            loaded = {name for name in now if before.get(name) is None and not isinstance(now[name], SCALARS)}
-            if loaded or any(map(_moves, now.values())):
-                kept += [(owner, n, value) for n, value in now.items() if n in loaded or isinstance(value, SCALARS)]
+            others = {name: value for name, value in now.items() if value is not before.get(name, NOTHING)}
+            is_loaded = any(before.get(n) is None and not isinstance(others[n], SCALARS) for n in others)
+            if is_loaded or not all(map(role_of, others.values())) or any(map(_moves, now.values())):
+                kept += [(owner, name, value) for name, value in others.items()]
     for owner, name, value in kept:
         put(owner, name, value)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import io
 import itertools
@@ -14,6 +15,7 @@ from typing import Any
 
 import datasets
 import numpy as np
+import pyarrow
 import pytest
 import torch
 from torch import Tensor, nn
@@ -283,6 +285,29 @@ def test_what_is_open_stands_where_its_dataset_has_it() -> None:
                 dataset[i]
         check_order(dataset, LogicalBatchCollator(4, batch))
         assert [dataset[i]["labels"] for i in (0, 1, 5, 6, 39, 0)] == [0, 1, 5, 6, 39, 0]
+
+
+class InParts(Read):
+    """Of which one is held at a time, in a table of a library."""
+
+    part, table = -1, pyarrow.table({})
+
+    def __getitem__(self, i: int) -> Row:
+        if self.part != i // 10:
+            first = 10 * (i // 10)
+            self.table, self.part = pyarrow.table({"number": range(first, first + 10)}), i // 10
+        return {**ROWS[i], "labels": self.table["number"][i % 10].as_py()}
+
+
+def test_a_part_that_is_held_is_the_one_that_its_number_says() -> None:
+    for reads in ([39], [0], [], [5, 15]):
+        dataset = InParts()
+        for i in reads:
+            with left_as_it_was(dataset):
+                dataset[i]
+            assert [dataset[j]["labels"] for j in (0, 39, i)] == [0, 39, i]
+        check_order(dataset, LogicalBatchCollator(4, batch))
+        assert all(copy.copy(dataset)[i]["labels"] == i for i in range(len(ROWS)))
 
 
 class AGenerator:
