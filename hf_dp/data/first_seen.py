@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import copy
+import functools
+import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import datasets
 import torch
+from torch import nn
 
 from hf_dp.data.collate import LogicalBatchCollator, Prepared
 from hf_dp.data.mixing_dataset import is_alike
 from hf_dp.errors import ConfigurationError
-from hf_dp.per_example.checks.held import Held, computing, put
+from hf_dp.per_example.checks.held import Held, computing, entries, put, role_of
 from hf_dp.per_example.checks.values import NOTHING, SCALARS, same
 from hf_dp.randomness import seed_global_state, unchanged_global_state
 
 _ROWS = 16
-# The golden ratio spreads them without a period, which data may have too.
+# The golden ratio spreads them.
 _SPREAD = (5**0.5 - 1) / 2
 # So many datasets that one holds in a list.
 _HELD = 64
@@ -32,7 +35,7 @@ def check_order(dataset: Any, collate: LogicalBatchCollator | Prepared) -> None:
     Some rows from all over the data are read one after the other, and collated each by itself, and again each as the
     first, from what dataset and collator hold now and under one random state. So it is asked before any other row is
     read: who numbers labels as they come has a number for each by then. Of rows that fail nothing is said, nor where
-    the same is another when all is done again: what draws it is for others to say.
+    the same is another when it is made twice: what draws it is for others to say.
 
     Args:
         dataset: as it was given.
@@ -42,57 +45,77 @@ def check_order(dataset: Any, collate: LogicalBatchCollator | Prepared) -> None:
         ConfigurationError: with the name of either.
     """
     n = len(dataset)
-    places = sorted({int(n * (i * _SPREAD % 1)) for i in range(_ROWS)}) if n else []
-    rows = _made_after_any(lambda i: dataset[i], places, list(_of_dataset(dataset)))
+    # Neither with a period nor in their order, which data may have too (by length, say).
+    places = list(dict.fromkeys(int(n * (i * _SPREAD % 1)) for i in range(_ROWS))) if n else []
+    rows = _made_after_any(lambda i: dataset[i], places, _of_dataset(dataset))
     if rows is None:
         its = ", by its transform," if isinstance(dataset, datasets.Dataset) else ""
         raise _refusal(f"{type(dataset).__name__}{its}")
     collated = _made_after_any(
-        lambda i: collate.collated([copy.deepcopy(rows[i])]), list(rows), list(computing(collate.given))
+        lambda i: collate.collated([copy.deepcopy(rows[i])]), list(rows), _of_function(collate.given)
     )
     if collated is None:
         raise _refusal(f"the data collator {collate.name}")
 
 
 def left_as_it_was(dataset: Any) -> AbstractContextManager[None]:
-    """What is read inside leaves nothing in a dataset, so that `check_order` can still see what it numbers."""
-    return _put_back(list(_of_dataset(dataset)))
+    """What is read inside leaves nothing in a dataset, so that `check_order` can still see what it numbers. Of one that
+    has loaded nothing yet, for a single row: what that leaves in what is loaded stays."""
+    return _put_back(_of_dataset(dataset))
 
 
 @contextmanager
 def _put_back(holders: _Holders) -> Iterator[None]:
-    """What is held is as it was, but for attributes that were nothing before: what is loaded stays so."""
-    objects = [(holder, {**vars(holder)}) for _, holder in holders if isinstance(holder, torch.utils.data.Dataset)]
-    with Held(holders).put_back():
+    """What is held is as it was, but for attributes that were nothing before: what is loaded stays so. With it, as
+    beside a file, or what is not looked at and was exchanged, stays whatever else is another object now, which may say
+    that it is open, where it stands, or which part of the data it is."""
+    held = Held(holders)
+    objects = [(owner, dict(entries(owner))) for owner in held.owners.values() if not isinstance(owner, dict)]
+    kept: list[tuple[Any, Any, Any]] = []
+    with held.put_back():
         yield
-        loaded = [
-            (holder, name, value)
-            for holder, before in objects
-            for name, value in vars(holder).items()
-            if before.get(name) is None and not isinstance(value, SCALARS)
-        ]
-    for holder, name, value in loaded:
-        put(holder, name, value)
+        for owner, before in objects:
+            now = dict(entries(owner))
+            others = {name: value for name, value in now.items() if value is not before.get(name, NOTHING)}
+            is_loaded = any(before.get(n) is None and not isinstance(others[n], SCALARS) for n in others)
+            if is_loaded or not all(map(role_of, others.values())) or any(map(_moves, now.values())):
+                kept += [(owner, name, value) for name, value in others.items()]
+    for owner, name, value in kept:
+        put(owner, name, value)
+
+
+def _moves(value: Any) -> bool:
+    """Whether it is a file or the like, which goes on when it is read."""
+    return any(hasattr(type(value), n) for n in ("__next__", "read"))
 
 
 def _made_after_any(make: _Make, places: list[int], holders: _Holders) -> dict[int, Any] | None:
     """What is made at each of the `places`, where that does not fail; None where it is another at the first."""
+    _made(make, places[:1], holders)  # what is loaded is loaded then
     found, is_kept = _made(make, places, holders)
 
-    def differs(again: dict[int, Any]) -> bool:
-        return any(not is_alike(found[i], again[i], is_row=True) for i in found.keys() & again.keys())
+    def twice(i: int) -> tuple[Any, Any]:
+        one = copy.deepcopy(make(i))
+        seed_global_state(0)
+        return one, make(i)
+
+    def is_other(i: int) -> bool:
+        alone = _made(make, [i], holders)[0]
+        return i in alone and not is_alike(found[i], alone[i], is_row=True)
 
     # What keeps nothing, as most do, need not be asked again.
-    if is_kept and any(differs(_made(make, [i], holders)[0]) for i in found):
-        return found if differs(_made(make, places, holders)[0]) else None
-    return found
+    if not is_kept or not any(map(is_other, found)):
+        return found
+    # What a generator of its own draws, or a count of all reads makes, is another at once.
+    pairs = _made(twice, places, holders)[0].values()
+    return None if all(is_alike(*pair, is_row=True) for pair in pairs) else found
 
 
 def _made(make: _Make, places: list[int], holders: _Holders) -> tuple[dict[int, Any], bool]:
     """And whether anything that is held was another then; it is put back."""
     found: dict[int, Any] = {}
+    before = Held(holders).values
     with _put_back(holders), unchanged_global_state():
-        before = Held(holders).values
         for i in places:
             seed_global_state(0)
             try:
@@ -105,17 +128,33 @@ def _made(make: _Make, places: list[int], holders: _Holders) -> tuple[dict[int, 
     return found, is_kept
 
 
-def _of_dataset(dataset: Any) -> Iterator[tuple[str, Any]]:
+def _of_dataset(dataset: Any) -> _Holders:
     """What may keep something when a row is read: a transform, a dataset of Python's, and datasets that it holds."""
-    if isinstance(dataset, datasets.Dataset):
-        transform = (dataset.format.get("format_kwargs") or {}).get("transform")
-        yield from computing(transform) if transform is not None else ()
-    elif isinstance(dataset, torch.utils.data.Dataset):
-        yield f"{type(dataset).__name__} {id(dataset)}", dataset
-        for value in vars(dataset).values():
-            for inner in value[:_HELD] if isinstance(value, (list, tuple)) else (value,):
-                if isinstance(inner, torch.utils.data.Dataset | datasets.Dataset):
-                    yield from _of_dataset(inner)
+    found: list[tuple[str, Any]] = []
+    todo = [dataset]
+    for number, one in enumerate(todo):  # which grows
+        if isinstance(one, datasets.Dataset):
+            transform = (one.format.get("format_kwargs") or {}).get("transform")
+            found += _of_function(transform, f" {number}") if transform is not None else []
+        elif type(one) not in (list, tuple):
+            found += _of_function(one, f" {number}", "__getitem__")
+            for value in vars(one).values() if hasattr(one, "__dict__") else ():
+                if isinstance(value, (nn.Module, functools.partial)):
+                    found += _of_function(value, f" {number}.{len(found)}")
+                for inner in value[:_HELD] if isinstance(value, (list, tuple)) else (value,):
+                    is_data = isinstance(inner, torch.utils.data.Dataset | datasets.Dataset)
+                    todo += [inner] if is_data and not any(inner is known for known in todo) else []
+    return found
+
+
+def _of_function(function: Any, which: str = "", method: str = "__call__") -> list[tuple[str, Any]]:
+    """As `computing`, under names of its own, and what a function, or the method of an object, names and has as
+    defaults."""
+    found = list(computing(function))
+    own = function if isinstance(function, types.FunctionType) else getattr(type(function), method, None)
+    if isinstance(own, types.FunctionType):
+        found += computing(functools.partial(own, *(own.__defaults__ or ())))
+    return [(f"{name}{which}", held) for name, held in found]
 
 
 def _refusal(what: str) -> ConfigurationError:

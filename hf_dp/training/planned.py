@@ -160,10 +160,10 @@ def planned(
         options: of `DataLoader`.
     """
     earlier = _from_first(privacy, earlier)
-    if units is None:
-        warn_of_repeated(dataset)
-    else:
+    if units is not None:
         agree({"whose the rows of train_dataset are": units.described})
+    else:
+        warn_of_repeated(dataset, is_told=not (privacy.hides_n or privacy.withhold_non_private_logs))
     entropy, rank = Entropy.of_all_ranks(privacy.seed), ranks.rank()
     drawn, unit = None, None
     if units is not None and privacy.unit_sampling == "examples":

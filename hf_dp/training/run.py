@@ -33,6 +33,7 @@ from hf_dp.training.resuming.copies import Leaving, refuse_copies
 from hf_dp.training.resuming.goes_on import continued
 from hf_dp.training.resuming.origin import refuse_unsaid_origin, warn_of_origin
 from hf_dp.training.resuming.resume import SavedRun, note_trained_by, refuse_trained_by_another
+from hf_dp.training.resuming.same_rows import OtherPeople
 
 
 class Run:
@@ -97,12 +98,7 @@ class Run:
         return make()
 
     def go_on(
-        self,
-        ledger: Ledger,
-        saved: SavedRun | None,
-        dataset: Any,
-        owner: object,
-        beside: Sequence[nn.Module] = (),
+        self, ledger: Ledger, saved: SavedRun | None, dataset: Any, owner: object, beside: Sequence[nn.Module] = ()
     ) -> Ledger:
         """The ledger that this training goes on with, in place of `ledger`: of a checkpoint, or one that begins.
 
@@ -120,10 +116,11 @@ class Run:
         """
         for kind in PARTS.values():
             kind.wrapped(self.model)
+        others = OtherPeople(self.plan, dataset, ledger)
         for model, read in ((self.model, saved), *((other, None) for other in beside)):
-            refuse_trained_by_another(model, owner, read, self.plan, dataset)
+            refuse_trained_by_another(model, owner, read, self.plan, others)
             refuse_unsaid_origin(model, ledger, read, self.plan)
-            refuse_copies(model, owner, read, self.plan, dataset)
+            refuse_copies(model, owner, read, self.plan, others)
         if saved is None:
             warn_of_origin(self.model, self.tokenizer, ledger, self.plan)
         else:

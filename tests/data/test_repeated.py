@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 from datasets import Dataset, concatenate_datasets, interleave_datasets
 from torch.utils.data import ConcatDataset, Subset
+from torch.utils.data import Dataset as DatasetOfTorch
 
-from hf_dp.data.repeated import warn_of_repeated
+from hf_dp.data import repeated
+from hf_dp.data.repeated import are_in_both, warn_of_repeated
 from tests.training.workbench import make, private, rows
 
 FEW, MANY = (Dataset.from_list([{"x": i, "text": "a"} for i in range(n)]) for n in (4, 10))
@@ -34,9 +36,22 @@ def test_one_row_several_times(dataset: Any, said: tuple[int, ...], caplog: pyte
     assert [record.getMessage()[: len(WORDS % said)] for record in caplog.records] == [WORDS % said]
 
 
+class Endless(DatasetOfTorch[Any]):
+    """Rows of any number, and of no length."""
+
+    def __getitem__(self, i: int) -> Any:
+        return {"x": i}
+
+
+NOTHING = [Dataset.from_dict({"x": [None] * 5, "y": range(i, i + 5)}) for i in (0, 5)]
+
+
 @pytest.mark.parametrize(
     "dataset",
     [
+        concatenate_datasets(NOTHING),
+        concatenate_datasets([one.select_columns("x") for one in NOTHING]),
+        Subset(Endless(), [1, 10**6, 2]),
         FEW,
         LISTED,
         [],
@@ -53,6 +68,28 @@ def test_one_row_several_times(dataset: Any, said: tuple[int, ...], caplog: pyte
 def test_rows_that_are_there_once(dataset: Any, caplog: pytest.LogCaptureFixture) -> None:
     warn_of_repeated(dataset)
     assert not caplog.records
+
+
+def test_columns_of_nothing_are_in_no_two_datasets() -> None:
+    for columns in (["x", "y"], ["x"]):
+        one, other = (data.select_columns(columns) for data in NOTHING)
+        assert not are_in_both(one, other)
+        assert are_in_both(one, one.select([1]) if "y" in columns else one)
+
+
+def test_lists_of_many_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(repeated, "_BITS", 62)  # as if there were millions of them
+    assert not are_in_both([{} for _ in range(9)], [{} for _ in range(9)])
+    assert are_in_both(LISTED, [{}, LISTED[2]])
+
+
+@pytest.mark.parametrize(
+    "secret", [{"sampling_probability": 0.1, "target_delta": 1e-3}, {"withhold_non_private_logs": True}]
+)
+def test_what_is_secret_is_not_counted(secret: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    make(tmp_path, privacy=private(**secret), parts={"train_dataset": 2 * rows()}).get_train_dataloader()
+    found = [record.getMessage() for record in caplog.records if "another one once more" in record.getMessage()]
+    assert [text[: text.index(" (by")] for text in found] == ["Rows of the training data are another one once more"]
 
 
 def test_of_units_it_is_no_matter(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import sys
 import types
 from collections import UserDict, UserList, deque
@@ -26,6 +27,8 @@ _OF_NAMES = (dict, types.SimpleNamespace, UserDict, UserList, types.MethodType, 
 _NO_OBJECT = (type, nn.Module, types.BuiltinFunctionType, types.ModuleType, Dataset)
 # Of one holder so many entries, of one series so many items, of one module so many holders, so deep.
 _ENTRIES, _ITEMS, _HOLDERS, _DEPTH = 4096, 64, 256, 4
+# Of one dict, which may be all data, so many numbers.
+_NUMBERS = 1 << 24
 _OTHER, _SCALAR, _COPIED, _HOLDER = range(4)
 _roles: dict[type, int] = {}
 
@@ -59,6 +62,7 @@ class Held:
         self._kinds[type(root)] = None
         todo, number = [(path, root, 0)], 0
         for path, holder, depth in todo:  # which grows
+            room = _NUMBERS if isinstance(holder, dict) else math.inf
             for name, value, role in _held_by(holder):
                 if role == _SCALAR:
                     self.values[path, name] = value
@@ -71,7 +75,8 @@ class Held:
                     items = [(within, value)]
                 else:
                     is_whole = depth == 0 and isinstance(value, Tensor)
-                    self.values[path, name] = copied(value) if is_whole else copied_within(value)
+                    room -= math.prod(getattr(value, "shape", ()))
+                    self.values[path, name] = copied(value) if is_whole else copied_within(value) if room > 0 else BIG
                     if not isinstance(value, SERIES):
                         continue
                     items = [(f"{within}[{i}]", item) for i, item in enumerate(islice(value, _ITEMS))]
@@ -89,13 +94,13 @@ class Held:
     @contextmanager
     def put_back(self) -> Iterator[None]:
         """What is held is as it was then, at the end: the same objects, with the same in them."""
-        names = {path: dict(_entries(owner)) for path, owner in self.owners.items()}
+        names = {path: dict(entries(owner)) for path, owner in self.owners.items()}
         items = {place: list(names[place[0]][place[1]]) for place, value in self.values.items() if _is_list(value)}
         try:
             yield
         finally:
             for path, owner in self.owners.items():
-                before, now = names[path], dict(_entries(owner))
+                before, now = names[path], dict(entries(owner))
                 for name, _, _ in _held_by(owner) if len(before) < _ENTRIES else ():
                     if name not in before:
                         put(owner, name, NOTHING)
@@ -150,7 +155,7 @@ def put(owner: Any, name: Any, value: Any) -> None:
 def _held_by(holder: Any) -> list[tuple[Any, Any, int]]:
     """What it holds, of what is looked at, by name; and in which way each is."""
     found = []
-    for name, value in _entries(holder):
+    for name, value in entries(holder):
         role = _roles.get(type(value))
         if role is None:
             role = role_of(value)
@@ -159,7 +164,7 @@ def _held_by(holder: Any) -> list[tuple[Any, Any, int]]:
     return found
 
 
-def _entries(holder: Any) -> Iterable[tuple[Any, Any]]:
+def entries(holder: Any) -> Iterable[tuple[Any, Any]]:
     if isinstance(holder, dict):
         return holder.items() if len(holder) <= _ENTRIES else islice(holder.items(), _ENTRIES)
     if isinstance(holder, nn.Module):

@@ -19,7 +19,7 @@ from hf_dp.per_example.taken import bits_of
 from hf_dp.step.plan import Plan
 from hf_dp.training.adapters import states_of_adapters
 from hf_dp.training.resuming.origin import covers
-from hf_dp.training.resuming.same_rows import is_on_others
+from hf_dp.training.resuming.same_rows import OtherPeople
 
 _FEW = 64
 # Of fewer numbers two parameters may have the same by chance.
@@ -197,7 +197,7 @@ def _bits(value: Tensor) -> int:
     return int(bits_of(value.detach().reshape(1, -1)))
 
 
-def refuse_copies(model: nn.Module, trainer: object, saved: Saved | None, plan: Plan, dataset: Any) -> None:
+def refuse_copies(model: nn.Module, trainer: object, saved: Saved | None, plan: Plan, others: OtherPeople) -> None:
     """Refuses weights that another training of this process has left, in whatever model they are now, where the
     promise does not say on whose data.
 
@@ -206,7 +206,7 @@ def refuse_copies(model: nn.Module, trainer: object, saved: Saved | None, plan: 
         trainer: that will train it.
         saved: of the checkpoint that the trained weights were read from, if any: of these its training was asked.
         plan: of this training.
-        dataset: its training data.
+        others: trainings on data of other people.
 
     Raises:
         LedgerError: this trainer's ledger, and so its report and card, would not have those steps.
@@ -224,7 +224,7 @@ def refuse_copies(model: nn.Module, trainer: object, saved: Saved | None, plan: 
                 or (saved is not None and _is_of(saved, left.ledger) and left.steps <= saved.ledger.steps)
                 for left in all_left
             )
-            or all(is_on_others(plan, dataset, left.ledger) for left in all_left)
+            or all(left.ledger in others for left in all_left)
         ):
             continue
         left = all_left[-1]

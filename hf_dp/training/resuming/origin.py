@@ -97,8 +97,8 @@ def _warn_of_steps_before(model: nn.Module) -> None:
     if (first := next(((name, by) for name, by in found if by is not None), None)) is not None:
         ranks.warn(
             logger,
-            "%s was trained before in this process, by %s and without privacy. What that saw is in the weights without "
-            "noise, and epsilon is without it. If it was private (a baseline on the same rows, say), begin from a "
+            "%s was trained before in this process, by %s and not by hf_dp. What that saw is in the weights, and "
+            "epsilon is without it. If it was private (a baseline on the same rows, say), begin from a "
             "model that is loaded anew, or from a copy that was made before.", *first,
         )  # fmt: skip
 

@@ -24,7 +24,7 @@ from hf_dp.hub.record import DEEPEST, RECORD_FILE, PrivacyRecord, is_deep
 from hf_dp.step.plan import Plan
 from hf_dp.training.resuming.copies import few_of, has_moved
 from hf_dp.training.resuming.origin import covers
-from hf_dp.training.resuming.same_rows import is_on_others
+from hf_dp.training.resuming.same_rows import OtherPeople
 
 logger = logging.getLogger(__name__)
 
@@ -153,7 +153,7 @@ class Fingerprints:
 
 
 def refuse_trained_by_another(
-    model: nn.Module, trainer: object, saved: SavedRun | None, plan: Plan, dataset: Any
+    model: nn.Module, trainer: object, saved: SavedRun | None, plan: Plan, others: OtherPeople
 ) -> None:
     """Refuses to go on from weights that another trainer in this process has trained privately, where the promise does
     not say on whose data.
@@ -163,7 +163,7 @@ def refuse_trained_by_another(
         trainer: that will train it.
         saved: of the checkpoint that the trained weights were read from, which may be all that it has; or None.
         plan: of this training.
-        dataset: its training data.
+        others: trainings on data of other people.
 
     Raises:
         LedgerError: this trainer's ledger, and so its report and card, would not have those steps.
@@ -177,7 +177,7 @@ def refuse_trained_by_another(
         # A training that is gone is neither.
         if (by := who()) is not None and (by is trainer or by is saved):
             continue
-        if is_on_others(plan, dataset, ledger):
+        if ledger in others:
             continue
         steps = (
             f"{ledger.steps} private steps" if ledger.steps else f"it released {labels_of(ledger)}, and took no step,"

@@ -21,39 +21,46 @@ _DRAWN: list[tuple[Callable[[Any], bool], Ledger]] = []
 
 def note_rows(dataset: Any, ledger: Ledger) -> None:
     """A training of this ledger draws from `dataset`. Of a list that is not known later."""
-    if not drew_from(dataset, ledger):
-        _DRAWN.append((_told(dataset), ledger))
+    if not _drew_from(dataset, ledger) and (told := _told(dataset)) is not None:
+        _DRAWN.append((told, ledger))
 
 
-def drew_from(dataset: Any, ledger: Ledger) -> bool:
-    """Whether the training of a ledger of this process did."""
+def _drew_from(dataset: Any, ledger: Ledger) -> bool:
+    """Whether the training of a ledger of this process did, or one whose weights it went on from."""
     return any(own is ledger and is_told(dataset) for is_told, own in _DRAWN)
 
 
-def others_on(dataset: Any, ledger: Ledger) -> list[Ledger]:
-    """Of trainings that drew from it and took steps, but for that of `ledger`."""
-    return [own for is_told, own in _DRAWN if own is not ledger and own.own_steps and is_told(dataset)]
+class OtherPeople:
+    """Trainings of this process of which a promise says that nobody in their data is in this one's.
 
-
-def is_on_others(plan: Plan, dataset: Any, ledger: Ledger) -> bool:
-    """Whether the promise says of a training of this process that nobody in its data is in this one's.
-
-    Raises:
-        LedgerError: it drew from rows of this data.
+    Args:
+        plan, dataset, ledger: of this one.
     """
-    if plan.config.other_people and drew_from(dataset, ledger):
-        raise LedgerError(
-            "other_people=True, for weights that another private training in this process left, on rows of this data.",
-            why="whoever is in these rows is in both, and epsilon would be without what that one cost them.",
-            fix="let that one save (save_model(), or save() of a PrivateRun), and give PrivacyConfig(after=...) with "
-            "that folder: both then share one budget. Or begin from weights of before.",
-        )
-    return plan.config.other_people
+
+    def __init__(self, plan: Plan, dataset: Any, ledger: Ledger) -> None:
+        self._is_said, self._dataset, self._ledger = plan.config.other_people, dataset, ledger
+        self._asked: list[Ledger] = []
+
+    def __contains__(self, left: Ledger) -> bool:
+        """
+        Raises:
+            LedgerError: it drew from rows of this data, or went on from one that did.
+        """
+        if not self._is_said or any(left is one for one in self._asked):
+            return self._is_said
+        if _drew_from(self._dataset, left):
+            raise _refusal()
+        self._asked.append(left)
+        # Of which whoever goes on from this one is asked.
+        _DRAWN.extend([(is_told, self._ledger) for is_told, own in _DRAWN if own is left])
+        return True
 
 
 def warn_of_others_on(plan: Plan, dataset: Any, ledger: Ledger) -> None:
     """Says once in a process that several of its trainings drew from the same rows, each with an epsilon of its own."""
-    if not (plan.mechanism.reproducible or plan.config.after) and others_on(dataset, ledger):
+    if ledger.steps or plan.mechanism.reproducible or plan.config.after or _say_so.cache_info().currsize:
+        return
+    if any(own is not ledger and own.own_steps and is_told(dataset) for is_told, own in _DRAWN):
         _say_so()
 
 
@@ -67,12 +74,21 @@ def _say_so() -> None:
     )
 
 
-def _told(dataset: Any) -> Callable[[Any], bool]:
-    """What tells it, and others that have rows of it, without keeping it."""
+def _refusal() -> LedgerError:
+    return LedgerError(
+        "other_people=True, for weights that another private training in this process left, on rows of this data.",
+        why="whoever is in these rows is in both, and epsilon would be without what that one cost them.",
+        fix="let that one save (save_model(), or save() of a PrivateRun), and give PrivacyConfig(after=...) with that "
+        "folder: both then share one budget. Or begin from weights of before.",
+    )
+
+
+def _told(dataset: Any) -> Callable[[Any], bool] | None:
+    """What tells it, and others that have rows of it, without keeping it; None of what is not told later."""
     try:
         known, name = weakref.ref(dataset), getattr(dataset, "_fingerprint", None)
     except TypeError:  # a list, in whose place another one may come to lie
-        return lambda other: False
+        return None
 
     def is_told(other: Any) -> bool:
         if name is not None and getattr(other, "_fingerprint", None) == name:  # that of one that was loaded again

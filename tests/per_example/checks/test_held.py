@@ -14,8 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from hf_dp.errors import UnsupportedModelError
+from hf_dp.per_example.checks import held
 from hf_dp.per_example.checks.held import Held
 from hf_dp.per_example.checks.kept import Memory
+from hf_dp.per_example.checks.values import BIG
 from tests.per_example.checks.test_memory import Plain, batch, memory_of
 
 
@@ -291,3 +293,10 @@ def test_a_hook_that_came_meanwhile_stays() -> None:
         model.register_state_dict_pre_hook(lambda *_: None)
     assert len(model._state_dict_pre_hooks) == 1
     assert model.state_dict().keys() == {"weight", "bias"}
+
+
+def test_of_a_dict_that_holds_all_data_not_all_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(held, "_NUMBERS", 8)
+    rows = {i: torch.full((4,), float(i)) for i in range(9)}
+    values = Held([("", types.SimpleNamespace(rows=rows))]).values
+    assert [value is BIG for value in values.values()] == [False] + 8 * [True]

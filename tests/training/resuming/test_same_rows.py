@@ -70,3 +70,37 @@ def test_several_trainings_on_the_same_rows_are_told_once(tmp_path: Path, caplog
         trainer.save_model()
         said += [name] * (WORDS in caplog.text)
     assert said == ["second"]
+
+
+@pytest.mark.parametrize("copied", [lambda model: model, copy.deepcopy])
+def test_failure_83_by_way_of_a_training_on_others(copied: Any, tmp_path: Path) -> None:
+    parts = Dataset.from_list(rows(96, seed=6)).train_test_split(0.5)
+    first = make(tmp_path / "first", privacy=of(), parts={"train_dataset": parts["train"]}, max_steps=1)
+    first.train()
+    others = of(other_people=True)
+    second = make(tmp_path / "second", first.model, others, parts={"train_dataset": parts["test"]}, max_steps=1)
+    second.train()
+    third = make(tmp_path, copied(second.model), others, parts={"train_dataset": parts["train"]}, max_steps=1)
+    with pytest.raises(LedgerError, match="other_people=True, for weights that .* on rows of this data"):
+        third.train()
+
+
+def test_a_training_that_goes_on_is_told_of_no_others(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    data = {"train_dataset": Dataset.from_list(rows(seed=7))}
+    first = make(tmp_path, privacy=of(), parts=data, max_steps=2, save_strategy="steps", save_steps=1)
+    first.train()
+    again = make(tmp_path, privacy=of(), parts=data, max_steps=2)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    same_rows._say_so.cache_clear()
+    again.train()
+    assert WORDS not in caplog.text
+
+
+def test_of_each_other_training_its_rows_are_looked_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parts, asked = Dataset.from_list(rows(96, seed=8)).train_test_split(0.5), []
+    first = make(tmp_path / "first", privacy=of(), parts={"train_dataset": parts["train"]}, max_steps=1)
+    first.train()
+    monkeypatch.setattr(same_rows, "are_in_both", lambda *data: bool(asked.append(data)))
+    others = {"privacy": of(other_people=True), "parts": {"train_dataset": parts["test"]}}
+    make(tmp_path / "second", first.model, max_steps=1, **others).train()
+    assert sum(one is parts["train"] for one, _ in asked) <= 3  # not for each parameter
