@@ -56,14 +56,14 @@ class Untouched(WatchedParameter):
 
 
 def _stands(usual: Callable[[Source], WatchedParameter], source: Source) -> WatchedParameter:
-    plain, leaked, parameter = source.plain, source.watch.leaked, source.parameter
+    plain, leaked, parameters = source.plain, source.watch.leaked, source.parameters
     if not isinstance(plain, FakeTensor):
         return usual(source)
     with torch._C.DisableTorchFunctionSubclass():
         made: Any = torch.Tensor._make_wrapper_subclass(
             Untouched, plain.shape, plain.stride(), dtype=plain.dtype, device=plain.device, requires_grad=True
         )
-        made.register_hook(lambda _: leaked.add(parameter))
+        made.register_hook(lambda _: leaked.update(parameters))
     made.source = source
     return made  # type: ignore[no-any-return]
 
