@@ -20,7 +20,7 @@ from hf_dp.per_example.gram import Dense, OneHot, Side
 from hf_dp.per_example.ieee import full_precision
 from hf_dp.per_example.lengths import Lengths
 from hf_dp.per_example.long_sums import AT_ONCE
-from hf_dp.per_example.precision import accumulation, united
+from hf_dp.per_example.precision import accumulation, sum_dtype, united
 from hf_dp.per_example.products import (
     BLOCK,
     CUT_BLOCK,
@@ -183,6 +183,14 @@ class PerExample:
 
     values: Tensor
     lengths: Lengths | None = field(default=None, kw_only=True)
+
+    @classmethod
+    def over(cls, positions: Tensor) -> PerExample:
+        """Sums over the positions of (B, T, n)."""
+        # Of 16 bits a GPU makes no copy for it.
+        dtype = sum_dtype(positions.dtype)
+        lengths = Lengths(torch.linalg.vector_norm(positions, dim=2, dtype=dtype))
+        return cls(positions.sum(1, dtype=dtype), lengths=lengths)
 
     @property
     def transposed(self) -> PerExample:

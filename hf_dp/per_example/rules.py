@@ -14,9 +14,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.grad import conv2d_input
 
 from hf_dp.errors import UnsupportedModelError
+from hf_dp.per_example.convolutions import CONVOLUTIONS
 from hf_dp.per_example.factors import Factors, Outer, PerExample
 from hf_dp.per_example.gram import Dense, OneHot
 from hf_dp.per_example.instantiate import instantiating
@@ -34,13 +34,6 @@ def _parameter(operands: Operands, role: str) -> Tensor:
     value = operands.parameters[role]
     assert value is not None
     return value
-
-
-def _summed(values: Tensor, axis: Axis) -> PerExample:
-    # Of 16 bits a GPU makes no copy for it.
-    positions, dtype = axis.positions(values), sum_dtype(values.dtype)
-    lengths = Lengths(torch.linalg.vector_norm(positions, dim=2, dtype=dtype))
-    return PerExample(positions.sum(1, dtype=dtype), lengths=lengths)
 
 
 # --- y = x W^T + b, and y = x W + b ---------------------------------------------------------------------------------
@@ -85,7 +78,7 @@ def _linear_backward(saved: _Saved, operands: Operands, gradient: Tensor, axis: 
         outer = Outer(Dense(axis.positions(gradient)), Dense(axis.positions(saved[0])))
         factors["weight"] = outer.transposed if is_transposed else outer
     if "bias" in operands.watched:
-        factors["bias"] = _summed(gradient, axis)
+        factors["bias"] = PerExample.over(axis.positions(gradient))
     if not needs_input:
         return None, factors
     weight = weight.to(gradient.dtype)
@@ -159,9 +152,9 @@ def _layer_norm_backward(
     factors: dict[str, Factors | None] = {}
     if "weight" in operands.watched:
         normalised = accumulation(x - mean).mul_(rstd)
-        factors["weight"] = _summed(normalised.mul_(gradient), axis)
+        factors["weight"] = PerExample.over(axis.positions(normalised.mul_(gradient)))
     if "bias" in operands.watched:
-        factors["bias"] = _summed(gradient, axis)
+        factors["bias"] = PerExample.over(axis.positions(gradient))
     if not needs_input:
         return None, factors
     # Under autocast weights are in more bits than what a layer before gave, and CUDA's kernel takes one type alone.
@@ -190,7 +183,7 @@ def _rms_norm_backward(saved: _Saved, operands: Operands, gradient: Tensor, axis
     wide, gradient = accumulation(x), accumulation(gradient)
     rstd = (wide.square().mean(-1, keepdim=True) + eps).rsqrt()
     normalised = wide * rstd
-    factors: dict[str, Factors | None] = {"weight": _summed(gradient * normalised, axis)}
+    factors: dict[str, Factors | None] = {"weight": PerExample.over(axis.positions(gradient * normalised))}
     if not needs_input:
         return None, factors
     weighted = gradient * weight
@@ -325,56 +318,6 @@ def _repeat_backward(saved: _Saved, operands: Operands, gradient: Tensor, axis: 
     return None, {"weight": PerExample(rows.sum(1, dtype=dtype), lengths=lengths)}
 
 
-# --- convolution over patches, and over time ------------------------------------------------------------------------
-
-
-def _bind_convolution(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    stride: Any = 1,
-    padding: Any = 0,
-    dilation: Any = 1,
-    groups: int = 1,
-) -> Bound:
-    padding = 0 if padding == "valid" else padding
-    options = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
-    return Bound(input, {"weight": weight, "bias": bias}, options)
-
-
-def _convolved(operation: Any) -> Any:
-    return lambda x, parameters, options: operation(x, parameters["weight"], parameters["bias"], **options)
-
-
-def _conv2d_backward(saved: _Saved, operands: Operands, gradient: Tensor, axis: Axis, needs_input: bool) -> _Backward:
-    options = dict(operands.options)
-    if options.pop("groups") != 1 or isinstance(options["padding"], str):
-        return _ANY_CONV2D.backward(saved, operands, gradient, axis, needs_input)
-    (x,), weight = saved, _parameter(operands, "weight")
-    per_position = gradient.flatten(2).mT
-    factors: dict[str, Factors | None] = {}
-    if "weight" in operands.watched:
-        patches = F.unfold(accumulation(x), weight.shape[2:], **options).mT
-        factors["weight"] = Outer(Dense(axis.positions(per_position)), Dense(axis.positions(patches)))
-    if "bias" in operands.watched:
-        factors["bias"] = _summed(per_position, axis)
-    if not needs_input:
-        return None, factors
-    return conv2d_input(x.shape, weight.to(gradient.dtype), gradient, **options), factors
-
-
-def _conv1d_backward(saved: _Saved, operands: Operands, gradient: Tensor, axis: Axis, needs_input: bool) -> _Backward:
-    if operands.options["groups"] != 1 or isinstance(operands.options["padding"], str):
-        return _ANY_CONV1D.backward(saved, operands, gradient, axis, needs_input)
-    # As of an image one pixel high.
-    neutral = {"stride": 1, "padding": 0, "dilation": 1}
-    options = {k: (neutral[k], v if isinstance(v, int) else v[0]) for k, v in operands.options.items() if k in neutral}
-    parameters = {**operands.parameters, "weight": _parameter(operands, "weight").unsqueeze(2)}
-    image = Operands(parameters, operands.watched, {**options, "groups": 1})
-    found, factors = _conv2d_backward((saved[0].unsqueeze(2),), image, gradient.unsqueeze(2), axis, needs_input)
-    return None if found is None else found.squeeze(2), factors
-
-
 def _bind_group_norm(
     input: Tensor, num_groups: int, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
 ) -> Bound:
@@ -407,10 +350,6 @@ _ADD = Rule("add", _bind_elementwise, _add, _add_backward, features=0)
 _GETITEM = Rule("getitem", _bind_getitem, _getitem, _getitem_backward, features=0)
 _EXPAND = Rule("expand", _bind_expand, _expand, _expand_backward, features=0)
 _REPEAT = Rule("repeat", _bind_repeat, _repeat, _repeat_backward, features=0)
-_ANY_CONV1D = instantiating("conv1d", _bind_convolution, _convolved(F.conv1d), features=2)
-_ANY_CONV2D = instantiating("conv2d", _bind_convolution, _convolved(F.conv2d), features=3)
-_CONV1D = replace(_ANY_CONV1D, backward=_conv1d_backward)
-_CONV2D = replace(_ANY_CONV2D, backward=_conv2d_backward)
 _GROUP_NORM = instantiating(
     "group_norm", _bind_group_norm, lambda x, p, o: F.group_norm(x, weight=p["weight"], bias=p["bias"], **o), features=2
 )
@@ -432,7 +371,6 @@ RULES: Mapping[Any, Rule] = MappingProxyType(
         torch.Tensor.expand: _EXPAND,
         torch.Tensor.expand_as: replace(_EXPAND, bind=_bind_expand_as),
         **dict.fromkeys((torch.Tensor.repeat, torch.Tensor.tile, torch.tile), _REPEAT),
-        F.conv1d: _CONV1D,
-        F.conv2d: _CONV2D,
+        **CONVOLUTIONS,
     }
 )

@@ -28,36 +28,6 @@ def test_exact_without_a_certificate(name: str, size: int) -> None:
     assert relative_error(record(model, square, data), loop(model, square, data)) <= 1e-12
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"stride": (2, 1), "padding": (1, 0), "dilation": (1, 2)},
-        {"stride": 2, "padding": 1},
-        {"bias": False},
-        {"dilation": 2, "padding": "valid"},
-    ],
-)
-def test_convolutions_are_exact(options: dict[str, Any]) -> None:
-    model = Small(
-        lambda m, x: m.two(torch.tanh(m.one(x))), one=nn.Conv2d(3, 3, 3, padding=1), two=nn.Conv2d(3, 6, 2, **options)
-    )
-    data = batch(3, 3, 7, 6)
-    assert relative_error(record(model, square, data), loop(model, square, data)) <= 1e-12
-
-
-@pytest.mark.parametrize(
-    "options", [{"stride": 2, "padding": 1}, {"stride": (2,), "dilation": 2}, {"bias": False, "padding": (2,)}]
-)
-@pytest.mark.parametrize("size", [1, 3, 6, 7])
-def test_convolutions_over_time_are_exact(size: int, options: dict[str, Any]) -> None:
-    """Also with as many examples as channels (3, 6) or as points in time (7)."""
-    model = Small(
-        lambda m, x: m.two(torch.tanh(m.one(x))), one=nn.Conv1d(3, 6, 3, padding=1), two=nn.Conv1d(6, 4, 2, **options)
-    )
-    data = batch(size, 3, 7)
-    assert relative_error(record(model, square, data), loop(model, square, data)) <= 1e-12
-
-
 @pytest.mark.parametrize("padding_idx", [None, 0, -4, 3, -1])
 def test_failure_16_padding_does_not_count(padding_idx: int | None) -> None:
     model = Small(lambda m, x: F.embedding(m.ids(x), m.w, padding_idx), w=parameter(4, 4))
