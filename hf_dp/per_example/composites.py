@@ -1,7 +1,8 @@
 """Operations that hide the axis of the examples, written out in operations that do not.
 
 `nn.MultiheadAttention` puts positions first and examples second before it uses its parameters. The same attention with
-the examples first is a few matrix products, for which there are rules; and so is a sum in Einstein's notation.
+the examples first is a few matrix products, for which there are rules; and so is a sum in Einstein's notation. Others
+hide nothing, and are few steps of what has a rule: PReLU, bags of embeddings, distances.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hf_dp.per_example.recurrent import LAYERS
 from hf_dp.per_example.watched import WatchedParameter
 
 
@@ -127,11 +129,83 @@ def _sparse_product(first: Any, second: Any, *options: Any) -> Any:
     return F.linear(second.t(), first.to_dense()).t()
 
 
+def _prelu(input: Tensor, weight: Tensor) -> Any:
+    slope = weight if weight.numel() == 1 else weight.reshape(-1, *[1] * (input.dim() - 2))
+    return torch.where(input > 0, input, input * slope)
+
+
+def _bilinear(input1: Tensor, input2: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
+    """Of two tensors of data: linear in their products."""
+    if isinstance(input1, WatchedParameter) or isinstance(input2, WatchedParameter):
+        return NotImplemented
+    return F.linear((input1.unsqueeze(-1) * input2.unsqueeze(-2)).flatten(-2), weight.flatten(1), bias)
+
+
+def _embedding_bag(
+    input: Tensor,
+    weight: Tensor,
+    offsets: Tensor | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    mode: str = "mean",
+    sparse: bool = False,
+    per_sample_weights: Tensor | None = None,
+    include_last_offset: bool = False,
+    padding_idx: int | None = None,
+) -> Any:
+    """Of bags that all have as many entries: (B, entries)."""
+    if offsets is not None or input.dim() != 2 or isinstance(per_sample_weights, WatchedParameter):
+        return NotImplemented
+    rows = F.embedding(input, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
+    if per_sample_weights is not None:
+        rows = rows * per_sample_weights.unsqueeze(-1)
+    if padding_idx is None:
+        return rows.max(1).values if mode == "max" else rows.sum(1) if mode == "sum" else rows.mean(1)
+    if mode == "max":
+        return NotImplemented
+    is_counted = input.ne(padding_idx % len(weight)).unsqueeze(-1)
+    total = (rows * is_counted).sum(1)
+    return total if mode == "sum" else total / is_counted.sum(1).clamp(min=1)
+
+
+def _instance_norm(
+    input: Tensor,
+    running_mean: Tensor | None = None,
+    running_var: Tensor | None = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    use_input_stats: bool = True,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Any:
+    if use_input_stats and running_mean is not None:
+        return NotImplemented  # It would keep a mean over all examples.
+    output = F.instance_norm(input, running_mean, running_var, None, None, use_input_stats, momentum, eps)
+    along = (-1, *[1] * (input.dim() - 2))
+    output = output if weight is None else output * weight.reshape(along)
+    return output if bias is None else output + bias.reshape(along)
+
+
+def _distances(x1: Tensor, x2: Tensor, p: float = 2.0, compute_mode: Any = None) -> Any:
+    """Of rows of data to rows of a parameter."""
+    if isinstance(x1, WatchedParameter) or not isinstance(x2, WatchedParameter) or x2.dim() != 2:
+        return NotImplemented
+    return torch.linalg.vector_norm(x1.unsqueeze(-2) - x2, p, -1)
+
+
 #: operation -> the same by other operations, or NotImplemented for arguments that it does not know.
 COMPOSITES: Mapping[Any, Callable[..., Any]] = MappingProxyType(
     {
         F.multi_head_attention_forward: _attention,
         torch.einsum: _einsum,
         torch.sparse.mm: _sparse_product,
+        F.prelu: _prelu,
+        torch.prelu: _prelu,
+        F.bilinear: _bilinear,
+        F.embedding_bag: _embedding_bag,
+        F.instance_norm: _instance_norm,
+        torch.cdist: _distances,
+        **LAYERS,
     }
 )

@@ -23,6 +23,7 @@ from hf_dp.per_example.instantiate import instantiating
 from hf_dp.per_example.lengths import Lengths
 from hf_dp.per_example.precision import accumulation, sum_dtype
 from hf_dp.per_example.products import times
+from hf_dp.per_example.recurrent import RECURRENT
 from hf_dp.per_example.rule import Axis, Bound, Operands, Rule
 from hf_dp.per_example.watched import WatchedParameter
 
@@ -124,6 +125,23 @@ def _embedding_backward(
 # --- normalisation --------------------------------------------------------------------------------------------------
 
 
+def _last_axes(input: Tensor, normalized_shape: Any) -> list[int]:
+    shape = list(normalized_shape)
+    if 1 < len(shape) >= input.dim():
+        raise _unsupported(
+            "normalisation", f"normalized_shape={shape}", "no axis of the input is left for the examples"
+        )
+    return shape
+
+
+def _over(values: Tensor, operands: Operands, axis: Axis) -> PerExample:
+    shape = operands.options["shape"]
+    if len(shape) == 1:
+        return PerExample.over(axis.positions(values))
+    found = PerExample.over(axis.positions(values.flatten(-len(shape))))
+    return replace(found, values=found.values.unflatten(1, shape))
+
+
 def _bind_layer_norm(
     input: Tensor,
     normalized_shape: list[int],
@@ -131,9 +149,7 @@ def _bind_layer_norm(
     bias: Tensor | None = None,
     eps: float = 1e-5,
 ) -> Bound:
-    return Bound(
-        input, {"weight": weight, "bias": bias}, {"shape": _last_axis("layer_norm", normalized_shape), "eps": eps}
-    )
+    return Bound(input, {"weight": weight, "bias": bias}, {"shape": _last_axes(input, normalized_shape), "eps": eps})
 
 
 def _layer_norm(x: Tensor, operands: Operands) -> tuple[Tensor, _Saved]:
@@ -152,9 +168,9 @@ def _layer_norm_backward(
     factors: dict[str, Factors | None] = {}
     if "weight" in operands.watched:
         normalised = accumulation(x - mean).mul_(rstd)
-        factors["weight"] = PerExample.over(axis.positions(normalised.mul_(gradient)))
+        factors["weight"] = _over(normalised.mul_(gradient), operands, axis)
     if "bias" in operands.watched:
-        factors["bias"] = PerExample.over(axis.positions(gradient))
+        factors["bias"] = _over(gradient, operands, axis)
     if not needs_input:
         return None, factors
     # Under autocast weights are in more bits than what a layer before gave, and CUDA's kernel takes one type alone.
@@ -170,7 +186,7 @@ def _bind_rms_norm(
 ) -> Bound:
     # Torch's default, which is that of the type it computes in and not of the input's.
     eps = torch.finfo(sum_dtype(input.dtype)).eps if eps is None else eps
-    return Bound(input, {"weight": weight}, {"shape": _last_axis("rms_norm", normalized_shape), "eps": eps})
+    return Bound(input, {"weight": weight}, {"shape": _last_axes(input, normalized_shape), "eps": eps})
 
 
 def _rms_norm(x: Tensor, operands: Operands) -> tuple[Tensor, _Saved]:
@@ -181,13 +197,14 @@ def _rms_norm(x: Tensor, operands: Operands) -> tuple[Tensor, _Saved]:
 def _rms_norm_backward(saved: _Saved, operands: Operands, gradient: Tensor, axis: Axis, needs_input: bool) -> _Backward:
     (x,), weight, eps = saved, _parameter(operands, "weight"), operands.options["eps"]
     wide, gradient = accumulation(x), accumulation(gradient)
-    rstd = (wide.square().mean(-1, keepdim=True) + eps).rsqrt()
+    last = [*range(-len(operands.options["shape"]), 0)]
+    rstd = (wide.square().mean(last, keepdim=True) + eps).rsqrt()
     normalised = wide * rstd
-    factors: dict[str, Factors | None] = {"weight": PerExample.over(axis.positions(gradient * normalised))}
+    factors: dict[str, Factors | None] = {"weight": _over(gradient * normalised, operands, axis)}
     if not needs_input:
         return None, factors
     weighted = gradient * weight
-    return rstd * (weighted - normalised * (weighted * normalised).mean(-1, keepdim=True)), factors
+    return rstd * (weighted - normalised * (weighted * normalised).mean(last, keepdim=True)), factors
 
 
 # --- elementwise ----------------------------------------------------------------------------------------------------
@@ -324,13 +341,6 @@ def _bind_group_norm(
     return Bound(input, {"weight": weight, "bias": bias}, {"num_groups": num_groups, "eps": eps})
 
 
-def _last_axis(operation: str, normalized_shape: Any) -> list[int]:
-    shape = list(normalized_shape)
-    if len(shape) != 1:
-        raise _unsupported(operation, f"normalized_shape={shape}", "only normalisation over the last axis is known")
-    return shape
-
-
 def _unsupported(operation: str, found: str, why: str) -> UnsupportedModelError:
     return UnsupportedModelError(
         f"{operation} with {found} uses a trainable parameter.",
@@ -372,5 +382,6 @@ RULES: Mapping[Any, Rule] = MappingProxyType(
         torch.Tensor.expand_as: replace(_EXPAND, bind=_bind_expand_as),
         **dict.fromkeys((torch.Tensor.repeat, torch.Tensor.tile, torch.tile), _REPEAT),
         **CONVOLUTIONS,
+        **RECURRENT,
     }
 )

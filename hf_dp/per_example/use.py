@@ -21,16 +21,16 @@ _REASONS = {
     "gradient_checkpointing_kwargs={'use_reentrant': False} this is exact)",
 }
 
+_ELEMENTWISE = (
+    *("addcdiv", "addcmul", "atan2", "clamp", "clamp_max", "clamp_min", "clip", "div", "fmax", "fmin", "hypot", "lerp"),
+    *("logaddexp", "logaddexp2", "masked_fill", "max", "maximum", "min", "minimum", "pow", "sub", "true_divide"),
+    *("where", "xlogy"),
+)
 # What gives example i the same, whether an operand has one row for all examples or a copy for each.
 BROADCASTING = {
     *(getattr(torch.Tensor, name) for name in ("__iadd__", "add_", "__isub__", "sub_", "__imul__", "mul_")),
     *(getattr(torch.Tensor, f"__{name}__") for name in ("sub", "rsub", "truediv", "rtruediv", "pow", "rpow")),
-    *(
-        getattr(module, name)
-        for name in "addcdiv addcmul atan2 clamp clamp_max clamp_min clip div fmax fmin hypot lerp logaddexp logaddexp2 "
-        "masked_fill max maximum min minimum pow sub true_divide where xlogy".split()
-        for module in (torch, torch.Tensor)
-    ),
+    *(getattr(module, name) for name in _ELEMENTWISE for module in (torch, torch.Tensor)),
 }
 # The same, for operands with two axes or more, of which other axes than those of the output are added up.
 PRODUCTS = {

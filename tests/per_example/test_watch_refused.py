@@ -139,7 +139,10 @@ REFUSED: dict[str, tuple[Small, str]] = {
         Small(lambda m, x: scripted(m.linear(x), 1 + m.w), linear=nn.Linear(4, 4), w=parameter(4, 5)),
         "gradient reached w",
     ),
-    "nn.LSTM": (Small(lambda m, x: m.rnn(x)[0], rnn=nn.LSTM(4, 4, batch_first=True)), "rnn.weight_ih_l0.*lstm"),
+    "nn.LSTM that projects": (
+        Small(lambda m, x: m.rnn(x)[0], rnn=nn.LSTM(4, 4, batch_first=True, proj_size=2)),
+        "rnn.weight_hh_l0.*lstm",
+    ),
     "nn.MultiheadAttention": (
         Small(
             lambda m, x: m.attention(x, x, x)[0],

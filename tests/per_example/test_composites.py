@@ -1,0 +1,107 @@
+"""Operations written out in others, beside a loop over single examples and beside what torch computes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hf_dp.errors import HfDpError, UnsupportedModelError
+from hf_dp.per_example import loop, preflight, record
+from tests.per_example.small import Small, batch, parameter, relative_error, square
+
+
+def _ids(x: Tensor) -> Tensor:
+    return (x.detach() * 9).long() % 7
+
+
+def _bag(**options: Any) -> Any:
+    return lambda m, x: m.linear(F.embedding_bag(_ids(x[..., 0]), m.w, **options))
+
+
+def _images(x: Tensor) -> Tensor:
+    return x.view(len(x), 4, 3, 2)
+
+
+_MODELS: dict[str, Small] = {
+    "PReLU": Small(lambda m, x: m.act(m.first(x)).cos(), first=nn.Linear(4, 6), act=nn.PReLU()),
+    "PReLU of channels": Small(
+        lambda m, x: m.act(m.first(_images(x))).cos(), first=nn.Conv2d(4, 3, 2, padding=1), act=nn.PReLU(3)
+    ),
+    "PReLU at nought": Small(lambda m, x: m.act(m.first(x).relu()).cos(), first=nn.Linear(4, 6), act=nn.PReLU()),
+    "PReLU of data": Small(lambda m, x: m.act(x).cos(), act=nn.PReLU()),
+    "bilinear": Small(
+        lambda m, x: m.both(x, m.first(x)).cos(), first=nn.Linear(4, 3), both=nn.Bilinear(4, 3, 5)
+    ),
+    "bilinear without a bias": Small(lambda m, x: m.both(x, x.cos()), both=nn.Bilinear(4, 4, 2, bias=False)),
+    **{
+        f"bags of embeddings, {options}": Small(_bag(**options), w=parameter(7, 4), linear=nn.Linear(4, 2))
+        for options in (
+            {"mode": "sum"},
+            {"mode": "mean"},
+            {"mode": "max"},
+            {"mode": "mean", "padding_idx": 2},
+            {"mode": "sum", "padding_idx": -1},
+        )
+    },
+    "weighted bags": Small(
+        lambda m, x: F.embedding_bag(_ids(x[..., 0]), m.w, mode="sum", per_sample_weights=m.linear(x)[..., 0]),
+        w=parameter(7, 4),
+        linear=nn.Linear(4, 1),
+    ),
+    "instance norm": Small(
+        lambda m, x: m.norm(m.first(_images(x))).cos(),
+        first=nn.Conv2d(4, 4, 2, padding=1),
+        norm=nn.InstanceNorm2d(4, affine=True),
+    ),
+    "instance norm of a line": Small(lambda m, x: m.norm(x.mT).cos(), norm=nn.InstanceNorm1d(4, affine=True)),
+    "distances to prototypes": Small(
+        lambda m, x: torch.cdist(m.first(x), m.w).cos(), first=nn.Linear(4, 3), w=parameter(5, 3)
+    ),
+    "distances in l1": Small(lambda m, x: torch.cdist(x, m.w, 1.0).cos(), w=parameter(5, 4)),
+    "layer norm over several axes": Small(
+        lambda m, x: m.norm(m.first(x)).cos(), first=nn.Linear(4, 3), norm=nn.LayerNorm((6, 3))
+    ),
+    "layer norm over several axes, no bias": Small(lambda m, x: m.norm(x), norm=nn.LayerNorm((6, 4), bias=False)),
+    "rms norm over several axes": Small(
+        lambda m, x: m.norm(m.first(x)).cos(), first=nn.Linear(4, 3), norm=nn.RMSNorm((6, 3))
+    ),
+    "lerp": Small(lambda m, x: torch.lerp(x, m.w, m.s.sigmoid()), w=parameter(4), s=parameter()),
+    "addcmul": Small(lambda m, x: torch.addcmul(x, m.w, x.cos(), value=2), w=parameter(4)),
+    "addcdiv": Small(lambda m, x: torch.addcdiv(m.w, x, m.v.exp()), w=parameter(4), v=parameter(6, 1)),
+    "the larger": Small(lambda m, x: torch.maximum(x, m.w) + x.min(m.w) * 2, w=parameter(4)),
+    "clamped": Small(lambda m, x: x.clamp(m.w, m.w.exp()) + x.clamp(min=m.w), w=parameter(4)),
+    "powers": Small(lambda m, x: x.exp() ** m.w + m.v.exp() ** x.cos(), w=parameter(4), v=parameter(1)),
+    "angles": Small(lambda m, x: torch.atan2(m.first(x), m.w), first=nn.Linear(4, 3), w=parameter(3)),
+    "logaddexp": Small(lambda m, x: torch.logaddexp(x, m.w).sub(m.w), w=parameter(6, 4)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("size", [1, 3, 4, 6])
+@pytest.mark.parametrize("name", _MODELS)
+def test_exact(name: str, size: int) -> None:
+    """Also with as many examples as features (4) or positions (6); forwards they are torch's own."""
+    model, data = _MODELS[name], batch(size, 6, 4)
+    found = record(model, square, data, certificate=preflight(model, square, batch(5, 6, 4)))
+    assert relative_error(found, loop(model, square, data)) <= 1e-12
+    torch.testing.assert_close(found.losses, square(model, data).detach())
+
+
+@pytest.mark.parametrize(
+    ("function", "members"),
+    [
+        (lambda m, x: F.embedding_bag(_ids(x).flatten(), m.w, torch.arange(0, x.numel(), 24)), {"w": parameter(7, 4)}),
+        (lambda m, x: m.norm(x.mT), {"norm": nn.InstanceNorm1d(4, affine=True, track_running_stats=True)}),
+        (lambda m, x: torch.cdist(m.w, x), {"w": parameter(3, 4)}),
+        (lambda m, x: F.embedding_bag(_ids(x[..., 0]), m.w, max_norm=1.0), {"w": parameter(7, 4)}),
+    ],
+    ids=["bags by offsets", "running statistics", "distances of a parameter", "a norm that is kept"],
+)
+def test_what_is_not_known_to_be_exact_is_refused(function: Any, members: dict[str, Any]) -> None:
+    model = Small(function, **members).train()
+    with pytest.raises(HfDpError) as caught:
+        preflight(model, square, batch(4, 6, 4))
+    assert isinstance(caught.value, UnsupportedModelError) or "example" in str(caught.value)
