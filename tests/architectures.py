@@ -17,6 +17,7 @@ from transformers import (
     AutoModelForSequenceClassification,
     AutoModelForSpeechSeq2Seq,
     AutoModelForTokenClassification,
+    AutoModelForVideoClassification,
 )
 
 VOCABULARY = 37
@@ -33,6 +34,7 @@ AUTO = {
     "choice": AutoModelForMultipleChoice,
     "text": AutoModel,
     "image_text": AutoModelForImageTextToText,
+    "video": AutoModelForVideoClassification,
 }
 _LLAMA_LIKE: dict[str, Any] = {
     "vocab_size": VOCABULARY, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2,
@@ -140,6 +142,13 @@ CONFIGS["granite_swa"] = ("granite_swa", _LLAMA_LIKE)
 CONFIGS |= {name: (name, _BART) for name in ("mbart", "m2m_100", "pegasus", "marian")}
 for _name in ("mixtral", "qwen3_moe"):
     CONFIGS |= dict.fromkeys((f"{_name}, experts batched", f"{_name}, experts and router frozen"), CONFIGS[_name])
+CONFIGS["videomae"] = ("videomae", {**_TOWER, "image_size": 8, "patch_size": 4, "num_frames": 4, "tubelet_size": 2})
+CONFIGS["longformer"] = ("longformer", {**_BERT_LIKE, "attention_window": [4, 4], "bos_token_id": 1, "eos_token_id": 2})
+CONFIGS["xlnet"] = ("xlnet", {"vocab_size": VOCABULARY, "d_model": 24, "d_inner": 40, "n_layer": 2, "n_head": 4})
+CONFIGS["llama4"] = (
+    "llama4_text",
+    {**_LLAMA_LIKE, "head_dim": 6, "intermediate_size_mlp": 40, "num_local_experts": 4, "interleave_moe_layer_step": 2},
+)
 # Four patches of an image stand for as many tokens, or (by their scale factor) for one.
 IMAGE_TOKEN, _VISION = 3, {**_TOWER, "image_size": 8, "patch_size": 4, "num_channels": 3}
 _SEEING: dict[str, Any] = {
@@ -176,5 +185,8 @@ HEADS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("vit", "swin", "dinov2"), ("image",)),
     "clip": ("image", "text"),
     "siglip": ("image", "text"),
+    "videomae": ("video",),
+    **dict.fromkeys(("longformer", "xlnet"), CLASSIFIER),
+    "llama4": ("causal_lm",),
     **dict.fromkeys(("llava", "paligemma", *SEVERAL_IMAGES), ("image_text",)),
 }

@@ -27,7 +27,7 @@ def loss_of(head: str) -> LossFunction:
 
 
 _LABELS: dict[str, dict[str, Any]] = {
-    **{head: {"num_labels": 3} for head in ("sequence", "token", "image")},
+    **{head: {"num_labels": 3} for head in ("sequence", "token", "image", "video")},
     "multi_label": {"num_labels": 3, "problem_type": "multi_label_classification"},
     "regression": {"num_labels": 1, "problem_type": "regression"},
 }
@@ -75,6 +75,9 @@ def text_batch(head: str, size: int = 3, length: int = 7, dtype: torch.dtype = t
     if head == "image":
         images = torch.randn(size, 3, 12, 12, generator=generator).to(dtype)
         return {"pixel_values": images, "labels": draw(0, 3, size)}
+    if head == "video":
+        frames = torch.randn(size, 4, 3, 8, 8, generator=generator).to(dtype)
+        return {"pixel_values": frames, "labels": draw(0, 3, size)}
     ids, mask = draw(3, VOCABULARY, size, length), torch.ones(size, length, dtype=torch.long)
     ids[:, 1] = ids[:, 0]
     for i in range(size):

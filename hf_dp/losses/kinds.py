@@ -29,6 +29,7 @@ def _heads() -> tuple[tuple[str, tuple[str, ...], Mapping[str, str | Sequence[st
         ("classification", ("ForSequenceClassification",), auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES),
         ("classification", ("ForImageClassification",), auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES),
         ("classification", ("ForAudioClassification",), auto.MODEL_FOR_AUDIO_CLASSIFICATION_MAPPING_NAMES),
+        ("classification", ("ForVideoClassification",), auto.MODEL_FOR_VIDEO_CLASSIFICATION_MAPPING_NAMES),
         ("multiple_choice", ("ForMultipleChoice",), auto.MODEL_FOR_MULTIPLE_CHOICE_MAPPING_NAMES),
         ("ctc", ("ForCTC",), auto.MODEL_FOR_CTC_MAPPING_NAMES),
         # With and without an encoder: what hears, and what sees, is often a decoder.

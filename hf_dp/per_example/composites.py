@@ -129,6 +129,13 @@ def _sparse_product(first: Any, second: Any, *options: Any) -> Any:
     return F.linear(second.t(), first.to_dense()).t()
 
 
+def _products(input: Tensor, mat2: Tensor) -> Any:
+    """Of one parameter's matrices, each with rows of its own: of what each expert sees, all tokens."""
+    if isinstance(input, WatchedParameter):
+        return NotImplemented
+    return torch.stack([rows @ matrix for rows, matrix in zip(input, mat2.unbind(), strict=True)])
+
+
 def _prelu(input: Tensor, weight: Tensor) -> Any:
     slope = weight if weight.numel() == 1 else weight.reshape(-1, *[1] * (input.dim() - 2))
     return torch.where(input > 0, input, input * slope)
@@ -200,8 +207,8 @@ COMPOSITES: Mapping[Any, Callable[..., Any]] = MappingProxyType(
         F.multi_head_attention_forward: _attention,
         torch.einsum: _einsum,
         torch.sparse.mm: _sparse_product,
+        **dict.fromkeys((torch.bmm, torch.Tensor.bmm), _products),
         F.prelu: _prelu,
-        torch.prelu: _prelu,
         F.bilinear: _bilinear,
         F.embedding_bag: _embedding_bag,
         F.instance_norm: _instance_norm,

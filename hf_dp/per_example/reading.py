@@ -13,7 +13,9 @@ from typing import NoReturn
 from torch import Tensor
 
 from hf_dp.per_example.pictures import not_blank
-from hf_dp.per_example.rule import BY_GRADIENT, Axis, Bound, Readings, Rule, refusal
+from hf_dp.per_example.rule import BY_GRADIENT, MIXED, SECOND, Axis, Bound, Readings, Rule, refusal
+
+_SECOND = "neither its first axis nor its second can be read as"
 
 
 @dataclass(eq=False)
@@ -72,7 +74,7 @@ class Reader:
         return "folded" if rows % self.batch_size == 0 else None
 
     def read(self, rule: Rule, bound: Bound, parameters: list[str]) -> str:
-        """The reading of a use: "batch", "folded" or "constant".
+        """The reading of a use: "batch", "folded", SECOND or "constant".
 
         Raises:
             UnsupportedModelError: the shape has no reading, or may have another.
@@ -85,6 +87,14 @@ class Reader:
                 raise refusal(parameters, f"operation {rule.name}", "it may make copies for examples, or for positions")
             return found if found and known != "constant" else "constant"
         found = self.example_axis(given.shape[0]) if given.dim() > rule.features else None
+        if known == SECOND or (not found and known is None and self._may_be_second(rule, bound, given)):
+            return (
+                SECOND
+                if self._may_be_second(rule, bound, given)
+                else self._unreadable(rule, given, parameters, _SECOND)
+            )
+        if known == MIXED:
+            self._unreadable(rule, given, parameters, _SECOND)
         if known != "constant" and (found == "folded" or (found == "batch" and known == "folded")):
             self._check_folded(rule, given, parameters)
         if given.requires_grad or known in ("batch", "folded", "data"):
@@ -94,6 +104,10 @@ class Reader:
         if found and known == "either" and self.batch_size > 1 and _storage(given) not in self._storages:
             self._unreadable(rule, given, parameters, "it may be what all examples share, or rows of")
         return found if found and known != "constant" else "constant"
+
+    def _may_be_second(self, rule: Rule, bound: Bound, given: Tensor) -> bool:
+        is_orderless = rule.is_orderless and bound.options.get("is_orderless", True)
+        return is_orderless and given.dim() - rule.features > 1 and given.shape[1] == self.batch_size
 
     def is_doubtful(self, rule: Rule, given: Tensor | None, axis: Axis, is_known: bool = True) -> bool:
         """Whether the shape of an input could be read in another way, or might not be led by examples at all; or what

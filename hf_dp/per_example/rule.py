@@ -30,7 +30,10 @@ class Operands(NamedTuple):
 
 
 class Axis(NamedTuple):
-    """How the example axis of an input is read: "batch" (B, ...), "folded" (B*k, ...), or "constant": in none."""
+    """How the example axis of an input is read: "batch" (B, ...), "folded" (B*k, ...), or "constant": in none.
+
+    Where it is SECOND, (T, B, ...), rules see the first two axes in the other order.
+    """
 
     batch_size: int
     reading: str
@@ -55,6 +58,7 @@ class Rule:
         backward: `(saved, operands, grad_output, axis, needs_input_gradient) -> (input gradient or None,
             {role: Factors})`. Example i's factor must depend on row i of the saved tensors and of `grad_output` alone.
         features: number of trailing axes of the input that are not example or position axes.
+        is_orderless: whether axes that are no features may change places, if no option of a `Bound` denies it.
         is_product: autocast computes it in fewer bits, of an input cast to these; that cast is saved in its place then.
     """
 
@@ -66,6 +70,7 @@ class Rule:
     ]
     features: int = 1
     is_product: bool = False
+    is_orderless: bool = False
 
 
 class Use(NamedTuple):
@@ -77,6 +82,9 @@ class Use(NamedTuple):
     dimensions: int
 
 
+SECOND = "second"
+# First in one place, second in another.
+MIXED = "mixed"
 # Noted beside the reading of data that requires no gradient.
 PLAIN = "plain"
 BY_GRADIENT = "by gradient"
@@ -108,7 +116,7 @@ class Certificate(frozenset[Use]):
         """How first axes were read, by (operation, parameter, dimensions).
 
         "batch", "folded", "data" for both of these, "constant", or "either" for constant and another; BY_GRADIENT where
-        all the others require a gradient and no constant does.
+        all the others require a gradient and no constant does; SECOND, or MIXED for this and another.
         """
         found: dict[tuple[str, str, int], set[str]] = {}
         for use in self | self.read:
@@ -120,6 +128,8 @@ def _joined(readings: set[str]) -> str:
     is_plain, readings = PLAIN in readings, readings - {PLAIN}
     if len(readings) == 1:
         return next(iter(readings))
+    if SECOND in readings:
+        return MIXED
     if "constant" in readings:
         return "either" if is_plain else BY_GRADIENT
     return "data"

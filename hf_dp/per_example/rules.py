@@ -149,7 +149,8 @@ def _bind_layer_norm(
     bias: Tensor | None = None,
     eps: float = 1e-5,
 ) -> Bound:
-    return Bound(input, {"weight": weight, "bias": bias}, {"shape": _last_axes(input, normalized_shape), "eps": eps})
+    shape = _last_axes(input, normalized_shape)
+    return Bound(input, {"weight": weight, "bias": bias}, {"shape": shape, "eps": eps, "is_orderless": len(shape) == 1})
 
 
 def _layer_norm(x: Tensor, operands: Operands) -> tuple[Tensor, _Saved]:
@@ -186,7 +187,8 @@ def _bind_rms_norm(
 ) -> Bound:
     # Torch's default, which is that of the type it computes in and not of the input's.
     eps = torch.finfo(sum_dtype(input.dtype)).eps if eps is None else eps
-    return Bound(input, {"weight": weight}, {"shape": _last_axes(input, normalized_shape), "eps": eps})
+    shape = _last_axes(input, normalized_shape)
+    return Bound(input, {"weight": weight}, {"shape": shape, "eps": eps, "is_orderless": len(shape) == 1})
 
 
 def _rms_norm(x: Tensor, operands: Operands) -> tuple[Tensor, _Saved]:
@@ -222,7 +224,7 @@ def _bind_elementwise(input: Tensor, other: Tensor, *, alpha: float = 1) -> Boun
             f"shapes {tuple(data.shape)} and {tuple(shape)}",
             "the parameter must broadcast against the example axis, so that each example's share is known",
         )
-    return Bound(data, {"weight": weight}, {})
+    return Bound(data, {"weight": weight}, {"is_orderless": len(shape) < dimensions - 1})
 
 
 def _share(values: Tensor, weight: Tensor, axis: Axis) -> PerExample:
@@ -349,14 +351,14 @@ def _unsupported(operation: str, found: str, why: str) -> UnsupportedModelError:
     )
 
 
-_LINEAR = Rule("linear", _bind_linear, _linear, _linear_backward, is_product=True)
+_LINEAR = Rule("linear", _bind_linear, _linear, _linear_backward, is_product=True, is_orderless=True)
 _ADDMM = Rule("addmm", _bind_addmm, _linear, _linear_backward, is_product=True)
-_MATMUL = Rule("matmul", _bind_matmul, _linear, _linear_backward, is_product=True)
-_EMBEDDING = Rule("embedding", _bind_embedding, _embedding, _embedding_backward, features=0)
-_LAYER_NORM = Rule("layer_norm", _bind_layer_norm, _layer_norm, _layer_norm_backward)
-_RMS_NORM = Rule("rms_norm", _bind_rms_norm, _rms_norm, _rms_norm_backward)
-_MULTIPLY = Rule("multiply", _bind_elementwise, _multiply, _multiply_backward, features=0)
-_ADD = Rule("add", _bind_elementwise, _add, _add_backward, features=0)
+_MATMUL = Rule("matmul", _bind_matmul, _linear, _linear_backward, is_product=True, is_orderless=True)
+_EMBEDDING = Rule("embedding", _bind_embedding, _embedding, _embedding_backward, features=0, is_orderless=True)
+_LAYER_NORM = Rule("layer_norm", _bind_layer_norm, _layer_norm, _layer_norm_backward, is_orderless=True)
+_RMS_NORM = Rule("rms_norm", _bind_rms_norm, _rms_norm, _rms_norm_backward, is_orderless=True)
+_MULTIPLY = Rule("multiply", _bind_elementwise, _multiply, _multiply_backward, features=0, is_orderless=True)
+_ADD = Rule("add", _bind_elementwise, _add, _add_backward, features=0, is_orderless=True)
 _GETITEM = Rule("getitem", _bind_getitem, _getitem, _getitem_backward, features=0)
 _EXPAND = Rule("expand", _bind_expand, _expand, _expand_backward, features=0)
 _REPEAT = Rule("repeat", _bind_repeat, _repeat, _repeat_backward, features=0)

@@ -34,7 +34,7 @@ from hf_dp.per_example.ieee import full_precision
 from hf_dp.per_example.leaves import refusing_others
 from hf_dp.per_example.precision import sum_dtype
 from hf_dp.per_example.reading import Reader
-from hf_dp.per_example.rule import PLAIN, Axis, Bound, Operands, Rule, Use, refusal
+from hf_dp.per_example.rule import PLAIN, SECOND, Axis, Bound, Operands, Rule, Use, refusal
 from hf_dp.per_example.sharding import refuse_unknown_shards, reshard, trained_in, watched_when_whole
 from hf_dp.per_example.use import BROADCASTING, PRODUCTS, Call, copied, name_of, recorded, sorted_operands
 from hf_dp.per_example.watched import Source, WatchedParameter, flatten, in_place, mapped, names_of, plain
@@ -233,8 +233,9 @@ class Watch:
     def _use(self, rule: Rule, bound: Bound, parameters: list[str], function: Any, args: Any, kwargs: Any) -> Any:
         watched = {r: p.source for r, p in bound.parameters.items() if isinstance(p, WatchedParameter)}
         operands = Operands({r: plain(p) for r, p in bound.parameters.items()}, frozenset(watched), bound.options)
-        given = bound.input
         axis = Axis(self.batch_size, self.reader.read(rule, bound, parameters))
+        is_second = axis.reading == SECOND
+        given = bound.input.transpose(0, 1) if is_second and bound.input is not None else bound.input
         is_doubtful = self.reader.is_doubtful(rule, given, axis, is_known=not isinstance(function, Applied))
         self._note(rule.name, parameters, given, axis, is_doubtful)
         if axis.reading == "constant":
@@ -246,7 +247,7 @@ class Watch:
             return self._constant(parameters, *by_rule(rule, given, operands, watched))
         output = recorded(given, Call(self, rule, operands, watched, axis))
         self.dtypes.add(output.dtype)
-        return output
+        return output.transpose(0, 1) if is_second else output
 
     def _on_constants(
         self, function: Any, args: Any, kwargs: Any, parameters: list[str], refused: UnsupportedModelError

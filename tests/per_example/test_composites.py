@@ -69,6 +69,13 @@ _MODELS: dict[str, Small] = {
     "rms norm over several axes": Small(
         lambda m, x: m.norm(m.first(x)).cos(), first=nn.Linear(4, 3), norm=nn.RMSNorm((6, 3))
     ),
+    "products of experts, each of all tokens": Small(
+        lambda m, x: torch.bmm(m.first(x).reshape(1, -1, 4).repeat(3, 1, 1) * m.of(x), m.w)
+        .view(3, len(x), -1, 2).sum(0).cos(),
+        first=nn.Linear(4, 4),
+        of=lambda x: torch.arange(1.0, 4.0, dtype=x.dtype).view(3, 1, 1),
+        w=parameter(3, 4, 2),
+    ),
     "lerp": Small(lambda m, x: torch.lerp(x, m.w, m.s.sigmoid()), w=parameter(4), s=parameter()),
     "addcmul": Small(lambda m, x: torch.addcmul(x, m.w, x.cos(), value=2), w=parameter(4)),
     "addcdiv": Small(lambda m, x: torch.addcdiv(m.w, x, m.v.exp()), w=parameter(4), v=parameter(6, 1)),
