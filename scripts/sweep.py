@@ -1,0 +1,155 @@
+"""Which architectures of Transformers are exact: each class of a task that Transformers has a list of, made small.
+
+    python scripts/sweep.py --head causal_lm --only llama --only mamba2
+    python scripts/sweep.py --write
+
+What is exact and what is refused is judged as in `coverage.py`. A config is made small by the names of its settings
+alone (`shrinking.py`): where no model comes of that, nothing is said of the architecture.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import transformers
+import typer
+from torch import nn
+from transformers.models.auto import modeling_auto as auto
+
+from scripts.judging import judge
+from scripts.shrinking import FAILURES, NotMadeError, batch_for, small_model
+
+HEADS = {
+    "causal_lm": auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    "sequence": auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+    "token": auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
+    "qa": auto.MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES,
+    "masked_lm": auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+    "seq2seq": auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+    "image": auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES,
+    "segmentation": auto.MODEL_FOR_SEMANTIC_SEGMENTATION_MAPPING_NAMES,
+    "audio": auto.MODEL_FOR_AUDIO_CLASSIFICATION_MAPPING_NAMES,
+    "video": auto.MODEL_FOR_VIDEO_CLASSIFICATION_MAPPING_NAMES,
+}
+SHAPES = ((3, 12), (7, 12), (4, 12))
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "architectures.md"
+_SECONDS = 120
+NOT_MADE = "not made: "
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+@contextmanager
+def _limited() -> Iterator[None]:
+    def stop(*_: Any) -> None:
+        raise TimeoutError
+
+    signal.signal(signal.SIGALRM, stop)
+    signal.alarm(_SECONDS)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+
+
+def judge_class(name: str, kind: str, head: str) -> str:
+    """ "exact 3e-16", "refused: why", "WRONG ..." or "not made: why"."""
+    try:
+        with _limited():
+            config_kind = transformers.CONFIG_MAPPING[name]
+            model = small_model(getattr(transformers, kind), config_kind, head)
+            state, config = model.state_dict(), model.config
+
+            def build(dtype: torch.dtype) -> nn.Module:
+                model.load_state_dict(state)
+                torch.manual_seed(0)
+                for module in model.modules():
+                    if isinstance(module, nn.Dropout):
+                        module.p = 0.0
+                with torch.no_grad():
+                    for p in model.parameters():
+                        p.add_(0.05 * torch.randn_like(p))
+                return model.to(dtype).train()
+
+            def make_batch(size: int, length: int, dtype: torch.dtype) -> dict[str, Any]:
+                return batch_for(head, config, size, length, dtype)
+
+            return judge(build, make_batch, shapes=SHAPES)
+    except NotMadeError as reason:
+        return f"{NOT_MADE}{reason}"
+    except TimeoutError:
+        return f"{NOT_MADE}it takes more than {_SECONDS} s"
+    except FAILURES as error:  # of the model itself, in float64 for one
+        return f"{NOT_MADE}{type(error).__name__}: {error}".splitlines()[0][:160]
+
+
+def classes_of(head: str) -> dict[str, str]:
+    """Model type -> the class that has this head."""
+    return {name: kind if isinstance(kind, str) else kind[0] for name, kind in HEADS[head].items()}
+
+
+def page(found: dict[str, dict[str, str]]) -> str:
+    """docs/architectures.md, of head -> model type -> what was found."""
+
+    def of(head: str, beginning: str) -> list[str]:
+        return sorted(name for name, said in found[head].items() if said.startswith(beginning))
+
+    lines = [
+        "# Architectures",
+        "",
+        f"Written by `python scripts/sweep.py --write` (torch {torch.__version__}, transformers",
+        f"{transformers.__version__}): each architecture that Transformers lists for a task, with two layers or one of",
+        "each type, and random weights. *Exact* are norms and sums of all parameters, and no example moves another, in",
+        f"float64 within 1e-10 of a loop over single examples and in float32 within 1e-3, for {SHAPES[0][0]}, "
+        f"{SHAPES[1][0]} and",
+        f"{SHAPES[2][0]} examples. Experts are batched (`model.set_experts_implementation('batched_mm')`). *Not made*",
+        "says that no small model came of the names of a config's settings: nothing is known of it. In more depth, and",
+        "with padding, shapes and precisions: [coverage](coverage.md).",
+        "",
+        "| task | exact | refused | not made |",
+        "| --- | --- | --- | --- |",
+    ]
+    lines += [
+        f"| {head} | {len(of(head, 'exact'))} | {len(of(head, 'refused'))} | {len(of(head, NOT_MADE))} |"
+        for head in found
+    ]
+    lines += ["", "## Exact", ""]
+    lines += [f"- **{head}**: {', '.join(of(head, 'exact'))}" for head in found]
+    lines += ["", "## Refused", ""]
+    lines += [f"- {name} ({head}): {found[head][name][9:]}" for head in found for name in of(head, "refused")]
+    lines += ["", "## Not made", ""]
+    lines += [f"- **{head}**: {', '.join(of(head, NOT_MADE))}" for head in found]
+    return "\n".join(lines) + "\n"
+
+
+@app.command()
+def main(
+    head: Annotated[list[str] | None, typer.Option(help="A task; may be given several times.")] = None,
+    only: Annotated[list[str] | None, typer.Option(help="A model type; may be given several times.")] = None,
+    write: Annotated[bool, typer.Option(help="Write docs/architectures.md.")] = False,
+) -> None:
+    """Judges them, and fails where anything is wrong."""
+    os.environ["TRANSFORMERS_VERBOSITY"] = "error"
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    found: dict[str, dict[str, str]] = {}
+    for task in head or HEADS:
+        for name, kind in classes_of(task).items():
+            if not only or name in only:
+                found.setdefault(task, {})[name] = said = judge_class(name, kind, task)
+                print(f"{task} {name}: {said}", flush=True)
+    if write:
+        PAGE.write_text(page(found), encoding="utf-8")
+    if any(said.startswith("WRONG") for of in found.values() for said in of.values()):
+        raise typer.Exit(1)
+
+
+if __name__ == "__main__":
+    app()
