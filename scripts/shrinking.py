@@ -65,7 +65,8 @@ SIZES: Mapping[str, Any] = {
     "num_conv_pos_embeddings": 4,
     "num_conv_pos_embedding_groups": 2,
 }
-#: What is left as the config has it, in turn, until a model comes of it.
+#: What is left as the config has it, in turn, until a model comes of it; UNSET: what has no value is given one.
+UNSET = "what is unset is set"
 LEFT = (
     (),
     ("layer_types",),
@@ -75,6 +76,8 @@ LEFT = (
     ("layer_types", "num_heads", "mamba_d_head", "mamba_n_heads"),
     ("num_key_value_heads", "layer_types", "hidden_dim"),
     ("num_hidden_layers", "layer_types"),
+    (UNSET,),
+    (UNSET, "head_dim"),
 )
 _LARGEST = 8_000_000
 #: Of configs and models that names do not make small.
@@ -89,10 +92,14 @@ class NotMadeError(ValueError):
 
 
 def _small(config: Any, left: tuple[str, ...]) -> dict[str, Any]:
-    given = {name: value for name, value in config.to_dict().items() if value is not None}
-    sizes = {k: v for k, v in SIZES.items() if k not in left and isinstance(v, int) == isinstance(given.get(k), int)}
+    given = {name: value for name, value in config.to_dict().items() if value is not None or UNSET in left}
     off = {name: 0.0 for name, value in given.items() if "drop" in name and isinstance(value, float)}
-    return {**off, **{name: size for name, size in sizes.items() if name in given}}
+
+    def fits(name: str, size: Any) -> bool:
+        is_alike = given.get(name) is None or isinstance(size, int) == isinstance(given[name], int)
+        return name in given and name not in left and is_alike
+
+    return {**off, **{name: size for name, size in SIZES.items() if fits(name, size)}}
 
 
 def small_config(kind: type, left: tuple[str, ...]) -> Any:

@@ -59,24 +59,32 @@ def _limited() -> Iterator[None]:
         signal.alarm(0)
 
 
+def _is_random(model: nn.Module, batch: dict[str, Any]) -> bool:
+    """Whether it draws numbers in training, dropout apart: no two passes of such a model are alike."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    with torch.no_grad():
+        one, other = (model.train()(**batch).loss for _ in range(2))
+    return not torch.equal(one, other)
+
+
 def judge_class(name: str, kind: str, head: str) -> str:
     """ "exact 3e-16", "refused: why", "WRONG ..." or "not made: why"."""
     try:
         with _limited():
-            config_kind = transformers.CONFIG_MAPPING[name]
-            model = small_model(getattr(transformers, kind), config_kind, head)
+            made = getattr(transformers, kind)
+            model = small_model(made, made.config_class or transformers.CONFIG_MAPPING[name], head)
             state, config = model.state_dict(), model.config
+            is_random = _is_random(model, batch_for(head, config, 3))
 
             def build(dtype: torch.dtype) -> nn.Module:
                 model.load_state_dict(state)
                 torch.manual_seed(0)
-                for module in model.modules():
-                    if isinstance(module, nn.Dropout):
-                        module.p = 0.0
                 with torch.no_grad():
                     for p in model.parameters():
                         p.add_(0.05 * torch.randn_like(p))
-                return model.to(dtype).train()
+                return model.to(dtype).train(not is_random)
 
             def make_batch(size: int, length: int, dtype: torch.dtype) -> dict[str, Any]:
                 return batch_for(head, config, size, length, dtype)

@@ -136,6 +136,13 @@ def _products(input: Tensor, mat2: Tensor) -> Any:
     return torch.stack([rows @ matrix for rows, matrix in zip(input, mat2.unbind(), strict=True)])
 
 
+def _added_products(input: Tensor, batch1: Tensor, batch2: Tensor, *, beta: float = 1, alpha: float = 1) -> Any:
+    if (beta, alpha) != (1, 1) or input.dim() != 3 or len(input) != len(batch2) or input.shape[1] != 1:
+        return NotImplemented
+    each = _products(batch1, batch2)
+    return each if each is NotImplemented else torch.stack([y + b for y, b in zip(each, input.unbind(), strict=True)])
+
+
 def _prelu(input: Tensor, weight: Tensor) -> Any:
     slope = weight if weight.numel() == 1 else weight.reshape(-1, *[1] * (input.dim() - 2))
     return torch.where(input > 0, input, input * slope)
@@ -208,6 +215,7 @@ COMPOSITES: Mapping[Any, Callable[..., Any]] = MappingProxyType(
         torch.einsum: _einsum,
         torch.sparse.mm: _sparse_product,
         **dict.fromkeys((torch.bmm, torch.Tensor.bmm), _products),
+        **dict.fromkeys((torch.baddbmm, torch.Tensor.baddbmm), _added_products),
         F.prelu: _prelu,
         F.bilinear: _bilinear,
         F.embedding_bag: _embedding_bag,

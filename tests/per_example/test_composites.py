@@ -76,6 +76,13 @@ _MODELS: dict[str, Small] = {
         of=lambda x: torch.arange(1.0, 4.0, dtype=x.dtype).view(3, 1, 1),
         w=parameter(3, 4, 2),
     ),
+    "products of heads, and biases": Small(
+        lambda m, x: torch.baddbmm(m.b[:, None], m.first(x).reshape(-1, 2, 2).transpose(0, 1), m.w)
+        .transpose(0, 1).reshape(len(x), -1, 6).cos(),
+        first=nn.Linear(4, 4),
+        w=parameter(2, 2, 3),
+        b=parameter(2, 3),
+    ),
     "lerp": Small(lambda m, x: torch.lerp(x, m.w, m.s.sigmoid()), w=parameter(4), s=parameter()),
     "addcmul": Small(lambda m, x: torch.addcmul(x, m.w, x.cos(), value=2), w=parameter(4)),
     "addcdiv": Small(lambda m, x: torch.addcdiv(m.w, x, m.v.exp()), w=parameter(4), v=parameter(6, 1)),
