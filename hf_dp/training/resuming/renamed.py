@@ -33,9 +33,12 @@ def read_renamed(checkpoint: Path, model: Any) -> bool:
         return False
     # No number is rounded: those of parameters in fewer bits are as many in more.
     dtype = max((p.dtype for p in model.parameters() if p.is_floating_point()), key=lambda one: one.itemsize)
+    how = {"config": model.config, "dtype": dtype, "output_loading_info": True}
     with unchanged_global_state():
-        read = type(model).from_pretrained(checkpoint, config=model.config, dtype=dtype)
-    nn.Module.load_state_dict(model, read.state_dict())
+        read, told = type(model).from_pretrained(checkpoint, **how)
+    # What is saved by no name is made anew there, and stays as it is here.
+    values = {name: value for name, value in read.state_dict().items() if name not in told["missing_keys"]}
+    nn.Module.load_state_dict(model, values, strict=False)
     return True
 
 

@@ -23,11 +23,11 @@ def images(size: int = 12) -> list[dict[str, Tensor]]:
     return [{name: values[i] for name, values in batch.items()} for i in range(size)]
 
 
-def vit() -> nn.Module:
+def vit() -> Any:
     return tiny("vit", "image", torch.float32, num_hidden_layers=1)
 
 
-def changed(model: nn.Module) -> nn.Module:
+def changed(model: Any) -> Any:
     with torch.no_grad():
         for p in model.parameters():
             p.add_(1)
@@ -60,6 +60,16 @@ def test_in_16_bits_what_is_longer_stays_so(tmp_path: Path) -> None:
     write_model(tmp_path, written)
     assert read_renamed(tmp_path, read)
     assert same(parameters(read), parameters(written))
+
+
+def test_what_is_not_saved_stays_as_it_is(tmp_path: Path) -> None:
+    written, read = vit(), changed(vit())
+    written._keys_to_ignore_on_save = {"vit.embeddings.cls_token"}
+    write_model(tmp_path, written)
+    kept = read.vit.embeddings.cls_token.detach().clone()
+    assert read_renamed(tmp_path, read)
+    assert torch.equal(read.vit.embeddings.cls_token, kept)
+    assert torch.equal(read.classifier.weight, written.classifier.weight)
 
 
 def test_what_has_no_files_of_its_own_is_left(tmp_path: Path) -> None:
