@@ -63,5 +63,6 @@ def check_losses(losses: Tensor, size: int) -> None:
         raise UnsupportedModelError(
             "the loss does not depend on any trainable parameter.",
             why="there is nothing to train, and epsilon would be spent for nothing.",
-            fix="unfreeze some parameters (requires_grad_(True)), or add an adapter.",
+            fix="unfreeze some parameters (requires_grad_(True)), or add an adapter; with gradient checkpointing of "
+            "what follows from frozen embeddings, set gradient_checkpointing_kwargs={'use_reentrant': False}.",
         )

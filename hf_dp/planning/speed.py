@@ -97,7 +97,7 @@ def _sum(works: Iterable[Work]) -> Work:
 
 def _sides(parameter: Parameter) -> tuple[int, int, int]:
     """p and d of a weight (p, d), and in how many products it is."""
-    p = parameter.shape[0]
+    p = parameter.shape[0] if parameter.shape else 1
     return p, parameter.numel // max(1, p), parameter.uses - parameter.is_embedding if len(parameter.shape) > 1 else 0
 
 

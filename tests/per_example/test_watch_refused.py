@@ -257,3 +257,16 @@ def test_a_rule_of_ones_own_that_puts_several_parameters_into_one_role() -> None
     rule = Rule("chained", bind, lambda x, o: (x, (x,)), lambda *given: (None, {}))
     with pytest.raises(UnsupportedModelError, match="another of its operands needs a gradient too"):
         record(Chained(), square, batch(3, 5, 4), rules={**RULES, chained: rule})
+
+
+def test_a_reentrant_checkpoint_of_what_needs_no_gradient_is_named() -> None:
+    """Torch runs it without gradients: an adapter in it is not trained."""
+    layer = nn.Linear(4, 4)
+
+    def losses(model: nn.Module, batch: Any) -> Tensor:
+        hidden: Tensor = torch.utils.checkpoint.checkpoint(model, batch["x"], use_reentrant=True)
+        return hidden.square().sum(1)
+
+    with pytest.raises(UnsupportedModelError, match="does not depend on any") as caught:
+        record(layer, losses, {"x": torch.randn(3, 4)})
+    assert "{'use_reentrant': False}" in caught.value.fix

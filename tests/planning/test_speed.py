@@ -51,6 +51,12 @@ def test_a_tied_table_has_a_product_for_its_other_use() -> None:
     assert ratio(ModelSize((WIDE.parameters[0], tied))) > ratio(ModelSize((WIDE.parameters[0], looked_up)))
 
 
+def test_a_single_number_is_a_parameter_too() -> None:
+    """CLIP's temperature."""
+    scale = Parameter((), trained=True, unit="")
+    assert ratio(ModelSize((*WIDE.parameters, scale))) == pytest.approx(ratio(WIDE))
+
+
 def test_more_micro_batches_hide_the_noise() -> None:
     assert ratio(WIDE, GPUS["H100"], micro_batches=16) < ratio(WIDE, GPUS["H100"])
 

@@ -115,6 +115,14 @@ def test_failure_23_arguments_that_not_every_machine_lets_be_made(
     assert caught.value.fix
 
 
+@pytest.mark.parametrize("backend", ["INDUCTOR", "aot_eager"])
+def test_what_accelerate_would_compile(tmp_path: Path, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", backend)
+    refused(tmp_path, ConfigurationError, f"torch.compile by '{backend}', as accelerate was told")
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "no")
+    make(tmp_path)
+
+
 @pytest.mark.parametrize("value", [0, 0.0, 1.0])
 def test_max_grad_norm_may_be_0_or_the_default(tmp_path: Path, value: float) -> None:
     assert make(tmp_path, max_grad_norm=value).args.max_grad_norm == 0

@@ -126,9 +126,12 @@ def _conflicts(args: Any, privacy: PrivacyConfig) -> list[tuple[str, str, str]]:
         "its fused kernels use parameters where no rule sees them.",
         "leave it out.",
     )
+    backend = os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no")
     refuse(
-        args.torch_compile,
-        "torch_compile=True.",
+        args.torch_compile or backend.lower() != "no",
+        "torch_compile=True."
+        if args.torch_compile
+        else f"torch.compile by {backend!r}, as accelerate was told (dynamo_backend, ACCELERATE_DYNAMO_BACKEND).",
         "compiled graphs use parameters where no rule sees them.",
         "leave it out; frozen modules may be compiled by themselves (module.compile()).",
     )

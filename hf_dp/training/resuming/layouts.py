@@ -22,6 +22,7 @@ from torch.distributed.fsdp import StateDictType
 
 from hf_dp.training.adapters import has_adapters, read_adapters
 from hf_dp.training.resuming.loaded import OPTIMIZER, SCHEDULE
+from hf_dp.training.resuming.renamed import read_renamed
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -65,6 +66,7 @@ class LayoutsMixin(_Base):
             read_adapters(Path(checkpoint), model or self.model)
         else:
             super()._load_from_checkpoint(checkpoint, model)
+            read_renamed(Path(checkpoint), model or self.model)
 
     def _load_best_model(self) -> None:
         best = self.state.best_model_checkpoint
@@ -75,6 +77,8 @@ class LayoutsMixin(_Base):
             cast("nn.Module", self.model).eval()  # as Trainer leaves them
         else:
             super()._load_best_model()
+            if best is not None:
+                read_renamed(Path(best), self.model)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         super()._save_optimizer_and_scheduler(output_dir)

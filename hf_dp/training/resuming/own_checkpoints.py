@@ -23,6 +23,7 @@ from hf_dp.training.generators import file_of_this_rank, read_generators, save_g
 from hf_dp.training.resuming.checkpoints import STATE_FILE, clear, finish, newest_whole, put_in_place, written_aside
 from hf_dp.training.resuming.loaded import OPTIMIZER, SCHEDULE
 from hf_dp.training.resuming.output_lock import warn_of_others
+from hf_dp.training.resuming.renamed import read_renamed
 from hf_dp.training.resuming.restoring import damage_is_named, refuse_half, settings_are_kept
 from hf_dp.training.resuming.resume import STATE_KEY, SavedRun
 
@@ -168,3 +169,4 @@ def _read_weights(checkpoint: Path, model: Any) -> None:
         nn.Module.load_state_dict(model, load_file(path, device=str(device)), strict=False)
     if callable(getattr(model, "tie_weights", None)):
         model.tie_weights()
+    read_renamed(checkpoint, model)
