@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import Any
 
 import torch
+from datasets import Dataset
 from torch import Tensor
 
 import hf_dp.ranks as ranks
 
 logger = logging.getLogger(__name__)
+
+# In which tokenizers say of which text each row is, under `return_overflowing_tokens=True`.
+_TEXTS = "overflow_to_sample_mapping"
 
 
 def warn_of_several(batch: Mapping[str, Any], *, are_even: bool) -> None:
@@ -38,6 +43,34 @@ def warn_of_several(batch: Mapping[str, Any], *, are_even: bool) -> None:
             "somebody's, give each a row of its own (packing=False).",
             column,
         )
+
+
+def warn_of_pieces(dataset: Any) -> None:
+    """Says whom a promise to rows is made to, where a tokenizer has cut texts into several of them."""
+    if are_pieces(dataset):
+        ranks.warn(
+            logger,
+            "Rows of the training data are pieces of one text, by their column %r. What is promised is promised to a "
+            "row: to a piece, and much less to a text that is in several (docs/privacy.md). Give each text one row "
+            "(without return_overflowing_tokens), or make the text the unit: PrivacyConfig(unit=..., "
+            "max_examples_per_unit=...), by a column with a number or name of its own for each text, as %r is not: it "
+            "begins anew with each batch of map().",
+            _TEXTS,
+            _TEXTS,
+        )
+
+
+def are_pieces(dataset: Any) -> bool:
+    """Whether rows that were made one after another are of one text, as tokenizers number them; False where no column
+    says so."""
+    if isinstance(dataset, Dataset):
+        # As they were made: in another order, one number may stand beside that of another batch.
+        texts = dataset.data.column(_TEXTS).to_pylist() if _TEXTS in dataset.column_names else []
+    elif isinstance(dataset, list):
+        texts = [row.get(_TEXTS) for row in dataset if isinstance(row, Mapping)]
+    else:
+        texts = []
+    return any(one is not None and one == other for one, other in pairwise(texts))
 
 
 def is_cut(batch: Mapping[str, Any]) -> bool:

@@ -11,8 +11,9 @@ import torch
 from datasets import Dataset
 from torch.nn.utils.rnn import pad_sequence
 
-from hf_dp.data.several_texts import is_cut, packed_by
-from tests.training.workbench import Rows, make, pad
+from hf_dp import PrivateRun
+from hf_dp.data.several_texts import are_pieces, is_cut, packed_by
+from tests.training.workbench import Rows, classifier, make, pad, private, rows
 from tests.zoo import tiny
 
 
@@ -84,3 +85,38 @@ def test_blocks_cut_from_texts_are_warned_of_once(
     parts = {"train_dataset": data, "data_collator": padded}
     make(tmp_path, tiny("gpt2", "causal_lm"), parts=parts, max_steps=1).train()
     assert caplog.text.count("All rows have 6 tokens") == warnings
+
+
+def pieces(of: list[int]) -> Rows:
+    """Rows with the column by which a tokenizer says which text each is a piece of."""
+    return [{**row, "overflow_to_sample_mapping": text} for row, text in zip(rows(len(of)), of, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("of", "found"),
+    [([0, 0, 1, 2], True), ([0, 1, 2, 0, 1, 1], True), ([0, 1, 2, 3], False), ([0, 1, 2, 0, 1, 2], False), ([], False)],
+)
+def test_pieces_of_one_text_lie_beside_each_other(of: list[int], found: bool) -> None:
+    """Each batch of `map` counts its texts anew, so one number by itself tells nothing."""
+    assert are_pieces(pieces(of)) == found
+    if of:
+        data = Dataset.from_list(pieces(of))
+        assert are_pieces(data) == found
+        assert are_pieces(data.select([*range(0, len(of), 2), *range(1, len(of), 2)])) == found
+        assert not are_pieces(data.remove_columns("overflow_to_sample_mapping"))
+
+
+@pytest.mark.parametrize("own_loop", [False, True])
+@pytest.mark.parametrize("unit", [None, "text"])
+def test_pieces_of_texts_are_warned_of_once_unless_there_are_units(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, own_loop: bool, unit: str | None
+) -> None:
+    data = Dataset.from_list([{**row, "text": row["overflow_to_sample_mapping"]} for row in pieces([0, 0, 1, 2] * 12)])
+    privacy = private(**({} if unit is None else {"unit": unit, "max_examples_per_unit": 2, "target_delta": 1e-3}))
+    if own_loop:
+        sizes = {"expected_batch_size": 2, "micro_batch_size": 2, "steps": 1}
+        PrivateRun(classifier(), data, privacy, pad, **sizes)
+    else:
+        changes = {"gradient_accumulation_steps": 1, "per_device_train_batch_size": 2, "max_steps": 1}
+        make(tmp_path, privacy=privacy, parts={"train_dataset": data}, **changes).train()
+    assert caplog.text.count("pieces of one text") == (unit is None)
