@@ -12,7 +12,7 @@ from datasets import Dataset
 from torch.nn.utils.rnn import pad_sequence
 
 from hf_dp import PrivateRun
-from hf_dp.data.several_texts import are_pieces, is_cut, packed_by
+from hf_dp.data.several_texts import is_cut, packed_by, pieces_by
 from tests.training.workbench import Rows, classifier, make, pad, private, rows
 from tests.zoo import tiny
 
@@ -98,12 +98,49 @@ def pieces(of: list[int]) -> Rows:
 )
 def test_pieces_of_one_text_lie_beside_each_other(of: list[int], found: bool) -> None:
     """Each batch of `map` counts its texts anew, so one number by itself tells nothing."""
-    assert are_pieces(pieces(of)) == found
+    assert (pieces_by(pieces(of)) is not None) == found
     if of:
         data = Dataset.from_list(pieces(of))
-        assert are_pieces(data) == found
-        assert are_pieces(data.select([*range(0, len(of), 2), *range(1, len(of), 2)])) == found
-        assert not are_pieces(data.remove_columns("overflow_to_sample_mapping"))
+        assert (pieces_by(data) is not None) == found
+        shuffled = data.select([*range(0, len(of), 2), *range(1, len(of), 2)])
+        assert (pieces_by(shuffled) is not None) == found
+        assert pieces_by(data.remove_columns("overflow_to_sample_mapping")) is None
+
+
+def cut(text: list[int], length: int, stride: int, begin: list[int], end: list[int], pad: int) -> Rows:
+    """As tokenizers cut the second of two texts, or the only one."""
+    room = length - len(begin) - len(end)
+    found = [begin + text[i : i + room] + end for i in range(0, len(text) - stride, room - stride)]
+    return [{"input_ids": row + [pad] * (length - len(row))} for row in found]
+
+
+@pytest.mark.parametrize("kind", [list, Dataset.from_list])
+@pytest.mark.parametrize(
+    ("stride", "begin", "end", "found"),
+    [(24, [1, 7, 8, 2], [2], True), (24, [1], [2], True), (24, [], [], True), (0, [1, 7, 8, 2], [2], False)],
+)
+def test_pieces_that_overlap_are_told_without_a_column(
+    kind: Any, stride: int, begin: list[int], end: list[int], found: bool
+) -> None:
+    """What prepares question answering takes the column out (`run_qa.py`)."""
+    draw = random.Random(0)
+    texts = [[draw.randrange(9, 500) for _ in range(draw.randint(20, 90))] for _ in range(8)]
+    data = kind([row for text in texts for row in cut(text, 50, stride, begin, end, 0)])
+    assert (pieces_by(data) == "one begins as another one ends") == found
+
+
+def test_rows_that_are_alike_are_no_pieces() -> None:
+    """Copies, one word for all, what begins or ends alike, and a row with nothing between."""
+    same = [*range(9, 40)]
+    for one, other in (
+        (same, same),
+        ([5] * 30, [5] * 40),
+        ([*same, 50], [*same, 51]),
+        ([6, *same], [7, *same]),
+        ([1, 6, *same, 2], [1, *same, 2]),
+    ):
+        assert pieces_by([{"input_ids": one}, {"input_ids": other}]) is None
+    assert pieces_by([{"input_ids": torch.arange(30)}, {"input_ids": None}, {}, "text"]) is None
 
 
 @pytest.mark.parametrize("own_loop", [False, True])
