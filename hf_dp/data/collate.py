@@ -206,12 +206,13 @@ class LogicalBatchCollator:
             row, own = alone[0]
             made_of = row if isinstance(row, Mapping) else {"it": row}
             kinds = ", ".join(f"{name} is {type(value).__name__}" for name, value in made_of.items())
-            is_all = len(alone) == len(examples)
+            is_all, nothing = len(alone) == len(examples), [name for name, value in made_of.items() if value is None]
+            without = f": dataset.filter(lambda row: row[{nothing[0]!r}] is not None)" if nothing else ""
             return ConfigurationError(
                 f"the data collator {self.name} fails on {'each' if is_all else 'a'} row by itself "
                 f"({type(own).__name__}: {own}): {kinds}.",
                 why="training would end where one is drawn.",
-                fix=for_all_rows(row, own) if is_all else "correct the row, or leave it out.",
+                fix=for_all_rows(row, own) if is_all else f"correct the row, or leave it out{without}.",
             )
         unlike = "of other columns or types " if len(set(kinds_before)) > 1 else ""
         return ConfigurationError(

@@ -19,9 +19,8 @@ from hf_dp.data.moving import moved
 from hf_dp.step.plan import Plan
 from hf_dp.training.behind.usual import Usual
 from hf_dp.training.described import described_arguments, described_values
-from hf_dp.training.planned import check_ranks, planned, units_of
-from hf_dp.training.refusals import refuse_choices_by_training_data
-from hf_dp.units.rows import without_column
+from hf_dp.training.planned import check_ranks, planned, rows_and_units
+from hf_dp.training.refusals import refuse_changed_arguments, refuse_choices_by_training_data
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -77,9 +76,10 @@ class DataMixin(_Base):
 
     def _planned(self) -> tuple[Plan, PoissonDataLoader]:
         """Of the next training, whose number of steps Trainer reads off the loader."""
+        refuse_changed_arguments(self.args, self.privacy)
         refuse_choices_by_training_data(self)
-        collate, units = self._behind.collator(self.data_collator), units_of(self._dataset, self.privacy)
-        dataset = self._dataset if units is None else without_column(self._dataset, str(self.privacy.unit))
+        collate = self._behind.collator(self.data_collator)
+        dataset, units = rows_and_units(self._dataset, self.privacy)
         if isinstance(dataset, Dataset):
             dataset = self._remove_unused_columns(dataset, description="training")
         else:

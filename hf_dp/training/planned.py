@@ -22,6 +22,7 @@ from hf_dp.config.units import drawn_are
 from hf_dp.data.collate import LogicalBatchCollator
 from hf_dp.data.loader import DrawnUnits, PoissonDataLoader, RankSampler
 from hf_dp.data.repeated import warn_of_repeated
+from hf_dp.data.several_texts import warn_of_pieces
 from hf_dp.errors import ConfigurationError
 from hf_dp.hub import read_earlier
 from hf_dp.hub.earlier import check_other_people, trainings
@@ -32,7 +33,7 @@ from hf_dp.sampling.table import sampler_of
 from hf_dp.step.plan import Plan
 from hf_dp.training.described import described_data, described_model, described_setup
 from hf_dp.training.refusals import refuse_dataset
-from hf_dp.units.rows import UnitRows, taken
+from hf_dp.units.rows import UnitRows, taken, without_column
 
 logger = logging.getLogger(__name__)
 
@@ -116,6 +117,14 @@ def units_of(dataset: Any, privacy: PrivacyConfig) -> UnitRows | None:
             "is may be public.",
         )
     return units
+
+
+def rows_and_units(dataset: Any, privacy: PrivacyConfig) -> tuple[Any, UnitRows | None]:
+    """The dataset as models may see it, and `units_of` it. Called once for each training: what its rows are is said."""
+    if (units := units_of(dataset, privacy)) is not None:
+        return without_column(dataset, str(privacy.unit)), units
+    warn_of_pieces(dataset)
+    return dataset, None
 
 
 def check_ranks(dataset: Any, model: nn.Module, facts: Mapping[str, Any], accelerator: Any = None) -> None:

@@ -28,7 +28,7 @@ from hf_dp.per_example.batch import LossFunction
 from hf_dp.per_example.checks.preflight import check_modules
 from hf_dp.training.engine import Engine
 from hf_dp.training.loop_order import LogicalBatch, LoopOrder, items_of_epoch
-from hf_dp.training.planned import check_data, check_privacy, check_ranks, planned, records_before, units_of
+from hf_dp.training.planned import check_data, check_privacy, check_ranks, planned, records_before, rows_and_units
 from hf_dp.training.refusals import refuse_no_output_dir, refuse_own_optimizer, refuse_own_settings, unwrapped
 from hf_dp.training.resuming.checkpoints import others_named, refuse_files_in_the_way
 from hf_dp.training.resuming.loaded import checksums, refuse_other_values
@@ -37,7 +37,6 @@ from hf_dp.training.resuming.own_checkpoints import found_checkpoint, read_into,
 from hf_dp.training.resuming.resume import Fingerprints, SavedRun, note_trained_by
 from hf_dp.training.run import Run
 from hf_dp.training.saving import claim, refuse_unclaimed, write_claim
-from hf_dp.units.rows import without_column
 
 logger = logging.getLogger(__name__)
 
@@ -103,7 +102,7 @@ class PrivateRun:
             check_data(dataset, expected_batch_size, privacy, earlier := records_before(privacy))
             check_modules(self.model)
             check_ranks(dataset, self.model, {**sizes, **cap, "PrivacyConfig": privacy.to_dict()})
-        rows = dataset if (units := units_of(dataset, privacy)) is None else without_column(dataset, str(privacy.unit))
+        rows, units = rows_and_units(dataset, privacy)
         plan, self._loader = planned(
             privacy, self.model, rows, collate, expected_batch_size=expected_batch_size,
             micro_batch_size=micro_batch_size, steps=lambda _: steps, units=units, earlier=earlier, **cap, **options,

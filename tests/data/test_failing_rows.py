@@ -18,7 +18,7 @@ from hf_dp.data.failing_rows import failures_refused, refuse_rows_that_fail
 from hf_dp.errors import ConfigurationError, PreflightError, UnsupportedModelError
 from tests.data.test_telling_rows import ROWS, table
 from tests.training.refusing import refused
-from tests.training.workbench import a_tokenizer, classifier, pad, rows
+from tests.training.workbench import Rows, a_tokenizer, classifier, pad, rows
 
 
 def test_a_row_that_fails_is_named_with_its_error() -> None:
@@ -148,6 +148,19 @@ def test_what_a_collator_fails_on_in_all_rows_is_not_blamed_on_one(
     error = refused(tmp_path, ConfigurationError, "fails on each row by itself", at_once=False, parts=parts, **changes)
     assert words in error.fix
     assert "correct the row" not in error.fix
+
+
+def test_a_row_without_a_label_is_told_how_to_be_left_out(tmp_path: Path) -> None:
+    def tensors(batch: Rows) -> dict[str, torch.Tensor]:
+        return {**pad(batch), "labels": torch.tensor([row["label"] for row in batch])}
+
+    data = [{"input_ids": row["input_ids"], "label": None if i == 7 else row["labels"]} for i, row in enumerate(rows())]
+    parts = {"data_collator": tensors, "train_dataset": datasets.Dataset.from_list(data)}
+    error = refused(
+        tmp_path, ConfigurationError, "fails on a row by itself .*label is NoneType", at_once=False, parts=parts,
+        remove_unused_columns=False,
+    )  # fmt: skip
+    assert "dataset.filter(lambda row: row['label'] is not None)" in error.fix
 
 
 class Named(nn.Module):

@@ -11,8 +11,9 @@ import torch
 from datasets import Dataset
 from torch.nn.utils.rnn import pad_sequence
 
-from hf_dp.data.several_texts import is_cut, packed_by
-from tests.training.workbench import Rows, make, pad
+from hf_dp import PrivateRun
+from hf_dp.data.several_texts import is_cut, packed_by, pieces_by
+from tests.training.workbench import Rows, classifier, make, pad, private, rows
 from tests.zoo import tiny
 
 
@@ -84,3 +85,75 @@ def test_blocks_cut_from_texts_are_warned_of_once(
     parts = {"train_dataset": data, "data_collator": padded}
     make(tmp_path, tiny("gpt2", "causal_lm"), parts=parts, max_steps=1).train()
     assert caplog.text.count("All rows have 6 tokens") == warnings
+
+
+def pieces(of: list[int]) -> Rows:
+    """Rows with the column by which a tokenizer says which text each is a piece of."""
+    return [{**row, "overflow_to_sample_mapping": text} for row, text in zip(rows(len(of)), of, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("of", "found"),
+    [([0, 0, 1, 2], True), ([0, 1, 2, 0, 1, 1], True), ([0, 1, 2, 3], False), ([0, 1, 2, 0, 1, 2], False), ([], False)],
+)
+def test_pieces_of_one_text_lie_beside_each_other(of: list[int], found: bool) -> None:
+    """Each batch of `map` counts its texts anew, so one number by itself tells nothing."""
+    assert (pieces_by(pieces(of)) is not None) == found
+    if of:
+        data = Dataset.from_list(pieces(of))
+        assert (pieces_by(data) is not None) == found
+        shuffled = data.select([*range(0, len(of), 2), *range(1, len(of), 2)])
+        assert (pieces_by(shuffled) is not None) == found
+        assert pieces_by(data.remove_columns("overflow_to_sample_mapping")) is None
+
+
+def cut(text: list[int], length: int, stride: int, begin: list[int], end: list[int], pad: int) -> Rows:
+    """As tokenizers cut the second of two texts, or the only one."""
+    room = length - len(begin) - len(end)
+    found = [begin + text[i : i + room] + end for i in range(0, len(text) - stride, room - stride)]
+    return [{"input_ids": row + [pad] * (length - len(row))} for row in found]
+
+
+@pytest.mark.parametrize("kind", [list, Dataset.from_list])
+@pytest.mark.parametrize(
+    ("stride", "begin", "end", "found"),
+    [(24, [1, 7, 8, 2], [2], True), (24, [1], [2], True), (24, [], [], True), (0, [1, 7, 8, 2], [2], False)],
+)
+def test_pieces_that_overlap_are_told_without_a_column(
+    kind: Any, stride: int, begin: list[int], end: list[int], found: bool
+) -> None:
+    """What prepares question answering takes the column out (`run_qa.py`)."""
+    draw = random.Random(0)
+    texts = [[draw.randrange(9, 500) for _ in range(draw.randint(20, 90))] for _ in range(8)]
+    data = kind([row for text in texts for row in cut(text, 50, stride, begin, end, 0)])
+    assert (pieces_by(data) == "one begins as another one ends") == found
+
+
+def test_rows_that_are_alike_are_no_pieces() -> None:
+    """Copies, one word for all, what begins or ends alike, and a row with nothing between."""
+    same = [*range(9, 40)]
+    for one, other in (
+        (same, same),
+        ([5] * 30, [5] * 40),
+        ([*same, 50], [*same, 51]),
+        ([6, *same], [7, *same]),
+        ([1, 6, *same, 2], [1, *same, 2]),
+    ):
+        assert pieces_by([{"input_ids": one}, {"input_ids": other}]) is None
+    assert pieces_by([{"input_ids": torch.arange(30)}, {"input_ids": None}, {}, "text"]) is None
+
+
+@pytest.mark.parametrize("own_loop", [False, True])
+@pytest.mark.parametrize("unit", [None, "text"])
+def test_pieces_of_texts_are_warned_of_once_unless_there_are_units(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, own_loop: bool, unit: str | None
+) -> None:
+    data = Dataset.from_list([{**row, "text": row["overflow_to_sample_mapping"]} for row in pieces([0, 0, 1, 2] * 12)])
+    privacy = private(**({} if unit is None else {"unit": unit, "max_examples_per_unit": 2, "target_delta": 1e-3}))
+    if own_loop:
+        sizes = {"expected_batch_size": 2, "micro_batch_size": 2, "steps": 1}
+        PrivateRun(classifier(), data, privacy, pad, **sizes)
+    else:
+        changes = {"gradient_accumulation_steps": 1, "per_device_train_batch_size": 2, "max_steps": 1}
+        make(tmp_path, privacy=privacy, parts={"train_dataset": data}, **changes).train()
+    assert caplog.text.count("pieces of one text") == (unit is None)

@@ -192,3 +192,32 @@ def test_hyperparameter_search(tmp_path: Path) -> None:
 def test_failure_23_mixed_precision_that_accelerate_was_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
     refused(tmp_path, ConfigurationError, "mixed precision 'fp16'")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        (
+            "gradient_accumulation_steps",
+            3,
+            "trainer.args.gradient_accumulation_steps=3, set after the trainer was made.",
+        ),
+        ("max_grad_norm", 1.0, "trainer.args.max_grad_norm=1.0, set after the trainer was made."),
+        ("max_grad_norm", 0.5, "max_grad_norm=0.5."),
+        ("auto_find_batch_size", True, "auto_find_batch_size=True."),
+    ],
+)
+def test_an_argument_that_is_set_after_the_trainer_was_made(tmp_path: Path, name: str, value: Any, words: str) -> None:
+    """Steps were paid for before the optimizer refused what came of it."""
+    run = make(tmp_path)
+    setattr(run.args, name, value)
+    with pytest.raises(ConfigurationError, match=re.escape(words)):
+        run.train()
+    assert run.ledger.steps == 0
+
+
+def test_of_arguments_set_after_the_trainer_was_made_the_others_are_taken(tmp_path: Path) -> None:
+    run = make(tmp_path)
+    run.args.max_steps, run.args.per_device_train_batch_size = 3, 2
+    run.train()
+    assert run.ledger.steps == 3

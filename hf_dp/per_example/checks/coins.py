@@ -21,7 +21,7 @@ from hf_dp.errors import HfDpError, PreflightError
 from hf_dp.per_example.batch import Batch, LossFunction, batch_size, take
 from hf_dp.per_example.checks.copies import Run, differing_copies, follows_number, moved_rows
 from hf_dp.per_example.checks.draws import Change, Draw, Draws
-from hf_dp.per_example.checks.independence import parameter_norms
+from hf_dp.per_example.checks.independence import check_without_dropout, parameter_norms
 from hf_dp.per_example.checks.switches import warn_of
 from hf_dp.per_example.reading import Reader
 from hf_dp.per_example.rule import Axis, Readings, Rule, Use
@@ -30,7 +30,6 @@ from hf_dp.per_example.watch import Watch
 _EXTREMES = ("least", "most", "another")
 # Seeds that are tried where numbers come from functions that are not seen.
 _UNSEEN = 64
-
 # Whatever a model makes of such numbers.
 _FAILED = ArithmeticError, HfDpError, IndexError, RuntimeError, TypeError, ValueError
 
@@ -71,10 +70,11 @@ def without_shared_coins(
             losses = watch.forward(model, loss_fn, batch)
         return uses, [*rows, losses.detach().reshape(size, 1)]
 
-    off: list[str] = []
-    before = _states(model)
+    off, before = list[str](), _states(model)
     with _named(model) as stack:
         while found := shared_draws(observed, size, lambda: stack[-1] if stack else ""):
+            if not found[0].is_shared:
+                check_without_dropout(model, loss_fn, batch, rules=rules, readings=readings)
             dropouts = {draw.place: m for draw in found if isinstance(m := model.get_submodule(draw.place), _DropoutNd)}
             if found[0].place not in dropouts:
                 raise _refusal(found[0], type(model).__name__)

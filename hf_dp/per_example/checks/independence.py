@@ -81,6 +81,16 @@ def check_independence(
             _refuse(found)
 
 
+def check_without_dropout(
+    model: nn.Module, loss_fn: LossFunction, batch: Batch, *, rules: Mapping[Any, Rule], readings: Readings
+) -> None:
+    """`check_independence` where dropout alone draws numbers: what mixes examples without it is no fault of it."""
+    with forked_rng(model), NoDropout():
+        is_random = draws_numbers(model, loss_fn, batch)
+    if not is_random:
+        check_independence(model, loss_fn, batch, rules=rules, readings=readings)
+
+
 def check_shares(
     model: nn.Module,
     loss_fn: LossFunction,

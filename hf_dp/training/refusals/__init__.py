@@ -1,7 +1,7 @@
 """What a private run cannot honour of a Trainer, or of a loop of one's own, each refused by name."""
 
 from hf_dp.training.refusals.adapters import refuse_clashing_names
-from hf_dp.training.refusals.arguments import private_arguments
+from hf_dp.training.refusals.arguments import private_arguments, refuse_changed_arguments
 from hf_dp.training.refusals.choices import refuse_choices_by_training_data
 from hf_dp.training.refusals.dataset import refuse_dataset
 from hf_dp.training.refusals.optimizer import refuse_optimizer
@@ -12,6 +12,7 @@ from hf_dp.training.refusals.surroundings import refuse_other_surroundings, surr
 
 __all__ = [
     "private_arguments",
+    "refuse_changed_arguments",
     "refuse_choices_by_training_data",
     "refuse_clashing_names",
     "refuse_dataset",

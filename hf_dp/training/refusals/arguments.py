@@ -15,6 +15,8 @@ from hf_dp.errors import ConfigurationError
 _DEFAULT_MAX_GRAD_NORM = 1.0
 _COUNTS = ("per_device_train_batch_size", "gradient_accumulation_steps", "max_steps")
 _FEW_BITS = ("fp16", "fp8")
+_CLIPS = "it clips the noisy average once more; the clipping that privacy rests on is per example."
+_LEAVE = "leave max_grad_norm out (hf_dp sets it to 0) and set PrivacyConfig(clipping_norm=...)."
 _RATES = {
     "learning_rate": (1e30, "weights would become no numbers, or learn backwards"),
     "weight_decay": (1e6, "weights would become no numbers, or grow without end"),
@@ -30,8 +32,7 @@ def private_arguments(args: Any, privacy: PrivacyConfig) -> Any:
     Raises:
         ConfigurationError: an argument that would break the guarantee.
     """
-    for found, why, fix in _conflicts(args, privacy):
-        raise ConfigurationError(found, why=why, fix=fix)
+    _refuse(_conflicts(args, privacy))
     private = copy.copy(args)
     private.gradient_accumulation_steps = 1
     private.max_grad_norm = 0.0
@@ -39,6 +40,32 @@ def private_arguments(args: Any, privacy: PrivacyConfig) -> Any:
         # Unless a space was named, Trackio would publish the logged losses with every push.
         private.trackio_static_space_id = False
     return private
+
+
+def refuse_changed_arguments(args: Any, privacy: PrivacyConfig) -> None:
+    """Refuses what was put into the copy of `private_arguments` since, before a training begins (`ConfigurationError`).
+
+    The rest of what may be changed there is read when training begins, or was read when the trainer was made.
+    """
+    _refuse(_conflicts(args, privacy))
+    if args.gradient_accumulation_steps != 1:
+        raise ConfigurationError(
+            f"trainer.args.gradient_accumulation_steps={args.gradient_accumulation_steps}, set after the trainer was "
+            "made.",
+            why="what its loader gives is a whole batch each time, and so many would be drawn and paid for before the "
+            "optimizer moves once.",
+            fix="leave it at 1 there, and give it to TrainingArguments: the expected batch size is settled when the "
+            "trainer is made.",
+        )
+    if args.max_grad_norm != 0:  # of None Trainer makes an error after the first step
+        raise ConfigurationError(
+            f"trainer.args.max_grad_norm={args.max_grad_norm}, set after the trainer was made.", why=_CLIPS, fix=_LEAVE
+        )
+
+
+def _refuse(conflicts: list[tuple[str, str, str]]) -> None:
+    for found, why, fix in conflicts:
+        raise ConfigurationError(found, why=why, fix=fix)
 
 
 def _conflicts(args: Any, privacy: PrivacyConfig) -> list[tuple[str, str, str]]:
@@ -61,8 +88,8 @@ def _conflicts(args: Any, privacy: PrivacyConfig) -> list[tuple[str, str, str]]:
     refuse(
         args.max_grad_norm not in (0, None, _DEFAULT_MAX_GRAD_NORM),
         f"max_grad_norm={args.max_grad_norm}.",
-        "it clips the noisy average once more; the clipping that privacy rests on is per example.",
-        "leave max_grad_norm out (hf_dp sets it to 0) and set PrivacyConfig(clipping_norm=...).",
+        _CLIPS,
+        _LEAVE,
     )
     for name in _COUNTS:
         value = getattr(args, name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import random
+from collections.abc import Callable
 from random import random as from_python
 from typing import Any
 
@@ -286,8 +287,24 @@ def test_dropout_before_a_mean_over_the_batch_is_not_called_the_cause() -> None:
         hidden = nn.functional.dropout(x, 0.5, m.training)
         return m.linear(hidden - hidden.mean(0)).cos()
 
-    with pytest.raises(PreflightError, match="dropout by itself is not the cause"):
+    with pytest.raises(PreflightError, match=r"in linear, used by .* depends on its neighbours(.|\n)*not the cause"):
         preflight(in_training(function), square, batch(3, 5, 4))
+
+
+@pytest.mark.parametrize("dropout", [nn.Dropout(0.5), lambda x: nn.functional.dropout(x, 0.5)])
+def test_a_loss_over_the_batch_is_blamed_and_not_the_dropout_before_it(
+    caplog: pytest.LogCaptureFixture, dropout: Callable[[Tensor], Tensor]
+) -> None:
+    """Dropout shows it first, and would be named, or switched off."""
+
+    def negatives(model: nn.Module, batch: Batch) -> Tensor:
+        rows = nn.functional.normalize(model(batch["x"]).flatten(1), dim=1)
+        return nn.functional.cross_entropy(rows @ rows.T, torch.arange(len(rows)), reduction="none")
+
+    model = Small(lambda m, x: m.linear(m.dropped(x)), linear=nn.Linear(4, 4), dropped=dropout)
+    with pytest.raises(PreflightError, match=r"loss depends on its neighbours in the batch\."):
+        preflight(model, negatives, batch(3, 5, 4))
+    assert "Switched off" not in caplog.text
 
 
 def noise_of_a_neighbour(m: Any, x: Tensor) -> Tensor:

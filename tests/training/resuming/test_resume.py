@@ -184,3 +184,17 @@ def test_a_model_made_anew_with_other_frozen_weights_is_resumed(tmp_path: Path) 
     resumed = make(tmp_path, made(1.0), max_steps=2)
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
     assert resumed.ledger.steps == 2
+
+
+def test_the_rate_goes_on_as_it_was_and_another_schedule_is_taken(tmp_path: Path) -> None:
+    """As with Trainer; the page on resuming says so."""
+    saved = {"save_strategy": "steps", "save_steps": 2, "logging_steps": 1, "max_steps": 4}
+    make(tmp_path, learning_rate=0.1, lr_scheduler_type="linear", **saved).train()
+
+    def rates(**changes: Any) -> list[float]:
+        run = make(tmp_path, **{**saved, **changes})
+        run.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+        return [entry["learning_rate"] for entry in run.state.log_history if "learning_rate" in entry]
+
+    assert rates(learning_rate=7.0, lr_scheduler_type="linear") == pytest.approx([0.1, 0.075, 0.05, 0.025])
+    assert rates(learning_rate=7.0, lr_scheduler_type="constant") == pytest.approx([0.1, 0.075, 0.05, 0.1])
