@@ -145,7 +145,7 @@ def test_rows_that_are_alike_are_no_pieces() -> None:
 
 @pytest.mark.parametrize("own_loop", [False, True])
 @pytest.mark.parametrize("unit", [None, "text"])
-def test_pieces_of_texts_are_warned_of_once_unless_there_are_units(
+def test_failure_86_pieces_of_texts_are_warned_of_once_unless_there_are_units(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, own_loop: bool, unit: str | None
 ) -> None:
     data = Dataset.from_list([{**row, "text": row["overflow_to_sample_mapping"]} for row in pieces([0, 0, 1, 2] * 12)])
