@@ -24,7 +24,7 @@ import typer
 from torch import nn
 from transformers.models.auto import modeling_auto as auto
 
-from scripts.judging import judge
+from scripts import judging
 from scripts.shrinking import FAILURES, NotMadeError, batch_for, small_model
 
 HEADS = {
@@ -89,7 +89,7 @@ def judge_class(name: str, kind: str, head: str) -> str:
             def make_batch(size: int, length: int, dtype: torch.dtype) -> dict[str, Any]:
                 return batch_for(head, config, size, length, dtype)
 
-            return judge(build, make_batch, shapes=SHAPES)
+            return judging.judge(build, make_batch, shapes=SHAPES)
     except NotMadeError as reason:
         return f"{NOT_MADE}{reason}"
     except TimeoutError:
