@@ -116,7 +116,7 @@ def _leaked(leaked: set[str], names: Iterable[str], gradient: Tensor) -> None:
 
 @contextmanager
 def in_place(
-    modules: Iterable[nn.Module], originals: Mapping[str, nn.Parameter], watched: Mapping[int, WatchedParameter]
+    modules: Sequence[nn.Module], originals: Mapping[str, nn.Parameter], watched: Mapping[int, WatchedParameter]
 ) -> Iterator[None]:
     """Inside, watched tensors stand wherever `modules` hold parameters of these ids, and no original has a gradient.
 
@@ -129,6 +129,8 @@ def in_place(
         for key, p in module._parameters.items()
         if p is not None and id(p) in watched
     ]
+    # A recurrent layer keeps lists of its weights beside them, which it makes anew once these are others.
+    lists = [(m.__dict__, m._flat_weights, m._flat_weight_refs) for m in modules if isinstance(m, nn.RNNBase)]
     try:
         for holder, key, p in places:
             holder[key] = watched[id(p)]  # type: ignore[assignment]
@@ -138,6 +140,8 @@ def in_place(
     finally:
         for holder, key, p in places:
             holder[key] = p
+        for attributes, weights, references in lists:
+            attributes.update(_flat_weights=weights, _flat_weight_refs=references)
         for name, p in originals.items():
             p.grad = gradients[name]
 

@@ -100,3 +100,11 @@ def test_packed_sequences_are_refused() -> None:
     model = Small(run, rnn=nn.LSTM(4, 3, batch_first=True))
     with pytest.raises(UnsupportedModelError, match="given a packed sequence"):
         record(model, square, batch(3, 5, 4))
+
+
+def test_the_lists_of_weights_that_layers_keep_are_put_back() -> None:
+    model, data = Small(lambda m, x: _run(m, x), rnn=nn.LSTM(4, 3, batch_first=True)), batch(3, 5, 4)
+    before = model.rnn._flat_weights
+    record(model, square, data)
+    assert model.rnn._flat_weights is before
+    assert all(one is other for one, other in zip(before, model.rnn.parameters(), strict=True))
