@@ -59,7 +59,7 @@ TRAINER_NAMES = {"Trainer", "Seq2SeqTrainer", "TrainerCallback"}
 MAY_IMPORT_TRAINER = {"training", "demo", "cli"}
 # What one can read in one sitting. A table of rules is looked up in, not read.
 LONGEST = 300
-TABLES_OF_RULES = {"per_example/rules.py", "parts/re_attention/rules.py"}
+TABLES_OF_RULES = {"parts/re_attention/rules.py"}
 # What is not the package: many short cases of one subject.
 LONGEST_OUTSIDE = 400
 
@@ -106,7 +106,7 @@ def named_parts(package: Path) -> list[str]:
 
 
 def module_of(path: Path, package: Path) -> str:
-    """The first name below the package: "per_example" for per_example/rules.py, "" for the package's own __init__."""
+    """The first name below the package: "per_example" for per_example/rule.py, "" for the package's own __init__."""
     first = path.relative_to(package).parts[0].removesuffix(".py")
     return "" if first == "__init__" else first
 
@@ -345,6 +345,6 @@ def test_circles_are_found(tmp_path: Path, sources: dict[str, str], names: set[s
 
 def test_long_files_are_found(tmp_path: Path) -> None:
     line = "x = 1\n"
-    package = write_tree(tmp_path, noise__a=300 * line, noise__b=301 * line, per_example__rules=301 * line)
+    package = write_tree(tmp_path, noise__a=300 * line, noise__b=301 * line, parts__re_attention__rules=301 * line)
     assert too_long(package) == ["noise/b.py: 301 lines"]
     assert too_long(package, 301) == []

@@ -3,7 +3,6 @@
 from hf_dp.per_example.checks.preflight import preflight
 from hf_dp.per_example.factors import Factors, Outer, PerExample
 from hf_dp.per_example.gram import Dense, OneHot
-from hf_dp.per_example.instantiate import instantiating
 from hf_dp.per_example.lengths import Lengths
 from hf_dp.per_example.oracle import loop
 from hf_dp.per_example.pieces import Pieces
@@ -11,6 +10,7 @@ from hf_dp.per_example.record import PerExampleGradients, record
 from hf_dp.per_example.rows import RowSum, Tables, sparse_gradient
 from hf_dp.per_example.rule import Axis, Bound, Certificate, Operands, Rule
 from hf_dp.per_example.rules import RULES
+from hf_dp.per_example.rules.instantiate import instantiating
 
 __all__ = [
     "RULES",

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from hf_dp.per_example.factors import Factors, PerExample
 from hf_dp.per_example.precision import accumulation
-from hf_dp.per_example.rule import Axis, Bound, Operands, Rule, refusal
+from hf_dp.per_example.rule import Axis, Backward, Bound, Operands, Rule, Saved, refusal
 from hf_dp.per_example.watched import WatchedParameter, flatten, mapped, names_of, plain, watched_in
 
 # Relative to what an example has: products of one row may be rounded otherwise than those of many.
@@ -121,7 +121,7 @@ def by_rows(function: Applied, args: Any, kwargs: Any, data: list[Tensor]) -> tu
             raise TypeError("it gives something else than a row for each row")
         return output
 
-    def forward(rows: Tensor, operands: Operands) -> tuple[Tensor, tuple[Tensor, ...]]:
+    def forward(rows: Tensor, operands: Operands) -> tuple[Tensor, Saved]:
         tensors = [value for a in given if isinstance(value := plain(a), Tensor) and not value.is_inference()]
         versions, states = [t._version for t in tensors], _random_states(rows.device)
         output = run(rows, operands.parameters)
@@ -130,9 +130,7 @@ def by_rows(function: Applied, args: Any, kwargs: Any, data: list[Tensor]) -> tu
             raise RuntimeError("it changes what it is given, or is random")
         return output, (rows, _print(output))
 
-    def backward(
-        saved: tuple[Tensor, ...], operands: Operands, gradient: Tensor, axis: Axis, needs_input: bool
-    ) -> tuple[Tensor | None, dict[str, Factors | None]]:
+    def backward(saved: Saved, operands: Operands, gradient: Tensor, axis: Axis, needs_input: bool) -> Backward:
         roles = sorted(operands.watched)
         inputs, known, gradients = (t if axis.reading == "constant" else axis.rows(t) for t in (*saved, gradient))
         found, prints = list[tuple[Tensor, ...]](), list[Tensor]()

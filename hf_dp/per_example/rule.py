@@ -12,6 +12,10 @@ from torch import Tensor
 from hf_dp.errors import UnsupportedModelError
 from hf_dp.per_example.factors import Factors
 
+# What a rule saves, and what its backward pass gives: the input's gradient, and the factors by role.
+Saved = tuple[Tensor, ...]
+Backward = tuple[Tensor | None, dict[str, Factors | None]]
+
 
 class Bound(NamedTuple):
     """The arguments of one call, sorted: the example-led input, the parameters by role, everything else."""
@@ -27,6 +31,12 @@ class Operands(NamedTuple):
     parameters: dict[str, Tensor | None]
     watched: frozenset[str]
     options: dict[str, Any]
+
+    def needed(self, role: str) -> Tensor:
+        """One that is there."""
+        value = self.parameters[role]
+        assert value is not None
+        return value
 
 
 class Axis(NamedTuple):
@@ -64,10 +74,8 @@ class Rule:
 
     name: str
     bind: Callable[..., Bound]
-    forward: Callable[[Any, Operands], tuple[Tensor, tuple[Tensor, ...]]]
-    backward: Callable[
-        [tuple[Tensor, ...], Operands, Tensor, Axis, bool], tuple[Tensor | None, dict[str, Factors | None]]
-    ]
+    forward: Callable[[Any, Operands], tuple[Tensor, Saved]]
+    backward: Callable[[Saved, Operands, Tensor, Axis, bool], Backward]
     features: int = 1
     is_product: bool = False
     is_orderless: bool = False
@@ -141,6 +149,15 @@ def refusal(names: list[str], what: str, reason: str) -> UnsupportedModelError:
         why=f"{reason}, and a gradient that is not known to be exact would break the clipping bound.",
         fix="freeze this parameter (requires_grad_(False)), train with LoRA, or pass a rule for the operation "
         "(docs/rules.md).",
+    )
+
+
+def unsupported(operation: str, found: str, why: str) -> UnsupportedModelError:
+    """Arguments of an operation that its rule does not know."""
+    return UnsupportedModelError(
+        f"{operation} with {found} uses a trainable parameter.",
+        why=f"{why}; a gradient that is not known to be exact would break the clipping bound.",
+        fix="freeze the parameter, train with LoRA, or pass a rule for the operation (docs/rules.md).",
     )
 
 

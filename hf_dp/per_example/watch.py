@@ -24,7 +24,6 @@ from hf_dp.errors import UnsupportedModelError
 from hf_dp.per_example.batch import Batch, LossFunction, check_losses
 from hf_dp.per_example.casts import Casts
 from hf_dp.per_example.checks.state import refuse_compiled, refuse_hooked
-from hf_dp.per_example.composites import COMPOSITES
 from hf_dp.per_example.constants import Constant, by_autograd, by_rule
 from hf_dp.per_example.factors import Factors, Outer
 from hf_dp.per_example.filled import Filled, is_writing
@@ -35,6 +34,7 @@ from hf_dp.per_example.leaves import refusing_others
 from hf_dp.per_example.precision import sum_dtype
 from hf_dp.per_example.reading import Reader
 from hf_dp.per_example.rule import PLAIN, SECOND, Axis, Bound, Operands, Rule, Use, refusal
+from hf_dp.per_example.rules.composites import COMPOSITES
 from hf_dp.per_example.sharding import refuse_unknown_shards, reshard, trained_in, watched_when_whole
 from hf_dp.per_example.use import BROADCASTING, PRODUCTS, Call, copied, name_of, recorded, sorted_operands
 from hf_dp.per_example.watched import Source, WatchedParameter, flatten, in_place, mapped, names_of, plain

@@ -16,8 +16,8 @@ from hf_dp.errors import UnsupportedModelError
 from hf_dp.losses import per_example_losses
 from hf_dp.per_example import Dense, OneHot, Outer, PerExample, PerExampleGradients, Tables, record
 from hf_dp.per_example.batch import take
+from tests.per_example.rules.test_instantiate import MODELS
 from tests.per_example.small import Small, batch, parameter, square
-from tests.per_example.test_instantiate import MODELS
 from tests.per_example.uses import EXACT
 from tests.zoo import text_batch, tiny
 

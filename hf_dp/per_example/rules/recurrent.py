@@ -20,7 +20,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 from hf_dp.errors import UnsupportedModelError
 from hf_dp.per_example.factors import Factors, Outer, PerExample
 from hf_dp.per_example.gram import Dense
-from hf_dp.per_example.rule import Axis, Bound, Operands, Rule
+from hf_dp.per_example.rule import Axis, Backward, Bound, Operands, Rule, Saved
 
 _Cell = Callable[..., tuple[Tensor, ...]]
 
@@ -82,7 +82,7 @@ def recurrence(
     return torch.stack(found, 1)
 
 
-def _split(given: Tensor, weight_ih: Tensor, weight_hh: Tensor, length: int) -> tuple[Tensor, tuple[Tensor, ...]]:
+def _split(given: Tensor, weight_ih: Tensor, weight_hh: Tensor, length: int) -> tuple[Tensor, Saved]:
     split = length * weight_ih.shape[1]
     return given[:, :split].reshape(len(given), length, -1), given[:, split:].split(weight_hh.shape[1], 1)
 
@@ -107,16 +107,14 @@ def _common(given: Tensor, operands: Operands) -> tuple[Tensor, dict[str, Any]]:
     return given.to(dtype), parameters
 
 
-def _forward(given: Tensor, operands: Operands) -> tuple[Tensor, tuple[Tensor, ...]]:
+def _forward(given: Tensor, operands: Operands) -> tuple[Tensor, Saved]:
     with torch.autocast(given.device.type, enabled=False):
         lifted, parameters = _common(given, operands)
         output = recurrence(lifted, **parameters, **operands.options)
     return output, (given, output)
 
 
-def _backward(
-    saved: tuple[Tensor, ...], operands: Operands, gradient: Tensor, axis: Axis, needs_input: bool
-) -> tuple[Tensor | None, dict[str, Factors | None]]:
+def _backward(saved: Saved, operands: Operands, gradient: Tensor, axis: Axis, needs_input: bool) -> Backward:
     given, parameters = _common(saved[0], operands)
     weight_ih, weight_hh = parameters["weight_ih"], parameters["weight_hh"]
     length, hidden = operands.options["length"], weight_hh.shape[1]

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from hf_dp.per_example.factors import Factors, Outer, PerExample
 from hf_dp.per_example.gram import Dense
-from hf_dp.per_example.instantiate import instantiating
 from hf_dp.per_example.precision import accumulation
-from hf_dp.per_example.rule import Axis, Bound, Operands, Rule
+from hf_dp.per_example.rule import Axis, Backward, Bound, Operands, Rule, Saved
+from hf_dp.per_example.rules.instantiate import instantiating
 
 
 def _bind(
@@ -80,9 +80,7 @@ def _convolution(function: Any, bind: Callable[..., Bound], axes: int, adjoint: 
 
     usual = instantiating(function.__name__, bind, convolved, features=axes + 1)
 
-    def backward(
-        saved: tuple[Tensor, ...], operands: Operands, gradient: Tensor, axis: Axis, needs_input: bool
-    ) -> tuple[Tensor | None, dict[str, Factors | None]]:
+    def backward(saved: Saved, operands: Operands, gradient: Tensor, axis: Axis, needs_input: bool) -> Backward:
         if operands.options["groups"] != 1 or isinstance(operands.options["padding"], str):
             return usual.backward(saved, operands, gradient, axis, needs_input)
         (x,), weight, factors = saved, operands.parameters["weight"], dict[str, Factors | None]()

@@ -48,7 +48,7 @@ def test_exact(name: str, size: int) -> None:
 
 
 def code_of_the_tutorial() -> dict[str, Any]:
-    text = (Path(__file__).resolve().parents[2] / "docs" / "rules.md").read_text(encoding="utf-8")
+    text = (Path(__file__).resolve().parents[3] / "docs" / "rules.md").read_text(encoding="utf-8")
     names: dict[str, Any] = {}
     for block in re.findall(r"```python\n(.*?)```", text, re.S):
         exec(block, names)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hf_dp.per_example.factors import Factors, PerExample
-from hf_dp.per_example.rule import Axis, Bound, Operands, Rule
+from hf_dp.per_example.rule import Axis, Backward, Bound, Operands, Rule, Saved
 
 Function = Callable[[Any, Mapping[str, Any], Mapping[str, Any]], Tensor]
 
@@ -26,12 +26,10 @@ def instantiating(name: str, bind: Callable[..., Bound], function: Function, *, 
         features: number of trailing axes of the input that are not example or position axes.
     """
 
-    def forward(given: Tensor, operands: Operands) -> tuple[Tensor, tuple[Tensor, ...]]:
+    def forward(given: Tensor, operands: Operands) -> tuple[Tensor, Saved]:
         return function(given, operands.parameters, operands.options), (given,)
 
-    def backward(
-        saved: tuple[Tensor, ...], operands: Operands, gradient: Tensor, axis: Axis, needs_input: bool
-    ) -> tuple[Tensor | None, dict[str, Factors | None]]:
+    def backward(saved: Saved, operands: Operands, gradient: Tensor, axis: Axis, needs_input: bool) -> Backward:
         roles, given = sorted(operands.watched), [saved[0], *operands.parameters.values()]
         dtypes = [value.dtype for value in given if value is not None and value.is_floating_point()]
         # Under autocast weights are in more bits than what a layer before gave, and kernels take one type alone.

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hf_dp.per_example.recurrent import LAYERS
+from hf_dp.per_example.rules.recurrent import LAYERS
 from hf_dp.per_example.watched import WatchedParameter
 
 

@@ -1,0 +1,23 @@
+"""One explicit table: torch function -> the factors of each parameter that it uses.
+
+A rule repeats what autograd would do for the input and replaces the weight gradient by its factors. To add one for an
+operation of your own, pass `{**RULES, my_function: Rule(...)}` to `record` and `preflight`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from hf_dp.per_example.rule import Rule
+from hf_dp.per_example.rules.convolutions import CONVOLUTIONS
+from hf_dp.per_example.rules.elementwise import ELEMENTWISE
+from hf_dp.per_example.rules.linear import LINEAR
+from hf_dp.per_example.rules.lookups import LOOKUPS
+from hf_dp.per_example.rules.normalisation import NORMALISATION
+from hf_dp.per_example.rules.recurrent import RECURRENT
+
+RULES: Mapping[Any, Rule] = MappingProxyType(
+    {**LINEAR, **LOOKUPS, **NORMALISATION, **ELEMENTWISE, **CONVOLUTIONS, **RECURRENT}
+)
