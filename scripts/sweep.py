@@ -86,6 +86,10 @@ def judge_class(name: str, kind: str, head: str) -> str:
                         p.add_(0.05 * torch.randn_like(p))
                 return model.to(dtype).train(not is_random)
 
+            whole = build(torch.float64)(**batch_for(head, config, 3, dtype=torch.float64))
+            if not whole.loss.isfinite():
+                raise NotMadeError("its loss in float64 is not finite")
+
             def make_batch(size: int, length: int, dtype: torch.dtype) -> dict[str, Any]:
                 return batch_for(head, config, size, length, dtype)
 
