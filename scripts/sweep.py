@@ -40,7 +40,7 @@ HEADS = {
     "video": auto.MODEL_FOR_VIDEO_CLASSIFICATION_MAPPING_NAMES,
 }
 SHAPES = ((3, 12), (7, 12), (4, 12))
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "architectures.md"
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "model_families.md"
 _SECONDS = 120
 NOT_MADE = "not made: "
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -86,9 +86,11 @@ def judge_class(name: str, kind: str, head: str) -> str:
                         p.add_(0.05 * torch.randn_like(p))
                 return model.to(dtype).train(not is_random)
 
-            whole = build(torch.float64)(**batch_for(head, config, 3, dtype=torch.float64))
-            if not whole.loss.isfinite():
-                raise NotMadeError("its loss in float64 is not finite")
+            whole = build(torch.float64)
+            whole(**batch_for(head, config, 3, dtype=torch.float64)).loss.backward()
+            if not all(p.grad.isfinite().all() for p in whole.parameters() if p.grad is not None):
+                raise NotMadeError("its gradients in float64 are not finite")
+            whole.zero_grad()
 
             def make_batch(size: int, length: int, dtype: torch.dtype) -> dict[str, Any]:
                 return batch_for(head, config, size, length, dtype)
@@ -108,13 +110,13 @@ def classes_of(head: str) -> dict[str, str]:
 
 
 def page(found: dict[str, dict[str, str]]) -> str:
-    """docs/architectures.md, of head -> model type -> what was found."""
+    """docs/model_families.md, of head -> model type -> what was found."""
 
     def of(head: str, beginning: str) -> list[str]:
         return sorted(name for name, said in found[head].items() if said.startswith(beginning))
 
     lines = [
-        "# Architectures",
+        "# Model families",
         "",
         f"Written by `python scripts/sweep.py --write` (torch {torch.__version__}, transformers",
         f"{transformers.__version__}): each architecture that Transformers lists for a task, with two layers or one of",
@@ -135,7 +137,10 @@ def page(found: dict[str, dict[str, str]]) -> str:
     lines += ["", "## Exact", ""]
     lines += [f"- **{head}**: {', '.join(of(head, 'exact'))}" for head in found]
     lines += ["", "## Refused", ""]
-    lines += [f"- {name} ({head}): {found[head][name][9:]}" for head in found for name in of(head, "refused")]
+    for head in found:
+        for name in of(head, "refused"):
+            first = found[head][name].removeprefix("refused: ").partition(";")[0]
+            lines.append(f"- {name} ({head}): {first}")
     lines += ["", "## Not made", ""]
     lines += [f"- **{head}**: {', '.join(of(head, NOT_MADE))}" for head in found]
     return "\n".join(lines) + "\n"
@@ -145,7 +150,7 @@ def page(found: dict[str, dict[str, str]]) -> str:
 def main(
     head: Annotated[list[str] | None, typer.Option(help="A task; may be given several times.")] = None,
     only: Annotated[list[str] | None, typer.Option(help="A model type; may be given several times.")] = None,
-    write: Annotated[bool, typer.Option(help="Write docs/architectures.md.")] = False,
+    write: Annotated[bool, typer.Option(help="Write docs/model_families.md.")] = False,
 ) -> None:
     """Judges them, and fails where anything is wrong."""
     os.environ["TRANSFORMERS_VERBOSITY"] = "error"
