@@ -196,9 +196,29 @@ def _instance_norm(
     if use_input_stats and running_mean is not None:
         return NotImplemented  # It would keep a mean over all examples.
     output = F.instance_norm(input, running_mean, running_var, None, None, use_input_stats, momentum, eps)
-    along = (-1, *[1] * (input.dim() - 2))
-    output = output if weight is None else output * weight.reshape(along)
-    return output if bias is None else output + bias.reshape(along)
+    return _by_channel(output, weight, bias)
+
+
+def _batch_norm(
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Any:
+    """In eval mode, by statistics that stay as they are."""
+    if training:
+        return NotImplemented
+    return _by_channel(F.batch_norm(input, running_mean, running_var, None, None, False, momentum, eps), weight, bias)
+
+
+def _by_channel(values: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    along = (-1, *[1] * (values.dim() - 2))
+    values = values if weight is None else values * weight.reshape(along)
+    return values if bias is None else values + bias.reshape(along)
 
 
 def _distances(x1: Tensor, x2: Tensor, p: float = 2.0, compute_mode: Any = None) -> Any:
@@ -220,6 +240,7 @@ COMPOSITES: Mapping[Any, Callable[..., Any]] = MappingProxyType(
         F.bilinear: _bilinear,
         F.embedding_bag: _embedding_bag,
         F.instance_norm: _instance_norm,
+        F.batch_norm: _batch_norm,
         torch.cdist: _distances,
         **LAYERS,
     }

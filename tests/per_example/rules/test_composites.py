@@ -22,6 +22,16 @@ def _bag(**options: Any) -> Any:
     return lambda m, x: m.linear(F.embedding_bag(_ids(x[..., 0]), m.w, **options))
 
 
+class _Still2d(nn.BatchNorm2d):
+    def train(self, mode: bool = True) -> Any:
+        return super().train(False)
+
+
+class _Still1d(nn.BatchNorm1d):
+    def train(self, mode: bool = True) -> Any:
+        return super().train(False)
+
+
 def _images(x: Tensor) -> Tensor:
     return x.view(len(x), 4, 3, 2)
 
@@ -58,6 +68,14 @@ _MODELS: dict[str, Small] = {
         norm=nn.InstanceNorm2d(4, affine=True),
     ),
     "instance norm of a line": Small(lambda m, x: m.norm(x.mT).cos(), norm=nn.InstanceNorm1d(4, affine=True)),
+    "batch norm in eval mode": Small(
+        lambda m, x: m.norm(m.first(_images(x))).cos(),
+        first=nn.Conv2d(4, 4, 2, padding=1),
+        norm=_Still2d(4).eval(),
+    ),
+    "batch norm of rows, in eval mode": Small(
+        lambda m, x: m.norm(m.first(x[:, 0])).cos(), first=nn.Linear(4, 3), norm=_Still1d(3).eval()
+    ),
     "distances to prototypes": Small(
         lambda m, x: torch.cdist(m.first(x), m.w).cos(), first=nn.Linear(4, 3), w=parameter(5, 3)
     ),
