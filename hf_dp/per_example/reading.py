@@ -97,18 +97,18 @@ class Reader:
             return (
                 SECOND
                 if self._may_be_second(rule, bound, given)
-                else self._unreadable(rule, given, parameters, _SECOND)
+                else self._unreadable(rule.name, given, parameters, _SECOND)
             )
         if known == MIXED:
-            self._unreadable(rule, given, parameters, _SECOND)
+            self._unreadable(rule.name, given, parameters, _SECOND)
         if known != "constant" and (found == "folded" or (found == "batch" and known == "folded")):
-            self._check_folded(rule, given, parameters)
+            self.check_folded(rule.name, given, parameters)
         if given.requires_grad or known in ("batch", "folded", "data"):
-            return found or self._unreadable(rule, given, parameters, "its first axis cannot be read as")
+            return found or self._unreadable(rule.name, given, parameters, "its first axis cannot be read as")
         if not found and self.has_uneven_images and given.shape[0] == sum(self.images):
-            self._unreadable(rule, given, parameters, "its first axis cannot be read as")
+            self._unreadable(rule.name, given, parameters, "its first axis cannot be read as")
         if found and known == "either" and self.batch_size > 1 and _storage(given) not in self._storages:
-            self._unreadable(rule, given, parameters, "it may be what all examples share, or rows of")
+            self._unreadable(rule.name, given, parameters, "it may be what all examples share, or rows of")
         return found if found and known != "constant" else "constant"
 
     def _may_be_second(self, rule: Rule, bound: Bound, given: Tensor) -> bool:
@@ -149,13 +149,13 @@ class Reader:
         reading = known or (self.example_axis(other.shape[0]) if may_be_data else None)
         return not other.requires_grad and reading in ("constant", None)
 
-    def _check_folded(self, rule: Rule, given: Tensor, parameters: list[str]) -> None:
+    def check_folded(self, operation: str, given: Tensor, parameters: list[str]) -> None:
         """Refuses rows that may be packed: so many in all, but not the same number of each example."""
         each = given.shape[0] // self.batch_size
         if _is_plainly_folded(given, self.batch_size):
             self.folded_lengths.add(each)
         elif given.numel() and not self._is_even(each):
-            self._unreadable(rule, given, parameters, _PACKED)
+            self._unreadable(operation, given, parameters, _PACKED)
 
     def _is_even(self, each: int) -> bool:
         """Whether so many rows on average can only be the same number of each example."""
@@ -168,12 +168,12 @@ class Reader:
         # Or the images of each example, none of them dropped.
         return self.batch_size == 1 or self.images == [each] * self.batch_size or not all(each % n for n in whole)
 
-    def _unreadable(self, rule: Rule, given: Tensor, parameters: list[str], reason: str) -> NoReturn:
+    def _unreadable(self, operation: str, given: Tensor, parameters: list[str], reason: str) -> NoReturn:
         if self.has_uneven_images:
             reason = "it may hold other numbers of images of each of"
         raise refusal(
             parameters,
-            f"operation {rule.name} on an input of shape {tuple(given.shape)}",
+            f"operation {operation} on an input of shape {tuple(given.shape)}",
             f"{reason} {self.batch_size} examples",
         )
 

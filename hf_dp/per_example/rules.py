@@ -291,12 +291,19 @@ def _getitem_backward(saved: _Saved, operands: Operands, gradient: Tensor, axis:
 
 def _bind_expand(input: Tensor, *sizes: Any) -> Bound:
     shape = list(sizes[0]) if len(sizes) == 1 and not isinstance(sizes[0], int) else list(sizes)
+    if _are_states(input, shape) and shape[0] in (-1, len(input)):
+        return Bound(None, {"weight": input}, {"rows": abs(shape[1]), "shape": shape, "are_states": True})
     # The axis of the copies is new, or is there with one entry.
     if len(shape) < max(1, input.dim()) or (len(shape) == input.dim() and input.shape[0] != 1):
         raise _unsupported(
             "expand", f"shape {tuple(input.shape)} to {shape}", "only copies along a first axis are known"
         )
     return Bound(None, {"weight": input}, {"rows": abs(shape[0]), "shape": shape})
+
+
+def _are_states(weight: Tensor, shape: list[int]) -> bool:
+    """Whether copies may be along the second axis, where recurrent layers have the examples: (layers, 1, hidden)."""
+    return len(shape) == weight.dim() > 2 and weight.shape[1] == 1
 
 
 def _expand(_: None, operands: Operands) -> tuple[Tensor, _Saved]:
@@ -306,7 +313,11 @@ def _expand(_: None, operands: Operands) -> tuple[Tensor, _Saved]:
 
 
 def _expand_backward(saved: _Saved, operands: Operands, gradient: Tensor, axis: Axis, needs_input: bool) -> _Backward:
-    return None, {"weight": _share(gradient, _parameter(operands, "weight"), axis)}
+    weight = _parameter(operands, "weight")
+    if "are_states" not in operands.options:
+        return None, {"weight": _share(gradient, weight, axis)}
+    found = _share(gradient.transpose(0, 1), weight.transpose(0, 1), axis)
+    return None, {"weight": replace(found, values=found.values.transpose(1, 2))}
 
 
 def _bind_repeat(input: Tensor, *sizes: Any) -> Bound:
@@ -315,7 +326,8 @@ def _bind_repeat(input: Tensor, *sizes: Any) -> Bound:
         raise _unsupported(
             "repeat", f"shape {tuple(input.shape)} by {times}", "only copies along a first axis are known"
         )
-    return Bound(None, {"weight": input}, {"rows": times[0], "sizes": times})
+    rows = times[1] if _are_states(input, times) and times[0] == 1 else times[0]
+    return Bound(None, {"weight": input}, {"rows": rows, "sizes": times})
 
 
 def _bind_expand_as(input: Tensor, other: Tensor) -> Bound:

@@ -156,10 +156,14 @@ def copied(
     tensors = [a for a in flatten((args, kwargs)) if isinstance(a, Tensor)]
     dimensions = max(t.dim() for t in tensors)
     data = [t for t in tensors if t.dim() == dimensions and not isinstance(t, WatchedParameter)]
-    rows = {len(t) for t in data if reader.may_be_data(name, parameters, t)} - {1}
+    led = [t for t in data if reader.may_be_data(name, parameters, t)]
+    rows = {len(t) for t in led} - {1}
     watched = [t for t in tensors if isinstance(t, WatchedParameter)]
     if len(rows) > 1 or not data or any(t.dim() == dimensions and len(t) > 1 for t in watched):
         return None
+    for tensor in led:
+        if reader.example_axis(len(tensor)) == "folded":
+            reader.check_folded(name, tensor, parameters)
     shape = torch.broadcast_shapes(*(t.shape for t in tensors)) if is_whole else (-1,) * dimensions
     readings = ["batch"] if all(t.requires_grad for t in data) else ["batch", PLAIN]
 
