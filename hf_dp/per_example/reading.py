@@ -85,22 +85,17 @@ class Reader:
         if given is None:
             rows = bound.options["rows"]
             found = self.example_axis(rows) if known != "constant" else None
-            if found and known == "either" and self.batch_size > 1:
-                raise refusal(parameters, f"operation {rule.name}", "it may make copies for examples, or for positions")
             if "folded" in (found, found and known) and not self._is_even(rows // self.batch_size):
                 raise refusal(
                     parameters, f"operation {rule.name} to {rows} rows", f"{_PACKED} {self.batch_size} examples"
                 )
             return found or "constant"
         found = self.example_axis(given.shape[0]) if given.dim() > rule.features else None
-        if known == SECOND or (not found and known is None and self._may_be_second(rule, bound, given)):
-            return (
-                SECOND
-                if self._may_be_second(rule, bound, given)
-                else self._unreadable(rule.name, given, parameters, _SECOND)
-            )
-        if known == MIXED:
+        may_be_second = self._may_be_second(rule, bound, given)
+        if known == MIXED or (known == SECOND and not may_be_second):
             self._unreadable(rule.name, given, parameters, _SECOND)
+        if known == SECOND or (known is None and not found and may_be_second):
+            return SECOND
         if known != "constant" and (found == "folded" or (found == "batch" and known == "folded")):
             self.check_folded(rule.name, given, parameters)
         if given.requires_grad or known in ("batch", "folded", "data"):
