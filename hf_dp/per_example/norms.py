@@ -130,11 +130,13 @@ def _norms_of_sum(uses: list[Factors], grams: SelfGrams) -> tuple[Tensor, Tensor
     looked_up = [use for use in uses if isinstance(use, Outer) and _is_lookup(use)]
     others = [use for use in uses if not (isinstance(use, Outer) and _is_lookup(use))]
     values = [accumulation(use.instantiated().values if isinstance(use, Outer) else use.values) for use in others]
+    # A convolution's factors are those of a matrix, and instantiated gradients of the parameter's own shape.
+    values = [rows.reshape(len(rows), -1) for rows in values]
     whole = sum(values[1:], start=values[0])
     for use in looked_up:
         # The bound on rounding is that of the larger type.
         whole = whole.to(torch.promote_types(whole.dtype, use.right.tensor.dtype))
-    norms = _norms(whole.reshape(len(whole), -1))
+    norms = _norms(whole)
     # The weighted sum adds the uses one by one: what cancels between them there leaves its rounding behind.
     apart = [norms if len(others) == 1 and _is_norm(use) else magnitude_of(use) for use in others]
     # What is kept instantiated has the norm of the very numbers that are summed: none is in doubt but for the others.
@@ -144,7 +146,8 @@ def _norms_of_sum(uses: list[Factors], grams: SelfGrams) -> tuple[Tensor, Tensor
         squares, magnitudes_of_rows = _terms(looked_up, grams)
         total, apart, sizes = total + squares.clamp_min(0), [*apart, *magnitudes_of_rows], [*sizes, *magnitudes_of_rows]
     for use in looked_up:
-        met = whole[torch.arange(len(whole), device=whole.device)[:, None], use.left.tensor]
+        rows = whole.view(len(whole), use.left.size, -1)
+        met = rows[torch.arange(len(whole), device=whole.device)[:, None], use.left.tensor]
         total = total + 2 * use.scale * met.mul_(use.right.tensor).sum((1, 2))
     total = total.clamp_min(0)
     return total if len(uses) == 1 else _refined(uses, total, rounding(*sizes)), rounding(*apart)

@@ -15,6 +15,7 @@ from torch import Tensor
 from hf_dp.per_example.pictures import not_blank
 from hf_dp.per_example.rule import BY_GRADIENT, MIXED, SECOND, Axis, Bound, Readings, Rule, refusal
 
+_PACKED = "it may be packed, with other numbers of rows for each of"
 _SECOND = "neither its first axis nor its second can be read as"
 
 
@@ -82,27 +83,27 @@ class Reader:
         given = bound.input
         known = self.known(rule.name, parameters, given)
         if given is None:
-            found = self.example_axis(bound.options["rows"])
-            if found and known == "either" and self.batch_size > 1:
-                raise refusal(parameters, f"operation {rule.name}", "it may make copies for examples, or for positions")
-            return found if found and known != "constant" else "constant"
+            rows = bound.options["rows"]
+            found = self.example_axis(rows) if known != "constant" else None
+            if "folded" in (found, found and known) and not self._is_even(rows // self.batch_size):
+                raise refusal(
+                    parameters, f"operation {rule.name} to {rows} rows", f"{_PACKED} {self.batch_size} examples"
+                )
+            return found or "constant"
         found = self.example_axis(given.shape[0]) if given.dim() > rule.features else None
-        if known == SECOND or (not found and known is None and self._may_be_second(rule, bound, given)):
-            return (
-                SECOND
-                if self._may_be_second(rule, bound, given)
-                else self._unreadable(rule, given, parameters, _SECOND)
-            )
-        if known == MIXED:
-            self._unreadable(rule, given, parameters, _SECOND)
+        may_be_second = self._may_be_second(rule, bound, given)
+        if known == MIXED or (known == SECOND and not may_be_second):
+            self._unreadable(rule.name, given, parameters, _SECOND)
+        if known == SECOND or (known is None and not found and may_be_second):
+            return SECOND
         if known != "constant" and (found == "folded" or (found == "batch" and known == "folded")):
-            self._check_folded(rule, given, parameters)
+            self.check_folded(rule.name, given, parameters)
         if given.requires_grad or known in ("batch", "folded", "data"):
-            return found or self._unreadable(rule, given, parameters, "its first axis cannot be read as")
+            return found or self._unreadable(rule.name, given, parameters, "its first axis cannot be read as")
         if not found and self.has_uneven_images and given.shape[0] == sum(self.images):
-            self._unreadable(rule, given, parameters, "its first axis cannot be read as")
+            self._unreadable(rule.name, given, parameters, "its first axis cannot be read as")
         if found and known == "either" and self.batch_size > 1 and _storage(given) not in self._storages:
-            self._unreadable(rule, given, parameters, "it may be what all examples share, or rows of")
+            self._unreadable(rule.name, given, parameters, "it may be what all examples share, or rows of")
         return found if found and known != "constant" else "constant"
 
     def _may_be_second(self, rule: Rule, bound: Bound, given: Tensor) -> bool:
@@ -143,27 +144,31 @@ class Reader:
         reading = known or (self.example_axis(other.shape[0]) if may_be_data else None)
         return not other.requires_grad and reading in ("constant", None)
 
-    def _check_folded(self, rule: Rule, given: Tensor, parameters: list[str]) -> None:
+    def check_folded(self, operation: str, given: Tensor, parameters: list[str]) -> None:
         """Refuses rows that may be packed: so many in all, but not the same number of each example."""
         each = given.shape[0] // self.batch_size
         if _is_plainly_folded(given, self.batch_size):
             self.folded_lengths.add(each)
-            return
+        elif given.numel() and not self._is_even(each):
+            self._unreadable(operation, given, parameters, _PACKED)
+
+    def _is_even(self, each: int) -> bool:
+        """Whether so many rows on average can only be the same number of each example."""
         if each == self.rows > 1 or (not self._has_positions and each in self.folded_lengths):
-            return  # All rows, or windows of an image, where there is no mask by which some could have been chosen.
-        if self.images == [each] * self.batch_size:
-            return  # The images of each example, none of them dropped.
+            return (
+                True  # All rows, or windows of an image, where there is no mask by which some could have been chosen.
+            )
         # A choice among n positions of each example gives n for each only where it takes them all.
         whole = [n for n in (self.length, max(self.folded_lengths, default=0)) if n and n >= self.length]
-        if self.batch_size > 1 and given.numel() and all(each % n for n in whole):
-            self._unreadable(rule, given, parameters, "it may be packed, with other numbers of rows for each of")
+        # Or the images of each example, none of them dropped.
+        return self.batch_size == 1 or self.images == [each] * self.batch_size or not all(each % n for n in whole)
 
-    def _unreadable(self, rule: Rule, given: Tensor, parameters: list[str], reason: str) -> NoReturn:
+    def _unreadable(self, operation: str, given: Tensor, parameters: list[str], reason: str) -> NoReturn:
         if self.has_uneven_images:
             reason = "it may hold other numbers of images of each of"
         raise refusal(
             parameters,
-            f"operation {rule.name} on an input of shape {tuple(given.shape)}",
+            f"operation {operation} on an input of shape {tuple(given.shape)}",
             f"{reason} {self.batch_size} examples",
         )
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hf_dp.errors import UnsupportedModelError
 from hf_dp.per_example.reading import Reader
-from hf_dp.per_example.rule import PLAIN, Axis, Bound, Operands, Rule, Use, refusal
+from hf_dp.per_example.rule import PLAIN, SECOND, Axis, Bound, Operands, Rule, Use, refusal
 from hf_dp.per_example.watched import Recording, Source, WatchedParameter, flatten, mapped, names_of
 
 # Why there is no rule, by a part of the operation's name. What sorts the tokens of all examples by expert loses sight
@@ -27,13 +27,18 @@ _ELEMENTWISE = (
     *("where", "xlogy"),
 )
 # What gives example i the same, whether an operand has one row for all examples or a copy for each.
-BROADCASTING = {
+_BROADCASTING = {
     *(getattr(torch.Tensor, name) for name in ("__iadd__", "add_", "__isub__", "sub_", "__imul__", "mul_")),
     *(getattr(torch.Tensor, f"__{name}__") for name in ("sub", "rsub", "truediv", "rtruediv", "pow", "rpow")),
     *(getattr(module, name) for name in _ELEMENTWISE for module in (torch, torch.Tensor)),
 }
+# What has a rule for parameters that broadcast against a first axis.
+_SUMS = {
+    *(torch.add, torch.mul, torch.Tensor.add, torch.Tensor.mul),
+    *(getattr(torch.Tensor, f"__{name}__") for name in ("add", "radd", "mul", "rmul")),
+}
 # The same, for operands with two axes or more, of which other axes than those of the output are added up.
-PRODUCTS = {
+_PRODUCTS = {
     *(torch.matmul, torch.nn.functional.scaled_dot_product_attention),
     *(getattr(torch.Tensor, name) for name in ("matmul", "__matmul__", "__rmatmul__")),
 }
@@ -148,18 +153,33 @@ class Copies(NamedTuple):
     read: set[Use]
 
 
-def copied(
-    reader: Reader, name: str, parameters: list[str], args: Any, kwargs: Any, *, is_whole: bool
+def copied(reader: Reader, function: Any, name: str, parameters: list[str], args: Any, kwargs: Any) -> Copies | None:
+    """The operands of an operation with copies of parameters for the examples, if it gives the same then."""
+    tensors, given = [a for a in flatten((args, kwargs)) if isinstance(a, Tensor)], (parameters, args, kwargs)
+    is_whole, found = function in _BROADCASTING, None
+    if is_whole or function in _SUMS:
+        found = _along_second(reader, name, tensors, *given)
+    is_product = function in _PRODUCTS and all(t.dim() > 1 for t in tensors if isinstance(t, WatchedParameter))
+    if found is None and (is_whole or is_product):
+        found = _along_first(reader, name, tensors, *given, is_whole=is_whole)
+    return found
+
+
+def _along_first(
+    reader: Reader, name: str, tensors: list[Tensor], parameters: list[str], args: Any, kwargs: Any, *, is_whole: bool
 ) -> Copies | None:
     """The operands of an operation with a row for each row of the data, where parameters have one; or as large as the
     output, so that it is not autograd that adds up their gradients over positions."""
-    tensors = [a for a in flatten((args, kwargs)) if isinstance(a, Tensor)]
     dimensions = max(t.dim() for t in tensors)
     data = [t for t in tensors if t.dim() == dimensions and not isinstance(t, WatchedParameter)]
-    rows = {len(t) for t in data if reader.may_be_data(name, parameters, t)} - {1}
+    led = [t for t in data if reader.may_be_data(name, parameters, t)]
+    rows = {len(t) for t in led} - {1}
     watched = [t for t in tensors if isinstance(t, WatchedParameter)]
     if len(rows) > 1 or not data or any(t.dim() == dimensions and len(t) > 1 for t in watched):
         return None
+    for tensor in led:
+        if reader.example_axis(len(tensor)) == "folded":
+            reader.check_folded(name, tensor, parameters)
     shape = torch.broadcast_shapes(*(t.shape for t in tensors)) if is_whole else (-1,) * dimensions
     readings = ["batch"] if all(t.requires_grad for t in data) else ["batch", PLAIN]
 
@@ -172,6 +192,26 @@ def copied(
     if not rows and (reader.batch_size > 1 or all(reader.known(name, parameters, t) == "constant" for t in data)):
         return None
     read = {Use(name, parameter, reading, dimensions) for parameter in parameters for reading in readings if rows}
+    return Copies(mapped(copy, args), mapped(copy, kwargs), read)
+
+
+def _along_second(
+    reader: Reader, name: str, tensors: list[Tensor], parameters: list[str], args: Any, kwargs: Any
+) -> Copies | None:
+    """Where the examples are second, and each parameter has a row for each position: (T, 1, ...)."""
+    watched = [t for t in tensors if isinstance(t, WatchedParameter)]
+    sizes = {t.shape[1] for t in tensors if t.dim() > 2 and not isinstance(t, WatchedParameter)}
+    is_known = len({t.dim() for t in tensors}) == 1 and sizes == {reader.batch_size}
+    if not is_known or any(t.shape[1] != 1 for t in watched):
+        return None
+    shape = torch.broadcast_shapes(*(t.shape for t in tensors))
+    if any(len(t) != shape[0] for t in watched):
+        return None
+
+    def copy(value: Any) -> Any:
+        return value.expand(shape) if isinstance(value, WatchedParameter) else value
+
+    read = {Use(name, parameter, SECOND, len(shape)) for parameter in parameters}
     return Copies(mapped(copy, args), mapped(copy, kwargs), read)
 
 

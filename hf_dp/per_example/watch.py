@@ -36,7 +36,7 @@ from hf_dp.per_example.reading import Reader
 from hf_dp.per_example.rule import PLAIN, SECOND, Axis, Bound, Operands, Rule, Use, refusal
 from hf_dp.per_example.rules.composites import COMPOSITES
 from hf_dp.per_example.sharding import refuse_unknown_shards, reshard, trained_in, watched_when_whole
-from hf_dp.per_example.use import BROADCASTING, PRODUCTS, Call, copied, name_of, recorded, sorted_operands
+from hf_dp.per_example.use import Call, copied, name_of, recorded, sorted_operands
 from hf_dp.per_example.watched import Source, WatchedParameter, flatten, in_place, mapped, names_of, plain
 
 # Methods that change what becomes of a tensor.
@@ -184,14 +184,13 @@ class Watch:
         if rule is not None and isinstance(bound, Bound):
             return self._by_rule(rule, bound, parameters, function, args, kwargs)
         assert isinstance(bound, UnsupportedModelError)
-        if function in BROADCASTING or (function in PRODUCTS and all(w.dim() > 1 for w in watched)):
-            copies = copied(self.reader, name, parameters, args, kwargs, is_whole=function in BROADCASTING)
-            if copies is not None:
-                self.read |= copies.read
-                try:
-                    return function(*copies.args, **copies.kwargs)
-                except RuntimeError as error:  # masked_fill takes no rows
-                    raise bound from error
+        copies = copied(self.reader, function, name, parameters, args, kwargs)
+        if copies is not None:
+            self.read |= copies.read
+            try:
+                return function(*copies.args, **copies.kwargs)
+            except RuntimeError as error:  # masked_fill takes no rows
+                raise bound from error
         others = [a for a in flatten((args, kwargs)) if isinstance(a, Tensor) and not isinstance(a, WatchedParameter)]
         shared = [other for other in others if self.reader.is_constant(name, parameters, other)]
         data = [other for other in others if not any(other is one for one in shared)]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from hf_dp.errors import UnsupportedModelError
 from hf_dp.per_example import loop, preflight, record
-from tests.per_example.small import Small, batch, relative_error
+from tests.per_example.small import Small, batch, parameter, relative_error
 
 
 class Packed(nn.Module):
@@ -93,3 +93,29 @@ def test_two_rows_for_each_example() -> None:
         data = pairs(size, length)
         found = record(model, margin, data, certificate=certificate)
         assert relative_error(found, loop(model, margin, data)) <= 1e-12
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda m, x: torch.maximum(x, m.w),
+        lambda m, x: x - m.w,
+        lambda m, x: torch.cdist(x, m.w[None]),
+        lambda m, x: x.cos() * m.w.expand(len(x), -1),
+        lambda m, x: x.cos() * m.w.repeat(len(x), 1),
+    ],
+    ids=["elementwise", "subtracted", "distances", "expanded", "repeated"],
+)
+def test_copies_for_packed_rows_are_not_cut_evenly(function: Any) -> None:
+    """A parameter's copies, one for each row, are no more one example's than the rows."""
+    model = Small(function, w=parameter(1))
+
+    def loss(model: Any, data: Any) -> Tensor:
+        mask = data["mask"].bool()
+        return torch.zeros_like(data["x"]).masked_scatter(mask[..., None], model(data["x"][mask])).square().sum((1, 2))
+
+    certificate = preflight(model, loss, packed(6, 6, 6))
+    found, data = record(model, loss, packed(6, 6), certificate=certificate), packed(6, 6)
+    assert relative_error(found, loop(model, loss, data)) <= 1e-12
+    with pytest.raises(UnsupportedModelError, match="packed"):
+        record(model, loss, packed(4, 5, 6), certificate=certificate)

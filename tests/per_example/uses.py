@@ -253,6 +253,21 @@ EXACT: dict[str, Small] = {
         lambda m, x: torch.tanh(x + m.table(positions(x)[None]).mean(0)), table=nn.Embedding(12, 4)
     ),
     "expanded to positions": Small(lambda m, x: torch.tanh(x + m.w.expand(x.shape[1], -1)), w=parameter(1, 4)),
+    "expanded to three, as preflight has examples": Small(
+        lambda m, x: m.linear(x) * (m.w.expand(3, -1) * torch.arange(3.0).double()[:, None]).sum(0),
+        linear=nn.Linear(4, 4),
+        w=parameter(4),
+    ),
+    "expanded to three heads": Small(
+        lambda m, x: (m.linear(x)[:, None] * m.w.expand(1, 3, 1, 4).cos()).sum(1),
+        linear=nn.Linear(4, 4),
+        w=parameter(1, 1, 1, 4),
+    ),
+    "queries before the tokens, examples second": Small(
+        lambda m, x: m.linear(torch.cat([m.w.unsqueeze(1).repeat(1, len(x), 1), x.transpose(0, 1)])).cos().mean(0),
+        linear=nn.Linear(4, 4),
+        w=parameter(3, 4),
+    ),
     "weight norm": Small(lambda m, x: m.linear(x), linear=nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))),
     "tanh(w)": Small(lambda m, x: F.linear(x, torch.tanh(m.w)), w=parameter(4, 4)),
     "exp(w)": Small(lambda m, x: x * m.w.exp(), w=parameter(4)),

@@ -41,7 +41,7 @@ from hf_dp.per_example.precision import computed_in, with_memory_to_spare
 from hf_dp.per_example.reading import Reader
 from hf_dp.per_example.record import PerExampleGradients, record
 from hf_dp.per_example.rows import RowSum
-from hf_dp.per_example.rule import Certificate, Rule
+from hf_dp.per_example.rule import Certificate, Readings, Rule
 from hf_dp.per_example.rules import RULES
 from hf_dp.per_example.sharding import as_sums, local, trainable
 from hf_dp.per_example.watch import Watch
@@ -116,7 +116,7 @@ def preflight(
             without_shared_coins(model, loss_fn, counted, **known)
             check_independence(model, loss_fn, batch, **known)
             check_shares(model, loss_fn, few, **known, once=once if is_told and draws.is_silent else None)
-            return _check_gradients(model, loss_fn, few, rules, tables), order
+            return _check_gradients(model, loss_fn, few, tables, **known), order
 
         watch, order = _with_enough_bits(model, batch, check)
     certificate = Certificate(watch.uses, read=watch.read | seen | seen.read)
@@ -161,7 +161,13 @@ def _with_enough_bits(model: nn.Module, batch: Batch, check: Callable[[Batch], _
 
 
 def _check_gradients(
-    model: nn.Module, loss_fn: LossFunction, batch: Batch, rules: Mapping[Any, Rule], tables: Collection[str]
+    model: nn.Module,
+    loss_fn: LossFunction,
+    batch: Batch,
+    tables: Collection[str],
+    *,
+    rules: Mapping[Any, Rule],
+    readings: Readings,
 ) -> Watch:
     """Engine against oracle in eval mode, where all examples have the same random numbers if any are drawn there.
 
@@ -172,7 +178,7 @@ def _check_gradients(
     batch = take(batch, [i % DIFFERENT for i in range(size)])
 
     def checked(numbers: Numbers) -> Watch:
-        watch = Watch(Reader(size), rules, tables=frozenset(tables))
+        watch = Watch(Reader(size, readings=readings), rules, tables=frozenset(tables))
         with numbers(size):
             losses = watch.run(model, loss_fn, batch)
         parameters = trainable(model)

@@ -193,7 +193,7 @@ def _instance_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Any:
-    if use_input_stats and running_mean is not None:
+    if isinstance(input, WatchedParameter) or (use_input_stats and running_mean is not None):
         return NotImplemented  # It would keep a mean over all examples.
     output = F.instance_norm(input, running_mean, running_var, None, None, use_input_stats, momentum, eps)
     return _by_channel(output, weight, bias)

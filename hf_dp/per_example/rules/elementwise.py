@@ -66,6 +66,8 @@ def _add_backward(saved: Saved, operands: Operands, gradient: Tensor, axis: Axis
 
 def _bind_expand(input: Tensor, *sizes: Any) -> Bound:
     shape = list(sizes[0]) if len(sizes) == 1 and not isinstance(sizes[0], int) else list(sizes)
+    if _are_states(input, shape) and shape[0] in (-1, len(input)):
+        return Bound(None, {"weight": input}, {"rows": abs(shape[1]), "shape": shape, "are_states": True})
     # The axis of the copies is new, or is there with one entry.
     if len(shape) < max(1, input.dim()) or (len(shape) == input.dim() and input.shape[0] != 1):
         raise unsupported(
@@ -74,12 +76,21 @@ def _bind_expand(input: Tensor, *sizes: Any) -> Bound:
     return Bound(None, {"weight": input}, {"rows": abs(shape[0]), "shape": shape})
 
 
+def _are_states(weight: Tensor, shape: list[int]) -> bool:
+    """Whether copies may be along the second axis, where recurrent layers have the examples: (layers, 1, hidden)."""
+    return len(shape) == weight.dim() > 2 and weight.shape[1] == 1
+
+
 def _expand(_: None, operands: Operands) -> tuple[Tensor, Saved]:
     return operands.needed("weight").expand(operands.options["shape"]).clone(memory_format=torch.contiguous_format), ()
 
 
 def _expand_backward(saved: Saved, operands: Operands, gradient: Tensor, axis: Axis, needs_input: bool) -> Backward:
-    return None, {"weight": _share(gradient, operands.needed("weight"), axis)}
+    weight = operands.needed("weight")
+    if "are_states" not in operands.options:
+        return None, {"weight": _share(gradient, weight, axis)}
+    found = _share(gradient.transpose(0, 1), weight.transpose(0, 1), axis)
+    return None, {"weight": replace(found, values=found.values.transpose(1, 2))}
 
 
 def _bind_repeat(input: Tensor, *sizes: Any) -> Bound:
@@ -88,7 +99,8 @@ def _bind_repeat(input: Tensor, *sizes: Any) -> Bound:
         raise unsupported(
             "repeat", f"shape {tuple(input.shape)} by {times}", "only copies along a first axis are known"
         )
-    return Bound(None, {"weight": input}, {"rows": times[0], "sizes": times})
+    rows = times[1] if _are_states(input, times) and times[0] == 1 else times[0]
+    return Bound(None, {"weight": input}, {"rows": rows, "sizes": times})
 
 
 def _bind_expand_as(input: Tensor, other: Tensor) -> Bound:

@@ -206,7 +206,9 @@ def _single(cell: _Cell) -> Callable[..., Any]:
     def single(input: Tensor, state: Any, *weights: Any) -> Any:
         states = state if isinstance(state, tuple | list) else [state]
         output = recurrence(torch.cat([input, *states], 1), *weights, cell=cell, length=1)[:, 0]
-        return output.split(states[0].shape[-1], 1) if len(states) > 1 else output
+        # Copies: loops change states in place.
+        found = tuple(each.clone() for each in output.split(states[0].shape[-1], 1))
+        return found if len(states) > 1 else found[0]
 
     return single
 

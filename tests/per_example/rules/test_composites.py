@@ -76,6 +76,9 @@ _MODELS: dict[str, Small] = {
     "batch norm of rows, in eval mode": Small(
         lambda m, x: m.norm(m.first(x[:, 0])).cos(), first=nn.Linear(4, 3), norm=_Still1d(3).eval()
     ),
+    "instance norm of a parameter": Small(
+        lambda m, x: x * m.norm(m.w[None])[0].T.cos(), norm=nn.InstanceNorm1d(4, affine=True), w=parameter(4, 6)
+    ),
     "distances to prototypes": Small(
         lambda m, x: torch.cdist(m.first(x), m.w).cos(), first=nn.Linear(4, 3), w=parameter(5, 3)
     ),

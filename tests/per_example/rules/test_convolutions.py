@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from hf_dp.per_example import loop, preflight, record
-from tests.per_example.small import Small, batch, relative_error, square
+from tests.per_example.small import Small, batch, parameter, relative_error, square
 
 _OPTIONS: list[dict[str, Any]] = [
     {},
@@ -76,3 +77,23 @@ def test_what_pads_the_output_by_more_than_a_stride_is_exact() -> None:
     model.scale = nn.Parameter(torch.randn(4, dtype=torch.float64))
     data = batch(3, 3, 4)
     assert relative_error(record(model, square, data), loop(model, square, data)) <= 1e-12
+
+
+_TIED: dict[str, Any] = {
+    "to what follows from it": lambda m, x: F.conv1d(F.conv1d(x, m.w).sin(), m.w.cos()),
+    "transposed": lambda m, x: F.conv1d(F.conv1d(x, m.w).sin(), m.w.transpose(0, 1)),
+    "to a factor": lambda m, x: F.conv1d(x * m.w[:, 0, :1], m.w),
+    "to a layer": lambda m, x: F.conv1d(x, m.w).mean(2) + F.linear(x.mean(2), m.w[..., 0]),
+    "to one in groups": lambda m, x: F.conv1d(F.conv1d(x, m.w[:, :1], groups=4).sin(), m.w),
+    "to rows that are looked up": lambda m, x: F.conv1d(x, m.w).mean(2) + m.w[(9 * x[:, 0, 0]).long() % 4].sum(2),
+}
+
+
+@pytest.mark.parametrize("size", [1, 3, 4])
+@pytest.mark.parametrize("kernel", [1, 2, 4])
+@pytest.mark.parametrize("name", _TIED)
+def test_a_weight_that_is_tied(name: str, kernel: int, size: int) -> None:
+    """Also with as many examples as channels (4), where matrices and weights would broadcast."""
+    model, data = Small(_TIED[name], w=parameter(4, 4, kernel)), batch(size, 4, 9)
+    found = record(model, square, data, certificate=preflight(model, square, batch(5, 4, 9)))
+    assert relative_error(found, loop(model, square, data)) <= 1e-12

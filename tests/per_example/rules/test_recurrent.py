@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from hf_dp.errors import UnsupportedModelError
 from hf_dp.per_example import loop, preflight, record
-from tests.per_example.small import Small, batch, relative_error, square
+from tests.per_example.small import Small, batch, parameter, relative_error, square
 
 _KINDS: dict[str, Any] = {
     "LSTM": nn.LSTM,
@@ -75,6 +75,37 @@ def test_first_states_that_are_computed_get_their_gradients() -> None:
         return _run(m, x, (state[..., :3], state[..., 3:]))
 
     model, data = Small(run, start=nn.Linear(4, 6), rnn=nn.LSTM(4, 3, batch_first=True)), batch(3, 5, 4)
+    assert relative_error(record(model, square, data), loop(model, square, data)) <= 1e-12
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda m, x: _run(m, x, m.w.expand(2, len(x), -1).contiguous()),
+        lambda m, x: _run(m, x, m.w.repeat(1, len(x), 1)),
+        lambda m, x: _run(m, x, m.w[:, 0].unsqueeze(1).expand(-1, len(x), 3)),
+    ],
+    ids=["expanded", "repeated", "expanded by other numbers"],
+)
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_first_states_that_are_learnt(function: Any, size: int) -> None:
+    """Also with as many examples as layers (2) or as positions (4)."""
+    model, data = Small(function, rnn=nn.GRU(4, 3, 2, batch_first=True), w=parameter(2, 1, 3)), batch(size, 4, 4)
+    found = record(model, square, data, certificate=preflight(model, square, batch(5, 4, 4)))
+    assert relative_error(found, loop(model, square, data)) <= 1e-12
+
+
+@pytest.mark.parametrize("kind", ["LSTM", "GRU"])
+def test_states_of_cells_may_be_changed_in_place(kind: str) -> None:
+    def run(m: Any, x: Tensor) -> Tensor:
+        state: Any = None
+        for step in range(3):
+            state = m.cell(x[:, step], state)
+            for each in state if isinstance(state, tuple) else (state,):
+                each.mul_(0.5)[:, 0] = 0
+        return torch.cat(state if isinstance(state, tuple) else [state], 1)
+
+    model, data = Small(run, cell=_CELLS[kind](4, 3)), batch(3, 3, 4)
     assert relative_error(record(model, square, data), loop(model, square, data)) <= 1e-12
 
 
