@@ -62,7 +62,7 @@ def test_several_tables_share_one_choice(tmp_path: Path, method: dict[str, Any])
     assert density == pytest.approx((4 * items + 3 * users) / (3000 * 4 + 1200 * 3))
 
 
-def test_bags_of_embeddings_stay_dense(tmp_path: Path) -> None:
+def test_bags_of_embeddings_are_looked_up_in_a_table(tmp_path: Path) -> None:
     class Bag(Recommender):
         def __init__(self) -> None:
             super().__init__()
@@ -76,7 +76,7 @@ def test_bags_of_embeddings_stay_dense(tmp_path: Path) -> None:
     parts = {"train_dataset": clicks(), "data_collator": stack}
     trainer = sparse(tmp_path, Bag(), kind=WatchedClicks, parts=parts, remove_unused_columns=False)
     trainer.train()
-    assert list(trainer.sparse) == ["users.weight"]
+    assert list(trainer.sparse) == ["items.weight", "users.weight"]
 
 
 @pytest.mark.parametrize("embedding", ["word_embeddings"])
