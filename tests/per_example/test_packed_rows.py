@@ -106,7 +106,7 @@ def test_two_rows_for_each_example() -> None:
     ],
     ids=["elementwise", "subtracted", "distances", "expanded", "repeated"],
 )
-def test_copies_for_packed_rows_are_not_cut_evenly(function: Any) -> None:
+def test_failure_87_copies_for_packed_rows_are_not_cut_evenly(function: Any) -> None:
     """A parameter's copies, one for each row, are no more one example's than the rows."""
     model = Small(function, w=parameter(1))
 

@@ -92,7 +92,7 @@ _TIED: dict[str, Any] = {
 @pytest.mark.parametrize("size", [1, 3, 4])
 @pytest.mark.parametrize("kernel", [1, 2, 4])
 @pytest.mark.parametrize("name", _TIED)
-def test_a_weight_that_is_tied(name: str, kernel: int, size: int) -> None:
+def test_failure_88_a_weight_that_is_tied(name: str, kernel: int, size: int) -> None:
     """Also with as many examples as channels (4), where matrices and weights would broadcast."""
     model, data = Small(_TIED[name], w=parameter(4, 4, kernel)), batch(size, 4, 9)
     found = record(model, square, data, certificate=preflight(model, square, batch(5, 4, 9)))
