@@ -46,10 +46,14 @@ NOT_MADE = "not made: "
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
+class _TooLongError(BaseException):
+    """No `Exception`: what is tried again in more bits, after any failure, would have no limit then."""
+
+
 @contextmanager
 def _limited() -> Iterator[None]:
     def stop(*_: Any) -> None:
-        raise TimeoutError
+        raise _TooLongError
 
     signal.signal(signal.SIGALRM, stop)
     signal.alarm(_SECONDS)
@@ -98,7 +102,7 @@ def judge_class(name: str, kind: str, head: str) -> str:
             return judging.judge(build, make_batch, shapes=SHAPES)
     except NotMadeError as reason:
         return f"{NOT_MADE}{reason}"
-    except TimeoutError:
+    except _TooLongError:
         return f"{NOT_MADE}it takes more than {_SECONDS} s"
     except FAILURES as error:  # of the model itself, in float64 for one
         return f"{NOT_MADE}{type(error).__name__}: {error}".splitlines()[0][:160]

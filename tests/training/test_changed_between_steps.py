@@ -115,6 +115,21 @@ def test_a_hook_that_does_no_harm_is_checked_once_and_trained_with(
 
 
 @pytest.mark.checked_anew
+def test_a_weight_that_each_pass_keeps_within_bounds_is_trained(tmp_path: Path) -> None:
+    """As Gemma 3n does: a write that changes nothing."""
+    trainer = make(tmp_path, max_steps=2)
+    weight = trainer.model.pre_classifier.weight
+    before = weight.detach().clone()
+
+    def keep(module: Any, given: Any) -> None:
+        module.weight.data.clamp_(-100, 100)
+
+    trainer.model.pre_classifier.register_forward_pre_hook(keep)
+    trainer.train()
+    assert trainer.ledger.steps == 2
+    assert not weight.equal(before)
+
+
 def test_a_method_that_is_hooked_in_each_step_is_checked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checked, check = [], Engine.check
     monkeypatch.setattr(Engine, "check", lambda engine: (checked.append(engine), check(engine)))

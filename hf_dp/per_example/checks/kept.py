@@ -11,7 +11,6 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from hf_dp.errors import UnsupportedModelError
 from hf_dp.per_example.checks.held import Held, Place, beside, put
-from hf_dp.per_example.checks.memory import writes_noted
 from hf_dp.per_example.checks.state import is_saved, put_back
 from hf_dp.per_example.checks.values import NOTHING, copied, copied_within, emptied, far, same
 from hf_dp.per_example.sharding import is_sharded
@@ -63,8 +62,7 @@ class Memory:
         for place, p in self._parameters().items():
             if _WRITTEN.get(p) == p._version:
                 raise _refused(place)
-        with writes_noted(self._model):
-            left = self._left_by(one, other)
+        left = self._left_by(one, other)
         if written := self._written_since(writes):
             self._moving = {place: self._parameters()[place] for place in written}
             left = self._left_by(one, other)

@@ -34,8 +34,8 @@ def unchanged_weights(model: nn.Module) -> Iterator[None]:
     """Refuses a model whose passes write into what is saved with it: parameters, frozen or trained, and what modules
     add to a state dict (extra state, hooks). Buffers are for `unchanged_state` to see.
 
-    Compared are checksums, whatever way it was written in. What was written stays there, and as long as it does the
-    model is refused.
+    Compared are checksums, whatever way it was written in: of what was written to and is as it was they are from now
+    on. What was written stays there, and as long as it does the model is refused.
 
     Raises:
         UnsupportedModelError: with the name in the state dict.
@@ -43,7 +43,8 @@ def unchanged_weights(model: nn.Module) -> Iterator[None]:
     before = _checksums(model)
     _refuse_written(model, {**before, **_others(list(model.named_modules()))})
     try:
-        yield
+        with writes_noted(model):
+            yield
     except BaseException:
         # An accelerator that is full, or had an index out of range, answers nothing, which must not hide the reason.
         with suppress(RuntimeError):

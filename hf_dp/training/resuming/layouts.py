@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from accelerate.utils import load_fsdp_model
+from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict import (
@@ -22,6 +23,7 @@ from torch.distributed.fsdp import StateDictType
 
 from hf_dp.training.adapters import has_adapters, read_adapters
 from hf_dp.training.resuming.loaded import OPTIMIZER, SCHEDULE
+from hf_dp.training.resuming.own_checkpoints import read_weights
 from hf_dp.training.resuming.renamed import read_renamed
 
 if TYPE_CHECKING:
@@ -65,8 +67,14 @@ class LayoutsMixin(_Base):
         if has_adapters(model or self.model):
             read_adapters(Path(checkpoint), model or self.model)
         else:
-            super()._load_from_checkpoint(checkpoint, model)
-            read_renamed(Path(checkpoint), model or self.model)
+            try:
+                super()._load_from_checkpoint(checkpoint, model)
+            except StrictDataclassError:
+                # Trainer reads the config as that of any model, for the version in it: of a model with kinds of layers
+                # that no other has it is not valid.
+                read_weights(Path(checkpoint), model or self.model)
+            else:
+                read_renamed(Path(checkpoint), model or self.model)
 
     def _load_best_model(self) -> None:
         best = self.state.best_model_checkpoint

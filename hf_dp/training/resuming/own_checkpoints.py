@@ -133,7 +133,7 @@ def read_into(checkpoint: Path, model: Any, optimizer: Any, scheduler: Any) -> d
         LedgerError: with the file that cannot be loaded.
     """
     with damage_is_named(str(checkpoint), "*.safetensors"):
-        _read_weights(checkpoint, model)
+        read_weights(checkpoint, model)
     with damage_is_named(str(checkpoint), "optimizer*", SCHEDULE):
         if (checkpoint / SCHEDULE).is_file():
             kept = torch.load(checkpoint / SCHEDULE, weights_only=True)
@@ -153,7 +153,12 @@ def read_into(checkpoint: Path, model: Any, optimizer: Any, scheduler: Any) -> d
         return read_generators(checkpoint)
 
 
-def _read_weights(checkpoint: Path, model: Any) -> None:
+def read_weights(checkpoint: Path, model: Any) -> None:
+    """Reads them from Trainer's files, of a model or of its adapters.
+
+    Raises:
+        LedgerError: there are no safetensors.
+    """
     if has_adapters(model):
         read_adapters(checkpoint, model)
         return

@@ -79,10 +79,15 @@ def test_what_has_no_files_of_its_own_is_left(tmp_path: Path) -> None:
     assert not read_renamed(tmp_path, nn.Linear(2, 2))
 
 
-def test_a_training_goes_on_with_them(tmp_path: Path) -> None:
+@pytest.mark.parametrize("layer", ["full_attention", "a layer of its own"])
+def test_a_training_goes_on_with_them(tmp_path: Path, layer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where Trainer, which knows no kind of layer but the usual ones, cannot read the config."""
+
     def training() -> Any:
-        parts = {"train_dataset": images(), "data_collator": default_data_collator}
-        return make(tmp_path, vit(), private(), parts=parts, max_steps=2, save_strategy="steps", save_steps=1)
+        parts, model = {"train_dataset": images(), "data_collator": default_data_collator}, vit()
+        monkeypatch.setattr(type(model.config), "validate", lambda self: None)
+        model.config.layer_types = [layer]
+        return make(tmp_path, model, private(), parts=parts, max_steps=2, save_strategy="steps", save_steps=1)
 
     whole = training()
     whole.train()
