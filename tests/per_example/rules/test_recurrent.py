@@ -45,7 +45,7 @@ def _run(model: Any, x: Tensor, *state: Tensor) -> Tensor:
     return _of_all((output if is_first else output.transpose(0, 1), last))
 
 
-@pytest.mark.parametrize("size", [1, 3, 4, 5])
+@pytest.mark.parametrize("size", [1, 4, 5])
 @pytest.mark.parametrize("options", _OPTIONS, ids=str)
 @pytest.mark.parametrize("kind", _KINDS)
 def test_layers_are_exact(kind: str, options: dict[str, Any], size: int) -> None:
