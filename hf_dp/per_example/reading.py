@@ -154,10 +154,9 @@ class Reader:
 
     def _is_even(self, each: int) -> bool:
         """Whether so many rows on average can only be the same number of each example."""
+        # All rows, or windows of an image, where there is no mask by which some could have been chosen.
         if each == self.rows > 1 or (not self._has_positions and each in self.folded_lengths):
-            return (
-                True  # All rows, or windows of an image, where there is no mask by which some could have been chosen.
-            )
+            return True
         # A choice among n positions of each example gives n for each only where it takes them all.
         whole = [n for n in (self.length, max(self.folded_lengths, default=0)) if n and n >= self.length]
         # Or the images of each example, none of them dropped.
