@@ -20,6 +20,7 @@ from torch import Tensor
 from hf_dp.per_example.factors import Factors, PerExample
 from hf_dp.per_example.precision import accumulation
 from hf_dp.per_example.rule import Axis, Backward, Bound, Operands, Rule, Saved, refusal
+from hf_dp.per_example.waiting import answers_at_once
 from hf_dp.per_example.watched import WatchedParameter, flatten, mapped, names_of, plain, watched_in
 
 # Relative to what an example has: products of one row may be rounded otherwise than those of many.
@@ -91,13 +92,18 @@ def functions_seen() -> Iterator[None]:
         torch.sparse_coo_tensor = sparse
 
 
-def by_rows(function: Applied, args: Any, kwargs: Any, data: list[Tensor]) -> tuple[Rule, Bound] | None:
+def by_rows(
+    function: Applied, args: Any, kwargs: Any, data: list[Tensor], differ: Callable[[Tensor], None]
+) -> tuple[Rule, Bound] | None:
     """A rule for a Function of parameters and of `data`, if that is one tensor, and its arguments.
 
     Args:
         function: rows of what it gives depend on the same rows of the data alone, and on no random numbers.
-
-    Its backward pass refuses what gives something else when it is run again.
+        args: its arguments.
+        kwargs: by name.
+        data: those of `args` that are not the same for all examples.
+        differ: is told which examples (B,) come out otherwise when it is run again, where the answer has to be waited
+            for; elsewhere the backward pass refuses them.
     """
     given = flatten((args, kwargs))
     watched = {id(a): f"parameter {i}" for i, a in enumerate(given) if isinstance(a, WatchedParameter)}
@@ -148,7 +154,10 @@ def by_rows(function: Applied, args: Any, kwargs: Any, data: list[Tensor]) -> tu
                 # Copied, since some write into what they are given.
                 own = own.to(output.dtype, copy=True)
                 found.append(torch.autograd.grad(output, wanted, own, materialize_grads=True))
-        if not _agree(torch.stack(prints), known, gradient.dtype):
+        differing = _differing(torch.stack(prints), known, gradient.dtype)
+        if not answers_at_once(differing.device):
+            differ(differing)
+        elif bool(differing.any()):
             reason = "run for one example it gives something else than for all: it mixes them, or changes each time"
             raise refusal(names, f"operation {name}", reason)
         columns = [torch.stack(column).to_dense() for column in zip(*found, strict=True)]
@@ -174,10 +183,10 @@ def _print(output: Tensor) -> Tensor:
     return torch.stack([rows @ weights, torch.linalg.vector_norm(rows, dim=1)], dim=1)
 
 
-def _agree(found: Tensor, known: Tensor, dtype: torch.dtype) -> bool:
-    """Whether prints (B, rows, 2) are the same but for rounding, where they are finite."""
+def _differing(found: Tensor, known: Tensor, dtype: torch.dtype) -> Tensor:
+    """(B,): whether prints (B, rows, 2) are others, by more than rounding, where they are finite."""
     sizes = torch.linalg.vector_norm(known[..., 1].nan_to_num(0, 0, 0), dim=1)
     limits = _TOLERANCE.get(dtype, _LOW_PRECISION_TOLERANCE) * (sizes + 1e-3 * sizes.max())
     is_off = torch.linalg.vector_norm(found - known, dim=(1, 2)) > limits
     is_finite, was_finite = (prints.isfinite().flatten(1).all(1) for prints in (found, known))
-    return not bool((is_off | (is_finite != was_finite)).any())
+    return torch.logical_or(is_off, is_finite != was_finite)

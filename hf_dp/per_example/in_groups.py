@@ -21,7 +21,7 @@ from hf_dp.per_example.pictures import check_pictures
 from hf_dp.per_example.reading import Reader
 from hf_dp.per_example.record import PerExampleGradients, checked_run
 from hf_dp.per_example.rows import RowSum
-from hf_dp.per_example.rule import Certificate, Rule
+from hf_dp.per_example.rule import Certificate, Rule, most_differing
 from hf_dp.per_example.rules import RULES
 from hf_dp.per_example.sharding import Shard, trainable
 from hf_dp.per_example.sums import NO_TABLES
@@ -74,7 +74,7 @@ class InGroups(PerExampleGradients):
         watch = GroupWatch(reader, self._rules, tables=self._tables, groups=groups, take_group=take_group)
         check_pictures(self._of[0], self._of[2])
         checked_run(watch, *self._of, self._certificate)
-        self.uses = frozenset(watch.uses)
+        self.uses, self.differing = frozenset(watch.uses), most_differing(watch.differing)
 
     def restricted(self, kept: Mapping[str, Tensor]) -> InGroups:
         """As of kept factors."""

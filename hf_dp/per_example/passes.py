@@ -24,7 +24,7 @@ from hf_dp.per_example.pictures import check_pictures
 from hf_dp.per_example.reading import Reader
 from hf_dp.per_example.record import PerExampleGradients, checked_run
 from hf_dp.per_example.rows import RowSum, restricted
-from hf_dp.per_example.rule import Certificate, Rule, refuse_changed
+from hf_dp.per_example.rule import Certificate, Rule, most_differing, refuse_changed, refuse_differing
 from hf_dp.per_example.rules import RULES
 from hf_dp.per_example.sharding import Shard, as_sums, is_sharded, trainable
 from hf_dp.per_example.sums import NO_TABLES, adding
@@ -63,6 +63,7 @@ class TwoPasses(PerExampleGradients):
         self._trained_rows: Mapping[str, Tensor] = {}
         self._bits = torch.zeros((), dtype=torch.int64)
         self._of_rows: dict[str, Tensor] = {}
+        self._differed: Tensor | None = None
         if not self._is_piece:
             self._measure()
 
@@ -71,6 +72,7 @@ class TwoPasses(PerExampleGradients):
         losses = self._run(watch)
         self.uses, self._bits = frozenset(watch.uses), watch.bits
         self.losses = losses if self._grouping is None else self._grouping.summed(losses)
+        self._differed = most_differing(watch.differing)
         refuse_changed(watch.versions)
         self.factors = {name: self._grouped(uses) for name, uses in watch.factors.items() if name in watch.tables}
         self._versions = watch.versions if self._grouping is None or self._grouping.is_view else ()
@@ -113,6 +115,7 @@ class TwoPasses(PerExampleGradients):
 
                 watch = self._watched(add_piece, False)
                 self.losses, self.uses = self._run(watch), frozenset(watch.uses)
+                self.differing = most_differing(watch.differing)
                 return
 
             def add_dropped(name: str, uses: list[Factors]) -> None:
@@ -126,7 +129,7 @@ class TwoPasses(PerExampleGradients):
         differing = watch.bits.ne(self._bits)
         if self._grouping is not None:
             differing = self._grouping.summed(differing.long()).ne(0)
-        self.differing = (differing & coefficients.ne(0)).sum()
+        self.differing = most_differing([differing & coefficients.ne(0)], self._differed)
 
     def magnitudes(self) -> dict[str, Tensor]:
         """Of a piece, when it was summed."""
@@ -134,17 +137,6 @@ class TwoPasses(PerExampleGradients):
 
     def _restricted(self, name: str, uses: list[Factors]) -> list[Factors]:
         return restricted(uses, self._trained_rows[name]) if name in self._trained_rows else uses
-
-
-def refuse_differing(examples: int) -> None:
-    """Refuses a step in which this many examples had other factors in the second pass (`UnsupportedModelError`)."""
-    if examples:
-        raise UnsupportedModelError(
-            f"{examples} examples whose gradients were others in the second pass over them.",
-            why="what is summed is not what the norms were taken of, and may be longer than the clipping bound.",
-            fix="let the model and its loss compute the same when they are called again on the same batch "
-            "(torch.use_deterministic_algorithms(True), no counters); or leave passes at 1.",
-        )
 
 
 def refuse_two_passes(model: nn.Module, in_pieces: bool) -> None:
@@ -235,4 +227,4 @@ def check_two_passes(
         rows = {name: RowSum(name, found.parameters[name]) for name in tables}
         sums = as_sums(found.zeros(besides=tables), found.parameters)
         found.add_weighted_sum_(sums, torch.ones_like(found.losses), rows)
-        refuse_differing(0 if found.differing is None else int(found.differing))
+        refuse_differing(found.differing)

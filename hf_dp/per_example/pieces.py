@@ -18,6 +18,7 @@ from hf_dp.per_example.factors import Factors, PerExample
 from hf_dp.per_example.lengths import Lengths
 from hf_dp.per_example.record import PerExampleGradients
 from hf_dp.per_example.rows import RowSum, row_factors, sparse_gradient
+from hf_dp.per_example.rule import most_differing
 
 
 class Pieces:
@@ -33,6 +34,7 @@ class Pieces:
         self._rows: dict[str, RowSum] = {}
         self._magnitudes: dict[str, Tensor] = {}
         self._losses: list[Tensor] = []
+        self._differing: list[Tensor] = []
         self._seen = self._size = 0
 
     def joined(self, gradients: PerExampleGradients) -> PerExampleGradients:
@@ -54,6 +56,7 @@ class Pieces:
         for name, found in gradients.magnitudes().items():
             self._magnitudes[name] = found.sum() + self._magnitudes.get(name, 0)
         self._losses.append(gradients.losses)
+        self._differing += [] if gradients.differing is None else [gradients.differing]
         self._seen, self._size = size - after, size
         return gradients.none() if after else self._end(gradients)
 
@@ -78,8 +81,11 @@ class Pieces:
             # Rows that cancel count as they do of an example that is whole in one micro-batch.
             factors[name] = [replace(found, given=lengths.get(name), touched=rows.touched(ids)[None])]
         losses = torch.cat(self._losses).sum(0, keepdim=True)
+        whole = PerExampleGradients(losses, factors, gradients.parameters, gradients.uses)
+        whole.differing = most_differing(self._differing)
         self._sums, self._rows, self._magnitudes, self._losses, self._seen = {}, {}, {}, [], 0
-        return PerExampleGradients(losses, factors, gradients.parameters, gradients.uses)
+        self._differing = []
+        return whole
 
 
 def _torn(found: str, seen: int) -> HfDpError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -21,7 +22,7 @@ from hf_dp.per_example.pictures import check_pictures
 from hf_dp.per_example.precision import sum_dtype
 from hf_dp.per_example.reading import Reader
 from hf_dp.per_example.rows import RowSum, restricted
-from hf_dp.per_example.rule import Certificate, Rule, Use, refuse_changed
+from hf_dp.per_example.rule import Certificate, Rule, Use, most_differing, refuse_changed
 from hf_dp.per_example.rules import RULES
 from hf_dp.per_example.sharding import Shard, as_sums, is_sharded, local
 from hf_dp.per_example.sums import NO_TABLES, adding
@@ -36,7 +37,8 @@ class PerExampleGradients:
         factors: for each trainable parameter (tied names collapse to the first) the factors of its uses.
         parameters: the trainable ones.
         uses: which operations used which parameters.
-        differing: how many examples have other factors than before, where they are computed again: (), on the device.
+        differing: how many examples came out otherwise when they were computed again, (), on the device; who releases a
+            sum asks `refuse_differing` before.
         elsewhere: where all rows are of one example, how many more it has in micro-batches before and after this one.
     """
 
@@ -101,8 +103,7 @@ class PerExampleGradients:
         Raises:
             UnsupportedModelError: a table that is used for more than looking up rows.
         """
-        factors = {n: restricted(uses, kept[n]) if n in kept else uses for n, uses in self.factors.items()}
-        return PerExampleGradients(self.losses, factors, self.parameters, self.uses, self._versions, self.elsewhere)
+        return self._with({n: restricted(uses, kept[n]) if n in kept else uses for n, uses in self.factors.items()})
 
     def by_groups(self, groups: Sequence[Collection[str]], take: Callable[[int, PerExampleGradients], None]) -> None:
         """Hands each group of parameters, by its number, to `take`, which sums it: all of them, each in one group."""
@@ -110,9 +111,13 @@ class PerExampleGradients:
             take(0, self)
             return
         for number, names in enumerate(groups):
-            factors = {name: uses for name, uses in self.factors.items() if name in names}
-            own = PerExampleGradients(self.losses, factors, self.parameters, self.uses, self._versions, self.elsewhere)
-            take(number, own)
+            take(number, self._with({name: uses for name, uses in self.factors.items() if name in names}))
+
+    def _with(self, factors: dict[str, list[Factors]]) -> PerExampleGradients:
+        """The same with other factors."""
+        found = copy.copy(self)
+        found.factors, found._norms = factors, None
+        return found
 
     def none(self) -> PerExampleGradients:
         """Those of no example, of the same parameters."""
@@ -133,16 +138,18 @@ class PerExampleGradients:
         if len(owners) != self.batch_size or ((before or after) and any(owners)):
             raise ValueError(f"owners of {len(owners)} rows for {self.batch_size}, {before} before, {after} after")
         if before or after:
-            return PerExampleGradients(
-                self.losses, self.factors, self.parameters, self.uses, self._versions, (before, after)
-            )
+            piece = self._with(self.factors)
+            piece.elsewhere = before, after
+            return piece
         refuse_changed(self._versions)
         grouping = Grouping(owners, [use for uses in self.factors.values() for use in uses])
         versions, factors = self._versions if grouping.is_view else (), {}
         self._versions = ()
         for name in list(self.factors):
             factors[name] = [grouping.of(use) for use in self.factors.pop(name)]
-        return PerExampleGradients(grouping.summed(self.losses), factors, self.parameters, self.uses, versions)
+        joined = self._with(factors)
+        joined.losses, joined._versions = grouping.summed(self.losses), versions
+        return joined
 
     def add_weighted_sum_(
         self, out: Mapping[str, Tensor | Shard], coefficients: Tensor, rows: Mapping[str, RowSum] = NO_TABLES
@@ -213,7 +220,9 @@ def record(
         seen = survey(model, loss_fn, batch, rules=rules) if size > 1 else Certificate()
     watch = Watch(Reader(size, ambiguous, seen.readings), rules, tables=frozenset(tables))
     losses = checked_run(watch, model, loss_fn, batch, certificate, seen)
-    return PerExampleGradients(losses, watch.factors, watch.parameters, frozenset(watch.uses), watch.versions)
+    found = PerExampleGradients(losses, watch.factors, watch.parameters, frozenset(watch.uses), watch.versions)
+    found.differing = most_differing(watch.differing)
+    return found
 
 
 def checked_run(

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from hf_dp.errors import UnsupportedModelError
@@ -173,4 +174,26 @@ def refuse_changed(versions: Iterable[tuple[Tensor, int]]) -> None:
             why="norms and sums would be of other numbers than the gradients.",
             fix="do not change tensors of the batch, the activations or the gradients in place; let a loss of your "
             "own use a copy of the logits (logits.clone()).",
+        )
+
+
+def most_differing(found: Sequence[Tensor], known: Tensor | None = None) -> Tensor | None:
+    """How many examples differ, () on the device, at most by one of these masks (B,), or as `known` before."""
+    counts = [mask.sum() for mask in found] + ([] if known is None else [known])
+    return torch.stack(counts).amax() if counts else None
+
+
+def refuse_differing(examples: Tensor | None) -> None:
+    """Refuses a step in which this many examples came out otherwise when they were computed again.
+
+    Raises:
+        UnsupportedModelError: one did.
+    """
+    if examples is not None and bool(examples):
+        raise UnsupportedModelError(
+            f"{int(examples)} examples whose gradients were others when they were computed again.",
+            why="what is summed is not what the norms were taken of, and may be longer than the clipping bound.",
+            fix="let the model and its loss compute the same when they are called again on the same batch "
+            "(torch.use_deterministic_algorithms(True), no counters), and Functions for each example by itself; or "
+            "leave passes at 1.",
         )

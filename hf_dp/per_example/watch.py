@@ -74,6 +74,8 @@ class Watch:
     is_final: bool = False
     is_closed: bool = False
     versions: list[tuple[Tensor, int]] = field(default_factory=list)
+    # Of uses that are computed again, which examples (B,) then come out otherwise.
+    differing: list[Tensor] = field(default_factory=list)
 
     @property
     def batch_size(self) -> int:
@@ -202,7 +204,7 @@ class Watch:
                 self._note(name, parameters, given, Axis(self.batch_size, "constant"), doubtful)
 
         if data and isinstance(function, Applied):
-            found = by_rows(function, args, kwargs, data)
+            found = by_rows(function, args, kwargs, data, self.differing.append)
             if found is None:
                 return function(*args, **kwargs)
             note()

@@ -16,9 +16,9 @@ from hf_dp.errors import HfDpError
 from hf_dp.noise.source import NoiseSource
 from hf_dp.per_example import RowSum, sparse_gradient
 from hf_dp.per_example.long_sums import LongSums
-from hf_dp.per_example.passes import refuse_differing
 from hf_dp.per_example.precision import sum_dtype
 from hf_dp.per_example.record import PerExampleGradients
+from hf_dp.per_example.rule import refuse_differing
 from hf_dp.per_example.sharding import all_names, as_sums, like, local, trainable
 
 # Numbers between the beginnings of two gradients in one buffer: 128 bytes of float32; and of one buffer, if it has
@@ -80,7 +80,7 @@ class ClippedSum:
         self.rows = {name: RowSum(name, self._parameters[name]) for name in names}
         self._chosen: Mapping[str, Tensor] = {}
         self.examples = 0
-        # Clipped, not finite, loss, others in the second pass: on the device, and asked of it once.
+        # Clipped, not finite, loss, others when computed again: on the device, and asked of it once.
         self._counted: Tensor | None = None
         if by_rows is not None:
             by_rows.begin()
@@ -175,7 +175,7 @@ class ClippedSum:
 
         Raises:
             HfDpError: another rank is at another step.
-            UnsupportedModelError: the second of two passes was another than the first.
+            UnsupportedModelError: examples came out otherwise when they were computed again.
         """
         table = ranks.gathered([step, self.examples, *self._read().tolist()])
         steps = [int(value) for value in table[:, 0]]
@@ -187,7 +187,7 @@ class ClippedSum:
             )
         total = table[:, 1:].sum(0)
         self.examples, self._counted = int(total[0]), total[1:]
-        refuse_differing(int(total[4]))
+        refuse_differing(total[4])
 
     def choose_rows(self, step: int) -> None:
         """Moves this rank's sums of the rows that are chosen for this step to `gradients`."""

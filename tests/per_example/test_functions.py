@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -11,9 +12,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from hf_dp.accounting import FlatClipping
+from hf_dp.clipping.flat import Flat
 from hf_dp.errors import PreflightError, UnsupportedModelError
-from hf_dp.per_example import loop, preflight, record
+from hf_dp.per_example import PerExampleGradients, loop, preflight, record
 from hf_dp.per_example.functions import Applied, by_rows, functions_seen
+from hf_dp.per_example.in_groups import InGroups
+from hf_dp.per_example.passes import record_in_two_passes
+from hf_dp.per_example.pieces import Pieces
+from hf_dp.per_example.rule import Certificate
+from hf_dp.step.clipped_sum import ClippedSum
 from tests.per_example.small import Small, batch, parameter, relative_error, square
 from tests.per_example.uses import Product
 
@@ -24,6 +32,16 @@ class Centred(Product):
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
         return Product.forward(ctx, x - x.mean(0, keepdim=True), w)
+
+
+class Later(Product):
+    """Each example sees a share of the mean of all: none until it is changed."""
+
+    share = 0.0
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        return Product.forward(ctx, x - Later.share * x.mean(0, keepdim=True), w)
 
 
 class Dropping(Product):
@@ -271,6 +289,50 @@ def test_one_that_mixes_examples_is_found(has_certificate: bool) -> None:
         (preflight if has_certificate else record)(model, square, batch(3, 5, 4))
 
 
+def kept(model: nn.Module, data: Any, certificate: Certificate) -> PerExampleGradients:
+    return record(model, square, data, certificate=certificate)
+
+
+def of_units(model: nn.Module, data: Any, certificate: Certificate) -> PerExampleGradients:
+    return kept(model, data, certificate).grouped([0, 0, 1])
+
+
+def in_pieces(model: nn.Module, data: Any, certificate: Certificate) -> PerExampleGradients:
+    pieces = Pieces()
+    pieces.joined(kept(model, data, certificate).grouped([0, 0, 0], after=3))
+    return pieces.joined(kept(model, data, certificate).grouped([0, 0, 0], before=3))
+
+
+def in_two_passes(model: nn.Module, data: Any, certificate: Certificate) -> PerExampleGradients:
+    return record_in_two_passes(model, square, data, certificate=certificate)
+
+
+def in_groups(model: nn.Module, data: Any, certificate: Certificate) -> PerExampleGradients:
+    return InGroups(model, square, data, certificate=certificate)
+
+
+@pytest.mark.parametrize("how", [kept, of_units, in_pieces, in_two_passes, in_groups])
+@pytest.mark.parametrize("mixes", [True, False])
+def test_where_answers_have_to_be_waited_for_the_logical_batch_is_refused_when_it_ends(
+    mixes: bool, how: Callable[..., PerExampleGradients], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of one that begins to mix after the check."""
+
+    model, data = (
+        Small(lambda m, x: Later.apply(m.linear(x), m.w).cos(), linear=nn.Linear(4, 4), w=parameter(4, 5)),
+        batch(3, 5, 4),
+    )
+    certificate = preflight(model, square, data)
+    monkeypatch.setattr("hf_dp.per_example.waiting._AT_ONCE", frozenset())
+    monkeypatch.setattr(Later, "share", float(mixes))
+    total = ClippedSum(model, Flat(FlatClipping(norm=1.0)))
+    total.add(how(model, data, certificate))
+    if not mixes:
+        return total.meet(0)
+    with pytest.raises(UnsupportedModelError, match=r"^[1-3] examples whose gradients were others"):
+        total.meet(0)
+
+
 @pytest.mark.parametrize("size", [1, 3, 4])
 def test_arguments_that_a_checkpoint_keeps(size: int) -> None:
     """They are put away by a Function of nothing else."""
@@ -286,7 +348,7 @@ def test_arguments_that_a_checkpoint_keeps(size: int) -> None:
 def test_one_of_nothing_but_an_empty_tensor_is_left_alone() -> None:
     """Some checkpoints keep their arguments by such a one."""
     empty = torch.empty(0, requires_grad=True)
-    assert by_rows(Applied(Product, Product.apply), (empty, "kept"), {}, [empty]) is None
+    assert by_rows(Applied(Product, Product.apply), (empty, "kept"), {}, [empty], print) is None
 
 
 def test_all_is_as_it_was_afterwards() -> None:

@@ -177,6 +177,8 @@ RECORDED: dict[str, tuple[Callable[[], nn.Module], Callable[[int, int, torch.dty
         {},
     ),
     "trainable tokens": (lambda: adapted("trainable tokens", torch.float32), batches_of("llama", "causal_lm"), {}),
+    # Random numbers are looked at, which lie on the CPU.
+    "C3A": (lambda: adapted("C3A", torch.float32), batches_of("llama", "causal_lm"), {"equal": 4}),
     "t5": (lambda: tiny("t5", "seq2seq", torch.float32), batches_of("t5", "seq2seq"), {"where": 8}),
     "one picture": (lambda: tiny("llava", "image_text", torch.float32), batches_of("llava", "image_text"), READ),
     "pictures": (

@@ -41,7 +41,7 @@ from hf_dp.per_example.precision import computed_in, with_memory_to_spare
 from hf_dp.per_example.reading import Reader
 from hf_dp.per_example.record import PerExampleGradients, record
 from hf_dp.per_example.rows import RowSum
-from hf_dp.per_example.rule import Certificate, Readings, Rule
+from hf_dp.per_example.rule import Certificate, Readings, Rule, most_differing, refuse_differing
 from hf_dp.per_example.rules import RULES
 from hf_dp.per_example.sharding import as_sums, local, trainable
 from hf_dp.per_example.watch import Watch
@@ -181,6 +181,7 @@ def _check_gradients(
         watch = Watch(Reader(size, readings=readings), rules, tables=frozenset(tables))
         with numbers(size):
             losses = watch.run(model, loss_fn, batch)
+        refuse_differing(most_differing(watch.differing))
         parameters = trainable(model)
         found = PerExampleGradients(losses, watch.factors, parameters, frozenset(watch.uses), watch.versions)
         weights = torch.linspace(0.5, 1.5, len(losses), device=losses.device, dtype=torch.float64)
