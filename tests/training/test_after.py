@@ -277,7 +277,7 @@ def test_what_is_spoilt_or_not_hidden_alike_is_refused(first: Path, tmp_path: Pa
         make(tmp_path, privacy=given(after=tmp_path))
 
 
-@pytest.mark.parametrize("how", ["deepcopy", "state dict", "data"])
+@pytest.mark.parametrize("how", ["deepcopy", "state dict", pytest.param("data", marks=pytest.mark.slow)])
 def test_a_copy_of_what_was_trained_says_on_whose_data(tmp_path: Path, how: str) -> None:
     one = trained(tmp_path / "one", privacy=given(), max_steps=1)
     one.save_model()

@@ -81,10 +81,10 @@ def no_hooks_of_all() -> Any:
 @pytest.mark.parametrize(
     "change",
     [
-        with_a_hook,
+        pytest.param(with_a_hook, marks=pytest.mark.slow),
         with_a_hook_of_all,
         with_another_module,
-        with_another_forward,
+        pytest.param(with_another_forward, marks=pytest.mark.slow),
         with_another_forward_of_the_class,
     ],
 )

@@ -330,7 +330,7 @@ def ended(examples: list[dict[str, Any]]) -> dict[str, Tensor]:
         ("a Hugging Face dataset", ended),
     ],
 )
-@pytest.mark.parametrize("most", [None, 40])
+@pytest.mark.parametrize("most", [None, pytest.param(40, marks=pytest.mark.slow)])
 def test_collators_that_change_their_rows_train(tmp_path: Path, kind: str, collate: Any, most: int | None) -> None:
     parts = {"data_collator": collate, "train_dataset": KINDS[kind](data := rows()), "max_tokens_per_micro_batch": most}
     run = make(tmp_path, parts=parts, remove_unused_columns=False)

@@ -24,8 +24,8 @@ pytestmark = pytest.mark.usefixtures("checked_once")
     ("before", "now", "words"),
     [
         ({"seed": 7}, {"seed": None}, "with a seed that is known, or none"),
-        ({"seed": None}, {"seed": 7}, "with a seed that is known, or none"),
-        ({}, {"noise": "grid"}, "with another noise"),
+        pytest.param({"seed": None}, {"seed": 7}, "with a seed that is known, or none", marks=pytest.mark.slow),
+        pytest.param({}, {"noise": "grid"}, "with another noise", marks=pytest.mark.slow),
         ({"noise": "grid"}, {"noise": "chacha20"}, "with another noise"),
         ({"noise_multiplier": 1.0}, {"noise_multiplier": 2.0}, "with another noise multiplier"),
         ({}, {"withhold_non_private_logs": True}, "withhold_non_private_logs=True after 4 private steps"),
