@@ -32,7 +32,11 @@ def begun(path: Path, caplog: Any, data: Rows, dtype: torch.dtype = torch.float3
     return SAID in caplog.text
 
 
-@pytest.mark.parametrize("how", [{"dtype": torch.bfloat16}, {"bf16": True}], ids=["weights", "autocast"])
+@pytest.mark.parametrize(
+    "how",
+    [{"dtype": torch.bfloat16}, pytest.param({"bf16": True}, marks=pytest.mark.slow)],
+    ids=["weights", "autocast"],
+)
 def test_16_bits_are_warned_of_where_widths_differ(tmp_path: Path, caplog: Any, how: dict[str, Any]) -> None:
     """Also where none of the few that are tried moves, which says nothing of others."""
     assert begun(tmp_path / "a", caplog, rows(), **how)

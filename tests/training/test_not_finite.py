@@ -44,7 +44,7 @@ def with_one_bad_row() -> list[dict[str, Any]]:
     return [*data, {"input_ids": [3, 4, 5], "labels": 0}]
 
 
-@pytest.mark.parametrize("withhold", [False, True])
+@pytest.mark.parametrize("withhold", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_failure_14_an_example_without_a_finite_loss_contributes_nothing(tmp_path: Path, withhold: bool) -> None:
     bad, everything = with_one_bad_row(), {"per_device_train_batch_size": ROWS // 4, "gradient_accumulation_steps": 4}
     everything["logging_steps"] = 1

@@ -280,7 +280,7 @@ class Randomness(TrainerCallback):
 
 
 @pytest.mark.checked_anew
-@pytest.mark.parametrize("kind", [list, datasets.Dataset.from_list])
+@pytest.mark.parametrize("kind", [list, pytest.param(datasets.Dataset.from_list, marks=pytest.mark.slow)])
 def test_the_checks_before_the_first_step_draw_nothing_from_the_seed(tmp_path: Path, kind: Any) -> None:
     def drawn(token: int) -> int:
         return int(token + torch.randint(2, ()) + random.randrange(2) + np.random.randint(2)) % 30

@@ -135,7 +135,9 @@ def test_one_width_for_all_or_padding_without_influence_is_accepted(model: Any, 
     check_padding(model(), per_example_losses, texts, collate)
 
 
-@pytest.mark.parametrize("always", [False, True], ids=["in training", "in eval mode too"])
+@pytest.mark.parametrize(
+    "always", [pytest.param(False, marks=pytest.mark.slow), True], ids=["in training", "in eval mode too"]
+)
 def test_dropout_and_noise_of_the_model_are_no_leak(always: bool) -> None:
     class Noisy(nn.Module):
         def __init__(self, inner: Any) -> None:
