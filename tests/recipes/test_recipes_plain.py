@@ -48,14 +48,7 @@ ALIKE = {
     "classify_as_infilling",
     *("causal_lm", "causal_lm_lora", "classify", "classify_full", "classify_lora", "instruct", "preferences"),
     "sequential_recommendation",  # as sparse_embeddings, whose model is no language model either
-    *(
-        "sparse_embeddings_banking77",
-        "sparse_embeddings_table",
-        "synthetic_text",
-        "synthetic_text_lora",
-        "table_to_text",
-        "table_to_text_lora",
-    ),
+    *("sparse_embeddings_banking77", "synthetic_text", "synthetic_text_lora", "table_to_text", "table_to_text_lora"),
 }
 
 
