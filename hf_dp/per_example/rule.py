@@ -178,9 +178,10 @@ def refuse_changed(versions: Iterable[tuple[Tensor, int]]) -> None:
 
 
 def most_differing(found: Sequence[Tensor], known: Tensor | None = None) -> Tensor | None:
-    """How many examples differ, () on the device, at most by one of these masks (B,), or as `known` before."""
+    """How many examples differ, () on a device, at most by one of these masks (B,), or as `known` before."""
     counts = [mask.sum() for mask in found] + ([] if known is None else [known])
-    return torch.stack(counts).amax() if counts else None
+    # Layers of one model may lie on several devices.
+    return torch.stack([count.to(counts[0].device) for count in counts]).amax() if counts else None
 
 
 def refuse_differing(examples: Tensor | None) -> None:

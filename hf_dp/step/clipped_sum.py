@@ -154,7 +154,7 @@ class ClippedSum:
         self.examples += gradients.batch_size
         self._long.added(gradients.batch_size)
         loss = gradients.losses.double().masked_fill(~used, 0.0).sum()
-        differing = loss.new_zeros(()) if gradients.differing is None else gradients.differing.double()
+        differing = loss.new_zeros(()) if gradients.differing is None else gradients.differing.to(loss)
         counted = torch.stack([(used & coefficients.lt(1)).sum().double(), (~used).sum().double(), loss, differing])
         self._counted = counted if self._counted is None else self._counted + counted
 
