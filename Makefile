@@ -30,6 +30,7 @@ PIP_INSTALL := $(BIN)/python -m pip -qq --disable-pip-version-check install --no
 PYTEST := $(BIN)/python -m pytest -n 3 --dist worksteal
 # Where nothing compiled may be kept, each process of the tests compiles torch and transformers again.
 unexport PYTHONDONTWRITEBYTECODE
+# None of them is a dependency of torch, whose installation they must not meet.
 LARGE := transformers scipy pandas pyarrow matplotlib mkdocs-material mypy
 ROOM_CODE = $(if $(ROOM),$(wildcard hf_dp/$(ROOM) hf_dp/$(ROOM).py))
 ROOM_TESTS = $(if $(ROOM),$(wildcard tests/$(ROOM) tests/test_$(ROOM).py))
@@ -102,9 +103,9 @@ clean:
 help:
 	@sed -n 's/^#   //p' $(firstword $(MAKEFILE_LIST))
 
-# torch goes first: a later range that it satisfies then installs nothing more. What nothing that it brings depends on is
-# unpacked beside it, and what all import is compiled, since pip has work for one core alone; a few of
-# torch's own tests are for a newer Python, and do not compile.
+# torch goes first: a later range that it satisfies then installs nothing more. pip has work for one core alone, so other
+# large packages are unpacked beside it, and what all processes import is compiled beside the rest. A few of torch's own
+# tests are for a newer Python, and do not compile.
 $(VENV)/.ready: pyproject.toml $(CONSTRAINTS)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 	  || { echo "hf-dp needs Python 3.11 or newer; choose one with: make PYTHON=/path/to/python3.11" >&2; exit 1; }

@@ -72,7 +72,7 @@ class TwoPasses(PerExampleGradients):
         losses = self._run(watch)
         self.uses, self._bits = frozenset(watch.uses), watch.bits
         self.losses = losses if self._grouping is None else self._grouping.summed(losses)
-        self._differed = most_differing(watch.differing)
+        self._differed = self.differing = most_differing(watch.differing)
         refuse_changed(watch.versions)
         self.factors = {name: self._grouped(uses) for name, uses in watch.factors.items() if name in watch.tables}
         self._versions = watch.versions if self._grouping is None or self._grouping.is_view else ()

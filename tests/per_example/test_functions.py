@@ -318,15 +318,17 @@ def test_where_answers_have_to_be_waited_for_the_logical_batch_is_refused_when_i
 ) -> None:
     """Of one that begins to mix after the check."""
 
-    model, data = (
-        Small(lambda m, x: Later.apply(m.linear(x), m.w).cos(), linear=nn.Linear(4, 4), w=parameter(4, 5)),
-        batch(3, 5, 4),
-    )
+    model = Small(lambda m, x: Later.apply(m.linear(x), m.w).cos(), linear=nn.Linear(4, 4), w=parameter(4, 5))
+    data = batch(3, 5, 4)
     certificate = preflight(model, square, data)
     monkeypatch.setattr("hf_dp.per_example.waiting._AT_ONCE", frozenset())
     monkeypatch.setattr(Later, "share", float(mixes))
     total = ClippedSum(model, Flat(FlatClipping(norm=1.0)))
-    total.add(how(model, data, certificate))
+    gradients = how(model, data, certificate)
+    # What looks at them without a sum, as the choice of rows does, asks them.
+    assert how is in_groups or bool(gradients.differing) == mixes
+    total.add(gradients)
+    assert bool(gradients.differing) == mixes
     if not mixes:
         return total.meet(0)
     with pytest.raises(UnsupportedModelError, match=r"^[1-3] examples whose gradients were others"):

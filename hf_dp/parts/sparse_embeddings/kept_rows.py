@@ -20,6 +20,7 @@ from hf_dp.config.asked import EMBEDDING_ROWS
 from hf_dp.errors import ConfigurationError, LedgerError
 from hf_dp.parts.sparse_embeddings.top_k import gumbel_scale, noisy_top_k
 from hf_dp.per_example import PerExampleGradients, Pieces, Tables
+from hf_dp.per_example.rule import refuse_differing
 from hf_dp.randomness import secret_global_state
 from hf_dp.step.plan import Plan
 
@@ -97,7 +98,9 @@ class KeptRows:
         # Dropout that zeroes a whole row must not be known, nor shift when an example is added.
         with nullcontext() if self._plan.entropy.reproducible else secret_global_state():
             for batch in examples(mine):
-                _, rows = self._tables.touched(pieces.joined(record(batch)).factors)
+                found = pieces.joined(record(batch))
+                refuse_differing(found.differing)
+                _, rows = self._tables.touched(found.factors)
                 counts += rows.cpu().bincount(minlength=self._tables.rows)
         pieces.refuse_rest()
         ranks.sum_(counts)

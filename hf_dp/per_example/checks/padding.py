@@ -23,7 +23,7 @@ from hf_dp.per_example.checks.preflight import off_zero
 from hf_dp.per_example.precision import FEW, checkpoints, computed_in, noting_16_bits, with_memory_to_spare
 from hf_dp.per_example.record import PerExampleGradients, record
 from hf_dp.per_example.rows import RowSum
-from hf_dp.per_example.rule import Certificate, Rule
+from hf_dp.per_example.rule import Certificate, Rule, refuse_differing
 from hf_dp.per_example.rules import RULES
 from hf_dp.per_example.sharding import as_sums, dtypes_of_shards, summed_over_shards, trainable
 from hf_dp.randomness import global_state
@@ -110,6 +110,7 @@ def check_padding(
             with computed(batch, checkpointed=True) as exact:
                 with numbers(batch_size(exact)):
                     found = record(model, loss_fn, exact, certificate=certificate, rules=rules, tables=tables)
+                refuse_differing(found.differing)
                 return found, {name: values.clone() for name, values in model.named_buffers()}
 
         together, apart = drawn(prepared)
@@ -159,7 +160,9 @@ def check_padding(
     def refuse_lost() -> None:
         def computed_as_trained(batch: Batch) -> PerExampleGradients:
             with checkpoints(model, are_kept=True), numbers(batch_size(batch)):
-                return record(model, loss_fn, batch, certificate=certificate, rules=rules, tables=tables)
+                found = record(model, loss_fn, batch, certificate=certificate, rules=rules, tables=tables)
+            refuse_differing(found.differing)
+            return found
 
         together, apart = drawn(prepare)
         in_batch = computed_as_trained(together)

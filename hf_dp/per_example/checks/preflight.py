@@ -123,7 +123,7 @@ def preflight(
     few = take(batch, [order[i % len(order)] for i in range(size)])
     # As in training: what its mode alone does (dropout, checkpoints) must not be refused only after the start.
     with forked_rng(model), passing_gradients(model):
-        record(model, loss_fn, few, certificate=certificate, rules=rules, tables=tables)
+        refuse_differing(record(model, loss_fn, few, certificate=certificate, rules=rules, tables=tables).differing)
     return certificate
 
 

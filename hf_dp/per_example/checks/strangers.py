@@ -23,7 +23,7 @@ from hf_dp.per_example.checks.padding import in_either_mode, moved_by, tolerance
 from hf_dp.per_example.checks.preflight import off_zero
 from hf_dp.per_example.precision import computed_in, with_memory_to_spare
 from hf_dp.per_example.record import PerExampleGradients, record
-from hf_dp.per_example.rule import Certificate, Rule
+from hf_dp.per_example.rule import Certificate, Rule, refuse_differing
 from hf_dp.per_example.rules import RULES
 from hf_dp.per_example.sharding import is_sharded
 from hf_dp.per_example.waiting import answers_at_once
@@ -81,7 +81,9 @@ def check_strangers(
 
     def gradients(batch: Batch) -> PerExampleGradients:
         with numbers(batch_size(batch)):
-            return record(model, loss_fn, batch, certificate=certificate, rules=rules, tables=tables)
+            found = record(model, loss_fn, batch, certificate=certificate, rules=rules, tables=tables)
+        refuse_differing(found.differing)
+        return found
 
     def refuse_moved(batch: Batch) -> None:
         norms = gradients(batch).squared_norms().sqrt()
