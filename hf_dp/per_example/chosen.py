@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from hf_dp.per_example.long_sums import AT_ONCE
 
 # Where torch adds up rows by an index that lies on the device.
-_HAS_BAGS = frozenset({"cuda"})
+_BY_INDEX = frozenset({"cuda"})
 # Numbers of a gradient that takes longer to start on than to add up, and of so many that are added up at once.
 _SMALL, _AT_ONCE = 1 << 18, 1 << 24
 
@@ -29,9 +29,8 @@ class Chosen:
         self.mask = coefficients.ne(0)
         self._left_out = ~self.mask
         self._coefficients = coefficients
-        self._bags: tuple[Tensor, Tensor] | None = None
         self._parts: list[Chosen] = []
-        self._in_order: dict[tuple[torch.dtype, torch.device], Tensor] = {}
+        self._matrices: dict[tuple[torch.dtype, torch.device], Tensor] = {}
 
     def or_zeros(self, values: Tensor) -> Tensor:
         """`values` (B, ...) with zeros in the rows of the others."""
@@ -45,7 +44,7 @@ class Chosen:
             out: of the dtype of `rows`.
             rows: (B, n).
         """
-        if len(rows) <= AT_ONCE and (len(rows) == 1 or rows.device.type not in _HAS_BAGS):
+        if len(rows) <= AT_ONCE and (len(rows) == 1 or rows.device.type not in _BY_INDEX):
             out.addmv_(self.or_zeros(rows).T, self._coefficients.to(rows))
             return
         out.add_(self.weighted(rows))
@@ -57,23 +56,30 @@ class Chosen:
             self._parts = self._parts or [Chosen(few) for few in self._coefficients.split(AT_ONCE)]
             sums = [part.weighted(few) for part, few in zip(self._parts, rows.split(AT_ONCE), strict=True)]
             return torch.stack(sums).sum(0, dtype=torch.float64).to(rows.dtype)
-        if rows.device.type not in _HAS_BAGS:
+        if rows.device.type not in _BY_INDEX:
             return self.or_zeros(rows).T @ self._coefficients.to(rows)
-        order, begins = (index.to(rows.device) for index in self._two_bags())
         key = rows.dtype, rows.device
-        if key not in self._in_order:
-            self._in_order[key] = self._coefficients.to(rows)[order]
-        # The others are in a bag of their own, which is thrown away: `rows` need not be copied without them, which of
-        # a single one would be cheaper.
-        return F.embedding_bag(order, rows, begins, mode="sum", per_sample_weights=self._in_order[key])[0]
+        if key not in self._matrices:
+            self._matrices[key] = self._chosen_and_others(*key)
+        # `rows` need not be copied without the others, whose sum is thrown away.
+        return (self._matrices[key] @ rows)[0]
 
-    def _two_bags(self) -> tuple[Tensor, Tensor]:
-        """The numbers of all examples, those that are chosen first, and where these and the others begin."""
-        if self._bags is None:
-            number = self.mask.sum()
-            order = self.mask.int().argsort(descending=True, stable=True)
-            self._bags = order, torch.stack([torch.zeros_like(number), number])
-        return self._bags
+    def _chosen_and_others(self, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """The coefficients (2, B): in the first row those of the examples that are chosen, and of no other."""
+        number = self.mask.sum()
+        begins = torch.stack([torch.zeros_like(number), number, number.new_full((), len(self.mask))])
+        order = self.mask.int().argsort(descending=True, stable=True)
+        weights = self._coefficients[order].to(dtype)
+        return _sparse(begins.to(device), order.to(device), weights.to(device))
+
+
+def _sparse(begins: Tensor, columns: Tensor, values: Tensor) -> Tensor:
+    """The matrix (2, B) of which row i has the `values` from begins[i] on, in their `columns`, each in one."""
+    with warnings.catch_warnings():
+        # That such matrices are in beta, and not checked: it would be waited for.
+        warnings.simplefilter("ignore")
+        size = len(begins) - 1, len(columns)
+        return torch.sparse_csr_tensor(begins, columns, values, size, check_invariants=False)
 
 
 class Together:
@@ -88,19 +94,22 @@ class Together:
     def __init__(self, chosen: Chosen, refuse_changed: Callable[[Sequence[_Version]], None]) -> None:
         self._chosen, self._refuse_changed = chosen, refuse_changed
         self._waiting: dict[tuple[torch.dtype, torch.device], dict[int, tuple[Tensor, _Version]]] = {}
+        self._numbers: dict[tuple[torch.dtype, torch.device], int] = {}
 
     def takes(self, rows: Tensor) -> bool:
         """Whether `rows` (B, n) are such."""
-        return not rows.is_inference() and len(rows) > 1 and rows.shape[1] <= _SMALL and rows.device.type in _HAS_BAGS
+        return not rows.is_inference() and len(rows) > 1 and rows.shape[1] <= _SMALL and rows.device.type in _BY_INDEX
 
     def add_(self, out: Tensor, rows: Tensor) -> None:
         """As of `Chosen.add_weighted_`; `out` has it when this was finished."""
-        waiting = self._waiting.setdefault((rows.dtype, rows.device), {})
-        held = sum(rows.numel() for _, (rows, _) in waiting.values())
+        key, place = (rows.dtype, rows.device), out.data_ptr()
+        waiting, held = self._waiting.setdefault(key, {}), self._numbers.get(key, 0)
         # Nothing is added to one place twice at once.
-        if out.data_ptr() in waiting or held + rows.numel() > _AT_ONCE:
+        if place in waiting or held + rows.numel() > _AT_ONCE:
             self._finish(waiting)
-        waiting[out.data_ptr()] = out, (rows, rows._version)
+            held = 0
+        self._numbers[key] = held + rows.numel()
+        waiting[place] = out, (rows, rows._version)
 
     def finish(self) -> None:
         """Adds all."""

@@ -27,6 +27,8 @@ BLOCK = 4096
 # The same of what `inner` leaves to tensor cores, where it grows faster: half as long would take more time, twice as
 # long would leave more of each norm in doubt.
 CUT_BLOCK = 512
+# Of products of blocks so many numbers are made at once, where they are of so many blocks.
+_TOGETHER, _FEWEST_TOGETHER = 1 << 25, 5
 # So few positions decide nothing.
 _FEW = 16
 # To fewer columns than these a CPU's kernels take as long as to as many.
@@ -73,20 +75,58 @@ def inner(left: Tensor, right: Tensor, cut_block: int = CUT_BLOCK, known: Tensor
     """
     if known is None and _is_narrow(left.shape[1], right.shape[2], left.device):
         return inner(right.mT, left.mT, cut_block).mT.contiguous()
-    as_they_are = are_multiplied_as_they_are(left, right)
-    block = cut_block if as_they_are else BLOCK
+    if are_multiplied_as_they_are(left, right):
+        return _on_cores(left, right, cut_block, known)
     total = known
-    for one, other in zip(_blocks(left, block, 2), _blocks(right, block, 1), strict=True):
-        if not as_they_are:
-            one, other = accumulation(one), accumulation(other)
-        if total is None:
-            total = _to_float32(one, other) if as_they_are else torch.bmm(one, other)
-        elif as_they_are:
-            _add_(total, one, other)
-        else:
-            total.baddbmm_(one, other)
+    for one, other in zip(_blocks(left, BLOCK, 2), _blocks(right, BLOCK, 1), strict=True):
+        one, other = accumulation(one), accumulation(other)
+        total = torch.bmm(one, other) if total is None else total.baddbmm_(one, other)
     assert total is not None
     return total
+
+
+def blocks_at_once(numbers: int, blocks: int) -> int:
+    """How many blocks of a sum are multiplied together: each by itself takes longer to start on than to make.
+
+    Where it does not, the copies that this takes would cost more.
+
+    Args:
+        numbers: of the product.
+        blocks: in all.
+    """
+    together = min(blocks, _TOGETHER // max(1, numbers))
+    return together if together >= _FEWEST_TOGETHER else 1
+
+
+def _on_cores(left: Tensor, right: Tensor, block: int, known: Tensor | None) -> Tensor:
+    """As of `inner`."""
+    batch, height, length, width = (*left.shape, right.shape[2])
+    whole, total = length // block * block, known
+    step = block * blocks_at_once(batch * height * width, whole // block)
+    ends = sorted({*range(step, whole, step), whole, length} - {0}) or [0]
+    for begin, end in zip([0, *ends], ends, strict=False):
+        one, other = left[..., begin:end], right[:, begin:end]
+        if end - begin > block:
+            rows = _in_blocks(one, block)
+            columns = rows if _is_same(one, other.mT) else _in_blocks(other.mT, block)
+            summed = _to_float32(rows, columns.mT).view(batch, -1, height, width).sum(1)
+            total = summed if total is None else total.add_(summed)
+        elif total is None:
+            total = _to_float32(one, other)
+        else:
+            _add_(total, one, other)
+    assert total is not None
+    return total
+
+
+def _in_blocks(values: Tensor, block: int) -> Tensor:
+    """(B k, m, block) from `values` (B, m, k block), as a view where the last axis is no row in memory."""
+    return values.unflatten(2, (-1, block)).transpose(1, 2).flatten(0, 1)
+
+
+def _is_same(first: Tensor, second: Tensor) -> bool:
+    """Whether they are one tensor, laid out alike."""
+    return first.data_ptr() == second.data_ptr() and (first.shape, first.stride()) == (second.shape, second.stride())
 
 
 def times(rows: Tensor, matrix: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from hf_dp.per_example.gram import SMALLEST_BLOCK, SMALLEST_ON_CORES
-from hf_dp.per_example.products import BLOCK, CUT_BLOCK, instantiated_from
+from hf_dp.per_example.products import BLOCK, CUT_BLOCK, blocks_at_once, instantiated_from
 from hf_dp.planning.memory import ModelSize, Parameter
 
 
@@ -137,8 +137,18 @@ def _gram(width: int, b: int, t: int, c: int) -> Work:
     """The Gram matrices of (B, T, width): made, added up in blocks where sums are long, and multiplied by others."""
     smallest = SMALLEST_ON_CORES if c == 2 else SMALLEST_BLOCK
     halvings = max(0, math.ceil(math.log2((t + 1) / (2 * smallest))))
-    # Of what is symmetric one triangle of blocks, and those on the diagonal whole.
-    numbers, blocks = b * t * t * (1 + 2**-halvings) / 2, -(-width // (CUT_BLOCK if c == 2 else BLOCK))
-    # Rows are read for each halving, and twice for the diagonal.
-    moved = c * b * t * width * (2 + halvings) + numbers * (12 + _ADDED * (blocks - 1))
-    return Work(2 * numbers * width, moved)
+    blocks = -(-width // (CUT_BLOCK if c == 2 else BLOCK))
+    total = Work()
+    # Of what is symmetric one triangle of blocks, and those on the diagonal whole: for each halving, and at last.
+    for halving in range(1, halvings + 2):
+        numbers = b * t * t / 2 ** (halving + 1 if halving <= halvings else halvings)
+        # Two halves, or both sides of the same rows.
+        rows = c * b * t * width * (1 if halving <= halvings else 2)
+        together = blocks_at_once(int(numbers), width // CUT_BLOCK) if c == 2 else 1
+        if together > 1:
+            # Copied, written block by block, and read again.
+            rows, added = rows + 2 * c * b * t * width * (1 if halving > halvings else 2), 8 * blocks
+        else:
+            added = _ADDED * (blocks - 1)
+        total += Work(2 * numbers * width, rows + numbers * (12 + added))
+    return total

@@ -92,13 +92,19 @@ def step(case: Case) -> list[str]:
 
 
 def enter(stack: ExitStack) -> None:
-    """Until `stack` is left, that device multiplies 16 bits on tensor cores, adds rows in bags, and draws."""
+    """Until `stack` is left, that device multiplies 16 bits on tensor cores, adds rows by index, and draws."""
     cores = {name: lambda device, *_: device.type == GPU for name in ("_has_tensor_cores", "_adds_in_place")}
     stack.enter_context(patch.multiple("hf_dp.per_example.products", **cores))
-    stack.enter_context(patch("hf_dp.per_example.chosen._HAS_BAGS", {GPU}))
+    stack.enter_context(patch("hf_dp.per_example.chosen._BY_INDEX", {GPU}))
+    stack.enter_context(patch("hf_dp.per_example.chosen._sparse", dense))
     stack.enter_context(patch.object(WatchedParameter, "of", functools.partial(_stands, WatchedParameter.of)))
     stack.enter_context(patch.object(GaussianNoise, "on_device", lambda self, device, key, path: device))
     stack.enter_context(patch("hf_dp.noise.source._add_by_torch", _added))
+
+
+def dense(begins: Tensor, columns: Tensor, values: Tensor) -> Tensor:
+    """In place of a sparse matrix, which has no shapes without numbers."""
+    return values.new_zeros(len(begins) - 1, len(columns))
 
 
 def on_device(model: nn.Module) -> None:

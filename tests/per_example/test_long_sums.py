@@ -92,7 +92,7 @@ def test_of_few_examples_rounding_takes_a_thousandth() -> None:
 def test_failure_69_where_examples_are_left_out_by_selection(has_bags: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU."""
     if has_bags:
-        monkeypatch.setattr(chosen, "_HAS_BAGS", frozenset({"cpu"}))
+        monkeypatch.setattr(chosen, "_BY_INDEX", frozenset({"cpu"}))
 
     def total(numbers: list[float]) -> float:
         rows, out = torch.tensor([*numbers, math.nan])[:, None], torch.zeros(1)

@@ -63,7 +63,7 @@ def test_an_example_that_is_left_out_leaves_nothing_behind(
 ) -> None:
     selected = summed(uses()[kind])
     elsewhere()
-    monkeypatch.setattr("hf_dp.per_example.chosen._HAS_BAGS", {"cpu"} if has_bags else set())
+    monkeypatch.setattr("hf_dp.per_example.chosen._BY_INDEX", {"cpu"} if has_bags else set())
     for value in (0.0, 1e38, math.inf, math.nan):
         assert torch.allclose(summed(with_second(uses()[kind], value)), selected, rtol=1e-6, atol=1e-6)
     assert not torch.allclose(selected, torch.zeros(SIZES))
@@ -75,7 +75,7 @@ def test_the_sum_of_those_that_are_chosen(
     mask: tuple[bool, ...], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In bags: of some, of none and of all, added to what there is, again and of other gradients too."""
-    monkeypatch.setattr("hf_dp.per_example.chosen._HAS_BAGS", {"cpu"})
+    monkeypatch.setattr("hf_dp.per_example.chosen._BY_INDEX", {"cpu"})
     torch.manual_seed(0)
     weights = torch.rand(4).mul_(torch.tensor(mask)).to(dtype)
     chosen = Chosen(weights)
@@ -96,7 +96,7 @@ def test_small_gradients_are_summed_together(
 ) -> None:
     """Of one parameter that is used twice too, and beside large ones and others laid out in columns."""
     elsewhere()
-    monkeypatch.setattr("hf_dp.per_example.chosen._HAS_BAGS", {"cpu"})
+    monkeypatch.setattr("hf_dp.per_example.chosen._BY_INDEX", {"cpu"})
     monkeypatch.setattr("hf_dp.per_example.chosen._AT_ONCE", at_once)
     monkeypatch.setattr("hf_dp.per_example.chosen._SMALL", 30)
     torch.manual_seed(0)
@@ -116,7 +116,7 @@ def test_small_gradients_are_summed_together(
     for name, total in expected.items():
         assert torch.allclose(found[name], total, rtol=1e-6), name
     # Seven uses: a, b, the first of twice; number, the second of twice; large; columns. a and b are 99 numbers.
-    assert calls.names["_embedding_bag_forward_only"] == {0: 7, 100: 5, 1 << 24: 4}[at_once]
+    assert calls.names["mm"] == {0: 7, 100: 5, 1 << 24: 4}[at_once]
 
 
 def test_what_waits_to_be_summed_is_not_changed_meanwhile(
@@ -124,7 +124,7 @@ def test_what_waits_to_be_summed_is_not_changed_meanwhile(
 ) -> None:
     """A rule may hand on the very gradient that autograd goes on with; of two passes norms are those of before."""
     elsewhere()
-    monkeypatch.setattr("hf_dp.per_example.chosen._HAS_BAGS", {"cpu"})
+    monkeypatch.setattr("hf_dp.per_example.chosen._BY_INDEX", {"cpu"})
     out, weights, values = {"w": torch.zeros(4)}, torch.tensor([0.5, 0.0, 1.5]), torch.randn(3, 4)
     with ExitStack() as stack:
         stack.enter_context(adding(out, weights, lambda name: torch.zeros(4)))("w", [PerExample(values)])

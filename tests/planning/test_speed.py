@@ -16,6 +16,7 @@ from hf_dp.planning import speed
 from hf_dp.planning.memory import ModelSize, Parameter
 from hf_dp.planning.speed import GPUS, Gpu, predicted_ratio
 from scripts.workloads import Counting
+from tests.per_example.pretended import dense
 
 WIDE = ModelSize((Parameter((8192, 2048), trained=True, unit=""),))
 # Nothing is limited by memory, nor by products of float32 numbers.
@@ -83,7 +84,8 @@ def test_bytes_are_those_that_are_moved(
             pytest.skip("torch 2.11 does not know the shape of such a product of batches")
 
     monkeypatch.setattr(products, "_add_in_place", added)
-    monkeypatch.setattr("hf_dp.per_example.chosen._HAS_BAGS", {"meta"})
+    monkeypatch.setattr("hf_dp.per_example.chosen._BY_INDEX", {"meta"})
+    monkeypatch.setattr("hf_dp.per_example.chosen._sparse", dense)
     # Autocast knows no meta device.
     monkeypatch.setattr("hf_dp.per_example.factors.full_precision", lambda device: nullcontext())
     sides = [torch.empty(examples, length, width, dtype=torch.bfloat16, device="meta") for width in (p, d)]
