@@ -10,7 +10,7 @@ from hf_dp.randomness import seed_sequence
 
 
 class GaussianNoise(NoiseSource):
-    """SFC64 streams with 192-bit seeds; on a CUDA device `torch`'s Philox there, with a 64-bit seed for each tensor.
+    """SFC64 streams with 192-bit seeds; on a CUDA device `torch`'s Philox there, with a 64-bit seed for each call.
 
     `torch`'s own CPU generator is not used: it keeps only 32 bits of its seed, so anyone could try all its streams.
     """

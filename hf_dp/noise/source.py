@@ -106,8 +106,12 @@ class NoiseSource(ABC):
         key = self._entropy.fresh(stream, step)
         here: list[torch.Tensor] = []
         there: list[tuple[torch.Tensor, torch.Generator]] = []
+        # One for all tensors of a device: beginning another takes as long as a large tensor's noise.
+        generators: dict[torch.device, torch.Generator | None] = {}
         for tensor in targets:
-            generator = self.on_device(tensor.device, key, (1 + len(there),))
+            if tensor.device not in generators:
+                generators[tensor.device] = self.on_device(tensor.device, key, (1 + len(generators),))
+            generator = generators[tensor.device]
             if generator is None:
                 here.append(tensor)
             else:

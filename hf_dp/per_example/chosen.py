@@ -13,7 +13,7 @@ from hf_dp.per_example.long_sums import AT_ONCE
 # Where torch adds up rows by an index that lies on the device.
 _BY_INDEX = frozenset({"cuda"})
 # Numbers of a gradient that takes longer to start on than to add up, and of so many that are added up at once.
-_SMALL, _AT_ONCE = 1 << 18, 1 << 24
+SMALL, SUMMED_AT_ONCE = 1 << 18, 1 << 24
 
 _Version = tuple[Tensor, int]
 
@@ -98,14 +98,14 @@ class Together:
 
     def takes(self, rows: Tensor) -> bool:
         """Whether `rows` (B, n) are such."""
-        return not rows.is_inference() and len(rows) > 1 and rows.shape[1] <= _SMALL and rows.device.type in _BY_INDEX
+        return not rows.is_inference() and len(rows) > 1 and rows.shape[1] <= SMALL and rows.device.type in _BY_INDEX
 
     def add_(self, out: Tensor, rows: Tensor) -> None:
         """As of `Chosen.add_weighted_`; `out` has it when this was finished."""
         key, place = (rows.dtype, rows.device), out.data_ptr()
         waiting, held = self._waiting.setdefault(key, {}), self._numbers.get(key, 0)
         # Nothing is added to one place twice at once.
-        if place in waiting or held + rows.numel() > _AT_ONCE:
+        if place in waiting or held + rows.numel() > SUMMED_AT_ONCE:
             self._finish(waiting)
             held = 0
         self._numbers[key] = held + rows.numel()

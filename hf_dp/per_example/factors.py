@@ -115,7 +115,8 @@ class Outer:
         # Of what is instantiated beside any others, a GPU would take long to read all rows once more. In 16 bits what
         # an example adds depends on the others by as much in any case.
         lengths = None if on_cores and fewest == 0 else self.lengths(is_kept=True)
-        return replace(self.instantiated(BLOCK), lengths=lengths)
+        made = self.instantiated(BLOCK)
+        return made if lengths is None else replace(made, lengths=lengths)
 
     def add_weighted_(self, out: Tensor, coefficients: Tensor) -> None:
         """Adds sum over i of coefficients[i] x (gradient of example i) to `out` in place, in the dtype of `out`."""

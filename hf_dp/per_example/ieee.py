@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -21,24 +21,51 @@ _IEEE = ["ieee", "ieee"]
 _IN_FULL = {"ieee", "none"}
 
 
+class full_precision:  # noqa: N801 - it is called as a function
+    """Inside, products on a device are so: norms and sums must be of the same numbers."""
+
+    # No generator: it is entered for each use of each parameter.
+    __slots__ = ("_device", "_stack")
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stack: ExitStack | None = None
+
+    def __enter__(self) -> None:
+        device, before = self._device, precisions()
+        is_cast, is_full = torch.is_autocast_enabled(device.type), _IN_FULL.issuperset(before)
+        in_fewer = _in_fewer_bits(device)
+        if not is_full or is_cast or in_fewer:
+            self._stack = stack = ExitStack()
+            if not is_full:
+                stack.enter_context(_in_ieee(before))
+            if in_fewer:
+                stack.enter_context(_sums_in_float32(in_fewer))
+            if is_cast:
+                stack.enter_context(torch.autocast(device.type, enabled=False))
+
+    def __exit__(self, *given: object) -> None:
+        if self._stack is not None:
+            self._stack.close()
+
+
 @contextmanager
-def full_precision(device: torch.device) -> Iterator[None]:
-    """Inside, products are so: norms and sums must be of the same numbers."""
+def whole_sums(devices: Iterable[torch.device]) -> Iterator[None]:
+    """Inside, products of 16-bit numbers are added up in float32 on all of these devices, the model's own too.
+
+    To change that for each use of a parameter, and back, takes longer than many a product.
+    """
+    in_fewer = sorted({name for device in devices for name in _in_fewer_bits(device)})
+    with _sums_in_float32(in_fewer) if in_fewer else nullcontext():
+        yield
+
+
+def _in_fewer_bits(device: torch.device) -> list[str]:
+    """The settings that let products of 16-bit numbers there be added up in 16 bits."""
+    if device.type != "cuda":
+        return []
     cublas: Any = torch.backends.cuda.matmul
-    in_fewer = [name for name in _IN_FEWER_BITS if device.type == "cuda" and getattr(cublas, name)]
-    before, is_cast = precisions(), torch.is_autocast_enabled(device.type)
-    # It is entered for each use of each parameter.
-    if not (in_fewer or is_cast) and _IN_FULL.issuperset(before):
-        yield
-        return
-    with ExitStack() as stack:
-        if not _IN_FULL.issuperset(before):
-            stack.enter_context(_in_ieee(before))
-        if in_fewer:
-            stack.enter_context(_sums_in_float32(in_fewer))
-        if is_cast:
-            stack.enter_context(torch.autocast(device.type, enabled=False))
-        yield
+    return [name for name in _IN_FEWER_BITS if getattr(cublas, name)]
 
 
 def precisions() -> list[str]:

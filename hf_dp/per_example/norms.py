@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from hf_dp.per_example.chosen import SMALL, SUMMED_AT_ONCE
 from hf_dp.per_example.factors import DistinctRows, Factors, Outer, PerExample
 from hf_dp.per_example.gram import Dense, OneHot, SelfGrams, gram, smallest_block
 from hf_dp.per_example.lengths import Lengths, joined, magnitudes, rounding
@@ -29,15 +30,13 @@ def all_squared_norms(factors: Iterable[list[Factors]]) -> list[tuple[Tensor, Te
         match uses:
             case [PerExample(values) as use]:
                 rows = accumulation(values).reshape(len(values), -1)
-                # Not copied whole: that would be as many numbers again.
-                rows = _shortened(rows) if rows.shape[1] > _NORM_BLOCK else rows
                 kept.setdefault((rows.dtype, rows.device, use.lengths is None), []).append((rows, use.lengths))
             case [Outer() as outer] if not isinstance(outer, DistinctRows):
                 outers.setdefault(outer.likeness, []).append(outer)
             case [_, *_]:
                 pairs.append(squared_norms(uses, grams))
     for together in kept.values():
-        norms = _norms(torch.cat([rows for rows, _ in together], dim=1))
+        norms = _norms_together([rows for rows, _ in together])
         apart = magnitudes([lengths for _, lengths in together if lengths is not None]) or [norms[None]]
         pairs.append((norms.square(), torch.cat([rounding(one).to(norms) for one in apart]).sum(0)))
     for alike in outers.values():
@@ -181,6 +180,22 @@ def magnitude_of_all(uses: Sequence[Factors]) -> Tensor:
     """The same of all uses of one parameter."""
     first, *others = map(magnitude_of, uses)
     return sum(others, start=first)
+
+
+def _norms_together(several: Sequence[Tensor]) -> Tensor:
+    """(B,) l2 norms of `several` (B, n), one after another."""
+    short, waiting, held = list[Tensor](), list[Tensor](), 0
+    for rows in several:
+        size = rows.shape[1]
+        # Not copied whole: that would be as many numbers again. But where each by itself would take longer to start on
+        # than to make, a few MiB are.
+        is_copied = size <= _NORM_BLOCK or (size <= SMALL and not answers_at_once(rows.device))
+        waiting.append(rows if is_copied else _shortened(rows))
+        held += waiting[-1].numel()
+        if held > SUMMED_AT_ONCE:
+            short.append(_shortened(torch.cat(waiting, dim=1)))
+            waiting, held = [], 0
+    return _norms(torch.cat([*short, *waiting], dim=1))
 
 
 def _norms(rows: Tensor) -> Tensor:

@@ -101,6 +101,8 @@ def blocks_at_once(numbers: int, blocks: int) -> int:
 def _on_cores(left: Tensor, right: Tensor, block: int, known: Tensor | None) -> Tensor:
     """As of `inner`."""
     batch, height, length, width = (*left.shape, right.shape[2])
+    if length <= block and known is None:
+        return _to_float32(left, right)
     whole, total = length // block * block, known
     step = block * blocks_at_once(batch * height * width, whole // block)
     ends = sorted({*range(step, whole, step), whole, length} - {0}) or [0]
@@ -109,7 +111,7 @@ def _on_cores(left: Tensor, right: Tensor, block: int, known: Tensor | None) -> 
         if end - begin > block:
             rows = _in_blocks(one, block)
             columns = rows if _is_same(one, other.mT) else _in_blocks(other.mT, block)
-            summed = _to_float32(rows, columns.mT).view(batch, -1, height, width).sum(1)
+            summed: Tensor = _to_float32(rows, columns.mT).view(batch, -1, height, width).sum(1)
             total = summed if total is None else total.add_(summed)
         elif total is None:
             total = _to_float32(one, other)
@@ -121,7 +123,8 @@ def _on_cores(left: Tensor, right: Tensor, block: int, known: Tensor | None) -> 
 
 def _in_blocks(values: Tensor, block: int) -> Tensor:
     """(B k, m, block) from `values` (B, m, k block), as a view where the last axis is no row in memory."""
-    return values.unflatten(2, (-1, block)).transpose(1, 2).flatten(0, 1)
+    blocks: Tensor = values.unflatten(2, (-1, block)).transpose(1, 2)
+    return blocks.flatten(0, 1)
 
 
 def _is_same(first: Tensor, second: Tensor) -> bool:

@@ -25,11 +25,25 @@ from hf_dp.errors import UnsupportedModelError
 _CHECKPOINTED = "_checkpoint_wrapped_module."
 
 
+def named_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """As of the method of this name, which hands on each of thousands of modules through all that it lies in."""
+    found: dict[int, tuple[str, nn.Module]] = {}
+    to_do: list[tuple[str, nn.Module]] = [("", model)]
+    while to_do:
+        path, module = to_do.pop()
+        if id(module) not in found:
+            found[id(module)] = path, module
+            begin = f"{path}." if path else ""
+            inner = [(begin + name, one) for name, one in module._modules.items() if one is not None]
+            to_do += reversed(inner)
+    return list(found.values())
+
+
 def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
     """The trainable parameters, those that FSDP2 shards as shards; tied names collapse to the first."""
     # A forward pass without a backward pass leaves the root's parameters whole.
     reshard(model)
-    return trained_in(model.named_modules())
+    return trained_in(named_modules(model))
 
 
 def trained_in(modules: Iterable[tuple[str, nn.Module]]) -> dict[str, nn.Parameter]:

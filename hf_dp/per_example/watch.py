@@ -29,13 +29,13 @@ from hf_dp.per_example.factors import Factors, Outer
 from hf_dp.per_example.filled import Filled, is_writing
 from hf_dp.per_example.functions import Applied, by_rows, functions_seen
 from hf_dp.per_example.idle import without_idle
-from hf_dp.per_example.ieee import full_precision
+from hf_dp.per_example.ieee import full_precision, whole_sums
 from hf_dp.per_example.leaves import refusing_others
 from hf_dp.per_example.precision import sum_dtype
 from hf_dp.per_example.reading import Reader
 from hf_dp.per_example.rule import PLAIN, SECOND, Axis, Bound, Operands, Rule, Use, refusal
 from hf_dp.per_example.rules.composites import COMPOSITES
-from hf_dp.per_example.sharding import refuse_unknown_shards, reshard, trained_in, watched_when_whole
+from hf_dp.per_example.sharding import named_modules, refuse_unknown_shards, reshard, trained_in, watched_when_whole
 from hf_dp.per_example.use import Call, copied, name_of, recorded, sorted_operands
 from hf_dp.per_example.watched import Source, WatchedParameter, flatten, in_place, mapped, names_of, plain
 
@@ -90,8 +90,9 @@ class Watch:
     def run(self, model: nn.Module, loss_fn: LossFunction, batch: Batch) -> Tensor:
         """One forward and one backward pass; the losses (B,), detached. The factors are then in `factors`."""
         with self.attached(model), refusing_others([*self.parameters.values(), *batch.values()]):
-            losses = self.forward(model, loss_fn, batch)
-            self.backward(losses)
+            with whole_sums({p.device for p in self.parameters.values()}):
+                losses = self.forward(model, loss_fn, batch)
+                self.backward(losses)
             with torch.no_grad(), full_precision(losses.device):
                 for constant in reversed(self.constants):
                     constant.settle()
@@ -128,7 +129,7 @@ class Watch:
         """
         # A model may have thousands of modules; for each micro-batch it is walked through as seldom as can be.
         reshard(model)
-        named = list(model.named_modules())
+        named = named_modules(model)
         modules = [module for _, module in named]
         refuse_compiled(modules)
         refuse_unknown_shards(modules)
@@ -285,7 +286,7 @@ class Watch:
             (self.uses if torch.is_grad_enabled() else self.read).add(use)
             self.doubts.update((use,) if doubtful else ())
             if given is not None and axis.reading != "constant" and not given.requires_grad:
-                self.read.add(use._replace(reading=PLAIN))
+                self.read.add(Use(operation, parameter, PLAIN, given.dim()))
             if self.observe is not None and given is not None:
                 self.observe(use, given, axis)
 

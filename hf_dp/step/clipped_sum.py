@@ -261,7 +261,7 @@ def _in_buffers(parameters: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], li
     gradients: dict[str, Tensor] = {}
     for name, p in parameters.items():
         number, begin = places[name]
-        strides = torch.empty_like(p, device="meta").stride()
+        strides = p.stride() if p.is_contiguous() else torch.empty_like(p, device="meta").stride()
         gradients[name] = buffers[sum_dtype(p.dtype), p.device][number].as_strided(p.shape, strides, begin)
     return gradients, list(itertools.chain.from_iterable(buffers.values()))
 

@@ -237,6 +237,8 @@ class NoiseSourceContract(DistributionContract):
         for tensor, same_again in zip(*pairs, strict=True):
             assert torch.equal(tensor, same_again)
             assert normal_p(tensor.cpu().double().flatten().numpy(), 2.0) > REJECTED
+        first, second = (tensor.flatten()[:3000] for tensor in pairs[0])
+        assert not bool(first.eq(second).any())
 
     # --- what is promised --------------------------------------------------------------------------------------------
 

@@ -12,6 +12,8 @@ import torch
 
 import hf_dp
 from hf_dp.noise import source as noise_module
+from hf_dp.noise.gaussian import GaussianNoise
+from hf_dp.randomness import Entropy
 from tests.noise.contract import NoiseSourceContract
 from tests.noise.distribution import REJECTED, SIZE, DistributionContract, normal_p
 
@@ -31,6 +33,28 @@ class TestGaussian(NoiseSourceContract):
 
     def test_the_noise_of_a_seed_stays_what_it_was(self) -> None:
         assert self.drawn(3, step=4, dtype=torch.float64)[:2].tolist() == [0.32175079251938843, 2.0391867807367943]
+
+
+class TestOnDevicesTogether:
+    def test_tensors_of_one_device_get_one_stream_and_numbers_of_their_own(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        made = list[tuple[int, ...]]()
+
+        def on_device(self: GaussianNoise, device: torch.device, key: bytes, path: tuple[int, ...]) -> torch.Generator:
+            made.append(path)
+            return torch.Generator().manual_seed(int.from_bytes(key[:4]) + path[0])
+
+        monkeypatch.setattr(GaussianNoise, "on_device", on_device)
+        drawn = []
+        for step in (0, 0, 1):
+            tensors = [torch.zeros(500, 40), torch.zeros(20_000)]
+            GaussianNoise(Entropy(3)).add_(tensors, 2.0, step)
+            drawn.append(torch.cat([tensor.flatten() for tensor in tensors]))
+        assert made == [(1,)] * 3
+        assert torch.equal(drawn[0], drawn[1])
+        assert len(torch.cat([drawn[0], drawn[2]]).unique()) > 0.99 * 80_000
+        assert normal_p(drawn[0].double().numpy(), 2.0) > REJECTED > normal_p(drawn[0].double().numpy(), 3.0)
 
 
 class TestOnDevices(DistributionContract):

@@ -292,6 +292,37 @@ def test_a_product_is_added_as_it_is_made_where_that_is_right(
     products._adds_in_place.cache_clear()
 
 
+@pytest.mark.parametrize("limit", [0, 5 * 36 + 1, 7 * 36, 1 << 25])
+@pytest.mark.parametrize("length", [1, 8, 9, 40, 41, 100, 0])
+def test_blocks_are_multiplied_together_or_one_by_one(
+    length: int, limit: int, on_cores: Callable[[Multiply], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[int] = []
+
+    def noted(left: Tensor, right: Tensor) -> Tensor:
+        calls.append(left.shape[2])
+        return exactly(left, right)
+
+    on_cores(noted)
+    monkeypatch.setattr(products, "_TOGETHER", limit)
+    torch.manual_seed(0)
+    rows, columns = (torch.randint(-8, 9, (3, n, length)).bfloat16() for n in (3, 4))
+    laid_out = {
+        "rows": (rows, columns.mT), "columns": (rows.mT.contiguous().mT, columns.mT.contiguous()),
+        "itself": (rows, rows.mT), "part": (rows.repeat(1, 1, 2)[..., :length], columns.mT),
+    }  # fmt: skip
+    for name, (left, right) in laid_out.items():
+        for known in (None, torch.full((3, 3, right.shape[2]), 7.0)):
+            expected = left.float() @ right.float() + (0 if known is None else 7)
+            calls.clear()
+            # Whole numbers, of which no order of adding them up changes anything.
+            assert torch.equal(products.inner(left, right, 8, known), expected), name
+            assert all(call <= 8 for call in calls)
+            if name == "rows" and length == 100 and known is None:
+                # Twelve blocks and a half of 36 numbers each.
+                assert len(calls) == {0: 13, 5 * 36 + 1: 4, 7 * 36: 3, 1 << 25: 2}[limit]
+
+
 def test_cublas_is_asked_for_whole_sums_and_left_as_it_was() -> None:
     cublas: Any = torch.backends.cuda.matmul
     before = {name: getattr(cublas, name) for name in _IN_FEWER_BITS}

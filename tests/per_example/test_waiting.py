@@ -56,14 +56,14 @@ def summed(use: Factors) -> Tensor:
     return gradients.weighted_sum(torch.tensor([0.5, 0.0, 1.5]))["w"]
 
 
-@pytest.mark.parametrize("has_bags", [True, False])
+@pytest.mark.parametrize("by_index", [True, False])
 @pytest.mark.parametrize("kind", uses())
 def test_an_example_that_is_left_out_leaves_nothing_behind(
-    kind: str, has_bags: bool, elsewhere: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+    kind: str, by_index: bool, elsewhere: Callable[[], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     selected = summed(uses()[kind])
     elsewhere()
-    monkeypatch.setattr("hf_dp.per_example.chosen._BY_INDEX", {"cpu"} if has_bags else set())
+    monkeypatch.setattr("hf_dp.per_example.chosen._BY_INDEX", {"cpu"} if by_index else set())
     for value in (0.0, 1e38, math.inf, math.nan):
         assert torch.allclose(summed(with_second(uses()[kind], value)), selected, rtol=1e-6, atol=1e-6)
     assert not torch.allclose(selected, torch.zeros(SIZES))
@@ -74,7 +74,7 @@ def test_an_example_that_is_left_out_leaves_nothing_behind(
 def test_the_sum_of_those_that_are_chosen(
     mask: tuple[bool, ...], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In bags: of some, of none and of all, added to what there is, again and of other gradients too."""
+    """By index: of some, of none and of all, added to what there is, again and of other gradients too."""
     monkeypatch.setattr("hf_dp.per_example.chosen._BY_INDEX", {"cpu"})
     torch.manual_seed(0)
     weights = torch.rand(4).mul_(torch.tensor(mask)).to(dtype)
@@ -89,6 +89,25 @@ def test_the_sum_of_those_that_are_chosen(
         assert torch.allclose(out, expected, rtol=1e-5)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("size", [1, 33, 70_000, 3_000_000])
+def test_on_a_gpu_too_and_the_same_each_time(size: int) -> None:
+    torch.manual_seed(0)
+    weights, rows = torch.tensor([0.5, 0.0, 1.5, 0.0, 0.7]), torch.randn(5, size)
+    expected = (weights.double() @ rows.double()).float()
+    rows[1], rows[3] = math.nan, math.inf
+    found = []
+    for is_deterministic in (False, True, True):
+        before = torch.are_deterministic_algorithms_enabled()
+        torch.use_deterministic_algorithms(is_deterministic)
+        try:
+            found += [Chosen(weights.cuda()).weighted(rows.cuda()).cpu() for _ in range(10)]
+        finally:
+            torch.use_deterministic_algorithms(before)
+    assert torch.allclose(found[0], expected, rtol=1e-5, atol=1e-6)
+    assert all(torch.equal(one, found[0]) for one in found)
+
+
 @pytest.mark.parametrize("at_once", [0, 100, 1 << 24])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_small_gradients_are_summed_together(
@@ -97,8 +116,8 @@ def test_small_gradients_are_summed_together(
     """Of one parameter that is used twice too, and beside large ones and others laid out in columns."""
     elsewhere()
     monkeypatch.setattr("hf_dp.per_example.chosen._BY_INDEX", {"cpu"})
-    monkeypatch.setattr("hf_dp.per_example.chosen._AT_ONCE", at_once)
-    monkeypatch.setattr("hf_dp.per_example.chosen._SMALL", 30)
+    monkeypatch.setattr("hf_dp.per_example.chosen.SUMMED_AT_ONCE", at_once)
+    monkeypatch.setattr("hf_dp.per_example.chosen.SMALL", 30)
     torch.manual_seed(0)
     shapes = {"a": (5,), "b": (4, 7), "twice": (3, 2), "large": (6, 6), "columns": (2, 3, 2, 2), "number": ()}
     values = {name: [torch.randn(3, *shape, dtype=dtype)] for name, shape in shapes.items()}

@@ -15,7 +15,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from hf_dp.errors import UnsupportedModelError
 from hf_dp.per_example.checks.state import buffer_refused, configurations, is_saved
 from hf_dp.per_example.checks.values import copied, same
-from hf_dp.per_example.sharding import reshard
+from hf_dp.per_example.sharding import named_modules, reshard
 from hf_dp.per_example.taken import bits_of
 
 _Place = tuple[str, str]
@@ -41,7 +41,7 @@ def unchanged_weights(model: nn.Module) -> Iterator[None]:
         UnsupportedModelError: with the name in the state dict.
     """
     before = _checksums(model)
-    _refuse_written(model, {**before, **_others(list(model.named_modules()))})
+    _refuse_written(model, {**before, **_others(named_modules(model))})
     try:
         with writes_noted(model):
             yield
@@ -72,11 +72,11 @@ def unchanged_buffers(model: nn.Module) -> Iterator[None]:
         UnsupportedModelError: with the name.
     """
     # Of thousands of modules, which take long to walk through.
-    modules = list(model.named_modules())
+    modules = named_modules(model)
     before, others, writes = _saved_buffers(modules), _others(modules), _writes(modules)
 
     def undone() -> tuple[list[_Place], list[str]]:
-        modules = list(model.named_modules())
+        modules = named_modules(model)
         now = _saved_buffers(modules, as_is=True)
         changed = [place for place in {**before, **now} if not same(before.get(place), now.get(place))]
         for path, last in changed:
@@ -110,7 +110,7 @@ def unchanged_buffers(model: nn.Module) -> Iterator[None]:
 @contextmanager
 def writes_noted(model: nn.Module) -> Iterator[None]:
     """From now on, what is written to inside is compared by checksums (see `write_of`), in all models that share it."""
-    before = _parameters(list(model.named_modules()))
+    before = _parameters(named_modules(model))
     counts = {name: p._version for name, p in before.items()}
     try:
         yield
@@ -133,7 +133,7 @@ def buffers_told(model: nn.Module, known: Mapping[str, _Told]) -> dict[str, _Tol
     """Of each saved buffer the tensor, torch's count of writes, and a checksum: that of `known` where it is as it was.
     A write that changes nothing, such as DDP's, leaves the checksum as it is."""
     found: dict[str, _Told] = {}
-    for (path, last), buffer in _saved_buffers(list(model.named_modules()), as_is=True).items():
+    for (path, last), buffer in _saved_buffers(named_modules(model), as_is=True).items():
         name = f"{path}.{last}".lstrip(".")
         count = None if buffer is None or buffer.is_inference() else buffer._version
         mark = known.get(name)

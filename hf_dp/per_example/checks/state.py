@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from hf_dp.errors import PreflightError, UnsupportedModelError
 from hf_dp.per_example.checks.values import equal
+from hf_dp.per_example.sharding import named_modules
 
 _Attributes = list[tuple[str, Any, dict[str, Any]]]
 _PLAIN = (str, bool, int, float, type(None), tuple, Tensor)
@@ -149,7 +150,7 @@ def _buffers(model: nn.Module) -> dict[str, tuple[Tensor, Tensor]]:
 
 def attributes_of(model: nn.Module) -> _Attributes:
     """For each module, and each configuration that one holds, its name and its plain attributes."""
-    return [(path, holder, _values(holder)) for path, holder in _holders(model.named_modules())]
+    return [(path, holder, _values(holder)) for path, holder in _holders(named_modules(model))]
 
 
 def configurations(modules: Iterable[tuple[str, nn.Module]]) -> list[tuple[str, dict[str, Any]]]:
@@ -160,10 +161,11 @@ def configurations(modules: Iterable[tuple[str, nn.Module]]) -> list[tuple[str, 
 def _holders(modules: Iterable[tuple[str, nn.Module]]) -> Iterable[tuple[str, Any]]:
     found: dict[int, tuple[str, Any]] = {}
     for name, module in modules:
-        own = (("", module), *((f".{kind}", _held(module, kind)) for kind in ("config", "generation_config")))
-        for kind, holder in own:
+        found.setdefault(id(module), (name, module))
+        for kind in ("config", "generation_config"):
+            holder = _held(module, kind)
             if hasattr(holder, "__dict__"):
-                found.setdefault(id(holder), ((name + kind).lstrip("."), holder))
+                found.setdefault(id(holder), (f"{name}.{kind}".lstrip("."), holder))
     return found.values()
 
 
