@@ -47,6 +47,39 @@ def all_squared_norms(factors: Iterable[list[Factors]]) -> list[tuple[Tensor, Te
     return pairs
 
 
+class NormsOfDropped:
+    """Squared norms of the uses of one parameter after another, whose factors need not be kept.
+
+    A GPU takes long to start on the bound of each by itself: what bounds follow from is kept, two numbers for each
+    position, and those that are alike go together.
+    """
+
+    def __init__(self) -> None:
+        self._pairs: list[tuple[Tensor, Tensor]] = []
+        self._unbound: dict[Hashable, list[tuple[Tensor, Lengths]]] = {}
+
+    def add(self, uses: list[Factors]) -> None:
+        """All of one parameter."""
+        match uses:
+            case [Outer() as outer] if not (isinstance(outer, DistinctRows) or answers_at_once(outer.device)):
+                squares, lengths = _own_norms(outer, SelfGrams())
+            case [PerExample(values, lengths=Lengths() as lengths)] if not answers_at_once(values.device):
+                squares = _norms(accumulation(values).reshape(len(values), -1)).square()
+            case _:
+                self._pairs.append(squared_norms(uses))
+                return
+        self._unbound.setdefault((squares.dtype, lengths.likeness), []).append((squares, lengths))
+
+    def pairs(self) -> list[tuple[Tensor, Tensor]]:
+        """As of `all_squared_norms`."""
+        found = list(self._pairs)
+        for alike in self._unbound.values():
+            squares, lengths = zip(*alike, strict=True)
+            bounds = rounding(joined(lengths).magnitude())
+            found.append((torch.stack(squares).clamp_min(0).sum(0), bounds.sum(0)))
+        return found
+
+
 def squared_norms(uses: list[Factors], grams: SelfGrams | None = None) -> tuple[Tensor, Tensor]:
     """Squared l2 norms of the per-example gradients of one parameter used `len(uses)` times.
 
@@ -116,12 +149,17 @@ def _terms(outers: list[Outer], grams: SelfGrams) -> tuple[Tensor, list[Tensor]]
 def _own_terms(outers: list[Outer], grams: SelfGrams) -> tuple[Tensor, Tensor]:
     """Of k outer products that are alike, (k, B) each: their squared norms, and what these would be the squares of if
     nothing cancelled."""
-    first = outers[0]
-    smallest, scale = smallest_block(first.left, first.right), abs(first.scale)
-    pairs = [(grams.of(outer.left, smallest), grams.of(outer.right, smallest)) for outer in outers]
-    total = torch.stack([left.inner(right) for left, right in pairs])
-    lengths = [use.lengths(left.row_norms, right.row_norms) for use, (left, right) in zip(outers, pairs, strict=True)]
-    return scale**2 * total, joined(lengths).magnitude()
+    squares, lengths = zip(*(_own_norms(outer, grams) for outer in outers), strict=True)
+    return torch.stack(squares), joined(lengths).magnitude()
+
+
+def _own_norms(outer: Outer, grams: SelfGrams) -> tuple[Tensor, Lengths]:
+    """The squared norms (B,) of an outer product, and the lengths of its rows."""
+    smallest = smallest_block(outer.left, outer.right)
+    left, right = (grams.of(side, smallest) for side in (outer.left, outer.right))
+    squares = left.inner(right)
+    lengths = outer.lengths(left.row_norms, right.row_norms)
+    return squares if abs(outer.scale) == 1.0 else outer.scale**2 * squares, lengths
 
 
 def _norms_of_sum(uses: list[Factors], grams: SelfGrams) -> tuple[Tensor, Tensor]:

@@ -19,7 +19,7 @@ from hf_dp.errors import UnsupportedModelError
 from hf_dp.per_example.batch import Batch, LossFunction, batch_size
 from hf_dp.per_example.factors import Factors
 from hf_dp.per_example.grouped import Grouping
-from hf_dp.per_example.norms import magnitude_of_all, squared_norms
+from hf_dp.per_example.norms import NormsOfDropped, magnitude_of_all
 from hf_dp.per_example.pictures import check_pictures
 from hf_dp.per_example.reading import Reader
 from hf_dp.per_example.record import PerExampleGradients, checked_run
@@ -68,8 +68,11 @@ class TwoPasses(PerExampleGradients):
             self._measure()
 
     def _measure(self) -> None:
-        watch = self._watched(lambda name, uses: self._measured.append(squared_norms(self._grouped(uses))), True)
+        norms = NormsOfDropped()
+        watch = self._watched(lambda name, uses: norms.add(self._grouped(uses)), True)
         losses = self._run(watch)
+        with torch.no_grad():
+            self._measured = norms.pairs()
         self.uses, self._bits = frozenset(watch.uses), watch.bits
         self.losses = losses if self._grouping is None else self._grouping.summed(losses)
         self._differed = self.differing = most_differing(watch.differing)

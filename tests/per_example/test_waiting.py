@@ -17,6 +17,7 @@ from hf_dp.errors import UnsupportedModelError
 from hf_dp.per_example import Dense, OneHot, Outer, PerExampleGradients, RowSum, record
 from hf_dp.per_example.chosen import Chosen
 from hf_dp.per_example.factors import Factors, PerExample
+from hf_dp.per_example.norms import NormsOfDropped, all_squared_norms
 from hf_dp.per_example.sums import adding
 
 SIZES = (7, 4)
@@ -151,6 +152,35 @@ def test_what_waits_to_be_summed_is_not_changed_meanwhile(
         with pytest.raises(UnsupportedModelError, match="changed in place"):
             stack.close()
     assert not out["w"].any()
+
+
+@pytest.mark.parametrize("is_elsewhere", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_norms_of_what_is_dropped_are_those_of_what_is_kept(
+    dtype: torch.dtype, is_elsewhere: bool, elsewhere: Callable[[], None]
+) -> None:
+    """Squares and bounds, of uses that are alike and others, and of a parameter that is used twice."""
+    torch.manual_seed(0)
+
+    def outer(positions: int, p: int, d: int, scale: float = 1.0) -> Outer:
+        return Outer(*(Dense(torch.randn(3, positions, n, dtype=dtype)) for n in (p, d)), scale)
+
+    lookup = Outer(OneHot(torch.randint(0, 40, (3, 5)), 40), Dense(torch.randn(3, 5, 4, dtype=dtype)))
+    several: list[list[Factors]] = [
+        [outer(5, 6, 7)], [outer(5, 6, 7, -2.0)], [outer(5, 6, 7)], [outer(4, 6, 7)], [lookup], [lookup, outer(5, 40, 4)],
+        [outer(9, 3, 2).settled()], [outer(9, 3, 2).settled()], [PerExample(torch.randn(3, 1100, dtype=dtype))],
+        [PerExample.over(torch.randn(3, 4, 700, dtype=dtype))],
+    ]  # fmt: skip
+    if is_elsewhere:
+        elsewhere()
+    norms = NormsOfDropped()
+    for uses in several:
+        norms.add(uses)
+    assert len(norms.pairs()) < len(several) or not is_elsewhere
+    for found, kept in zip(
+        zip(*norms.pairs(), strict=True), zip(*all_squared_norms(several), strict=True), strict=True
+    ):
+        assert torch.allclose(torch.stack(found).sum(0), torch.stack(kept).sum(0), rtol=1e-5)
 
 
 class Calls(TorchDispatchMode):
