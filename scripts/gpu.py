@@ -11,6 +11,7 @@ scipy, pandas, pyarrow, typer, rich, attrs and absl-py, carry the rest, download
     cd REPOSITORY && python3 -m pip install -q --no-index --no-deps --target build/site build/wheels/*.whl && \\
         PYTHONPATH=.:build/site python3 scripts/gpu.py --output DIR
 
+With --only and the name of a section (several times, if need be) those alone are run, and added to what DIR has.
 What is there must be as new as constraints-oldest.txt (torch 2.11, transformers 5.17, accelerate 1.10.1, peft 0.20);
 all but torch can be carried too, and goes before. Versions are written down with the results. Opacus, bitsandbytes and
 torchao are held beside where they are carried.
@@ -30,7 +31,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -40,12 +40,10 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from safetensors.torch import load_file
 from scipy import stats
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from hf_dp.hub import load_report
 from hf_dp.losses import per_example_losses
 from hf_dp.noise.chacha20 import ChaCha20Noise
 from hf_dp.noise.gaussian import GaussianNoise
@@ -58,7 +56,8 @@ from hf_dp.randomness import Entropy
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
-from gpu_costs import Cases, machine, settled, speed, told  # noqa: E402
+from gpu_costs import Cases, machine, parts, settled, speed, told  # noqa: E402
+from gpu_runs import processes, tests  # noqa: E402
 
 from scripts import coverage, judging  # noqa: E402
 from tests import low_bits, zoo  # noqa: E402
@@ -73,8 +72,6 @@ _PRECISIONS = {
     "float64": torch.float64, "float32": torch.float32, "float32 with TF32": torch.float32,
     "bf16 weights": torch.bfloat16, "bf16 autocast": torch.float32,
 }  # fmt: skip
-# Of a training in processes of its own, in seconds.
-_PATIENCE = {"cpu": 900, "cuda": 40}
 # Of the model itself, in few bits and on five short rows.
 _ROUNDING = 0.03
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -148,7 +145,9 @@ def _attention(name: str, kernel: SDPBackend | None, corrected: bool, device: to
     from hf_dp.parts.re_attention.deviations import one_step, relative_counts
 
     def made(dtype: torch.dtype, implementation: str) -> Any:
-        model: Any = zoo.tiny("llama", "causal_lm", dtype, hidden_size=256, head_dim=64).to(device)
+        # Memory-efficient attention has as many heads of keys as of queries.
+        shape = {"hidden_size": 256, "head_dim": 64, "num_attention_heads": 4, "num_key_value_heads": 4}
+        model: Any = zoo.tiny("llama", "causal_lm", dtype, **shape).to(device)
         model.set_attn_implementation(implementation)
         if corrected:
             model.re_attention = ReAttention(model, ReAttentionConfig(token_frequencies="uniform"))
@@ -158,9 +157,17 @@ def _attention(name: str, kernel: SDPBackend | None, corrected: bool, device: to
 
     ids = torch.randint(3, zoo.VOCABULARY, (4, 64), device=device)
     batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
-    exact = made(torch.bfloat16, "eager").float()
-    with nullcontext() if kernel is None else sdpa_kernel(kernel):
-        return judging.judge_low_precision(made(torch.bfloat16, name), exact, batch, tolerance=_ROUNDING)
+    exact, judged = made(torch.bfloat16, "eager").float(), made(torch.bfloat16, name)
+    forward = judged.forward
+
+    @functools.wraps(forward)
+    def by_kernel(*args: Any, **kwargs: Any) -> Any:
+        with nullcontext() if kernel is None else sdpa_kernel(kernel):
+            return forward(*args, **kwargs)
+
+    # Not around all of it: the loop beside it computes in float32, which some of these cannot.
+    judged.forward = by_kernel
+    return judging.judge_low_precision(judged, exact, batch, tolerance=_ROUNDING)
 
 
 def few_bits(device: torch.device) -> Cases:
@@ -197,48 +204,17 @@ def _noise(kind: type[NoiseSource], device: torch.device, size: int | None = Non
     return f"{shown}, control {control:.0e}; {rate:.1e} a second" if good else f"WRONG: {shown}, control {control:.2g}"
 
 
-# --- processes ------------------------------------------------------------------------------------------------------
-
-
-def processes(device: torch.device) -> Cases:
-    """DPTrainer under torchrun with one process, beside the same training without."""
-    weights: dict[str, dict[str, Tensor]] = {}
-    for layout in ("alone", "DDP", "FSDP2"):
-        yield layout, functools.partial(_trained, layout, device, weights)
-
-
-def _trained(layout: str, device: torch.device, weights: dict[str, dict[str, Tensor]]) -> str:
-    with tempfile.TemporaryDirectory() as folder:
-        launcher = [] if layout == "alone" else ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1"]
-        command = [sys.executable, *launcher, str(Path(__file__).with_name("one_rank.py")), layout, folder, device.type]
-        paths = os.pathsep.join([str(ROOT), *sys.path])
-        done = subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            timeout=_PATIENCE[device.type],
-            env={**os.environ, "PYTHONPATH": paths},
-        )
-        if done.returncode:
-            return f"failed: {done.stderr.strip().splitlines()[-1][:200]}"
-        weights[layout] = load_file(Path(folder) / "model.safetensors")
-        epsilon = load_report(folder).epsilon
-    first, ours = weights["alone"], weights[layout]
-    off = max(float((ours[n].double() - first[n].double()).norm() / first[n].double().norm()) for n in first)
-    return f"{'as alone, off' if off < 1e-4 else 'WRONG by'} {off:.0e}; epsilon {epsilon:.4f}"
-
-
 # --- the whole ------------------------------------------------------------------------------------------------------
 
 
 SECTIONS: dict[str, Callable[[torch.device], Cases]] = {
-    "Machine": machine, "Exactness": exactness, "Noise": noise, "Speed and memory": speed, "Attention": attention,
-    "Processes": processes, "LoRA over a base in few bits": few_bits,
+    "Machine": machine, "Speed and memory": speed, "Parts of a step": parts, "Tests": tests, "Exactness": exactness,
+    "Noise": noise, "Attention": attention, "Processes": processes, "LoRA over a base in few bits": few_bits,
 }  # fmt: skip
 # Seconds on a GPU, of eight minutes, the starts of processes included.
 SECONDS = {
-    "Machine": 25, "Exactness": 100, "Noise": 45, "Speed and memory": 170, "Attention": 40, "Processes": 70,
-    "LoRA over a base in few bits": 30,
+    "Machine": 20, "Speed and memory": 190, "Parts of a step": 20, "Tests": 50, "Exactness": 80, "Noise": 25,
+    "Attention": 25, "Processes": 50, "LoRA over a base in few bits": 20,
 }  # fmt: skip
 
 

@@ -15,7 +15,11 @@ from typing import Any
 
 import measuring
 import torch
+from torch.profiler import ProfilerActivity, profile
 from workloads import GPU_CASES, MICRO_BATCHES, SMALL_CASES, VARIANTS, Case, Setting, batches, build, predicted
+
+from hf_dp.per_example import products
+from hf_dp.per_example.chosen import Chosen
 
 Cases = Iterator[tuple[str, Callable[[], str]]]
 _PACKAGES = ("torch", "transformers", "accelerate", "peft", "dp-accounting", "numpy", "scipy")
@@ -33,6 +37,40 @@ def machine(device: torch.device) -> Cases:
         yield name, functools.partial(_version, name)
     yield "python", platform.python_version
     yield "cuda", lambda: str(torch.version.cuda)
+
+
+def parts(device: torch.device) -> Cases:
+    """What a private step adds: sums of kept gradients, Gram matrices, weighted products."""
+    small = 1 if device.type == "cuda" else 64
+    for rows, numbers in ((4, 2**24), (8, 2**22), (16, 2**20)):
+        yield (
+            f"sum of {rows} kept gradients of {numbers:,} numbers",
+            functools.partial(_sum, rows, numbers // small, device),
+        )
+    for batch, length, width in ((8, 512, 8192), (4, 1024, 2048)):
+        of = f"{batch} x {length} x {width}"
+        yield f"Gram matrices of {of}", functools.partial(_gram, batch, length, width // small, device)
+        yield f"weighted sum of {of} and as many", functools.partial(_weighted, batch, length, width // small, device)
+
+
+def _sum(rows: int, numbers: int, device: torch.device) -> str:
+    values, out = torch.randn(rows, numbers, device=device), torch.zeros(numbers, device=device)
+    chosen = Chosen(torch.rand(rows, device=device))
+    seconds = _best(functools.partial(chosen.add_weighted_, out, values), device)
+    return f"{values.nbytes / seconds / 1e9:.0f} GB/s of them"
+
+
+def _gram(batch: int, length: int, width: int, device: torch.device) -> str:
+    rows = torch.randn(batch, length, width, device=device).bfloat16()
+    seconds = _best(functools.partial(products.inner, rows, rows.mT), device)
+    return f"{2 * batch * length**2 * width / seconds / 1e12:.1f} TFLOP/s"
+
+
+def _weighted(batch: int, length: int, width: int, device: torch.device) -> str:
+    sides = [torch.randn(batch, length, n, device=device).bfloat16() for n in (width, width)]
+    out, weights = torch.zeros(width, width, device=device), torch.rand(batch, device=device)
+    seconds = _best(lambda: products.add_weighted_(out, *sides, weights, 1.0), device)
+    return f"{2 * batch * length * width**2 / seconds / 1e12:.1f} TFLOP/s"
 
 
 def _products(size: int, dtype: torch.dtype, device: torch.device) -> str:
@@ -83,6 +121,7 @@ def _speed(case: Case, names: list[str], setting: Setting) -> str:
             failed[name] = told(error)
     if "ordinary" in failed:
         return failed["ordinary"]
+    kernels = {name: _on_device(step, setting.device) for name, step in steps.items()}
     seconds = measuring.in_turns(steps, 3, setting.device)
     tokens = MICRO_BATCHES * case.batch * case.length / statistics.median(seconds["ordinary"])
     held = f", {peaks['ordinary']:,.0f} MiB" if peaks["ordinary"] else ""
@@ -94,8 +133,19 @@ def _speed(case: Case, names: list[str], setting: Setting) -> str:
         ratio = statistics.median(map(operator.truediv, seconds[name], seconds["ordinary"]))
         more = f", memory {peaks[name] / peaks['ordinary']:.2f} x" if peaks["ordinary"] else ""
         arithmetic = f" (predicted for an H100: {predicted(case):.2f} x)" if name == "hf_dp" else ""
-        found.append(f"{name} {ratio:.2f} x{arithmetic}{more}")
+        own = f", its kernels {kernels[name] / kernels['ordinary']:.2f} x" if kernels["ordinary"] else ""
+        found.append(f"{name} {ratio:.2f} x{own}{arithmetic}{more}")
     return "; ".join(found)
+
+
+def _on_device(step: Callable[[], object], device: torch.device) -> float:
+    """How long a GPU computes in a step, what it waits for its host left out, in seconds; 0 on a CPU."""
+    if device.type != "cuda":
+        return 0.0
+    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+        step()
+        settled(device)
+    return sum(float(one.self_device_time_total) for one in seen.key_averages()) / 1e6
 
 
 def _prepared(case: Case, name: str, setting: Setting) -> tuple[Callable[[], object], float]:

@@ -1,6 +1,6 @@
 """What a step would take on a GPU that is not there: all operations that it starts, in turn, at known rates.
 
-    python scripts/roofline.py --case "Llama 1B, T 512" --case "Llama 1B, T 1024"
+    python scripts/roofline.py --case "Llama 1B, 8 x 512" --case "Llama 1B, 4 x 1024"
 
 Both steps run on a device whose tensors have shapes and no numbers (tests/per_example/pretended.py), with one layer and
 with two; from these follow as many as the case has. An operation takes as long as its products, or as its bytes, or as
