@@ -7,7 +7,7 @@ import functools
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +58,12 @@ class Waits:
         with _Read(self), _Dispatched(self):
             yield
 
+    @contextmanager
+    def not_counted(self) -> Iterator[None]:
+        self.is_open = False
+        yield
+        self.is_open = True
+
 
 class WaitsOfCuda(Waits):
     """As torch itself tells them."""
@@ -72,7 +78,15 @@ class WaitsOfCuda(Waits):
                 yield
             finally:
                 torch.cuda.set_sync_debug_mode(before)
-        self.found.update("synchronising call" for one in told if "synchronizing" in str(one.message))
+        # Not that this way of finding them is new, which is said once.
+        self.found.update("synchronising call" for one in told if "called a synchronizing" in str(one.message))
+
+    @contextmanager
+    def not_counted(self) -> Iterator[None]:
+        before = torch.cuda.get_sync_debug_mode()
+        torch.cuda.set_sync_debug_mode("default")
+        yield
+        torch.cuda.set_sync_debug_mode(before)
 
 
 class _Dispatched(TorchDispatchMode):
@@ -237,21 +251,19 @@ def waits_of_a_training(
 
     def moved(trainer: Any, inputs: Any) -> Any:
         collated.append(inputs.get("attention_mask"))
-        return {name: value.clone() for name, value in prepared(trainer, inputs).items()}
+        # As any trainer moves its batches; the ordinary one here gets those that were moved.
+        with waits.not_counted():
+            return {name: value.clone() for name, value in prepared(trainer, inputs).items()}
 
     def asked(question: Callable[[Tensor], bool], mask: Tensor) -> bool:
         # What is asked of a batch before it is moved is asked of the host.
-        waits.is_open = all(mask is not one for one in collated)
-        found = question(mask)
-        waits.is_open = True
-        return found
+        with nullcontext() if all(mask is not one for one in collated) else waits.not_counted():
+            return question(mask)
 
     def compared(one: Any, other: Any) -> bool:
         # After the last micro-batch.
-        waits.is_open = False
-        found = same(one, other)
-        waits.is_open = True
-        return found
+        with waits.not_counted():
+            return same(one, other)
 
     recorded_by, prepared, same = Engine.record, Trainer._prepare_inputs, kept.same
     is_padded, shows_all = left_padding._is_padded, hidden._shows_all
