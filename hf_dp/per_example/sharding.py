@@ -31,11 +31,12 @@ def named_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
     to_do: list[tuple[str, nn.Module]] = [("", model)]
     while to_do:
         path, module = to_do.pop()
-        if id(module) not in found:
-            found[id(module)] = path, module
+        if id(module) in found:
+            continue
+        found[id(module)] = path, module
+        if inner := module._modules:
             begin = f"{path}." if path else ""
-            inner = [(begin + name, one) for name, one in module._modules.items() if one is not None]
-            to_do += reversed(inner)
+            to_do += [(begin + name, one) for name, one in reversed(inner.items()) if one is not None]
     return list(found.values())
 
 
