@@ -34,6 +34,11 @@ from hf_dp.per_example.checks.strangers import check_strangers
 from hf_dp.per_example.rule import Use
 
 _known: dict[Hashable, Any] = {}
+# Of modules and configs, what a first training and a saving leave behind, and what says where they were loaded from.
+_OF_NO_OPERATION = {
+    *("name_or_path", "_name_or_path", "base_model_name_or_path", "architectures", "transformers_version"),
+    *("dtype", "_is_accelerate_prepared"),  # dtypes are those of the parameters
+}
 _OF_LIBRARIES = ("hf_dp.", "peft.", "torch.", "transformers.", "trl.")
 # Where the workers of one run tell each other what they have found; None: each finds out all by itself.
 shared: Path | None = None
@@ -106,8 +111,8 @@ def _in_words(asked: Any) -> str | None:
 
 
 def _structure(model: nn.Module) -> Hashable | None:
-    """Modules with what is set in them, parameters but for their values, the config, and what stands around; None
-    where a forward pass was replaced."""
+    """Modules with what is set in them, parameters but for their values, configs, and what stands around; None where a
+    forward pass was replaced."""
     if any("forward" in vars(m) for m in model.modules()):
         return None
     modules = [(name, _hooks(m), _plain(vars(m))) for name, m in model.named_modules()]
@@ -121,7 +126,10 @@ def _structure(model: nn.Module) -> Hashable | None:
     noise = None if attention is None else (attention.config, [(n, e.shape) for n, e in attention.errors.items()])
     around = (torch.get_default_dtype(), torch.is_autocast_enabled("cpu"), ranks.world_size())
     config = getattr(model, "config", None)
-    settings = (config, getattr(config, "_attn_implementation", None), getattr(model, "peft_config", None))
+    settings = (
+        *(_settings(config), getattr(config, "_attn_implementation", None)),
+        {name: _settings(adapter) for name, adapter in getattr(model, "peft_config", {}).items()},
+    )
     # Classes themselves, since those of two tests may have one name.
     return tuple(map(type, model.modules())), repr((modules, parameters, buffers, noise, around, settings))
 
@@ -133,7 +141,20 @@ def _hooks(module: nn.Module) -> list[str]:
 
 def _plain(values: Mapping[str, Any]) -> list[tuple[str, Any]]:
     """What is a number or a word."""
-    return [(n, v) for n, v in sorted(values.items()) if v is None or isinstance(v, bool | int | float | str)]
+    known = {n: v for n, v in values.items() if n not in _OF_NO_OPERATION and (n, v) != ("_use_kernels", False)}
+    return [(n, v) for n, v in sorted(known.items()) if v is None or isinstance(v, bool | int | float | str)]
+
+
+def _settings(config: Any) -> Any:
+    """Of a model or an adapter, in an order that is the same in all processes."""
+    if not hasattr(config, "to_dict"):
+        return config
+    told = {name: value for name, value in config.to_dict().items() if name not in _OF_NO_OPERATION}
+    classes = told.get("num_labels", len(told.get("id2label", ())))
+    if told.get("problem_type") == "single_label_classification" and classes > 1:
+        # What a first pass with labels that are whole numbers sets, and the labels are told as well.
+        told["problem_type"] = None
+    return {n: sorted(v, key=repr) if isinstance(v, set) else v for n, v in sorted(told.items())}
 
 
 def _placed(p: Tensor) -> Any:

@@ -32,13 +32,16 @@ def changed(what: str) -> Any:
         model.classifier.forward = lambda x: x
     elif what == "mode":
         model.distilbert.eval()
+    elif what == "problem":
+        model.config.problem_type = "multi_label_classification"
     elif what == "Re-Attention":
         ReAttention(model, ReAttentionConfig(token_frequencies="uniform"))
     return model
 
 
+KINDS = ("dropout", "frozen", "hooked", "replaced", "mode", "problem", "Re-Attention")
 OTHERS: dict[str, dict[str, Any]] = {
-    **{what: {"model": changed(what)} for what in ("dropout", "frozen", "hooked", "replaced", "mode", "Re-Attention")},
+    **{what: {"model": changed(what)} for what in KINDS},
     "dtype": {"model": classifier(torch.bfloat16)},
     "loss": {"kind": Twice},
     "smoothing": {"label_smoothing_factor": 0.1},
@@ -66,6 +69,11 @@ def test_what_is_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert [asked(pad(rows(4, seed=1))), asked(tables=("a",))] == [1, 1]
     assert {what: asked(**changes) for what, changes in OTHERS.items()} == dict.fromkeys(OTHERS, 1)
     assert asked() == 0
+    before = changed("nothing")
+    make(tmp_path / "before", before, max_steps=1).train()
+    before.save_pretrained(tmp_path / "before")
+    loaded = type(before).from_pretrained(tmp_path / "before").train()
+    assert [asked(model=before), asked(model=loaded)] == [0, 0]
 
 
 first = pad(rows(4))
