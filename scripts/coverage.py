@@ -61,32 +61,25 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 def judge_head(name: str, head: str, shapes: Shapes | None = None) -> str:
     """One architecture with one head; "-" where Transformers has no such head."""
+    shapes = shapes or SHAPES.get(head, USUAL)
     try:
-        zoo.tiny(name, head)
+        return judge(functools.partial(zoo.tiny, name, head), zoo.batches_of(name, head), zoo.loss_of(head), shapes)
     except ValueError as reason:
         if "Unrecognized configuration class" in str(reason):
             return "-"
         raise
-    return judge(
-        functools.partial(zoo.tiny, name, head),
-        zoo.batches_of(name, head),
-        zoo.loss_of(head),
-        shapes or SHAPES.get(head, USUAL),
-    )
 
 
-def judge_adapter(method: str, shapes: Shapes | None = None) -> str:
-    """One PEFT method."""
+def judge_adapter(method: str, shapes: Shapes | None = None, **changes: Any) -> str:
+    """One PEFT method; `changes` are those of its base's config."""
     head = zoo.adapter_head(method)
     if zoo.has_bf16_base(method):
         model = zoo.adapted(method, torch.float32)
         return judge_low_precision(model, model, zoo.text_batch(head, 5, 16))
-    has_prompt = hasattr(zoo.adapted(method), "prompt_encoder")
-    return judge(
-        functools.partial(zoo.adapted, method),
-        functools.partial(zoo.text_batch, head),
-        shapes=shapes or (SHAPES["prompt"] if has_prompt else USUAL),
-    )
+    if shapes is None:
+        shapes = SHAPES["prompt"] if hasattr(zoo.adapted(method), "prompt_encoder") else USUAL
+    build = functools.partial(zoo.adapted, method, **changes)
+    return judge(build, functools.partial(zoo.text_batch, head), shapes=shapes)
 
 
 def judge_quantised(kind: str, device: str = "cpu") -> str:

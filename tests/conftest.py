@@ -27,6 +27,9 @@ from hypothesis import settings
 
 ROOT = Path(__file__).resolve().parent.parent
 
+# What tests leave in circles is little, and looking for it after each 700 objects takes 2 % of their time.
+gc.set_threshold(20_000, 20, 50)
+
 settings.register_profile("hf_dp", derandomize=True, deadline=None)
 # `make slow` loads it: of whatever the tests marked `fuzzed` try, so many in place of a hundred.
 settings.register_profile("thorough", derandomize=True, deadline=None, max_examples=3300)

@@ -216,14 +216,15 @@ def has_bf16_base(method: str) -> bool:
     return "bf16" in method
 
 
-def adapted(method: str, dtype: torch.dtype = torch.float64) -> nn.Module:
+def adapted(method: str, dtype: torch.dtype = torch.float64, **changes: Any) -> nn.Module:
     """A tiny model with an adapter that is off its initial values, dropout off.
 
     Args:
         dtype: of everything; where the base is meant to be in bf16, of the adapter alone.
+        changes: of the base's config.
     """
     name, kind, options = ADAPTERS[method]
-    base = tiny(name, adapter_head(method), torch.bfloat16 if has_bf16_base(method) else dtype)
+    base = tiny(name, adapter_head(method), torch.bfloat16 if has_bf16_base(method) else dtype, **changes)
     model: nn.Module = peft.get_peft_model(base, kind(**options))
     for p in model.parameters():
         if p.requires_grad or not has_bf16_base(method):

@@ -38,11 +38,12 @@ def publish_bases(hub: Hub, page: str, text: str, folder: Path) -> None:
     if page == "tutorial":
         tokenizer = a_chat_tokenizer([text])
         ids = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": 1}
-        size = {"vocab_size": len(tokenizer), "max_position_embeddings": 512}
+        size = {"vocab_size": len(tokenizer), "max_position_embeddings": 512, "num_hidden_layers": 1}
         model, name = tiny("llama", "causal_lm", torch.float32, **size, **ids), LANGUAGE_MODEL
     else:
         tokenizer = a_tokenizer(set(re.findall(r"\w+", text)))
-        model, name = tiny("bert", "sequence", torch.float32, vocab_size=len(tokenizer)).base_model, ENCODER
+        size = {"vocab_size": len(tokenizer), "num_hidden_layers": 1}
+        model, name = tiny("bert", "sequence", torch.float32, **size).base_model, ENCODER
     for part in (model, tokenizer):
         part.save_pretrained(folder)
     hub.publish(name, folder)

@@ -48,14 +48,14 @@ def test_every_release_is_on_the_card_and_in_the_ledger(tmp_path: Path) -> None:
     from hf_dp import ReAttentionConfig
 
     privacy = PrivacyConfig(target_epsilon=3.0, re_attention=ReAttentionConfig())
-    run = make(tmp_path / "out", tiny("gpt2", "sequence"), privacy)
+    run = make(tmp_path / "out", tiny("gpt2", "sequence", n_layer=1), privacy)
     run.train()
     run.save_model()
     found = verify(tmp_path / "out")
     assert found.private, found.checks
     assert "| token presence | 1 | Gaussian noise" in (tmp_path / "out" / "README.md").read_text()
     assert "re_attention.safetensors" in [check.name for check in found.checks]
-    load_re_attention(tiny("gpt2", "sequence"), tmp_path / "out")
+    load_re_attention(tiny("gpt2", "sequence", n_layer=1), tmp_path / "out")
     in_record("ledger", "entries", to=lambda entries: entries[1:])(tmp_path / "out")
     assert "epsilon (PLD)" in failed(tmp_path / "out")
 

@@ -59,7 +59,7 @@ def test_one_unit_adds_no_more_than_the_bound(tmp_path: Path) -> None:
     words = list(range(3, 11))
     data = [{"input_ids": words[i % 8 :] + words[: i % 8]} for i in range(48)]
     data = [{**row, "labels": row["input_ids"]} for row in data]
-    model = tiny("bert", "masked_lm")
+    model = tiny("bert", "masked_lm", num_hidden_layers=1)
     privacy = private(**BUDGET, target_epsilon=1e4, output_bias=OutputBiasConfig())
     parts = {"train_dataset": data, "data_collator": pad}
     trainer = make(tmp_path, model, privacy, parts=parts, max_steps=1, learning_rate=0.0)
@@ -79,7 +79,7 @@ def test_it_is_a_share_of_the_budget_and_left_out_of_ledgers_that_have_none() ->
 @pytest.mark.parametrize(
     ("model", "collator", "words"),
     [
-        (lambda: tiny("gpt2", "causal_lm"), pad_for_language, "an output layer without a trained bias"),
+        (lambda: tiny("gpt2", "causal_lm", n_layer=1), pad_for_language, "an output layer without a trained bias"),
         (classifier, pad, "no output layer"),
         (lambda: _frozen(with_output()), pad, "an output layer without a trained bias"),
     ],

@@ -17,6 +17,11 @@ QUICK = ((7, 7),)
 # Those with experts in the order that Transformers sorts them into.
 REFUSED = {"mixtral", "qwen3_moe"}
 REFUSED_ADAPTERS = {"OFT, constrained"}
+# Adapters of which one tensor is for all layers.
+SHARED = {
+    *("FRoD", "RandLora", "UniLoRA", "VBLoRA", "VeRA"),
+    *("prompt tuning", "prefix tuning", "prefix tuning, projected", "p-tuning", "p-tuning, LSTM"),
+}
 
 
 # Of one code with another of these, but for sizes, activations and what is tied; `test_every_case` has them too.
@@ -91,7 +96,9 @@ def test_heads(name: str, head: str) -> None:
 
 @pytest.mark.parametrize("method", cases(zoo.ADAPTERS))
 def test_adapters(method: str) -> None:
-    assert_as_expected(coverage.judge_adapter(method, QUICK), method in REFUSED_ADAPTERS)
+    """In one layer, where layers share nothing; `test_every_case` has two of each."""
+    layers = {} if method in SHARED else {"num_hidden_layers": 1}
+    assert_as_expected(coverage.judge_adapter(method, QUICK, **layers), method in REFUSED_ADAPTERS)
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ def of_one_length() -> Rows:
 def begun(path: Path, caplog: Any, data: Rows, dtype: torch.dtype = torch.float32, **changes: Any) -> bool:
     """Whether a warning was given of a training of one step, of a language model."""
     privacy = private(equal_widths=changes.pop("equal_widths", False))
-    model = tiny("llama", "causal_lm", dtype)
+    model = tiny("llama", "causal_lm", dtype, num_hidden_layers=1)
     parts = {"train_dataset": data, "data_collator": pad_for_language}
     with caplog.at_level(logging.WARNING):
         make(path, model, privacy, parts=parts, max_steps=1, **changes).train()

@@ -78,7 +78,7 @@ def test_failure_14_a_nan_pixel_ruins_one_example_only(tmp_path: Path) -> None:
         {"pixel_values": torch.randn(3, 12, 12, generator=generator), "labels": i % 3} for i in range(12)
     ]  # fmt: skip
     images[5]["pixel_values"][0, 0, 0] = math.nan
-    model = tiny("vit", "image", torch.float32)
+    model = tiny("vit", "image", torch.float32, num_hidden_layers=1)
     trainer = make(
         tmp_path, model, parts={"train_dataset": images, "data_collator": None}, max_steps=2, logging_steps=1,
         per_device_train_batch_size=6, gradient_accumulation_steps=2,

@@ -219,7 +219,7 @@ def test_failure_30_a_row_longer_than_any_before_is_looked_at_before_it_counts(t
     early = {i for step in draws(7, 2, n=400) for i in step} | {i * 399 // 31 for i in range(32)}
     late = next(i for step in draws(7, n=400)[2:] for i in step if i not in early)
     data[late]["input_ids"] = list(range(3, 23))
-    changes = {"rope_parameters": rope, "original_max_position_embeddings": 16}
+    changes = {"rope_parameters": rope, "original_max_position_embeddings": 16, "num_hidden_layers": 1}
     models = [tiny("phi3", "causal_lm", torch.float32, **changes) for _ in range(2)]
     parts = {"data_collator": pad_for_language, "train_dataset": Lazy(data)}
     trainer = make(tmp_path, models[0], parts=parts, dataloader_num_workers=workers)
@@ -235,7 +235,8 @@ def test_failure_30_a_long_row_where_all_are_of_one_width(tmp_path: Path) -> Non
     """Positions that follow the mask tell a model which row is the longest."""
     factors = {"short_factor": [1.0] * 3, "long_factor": [2.0] * 3, "original_max_position_embeddings": 16}
     rope = {"rope_parameters": {"rope_type": "longrope", "rope_theta": 10000.0, **factors}}
-    model = tiny("phi3", "causal_lm", torch.float32, **rope, original_max_position_embeddings=16)
+    changes = {**rope, "original_max_position_embeddings": 16, "num_hidden_layers": 1}
+    model = tiny("phi3", "causal_lm", torch.float32, **changes)
 
     def on_the_left(examples: list[dict[str, Any]]) -> dict[str, Tensor]:
         wide = pad_for_language([*examples, {"input_ids": [3] * 24}])
@@ -271,7 +272,7 @@ def test_padding_that_changes_an_example_under_a_random_collator(tmp_path: Path)
         hidden = torch.rand(batch["input_ids"].shape) < 0.5
         return {"input_ids": batch["input_ids"].masked_fill(hidden, 1), "labels": batch["labels"]}
 
-    model = tiny("bert", "masked_lm", torch.float32)
+    model = tiny("bert", "masked_lm", torch.float32, num_hidden_layers=1)
     refused(tmp_path, PreflightError, "padd|in a batch", model, at_once=False, parts={"data_collator": masked})
 
 

@@ -23,7 +23,7 @@ IDS = torch.arange(8)[None]
 
 
 def model_of(name: str, dtype: torch.dtype = torch.float32) -> Any:
-    base: Any = zoo.tiny(name, "causal_lm", dtype)
+    base: Any = zoo.tiny(name, "causal_lm", dtype, num_hidden_layers=1)
     if name == "qwen3_moe":
         base.set_experts_implementation("batched_mm")
     model: Any = get_peft_model(base, LoraConfig(r=2, target_modules=[], target_parameters=TARGETS[name]))
@@ -123,7 +123,7 @@ def test_failure_42_one_rare_row_that_writes_into_them_is_refused_in_its_step(tm
 
 
 def test_what_no_pass_of_the_check_wrote_to_may_not_be_written_to_at_all() -> None:
-    model: Any = zoo.tiny("llama", "causal_lm", torch.float32)
+    model: Any = zoo.tiny("llama", "causal_lm", torch.float32, num_hidden_layers=1)
     with writes_noted(model):
         model(IDS)
     with pytest.raises(UnsupportedModelError, match="was written to"), unchanged_buffers(model), torch.no_grad():

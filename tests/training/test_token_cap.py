@@ -94,7 +94,7 @@ def test_what_cannot_be_cut_is_refused_before_anything_is_spent(tmp_path: Path) 
         return {key: torch.stack([torch.as_tensor(e[key]) for e in examples]) for key in examples[0]}
 
     parts = {"train_dataset": images, "data_collator": stack, "max_tokens_per_micro_batch": CAP}
-    trainer = make(tmp_path, tiny("vit", "image", torch.float32), parts=parts)
+    trainer = make(tmp_path, tiny("vit", "image", torch.float32, num_hidden_layers=1), parts=parts)
     with pytest.raises(ConfigurationError, match="no tensor of shape"):
         trainer.train()
     assert trainer.ledger.steps == 0

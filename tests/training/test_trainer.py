@@ -119,7 +119,7 @@ def test_evaluation_works_without_training_data_or_a_trainable_parameter(tmp_pat
 
 
 def test_the_same_model_object_generates_afterwards_and_nothing_is_left_on_it(tmp_path: Path) -> None:
-    model = tiny("gpt2", "causal_lm", torch.float32)
+    model = tiny("gpt2", "causal_lm", torch.float32, n_layer=1)
     before, names = dict(model.named_parameters()), set(vars(model))
     modules = {name: (type(m), set(vars(m))) for name, m in model.named_modules()}
     trainer = make(tmp_path, model, parts={"data_collator": pad_for_language})
@@ -193,7 +193,7 @@ def test_worker_processes_load_the_same_batches(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("head", ["sequence", "causal_lm"])
 def test_label_smoothing_is_that_of_trainer_on_each_example(tmp_path: Path, head: str) -> None:
-    model = tiny("gpt2", head, torch.float64)
+    model = tiny("gpt2", head, torch.float64, n_layer=1)
     collate = pad if head == "sequence" else pad_for_language
     data = rows(5)
     private_trainer = make(tmp_path, model, parts={"data_collator": collate}, label_smoothing_factor=0.2, max_steps=1)

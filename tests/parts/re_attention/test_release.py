@@ -96,7 +96,8 @@ def test_random_masks_are_secret_in_the_release(tmp_path: Path, monkeypatch: Any
     monkeypatch.setattr(GaussianNoise, "add_", lambda _, tensors, *__, **___: sums.append(next(iter(tensors))))
     for _ in range(2):
         privacy = PrivacyConfig(target_epsilon=3.0, re_attention=ReAttentionConfig())
-        trainer = make(tmp_path, tiny("bert", "masked_lm", torch.float32), privacy, parts={"data_collator": masked})
+        model = tiny("bert", "masked_lm", torch.float32, num_hidden_layers=1)
+        trainer = make(tmp_path, model, privacy, parts={"data_collator": masked})
         trainer.args.max_steps = 1
         torch.manual_seed(0)
         trainer.train()

@@ -106,9 +106,9 @@ def test_lora_around_the_same_table_is_refused(tmp_path: Path) -> None:
 def test_a_tied_output_embedding_is_refused_and_an_untied_one_trains(tmp_path: Path) -> None:
     parts = {"data_collator": pad_for_language}
     with pytest.raises(UnsupportedModelError, match="also used by linear") as refused:
-        sparse(tmp_path, tiny("gpt2", "causal_lm", torch.float32), parts=parts).train()
+        sparse(tmp_path, tiny("gpt2", "causal_lm", torch.float32, n_layer=1), parts=parts).train()
     assert "untie" in str(refused.value)
-    untied = tiny("llama", "causal_lm", torch.float32)
+    untied = tiny("llama", "causal_lm", torch.float32, num_hidden_layers=1)
     trainer = sparse(tmp_path, untied, kind=Watched, parts=parts, sparse={"threshold": 2.0})
     trainer.train()
     assert list(trainer.sparse) == ["model.embed_tokens.weight"]
@@ -116,7 +116,7 @@ def test_a_tied_output_embedding_is_refused_and_an_untied_one_trains(tmp_path: P
 
 @pytest.mark.parametrize("changes", [{"gradient_checkpointing": True}, {"bf16": True}])
 def test_checkpointing_and_bf16(tmp_path: Path, changes: dict[str, Any]) -> None:
-    model = tiny("llama", "causal_lm", torch.float32)
+    model = tiny("llama", "causal_lm", torch.float32, num_hidden_layers=1)
     trainer = sparse(tmp_path, model, kind=Watched, parts={"data_collator": pad_for_language}, **changes)
     trainer.train()
     assert list(trainer.sparse) == ["model.embed_tokens.weight"]
