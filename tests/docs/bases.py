@@ -13,7 +13,7 @@ from tests.zoo import tiny
 
 LANGUAGE_MODEL, ENCODER = "HuggingFaceTB/SmolLM2-135M-Instruct", "sentence-transformers/all-MiniLM-L6-v2"
 QUICK = {
-    "README": {"num_train_epochs=10": "num_train_epochs=2"},
+    "README": {"num_train_epochs=10": "num_train_epochs=1"},
     "tutorial": {
         "max_steps=16": "max_steps=3",
         "letters(4000,": "letters(200,",

@@ -251,13 +251,13 @@ def test_failure_30_a_long_row_where_all_are_of_one_width(tmp_path: Path) -> Non
     assert trainer.ledger.steps == 0
 
 
-@pytest.mark.parametrize("kind", of_kinds("a Hugging Face dataset", "a torch dataset"))
+@pytest.mark.parametrize("kind", of_kinds("a Hugging Face dataset"))
 def test_failure_30_rows_of_one_length_have_no_padding(tmp_path: Path, kind: str) -> None:
     parts = {"data_collator": without_mask_for_language, "train_dataset": KINDS[kind](rows(low=6, high=6))}
     assert make(tmp_path, fnet(), parts=parts).train().global_step == 4
 
 
-@pytest.mark.parametrize("kind", of_kinds("a list", "with a transform"))
+@pytest.mark.parametrize("kind", of_kinds("with a transform"))
 def test_failure_30_one_width_for_all_micro_batches_is_a_way_out(tmp_path: Path, kind: str) -> None:
     def wide(examples: list[dict[str, Any]]) -> dict[str, Tensor]:
         return {k: v[:-1] for k, v in without_mask_for_language([*examples, {"input_ids": [3] * 12}]).items()}
@@ -326,8 +326,8 @@ def ended(examples: list[dict[str, Any]]) -> dict[str, Tensor]:
     ("kind", "collate"),
     [
         ("a list", popped),
-        ("a Hugging Face dataset", popped),
-        ("a torch dataset", popped),
+        pytest.param("a Hugging Face dataset", popped, marks=pytest.mark.slow),
+        pytest.param("a torch dataset", popped, marks=pytest.mark.slow),
         ("a Hugging Face dataset", ended),
     ],
 )

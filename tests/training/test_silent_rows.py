@@ -32,7 +32,7 @@ WIDTHS = sorted({len(row["input_ids"]) for row in rows(60)})
     [
         WIDTHS[:1],
         pytest.param(WIDTHS[:2], marks=pytest.mark.slow),
-        WIDTHS[-1:],
+        pytest.param(WIDTHS[-1:], marks=pytest.mark.slow),
         WIDTHS[:1] + WIDTHS[-1:],
         pytest.param(WIDTHS[1:-1], marks=pytest.mark.slow),
     ],
@@ -60,7 +60,7 @@ def test_it_is_seen_where_rows_without_a_gradient_have_a_loss(tmp_path: Path, sa
         trainer.train()
 
 
-@pytest.mark.parametrize("widths", [WIDTHS[:1], WIDTHS[1:-1]], ids=str)
+@pytest.mark.parametrize("widths", [pytest.param(WIDTHS[:1], marks=pytest.mark.slow), WIDTHS[1:-1]], ids=str)
 def test_one_that_does_not_is_none(tmp_path: Path, widths: list[int]) -> None:
     trainer: DPTrainer = make(tmp_path, parts={"train_dataset": silent(set(widths))}, max_steps=1)
     trainer.train()
