@@ -160,9 +160,9 @@ class PerExampleGradients:
         """
         if coefficients.shape != self.losses.shape:
             raise ValueError(f"coefficients {tuple(coefficients.shape)} for losses {tuple(self.losses.shape)}")
-        refuse_changed(self._versions)
         summing = adding(out, coefficients, self.whole_zeros, rows)
         with torch.no_grad(), full_precision(self.losses.device), summing as add:
+            refuse_changed(self._versions)
             for name, uses in self.factors.items():
                 add(name, uses)
 
@@ -180,8 +180,8 @@ class PerExampleGradients:
     @torch.no_grad()
     def _norms_and_rounding(self) -> tuple[Tensor, Tensor]:
         if self._norms is None:
-            refuse_changed(self._versions)
             with full_precision(self.losses.device):
+                refuse_changed(self._versions)
                 pairs = all_squared_norms(self.factors.values())
             pairs += self._measured
             self._norms = stacked(pairs, self.losses)
