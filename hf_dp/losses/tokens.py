@@ -25,7 +25,11 @@ _HERE = 2
 
 def accurate(logits: Tensor) -> Tensor:
     """In at least float32."""
-    return logits if logits.dtype == torch.float64 else logits.float()
+    return logits.to(_accurate(logits.dtype))
+
+
+def _accurate(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def token_losses(logits: Tensor, labels: Tensor, label_smoothing: float) -> Tensor:
@@ -69,7 +73,7 @@ class _CrossEntropy(torch.autograd.Function):
         labels = labels.masked_fill(~counted, 0)[:, None]
         losses = []
         for part, right in zip(logits.split(rows), labels.split(rows), strict=True):
-            logarithms = torch.log_softmax(accurate(part), 1)
+            logarithms = torch.log_softmax(part, 1, dtype=_accurate(part.dtype))
             gain = logarithms.gather(1, right).squeeze(1)
             if label_smoothing:
                 gain = (1 - label_smoothing) * gain + label_smoothing * logarithms.mean(1)
@@ -86,8 +90,9 @@ class _CrossEntropy(torch.autograd.Function):
         gradient = logits if ctx.may_overwrite else torch.empty_like(logits)
         parts = (values.split(ctx.rows) for values in (logits, labels, weights, gradient))
         for part, right, weight, out in zip(*parts, strict=True):
-            here = torch.softmax(accurate(part), 1)
+            here = torch.softmax(part, 1, dtype=_accurate(part.dtype))
             if ctx.label_smoothing:
                 here.sub_(ctx.label_smoothing / logits.shape[1])
-            out.copy_(here.mul_(weight).scatter_add_(1, right, weight * (ctx.label_smoothing - 1)))
+            here.scatter_add_(1, right, here.new_full(right.shape, ctx.label_smoothing - 1))
+            torch.mul(here, weight, out=out)
         return gradient, None, None, None
