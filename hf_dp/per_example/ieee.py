@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ _IN_FEWER_BITS = (
     "allow_fp16_reduced_precision_reduction",
     "allow_fp16_accumulation",
 )
-_unseen: Any = torch._C.DisableTorchFunction
+_beneath: Any = torch._C.DisableTorchFunction
 # Where precisions are set, and what they are set to.
 _MATMULS: list[Any] = [torch.backends.cuda.matmul, torch.backends.mkldnn.matmul]  # type: ignore[attr-defined]
 _IEEE = ["ieee", "ieee"]
@@ -23,16 +23,14 @@ _IN_FULL = {"ieee", "none"}
 
 
 class full_precision:  # noqa: N801 - it is called as a function
-    """Inside, products on a device are so: norms and sums must be of the same numbers. Modes that see or change what a
-    model calls see and change nothing."""
+    """Inside, products on a device are so: norms and sums must be of the same numbers."""
 
     # No generator: it is entered for each use of each parameter.
-    __slots__ = ("_device", "_stack", "_unseen")
+    __slots__ = ("_device", "_stack")
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stack: ExitStack | None = None
-        self._unseen = _unseen()
 
     def __enter__(self) -> None:
         device, before = self._device, precisions()
@@ -46,12 +44,15 @@ class full_precision:  # noqa: N801 - it is called as a function
                 stack.enter_context(_sums_in_float32(in_fewer))
             if is_cast:
                 stack.enter_context(torch.autocast(device.type, enabled=False))
-        self._unseen.__enter__()
 
     def __exit__(self, *given: object) -> None:
-        self._unseen.__exit__(None, None, None)
         if self._stack is not None:
             self._stack.close()
+
+
+def beneath_modes() -> AbstractContextManager[None]:
+    """Inside, modes that see and change what a model calls see and change nothing: they take long over what is ours."""
+    return _beneath()  # type: ignore[no-any-return]
 
 
 @contextmanager

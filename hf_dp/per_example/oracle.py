@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from hf_dp.per_example.batch import Batch, LossFunction, batch_size, check_losses, take
 from hf_dp.per_example.factors import Factors, PerExample
-from hf_dp.per_example.ieee import full_precision
+from hf_dp.per_example.ieee import beneath_modes, full_precision
 from hf_dp.per_example.norms import squared_norms
 from hf_dp.per_example.precision import accumulation
 from hf_dp.per_example.record import PerExampleGradients
@@ -86,7 +86,7 @@ class Truth(NamedTuple):
             with numbers(1):
                 one = loop(model, loss_fn, take(batch, [i]), tables=tables)
             sums = one.zeros(besides=tables) if sums is None else sums
-            with full_precision(one.losses.device):
+            with full_precision(one.losses.device), beneath_modes():
                 squares = [(parameters[name], squared_norms(uses)[0]) for name, uses in one.factors.items() if uses]
             norms.append(summed_over_shards(squares, one.losses.device).sqrt())
             weight = weights[i::DIFFERENT].sum(0, keepdim=True)

@@ -16,7 +16,7 @@ from hf_dp.per_example.checks.independence import check_independence, check_shar
 from hf_dp.per_example.checks.survey import ambiguous_sizes, survey
 from hf_dp.per_example.factors import Factors
 from hf_dp.per_example.grouped import Grouping
-from hf_dp.per_example.ieee import full_precision
+from hf_dp.per_example.ieee import beneath_modes, full_precision
 from hf_dp.per_example.norms import all_squared_norms, magnitude_of_all, stacked
 from hf_dp.per_example.pictures import check_pictures
 from hf_dp.per_example.precision import sum_dtype
@@ -161,7 +161,7 @@ class PerExampleGradients:
         if coefficients.shape != self.losses.shape:
             raise ValueError(f"coefficients {tuple(coefficients.shape)} for losses {tuple(self.losses.shape)}")
         summing = adding(out, coefficients, self.whole_zeros, rows)
-        with torch.no_grad(), full_precision(self.losses.device), summing as add:
+        with torch.no_grad(), full_precision(self.losses.device), beneath_modes(), summing as add:
             refuse_changed(self._versions)
             for name, uses in self.factors.items():
                 add(name, uses)
@@ -180,7 +180,7 @@ class PerExampleGradients:
     @torch.no_grad()
     def _norms_and_rounding(self) -> tuple[Tensor, Tensor]:
         if self._norms is None:
-            with full_precision(self.losses.device):
+            with full_precision(self.losses.device), beneath_modes():
                 refuse_changed(self._versions)
                 pairs = all_squared_norms(self.factors.values())
             pairs += self._measured

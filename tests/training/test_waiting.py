@@ -57,7 +57,7 @@ class Waits:
     @contextmanager
     def counted(self) -> Iterator[None]:
         # What is read inside of norms and sums is seen here as well.
-        with mock.patch.object(ieee, "_unseen", nullcontext), _Read(self), _Dispatched(self):
+        with mock.patch.object(ieee, "_beneath", nullcontext), _Read(self), _Dispatched(self):
             yield
 
     @contextmanager

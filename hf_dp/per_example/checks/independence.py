@@ -20,7 +20,7 @@ from hf_dp.errors import PreflightError
 from hf_dp.per_example.batch import Batch, LossFunction, batch_size, take
 from hf_dp.per_example.checks.draws import Change, Draws
 from hf_dp.per_example.checks.numbers import Numbers, under_numbers_alike
-from hf_dp.per_example.ieee import full_precision
+from hf_dp.per_example.ieee import beneath_modes, full_precision
 from hf_dp.per_example.norms import squared_norms
 from hf_dp.per_example.reading import Reader
 from hf_dp.per_example.rule import Axis, Readings, Rule, Use
@@ -142,7 +142,7 @@ def parameter_norms(
 
     with forked_rng(model):
         losses = watch.run(model, weighted, batch)
-    with torch.no_grad(), full_precision(losses.device):
+    with torch.no_grad(), full_precision(losses.device), beneath_modes():
         return {name: squared_norms(uses)[0].double().sqrt().cpu() for name, uses in watch.factors.items() if uses}
 
 
