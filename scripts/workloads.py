@@ -193,7 +193,8 @@ class Counting(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if not func.is_view:
+        # Nor the view that a tensor which was just copied is handed on as.
+        if not func.is_view and func is not torch.ops.aten._unsafe_view.default:
             touched = [t for t in tree_leaves((args, kwargs, result)) if isinstance(t, Tensor)]
             self.bytes += sum(t.numel() * t.element_size() for t in touched)
         # An operation in place, or the CPU's kernel of attention, does the same work.

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from hf_dp.per_example.ieee import full_precision
 from hf_dp.per_example.long_sums import AT_ONCE
 
 # Where torch adds up rows by an index that lies on the device.
@@ -56,13 +57,18 @@ class Chosen:
             self._parts = self._parts or [Chosen(few) for few in self._coefficients.split(AT_ONCE)]
             sums = [part.weighted(few) for part, few in zip(self._parts, rows.split(AT_ONCE), strict=True)]
             return torch.stack(sums).sum(0, dtype=torch.float64).to(rows.dtype)
+        with full_precision(rows.device):
+            return self._product(rows)
+
+    def _product(self, rows: Tensor) -> Tensor:
         if rows.device.type not in _BY_INDEX:
             return self.or_zeros(rows).T @ self._coefficients.to(rows)
         key = rows.dtype, rows.device
         if key not in self._matrices:
             self._matrices[key] = self._chosen_and_others(*key)
         # `rows` need not be copied without the others, whose sum is thrown away.
-        return (self._matrices[key] @ rows)[0]
+        product: Tensor = self._matrices[key] @ rows
+        return product[0]
 
     def _chosen_and_others(self, dtype: torch.dtype, device: torch.device) -> Tensor:
         """The coefficients (2, B): in the first row those of the examples that are chosen, and of no other."""

@@ -37,13 +37,14 @@ class full_precision:  # noqa: N801 - it is called as a function
         is_cast, is_full = torch.is_autocast_enabled(device.type), _IN_FULL.issuperset(before)
         in_fewer = _in_fewer_bits(device)
         if not is_full or is_cast or in_fewer:
-            self._stack = stack = ExitStack()
-            if not is_full:
-                stack.enter_context(_in_ieee(before))
-            if in_fewer:
-                stack.enter_context(_sums_in_float32(in_fewer))
-            if is_cast:
-                stack.enter_context(torch.autocast(device.type, enabled=False))
+            with ExitStack() as stack:
+                if not is_full:
+                    stack.enter_context(_in_ieee(before))
+                if in_fewer:
+                    stack.enter_context(_sums_in_float32(in_fewer))
+                if is_cast:
+                    stack.enter_context(torch.autocast(device.type, enabled=False))
+                self._stack = stack.pop_all()
 
     def __exit__(self, *given: object) -> None:
         if self._stack is not None:

@@ -27,8 +27,8 @@ BLOCK = 4096
 # The same of what `inner` leaves to tensor cores, where it grows faster: half as long would take more time, twice as
 # long would leave more of each norm in doubt.
 CUT_BLOCK = 512
-# Of products of blocks so many numbers are made at once, where they are of so many blocks.
-_TOGETHER, _FEWEST_TOGETHER = 1 << 25, 5
+# Of products of blocks and what is copied for them so many numbers are made at once, where there are so many blocks.
+_TOGETHER, _FEWEST_TOGETHER = 1 << 26, 5
 # So few positions decide nothing.
 _FEW = 16
 # To fewer columns than these a CPU's kernels take as long as to as many.
@@ -85,15 +85,18 @@ def inner(left: Tensor, right: Tensor, cut_block: int = CUT_BLOCK, known: Tensor
     return total
 
 
-def blocks_at_once(numbers: int, blocks: int) -> int:
+def blocks_at_once(batch: int, height: int, width: int, blocks: int, block: int = CUT_BLOCK) -> int:
     """How many blocks of a sum are multiplied together: each by itself takes longer to start on than to make.
 
-    Where it does not, the copies that this takes would cost more.
+    Where it does not, the copies that this takes would cost more; of these no more than some hundred MiB are made.
 
     Args:
-        numbers: of the product.
-        blocks: in all.
+        batch: B of a product (B, m, n), of which `height` is m and `width` n.
+        blocks: of what is summed, in all.
+        block: how long each is.
     """
+    # Products are float32, and copies 16 bits.
+    numbers = batch * (height * width + (height + width) * block // 2)
     together = min(blocks, _TOGETHER // max(1, numbers))
     return together if together >= _FEWEST_TOGETHER else 1
 
@@ -104,14 +107,14 @@ def _on_cores(left: Tensor, right: Tensor, block: int, known: Tensor | None) -> 
     if length <= block and known is None:
         return _to_float32(left, right)
     whole, total = length // block * block, known
-    step = block * blocks_at_once(batch * height * width, whole // block)
+    step = block * blocks_at_once(batch, height, width, whole // block, block)
     ends = sorted({*range(step, whole, step), whole, length} - {0}) or [0]
     for begin, end in zip([0, *ends], ends, strict=False):
         one, other = left[..., begin:end], right[:, begin:end]
         if end - begin > block:
             rows = _in_blocks(one, block)
             columns = rows if _is_same(one, other.mT) else _in_blocks(other.mT, block)
-            summed: Tensor = _to_float32(rows, columns.mT).view(batch, -1, height, width).sum(1)
+            summed: Tensor = _to_float32(rows, columns.mT).view(batch, (end - begin) // block, height, width).sum(1)
             total = summed if total is None else total.add_(summed)
         elif total is None:
             total = _to_float32(one, other)

@@ -144,10 +144,11 @@ def _gram(width: int, b: int, t: int, c: int) -> Work:
         numbers = b * t * t / 2 ** (halving + 1 if halving <= halvings else halvings)
         # Two halves, or both sides of the same rows.
         rows = c * b * t * width * (1 if halving <= halvings else 2)
-        together = blocks_at_once(int(numbers), width // CUT_BLOCK) if c == 2 else 1
+        parts, side = 2 ** (halving - 1), t >> min(halving, halvings)
+        together = blocks_at_once(b * parts, side, side, width // CUT_BLOCK) if c == 2 else 1
         if together > 1:
             # Copied, written block by block, and read again.
-            rows, added = rows + 2 * c * b * t * width * (1 if halving > halvings else 2), 8 * blocks
+            rows, added = rows + 2 * c * b * t * width, 8 * blocks
         else:
             added = _ADDED * (blocks - 1)
         total += Work(2 * numbers * width, rows + numbers * (12 + added))

@@ -292,7 +292,7 @@ def test_a_product_is_added_as_it_is_made_where_that_is_right(
     products._adds_in_place.cache_clear()
 
 
-@pytest.mark.parametrize("limit", [0, 5 * 36 + 1, 7 * 36, 1 << 25])
+@pytest.mark.parametrize("limit", [0, 5 * 120 + 1, 7 * 120, 1 << 26])
 @pytest.mark.parametrize("length", [1, 8, 9, 40, 41, 100, 0])
 def test_blocks_are_multiplied_together_or_one_by_one(
     length: int, limit: int, on_cores: Callable[[Multiply], None], monkeypatch: pytest.MonkeyPatch
@@ -319,8 +319,15 @@ def test_blocks_are_multiplied_together_or_one_by_one(
             assert torch.equal(products.inner(left, right, 8, known), expected), name
             assert all(call <= 8 for call in calls)
             if name == "rows" and length == 100 and known is None:
-                # Twelve blocks and a half of 36 numbers each.
-                assert len(calls) == {0: 13, 5 * 36 + 1: 4, 7 * 36: 3, 1 << 25: 2}[limit]
+                # Twelve blocks and a half, of 36 numbers and of copies as long as 84.
+                assert len(calls) == {0: 13, 5 * 120 + 1: 4, 7 * 120: 3, 1 << 26: 2}[limit]
+
+
+@pytest.mark.parametrize("shape", [(0, 4), (2, 0)])
+def test_blocks_of_nothing_are_nothing(shape: tuple[int, int], on_cores: Callable[[Multiply], None]) -> None:
+    on_cores(exactly)
+    rows = torch.ones(*shape, 80).bfloat16()
+    assert products.inner(rows, rows.mT, 8).shape == (shape[0], shape[1], shape[1])
 
 
 def test_cublas_is_asked_for_whole_sums_and_left_as_it_was() -> None:

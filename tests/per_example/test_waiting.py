@@ -90,11 +90,29 @@ def test_the_sum_of_those_that_are_chosen(
         assert torch.allclose(out, expected, rtol=1e-5)
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("size", [1, 33, 70_000, 3_000_000])
-def test_on_a_gpu_too_and_the_same_each_time(size: int) -> None:
+@pytest.mark.parametrize("by_index", [True, False])
+@pytest.mark.parametrize("length", [4, 70])
+def test_the_sum_is_in_float32_under_autocast_too(
+    length: int, by_index: bool, elsewhere: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two passes finish it outside of what takes norms."""
+    elsewhere()
+    monkeypatch.setattr("hf_dp.per_example.chosen._BY_INDEX", {"cpu"} if by_index else set())
     torch.manual_seed(0)
-    weights, rows = torch.tensor([0.5, 0.0, 1.5, 0.0, 0.7]), torch.randn(5, size)
+    weights, rows, out = torch.rand(length), torch.randn(length, 40), {"w": torch.zeros(40)}
+    expected = (weights.double() @ rows.double()).float()
+    with torch.autocast("cpu", torch.bfloat16), adding(out, weights, lambda name: torch.zeros(40)) as add:
+        add("w", [PerExample(rows)])
+    assert torch.allclose(out["w"], expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("length", [5, 64, 70])
+@pytest.mark.parametrize("size", [1, 33, 70_000, 3_000_000])
+def test_on_a_gpu_too_and_the_same_each_time(size: int, length: int) -> None:
+    torch.manual_seed(0)
+    weights, rows = torch.rand(length), torch.randn(length, size)
+    weights[1] = weights[3] = 0
     expected = (weights.double() @ rows.double()).float()
     rows[1], rows[3] = math.nan, math.inf
     found = []
