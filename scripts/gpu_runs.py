@@ -44,7 +44,7 @@ def _tests(chosen: list[str]) -> str:
     bad = [
         (c.get("name"), found) for c in cases for kind in ("failure", "error") if (found := c.find(kind)) is not None
     ]
-    said = [f"{name}: {(one.get('message') or '').splitlines()[0][:150]}" for name, one in bad]
+    said = [f"{name}: {(one.get('message') or '-').splitlines()[0][:150]}" for name, one in bad]
     skipped = sum(c.find("skipped") is not None for c in cases)
     return "; ".join([f"{len(cases) - len(bad) - skipped} passed", *(f"WRONG {one}" for one in said)])
 

@@ -294,16 +294,18 @@ def private(
 @contextmanager
 def _deterministic(is_asked: bool) -> Iterator[None]:
     """Inside, algorithms are deterministic, as two passes need them on a GPU."""
-    before = torch.are_deterministic_algorithms_enabled()
+    before, settings = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic
+    is_filled = settings.fill_uninitialized_memory  # type: ignore[attr-defined]
     if is_asked:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         # What finds reads of memory that nothing was written to, and changes no result.
-        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+        settings.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.use_deterministic_algorithms(is_asked or before)
     try:
         yield
     finally:
         torch.use_deterministic_algorithms(before)
+        settings.fill_uninitialized_memory = is_filled  # type: ignore[attr-defined]
 
 
 def _owners(sizes: tuple[int, ...], place: int, rows: int) -> Owners:

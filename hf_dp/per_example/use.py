@@ -129,15 +129,15 @@ def sorted_operands(
 
 def _entangled(bound: Bound) -> str | None:
     """Why the operands of a use are no input and parameters, if they are not."""
-    values, options = bound.parameters.values(), flatten(bound.options) if bound.options else []
+    values, options = bound.parameters.values(), flatten(bound.options)
     watched = [p for p in values if isinstance(p, WatchedParameter)]
-    strays = [a for a in (bound.input, *options) if isinstance(a, WatchedParameter)]
+    strays = any(isinstance(a, WatchedParameter) for a in (bound.input, *options))
     if strays or len(set(map(id, watched))) != len(watched):
         return "parameters are combined with one another there"
     # A rule of a user's own may have put several into one role.
     others = flatten([p for p in values if p is not None and not isinstance(p, WatchedParameter)])
     tensors = [a for a in (*others, *options) if isinstance(a, Tensor)]
-    computed = [*[p.source.plain for p in watched], *tensors, *([] if bound.input is None else [bound.input])]
+    computed = [*(p.source.plain for p in watched), *tensors, *([] if bound.input is None else [bound.input])]
     if any(a.is_complex() for a in computed):
         return "no rule is known to conjugate complex numbers as they need it"
     if any(a.requires_grad for a in tensors):

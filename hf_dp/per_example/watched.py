@@ -107,8 +107,7 @@ def watched_in(*values: Any) -> list[WatchedParameter]:
 
 def names_of(sources: Iterable[Source]) -> list[str]:
     """The parameters behind them, sorted."""
-    groups = [source.parameters for source in sources]
-    return list(groups[0]) if len(groups) == 1 else sorted({name for group in groups for name in group})
+    return sorted({name for source in sources for name in source.parameters})
 
 
 def _leaked(leaked: set[str], names: Iterable[str], gradient: Tensor) -> None:
