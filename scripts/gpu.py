@@ -299,6 +299,4 @@ def markdown(results: dict[str, dict[str, str]], device: torch.device) -> str:
 
 
 if __name__ == "__main__":
-    # Read once, at the first product: two passes need it.
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     app()

@@ -60,7 +60,9 @@ def _is_kept(logits: Tensor) -> bool:
 class _CrossEntropy(torch.autograd.Function):
     """F.cross_entropy without reduction, on logits (N, V) that are large: no probabilities (N, V) are kept.
 
-    Of logits in 16 bits there is no copy in float32, though all is computed in it.
+    Of logits in 16 bits there is no copy in float32, though all is computed in it. In bfloat16 probabilities are
+    rounded before they are weighted too, since a GPU takes most of its time here to read and write; what is less by 1,
+    that of the label, is not.
 
     Args:
         may_overwrite: the gradient takes the place of the logits, which nobody else has kept for the backward pass.
@@ -71,28 +73,34 @@ class _CrossEntropy(torch.autograd.Function):
         rows = max(1, (_CHUNK if logits.device.type == "cpu" else _CHUNK_ELSEWHERE) // logits.shape[1])
         counted = labels.ne(IGNORED)
         labels = labels.masked_fill(~counted, 0)[:, None]
-        losses = []
+        losses, gains = list[Tensor](), list[Tensor]()
         for part, right in zip(logits.split(rows), labels.split(rows), strict=True):
             logarithms = torch.log_softmax(part, 1, dtype=_accurate(part.dtype))
             gain = logarithms.gather(1, right).squeeze(1)
+            gains.append(gain)
             if label_smoothing:
                 gain = (1 - label_smoothing) * gain + label_smoothing * logarithms.mean(1)
             losses.append(-gain)
-        ctx.save_for_backward(logits, labels, counted)
+        ctx.save_for_backward(logits, labels, counted, torch.cat(gains))
         ctx.rows, ctx.label_smoothing, ctx.may_overwrite = rows, label_smoothing, may_overwrite
         return torch.cat(losses).masked_fill(~counted, 0.0)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, weights: Tensor) -> tuple[Tensor, None, None, None]:
-        logits, labels, counted = ctx.saved_tensors
+        logits, labels, counted, gains = ctx.saved_tensors
         logits, weights = logits.detach(), weights.masked_fill(~counted, 0.0)[:, None]
         gradient = logits if ctx.may_overwrite else torch.empty_like(logits)
-        parts = (values.split(ctx.rows) for values in (logits, labels, weights, gradient))
-        for part, right, weight, out in zip(*parts, strict=True):
-            here = torch.softmax(part, 1, dtype=_accurate(part.dtype))
-            if ctx.label_smoothing:
-                here.sub_(ctx.label_smoothing / logits.shape[1])
-            here.scatter_add_(1, right, here.new_full(right.shape, ctx.label_smoothing - 1))
+        spread = ctx.label_smoothing / logits.shape[1]
+        # float16 does not hold what is small before it is weighted, and what smoothing leaves may be little of it.
+        is_rounded = logits.dtype == torch.bfloat16 and not spread
+        dtype = torch.bfloat16 if is_rounded else _accurate(logits.dtype)
+        of_labels = (gains.expm1() + (ctx.label_smoothing - spread))[:, None].to(dtype)
+        parts = (values.split(ctx.rows) for values in (logits, labels, weights, of_labels, gradient))
+        for part, right, weight, of_label, out in zip(*parts, strict=True):
+            here = torch.softmax(part, 1, dtype=dtype)
+            if spread:
+                here.sub_(spread)
+            here.scatter_(1, right, of_label)
             torch.mul(here, weight, out=out)
         return gradient, None, None, None

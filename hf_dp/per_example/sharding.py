@@ -25,19 +25,21 @@ from hf_dp.errors import UnsupportedModelError
 _CHECKPOINTED = "_checkpoint_wrapped_module."
 
 
-def named_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """As of the method of this name, which hands on each of thousands of modules through all that it lies in."""
-    found: dict[int, tuple[str, nn.Module]] = {}
+def named_modules(model: nn.Module, *, by_each_name: bool = False) -> list[tuple[str, nn.Module]]:
+    """As of the method of this name, which hands on each of thousands of modules through all that it lies in; if
+    `by_each_name`, one that lies in several comes as often."""
+    found, known = list[tuple[str, nn.Module]](), set[int]()
     to_do: list[tuple[str, nn.Module]] = [("", model)]
     while to_do:
         path, module = to_do.pop()
-        if id(module) in found:
+        if id(module) in known and not by_each_name:
             continue
-        found[id(module)] = path, module
+        known.add(id(module))
+        found.append((path, module))
         if inner := module._modules:
             begin = f"{path}." if path else ""
             to_do += [(begin + name, one) for name, one in reversed(inner.items()) if one is not None]
-    return list(found.values())
+    return found
 
 
 def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -49,16 +51,17 @@ def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
 
 def trained_in(modules: Iterable[tuple[str, nn.Module]]) -> dict[str, nn.Parameter]:
     """The same of all modules of a model, by their names, whose shards are where they belong."""
-    parameters = (
-        (f"{path}.{last}".lstrip("."), p)
-        for path, module in modules
-        for last, p in module._parameters.items()
-        if p is not None and p.requires_grad
-    )
     found: dict[int, tuple[str, nn.Parameter]] = {}
-    for name, p in parameters:
+    for name, p in _trained(modules):
         found.setdefault(id(p), (name, p))
     return dict(found.values())
+
+
+def _trained(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[str, nn.Parameter]]:
+    for path, module in modules:
+        for last, p in module._parameters.items():
+            if p is not None and p.requires_grad:
+                yield f"{path}.{last}" if path else last, p
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -124,10 +127,14 @@ def tied(model: nn.Module) -> set[frozenset[str]]:
 def all_names(model: nn.Module) -> dict[str, frozenset[str]]:
     """Of each trainable parameter, by its first name, all that it has."""
     reshard(model)
+    return names_in(named_modules(model, by_each_name=True))
+
+
+def names_in(modules: Iterable[tuple[str, nn.Module]]) -> dict[str, frozenset[str]]:
+    """The same of all modules of a model, by each of their names."""
     names: dict[int, list[str]] = {}
-    for name, p in model.named_parameters(remove_duplicate=False):
-        if p.requires_grad:
-            names.setdefault(id(p), []).append(name)
+    for name, p in _trained(modules):
+        names.setdefault(id(p), []).append(name)
     return {group[0]: frozenset(map(plain_name, group)) for group in names.values()}
 
 

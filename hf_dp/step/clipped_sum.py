@@ -19,7 +19,7 @@ from hf_dp.per_example.long_sums import LongSums
 from hf_dp.per_example.precision import sum_dtype
 from hf_dp.per_example.record import PerExampleGradients
 from hf_dp.per_example.rule import refuse_differing
-from hf_dp.per_example.sharding import all_names, as_sums, like, local, trainable
+from hf_dp.per_example.sharding import as_sums, like, local, named_modules, names_in, reshard, trained_in
 
 # Numbers between the beginnings of two gradients in one buffer: 128 bytes of float32; and of one buffer, if it has
 # several gradients: of weights in 16 bits each goes as soon as their gradients were made of it.
@@ -60,8 +60,11 @@ class ClippedSum:
 
     def __init__(self, model: nn.Module, clipping: ClippingRule, by_rows: SummedByRows | None = None) -> None:
         self._clipping, self._by_rows = clipping, by_rows
-        self._parameters = trainable(model)
-        self._groups = clipping.groups(all_names(model))
+        # A forward pass without a backward pass leaves the root's parameters whole.
+        reshard(model)
+        modules = named_modules(model, by_each_name=True)
+        self._parameters = trained_in(modules)
+        self._groups = clipping.groups(names_in(modules))
         names = () if by_rows is None else by_rows.names
         dense = {name: p for name, p in self._parameters.items() if name not in names}
         plain = {name: p for name, p in dense.items() if not isinstance(p, DTensor)}
@@ -72,7 +75,8 @@ class ClippedSum:
         self._gradients = {name: held[name] for name in dense}
         self._sums = as_sums(self._gradients, self._parameters)
         # Shards are summed over the ranks once, if until then all whole gradients are no larger than one parameter.
-        is_little = sum(p.numel() for p in sharded.values()) <= max(p.numel() for p in model.parameters())
+        largest = max(p.numel() for p in model.parameters()) if sharded else 0
+        is_little = sum(p.numel() for p in sharded.values()) <= largest
         self._whole = {name: _whole_zeros(p) for name, p in sharded.items()} if is_little else {}
         # Into a shard come examples of all ranks, unless they are summed whole first.
         together = ranks.world_size() if self._own and not self._whole else 1
@@ -237,11 +241,13 @@ class ClippedSum:
             divisor: the expected number of examples.
         """
         self._long.settle()
+        # Not parameter by parameter; and in place: a second copy of all gradients would be the peak of memory.
+        if buffers := [*self._buffers, *self._own]:
+            torch._foreach_div_(buffers, divisor)
         self._buffers, self._own, self._sums, self._whole, self._long = [], [], {}, {}, LongSums([])
         with torch.no_grad():
             for name, p in self._parameters.items():
-                # In place: a second copy of all gradients would be the peak of memory.
-                mean = self._gradients[name].div_(divisor)
+                mean = self._gradients[name]
                 if mean.dtype != p.dtype:
                     mean = self._gradients.pop(name).to(p.dtype)
                 p.grad = sparse_gradient(self._chosen[name], mean, p) if name in self._chosen else like(mean, p)

@@ -18,6 +18,7 @@ _Attributes = list[tuple[str, Any, dict[str, Any]]]
 _PLAIN = (str, bool, int, float, type(None), tuple, Tensor)
 # Of configurations these count as well: they are saved.
 _SAVED = (list, dict, set)
+_CONFIGURATIONS = ("config", "generation_config")
 # What Transformers notes of hooks that it has put into a model by itself, and which stay there.
 _NO_STATE = ("training", "_output_capturing_hooks_installed")
 
@@ -150,29 +151,34 @@ def _buffers(model: nn.Module) -> dict[str, tuple[Tensor, Tensor]]:
 
 def attributes_of(model: nn.Module) -> _Attributes:
     """For each module, and each configuration that one holds, its name and its plain attributes."""
-    return [(path, holder, _values(holder)) for path, holder in _holders(named_modules(model))]
+    modules = named_modules(model)
+    return [(path, holder, _values(holder)) for path, holder in [*modules, *_configurations(modules)]]
 
 
 def configurations(modules: Iterable[tuple[str, nn.Module]]) -> list[tuple[str, dict[str, Any]]]:
     """Of each configuration that one of the named modules holds, its name and what it holds."""
-    return [(path, _values(holder)) for path, holder in _holders(modules) if not isinstance(holder, nn.Module)]
+    return [(path, _values(holder)) for path, holder in _configurations(modules)]
 
 
-def _holders(modules: Iterable[tuple[str, nn.Module]]) -> Iterable[tuple[str, Any]]:
+def _configurations(modules: Iterable[tuple[str, nn.Module]]) -> Iterable[tuple[str, Any]]:
     found: dict[int, tuple[str, Any]] = {}
+    # That a module lacks something torch takes long to say, and says thousands of times in each step.
+    plain: dict[type, tuple[str, ...]] = {}
     for name, module in modules:
-        found.setdefault(id(module), (name, module))
-        for kind in ("config", "generation_config"):
-            holder = _held(module, kind)
-            if hasattr(holder, "__dict__"):
-                found.setdefault(id(holder), (f"{name}.{kind}".lstrip("."), holder))
+        kind = type(module)
+        if kind not in plain:
+            plain[kind] = tuple(n for n in _CONFIGURATIONS if _is_own(kind, n))
+        for held in _CONFIGURATIONS:
+            is_own = held in plain[kind] and held not in module._modules
+            holder = module.__dict__.get(held) if is_own else getattr(module, held, None)
+            if holder is not None and not isinstance(holder, nn.Module) and hasattr(holder, "__dict__"):
+                found.setdefault(id(holder), (f"{name}.{held}".lstrip("."), holder))
     return found.values()
 
 
-def _held(module: nn.Module, name: str) -> Any:
-    # That a module lacks something torch takes long to say, and says thousands of times in each step.
-    is_plain = type(module).__getattr__ is nn.Module.__getattr__ and not hasattr(type(module), name)
-    return vars(module).get(name) if is_plain and name not in module._modules else getattr(module, name, None)
+def _is_own(kind: type, name: str) -> bool:
+    """Whether modules of that class have an attribute only where it is set on one."""
+    return kind.__getattr__ is nn.Module.__getattr__ and not hasattr(kind, name)  # type: ignore[attr-defined]
 
 
 def _values(holder: Any) -> dict[str, Any]:
