@@ -242,8 +242,8 @@ class ClippedSum:
         """
         self._long.settle()
         # Not parameter by parameter; and in place: a second copy of all gradients would be the peak of memory.
-        if buffers := [*self._buffers, *self._own]:
-            torch._foreach_div_(buffers, divisor)
+        if self._buffers or self._own:
+            torch._foreach_div_([*self._buffers, *self._own], divisor)
         self._buffers, self._own, self._sums, self._whole, self._long = [], [], {}, {}, LongSums([])
         with torch.no_grad():
             for name, p in self._parameters.items():
