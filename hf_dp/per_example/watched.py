@@ -107,7 +107,8 @@ def watched_in(*values: Any) -> list[WatchedParameter]:
 
 def names_of(sources: Iterable[Source]) -> list[str]:
     """The parameters behind them, sorted."""
-    return sorted({name for source in sources for name in source.parameters})
+    names = [name for source in sources for name in source.parameters]
+    return names if len(names) == 1 else sorted(set(names))
 
 
 def _leaked(leaked: set[str], names: Iterable[str], gradient: Tensor) -> None:
