@@ -15,6 +15,8 @@ from hf_dp.per_example.long_sums import AT_ONCE
 _BY_INDEX = frozenset({"cuda"})
 # Numbers of a gradient that takes longer to start on than to add up, and of so many that are added up at once.
 SMALL, SUMMED_AT_ONCE = 1 << 18, 1 << 24
+# Of all examples together so many numbers are weighted at once.
+WEIGHTED_AT_ONCE = 1 << 26
 
 _Version = tuple[Tensor, int]
 
@@ -48,7 +50,10 @@ class Chosen:
         if len(rows) <= AT_ONCE and (len(rows) == 1 or rows.device.type not in _BY_INDEX):
             out.addmv_(self.or_zeros(rows).T, self._coefficients.to(rows))
             return
-        out.add_(self.weighted(rows))
+        # Of all at once what is thrown away would take the memory of two examples.
+        step = max(1, WEIGHTED_AT_ONCE // len(rows)) if len(rows) else len(out)
+        for sums, few in zip(out.split(step), rows.split(step, dim=1), strict=True):
+            sums.add_(self.weighted(few))
 
     def weighted(self, rows: Tensor) -> Tensor:
         """(n,): the sum itself, of several `rows` (B, n)."""

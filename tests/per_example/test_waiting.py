@@ -72,11 +72,13 @@ def test_an_example_that_is_left_out_leaves_nothing_behind(
 
 @pytest.mark.parametrize("mask", [(True,) * 4, (False,) * 4, (False, True, False, True), (True, False, False, False)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("at_once", [3, 36, 1 << 26])
 def test_the_sum_of_those_that_are_chosen(
-    mask: tuple[bool, ...], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    at_once: int, mask: tuple[bool, ...], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By index: of some, of none and of all, added to what there is, again and of other gradients too."""
     monkeypatch.setattr("hf_dp.per_example.chosen._BY_INDEX", {"cpu"})
+    monkeypatch.setattr("hf_dp.per_example.chosen.WEIGHTED_AT_ONCE", at_once)
     torch.manual_seed(0)
     weights = torch.rand(4).mul_(torch.tensor(mask)).to(dtype)
     chosen = Chosen(weights)
