@@ -125,7 +125,12 @@ def _speed(case: Case, names: list[str], setting: Setting) -> str:
     # As in DPTrainer, and for the ordinary step too: of what waits for its host a GPU has enough.
     with older_objects_at_rest():
         kernels = {name: _on_device(step, setting.device) for name, step in steps.items()}
+        # Where others lie beside it, a step may take memory anew that it would otherwise have at hand: in a first turn,
+        # and what it still takes after that is told.
+        measuring.in_turns(steps, 1, setting.device)
+        before = _taken(setting.device)
         seconds = measuring.in_turns(steps, 3, setting.device)
+        taken = _taken(setting.device) - before
     tokens = MICRO_BATCHES * case.batch * case.length / statistics.median(seconds["ordinary"])
     held = f", {peaks['ordinary']:,.0f} MiB" if peaks["ordinary"] else ""
     found = [f"ordinary {tokens:,.0f} tokens a second{held}"]
@@ -138,7 +143,12 @@ def _speed(case: Case, names: list[str], setting: Setting) -> str:
         arithmetic = f" (predicted for an H100: {predicted(case):.2f} x)" if name == "hf_dp" else ""
         own = f", its kernels {kernels[name] / kernels['ordinary']:.2f} x" if kernels["ordinary"] else ""
         found.append(f"{name} {ratio:.2f} x{own}{arithmetic}{more}")
-    return "; ".join(found)
+    return "; ".join([*found, *([f"{taken} times memory was taken anew"] if taken else [])])
+
+
+def _taken(device: torch.device) -> int:
+    """How often torch's allocator has asked the GPU for memory."""
+    return int(torch.cuda.memory_stats(device).get("num_device_alloc", 0)) if device.type == "cuda" else 0
 
 
 def _on_device(step: Callable[[], object], device: torch.device) -> float:
