@@ -110,6 +110,8 @@ $(VENV)/.ready: pyproject.toml $(CONSTRAINTS)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 	  || { echo "hf-dp needs Python 3.11 or newer; choose one with: make PYTHON=/path/to/python3.11" >&2; exit 1; }
 	@test -x $(BIN)/python || { echo "Creating $(VENV)"; $(PYTHON) -m venv $(VENV); }
+	@# The pip that comes with Python 3.11 looks at what an index lists for three times as long.
+	@$(PIP_INSTALL) --constraint $(CONSTRAINTS) --upgrade pip
 	@echo "Installing torch, and what else is large"
 	@$(PIP_INSTALL) --constraint $(CONSTRAINTS) $$(grep '^torch==' $(CONSTRAINTS)) & torch=$$!; \
 	  $(PIP_INSTALL) --constraint $(CONSTRAINTS) --no-deps $(LARGE); wait $$torch
