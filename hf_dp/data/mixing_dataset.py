@@ -60,14 +60,14 @@ def check_dataset(dataset: Any) -> None:
     )
 
 
+@unchanged_global_state()
 def _refuse_own_generator(dataset: Any, rows: Sequence[int]) -> None:
     if isinstance(dataset, datasets.Dataset) and dataset.format["type"] != "custom":
         return
 
     def read(row: int) -> Any:
-        with unchanged_global_state():
-            seed_global_state(0)
-            return dataset[row]
+        seed_global_state(0)
+        return dataset[row]
 
     # A copy, as a dataset may give the same object each time; row after row, as it may keep the one before.
     first = {row: copy.deepcopy(read(row)) for row in rows}

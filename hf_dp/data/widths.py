@@ -27,14 +27,23 @@ def widths_of(batch: Mapping[str, Any]) -> Widths:
             found.update({(name, axis): n for axis, n in enumerate(value.shape[1:])})
             if value.dim() in (2, 3) and value.numel() and name.endswith("mask"):
                 shown = value.ne(0)
-                found[name, _TOLD] = int(shown.sum(-1).max())
-                found[name, _LEAST] = int(shown.sum(-1).min())
-                if value.dim() == 2:
-                    found[name, _BEGINS] = int((shown.any(1) & ~shown[:, 0]).any())
-                    found[name, _HOLES] = _longest_hole(shown)
+                # Of most rows by themselves a mask shows all, which is found out sooner.
+                told = (value.shape[-1], value.shape[-1], 0, 0) if bool(shown.all()) else _told(shown)
+                keys = (_TOLD, _LEAST, _BEGINS, _HOLES) if value.dim() == 2 else (_TOLD, _LEAST)
+                found.update({(name, key): n for key, n in zip(keys, told, strict=False)})
             elif value.dim() == 2 and value.numel() and name.endswith("position_ids"):
                 found[name, _TOLD] = int(value.max())
     return found
+
+
+def _told(shown: Tensor) -> tuple[int, int, int, int]:
+    """Of a mask ([B,] R, T): how much it shows of a row at most, and at least; of one (B, T), whether it hides a
+    beginning, and how much at once of what lies between."""
+    numbers = shown.sum(-1)
+    most, least = int(numbers.max()), int(numbers.min())
+    if shown.dim() > 2:
+        return most, least, 0, 0
+    return most, least, int((shown.any(1) & ~shown[:, 0]).any()), _longest_hole(shown)
 
 
 def _longest_hole(shown: Tensor) -> int:

@@ -205,7 +205,9 @@ class Engine:
         self._groups = () if self.clipping is None else self.clipping.groups(all_names(self.model))
         if self.passes == 2:
             refuse_two_passes(self.model, self.loader.draws_units)
-        with passes_shown(self.model, is_silent=self.is_silent), unchanged_weights(self.model), failures_refused():
+        collate: Any = self.loader.collate_fn
+        shown = passes_shown(self.model, is_silent=self.is_silent)
+        with shown, unchanged_weights(self.model), failures_refused(), collate.measuring_once():
             self._check()
         # Ranks that share weights would have to look again at the same time.
         self._installed = None if is_sharded(self.model) else Installed(self.model)
@@ -233,7 +235,7 @@ class Engine:
         check_quantised(beside(self.model, self._loss))
         self._memory, self._moved = None, []
         memory = Memory(self.model, lambda batch: self._loss(self.model, batch), self._loss)
-        with memory.restored(), uncompiled(), unchanged_global_state(), collate.measuring_once():
+        with memory.restored(), uncompiled(), unchanged_global_state():
             check_order(dataset.dataset, self._collate)  # before a row is read
             with unchanged_state(self.model):
                 few, others = telling_rows(dataset, collate.widths)
