@@ -9,9 +9,8 @@ from __future__ import annotations
 import functools
 import random
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any, NamedTuple
-from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -95,17 +94,20 @@ class Draws(TorchDispatchMode):
     @contextmanager
     def attached(self) -> Iterator[None]:
         """Also numpy's and Python's global functions are seen, where they are looked up in their modules."""
-        with ExitStack() as stack, uncompiled(), unchanged_global_state():
+        with uncompiled(), unchanged_global_state():
             seed_global_state(self.change.start)
-            before = global_state()
-            for module, owner in ((np.random, np.random.mtrand._rand), (random, random._inst)):
-                for name, function in list(vars(module).items()):
-                    if getattr(function, "__self__", None) is owner and name not in _STATES:
-                        seen = functools.partial(self._called, name, function)
-                        stack.enter_context(patch.object(module, name, seen))
-            stack.enter_context(patch.object(np.random, "default_rng", self._made(np.random.default_rng)))
-            with self:
-                yield
+            before, functions = global_state(), list(_functions())
+            for module, name, function in functions:
+                setattr(module, name, functools.partial(self._called, name, function))
+            made = np.random.default_rng
+            np.random.default_rng = self._made(made)
+            try:
+                with self:
+                    yield
+            finally:
+                np.random.default_rng = made
+                for module, name, function in functions:
+                    setattr(module, name, function)
             self.has_unseen = global_state() != before
 
     def _made(self, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -199,6 +201,14 @@ class Draws(TorchDispatchMode):
         of_draw.append(first)
         first = _begun_as(given, first)
         return _taken(first, places // self.size if self.change.is_interleaved else places % of_one, axis)
+
+
+def _functions() -> Iterator[tuple[Any, str, Any]]:
+    """Those that draw from numpy's and Python's global generators, each with its module and its name there."""
+    for module, owner in ((np.random, np.random.mtrand._rand), (random, random._inst)):
+        for name, function in vars(module).items():
+            if getattr(function, "__self__", None) is owner and name not in _STATES:
+                yield module, name, function
 
 
 @functools.cache
