@@ -86,6 +86,11 @@ class Draws(TorchDispatchMode):
         self.has_own_generator = self.has_unseen = False
         self.states: list[tuple[int, ...]] = []
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # Nothing is compiled while it is attached, and torch would say so again for each operation.
+        return False
+
     @property
     def is_silent(self) -> bool:
         """Whether nothing was drawn, as far as is seen."""
