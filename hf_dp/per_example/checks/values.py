@@ -16,6 +16,7 @@ BIG = object()
 SCALARS = (int, float, complex, str, bytes, type(None), np.generic)
 SERIES = (tuple, list, deque)
 _SETS = (set, frozenset)
+_PLAIN = frozenset({int, float, bool, str, type(None)})
 COPIED = (*SERIES, *_SETS, bytearray, Tensor, np.ndarray)
 _MOST_NUMBERS, _MOST_ITEMS, _DEPTH = 1 << 22, 1 << 14, 4
 
@@ -72,7 +73,9 @@ def copied_within(value: Any) -> Any:
             return BIG
         if isinstance(value, _SETS):
             return type(value)(value) if type(value) in _SETS else set(value)
-        items = [copy(item, depth + 1) for item in value]
+        # Rows are mostly lists of numbers, and there are many.
+        is_plain = _PLAIN.issuperset(map(type, value))
+        items = list(value) if is_plain else [copy(item, depth + 1) for item in value]
         return BIG if any(item is BIG for item in items) else _of_kind(value, items)
 
     return copy(value, 0)
