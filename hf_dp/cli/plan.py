@@ -208,7 +208,7 @@ def plan(
             console.print(f"Note: {note}", highlight=False)
     if model is not None:
         console.print(size_table(answer["per_rank"], world_size, answer["dtype"]))
-        console.print(speed_in_words(answer["time_to_ordinary"]), highlight=False)
+        console.print(speed_in_words(answer["time_to_ordinary"], answer["busy_from_micro_batch"]), highlight=False)
         for line in [] if gpu_memory is None else fits_in_words(answer["fits"], gpu_memory):
             console.print(line, highlight=False)
     if not has_data:

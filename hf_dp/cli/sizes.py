@@ -91,7 +91,8 @@ def sizes(
         "trained": size.trained,
         "dtype": dtype or str(loaded.dtype).removeprefix("torch."),
     }
-    answer |= {"per_rank": found, "time_to_ordinary": predicted}
+    busy = {name: speed.busy_from(size, gpu, length=length) for name, gpu in speed.GPUS.items()}
+    answer |= {"per_rank": found, "time_to_ordinary": predicted, "busy_from_micro_batch": busy}
     return answer if gpu_memory is None else {**answer, "gpu_memory": gpu_memory, "fits": fitting}
 
 
@@ -113,10 +114,12 @@ def fits_in_words(fits: dict[str, dict[str, Any]], gpu_memory: float) -> list[st
     return told
 
 
-def speed_in_words(predicted: dict[str, float]) -> str:
-    """What a private step is predicted to take, beside an ordinary one."""
+def speed_in_words(predicted: dict[str, float], busy: dict[str, int]) -> str:
+    """What a private step is predicted to take, beside an ordinary one, and in how large micro-batches."""
     ratios = ", ".join(f"{ratio:.2f} x on one {name}" for name, ratio in predicted.items())
-    return f"A step is predicted to take {ratios} what an ordinary one takes, in bf16: by arithmetic, not measured."
+    told = f"A step is predicted to take {ratios} what an ordinary one takes, in bf16: by arithmetic, not measured."
+    fewest = ", ".join(f"{rows} on one {name}" for name, rows in busy.items())
+    return f"{told} In micro-batches of fewer than about {fewest} it takes longer: the GPU waits for Python there."
 
 
 def size_table(sizes: dict[str, Any], world_size: int, dtype: str) -> Table:

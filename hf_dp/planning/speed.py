@@ -6,6 +6,7 @@ activations and the loss, which both steps have, are left out, and nothing overl
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -39,6 +40,11 @@ ADAM, _NOISE = 28, 28
 # Bytes for each number and further block of a long sum.
 _ADDED = 8
 _FOR_EACH_ROW = 90
+# Seconds that Python and torch take for each use of a trained parameter in a micro-batch, the model's own operations
+# included: steps that waited for the host of an H200 took 0.7 (LoRA on each matrix) to 1.1 ms (docs/benchmarks_gpu.md).
+# What the GPU computes is more than what is counted here, so it is the smaller.
+_HOST = 0.7e-3
+_MOST = 1 << 12
 
 
 @dataclass(frozen=True)
@@ -81,14 +87,35 @@ def predicted_ratio(
         checkpointing: whether forward is computed twice.
     """
     b, t, c = micro_batch, length, bytes_computed
-    forward = _sum(_with_weight(p, b, t, c).times(2 + checkpointing) for p in model.parameters)
-    trained = [p for p in model.parameters if p.trained]
-    by_autograd = _sum(_with_weight(p, b, t, c) + Work(0, 4 * p.numel) for p in trained)
-    by_factors = _sum(_factors(p, b, t, c) for p in trained)
-    ordinary = (forward + by_autograd).times(micro_batches) + Work(0, ADAM * model.trained)
-    private = (forward + by_factors).times(micro_batches) + Work(0, (ADAM + _NOISE) * model.trained)
+    by_autograd = _sum(_with_weight(p, b, t, c) + Work(0, 4 * p.numel) for p in model.parameters if p.trained)
+    both = _forward(model, b, t, c, checkpointing)
+    ordinary = (both + by_autograd).times(micro_batches) + Work(0, ADAM * model.trained)
+    private = (both + _private(model, b, t, c)).times(micro_batches) + Work(0, (ADAM + _NOISE) * model.trained)
     rate = gpu.low if c == 2 else gpu.full
     return private.seconds(rate, gpu.bandwidth) / ordinary.seconds(rate, gpu.bandwidth)
+
+
+def busy_from(model: ModelSize, gpu: Gpu, *, length: int, bytes_computed: int = 2) -> int:
+    """From how many examples at once on a private step waits for the GPU, not for its host: in shorter micro-batches
+    it takes longer than `predicted_ratio` says. Arguments as there."""
+    t, c = length, bytes_computed
+    host = _HOST * sum(p.uses for p in model.parameters if p.trained)
+    rate = gpu.low if c == 2 else gpu.full
+
+    def is_busy(b: int) -> bool:
+        work = _forward(model, b, t, c, checkpointing=False) + _private(model, b, t, c)
+        return work.seconds(rate, gpu.bandwidth) >= host
+
+    return bisect.bisect_left(range(1, _MOST), True, key=is_busy) + 1
+
+
+def _forward(model: ModelSize, b: int, t: int, c: int, checkpointing: bool) -> Work:
+    """What both steps have: the products of the forward pass, and those with the weights of the backward pass."""
+    return _sum(_with_weight(p, b, t, c).times(2 + checkpointing) for p in model.parameters)
+
+
+def _private(model: ModelSize, b: int, t: int, c: int) -> Work:
+    return _sum(_factors(p, b, t, c) for p in model.parameters if p.trained)
 
 
 def _sum(works: Iterable[Work]) -> Work:

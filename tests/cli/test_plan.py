@@ -127,9 +127,11 @@ def test_a_model_alone_is_sized_without_n(tmp_path):
     assert "give --n, --epsilon and --epochs" in result.stdout
     assert "noise multiplier" not in result.stdout
     alone = json.loads(invoke("plan", "--model", str(tmp_path), "--world-size", "2", "--json").stdout)
-    assert set(alone) == {"parameters", "trained", "dtype", "per_rank", "time_to_ordinary"}
-    ratio = alone["time_to_ordinary"]["H100"]
-    assert f"predicted to take {ratio:.2f} x on one H100" in " ".join(result.stdout.split())
+    assert set(alone) == {"parameters", "trained", "dtype", "per_rank", "time_to_ordinary", "busy_from_micro_batch"}
+    ratio, fewest = alone["time_to_ordinary"]["H100"], alone["busy_from_micro_batch"]["H100"]
+    said = " ".join(result.stdout.split())
+    assert f"predicted to take {ratio:.2f} x on one H100" in said
+    assert f"fewer than about {fewest} on one H100" in said
     both = invoke(*BASE, "--steps", "1", "--noise", "1", "--model", str(tmp_path), "--world-size", "512", "--json")
     assert json.loads(both.stdout)["parameters"] == alone["parameters"]
 

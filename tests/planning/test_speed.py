@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from hf_dp.per_example.chosen import Chosen
 from hf_dp.per_example.norms import squared_norms
 from hf_dp.planning import speed
 from hf_dp.planning.memory import ModelSize, Parameter
-from hf_dp.planning.speed import GPUS, Gpu, predicted_ratio
+from hf_dp.planning.speed import GPUS, Gpu, busy_from, predicted_ratio
 from scripts.workloads import Counting
 from tests.per_example.pretended import dense
 
@@ -66,6 +67,22 @@ _SHAPES = (
     (512, 8192, 2048), (2048, 6144, 2048), (2048, 11008, 4096), (256, 768, 3072), (95, 700, 900), (1024, 2048, 2048),
     (9000, 64, 96),
 )  # fmt: skip
+
+
+def test_short_micro_batches_wait_for_the_host() -> None:
+    """As measured on an H200 (docs/benchmarks_gpu.md): short are 4 x 1024 in full and 8 x 512 with LoRA."""
+    layers, width, inner = 16, 2048, 8192
+    shapes = [(width, width)] * 2 + [(512, width)] * 2 + [(inner, width)] * 2 + [(width, inner)]
+    table = Parameter((128256, width), trained=True, unit="", is_embedding=True, uses=2)
+    norms = [Parameter((width,), trained=True, unit="")] * (2 * layers + 1)
+    full = ModelSize((table, *norms, *(Parameter(shape, trained=True, unit="") for shape in shapes * layers)))
+    assert 4 < busy_from(full, GPUS["H100"], length=1024) <= 8
+    adapters = [Parameter(side, trained=True, unit="") for p, d in shapes * layers for side in ((16, d), (p, 16))]
+    lora = ModelSize((*(replace(p, trained=False) for p in full.parameters), *adapters))
+    assert 8 < busy_from(lora, GPUS["H100"], length=512) <= 32
+    assert busy_from(lora, GPUS["H100"], length=1024) < busy_from(lora, GPUS["H100"], length=512)
+    assert busy_from(full, IDEAL, length=1) == 1
+    assert busy_from(full, Gpu(low=1e30, full=1.0, bandwidth=float("inf")), length=1) == 1 << 12
 
 
 @pytest.mark.parametrize("examples", [8, 1])
