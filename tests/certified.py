@@ -8,6 +8,7 @@ made each time, and so are those of a loss that is not a trainer's own.
 
 from __future__ import annotations
 
+import fcntl
 import functools
 import hashlib
 import importlib
@@ -15,7 +16,7 @@ import os
 import pickle
 import sys
 from collections.abc import Callable, Hashable, Iterator, Mapping, Set
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from types import FunctionType
 from typing import Any
@@ -67,27 +68,37 @@ def remembering(check: Callable[..., Any]) -> Callable[..., Any]:
     def remembered(model: nn.Module, *args: Any, **options: Any) -> Any:
         before, given = _structure(model), _told(args, options)
         asked = None if before is None or given is None else (check, before, given)
-        known = asked in _known
-        if any(isinstance(p, DTensor) for p in model.parameters()):
+        known, is_sharded = asked in _known, any(isinstance(p, DTensor) for p in model.parameters())
+        if is_sharded:
             # The check is one that all ranks make together.
             known = bool(ranks.gathered([float(known)]).all())
         if known:
             return _known[asked]
-        place = None if shared is None or (words := _in_words(asked)) is None else shared / _digest(words)
-        if place is not None and place.exists():
-            result = pickle.loads(place.read_bytes())
-        else:
-            result = check(model, *args, **options)
-            if asked is None or _structure(model) != before:
-                return result
-            if place is not None:
-                own = place.with_suffix(f".{os.getpid()}")
-                own.write_bytes(pickle.dumps(result))
-                own.replace(place)
+        words = None if shared is None or is_sharded else _in_words(asked)
+        place = None if shared is None or words is None else shared / _digest(words)
+        # Who asks for the same meanwhile waits for it; ranks ask at one time.
+        with nullcontext() if place is None else _alone(place):
+            if place is not None and place.exists():
+                result = pickle.loads(place.read_bytes())
+            else:
+                result = check(model, *args, **options)
+                if asked is None or _structure(model) != before:
+                    return result
+                if place is not None:
+                    own = place.with_suffix(f".{os.getpid()}")
+                    own.write_bytes(pickle.dumps(result))
+                    own.replace(place)
         _known[asked] = result
         return result
 
     return remembered
+
+
+@contextmanager
+def _alone(place: Path) -> Iterator[None]:
+    with place.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def _digest(words: str) -> str:

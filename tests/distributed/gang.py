@@ -10,7 +10,9 @@ import socket
 import time
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from queue import Empty
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -43,8 +45,11 @@ class Gang:
             port = free.getsockname()[1]
         self._tasks: list[Queue[Any]] = [context.Queue() for _ in range(size)]
         self._answers: list[Queue[Any]] = [context.Queue() for _ in range(size)]
+        # Where they tell each other what the check before the first step has found: it is the same for all.
+        self._found = TemporaryDirectory()
+        shared = size, port, backend, Path(self._found.name)
         self._members = [
-            context.Process(target=_work, args=(i, size, port, backend, self._tasks[i], self._answers[i]), daemon=True)
+            context.Process(target=_work, args=(i, *shared, self._tasks[i], self._answers[i]), daemon=True)
             for i in range(size)
         ]
         for member in self._members:
@@ -99,9 +104,10 @@ class Gang:
             member.join(timeout=20)
             if member.is_alive():
                 member.kill()
+        self._found.cleanup()
 
 
-def _work(rank: int, size: int, port: int, backend: str, tasks: Queue[Any], answers: Queue[Any]) -> None:
+def _work(rank: int, size: int, port: int, backend: str, found: Path, tasks: Queue[Any], answers: Queue[Any]) -> None:
     import torch
 
     # What was forked would begin with the same numbers everywhere.
@@ -126,6 +132,7 @@ def _work(rank: int, size: int, port: int, backend: str, tasks: Queue[Any], answ
         torch.distributed.init_process_group(backend, rank=rank, world_size=size)
     from tests import certified
 
+    certified.shared = found
     with certified.once():
         while (task := tasks.get()) is not None:
             module, name, args = task
