@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,8 +18,6 @@ from torch.utils.flop_counter import flop_registry
 from hf_dp.units.packing import Owners
 
 MICRO_BATCHES = 4
-# By which cuBLAS' products are the same each time.
-_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 
 
 @dataclass(frozen=True)
@@ -298,9 +295,7 @@ def _deterministic(is_asked: bool) -> Iterator[None]:
     """Inside, algorithms are deterministic, as two passes need them on a GPU."""
     before, settings = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic
     is_filled = settings.fill_uninitialized_memory  # type: ignore[attr-defined]
-    is_set = _WORKSPACE in os.environ
     if is_asked:
-        os.environ.setdefault(_WORKSPACE, ":4096:8")
         # What finds reads of memory that nothing was written to, and changes no result.
         settings.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.use_deterministic_algorithms(is_asked or before)
@@ -309,9 +304,6 @@ def _deterministic(is_asked: bool) -> Iterator[None]:
     finally:
         torch.use_deterministic_algorithms(before)
         settings.fill_uninitialized_memory = is_filled  # type: ignore[attr-defined]
-        if not is_set:
-            # torch reads it for each product, which takes as long as to start on three.
-            os.environ.pop(_WORKSPACE, None)
 
 
 def _owners(sizes: tuple[int, ...], place: int, rows: int) -> Owners:

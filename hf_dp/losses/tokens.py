@@ -16,8 +16,8 @@ _DOES_NOT_KEEP_ITS_OUTPUT = (
     "_RecordedUseBackward", "ToCopyBackward0", "UnsafeViewBackward0", "AddmmBackward0", "MmBackward0", "MulBackward0",
     "DivBackward0", "AddBackward0",
 )  # fmt: skip
-# How many logits are worked on at a time, in float32 whatever they are in: on a CPU a few MiB, which stay in the cache;
-# elsewhere so many that what there is to start is little, in a few hundred MiB.
+# How many logits are worked on at a time: on a CPU a few MiB, which stay in the cache; elsewhere so many that what is
+# started is little, in a few hundred MiB.
 _CHUNK, _CHUNK_ELSEWHERE = 1 << 19, 1 << 26
 # How often numbers are held that nobody else holds: by their tensor, and by what is made here to count with.
 _HERE = 2
@@ -60,9 +60,9 @@ def _is_kept(logits: Tensor) -> bool:
 class _CrossEntropy(torch.autograd.Function):
     """F.cross_entropy without reduction, on logits (N, V) that are large: no probabilities (N, V) are kept.
 
-    Of logits in 16 bits there is no copy in float32, though all is computed in it. In bfloat16 probabilities are
-    rounded before they are weighted too, since a GPU takes most of its time here to read and write; what is less by 1,
-    that of the label, is not.
+    Of logits in 16 bits there is no copy in float32, though all is computed in it. But in bfloat16 probabilities are
+    rounded before they are weighted as well as after, since a GPU takes most of its time here to read and write. From
+    that of the label 1 is taken in float32, so nothing cancels.
 
     Args:
         may_overwrite: the gradient takes the place of the logits, which nobody else has kept for the backward pass.

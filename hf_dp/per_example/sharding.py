@@ -34,6 +34,8 @@ def named_modules(model: nn.Module, *, by_each_name: bool = False) -> list[tuple
         path, module = to_do.pop()
         if id(module) in known and not by_each_name:
             continue
+        if by_each_name and path.count(".") > 1000:  # as deep as torch's own walk comes
+            raise RecursionError(f"modules lie in one another without end: {path[:60]}...")
         known.add(id(module))
         found.append((path, module))
         if inner := module._modules:
@@ -44,7 +46,6 @@ def named_modules(model: nn.Module, *, by_each_name: bool = False) -> list[tuple
 
 def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
     """The trainable parameters, those that FSDP2 shards as shards; tied names collapse to the first."""
-    # A forward pass without a backward pass leaves the root's parameters whole.
     reshard(model)
     return trained_in(named_modules(model))
 

@@ -226,6 +226,13 @@ def test_groups_that_are_not_the_models_are_refused_before_anything_is_spent(kin
     assert not trainer.ledger.entries
 
 
+def test_modules_that_lie_in_one_another_have_no_end_of_names() -> None:
+    model = nn.Sequential(nn.Linear(2, 2))
+    model[0].outer = model
+    with pytest.raises(RecursionError, match=r"without end: 0\.outer\.0\.outer"):
+        all_names(model)
+
+
 def test_a_tied_parameter_is_one_by_any_of_its_names() -> None:
     model = tiny("gpt2", "causal_lm", n_layer=1)
     names = all_names(model)

@@ -155,13 +155,14 @@ def attributes_of(model: nn.Module) -> _Attributes:
     return [(path, holder, _values(holder)) for path, holder in [*modules, *_configurations(modules)]]
 
 
-def configurations(modules: Iterable[tuple[str, nn.Module]]) -> list[tuple[str, dict[str, Any]]]:
+def configurations(modules: Sequence[tuple[str, nn.Module]]) -> list[tuple[str, dict[str, Any]]]:
     """Of each configuration that one of the named modules holds, its name and what it holds."""
-    return [(path, _values(holder)) for path, holder in _configurations(modules)]
+    return [(path, _values(holder)) for path, holder in _configurations(modules) if not isinstance(holder, nn.Module)]
 
 
-def _configurations(modules: Iterable[tuple[str, nn.Module]]) -> Iterable[tuple[str, Any]]:
-    found: dict[int, tuple[str, Any]] = {}
+def _configurations(modules: Sequence[tuple[str, nn.Module]]) -> Iterable[tuple[str, Any]]:
+    """What they hold as such, other than one of themselves."""
+    own, found = {id(module) for _, module in modules}, dict[int, tuple[str, Any]]()
     # That a module lacks something torch takes long to say, and says thousands of times in each step.
     plain: dict[type, tuple[str, ...]] = {}
     for name, module in modules:
@@ -171,7 +172,7 @@ def _configurations(modules: Iterable[tuple[str, nn.Module]]) -> Iterable[tuple[
         for held in _CONFIGURATIONS:
             is_own = held in plain[kind] and held not in module._modules
             holder = module.__dict__.get(held) if is_own else getattr(module, held, None)
-            if holder is not None and not isinstance(holder, nn.Module) and hasattr(holder, "__dict__"):
+            if hasattr(holder, "__dict__") and id(holder) not in own:
                 found.setdefault(id(holder), (f"{name}.{held}".lstrip("."), holder))
     return found.values()
 

@@ -279,6 +279,26 @@ def test_failure_43_a_memory_that_hardly_moves_is_refused_by_its_name() -> None:
     assert model.scale == 1
 
 
+@pytest.mark.parametrize("registered", [True, False])
+def test_a_configuration_that_is_a_module_is_looked_at_like_any(registered: bool) -> None:
+    class Configured(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.held = [nn.Identity()]
+            self.held[0].mode = "never"  # type: ignore[assignment]
+            if registered:
+                self.inner = self.held[0]
+
+        @property
+        def config(self) -> nn.Module:
+            return self.held[0]
+
+    model = Configured()
+    with pytest.raises(UnsupportedModelError, match=r"mode from 'never' to 'seen'"), unchanged_state(model):
+        model.config.mode = "seen"  # type: ignore[assignment]
+    assert model.config.mode == "never"
+
+
 def test_hooks_that_transformers_puts_in_once_are_no_switch() -> None:
     model, ids = tiny("llama", "causal_lm"), torch.arange(4)[None]
     hooks = []
