@@ -118,8 +118,9 @@ def speed_in_words(predicted: dict[str, float], busy: dict[str, int]) -> str:
     """What a private step is predicted to take, beside an ordinary one, and in how large micro-batches."""
     ratios = ", ".join(f"{ratio:.2f} x on one {name}" for name, ratio in predicted.items())
     told = f"A step is predicted to take {ratios} what an ordinary one takes, in bf16: by arithmetic, not measured."
-    fewest = ", ".join(f"{rows} on one {name}" for name, rows in busy.items())
-    return f"{told} In micro-batches of fewer than about {fewest} it takes longer: the GPU waits for Python there."
+    fewest = ", ".join(f"{rows} on one {name}" for name, rows in busy.items() if rows > 1)
+    waits = f" In micro-batches of fewer than about {fewest} it takes longer: the GPU waits for Python there."
+    return told + (waits if fewest else "")
 
 
 def size_table(sizes: dict[str, Any], world_size: int, dtype: str) -> Table:

@@ -51,7 +51,7 @@ class Chosen:
             out.addmv_(self.or_zeros(rows).T, self._coefficients.to(rows))
             return
         # Of all at once what is thrown away would take the memory of two examples.
-        step = max(1, WEIGHTED_AT_ONCE // len(rows)) if len(rows) else len(out)
+        step = max(1, WEIGHTED_AT_ONCE // max(1, len(rows)))
         for sums, few in zip(out.split(step), rows.split(step, dim=1), strict=True):
             sums.add_(self.weighted(few))
 

@@ -72,8 +72,7 @@ class _RecordedUse(torch.autograd.Function):
             cast, is_new = call.watch.casts.of(given)
             # What the model computes follows from no cast of before, whatever has happened to its input since.
             output, saved = call.rule.forward(cast if is_new else given, call.operands)
-            if cast is not given:
-                saved = tuple(cast if tensor is given else tensor for tensor in saved)
+            saved = tuple(cast if tensor is given else tensor for tensor in saved)
         if output._is_view():
             # Autograd would let nobody change it in place.
             output = torch.ops.aten._unsafe_view(output, output.shape)
@@ -130,24 +129,16 @@ def sorted_operands(
 
 def _entangled(bound: Bound) -> str | None:
     """Why the operands of a use are no input and parameters, if they are not."""
-    # For each use of each parameter: what is most often there is asked for first.
-    options = flatten(bound.options) if bound.options else []
-    watched, computed = list[WatchedParameter](), list[Any]()
-    # A rule of a user's own may have put several into one role.
-    for value in bound.parameters.values():
-        if isinstance(value, WatchedParameter):
-            watched.append(value)
-        elif value is not None:
-            computed += flatten(value)
-    tensors = [a for a in (*computed, *options) if isinstance(a, Tensor)]
-    strays = isinstance(bound.input, WatchedParameter) or any(isinstance(a, WatchedParameter) for a in options)
-    if strays or (len(watched) > 1 and len(set(map(id, watched))) != len(watched)):
+    values, options = bound.parameters.values(), flatten(bound.options) if bound.options else []
+    watched = [p for p in values if isinstance(p, WatchedParameter)]
+    strays = [a for a in (bound.input, *options) if isinstance(a, WatchedParameter)]
+    if strays or len(set(map(id, watched))) != len(watched):
         return "parameters are combined with one another there"
-    if (
-        any(w.source.plain.is_complex() for w in watched)
-        or any(a.is_complex() for a in tensors)
-        or (bound.input is not None and bound.input.is_complex())
-    ):
+    # A rule of a user's own may have put several into one role.
+    others = flatten([p for p in values if p is not None and not isinstance(p, WatchedParameter)])
+    tensors = [a for a in (*others, *options) if isinstance(a, Tensor)]
+    computed = [*[p.source.plain for p in watched], *tensors, *([] if bound.input is None else [bound.input])]
+    if any(a.is_complex() for a in computed):
         return "no rule is known to conjugate complex numbers as they need it"
     if any(a.requires_grad for a in tensors):
         return "another of its operands needs a gradient too"

@@ -107,8 +107,8 @@ def watched_in(*values: Any) -> list[WatchedParameter]:
 
 def names_of(sources: Iterable[Source]) -> list[str]:
     """The parameters behind them, sorted."""
-    names = [name for source in sources for name in source.parameters]
-    return names if len(names) == 1 else sorted(set(names))
+    groups = [source.parameters for source in sources]
+    return list(groups[0]) if len(groups) == 1 else sorted({name for group in groups for name in group})
 
 
 def _leaked(leaked: set[str], names: Iterable[str], gradient: Tensor) -> None:

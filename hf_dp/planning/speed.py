@@ -44,6 +44,7 @@ _FOR_EACH_ROW = 90
 # included: steps that waited for the host of an H200 took 0.7 (LoRA on each matrix) to 1.1 ms (docs/benchmarks_gpu.md).
 # What the GPU computes is more than what is counted here, so it is the smaller.
 _HOST = 0.7e-3
+# More examples than are computed with at once.
 _MOST = 1 << 12
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from hf_dp.cli.sizes import speed_in_words
 from hf_dp.per_example import Dense, Outer, products
 from hf_dp.per_example.chosen import Chosen
 from hf_dp.per_example.norms import squared_norms
@@ -82,6 +83,7 @@ def test_short_micro_batches_wait_for_the_host() -> None:
     assert 8 < busy_from(lora, GPUS["H100"], length=512) <= 32
     assert busy_from(lora, GPUS["H100"], length=1024) < busy_from(lora, GPUS["H100"], length=512)
     assert busy_from(full, IDEAL, length=1) == 1
+    assert "fewer" not in speed_in_words({"H100": 1.2}, {"H100": 1})
     assert busy_from(full, Gpu(low=1e30, full=1.0, bandwidth=float("inf")), length=1) == 1 << 12
 
 

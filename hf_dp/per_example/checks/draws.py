@@ -101,12 +101,11 @@ class Draws(TorchDispatchMode):
         """Also numpy's and Python's global functions are seen, where they are looked up in their modules."""
         with uncompiled(), unchanged_global_state():
             seed_global_state(self.change.start)
-            before, functions = global_state(), list(_functions())
-            for module, name, function in functions:
-                setattr(module, name, functools.partial(self._called, name, function))
-            made = np.random.default_rng
-            np.random.default_rng = self._made(made)
+            before, functions, made = global_state(), list(_functions()), np.random.default_rng
             try:
+                for module, name, function in functions:
+                    setattr(module, name, functools.partial(self._called, name, function))
+                np.random.default_rng = self._made(made)
                 with self:
                     yield
             finally:
